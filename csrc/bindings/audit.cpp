@@ -7,7 +7,7 @@
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
 #include "bindings/sharded_params.h"
-#include "zero/audit.h"
+#include "zero/gradients/audit.h"
 
 namespace py = pybind11;
 

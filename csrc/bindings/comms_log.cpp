@@ -5,7 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/registry.h"
-#include "comm/call_figures.h"
+#include "comm/boards/call_figures.h"
 
 namespace py = pybind11;
 

@@ -15,8 +15,8 @@
 #include "bindings/without_lock.h"
 #include "comm/decorators/logged.h"
 #include "comm/decorators/watched.h"
-#include "comm/nccl_tensors.h"
-#include "comm/script_calls.h"
+#include "comm/nccl/nccl_tensors.h"
+#include "comm/calls/script_calls.h"
 #include "comm/transports/c10d_communicator.h"
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/nccl_communicator.h"
@@ -118,8 +118,8 @@ DS_BINDINGS(m) {
       .def_property_readonly("rank", &LoggedCommunicator::rank)
       .def_property_readonly("size", &LoggedCommunicator::size)
       .def_property_readonly("name", &LoggedCommunicator::name)
-      // verb: all_reduce, ...; which tensors it uses, csrc/comm/op.h. counts: of the parts of input and output, []
-      // where they are equal.
+      // verb: all_reduce, ...; which tensors it uses, csrc/comm/calls/op.h. counts: of the parts of input and output,
+      // [] where they are equal.
       .def("run", &run_op, py::arg("verb"), py::arg("input") = py::none(), py::arg("output") = py::none(),
            py::arg("counts") = std::pair<std::vector<int64_t>, std::vector<int64_t>>(), py::arg("op") = "sum",
            py::arg("peer") = -1, py::arg("tag") = "", Unlocked())
@@ -130,7 +130,7 @@ DS_BINDINGS(m) {
         for (const comm::LoggedCall& call : communicator.take_log()) calls.emplace_back(call.op, call.bytes, call.ms);
         return calls;
       });
-  // As scripts call torch.distributed, with torch's handles (comm/script_calls.h).
+  // As scripts call torch.distributed, with torch's handles (comm/calls/script_calls.h).
   py::class_<comm::ScriptCalls>(m, "ScriptCalls")
       .def(py::init([](std::shared_ptr<LoggedCommunicator> communicator) {
              return std::make_unique<comm::ScriptCalls>(std::move(communicator), without_lock);

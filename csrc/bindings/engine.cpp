@@ -17,7 +17,7 @@
 #include "comm/decorators/logged.h"
 #include "comm/transports/local_communicator.h"
 #include "zero/engine.h"
-#include "zero/state_sources.h"
+#include "zero/states/state_sources.h"
 
 namespace py = pybind11;
 

@@ -6,9 +6,9 @@
 #include <pybind11/stl.h>
 
 #include "bindings/registry.h"
-#include "comm/error_propagation.h"
+#include "comm/boards/error_propagation.h"
 #include "comm/decorators/logged.h"
-#include "comm/pipe_channel.h"
+#include "comm/pipe/pipe_channel.h"
 
 namespace py = pybind11;
 
@@ -43,7 +43,7 @@ std::shared_ptr<ErrorPropagation> make_error_propagation(
 
 DS_BINDINGS(m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
-  // Its memory: three integers (csrc/comm/place_page.h).
+  // Its memory: three integers (csrc/comm/boards/place_page.h).
   py::class_<comm::PlacePage, std::shared_ptr<comm::PlacePage>>(m, "PlacePage", py::buffer_protocol())
       .def_buffer([](comm::PlacePage& page) { return py::buffer_info(page.words(), comm::PlacePage::kWords); });
   py::class_<ErrorPropagation, std::shared_ptr<ErrorPropagation>>(m, "ErrorPropagation")

@@ -8,7 +8,7 @@
 #include "bindings/state_kind.h"
 #include "bindings/torch_types.h"
 #include "zero/engine.h"
-#include "zero/group_cut.h"
+#include "zero/spaces/group_cut.h"
 
 namespace py = pybind11;
 

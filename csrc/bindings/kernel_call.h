@@ -9,7 +9,7 @@
 
 #include "base/error.h"
 #include "base/thread_pool.h"
-#include "comm/native_stream.h"
+#include "comm/nccl/native_stream.h"
 #include "kernels/launch.h"
 #include "kernels/table.h"
 

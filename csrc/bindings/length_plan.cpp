@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "bindings/registry.h"
-#include "comm/shm_group.h"
+#include "comm/shared_memory/shm_group.h"
 #include "parallel/result_memory.h"
 
 namespace py = pybind11;

@@ -6,7 +6,7 @@
 #include "bindings/registry.h"
 #include "bindings/torch_types.h"
 #include "storage/rates.h"
-#include "zero/auto_places.h"
+#include "zero/offload/auto_places.h"
 #include "zero/stage_policy.h"
 
 namespace py = pybind11;

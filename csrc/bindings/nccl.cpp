@@ -13,8 +13,8 @@
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
 #include "bindings/without_lock.h"
-#include "comm/nccl_memory.h"
-#include "comm/nccl_tensors.h"
+#include "comm/nccl/nccl_memory.h"
+#include "comm/nccl/nccl_tensors.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-#include "zero/newton_schulz.h"
+#include "zero/step/newton_schulz.h"
 
 #include <torch/csrc/utils/pybind.h>
 

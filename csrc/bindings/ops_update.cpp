@@ -20,7 +20,7 @@
 #include "kernels/stream.h"
 #include "kernels/sum_order.h"
 #include "kernels/table.h"
-#include "zero/newton_schulz.h"
+#include "zero/step/newton_schulz.h"
 #include "zero/torch_scratch.h"
 
 namespace py = pybind11;

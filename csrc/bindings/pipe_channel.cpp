@@ -1,4 +1,4 @@
-// deepspeed._C.PipeChannel: messages between stages of a pipeline, csrc/comm/pipe_channel.h.
+// deepspeed._C.PipeChannel: messages between stages of a pipeline, csrc/comm/pipe/pipe_channel.h.
 #include <Python.h>
 
 #include <torch/csrc/utils/pybind.h>
@@ -8,7 +8,7 @@
 
 #include "bindings/registry.h"
 #include "comm/decorators/logged.h"
-#include "comm/pipe_channel.h"
+#include "comm/pipe/pipe_channel.h"
 
 namespace py = pybind11;
 

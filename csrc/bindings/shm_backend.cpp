@@ -8,7 +8,7 @@
 
 #include "bindings/registry.h"
 #include "bindings/without_lock.h"
-#include "comm/shm_backend.h"
+#include "comm/shared_memory/shm_backend.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-// deepspeed._C.SplitBackward: csrc/zero/split_backward.h.
+// deepspeed._C.SplitBackward: csrc/zero/gradients/split_backward.h.
 #include <Python.h>
 
 #include <torch/csrc/utils/pybind.h>
@@ -6,7 +6,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/registry.h"
-#include "zero/split_backward.h"
+#include "zero/gradients/split_backward.h"
 
 namespace py = pybind11;
 

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "base/error.h"
-#include "zero/placements.h"
+#include "zero/offload/placements.h"
 
 namespace ds::bindings {
 

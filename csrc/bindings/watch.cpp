@@ -10,10 +10,10 @@
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
 #include "bindings/without_lock.h"
-#include "comm/reduce_op.h"
-#include "comm/shared_segments.h"
-#include "comm/store_keeper.h"
-#include "comm/watch.h"
+#include "comm/calls/reduce_op.h"
+#include "comm/shared_memory/shared_segments.h"
+#include "comm/boards/store_keeper.h"
+#include "comm/boards/watch.h"
 
 namespace py = pybind11;
 

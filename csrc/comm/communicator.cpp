@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "comm/call_check.h"
-#include "comm/compose.h"
+#include "comm/calls/call_check.h"
+#include "comm/calls/compose.h"
 
 namespace ds::comm {
 

@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/op.h"
-#include "comm/peer_memory.h"
-#include "comm/work.h"
+#include "comm/calls/op.h"
+#include "comm/shared_memory/peer_memory.h"
+#include "comm/calls/work.h"
 
 namespace ds::comm {
 

@@ -1,6 +1,6 @@
 // The element-wise halves of Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"): the
 // pass "muon_momentum" before, and the pass "muon" after the orthogonalisation of whole matrices
-// (csrc/zero/newton_schulz.h). State: 0 momentum. What is orthogonalised goes through UpdateSegment::scratch.
+// (csrc/zero/step/newton_schulz.h). State: 0 momentum. What is orthogonalised goes through UpdateSegment::scratch.
 //
 // Per element, in fp32; with g = grad * scale->grad_scale:
 //   muon_momentum:  m += (1 - beta) * (g - m)

@@ -22,7 +22,7 @@ struct Pass {
   std::string kernel;  // its name in KernelTable::find_update
   // Afterwards Rule::sums are added up over all ranks that hold parts of the same parameters; once in a step.
   bool adds_sums = false;
-  // Afterwards the scratch of every parameter, as one matrix, is orthogonalised (zero/newton_schulz.h), with the
+  // Afterwards the scratch of every parameter, as one matrix, is orthogonalised (zero/step/newton_schulz.h), with the
   // rule's hyperparameters ns_steps and gram.
   bool orthogonalises = false;
 };

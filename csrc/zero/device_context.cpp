@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "comm/native_stream.h"
+#include "comm/nccl/native_stream.h"
 #include "zero/torch_compat.h"
 
 namespace ds::zero {

@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "plan/memory_plan.h"
-#include "zero/space_rules/space_rule.h"
+#include "zero/spaces/rules/space_rule.h"
 
 namespace ds::zero {
 

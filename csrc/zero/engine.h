@@ -7,11 +7,11 @@
 #include <utility>
 #include <vector>
 
-#include "zero/backward_session.h"
+#include "zero/gradients/backward_session.h"
 #include "zero/engine_options.h"
-#include "zero/engine_ranks.h"
+#include "zero/spaces/engine_ranks.h"
 #include "zero/rank_failures.h"
-#include "zero/state_access.h"
+#include "zero/states/state_access.h"
 
 namespace ds::zero {
 

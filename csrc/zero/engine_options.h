@@ -6,12 +6,12 @@
 #include <vector>
 
 #include "optim/rule.h"
-#include "zero/auto_places.h"
-#include "zero/grad_reducer.h"
-#include "zero/param_gatherer.h"
-#include "zero/placements.h"
+#include "zero/offload/auto_places.h"
+#include "zero/gradients/grad_reducer.h"
+#include "zero/gathers/param_gatherer.h"
+#include "zero/offload/placements.h"
 #include "zero/stage_policy.h"
-#include "zero/stepper.h"
+#include "zero/step/stepper.h"
 
 namespace ds::config {
 class Config;

@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "io/file_error.h"
-#include "zero/engine_ranks.h"
+#include "zero/spaces/engine_ranks.h"
 
 namespace ds::zero {
 

@@ -1,6 +1,6 @@
 """ZenFlow: against its schedule, written down in float64; what it does not change; checkpoints inside an interval.
 
-The schedule in words: [Note: schedule] in csrc/zero/strategies/zenflow.cpp.
+The schedule in words: [Note: schedule] in csrc/zero/step/strategies/zenflow.cpp.
 """
 
 import math

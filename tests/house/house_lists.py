@@ -89,16 +89,16 @@ comm/nccl.py NcclCommunicator | NCCL
 comm/torch.py TorchBackend | published: torch.distributed's functions as methods
 ops/op_builder/builder.py OpBuilder | published: what builders of other packages override and call
 comm/communicator.h Communicator | a helper for each verb over one run()
-comm/nccl_comm.h NcclComm | NCCL
+comm/nccl/nccl_comm.h NcclComm | NCCL
 comm/transports/c10d_communicator.cpp C10dCommunicator | overrides each virtual function of Communicator
-comm/shm_backend.cpp ShmBackend | overrides each virtual function of c10d::Backend
+comm/shared_memory/shm_backend.cpp ShmBackend | overrides each virtual function of c10d::Backend
 config/field.h Field | one method for each thing that can be said about a key
 formats/graph_builder.h GraphBuilder | a visitor: one method for each kind of pickled value
 storage/storage_state.h StorageState | the state under one lock: who may take it apart must take the lock apart
-zero/grad_reducer.h GradReducer | one reduction: hooks' entries, order of buckets and wires share its state
-zero/param_gatherer.h ParamGatherer | uses, holders, prefetch and order of gathers share one table of units
-zero/param_store.h ParamStore | questions about spaces and places that every part of the core asks
-zero/sharded_param.h ShardedParam | all that can be asked of a parameter of which a rank has a slice
+zero/gradients/grad_reducer.h GradReducer | one reduction: hooks' entries, order of buckets and wires share its state
+zero/gathers/param_gatherer.h ParamGatherer | uses, holders, prefetch and order of gathers share one table of units
+zero/spaces/param_store.h ParamStore | questions about spaces and places that every part of the core asks
+zero/spaces/sharded_param.h ShardedParam | all that can be asked of a parameter of which a rank has a slice
 """
 )
 
@@ -107,37 +107,37 @@ _SMALL = "numbers for each parameter or rank, some bytes"
 _CALL = "alive for one call only; who calls is Python or a checkpoint"
 _WIRE = "the transport below moves tensors of one dtype, device or layout: a copy that lives as long as the call"
 ALLOCATIONS = {
-    "zero/auto_places.cpp": (1, "six numbers, which ranks compare"),
-    "zero/audit.cpp": (3, "flags of some bytes; whole gradients for as long as the audit runs"),
-    "zero/bucket_reduction.cpp": (2, "a round of late gradients, which no plan knew of"),
+    "zero/offload/auto_places.cpp": (1, "six numbers, which ranks compare"),
+    "zero/gradients/audit.cpp": (3, "flags of some bytes; whole gradients for as long as the audit runs"),
+    "zero/gradients/bucket_reduction.cpp": (2, "a round of late gradients, which no plan knew of"),
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),
     "zero/engine.cpp": (2, "the arena in which storage takes planes where peers read them"),
-    "zero/param_store_homes.cpp": (1, "old values that somebody else has kept: the memory is theirs"),
-    "zero/flag_exchange.cpp": (1, _SMALL),
-    "zero/grad_reducer.cpp": (1, "a late gradient, which no plan knew of"),
-    "zero/group_cut.cpp": (4, _CALL),
-    "zero/matrix_step.cpp": (2, "whole matrices of Muon, one at a time"),
-    "zero/nonfinite_grads.cpp": (1, _SMALL),
-    "zero/norm_sums.cpp": (1, "a sum of squares for each space"),
-    "zero/param_store.cpp": (6, "buffers of spaces, made once for a run"),
-    "zero/routes/scheduled_source.cpp": (1, _SMALL),
-    "zero/routes/staged_gather.cpp": (3, "rows above what the pool keeps; notes of some bytes"),
-    "zero/sharded_param.cpp": (3, "slices of parameters that no engine has yet; copies in another layout"),
-    "zero/sparse_rows.cpp": (3, "rows of an embedding: how many is known when the gradient is there"),
-    "zero/state_access.cpp": (5, _CALL),
-    "zero/stepper.cpp": (5, "counters and sums; gradients in fp32 where they are kept in 16 bits"),
-    "zero/strategies/zenflow.cpp": (1, "a count for each parameter"),
-    "zero/strategies/zenflow_choice.cpp": (3, "sums of columns, while they are chosen; sums of squares"),
+    "zero/spaces/param_store_homes.cpp": (1, "old values that somebody else has kept: the memory is theirs"),
+    "zero/gradients/flag_exchange.cpp": (1, _SMALL),
+    "zero/gradients/grad_reducer.cpp": (1, "a late gradient, which no plan knew of"),
+    "zero/spaces/group_cut.cpp": (4, _CALL),
+    "zero/step/matrix_step.cpp": (2, "whole matrices of Muon, one at a time"),
+    "zero/gradients/nonfinite_grads.cpp": (1, _SMALL),
+    "zero/step/norm_sums.cpp": (1, "a sum of squares for each space"),
+    "zero/spaces/param_store.cpp": (6, "buffers of spaces, made once for a run"),
+    "zero/gathers/routes/scheduled_source.cpp": (1, _SMALL),
+    "zero/gathers/routes/staged_gather.cpp": (3, "rows above what the pool keeps; notes of some bytes"),
+    "zero/spaces/sharded_param.cpp": (3, "slices of parameters that no engine has yet; copies in another layout"),
+    "zero/gradients/sparse_rows.cpp": (3, "rows of an embedding: how many is known when the gradient is there"),
+    "zero/states/state_access.cpp": (5, _CALL),
+    "zero/step/stepper.cpp": (5, "counters and sums; gradients in fp32 where they are kept in 16 bits"),
+    "zero/step/strategies/zenflow.cpp": (1, "a count for each parameter"),
+    "zero/step/strategies/zenflow_choice.cpp": (3, "sums of columns, while they are chosen; sums of squares"),
     "zero/torch_scratch.cpp": (1, "what a kernel asks for while it runs, from torch's allocator"),
-    "comm/pipe_channel.cpp": (2, "notes of some bytes; words by which ranks find out who reads whose memory"),
-    "comm/pipe_inbox.cpp": (1, "notes of some bytes, on the device that carries them"),
-    "comm/pipe_message.cpp": (1, "activations, which the graph of the stage keeps, as it does those made here"),
-    "comm/receive_buffers.cpp": (3, "the same on the host, used again when nobody has them any more"),
-    "comm/compose.cpp": (7, _WIRE),
+    "comm/pipe/pipe_channel.cpp": (2, "notes of some bytes; words by which ranks find out who reads whose memory"),
+    "comm/pipe/pipe_inbox.cpp": (1, "notes of some bytes, on the device that carries them"),
+    "comm/pipe/pipe_message.cpp": (1, "activations, which the graph of the stage keeps, as it does those made here"),
+    "comm/pipe/receive_buffers.cpp": (3, "the same on the host, used again when nobody has them any more"),
+    "comm/calls/compose.cpp": (7, _WIRE),
     "comm/decorators/quantized.cpp": (6, _WIRE),
-    "comm/host_exchange.cpp": (2, "a leader's rows between hosts, of the largest exchange; nothing, of a dtype"),
-    "comm/list_calls.cpp": (1, _WIRE),
-    "comm/process_peer_memory.cpp": (2, _SMALL),
+    "comm/hosts/host_exchange.cpp": (2, "a leader's rows between hosts, of the largest exchange; nothing, of a dtype"),
+    "comm/calls/list_calls.cpp": (1, _WIRE),
+    "comm/shared_memory/process_peer_memory.cpp": (2, _SMALL),
     "comm/transports/c10d_communicator.cpp": (1, _WIRE),
     "comm/transports/hierarchical_communicator.cpp": (6, _WIRE),
     "comm/transports/local_communicator.cpp": (1, "memory of peers where there is one rank"),

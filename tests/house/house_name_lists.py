@@ -103,13 +103,13 @@ JOINED_NAMES = {
 }  # fmt: skip
 JOINED_NAMES_CPP = {
     "comm/process_mesh.cpp": "keys of the job's store, no paths",
-    "comm/store_board.cpp": "as above",
-    "comm/store_rendezvous.cpp": "as above",
+    "comm/boards/store_board.cpp": "as above",
+    "comm/shared_memory/store_rendezvous.cpp": "as above",
     "formats/zip_directory.cpp": "names in an archive, which are compared and never opened",
     "io/own_folder.cpp": "constant names, and names of callers",
     "io/paths.cpp": "this is path_below",
     "io/run_folder.cpp": "names of a listing, and constant names of folders",
     "io/swap_files.cpp": "names of a listing, and names from which '/' is taken out",
     "storage/block_files.cpp": "names that this run makes",
-    "zero/param_files.cpp": "numbers of parameters",
+    "zero/offload/param_files.cpp": "numbers of parameters",
 }

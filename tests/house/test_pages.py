@@ -56,6 +56,18 @@ def test_every_room_is_described():
     assert not folders - described, f"docs/architecture.md does not describe the rooms {sorted(folders - described)}"
 
 
+def test_every_folder_of_a_room_is_described():
+    listed = read("docs", "architecture.md").split("| folder of a C++ room |")[1].split("\n\n")[0]
+    described = {name for cell in re.findall(r"^\| (`[^|]+) \|", listed, re.M) for name in re.findall(r"`([^`]+)`", cell)}
+    csrc = os.path.join(ROOT, "csrc")
+    found = {f"{room}/{name}" for room in os.listdir(csrc) for name in _folders(os.path.join(csrc, room))}
+    assert described == found, f"docs/architecture.md and csrc differ in the folders {sorted(described ^ found)}"
+
+
+def _folders(path):
+    return [entry.name for entry in os.scandir(path) if entry.is_dir()] if os.path.isdir(path) else []
+
+
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z0-9-]+):", read("Makefile"), re.M))
     for page in PAGES:

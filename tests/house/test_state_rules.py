@@ -136,8 +136,8 @@ def test_what_is_no_allocation():
     text = "// at::empty({n})\nx = at::empty({0}, options);\ny = at::empty(s, at::TensorOptions().device(at::kMeta));\n"
     assert house_state.check_allocations({"zero/made.cpp": text}) == []
     listed = "x = at::zeros({n});\n"
-    assert house_state.check_allocations({"zero/flag_exchange.cpp": listed}) == []
-    only(house_state.check_allocations({"zero/flag_exchange.cpp": listed * 2}), "at 2 places", "1 have a reason")
+    assert house_state.check_allocations({"zero/gradients/flag_exchange.cpp": listed}) == []
+    only(house_state.check_allocations({"zero/gradients/flag_exchange.cpp": listed * 2}), "at 2 places", "1 have a reason")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def of_the_test():
 @pytest.mark.parametrize(
     "path, old, new, part",
     [
-        ("csrc/comm/op.h", "  kBarrier,", "  kBarrier,\n  kAllToAllV,", "the first 11 of 12"),
+        ("csrc/comm/calls/op.h", "  kBarrier,", "  kBarrier,\n  kAllToAllV,", "the first 11 of 12"),
         ("tests/cpp/comm/verbs_test.cpp", "case Verb::kGather:", "", "Verb::kGather must give"),
         ("tests/cpp/comm/verbs_test.cpp", "size <= 8;", "size <= 4;", "1 to 8 ranks"),
         ("tests/cpp/comm/transports.h", '"shm", ', "", "Add 'shm' to transport_names()"),

@@ -115,13 +115,13 @@ INNER = {
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.clear_backward_seen_flag",
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.clear_backward_seen_flag",
     ],
-    "which columns are updated when; csrc/zero/strategies/zenflow.cpp does it in C++, and no hooks are needed": [
+    "which columns are updated when; csrc/zero/step/strategies/zenflow.cpp does it in C++, and no hooks are needed": [
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.create_zenflow_hooks",
     ],
     "a key of host copies in optimizer states; ours lie beside the states, not among them": [
         "deepspeed.runtime.zero.offload_states:_make_offload_state_key",
     ],
-    "steps of the reduction; csrc/zero/grad_reducer.cpp does it in C++, engine.allreduce_* serve scripts": [
+    "steps of the reduction; csrc/zero/gradients/grad_reducer.cpp does it in C++, engine.allreduce_* serve scripts": [
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.allreduce_and_copy",
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.allreduce_bucket",
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.allreduce_no_retain",

@@ -1,8 +1,8 @@
 // What gathers over collectives cost when each collective takes a while to arrive, as between hosts: a model of 200
 // layers (a weight and a bias each) goes forward and backward on 2 and 4 ranks, which are threads; every collective
-// ends 50 us after it was started. Beside each other: the learned order (zero/routes/scheduled_source.cpp), and what it
-// has replaced, an agreement before each gather and a collective for each parameter. Limit: one collective after the
-// other, 400 x 50 us = 20 ms, unless gathers overlap, which the prefetch of the next unit allows.
+// ends 50 us after it was started. Beside each other: the learned order (zero/gathers/routes/scheduled_source.cpp), and
+// what it has replaced, an agreement before each gather and a collective for each parameter. Limit: one collective
+// after the other, 400 x 50 us = 20 ms, unless gathers overlap, which the prefetch of the next unit allows.
 #include <ATen/Functions.h>
 #include <benchmark/benchmark.h>
 
@@ -13,7 +13,7 @@
 
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
-#include "zero/shard_source.h"
+#include "zero/gathers/shard_source.h"
 
 namespace ds::zero {
 namespace {

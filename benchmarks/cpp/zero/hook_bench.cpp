@@ -12,7 +12,7 @@
 #include <functional>
 
 #include "comm/transports/local_communicator.h"
-#include "zero/accumulator_hooks.h"
+#include "zero/gradients/accumulator_hooks.h"
 #include "zero/engine.h"
 
 namespace ds::zero {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "comm/compose.h"
+#include "comm/calls/compose.h"
 #include "comm/decorators/forwarding.h"
 
 namespace ds::comm {

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "comm/communicator.h"
-#include "comm/store_board.h"
+#include "comm/boards/store_board.h"
 
 namespace ds::comm {
 

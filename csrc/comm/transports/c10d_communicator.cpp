@@ -11,7 +11,7 @@
 #include "base/error.h"
 #include "base/process.h"
 #include "comm/c10d_compat.h"
-#include "comm/process_peer_memory.h"
+#include "comm/shared_memory/process_peer_memory.h"
 
 namespace ds::comm {
 

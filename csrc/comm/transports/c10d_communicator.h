@@ -3,7 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/communicator.h"
-#include "comm/watch.h"
+#include "comm/boards/watch.h"
 
 namespace ds::comm {
 

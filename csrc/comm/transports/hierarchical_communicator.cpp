@@ -6,10 +6,10 @@
 #include <cstring>
 
 #include "base/error.h"
-#include "comm/host_exchange.h"
-#include "comm/hosts.h"
-#include "comm/process_peer_memory.h"
-#include "comm/shm_work.h"
+#include "comm/hosts/host_exchange.h"
+#include "comm/hosts/hosts.h"
+#include "comm/shared_memory/process_peer_memory.h"
+#include "comm/shared_memory/shm_work.h"
 
 namespace ds::comm {
 

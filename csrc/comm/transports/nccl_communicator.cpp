@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "base/error.h"
-#include "comm/native_stream.h"
-#include "comm/nccl_tensors.h"
+#include "comm/nccl/native_stream.h"
+#include "comm/nccl/nccl_tensors.h"
 
 namespace ds::comm {
 

@@ -4,7 +4,7 @@
 #include <c10/core/Stream.h>
 
 #include "comm/communicator.h"
-#include "comm/nccl_comm.h"
+#include "comm/nccl/nccl_comm.h"
 
 namespace ds::comm {
 

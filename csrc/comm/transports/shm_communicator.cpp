@@ -3,8 +3,8 @@
 #include <cstdlib>
 #include <string>
 
-#include "comm/process_peer_memory.h"
-#include "comm/shm_work.h"
+#include "comm/shared_memory/process_peer_memory.h"
+#include "comm/shared_memory/shm_work.h"
 #include "comm/transports/hierarchical_communicator.h"
 
 namespace ds::comm {

@@ -3,7 +3,7 @@
 #include <chrono>
 
 #include "comm/communicator.h"
-#include "comm/watch.h"
+#include "comm/boards/watch.h"
 
 namespace ds::comm {
 

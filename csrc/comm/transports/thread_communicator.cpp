@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "base/error.h"
-#include "comm/compose.h"
-#include "comm/record.h"
+#include "comm/calls/compose.h"
+#include "comm/boards/record.h"
 
 namespace ds::comm {
 

@@ -209,7 +209,7 @@ class EngineRanks:
 
     def model_ranks(self):
         """The same among the ranks that hold other slices of the same layers, and among those that hold other layers:
-        by their names in csrc/zero/engine_ranks.h, where there are such ranks."""
+        by their names in csrc/zero/spaces/engine_ranks.h, where there are such ranks."""
         return {} if self.mp_group is None else {"tensor": self.communicator(["tp"], Purpose.CONTROL)}
 
     def copied_along(self, param):

@@ -25,7 +25,7 @@ from deepspeed.log import log_dist, logger
 _LAST_BREATH_S = 0.1
 # The backend; None before the first use.
 cdb = None
-_keeper = None  # of the job's store, which is in the process of rank 0 (csrc/comm/store_keeper.h)
+_keeper = None  # of the job's store, which is in the process of rank 0 (csrc/comm/boards/store_keeper.h)
 
 
 class ProcessGroup:

@@ -1,4 +1,4 @@
-"""Weights that the user has put into the model after ``deepspeed.initialize``; csrc/zero/user_writes.h tells how they
+"""Weights that the user has put into the model after ``deepspeed.initialize``; csrc/zero/step/user_writes.h tells how they
 are found."""
 
 import torch

@@ -1,4 +1,4 @@
-"""Where a stage is: three numbers, in memory that other processes of the host can read (csrc/comm/place_page.h)."""
+"""Where a stage is: three numbers, in memory that other processes of the host can read (csrc/comm/boards/place_page.h)."""
 
 INSTRUCTION, MICRO_BATCH, LAYER = range(3)
 

@@ -1,5 +1,5 @@
 """The audit: for some steps, what the engine did is done once more without sharding, and compared. It is
-csrc/zero/audit.h; when it is over, its hooks are gone."""
+csrc/zero/gradients/audit.h; when it is over, its hooks are gone."""
 
 import functools
 import weakref

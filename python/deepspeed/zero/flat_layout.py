@@ -18,7 +18,7 @@ def per_element(value):
 
 class FlatLayout:
     """Each group's parameters end to end in the optimizer's order, cut into equal partitions, one for each rank: see
-    csrc/zero/group_cut.h. ``optimizer``: a ``ShardedOptimizer`` below stage 3."""
+    csrc/zero/spaces/group_cut.h. ``optimizer``: a ``ShardedOptimizer`` below stage 3."""
 
     def __init__(self, optimizer):
         self._names = optimizer._names

@@ -1,4 +1,4 @@
-"""Hooks that gather the parameters of a module while it runs. What they do is in csrc/zero/param_gatherer.h."""
+"""Hooks that gather the parameters of a module while it runs. What they do is in csrc/zero/gathers/param_gatherer.h."""
 
 import copyreg
 import inspect

@@ -9,7 +9,7 @@ from deepspeed._compat import named_parameters
 class ParamRanks:
     """Which ranks train a parameter: its attribute ``ds_ranks``, set on every rank before ``deepspeed.initialize``.
 
-    ``rule`` is the name of a rule of the core (csrc/zero/space_rules/), ``groups`` maps the names that the rule asks
+    ``rule`` is the name of a rule of the core (csrc/zero/spaces/rules/), ``groups`` maps the names that the rule asks
     for to ranks of the job: lists of them, or groups of torch's, over which the core opens communicators of its own.
     Names mean the same for all such parameters of a model. ``copies`` is torch's group of those that train the same
     parameter: its first rank's values are what all start from. ``rows``: ``(first, all)`` where the parameter is the

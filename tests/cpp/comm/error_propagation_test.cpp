@@ -1,5 +1,5 @@
 // One rank's failure ends the waits of all, with one text.
-#include "comm/error_propagation.h"
+#include "comm/boards/error_propagation.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/shared_segments.h"
+#include "comm/shared_memory/shared_segments.h"
 
 namespace ds::comm {
 namespace {

@@ -13,8 +13,8 @@
 #include <thread>
 
 #include "base/error.h"
-#include "comm/hosts.h"
-#include "comm/strided_parts.h"
+#include "comm/hosts/hosts.h"
+#include "comm/shared_memory/strided_parts.h"
 #include "comm/transports/thread_communicator.h"
 
 namespace ds::comm {

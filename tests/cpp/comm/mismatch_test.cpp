@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "base/error.h"
-#include "comm/shared_segments.h"
+#include "comm/shared_memory/shared_segments.h"
 #include "transports.h"
 
 namespace ds::comm {

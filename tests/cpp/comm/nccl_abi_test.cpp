@@ -1,6 +1,6 @@
 // Our declarations of NCCL's interface against its own header, where there is one: numbers, layouts and signatures.
 // All of it is checked while it compiles.
-#include "comm/nccl_api.h"
+#include "comm/nccl/nccl_api.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // The direct NCCL wrapper over a library of ours with NCCL's interface (fake_nccl/): ranks are threads, memory is the
 // host's. Every operation against plain loops; errors; that nothing is left behind.
-#include "comm/nccl_comm.h"
+#include "comm/nccl/nccl_comm.h"
 
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 
 #include "../error_of.h"
 #include "base/error.h"
-#include "comm/nccl_memory.h"
+#include "comm/nccl/nccl_memory.h"
 
 namespace ds::comm {
 namespace {

@@ -1,5 +1,5 @@
 // Messages between stages: ranks as threads.
-#include "comm/pipe_channel.h"
+#include "comm/pipe/pipe_channel.h"
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>

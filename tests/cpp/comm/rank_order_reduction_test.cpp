@@ -1,5 +1,5 @@
 // reduce_in_rank_order against the same reduction written with ATen, one element type and operation at a time.
-#include "comm/rank_order_reduction.h"
+#include "comm/calls/rank_order_reduction.h"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

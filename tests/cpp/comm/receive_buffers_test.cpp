@@ -1,5 +1,5 @@
 // Memory of received messages is used again when nobody has it, and never before.
-#include "comm/receive_buffers.h"
+#include "comm/pipe/receive_buffers.h"
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>

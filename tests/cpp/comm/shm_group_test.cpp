@@ -1,5 +1,5 @@
 // Shared memory between ranks. Here the ranks are threads of one process with a segment each; tests/dist has processes.
-#include "comm/shm_group.h"
+#include "comm/shared_memory/shm_group.h"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -16,8 +16,8 @@
 
 #include "../error_of.h"
 #include "base/error.h"
-#include "comm/process_peer_memory.h"
-#include "comm/shm_queue.h"
+#include "comm/shared_memory/process_peer_memory.h"
+#include "comm/shared_memory/shm_queue.h"
 #include "comm/transports/thread_communicator.h"
 
 namespace ds::comm {

@@ -1,5 +1,5 @@
 // Rank 0 keeps the job's store until the others need it no more.
-#include "comm/store_keeper.h"
+#include "comm/boards/store_keeper.h"
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/shared_segments.h"
+#include "comm/shared_memory/shared_segments.h"
 
 namespace ds::comm {
 namespace {

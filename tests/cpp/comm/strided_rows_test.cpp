@@ -6,7 +6,7 @@
 
 #include <random>
 
-#include "comm/strided_parts.h"
+#include "comm/shared_memory/strided_parts.h"
 
 namespace ds::comm {
 namespace {

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/nccl_library.h"
+#include "comm/nccl/nccl_library.h"
 #include "comm/transports/hierarchical_communicator.h"
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/nccl_communicator.h"

@@ -1,5 +1,5 @@
 // What is touched most is nearest to the device, as far as memory reaches; with rates, what takes the least time.
-#include "zero/auto_places.h"
+#include "zero/offload/auto_places.h"
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>

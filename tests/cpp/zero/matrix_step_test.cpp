@@ -1,4 +1,4 @@
-#include "zero/matrix_step.h"
+#include "zero/step/matrix_step.h"
 
 #include <gtest/gtest.h>
 

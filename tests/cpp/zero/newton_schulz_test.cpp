@@ -1,4 +1,4 @@
-#include "zero/newton_schulz.h"
+#include "zero/step/newton_schulz.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -14,7 +14,7 @@
 #include "plain_adamw.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
-#include "zero/norm_sums.h"
+#include "zero/step/norm_sums.h"
 
 namespace ds::zero {
 namespace {

@@ -13,8 +13,8 @@
 #include "plain_adamw.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
-#include "zero/group_cut.h"
-#include "zero/space_rules/space_rule.h"
+#include "zero/spaces/group_cut.h"
+#include "zero/spaces/rules/space_rule.h"
 
 namespace ds::zero {
 namespace {

@@ -1,7 +1,7 @@
 // Where masters, gradients and optimizer states rest changes no bit of training: on the host, in files, a share of
 // each. On the CPU the tiers of the device and of the host are different buffers with budgets of their own, so whatever
 // looks for a buffer in the wrong place fails here, too.
-#include "zero/placements.h"
+#include "zero/offload/placements.h"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

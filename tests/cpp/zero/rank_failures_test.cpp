@@ -9,7 +9,7 @@
 #include "plain_adamw.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
-#include "zero/strategies/background.h"
+#include "zero/step/strategies/background.h"
 
 namespace ds::zero {
 namespace {

@@ -7,8 +7,8 @@
 #include <thread>
 
 #include "comm/transports/thread_communicator.h"
-#include "zero/routes/staged_gather.h"
-#include "zero/shard_source.h"
+#include "zero/gathers/routes/staged_gather.h"
+#include "zero/gathers/shard_source.h"
 
 namespace ds::zero {
 namespace {

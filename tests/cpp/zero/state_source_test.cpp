@@ -1,5 +1,5 @@
 // What a checkpoint writes of states in files is read row by row: the bytes of the whole, and never more than a row.
-#include "zero/state_source.h"
+#include "zero/states/state_source.h"
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 #include "plain_adamw.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
-#include "zero/group_cut.h"
+#include "zero/spaces/group_cut.h"
 
 namespace ds::zero {
 namespace {

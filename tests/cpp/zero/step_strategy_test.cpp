@@ -1,6 +1,6 @@
 // A strategy from outside the tree that updates every second extent later: what it puts by is added up and updated in
 // every second step. Against AdamW on whole tensors: a parameter's elements are where both runs say.
-#include "zero/strategies/step_strategy.h"
+#include "zero/step/strategies/step_strategy.h"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

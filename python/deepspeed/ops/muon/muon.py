@@ -1,7 +1,7 @@
 """Muon for matrices, Adam for everything else.
 
 Muon is Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; the order of operations is in
-``csrc/kernels/muon.h`` and ``csrc/zero/newton_schulz.h``. Adam (decoupled decay) is ``csrc/kernels/adam.h``.
+``csrc/kernels/muon.h`` and ``csrc/zero/step/newton_schulz.h``. Adam (decoupled decay) is ``csrc/kernels/adam.h``.
 """
 
 import torch

@@ -4,7 +4,7 @@ import torch
 
 from deepspeed._native import _C
 
-# Variants of the Newton-Schulz iteration; see csrc/zero/newton_schulz.h.
+# Variants of the Newton-Schulz iteration; see csrc/zero/step/newton_schulz.h.
 NS_METHODS = ("gram", "standard")
 
 

@@ -1,0 +1,66 @@
+// The board of a rank shows other ranks its last collectives, the reason why it has given up, and, on request, the
+// stacks of its threads. The comparison of calls and the report of a failure are the same for every transport. Boards
+// are in memory that the ranks share (rank_board.h), or in the job's store (store_board.h).
+#pragma once
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "comm/boards/watch.h"
+
+namespace ds::comm {
+
+// "" where all of `calls`, of these ranks, may meet with `mine`; else who calls what, in words.
+struct RankCall {
+  int rank;
+  Record call;
+};
+std::string mismatch(const std::vector<RankCall>& calls, const Record& mine, int64_t number);
+// "" where what ranks give each other is what they take; `calls`: of all ranks of the group, which fit.
+std::string unbalanced(const std::vector<RankCall>& calls, int64_t number);
+
+// The state of another rank, as a rank that has failed knows it.
+struct RankView {
+  std::string called;  // rank 1 (rank 5 of the job, process 123)
+  std::string place;   // where it was when the question came up
+  std::string stack;   // of its threads; or, in brackets, why it is not known; "": nothing to say
+  std::vector<Flight> flights;
+  int32_t job_rank = -1;
+  int64_t pid = -1;
+};
+// "in all_reduce(...), number 7, for 1.2 s": the oldest call under way, else the last one.
+std::string place_of(const std::vector<Flight>& flights);
+const Flight* oldest_open(const std::vector<Flight>& flights);  // null: none is under way
+
+class Board : public Watched {
+ public:
+  static constexpr std::chrono::milliseconds kAnswer{2000};  // how long ranks have to say where they are
+
+  Board(int rank, const GroupFacts& facts);
+
+  // Everything a person wants to know when a group has failed because of `why`: which rank is where, since when, doing
+  // what, with its Python stack where it answers in time, and the name of the file that the flight recorders of all
+  // ranks have been written to.
+  std::string report(const std::string& why);
+  void warn(const std::string& text);  // to the log of this process, from the watch's thread
+
+  void look(const DiagnosticCallbacks& callbacks) override;
+  std::string name() const override { return name_; }
+
+ protected:
+  virtual std::vector<RankView> views() = 0;  // of all ranks, by rank
+
+  const int rank_, job_rank_;
+  const std::string name_;
+
+ private:
+  std::string write_flights(const std::string& why, const std::vector<RankView>& ranks) const;
+
+  const std::string folder_;  // of the files; the watch's thread does not read the environment: scripts change it
+  std::mutex mutex_;
+  std::vector<std::string> warnings_;
+  std::atomic<bool> has_warnings_{false};
+};
+
+}  // namespace ds::comm

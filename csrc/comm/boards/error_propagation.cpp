@@ -1,0 +1,215 @@
+#include "comm/boards/error_propagation.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include "comm/boards/record.h"
+#include "comm/shared_memory/shared_segments.h"
+
+namespace ds::comm {
+
+namespace {
+
+constexpr int64_t kLookUs = 250'000;
+constexpr int64_t kEndsUs = 500'000;
+constexpr std::chrono::milliseconds kDelivery(1500);
+
+std::string string_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+std::vector<uint8_t> value_of(const std::string& text) { return {text.begin(), text.end()}; }
+
+}  // namespace
+
+ErrorPropagation::ErrorPropagation(Store store, int rank, std::vector<std::string> names, OnError on_error,
+                                   PlaceNames places, int keeper)
+    : store_(std::move(store)),
+      rank_(rank),
+      names_(std::move(names)),
+      place_names_(std::move(places)),
+      keeper_(keeper),
+      host_(std::to_string(host_id())),
+      pids_(names_.size()),
+      pages_(names_.size()),
+      on_error_(std::move(on_error)) {
+  pages_.at(rank_) = place_;
+  const SharedFile& page = place_->file();
+  store_->set("who" + std::to_string(rank_), value_of(std::to_string(getpid()) + " " + host_ + " " +
+                                                      std::to_string(page.file) + " " + std::to_string(page.nonce)));
+  if (rank_ == keeper_) store_->set("place", value_of(""));
+  store_->add("known" + std::to_string(rank_), 1);
+}
+
+ErrorPropagation::~ErrorPropagation() {
+  if (owner_.here()) leave();
+}
+
+void ErrorPropagation::leave() noexcept {
+  working_ = false;
+  if (left_.exchange(true)) return;
+  try {
+    store_->add("left" + std::to_string(rank_), 1);
+  } catch (const std::exception&) {  // the store has gone, and with it whoever would ask
+    return;
+  }
+}
+
+std::string ErrorPropagation::error() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return error_;
+}
+
+void ErrorPropagation::receive(const std::string& why) {
+  OnError on_error;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_.empty()) return;
+    error_ = why;
+    on_error = std::exchange(on_error_, nullptr);
+  }
+  if (on_error) on_error(why);
+  try {
+    store_->add("received", 1);
+  } catch (const std::exception&) {  // the store has gone, and nobody waits for this
+    return;
+  }
+}
+
+void ErrorPropagation::await_delivery() {
+  const auto deadline = std::chrono::steady_clock::now() + kDelivery;
+  try {
+    while (store_->add("received", 0) + ended_ < static_cast<int64_t>(names_.size()) &&
+           std::chrono::steady_clock::now() < deadline)
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  } catch (const std::exception&) {  // the store has gone
+    return;
+  }
+}
+
+std::string ErrorPropagation::report(const std::string& why) { return report_or(why, why); }
+
+std::string ErrorPropagation::report_or(const std::string& why, const std::string& alone) {
+  try {
+    if (store_->add("reporting", 1) == 1) {
+      store_->set("why", value_of(why));
+      store_->add("reported", 1);
+    } else {
+      store_->wait({"why"}, std::chrono::milliseconds(1000));
+    }
+    receive(string_of(store_->get("why")));
+  } catch (const std::exception&) {  // the store has gone
+    receive(alone);
+  }
+  return error();
+}
+
+void ErrorPropagation::meet(int rank) {
+  if (store_->add("known" + std::to_string(rank), 0)) meet(rank, string_of(store_->get("who" + std::to_string(rank))));
+}
+
+// `who`: process, host, and the file of its place with its nonce, if there is one.
+void ErrorPropagation::meet(int rank, const std::string& who) {
+  std::istringstream words(who);
+  std::string host;
+  SharedFile file;
+  words >> file.pid >> host >> file.file >> file.nonce;
+  if (words.fail()) file.file = -1;
+  pids_[rank] = host == host_ ? file.pid : -1;
+  if (host != host_) return;
+  const auto page = PlacePage::of(file);
+  std::lock_guard<std::mutex> lock(mutex_);
+  pages_[rank] = page;
+}
+
+std::string ErrorPropagation::where() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::string found;
+  for (size_t rank = 0; rank < pages_.size(); ++rank) {
+    const std::string place = pages_[rank] ? pages_[rank]->text(place_names_) : "";
+    if (!place.empty()) found += (found.empty() ? "" : "; ") + names_[rank] + ": " + place;
+  }
+  return found;
+}
+
+int ErrorPropagation::ended_rank() {
+  for (int rank = 0; rank < static_cast<int>(names_.size()); ++rank) {
+    if (rank == rank_ || pids_[rank] < 0) continue;
+    if (pids_[rank] == 0) meet(rank);
+    if (pids_[rank] > 0 && process_ended(pids_[rank])) return rank;
+  }
+  return -1;
+}
+
+// The store ends before its process does: the kernel closes the sockets of one that is killed first.
+bool ErrorPropagation::keeper_ends() const {
+  if (keeper_ < 0 || rank_ == keeper_ || pids_[keeper_] <= 0) return false;
+  for (int64_t until = now_us() + kEndsUs; now_us() < until; std::this_thread::sleep_for(std::chrono::milliseconds(2)))
+    if (process_ended(pids_[keeper_])) return true;
+  return false;
+}
+
+std::string ErrorPropagation::place_text(int rank) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return pages_[rank] ? pages_[rank]->text(place_names_) : "";
+}
+
+void ErrorPropagation::see_keeper() {
+  if (keeper_ < 0) return;
+  if (rank_ == keeper_) {
+    const std::string place = place_text(rank_);
+    store_->set("place", value_of(place));
+  } else if (pids_[keeper_] < 0) {
+    const std::string place = string_of(store_->get("place"));
+    std::lock_guard<std::mutex> lock(mutex_);
+    keepers_place_ = place;
+  }
+}
+
+std::string ErrorPropagation::without_store() const {
+  const std::string gone = "the job's store";
+  if (keeper_ < 0) return "the pipeline failed: " + gone + " has gone";
+  std::string place = place_text(keeper_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (place.empty()) place = keepers_place_;
+  return "the pipeline failed: " + names_[keeper_] + " has ended in the middle of a batch" +
+         (place.empty() ? "" : ", last seen in " + place) + ": " + gone + ", which its process had, has gone";
+}
+
+void ErrorPropagation::look(const DiagnosticCallbacks&) {
+  if (!owner_.here() || now_us() < next_look_us_ || !error().empty()) return;
+  next_look_us_ = now_us() + kLookUs;
+  if (!working_) {
+    if (keeper_ < 0 || rank_ == keeper_ || pids_[keeper_] != 0 || left_) return;
+    try {  // it may end in the first moment of its first batch
+      meet(keeper_);
+    } catch (const std::exception&) {  // the store has gone, while nobody works
+      return;
+    }
+    return;
+  }
+  int ended = -1;
+  const auto text = [&](int rank, const std::string& seen_by) {
+    const std::string place = place_text(rank);
+    return "the pipeline failed: " + names_[rank] + " (process " + std::to_string(pids_[rank]) +
+           ") has ended in the middle of a batch" + (place.empty() ? "" : ", in " + place) + seen_by;
+  };
+  // Without the store, which ended with its rank, nobody knows who was first: all say the same.
+  const std::string first = "; " + names_[rank_] + " has seen it first";
+  try {
+    ended = ended_rank();
+    ended_ = ended >= 0;
+    see_keeper();
+    if (store_->add("reported", 0)) {
+      receive(string_of(store_->get("why")));
+    } else if (ended >= 0 && !store_->add("left" + std::to_string(ended), 0)) {
+      report_or(text(ended, first), text(ended, ""));
+    }
+  } catch (const std::exception&) {  // the store has gone
+    if (ended < 0 && keeper_ends()) ended = keeper_;
+    receive(ended >= 0 ? text(ended, "") : without_store());
+  }
+}
+
+}  // namespace ds::comm

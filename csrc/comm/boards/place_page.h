@@ -1,0 +1,40 @@
+// The position of a rank of a pipeline: three words that it writes and other processes of its host read, also after it
+// has ended.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/shared_memory/shared_file.h"
+
+namespace ds::comm {
+
+// Names for the words, for messages.
+struct PlaceNames {
+  std::vector<std::string> instructions, layers;
+};
+
+class PlacePage {
+ public:
+  enum Word { kInstruction, kMicroBatch, kLayer, kWords };  // numbers from 1 on; 0: none
+
+  PlacePage();  // of this process, zeros. Without memory to share (fds, /proc) others see nothing, and nothing fails
+  // That of another process, which has told its file(). Null where it cannot be opened.
+  static std::shared_ptr<PlacePage> of(const SharedFile& file);
+  ~PlacePage();
+  PlacePage(const PlacePage&) = delete;
+
+  int64_t* words() { return words_; }
+  const SharedFile& file() const { return file_; }  // without one nobody can see it
+  std::string text(const PlaceNames& names) const;  // "layer 2 (Block), micro-batch 1, ForwardPass"; "": not known
+
+ private:
+  explicit PlacePage(int64_t* words) : words_(words) {}
+
+  int64_t own_[kWords] = {};
+  int64_t* words_ = own_;
+  SharedFile file_;
+};
+
+}  // namespace ds::comm

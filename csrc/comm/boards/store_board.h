@@ -1,0 +1,84 @@
+// The boards of ranks that share no memory: in the job's store.
+//
+// [Note: asking]
+// Comparing every call before it starts would cost round trips each. So a rank only writes down what it calls, and
+// nothing is sent while all goes well. A rank that has waited for a second asks, by a counter in the store that the
+// watch of every rank looks at twice a second; then all ranks of the group post what they are doing. Two that wait in
+// the same place with different calls have found the mistake: all ranks of the group fail, with a message that says
+// where each of them is. Strict (DS_COMM_FINGERPRINTS=strict), the ranks do compare every call before it starts: gloo
+// of torch 1.13 ends the process where sizes differ, before anybody can say why.
+#pragma once
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/process.h"
+#include "comm/boards/board.h"
+#include "comm/c10d_compat.h"
+
+namespace ds::comm {
+
+class StoreBoard : public Board {
+ public:
+  using Store = c10::intrusive_ptr<c10d::Store>;
+
+  // `store`: of this group alone. `timeout`: how long strict ranks wait for each other. `transport`: for flights.
+  StoreBoard(Store store, int rank, int size, std::chrono::milliseconds timeout, std::string transport,
+             const GroupFacts& facts);
+
+  // This rank begins a call; its number, for ended(). Throws on every rank alike when the group has failed before.
+  int64_t enter(const Record& call);
+  void ended(int64_t number);
+  // This rank waits, from here on, in one of the calls under way, and does no longer; for several at once on several
+  // threads. Where the end of one leaves others, these count from then on: the group has moved on.
+  void wait_begins();
+  void wait_ends();
+  // All ranks of the group stop. Returns the message, with where everybody is; the first one where there is one.
+  std::string give_up(const std::string& why);
+  // Why the group has failed; "": it has not.
+  std::string failed() const;
+  // Told once when the group fails, by this rank or another, from any thread.
+  void on_failure(std::function<void(const std::string& why)> told);
+
+  void look(const DiagnosticCallbacks& callbacks) override;
+  std::vector<Flight> flights() const override { return ring_->read(); }
+  std::string transport() const override { return transport_; }
+
+ protected:
+  std::vector<RankView> views() override;
+
+ private:
+  struct Place;                                      // what a rank posts
+  void compare(const Record& call, int64_t number);  // strict
+  void post(const DiagnosticCallbacks& callbacks, const Store& store);
+  std::vector<std::unique_ptr<Place>> places(const Store& store, int64_t tick) const;
+  bool gone(int rank, const Store& store) const;
+  void judge(const Store& store);
+  void tell(const std::string& why, const Store& store);  // all ranks, with where everybody is
+  void set_failed(const std::string& why);
+  Store store() const;  // fails when it has gone
+
+  const int size_;
+  const std::chrono::milliseconds timeout_;
+  const std::string transport_;
+  const bool strict_;
+  const std::string host_;  // host_id(), as it was when this was made
+  const OwningProcess owner_;
+  const std::unique_ptr<FlightRing> ring_;
+  std::atomic<int64_t> waiting_since_us_{0};
+  std::mutex waits_mutex_;  // of changes of waiting_since_us_, and of waits_
+  int waits_ = 0;
+  int64_t number_ = 0;
+  std::atomic<int64_t> next_look_us_{0}, asked_{0};
+  mutable std::mutex mutex_;  // of what follows
+  Store store_;               // null: it has ended
+  DiagnosticCallbacks callbacks_;
+  std::thread::id looking_;  // the watch's thread
+  std::string failed_;
+  std::function<void(const std::string&)> told_;
+};
+
+}  // namespace ds::comm

@@ -1,0 +1,77 @@
+#include "comm/boards/store_keeper.h"
+
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "comm/shared_memory/shared_segments.h"
+
+namespace ds::comm {
+
+namespace {
+
+constexpr std::chrono::milliseconds kStoreNap(20);
+constexpr std::string_view kGone("gone");  // in place of a host and a process
+
+std::string place_of(int rank) { return "deepspeed/process/" + std::to_string(rank); }
+
+}  // namespace
+
+StoreKeeper::StoreKeeper(c10::intrusive_ptr<c10d::Store> store, int rank, int world)
+    : store_(std::move(store)), rank_(rank), world_(world), host_(std::to_string(host_id()) + " ") {
+  const std::string mine = host_ + std::to_string(getpid());
+  store_->set(place_of(rank_), std::vector<uint8_t>(mine.begin(), mine.end()));
+}
+
+StoreKeeper::~StoreKeeper() {
+  ending_ = true;
+  if (!thread_.joinable()) return;
+  owner_.here() ? thread_.join() : thread_.detach();
+}
+
+void StoreKeeper::goodbye() {
+  if (!store_ || thread_.joinable() || !owner_.here()) return;
+  try {
+    store_->set(place_of(rank_), std::vector<uint8_t>(kGone.begin(), kGone.end()));
+  } catch (const std::exception&) {  // rank 0 has ended: there is nobody left to tell
+    store_.reset();
+    return;
+  }
+  if (rank_ == 0 && world_ > 1) {
+    thread_ = std::thread([this] { keep(); });
+  } else {
+    store_.reset();
+  }
+}
+
+void StoreKeeper::wait() {
+  if (thread_.joinable() && owner_.here()) thread_.join();
+}
+
+void StoreKeeper::keep() {
+  const auto deadline = std::chrono::steady_clock::now() + kMost;
+  try {
+    while (!ending_ && std::chrono::steady_clock::now() < deadline && !all_gone())
+      std::this_thread::sleep_for(kStoreNap);
+  } catch (const std::exception&) {  // the store is not this process's, and has ended
+    ending_ = true;
+  }
+  store_.reset();
+}
+
+bool StoreKeeper::all_gone() {
+  for (int rank = 1; rank < world_; ++rank) {
+    if (!store_->check({place_of(rank)})) return false;
+    const std::vector<uint8_t> bytes = store_->get(place_of(rank));
+    const std::string theirs(bytes.begin(), bytes.end());
+    if (theirs == kGone) continue;
+    // Those of other hosts, and those that have not ended, will say so.
+    if (theirs.compare(0, host_.size(), host_) != 0) return false;
+    if (!process_ended(std::strtoll(theirs.c_str() + host_.size(), nullptr, 10))) return false;
+  }
+  return true;
+}
+
+}  // namespace ds::comm

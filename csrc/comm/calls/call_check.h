@@ -1,0 +1,15 @@
+// Checks of a call that one rank can make before anything is sent: missing tensors, dtypes, devices, strides,
+// numbers of elements, counts and ranks. Communicator::run asks for every verb and transport; the backend of
+// torch.distributed (shm_backend.h) asks for the lists of tensors that torch hands over.
+#pragma once
+#include "comm/calls/list_calls.h"
+#include "comm/calls/op.h"
+
+namespace ds::comm {
+
+// Throws kValue, or kType where dtypes do not fit together.
+void check_call(const Op& op, int rank, int size);
+// The same for tensors of any strides.
+void check_call(const ListCall& call, int rank, int size);
+
+}  // namespace ds::comm

@@ -1,0 +1,70 @@
+// One call of a collective, as transports, decorators and logs see it.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/calls/reduce_op.h"
+
+namespace ds::comm {
+
+class StridedParts;
+
+enum class Verb : uint8_t {
+  kAllReduce,
+  kReduce,
+  kBroadcast,
+  kReduceScatter,
+  kAllGather,
+  kAllToAll,
+  kGather,
+  kScatter,
+  kSend,
+  kRecv,
+  kBarrier,
+};
+constexpr int kVerbs = 11;
+const char* verb_name(Verb verb);  // all_reduce
+bool reduces(Verb verb);           // all_reduce, reduce, reduce_scatter
+
+// Tensors are contiguous. Which of them a verb uses, n being the number of ranks:
+//
+//   kAllReduce      out: reduced in place
+//   kReduce         out: reduced in place on `peer`; the others' stays as it was
+//   kBroadcast      out: of `peer` on all ranks
+//   kReduceScatter  in: n parts, part r for rank r; out: the reduction of this rank's part, in its dtype or, of 16-bit
+//                   floats, in fp32; it may lie where that part does. The rest of `in` is left undefined.
+//   kAllGather      in: this rank's part; out: n parts by rank. `in` may lie where this rank's part of `out` does.
+//   kAllToAll       in: n parts, part r for rank r; out: n parts, part r of rank r
+//   kGather         in: this rank's part; out: n parts by rank, on `peer`; undefined on the others
+//   kScatter        in: n parts, on `peer`; undefined on the others; out: this rank's part
+//   kSend, kRecv    in, or out: to or from `peer`; messages between two ranks keep their order
+//   kBarrier        none
+//
+// n parts follow each other and have the same number of elements, unless in_counts or out_counts has that of each: of
+// kReduceScatter and kScatter in_counts, of kAllGather and kGather out_counts, equal on all ranks (also where the
+// tensor is undefined); of kAllToAll either.
+struct Op {
+  Verb verb = Verb::kBarrier;
+  at::Tensor in, out;
+  std::vector<int64_t> in_counts, out_counts;
+  ReduceOp reduce = ReduceOp::kSum;
+  int peer = -1;
+  // The purpose of the call, mostly a parameter's name; equal on all ranks. Messages about a mismatch show it.
+  std::string tag;
+  // The caller goes on to other things before it waits, perhaps to a wait for these ranks by other means: the call must
+  // not need that wait to move on.
+  bool detached = false;
+  // kAllToAll: what is given and taken lies where these say; see strided_all_to_all().
+  std::shared_ptr<const StridedParts> parts = nullptr;
+
+  // The tensor that has all of what the call is about: n parts where there are, as far as this rank has them.
+  const at::Tensor& whole() const;
+  // The tensor that every rank has.
+  const at::Tensor& own() const;
+};
+
+}  // namespace ds::comm

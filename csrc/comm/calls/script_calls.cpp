@@ -1,0 +1,219 @@
+#include "comm/calls/script_calls.h"
+
+#include <chrono>
+#include <exception>
+#include <utility>
+
+#include "base/error.h"
+
+namespace ds::comm {
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Future = c10::ivalue::Future;
+
+constexpr std::chrono::microseconds kPoll(200);  // how often a wait with a timeout asks
+
+// A call under way, for its handle and for who waits for its future. One of them at a time deals with the core's work,
+// without the mutex: to wait, or to let go of tensors, may need a lock that the other one has.
+class PendingCall {
+ public:
+  PendingCall(WorkPtr work, Tensors results) : work_(std::move(work)), results_(std::move(results)) {}
+
+  bool completed() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (done_ || taken_ || !work_->ready()) return done_;
+      taken_ = true;
+    }
+    end();
+    return true;
+  }
+
+  void wait(std::chrono::milliseconds timeout) {
+    const bool limited = timeout.count() > 0;
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!done_) {
+      if (!taken_ && (!limited || work_->ready())) {
+        taken_ = true;
+        lock.unlock();
+        end();
+        lock.lock();
+      } else if (!limited) {
+        changed_.wait(lock);
+      } else if (std::chrono::steady_clock::now() > deadline) {
+        fail(ErrorKind::kRuntime, "Operation timed out!");
+      } else {
+        changed_.wait_for(lock, kPoll);
+      }
+    }
+    if (error_) std::rethrow_exception(error_);
+  }
+
+  void wait_for_any_end() {
+    try {
+      wait(std::chrono::milliseconds(0));
+    } catch (...) {  // the future has it
+      return;
+    }
+  }
+
+  bool succeeded() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return done_ && !error_;
+  }
+  std::exception_ptr error() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return error_;
+  }
+  const Tensors& results() const { return results_; }
+
+  // And whether somebody has to wait for the call now.
+  std::pair<c10::intrusive_ptr<Future>, bool> future() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (future_) return {future_, false};
+      future_ = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
+      if (!done_) return {future_, true};
+    }
+    settle(*future_);
+    return {future_, false};
+  }
+
+ private:
+  void end() {
+    std::exception_ptr error;
+    try {
+      work_->wait();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    work_.reset();
+    c10::intrusive_ptr<Future> asked;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      error_ = error;
+      done_ = true;
+      asked = future_;
+    }
+    changed_.notify_all();
+    if (asked) settle(*asked);
+  }
+
+  void settle(Future& future) const { error_ ? future.setError(error_) : future.markCompleted(c10::IValue(results_)); }
+
+  mutable std::mutex mutex_;  // of what follows; who has set taken_ alone uses work_
+  std::condition_variable changed_;
+  bool taken_ = false, done_ = false;
+  WorkPtr work_;
+  std::exception_ptr error_;
+  c10::intrusive_ptr<Future> future_;
+  const Tensors results_;
+};
+
+class ScriptWork : public c10d::Work {
+ public:
+  ScriptWork(c10d::OpType type, std::shared_ptr<PendingCall> call, BlockingRegion blocking_region,
+             std::shared_ptr<FutureThread> futures)
+      : c10d::Work(-1, type),
+        call_(std::move(call)),
+        blocking_region_(std::move(blocking_region)),
+        futures_(std::move(futures)) {}
+
+  bool isCompleted() override {  // torch calls it with the interpreter's lock
+    bool completed = false;
+    const auto ask = [&] { completed = call_->completed(); };
+    blocking_region_ ? blocking_region_(ask) : ask();
+    return completed;
+  }
+  bool isSuccess() const override { return call_->succeeded(); }
+  std::exception_ptr exception() const override { return call_->error(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    call_->wait(timeout);
+    return true;
+  }
+  void synchronize() override {}
+  Tensors result() override { return call_->results(); }
+  c10::intrusive_ptr<Future> getFuture() override {
+    const auto [future, waited_for] = call_->future();
+    if (waited_for) futures_->add([call = call_] { call->wait_for_any_end(); });
+    return future;
+  }
+
+ private:
+  const std::shared_ptr<PendingCall> call_;
+  const BlockingRegion blocking_region_;
+  const std::shared_ptr<FutureThread> futures_;
+};
+
+c10d::OpType op_type(const ListCall& call) {
+  switch (call.verb) {
+    case Verb::kAllReduce: return c10d::OpType::ALLREDUCE;
+    case Verb::kReduce: return c10d::OpType::REDUCE;
+    case Verb::kBroadcast: return c10d::OpType::BROADCAST;
+    case Verb::kReduceScatter:
+      return call.in.size() == 1 ? c10d::OpType::_REDUCE_SCATTER_BASE : c10d::OpType::REDUCE_SCATTER;
+    case Verb::kAllGather: return call.out.size() == 1 ? c10d::OpType::_ALLGATHER_BASE : c10d::OpType::ALLGATHER;
+    case Verb::kAllToAll: return call.out.size() == 1 ? c10d::OpType::ALLTOALL_BASE : c10d::OpType::ALLTOALL;
+    case Verb::kGather: return c10d::OpType::GATHER;
+    case Verb::kScatter: return c10d::OpType::SCATTER;
+    case Verb::kSend: return c10d::OpType::SEND;
+    case Verb::kRecv: return c10d::OpType::RECV;
+    case Verb::kBarrier: return c10d::OpType::BARRIER;
+  }
+  return c10d::OpType::UNKNOWN;
+}
+
+}  // namespace
+
+FutureThread::~FutureThread() {
+  if (!thread_.joinable()) return;
+  bool idle = false;
+  if (owner_.here()) {  // else it is the parent's
+    const std::lock_guard<std::mutex> lock(queue_->mutex);
+    queue_->ending = true;
+    idle = !queue_->busy && queue_->waits.empty();
+    queue_->changed.notify_all();
+  }
+  idle ? thread_.join() : thread_.detach();
+}
+
+void FutureThread::add(std::function<void()> wait) {
+  const std::lock_guard<std::mutex> lock(queue_->mutex);
+  queue_->waits.push_back(std::move(wait));
+  if (!thread_.joinable()) thread_ = std::thread([queue = queue_] { serve(queue); });
+  queue_->changed.notify_one();
+}
+
+void FutureThread::serve(const std::shared_ptr<Queue>& queue) {
+  std::unique_lock<std::mutex> lock(queue->mutex);
+  for (;;) {
+    queue->changed.wait(lock, [&] { return !queue->waits.empty() || queue->ending; });
+    if (queue->waits.empty()) return;
+    auto wait = std::move(queue->waits.front());
+    queue->waits.pop_front();
+    queue->busy = true;
+    lock.unlock();
+    wait();
+    wait = nullptr;  // the last handle may go with it
+    lock.lock();
+    queue->busy = false;
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> ScriptCalls::run(ListCall call) {
+  const bool detached = call.detached;
+  const c10d::OpType type = op_type(call);
+  Tensors results = call.out;
+  WorkPtr work = run_call(*communicator_, std::move(call));
+  if (!detached) {
+    work->wait();
+    return {};
+  }
+  return c10::make_intrusive<ScriptWork>(type, std::make_shared<PendingCall>(std::move(work), std::move(results)),
+                                         blocking_region_, futures_);
+}
+
+}  // namespace ds::comm

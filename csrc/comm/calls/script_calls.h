@@ -1,0 +1,57 @@
+// Calls of a script on the ranks of a group, with torch's handles for those that it does not wait for at once.
+#pragma once
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "base/process.h"
+#include "comm/c10d_compat.h"
+#include "comm/calls/list_calls.h"
+#include "comm/boards/watch.h"
+
+namespace ds::comm {
+
+// Waits for calls in the order in which somebody asked for their futures, so that a future ends although nobody waits
+// for its call. Its thread begins with the first of them.
+class FutureThread {
+ public:
+  FutureThread() = default;
+  FutureThread(const FutureThread&) = delete;
+  ~FutureThread();                       // does not wait for what is left: that goes on and ends by itself
+  void add(std::function<void()> wait);  // which throws nothing
+
+ private:
+  struct Queue {
+    std::mutex mutex;  // of what follows
+    std::condition_variable changed;
+    std::deque<std::function<void()>> waits;
+    bool busy = false, ending = false;
+  };
+  static void serve(const std::shared_ptr<Queue>& queue);
+
+  const OwningProcess owner_;
+  const std::shared_ptr<Queue> queue_ = std::make_shared<Queue>();
+  std::thread thread_;
+};
+
+// Calls are made by one thread at a time; handles may be used by any.
+class ScriptCalls {
+ public:
+  ScriptCalls(CommunicatorPtr communicator, BlockingRegion blocking_region)
+      : communicator_(std::move(communicator)), blocking_region_(std::move(blocking_region)) {}
+
+  // A handle when `call` is detached; else null, and it has ended. Of the handle, wait() and is_completed() leave the
+  // results in call.out, which are what result() and its future give; it fails with what the call failed with, each
+  // time it is asked. wait() with a timeout throws where the call has not ended by then, and the call goes on.
+  c10::intrusive_ptr<c10d::Work> run(ListCall call);
+
+ private:
+  const CommunicatorPtr communicator_;
+  const BlockingRegion blocking_region_;
+  const std::shared_ptr<FutureThread> futures_ = std::make_shared<FutureThread>();
+};
+
+}  // namespace ds::comm

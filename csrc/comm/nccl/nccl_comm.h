@@ -1,0 +1,132 @@
+// NCCL called directly, beside torch's process group: for what c10d has no way to say. Registered user buffers
+// (nccl_memory.h), several transfers as one, packed chunks with their scales.
+//
+// Contract: raw device pointers, element counts, and the stream to put the work on (a cudaStream_t). Calls return when
+// the work is on the stream; it ends when the stream gets there. Every rank issues the same calls in the same order.
+// `in` may be `out` where that is the same place of memory in the operation's sense (of all_gather this rank's row),
+// else they do not overlap. Counts of zero do nothing. Ranks are those of the communicator.
+//
+// [Note: errors and timeout] The communicator is NCCL's non-blocking kind: what takes time is asked for, never waited
+// for inside the library. A rank that does not come, and whatever NCCL reports, now or later from its own threads,
+// becomes one ds::Error with the name, the rank and the call, and aborts the communicator, so that streams stop waiting
+// for it; all further calls repeat that error. Other ranks learn of it from NCCL, or when their timeout has passed.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/process.h"
+#include "comm/nccl/nccl_library.h"
+
+namespace ds::comm {
+
+const char* nccl_type_name(nccl::DataType type);  // fp32
+size_t nccl_type_bytes(nccl::DataType type);
+
+struct NcclPlace {
+  std::string name;  // for messages
+  int rank = 0;
+  int size = 1;
+  std::chrono::milliseconds timeout{30 * 60 * 1000};
+  // Waits until the device has done what streams hold; called before memory or a communicator is given back. False: the
+  // process is ending, and things are left to its end. Any thread.
+  std::function<bool()> quiesce;
+};
+
+// Chunks of bytes with scales that make numbers of them: 1-bit signs, 8-bit blocks. One chunk for each rank, one after
+// the other, and as many scales as belong to it, likewise.
+struct PackedChunks {
+  void* bytes;
+  void* scales;
+  std::vector<size_t> chunk_bytes;   // of the chunk of each rank
+  std::vector<size_t> chunk_scales;  // elements
+};
+
+// Calls may come from any thread, one at a time; abort() at any time.
+class NcclComm {
+ public:
+  // Collective over the ranks that have `id` from one of them. Binds the device that is current.
+  static std::shared_ptr<NcclComm> join(NcclLibraryPtr library, const nccl::UniqueId& id, NcclPlace place);
+  ~NcclComm() { leave(); }
+  NcclComm(const NcclComm&) = delete;
+
+  int rank() const { return place_.rank; }
+  int size() const { return place_.size; }
+  const std::string& name() const { return place_.name; }
+  const NcclPlace& place() const { return place_; }
+  const NcclLibraryPtr& library() const { return library_; }
+
+  void all_reduce(const void* in, void* out, size_t count, nccl::DataType, nccl::RedOp, void* stream);
+  void reduce(const void* in, void* out, size_t count, nccl::DataType, nccl::RedOp, int root, void* stream);
+  void broadcast(const void* in, void* out, size_t count, nccl::DataType, int root, void* stream);
+  void all_gather(const void* in, void* out, size_t count, nccl::DataType, void* stream);  // count: of one rank
+  void reduce_scatter(const void* in, void* out, size_t count, nccl::DataType, nccl::RedOp, void* stream);  // likewise
+  void send(const void* in, size_t count, nccl::DataType, int peer, void* stream);
+  void recv(void* out, size_t count, nccl::DataType, int peer, void* stream);
+  // in_counts[r] elements go to rank r, out_counts[r] come from it; packed one after the other on both sides.
+  void all_to_all(const void* in, const std::vector<size_t>& in_counts, void* out,
+                  const std::vector<size_t>& out_counts, nccl::DataType, void* stream);
+
+  // The two halves of a compressed all-reduce, each as one launch. Chunk r of `in`, with its scales, goes to rank r;
+  // chunk r of `out` came from there.
+  void exchange_packed(const PackedChunks& in, const PackedChunks& out, nccl::DataType scale_type, void* stream);
+  // This rank's chunk and scales, of the same sizes on every rank, to all ranks: row r of both outputs is rank r's.
+  void gather_packed(const void* bytes, size_t chunk_bytes, const void* scales, size_t chunk_scales, void* all_bytes,
+                     void* all_scales, nccl::DataType scale_type, void* stream);
+
+  // The calls that `body` makes become one launch, and may depend on each other's peers in any order: sends and
+  // receives between two ranks do not wait for each other. Groups nest. If `body` throws, nothing more can be said of
+  // the other ranks: the communicator is aborted.
+  void grouped(const std::function<void()>& body);
+
+  // Throws what NCCL has found out since the last call. Every call above does it first.
+  void check();
+  // Ends it here and now; what is on streams ends without a result. The first reason stays.
+  void abort(const std::string& reason);
+  // Takes leave of the other ranks, which do the same. Idempotent. kRuntime if they do not within the timeout.
+  void close();
+  // Goes without waiting for the others, when what is on the device has ended. Idempotent.
+  void leave() noexcept;
+  bool closed() const;
+
+  // For NcclRegistration. `bytes` of device memory, an allocation of its own as a rule.
+  void* register_memory(void* data, size_t bytes);
+  void deregister_memory(void* handle) noexcept;
+
+ private:
+  NcclComm(NcclLibraryPtr library, NcclPlace place);
+  template <typename Call>
+  void run(const char* what, size_t count, nccl::DataType type, const Call& call);
+  void start(const std::string& what);
+  void settle(nccl::Result result);
+  [[noreturn]] void broken(const std::string& problem);
+  void drop() noexcept;  // ncclCommAbort, once no group is open
+  nccl::Result leave_group() noexcept;
+  void check_peer(const char* what, const char* role, int rank) const;
+  void check_reduction(const char* what, nccl::DataType type) const;
+  nccl::DataType moved(nccl::DataType type) const;
+  std::string who() const;  // NCCL communicator "world", rank 0 of 2
+  void send_parts(const void* in, const std::vector<size_t>& counts, nccl::DataType, void* stream);
+  void recv_parts(void* out, const std::vector<size_t>& counts, nccl::DataType, void* stream);
+
+  const NcclLibraryPtr library_;
+  const NcclPlace place_;
+  const OwningProcess owner_;
+  mutable std::recursive_mutex mutex_;
+  nccl::Comm comm_ = nullptr;
+  int depth_ = 0;                 // of groups
+  int64_t calls_ = 0;             // number of the last call
+  std::string last_ = "joining";  // the call that an error is told of
+  std::string problem_;           // the first error
+  std::set<void*> registered_;
+  std::atomic<bool> abort_asked_{false};
+};
+using NcclCommPtr = std::shared_ptr<NcclComm>;
+
+}  // namespace ds::comm

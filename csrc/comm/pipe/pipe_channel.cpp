@@ -1,0 +1,226 @@
+#include "comm/pipe/pipe_channel.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "comm/pipe/peer_reads.h"
+#include "comm/shared_memory/shared_segments.h"
+
+namespace ds::comm {
+
+namespace {
+
+constexpr const char* kStreamNames[] = {"activations", "gradients"};
+
+}  // namespace
+
+PipeChannel::PipeChannel(CommunicatorPtr activations, CommunicatorPtr grads, PipeChannelOptions options)
+    : options_(options),
+      pids_(activations->size()),
+      others_(activations->size()),
+      communicators_{std::move(activations), std::move(grads)} {
+  if (options_.device.is_cpu() && options_.direct && options_.bound <= static_cast<int>(NoteRing::kSlots))
+    find_readers();
+}
+
+// Each rank shows a word of its memory and its rings. Who can read the one and open the other says so.
+void PipeChannel::find_readers() {
+  Communicator& all = *communicators_[0];
+  const int rank = all.rank(), size = all.size();
+  notes_ = std::make_unique<NoteRings>(2 * size);
+  uint64_t word = static_cast<uint64_t>(notes_->file().nonce);  // not one that is in another process at this address
+  const at::TensorOptions longs = at::TensorOptions().dtype(at::kLong);
+  const auto gather = [&](std::vector<int64_t> mine) {
+    const auto width = static_cast<int64_t>(mine.size());
+    const at::Tensor rows = at::empty({size, width}, longs);
+    all.all_gather(at::from_blob(mine.data(), {width}, longs).clone(), rows)->wait();
+    return rows;
+  };
+  constexpr int64_t kFacts = 5;
+  const at::Tensor facts = gather({host_id(), getpid(), static_cast<int64_t>(reinterpret_cast<uintptr_t>(&word)),
+                                   notes_->file().file, notes_->file().nonce});
+  enum : int64_t { kReads = 1, kOpens = 2 };
+  std::vector<int64_t> can(size);
+  for (int other = 0; other < size; ++other) {
+    const auto* theirs = facts.data_ptr<int64_t>() + kFacts * other;
+    if (other == rank || theirs[0] != host_id()) continue;
+    uint64_t seen = 0;
+    if (read_peer(theirs[1], static_cast<uint64_t>(theirs[2]), &seen, sizeof(seen)) &&
+        seen == static_cast<uint64_t>(theirs[4]))
+      can[other] |= kReads;
+    others_[other] = NoteRings::of({theirs[1], theirs[3], theirs[4]}, 2 * size);
+    if (others_[other]) can[other] |= kOpens;
+  }
+  const at::Tensor matrix = gather(can);  // the words are not needed any more
+  const auto goes = [&](int from, int to) {
+    const auto* rows = matrix.data_ptr<int64_t>();
+    return (rows[to * size + from] & kReads) && (rows[from * size + to] & kOpens);
+  };
+  for (int other = 0; other < size; ++other) {
+    if (goes(other, rank)) pids_[other] = facts.data_ptr<int64_t>()[kFacts * other + 1];
+    if (!goes(rank, other)) others_[other] = nullptr;
+  }
+}
+
+PipeChannel::~PipeChannel() {
+  const char* const why = "the pipeline has been closed";
+  bool busy = false;
+  for (auto& [key, inbox] : inboxes_)
+    if (owner_.here()) busy = inbox->end(why) || busy;
+  for (const CommunicatorPtr& communicator : communicators_)
+    if (busy) communicator->bare().abort(why);
+  for (auto& [key, inbox] : inboxes_) inbox->join(owner_.here());
+}
+
+std::string PipeChannel::failed() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failed_;
+}
+
+void PipeChannel::abort(const std::string& why) {
+  std::vector<PipeInbox*> inboxes;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!failed_.empty()) return;
+    failed_ = why.empty() ? "it was not said why" : why;
+    for (auto& [key, inbox] : inboxes_) inboxes.push_back(inbox.get());
+  }
+  for (PipeInbox* inbox : inboxes) inbox->end(why);
+  for (int other = 0; other < static_cast<int>(others_.size()); ++other)
+    for (int stream = 0; stream < 2; ++stream) {
+      if (pids_[other]) notes_->at(2 * other + stream).close(why);
+      if (others_[other]) others_[other]->at(2 * communicators_[0]->rank() + stream).close(why);
+    }
+  for (const CommunicatorPtr& communicator : communicators_) communicator->bare().abort(why);
+}
+
+void PipeChannel::refuse_if_failed() const {
+  const std::string why = failed();
+  if (!why.empty()) fail(ErrorKind::kRuntime, why);
+}
+
+PipeInbox& PipeChannel::inbox(PipeStream stream, int from) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!failed_.empty()) fail(ErrorKind::kRuntime, failed_);
+  auto& found = inboxes_[{stream, from}];
+  const auto index = static_cast<size_t>(stream);
+  if (!found)
+    found = std::make_unique<PipeInbox>(
+        PipeInbox::Source{communicators_[index], issuing_[index], from, pids_.at(from),
+                          pids_[from] ? &notes_->at(2 * from + static_cast<int>(index)) : nullptr, kStreamNames[index]},
+        options_);
+  return *found;
+}
+
+void PipeChannel::expect(PipeStream stream, int from, int64_t messages) { inbox(stream, from).expect(messages); }
+
+PipeMessage PipeChannel::recv(PipeStream stream, int from) {
+  release_taken();
+  try {
+    return inbox(stream, from).take();
+  } catch (const std::exception&) {
+    refuse_if_failed();  // the reason goes before what came of it
+    throw;
+  }
+}
+
+bool PipeChannel::arrived(PipeStream stream, int from) { return inbox(stream, from).arrived(); }
+
+// Tensors that their receiver has are not held until the next send waits for them.
+void PipeChannel::release_taken() {
+  for (auto& [key, under_way] : sent_)
+    while (!under_way.empty() && under_way.front().ring && under_way.front().ring->done(under_way.front().number, {}))
+      under_way.pop_front();
+}
+
+void PipeChannel::wait_for(Sent& sent, int to) {
+  try {
+    for (const WorkPtr& work : sent.works) work->wait();
+    if (!sent.ring) return;
+    const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
+    while (!sent.ring->done(sent.number, std::chrono::milliseconds(20))) {
+      refuse_if_failed();
+      const std::string closed = sent.ring->closed();
+      if (!closed.empty()) fail(ErrorKind::kRuntime, closed);
+      if (std::chrono::steady_clock::now() > deadline)
+        fail(ErrorKind::kRuntime, "stage ", to, " of the pipeline has not taken message ", sent.number, " within ",
+             options_.timeout.count() / 1000, " s (comm.timeout)");
+    }
+  } catch (const std::exception&) {
+    refuse_if_failed();  // whoever has aborted the wait has said why
+    throw;
+  }
+}
+
+void PipeChannel::send(PipeStream stream, int to, const PipeMessage& message) {
+  at::NoGradGuard no_grad;
+  refuse_if_failed();
+  release_taken();
+  std::deque<Sent>& under_way = sent_[{stream, to}];
+  while (static_cast<int>(under_way.size()) >= options_.bound) {
+    wait_for(under_way.front(), to);
+    under_way.pop_front();
+  }
+  PipeNote note;
+  note.pieces = static_cast<uint32_t>(message.pieces.size());
+  note.packed = message.packed;
+  note.sequence = sequence_[{stream, to}]++;
+  std::vector<char> described = describe_pieces(message);
+  Sent sent;
+  for (const PipePiece& piece : message.pieces) {
+    if (!piece.tensor.defined() || piece.tensor.numel() == 0) continue;
+    sent.held.push_back(piece.tensor.detach().to(options_.device).contiguous());
+    traffic_.bytes += static_cast<int64_t>(sent.held.back().nbytes());
+  }
+  ++traffic_.messages;
+  if (others_.at(to)) {
+    sent.ring = &others_[to]->at(2 * communicators_[0]->rank() + static_cast<int>(stream));
+    sent.number = note.sequence;
+    note.tensors = static_cast<uint32_t>(sent.held.size());
+    for (const at::Tensor& tensor : sent.held) {
+      const auto address = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(tensor.data_ptr()));
+      const auto* bytes = reinterpret_cast<const char*>(&address);
+      described.insert(described.end(), bytes, bytes + sizeof(address));
+    }
+  }
+  send_note(sent, stream, to, note, std::move(described));
+  under_way.push_back(std::move(sent));
+}
+
+// And what travels behind it, over a communicator.
+void PipeChannel::send_note(Sent& sent, PipeStream stream, int to, PipeNote note, std::vector<char> described) {
+  note.described = static_cast<int64_t>(described.size());
+  const bool fits = note.described <= PipeNote::kRoom;
+  if (fits) std::copy(described.begin(), described.end(), note.text);
+  if (sent.ring) {
+    sent.offered = std::move(described);
+    note.offer = fits ? 0 : static_cast<uint64_t>(reinterpret_cast<uintptr_t>(sent.offered.data()));
+    return sent.ring->put(note);
+  }
+  const auto travels = [&](const void* data, int64_t size) {
+    const at::Tensor made = at::empty({size}, at::TensorOptions().dtype(at::kByte));
+    std::memcpy(made.data_ptr(), data, static_cast<size_t>(size));
+    return made.to(options_.note_device);
+  };
+  std::vector<at::Tensor> first{travels(&note, PipeNote::kBytes)};
+  if (!fits) first.push_back(travels(described.data(), note.described));
+  sent.held.insert(sent.held.begin(), first.begin(), first.end());
+  const auto index = static_cast<size_t>(stream);
+  const std::lock_guard<std::mutex> lock(issuing_[index]);
+  for (const at::Tensor& tensor : sent.held) sent.works.push_back(communicators_[index]->send(tensor, to));
+}
+
+void PipeChannel::settle() {
+  for (auto& [key, under_way] : sent_) {
+    for (; !under_way.empty(); under_way.pop_front()) wait_for(under_way.front(), key.second);
+  }
+}
+
+}  // namespace ds::comm

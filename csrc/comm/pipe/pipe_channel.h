@@ -1,0 +1,108 @@
+// Sends and receives between the stages of a pipeline, over the communicators of its ranks.
+//
+// [Note: streams of messages]
+// One rank sends two streams to another, activations and gradients. Each keeps its order, and neither waits for the
+// other. There is a communicator for each of the two.
+//
+// [Note: ahead]
+// Receives are posted before they are asked for: each stream that comes in here has a thread, which takes messages off
+// the wire as soon as they come, as far as expect() says that they will, and at most `ahead` before recv() has taken
+// them. Sends return at once; where `bound` messages of a stream are still on their way, the next one waits for the
+// oldest. On asynchronous devices the thread works on a stream of its own, and recv() puts the current one behind it:
+// the host waits until the sender's host has sent, never for the device. A thread posts the receives of a message when
+// its note has come, so it never puts a receive before a send of this rank on which it depends.
+//
+// [Note: memory of the sender]
+// Between processes of one host that may read each other's memory nothing goes over the communicator: the sender writes
+// a note into memory that the receiver has made (note_ring.h), the receiver copies the tensors from where the sender
+// has them, and says so. Whether all of that may be is tried when a channel opens.
+//
+// [Note: failure]
+// The next recv() throws the error of a thread; abort() ends every wait here, with its text.
+#pragma once
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/process.h"
+#include "comm/communicator.h"
+#include "comm/pipe/note_ring.h"
+#include "comm/pipe/pipe_inbox.h"
+#include "comm/pipe/pipe_message.h"
+
+namespace ds::comm {
+
+enum class PipeStream : uint8_t { kActivations, kGrads };
+
+struct PipeChannelOptions {
+  c10::Device device = at::kCPU;       // where tensors are received
+  c10::Device note_device = at::kCPU;  // where notes can travel
+  int bound = 2;                       // messages of a stream that are on their way
+  int ahead = 2;                       // messages of a stream that have come and have not been asked for
+  bool direct = true;                  // messages are read out of the sender's memory, where they can be
+  std::chrono::milliseconds timeout{std::chrono::minutes(30)};  // of a message that does not come, or is not taken
+};
+
+struct PipeTraffic {
+  int64_t messages = 0, bytes = 0;  // sent
+};
+
+class PipeChannel {
+ public:
+  // `activations` and `grads`: over the same ranks, for this channel alone. Collective.
+  PipeChannel(CommunicatorPtr activations, CommunicatorPtr grads, PipeChannelOptions options);
+  ~PipeChannel();
+  PipeChannel(const PipeChannel&) = delete;
+
+  // So many more messages will come from that rank.
+  void expect(PipeStream stream, int from, int64_t messages);
+  // Tensors must not be changed until settle().
+  void send(PipeStream stream, int to, const PipeMessage& message);
+  // The next one; waits. ErrorKind::kRuntime where none is expected.
+  PipeMessage recv(PipeStream stream, int from);
+  bool arrived(PipeStream stream, int from);  // recv() would not wait
+  void settle();                              // all sends have left
+  // From any thread: every call of this channel ends with this text from now on; the first one counts.
+  void abort(const std::string& why);
+  std::string failed() const;
+  const PipeTraffic& traffic() const { return traffic_; }
+
+ private:
+  struct Sent {
+    std::vector<WorkPtr> works;
+    std::vector<at::Tensor> held;
+    std::vector<char> offered;  // what the note has no room for
+    NoteRing* ring = nullptr;
+    int64_t number = 0;  // there
+  };
+  using Key = std::pair<PipeStream, int>;
+
+  PipeInbox& inbox(PipeStream stream, int from);
+  void refuse_if_failed() const;
+  void wait_for(Sent& sent, int to);
+  void release_taken();
+  void send_note(Sent& sent, PipeStream stream, int to, PipeNote note, std::vector<char> described);
+  void find_readers();
+
+  const PipeChannelOptions options_;
+  std::vector<int64_t> pids_;                       // of ranks whose memory this one reads; 0: it cannot
+  std::unique_ptr<NoteRings> notes_;                // that come in: a ring for each rank and stream
+  std::vector<std::shared_ptr<NoteRings>> others_;  // those of ranks that read this one's memory, else null
+  const OwningProcess owner_;
+  std::array<CommunicatorPtr, 2> communicators_;
+  std::array<std::mutex, 2> issuing_;  // one call at a time
+  std::map<Key, std::deque<Sent>> sent_;
+  std::map<Key, int64_t> sequence_;
+  std::map<Key, std::unique_ptr<PipeInbox>> inboxes_;
+  PipeTraffic traffic_;
+  mutable std::mutex mutex_;  // of what follows, and of inboxes_ while it grows
+  std::string failed_;
+};
+
+}  // namespace ds::comm

@@ -1,0 +1,342 @@
+#include "zero/gathers/param_gatherer.h"
+
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+namespace ds::zero {
+
+ParamGatherer::ParamGatherer(std::vector<ShardedParamPtr> params, ShardSourcePtr source, GathererOptions options)
+    : params_(std::move(params)), source_(std::move(source)), options_(options), alive_(std::make_shared<bool>(true)) {
+  for (const ShardedParamPtr& param : params_) {
+    if (param->available()) live_ += param->numel();
+    offloaded_ = offloaded_ || param->offloaded();
+  }
+  peak_live_ = live_;
+}
+
+ParamGatherer::~ParamGatherer() { *alive_ = false; }
+
+int32_t ParamGatherer::add_unit(std::string name, std::vector<ShardedParamPtr> params) {
+  Unit unit;
+  unit.name = std::move(name);
+  for (const ShardedParamPtr& param : params) {
+    unit.params.push_back(param.get());
+    unit.numel += param->numel();
+  }
+  allow_pool(unit);
+  units_.push_back(std::move(unit));
+  return static_cast<int32_t>(units_.size()) - 1;
+}
+
+void ParamGatherer::extend_unit(int32_t index, ShardedParamPtr param) {
+  Unit& unit = units_.at(index);
+  if (std::find(unit.params.begin(), unit.params.end(), param.get()) != unit.params.end()) return;
+  unit.params.push_back(param.get());
+  unit.numel += param->numel();
+  allow_pool(unit);
+}
+
+// The pool may keep buffers of the largest unit; what stays gathered never comes back to it.
+void ParamGatherer::allow_pool(const Unit& unit) {
+  int64_t bytes = 0;
+  for (const ShardedParam* param : unit.params)
+    if (!param->persistent) bytes += param->padded_numel() * static_cast<int64_t>(c10::elementSize(param->dtype()));
+  source_->buffers().keep_two_of(bytes);
+}
+
+// ---- holding ------------------------------------------------------------------------------------------------------
+
+void ParamGatherer::hold(const std::vector<ShardedParam*>& params, bool ahead) {
+  std::vector<ShardedParam*> absent;
+  for (ShardedParam* param : params) {
+    ++param->holders;
+    if (!param->available()) absent.push_back(param);
+  }
+  if (absent.empty()) return;
+  int64_t numel = 0;
+  for (const ShardedParam* param : absent) numel += param->numel();
+  if (live_ + numel > options_.max_live_numel) release_all();
+  with_slices(
+      [&] { source_->gather(absent, ahead && source_->looks_ahead() ? wanted_next() : std::vector<ShardedParam*>{}); });
+  ++fetches_;
+  live_ += numel;
+  peak_live_ = std::max(peak_live_, live_);
+}
+
+void ParamGatherer::let_go(const std::vector<ShardedParam*>& params, bool keep) {
+  std::vector<ShardedParam*> free;
+  for (ShardedParam* param : params) {
+    if (param->holders > 0) --param->holders;
+    if (param->holders == 0 && !keep && param->available()) free.push_back(param);
+  }
+  if (free.empty()) return;
+  const StatusScope together(*free.front());
+  for (ShardedParam* param : free) drop(*param);
+}
+
+void ParamGatherer::drop(ShardedParam& param) {
+  if (!param.available()) return;
+  live_ -= param.numel();
+  param.release();
+}
+
+// Where a gather needs all ranks, they enter this together, and each must find the same parameters absent: what a rank
+// keeps or has started for branches of its own does not count.
+void ParamGatherer::acquire(const std::vector<ShardedParam*>& params) {
+  if (source_->looks_ahead()) {
+    source_->forget_ahead();
+    for (ShardedParam* param : params)
+      if (param->holders == 0) drop(*param);
+  }
+  hold(params, /*ahead=*/false);
+}
+void ParamGatherer::release(const std::vector<ShardedParam*>& params) { let_go(params, false); }
+
+void ParamGatherer::release_all() {
+  for (const ShardedParamPtr& param : params_)
+    if (param->holders == 0) drop(*param);
+}
+
+void ParamGatherer::mark_persistent() {
+  int64_t total = 0;
+  for (const ShardedParamPtr& param : params_) {
+    const bool small = param->numel() < options_.persistence_numel;
+    if (!small || param->persistent || total + param->numel() > options_.model_persistence_numel) continue;
+    total += param->numel();
+    param->persistent = true;
+    hold({param.get()});
+  }
+}
+
+void ParamGatherer::refresh_persistent() {
+  std::vector<ShardedParam*> stale;
+  for (const ShardedParamPtr& param : params_) {
+    if (param->holders == 0 || !param->buffer().defined()) {
+      drop(*param);
+    } else {
+      stale.push_back(param.get());
+    }
+  }
+  with_slices([&] { source_->refresh(stale); });
+}
+
+void ParamGatherer::drain() {
+  with_slices([&] { source_->drain(); });
+}
+
+// ---- uses ---------------------------------------------------------------------------------------------------------
+
+void ParamGatherer::note(int32_t unit) {
+  recording_.push_back(unit);
+  const auto found =
+      std::find(trace_.begin() + static_cast<std::ptrdiff_t>(std::min(cursor_, trace_.size())), trace_.end(), unit);
+  if (found != trace_.end()) cursor_ = static_cast<size_t>(found - trace_.begin()) + 1;
+}
+
+bool ParamGatherer::wanted_soon(int32_t unit) const {
+  if (unit < 0 || live_ > options_.max_live_numel) return false;
+  int64_t distance = 0;
+  for (size_t i = cursor_; i < trace_.size(); ++i) {
+    if (trace_[i] == unit) return true;
+    distance += units_[trace_[i]].numel;
+    if (distance > options_.max_reuse_numel) return false;
+  }
+  return false;
+}
+
+std::vector<ShardedParam*> ParamGatherer::wanted_next() const {
+  std::vector<ShardedParam*> result;
+  int64_t numel = 0;
+  for (size_t i = cursor_; i < trace_.size(); ++i) {
+    for (ShardedParam* param : units_[trace_[i]].params) {
+      if (param->available() || std::find(result.begin(), result.end(), param) != result.end()) continue;
+      numel += param->numel();
+      if (numel > options_.prefetch_numel || live_ + numel > options_.max_live_numel) return result;
+      result.push_back(param);
+    }
+  }
+  return result;
+}
+
+void ParamGatherer::enter(int32_t index, const std::vector<at::Tensor>& inputs) {
+  at::NoGradGuard no_grad;
+  auto use = std::make_shared<Use>();
+  use->unit = index;
+  use->params = units_.at(index).params;
+  use->entered_at = events_;
+  // A recomputation in backward that torch ended early, by an exception of its own, never left its modules: backward
+  // has gone on since, which it does not do inside a call.
+  while (!in_forward_ && !running_.empty() && running_.back()->entered_at != events_) {
+    let_go(running_.back()->params, false);
+    running_.pop_back();
+  }
+  note(index);
+  running_.push_back(use);
+  hold(use->params);
+  const std::weak_ptr<Use> weak = use;
+  const std::weak_ptr<bool> alive = alive_;
+  for (const at::Tensor& input : inputs) {
+    if (!input.requires_grad() || input.is_leaf()) continue;
+    ++use->inputs;
+    input.register_hook([this, weak, alive](const at::Tensor& grad) -> at::Tensor {
+      const auto living = alive.lock();
+      const auto done = weak.lock();
+      if (living && *living && done && done->held && --done->open_inputs == 0) end_backward_use(done);
+      return grad;
+    });
+  }
+}
+
+void ParamGatherer::leave(int32_t index, const std::vector<at::Tensor>& outputs) {
+  // A call inside this one may have raised, and been caught: it never left.
+  UsePtr use;
+  while (!running_.empty()) {
+    use = running_.back();
+    running_.pop_back();
+    if (use->unit == index) break;
+    let_go(use->params, false);
+    use.reset();
+  }
+  if (!use) return;
+  watch_outputs(use, outputs);
+  let_go(use->params, wanted_soon(index));
+}
+
+void ParamGatherer::watch_outputs(const UsePtr& use, const std::vector<at::Tensor>& outputs) {
+  const std::weak_ptr<bool> alive = alive_;
+  for (const at::Tensor& output : outputs) {
+    if (!output.requires_grad()) continue;
+    output.register_hook([this, use, alive](const at::Tensor& grad) -> at::Tensor {
+      const auto living = alive.lock();
+      if (living && *living) start_backward_use(use);
+      return grad;
+    });
+  }
+}
+
+void ParamGatherer::start_backward_use(const UsePtr& use) {
+  if (use->held) return;
+  ++events_;
+  use->held = true;
+  use->open_inputs = use->inputs;
+  if (use->unit >= 0) note(use->unit);
+  backward_.push_back(use);
+  hold(use->params);
+  if (c10::GradMode::is_enabled()) {  // create_graph: what runs now saves the parameters for another backward
+    hold(use->params);
+    saved_again_.insert(saved_again_.end(), use->params.begin(), use->params.end());
+    creates_graph_ = true;
+  }
+  if (use->inputs > 0) return;
+  // No input will tell when its part is through, but at the latest that is when the backward ends which this hook runs
+  // in: the one of a segment that is recomputed, for a module inside re-entrant checkpointing.
+  const std::weak_ptr<bool> alive = alive_;
+  torch::autograd::Engine::get_default_engine().queue_callback([this, use, alive] {
+    const auto living = alive.lock();
+    if (living && *living && use->held) end_backward_use(use);
+  });
+}
+
+void ParamGatherer::end_backward_use(const UsePtr& use) {
+  ++events_;
+  use->held = false;
+  backward_.erase(std::remove(backward_.begin(), backward_.end(), use), backward_.end());
+  let_go(use->params, wanted_soon(use->unit));
+}
+
+void ParamGatherer::begin_forward() {
+  reset_uses();
+  in_forward_ = true;
+  whole_ = std::make_shared<Use>();
+  whole_->unit = -1;
+  recorded_before_ = recording_.size();
+  if (offloaded_) source_->expect(wanted_next());
+}
+
+void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
+  in_forward_ = false;
+  creates_graph_ = false;  // a gradient inside forward: the next backward is the one that uses its graph
+  for (const UsePtr& use : running_) let_go(use->params, false);
+  running_.clear();
+  if (whole_ && !whole_->params.empty()) {
+    watch_outputs(whole_, outputs);
+    let_go(whole_->params, false);
+  }
+  whole_.reset();
+  if (!outputs.empty()) return;
+  forget_saved_again();
+  source_->forget_ahead();
+  release_all();
+  // An evaluation says nothing about training. Where nobody trains it tells what to fetch ahead in the next one.
+  if (offloaded_ && (trace_.empty() || evaluated_)) {
+    trace_.assign(recording_.begin() + static_cast<std::ptrdiff_t>(recorded_before_), recording_.end());
+    evaluated_ = true;
+  }
+  recording_.resize(recorded_before_);
+  cursor_ = 0;
+}
+
+void ParamGatherer::abandon_forward() {
+  reset_uses();
+  in_forward_ = false;
+  if (backward_.empty()) release_all();
+}
+
+void ParamGatherer::forget_saved_again() {
+  let_go(saved_again_, false);
+  saved_again_.clear();
+}
+
+void ParamGatherer::end_backward() {
+  if (!in_forward_) {
+    // A recomputation that torch ended early, by an exception of its own, never left the modules it was in.
+    for (const UsePtr& use : running_) let_go(use->params, false);
+    running_.clear();
+  }
+  if (!creates_graph_) forget_saved_again();
+  creates_graph_ = false;
+  for (const UsePtr& use : std::vector<UsePtr>(backward_)) {
+    use->held = false;
+    let_go(use->params, false);
+  }
+  backward_.clear();
+  source_->forget_ahead();
+  release_all();
+  if (!recording_.empty()) {
+    trace_ = std::move(recording_);
+    evaluated_ = false;
+  }
+  recording_.clear();
+  cursor_ = 0;
+}
+
+void ParamGatherer::reset_uses() {
+  for (const UsePtr& use : running_) let_go(use->params, false);
+  running_.clear();
+  if (in_forward_ && whole_) let_go(whole_->params, false);
+  whole_.reset();
+}
+
+bool ParamGatherer::touch(ShardedParam& param) {
+  // A released tensor that was gathered by another name of the same parameter needs nothing.
+  if (param.available()) return true;
+  const bool in_backward = !backward_.empty();
+  if (!in_forward_ && running_.empty() && !in_backward) return false;
+  const UsePtr use = !running_.empty() ? running_.back() : in_forward_ ? whole_ : backward_.back();
+  use->params.push_back(&param);
+  if (use->unit >= 0) {
+    Unit& unit = units_[use->unit];
+    if (std::find(unit.params.begin(), unit.params.end(), &param) == unit.params.end()) {
+      unit.params.push_back(&param);
+      unit.numel += param.numel();
+      allow_pool(unit);
+    }
+  }
+  hold({&param});
+  return true;
+}
+
+}  // namespace ds::zero

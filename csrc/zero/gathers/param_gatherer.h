@@ -1,0 +1,136 @@
+// Gathers sharded parameters when a module runs, forward and backward, and releases them after.
+//
+// [Note: uses]
+// A *unit* is the parameters of one module that are gathered together. Each call of the module is a *use* of it: it
+// holds the parameters from the module's start to its end, and once more during its part of backward, from the first
+// gradient of an output to the last gradient of an input (or, where no input needs one, to the end of the backward that
+// is running, which is a short one when re-entrant checkpointing recomputes a segment). A parameter
+// without holders may be released; whoever needs it again fetches it again. So a module that is called three times, a
+// parameter shared by two modules and a module that is recomputed in backward need no rules of their own.
+//
+// [Note: the trace is a hint]
+// The order of uses in the last backward-ended cycle tells how soon a parameter is wanted again. It decides only
+// whether to keep it; a rank that takes another branch finds parameters by fetching them.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "io/file_error.h"
+#include "zero/gathers/shard_source.h"
+#include "zero/spaces/sharded_param.h"
+
+namespace ds::zero {
+
+struct GathererOptions {
+  int64_t max_live_numel = 1000000000;   // elements that may be gathered at one time, as far as they are optional
+  int64_t max_reuse_numel = 1000000000;  // a parameter used again within so many elements is not released
+  int64_t persistence_numel = 100000;    // parameters with fewer elements stay gathered
+  int64_t model_persistence_numel = INT64_MAX;  // elements that may stay gathered in all
+  int64_t prefetch_numel = 50000000;            // elements fetched ahead, where fetching takes waiting
+  // A slice of this rank could not be read: the other ranks wait for it, and are told.
+  std::function<void(const io::FileError&)> on_failure{};
+};
+
+class ParamGatherer {
+ public:
+  ParamGatherer(std::vector<ShardedParamPtr> params, ShardSourcePtr source, GathererOptions options);
+  ~ParamGatherer();
+
+  // Units, made while the engine is built or when a module turns out to use a parameter that is not its own.
+  int32_t add_unit(std::string name, std::vector<ShardedParamPtr> params);
+  void extend_unit(int32_t unit, ShardedParamPtr param);
+
+  // Around a call of the module. leave() with the outputs of the module that need gradients.
+  void enter(int32_t unit, const std::vector<at::Tensor>& inputs);
+  void leave(int32_t unit, const std::vector<at::Tensor>& outputs);
+
+  // Around a call of the whole model: forgets what calls that raised have left behind.
+  void begin_forward();
+  void end_forward(const std::vector<at::Tensor>& outputs);
+  void abandon_forward();  // it raised
+  void end_backward();     // also when it raised
+
+  // A released parameter was touched. Inside a call of the model: gathered, for that call and its backward; true.
+  bool touch(ShardedParam& param);
+
+  // For as long as a caller wants it.
+  void acquire(const std::vector<ShardedParam*>& params);
+  void release(const std::vector<ShardedParam*>& params);
+
+  void mark_persistent();     // by size
+  void refresh_persistent();  // after the shards have changed
+  void release_all();         // everything that has no holder
+  void drain();               // ShardSource::drain
+  ShardSource& source() { return *source_; }
+  const std::vector<ShardedParamPtr>& params() const { return params_; }
+
+  int64_t live_numel() const { return live_; }
+  int64_t peak_live_numel() const { return peak_live_; }
+  void reset_peak() { peak_live_ = live_; }
+  int64_t fetches() const { return fetches_; }
+
+ private:
+  struct Use {
+    int32_t unit;
+    std::vector<ShardedParam*> params;
+    int inputs = 0, open_inputs = 0;  // that tell the end of its part of backward
+    bool held = false;                // by that part
+    int64_t entered_at = 0;           // events_ when the call began
+  };
+  using UsePtr = std::shared_ptr<Use>;
+  struct Unit {
+    std::string name;
+    std::vector<ShardedParam*> params;
+    int64_t numel = 0;
+  };
+
+  // Runs what needs this rank's slices.
+  template <typename Body>
+  void with_slices(const Body& body) const {
+    try {
+      body();
+    } catch (const io::FileError& error) {
+      if (options_.on_failure) options_.on_failure(error);
+      throw;
+    }
+  }
+  void hold(const std::vector<ShardedParam*>& params, bool ahead = true);
+  void let_go(const std::vector<ShardedParam*>& params, bool keep);
+  void drop(ShardedParam& param);
+  void note(int32_t unit);
+  void allow_pool(const Unit& unit);
+  bool wanted_soon(int32_t unit) const;
+  std::vector<ShardedParam*> wanted_next() const;
+  void start_backward_use(const UsePtr& use);
+  void end_backward_use(const UsePtr& use);
+  void watch_outputs(const UsePtr& use, const std::vector<at::Tensor>& outputs);
+  void reset_uses();
+  void forget_saved_again();
+
+  std::vector<ShardedParamPtr> params_;
+  ShardSourcePtr source_;
+  GathererOptions options_;
+  std::vector<Unit> units_;
+  std::vector<UsePtr> running_;   // calls of modules that have not ended, innermost last
+  std::vector<UsePtr> backward_;  // uses that hold parameters in backward
+  UsePtr whole_;                  // the call of the model itself: holds what was touched outside of all units
+  bool in_forward_ = false;
+  int64_t events_ = 0;  // starts and ends of backward parts
+  // Held from a backward with create_graph, inside forward or not, to the end of the next one without.
+  std::vector<ShardedParam*> saved_again_;
+  bool creates_graph_ = false;
+  std::vector<int32_t> trace_, recording_;
+  size_t cursor_ = 0, recorded_before_ = 0;
+  bool evaluated_ = false;  // trace_ is of an evaluation
+  bool offloaded_ = false;  // slices rest elsewhere
+  int64_t live_ = 0, peak_live_ = 0, fetches_ = 0;
+  std::shared_ptr<bool> alive_;  // hooks outlive the gatherer
+};
+
+}  // namespace ds::zero

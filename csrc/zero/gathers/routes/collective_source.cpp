@@ -1,0 +1,43 @@
+#include <c10/core/GradMode.h>
+
+#include "zero/gathers/routes/staged_gather.h"
+#include "zero/gathers/shard_source.h"
+
+namespace ds::zero {
+
+namespace {
+
+class CollectiveSource : public ShardSource {
+ public:
+  explicit CollectiveSource(comm::CommunicatorPtr communicator)
+      : ShardSource(nullptr), communicator_(std::move(communicator)) {}
+  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>&) override {
+    at::NoGradGuard no_grad;
+    const std::vector<ShardedParam*> wanted = absent(params);
+    if (wanted.empty()) return;
+    for (ShardedParam* param : wanted) param->mark_inflight();
+    StagedGather gather(*communicator_, buffers_, wanted, std::nullopt);
+    collectives_ += gather.collectives();
+    std::vector<std::pair<ShardedParam*, at::Tensor>> here;
+    for (ShardedParam* param : wanted) {
+      gathered_ += param->padded_numel() - param->slice_numel();
+      here.emplace_back(param, gather.take(*param));
+    }
+    take_full(here);
+  }
+  void refresh(const std::vector<ShardedParam*>& params) override { refresh_together(*communicator_, params); }
+  void before_write() override {}
+  void after_write() override {}
+  const char* name() const override { return "collectives"; }
+
+ private:
+  comm::CommunicatorPtr communicator_;
+};
+
+}  // namespace
+
+ShardSourcePtr collective_source(comm::CommunicatorPtr communicator) {
+  return std::make_shared<CollectiveSource>(std::move(communicator));
+}
+
+}  // namespace ds::zero

@@ -1,0 +1,104 @@
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "zero/gathers/shard_source.h"
+
+namespace ds::zero {
+
+namespace {
+
+// The ranks of one group, and what they have published.
+class Peers {
+ public:
+  explicit Peers(GatherGroup group) : ranks_(std::move(group.ranks)), memory_(std::move(group.memory)) {
+    for (int rank = 0; rank < ranks_->size(); ++rank) regions_.push_back(memory_->region(rank));
+  }
+
+  void await() { memory_->await(version_); }
+  void barrier() { ranks_->barrier(); }
+  void publish() {
+    memory_->publish();
+    ++version_;
+  }
+  void copy(const ShardedParam& param, const at::Tensor& buffer) const {
+    if (param.slice_numel() == 0) return;  // has no place in the regions either
+    const SliceLease own = param.slice(storage::Access::kRead);
+    const int64_t offset =
+        static_cast<char*>(own.data().data_ptr()) - static_cast<char*>(regions_[ranks_->rank()].data_ptr());
+    const int64_t bytes = param.slice_bytes();
+    const at::Tensor target = buffer.view(at::kByte);
+    for (int rank = 0; rank < ranks_->size(); ++rank)
+      target.narrow(0, rank * bytes, bytes).copy_(regions_[rank].narrow(0, offset, bytes));
+  }
+
+ private:
+  comm::CommunicatorPtr ranks_;
+  comm::PeerMemoryPtr memory_;
+  std::vector<at::Tensor> regions_;
+  int64_t version_ = 0;
+};
+
+class PeerSource : public ShardSource {
+ public:
+  PeerSource(std::vector<GatherGroup> groups, std::shared_ptr<storage::ShardStorage> storage)
+      : ShardSource(std::move(storage)) {
+    for (GatherGroup& group : groups) {
+      for (const ShardedParamPtr& param : group.params) peers_of_[param.get()] = peers_.size();
+      peers_.emplace_back(std::move(group));
+    }
+  }
+
+  // Nothing is started ahead: the copy is made by this rank's own cores, and doing it earlier saves nothing.
+  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>&) override {
+    at::NoGradGuard no_grad;
+    std::vector<std::pair<ShardedParam*, at::Tensor>> here;
+    const std::vector<ShardedParam*> wanted = absent(params);
+    await(wanted);
+    for (ShardedParam* param : wanted) {
+      here.emplace_back(param, buffers_.take(param->padded_numel(), param->dtype(), param->device()));
+      copy(*param, here.back().second);
+    }
+    take_full(here);
+  }
+
+  void refresh(const std::vector<ShardedParam*>& params) override {  // where there are none, who gathers next waits
+    at::NoGradGuard no_grad;
+    await(params);
+    for (ShardedParam* param : params) copy(*param, param->buffer());
+  }
+  void before_write() override {
+    for (Peers& peers : peers_) peers.barrier();
+  }
+  void after_write() override {
+    for (Peers& peers : peers_) peers.publish();
+  }
+  const char* name() const override { return "peer memory"; }
+
+ private:
+  Peers& peers_of(const ShardedParam& param) { return peers_[peers_of_.at(&param)]; }
+  void await(const std::vector<ShardedParam*>& params) {
+    Peers* last = nullptr;
+    for (const ShardedParam* param : params) {
+      Peers& peers = peers_of(*param);
+      if (&peers != last) peers.await();
+      last = &peers;
+    }
+  }
+  void copy(const ShardedParam& param, const at::Tensor& buffer) {
+    peers_of(param).copy(param, buffer);
+    gathered_ += param.padded_numel() - param.slice_numel();
+  }
+
+  std::vector<Peers> peers_;
+  std::unordered_map<const ShardedParam*, size_t> peers_of_;
+};
+
+}  // namespace
+
+ShardSourcePtr peer_source(std::vector<GatherGroup> groups, std::shared_ptr<storage::ShardStorage> storage) {
+  return std::make_shared<PeerSource>(std::move(groups), std::move(storage));
+}
+
+}  // namespace ds::zero

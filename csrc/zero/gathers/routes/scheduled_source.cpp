@@ -1,0 +1,221 @@
+// Gathers that need all ranks, in an order that the ranks have learned; how they stay together: plan/gather_schedule.h.
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "base/error.h"
+#include "plan/gather_schedule.h"
+#include "zero/gathers/routes/staged_gather.h"
+#include "zero/gathers/shard_source.h"
+
+namespace ds::zero {
+
+namespace {
+
+using plan::GatherAct;
+using plan::GatherSchedule;
+
+constexpr int kLag = 4;         // gathers under way at one time
+constexpr int64_t kWants = 64;  // parameters that one rank names in one exchange
+
+class ScheduledSource : public ShardSource {
+ public:
+  ScheduledSource(std::vector<ShardedParamPtr> params, std::vector<GatherGroup> groups,
+                  std::shared_ptr<storage::ShardStorage> storage)
+      : ShardSource(std::move(storage)), params_(std::move(params)), group_of_(params_.size()), schedule_(kLag) {
+    for (size_t i = 0; i < params_.size(); ++i) index_[params_[i].get()] = static_cast<int32_t>(i);
+    for (size_t group = 0; group < groups.size(); ++group) {
+      ranks_.push_back(groups[group].ranks);
+      for (const ShardedParamPtr& param : groups[group].params) group_of_[index_.at(param.get())] = group;
+    }
+  }
+
+  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) override {
+    at::NoGradGuard no_grad;
+    prefetch(params);
+    prefetch(ahead);
+    for (auto absent = not_started(params); !absent.empty(); absent = not_started(params)) {
+      read_notes(false);
+      const GatherAct act = schedule_.toward(absent);
+      if (act.exchange) {
+        exchange(absent, schedule_.hints() ? not_started(ahead) : GatherSchedule::Params{});
+      } else {
+        issue(act);
+      }
+    }
+    start(ahead);
+    std::vector<std::pair<ShardedParam*, at::Tensor>> here;
+    for (ShardedParam* param : params) {
+      const auto found = started_.find(param);
+      if (param->available() || found == started_.end()) continue;  // named twice
+      here.emplace_back(param, found->second->take(*param));
+      started_.erase(found);
+    }
+    take_full(here);
+  }
+
+  bool looks_ahead() const override { return true; }
+
+  void forget_ahead() override {
+    for (const auto& [param, gather] : started_) param->mark_absent();
+    started_.clear();
+  }
+
+  void drain() override {
+    at::NoGradGuard no_grad;
+    for (bool open = true; open;) {
+      read_notes(true);
+      const GatherAct act = schedule_.toward_end();
+      if (act.exchange) {
+        open = exchange({}, {});
+      } else {
+        issue(act);
+      }
+    }
+    entries_.clear();
+  }
+
+  void refresh(const std::vector<ShardedParam*>& params) override {
+    drain();
+    for (size_t group = 0; group < ranks_.size(); ++group) refresh_together(*ranks_[group], of_group(params, group));
+  }
+  void before_write() override {
+    drain();
+    forget_ahead();
+  }
+  void after_write() override {}
+  const char* name() const override { return "scheduled collectives"; }
+
+ private:
+  // One entry of the order: its parameters from each group, with the notes of all that agree.
+  class Gather {
+   public:
+    void add(std::unique_ptr<StagedGather> part) { parts_.push_back(std::move(part)); }
+    at::Tensor take(const ShardedParam& param) {
+      for (const auto& part : parts_) {
+        const auto& params = part->params();
+        if (std::find(params.begin(), params.end(), &param) != params.end()) return part->take(param);
+      }
+      fail(ErrorKind::kRuntime, "parameter '", param.name(), "' is not in this gather");
+    }
+    const std::vector<uint8_t>& notes() { return parts_.front()->notes(); }
+
+   private:
+    std::vector<std::unique_ptr<StagedGather>> parts_;  // of the first group first
+  };
+  using GatherPtr = std::shared_ptr<Gather>;
+
+  std::vector<ShardedParam*> of_group(const std::vector<ShardedParam*>& params, size_t group) const {
+    std::vector<ShardedParam*> result;
+    for (ShardedParam* param : params)
+      if (group_of_[index_.at(param)] == group) result.push_back(param);
+    return result;
+  }
+
+  // Their numbers, ascending, without those that are here or on their way.
+  GatherSchedule::Params not_started(const std::vector<ShardedParam*>& params) const {
+    GatherSchedule::Params result;
+    for (ShardedParam* param : params) {
+      if (param->available() || started_.count(param)) continue;
+      const auto found = index_.find(param);
+      if (found == index_.end())
+        fail(ErrorKind::kRuntime, "parameter '", param->name(), "' does not belong to this engine");
+      result.push_back(found->second);
+    }
+    std::sort(result.begin(), result.end());
+    result.erase(std::unique(result.begin(), result.end()), result.end());
+    return result;
+  }
+
+  void read_notes(bool ending) {
+    while (const auto entry = schedule_.due(ending)) {
+      schedule_.seen(*entry, entries_[*entry]->notes());
+      entries_[*entry].reset();
+    }
+  }
+
+  void issue(const GatherAct& act) {
+    const auto made = start_gather(schedule_.entry(act.entry), act.note);
+    if (act.note & GatherSchedule::kWanted) keep(made, schedule_.entry(act.entry));
+    entries_.resize(act.entry + 1);
+    entries_[act.entry] = made;
+    schedule_.issued(act);
+  }
+
+  // Entries that are wanted soon, as far as nothing has to be waited for.
+  void start(const std::vector<ShardedParam*>& ahead) {
+    while (!schedule_.due()) {
+      const auto act = schedule_.ahead(not_started(ahead));
+      if (!act || !here(schedule_.entry(act->entry))) return;
+      issue(*act);
+    }
+  }
+
+  // Their slices are.
+  bool here(const GatherSchedule::Params& entry) const {
+    return std::all_of(entry.begin(), entry.end(), [&](int32_t index) { return params_[index]->here(); });
+  }
+
+  // Everybody says what it wants, everybody helps. False when nobody wanted anything.
+  bool exchange(const GatherSchedule::Params& wanted, const GatherSchedule::Params& hints) {
+    GatherSchedule::Params wants = wanted;
+    wants.insert(wants.end(), hints.begin(), hints.end());
+    wants.resize(std::min(wants.size(), static_cast<size_t>(kWants)));
+    at::Tensor host = at::full({ranks_[0]->size(), kWants}, -1, at::kInt);
+    std::copy(wants.begin(), wants.end(), host.data_ptr<int32_t>() + ranks_[0]->rank() * kWants);
+    const at::Tensor shared = host.to(buffers_.device());
+    ranks_[0]->all_gather(shared.select(0, ranks_[0]->rank()), shared, "what ranks want to gather")->wait();
+    ++exchanges_;
+    host = shared.to(at::kCPU);
+    GatherSchedule::Params all(host.data_ptr<int32_t>(), host.data_ptr<int32_t>() + host.numel());
+    std::sort(all.begin(), all.end());
+    all.erase(std::unique(all.begin(), all.end()), all.end());
+    if (!all.empty() && all.front() < 0) all.erase(all.begin());
+    if (!all.empty()) keep(start_gather(all, std::nullopt), wants);
+    return schedule_.exchanged(all);
+  }
+
+  GatherPtr start_gather(const GatherSchedule::Params& indices, std::optional<uint8_t> note) {
+    std::vector<ShardedParam*> params;
+    for (int32_t index : indices) params.push_back(params_[index].get());
+    auto made = std::make_shared<Gather>();
+    for (size_t group = 0; group < ranks_.size(); ++group) {
+      std::vector<ShardedParam*> part = ranks_.size() == 1 ? std::move(params) : of_group(params, group);
+      const bool told = note && group == 0;
+      if (part.empty() && !told) continue;
+      auto gather =
+          std::make_unique<StagedGather>(*ranks_[group], buffers_, std::move(part), told ? note : std::nullopt);
+      collectives_ += gather->collectives();
+      made->add(std::move(gather));
+    }
+    return made;
+  }
+
+  void keep(const GatherPtr& gather, const GatherSchedule::Params& wants) {
+    for (int32_t index : wants) {
+      ShardedParam* param = params_[index].get();
+      if (param->available() || !started_.emplace(param, gather).second) continue;
+      gathered_ += param->padded_numel() - param->slice_numel();
+      param->mark_inflight();
+    }
+  }
+
+  std::vector<comm::CommunicatorPtr> ranks_;  // of each group
+  std::vector<ShardedParamPtr> params_;
+  std::vector<size_t> group_of_;  // of each of them
+  std::unordered_map<const ShardedParam*, int32_t> index_;
+  GatherSchedule schedule_;
+  std::vector<GatherPtr> entries_;  // of this cycle; null once its notes have been read
+  std::unordered_map<ShardedParam*, GatherPtr> started_;
+};
+
+}  // namespace
+
+ShardSourcePtr scheduled_source(std::vector<ShardedParamPtr> params, std::vector<GatherGroup> groups,
+                                std::shared_ptr<storage::ShardStorage> storage) {
+  return std::make_shared<ScheduledSource>(std::move(params), std::move(groups), std::move(storage));
+}
+
+}  // namespace ds::zero

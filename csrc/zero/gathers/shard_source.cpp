@@ -1,0 +1,44 @@
+#include "zero/gathers/shard_source.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "zero/gathers/routes/staged_gather.h"
+
+namespace ds::zero {
+
+std::vector<ShardedParam*> ShardSource::absent(const std::vector<ShardedParam*>& params) {
+  std::vector<ShardedParam*> result;
+  for (ShardedParam* param : params)
+    if (!param->available() && std::find(result.begin(), result.end(), param) == result.end()) result.push_back(param);
+  return result;
+}
+
+void ShardSource::take_full(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params) {
+  if (params.empty()) return;
+  const StatusScope together(*params.front().first);
+  for (const auto& [param, buffer] : params) param->take_full(buffer);
+}
+
+// In collectives of at most the size that is staged.
+void ShardSource::refresh_together(comm::Communicator& communicator, const std::vector<ShardedParam*>& params) {
+  at::NoGradGuard no_grad;
+  std::vector<std::unique_ptr<StagedGather>> pending;
+  for (size_t begin = 0, end = 0; begin < params.size(); begin = end) {
+    int64_t bytes = 0;
+    while (end < params.size() && (end == begin || bytes < StagedGather::kLimit / 2)) {
+      const ShardedParam& param = *params[end++];
+      bytes += param.slice_bytes() * param.parts();
+    }
+    const auto first = params.begin() + static_cast<std::ptrdiff_t>(begin);
+    const auto last = params.begin() + static_cast<std::ptrdiff_t>(end);
+    pending.push_back(std::make_unique<StagedGather>(communicator, buffers_, std::vector<ShardedParam*>(first, last),
+                                                     std::nullopt, /*in_place=*/true));
+    collectives_ += pending.back()->collectives();
+  }
+  for (const auto& gather : pending)
+    for (const ShardedParam* param : gather->params()) gather->take(*param);
+}
+
+}  // namespace ds::zero

@@ -1,0 +1,89 @@
+// Where gathered parameters come from.
+//
+// [Note: who must take part]
+// Ranks may take different branches (experts, depth, the length of what they generate), so a gather must not need the
+// others. Peer memory gives that: a rank copies what the owners have published. Where there is none (GPUs, several
+// hosts) gathers are collectives in an order that all ranks have learned; where one leaves it, they agree on each
+// gather (plan/gather_schedule.h). A rank that is through goes on serving until all are.
+//
+// [Note: several groups]
+// Parameters of a space with ranks of its own (experts) are gathered among the ranks of that space. By peer memory each
+// group is for itself. By collectives all groups share one order, on which all data-parallel ranks agree: two orders of
+// two groups could wait for each other in a circle. An entry of the order with an expert in it is gathered by every
+// group from its own ranks.
+#pragma once
+#include <functional>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/shared_memory/peer_memory.h"
+#include "zero/gathers/gather_buffers.h"
+#include "zero/spaces/sharded_param.h"
+
+namespace ds::zero {
+
+// The ranks among which parameters have their slices.
+struct GatherGroup {
+  comm::CommunicatorPtr ranks;
+  std::vector<ShardedParamPtr> params;
+  comm::PeerMemoryPtr memory;  // in which their slices lie; null: there is none
+};
+
+class ShardSource {
+ public:
+  // What gathered values lie in; null while there is no engine.
+  explicit ShardSource(std::shared_ptr<storage::ShardStorage> storage) : buffers_(std::move(storage)) {}
+  virtual ~ShardSource() = default;
+  // All of `params` are available afterwards. `ahead` are wanted soon: a source that has to wait for transfers starts
+  // them now.
+  virtual void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) = 0;
+  virtual bool looks_ahead() const { return false; }
+  virtual void forget_ahead() {}  // what was started ahead is not wanted any more
+  // A hint: they are wanted soon. Slices that rest elsewhere are fetched.
+  virtual void expect(const std::vector<ShardedParam*>& params) { prefetch(params); }
+  // Available parameters take the values that the shards have now, in place. Every rank calls it for the same ones.
+  virtual void refresh(const std::vector<ShardedParam*>& params) = 0;
+  // Around a change of shards, which every rank makes: nobody reads them any more; what is there now is valid.
+  virtual void before_write() = 0;
+  virtual void after_write() = 0;
+  // This rank gathers nothing until the others have come as far. Before anything else that all ranks do together.
+  virtual void drain() {}
+  virtual const char* name() const = 0;
+
+  GatherBuffers& buffers() { return buffers_; }
+  int64_t gathered_elements() const { return gathered_; }  // received from other ranks
+  int64_t collectives() const { return collectives_; }     // started for gathers, exchanges not among them
+  int64_t exchanges() const { return exchanges_; }         // in which ranks said what they want
+  void reset_counters() { gathered_ = collectives_ = exchanges_ = 0; }
+
+ protected:
+  // Those that are not available, each once.
+  static std::vector<ShardedParam*> absent(const std::vector<ShardedParam*>& params);
+  // Each parameter becomes its buffer; who watches their status is asked in once for all of them.
+  static void take_full(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params);
+  static void prefetch(const std::vector<ShardedParam*>& params) {
+    for (const ShardedParam* param : params)
+      if (param->offloaded() && param->status() == ParamStatus::kNotAvailable) param->prefetch();
+  }
+  void refresh_together(comm::Communicator& communicator, const std::vector<ShardedParam*>& params);
+
+  GatherBuffers buffers_;
+  int64_t gathered_ = 0, collectives_ = 0, exchanges_ = 0;
+};
+using ShardSourcePtr = std::shared_ptr<ShardSource>;
+
+// Every gather is a collective that all ranks issue in the same order: while a model is being built.
+ShardSourcePtr collective_source(comm::CommunicatorPtr communicator);
+
+// Copies from the owners' memory, in which the shards of every parameter lie at the same offset.
+ShardSourcePtr peer_source(std::vector<GatherGroup> groups, std::shared_ptr<storage::ShardStorage> storage);
+
+// Collectives in a learned order; `params` numbers the parameters of all groups alike on all ranks. The ranks of the
+// first group are those that agree: they include the others that this rank meets.
+ShardSourcePtr scheduled_source(std::vector<ShardedParamPtr> params, std::vector<GatherGroup> groups,
+                                std::shared_ptr<storage::ShardStorage> storage);
+
+}  // namespace ds::zero

@@ -1,0 +1,169 @@
+#include "zero/gradients/backward_session.h"
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <unordered_set>
+#include <utility>
+
+namespace ds::zero {
+
+namespace {
+
+// Where gradients enter the graph of the model from outside of it, or leave it. A hook on an output would also see what
+// comes from another output that was computed from it: a model that returns its loss and its logits would get the
+// factor twice. What `passed` returns goes on.
+class Gate : public torch::autograd::Node {
+ public:
+  using Passed = std::function<at::Tensor(const at::Tensor&)>;
+  explicit Gate(Passed passed) : passed_(std::move(passed)) {}
+  std::string name() const override { return "DeepSpeedGate"; }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    return {passed_(grads.at(0))};
+  }
+
+ private:
+  Passed passed_;
+};
+
+// From here on who uses `tensor` finds the gate, and behind it what `source` was computed from.
+void put_gate(const at::Tensor& tensor, const at::Tensor& source, Gate::Passed passed) {
+  auto gate = std::make_shared<Gate>(std::move(passed));
+  gate->set_next_edges({torch::autograd::impl::gradient_edge(source)});
+  gate->add_input_metadata(tensor);
+  torch::autograd::impl::set_gradient_edge(tensor, {std::move(gate), 0});
+}
+
+}  // namespace
+
+void BackwardSession::watch() {
+  for (size_t param = 0; param < store_.size(); ++param) {
+    const at::Tensor& tensor = store_.spec(param).tensor;
+    if (!tensor.requires_grad() || (hooked_[param] >= 0 && !hooks_.lost(hooked_[param], tensor))) continue;
+    const ShardedParamPtr& sharded = store_.spec(param).sharded;
+    const auto add = [&] {
+      hooked_[param] = hooks_.add(
+          tensor, [this, param] { failures_.watch([&] { grads_.on_grad(param); }); }, sharded != nullptr);
+    };
+    if (sharded) {
+      sharded->with_shape_only(add);
+    } else {
+      add();
+    }
+  }
+}
+
+void BackwardSession::begin(bool reduce, const at::Tensor& root) {
+  if (own_backward_) end();  // it did not raise, or it would have been aborted; only its root saw no gradient
+  watch();
+  user_backward_ = false;
+  own_backward_ = true;
+  grads_.begin(reduce);
+  if (!root.defined() || !root.requires_grad()) return;
+  root_ = root;
+  root_hook_ = root.register_hook([weak = self_()](const at::Tensor& grad) -> at::Tensor {
+    if (const auto session = weak.lock(); session && session->own_backward_) session->queue_end();
+    return grad;
+  });
+}
+
+// From a hook or node on the root side, so that it runs when the outermost backward ends, not a re-entrant one.
+void BackwardSession::queue_end() {
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = self_()] {
+    if (const auto alive = weak.lock(); alive && (alive->user_backward_ || alive->own_backward_)) alive->end();
+  });
+}
+
+void BackwardSession::leave_root() {
+  if (root_.defined()) root_.remove_hook(root_hook_);
+  root_ = at::Tensor();
+}
+
+void BackwardSession::end() {
+  own_backward_ = false;
+  user_backward_ = false;
+  leave_root();
+  failures_.watch([this] {
+    if (gatherer_) {
+      gatherer_->end_backward();
+      gatherer_->drain();
+    }
+    grads_.end();
+  });
+}
+
+bool BackwardSession::abort() {
+  own_backward_ = false;
+  user_backward_ = false;
+  leave_root();
+  if (gatherer_) gatherer_->end_backward();
+  return grads_.abort();
+}
+
+bool BackwardSession::join(bool reduce) {
+  const bool none = !had_user_backward_ && !grads_.dirty();
+  had_user_backward_ = false;
+  // Whole gradients that are here without a backward were put here by hand, and are taken as they are.
+  if (none && reduce && (!store_.policy().grads_on_params || !grads_.any())) {
+    if (gatherer_) gatherer_->drain();
+    grads_.join();
+  }
+  return none;
+}
+
+void BackwardSession::finish() {
+  if (gatherer_) gatherer_->drain();
+  grads_.finish();
+}
+
+at::Tensor BackwardSession::gate_input(const at::Tensor& input) {
+  const auto left = [weak = self_()](const at::Tensor& grad) -> at::Tensor {
+    const auto session = weak.lock();
+    if (!session || session->own_backward_) return grad;
+    const double factor = session->gate_factor();
+    return factor == 1.0 || !grad.defined() ? grad : at::div(grad, factor);
+  };
+  at::Tensor inside = input.detach();
+  put_gate(inside, input, left);
+  return inside;
+}
+
+void BackwardSession::watch_outputs(const std::vector<at::Tensor>& outputs) {
+  if (user_backward_) abort();  // it raised half-way: its callback never ran
+  const std::weak_ptr<BackwardSession> weak = self_();
+  const auto entered = [weak](const at::Tensor& grad) -> at::Tensor {
+    const auto session = weak.lock();
+    if (!session || session->own_backward_) return grad;
+    if (!session->user_backward_) {
+      session->user_backward_ = session->had_user_backward_ = true;
+      session->grads_.begin(session->user_reduce_);
+      session->queue_end();
+    }
+    const double factor = session->gate_factor();
+    return factor == 1.0 || !grad.defined() ? grad : at::mul(grad, factor);
+  };
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& output : outputs) {
+    if (!output.requires_grad() || !seen.insert(output.unsafeGetTensorImpl()).second) continue;
+    if (output.grad_fn()) {
+      put_gate(output, output, entered);  // what the model has computed from it does not meet the gate
+    } else {
+      output.register_hook(entered);
+    }
+  }
+}
+
+void BackwardSession::clear_grads() {
+  if (user_backward_ || own_backward_) abort();  // it raised half-way
+  grads_.clear();
+}
+
+void BackwardSession::adopt_grads() {
+  if (grads_.active()) grads_.end();
+  grads_.begin(false);
+  grads_.end();
+}
+
+}  // namespace ds::zero

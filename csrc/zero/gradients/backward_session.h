@@ -1,0 +1,89 @@
+// One backward after the other: hooks on parameters, gates around the model, when gradients are reduced.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "zero/gradients/accumulator_hooks.h"
+#include "zero/gradients/grad_reducer.h"
+#include "zero/gathers/param_gatherer.h"
+#include "zero/rank_failures.h"
+
+namespace ds::zero {
+
+class BackwardSession {
+ public:
+  // `self`: a pointer to this that keeps its engine alive, for hooks that outlive it. `gatherer` may be filled later.
+  BackwardSession(ParamStore& store, GradReducer& grads, const std::unique_ptr<ParamGatherer>& gatherer,
+                  const RankFailures& failures, std::function<std::weak_ptr<BackwardSession>()> self)
+      : store_(store),
+        grads_(grads),
+        gatherer_(gatherer),
+        failures_(failures),
+        self_(std::move(self)),
+        hooked_(store.size(), -1) {}
+
+  void watch();  // hooks on the parameters that require grad now; the calls below do it by themselves
+
+  // A backward that the caller runs between begin and end, or gives up with abort. With a `root` that it starts from,
+  // end is called by itself when the outermost backward of that root ends.
+  void begin(bool reduce, const at::Tensor& root = {});
+  void end();
+  bool abort();
+
+  // A backward that the user runs on what forward returned: `outputs` get hooks that call the two above by themselves.
+  // What the latest plan says counts: whether that backward reduces, and the factor (loss scale over accumulation
+  // steps) that the gradients are multiplied by as they come in.
+  void watch_outputs(const std::vector<at::Tensor>& outputs);
+  // Of tensors that came into the model from elsewhere in the graph: what the gradients leave through, which divides
+  // by that factor again.
+  at::Tensor gate_input(const at::Tensor& input);
+  void plan(bool reduce, double factor) {
+    user_reduce_ = reduce;
+    user_factor_ = factor;
+  }
+  // The gradients of the next backward that come from outside have been multiplied by it. Until the next forward.
+  void set_outer_factor(double factor) { outer_factor_ = factor; }
+  void forwarded(const std::vector<at::Tensor>& outputs, bool reduce, double factor) {
+    watch();
+    outer_factor_ = 1.0;
+    plan(reduce, factor);
+    watch_outputs(outputs);
+  }
+
+  void finish();  // before a step: what backwards have left is reduced
+  // Once for each micro-step in which begin was not called. True when there was no backward by the user either, and no
+  // gradient waits for its reduction; with `reduce` this rank then takes part in the reduction that the other ranks'
+  // backward starts.
+  bool join(bool reduce);
+  void stepped() { had_user_backward_ = false; }
+  void clear_grads();
+  // What the user, or a backward without hooks, has left in .grad is this rank's contribution from now on.
+  void adopt_grads();
+  void release() { hooks_.clear(); }
+
+ private:
+  double gate_factor() const { return user_factor_ / outer_factor_; }
+  void leave_root();
+  void queue_end();
+
+  ParamStore& store_;
+  GradReducer& grads_;
+  const std::unique_ptr<ParamGatherer>& gatherer_;
+  const RankFailures& failures_;
+  const std::function<std::weak_ptr<BackwardSession>()> self_;
+  std::vector<int64_t> hooked_;     // of each parameter its number among the hooks, or -1
+  bool had_user_backward_ = false;  // since the last step or join
+  bool own_backward_ = false;       // begin was called by our caller
+  at::Tensor root_;                 // that backward ends by itself; with a hook
+  unsigned root_hook_ = 0;
+  bool user_backward_ = false;  // by a hook on an output
+  bool user_reduce_ = true;
+  double user_factor_ = 1.0;
+  double outer_factor_ = 1.0;
+  AccumulatorHooks hooks_;  // last: gone before what they call
+};
+
+}  // namespace ds::zero

@@ -1,0 +1,168 @@
+#include "zero/gradients/bucket_reduction.h"
+
+#include <ATen/Functions.h>
+
+#include <algorithm>
+
+#include "zero/gradients/sparse_rows.h"
+
+namespace ds::zero {
+
+int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ranks) {
+  // At least a few buckets, or nothing could leave before backward's end; not too small, or latency eats the gain.
+  constexpr int64_t kSmallest = 1 << 20;
+  const int64_t given = std::max<int64_t>(1, options.bucket_numel);
+  return options.overlap && ranks > 1 ? std::min(given, std::max(kSmallest, total_numel / 3)) : given;
+}
+
+at::Tensor BucketReduction::row(const GradBucket& bucket) const {
+  const ParamSpace& space = this->space(bucket);
+  return space.grad.data.narrow(0, space.offset_in(space.grad, bucket.plan, bucket.plan.shard_begin),
+                                bucket.plan.shard_end - bucket.plan.shard_begin);
+}
+
+storage::Lease BucketReduction::lease_row(const GradBucket& bucket, storage::Access access) const {
+  const ParamSpace& space = this->space(bucket);
+  return store_.lease(space.grad, space.row_in(space.grad, bucket.plan), access);
+}
+
+void BucketReduction::zero_row(const GradBucket& bucket) { lease_row(bucket, storage::Access::kWrite).data().zero_(); }
+
+at::Tensor BucketReduction::copy_of_row(const GradBucket& bucket) const {
+  const Buffer& grad = space(bucket).grad;
+  const plan::Range row = space(bucket).row_in(grad, bucket.plan);
+  const storage::Medium at = store_.storage()->resting(grad.plane, row).value_or(storage::Medium::kHost);
+  const at::Tensor copy = storage::as_tensor(store_.storage()->scratch(row.numel(), grad.dtype, at));
+  return copy.copy_(lease_row(bucket, storage::Access::kRead).data());
+}
+void BucketReduction::put_row(const GradBucket& bucket, const at::Tensor& values) {
+  lease_row(bucket, storage::Access::kWrite).data().copy_(values);
+}
+
+// The row becomes the final sum, or grows by it.
+void BucketReduction::add_to_row(const GradBucket& bucket, const at::Tensor& values, bool add) {
+  storage::Lease lease;
+  if (!space(bucket).grad.data.defined())
+    lease = lease_row(bucket, add ? storage::Access::kUpdate : storage::Access::kWrite);
+  const at::Tensor target = lease ? lease.data() : row(bucket);
+  if (add) {
+    device_.accumulate(target, values, after(bucket));
+  } else if (values.data_ptr() != target.data_ptr() || after(bucket) != 1.0f) {
+    device_.copy(target, values, after(bucket));
+  }
+}
+
+void BucketReduction::need_slots(GradBucket& bucket) {
+  if (bucket.slots.defined()) return;
+  const ParamSpace& space = this->space(bucket);
+  if (space.local.exists()) {
+    bucket.slots = space.local.data.narrow(0, bucket.begin, bucket.numel);
+    return;
+  }
+  bucket.slots = memory_.borrow(bucket.numel, space.grad.dtype);
+  bucket.zero_gaps();
+}
+
+void BucketReduction::start(GradBucket& bucket) {
+  if (bucket.by_rows) return;  // complete() sends them
+  const SpaceRanks& among = ranks(bucket);
+  at::Tensor sent = bucket.slots;
+  if (options_.comm_dtype && *options_.comm_dtype != sent.scalar_type()) {
+    bucket.wire = memory_.borrow(bucket.numel, *options_.comm_dtype);
+    device_.copy(bucket.wire, sent, 1.0f);
+    sent = bucket.wire;
+  }
+  if (bucket.in_place) {  // this rank's row is the bucket; nothing is left for complete() but the result
+    bucket.received = sent;
+    if (among.replicas->size() > 1) bucket.work = among.replicas->all_reduce(sent, comm::ReduceOp::kSum, bucket.name);
+    return;
+  }
+  if (!options_.scatter) {
+    bucket.work = among.shard->all_reduce(sent, comm::ReduceOp::kSum, bucket.name);
+    return;
+  }
+  const Buffer& grad = space(bucket).grad;
+  const bool direct = grad.dtype == sent.scalar_type() || grad.dtype == at::kFloat;
+  const at::ScalarType type = direct ? grad.dtype : sent.scalar_type();
+  const bool there = direct && !bucket.row_holds && grad.data.defined();
+  bucket.received = there ? row(bucket) : memory_.borrow(bucket.plan.shard_end - bucket.plan.shard_begin, type);
+  bucket.work = among.shard->reduce_scatter(sent, bucket.received, bucket.name);
+}
+
+// This rank's row of the sum is in `received` afterwards, and what was sent is free where it lies elsewhere.
+void BucketReduction::collect(GradBucket& bucket) {
+  if (bucket.work) bucket.work->wait();
+  bucket.work.reset();
+  if (bucket.in_place) {
+    bucket.wire = at::Tensor();
+    return bucket.enter(BucketState::kReceived);
+  }
+  if (!options_.scatter) {
+    const int64_t numel = bucket.plan.shard_end - bucket.plan.shard_begin;
+    const at::Tensor& sum = bucket.wire.defined() ? bucket.wire : bucket.slots;
+    bucket.received = memory_.borrow(numel, sum.scalar_type());
+    bucket.received.copy_(sum.narrow(0, space(bucket).rank() * numel, numel));
+  }
+  bucket.wire = at::Tensor();
+  bucket.slots = at::Tensor();
+  bucket.enter(leave_device(bucket) ? BucketState::kLeaving : BucketState::kReceived);
+}
+
+// What is here and rests elsewhere goes there while the backward runs. The first of a row is written in the background;
+// what is to be added waits on the host until the backward has ended: one that raises leaves the row as it was. Returns
+// whether the row is on its way.
+bool BucketReduction::leave_device(GradBucket& bucket) {
+  const Buffer& grad = space(bucket).grad;
+  const plan::Range row = space(bucket).row_in(grad, bucket.plan);
+  if (grad.data.defined() || ranks(bucket).replicas->size() > 1 ||
+      store_.storage()->resting(grad.plane, row) == storage::Medium::kDevice)
+    return false;
+  if (!bucket.row_holds) {
+    const storage::Lease lease =
+        store_.storage()->acquire(grad.plane, row, storage::Access::kWrite, storage::Medium::kDevice);
+    device_.copy(lease.data(), bucket.received, after(bucket));
+    bucket.received = at::Tensor();
+    return true;
+  }
+  const at::Tensor waits =
+      storage::as_tensor(store_.storage()->scratch(row.numel(), bucket.received.scalar_type(), storage::Medium::kHost));
+  waits.copy_(bucket.received);
+  bucket.received = waits;
+  return false;
+}
+
+void BucketReduction::complete(GradBucket& bucket, bool any) {
+  const SpaceRanks& among = ranks(bucket);
+  if (bucket.by_rows) {
+    const at::Tensor grad = store_.grad_view(static_cast<size_t>(bucket.params.front()));
+    if (any)
+      reduce_rows(*among.replicas, grad, after(bucket), options_.comm_dtype.value_or(grad.scalar_type()), bucket.name);
+  } else {
+    if (bucket.state() == BucketState::kLaunched) collect(bucket);
+    if (bucket.state() == BucketState::kReceived) {
+      if (!bucket.in_place && among.replicas->size() > 1)
+        among.replicas->all_reduce(bucket.received, comm::ReduceOp::kSum, bucket.name)->wait();
+      add_to_row(bucket, bucket.received, bucket.row_holds && !bucket.in_place);
+      bucket.received = bucket.wire = at::Tensor();
+    }
+  }
+  bucket.enter(BucketState::kReduced);
+  bucket.row_holds = true;
+}
+
+void BucketReduction::add_late(const GradBucket& bucket, GradSlots& slots, const std::vector<at::Tensor>& late) {
+  const SpaceRanks& among = ranks(bucket);
+  const auto options = at::TensorOptions().device(store_.device()).dtype(space(bucket).grad.dtype);
+  const at::Tensor round = at::zeros({bucket.numel}, options);
+  for (int32_t param : bucket.params)
+    if (late[param].defined()) slots.put(param, round, bucket.begin, late[param], 1.0f, false);
+  at::Tensor sum = round;
+  if (!bucket.in_place) {
+    sum = at::empty({bucket.plan.shard_end - bucket.plan.shard_begin}, options);
+    among.shard->reduce_scatter(round, sum, bucket.name)->wait();
+  }
+  if (among.replicas->size() > 1) among.replicas->all_reduce(sum, comm::ReduceOp::kSum, bucket.name)->wait();
+  add_to_row(bucket, sum, true);
+}
+
+}  // namespace ds::zero

@@ -1,0 +1,70 @@
+// How the sum of one bucket reaches its owners: slots are scaled, sent, summed over the ranks, and this rank's row of
+// the sum becomes, or is added to, its reduced gradients. See [Note: one reduction] in grad_reducer.h.
+#pragma once
+#include <vector>
+
+#include "zero/device_context.h"
+#include "zero/gradients/grad_bucket.h"
+#include "zero/gradients/grad_slots.h"
+#include "zero/gradients/reducer_options.h"
+#include "zero/gradients/wire_buffers.h"
+
+namespace ds::zero {
+
+class BucketReduction {
+ public:
+  // `options` may change between two backwards.
+  BucketReduction(ParamStore& store, DeviceContext& device, const ReducerOptions& options)
+      : store_(store),
+        device_(device),
+        options_(options),
+        alone_(store.everyone().alone()),
+        memory_(*store.storage()) {}
+
+  // What gradients are multiplied by before the sum over the ranks, and the sum after it.
+  float before(const GradBucket& bucket) const {
+    return alone_ ? 1.0f : static_cast<float>(options_.predivide) * ranks(bucket).scale_before;
+  }
+  float after(const GradBucket& bucket) const {
+    return alone_ ? 1.0f : static_cast<float>(options_.postscale) * ranks(bucket).scale_after;
+  }
+  // In place: what another reduction multiplies an earlier sum by. 1 where it is the mean over the space's ranks.
+  double again(const GradBucket& bucket) const {
+    return static_cast<double>(before(bucket)) * after(bucket) * ranks(bucket).replicas->size();
+  }
+  // One rank, in place: the bucket is its own sum as it is filled, and nothing here is called for it.
+  bool summed(const GradBucket& bucket) const { return alone_ && bucket.in_place; }
+
+  // This rank's part of the reduced gradients, where they rest on the device.
+  at::Tensor row(const GradBucket& bucket) const;
+  void zero_row(const GradBucket& bucket);  // wherever they rest
+  at::Tensor copy_of_row(const GradBucket& bucket) const;
+  void put_row(const GradBucket& bucket, const at::Tensor& values);
+  void need_slots(GradBucket& bucket);  // memory for local gradients, padding zero
+  // The three steps of a reduction, from kLaunched to kReduced. A bucket of touched rows travels in the last one;
+  // `any`: whether a rank has a gradient of such a bucket.
+  void start(GradBucket& bucket);
+  void collect(GradBucket& bucket);  // waits; what was sent is free again where it lies elsewhere
+  void complete(GradBucket& bucket, bool any);
+  // Adds what came too late: gradients (of each parameter, undefined: none) that this rank has for the bucket. Every
+  // rank of its space calls it.
+  void add_late(const GradBucket& bucket, GradSlots& slots, const std::vector<at::Tensor>& late);
+
+  WireBuffers& memory() { return memory_; }
+  const WireBuffers& memory() const { return memory_; }
+
+ private:
+  const ParamSpace& space(const GradBucket& bucket) const { return store_.spaces()[bucket.space]; }
+  const SpaceRanks& ranks(const GradBucket& bucket) const { return space(bucket).ranks(); }
+  void add_to_row(const GradBucket& bucket, const at::Tensor& values, bool add);
+  bool leave_device(GradBucket& bucket);
+  storage::Lease lease_row(const GradBucket& bucket, storage::Access access) const;
+
+  ParamStore& store_;
+  DeviceContext& device_;
+  const ReducerOptions& options_;
+  const bool alone_;  // no other rank: nothing is divided
+  WireBuffers memory_;
+};
+
+}  // namespace ds::zero

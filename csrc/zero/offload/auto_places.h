@@ -1,0 +1,42 @@
+// Where masters, gradients and optimizer states rest when the user says how much memory there is, and not where they
+// are to be: so that a step takes the least time (plan/place_plan.h).
+#pragma once
+#include <cstdint>
+#include <string>
+
+#include "comm/communicator.h"
+#include "plan/place_plan.h"
+#include "storage/file_access.h"
+#include "zero/offload/placements.h"
+
+namespace ds::zero {
+
+struct TierBytes {
+  int64_t device = 0, host = INT64_MAX, file = 0;  // that this rank's states may take
+  std::string folder;                              // of files
+  bool pinned = false;
+  int64_t accumulation = 1;  // micro-steps of a step
+  plan::PlaceRates rates{};  // of this machine; zeros: nobody has measured
+};
+
+struct StateBytes {
+  int64_t grad = 0, master = 0, slots = 0;  // of this rank
+  int64_t weight = 0;                       // of the parameters they are of
+};
+
+plan::PlaceNeed place_need(const StateBytes& need, const TierBytes& have);
+
+// Each takes whole buckets of each tier. Where nothing is known of rates, gradients, masters and states take the device
+// in this order as far as it reaches, then the host, then files. Throws ErrorKind::kValue where they do not fit, with
+// what is missing.
+Placements auto_places(const StateBytes& need, const TierBytes& have);
+
+// What this machine reaches, measured once and kept (storage/rates.h). `device`: on which the model computes.
+plan::PlaceRates machine_rates(c10::Device device, bool pinned, const std::string& folder,
+                               const storage::FileAccess& files, int threads);
+
+// `have` with the rates of this machine, where there is a choice; those of the slowest rank, so that all find the same.
+TierBytes rated(const StateBytes& need, TierBytes have, c10::Device device, const storage::FileAccess& files,
+                comm::Communicator& ranks, int threads);
+
+}  // namespace ds::zero

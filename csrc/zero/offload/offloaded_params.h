@@ -1,0 +1,47 @@
+// Slices of parameters that rest on the host or in files (offload_param): a plane for those of one space, of which each
+// is a block, so that who gathers one parameter fetches that one alone.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "io/run_folder.h"
+#include "zero/offload/placements.h"
+#include "zero/spaces/sharded_param.h"
+
+namespace ds::zero {
+
+class OffloadedParams {
+ public:
+  struct Slice {
+    ShardedParam* param;
+    int64_t begin;  // in the plane: behind that of the one before, padding included
+  };
+
+  // `largest`: elements that the largest slice of all takes, where that is known.
+  OffloadedParams(std::shared_ptr<storage::ShardStorage> storage, const storage::Placement& place,
+                  const ParamOffload& options, int64_t largest = 0);
+
+  // Adds a plane and moves the slices there, one after the other. `memory`: undefined, or what the plane rests in.
+  // Throws ErrorKind::kValue for a slice that is larger than a buffer, with the size that works.
+  storage::PlaneId add(const char* name, const std::vector<Slice>& slices, int64_t numel, at::ScalarType type,
+                       const at::Tensor& memory);
+  int64_t limit() const { return limit_; }  // bytes of copies on the host, at most; 0: nobody has said
+  // A plane for one slice, which goes when the slice leaves it.
+  void add_alone(const char* name, ShardedParam& param, const at::Tensor& memory);
+
+ private:
+  storage::PlaneId add(const char* name, const std::vector<Slice>& slices, int64_t numel, at::ScalarType type,
+                       const at::Tensor& memory, bool alone);
+  storage::Placement placed(const storage::Cuts& ends);
+
+  const std::shared_ptr<storage::ShardStorage> storage_;
+  const storage::Placement place_;
+  const ParamOffload options_;
+  const int64_t largest_;
+  int64_t host_left_;                      // elements that may still rest on the host
+  std::shared_ptr<io::RunFolder> folder_;  // of files
+  storage::ScratchUser copies_;
+  int64_t limit_ = 0;  // of copies on the host, bytes
+};
+
+}  // namespace ds::zero

@@ -1,0 +1,28 @@
+// Slices that leave the device as they are made, before there is an engine: zero.Init(remote_device=...).
+#pragma once
+#include <memory>
+
+#include "zero/offload/offloaded_params.h"
+
+namespace ds::zero {
+
+class RemoteSlices {
+ public:
+  RemoteSlices(c10::Device device, const storage::Placement& place, const ParamOffload& options,
+               const storage::FileAccess& files)
+      : storage_(std::make_shared<storage::ShardStorage>(device, storage::Budget{}, files)),
+        params_(storage_, place, options) {}
+
+  // Its slice rests there from now on, until an engine gives it another place.
+  void take(ShardedParam& param) {
+    if (param.slice_numel() > 0) params_.add_alone("parameter", param, {});
+  }
+  const std::shared_ptr<storage::ShardStorage>& storage() const { return storage_; }
+  void settle() { storage_->settle(); }  // throws what could not be written
+
+ private:
+  const std::shared_ptr<storage::ShardStorage> storage_;
+  OffloadedParams params_;
+};
+
+}  // namespace ds::zero

@@ -1,0 +1,118 @@
+// Whole parameters and their places in the flat buffer.
+//
+// [Note: a storage for each parameter]
+// A parameter is a view of the flat buffer with a storage of its own, which begins and ends where the parameter does.
+// torch.save and the like write whole storages: with the buffer's they would write all parameters in place of one. That
+// storage also says who refers to the place of a parameter: somebody who puts another tensor in the place of its data
+// and keeps the old one, to put it back later, keeps its values.
+#include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
+
+#include <utility>
+
+#include "base/error.h"
+#include "zero/spaces/param_store.h"
+
+namespace ds::zero {
+
+namespace {
+
+char* address(const at::Tensor& flat, int64_t offset) {
+  return static_cast<char*>(flat.data_ptr()) + offset * static_cast<int64_t>(flat.element_size());
+}
+
+// Nothing while the buffer is away.
+c10::DataPtr part_of(const at::Tensor& flat, int64_t offset) {
+  if (flat.storage().nbytes() == 0) return {nullptr, flat.device()};
+  auto* kept = new c10::Storage(flat.storage());
+  return {address(flat, offset), kept, [](void* storage) { delete static_cast<c10::Storage*>(storage); },
+          flat.device()};
+}
+
+at::Tensor view_of_own(const at::Tensor& flat, int64_t offset, int64_t numel, at::IntArrayRef sizes,
+                       at::IntArrayRef strides) {
+  const auto bytes = static_cast<size_t>(numel) * flat.element_size();
+  const c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                                   part_of(flat, offset),
+                                                                   flat.storage().unsafeGetStorageImpl()->allocator(),
+                                                                   /*resizable=*/false));
+  return at::empty({0}, flat.options()).set_(storage, 0, sizes, strides);
+}
+
+}  // namespace
+
+void ParamStore::make_home(size_t param, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  const ParamSpace& space = space_of(param);
+  const auto index = static_cast<size_t>(places_[param].index);
+  specs_[param].home = view_of_own(space.lp.data, space.map.offsets[index], space.map.numels[index], sizes, strides);
+}
+
+void ParamStore::follow_moves() {
+  for (size_t param = 0; param < specs_.size(); ++param) {
+    const at::Tensor& home = specs_[param].home;
+    if (!home.defined()) continue;
+    const ParamSpace& space = space_of(param);
+    const bool here = space.lp.data.storage().nbytes() > 0;
+    c10::StorageImpl* storage = home.storage().unsafeGetStorageImpl();
+    storage->set_data_ptr_noswap(part_of(space.lp.data, space.map.offsets[places_[param].index]));
+    storage->set_nbytes(here ? static_cast<size_t>(places_[param].numel) * home.element_size() : size_t{0});
+  }
+}
+
+std::vector<at::Tensor> ParamStore::flat_params() const {
+  std::vector<at::Tensor> found;
+  for (const ParamSpace& space : spaces_)
+    if (space.lp.full) found.push_back(space.lp.data);
+  return found;
+}
+
+bool ParamStore::at_home(size_t param) const {
+  const ParamSpec& spec = specs_[param];
+  if (!spec.home.defined()) return true;
+  const c10::TensorImpl* now = spec.tensor.unsafeGetTensorImpl();
+  const c10::TensorImpl* home = spec.home.unsafeGetTensorImpl();
+  return now->has_storage() && now->storage().unsafeGetStorageImpl() == home->storage().unsafeGetStorageImpl() &&
+         home_is_here(param) && now->storage_offset() == 0 && now->dtype() == home->dtype() &&
+         now->sizes() == home->sizes() && now->strides() == home->strides();
+}
+
+// Its memory is the buffer's: share_memory_() puts other memory there.
+bool ParamStore::home_is_here(size_t param) const {
+  const ParamSpace& space = space_of(param);
+  const int64_t offset = space.map.offsets[places_[param].index];
+  const bool away = space.lp.data.storage().nbytes() == 0;
+  return away || places_[param].numel == 0 || specs_[param].home.data_ptr() == address(space.lp.data, offset);
+}
+
+void ParamStore::bring_home(size_t param, const at::Tensor& value) {
+  at::NoGradGuard no_grad;
+  ParamSpec& spec = specs_[param];
+  if (value.layout() != at::kStrided || value.is_meta() || value.sizes() != spec.home.sizes() ||
+      value.scalar_type() != spec.home.scalar_type())
+    fail(ErrorKind::kRuntime, "parameter '", spec.name, "' was ", c10::toString(spec.home.scalar_type()), " ",
+         c10::str(spec.home.sizes()), " when the engine was made and is ", c10::toString(value.scalar_type()), " ",
+         c10::str(value.sizes()), value.is_meta() ? " without values (device meta)" : "",
+         " now (param.data = ..., module.to(dtype), or load_state_dict(assign=True) after deepspeed.initialize): give "
+         "it "
+         "a tensor of its own shape and dtype, or call deepspeed.initialize with the changed model");
+  const c10::DeviceGuard current(device_);
+  const at::Tensor from = value.detach();
+  if (spec.home.storage().use_count() > 1) {
+    // Others refer to the old place: they keep its values, in memory of their own.
+    if (home_is_here(param) && spec.home.numel() > 0) {
+      c10::StorageImpl* left = spec.home.storage().unsafeGetStorageImpl();
+      const int64_t bytes = static_cast<int64_t>(left->nbytes());
+      const at::Tensor copy = at::empty({bytes}, at::TensorOptions().device(device_).dtype(at::kByte));
+      copy.copy_(at::empty({0}, copy.options()).set_(spec.home.storage(), 0, {bytes}, {1}));
+      auto* kept = new c10::Storage(copy.storage());
+      left->set_data_ptr_noswap(
+          {copy.data_ptr(), kept, [](void* storage) { delete static_cast<c10::Storage*>(storage); }, copy.device()});
+    }
+    make_home(param, spec.home.sizes().vec(), spec.home.strides().vec());
+  }
+  spec.home.copy_(from);
+  spec.tensor.set_data(spec.home);
+}
+
+}  // namespace ds::zero

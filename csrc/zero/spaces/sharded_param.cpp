@@ -1,0 +1,188 @@
+#include "zero/spaces/sharded_param.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include "base/error.h"
+#include "plan/shard_map.h"
+
+namespace ds::zero {
+
+ShardedParam::ShardedParam(const at::Tensor& tensor, std::string name, int64_t parts, int64_t rank)
+    : tensor_(tensor.getIntrusivePtr()), name_(std::move(name)), parts_(parts), rank_(rank) {
+  if (!tensor.is_leaf())
+    fail(ErrorKind::kValue, "parameter '", name_, "' is not a leaf tensor and cannot be partitioned");
+  adopt_shape();
+}
+
+ShardedParam::ShardedParam(const at::Tensor& tensor, const ShardedParam& other)
+    : tensor_(tensor.getIntrusivePtr()),
+      name_(other.name_),
+      sizes_(other.sizes_),
+      strides_(other.strides_),
+      numel_(other.numel_),
+      parts_(other.parts_),
+      rank_(other.rank_),
+      slice_(other.slice_),
+      dtype_(other.dtype_),
+      device_(other.device_),
+      shard_(other.slice(storage::Access::kRead).data().to(device_, /*non_blocking=*/false, /*copy=*/true)),
+      status_(ParamStatus::kNotAvailable) {}
+
+void ShardedParam::cast(at::ScalarType type) {
+  at::NoGradGuard no_grad;
+  if (available()) fail(ErrorKind::kRuntime, "parameter '", name_, "' is gathered and cannot change its dtype");
+  if (type == dtype_) return;
+  // An offloaded slice waits in memory until an engine gives it another place.
+  shard_ = slice(storage::Access::kRead).data().to(device_, type);
+  leave_home();
+  dtype_ = type;
+  set_data(at::empty({0}, options()));
+}
+
+void ShardedParam::adopt_shape() {
+  at::NoGradGuard no_grad;
+  const at::Tensor tensor = this->tensor();
+  sizes_ = tensor.sizes().vec();
+  strides_ = at::empty(sizes_, at::TensorOptions().device(at::kMeta)).strides().vec();
+  numel_ = tensor.numel();
+  slice_ = plan::slice_numel(numel_, parts_);
+  leave_home();
+  dtype_ = tensor.scalar_type();
+  device_ = tensor.device();
+  shard_ = at::zeros({slice_}, options());
+  buffer_ = at::Tensor();
+  write_back();
+}
+
+bool ShardedParam::reshaped() const {
+  const at::Tensor tensor = this->tensor();
+  return available() && tensor.defined() &&
+         (tensor.sizes() != at::IntArrayRef(sizes_) || tensor.scalar_type() != dtype_);
+}
+
+void ShardedParam::set_status(ParamStatus status) {
+  if (status == status_) return;
+  status_ = status;
+  if (on_status) on_status(status);
+}
+
+void ShardedParam::set_data(const at::Tensor& data) const {
+  if (const at::Tensor tensor = this->tensor(); tensor.defined()) tensor.set_data(data);
+}
+
+void ShardedParam::mark_inflight() { set_status(ParamStatus::kInflight); }
+void ShardedParam::mark_absent() {
+  if (!available()) set_status(ParamStatus::kNotAvailable);
+}
+
+at::TensorOptions ShardedParam::options() const { return at::TensorOptions().dtype(dtype_).device(device_); }
+
+SliceLease ShardedParam::slice(storage::Access access) const {
+  if (!offloaded()) return SliceLease(shard_);
+  return {home_.lease(access), slice_};
+}
+
+void ShardedParam::prefetch() const {
+  if (offloaded()) home_.prefetch();
+}
+
+void ShardedParam::leave_home() {
+  const SliceHome left = std::exchange(home_, {});
+  if (!left.storage) return;
+  if (left.alone) {
+    left.storage->remove(left.plane);
+  } else {
+    left.storage->discard(left.plane, left.range);
+  }
+}
+
+ShardedParam::~ShardedParam() {
+  try {
+    leave_home();
+  } catch (const std::exception&) {  // it goes with the storage
+  }
+}
+
+void ShardedParam::move_shard(const at::Tensor& home) {
+  at::NoGradGuard no_grad;
+  home.copy_(slice(storage::Access::kRead).data());
+  leave_home();
+  shard_ = home;
+}
+
+void ShardedParam::move_shard(const SliceHome& home) {
+  at::NoGradGuard no_grad;
+  const storage::Lease to = home.lease(storage::Access::kWrite);
+  to.data().narrow(0, 0, slice_).copy_(slice(storage::Access::kRead).data());
+  to.data().narrow(0, slice_, home.range.numel() - slice_).zero_();
+  leave_home();  // before it is written: the old file has the name that the new one is to have
+  home_ = home;
+  shard_ = at::Tensor();
+}
+
+at::Tensor ShardedParam::slice_tensor() const {
+  if (!offloaded()) return shard_;
+  // On the host memory that lasts is had by a lease there.
+  const auto rests = home_.storage->resting(home_.plane, home_.range);
+  if (!rests) return slice(storage::Access::kRead).data().clone();
+  return home_.storage->acquire(home_.plane, home_.range, storage::Access::kRead, *rests).data().narrow(0, 0, slice_);
+}
+
+void ShardedParam::set_slice(const at::Tensor& values) {
+  at::NoGradGuard no_grad;
+  if (!in_file() && values.is_alias_of(slice_tensor())) return;
+  const SliceLease now = slice(storage::Access::kUpdate);
+  now.data().copy_(values);
+}
+
+void ShardedParam::take_full(const at::Tensor& buffer) {
+  at::NoGradGuard no_grad;
+  buffer_ = buffer;
+  set_data(buffer.as_strided(sizes_, strides_, buffer.storage_offset()));
+  set_status(ParamStatus::kAvailable);
+}
+
+void ShardedParam::release() {
+  at::NoGradGuard no_grad;
+  set_data(at::empty({0}, options()));
+  buffer_ = at::Tensor();
+  set_status(ParamStatus::kNotAvailable);
+}
+
+void ShardedParam::with_shape_only(const std::function<void()>& body) {
+  at::NoGradGuard no_grad;
+  if (available()) return body();
+  set_data(at::zeros({}, options()).expand(sizes_));
+  body();
+  set_data(at::empty({0}, options()));
+}
+
+at::Tensor ShardedParam::gathered() const {
+  const at::Tensor tensor = this->tensor();
+  if (!available() || !tensor.defined()) return {};
+  const at::Tensor data = tensor.detach();
+  if (data.strides() == at::IntArrayRef(strides_)) return data.as_strided({numel_}, {1}, data.storage_offset());
+  at::Tensor ordered = at::empty_strided(sizes_, strides_, data.options());
+  ordered.copy_(data);
+  return ordered.as_strided({numel_}, {1}, 0);
+}
+
+bool ShardedParam::write_back() {
+  at::NoGradGuard no_grad;
+  const at::Tensor values = gathered();
+  if (own_numel() <= 0 || !values.defined() || values.is_meta()) return false;
+  if (buffer_.defined() && tensor().data_ptr() != buffer_.data_ptr()) {
+    // Somebody has put another tensor there: what is gathered later comes into the buffer.
+    const at::Tensor place = buffer_.as_strided(sizes_, strides_, buffer_.storage_offset());
+    place.copy_(tensor().detach());
+    set_data(place);
+  }
+  const SliceLease now = slice(storage::Access::kUpdate);
+  const at::Tensor own = now.data().narrow(0, 0, own_numel()), wanted = values.narrow(0, own_begin(), own_numel());
+  if (at::equal(own, wanted.to(own.device()))) return false;
+  own.copy_(wanted);
+  return true;
+}
+
+}  // namespace ds::zero

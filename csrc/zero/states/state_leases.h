@@ -1,0 +1,32 @@
+// Keeps masters and optimizer states as they are while somebody copies them in the background: by read leases.
+#pragma once
+#include <condition_variable>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "storage/shard_storage.h"
+#include "zero/spaces/param_store.h"
+
+namespace ds::zero {
+
+class StateLeases {
+ public:
+  explicit StateLeases(const ParamStore& store) : store_(store) {}  // which outlives it
+
+  // Read leases of all masters and states that there are, until let_go(), which another thread may call. May be nested.
+  // `more`: of these buffers, too.
+  void hold(const std::vector<std::pair<const ParamSpace*, const Buffer*>>& more = {});
+  void let_go();
+  // Until nobody holds them. Who hands out memory in which somebody could change states waits first; who acquires them
+  // waits in any case.
+  void wait();
+
+ private:
+  const ParamStore& store_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::vector<storage::Lease>> held_;
+};
+
+}  // namespace ds::zero

@@ -1,0 +1,57 @@
+// Part of a buffer, leased where a kernel works on it.
+#pragma once
+#include <algorithm>
+#include <utility>
+
+#include "zero/spaces/param_space.h"
+
+namespace ds::zero {
+
+// This rank's row of one bucket, or (bucket -1) the whole buffer.
+inline plan::Range part_of(const ParamSpace& space, const Buffer& buffer, int32_t bucket) {
+  return bucket < 0 ? plan::Range{0, buffer.numel} : space.row_in(buffer, space.map.buckets[bucket]);
+}
+
+// Behind the last element of the bucket that this rank owns; padding follows.
+inline int64_t last_owned(const ParamSpace& space, int32_t bucket) {
+  int64_t end = space.map.buckets[bucket].shard_begin;
+  for (size_t e : space.owned) {
+    const plan::Extent& extent = space.map.extents[e];
+    if (space.map.bucket_of[extent.param] == bucket) end = std::max(end, extent.shard_offset + extent.numel);
+  }
+  return end;
+}
+
+class LeasedRow {
+ public:
+  LeasedRow() = default;
+  LeasedRow(storage::ShardStorage& storage, const ParamSpace& space, const Buffer& buffer, int32_t bucket,
+            storage::Access access, storage::Medium at)
+      : space_(&space),
+        buffer_(&buffer),
+        begin_(part_of(space, buffer, bucket).begin),
+        lease_(storage.acquire(buffer.plane, part_of(space, buffer, bucket), access, at)) {}
+
+  // Memory that is laid out as that part of `like`.
+  LeasedRow(const ParamSpace& space, const Buffer& like, int32_t bucket, storage::Lease row)
+      : space_(&space), buffer_(&like), begin_(part_of(space, like, bucket).begin), lease_(std::move(row)) {}
+
+  const at::Tensor& data() const { return lease_.data(); }
+  // Of an element of the shard space that lies in it.
+  void* address(int32_t bucket, int64_t shard_offset) const {
+    const int64_t offset = space_->offset_in(*buffer_, space_->map.buckets[bucket], shard_offset) - begin_;
+    return static_cast<char*>(data().data_ptr()) + offset * static_cast<int64_t>(data().element_size());
+  }
+  at::Tensor narrow(int32_t bucket, int64_t shard_begin, int64_t shard_end) const {
+    return data().narrow(0, space_->offset_in(*buffer_, space_->map.buckets[bucket], shard_begin) - begin_,
+                         shard_end - shard_begin);
+  }
+
+ private:
+  const ParamSpace* space_ = nullptr;
+  const Buffer* buffer_ = nullptr;
+  int64_t begin_ = 0;
+  storage::Lease lease_;
+};
+
+}  // namespace ds::zero

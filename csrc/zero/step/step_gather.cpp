@@ -1,0 +1,37 @@
+#include "zero/step/step_gather.h"
+
+#include <string>
+
+namespace ds::zero {
+
+void StepGather::start(const ParamSpace& space, const plan::Bucket& bucket) {
+  const int64_t row = bucket.shard_end - bucket.shard_begin;
+  arrive(space, space.row_in(space.lp, bucket));
+  const at::Tensor all = space.lp.data.narrow(0, space.map.full_begin(bucket), space.map.parts * row);
+  const std::string& tag = store_.spec(space.params[bucket.first_param]).name;
+  comm::Communicator& ranks = *space.ranks().shard;
+  if (options_.collective) {
+    started_.push_back(ranks.all_gather(all.narrow(0, space.rank() * row, row), all, tag));
+    return;
+  }
+  for (int64_t rank = 0; rank < space.map.parts; ++rank)
+    started_.push_back(ranks.broadcast(all.narrow(0, rank * row, row), static_cast<int>(rank), tag));
+}
+
+void StepGather::start_all(const ParamSpace& space) {
+  for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket) start(space, *bucket);
+}
+
+void StepGather::finish() {
+  for (const comm::WorkPtr& work : started_) work->wait();
+  started_.clear();
+  for (const ParamSpace& space : store_.spaces()) arrive(space, {0, space.lp.numel});
+}
+
+// What was computed elsewhere is written back in the background: a reader waits for it. What does not rest in memory
+// nobody reads but by leases of its own.
+void StepGather::arrive(const ParamSpace& space, plan::Range range) const {
+  if (store_.storage()->resting(space.lp.plane, range)) store_.lease(space.lp, range, storage::Access::kRead);
+}
+
+}  // namespace ds::zero

@@ -1,0 +1,32 @@
+// The model's weights after an update of which each rank has made its shard: bucket by bucket, beside the update of the
+// next one.
+#pragma once
+#include <vector>
+
+#include "zero/spaces/param_store.h"
+
+namespace ds::zero {
+
+struct GatherOptions {
+  bool overlap = true;     // gather a bucket's parameters while the next one is stepped
+  bool collective = true;  // by all-gather; false: by one broadcast from each owner
+};
+
+class StepGather {
+ public:
+  StepGather(const ParamStore& store, GatherOptions options) : store_(store), options_(options) {}
+
+  bool overlaps() const { return options_.overlap; }
+  void start(const ParamSpace& space, const plan::Bucket& bucket);
+  void start_all(const ParamSpace& space);  // from the first parameters on: the next forward wants them first
+  void finish();                            // all weights are here, those of spaces that gather nothing, too
+
+ private:
+  void arrive(const ParamSpace& space, plan::Range range) const;
+
+  const ParamStore& store_;
+  const GatherOptions options_;
+  std::vector<comm::WorkPtr> started_;
+};
+
+}  // namespace ds::zero
