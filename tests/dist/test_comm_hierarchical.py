@@ -9,7 +9,7 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import group_communicators
+from deepspeed.comm.group_communicators import _name_of
 from engine_models import config, make_net, train_engine
 from harness import RankError, run_ranks
 from moe_models import batch, moe_net
@@ -74,7 +74,7 @@ def experts_over(hosts, rank, drop, memory="1"):
     x = batch(1, rank, 3 + 5 * rank).requires_grad_()
     out, _, _ = net.layer(x)
     out.square().sum().backward()
-    mine = [f for f in dist.flight_record() if f["group"] == group_communicators._name_of(group) and f["op"] == "all_to_all"]
+    mine = [f for f in dist.flight_record() if f["group"] == _name_of(group) and f["op"] == "all_to_all"]
     carried = [sum(f["transport"] == name for f in mine) for name in ("gloo", "shm")]
     dist.destroy_process_group(group)
     return [out.detach(), x.grad, *(p.grad for p in net.layer.deepspeed_moe.experts.parameters())], carried

@@ -43,7 +43,8 @@ def check_verbs_tested(files):
     test, lists = files["tests/cpp/comm/verbs_test.cpp"], files["tests/cpp/comm/transports.h"]
     where = "tests/cpp/comm/verbs_test.cpp"
     problems = []
-    verbs = re.findall(r"\bk[A-Z]\w*", re.search(r"enum class Verb[^{]*\{(.*?)\}", files["csrc/comm/calls/op.h"], re.S)[1])
+    enum = re.search(r"enum class Verb[^{]*\{(.*?)\}", files["csrc/comm/calls/op.h"], re.S)[1]
+    verbs = re.findall(r"\bk[A-Z]\w*", enum)
     count = re.search(r"kVerbs = (\d+)", files["csrc/comm/calls/op.h"])
     if count is None or int(count[1]) != len(verbs) or "random() % kVerbs" not in test:
         problems.append(f"{where}: verbs are drawn from the first {count and count[1]} of {len(verbs)}. {SEE}")

@@ -58,7 +58,8 @@ def test_every_room_is_described():
 
 def test_every_folder_of_a_room_is_described():
     listed = read("docs", "architecture.md").split("| folder of a C++ room |")[1].split("\n\n")[0]
-    described = {name for cell in re.findall(r"^\| (`[^|]+) \|", listed, re.M) for name in re.findall(r"`([^`]+)`", cell)}
+    cells = re.findall(r"^\| (`[^|]+) \|", listed, re.M)
+    described = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
     csrc = os.path.join(ROOT, "csrc")
     found = {f"{room}/{name}" for room in os.listdir(csrc) for name in _folders(os.path.join(csrc, room))}
     assert described == found, f"docs/architecture.md and csrc differ in the folders {sorted(described ^ found)}"

@@ -137,7 +137,8 @@ def test_what_is_no_allocation():
     assert house_state.check_allocations({"zero/made.cpp": text}) == []
     listed = "x = at::zeros({n});\n"
     assert house_state.check_allocations({"zero/gradients/flag_exchange.cpp": listed}) == []
-    only(house_state.check_allocations({"zero/gradients/flag_exchange.cpp": listed * 2}), "at 2 places", "1 have a reason")
+    made = {"zero/gradients/flag_exchange.cpp": listed * 2}
+    only(house_state.check_allocations(made), "at 2 places", "1 have a reason")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 Groups that ``deepspeed.comm`` makes, the first one included, move tensors through shared memory if all ranks are on one
 host. Such a communicator is made together with its group and not at first use, because ranks may use two groups in
 different orders. ``DS_SHM_COLLECTIVES=0`` turns shared memory off. All other groups, including those that torch makes,
-use gloo; csrc/comm/calls/compose.cpp adds the verbs and dtypes that gloo lacks, and csrc/comm/boards/store_board.h finds calls that
-do not match. This module does not handle tensors of other devices, nor calls of torch's own functions.
+use gloo; csrc/comm/calls/compose.cpp adds the verbs and dtypes that gloo lacks, and csrc/comm/boards/store_board.h
+finds calls that do not match. This module does not handle tensors of other devices, nor calls of torch's own functions.
 """
 
 import os
@@ -33,7 +33,8 @@ class GroupCommunicator:
         self._calls = _native._C.ScriptCalls(native)
 
     def run(self, verb, given, taken, async_op, op=None, root=-1, splits=((), ())):
-        """See csrc/comm/calls/script_calls.h. Returns torch's ``Work`` if ``async_op``, else None after the call's end."""
+        """See csrc/comm/calls/script_calls.h. Returns torch's ``Work`` if ``async_op``, else None at the end of the
+        call."""
         op = "sum" if op is None else to_name(op).lower()
         return self._calls.call(verb, given, taken, [list(split or ()) for split in splits], op, root, async_op)
 

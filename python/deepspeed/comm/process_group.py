@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import group_communicators, comms_log, mesh, timeouts
+from deepspeed.comm import comms_log, group_communicators, mesh, timeouts
 from deepspeed.comm.comms_log import configure
 from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.comm.torch import TorchBackend

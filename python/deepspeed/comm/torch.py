@@ -1,11 +1,12 @@
-"""The one backend of ``deepspeed.comm``: torch.distributed, and on CPU tensors the communicators of group_communicators.py."""
+"""The one backend of ``deepspeed.comm``: torch.distributed, and on CPU tensors native communicators."""
 
 import importlib
 
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import group_communicators, mesh
+from deepspeed.comm import group_communicators as communicators
+from deepspeed.comm import mesh
 from deepspeed.comm.backend import Backend
 from deepspeed.comm.reduce_op import ReduceOp, to_torch
 
@@ -69,7 +70,7 @@ class TorchBackend(Backend):
         before = getattr(numbering, "group_count", None)
         try:
             dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
-            group_communicators.add_memory(dist.group.WORLD)
+            communicators.add_memory(dist.group.WORLD)
         except Exception:
             # torch numbers the group before it meets the others and keeps the number when that fails: the rank that
             # tries again would look for the group "1" of a store in which the others wait as "0", for ever.
@@ -82,7 +83,7 @@ class TorchBackend(Backend):
 
     # ---- reductions ----------------------------------------------------------------------------------------------
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        communicator = group_communicators.of(group, tensor, reduces=True)
+        communicator = communicators.of(group, tensor, reduces=True)
         if communicator is None:
             return dist.all_reduce(tensor, to_torch(op, tensor.dtype), group=group, async_op=async_op)
         return communicator.run("all_reduce", [], [tensor], async_op, op)
@@ -94,19 +95,19 @@ class TorchBackend(Backend):
         return _all_of([self.all_reduce(tensor, op, group, True) for tensor in tensors], async_op)
 
     def reduce(self, tensor, dst, op=ReduceOp.SUM, group=None, async_op=False):
-        communicator = group_communicators.of(group, tensor, reduces=True)
+        communicator = communicators.of(group, tensor, reduces=True)
         if communicator is None:
             return dist.reduce(tensor, dst, to_torch(op, tensor.dtype), group=group, async_op=async_op)
-        return communicator.run("reduce", [], [tensor], async_op, op, group_communicators.rank_in(group, dst))
+        return communicator.run("reduce", [], [tensor], async_op, op, communicators.rank_in(group, dst))
 
     def reduce_scatter(self, output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
-        communicator = group_communicators.of(group, output, reduces=True)
+        communicator = communicators.of(group, output, reduces=True)
         if communicator is None:
             return dist.reduce_scatter(output, input_list, to_torch(op, output.dtype), group=group, async_op=async_op)
         return communicator.run("reduce_scatter", input_list, [output], async_op, op)
 
     def reduce_scatter_tensor(self, output_tensor, input_tensor, op=ReduceOp.SUM, group=None, async_op=False):
-        communicator = group_communicators.of(group, output_tensor, reduces=True)
+        communicator = communicators.of(group, output_tensor, reduces=True)
         if communicator is None:
             op = to_torch(op, output_tensor.dtype)
             return self.get_reduce_scatter_function()(output_tensor, input_tensor, op, group=group, async_op=async_op)
@@ -114,22 +115,22 @@ class TorchBackend(Backend):
 
     # ---- data movement -------------------------------------------------------------------------------------------
     def broadcast(self, tensor, src, group=None, async_op=False):
-        communicator = group_communicators.of(group, tensor)
+        communicator = communicators.of(group, tensor)
         if communicator is None:
             return dist.broadcast(tensor, src, group=group, async_op=async_op)
-        return communicator.run("broadcast", [], [tensor], async_op, root=group_communicators.rank_in(group, src))
+        return communicator.run("broadcast", [], [tensor], async_op, root=communicators.rank_in(group, src))
 
     def broadcast_object_list(self, object_list, src, group=None, device=None):
         return dist.broadcast_object_list(object_list, src=src, group=group, device=device)
 
     def all_gather(self, tensor_list, tensor, group=None, async_op=False):
-        communicator = group_communicators.of(group, tensor)
+        communicator = communicators.of(group, tensor)
         if communicator is None:
             return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
         return communicator.run("all_gather", [tensor], tensor_list, async_op)
 
     def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
-        communicator = group_communicators.of(group, output_tensor)
+        communicator = communicators.of(group, output_tensor)
         if communicator is None:
             return self.get_all_gather_function()(output_tensor, input_tensor, group=group, async_op=async_op)
         return communicator.run("all_gather", [input_tensor], [output_tensor], async_op)
@@ -152,29 +153,31 @@ class TorchBackend(Backend):
     def all_to_all_single(
         self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
     ):
-        communicator = group_communicators.of(group, output)
+        communicator = communicators.of(group, output)
         if communicator is None:
             return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
         splits = (input_split_sizes, output_split_sizes)
         return communicator.run("all_to_all", [input], [output], async_op, splits=splits)
 
     def all_to_all(self, output_tensor_list, input_tensor_list, group=None, async_op=False):
-        communicator = group_communicators.of(group, output_tensor_list[0])
+        communicator = communicators.of(group, output_tensor_list[0])
         if communicator is None:
             return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
         return communicator.run("all_to_all", input_tensor_list, output_tensor_list, async_op)
 
     def gather(self, tensor, gather_list=None, dst=0, group=None, async_op=False):
-        communicator = group_communicators.of(group, tensor)
+        communicator = communicators.of(group, tensor)
         if communicator is None:
             return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
-        return communicator.run("gather", [tensor], gather_list or [], async_op, root=group_communicators.rank_in(group, dst))
+        return communicator.run("gather", [tensor], gather_list or [], async_op, root=communicators.rank_in(group, dst))
 
     def scatter(self, tensor, scatter_list=None, src=0, group=None, async_op=False):
-        communicator = group_communicators.of(group, tensor)
+        communicator = communicators.of(group, tensor)
         if communicator is None:
             return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
-        return communicator.run("scatter", scatter_list or [], [tensor], async_op, root=group_communicators.rank_in(group, src))
+        return communicator.run(
+            "scatter", scatter_list or [], [tensor], async_op, root=communicators.rank_in(group, src)
+        )
 
     # ---- point to point ------------------------------------------------------------------------------------------
     def send(self, tensor, dst, group=None, tag=0):
@@ -191,7 +194,7 @@ class TorchBackend(Backend):
 
     # ---- meeting points and groups -------------------------------------------------------------------------------
     def barrier(self, group=None, async_op=False, device_ids=None):
-        communicator = group_communicators.of(group, None)
+        communicator = communicators.of(group, None)
         if communicator is None:
             return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
         return communicator.run("barrier", [], [], async_op)
@@ -223,7 +226,7 @@ class TorchBackend(Backend):
         return dist.group.WORLD
 
     def destroy_process_group(self, group=None):
-        group_communicators.forget(group)
+        communicators.forget(group)
         mesh.forget(group)
         return dist.destroy_process_group(group)
 

@@ -41,7 +41,7 @@ from deepspeed.host.product_error import product_warning
 from deepspeed.log import log_dist, set_log_level_from_string, warning_once
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.sequence import gradients
-from deepspeed.utils.small import attribute_or_that_of_module
+from deepspeed.utils.module_attributes import attribute_or_that_of_module
 
 DeepSpeedOptimizerCallable = Callable[[Union[Iterable[torch.nn.Parameter], Dict[str, Iterable]]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]

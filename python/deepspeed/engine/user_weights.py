@@ -1,5 +1,5 @@
-"""Weights that the user has put into the model after ``deepspeed.initialize``; csrc/zero/step/user_writes.h tells how they
-are found."""
+"""Weights that the user writes into the model after ``deepspeed.initialize``; csrc/zero/step/user_writes.h finds
+them."""
 
 import torch
 

@@ -25,7 +25,7 @@ from deepspeed.module_inject.auto_ep_config import AutoEPConfig, validate_autoep
 from deepspeed.moe.errors import fail
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.serving import serve_alike, share_experts, slice_experts
-from deepspeed.utils.small import attribute_or_that_of_module
+from deepspeed.utils.module_attributes import attribute_or_that_of_module
 
 # What is still to be built: key -> the values that need nothing.
 _NOT_BUILT = {

@@ -1,6 +1,9 @@
 """Instructions of a pipeline: what an engine's ``_INSTRUCTION_MAP`` gives a method to, and clients derive from."""
 
-from deepspeed.utils.small import call_to_str
+
+def call_to_str(base, *args, **kwargs):
+    """``call_to_str("f", 1, b="x")`` is ``"f(1, b='x')"``."""
+    return f"{base}({', '.join([repr(arg) for arg in args] + [f'{key}={value!r}' for key, value in kwargs.items()])})"
 
 
 class PipeInstruction:

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from deepspeed.log import logger
+from deepspeed.pipe.instructions import call_to_str
 from deepspeed.utils.init_on_device import OnDevice
-from deepspeed.utils.small import call_to_str
 
 
 class LayerSpec:

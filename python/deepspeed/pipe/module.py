@@ -20,7 +20,7 @@ from deepspeed.pipe.place import LAYER, Place
 from deepspeed.pipe.profile import profile_layers, tensors_of
 from deepspeed.pipe.recompute import segments
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
-from deepspeed.utils.small import set_random_seed
+from deepspeed.utils.seeds import set_random_seed
 
 
 class PipelineModule(LayerFiles, nn.Module):

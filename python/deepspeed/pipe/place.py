@@ -1,4 +1,5 @@
-"""Where a stage is: three numbers, in memory that other processes of the host can read (csrc/comm/boards/place_page.h)."""
+"""The position of a stage: three numbers in memory that other processes of the host can read, see
+csrc/comm/boards/place_page.h."""
 
 INSTRUCTION, MICRO_BATCH, LAYER = range(3)
 

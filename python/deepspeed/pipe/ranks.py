@@ -60,8 +60,8 @@ class PipelineRanks(EngineRanks):
         return mesh_views.over(self.mesh, ranks, Purpose.CONTROL)
 
     def error_propagation(self, channel, groups, instructions, layers):
-        """The native ``ErrorPropagation`` of all ranks of the grid, which ends their waits in ``channel`` and ``groups``;
-        None for one rank. ``instructions``, ``layers``: names for the positions that ranks report."""
+        """The native ``ErrorPropagation`` of all ranks of the grid, which ends their waits in ``channel`` and
+        ``groups``; None for one rank. ``instructions``, ``layers``: names for the positions that ranks report."""
         grid = self.grid
         if grid.world_size == 1:
             return None

@@ -1,9 +1,11 @@
 """Import path of existing scripts; the code is in the rooms that use it."""
 
 from deepspeed.engine.memory import see_memory_usage  # noqa: F401
+from deepspeed.pipe.instructions import call_to_str  # noqa: F401
 from deepspeed.published.partitioned_tensor import PartitionedTensor  # noqa: F401
-from deepspeed.utils.small import call_to_str, noop_decorator, set_random_seed  # noqa: F401
+from deepspeed.utils.seeds import set_random_seed  # noqa: F401
 from deepspeed.zero.backward import count_used_parameters_in_backward, register_output_backward_hooks  # noqa: F401
+from deepspeed.zero.linear import noop_decorator  # noqa: F401
 from deepspeed.zero.nested import move_to_device  # noqa: F401
 from deepspeed.zero.norms import (  # noqa: F401
     clip_grad_norm_,

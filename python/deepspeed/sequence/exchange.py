@@ -12,7 +12,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed._native import _C
-from deepspeed.comm import group_communicators, comms_log
+from deepspeed.comm import comms_log, group_communicators
 from deepspeed.comm.mesh import made_here
 
 HEADS = 2  # the dimension

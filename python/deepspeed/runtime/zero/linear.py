@@ -2,10 +2,10 @@
 
 from deepspeed._compat import autocast_decorators
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils.small import noop_decorator  # noqa: F401
 from deepspeed.zero.linear import (  # noqa: F401
     LinearFunctionForZeroStage3,
     LinearModuleForZeroStage3,
+    noop_decorator,
     zero3_linear_wrap,
 )
 
