@@ -42,7 +42,8 @@ def build_core(
     kept; None: in the parameter's own. ``rules``: of each parameter group (``ops.by_name.rules_of``), for
     ``zero_optimization.placement``; () counts two states of each element. ``groups``: native communicators by the
     names of csrc/zero/spaces/engine_ranks.h, None for a single process; ``gathers`` makes that one where it is needed.
-    ``mesh``: the native one, of parameters with ranks of their own; by default one is made. The threads of CPU kernels are ``torch.get_num_threads()``.
+    ``mesh``: the native one, of parameters with ranks of their own; by default one is made. The threads of CPU kernels
+    are ``torch.get_num_threads()``.
     """
     rows = []
     for index, group in enumerate(param_groups):
