@@ -13,7 +13,7 @@ _CHUNK = 65536
 # Seconds after which an incomplete line is shown. A prompt is shown at once. The end of a line that arrives in blocks
 # is still in the rank's own buffer, so half of such a line is shown only if the rank writes nothing for a while.
 _PROMPT_WAIT_S = 0.05
-_BLOCK_WAIT_S = 2.0
+_BLOCK_WAIT_S = 5.0
 _BLOCK_BYTES = 4096
 # Waiting counts at most this much per look at the ranks: a machine that stood still for seconds gave the rank no time
 # to write the end, either.
