@@ -1,6 +1,7 @@
 // Moves a range of a file to or from memory with several requests on their way.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "io/async_file.h"
 #include "io/block_file.h"

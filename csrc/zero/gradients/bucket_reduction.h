@@ -23,17 +23,17 @@ class BucketReduction {
 
   // What gradients are multiplied by before the sum over the ranks, and the sum after it.
   float before(const GradBucket& bucket) const {
-    return alone_ ? 1.0f : static_cast<float>(options_.predivide) * ranks(bucket).scale_before;
+    return alone(bucket) ? 1.0f : static_cast<float>(options_.predivide) * ranks(bucket).scale_before;
   }
   float after(const GradBucket& bucket) const {
-    return alone_ ? 1.0f : static_cast<float>(options_.postscale) * ranks(bucket).scale_after;
+    return alone(bucket) ? 1.0f : static_cast<float>(options_.postscale) * ranks(bucket).scale_after;
   }
   // In place: what another reduction multiplies an earlier sum by. 1 where it is the mean over the space's ranks.
   double again(const GradBucket& bucket) const {
     return static_cast<double>(before(bucket)) * after(bucket) * ranks(bucket).replicas->size();
   }
   // One rank, in place: the bucket is its own sum as it is filled, and nothing here is called for it.
-  bool summed(const GradBucket& bucket) const { return alone_ && bucket.in_place; }
+  bool summed(const GradBucket& bucket) const { return alone(bucket) && bucket.in_place; }
 
   // This rank's part of the reduced gradients, where they rest on the device.
   at::Tensor row(const GradBucket& bucket) const;
@@ -56,6 +56,8 @@ class BucketReduction {
  private:
   const ParamSpace& space(const GradBucket& bucket) const { return store_.spaces()[bucket.space]; }
   const SpaceRanks& ranks(const GradBucket& bucket) const { return space(bucket).ranks(); }
+  // Neither this bucket nor the dense parameters have other ranks: nothing is divided.
+  bool alone(const GradBucket& bucket) const { return alone_ && ranks(bucket).alone(); }
   void add_to_row(const GradBucket& bucket, const at::Tensor& values, bool add);
   bool leave_device(GradBucket& bucket);
   storage::Lease lease_row(const GradBucket& bucket, storage::Access access) const;
@@ -63,7 +65,7 @@ class BucketReduction {
   ParamStore& store_;
   DeviceContext& device_;
   const ReducerOptions& options_;
-  const bool alone_;  // no other rank: nothing is divided
+  const bool alone_;  // the dense parameters have no other rank
   WireBuffers memory_;
 };
 

@@ -38,7 +38,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOption
       late_(store.size()),
       grad_uses_(store.size()),
       nonfinite_(device, store.size(), options.find_nonfinite_grads) {
-  options_.overlap = options_.overlap && !store.everyone().alone();
+  options_.overlap = options_.overlap && !store.alone();
   for (size_t b = 0; b < buckets_.size(); ++b)
     for (int32_t param : buckets_[b].params) bucket_of_[param] = static_cast<int32_t>(b);
   std::vector<int32_t> space_of_bucket;
@@ -338,7 +338,7 @@ void GradReducer::finish() {
 }
 
 void GradReducer::join() {
-  if (store_.everyone().alone()) return;
+  if (store_.alone()) return;
   const bool learned = grad_uses_.has_learned();
   begin(true);
   end();

@@ -337,6 +337,10 @@ std::pair<storage::Lease, at::Tensor> ParamStore::piece_lease(const Piece& piece
   return {std::move(held), std::move(data)};
 }
 
+bool ParamStore::alone() const {
+  return std::all_of(sets_.begin(), sets_.end(), [](const SpaceSet& set) { return set.ranks.alone(); });
+}
+
 int64_t ParamStore::largest_row() const {
   int64_t largest = 0;
   for (const ParamSpace& space : spaces_)

@@ -77,6 +77,7 @@ class ParamStore {
   // Everyone's first, whether it has spaces or not.
   const std::vector<SpaceSet>& sets() const { return sets_; }
   const SpaceRanks& everyone() const { return options_.everyone; }
+  bool alone() const;  // no parameter is reduced over other ranks
   const StagePolicy& policy() const { return options_.policy; }
   const Swapping& swapping() const { return options_.swapping; }
   int64_t largest_row() const;  // elements of the largest bucket that this rank owns
