@@ -115,7 +115,7 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
                 self.agg_train_loss = self._aggregate_total_loss()
             self._tell_of_batch()
             self._tell_of_plan(began, seconds)
-        self._steps.run_hooks()
+        self._steps.end()
         return self.agg_train_loss
 
     def eval_batch(

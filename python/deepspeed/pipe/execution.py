@@ -40,13 +40,14 @@ class Execution(Messages, Failures):
         self._compute_loss = True
         self._force_grad_boundary = False
         self._seen = 0  # micro-batches that have come to this stage
+        self._steps.ends_later = True
 
     # ---- a schedule --------------------------------------------------------------------------------------------------
     def _exec_schedule(self, pipe_schedule):
         """Runs the steps of ``pipe_schedule``, which are lists of instructions, one after the other. The hooks at the
         end of an optimizer step run after the schedule: in ``train_batch``, or here before the next schedule where a
         client has a ``train_batch`` of its own."""
-        self._steps.run_hooks()
+        self._steps.end()
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         steps = [list(step) for step in pipe_schedule]
         self.fwd_outputs, self.logits, self._seen = [], [], 0
@@ -285,7 +286,7 @@ class Execution(Messages, Failures):
         self._force_grad_boundary, self._backward.seen = True, True
         self.channel.settle()
         try:
-            self._steps.update(lr_kwargs)
+            self._steps.step(lr_kwargs)
         finally:
             self._force_grad_boundary = False
         self.micro_steps += self.micro_batches - 1
