@@ -2,7 +2,7 @@
 
 A part is an object that an engine makes for itself. What its class marks with ``@member`` is a member of the engine,
 too, which hands on to the part. Parts call each other's members through the engine, so that subclasses and clients who
-replace a method of one engine are asked.
+replace a method of one engine are asked. Attributes in ``engine_attributes`` of its class are the engine's, too.
 
 A part hears of what its engine does by having a method of one of these names (``HOOKS``); nothing lists who has which:
 
@@ -91,6 +91,8 @@ def run_hooks(engine, hook, *args):
 
 
 def _bring_members(cls, name, part):
+    for key in getattr(part, "engine_attributes", ()):
+        _put(cls, key, _attribute(name, key), f"a part ({part.__name__})")
     for key, value in vars(part).items():
         if getattr(_function_of(value), "engine_member", False):
             _put(cls, key, _handed_on(name, key, value), f"a part ({part.__name__})")
@@ -104,18 +106,20 @@ def _handed_on(part, name, value):
     if isinstance(value, staticmethod):
         return value
     if isinstance(value, property):
-        path = operator.attrgetter(f"{part}.{name}")
-
-        def write(self, new):
-            setattr(getattr(self, part), name, new)
-
-        return property(path, None if value.fset is None else write, doc=value.__doc__)
+        return _attribute(part, name, value.fset is not None, value.__doc__)
 
     @functools.wraps(value)
     def method(self, *args, **kwargs):
         return getattr(getattr(self, part), name)(*args, **kwargs)
 
     return method
+
+
+def _attribute(part, name, written=True, doc=None):
+    def write(self, new):
+        setattr(getattr(self, part), name, new)
+
+    return property(operator.attrgetter(f"{part}.{name}"), write if written else None, doc=doc)
 
 
 def answers_from(paths, below=None):

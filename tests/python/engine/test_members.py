@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from deepspeed import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine, PipelineEngine
 from deepspeed.engine.members import Parts, member, run_hooks
 
 CONFIG = {
@@ -172,6 +172,14 @@ def test_what_a_client_replaces_on_one_engine_is_asked(engine):
     assert trained(made) and seen == [1] and not trained(other)
     made._zero3_consolidated_16bit_state_dict = lambda exclude_frozen_parameters: exclude_frozen_parameters
     assert made._consolidated_16bit_state_dict(True) is True
+
+
+def test_engines_are_made_of_parts_alone():
+    """A pipeline's engine has no other bases; it has the parts of every engine, and brings members of its own."""
+    assert PipelineEngine.__bases__ == (DeepSpeedEngine,)
+    every, own = ([name for _, name, _ in cls._parts.rows()] for cls in (DeepSpeedEngine, PipelineEngine))
+    assert set(every) < set(own) and len(own) == len(set(own))
+    assert hasattr(PipelineEngine._exec_schedule, "engine_member") and not hasattr(DeepSpeedEngine, "_exec_schedule")
 
 
 def test_the_engine_itself_is_small():
