@@ -22,7 +22,7 @@ _NAMES = {
     "DeepSpeedSchedulerCallable": "deepspeed.engine.engine",
     "init_inference": "deepspeed.inference.engine",
     "InferenceEngine": "deepspeed.inference.engine",
-    "is_compile_supported": "deepspeed.engine.compiling",
+    "is_compile_supported": "deepspeed.engine.parts.compiling",
     "DeepSpeedConfig": "deepspeed.config",
     "DeepSpeedConfigError": "deepspeed._native",
     "DeepSpeedConfigAssertionError": "deepspeed.config",

@@ -59,18 +59,18 @@ _SCANNED = {
     "checkpoint": {"checkpoint/engines/built_in.py": "host_cache_size"},
     "comms_logger": {"comm/comms_logger.py": "enabled prof_all prof_ops verbose debug"},
     "datastates_ckpt": {"checkpoint/engines/built_in.py": "host_cache_size"},
-    "elasticity": {"engine/memory_copies.py": "snapshot_steps", "config/elasticity.py": "min_time"},
+    "elasticity": {"engine/parts/memory_copies.py": "snapshot_steps", "config/elasticity.py": "min_time"},
     "expert_parallel": {
-        "engine/expert_layers.py": "autoep_size",
+        "engine/parts/expert_layers.py": "autoep_size",
         "module_inject/auto_ep_config.py": "expert_tensor_parallel_size load_balance_coeff",
         "module_inject/auto_ep_layer.py": "use_grouped_mm",
         "module_inject/auto_ep.py": "expert_pattern expert_w1 expert_w2 expert_w3 has_shared_experts moe_layer_pattern "
         "num_expert_groups num_limited_groups preset_model route_norm route_scale routed_scaling_factor router_pattern "
         "score_apply score_func shared_experts_gate_pattern shared_experts_pattern top_k top_k_attr",
     },
-    "moe": {"engine/expert_layers.py": "aux_loss_coeff bias_update_rate idle_steps overlap_chunks"},
+    "moe": {"engine/parts/expert_layers.py": "aux_loss_coeff bias_update_rate idle_steps overlap_chunks"},
     "pipeline": {"engine/pipeline_engine.py": "grad_partitioned pipe_partitioned"},
-    "sequence_parallel": {"engine/long_sequences.py": "chunk folder method offload tile_loss tile_mlp"},
+    "sequence_parallel": {"engine/parts/long_sequences.py": "chunk folder method offload tile_loss tile_mlp"},
     "zero_optimization": {"zero/init_context.py": "override_module_apply"},
 }
 ONLY_SCANNED = {
@@ -80,8 +80,11 @@ ONLY_SCANNED = {
     for key in keys.split()
 }
 # Of attributes with another name than the key.
-ONLY_SCANNED["use_data_before_expert_parallelism"] = ("engine/expert_layers.py", "use_data_before_expert_parallel_")
-ONLY_SCANNED["fp16.auto_cast"] = ("engine/backward.py", "fp16_auto_cast")
+ONLY_SCANNED["use_data_before_expert_parallelism"] = (
+    "engine/parts/expert_layers.py",
+    "use_data_before_expert_parallel_",
+)
+ONLY_SCANNED["fp16.auto_cast"] = ("engine/parts/backward.py", "fp16_auto_cast")
 ONLY_SCANNED["checkpoint.tag_validation"] = ("checkpoint/write/save.py", "checkpoint_tag_validation_enabled")
 ONLY_SCANNED["data_parallel_size"] = ("config/config.py", "data_parallel_size")
 

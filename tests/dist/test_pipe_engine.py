@@ -100,7 +100,7 @@ def _choice(world, limit):
     losses = [engine.train_batch(models.batches("plain", 1, 8, 0)).item() for _ in range(2)]
     assert losses[1] < losses[0]
     plan = engine.pipe_plan()
-    return plan.schedule, engine._planned(8).plan.schedule
+    return plan.schedule, engine._plans.planned(8).plan.schedule
 
 
 def test_auto():

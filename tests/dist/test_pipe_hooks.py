@@ -29,8 +29,8 @@ def watch(engine):
 
         return hook
 
-    engine._memory_copies.step_done = counted("copies", engine._memory_copies.step_done)
-    engine._announced_end.step_done = counted("end", engine._announced_end.step_done)
+    engine._memory_copies.after_step = counted("copies", engine._memory_copies.after_step)
+    engine._announced_end.after_step = counted("end", engine._announced_end.after_step)
     if hasattr(engine, "_exec_schedule"):
         run = engine._exec_schedule
 

@@ -88,11 +88,11 @@ def _trains(rank, world, copies, stage, partitioned):
         pipeline={"pipe_partitioned": partitioned, "grad_partitioned": partitioned},
     )  # fmt: skip
     engine = deepspeed.initialize(model=module, config=config)[0]
-    assert engine.is_model_parallel and (engine._slices is not None) == partitioned
+    assert engine.is_model_parallel and (engine._links.slices is not None) == partitioned
     copy = engine.grid.get_data_parallel_rank()
     losses = [engine.train_batch(iter(batch(number, copy))).item() for number in range(2)]
     if partitioned:
-        assert engine._slices.equal and all(engine._slices.equal.values())
+        assert engine._links.slices.equal and all(engine._links.slices.equal.values())
     wanted, states = reference(copies, 2)
     assert losses == pytest.approx(wanted, rel=1e-5)
     place = engine.grid.get_slice_parallel_rank()

@@ -33,7 +33,7 @@ def body_well(rank, world, stage, accumulate, precision, client):
 
     engine = make_engine(world, stage, accumulate, precision, optimizer=sgd if client else None)
     train_engine(engine, 5, rank, world)
-    return engine._steps.audit is None
+    return engine._auditing.audit is None
 
 
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
@@ -93,9 +93,9 @@ def body_environment(rank, world):
         engine = make_engine(world, 2, steps=0)
     finally:
         del os.environ["DS_AUDIT"]
-    assert engine._steps.audit is not None
+    assert engine._auditing.audit is not None
     losses, _ = train_engine(engine, 3, rank, world)
-    return engine._steps.audit is None, difference(engine.module, train_plain(3, adam_like)[2])
+    return engine._auditing.audit is None, difference(engine.module, train_plain(3, adam_like)[2])
 
 
 def test_the_environment_turns_it_on():

@@ -133,15 +133,23 @@ def _own_attributes(tree):
             found |= {node.attr} if node.value.id == "self" else set()
         if isinstance(node, ast.FunctionDef) and re.match("_[a-z]", node.name):
             found.add(node.name)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "holds":
-            found.update(keyword.arg for keyword in node.keywords)
     return found
+
+
+def part_names(tree):
+    """Names under which classes of the tree are registered as parts of engines."""
+    for node in ast.walk(tree):
+        for call in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("engine_parts.add", "pipeline_parts.add"):
+                yield call.args[0].value
 
 
 def check_checkpoint_without_engine(modules):
     """``checkpoint`` reads no attribute that engines have and a ``RunState`` has not, whatever the object is called."""
     by_path = {module.path.replace(os.sep, "/"): module for module in modules.values()}
     engines = _own_attributes(by_path["engine/engine.py"].tree) | _own_attributes(by_path["engine/accessors.py"].tree)
+    for path, module in by_path.items():
+        engines.update(part_names(module.tree) if path.startswith("engine/") else ())
     run_state = ast.walk(by_path["checkpoint/run_state.py"].tree)
     engines -= {node.target.id for node in run_state if isinstance(node, ast.AnnAssign)}
     problems = []
@@ -154,7 +162,7 @@ def check_checkpoint_without_engine(modules):
             if owner == "engine" or (node.attr in engines and node.attr not in own):
                 problems.append(
                     f"{path}:{node.lineno} reads .{node.attr} of an engine: checkpoint saves and fills a RunState "
-                    "(checkpoint/run_state.py). Add a field there, which engine/checkpoints.py makes. "
+                    "(checkpoint/run_state.py). Add a field there, which engine/parts/checkpoints.py makes. "
                     "See docs/architecture.md"
                 )
     return problems

@@ -54,6 +54,8 @@ config/model.py _layouts | CACHE
 config/read.py _other_names | CACHE
 config/read.py _variables | CACHE
 engine/cross_engine_scaling.py _engines | engines that meet in one graph have to find each other
+engine/members.py engine_parts | REGISTRY
+engine/members.py pipeline_parts | REGISTRY
 data/loader_workers.py _iterators | AT_END
 launcher/runners/__init__.py RUNNERS | REGISTRY
 ops/by_name.py HOST_OPTIMIZERS | REGISTRY

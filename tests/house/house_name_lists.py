@@ -57,7 +57,7 @@ JOINED_NAMES = {
         "f'left.{rank}'": _NUMBERED,
     },
     "checkpoint/write/save.py": {"tag": "check_tag has checked it", "name": "files_of has made it"},
-    "engine/checkpoints.py": {"tag": _CALLER, "str(tag)": _CALLER},
+    "engine/parts/checkpoints.py": {"tag": _CALLER, "str(tag)": _CALLER},
     "formats/swapped_tensors.py": {
         "match[0].replace('optim', 'model')": "the name of the file that is open, with another word in it",
         "f\"rank{rank * int(model.get('mp_world_size') or 1) + mp_rank}\"": _NUMBERED,

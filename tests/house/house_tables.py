@@ -53,6 +53,7 @@ LATE_IMPORTS = {
     "formats/plain_classes.py": "classes that checkpoints name by their published paths, or that the user lets through",
     "sequence/hf_attention.py": "transformers is optional",
     "sequence/tiling.py": "as above",
+    "engine/members.py": "files of a folder register parts of engines; their own imports are checked where they stand",
     "registry.py": "a registry holds names so that what is not used is not imported; so do packages (lazy_package)",
     "git_version_info.py": "_build_info exists in installed packages only",
     "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some torches only",

@@ -106,8 +106,8 @@ def test_no_default_beside_its_field(files):
     [
         'int64_t n = key_or<int64_t>(config, "a.b", 4);',
         'bool b = config.find("a.b").value_or(true);',
-        'double d = value->is_null() ? 1.0 : value->get<double>();',
-        'auto f = [&](const char* name, int64_t fallback) {};',
+        "double d = value->is_null() ? 1.0 : value->get<double>();",
+        "auto f = [&](const char* name, int64_t fallback) {};",
         'place.pinned = key<bool>(config, section + "pin_memory", true);',
     ],
 )
@@ -141,7 +141,7 @@ def test_checkpoint_without_engine(modules):
     ],
 )
 def test_an_engine_under_checkpoint(modules, line):
-    kept = ("engine/engine.py", "engine/accessors.py", "checkpoint/run_state.py")
+    kept = ("engine/engine.py", "engine/accessors.py", "engine/parts/steps.py", "checkpoint/run_state.py")
     known = {name: module for name, module in modules.items() if module.path in kept}
     problems = house_engine.check_checkpoint_without_engine({**known, **made_up("checkpoint/a.py", "\n" + line)})
     assert len(problems) == 1 and "checkpoint/a.py:2 reads" in problems[0], problems

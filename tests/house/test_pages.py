@@ -1,5 +1,6 @@
 """The pages name files, rooms and other pages that exist, and docs/README.md lists all of them."""
 
+import ast
 import glob
 import os
 import re
@@ -7,6 +8,7 @@ import re
 import pytest
 
 import house_cpp
+import house_engine
 import house_tables
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -88,6 +90,18 @@ def test_the_arrows_of_the_page_are_those_of_the_table():
         assert homes, f"the page puts {sorted(floor)} side by side, the table does not"
         order.append(homes[0])
     assert order == sorted(set(order)) and len(order) >= 10
+
+
+def test_every_engine_part_is_described():
+    """The tables of parts are the classes that files below engine/ register, with their files."""
+    rows = re.findall(r"^\| `(\w+)` \| `(engine/\w+/\w+\.py)` \|", read("docs", "architecture.md"), re.M)
+    package = os.path.join(ROOT, "python", "deepspeed")
+    found = []
+    for path in sorted(glob.glob(os.path.join(package, "engine", "*", "*.py"))):
+        with open(path, encoding="utf-8") as file:
+            names = house_engine.part_names(ast.parse(file.read()))
+        found += [(name, os.path.relpath(path, package)) for name in names]
+    assert len(found) > 10 and sorted(rows) == sorted(found), sorted(set(rows) ^ set(found))
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------

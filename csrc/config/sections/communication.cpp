@@ -11,7 +11,7 @@ std::string lower(std::string text) {
 
 bool is_16_bit(const std::string& type) { return type == "fp16" || type == "bf16"; }
 
-// In which type gradients are kept and sent, why, and what that costs; deepspeed/engine/assembly.py does so.
+// In which type gradients are kept and sent, why, and what that costs; deepspeed/engine/parts/assembly.py does so.
 std::vector<std::string> tell_of_gradients(const RuleContext& j) {
   const std::string accumulated = lower(j.text("data_types.grad_accum_dtype"));
   const bool shares_sequences = j.integer("sequence_parallel_size") > 1;

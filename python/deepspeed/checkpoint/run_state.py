@@ -1,7 +1,8 @@
 """The state of a training run as a value: all that saving reads of a run, and all that loading fills and gives back.
 
 ``RunState`` goes in. A load writes weights, masters and optimizer states through it, and returns the rest as a
-``LoadedRun``. ``deepspeed.engine.checkpoints`` makes the first and applies the second, so this room needs no engine.
+``LoadedRun``. ``deepspeed.engine.parts.checkpoints`` makes the first and applies the second, so this room needs no
+engine.
 """
 
 import dataclasses

@@ -13,29 +13,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.engines.base import make_engine
 from deepspeed.checkpoint.write.save import expected_bytes
 from deepspeed.config import DeepSpeedConfig, non_default_values
-from deepspeed.engine import checks, cross_engine_scaling
+from deepspeed.engine import checks, cross_engine_scaling, parts
 from deepspeed.engine.accessor_table import OWN_PATHS
 from deepspeed.engine.accessors import ConfigAccessors
-from deepspeed.engine.accumulation import Accumulation
-from deepspeed.engine.announced_end import AnnouncedEnd
 from deepspeed.engine.arguments import find_device_index, find_local_rank
-from deepspeed.engine.assembly import Assembly
-from deepspeed.engine.backward import Backward
 from deepspeed.engine.build_scheduler import build_scheduler
-from deepspeed.engine.checkpoints import Checkpoints
-from deepspeed.engine.compiling import Compiling
-from deepspeed.engine.expert_layers import ExpertLayers
 from deepspeed.engine.finalizers import unlink_when_dropped
-from deepspeed.engine.long_sequences import LongSequences
-from deepspeed.engine.members import answers_from, holds, make_parts
-from deepspeed.engine.memory_copies import MemoryCopies
+from deepspeed.engine.members import answers_from, engine_parts, run_hooks
 from deepspeed.engine.mesh import ranks_of
-from deepspeed.engine.offloading import Offloading
-from deepspeed.engine.progress import Progress
-from deepspeed.engine.reductions import Reductions
-from deepspeed.engine.steps import Steps
-from deepspeed.engine.training_data import TrainingData
-from deepspeed.engine.user_weights import UserWeights
 from deepspeed.host.blas import blas_warning
 from deepspeed.host.product_error import product_warning
 from deepspeed.log import log_dist, set_log_level_from_string, warning_once
@@ -48,22 +33,7 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]
 
 
 @answers_from(OWN_PATHS)
-@holds(
-    _assembly=Assembly,
-    _accumulation=Accumulation,
-    _backward=Backward,
-    _steps=Steps,
-    _checkpoints=Checkpoints,
-    _data=TrainingData,
-    _compiling=Compiling,
-    _reductions=Reductions,
-    _experts=ExpertLayers,
-    _offloading=Offloading,
-    _long_sequences=LongSequences,
-    _announced_end=AnnouncedEnd,
-    _memory_copies=MemoryCopies,
-    _user_weights=UserWeights,
-)
+@engine_parts.compose(parts)
 class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
     """Wraps ``model``; see ``deepspeed.initialize`` for the arguments. Its parts bring most members: ``members.py``."""
 
@@ -112,7 +82,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
 
         if self.seq_parallel_group is not None:
             gradients.train_on(self, self.seq_parallel_group)
-        make_parts(self)
+        self._parts.make(self)
         self.global_steps = 0  # steps at an accumulation boundary, skipped ones included
         self.global_samples = 0
         self.micro_steps = 0
@@ -134,17 +104,14 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self.sparse_tensor_module_names = set(self._assembly.sparse_embeddings())
         self._assembly.place_model(dont_change_device)
         self._assembly.make_optimizer(model_parameters)
-        self._user_weights.watch()
         checks.tell_of_unpinned(self)
         checks.tell_of_drives(self)
-        self._steps.start_audit()
         self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)
         self._data.agree_on_seed()
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self._data.start_window()
         self._data.tell_length_of_epoch()
         self.monitor = MonitorMaster(self._config.monitor_config)
-        self.progress = Progress(self)
         unlink_when_dropped(self)
         cross_engine_scaling.enter(self)
         self.tput_timer = self.progress.throughput
@@ -153,8 +120,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         if hasattr(self.checkpoint_engine, "expect"):
             sizes = expected_bytes(self._checkpoints.run_state())
             self.checkpoint_engine.expect(sizes, pinned=self.device.type == "cuda")
-        self._announced_end.listen()
-        self._memory_copies.start()
+        run_hooks(self, "start")
         self._report_config()
 
     def _ranks(self, mpu):
@@ -199,8 +165,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
             if hasattr(self.checkpoint_engine, "cleanup"):
                 self.checkpoint_engine.cleanup()
         finally:
-            self._announced_end.stop()
-            self._memory_copies.stop()
+            run_hooks(self, "stop")
             self._assembly.release()
             gradients.leave(self)
             log_dist("engine destroyed", ranks=[0], level=10)

@@ -2,11 +2,31 @@
 
 A part is an object that an engine makes for itself. What its class marks with ``@member`` is a member of the engine,
 too, which hands on to the part. Parts call each other's members through the engine, so that subclasses and clients who
-replace a method of one engine are asked.
+replace a method of one engine are asked. Attributes in ``engine_attributes`` of its class are the engine's, too.
+
+A part hears of what its engine does by having a method of one of these names (``HOOKS``); nothing lists who has which:
+
+- ``start()``: the engine is assembled. ``stop()``: it is destroyed.
+- ``before_micro_step(boundary)``, ``after_micro_step(boundary)``: of every ``engine.step()``, at an accumulation
+  boundary or not. In the second one the counters of the engine are those after the step.
+- ``before_step()``: once for each step of the optimizer; gradients are all there and nothing has changed yet.
+- ``after_step()``: once for each step of the optimizer, skipped ones included, when nothing of it is left to do; in
+  pipelines after the schedule. It may save and raise SystemExit.
+- ``failed_step()``: a step has raised an error.
+- ``before_save()``, ``after_load()``: of ``save_checkpoint`` and of a ``load_checkpoint`` that has found something.
+
+Every rank runs all of them, in one order, so they may communicate.
 """
 
 import functools
+import importlib
 import operator
+import pkgutil
+
+HOOKS = (
+    "start", "before_micro_step", "before_step", "after_micro_step", "after_step", "failed_step", "before_save",
+    "after_load", "stop",
+)  # fmt: skip
 
 
 def member(function):
@@ -15,24 +35,67 @@ def member(function):
     return function
 
 
-def holds(**parts):
-    """Class decorator: ``make_parts`` makes a part of each class under its name; their members are the class's, too."""
+class Parts:
+    """The parts of one class of engines: those of ``base``, another class's ``Parts``, and its own."""
 
-    def add(cls):
-        cls._parts = {**getattr(cls, "_parts", {}), **parts}
-        for name, part in parts.items():
-            for key, value in vars(part).items():
-                if getattr(_function_of(value), "engine_member", False):
-                    _put(cls, key, _handed_on(name, key, value), f"a part ({part.__name__})")
-        return cls
+    def __init__(self, base=None):
+        self._base, self._rows, self._cls = base, [], None
 
-    return add
+    def add(self, name, order=0):
+        """Class decorator: engines made from now on hold an object of this class under ``name``. Parts are made and
+        hear of hooks by ``order``, then those of the base first, then as their files are called."""
+
+        def register(part):
+            assert all(name != other for _, other, _ in self.rows()), f"two parts are called {name}"
+            self._rows.append((order, name, part))
+            if self._cls is not None:
+                _bring_members(self._cls, name, part)
+            return part
+
+        return register
+
+    def rows(self):
+        """``(order, name, class)`` of all parts."""
+        return sorted([*(self._base.rows() if self._base else ()), *self._rows], key=lambda row: row[0])
+
+    def compose(self, package):
+        """Class decorator: engines of the class have the parts that the files of ``package`` add, and later ones."""
+        for file in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{file.name}")
+
+        def compose(cls):
+            cls._parts, self._cls = self, cls
+            for _, name, part in self._rows:
+                _bring_members(cls, name, part)
+            return cls
+
+        return compose
+
+    def make(self, engine):
+        """Makes the parts of ``engine``."""
+        made = []
+        for _, name, part in self.rows():
+            made.append(part(engine))
+            setattr(engine, name, made[-1])
+        engine._hooks = {hook: [one for one in made if hasattr(one, hook)] for hook in HOOKS}
 
 
-def make_parts(engine):
-    """Makes the parts of ``engine``, in their order."""
-    for name, part in engine._parts.items():
-        setattr(engine, name, part(engine))
+engine_parts = Parts()
+pipeline_parts = Parts(engine_parts)
+
+
+def run_hooks(engine, hook, *args):
+    """Calls the hook of each part that has it."""
+    for part in engine._hooks[hook]:
+        getattr(part, hook)(*args)
+
+
+def _bring_members(cls, name, part):
+    for key in getattr(part, "engine_attributes", ()):
+        _put(cls, key, _attribute(name, key), f"a part ({part.__name__})")
+    for key, value in vars(part).items():
+        if getattr(_function_of(value), "engine_member", False):
+            _put(cls, key, _handed_on(name, key, value), f"a part ({part.__name__})")
 
 
 def _function_of(value):
@@ -43,18 +106,20 @@ def _handed_on(part, name, value):
     if isinstance(value, staticmethod):
         return value
     if isinstance(value, property):
-        path = operator.attrgetter(f"{part}.{name}")
-
-        def write(self, new):
-            setattr(getattr(self, part), name, new)
-
-        return property(path, None if value.fset is None else write, doc=value.__doc__)
+        return _attribute(part, name, value.fset is not None, value.__doc__)
 
     @functools.wraps(value)
     def method(self, *args, **kwargs):
         return getattr(getattr(self, part), name)(*args, **kwargs)
 
     return method
+
+
+def _attribute(part, name, written=True, doc=None):
+    def write(self, new):
+        setattr(getattr(self, part), name, new)
+
+    return property(operator.attrgetter(f"{part}.{name}"), write if written else None, doc=doc)
 
 
 def answers_from(paths, below=None):

@@ -1,24 +1,15 @@
 """``PipelineEngine``: what ``deepspeed.initialize`` makes of a ``PipelineModule``."""
 
-import sys
-
 import torch
 
-from deepspeed.comm import comms_log
-from deepspeed.comm.mesh_views import SAME_WEIGHTS, Purpose
+from deepspeed.engine import pipeline_parts as parts
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.members import pipeline_parts
+from deepspeed.engine.pipeline_parts.execution import INSTRUCTIONS
 from deepspeed.log import log_dist
-from deepspeed.pipe import schedule
-from deepspeed.pipe.batches import Batches
-from deepspeed.pipe.execution import Execution
 from deepspeed.pipe.failures import PipelineError
-from deepspeed.pipe.layers import describe
-from deepspeed.pipe.losses import Losses
-from deepspeed.pipe.messages import ACTIVATIONS, GRADS
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.pipe.plans import Plans
-from deepspeed.pipe.ranks import NoChannel, PipelineRanks
-from deepspeed.pipe.slices import Slices
+from deepspeed.pipe.ranks import PipelineRanks
 
 _DTYPES = [
     torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16, torch.uint8,
@@ -26,7 +17,8 @@ _DTYPES = [
 ]  # fmt: skip
 
 
-class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
+@pipeline_parts.compose(parts)
+class PipelineEngine(DeepSpeedEngine):
     """Trains the stages of a ``PipelineModule``: ``train_batch()`` stands for forward, backward and step of
     ``gradient_accumulation_steps()`` micro-batches. The other arguments are those of ``DeepSpeedEngine``."""
 
@@ -37,7 +29,6 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
         model = super_kwargs["model"] if "model" in super_kwargs else super_args[1]
         if not isinstance(model, PipelineModule):
             raise TypeError(f"PipelineEngine trains a PipelineModule, not {type(model).__name__}")
-        self.__dict__.update(channel=NoChannel(), error_propagation=None)
         parameters = super_kwargs.get("model_parameters")
         parameters = None if parameters is None else list(parameters)
         if not parameters and not any(one.requires_grad for one in model.parameters()):
@@ -54,34 +45,10 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
         self.is_pipe_parallel, self.is_data_parallel = self.num_stages > 1, self.dp_world_size > 1
         self.is_model_parallel = self.grid.slice_parallel_size > 1
         self.has_bool_tensors, self.has_attention_mask = has_bool_tensors, False
-        self._last_part = len(self.module.parts) - 2
-        trained = [param for group in self.trained_groups for param in group]
-        self._trained_index = {id(param): index for index, param in enumerate(trained)}
         self.agg_train_loss = None
-        self._start_execution()
-        self._start_batches()
-        self._start_plans()
-        self._meet()
-
-    def _meet(self):
-        """What ranks exchange by. All members ask in one order."""
-        ranks = self.parallel
-        self.channel = ranks.channel(self.device) or NoChannel()
-        self._copies = ranks.communicator(SAME_WEIGHTS, Purpose.CONTROL) if ranks.dp_world_size > 1 else None
-        self._stages = ranks.communicator(["pp"], Purpose.CONTROL) if self.is_pipe_parallel else None
-        self._tied = {key: ranks.over(tied["ranks"]) for key, tied in self.module.tied_comms.items()}
-        section, cut = self._config.pipeline, set()
-        if self.is_model_parallel and self.is_pipe_parallel:
-            cut = {ACTIVATIONS} if section["pipe_partitioned"] else set()
-            cut |= {GRADS} if section["grad_partitioned"] else set()
-        self._slices = Slices(ranks.over(self.grid.slice_group), cut) if cut else None
-        groups = [one for one in (self._copies, self._stages, *self._tied.values()) if one is not None]
-        groups += [] if self._slices is None else [self._slices.communicator]
-        core = [] if self.core is None else list(comms_log.watched(self.core))
-        layers = [describe(number, layer) for number, layer in enumerate(self.module._layer_specs)]
-        self.error_propagation = ranks.error_propagation(self.channel, groups + core, self._start_places(), layers)
-        if self.error_propagation is not None:
-            self.module.place.share(self.error_propagation.place)
+        self._batches.begin()
+        self._plans.begin()
+        self._links.meet()
 
     def _ranks(self, mpu):
         assert self.managed_gradient_accumulation(), (
@@ -102,20 +69,20 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
         self._need_optimizer("train_batch()")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self._need_data("train_batch()")
+        self._batches.need_data("train_batch()")
         self.module.train()
         self.total_loss, self._compute_loss = None, True
         self.progress.throughput.start()
-        with self._guarded():
+        with self._failures.guarded():
             self._user_weights.bring_home()
-            began = self._now()
-            self._exec_schedule(self._train_schedule())
-            seconds = self._now() - began
-            with self._told_to_all():
-                self.agg_train_loss = self._aggregate_total_loss()
+            began = self._measured.now()
+            self._exec_schedule(self._plans.train_schedule())
+            seconds = self._measured.now() - began
+            with self._failures.told_to_all():
+                self.agg_train_loss = self._losses.total()
             self._tell_of_batch()
-            self._tell_of_plan(began, seconds)
-        self._steps.run_hooks()
+            self._measured.end_batch(began, seconds)
+        self._steps.end()
         return self.agg_train_loss
 
     def eval_batch(
@@ -144,13 +111,13 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
         try:
             self._compute_loss = compute_loss
             self.module.eval()
-            with self._reading(data_iter, "eval_batch()"), torch.no_grad(), self._guarded():
+            with self._batches.reading(data_iter, "eval_batch()"), torch.no_grad(), self._failures.guarded():
                 self._user_weights.bring_home()
-                self._exec_schedule(self._eval_schedule(count))
-                with self._told_to_all(broadcasts):
-                    output = self._reduced_outputs(reduce_output) if self.is_last_stage() else None
+                self._exec_schedule(self._plans.eval_schedule(count))
+                with self._failures.told_to_all(broadcasts):
+                    output = self._losses.outputs(reduce_output) if self.is_last_stage() else None
                     if broadcasts:
-                        output = self._from_last_stage(output, None if reduce_output else count)
+                        output = self._losses.from_last_stage(output, None if reduce_output else count)
         finally:
             self.module.train(trained)
             self._compute_loss, self.total_loss = True, total
@@ -160,15 +127,6 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
             return output
         logits = self.logits if self.is_last_stage() else None
         return output, logits[0] if logits and len(logits) == 1 else logits
-
-    def _train_schedule(self):
-        """The client's, where it has put one in the place of ours; else what ``pipeline.schedule`` says."""
-        facade = sys.modules.get("deepspeed.runtime.pipe.schedule")
-        for module in (facade, schedule):
-            made = getattr(module, "TrainSchedule", None)
-            if made is not None and made is not self._own_train_schedule:
-                return self._clients_schedule(made)
-        return self._planned(self.micro_batches)
 
     def _tell_of_batch(self):
         loss, every = self.agg_train_loss, self.steps_per_print()
@@ -188,7 +146,7 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
 
     @property
     def _last_stage(self):
-        return self.module.pipe_shape.rank_of(len(self.module.parts) - 2)
+        return self.module.pipe_shape.rank_of(self._execution.last_part)
 
     def get_pipeline_parallel_rank(self):
         """This rank's stage."""
@@ -196,7 +154,7 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
 
     def is_gradient_accumulation_boundary(self):
         """Whether gradients are being reduced for the step: during the last backward of a batch, and the step."""
-        return self.__dict__.get("_force_grad_boundary", False)
+        return self._execution.at_boundary
 
     def set_train_batch_size(self, train_batch_size):
         super().set_train_batch_size(train_batch_size)
@@ -245,3 +203,6 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
 
     def step(self, *args, **kwargs):
         raise PipelineError("a pipeline has no step() of one rank: train_batch() runs forward, backward and step")
+
+
+PipelineEngine._INSTRUCTION_MAP = {kind: getattr(PipelineEngine, name) for kind, name in INSTRUCTIONS.items()}

@@ -2,7 +2,7 @@
 
 import torch
 
-from deepspeed.ops.native_optimizer import NativeOptimizer
+from deepspeed.ops.native_optimizer import NativeOptimizer, loss_of
 
 
 class FusedOptimizer(NativeOptimizer):
@@ -49,4 +49,8 @@ class FusedOptimizer(NativeOptimizer):
                 "parameters. Unscale them before the step; with a GradScaler, call scaler.step(optimizer), which does "
                 "it."
             )
-        return super().step(closure)
+        if self.fused_state is None:
+            return super().step(closure)
+        loss = loss_of(closure)
+        self.fused_state.step()
+        return loss

@@ -148,16 +148,12 @@ class NativeOptimizer(torch.optim.Optimizer):
             what ``closure`` returns, or None.
         """
         loss = loss_of(closure)
-        self._step_all()
-        return loss
-
-    def _step_all(self):
-        """One update of every parameter that has a gradient, by the engine that owns the buffers if one does."""
-        if self.fused_state is not None:
+        if self.fused_state is not None:  # an engine owns the buffers
             self.fused_state.step()
-            return
+            return loss
         for group in self.param_groups:
             self._step_group(group)
+        return loss
 
     def _step_group(self, group):
         """One update of every parameter of the group that has a gradient."""

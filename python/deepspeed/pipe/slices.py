@@ -4,6 +4,7 @@ import torch
 
 from deepspeed.log import warning_once
 
+ACTIVATIONS, GRADS = False, True  # the two streams of messages between two stages
 SMALLEST = 4096  # bytes: below, the gather costs more than the transfer
 
 

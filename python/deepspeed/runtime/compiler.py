@@ -1,5 +1,5 @@
 """Import path of existing scripts."""
 
-from deepspeed.engine.compiling import is_compile_supported
+from deepspeed.engine.parts.compiling import is_compile_supported
 
 __all__ = ["is_compile_supported"]

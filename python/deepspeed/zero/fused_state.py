@@ -18,15 +18,15 @@ def can_fuse(optimizer, masters):
 class FusedState:
     """The link between one optimizer and one core.
 
-    ``params`` are the optimizer's own parameters in group order: one for each piece that this rank owns.
+    ``params`` are the optimizer's own parameters in group order: one for each piece that this rank owns. ``step`` makes
+    a step of the engine; the optimizer's own ``step()`` calls it.
     """
 
-    def __init__(self, core, optimizer, params, run_step):
+    def __init__(self, core, optimizer, params, step):
         self.core = core
         self.optimizer = optimizer
         self.params = params
-        self.run_step = run_step
-        self._inputs = self._report = None  # of the engine's step that is running
+        self.step = step
         optimizer.check_engine()
         self.core.set_rules([optimizer.rule_of(group) for group in optimizer.param_groups])
         if optimizer.stochastic_rounding:
@@ -48,34 +48,10 @@ class FusedState:
         for param, views in self._views():
             self.optimizer.state[param] = views
 
-    def run(self, inputs):
-        """The engine's step with these ``StepInputs``, through the optimizer's own ``step()``: hooks on it see it."""
-        self._inputs, self._report = inputs, None
-        try:
-            self.optimizer.step()
-            if self._report is None:
-                raise RuntimeError(f"{type(self.optimizer).__name__}.step() was replaced by one that makes no update")
-            return self._report
-        finally:
-            self._inputs = None
-
-    def step(self):
-        """Called by the optimizer's own ``step()``: the update of the engine's step that is running, else a step."""
-        inputs, self._inputs = self._inputs, None
-        if inputs is None:
-            self.run_step()
-            return
-        inputs.groups = self._groups()
-        self._report = self.core.step(inputs)
-
-    def _groups(self):
+    def groups(self):
+        """Rule and hyperparameters of each parameter group, as they are now."""
         optimizer = self.optimizer
         return [(optimizer.rule_of(group), optimizer.rule_args(group)) for group in optimizer.param_groups]
-
-    def expect(self, inputs):
-        """Tells the core what the step after the next backward will be told, as far as is known."""
-        inputs.groups = self._groups()
-        self.core.expect_step(inputs)
 
     def read(self, place, state):
         """``state``, of parameter number ``place``, with copies of what lies in files and has no memory."""

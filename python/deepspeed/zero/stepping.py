@@ -37,6 +37,8 @@ class Stepping:
         self.fused = None
         self.in_files = None  # StatesInFiles of an optimizer that is not native
         self.need_all = False  # a parameter without a gradient is an error
+        self.move = None  # of the learning-rate schedule, which the next step makes
+        self._made = False  # whether a step was made since ``begin``
         self.overflow = False
         self.norm = None
         self._warned_not_finite = False
@@ -56,28 +58,40 @@ class Stepping:
     def loss_scale(self):
         return float(self.scaler.loss_scale) if self.scaler is not None else 1.0
 
-    def step(self, move=None):
-        """Returns True when the weights were updated, False when the step was skipped.
+    def begin(self, move=None):
+        """Returns the call that makes the step, which ``end`` has to follow: of an optimizer of ours its own ``step``,
+        so that hooks on it see the step.
 
         ``move``, of the learning-rate schedule (``engine.scheduling.Move``), is made when it is known that the step is
         not skipped, before anything changes: what it raises leaves all as it was, and the gradients in place.
         """
+        self.move, self._made = move, False
+        return self.step if self.fused is None else self.optimizer.step
+
+    def end(self):
+        """Returns True when the weights were updated, False when the step was skipped."""
+        self.move = None
+        if not self._made:
+            raise RuntimeError(f"{type(self.optimizer).__name__}.step() was replaced by one that makes no update")
+        return not self.overflow
+
+    def step(self):
+        """One step by one call of the core. ``step`` of an optimizer of ours calls it."""
         if self._sizes_of_groups() != self._sizes:  # somebody wrote to the lists
             refuse_group(None)
         if self.need_all:
             self._refuse_unused()
+        move, self.move = self.move, None
         inputs = self._inputs(move)
-        rules = getattr(self.scaler, "rules_and_state", lambda: None)()
-        if rules is not None:
-            inputs.set_scaler(*rules)
         try:
-            report = self._run(inputs)
+            report = self.core.step(inputs)
         except BaseException:
             if move is not None:
                 move.undo()
             raise
         if move is not None:
             move.keep()
+        self._made = True
         self.norm = report.norm
         self.overflow = report.skipped
         if report.written and not self._told_of_writes:
@@ -97,21 +111,28 @@ class Stepping:
                 self.scaler.update_scale(self.overflow)
             if self.overflow:
                 log_dist(f"The step is skipped; the loss scale is now {self.scaler.loss_scale:g}.", ranks=[0])
-        return not self.overflow
 
     def expect(self):
         """Before a backward after which a step follows: some strategies of the step begin with it meanwhile."""
         if self.fused is not None and self.core.expects_steps:
-            self.fused.expect(self._inputs(None))
+            self.core.expect_step(self._inputs(None))
 
     def _inputs(self, move):
-        return _native._C.StepInputs(
+        inputs = _native._C.StepInputs(
             loss_scale=self.loss_scale,
             max_norm=self.clip,
             check=self.check,
             name_nonfinite=self.check or not self._warned_not_finite,
             before_update=None if move is None else move.make,
         )
+        rules = getattr(self.scaler, "rules_and_state", lambda: None)()
+        if rules is not None:
+            inputs.set_scaler(*rules)
+        if self.fused is None:
+            inputs.set_outside(self.masters, (self.in_files or self.optimizer).step)
+        else:
+            inputs.groups = self.fused.groups()
+        return inputs
 
     def _refuse_unused(self, most=5):
         unused = self.core.unused_params()
@@ -121,12 +142,6 @@ class Stepping:
                 f"{', ...' if len(unused) > most else ''}. Freeze them (requires_grad_(False) before "
                 "deepspeed.initialize), or set zero_optimization.ignore_unused_parameters to true"
             )
-
-    def _run(self, inputs):
-        if self.fused is not None:
-            return self.fused.run(inputs)
-        inputs.set_outside(self.masters, (self.in_files or self.optimizer).step)
-        return self.core.step(inputs)
 
     def _explain_overflow(self, nonfinite, most=3):
         """Says which gradients were not finite, on the rank that produced them."""

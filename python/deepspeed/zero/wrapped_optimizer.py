@@ -50,7 +50,7 @@ class WrappedOptimizer(DeepSpeedOptimizer):
             core, self.optimizer, masters, names, scaler=scaler, check=check, clip=clip_grad, rank=rank
         )
         if can_fuse(self.optimizer, masters):
-            self.stepping.fused = FusedState(core, self.optimizer, masters, self.step)
+            self.stepping.fused = FusedState(core, self.optimizer, masters, self.stepping.step)
             self.optimizer.fused_state = self.stepping.fused
 
     def _take_masters(self):
@@ -158,7 +158,8 @@ class WrappedOptimizer(DeepSpeedOptimizer):
             raise ValueError(
                 "closures are not supported: with a loss scale the gradients of a closure cannot be checked first"
             )
-        return self.stepping.step()
+        self.stepping.begin()()
+        return self.stepping.end()
 
     def add_param_group(self, param_group):
         """Refused: see the message."""

@@ -5,8 +5,8 @@ import inspect
 import pytest
 import torch
 
-from deepspeed import DeepSpeedEngine
-from deepspeed.engine.members import holds, make_parts, member
+from deepspeed import DeepSpeedEngine, PipelineEngine
+from deepspeed.engine.members import Parts, member, run_hooks
 
 CONFIG = {
     "train_batch_size": 4,
@@ -16,6 +16,16 @@ CONFIG = {
 }
 
 
+class Empty:
+    """A package without files."""
+
+    __path__, __name__ = (), "empty"
+
+
+counted = Parts()
+
+
+@counted.add("_counter")
 class Counter:
     def __init__(self, owner):
         self.owner, self.count = owner, 0
@@ -45,10 +55,10 @@ class Counter:
         return 1
 
 
-@holds(_counter=Counter)
+@counted.compose(Empty)
 class Owner:
     def __init__(self):
-        make_parts(self)
+        self._parts.make(self)
 
 
 def test_a_part_brings_members():
@@ -62,11 +72,48 @@ def test_a_part_brings_members():
 
 def test_a_member_has_one_place():
     with pytest.raises(AssertionError, match=r"add is in a part \(Counter\) and in Both"):
+        own = Parts()
+        own.add("_counter")(Counter)
 
-        @holds(_counter=Counter)
+        @own.compose(Empty)
         class Both:
             def add(self):
                 return 1
+
+
+def test_parts_of_a_base_go_first_and_an_order_before_that():
+    calls, base = [], Parts()
+
+    def part(parts, name, order=0):
+        class One:
+            def __init__(self, owner):
+                self.name = name
+
+            def start(self):
+                calls.append(self.name)
+
+        parts.add(name, order)(One)
+
+    own = Parts(base)
+    for parts, name, order in ((own, "c", 0), (base, "b", 0), (base, "z", 1), (own, "a", -1)):
+        part(parts, name, order)
+
+    @base.compose(Empty)
+    class Base:
+        def __init__(self):
+            self._parts.make(self)
+
+    @own.compose(Empty)
+    class Derived(Base):
+        pass
+
+    for made, expected in ((Base(), ["b", "z"]), (Derived(), ["a", "b", "c", "z"])):
+        calls.clear()
+        run_hooks(made, "start")
+        run_hooks(made, "stop")
+        assert calls == expected
+    with pytest.raises(AssertionError, match="two parts are called b"):
+        part(own, "b")
 
 
 @pytest.fixture
@@ -125,6 +172,14 @@ def test_what_a_client_replaces_on_one_engine_is_asked(engine):
     assert trained(made) and seen == [1] and not trained(other)
     made._zero3_consolidated_16bit_state_dict = lambda exclude_frozen_parameters: exclude_frozen_parameters
     assert made._consolidated_16bit_state_dict(True) is True
+
+
+def test_engines_are_made_of_parts_alone():
+    """A pipeline's engine has no other bases; it has the parts of every engine, and brings members of its own."""
+    assert PipelineEngine.__bases__ == (DeepSpeedEngine,)
+    every, own = ([name for _, name, _ in cls._parts.rows()] for cls in (DeepSpeedEngine, PipelineEngine))
+    assert set(every) < set(own) and len(own) == len(set(own))
+    assert hasattr(PipelineEngine._exec_schedule, "engine_member") and not hasattr(DeepSpeedEngine, "_exec_schedule")
 
 
 def test_the_engine_itself_is_small():

@@ -2,12 +2,13 @@
 
 import time
 
-from deepspeed.engine.members import member
+from deepspeed.engine.members import engine_parts, member
 from deepspeed.zero.rates import tier_rate
 
 _NOTEWORTHY = 0.1  # of the time
 
 
+@engine_parts.add("_offloading")
 class Offloading:
     """A part of the engine."""
 

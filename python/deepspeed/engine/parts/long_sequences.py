@@ -7,6 +7,7 @@ import torch
 from deepspeed._native import DeepSpeedConfigError
 from deepspeed.activation_checkpointing.hidden_states import CheckpointHiddenStatesOffload
 from deepspeed.comm.mesh_views import alone
+from deepspeed.engine.members import engine_parts
 from deepspeed.log import log_dist
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.sequence import hf_attention, tiling
@@ -33,6 +34,7 @@ class _LayerInputs(CheckpointHiddenStatesOffload):
         return (tensor.is_floating_point() and tensor.shape in self.shapes) or super().wants(tensor)
 
 
+@engine_parts.add("_long_sequences")
 class LongSequences:
     """A part of the engine. Without the section it does nothing."""
 

@@ -6,7 +6,7 @@ import weakref
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.engine.members import member
+from deepspeed.engine.members import engine_parts, member
 from deepspeed.log import log_dist, logger
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
@@ -19,6 +19,7 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.utils import groups
 
 
+@engine_parts.add("_experts")
 class ExpertLayers:
     """A part of the engine. ``layers``: name in the model -> layer, in the order of ``named_modules()``."""
 
@@ -141,9 +142,9 @@ class ExpertLayers:
         """A forward of the engine: routes inside count, unlike those of recomputations."""
         return self._counted() if self.layers else contextlib.nullcontext()
 
-    def end_step(self):
+    def after_micro_step(self, boundary):
         """At an accumulation boundary, on all data-parallel ranks: adds up what their experts had to do."""
-        if not self.layers:
+        if not self.layers or not boundary:
             return
         engine = self.engine
         rows = torch.cat([layer.deepspeed_moe.statistics.take() for layer in self.layers.values()])

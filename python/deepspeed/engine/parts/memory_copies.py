@@ -7,9 +7,11 @@ import torch
 from deepspeed.checkpoint.write.memory import HostMemory, Snapshots
 from deepspeed.checkpoint.write.ranks import Ranks
 from deepspeed.comm import mesh_views
+from deepspeed.engine.members import engine_parts
 from deepspeed.log import warning_once
 
 
+@engine_parts.add("_memory_copies")
 class MemoryCopies:
     """A part of the engine. With ``elasticity.memory_copies`` every ``snapshot_steps``-th step ends with a snapshot of
     what ``save_checkpoint`` would write; it is copied and sent to the next host while training goes on.
@@ -23,7 +25,6 @@ class MemoryCopies:
         self.snapshots = None
 
     def start(self):
-        """Once the engine is assembled. Every rank calls it."""
         engine, section = self.engine, self.engine._config.elasticity_config
         if not section.memory_copies or not engine._trains:
             return
@@ -51,8 +52,7 @@ class MemoryCopies:
         self.snapshots.began = told[0][1]
         return self.snapshots
 
-    def step_done(self):
-        """At the end of a step."""
+    def after_step(self):
         engine = self.engine
         if self._memory is None:
             return

@@ -1,29 +1,36 @@
-"""From the losses of the last stage to those that all ranks return: a base of ``PipelineEngine``."""
+"""From the losses of the last stage to those that all ranks return."""
 
 import torch
 
+from deepspeed.engine.members import pipeline_parts
 
+
+@pipeline_parts.add("_losses")
 class Losses:
-    """Needs the communicators of copies and stages."""
+    """A part of a pipeline's engine."""
 
-    def _aggregate_total_loss(self):
+    def __init__(self, engine):
+        self.engine = engine
+
+    def total(self):
         """The mean loss of the batch over micro-batches and copies, on every rank."""
-        loss = torch.zeros((), device=self.device)
-        if self.is_last_stage():
-            loss = self._over_copies(self.total_loss.float().reshape(()) / self.micro_batches)
-        return self._from_last_stage(loss) if self.is_pipe_parallel else loss
+        loss = torch.zeros((), device=self.engine.device)
+        if self.engine.is_last_stage():
+            loss = self._over_copies(self.engine.total_loss.float().reshape(()) / self.engine.micro_batches)
+        return self.from_last_stage(loss) if self.engine.is_pipe_parallel else loss
 
     def _over_copies(self, value, how="avg"):
-        if self._copies is not None:
+        copies = self.engine._links.copies
+        if copies is not None:
             value = value.contiguous()
-            self._copies.run("all_reduce", output=value).wait()
-            value = value / self.parallel.dp_world_size if how == "avg" else value
+            copies.run("all_reduce", output=value).wait()
+            value = value / self.engine.parallel.dp_world_size if how == "avg" else value
         return value
 
-    def _from_last_stage(self, value, count=None):
+    def from_last_stage(self, value, count=None):
         """A scalar of the last stage, or a list of ``count`` of them, on all stages."""
-        flat = torch.zeros(count or 1, device=self.device)
-        if self.is_last_stage():
+        flat = torch.zeros(count or 1, device=self.engine.device)
+        if self.engine.is_last_stage():
             each = value if count else [value]
             if not all(isinstance(one, torch.Tensor) for one in each):
                 raise TypeError(
@@ -31,13 +38,13 @@ class Losses:
                     f"pass bcast_loss=False, which leaves it on the last one"
                 )
             flat = torch.stack([one.float().mean() for one in each])
-        self._stages.run("broadcast", output=flat, peer=self._last_stage).wait()
+        self.engine._links.stages.run("broadcast", output=flat, peer=self.engine._last_stage).wait()
         return list(flat.unbind()) if count else flat.reshape(())
 
-    def _reduced_outputs(self, how):
+    def outputs(self, how):
         """What the micro-batches gave: a list (None), or their sum or mean over micro-batches and copies; of tuples
         the one of each place."""
-        outputs = self.fwd_outputs
+        outputs = self.engine.fwd_outputs
         if how is None:
             return outputs
         if isinstance(outputs[0], (tuple, list)):

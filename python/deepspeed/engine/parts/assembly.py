@@ -10,7 +10,7 @@ from deepspeed.comm.mesh_views import MICS, SAME_WEIGHTS, Purpose
 from deepspeed.engine import checks
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
-from deepspeed.engine.members import member
+from deepspeed.engine.members import engine_parts, member
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.by_name import is_native, rules_of
 from deepspeed.published.bf16_optimizer import BF16_Optimizer
@@ -29,6 +29,7 @@ from deepspeed.zero.stepping import Stepping
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
+@engine_parts.add("_assembly")
 class Assembly:
     """A part of the engine, which works once. Needs the configuration, the parallel groups and the device.
 

@@ -2,7 +2,7 @@
 
 from deepspeed._compat import TORCH2
 from deepspeed.accelerator import get_accelerator
-from deepspeed.engine.members import member
+from deepspeed.engine.members import engine_parts, member
 
 
 def is_compile_supported():
@@ -10,6 +10,7 @@ def is_compile_supported():
     return TORCH2
 
 
+@engine_parts.add("_compiling")
 class Compiling:
     """A part of the engine. What is compiled is the module's computation; hooks, reduction and the step stay."""
 

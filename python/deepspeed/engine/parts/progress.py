@@ -1,5 +1,6 @@
 """What the engine tells while it trains: a line every ``steps_per_print`` steps, and where the time went."""
 
+from deepspeed.engine.members import engine_parts
 from deepspeed.engine.memory import see_memory_usage
 from deepspeed.log import log_dist
 from deepspeed.utils.timer import (
@@ -18,6 +19,7 @@ _GLOBAL = (FORWARD_GLOBAL_TIMER, BACKWARD_GLOBAL_TIMER, STEP_GLOBAL_TIMER)
 _MICRO = (FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER)
 
 
+@engine_parts.add("progress")
 class Progress:
     """Timers of one engine, its memory, and what its monitor gets; they cost nothing unless ``wall_clock_breakdown``,
     ``memory_breakdown`` or a monitor asks for them."""
@@ -81,20 +83,22 @@ class Progress:
     def _monitored(self):
         return self.engine.monitor.enabled and self.engine.global_rank == 0
 
-    def start_step(self):
+    def before_micro_step(self, boundary):
         self._see_memory("before step")
         if self.breakdown:
             self._start(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER)
 
-    def stop_step(self):
-        """After the step, also one that has raised."""
+    def failed_step(self):
+        self._stop_step()
+
+    def _stop_step(self):
         if self.breakdown:
             self._stop(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER)
 
-    def end_step(self, boundary):
+    def after_micro_step(self, boundary):
         engine = self.engine
         self.throughput.stop(global_step=boundary, report_speed=boundary)
-        self.stop_step()
+        self._stop_step()
         if self.breakdown:
             self.timers.log(list(_MICRO), memory_breakdown=engine.memory_breakdown())
             if boundary:

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.write.save import save_checkpoint
 from deepspeed.comm import process_group as dist
 from deepspeed.comm.mesh_views import splitter_of
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.engine.members import member
+from deepspeed.engine.members import engine_parts, member, run_hooks
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.sharded_parameter import is_sharded
 
@@ -36,6 +36,7 @@ def _ask(mpu, methods):
     return found[0]() if found else 1
 
 
+@engine_parts.add("_checkpoints")
 class Checkpoints:
     """A part of the engine. It makes the ``RunState`` that is saved or filled, and applies what a load returns."""
 
@@ -76,6 +77,11 @@ class Checkpoints:
             load_module=lambda state: engine.load_module_state_dict({"module": state}, strict=False),
             position=self._position,
         )
+
+    def after_step(self):
+        """Raises an error of a save in the background."""
+        if (behind := getattr(self.engine.checkpoint_engine, "behind", None)) is not None:
+            behind.step_done()
 
     def _ranks(self):
         engine, parallel = self.engine, self.engine.parallel
@@ -120,7 +126,7 @@ class Checkpoints:
             engine.core.set_learned_fires(found.learned_fires)
         if found.rng is not None:
             weights.restore(found.rng)
-        engine._data.start_window()
+        run_hooks(engine, "after_load")
         engine.loaded_engine_state = found.own_values
 
     # ---- states that wait on the host ------------------------------------------------------------------------------
@@ -194,7 +200,7 @@ class Checkpoints:
     def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
         """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.write.save``."""
         self.engine._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
-        self.engine._user_weights.count()
+        run_hooks(self.engine, "before_save")
         save_checkpoint(self.run_state(client_state), save_dir, tag, save_latest, exclude_frozen_parameters)
         self.engine._memory_copies.belongs_to(save_dir)
         return True

@@ -2,9 +2,10 @@
 
 import contextlib
 
-from deepspeed.engine.members import member
+from deepspeed.engine.members import engine_parts, member
 
 
+@engine_parts.add("_accumulation")
 class Accumulation:
     """A part of the engine. Tells the core in advance what a backward that the user runs is to do."""
 
@@ -39,6 +40,9 @@ class Accumulation:
         engine._backward.start_micro_step()
         engine.losses, self.user_scaled = None, False
         self.replan()
+
+    def after_micro_step(self, boundary):
+        self.user_scaled = False
 
     def user_plan(self):
         """Whether a backward that the user runs next is reduced, and the factor its gradients take."""

@@ -4,9 +4,11 @@ them."""
 import torch
 
 from deepspeed import _native
+from deepspeed.engine.members import engine_parts
 from deepspeed.zero.sharded_parameter import is_sharded
 
 
+@engine_parts.add("_user_weights", order=-1)
 class UserWeights:
     """A part of the engine."""
 
@@ -15,8 +17,7 @@ class UserWeights:
         self._rows = []  # of each place where a module has a trained parameter: (its dict, name, parameter, number)
         self._trained = set()
 
-    def watch(self):
-        """Once the engine is assembled."""
+    def start(self):
         numbers = {id(p): n for n, p in enumerate(p for group in self.engine.trained_groups for p in group)}
         self._trained = set(numbers)
         for module in self.engine.module.modules():
@@ -48,8 +49,12 @@ class UserWeights:
         param.requires_grad_(new.requires_grad)
         params[name] = param
 
-    def count(self):
-        """Before a save: masters take what was written into the weights. Every rank calls it."""
+    def before_micro_step(self, boundary):
+        if boundary:
+            self.bring_home()
+
+    def before_save(self):
+        """Masters take what was written into the weights. Every rank calls it."""
         if self.engine.core is not None:
             self.bring_home()
             _native._C.adopt_writes(self.engine.core)

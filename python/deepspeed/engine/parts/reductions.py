@@ -6,7 +6,7 @@ The engine's own gradients do not come this way: the native core reduces them du
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.engine.members import member
+from deepspeed.engine.members import engine_parts, member
 from deepspeed.engine.sparse_tensor import SparseTensor
 
 
@@ -17,6 +17,7 @@ def _by_dtype(tensors):
     return groups.values()
 
 
+@engine_parts.add("_reductions")
 class Reductions:
     """A part of the engine. ``dp_world_size`` None is the size of ``dp_group``; results are means over the ranks, sums
     with ``gradient_average`` false."""

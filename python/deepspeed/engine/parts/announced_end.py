@@ -9,13 +9,14 @@ import torch
 
 from deepspeed.comm import mesh_views
 from deepspeed.comm import process_group as dist
-from deepspeed.engine.members import member
+from deepspeed.engine.members import engine_parts, member
 from deepspeed.host.launcher_messages import tell_launcher
 from deepspeed.log import logger
 
 EXIT_CODE = 128 + signal.SIGTERM
 
 
+@engine_parts.add("_announced_end", order=1)
 class AnnouncedEnd:
     """A part of the engine. With ``elasticity.save_on_signal`` the step after SIGTERM ends with a checkpoint, then all
     ranks end with exit code 143.
@@ -39,8 +40,7 @@ class AnnouncedEnd:
         """What the program wants to find again in a checkpoint that it does not save itself."""
         return self._client_state()
 
-    def listen(self):
-        """Once the engine is assembled. Every rank calls it."""
+    def start(self):
         engine, self._folder = self.engine, self.engine._config.elasticity_config.save_on_signal
         if not self._folder or not engine._trains:
             return
@@ -61,8 +61,8 @@ class AnnouncedEnd:
             self._listener.leave()
             self._listener = self._all = self._work = None
 
-    def step_done(self):
-        """At the end of a step. Raises SystemExit when the checkpoint is on the disk."""
+    def after_step(self):
+        """Raises SystemExit when the checkpoint is on the disk."""
         if self._listener is None or not self._agreed():
             return
         engine = self.engine

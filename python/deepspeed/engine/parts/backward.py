@@ -4,13 +4,14 @@ import torch
 
 from deepspeed.config.sections import OffloadStateTypeEnum
 from deepspeed.engine import cross_engine_scaling
-from deepspeed.engine.members import member
-from deepspeed.log import logger
+from deepspeed.engine.members import engine_parts, member
+from deepspeed.log import logger, warning_once
 from deepspeed.zero.nested import cast_floats, tensors_within
 
 _STATES = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
 
+@engine_parts.add("_backward")
 class Backward:
     """A part of the engine."""
 
@@ -20,9 +21,42 @@ class Backward:
         self.micro_batches = 0  # that forward has trained on since the last step at a boundary
 
     def start_micro_step(self):
-        """After each ``step()``."""
         self.seen = False  # whether engine.backward has run
         self.noticed = None  # whether the core would notice a backward that the user runs; None: there was no forward
+
+    def before_micro_step(self, boundary):
+        self._refuse_unseen()
+        if not self.seen:
+            self._join(boundary)
+
+    def after_micro_step(self, boundary):
+        self.start_micro_step()
+        self.micro_batches = 0 if boundary else self.micro_batches
+
+    def _refuse_unseen(self):
+        """A backward that the user ran is noticed at the outputs of forward. Where those hold no tensor that can be
+        found, gradients come in without the factor that belongs to them."""
+        factor = self.engine._accumulation.user_plan()[1]
+        if self.noticed is False and not self.seen and factor != 1.0 and self.engine.core.has_grads():
+            raise RuntimeError(
+                "the model returned an object in which no tensor that needs gradients was found, so a plain "
+                f"loss.backward() could not be noticed, and its gradients lack the factor {factor:g} (loss scale over "
+                "accumulation steps). Call engine.backward(loss) instead, or return tensors, tuples, lists, dicts or "
+                "objects that hold them as attributes"
+            )
+
+    def _join(self, boundary):
+        """A rank without a backward in this micro-step still takes part in the reduction of the others' gradients."""
+        core = self.engine.core
+        has_gradient = core.has_grads()
+        core.join_backward(boundary or self.engine._stage_policy.reduces_each_micro_step)
+        if not has_gradient:
+            warning_once(
+                "engine.step() without a gradient: there was no backward on this rank since the last step. The step "
+                "counts, and changes the weights only by the gradients of other ranks. Was engine.backward(loss) "
+                "forgotten? This is said once.",
+                key="a step without a gradient",
+            )
 
     @member
     def forward(self, *inputs, **kwargs):
@@ -128,7 +162,7 @@ class Backward:
     def zero_grad(self, set_to_none=True):
         """Forgets all gradients accumulated so far."""
         engine = self.engine
-        engine._steps.forget()
+        engine._auditing.forget()
         if engine.core is not None:
             engine.core.clear_grads()
         for param in engine.module.parameters():

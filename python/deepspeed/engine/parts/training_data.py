@@ -4,7 +4,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.data.loader import ResumableDataLoader
-from deepspeed.engine.members import member
+from deepspeed.engine.members import engine_parts, member
 from deepspeed.published.dataloader import DeepSpeedDataLoader
 from deepspeed.utils.repeating_loader import RepeatingLoader
 
@@ -13,6 +13,7 @@ ROUTE_EVAL = "eval"
 ROUTE_PREDICT = "predict"
 
 
+@engine_parts.add("_data")
 class TrainingData:
     """A part of the engine."""
 
@@ -37,6 +38,13 @@ class TrainingData:
         loader = self.engine.training_dataloader
         self._loader = loader if isinstance(loader, ResumableDataLoader) else None
         self._position = None if self._loader is None else self.position()
+
+    def after_micro_step(self, boundary):
+        if boundary:
+            self.start_window()
+
+    def after_load(self):
+        self.start_window()
 
     def position(self, at_window=False):
         """The position in the training data now, or where the accumulation window began; None where there is none."""

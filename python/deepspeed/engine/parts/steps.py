@@ -1,0 +1,105 @@
+"""The step of an engine: at an accumulation boundary the optimizer's, else a count."""
+
+from deepspeed.comm import comms_log
+from deepspeed.config.sections import OffloadStateTypeEnum
+from deepspeed.engine.members import engine_parts, member, run_hooks
+from deepspeed.engine.scheduling import next_move
+
+
+@engine_parts.add("_steps")
+class Steps:
+    """A part of the engine."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.applied = False
+        self.norm = None
+        self.ends_later = False  # the owner of the engine's schedule calls ``end``
+        self._open = False  # a step at a boundary is done, and ``after_step`` has not run
+        self.micro_steps = 0  # calls of step since the last one at a boundary
+
+    @member
+    def get_global_grad_norm(self):
+        """2-norm of the gradients of the last step, before clipping; None before the first step."""
+        return self.norm
+
+    @member
+    def was_step_applied(self):
+        """True when the last step() changed weights."""
+        return self.applied
+
+    @member
+    def loss_scale(self):
+        """The loss scale in use now; 1.0 without fp16."""
+        return getattr(self.engine.optimizer, "loss_scale", 1.0)
+
+    @member
+    def get_pld_theta(self):
+        """The share of layers that progressive layer dropping keeps now; None while it is off."""
+        return None
+
+    @member
+    def get_lr(self):
+        """The learning rate of each parameter group; 0.0 of a group without ``lr``, [] without an optimizer."""
+        return [group.get("lr", 0.0) for group in getattr(self.engine.optimizer, "param_groups", ())]
+
+    @member
+    def get_type(self):
+        return [type(self.engine.basic_optimizer).__name__]
+
+    @member
+    def get_mom(self):
+        """Momentum of each group: ``betas`` for Adam-like optimizers, ``momentum`` for SGD-like ones."""
+        groups = getattr(self.engine.optimizer, "param_groups", ())
+        return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in groups]
+
+    @member
+    def step(self, lr_kwargs=None):
+        """At an accumulation boundary: clip, update, zero the gradients, step the schedule. Otherwise only counts."""
+        engine = self.engine
+        assert not engine.inside_no_sync_ctxt, (
+            "It is illegal to call Engine.step() inside no_sync context manager: gradients are not reduced there; call "
+            "it after the context"
+        )
+        engine._need_optimizer("engine.step")
+        engine._need_states(OffloadStateTypeEnum, "engine.step()")
+        boundary, stepping = self._at_boundary(), engine.stepping
+        self.applied = False
+        try:
+            run_hooks(engine, "before_micro_step", boundary)
+            if boundary:
+                update = stepping.begin(next_move(engine, lr_kwargs))
+                run_hooks(engine, "before_step")
+                update()
+                self._count(stepping.end())
+            engine.micro_steps += 1
+            self.micro_steps = 0 if boundary else self.micro_steps + 1
+            run_hooks(engine, "after_micro_step", boundary)
+        except BaseException:
+            run_hooks(engine, "failed_step")
+            raise
+        comms_log.collect()
+        self._open = boundary
+        if not self.ends_later:
+            self.end()
+
+    def end(self):
+        """Runs ``after_step`` once for a step at a boundary, when nothing of the step is left to do: a pipeline calls
+        it after its schedule."""
+        if self._open:
+            self._open = False
+            run_hooks(self.engine, "after_step")
+
+    def _at_boundary(self):
+        return self.engine.is_gradient_accumulation_boundary() or not self.engine.managed_gradient_accumulation()
+
+    def _count(self, applied):
+        engine = self.engine
+        self.applied, self.norm = applied, engine.stepping.norm
+        for param in engine._unmanaged:
+            param.grad = None
+        engine.losses = None
+        engine.gas_boundary_ctr += 1
+        engine.skipped_steps += 0 if applied else 1
+        engine.global_steps += 1  # skipped or not: the samples were seen, and loops over global_steps end
+        engine.global_samples += engine._data.samples_of_step()

@@ -1,0 +1,232 @@
+"""Which schedule a pipeline runs, and what it costs."""
+
+import sys
+
+import torch
+
+from deepspeed import _native
+from deepspeed.activation_checkpointing import checkpointing
+from deepspeed.engine.members import member, pipeline_parts
+from deepspeed.log import warning_once
+from deepspeed.pipe import schedule
+from deepspeed.pipe.planning import NOT_SPLIT, plan
+from deepspeed.pipe.profile import tensors_of
+
+
+@pipeline_parts.add("_plans")
+class Plans:
+    """A part of a pipeline's engine. Schedules are proven before they start (csrc/plan/pipe_check.h).
+
+    ``sample``, ``label_sample``: inputs and labels of a micro-batch, as shapes; None: not known yet.
+    """
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def begin(self):
+        """Once this engine knows its stage."""
+        section = self.engine._config.pipeline
+        self._own_train_schedule, self._own_eval_schedule = schedule.TrainSchedule, schedule.InferenceSchedule
+        self._schedules, self._proven = {}, set()
+        self.sample, self.label_sample = shapes_of(self.engine.module.profile_input), None
+        self._split_prepared = False
+        self._check_section(section)
+        self._name, self._memory_limit = section["schedule"], section["memory_limit"]
+        if self._name != "auto":
+            self.planned(self.engine.micro_batches)
+
+    def _check_section(self, section):
+        stages, partition = section["stages"], section["partition"]
+        if stages not in ("auto", self.engine.num_stages):
+            raise ValueError(
+                f"pipeline.stages is {stages}, but the PipelineModule has {self.engine.num_stages}: leave the key out, "
+                f"the module decides"
+            )
+        if partition not in ("best", self.engine.module.partition_method):
+            raise ValueError(
+                f"pipeline.partition is {partition!r}, but the PipelineModule was cut by "
+                f"{self.engine.module.partition_method!r}: leave the key out, the module decides"
+            )
+        if section["seed_layers"]:
+            self.engine.module.seed_layers = True
+        if section["activation_checkpoint_interval"]:
+            self.engine.module.set_checkpoint_interval(section["activation_checkpoint_interval"])
+        if not section["use_reentrant"] and self.engine.module.activation_checkpoint_func is checkpointing.checkpoint:
+            self.engine.module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
+
+    def _why_whole(self):
+        """Why this engine computes both halves of a backward at once; "" where it does not."""
+        if self.engine._stage_policy.shards_params:
+            return "ZeRO stage 3 gathers weights for one pass; use stage 2, or a schedule that does not split"
+        ours = (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint, checkpointing.split_checkpoint)
+        module = self.engine.module
+        if any(module.is_checkpointable_results) and module.activation_checkpoint_func not in ours:
+            return (
+                "activation_checkpoint_func may be re-entrant; leave it out, and segments are recomputed once for both"
+            )
+        return ""
+
+    def prepare_split(self):
+        """Before a schedule with backwards in two halves: nothing falls back in silence."""
+        if self._split_prepared:
+            return
+        self._split_prepared, why = True, self._why_whole()
+        if why:
+            warning_once(f"pipeline.schedule {self._name}: {NOT_SPLIT}: {why}", key="pipeline: not split")
+        elif any(self.engine.module.is_checkpointable_results):
+            self.engine.module.activation_checkpoint_func = checkpointing.split_checkpoint
+
+    # ---- schedules ---------------------------------------------------------------------------------------------------
+    def planned(self, micro_batches):
+        """This stage's part of the schedule of the configuration."""
+        key = ("train", micro_batches)
+        if key not in self._schedules:
+            shape, name = self.engine.module.pipe_shape, self._name
+            if name == "auto":
+                name = self._fastest(micro_batches)
+            native = _native._C.pipe.schedule(name, shape.stages, shape.chunks, micro_batches)
+            if shape.chunks > 1 and native.shape.placement != shape.placement:
+                raise ValueError(
+                    f"pipeline.schedule {name!r} has its parts in placement {native.shape.placement!r}, the module in "
+                    f"{shape.placement!r}: PipelineModule(virtual_stages={shape.chunks}, "
+                    f"placement={native.shape.placement!r})"
+                )
+            self._schedules[key] = self._proved(native)
+        return self._schedules[key]
+
+    def _fastest(self, micro_batches):
+        """The name of the schedule that is through first, of those that fit: as the first rank finds, for all."""
+        found = [None]
+        if self.engine.is_first_stage():
+            try:
+                batches = self.engine._batches
+                if self.sample is None:
+                    self.sample = shapes_of(batches.inputs_of(batches.pair(batches.peek())[0]))
+                found = [self.engine.pipe_plan(micro_batches).schedule]
+            except Exception as error:
+                found = [error]
+        self.engine._links.from_first(found)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    def train_schedule(self):
+        """The client's, where it has put one in the place of ours; else what ``pipeline.schedule`` says."""
+        facade = sys.modules.get("deepspeed.runtime.pipe.schedule")
+        for module in (facade, schedule):
+            made = getattr(module, "TrainSchedule", None)
+            if made is not None and made is not self._own_train_schedule:
+                return self._of_client(made)
+        return self.planned(self.engine.micro_batches)
+
+    def see_inputs(self, inputs):
+        """Of a micro-batch: the plan has their shapes."""
+        if self.sample is None:
+            self.sample = shapes_of(inputs)
+
+    def see_labels(self, labels):
+        """The same."""
+        if self.label_sample is None:
+            self.label_sample = _shapes_of_labels(labels)
+
+    def eval_schedule(self, micro_batches):
+        if schedule.InferenceSchedule is not self._own_eval_schedule:
+            return schedule.InferenceSchedule(micro_batches, self.engine.num_stages, self.engine.stage_id)
+        key = ("eval", micro_batches)
+        if key not in self._schedules:
+            shape = self.engine.module.pipe_shape
+            native = _native._C.pipe.schedule("inference", shape.stages, shape.chunks, micro_batches, shape.placement)
+            self._schedules[key] = self._proved(native)
+        return self._schedules[key]
+
+    def _proved(self, native):
+        native.check()
+        return FixedSchedule(schedule.NativeSchedule(native, self.engine.stage_id))
+
+    def _of_client(self, made):
+        """``made`` is a class of the client's; it is proven for all stages before it runs here."""
+        if self.engine.module.pipe_shape.chunks > 1:
+            raise ValueError(
+                f"the schedule {made.__name__} is for one part on each stage, the module has "
+                f"{self.engine.module.pipe_shape.chunks}: PipelineModule(virtual_stages=1)"
+            )
+        key = (made, self.engine.micro_batches)
+        if key not in self._proven:
+            schedule.plan_of(made, self.engine.micro_batches, self.engine.num_stages).check()
+            self._proven.add(key)
+        return made(self.engine.micro_batches, self.engine.num_stages, self.engine.stage_id)
+
+    # ---- what it costs -----------------------------------------------------------------------------------------------
+    @member
+    def pipe_plan(self, micro_batches=None):
+        """The ``PipelinePlan`` of a batch: schedule, bubble, timeline, and for each stage layers, parameters, bytes of
+        states and activations, bytes sent. Known from the first batch on, or with ``profile_input=``.
+
+        ``measured`` of it is None, or after ten batches ``{"seconds", "bubble", "bytes_sent"}``: of a batch, the share
+        of the stages' time without a pass, and what this stage has sent.
+        """
+        if self.sample is None:
+            raise RuntimeError(
+                "pipe_plan() does not know the inputs yet: call it after the first train_batch(), or give the "
+                "PipelineModule a profile_input="
+            )
+        module = self.engine.module
+        found = plan(
+            module._layer_specs,
+            self.engine.num_stages,
+            micro_batches or self.engine.micro_batches,
+            schedule=self._name,
+            sample=self.sample,
+            partition_method=list(module.parts),
+            virtual_stages=module.pipe_shape.chunks,
+            placement=module.pipe_shape.placement,
+            costs=module.layer_costs,
+            memory_limit=self._memory_limit,
+            state_bytes=self._state_bytes(),
+            split_backward=not self._why_whole(),
+            activation_checkpoint_interval=module.activation_checkpoint_interval,
+            checkpointable_layers=module.checkpointable_layers,
+            loss_fn=module.loss_fn,
+            labels=self.label_sample,
+        )
+        found.note = found.note.replace(NOT_SPLIT, f"{NOT_SPLIT}: {self._why_whole()}")
+        found.measured = self.engine._measured.found
+        return found
+
+    def _state_bytes(self):
+        """Of parameters, gradients, masters and two moments, for each parameter."""
+        model, grads = (dtype.itemsize if hasattr(dtype, "itemsize") else torch.empty((), dtype=dtype).element_size()
+                        for dtype in self.engine.get_data_types())  # fmt: skip
+        copies, policy = self.engine.parallel.dp_world_size, self.engine._stage_policy
+        states = (8 if model == 4 else 12) / (copies if policy.shards_states else 1)
+        grads = grads / (copies if policy.shards_grads else 1)
+        return round(states + grads + model / (copies if policy.shards_params else 1))
+
+
+class FixedSchedule:
+    """The instructions of a schedule, made once."""
+
+    def __init__(self, made):
+        self.plan, self._buffers, self._steps = made.plan, made.num_pipe_buffers(), [list(step) for step in made]
+
+    def num_pipe_buffers(self):
+        return self._buffers
+
+    def __iter__(self):
+        return iter(self._steps)
+
+
+def shapes_of(inputs):
+    """The same, of shapes and types alone, which can be sent; None for None."""
+    if isinstance(inputs, tuple):
+        return tuple(shapes_of(one) for one in inputs)
+    if not isinstance(inputs, torch.Tensor):
+        return inputs
+    return torch.empty(inputs.shape, dtype=inputs.dtype, device="meta")
+
+
+def _shapes_of_labels(labels):
+    """For the plan; None where they are more than a tensor or some tensors."""
+    plain = isinstance(labels, torch.Tensor)
+    labels = labels if plain else tuple(labels) if isinstance(labels, (tuple, list)) else ()
+    return shapes_of(labels) if plain or (labels and len(tensors_of(labels)) == len(labels)) else None

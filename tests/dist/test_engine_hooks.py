@@ -1,0 +1,174 @@
+"""Hooks of the parts of engines: a file adds a part, each hook runs once for each step, and the way to the core."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+import deepspeed
+import pipe_models as models
+from deepspeed.engine.members import HOOKS, engine_parts, member
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from engine_models import batch, config, loss_of, make_net
+from harness import run_ranks
+
+STEPS, MICRO = 3, 2
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+KINDS = [("plain", 0, 1, {}), ("plain", 2, MICRO, {}), ("plain", 3, 1, OFFLOADED), ("pipeline", 0, MICRO, {})]
+
+
+def add_part():
+    """What a new file in ``deepspeed/engine/parts`` does."""
+
+    @engine_parts.add("_told")
+    class Told:
+        def __init__(self, engine):
+            self.engine, self.calls = engine, []
+
+        @member
+        def hooks_told(self):
+            """Hooks in their order."""
+            return [name for name, _ in self.calls]
+
+        def __getattr__(self, name):
+            if name not in HOOKS:
+                raise AttributeError(name)
+            return lambda *args: self.calls.append((name, (*args, self.engine.global_steps)))
+
+    return Told
+
+
+def body_hooks(rank, world, kind, stage, accumulate, zero, folder):
+    part = add_part()
+    if kind == "pipeline":
+        engine = models.engine_of("plain", world, world, accumulate, stage)
+        data = models.batches("plain", STEPS, accumulate, 0)
+    else:
+        options = {"zero_optimization": {"stage": stage, **zero}}
+        engine = deepspeed.initialize(model=make_net(), config=config(world, accumulate, **options))[0]
+    assert type(engine._told) is part and engine.hooks_told() == ["start"]
+    engine._told.calls.clear()
+    for step in range(STEPS):
+        if kind == "pipeline":
+            engine.train_batch(data)
+            continue
+        for _ in range(accumulate):
+            tokens, targets = batch(step)
+            engine.backward(loss_of(engine(tokens), targets))
+            engine.step()
+    calls = list(engine._told.calls)
+    engine._told.calls.clear()
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    engine.destroy()
+    return calls, engine.hooks_told()
+
+
+def expected(kind, accumulate):
+    calls = []
+    for step in range(STEPS):
+        for _ in range(accumulate - 1 if kind == "plain" else 0):
+            calls += [("before_micro_step", (False, step)), ("after_micro_step", (False, step))]
+        calls += [("before_micro_step", (True, step)), ("before_step", (step,))]
+        calls += [("after_micro_step", (True, step + 1)), ("after_step", (step + 1,))]
+    return calls
+
+
+@pytest.mark.parametrize("kind, stage, accumulate, zero", KINDS)
+def test_a_part_from_another_file_hears_of_each_hook_once(kind, stage, accumulate, zero, tmp_path):
+    found = run_ranks(2, body_hooks, kind, stage, accumulate, zero, str(tmp_path), init=True, fresh=True)
+    for calls, others in found:
+        assert calls == expected(kind, accumulate)
+        assert others == ["before_save", "after_load", "stop"]
+
+
+class Failing(torch.optim.lr_scheduler.StepLR):
+    """A schedule that raises."""
+
+    def step(self, *args, **kwargs):
+        if getattr(self, "fails", False):
+            raise RuntimeError("this schedule fails")
+        super().step(*args, **kwargs)
+
+
+def body_fails(rank, world):
+    add_part()
+    made = config(world, 1, zero_optimization={"stage": 1})
+    engine = deepspeed.initialize(model=make_net(), config=made, lr_scheduler=lambda it: Failing(it, 1))[0]
+    tokens, targets = batch(0)
+    engine.backward(loss_of(engine(tokens), targets))
+    engine._told.calls.clear()
+    engine.lr_scheduler.fails = True
+    with pytest.raises(RuntimeError, match="this schedule fails"):
+        engine.step()
+    return engine.hooks_told()
+
+
+def test_a_step_that_raises():
+    assert run_ranks(1, body_fails, init=True, fresh=True) == [["before_micro_step", "before_step", "failed_step"]]
+
+
+# ---- the way to the core ---------------------------------------------------------------------------------------------
+
+OWN = os.path.dirname(deepspeed.__file__)
+
+
+class Watched:
+    """A core that keeps the functions of this library which were running when its step was called."""
+
+    def __init__(self, inner):
+        self.inner, self.ways = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def step(self, inputs):
+        frame, way = sys._getframe(1), []
+        while frame.f_code.co_name != "body_way":
+            if frame.f_code.co_filename.startswith(OWN):
+                way.insert(0, frame.f_code.co_name)
+            frame = frame.f_back
+        self.ways.append(way)
+        return self.inner.step(inputs)
+
+
+OPTIMIZERS = {
+    "cpu": DeepSpeedCPUAdam,
+    "fused": FusedAdam,
+    "lamb": FusedLamb,
+    "torch": lambda params: torch.optim.SGD(params, 0.1),
+}
+
+
+def body_way(rank, world, stage, name):
+    net = make_net()
+    made = config(world, 1, zero_optimization={"stage": stage}, zero_allow_untested_optimizer=True)
+    del made["optimizer"]
+    engine = deepspeed.initialize(model=net, optimizer=OPTIMIZERS[name](net.parameters()), config=made)[0]
+    tokens, targets = batch(0)
+    engine.backward(loss_of(engine(tokens), targets))
+    engine.stepping.core = core = Watched(engine.stepping.core)
+    seen, step = [], engine.basic_optimizer.step
+    engine.basic_optimizer.step = lambda: seen.append(1) or step()  # as clients do
+    engine.step()
+    assert seen == [1] and engine.was_step_applied()
+    ways = list(core.ways)
+    if name != "torch":
+        engine.basic_optimizer.step = lambda: None
+        engine.backward(loss_of(engine(tokens), targets))
+        with pytest.raises(RuntimeError, match=r"\.step\(\) was replaced by one that makes no update"):
+            engine.step()
+        assert engine.global_steps == 1 and core.ways == ways
+        engine.basic_optimizer.step = step
+        step()  # a step of the engine that changes no counters
+        assert len(core.ways) == 2 and engine.global_steps == 1
+    return ways
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_way_to_the_core(stage, name):
+    [[way]] = run_ranks(1, body_way, stage, name, init=True)
+    assert way[0] == "method" and len(way) <= 4, way
