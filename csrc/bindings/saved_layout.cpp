@@ -14,6 +14,8 @@ DS_BINDINGS(m) {
                   py::arg("origin"))
       .def_static("sliced", &SavedLayout::sliced, py::arg("numels"), py::arg("units"), py::arg("ranks"),
                   py::arg("origin"))
+      .def_static("sub_grouped", &SavedLayout::sub_grouped, py::arg("numels"), py::arg("most"), py::arg("ranks"))
+      .def("units", &SavedLayout::units)
       .def("unit", &SavedLayout::unit, py::arg("param"))
       .def("place_in_unit", &SavedLayout::place_in_unit, py::arg("param"))
       // [(first element within the parameter, numel, rank, first element within the unit's tensor)]

@@ -73,6 +73,41 @@ SavedLayout SavedLayout::sliced(const std::vector<int64_t>& numels, const std::v
   return made;
 }
 
+SavedLayout SavedLayout::sub_grouped(const std::vector<std::vector<int64_t>>& numels, int64_t most, int32_t ranks) {
+  SavedLayout made(ranks, true);
+  int32_t unit = -1;
+  for (const std::vector<int64_t>& group : numels) {
+    int64_t held = -1, at = 0;  // elements of all ranks in the current unit (-1: there is none), and of one rank
+    int32_t place = 0;
+    for (const int64_t numel : group) {
+      if (numel < 0) {
+        made.places_.push_back({-1, 0, 0, 0});
+        continue;
+      }
+      if (held < 0 || held + numel > most) {
+        ++unit;
+        held = at = 0;
+        place = 0;
+      }
+      made.places_.push_back({unit, place++, at, numel});
+      held += numel;
+      at += slice_numel(numel, ranks);
+    }
+  }
+  return made;
+}
+
+std::vector<std::vector<int64_t>> SavedLayout::units() const {
+  std::vector<std::vector<int64_t>> found;
+  for (size_t param = 0; param < places_.size(); ++param) {
+    const int32_t unit = places_[param].unit;
+    if (unit < 0) continue;
+    if (found.size() <= static_cast<size_t>(unit)) found.resize(static_cast<size_t>(unit) + 1);
+    found[static_cast<size_t>(unit)].push_back(static_cast<int64_t>(param));
+  }
+  return found;
+}
+
 std::vector<SavedRun> SavedLayout::runs(size_t param) const {
   const Place& place = places_.at(param);
   std::vector<SavedRun> found;

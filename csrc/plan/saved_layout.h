@@ -34,6 +34,11 @@ class SavedLayout {
   static SavedLayout sliced(const std::vector<int64_t>& numels, const std::vector<int64_t>& units, int32_t ranks,
                             const std::string& origin);
 
+  // The same of the groups of an optimizer that is about to be saved: the parameters of a group in units of at most
+  // `most` elements of all ranks; a larger parameter has a unit of its own. A parameter that is saved elsewhere has -1
+  // elements and the unit -1.
+  static SavedLayout sub_grouped(const std::vector<std::vector<int64_t>>& numels, int64_t most, int32_t ranks);
+
   int32_t unit(size_t param) const { return places_.at(param).unit; }
   // The first element of a parameter in the row of all ranks' partitions (flat), or in a rank's slices of its unit.
   int64_t begin(size_t param) const { return places_.at(param).begin; }
@@ -41,6 +46,8 @@ class SavedLayout {
   int64_t partition(int32_t unit) const { return partitions_.at(static_cast<size_t>(unit)); }
   // The number of parameters of the same unit before it.
   int32_t place_in_unit(size_t param) const { return places_.at(param).place; }
+  // The parameters of each unit, in order.
+  std::vector<std::vector<int64_t>> units() const;
   // In order of param_offset, all elements of the parameter; none for a parameter without elements.
   std::vector<SavedRun> runs(size_t param) const;
 

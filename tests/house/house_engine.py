@@ -145,18 +145,25 @@ def part_names(tree):
 
 
 def check_checkpoint_without_engine(modules):
-    """``checkpoint`` reads no attribute that engines have and a ``RunState`` has not, whatever the object is called."""
+    """``checkpoint`` reads no attribute that engines have and a ``RunState`` has not, whatever the object is called.
+    Methods of its own classes are called by such names, too (``saved.module()``)."""
     by_path = {module.path.replace(os.sep, "/"): module for module in modules.values()}
     engines = _own_attributes(by_path["engine/engine.py"].tree) | _own_attributes(by_path["engine/accessors.py"].tree)
     for path, module in by_path.items():
         engines.update(part_names(module.tree) if path.startswith("engine/") else ())
     run_state = ast.walk(by_path["checkpoint/run_state.py"].tree)
     engines -= {node.target.id for node in run_state if isinstance(node, ast.AnnAssign)}
+    room = [module.tree for module in by_path.values() if module.room == "checkpoint"]
+    methods = {node.name for tree in room for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     problems = []
     for path, module in by_path.items():
         own = _own_attributes(module.tree)
-        for node in ast.walk(module.tree) if module.room == "checkpoint" else ():
+        nodes = list(ast.walk(module.tree)) if module.room == "checkpoint" else []
+        called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+        for node in nodes:
             if not isinstance(node, ast.Attribute) or ast.unparse(node).startswith("torch."):
+                continue
+            if id(node) in called and node.attr in methods:
                 continue
             owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", None)
             if owner == "engine" or (node.attr in engines and node.attr not in own):

@@ -9,7 +9,7 @@ _CHECKED = "path_below has checked it before"
 JOINED_NAMES = {
     "_native.py": {"tag()": _OURS, "'_C' + suffix": _OURS},
     "checkpoint/autoep_universal.py": {
-        "str(tp_index)": _NUMBERED, "state": "a name of _states_below, which has listed that folder",
+        "str(tp_index)": _NUMBERED, "state": "a name of states_below, which has listed that folder",
     },
     "checkpoint/convert/export.py": {"tag": _CALLER, "*name.split('/')": "the modules of the script, a constant"},
     "checkpoint/convert/universal.py": {"f'{number}.json'": _NUMBERED},

@@ -138,6 +138,10 @@ def test_checkpoint_without_engine(modules):
         "x = other._config",
         "x = other._steps.count",
         "x = other._stage_policy",
+        "x = run.module",
+        "x = run.core.pieces()",
+        "x = run.stepping.names",
+        "x = run.optimizer",
     ],
 )
 def test_an_engine_under_checkpoint(modules, line):

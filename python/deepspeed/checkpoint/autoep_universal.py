@@ -142,6 +142,12 @@ def shards_of(param_base_path, state, tp_index):
     return sorted((path for path in found if path.rsplit(".", 1)[1].isdigit()), key=natural_key)
 
 
+def states_below(*folders):
+    """Names of the states of which there are shards in any of these folders."""
+    found = (file.rsplit(".", 1) for folder in folders for file in os.listdir(folder))
+    return sorted({state for state, *number in found if number and number[0].isdigit()})
+
+
 def _shape_of(slice_shapes, tp_index):
     """``slice_shapes``: one shape for all ranks, a list with one for each, or None."""
     if slice_shapes is None or isinstance(slice_shapes, torch.Size):
@@ -300,7 +306,7 @@ def consolidate_autoep_zero12_expert_states(
         ep_size = info.get("ep_size", 1)
         if dp_degree % ep_size:
             raise ValueError(f"parameter '{name}': {dp_degree} data-parallel ranks do not hold {ep_size} parts")
-        for state in _states_of(temp_dir, name, dp_degree):
+        for state in states_below(os.path.dirname(shard_path(temp_dir, name, 0, STEP, 0))):
             parts = []
             for ep_rank in range(ep_size):
                 ranks = _ranks_of(ep_rank, ep_size, dp_degree, use_data_before_expert_parallel)
@@ -318,12 +324,6 @@ def consolidate_autoep_zero12_expert_states(
 def _ranks_of(ep_rank, ep_size, dp_degree, data_before_expert):
     copies = dp_degree // ep_size
     return range(ep_rank * copies, (ep_rank + 1) * copies) if data_before_expert else range(ep_rank, dp_degree, ep_size)
-
-
-def _states_of(temp_dir, name, dp_degree):
-    folder = os.path.dirname(_zero12_fragment_path(temp_dir, name, STEP, 0))
-    found = {file.rsplit(".", 1)[0] for file in os.listdir(folder) if file.rsplit(".", 1)[-1].isdigit()}
-    return sorted(found)
 
 
 def _joined(name, state, shards, shape):

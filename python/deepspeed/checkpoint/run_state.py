@@ -1,18 +1,19 @@
-"""The state of a training run as a value: all that saving reads of a run, and all that loading fills and gives back.
+"""The state of a training run as a value: all that saving reads of a run, and all that loading gives back.
 
-``RunState`` goes in. A load writes weights, masters and optimizer states through it, and returns the rest as a
-``LoadedRun``. ``deepspeed.engine.parts.checkpoints`` makes the first and applies the second, so this room needs no
-engine.
+``RunState`` goes in. A load writes weights, masters and optimizer states through a ``LoadTarget``, and returns the rest
+as a ``LoadedRun``. ``deepspeed.engine.parts.checkpoints`` makes the first two and applies the third, so this room needs
+no engine.
 """
 
+import contextlib
 import dataclasses
-import functools
 from typing import Any, Callable, Optional
 
 import torch
 
-from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
+from deepspeed.zero.named_states import OwnedStates
+from deepspeed.zero.param_ranks import ModuleTensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,53 +54,85 @@ class Counters:
 class RunState:
     """One rank's part of a run.
 
-    module:            names the parameters and buffers. At ZeRO stage 3 a parameter knows its slice.
+    weights:           parameters and buffers by name (``ModuleTensors``). At ZeRO stage 3 they lend slices.
     policy:            the row of the ZeRO stage (``_C.stage_policy``), which says what is sharded.
     config, ds_config: the ``DeepSpeedConfig``, and the dict that the user gave.
-    core:              the owner of masters and optimizer states. It lists the extents of this rank
-                       (``pieces``) and lends their elements. None where nothing is trained or sharded.
-    stepping:          names, optimizer and loss scaler of the trained parameters; None without an optimizer.
-    trained_groups:    lists of parameters, one for each group of the optimizer.
-    given_groups:      hyperparameters of these groups as the configuration gave them.
-    optimizer:         the object that wraps the optimizer; its ``state_dict`` is what files of torch.save hold.
+    states:            leases of masters and optimizer states (``OwnedStates``); None without an optimizer.
+    group_names:       names of the trained parameters, a list for each group of the optimizer.
+    trained_groups:    lists of these parameters.
+    options:           hyperparameters of these groups, dicts.
+    given_groups:      the same as the configuration gave them.
+    optimizer_values:  values of the optimizer as a whole, see ``SavedState.extra``.
+    resumed:           ``learned_fires`` and ``step_strategy``: with them the same run goes on.
     scheduler:         of learning rates, or None.
     writer:            the checkpoint engine, which writes files.
     client_state:      the values that the caller saves.
     loaded_values:     values of the run itself that the last load gave to the caller.
     memo:              a dict in which one save leaves facts for the next one of the same run.
+
+    Three values are made late, by functions, since they may be large and since all ranks must learn of an error:
     module_state:      ``module_state(keep_vars=, exclude_frozen_parameters=)`` gives the module's state dict.
-    load_module:       ``load_module(state)`` loads such a dict, in which names may be missing.
+    optimizer_state:   ``optimizer_state()`` gives the optimizer's, as files of torch.save hold it; or None.
     position:          ``position()`` gives the position in the training data, or None.
     """
 
-    module: torch.nn.Module
+    weights: ModuleTensors
+    module_state: Callable
     ranks: RunRanks = RunRanks()
     counters: Counters = dataclasses.field(default_factory=Counters)
     policy: Any = None
     config: Any = None
     ds_config: Optional[dict] = None
-    core: Any = None
-    stepping: Any = None
+    states: Optional[OwnedStates] = None
+    group_names: list = dataclasses.field(default_factory=list)
     trained_groups: list = dataclasses.field(default_factory=list)
+    options: list = dataclasses.field(default_factory=list)
     given_groups: list = dataclasses.field(default_factory=list)
-    optimizer: Any = None
+    optimizer_values: dict = dataclasses.field(default_factory=dict)
+    resumed: dict = dataclasses.field(default_factory=lambda: {"learned_fires": [], "step_strategy": {}})
     scheduler: Any = None
     writer: Any = None
     device: torch.device = torch.device("cpu")
     client_state: dict = dataclasses.field(default_factory=dict)
     loaded_values: dict = dataclasses.field(default_factory=dict)
     memo: dict = dataclasses.field(default_factory=dict)
-    module_state: Optional[Callable] = None
-    load_module: Optional[Callable] = None
+    optimizer_state: Optional[Callable] = None
     position: Callable = lambda: None
 
-    def __post_init__(self):
-        self.module_state = self.module_state or functools.partial(module_state, self.module)
-        self.load_module = self.load_module or functools.partial(self.module.load_state_dict, strict=False)
-
     def trained(self):
-        """The trained parameters of all groups, end to end."""
-        return [param for group in self.trained_groups for param in group]
+        """``[(name, parameter)]`` of all groups, end to end."""
+        return [pair for pairs in map(zip, self.group_names, self.trained_groups) for pair in pairs]
+
+    def trained_ids(self):
+        return {id(param) for group in self.trained_groups for param in group}
+
+
+class LoadTarget:
+    """What a load changes. The methods do what a module without an optimizer needs; ``load_module`` must be given."""
+
+    def load_module(self, state):
+        """Loads a state dict, in which names may be missing, into the module."""
+        raise NotImplementedError
+
+    def load_by(self, custom_load_fn, state):
+        """Calls ``custom_load_fn(src=state, dst=)`` with the module, whose parameters are whole meanwhile."""
+        raise NotImplementedError
+
+    def writing(self):
+        """A context in which all ranks change weights, masters and states."""
+        return contextlib.nullcontext()
+
+    def take_weights(self):
+        """The weights have changed: masters follow."""
+
+    def publish(self):
+        """The masters have changed: weights follow."""
+
+    def restoring(self, saved, options=None):
+        """The ``Restore`` of a ``SavedState``, None without an optimizer."""
+
+    def rehearse(self, schedule):
+        """Raises what loading ``schedule`` into the scheduler would raise, and changes nothing."""
 
 
 @dataclasses.dataclass
@@ -122,13 +155,3 @@ class LoadedRun:
     data: Optional[dict] = None
     learned_fires: Optional[list] = None
     rng: Optional[dict] = None
-
-
-def module_state(module, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
-    """The module's state dict, without parameters that are not trained when asked so."""
-    state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-    if exclude_frozen_parameters:
-        for name, param in named_parameters(module):
-            if not param.requires_grad:
-                state.pop(prefix + name, None)
-    return state

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.layouts.names import LATEST, latest_tag
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.read.weights import check_weights, load_weights
-from deepspeed.checkpoint.run_state import RunState
+from deepspeed.checkpoint.run_state import LoadTarget, RunState
 from deepspeed.comm import mesh, mesh_views
 from deepspeed.config.errors import config_error
 from deepspeed.config.inference import DeepSpeedInferenceConfig, merge_inference_config
@@ -26,6 +26,7 @@ from deepspeed.moe.errors import fail
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.serving import serve_alike, share_experts, slice_experts
 from deepspeed.utils.module_attributes import attribute_or_that_of_module
+from deepspeed.zero.param_ranks import ModuleTensors
 
 # What is still to be built: key -> the values that need nothing.
 _NOT_BUILT = {
@@ -271,9 +272,10 @@ class InferenceEngine(torch.nn.Module):
             return
         prefixes = tuple(f"{name}.deepspeed_moe.experts.deepspeed_experts." for name in layers)
         elsewhere = {name for name in _names(saved) if name.startswith(prefixes)}
-        run = RunState(self.module, load_module=lambda state: self.load_module_state_dict({"module": state}, False))
+        run, target = RunState(ModuleTensors(self.module), self.module.state_dict), LoadTarget()
+        target.load_module = lambda state: self.load_module_state_dict({"module": state}, False)
         check_weights(run, saved, True, elsewhere=elsewhere)
-        load_weights(run, saved, elsewhere=elsewhere)
+        load_weights(run, target, saved, elsewhere=elsewhere)
 
     @staticmethod
     def _numbers(layers):

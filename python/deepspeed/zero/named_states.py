@@ -109,6 +109,46 @@ def groups_of_params(optimizer_groups):
     return [number for number, group in enumerate(optimizer_groups) for _ in group]
 
 
+class OwnedStates:
+    """Leases of what this rank owns of masters and optimizer states: saving reads them and can hold their memory.
+
+    ``groups``: lists of the trained parameters. ``made_by``: the name of the optimizer's class.
+    """
+
+    def __init__(self, stepping, groups):
+        self._stepping, self._groups, self.made_by = stepping, groups, type(stepping.optimizer).__name__
+
+    def named(self, takes):
+        """``NamedStates`` of the parameters for whose number ``takes`` is true."""
+        return named_states(self._stepping, [param for group in self._groups for param in group], takes)
+
+    def by_name(self, takes=None):
+        """``own_params`` over the memory of what is trained."""
+        return own_params(self._stepping, self._groups, takes, in_pieces=True)
+
+    def steps(self):
+        """Updates of each parameter, or None: see ``steps_of``."""
+        return steps_of(self._stepping)
+
+    def expected_bytes(self):
+        """About the bytes of all of it, rather too many than too few."""
+        core, kinds = self._stepping.core, 2 if self._stepping.fused is None else 0
+        return 4 * sum(numel for _, _, numel in core.pieces()) * (1 + max(len(core.slot_names()), kinds))
+
+    def tensors(self):
+        """Masters and states as they are in memory; None for one that is elsewhere."""
+        core = self._stepping.core
+        slots = (core.slots(number) for number in range(len(core.slot_names())))
+        return [*core.masters(), *(tensor for slot in slots for tensor in slot)]
+
+    def hold(self):
+        """From now on calls that would change the memory wait for ``let_go``."""
+        self._stepping.core.hold_states()
+
+    def let_go(self):
+        self._stepping.core.release_states()
+
+
 # ---- as an optimizer's saved state has them ------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """Parameters with ranks of their own: some ranks train one, others train another in its place (experts)."""
 
+import functools
+
 import torch
 
 from deepspeed import comm as dist
@@ -47,6 +49,14 @@ def saved_part(param):
         return 0, torch.Size(shape)
     row = torch.Size(shape[1:]).numel()
     return rows[0] * row, torch.Size((rows[1], *shape[1:]))
+
+
+def own_extent(tensor):
+    """``(first element, numel)`` of what this rank has of the tensor that checkpoints have."""
+    begin = saved_part(tensor)[0]
+    if hasattr(tensor, "ds_handle"):
+        return begin + tensor.ds_handle.own_begin, max(0, tensor.ds_handle.own_numel)
+    return begin, tensor.numel()
 
 
 class SavedNames:
@@ -112,36 +122,59 @@ def layers_of(module):
     return getattr(module, "ds_saved_layers", None)
 
 
-def copies_by_name(module):
-    """name -> ranks that have the same: of parameters with ranks of their own, under each of their names, and of
-    buffers of experts that have such parameters."""
-    named, found, of_expert = SavedNames(module), {}, {}
-    for name, param in named_parameters(module):
-        if ranks_of(param) is not None:
-            found[name] = ranks_of(param).copies
-            of_expert.setdefault(named.expert(name), found[name])
-    of_expert.pop(None, None)
-    for name, _ in module.named_buffers():
-        if named.expert(name) in of_expert:
-            found[name] = of_expert[named.expert(name)]
-    return found
+class ModuleTensors:
+    """The tensors of a module by their names: all that checkpoints know of a module.
+
+    params:  name -> parameter, tied ones under each of their names. At ZeRO stage 3 it lends this rank's slice.
+    buffers: name -> buffer.
+    named:   the ``SavedNames``. layers: the ``SavedLayers`` of a stage of a pipeline, or None.
+    differs: whether ranks of one data-parallel group may have different parameters, or call them otherwise.
+    """
+
+    def __init__(self, module):
+        self.params, self.buffers = dict(named_parameters(module)), dict(module.named_buffers())
+        self.named, self.layers = SavedNames(module), layers_of(module)
+        self.differs = (
+            self.layers is not None
+            or any(ranks_of(param) is not None for param in self.params.values())
+            or any(getattr(sub, "ds_expert_numbers", None) for sub in module.modules())
+        )
+
+    def unique(self):
+        """``[(name, parameter)]``, tied ones under the first of their names."""
+        first = {}
+        for name, param in self.params.items():
+            first.setdefault(id(param), (name, param))
+        return list(first.values())
+
+    def tied(self):
+        """dict alias -> first name of the same parameter, as checkpoints call them."""
+        first = {id(param): name for name, param in self.unique()}
+        firsts = ((name, first[id(param)]) for name, param in self.params.items())
+        return {self.named(name): self.named(known) for name, known in firsts if name != known}
+
+    @functools.cached_property
+    def copies(self):
+        """name -> ranks that have the same: of parameters with ranks of their own, under each of their names, and of
+        buffers of experts that have such parameters."""
+        found, of_expert = {}, {}
+        for name, param in self.params.items():
+            if ranks_of(param) is not None:
+                found[name] = ranks_of(param).copies
+                of_expert.setdefault(self.named.expert(name), found[name])
+        of_expert.pop(None, None)
+        for name in self.buffers:
+            if self.named.expert(name) in of_expert:
+                found[name] = of_expert[self.named.expert(name)]
+        return found
 
 
 def broadcast_own_buffers(module):
     """Buffers of experts become those of the first rank that has the expert. Returns all others."""
-    copies, rest = copies_by_name(module), []
+    copies, rest = ModuleTensors(module).copies, []
     for name, buffer in module.named_buffers():
         if name in copies:
             dist.broadcast(buffer.data, dist.get_global_rank(copies[name], 0), group=copies[name])
         else:
             rest.append(buffer)
     return rest
-
-
-def differs_by_rank(module):
-    """Whether ranks of one data-parallel group may have different parameters of this model, or call them otherwise."""
-    return (
-        layers_of(module) is not None
-        or any(ranks_of(param) is not None for param in module.parameters())
-        or any(getattr(sub, "ds_expert_numbers", None) for sub in module.modules())
-    )

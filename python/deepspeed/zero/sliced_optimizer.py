@@ -6,6 +6,7 @@ import weakref
 import torch
 
 from deepspeed import comm as dist
+from deepspeed._native import _C
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.formats import torch_archive
 from deepspeed.zero.core import writing
@@ -59,22 +60,13 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
 
     # ---- slices, padded as they lie on disk -------------------------------------------------------------
     def _sub_groups(self, dense=False):
-        """Lists of parameter indices: each group's parameters in runs of at most ``sub_group_size`` elements.
-        ``dense``: without those that have ranks of their own."""
-        runs, index = [], 0
-        for group in self.bit16_groups:
-            held = None
-            for param in group:
-                if dense and ranks_of(param) is not None:
-                    index += 1
-                    continue
-                if held is None or held + param.ds_numel > self.sub_group_size:
-                    runs.append([])
-                    held = 0
-                runs[-1].append(index)
-                held += param.ds_numel
-                index += 1
-        return runs
+        """Lists of parameter indices: the units of the saved layout. ``dense``: without parameters that have ranks of
+        their own."""
+        numels = [
+            [-1 if dense and ranks_of(param) is not None else param.ds_numel for param in group]
+            for group in self.bit16_groups
+        ]
+        return _C.SavedLayout.sub_grouped(numels, int(self.sub_group_size), self.partition_count).units()
 
     def _flat_sub_groups(self, tensors, dense=False):
         return [self.core.padded_slices(tensors, run) for run in self._sub_groups(dense)]

@@ -114,6 +114,53 @@ TEST(SavedLayout, PartitionsThatAreSavedAreEvenAndHaveTheirPaddingAtTheEnd) {
   }
 }
 
+TEST(SavedLayout, SubGroupsThatAreSavedAreFoundByTheirSizes) {
+  std::mt19937 random(4);
+  for (int round = 0; round < 500; ++round) {
+    const int32_t ranks = 1 + static_cast<int32_t>(random() % 5);
+    const int64_t most = 1 + static_cast<int64_t>(random() % 40);
+    std::vector<std::vector<int64_t>> groups(1 + random() % 3), units;
+    std::vector<int64_t> saved, params, sizes;  // of those that are not elsewhere; of the units in a rank's file
+    int64_t param = 0;
+    for (auto& group : groups) {
+      int64_t held = 0;
+      bool open = false;
+      for (size_t i = random() % 6; i > 0; --i, ++param) {
+        group.push_back(random() % 5 == 0 ? -1 : 1 + static_cast<int64_t>(random() % 20));
+        const int64_t numel = group.back();
+        if (numel < 0) continue;
+        if (!open || held + numel > most) {
+          units.emplace_back();
+          sizes.push_back(0);
+          held = 0;
+        }
+        open = true;
+        held += numel;
+        units.back().push_back(param);
+        sizes.back() += (numel + ranks - 1) / ranks;
+        saved.push_back(numel);
+        params.push_back(param);
+      }
+    }
+    const SavedLayout layout = SavedLayout::sub_grouped(groups, most, ranks);
+    ASSERT_EQ(layout.units(), units);
+    const SavedLayout read = SavedLayout::sliced(saved, sizes, ranks, "here");
+    EXPECT_EQ(read.units().size(), units.size());
+    for (size_t i = 0; i < params.size(); ++i) {
+      const auto number = static_cast<size_t>(params[i]);
+      EXPECT_EQ(layout.unit(number), read.unit(i));
+      EXPECT_EQ(layout.begin(number), read.begin(i));
+      EXPECT_EQ(layout.place_in_unit(number), read.place_in_unit(i));
+      EXPECT_EQ(layout.runs(number).size(), read.runs(i).size());
+    }
+    for (int64_t other = 0; other < param; ++other) {
+      if (std::count(params.begin(), params.end(), other) > 0) continue;
+      EXPECT_EQ(layout.unit(static_cast<size_t>(other)), -1);
+      EXPECT_TRUE(layout.runs(static_cast<size_t>(other)).empty());
+    }
+  }
+}
+
 TEST(SavedLayout, WritersShareByElementsInOrder) {
   const std::vector<int64_t> numels = {7, 100, 3, 50, 50, 0, 90, 1, 1, 1, 80, 20, 60, 33};
   const int64_t total = std::accumulate(numels.begin(), numels.end(), int64_t{0});

@@ -20,12 +20,15 @@ import torch
 from deepspeed import _native
 from deepspeed.checkpoint.engines.base import make_engine
 from deepspeed.checkpoint.read.load import load_checkpoint
-from deepspeed.checkpoint.run_state import Counters, RunState
+from deepspeed.checkpoint.run_state import Counters, LoadTarget, RunState
 from deepspeed.checkpoint.write.save import save_checkpoint
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.zero.core import build_core
+from deepspeed.zero.core import build_core, writing
 from deepspeed.zero.fused_state import FusedState
+from deepspeed.zero.named_states import OwnedStates
+from deepspeed.zero.param_ranks import ModuleTensors
+from deepspeed.zero.restore import Restore
 from deepspeed.zero.stepping import Stepping
 
 try:
@@ -34,6 +37,27 @@ except ImportError as error:
     assert "is refused here" in str(error)
 else:
     raise SystemExit("deepspeed.engine was imported")
+
+
+class Target(LoadTarget):
+    def __init__(self, module, core=None, stepping=None):
+        self.module, self.core, self.stepping = module, core, stepping
+
+    def load_module(self, state):
+        self.module.load_state_dict(state, strict=False)
+
+    def writing(self):
+        return writing(self.core)
+
+    def publish(self):
+        self.core.publish()
+
+    def restoring(self, saved, options=None):
+        return Restore(self.stepping, list(self.module.parameters()), saved, options)
+
+
+def values(module, **more):
+    return dict(weights=ModuleTensors(module), module_state=lambda **options: module.state_dict(), **more)
 
 
 def made(seed, **more):
@@ -53,34 +77,39 @@ def made(seed, **more):
         for slot in core.slots(number):
             slot.uniform_()
     core.steps().fill_(3 + seed)
-    return RunState(
-        module, policy=_native._C.stage_policy(0), config=config, ds_config=written, core=core, stepping=stepping,
-        trained_groups=[trained], optimizer=optimizer, writer=make_engine(config), **more,
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    run = RunState(
+        **values(module), policy=_native._C.stage_policy(0), config=config, ds_config=written,
+        states=OwnedStates(stepping, [trained]), group_names=[called], trained_groups=[trained], options=options,
+        optimizer_state=optimizer.state_dict, writer=make_engine(config), **more,
     )
+    return run, Target(module, core, stepping)
 
 
-def tensors(run):
-    slots = [slot.clone() for number in range(len(run.core.slot_names())) for slot in run.core.slots(number)]
-    return [*(value.clone() for value in run.module.state_dict().values()), *slots, run.core.steps().clone()]
+def tensors(target):
+    core = target.core
+    slots = [slot.clone() for number in range(len(core.slot_names())) for slot in core.slots(number)]
+    return [*(value.clone() for value in target.module.state_dict().values()), *slots, core.steps().clone()]
 
 
 counters = Counters(global_steps=5, global_samples=10, skipped_steps=1, micro_steps=5)
-saved = made(0, counters=counters, client_state={"epoch": 4}, position=lambda: {"batches": 5})
+saved, source = made(0, counters=counters, client_state={"epoch": 4}, position=lambda: {"batches": 5})
 save_checkpoint(saved, folder, tag="five")
 drawn = torch.rand(3)
-other = made(1)
-assert not any(torch.equal(a, b) for a, b in zip(tensors(saved), tensors(other)) if a.dtype == torch.float32)
-found = load_checkpoint(other, folder)
-assert all(torch.equal(a, b) for a, b in zip(tensors(saved), tensors(other)))
-assert other.optimizer.param_groups[0]["lr"] == 0.1
+other, target = made(1)
+assert not any(torch.equal(a, b) for a, b in zip(tensors(source), tensors(target)) if a.dtype == torch.float32)
+found = load_checkpoint(other, target, folder)
+assert all(torch.equal(a, b) for a, b in zip(tensors(source), tensors(target)))
+assert target.stepping.optimizer.param_groups[0]["lr"] == 0.1
 assert found.client_state == {"epoch": 4, **found.own_values}, found.client_state
 assert found.counters == counters, found.counters
 assert found.data == {"batches": 5} and found.dp_world_size == 1 and found.rng is not None
-assert load_checkpoint(made(2), folder + "/nothing") is None
+assert load_checkpoint(*made(2), folder + "/nothing") is None
 
-alone = RunState(made(3).module, policy=saved.policy, config=saved.config, ds_config={}, writer=saved.writer)
-found = load_checkpoint(alone, folder, load_module_only=True)
-assert all(torch.equal(a, b) for a, b in zip(saved.module.state_dict().values(), alone.module.state_dict().values()))
+alone = Target(made(3)[1].module)
+run = RunState(**values(alone.module), policy=saved.policy, config=saved.config, ds_config={}, writer=saved.writer)
+found = load_checkpoint(run, alone, folder, load_module_only=True)
+assert all(torch.equal(a, b) for a, b in zip(source.module.state_dict().values(), alone.module.state_dict().values()))
 assert found.counters is None and found.schedule is None and found.rng is None
 print("done")
 """

@@ -256,7 +256,7 @@ def bundle(sources):
         docstring = ast.get_docstring(tree, clean=False)
         dropped = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         for node in dropped:
-            if not (isinstance(node, ast.ImportFrom) and node.module.startswith("deepspeed")):
+            if not ast.unparse(node).startswith("from deepspeed"):
                 imports.add(ast.unparse(node))
         dropped += tree.body[:1]
         dropped += [

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.autoep_universal import (
     metadata_of,
     shard_path,
     state_path,
+    states_below,
     write_shard,
 )
 from deepspeed.checkpoint.layouts import names
@@ -228,7 +229,7 @@ class Conversion:
 
     def frozen_tasks(self):
         saved = self.source.saved(0)
-        return [[name] for name in getattr(saved, "frozen_shapes", dict)() if saved.frozen_pieces(name)]
+        return [[name] for name in saved.frozen_shapes() if saved.frozen_pieces(name)]
 
     def common(self):
         """Writes what belongs to the optimizer as a whole."""
@@ -262,7 +263,8 @@ def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes, records=None)
     count = len(slice_shapes)
     if not merge_zero_shards(base, keys.FP32_WEIGHT_KEY, count, slice_shapes):
         raise ValueError(f"there are no shards of parameter '{name}' below {temp_dir}")
-    for state in _states_below(base):
+    folders = (os.path.join(base, tp) for tp in os.listdir(base))
+    for state in states_below(*filter(os.path.isdir, folders)):
         slices = merge_zero_shards(base, state, count, slice_shapes)
         path = state_path(zero_dir, name, state)
         if state == STEP:
@@ -274,18 +276,6 @@ def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes, records=None)
             _save_state(path, {keys.PARAM: whole, **hints}, records)
     file_writer.sync_directory(os.path.dirname(path))
     return set(rules.used)
-
-
-def _states_below(base):
-    """Names of the states of which there are shards, whichever tensor-parallel rank has them."""
-    found = {
-        file.rsplit(".", 1)[0]
-        for tp in os.listdir(base)
-        if os.path.isdir(os.path.join(base, tp))
-        for file in os.listdir(os.path.join(base, tp))
-        if file.rsplit(".", 1)[-1].isdigit()
-    }
-    return sorted(found)
 
 
 # ---- universal workers ---------------------------------------------------------------------------------------------

@@ -1,131 +1,123 @@
 """Weights of a run for others to read, in the dtype that the model computes with.
 
-At ZeRO stage 3 a parameter is whole only while it is gathered, and experts are on other ranks: one at a time passes
-through, on every rank in the same order.
+At ZeRO stage 3 a parameter is in slices (``csrc/plan/saved_layout.h`` says whose), and experts are on other ranks: one
+at a time passes to rank 0, on every rank in the same order.
 """
 
-import contextlib
 import os
 
 import torch
 
 from deepspeed import comm as dist
-from deepspeed._compat import named_parameters
+from deepspeed._native import _C
 from deepspeed.checkpoint.write.by_rank import saves
 from deepspeed.checkpoint.write.ranks import Ranks, attempt
 from deepspeed.formats.lazy_tensor import itemsize
 from deepspeed.formats.weight_files import StoredWeight, as_weight, write_safetensors, write_torch, write_whole
 from deepspeed.log import logger
-from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.param_ranks import SavedNames, copies_by_name, differs_by_rank, layers_of, ranks_of, saved_part
+from deepspeed.zero.param_ranks import own_extent, ranks_of, saved_part
 from deepspeed.zero.sharded_parameter import is_sharded
 
 
 class _PassingWeight(StoredWeight):
-    """A weight that passes through. Whoever reads it on rank 0 needs the others to call ``gather`` meanwhile, so every
-    rank must come to the same ones in the same order."""
+    """A weight that not all ranks have whole. Rank 0 reads it while the others send it (``gather``), so every rank must
+    come to the same ones in the same order.
 
-    gathered = 0  # how often it has passed
-
-
-class _ShardedWeight(_PassingWeight):
-    """A parameter of stage 3."""
-
-    def __init__(self, param):
-        self.param = param
-        self.shape, self.dtype = torch.Size(param.ds_shape), param.dtype
-
-    def _parts(self):
-        self.gathered += 1
-        with torch.no_grad(), GatheredParameters([self.param]):
-            values = self.param.detach()
-            yield from StoredWeight([(values, 0, values.numel())], self.shape, self.dtype)._parts()
-
-    def gather(self):
-        """What the other ranks do meanwhile, or this one when it no longer writes."""
-        self.gathered += 1
-        with GatheredParameters([self.param]):
-            pass
-
-
-class _RemoteWeight(_PassingWeight):
-    """A tensor that not all ranks have. ``parts``: (first element, numel, rank that sends it), in order; ``own``: what
-    this rank has of it, or None."""
+    ``parts``: (first element, numel, rank that sends it), in order. ``own``: gives this rank's part, flat; or None.
+    """
 
     def __init__(self, shape, dtype, parts, own, device):
         self.shape, self.dtype, self.parts = torch.Size(shape), dtype, sorted(parts)
-        self.own, self.device, self.rank = own, device, dist.get_rank()
+        self.own, self.device, self.rank = own, device, dist.get_rank() if dist.is_initialized() else 0
+        self.gathered, self._left = 0, []
 
-    @contextlib.contextmanager
-    def _mine(self):
-        sharded = self.own is not None and is_sharded(self.own)
-        with torch.no_grad(), GatheredParameters([self.own]) if sharded else contextlib.nullcontext():
-            yield None if self.own is None else self.own.detach().contiguous().view(-1)
+    def _start(self):
+        self.gathered, self._left = self.gathered + 1, list(self.parts)
+
+    def _pass(self):
+        """The parts that are left, on rank 0."""
+        while self._left:
+            _, numel, source = self._left.pop(0)
+            if self.rank == 0 and source != 0:
+                values = torch.empty(numel, dtype=self.dtype, device=self.device)
+                dist.recv(values, source)
+                yield values
+            elif self.rank == 0:
+                yield self.own()
+            elif source == self.rank:
+                dist.send(self.own().to(self.device), 0)
 
     def _parts(self):
-        self.gathered += 1
-        with self._mine() as mine:
-            for _, numel, source in self.parts:
-                if source == self.rank:
-                    values = mine
-                else:
-                    values = torch.empty(numel, dtype=self.dtype, device=self.device)
-                    dist.recv(values, source)
-                yield from StoredWeight([(values, 0, numel)], [numel], self.dtype)._parts()
+        self._start()
+        for values in self._pass():
+            yield from StoredWeight([(values, 0, values.numel())], values.shape, self.dtype)._parts()
+
+    def finish(self):
+        """Takes what is left of a passage that was broken off."""
+        for _ in self._pass():
+            pass
 
     def gather(self):
-        """As that of ``_ShardedWeight``: who has a part sends it to rank 0."""
-        self.gathered += 1
-        with self._mine() as mine:
-            for _, numel, source in self.parts:
-                if source == self.rank and self.rank != 0:
-                    dist.send(mine, 0)
-                elif source != self.rank and self.rank == 0:
-                    dist.recv(torch.empty(numel, dtype=self.dtype, device=self.device), source)
+        """What the other ranks do meanwhile, or rank 0 when it no longer writes."""
+        self._start()
+        self.finish()
+
+
+def _lent(param):
+    """A function that gives the elements that this rank has of a tensor, flat."""
+    if is_sharded(param):
+        return lambda: param.ds_handle.shard.detach()[: max(0, param.ds_handle.own_numel)]
+    return lambda: param.detach().contiguous().view(-1)
 
 
 def _state_of(run, exclude_frozen_parameters):
-    """The module's state dict, of all ranks; sharded and remote parameters as weights, tied names with the same
-    object."""
+    """The module's state dict, of all ranks, in which weights that not all have whole are ``_PassingWeight``; tied
+    names with the same object."""
     state = run.module_state(keep_vars=True, exclude_frozen_parameters=exclude_frozen_parameters)
-    by_name = dict(named_parameters(run.module))
-    remote = _remote(run, state, by_name) if differs_by_rank(run.module) else {}
+    params, holders = run.weights.params, run.ranks.dp_ranks[: run.ranks.holders]
+    remote = _remote(run, state) if run.weights.differs else {}
+    cut = {name: param for name, param in params.items() if name in state and is_sharded(param)}
+    layout = _C.SavedLayout.sliced([param.ds_numel for param in cut.values()], [], len(holders), "the model")
     made = {}
-    for name in state:
-        param = by_name.get(name)
-        if param is not None and is_sharded(param) and ranks_of(param) is None:
-            state[name] = made.setdefault(id(param), _ShardedWeight(param))
+    for number, (name, param) in enumerate(cut.items()):
+        if ranks_of(param) is None and id(param) not in made:
+            # Rank 0 has nothing of the model of other model-parallel ranks.
+            runs = layout.runs(number) if 0 in holders else []
+            parts = [(offset, numel, holders[rank]) for offset, numel, rank, _ in runs]
+            made[id(param)] = _PassingWeight(param.ds_shape, param.dtype, parts, _lent(param), run.device)
+        state[name] = made.get(id(param), state[name])
     state.update(remote)
     return state
 
 
-def _remote(run, state, by_name):
-    """``_RemoteWeight`` of all tensors that not all ranks have, which are taken out of ``state``; its other entries get
-    their names in checkpoints."""
-    named, copies, own, told = SavedNames(run.module), copies_by_name(run.module), {}, {}
-    layers = layers_of(run.module)
+def _remote(run, state):
+    """``_PassingWeight`` of all tensors that not all ranks have, which are taken out of ``state``; its other entries
+    get their names in checkpoints."""
+    weights, own, told = run.weights, {}, {}
+    named, copies, layers = weights.named, weights.copies, weights.layers
     first_slice = layers is None or not layers.slices or layers.slices.endswith("_00")
     for name in list(state):
-        value, param = state.pop(name), by_name.get(name)
+        value, param = state.pop(name), weights.params.get(name)
         place = layers.find(name) if layers is not None else None
         if name not in copies and place is None:
             state[named(name)] = value
             continue
-        own[named(name)] = value
-        if saves(run, copies.get(name)) and first_slice and (place is None or place[0] in layers.writes):
-            begin, shape = saved_part(param) if param is not None else (0, value.shape)
-            numel = param.ds_numel if is_sharded(value) else value.numel()
-            told[named(name)] = [list(shape), str(value.dtype).removeprefix("torch."), begin, numel]
+        tensor = value if param is None else param
+        own[named(name)] = _lent(tensor)
+        saved = is_sharded(tensor) or saves(run, copies.get(name))  # of slices each rank has another one
+        if saved and first_slice and (place is None or place[0] in layers.writes):
+            shape = saved_part(param)[1] if param is not None else value.shape
+            told[named(name)] = [list(shape), str(value.dtype).removeprefix("torch."), *own_extent(tensor)]
     found = {}
     for rank, some in enumerate(Ranks(run.ranks, False).gather(told)):
         for name, (shape, dtype, begin, numel) in some.items():
-            found.setdefault(name, (shape, getattr(torch, dtype), []))[2].append((begin, numel, rank))
-    return {name: _RemoteWeight(*about, own.get(name), run.device) for name, about in found.items()}
-
-
-def _drain(run):
-    if run.core is not None and run.core.gatherer is not None:
-        run.core.gatherer.drain()
+            parts = found.setdefault(name, (shape, getattr(torch, dtype), {}))[2]
+            if numel:
+                parts.setdefault(begin, (begin, numel, rank))
+    return {
+        name: _PassingWeight(shape, dtype, parts.values(), own.get(name), run.device)
+        for name, (shape, dtype, parts) in found.items()
+    }
 
 
 def _tensors_only(state):
@@ -148,6 +140,8 @@ def _write(state, path, turns):
         write = write_safetensors if path.endswith(".safetensors") else write_torch
         write_whole(path, write, _tensors_only(state) if path.endswith(".safetensors") else state)
     finally:
+        for weight in turns:
+            weight.finish()
         done = sum(weight.gathered for weight in {id(weight): weight for weight in turns}.values())
         for weight in turns[done:]:
             weight.gather()
@@ -175,7 +169,6 @@ def save_16bit_model(run, save_dir, save_filename="pytorch_model.bin", exclude_f
     turns = _turns(state, path.endswith(".safetensors"))
     leads = run.ranks.rank == 0
     _, error = attempt(lambda: _write(state, path, turns) if leads else [weight.gather() for weight in turns])
-    _drain(run)
     Ranks(run.ranks, False).agree(error, f"the model is not saved to {path}")
     return True
 
@@ -184,7 +177,7 @@ def save_16bit_model(run, save_dir, save_filename="pytorch_model.bin", exclude_f
 def whole_state_dict(run, exclude_frozen_parameters=False):
     """Rank 0: the module's state dict with whole parameters on the CPU, tied ones as one tensor; None elsewhere.
 
-    Parameters are gathered one at a time. Every rank calls it.
+    Parameters pass one at a time. Every rank calls it.
     """
     keep, made = run.ranks.rank == 0, {}
     state = _state_of(run, exclude_frozen_parameters)
@@ -195,5 +188,4 @@ def whole_state_dict(run, exclude_frozen_parameters=False):
             state[name] = made[id(value)]
         elif torch.is_tensor(value) and keep:
             state[name] = made.setdefault(id(value), value.detach().to("cpu", copy=True))
-    _drain(run)
     return state if keep else None

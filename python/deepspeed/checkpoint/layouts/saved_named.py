@@ -8,7 +8,7 @@ import re
 import torch
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.layouts.saved_state import Range, SavedState
+from deepspeed.checkpoint.layouts.saved_state import Range, SavedOver
 from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.zero.named_states import OWN_PARAMS, joined_tables, table_of
@@ -77,19 +77,14 @@ class NamedParams:
         return pieces_of(sorted(runs.items(), key=lambda run: run[0]), self._table[name]["shape"], strides)
 
 
-class WithNamed(SavedState):
+class WithNamed(SavedOver):
     """``base``: the ``SavedState`` of what all ranks train. ``named``: ``NamedParams`` of the others. ``weights``: name
     -> tensor or lazy tensor of weights and buffers that are in files of their own. ``optimizer``: without ZeRO, what
     is saved once: ``param_groups`` and values of the optimizer as a whole."""
 
     def __init__(self, base, named, weights=None, optimizer=None):
-        super().__init__()
-        self._base, self._named = base, named
-        self._weights, self._optimizer = weights or {}, optimizer
-        self.folder, self.zero_stage, self.dp_world_size = base.folder, base.zero_stage, base.dp_world_size
-        self.masters_only, self.model = base.masters_only, base.model
-        self.frozen_shapes, self.frozen_pieces = getattr(base, "frozen_shapes", dict), base.frozen_pieces
-        self.aliases, self._cut = base.aliases, base._cut
+        super().__init__(base)
+        self._named, self._weights, self._optimizer = named, weights or {}, optimizer
         self._own = named.shapes()
 
     def shapes(self):

@@ -241,7 +241,6 @@ class NativeState(SavedState):
         return self._shapes
 
     def frozen_shapes(self):
-        """dict: name -> torch.Size of parameters that are not trained."""
         return self._frozen
 
     def weight_shape(self, name):

@@ -9,21 +9,13 @@ import torch
 
 from deepspeed._native import _C
 from deepspeed.checkpoint.layouts.saved_named import NamedParams, WithNamed
-from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager
+from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager, with_names
 from deepspeed.zero.flat_layout import PARAM_SCALARS, PARAM_STEPS, per_element
 from deepspeed.zero.named_states import OWN_PARAMS
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
 _BY_PARAM = (PARAM_STEPS, PARAM_SCALARS)
 _EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-
-
-def with_names(groups, named):
-    """Hyperparameters of saved parameter groups beside the names of their parameters."""
-    return [
-        {**{key: value for key, value in group.items() if key != "params"}, "names": list(names)}
-        for group, names in zip(groups or [{} for _ in named], named)
-    ]
 
 
 def _step_like(like, number):
@@ -174,7 +166,6 @@ class SlicedState(_Shards):
         return len(self._shards) > 0
 
     def frozen_shapes(self):
-        """dict: name -> torch.Size of parameters that are not trained."""
         return self._frozen
 
     def _cut(self):

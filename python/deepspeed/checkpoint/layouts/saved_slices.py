@@ -3,7 +3,7 @@
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.layouts.saved_state import SavedState, read_into
+from deepspeed.checkpoint.layouts.saved_state import SavedOver, read_into
 from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, local_slice, merge_slices
 
 
@@ -22,7 +22,7 @@ class Cut:
         return cls(shape, getattr(param, "partition_dim", -1), max(getattr(param, "partition_stride", 1), 1))
 
 
-class SavedSlices(SavedState):
+class SavedSlices(SavedOver):
     """``states``: of each tensor-parallel rank that saved, by rank. ``cuts``: name -> ``Cut`` of this run's parameters,
     of which this is slice ``rank`` of ``count``. How slices make a whole is said by the ``universal_checkpoint_info``
     that was saved, else by the cuts."""
@@ -30,10 +30,7 @@ class SavedSlices(SavedState):
     is_whole = False
 
     def __init__(self, states, cuts, rank, count):
-        super().__init__()
-        first = states[0]
-        self.folder, self.zero_stage, self.dp_world_size = first.folder, first.zero_stage, first.dp_world_size
-        self.masters_only, self.model, self.model_path = first.masters_only, first.model, first.model_path
+        super().__init__(states[0])
         self.ranks = [one for state in states for one in getattr(state, "ranks", ())]
         self._states, self._cuts, self._rank, self._count = states, cuts, rank, count
         info = self.model.get(keys.UNIVERSAL_CHECKPOINT_INFO)
@@ -41,44 +38,23 @@ class SavedSlices(SavedState):
         self._held = (None, None)  # what was put together last
 
     def shapes(self):
-        return {name: self._shape(name, shape) for name, shape in self._states[0].shapes().items()}
+        return {name: self._shape(name, shape) for name, shape in self._base.shapes().items()}
 
     def _shape(self, name, saved):
         return self._cuts[name].shape if name in self._cuts and saved is not None else saved
 
     def weight_shape(self, name):
-        return self._shape(name, self._states[0].weight_shape(name))
-
-    def param_groups(self):
-        return self._states[0].param_groups()
-
-    def state_names(self):
-        return self._states[0].state_names()
-
-    def scalars(self, name):
-        return self._states[0].scalars(name)
-
-    def has_optimizer(self):
-        return self._states[0].has_optimizer()
-
-    def extra(self):
-        return self._states[0].extra()
-
-    def run_states(self, rank):
-        return self._states[0].run_states(rank)
-
-    def aliases(self):
-        return self._states[0].aliases()
+        return self._shape(name, self._base.weight_shape(name))
 
     def module(self):
-        found = self._states[0].module()
+        found = self._base.module()
         return {name: _Slice(self, name, "weight") if name in self._cuts else one for name, one in found.items()}
 
     def state_pieces(self, name, kind):
-        return self._pieces(name, kind) if self._states[0].state_pieces(name, kind) else []
+        return self._pieces(name, kind) if self._base.state_pieces(name, kind) else []
 
     def frozen_pieces(self, name):
-        return self._pieces(name, "weight") if self._states[0].frozen_pieces(name) else []
+        return self._pieces(name, "weight") if self._base.frozen_pieces(name) else []
 
     def _pieces(self, name, kind):
         numel = self._cuts[name].shape.numel()

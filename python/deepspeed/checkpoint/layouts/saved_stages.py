@@ -78,10 +78,9 @@ class SavedStages(SavedState):
         return {alias: name for state in reversed(self._states) for alias, name in state.aliases().items()}
 
     def frozen_shapes(self):
-        """dict: name -> torch.Size of parameters that are not trained."""
         shapes = {}
         for state in reversed(self._states):
-            shapes.update(getattr(state, "frozen_shapes", dict)())
+            shapes.update(state.frozen_shapes())
         return shapes
 
     def frozen_pieces(self, name):

@@ -120,6 +120,10 @@ class SavedState:
             return self.state_pieces(name, "fp32") if name in self.shapes() else self.frozen_pieces(name)
         return [(0, _numel(value), Range(value))]
 
+    def frozen_shapes(self):
+        """dict: name -> torch.Size of parameters that are not trained and are not in the model file in one piece."""
+        return {}
+
     def frozen_pieces(self, name):
         """As ``pieces`` for the value of a parameter that is not trained and is not in the model file in one piece."""
         return []
@@ -142,6 +146,35 @@ class SavedState:
     def origin(self):
         """Where it comes from, for messages."""
         return f"the checkpoint {self.folder}" if self.folder else "the saved optimizer"
+
+
+class SavedOver(SavedState):
+    """Says what another ``SavedState`` says, but for what a subclass says itself."""
+
+    def __init__(self, base):
+        super().__init__()
+        self._base, self.model = base, base.model
+        self.folder, self.zero_stage, self.dp_world_size = base.folder, base.zero_stage, base.dp_world_size
+        self.masters_only, self.model_path = base.masters_only, getattr(base, "model_path", None)
+
+
+def _of_base(name):
+    return lambda self, *arguments: getattr(self._base, name)(*arguments)
+
+
+for _name in (
+    "shapes", "param_groups", "state_names", "scalars", "state_pieces", "has_optimizer", "extra", "run_states",
+    "aliases", "frozen_shapes", "frozen_pieces", "_cut",
+):  # fmt: skip
+    setattr(SavedOver, _name, _of_base(_name))
+
+
+def with_names(groups, named):
+    """Hyperparameters of saved parameter groups beside the names of their parameters."""
+    return [
+        {**{key: value for key, value in group.items() if key != "params"}, "names": list(names)}
+        for group, names in zip(groups or [{} for _ in named], named)
+    ]
 
 
 def eager(value):

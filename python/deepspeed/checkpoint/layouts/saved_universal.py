@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager
+from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager, with_names
 from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
 
@@ -342,11 +342,7 @@ class UniversalState(SavedState):
         return {name: value for name, value in (self.model.get("module") or {}).items() if name not in masters}
 
     def param_groups(self):
-        groups = self._common.get(keys.PARAM_GROUPS) or [{} for _ in self._groups]
-        return [
-            {**{key: value for key, value in group.items() if key != "params"}, "names": list(names_of)}
-            for group, names_of in zip(groups, self._groups)
-        ]
+        return with_names(self._common.get(keys.PARAM_GROUPS), self._groups)
 
     def _states_of(self, name):
         """``(states with a value for each element, others)`` of a parameter, the master left out."""

@@ -5,23 +5,23 @@ import re
 
 import torch
 
-from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.layouts.saved_named import expert_files
 from deepspeed.checkpoint.layouts.saved_state import eager
 from deepspeed.utils import groups
 from deepspeed.zero.norms import is_moe_param
-from deepspeed.zero.param_ranks import SavedNames, saved_part
+from deepspeed.zero.param_ranks import saved_part
 
 _OLD = re.compile(r"(\.deepspeed_experts\.)(\d+)(?=\.)")
 
 
-def of_model(folder, model, mp_rank, checkpoint_engine):
-    """name in ``model`` -> tensor of all weights and buffers of experts that this rank has, of a checkpoint that any
-    number of ranks and any stage has saved. ValueError that names one that it has not."""
-    named = SavedNames(model)
-    wanted = {n: p for n, p in named_parameters(model) if named.expert(n) is not None or is_moe_param(p)}
-    buffers = {n: b for n, b in model.named_buffers() if named.expert(n) is not None}
+def of_model(folder, weights, mp_rank, checkpoint_engine):
+    """name in the model with these ``weights`` (``ModuleTensors``) -> tensor of all weights and buffers of experts that
+    this rank has, of a checkpoint that any number of ranks and any stage has saved. ValueError that names one that it
+    has not."""
+    named = weights.named
+    wanted = {n: p for n, p in weights.params.items() if named.expert(n) is not None or is_moe_param(p)}
+    buffers = {n: b for n, b in weights.buffers.items() if named.expert(n) is not None}
     given = _in_files(folder, mp_rank, named.numbers(), checkpoint_engine)
     found = {name: given[named(name)] for name in [*wanted, *buffers] if named(name) in given}
     if len(found) == len(wanted) + len(buffers):

@@ -3,7 +3,6 @@
 import errno
 import os
 
-from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_slices import Cut
 from deepspeed.checkpoint.layouts.saved_stages import open_run
@@ -11,13 +10,11 @@ from deepspeed.checkpoint.layouts.saved_universal import is_universal
 from deepspeed.checkpoint.read import memory, storage, verify
 from deepspeed.checkpoint.read.loading import Loading
 from deepspeed.checkpoint.read.node_local import fetch_missing
-from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_elsewhere, names_of_groups
+from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_elsewhere
 from deepspeed.checkpoint.write import background, commit
 from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
 from deepspeed.log import log_dist, logger
-from deepspeed.zero.core import writing
-from deepspeed.zero.param_ranks import SavedNames, layers_of, saved_part
-from deepspeed.zero.restore import Restore
+from deepspeed.zero.param_ranks import saved_part
 
 # ---- checking ------------------------------------------------------------------------------------------------------
 # Before anything of a checkpoint is loaded: is it the one that was saved?
@@ -90,33 +87,28 @@ def _find_tag(load_dir, tag, universal):
 
 def _open(run, folder, with_optimizer):
     """The checkpoint, as far as it is needed to load it into this run."""
-    groups, shapes = names_of_groups(run), {}
-    for called, group in zip(groups, run.trained_groups if groups else ()):
-        for name, param in zip(called, group):
-            shapes[name] = saved_part(param)[1]
     if run.config.load_universal_checkpoint and not is_universal(folder):
         raise ValueError(
             f"checkpoint.load_universal is true, and {folder} is no universal checkpoint: it has no folder 'zero'. "
             "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage "
             "and number of ranks as they are"
         )
-    stage = layers_of(run.module)
+    stage = run.weights.layers
     return open_run(
         folder,
         run.ranks.mp_rank,
         run.ranks.dp_rank,
         run.ranks.mp_world_size,
-        *(() if stage is None else (stage.stages, set(stage.layers.values()), stage.paths, _cuts(run.module))),
-        group_names=groups,
-        shapes=shapes,
+        *(() if stage is None else (stage.stages, set(stage.layers.values()), stage.paths, _cuts(run.weights))),
+        group_names=run.group_names,
+        shapes={name: saved_part(param)[1] for name, param in run.trained()},
         with_optimizer=with_optimizer,
-        experts=SavedNames(run.module).numbers(),
+        experts=run.weights.named.numbers(),
     )
 
 
-def _cuts(module):
-    named = SavedNames(module)
-    return {named(name): Cut.of(param, saved_part(param)[1]) for name, param in named_parameters(module)}
+def _cuts(weights):
+    return {weights.named(name): Cut.of(param, saved_part(param)[1]) for name, param in weights.params.items()}
 
 
 def _has_optimizer(run, saved):
@@ -134,6 +126,7 @@ def _has_optimizer(run, saved):
 
 def load_checkpoint(
     run,
+    target,
     load_dir,
     tag=None,
     load_module_strict=True,
@@ -143,8 +136,9 @@ def load_checkpoint(
     custom_load_fn=None,
     snapshots=None,
 ):
-    """Fills ``run``, a ``RunState``. Every rank calls it. Returns a ``LoadedRun``, which the caller applies, or None
-    without a tag. ``snapshots``: those of this run in memory, of which a newer one is taken where no tag is given.
+    """Fills ``run``, a ``RunState``, through ``target``, a ``LoadTarget``. Every rank calls it. Returns a
+    ``LoadedRun``, which the caller applies, or None without a tag. ``snapshots``: those of this run in memory, of which
+    a newer one is taken where no tag is given.
 
     Any number of ranks and any ZeRO stage and precision may have saved. At the same number of ranks, stage and
     precision the run goes on bit by bit: weights, moments, schedule, loss scale, counters, random numbers and data
@@ -166,7 +160,7 @@ def load_checkpoint(
         folder = _on_disk(run, ranks, load_dir, tag)
     else:
         ranks, folder = kept
-    with_optimizer = load_optimizer_states and not load_module_only and run.stepping is not None
+    with_optimizer = load_optimizer_states and not load_module_only and run.states is not None
     if with_optimizer and run.config.zero_config.pipeline_loading_checkpoint:
         saved = run.policy.saved
         assert saved.model_by_rank or not saved.optimizer_by_rank, (
@@ -175,9 +169,8 @@ def load_checkpoint(
         )
     with_scheduler = load_lr_scheduler_states and not load_module_only
     with storage.trusting(run.config.checkpoint_config.trust_pickles or None):
-        found = _load(
-            run, ranks, folder, load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
-        )
+        how = load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
+        found = _load(run, target, ranks, folder, *how)
     if kept is not None:
         memory.undo(ranks, folder)
         snapshots.whole = os.path.basename(folder)
@@ -249,17 +242,18 @@ def _together(ranks, folder, function):
     return found
 
 
-def _load(run, ranks, folder, strict, with_optimizer, with_scheduler, module_only, custom_load_fn):
+def _load(run, target, ranks, folder, strict, with_optimizer, with_scheduler, module_only, custom_load_fn):
     saved = _together(ranks, folder, lambda: _open(run, folder, with_optimizer))
     with_optimizer = with_optimizer and _together(ranks, folder, lambda: _has_optimizer(run, saved))
     elsewhere = names_elsewhere(run, ranks)
-    loading = Loading(run, saved, strict, with_optimizer, with_scheduler, module_only, custom_load_fn, elsewhere)
+    how = strict, with_optimizer, with_scheduler, module_only, custom_load_fn
+    loading = Loading(run, target, saved, *how, elsewhere)
     _together(ranks, folder, loading.check)
     try:
-        with writing(run.core):
+        with target.writing():
             _together(ranks, folder, lambda: loading.fill(ranks))
-            if run.stepping is not None:
-                run.core.publish()
+            if run.states is not None:
+                target.publish()
     except Exception:
         logger.error(f"{folder}: the engine holds a part of this checkpoint now: load one before you train or save")
         raise
@@ -267,19 +261,18 @@ def _load(run, ranks, folder, strict, with_optimizer, with_scheduler, module_onl
     return loading.found()
 
 
-def restore_universal(run, folder, params=None, weights=True, states=True):
+def restore_universal(run, target, folder, params=None, weights=True, states=True):
     """Masters (``weights``: or else the weights alone) and optimizer states from the folder of a universal checkpoint,
     without counters, schedules and buffers. ``params``: those to restore: they must be all trained ones."""
     if not is_universal(folder):
         raise ValueError(
             f"{folder} is no universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal"
         )
-    trained = {id(param) for param in run.trained()}
-    if params is not None and {id(param) for param in params} != trained:
+    if params is not None and {id(param) for param in params} != run.trained_ids():
         raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")
     ranks = Ranks(run.ranks, run.config.use_node_local_storage)
     saved = _together(ranks, folder, lambda: _open(run, folder, states))
-    restore = Restore(run.stepping, run.trained(), saved)
+    restore = target.restoring(saved)
 
     def check():
         if not states:
@@ -288,11 +281,11 @@ def restore_universal(run, folder, params=None, weights=True, states=True):
 
     _together(ranks, folder, check)
     if not states:
-        load_weights(run, saved)
-    with writing(run.core):
+        load_weights(run, target, saved)
+    with target.writing():
         if weights:
             restore.masters()
         if states:
             restore.states()
             restore.extra()
-        run.core.publish()
+        target.publish()

@@ -5,8 +5,6 @@ from deepspeed.checkpoint.read.weights import add_resumed, check_weights, counte
 from deepspeed.checkpoint.run_state import LoadedRun
 from deepspeed.checkpoint.write.ranks import in_turn
 from deepspeed.log import log_dist
-from deepspeed.optim.schedule_values import rehearse
-from deepspeed.zero.restore import Restore
 
 _SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr"}  # in the parameter groups: what a schedule of rates decides
 _SCHEDULED_MOMENTA = {"betas", "momentum", "base_momentum", "max_momentum"}
@@ -46,15 +44,17 @@ def _listed(value):
 
 
 class Loading:
-    """``saved`` into ``run``: its weights; with ``with_optimizer`` its states, counters of the run and random
-    numbers; with ``with_scheduler`` the schedule. ``elsewhere``: see ``load_weights``.
+    """``saved`` into ``run``, through ``target``: its weights; with ``with_optimizer`` its states, counters of the run
+    and random numbers; with ``with_scheduler`` the schedule. ``elsewhere``: see ``load_weights``.
 
-    Every rank calls ``check``, then ``fill`` inside of a write of the core, then ``found``; where the first raises on
-    any rank, no rank may call the others.
+    Every rank calls ``check``, then ``fill`` while it is ``target.writing()``, then ``found``; where the first raises
+    on any rank, no rank may call the others.
     """
 
-    def __init__(self, run, saved, strict, with_optimizer, with_scheduler, module_only, custom_load_fn, elsewhere):
-        self.run, self.saved, self.state = run, saved, saved.model
+    def __init__(
+        self, run, target, saved, strict, with_optimizer, with_scheduler, module_only, custom_load_fn, elsewhere
+    ):
+        self.run, self.target, self.saved, self.state = run, target, saved, saved.model
         self.strict, self.module_only = strict, module_only
         self.with_optimizer, self.with_scheduler = with_optimizer, with_scheduler
         self.custom_load_fn, self.elsewhere = custom_load_fn, elsewhere
@@ -75,11 +75,7 @@ class Loading:
             self.restore.check(masters=bool(self.masters), states=self.with_optimizer)
         if self.with_scheduler and run.scheduler is not None and state.get("lr_scheduler") is not None:
             self.schedule = plain(state["lr_scheduler"])
-            rehearse(
-                run.scheduler,
-                run.stepping.optimizer if run.stepping is not None else None,
-                lambda: run.scheduler.load_state_dict(self.schedule),
-            )
+            self.target.rehearse(self.schedule)
         if self.with_optimizer:
             self.resumed = read_run(run, self.saved)
         hidden = {"module"} if self.module_only else set(names.ENGINE_KEYS)
@@ -90,17 +86,16 @@ class Loading:
     def _find_masters(self):
         """fp32 masters decide where there are any."""
         run, saved = self.run, self.saved
-        if run.stepping is None:
+        if run.states is None:
             return
-        params = run.trained()
         options = winning_options(run, saved, self.with_scheduler) if self.with_optimizer else None
-        self.restore = Restore(run.stepping, params, saved, options)
+        self.restore = self.target.restoring(saved, options)
         if not self.module_only and (run.config.zero_config.load_from_fp32_weights or saved.masters_only):
             self.masters = {name for name in self.restore.names if saved.pieces(name, "fp32")}
 
     def fill(self, ranks):
         """Weights, masters and states."""
-        load_weights(self.run, self.saved, self.custom_load_fn, self.masters, self.elsewhere)
+        load_weights(self.run, self.target, self.saved, self.custom_load_fn, self.masters, self.elsewhere)
         section = self.run.config.zero_config
         if section.pipeline_loading_checkpoint and self.with_optimizer and self.run.config.zero_enabled:
             in_turn(ranks, self._fill_states)

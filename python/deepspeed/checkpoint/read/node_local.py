@@ -14,7 +14,6 @@ from deepspeed.checkpoint.write import file_writer
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.host.recorded_names import open_regular
 from deepspeed.log import logger
-from deepspeed.zero.param_ranks import differs_by_rank
 
 CHUNK_BYTES = 64 << 20
 
@@ -53,7 +52,7 @@ def fetch_missing(run, ranks, folder):
 def _wanted(run, files):
     saved_by = sum(name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in files)
     same = run.policy.saved.model_by_rank and saved_by == run.ranks.dp_world_size * run.ranks.mp_world_size
-    if not same or differs_by_rank(run.module):
+    if not same or run.weights.differs:
         return sorted(files)
     mp_rank = run.ranks.mp_rank
     # Rank 0's say what is common to all.

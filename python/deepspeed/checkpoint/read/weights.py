@@ -1,4 +1,4 @@
-"""Puts the weights and buffers of a ``SavedState`` into the module of a run, sharded or not."""
+"""Puts the weights and buffers of a ``SavedState`` into those of a run, sharded or not."""
 
 import os
 import random
@@ -6,16 +6,13 @@ import random
 import numpy
 import torch
 
-from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_state import eager, read_into
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.run_state import Counters
 from deepspeed.log import logger
-from deepspeed.zero.core import writing
-from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.param_ranks import SavedNames, differs_by_rank, saved_part
+from deepspeed.zero.param_ranks import own_extent, saved_part
 from deepspeed.zero.sharded_parameter import is_sharded
 
 # ---- rng -----------------------------------------------------------------------------------------------------------
@@ -62,19 +59,10 @@ def run_states(run):
         "world_size": run.ranks.world_size,
         "gradient_accumulation_steps": run.config.gradient_accumulation_steps,
         "zero_stage": run.config.zero_optimization_stage,
-        "learned_fires": run.core.learned_fires() if run.core is not None else [],
-        "step_strategy": run.core.strategy_counters() if run.core is not None else {},
+        **run.resumed,
         # Model files of stage 0 do not say which parameters the optimizer's groups have.
-        "group_names": names_of_groups(run),
+        "group_names": run.group_names,
     }
-
-
-def names_of_groups(run):
-    """Names of the parameters of each group of the optimizer; [] without one."""
-    if run.stepping is None:
-        return []
-    called = iter(run.stepping.names)
-    return [[next(called) for _ in group] for group in run.trained_groups]
 
 
 def _pickled(folder, rank):
@@ -140,8 +128,8 @@ def add_resumed(run, saved, resumed, found):
         found.counters.micro_steps = micro_steps
     learned = before.get("learned_fires") or []
     alike = same and before.get("zero_stage") == run.config.zero_optimization_stage
-    alike = alike and before.get("group_names", names_of_groups(run)) == names_of_groups(run)
-    if own and alike and len(learned) == len(run.stepping.names):
+    alike = alike and before.get("group_names", run.group_names) == run.group_names
+    if own and alike and len(learned) == len(run.trained()):
         found.learned_fires = learned
     if own:
         found.rng = before["rng"]
@@ -158,10 +146,14 @@ def add_resumed(run, saved, resumed, found):
 def names_elsewhere(run, ranks):
     """Names in checkpoints of all that any rank's module has, where ranks have different ones; else nothing. Every rank
     calls it."""
-    if not differs_by_rank(run.module):
+    if not run.weights.differs:
         return frozenset()
-    named = SavedNames(run.module)
-    return frozenset().union(*ranks.gather([named(name) for name in run.module.state_dict()]))
+    return frozenset().union(*ranks.gather(list(_keys(run))))
+
+
+def _keys(run):
+    """``{name in checkpoints: name in this rank's module}`` of the entries of the module's state."""
+    return {run.weights.named(name): name for name in run.module_state()}
 
 
 def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=()):
@@ -169,9 +161,7 @@ def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=(
 
     Raises RuntimeError where shapes do not fit, or keys (``strict``), and ValueError where files are incomplete.
     """
-    named = SavedNames(run.module)
-    keys = {named(name): name for name in run.module.state_dict()}
-    saved_keys = _saved_keys(saved)
+    keys, saved_keys = _keys(run), _saved_keys(saved)
     if custom_load_fn is not None:
         for name in _given_keys(saved_keys, keys, elsewhere) - saved.module().keys():
             known = saved.aliases().get(name, name)
@@ -185,7 +175,7 @@ def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=(
             f"{saved.origin()} does not fit the model: missing {missing}, unexpected {unexpected}. Build the model as "
             "it was saved, or pass load_module_strict=False"
         )
-    _check_shapes(run.module, dict(named_parameters(run.module)), saved, named)
+    _check_shapes(run.weights, saved)
     for name, _, pieces, begin, numel in _in_pieces(run, saved, later):
         _filled(saved.check_pieces(pieces, begin, numel), numel, name, saved)
 
@@ -199,32 +189,32 @@ def _given_keys(saved_keys, keys, elsewhere):
     return saved_keys - (elsewhere - keys.keys() if elsewhere else set())
 
 
-def load_weights(run, saved, custom_load_fn=None, later=(), elsewhere=()):
-    """After ``check_weights``. Every rank calls it. ``later``: names of parameters that need no value now: their
-    masters follow. ``elsewhere``: names that may be in the checkpoint and not in this rank's module, since another rank
-    has them.
+def load_weights(run, target, saved, custom_load_fn=None, later=(), elsewhere=()):
+    """After ``check_weights``, through ``target``, a ``LoadTarget``. Every rank calls it. ``later``: names of
+    parameters that need no value now: their masters follow. ``elsewhere``: names that may be in the checkpoint and not
+    in this rank's module, since another rank has them.
 
     Below stage 3 every rank reads whole parameters, at stage 3 its slices; ``custom_load_fn(src=, dst=)`` gets whole
     ones and the gathered module at every stage.
     """
     if custom_load_fn is not None:
-        named = SavedNames(run.module)
-        keys = {named(name): name for name in run.module.state_dict()}
-        _load_by(custom_load_fn, run, saved, _given_keys(_saved_keys(saved), keys, elsewhere), keys)
-        return
-    run.load_module(_whole(run, saved))
-    _load_pieces(run, saved, later)
+        keys = _keys(run)
+        state = _whole_by(saved, _given_keys(_saved_keys(saved), keys, elsewhere))
+        target.load_by(custom_load_fn, {keys.get(name, name): value for name, value in state.items()})
+    else:
+        target.load_module(_whole(run, saved))
+        with target.writing():
+            _load_pieces(run, saved, later)
+    target.take_weights()
 
 
 def _names_whole(run, saved):
     """``{name in the checkpoint: name in this rank's module}`` of what is loaded as it is in the model file."""
-    named = SavedNames(run.module)
-    params = dict(named_parameters(run.module))
     module, found = saved.module(), {}
-    for name in run.module.state_dict():
-        param = params.get(name)
-        if named(name) in module and (param is None or not (is_sharded(param) or saved_part(param)[1] != param.shape)):
-            found[named(name)] = name
+    for known, name in _keys(run).items():
+        param = run.weights.params.get(name)
+        if known in module and (param is None or not (is_sharded(param) or saved_part(param)[1] != param.shape)):
+            found[known] = name
     return found
 
 
@@ -242,16 +232,16 @@ def _whole(run, saved):
 
 def _differences(run, keys, saved_keys, elsewhere):
     """``(missing, unexpected)``. Frozen weights may be missing where a checkpoint was saved without all of them."""
-    frozen = {name for name, p in named_parameters(run.module) if not p.requires_grad}
+    frozen = {name for name, param in run.weights.params.items() if not param.requires_grad}
     without = not any(name in saved_keys for name in keys if keys[name] in frozen)
     missing = [name for name in keys if name not in saved_keys and not (without and keys[name] in frozen)]
     return missing, [name for name in saved_keys if name not in keys and name not in elsewhere]
 
 
-def _check_shapes(module, params, saved, named):
+def _check_shapes(weights, saved):
     wrong = []
-    here = {named(name): saved_part(param)[1] for name, param in params.items()}
-    here.update((named(name), buffer.shape) for name, buffer in module.named_buffers())
+    here = {weights.named(name): saved_part(param)[1] for name, param in weights.params.items()}
+    here.update((weights.named(name), buffer.shape) for name, buffer in weights.buffers.items())
     for name, shape in here.items():
         known = saved.weight_shape(saved.aliases().get(name, name))
         if known is not None and tuple(known) != tuple(shape):
@@ -267,39 +257,30 @@ def _check_shapes(module, params, saved, named):
 def _in_pieces(run, saved, later):
     """``(name, parameter, its pieces, first element, number of elements)`` of the parameters that lie in the files in
     pieces, or on this rank as one."""
-    named = SavedNames(run.module)
     whole = set(_names_whole(run, saved).values())
-    for own, param in run.module.named_parameters():
+    for own, param in run.weights.unique():
         if own in whole:
             continue
-        name = named(own)
+        name = run.weights.named(own)
         known = name if saved.weight_shape(name) is not None else saved.aliases().get(name, name)
         if saved.weight_shape(known) is None or known in later or name in later:
             continue
-        begin, numel = saved_part(param)[0], param.numel()
-        if is_sharded(param):
-            handle = param.ds_handle
-            numel = min(handle.slice_numel, max(0, handle.numel - handle.own_begin))
-            begin += handle.own_begin
-        yield name, param, saved.pieces(known, "weight"), begin, numel
+        yield name, param, saved.pieces(known, "weight"), *own_extent(param)
 
 
 @torch.no_grad()
 def _load_pieces(run, saved, later):
-    with writing(run.core):
-        for name, param, pieces, begin, numel in _in_pieces(run, saved, later):
-            if is_sharded(param):
-                own = param.ds_handle.shard
-                _filled(read_into(own[:numel], pieces, begin), numel, name, saved)
-                param.ds_handle.set_slice(own)
-            elif param.is_contiguous():
-                _filled(read_into(param.data, pieces, begin), numel, name, saved)
-            else:
-                value = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-                _filled(read_into(value, pieces, begin), numel, name, saved)
-                param.data.copy_(value)
-    if run.core is not None:
-        run.core.refresh_master()
+    for name, param, pieces, begin, numel in _in_pieces(run, saved, later):
+        if is_sharded(param):
+            own = param.ds_handle.shard
+            _filled(read_into(own[:numel], pieces, begin), numel, name, saved)
+            param.ds_handle.set_slice(own)
+        elif param.is_contiguous():
+            _filled(read_into(param.data, pieces, begin), numel, name, saved)
+        else:
+            value = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+            _filled(read_into(value, pieces, begin), numel, name, saved)
+            param.data.copy_(value)
 
 
 def _filled(found, wanted, name, saved):
@@ -310,8 +291,8 @@ def _filled(found, wanted, name, saved):
         )
 
 
-def _load_by(custom_load_fn, run, saved, saved_keys, keys):
-    """``keys``: names in checkpoints -> in this rank's module, by which the function gets what the module has."""
+def _whole_by(saved, saved_keys):
+    """name -> whole value, for a function of the user."""
     state = {name: eager(value) for name, value in saved.module().items() if name in saved_keys}
     for name in saved_keys - state.keys():
         known = saved.aliases().get(name, name)
@@ -321,11 +302,7 @@ def _load_by(custom_load_fn, run, saved, saved_keys, keys):
         pieces = saved.pieces(known, "weight")
         state[name] = torch.empty(shape, dtype=pieces[0][2].read_range(0, 0).dtype if pieces else torch.float32)
         _filled(read_into(state[name], pieces, 0), shape.numel(), name, saved)
-    sharded = [p for p in run.module.parameters() if is_sharded(p)]
-    with GatheredParameters(sharded, modifier_rank=0 if sharded else None):
-        custom_load_fn(src={keys.get(name, name): value for name, value in state.items()}, dst=run.module)
-    if run.core is not None:
-        run.core.refresh_master()
+    return state
 
 
 def plain(value):
@@ -353,6 +330,6 @@ def _sparse_names(run, state):
     saved = state.get("sparse_tensor_module_names", state.get("csr_tensor_module_names"))
     if saved is None:
         return run.counters.sparse_names
-    here = {name for name, _ in named_parameters(run.module)}
+    here = run.weights.params.keys()
     there = state.get("module") or {}
     return (set(saved) & here) | {name for name in run.counters.sparse_names if name not in there}

@@ -2,13 +2,11 @@
 their own. Files of experts' weights; without ZeRO optimizer states by name; the table of who has what."""
 
 from deepspeed import comm as dist
-from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.write.contents import extra_of, groups_of
 from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
 from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.named_states import OWN_PARAMS, joined_tables, own_params, table_of
-from deepspeed.zero.param_ranks import SavedNames, copies_by_name, differs_by_rank, layers_of, ranks_of
+from deepspeed.zero.named_states import OWN_PARAMS, joined_tables, table_of
+from deepspeed.zero.param_ranks import ranks_of
 from deepspeed.zero.sharded_parameter import is_sharded
 
 
@@ -19,10 +17,8 @@ def saves(run, copies):
 
 def _named_shapes(run):
     """``[[name, shape]]`` of each parameter group."""
-    if run.stepping is None:
-        return []
-    called = iter(run.stepping.names)
-    return [[[next(called), list(param.shape)] for param in group] for group in run.trained_groups]
+    groups = (zip(names, params) for names, params in zip(run.group_names, run.trained_groups))
+    return [[[name, list(param.shape)] for name, param in group] for group in groups]
 
 
 class PartsByRank:
@@ -35,11 +31,11 @@ class PartsByRank:
     """
 
     def __init__(self, run, exclude_frozen_parameters=False):
-        self.named, self.described, self.files = SavedNames(run.module), None, {}
-        self.buffers = [self.named(name) for name, _ in run.module.named_buffers()]
-        self._layers = layers_of(run.module)
+        self.named, self.described, self.files = run.weights.named, None, {}
+        self.buffers = [self.named(name) for name in run.weights.buffers]
+        self._layers = run.weights.layers
         self._elsewhere = set()  # names of entries of the module that the model file leaves out
-        if differs_by_rank(run.module):
+        if run.weights.differs:
             self._divide(run, exclude_frozen_parameters)
 
     def module_of(self, state):
@@ -87,12 +83,12 @@ class PartsByRank:
         self.files = {name: lambda value=value: value for name, value in experts.items()}
         if states is not None and not with_zero:
             number = list(writers).index(run.ranks.dp_rank)
-            whole = {"optimizer": {"param_groups": groups_of(run), "extra": extra_of(run), OWN_PARAMS: states}}
+            whole = {"optimizer": {"param_groups": run.options, "extra": run.optimizer_values, OWN_PARAMS: states}}
             self.files[names.expert_optim_states(number, mp_rank)] = lambda: whole
 
     def _expert_layers(self, run):
         """Numbers of the layers of experts that this stage writes."""
-        written = (self.named.expert(name) for name in run.module.state_dict() if self._is_written(name))
+        written = (self.named.expert(name) for name in run.module_state() if self._is_written(name))
         return sorted({expert[0] for expert in written if expert is not None})
 
     def _is_written(self, name):
@@ -102,21 +98,18 @@ class PartsByRank:
 
     def _states(self, run):
         """What this rank saves by name: with ZeRO what only some ranks train, else everything that it is to save."""
-        if run.stepping is None:
+        if run.states is None:
             return None
-        trained = run.trained()
-        if run.policy.saved.optimizer_by_rank or all(ranks_of(param) is None for param in trained):
-            return own_params(run.stepping, run.trained_groups, in_pieces=True)
-        copies = [getattr(ranks_of(param), "copies", None) for param in trained]
-        takes = {index for index, group in enumerate(copies) if saves(run, group)}
-        return own_params(run.stepping, run.trained_groups, takes.__contains__, in_pieces=True)
+        ranks = [ranks_of(param) for _, param in run.trained()]
+        if run.policy.saved.optimizer_by_rank or not any(ranks):
+            return run.states.by_name()
+        takes = {index for index, own in enumerate(ranks) if saves(run, getattr(own, "copies", None))}
+        return run.states.by_name(takes.__contains__)
 
     def _of_modules(self, run, exclude_frozen):
         """name of a file -> what this rank writes into it: weights and buffers of an expert, or of a layer of a
         pipeline; at stage 3, where masters stand for weights, its buffers."""
-        params = dict(named_parameters(run.module))
-        trained = {id(param) for param in run.trained()}
-        copies, found = copies_by_name(run.module), {}
+        params, trained, copies, found = run.weights.params, run.trained_ids(), run.weights.copies, {}
         frozen = self._frozen_experts(params, trained)
         for name, value in run.module_state(exclude_frozen_parameters=exclude_frozen).items():
             expert, param = self.named.expert(name), params.get(name)

@@ -5,13 +5,12 @@ Memory that only the core changes (fp32 masters, states of a native optimizer) c
 
 import collections
 
-from deepspeed._compat import named_parameters, storage_of
+from deepspeed._compat import storage_of
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write.snapshot import MemoryRanges
-from deepspeed.zero.param_ranks import SavedNames, ranks_of
+from deepspeed.zero.param_ranks import ranks_of
 from deepspeed.zero.sharded_parameter import is_sharded
-from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 
 # ---- counters ------------------------------------------------------------------------------------------------------
 # The progress of a run and the numbers of its ranks, which every layout has under the same keys.
@@ -36,44 +35,34 @@ def counters_of(run):
 # What a checkpoint holds of a run with ZeRO: shapes and shards.
 
 
-def _shape(param):
+def shape_of(param):
     return param.ds_shape if is_sharded(param) else param.shape
-
-
-def sharded_names(module):
-    """All names of sharded parameters, tied ones under each of their names."""
-    return {name for name, param in named_parameters(module) if is_sharded(param)}
 
 
 def param_shapes(run):
     """One ordered dict name -> torch.Size for each parameter group of the optimizer, in its order, of what all ranks
     train."""
-    if run.stepping is None:
-        return []
-    named = SavedNames(run.module)
-    called = {id(param): named(name) for name, param in run.module.named_parameters()}
+    groups = (zip(names, params) for names, params in zip(run.group_names, run.trained_groups))
     return [
-        collections.OrderedDict(
-            (called.get(id(p), run.optimizer.param_names.get(p)), _shape(p)) for p in group if ranks_of(p) is None
-        )
-        for group in run.optimizer.bit16_groups
+        collections.OrderedDict((name, shape_of(param)) for name, param in group if ranks_of(param) is None)
+        for group in groups
     ]
 
 
 def _frozen(run):
     """Parameters that no file of optimizer states has, frozen ones and those the optimizer was not given, nor an
     expert's file."""
-    named, trained = SavedNames(run.module), {id(param) for param in run.trained()}
+    named, trained = run.weights.named, run.trained_ids()
     return [
         (named(name), param)
-        for name, param in run.module.named_parameters()
+        for name, param in run.weights.unique()
         if id(param) not in trained and (named.expert(name) is None or is_sharded(param) and ranks_of(param) is None)
     ]
 
 
 def frozen_shapes(run):
     """Ordered dict name -> torch.Size of parameters that are not trained."""
-    return collections.OrderedDict((name, _shape(param)) for name, param in _frozen(run))
+    return collections.OrderedDict((name, shape_of(param)) for name, param in _frozen(run))
 
 
 def frozen_fragments(run):
@@ -81,39 +70,6 @@ def frozen_fragments(run):
     return collections.OrderedDict(
         (name, storage.compact(p.ds_tensor if is_sharded(p) else p.data)) for name, p in _frozen(run)
     )
-
-
-def shared_params(module, named=str):
-    """dict alias -> first name of the same parameter, for tied weights. ``named``: their names in checkpoints."""
-    first, found = {}, {}
-    for name, param in named_parameters(module):
-        if id(param) in first:
-            found[named(name)] = first[id(param)]
-        first.setdefault(id(param), named(name))
-    return found
-
-
-# ---- the optimizer as a whole --------------------------------------------------------------------------------------
-
-
-def groups_of(run):
-    """Hyperparameters of each parameter group."""
-    groups = run.stepping.optimizer.param_groups if run.stepping is not None else ()
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-
-def extra_of(run):
-    """What ``SavedState.extra`` gives back."""
-    stepping = run.stepping
-    if stepping is None:
-        return {}
-    found = {"overflow": bool(stepping.overflow)}
-    if stepping.scaler is not None:
-        found["loss_scaler"] = dict(vars(stepping.scaler))
-        found["dynamic_loss_scale"] = bool(stepping.scaler.dynamic)
-    if isinstance(run.optimizer, WrappedOptimizer) and not run.policy.shards_params:
-        found["clip_grad"] = run.optimizer.clip_grad
-    return found
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -128,24 +84,16 @@ class HeldStates:
     neither are the states of an optimizer of somebody else: programs write to them between steps."""
 
     def __init__(self, run):
-        self._core = run.core
-        weights = [*run.module.parameters(), *run.module.buffers()]
+        self._states = run.states
+        weights = [*run.weights.params.values(), *run.weights.buffers.values()]
         known = {storage_of(weight).data_ptr() for weight in weights}
         self._ranges = MemoryRanges()
         self._watched = {}  # address of a storage -> (a tensor over it, its version)
-        for tensor in self._tensors():
+        for tensor in filter(_is_on_host, self._states.tensors() if self._states is not None else ()):
             storage = storage_of(tensor)
             if storage.data_ptr() not in known and storage.data_ptr() not in self._watched:
                 self._ranges.add(storage.data_ptr(), storage.nbytes())
                 self._watched[storage.data_ptr()] = tensor, tensor._version
-
-    def _tensors(self):
-        if self._core is None:
-            return []
-        found = list(self._core.masters())
-        for slot in range(len(self._core.slot_names())):
-            found += self._core.slots(slot)
-        return [tensor for tensor in found if _is_on_host(tensor)]
 
     def cover(self, address, bytes):
         """Whether all of it is such memory."""
@@ -153,10 +101,10 @@ class HeldStates:
 
     def hold(self):
         """From now on calls that would change it wait for ``let_go``."""
-        self._core.hold_states()
+        self._states.hold()
 
     def let_go(self):
-        self._core.release_states()
+        self._states.let_go()
 
     def check_unchanged(self):
         """RuntimeError if it was written to since this was made, as far as torch saw it."""

@@ -10,15 +10,13 @@ import types
 import torch
 
 from deepspeed import comm as dist
-from deepspeed._compat import named_parameters
 from deepspeed._native import _C
 from deepspeed.checkpoint.layouts import names, saved_native
 from deepspeed.checkpoint.layouts.names import key_of
 from deepspeed.checkpoint.layouts.saved_native import NotPlain
-from deepspeed.checkpoint.read.weights import names_of_groups, run_states
-from deepspeed.checkpoint.write import contents
+from deepspeed.checkpoint.read.weights import run_states
 from deepspeed.checkpoint.write.by_rank import saves
-from deepspeed.checkpoint.write.contents import counters_of
+from deepspeed.checkpoint.write.contents import counters_of, shape_of
 from deepspeed.checkpoint.write.file_writer import (
     SAFETENSORS_NAMES,
     Digest,
@@ -28,10 +26,9 @@ from deepspeed.checkpoint.write.file_writer import (
     is_plain,
 )
 from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
-from deepspeed.config.sections import OffloadStateTypeEnum
 from deepspeed.version import __version__
-from deepspeed.zero.named_states import NamedStates, named_states
-from deepspeed.zero.param_ranks import SavedNames, copies_by_name, differs_by_rank, layers_of, ranks_of, saved_part
+from deepspeed.zero.named_states import NamedStates
+from deepspeed.zero.param_ranks import ranks_of, saved_part
 from deepspeed.zero.sharded_parameter import is_sharded
 
 # ---- native tensors ------------------------------------------------------------------------------------------------
@@ -58,28 +55,16 @@ def own_copies(run, group, cut=None):
     return (0, 1) if cut else (dist.get_rank(group), dist.get_world_size(group))
 
 
-def shape_of(param):
-    return param.ds_shape if is_sharded(param) else param.shape
-
-
-def trained_params(run):
-    """``[(name, parameter)]`` in the order of the optimizer's groups, as pieces count them."""
-    if run.stepping is None:
-        return []
-    return list(zip(run.stepping.names, run.trained(), strict=True))
-
-
 def owned(run):
     """``NamedStates`` of this rank: masters and states that it saves, tensors by key."""
-    if run.stepping is None:
+    if run.states is None:
         return NamedStates({}, {}, {})
-    trained, stepping = trained_params(run), run.stepping
-    takes = _shares(run, [param for _, param in trained])
-    found = named_states(stepping, [param for _, param in trained], takes.__getitem__)
+    takes = _shares(run, [param for _, param in run.trained()])
+    found = run.states.named(takes.__getitem__)
     for kind in {kind for kind, *_ in found.tensors} - {names.MASTER}:
         if not isinstance(kind, str) or "/" in kind or kind in names.RESERVED:
             raise NotPlain(
-                f"the optimizer {type(stepping.optimizer).__name__} has a state called {kind!r}, a name that a "
+                f"the optimizer {run.states.made_by} has a state called {kind!r}, a name that a "
                 'checkpoint in the native format cannot use: set "checkpoint": {"writer": {"format": "torch"}}'
             )
     found.tensors = {key_of(*place): tensor for place, tensor in found.tensors.items()}
@@ -104,10 +89,10 @@ def _shares(run, params, cut=None):
 
 def kept_params(run, exclude_frozen):
     """``[(name, parameter)]`` of the module, tied ones once, without those that want no gradient if asked so."""
-    trained = {id(param) for _, param in trained_params(run)}
+    trained = run.trained_ids()
     return [
         (name, param)
-        for name, param in run.module.named_parameters()
+        for name, param in run.weights.unique()
         if not exclude_frozen or param.requires_grad or id(param) in trained
     ]
 
@@ -115,7 +100,7 @@ def kept_params(run, exclude_frozen):
 def untrained(run, exclude_frozen, named):
     """``(tensors, frozen tensors)`` by key: what this rank saves of parameters that no master covers; frozen are those
     that want no gradient. At stage 3 a rank has slices."""
-    trained = {id(param) for _, param in trained_params(run)}
+    trained = run.trained_ids()
     params = [(name, param) for name, param in kept_params(run, exclude_frozen) if id(param) not in trained]
     takes = _shares(run, [param for _, param in params], cut=run.policy.shards_params)
     changing, frozen = {}, {}
@@ -125,7 +110,7 @@ def untrained(run, exclude_frozen, named):
         offset, value = None, param.detach()
         if is_sharded(param):
             handle = param.ds_handle
-            numel = min(handle.slice_numel, max(0, handle.numel - handle.own_begin))
+            numel = max(0, handle.own_numel)
             whole = numel == handle.numel
             offset, value = (None if whole else handle.own_begin), handle.shard[:numel].detach()
             value = value.view(param.ds_shape) if whole else value
@@ -142,7 +127,7 @@ def others_of_module(run, exclude_frozen, named):
     """``(tensors, values, keys, metadata)``: entries of the module's state dict that are no parameters and that this
     rank is to save, tensors by key and values by name; all its names; the versions of its modules."""
     state = run.module_state(exclude_frozen_parameters=exclude_frozen)
-    params, copies = {name for name, _ in named_parameters(run.module)}, copies_by_name(run.module)
+    params, copies = run.weights.params, run.weights.copies
     tensors, values = {}, {}
     for name, value in state.items():
         # At stage 3 a rank gets back its own.
@@ -174,7 +159,7 @@ def files_of(run, client_state, exclude_frozen_parameters=False):
     """
     made, error = attempt(lambda: _Contents(run, exclude_frozen_parameters))
     ranks, of_all = Ranks(run.ranks, False), None
-    if differs_by_rank(run.module):
+    if run.weights.differs:
         of_all = ranks.gather(made.about_params() if made is not None else None)
     files, error = attempt(lambda: made.files(client_state, of_all)) if error is None else ({}, error)
     _agree(ranks, error)
@@ -199,10 +184,7 @@ class _Contents:
                 f"the checkpoint engine {type(writer).__name__} writes whole objects, not safetensors: take one of "
                 'this library\'s for "checkpoint": {"writer": {"format": "safetensors"}}, or set the format to "torch"'
             )
-        states = getattr(run.optimizer, "states", None)
-        if hasattr(states, "need"):
-            states.need(OffloadStateTypeEnum, "save_checkpoint()")
-        self.run, self.exclude_frozen, self.named = run, exclude_frozen, SavedNames(run.module)
+        self.run, self.exclude_frozen, self.named = run, exclude_frozen, run.weights.named
         self.owned = owned(run)
         self.changing, self.frozen = untrained(run, exclude_frozen, self.named)
         self.others = others_of_module(run, exclude_frozen, self.named)
@@ -213,10 +195,10 @@ class _Contents:
         return {
             "mp_rank": run.ranks.mp_rank,
             "parameters": _parameters(run, self.exclude_frozen, self.named),
-            "groups": names_of_groups(run),
-            "tied": contents.shared_params(run.module, self.named),
+            "groups": [list(group) for group in run.group_names],
+            "tied": run.weights.tied(),
             "keys": self.others[2],
-            "buffers": [self.named(name) for name, _ in run.module.named_buffers()],
+            "buffers": [self.named(name) for name in run.weights.buffers],
         }
 
     def files(self, client_state, of_all):
@@ -301,16 +283,16 @@ def _checkpoint(run, client_state, others, values, about):
     encode = values.encode
     return {
         "zero_stage": run.config.zero_optimization_stage,
-        "pipeline": layers_of(run.module) is not None,
+        "pipeline": run.weights.layers is not None,
         "mp_rank": run.ranks.mp_rank,
         "ranks": list(run.ranks.dp_ranks),
         "parameters": about["parameters"],
         "tied": about["tied"],
         "groups": [
             {"names": called, "options": encode(options, f"optimizer.param_groups.{number}")}
-            for number, (called, options) in enumerate(zip(about["groups"], contents.groups_of(run)))
+            for number, (called, options) in enumerate(zip(about["groups"], run.options))
         ],
-        "optimizer": encode(contents.extra_of(run), "optimizer"),
+        "optimizer": encode(run.optimizer_values, "optimizer"),
         "module": {
             "keys": about["keys"],
             "buffers": about["buffers"],
@@ -325,15 +307,15 @@ def _checkpoint(run, client_state, others, values, about):
 
 def _parameters(run, exclude_frozen, named):
     """name -> what is known of a parameter without its values."""
-    trained = trained_params(run)
+    trained = run.trained()
     # Trained ones may belong to no module.
     params = [*((named(name), param) for name, param in kept_params(run, exclude_frozen)), *trained]
     found = {name: {**_kind_of(param), "trained": False} for name, param in params}
-    steps = run.core.steps().tolist() if run.stepping is not None and run.stepping.fused is not None else None
+    steps = run.states.steps() if run.states is not None else None
     for index, (name, _) in enumerate(trained):
         found[name]["trained"] = True
         if steps is not None:
-            found[name]["step"] = int(steps[index])
+            found[name]["step"] = steps[index]
     return found
 
 

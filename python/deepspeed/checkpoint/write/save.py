@@ -20,6 +20,7 @@ from deepspeed.host.cpu import socket_of_process
 from deepspeed.host.launcher_messages import tell_launcher
 from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.version import __version__
+from deepspeed.zero.sharded_parameter import is_sharded
 
 # ---- contents ------------------------------------------------------------------------------------------------------
 # The files that this rank writes, and the value of each.
@@ -48,7 +49,7 @@ def files_of(run, client_state, exclude_frozen_parameters=False, with_common=Fal
         # Now, and not when the file is written: what a scheduler of somebody else raises comes before any folder.
         schedule = run.scheduler.state_dict() if hasattr(run.scheduler, "state_dict") else None
         found[name] = lambda: _model_states(run, client_state, exclude_frozen_parameters, parts, schedule)
-    if saved.optimizer_by_rank and run.core is not None and run.stepping is not None:
+    if saved.optimizer_by_rank and run.states is not None:
         name = names.optim_states(dp_rank, mp_rank, run.config.bfloat16_enabled)
         found[name] = lambda: _optim_states(run)
     found[names.run_states(run.ranks.rank)] = lambda: run_states(run)
@@ -57,13 +58,10 @@ def files_of(run, client_state, exclude_frozen_parameters=False, with_common=Fal
 
 def expected_bytes(run):
     """About so many bytes of tensors each larger file of this rank will hold, rather too many than too few."""
-    saved, core = run.policy.saved, run.core
-    tensors = [*run.module.parameters(), *run.module.buffers()]
+    saved = run.policy.saved
+    tensors = [*(param for _, param in run.weights.unique()), *run.weights.buffers.values()]
     module = sum(t.numel() * t.element_size() for t in tensors) if not saved.model_by_rank else 0
-    states = 0
-    if core is not None and run.stepping is not None:
-        owned = sum(numel for _, _, numel in core.pieces())
-        states = 4 * owned * (1 + max(len(core.slot_names()), 2 if run.stepping.fused is None else 0))
+    states = run.states.expected_bytes() if run.states is not None else 0
     leads = run.ranks.dp_rank == 0
     if saved.optimizer_by_rank:
         files = [states, module if leads else 0]
@@ -73,17 +71,16 @@ def expected_bytes(run):
 
 
 def _model_states(run, client_state, exclude_frozen_parameters, parts, schedule):
-    optimizer, described = run.optimizer, parts.described
-    saved = run.policy.saved
+    described, saved = parts.described, run.policy.saved
     frozen = saved.frozen_listed and not exclude_frozen_parameters
     whole = not saved.optimizer_by_rank and not (described and described["table"])
     state = {
         "module": parts.module_of(_module_states(run, exclude_frozen_parameters)),
         "buffer_names": parts.buffers,
-        "optimizer": optimizer.state_dict() if optimizer is not None and whole else None,
+        "optimizer": run.optimizer_state() if run.optimizer_state is not None and whole else None,
         "param_shapes": contents.param_shapes(run) if saved.optimizer_by_rank else None,
         "frozen_param_shapes": contents.frozen_shapes(run) if frozen else None,
-        "shared_params": contents.shared_params(run.module, parts.named) if saved.optimizer_by_rank else None,
+        "shared_params": run.weights.tied() if saved.optimizer_by_rank else None,
         "frozen_param_fragments": contents.frozen_fragments(run) if frozen else None,
         "lr_scheduler": schedule,
         **counters_of(run),
@@ -99,16 +96,15 @@ def _module_states(run, exclude_frozen_parameters):
     state = run.module_state(exclude_frozen_parameters=exclude_frozen_parameters)
     if not run.policy.saved.model_by_rank:
         return state
-    sharded = contents.sharded_names(run.module)
-    for name in state.keys() & sharded:
-        state[name] = torch.empty(0, dtype=state[name].dtype)
+    for name, param in run.weights.params.items():
+        if name in state and is_sharded(param):
+            state[name] = torch.empty(0, dtype=state[name].dtype)
     return state
 
 
 def _optim_states(run):
-    state = getattr(run.optimizer, "state_dict_in_pieces", run.optimizer.state_dict)
     return {
-        "optimizer_state_dict": state(),
+        "optimizer_state_dict": run.optimizer_state(),
         "ds_config": run.ds_config,
         "ds_version": __version__,
     }

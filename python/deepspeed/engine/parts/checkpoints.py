@@ -2,21 +2,28 @@
 
 import os
 
+from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
 from deepspeed.checkpoint.convert.whole_model import save_16bit_model, whole_state_dict
 from deepspeed.checkpoint.engines.built_in import TorchCheckpointEngine
 from deepspeed.checkpoint.layouts.names import expert_optim_states_path
 from deepspeed.checkpoint.read import expert_states, weights
 from deepspeed.checkpoint.read.load import load_checkpoint, restore_universal
-from deepspeed.checkpoint.run_state import Counters, RunRanks, RunState, module_state
+from deepspeed.checkpoint.run_state import Counters, LoadTarget, RunRanks, RunState
 from deepspeed.checkpoint.write.contents import param_shapes
 from deepspeed.checkpoint.write.save import save_checkpoint
 from deepspeed.comm import process_group as dist
 from deepspeed.comm.mesh_views import splitter_of
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.members import engine_parts, member, run_hooks
+from deepspeed.optim.schedule_values import rehearse
+from deepspeed.zero.core import writing
 from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.named_states import OwnedStates
+from deepspeed.zero.param_ranks import ModuleTensors
+from deepspeed.zero.restore import Restore
 from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 
 _PIPELINE = ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
 _TENSOR = (
@@ -36,6 +43,49 @@ def _ask(mpu, methods):
     return found[0]() if found else 1
 
 
+def optimizer_values(optimizer, stepping, shards_params):
+    """What ``SavedState.extra`` gives back."""
+    found = {"overflow": bool(stepping.overflow)}
+    if stepping.scaler is not None:
+        found["loss_scaler"] = dict(vars(stepping.scaler))
+        found["dynamic_loss_scale"] = bool(stepping.scaler.dynamic)
+    if isinstance(optimizer, WrappedOptimizer) and not shards_params:
+        found["clip_grad"] = optimizer.clip_grad
+    return found
+
+
+class EngineTarget(LoadTarget):
+    """The module, the core and the schedule of an engine."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def load_module(self, state):
+        self.engine.load_module_state_dict({"module": state}, strict=False)
+
+    def load_by(self, custom_load_fn, state):
+        self.engine.load_module_state_dict({"module": state}, custom_load_fn=custom_load_fn, fetch_z3_params=True)
+
+    def writing(self):
+        return writing(self.engine.core)
+
+    def take_weights(self):
+        if self.engine.core is not None:
+            self.engine.core.refresh_master()
+
+    def publish(self):
+        self.engine.core.publish()
+
+    def restoring(self, saved, options=None):
+        trained = [param for group in self.engine.trained_groups for param in group]
+        return Restore(self.engine.stepping, trained, saved, options)
+
+    def rehearse(self, schedule):
+        scheduler, stepping = self.engine.lr_scheduler, self.engine.stepping
+        optimizer = stepping.optimizer if stepping is not None else None
+        rehearse(scheduler, optimizer, lambda: scheduler.load_state_dict(schedule))
+
+
 @engine_parts.add("_checkpoints")
 class Checkpoints:
     """A part of the engine. It makes the ``RunState`` that is saved or filled, and applies what a load returns."""
@@ -49,7 +99,8 @@ class Checkpoints:
         """The ``RunState`` of this rank as it is now."""
         engine, config = self.engine, self.engine._config
         return RunState(
-            module=engine.module,
+            weights=ModuleTensors(engine.module),
+            module_state=engine.module_state_dict,
             ranks=self._ranks(),
             counters=Counters(
                 engine.global_steps,
@@ -62,19 +113,18 @@ class Checkpoints:
             policy=engine._stage_policy,
             config=config,
             ds_config=engine.config,
-            core=engine.core,
-            stepping=engine.stepping,
-            trained_groups=engine.trained_groups,
             given_groups=engine._assembly.made_groups if engine.client_optimizer is None else [],
-            optimizer=engine.optimizer,
+            resumed={
+                "learned_fires": engine.core.learned_fires() if engine.core is not None else [],
+                "step_strategy": engine.core.strategy_counters() if engine.core is not None else {},
+            },
+            **(self._trained() if engine.stepping is not None else {}),
             scheduler=engine.lr_scheduler,
             writer=engine.checkpoint_engine,
             device=engine.device,
             client_state=client_state or {},
             loaded_values=engine.loaded_engine_state,
             memo=self.memo,
-            module_state=engine.module_state_dict,
-            load_module=lambda state: engine.load_module_state_dict({"module": state}, strict=False),
             position=self._position,
         )
 
@@ -82,6 +132,21 @@ class Checkpoints:
         """Raises an error of a save in the background."""
         if (behind := getattr(self.engine.checkpoint_engine, "behind", None)) is not None:
             behind.step_done()
+
+    def _trained(self):
+        engine, stepping = self.engine, self.engine.stepping
+        called, groups = iter(stepping.names), engine.trained_groups
+        return {
+            "states": OwnedStates(stepping, groups),
+            "group_names": [[next(called) for _ in group] for group in groups],
+            "trained_groups": groups,
+            "options": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in stepping.optimizer.param_groups
+            ],
+            "optimizer_values": optimizer_values(engine.optimizer, stepping, engine._stage_policy.shards_params),
+            "optimizer_state": getattr(engine.optimizer, "state_dict_in_pieces", engine.optimizer.state_dict),
+        }
 
     def _ranks(self):
         engine, parallel = self.engine, self.engine.parallel
@@ -159,7 +224,12 @@ class Checkpoints:
     @member
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
         """The module's state dict, without parameters that are not trained when asked so."""
-        return module_state(self.engine.module, destination, prefix, keep_vars, exclude_frozen_parameters)
+        module = self.engine.module
+        state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name, param in named_parameters(module) if exclude_frozen_parameters else ():
+            if not param.requires_grad:
+                state.pop(prefix + name, None)
+        return state
 
     @member
     def load_module_state_dict(
@@ -222,6 +292,7 @@ class Checkpoints:
         snapshots = None if load_module_only else self.engine._memory_copies.belongs_to(load_dir)
         found = load_checkpoint(
             self.run_state(),
+            EngineTarget(self.engine),
             load_dir,
             tag,
             load_module_strict,
@@ -240,7 +311,7 @@ class Checkpoints:
     def restore_universal(self, folder, params=None, weights=True, states=True):
         """Optimizer states and weights alone; see ``deepspeed.checkpoint.read.load.restore_universal``."""
         self.engine._need_states(OffloadStateTypeEnum, "restoring a universal checkpoint")
-        restore_universal(self.run_state(), folder, params, weights, states)
+        restore_universal(self.run_state(), EngineTarget(self.engine), folder, params, weights, states)
 
     @staticmethod
     @member
@@ -290,13 +361,14 @@ class Checkpoints:
         if model is None:
             state_dict.update(expert_states.of_old_files(folder, num_experts, mp_rank, checkpoint_engine))
         else:
-            state_dict.update(expert_states.of_model(folder, model, mp_rank, checkpoint_engine))
+            state_dict.update(expert_states.of_model(folder, ModuleTensors(model), mp_rank, checkpoint_engine))
 
     # ---- for other programs ------------------------------------------------------------------------------------------
     @member
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
         """Writes the module's weights, in the dtype it computes with, to one file. Returns True."""
         self.engine._need_states({OffloadStateTypeEnum.lp_params}, "engine.save_16bit_model()")
+        self._take_writes()
         return save_16bit_model(self.run_state(), save_dir, save_filename, exclude_frozen_parameters)
 
     @member
@@ -312,7 +384,13 @@ class Checkpoints:
         """
         if not self.engine._stage_policy.shards_params:
             raise ValueError("consolidating weights needs ZeRO stage 3; below it module.state_dict() is whole")
+        self._take_writes()
         return whole_state_dict(self.run_state(), exclude_frozen_parameters)
+
+    def _take_writes(self):
+        """Slices take what was written into whole parameters."""
+        if self.engine._stage_policy.shards_params:
+            self.engine._user_weights.count()
 
     @member
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
