@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 
+from runs import initialized, take_step
+
 
 class Net(torch.nn.Module):
     """Every kind of parameter: shared (``tied`` is ``first``'s weight), frozen, unused, sometimes used, sparse."""
@@ -69,6 +71,23 @@ def config(world=1, accumulate=1, size=8, **more):
     return made
 
 
+def net_run(world=1, stage=0, accumulate=1, model=None, seed=0, client=None, zero=(), data=None, **more):
+    """What ``initialized`` returns for ``Net`` and ``config``. ``more``: for ``config``."""
+    made = config(world, accumulate, **{"zero_optimization": {"stage": stage, **dict(zero)}, **more})
+    made = {name: value for name, value in made.items() if value is not None}
+    return initialized(make_net(seed=seed) if model is None else model, made, client, training_data=data)
+
+
+def net_engine(*args, **more):
+    """The engine of ``net_run``."""
+    return net_run(*args, **more)[0]
+
+
+def saving_engine(world, stage=1, zero=(), client=None, **checkpoint):
+    """A ``net_engine`` with ``checkpoint`` as the section of checkpoints."""
+    return net_engine(world, stage, zero=zero, client=client, checkpoint=checkpoint)
+
+
 def train_plain(steps, make_optimizer, clip=0.5, sparse=False, schedule=None, dtype=torch.float64, size=8):
     """Losses, norms and the model after ``steps`` steps of one process on whole batches.
 
@@ -107,12 +126,7 @@ def train_engine(engine, steps, rank, world, user_backward=False, start=0, size=
             begin = (rank * accumulate + micro) * part
             output = engine(tokens[begin : begin + part], extra=uses_extra(step))
             loss = loss_of(output, targets[begin : begin + part])
-            if user_backward:
-                loss.backward()
-            else:
-                engine.backward(loss)
-            engine.step()
-            total += float(loss.detach()) / accumulate
+            total += take_step(engine, loss, user_backward) / accumulate
         losses.append(total)
         norms.append(engine.get_global_grad_norm())
     return losses, norms
@@ -122,10 +136,7 @@ def step_losses(engine, batches, loss_of=lambda out: out):
     """The losses of steps on ``batches``; ``loss_of`` what the model makes of one."""
     losses = []
     for one in batches:
-        loss = loss_of(engine(one))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(take_step(engine, loss_of(engine(one))))
     return losses
 
 
@@ -139,8 +150,7 @@ def elastic_step(engine, size=8):
         rows = slice((part * world + rank) * micro, (part * world + rank + 1) * micro)
         loss = loss_of(engine(tokens[rows], extra=uses_extra(step)), targets[rows])
         mean += loss.detach() / parts / world
-        engine.backward(loss)
-        engine.step()
+        take_step(engine, loss)
     if world > 1:
         torch.distributed.all_reduce(mean)
     return mean

@@ -5,7 +5,8 @@ import os
 
 import torch
 
-import deepspeed
+from runs import engine_of
+from runs import train as train_on
 
 FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data", "peer-checkpoints")
 KINDS = [(stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16")]
@@ -53,13 +54,8 @@ def make_engine(configuration, seed=0, optimizer=None, **more):
     ]
     made = {**configuration, **more}
     if optimizer is not None:
-        made.pop("optimizer", None)
-        made["zero_allow_untested_optimizer"] = True
-        optimizer = optimizer(groups)
-    engine, _, _, _ = deepspeed.initialize(
-        model=net, model_parameters=None if optimizer else groups, optimizer=optimizer, config=made
-    )
-    return engine
+        return engine_of(net, made, optimizer(groups))
+    return engine_of(net, made, model_parameters=groups)
 
 
 def loss(engine, step, rank):
@@ -69,10 +65,4 @@ def loss(engine, step, rank):
 
 
 def train(engine, steps, rank, first=0):
-    seen = []
-    for step in range(first, first + steps):
-        value = loss(engine, step, rank)
-        engine.backward(value)
-        engine.step()
-        seen.append(float(value.detach()))
-    return seen
+    return train_on(engine, lambda step, _: loss(engine, step, rank), steps, first)

@@ -8,13 +8,18 @@ import pytest
 import torch
 
 import deepspeed
-from engine_models import config, loss_of, make_net
+from engine_models import loss_of, make_net, net_run, saving_engine
 from harness import run_ranks
+from runs import DTYPES, take_step, weights
+from runs import identical as same
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}}
-PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+PRECISIONS = {name: DTYPES[name] for name in ("fp32", "bf16")}
 if deepspeed.get_accelerator().is_fp16_supported():
     PRECISIONS["fp16"] = FP16
+
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -27,16 +32,9 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def make_engine(world, precision, seed=0, optimizer=None, accumulate=2):
-    made = config(
-        world,
-        accumulate,
-        size=4 * accumulate,
-        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
-        **precision,
-    )
-    if optimizer is not None:
-        del made["optimizer"]
-    return deepspeed.initialize(model=make_net(seed=seed), optimizer=optimizer, training_data=Tokens(), config=made)
+    more = {"size": 4 * accumulate, "scheduler": WARMUP, **precision}
+    zero = {"reduce_bucket_size": 300}
+    return net_run(world, 0, accumulate, seed=seed, client=optimizer, zero=zero, data=Tokens(), **more)
 
 
 def repeat(loader):
@@ -51,28 +49,14 @@ def run(engine, batches, steps):
         output = engine(tokens, extra=random.random() < 0.5)
         output = torch.nn.functional.dropout(output, 0.1)
         loss = loss_of(output, targets) * float(1 + 0.1 * numpy.random.rand())
-        engine.backward(loss)
-        engine.step()
-        seen.append(float(loss.detach()))
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        state = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        seen.append(take_step(engine, loss))
     return (
         seen,
-        state,
+        weights(engine),
         engine.get_lr(),
         engine.optimizer.state_dict(),
         (engine.global_steps, engine.skipped_steps, engine.global_samples),
     )
-
-
-def same(a, b):
-    if torch.is_tensor(a):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
-    return a == b
 
 
 def seed_all(seed):
@@ -142,9 +126,7 @@ def test_file_names_and_keys(precision, tmp_path):
         "run_rank_00000_state.pt",
         "run_rank_00001_state.pt",
     }
-    from deepspeed import _compat
-
-    saved = _compat.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt")
+    saved = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
     assert set(saved) == MODEL_KEYS | {"note"}
     assert saved["buffer_names"] == ["count"] and saved["dp_world_size"] == 2 and saved["global_steps"] == 2
     assert saved["ds_config"]["train_batch_size"] == 8
@@ -168,10 +150,10 @@ def test_file_names_and_keys(precision, tmp_path):
     biggest = max(t.numel() for t in saved["module"].values())
     for tensor in saved["module"].values():  # no view of a big buffer went into the file
         assert tensor.storage().size() <= biggest
-    frozen = _compat.load(tmp_path / "no_latest" / "mp_rank_00_model_states.pt")["module"]
+    frozen = torch.load(tmp_path / "no_latest" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
     assert "frozen.weight" not in frozen and "frozen.bias" in frozen
-    weights = _compat.load(tmp_path / "pytorch_model.bin")
-    assert same(dict(weights), dict(saved["module"]))
+    whole = torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
+    assert same(dict(whole), dict(saved["module"]))
     expected = MODEL_KEYS | {"note"}
     assert set(first) == expected - {"module"} and first == second
 
@@ -224,13 +206,13 @@ def body_save(rank, world, folder):
     engine, _, loader, _ = make_engine(world, {})
     run(engine, repeat(loader), 1)
     engine.save_checkpoint(folder)
-    return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    return weights(engine)
 
 
 def body_other_world(rank, world, folder, only_module):
     engine, _, _, _ = make_engine(world, {}, seed=8)
     engine.load_checkpoint(folder, load_module_only=only_module)
-    return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    return weights(engine)
 
 
 def test_another_world_size(tmp_path):
@@ -261,9 +243,7 @@ def test_a_loaded_client_state_may_be_saved_again(tmp_path):
 
 
 def body_tags(rank, world, folder, mode):
-    made = config(world, 1, checkpoint={"tag_validation": mode})
-    engine, _, _, _ = deepspeed.initialize(model=make_net(), config=made)
-    engine.save_checkpoint(folder, tag=f"tag{rank}")
+    saving_engine(world, 0, tag_validation=mode).save_checkpoint(folder, tag=f"tag{rank}")
 
 
 def test_ranks_must_agree_on_the_tag(tmp_path):

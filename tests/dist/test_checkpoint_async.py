@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import deepspeed
 from deepspeed.checkpoint.engines.built_in import AsyncCheckpointEngine, DataStatesCheckpointEngine
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.checkpoint.write.background import SnapshotSave
-from engine_models import batch, config, loss_of, make_net
+from engine_models import net_engine, train_engine
 from harness import RankError, run_ranks
 from test_checkpoint_crash import mark, marks
 
@@ -27,17 +26,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 def make_engine(world, stage, section=None, model=None, **checkpoint):
     more = {"checkpoint": {"async": True, **checkpoint}} if section is None else section
-    made = config(world, 1, zero_optimization={"stage": stage}, **more)
-    return deepspeed.initialize(model=model or make_net(seed=0), config=made)[0]
-
-
-def train(engine, rank, world, steps):
-    for step in range(steps):
-        tokens, targets = batch(step)
-        share = len(tokens) // world
-        mine = slice(rank * share, (rank + 1) * share)
-        engine.backward(loss_of(engine(tokens[mine], extra=step % 3 != 1), targets[mine]))
-        engine.step()
+    return net_engine(world, stage, model=model, **more)
 
 
 class Hold:
@@ -68,7 +57,7 @@ class Hold:
 def body_leak(rank, world, folder, stage, section):
     engine = make_engine(world, stage, section)
     assert engine.checkpoint_engine.is_decoupled()
-    train(engine, rank, world, 2)
+    train_engine(engine, 2, rank, world)
     mark(engine, 7)
     client_state = {"list": [1], "tensor": torch.ones(3)}
     with Hold() as hold:
@@ -77,7 +66,7 @@ def body_leak(rank, world, folder, stage, section):
         client_state["list"].append(2)
         client_state["tensor"].zero_()
         mark(engine, 8)
-        train(engine, rank, world, 1)
+        train_engine(engine, 1, rank, world)
         hold.go()
         engine.checkpoint_engine.wait()
     dist.barrier()
@@ -110,7 +99,7 @@ def test_other_sections_that_ask_for_it(section, tmp_path):
 
 def body_same_files(rank, world, folder, stage):
     engine = make_engine(world, stage)
-    train(engine, rank, world, 2)
+    train_engine(engine, 2, rank, world)
     engine.save_checkpoint(os.path.join(folder, "behind"), tag="t")
     synchronous = make_engine(world, stage, {})
     engine.load_checkpoint(os.path.join(folder, "behind"))
@@ -134,7 +123,7 @@ def body_failure(rank, world, folder, stage, fault, how):
     mark(engine, 1)
     engine.save_checkpoint(folder, tag="a")
     engine.checkpoint_engine.wait()
-    train(engine, rank, world, 1)
+    train_engine(engine, 1, rank, world)
     if rank == world - 1:
         file_writer.inject_fault(fault)
     engine.save_checkpoint(folder, tag="b")
@@ -143,7 +132,7 @@ def body_failure(rank, world, folder, stage, fault, how):
     text = None
     try:
         if how == "step":
-            train(engine, rank, world, 1)
+            train_engine(engine, 1, rank, world)
         elif how == "save":
             engine.save_checkpoint(folder, tag="c")
         elif how == "load":
@@ -156,7 +145,7 @@ def body_failure(rank, world, folder, stage, fault, how):
         text = f"{error.errno} {error}"
     if how == "destroy":
         return text, sorted(os.listdir(folder)), [1.0], [3.0]
-    train(engine, rank, world, 1)  # all ranks are at the same step, so they can go on
+    train_engine(engine, 1, rank, world)  # all ranks are at the same step, so they can go on
     left = sorted(os.listdir(folder))
     engine.load_checkpoint(folder)
     old = marks(engine)
@@ -203,7 +192,7 @@ def body_failure_while_training(rank, world, folder):
             threading.Timer(0.003 * trial * (rank + 1), hold.go).start()
             for step in range(400):
                 try:
-                    train(engine, rank, world, 1)
+                    train_engine(engine, 1, rank, world)
                 except OSError:
                     told.append(step)
                     break
@@ -286,7 +275,7 @@ def body_expected(rank, world, folder, stage, wide):
     engine = make_engine(world, stage, model=Wide() if wide else None)
     engine.checkpoint_engine.behind.drain()
     held = engine.checkpoint_engine.cache.held_bytes
-    train(engine, rank, world, 0 if wide else 1)
+    train_engine(engine, 0 if wide else 1, rank, world)
     engine.save_checkpoint(folder, tag="a")
     engine.checkpoint_engine.wait()
     files = verify.read(os.path.join(folder, "a"))["files"]

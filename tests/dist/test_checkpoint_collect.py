@@ -11,6 +11,7 @@ import deepspeed
 from deepspeed.checkpoint.write import background, save
 from engine_models import batch, config, loss_of, make_net
 from harness import run_ranks
+from runs import engine_of, take_step
 
 
 class Schedule:
@@ -52,7 +53,7 @@ class Net(nn.Module):
 
 def make_engine(world, stage, checkpoint):
     made = config(world, 1, zero_optimization={"stage": stage}, checkpoint=checkpoint)
-    return deepspeed.initialize(model=Net(), config=made, lr_scheduler=Schedule)[0]
+    return engine_of(Net(), made, lr_scheduler=Schedule)
 
 
 def raised(function, *args, **kwargs):
@@ -78,8 +79,7 @@ def failing_file(kind, rank):
 def body_save(rank, world, folder, stage, checkpoint):
     engine = make_engine(world, stage, checkpoint)
     tokens, targets = batch(0)
-    engine.backward(loss_of(engine(tokens[rank::world]), targets[rank::world]))
-    engine.step()
+    take_step(engine, loss_of(engine(tokens[rank::world]), targets[rank::world]))
     engine.save_checkpoint(folder, tag="good")
     engine.checkpoint_engine.wait()
     background.drain_all()

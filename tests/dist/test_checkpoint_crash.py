@@ -9,13 +9,9 @@ import deepspeed
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.write import file_writer
-from engine_models import config, make_net
+from engine_models import saving_engine
 from harness import RankError, run_ranks
-
-
-def make_engine(world, stage, **checkpoint):
-    made = config(world, 1, zero_optimization={"stage": stage}, checkpoint=checkpoint)
-    return deepspeed.initialize(model=make_net(seed=0), config=made)[0]
+from runs import weights
 
 
 def mark(engine, value):
@@ -31,18 +27,17 @@ def mark(engine, value):
 
 def marks(engine):
     """The marks that an engine's weights hold: one where a checkpoint is whole."""
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return sorted({float(v) for p in engine.module.parameters() for v in p.detach().reshape(-1).tolist()})
+    return sorted({float(v) for weight in weights(engine).values() for v in weight.reshape(-1).tolist()})
 
 
 def body_first(rank, world, folder, stage):
-    engine = make_engine(world, stage)
+    engine = saving_engine(world, stage)
     mark(engine, 1)
     engine.save_checkpoint(folder, tag="a")
 
 
 def body_second(rank, world, folder, stage, tag, victim):
-    engine = make_engine(world, stage)
+    engine = saving_engine(world, stage)
     mark(engine, 2)
     if rank != victim:
         os.environ.pop("DS_IO_FAULT", None)
@@ -50,7 +45,7 @@ def body_second(rank, world, folder, stage, tag, victim):
 
 
 def body_load(rank, world, folder, stage):
-    engine = make_engine(world, stage)
+    engine = saving_engine(world, stage)
     path, _ = engine.load_checkpoint(folder)
     assert path is not None
     found = marks(engine)
@@ -106,7 +101,7 @@ def test_a_killed_rank_leaves_the_old_one(operation, n, tmp_path):
 
 
 def body_error(rank, world, folder, stage, fault):
-    engine = make_engine(world, stage)
+    engine = saving_engine(world, stage)
     mark(engine, 1)
     engine.save_checkpoint(folder, tag="a")
     mark(engine, 2)
@@ -141,7 +136,7 @@ def test_an_error_is_told_to_all_ranks_and_harms_nothing(world, stage, fault, tm
 
 
 def body_keep(rank, world, folder):
-    engine = make_engine(world, 1, keep_last=2)
+    engine = saving_engine(world, 1, keep_last=2)
     for step in range(1, 6):
         mark(engine, step)
         engine.save_checkpoint(folder, save_latest=step != 5)
@@ -157,7 +152,7 @@ def test_keep_last(tmp_path):
 
 
 def body_foreign(rank, world, folder):
-    engine = make_engine(world, 0)
+    engine = saving_engine(world, 0)
     engine.save_checkpoint(folder, tag="t")
     if rank == 0:
         os.makedirs(os.path.join(folder, "t", "tokenizer"))
@@ -179,7 +174,7 @@ def test_files_of_others_in_the_folder_stay(tmp_path):
 
 
 def body_truncated(rank, world, folder, mode):
-    engine = make_engine(world, 2, verify_on_load=mode)
+    engine = saving_engine(world, 2, verify_on_load=mode)
     engine.load_checkpoint(folder)
 
 

@@ -2,16 +2,18 @@
 
 import deepspeed
 from deepspeed.checkpoint.read.cli import main
-from engine_models import batch, config, loss_of, make_net
+from engine_models import batch, loss_of, net_engine
 from harness import run_ranks
+from runs import train
 
 
 def body(rank, world, folder, stage, change):
-    engine = deepspeed.initialize(model=make_net(seed=0), config=config(world, zero_optimization={"stage": stage}))[0]
-    for step in range(2):  # the same batch on every rank: the same gradients at any number of ranks
+    def loss_at(step, micro):  # the same batch on every rank: the same gradients at any number of ranks
         tokens, targets = batch(step)
-        engine.backward(loss_of(engine(tokens), targets))
-        engine.step()
+        return loss_of(engine(tokens), targets)
+
+    engine = net_engine(world, stage)
+    train(engine, loss_at, 2)
     name, param = next(iter(engine.module.named_parameters()))
     if change:
         value = deepspeed.utils.safe_get_full_fp32_param(param)

@@ -7,28 +7,18 @@ import shutil
 import pytest
 import torch
 
-import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert.export import export
 from deepspeed.comm import mesh
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.zero.param_ranks import ParamRanks, SavedNames
 from harness import run_ranks
+from models import Numbered, waves
+from runs import NATIVE, engine_of, go_on, load_or_error, save_midway, settings, states_of, take_step
 
 EXPERTS, WIDTH = 4, 6
-
-
-class Expert(torch.nn.Module):
-    def __init__(self, number):
-        super().__init__()
-        torch.manual_seed(number)
-        self.fc = torch.nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("number", torch.tensor([float(number)]))
-
-    def forward(self, x):
-        return torch.tanh(self.fc(x)) * (1 + self.number)
 
 
 class Model(torch.nn.Module):
@@ -41,7 +31,7 @@ class Model(torch.nn.Module):
         rows = torch.randn(EXPERTS, WIDTH)
         self.stacked = torch.nn.Parameter(rows[list(held)].clone())
         self.layers = torch.nn.ModuleList(
-            torch.nn.ModuleList(Expert(10 * layer + number) for number in held) for layer in range(2)
+            torch.nn.ModuleList(Numbered(10 * layer + number, WIDTH) for number in held) for layer in range(2)
         )
         for layer in self.layers:
             layer.ds_expert_numbers = {str(place): number for place, number in enumerate(held)}
@@ -67,53 +57,25 @@ def make(rank, world, degree, stage, checkpoint=None, optimizer="AdamW"):
         for param in model.layers.parameters():
             param.ds_ranks = ParamRanks("experts", groups, copies)
         model.stacked.ds_ranks = ParamRanks("experts", groups, copies, rows=(own * each, EXPERTS))
-    config = {
-        "train_batch_size": 4 * world,
-        "optimizer": {"type": optimizer, "params": {"lr": 0.05, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **({"checkpoint": checkpoint} if checkpoint else {}),
-    }
-    return deepspeed.initialize(model=model, config=config)[0]
-
-
-def train(engine, rank, steps):
-    for step in range(steps):
-        x = torch.sin(torch.arange(4.0 * WIDTH).view(4, WIDTH) * 0.7 + 10 * step + rank)
-        engine.backward(engine(x).square().mean())
-        engine.step()
+    adam = {"type": optimizer, "params": {"lr": 0.05, "weight_decay": 0.1}}
+    engine = engine_of(model, settings(stage, 4, optimizer=adam, checkpoint=checkpoint or {}))
+    return engine, lambda: take_step(engine, engine(waves(4, WIDTH, 10 * engine.global_steps + rank)).square().mean())
 
 
 def states(engine):
-    """name in checkpoints -> masters and moments, whole, of what this rank has, and buffers."""
-    named, found = SavedNames(engine.module), {}
-    for name, param in engine.module.named_parameters():
-        kinds = [safe_get_full_fp32_param(param)]
-        kinds += [safe_get_full_optimizer_state(param, kind) for kind in ("exp_avg", "exp_avg_sq")]
-        found[named(name)] = [kind.tolist() for kind in kinds]
-    for name, buffer in engine.module.named_buffers():
-        found[named(name)] = buffer.tolist()
-    found["steps"] = [int(step) for step in engine.core.steps()]
-    return found
+    return {**states_of(engine), "steps": [int(step) for step in engine.core.steps()]}
 
 
 def save(rank, world, degree, stage, folder, checkpoint=None):
-    engine = make(rank, world, degree, stage, checkpoint)
-    train(engine, rank, 2)
-    engine.save_checkpoint(folder, tag="t", client_state={"mine": 7})
-    found = states(engine)
-    train(engine, rank, 1)
-    return found, states(engine)
+    return save_midway(*make(rank, world, degree, stage, checkpoint), folder, states)
 
 
 def load(rank, world, degree, stage, folder, checkpoint=None, tag="t"):
-    engine = make(rank, world, degree, stage, checkpoint)
-    for buffer in engine.module.buffers():
-        buffer.zero_()
-    _, client_state = engine.load_checkpoint(folder, tag=tag)
-    assert client_state["mine"] == 7
-    found = states(engine)
-    train(engine, rank, 1)
-    return found, states(engine)
+    return go_on(*make(rank, world, degree, stage, checkpoint), folder, states, tag)
+
+
+def load_damaged(rank, world, degree, stage, folder, **options):
+    return load_or_error(make(rank, world, degree, stage, {"verify_on_load": "none"})[0], folder, **options)
 
 
 def same(found, expected):
@@ -141,7 +103,6 @@ def expected_rows(ranks):
         yield one, [(place, first + place) for place in range(count)]
 
 
-NATIVE = {"writer": {"format": "safetensors"}}
 LAYOUTS = {  # (world, degree) -> those
     "2x2 to 2x1": ((2, 2), (2, 1)),
     "2x2 to 4x2": ((2, 2), (4, 2)),
@@ -161,14 +122,14 @@ def test_states_load_at_any_degree_and_stage(layout, before, after, format, tmp_
     checkpoint = NATIVE if format == "native" else None
     saved = run_ranks(world, save, degree, before, str(tmp_path), checkpoint, init=True)
     loaded = run_ranks(other_world, load, other_degree, after, str(tmp_path), checkpoint, init=True)
-    same([found for found, _ in loaded], [found for found, _ in saved])
+    same([found for found, *_ in loaded], [found for found, *_ in saved])
 
 
 def test_experts_that_every_rank_had_load_where_they_are_shared(tmp_path):
     """Without ZeRO the optimizer's states are by place in the group, and experts' shapes in files of their own."""
     saved = run_ranks(2, save, 1, 0, str(tmp_path), init=True)
     loaded = run_ranks(2, load, 2, 0, str(tmp_path), init=True)
-    same([found for found, _ in loaded], [found for found, _ in saved])
+    same([found for found, *_ in loaded], [found for found, *_ in saved])
 
 
 SHARED = {"writer": {"data_parallel": "replica"}}
@@ -191,13 +152,13 @@ def test_universal(stage, tmp_path):
     ds_to_universal.main(ds_to_universal.parse_arguments(convert))
     checkpoint = {"load_universal": True}
     loaded = run_ranks(2, load, 1, 1, str(tmp_path), checkpoint, "u", init=True)
-    same([found for found, _ in loaded], [found for found, _ in saved])
+    same([found for found, *_ in loaded], [found for found, *_ in saved])
 
 
 def whole_weights(saved):
     """name -> fp32 weight of the whole model, of what ``save`` returned on each rank."""
     found = {}
-    for one, held in expected_rows([found for found, _ in saved]):
+    for one, held in expected_rows([found for found, *_ in saved]):
         for name, value in one.items():
             if name not in ("steps", "stacked"):
                 found[name] = torch.tensor(value[0] if isinstance(value[0], list) else value)
@@ -218,7 +179,7 @@ def test_fp32_weights_of_the_whole_model(stage, tmp_path):
 
 
 def save_16bit(rank, world, degree, stage, folder):
-    engine = make(rank, world, degree, stage)
+    engine, _ = make(rank, world, degree, stage)
     engine._config.zero_config.gather_16bit_weights_on_model_save = True
     engine.save_16bit_model(folder, "model.bin")
     named = SavedNames(engine.module)
@@ -251,15 +212,6 @@ def test_published_files(stage, tmp_path):
     assert own == ({f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)} if stage == 0 else set())
     for name in own:
         assert set(torch.load(tmp_path / "t" / name)) == {"optimizer"}
-
-
-def load_damaged(rank, world, degree, stage, folder, **options):
-    engine = make(rank, world, degree, stage, {"verify_on_load": "none"})
-    try:
-        engine.load_checkpoint(folder, tag="t", **options)
-    except (OSError, RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "loaded"
 
 
 @pytest.mark.parametrize("stage, lost", [
@@ -301,7 +253,7 @@ def test_other_experts_are_no_fit(tmp_path):
 
 def test_old_names_of_experts_files(tmp_path):
     """One file for an expert of all layers, as older runs wrote them."""
-    expected = [found for found, _ in run_ranks(2, save, 2, 0, str(tmp_path), init=True)]
+    expected = [found for found, *_ in run_ranks(2, save, 2, 0, str(tmp_path), init=True)]
     folder = tmp_path / "t"
     for expert in range(EXPERTS):
         state = {}
@@ -323,18 +275,19 @@ def test_old_names_of_experts_files(tmp_path):
 
 
 def load_weights_only(rank, world, degree, folder):
-    engine = make(rank, world, degree, 0, {"verify_on_load": "none"})
+    engine, _ = make(rank, world, degree, 0, {"verify_on_load": "none"})
     engine.load_checkpoint(folder, tag="t", load_module_only=True)
     named = SavedNames(engine.module)
     return {named(name): value.tolist() for name, value in engine.module.state_dict().items()}
 
 
 def through_the_optimizer(rank, world, stage):
-    engine = make(rank, world, 2, stage)
-    train(engine, rank, 2)
+    engine, train_one = make(rank, world, 2, stage)
+    train_one()
+    train_one()
     before, shards = states(engine), [None] * world
     dist.all_gather_object(shards, engine.optimizer.state_dict())
-    train(engine, rank, 1)
+    train_one()
     assert states(engine) != before
     engine.optimizer.load_state_dict(shards, load_from_fp32_weights=True)
     assert states(engine) == before

@@ -8,26 +8,20 @@ import threading
 import pytest
 import torch
 
-import deepspeed
 from deepspeed.formats import weight_files
 from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import make_net
 from harness import run_ranks
+from runs import engine_of, moments, weights
 from test_checkpoint import PRECISIONS, repeat, run
-from test_zero_checkpoint import make_engine, weights
+from test_zero_checkpoint import make_engine
 
 
 def masters(engine):
     """fp32 values by name: masters of what is trained, the parameters themselves otherwise."""
-    found = {}
-    for name, param in engine.module.named_parameters():
-        value = deepspeed.utils.safe_get_full_fp32_param(param) if param.requires_grad else None
-        if value is None:
-            with deepspeed.zero.GatheredParameters([param]):
-                value = param.detach().float().clone()
-        found[name] = value.cpu().clone()
-    return found
+    trained = {name: master.clone() for name, (master,) in moments(engine, ()).items()}
+    return {**{name: value.float() for name, value in weights(engine).items()}, **trained}
 
 
 def body_save(rank, world, folder, stage, precision):
@@ -188,14 +182,9 @@ class Deep(torch.nn.Module):
 
 
 def body_memory(rank, world, folder):
-    engine = deepspeed.initialize(
-        model=Deep(),
-        config={
-            "train_batch_size": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
-        },
-    )[0]
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = engine_of(Deep(), {"train_batch_size": 2, "optimizer": sgd, "zero_optimization": zero})
     engine.save_16bit_model(folder)  # torch 2 imports 170 MB of itself when a file is first written
     with Peak() as peak:
         engine.save_16bit_model(folder)

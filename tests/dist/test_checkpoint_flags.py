@@ -7,12 +7,14 @@ import torch
 
 import deepspeed
 import peer_model
-from deepspeed import _compat
 from deepspeed import comm as dist
 from deepspeed.checkpoint.layouts import saved_state
 from deepspeed.checkpoint.read import storage
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_optimizer_state
 from harness import run_ranks
+from runs import engine_of, weights
+from runs import identical as equal
+from runs import moments as moments_of
 
 
 def config(stage, dtype="bf16", **more):
@@ -20,20 +22,8 @@ def config(stage, dtype="bf16", **more):
     return {**made, "zero_optimization": {"stage": stage, **more}}
 
 
-def weights(engine):
-    found = {}
-    for name, param in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([param]):
-            found[name] = param.detach().clone()
-    return found
-
-
 def masters(engine):
-    return {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters() if p.requires_grad}
-
-
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    return {name: master for name, (master, *_) in moments_of(engine, ()).items()}
 
 
 def trained(stage, rank, folder=None, steps=3, **kwargs):
@@ -185,7 +175,7 @@ def make_other(stage, extra=False, width=13, groups=2, optimizer=None):
     if optimizer is not None:
         made["optimizer"] = optimizer
     parts = [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() == 1]}]
-    return deepspeed.initialize(model=net, model_parameters=parts if groups == 2 else params, config=made)[0]
+    return engine_of(net, made, model_parameters=parts if groups == 2 else params)
 
 
 def test_frozen_weights_strictness_and_what_does_not_fit(tmp_path):
@@ -262,13 +252,12 @@ def body_elastic(rank, world, folder):
 
 
 def moments(engine):
-    params = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
-    return {name: safe_get_full_optimizer_state(param, "exp_avg_sq") for name, param in params}
+    return {name: second for name, (_, second) in moments_of(engine, ["exp_avg_sq"]).items()}
 
 
 def test_the_elastic_form(tmp_path):
     fp32, states, steps, lr = run_ranks(2, body_elastic, str(tmp_path))[0]
-    saved = _compat.load(tmp_path / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    saved = torch.load(tmp_path / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", weights_only=False)
     saved = saved["optimizer_state_dict"]
     assert [state["exp_avg"].numel() for state in saved["base_optimizer_state"]] == [149, 27]
     assert saved["base_optimizer_state_step"] == 3
@@ -364,7 +353,7 @@ def test_keys_of_fp16(tmp_path):
         run_ranks(2, body_fp16, str(tmp_path), stage)
         names = [name for name in os.listdir(tmp_path / str(stage)) if name.endswith(".pt")]
         model = next(name for name in sorted(names) if "model_states" in name)
-        saved = _compat.load(tmp_path / str(stage) / model)
+        saved = torch.load(tmp_path / str(stage) / model, weights_only=False)
         if stage == 0:
             assert set(saved["optimizer"]) == {
                 "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
@@ -372,7 +361,7 @@ def test_keys_of_fp16(tmp_path):
             }  # fmt: skip
             continue
         assert {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)} <= set(names)
-        state = _compat.load(tmp_path / str(stage) / "zero_pp_rank_0_mp_rank_00_optim_states.pt")[
+        state = torch.load(tmp_path / str(stage) / "zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)[
             "optimizer_state_dict"
         ]
         assert state["dynamic_loss_scale"] is True and state["loss_scaler"].cur_scale == 256.0

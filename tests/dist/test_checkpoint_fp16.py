@@ -5,8 +5,9 @@ import os
 import torch
 
 import deepspeed
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from harness import run_ranks
+from runs import KEEP_GATHERED, dtype_of, engine_of, moments, settings, weights
+from runs import train as train_on
 
 
 class Wise(torch.nn.Module):
@@ -23,34 +24,23 @@ class Wise(torch.nn.Module):
 
 def make_engine(stage, dtype, seed=0):
     torch.manual_seed(seed)
-    net = Wise()
-    made = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage},
-    }
-    if dtype != "fp32":
-        made[dtype] = {"enabled": True}
+    net, made = Wise(), settings(stage, 1, dtype=dtype, zero=KEEP_GATHERED)
     if dtype == "fp16":
-        made["fp16"].update(initial_scale_power=24, loss_scale_window=3, hysteresis=2)
+        made["fp16"] = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 2}
     accelerator = deepspeed.get_accelerator()
     supported = accelerator.is_fp16_supported
     accelerator.is_fp16_supported = lambda: True  # the model has no matrix products
     try:
-        return deepspeed.initialize(model=net, model_parameters=[p for p in net.parameters()], config=made)[0]
+        return engine_of(net, made, model_parameters=list(net.parameters()))
     finally:
         accelerator.is_fp16_supported = supported
 
 
 def train(engine, first, steps):
-    seen = []
-    for step in range(first, first + steps):
-        x = torch.rand(5, 7, generator=torch.Generator().manual_seed(step))
-        loss = engine(x.to(next(iter(dict(engine.module.named_parameters()).values())).dtype))
-        engine.backward(loss)
-        engine.step()
-        seen.append(float(loss.detach()))
-    return seen
+    def loss_at(step, micro):
+        return engine(torch.rand(5, 7, generator=torch.Generator().manual_seed(step)).to(dtype_of(engine)))
+
+    return train_on(engine, loss_at, steps, first)
 
 
 def state(engine):
@@ -64,13 +54,8 @@ def state(engine):
             scaler.last_overflow_iter,
             scaler.cur_hysteresis,
         )
-    for name, param in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([param]):
-            found[name] = param.detach().float().tolist()
-        if hasattr(param, "_ds_link"):
-            found["fp32", name] = safe_get_full_fp32_param(param).tolist()
-            for kind in ("exp_avg", "exp_avg_sq"):
-                found[kind, name] = safe_get_full_optimizer_state(param, kind).tolist()
+    found.update({name: value.float().tolist() for name, value in weights(engine).items()})
+    found.update({("state", name): [one.tolist() for one in all_of] for name, all_of in moments(engine).items()})
     return found
 
 

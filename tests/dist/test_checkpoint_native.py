@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed import _compat
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert import export
 from deepspeed.checkpoint.layouts.open_saved import open_saved
@@ -19,11 +18,13 @@ from deepspeed.checkpoint.layouts.saved_native import NotPlain
 from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.formats.safetensors_file import read_safetensors
-from engine_models import config, loss_of, make_net
+from engine_models import config, loss_of, make_net, net_engine
 from harness import RankError, run_ranks
 from mpu import two_by_two
-from test_checkpoint import PRECISIONS, repeat, same, seed_all
-from test_zero_checkpoint import comparable, make_engine, weights
+from runs import engine_of, moments, take_step, weights
+from runs import identical as same
+from test_checkpoint import PRECISIONS, repeat, seed_all
+from test_zero_checkpoint import comparable, make_engine
 
 NATIVE = {"checkpoint": {"writer": {"format": "safetensors"}}}
 TORCH = {}
@@ -41,9 +42,7 @@ def train(engine, batches, steps):
         tokens, targets = next(batches)
         output = torch.nn.functional.dropout(engine(tokens, extra=engine.micro_steps % 3 != 1), 0.1)
         loss = loss_of(output, targets) * (1 + 0.1 * random.random())
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
+        losses.append(take_step(engine, loss))
     return losses, weights(engine), comparable(engine.optimizer.state_dict())
 
 
@@ -106,21 +105,13 @@ def strided_engine(world, stage, seed, more, optimizer=None):
     torch.manual_seed(seed)
     made = config(world, 1, size=12, zero_optimization={
         "stage": stage, "reduce_bucket_size": 100, "stage3_param_persistence_threshold": 0}, **more)  # fmt: skip
-    if optimizer is not None:
-        del made["optimizer"]
-        made["zero_allow_untested_optimizer"] = True
-    return deepspeed.initialize(model=Strided(), optimizer=optimizer, config=made)[0]
+    return engine_of(Strided(), made, optimizer)
 
 
 def everything(engine):
-    params = dict(engine.module.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(params.values())):
-        found = {name: param.detach().clone() for name, param in params.items()}
-    for name, param in params.items():
-        if param.requires_grad:
-            found[f"master of {name}"] = deepspeed.utils.safe_get_full_fp32_param(param)
-            for kind in ("exp_avg", "exp_avg_sq"):
-                found[f"{kind} of {name}"] = deepspeed.utils.safe_get_full_optimizer_state(param, kind)
+    found = weights(engine)
+    for name, tensors in moments(engine).items():
+        found.update({f"{kind} of {name}": one for kind, one in zip(("master", "exp_avg", "exp_avg_sq"), tensors)})
     found.update({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
     return found, engine.global_steps, engine.get_lr(), engine.loaded_checkpoint_dp_world_size
 
@@ -129,8 +120,7 @@ def body_save_strided(rank, world, folder, stage, more):
     engine = strided_engine(world, stage, 0, {**more, **NATIVE})
     for step in range(3):
         torch.manual_seed(step)
-        engine.backward(engine(torch.randn(12, 3, 4, 4).to(engine.module.conv.bias.dtype)[: 12 // world]))
-        engine.step()
+        take_step(engine, engine(torch.randn(12, 3, 4, 4).to(engine.module.conv.bias.dtype)[: 12 // world]))
     engine.save_checkpoint(folder, client_state={"world": world})
     return everything(engine)
 
@@ -223,7 +213,7 @@ def body_flags(rank, world, folder, stage):
 
     wrong = make_net()
     wrong.more = torch.nn.Linear(2, 2)
-    other = deepspeed.initialize(model=wrong, config={**config(world), **NATIVE})[0]
+    other = net_engine(world, model=wrong, **NATIVE)
     with pytest.raises(RuntimeError, match=r"missing \['more.weight', 'more.bias'\]"):
         other.load_checkpoint(folder, tag="all", load_module_only=True)
     other.load_checkpoint(folder, tag="all", load_module_only=True, load_module_strict=False)
@@ -279,8 +269,7 @@ def body_frozen(rank, world, folder, stage):
         names.append({os.path.basename(p): os.stat(p).st_ino for p in glob.glob(f"{folder}/{tag}/frozen_*")})
         if tag == "d":
             engine._checkpoints.memo.get("frozen files", {"sound": set()})["sound"].clear()
-    with deepspeed.zero.GatheredParameters([engine.module.frozen.weight]):
-        return names, engine.module.frozen.weight.detach().clone()
+    return names, weights(engine)["frozen.weight"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -320,13 +309,12 @@ def body_files(rank, world, folder, stage):
     engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
     train(engine, repeat(loader), 1)
     engine.save_checkpoint(folder, tag="t", client_state={"table": torch.arange(4)})
-    params = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
-    return {name: deepspeed.utils.safe_get_full_optimizer_state(p, "exp_avg") for name, p in params}
+    return {name: first for name, (_, first, _) in moments(engine).items()}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_is_in_the_files(stage, tmp_path):
-    moments = run_ranks(2, body_files, str(tmp_path), stage)[0]
+    first = run_ranks(2, body_files, str(tmp_path), stage)[0]
     names = {name for name in os.listdir(tmp_path / "t") if not name.startswith("frozen_")}
     assert names == {
         "checkpoint.json", "checkpoint_manifest.json", "rank_00000.json", "rank_00000.safetensors", "rank_00001.json",
@@ -337,15 +325,15 @@ def test_what_is_in_the_files(stage, tmp_path):
     assert about["parameters"]["first.weight"] == {"shape": [12, 12], "dtype": "bfloat16", "trained": True, "step": 1}
     assert about["parameters"]["frozen.weight"]["trained"] is False
     assert about["tied"] == {"tied.weight": "first.weight"}
-    assert about["groups"][0]["names"] == list(moments)
+    assert about["groups"][0]["names"] == list(first)
     held = [read_safetensors(tmp_path / "t" / f"rank_0000{rank}.safetensors")[0] for rank in range(2)]
     both = {name for name in held[0].keys() & held[1].keys() if not name.startswith("values/run.")}
     assert both == ({"module/count"} if stage == 3 else set())
     assert "module/count" in held[0] and "values/client_state.table" in held[0]
     sizes = [sum(t.nbytes for name, t in files.items() if name.startswith("fp32/")) for files in held]
-    assert sum(sizes) == 4 * sum(value.numel() for value in moments.values())
+    assert sum(sizes) == 4 * sum(value.numel() for value in first.values())
     assert max(sizes) < 0.62 * sum(sizes)  # the ranks share the writing
-    for name, value in moments.items():
+    for name, value in first.items():
         flat, found = value.reshape(-1), 0
         for key, tensor in {**held[0], **held[1]}.items():
             if key == f"exp_avg/{name}":
@@ -364,13 +352,8 @@ def body_tools(rank, world, folder, stage):
     seed_all(3 + rank)
     train(engine, repeat(loader), 2)
     engine.save_checkpoint(folder)
-    params = {
-        name: deepspeed.utils.safe_get_full_fp32_param(p)
-        for name, p in engine.module.named_parameters()
-        if p.requires_grad
-    }
-    whole = weights(engine)
-    return {name: params.get(name, value) for name, value in whole.items()}, engine.module.count.clone()
+    masters = {name: master for name, (master, *_) in moments(engine).items()}
+    return {**weights(engine), **masters}, engine.module.count.clone()
 
 
 def body_universal(rank, world, folder, stage):
@@ -404,7 +387,7 @@ def test_tools_read_it(stage, tmp_path, capsys):
     made = export.export(
         runs, str(tmp_path / "16"), dtype="bf16", exclude_frozen_parameters=True, safe_serialization=False
     )
-    saved = _compat.load(made[0])
+    saved = torch.load(made[0], weights_only=False)
     assert set(saved) == set(index) - {"frozen.weight"} and saved["count"].dtype == torch.float32
     assert all(torch.equal(saved[name], masters[name].bfloat16()) for name in masters if name in saved)
 
@@ -495,8 +478,8 @@ def test_replicas_of_shards_share_the_writing(tmp_path):
 
 def grid_engine(rank, seed, stage):
     deepspeed.init_distributed()
-    made = {**config(2), **NATIVE, "zero_optimization": {"stage": stage}}
-    return deepspeed.initialize(model=make_net(seed=seed), config=made, mpu=two_by_two(rank))[0]
+    made = config(2, zero_optimization={"stage": stage}, **NATIVE)
+    return engine_of(make_net(seed=seed), made, mpu=two_by_two(rank))
 
 
 def body_grid(rank, world, folder, stage):

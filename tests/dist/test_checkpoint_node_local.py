@@ -4,41 +4,31 @@ import os
 
 import pytest
 
-import deepspeed
 from deepspeed.checkpoint.read import verify
-from engine_models import batch, config, loss_of, make_net
+from engine_models import batch, loss_of, net_engine
 from harness import run_ranks
-
-
-def start(world, stage):
-    made = config(world, zero_optimization={"stage": stage}, checkpoint={"use_node_local_storage": True})
-    return deepspeed.initialize(model=make_net(seed=0), config=made)[0]
-
-
-def train(engine, steps):
-    losses = []
-    for step in range(steps):
-        tokens, targets = batch(step)
-        loss = loss_of(engine(tokens), targets)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
+from runs import train
 
 
 def body(rank, world, folder, saved_stage, loaded_stage):
     os.environ["CROSS_RANK"] = str(rank // 2)  # two nodes of two ranks
     disk = os.path.join(folder, f"disk{rank // 2}")
-    engine = start(world, saved_stage)
-    train(engine, 2)
+    on_nodes = {"use_node_local_storage": True}
+
+    def loss_at(step, micro):
+        tokens, targets = batch(step)
+        return loss_of(engine(tokens), targets)
+
+    engine = net_engine(world, saved_stage, checkpoint=on_nodes)
+    train(engine, loss_at, 2)
     engine.save_checkpoint(disk)
-    straight = train(engine, 2)
+    straight = train(engine, loss_at, 2)
     files = sorted(verify.read(os.path.join(disk, "global_step2"))["files"])
     assert verify.verify_folder(os.path.join(disk, "global_step2")) == []
-    engine = start(world, loaded_stage)
+    engine = net_engine(world, loaded_stage, checkpoint=on_nodes)
     path, _ = engine.load_checkpoint(disk)
     assert path.startswith(disk)
-    return files, sorted(os.listdir(disk)), straight == train(engine, 2)
+    return files, sorted(os.listdir(disk)), straight == train(engine, loss_at, 2)
 
 
 @pytest.mark.parametrize("saved, loaded", [(0, 0), (2, 2), (3, 3), (3, 1)])

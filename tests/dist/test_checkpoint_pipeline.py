@@ -6,28 +6,13 @@ import os
 import pytest
 import torch
 
-import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from harness import run_ranks
+from models import Numbered, waves
+from runs import NATIVE, engine_of, go_on, save_midway, settings
 
 LAYERS, WIDTH, MICRO, BATCH = 6, 5, 2, 8  # samples of a step, whatever the copies
 TIED = 50
-
-
-class Layer(torch.nn.Module):
-    def __init__(self, number):
-        super().__init__()
-        torch.manual_seed(number)
-        self.fc = torch.nn.Linear(WIDTH, WIDTH, bias=number != TIED)
-        self.register_buffer("number", torch.tensor([float(number)]))
-
-    @property
-    def weight(self):
-        return self.fc.weight
-
-    def forward(self, x):
-        return torch.tanh(self.fc(x)) * (1 + self.number / 10)
 
 
 def out_of(module, x):
@@ -36,53 +21,28 @@ def out_of(module, x):
 
 def make(rank, world, stages, stage, checkpoint=None):
     layers = [
-        TiedLayerSpec("words", Layer, TIED, tied_weight_attr="weight"),
-        *(LayerSpec(Layer, number) for number in range(1, LAYERS - 2)),
+        TiedLayerSpec("words", Numbered, TIED, WIDTH, False, tied_weight_attr="weight"),
+        *(LayerSpec(Numbered, number, WIDTH) for number in range(1, LAYERS - 2)),
         LayerSpec(torch.nn.Tanh),  # nothing to save
-        TiedLayerSpec("words", Layer, TIED, forward_fn=out_of, tied_weight_attr="weight"),
+        TiedLayerSpec("words", Numbered, TIED, WIDTH, False, forward_fn=out_of, tied_weight_attr="weight"),
     ]
     model = PipelineModule(layers, num_stages=stages, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
-    data = torch.sin(torch.arange(64.0 * WIDTH).view(64, WIDTH))
-    config = {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": MICRO,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **({"checkpoint": checkpoint} if checkpoint else {}),
-    }
+    data = waves(64, WIDTH)
+    config = settings(stage, MICRO, None, rate=0.02, checkpoint=checkpoint or {}, train_batch_size=BATCH)
     dataset = torch.utils.data.TensorDataset(data, data.flip(1))
-    return deepspeed.initialize(model=model, config=config, training_data=dataset)[0]
-
-
-def states(engine):
-    found = {}
-    for name, param in engine.module.named_parameters():
-        kinds = [safe_get_full_fp32_param(param)]
-        kinds += [safe_get_full_optimizer_state(param, kind) for kind in ("exp_avg", "exp_avg_sq")]
-        found[name] = [kind.tolist() for kind in kinds]
-    found.update({name: buffer.tolist() for name, buffer in engine.module.named_buffers()})
-    return found
+    engine = engine_of(model, config, training_data=dataset)
+    return engine, lambda: engine.train_batch().item()
 
 
 def save(rank, world, stages, stage, folder, checkpoint=None):
-    engine = make(rank, world, stages, stage, checkpoint)
-    for _ in range(2):
-        engine.train_batch()
-    engine.save_checkpoint(folder, tag="t", client_state={"mine": 7})
-    found = states(engine)
-    losses = [engine.train_batch().item() for _ in range(2)]
-    return found, losses, states(engine)
+    return save_midway(*make(rank, world, stages, stage, checkpoint), folder, after=2)
 
 
 def load(rank, world, stages, stage, folder, checkpoint=None):
-    engine = make(rank, world, stages, stage, checkpoint)
-    for buffer in engine.module.buffers():
-        buffer.zero_()
-    _, client_state = engine.load_checkpoint(folder, tag="t")
-    assert client_state["mine"] == 7 and engine.global_steps == 2
-    found = states(engine)
-    losses = [engine.train_batch().item() for _ in range(2)]
-    return found, losses, states(engine)
+    engine, train_one = make(rank, world, stages, stage, checkpoint)
+    found = go_on(engine, train_one, folder, after=2)
+    assert engine.global_steps == 4
+    return found
 
 
 def same(found, expected):
@@ -91,9 +51,6 @@ def same(found, expected):
     for one, *_ in found:
         for name, value in one.items():
             assert value == known[name], name
-
-
-NATIVE = {"writer": {"format": "safetensors"}}
 
 
 @pytest.mark.sample("values")

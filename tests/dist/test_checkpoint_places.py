@@ -14,16 +14,12 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.zero.restore import Restore
-from engine_models import batch, config, loss_of, make_net
+from engine_models import batch, loss_of, make_net, saving_engine
 from harness import run_ranks
+from runs import take_step, weights
 from test_checkpoint_crash import mark, marks
 
 NO_RENAME = "rename:1+:enosys,exchange:1+:enosys,truncate:1+:enotsup"
-
-
-def make_engine(world, stage=1, zero=None, **checkpoint):
-    made = config(world, 1, zero_optimization={"stage": stage, **(zero or {})}, checkpoint=checkpoint)
-    return deepspeed.initialize(model=make_net(seed=0), config=made)[0]
 
 
 BAD_TAGS = ["", " ", ".", "..", "../out", "a/../../out", "a/../b", "a//b", "./a", "/tmp/out", "latest", " a", "a\n",
@@ -31,7 +27,7 @@ BAD_TAGS = ["", " ", ".", "..", "../out", "a/../../out", "a/../b", "a//b", "./a"
 
 
 def body_tags(rank, world, folder):
-    engine = make_engine(world, 0)
+    engine = saving_engine(world, 0)
     mark(engine, 1)
     for tag in ("one", "runs/two", 3.5):
         engine.save_checkpoint(folder, tag=tag)
@@ -63,7 +59,7 @@ def test_tags_that_are_no_folders_of_their_own_are_refused(tmp_path):
 
 
 def body_links(rank, world, folder):
-    engine = make_engine(world, 2)
+    engine = saving_engine(world, 2)
     save_dir = os.path.join(folder, "link")
     if rank == 0:
         os.symlink("disk/not/there/yet", save_dir)
@@ -91,7 +87,7 @@ def test_links_are_followed_as_often_as_one_likes(tmp_path):
 
 
 def body_in_place(rank, world, folder, how):
-    engine = make_engine(world, 1, **how)
+    engine = saving_engine(world, 1, **how)
     file_writer.inject_fault("" if "write_in_place" in how else NO_RENAME)
     found = []
     for step in (1, 2):
@@ -136,7 +132,7 @@ def contents(folder):
 
 
 def body_shared(rank, world, folder, checkpoint, stage):
-    engine = make_engine(world, stage, **checkpoint)
+    engine = saving_engine(world, stage, **checkpoint)
     mark(engine, 1)
     for param in engine.module.parameters():  # values that differ
         param.data.copy_(torch.arange(param.numel(), dtype=param.dtype).reshape(param.shape) / 7)
@@ -179,7 +175,7 @@ def test_ranks_share_the_writing_of_what_all_have(stage, tmp_path):
 
 
 def body_different(rank, world, folder):
-    engine = make_engine(world, 0, writer={"data_parallel": "REPLICA"})
+    engine = saving_engine(world, 0, writer={"data_parallel": "REPLICA"})
     with pytest.raises(RuntimeError, match="rank 1: .*has other tensors here than on rank 0: .*data_parallel to null"):
         engine.save_checkpoint(folder, client_state={"mine": torch.ones(rank + 1)})
     engine.save_checkpoint(folder, client_state={"mine": rank})
@@ -191,7 +187,7 @@ def test_shared_files_are_those_of_the_first_rank(tmp_path):
 
 
 def body_stream(rank, world, folder, how):
-    engine = make_engine(world, 2, checkpoint_serialization=False, **how)
+    engine = saving_engine(world, 2, checkpoint_serialization=False, **how)
     mark(engine, 4)
     engine.save_checkpoint(folder, tag="t")
     engine.load_checkpoint(folder)
@@ -212,7 +208,7 @@ def test_files_without_an_archive(how, tmp_path):
 
 
 def body_turns(rank, world, folder):
-    engine = make_engine(world, 3, zero={"pipeline_loading_checkpoint": True})
+    engine = saving_engine(world, 3, zero={"pipeline_loading_checkpoint": True})
     mark(engine, 2)
     engine.save_checkpoint(folder)
     mark(engine, 7)
@@ -250,7 +246,7 @@ def test_ranks_of_a_machine_load_one_after_the_other(tmp_path):
 
 
 def body_no_turns(rank, world, folder):
-    engine = make_engine(world, 2, zero={"pipeline_loading_checkpoint": True})
+    engine = saving_engine(world, 2, zero={"pipeline_loading_checkpoint": True})
     engine.save_checkpoint(folder)
     with pytest.raises(AssertionError, match="Only stage3 support for pipeline checkpoint loading"):
         engine.load_checkpoint(folder)
@@ -266,19 +262,13 @@ def body_elastic(rank, world, folder, client):
     """Saves in the old form, and loads it again and as a universal checkpoint; the run goes on as it would have."""
 
     def start(elastic, **checkpoint):
-        net = make_net(seed=0)
-        made = config(2, 1, zero_optimization={"stage": 1, "elastic_checkpoint": elastic}, checkpoint=checkpoint)
-        optimizer = None
-        if client:
-            made.pop("optimizer")
-            optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-        return deepspeed.initialize(model=net, optimizer=optimizer, config=made)[0]
+        optimizer = (lambda params: torch.optim.AdamW(params, lr=0.01)) if client else None
+        return saving_engine(2, 1, {"elastic_checkpoint": elastic}, client=optimizer, **checkpoint)
 
     def train(engine, seed):
         tokens, targets = batch(seed + 10 * rank, 4)
-        engine.backward(loss_of(engine(tokens), targets))
-        engine.step()
-        return [p.detach().clone() for p in engine.module.parameters()]
+        take_step(engine, loss_of(engine(tokens), targets))
+        return list(weights(engine).values())
 
     engine = start(True)
     train(engine, 1)

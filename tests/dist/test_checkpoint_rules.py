@@ -9,25 +9,19 @@ import torch
 import deepspeed
 import peer_model
 from deepspeed.checkpoint.layouts import names
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from harness import run_ranks
+from models import two_layers
+from runs import KEEP_GATHERED, engine_of, moments, settings, weights
+from runs import identical as equal
+from runs import train as train_on
 
 
 def whole(engine):
     """Everything that training has of the parameters."""
-    found = {}
-    for name, param in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([param]):
-            found[name] = param.detach().clone()
-        if param.requires_grad:
-            found[f"{name} fp32"] = safe_get_full_fp32_param(param)
-            for kind in engine.optimizer_states_of_test:
-                found[f"{name} {kind}"] = safe_get_full_optimizer_state(param, kind)
-    return {name: value.clone() for name, value in found.items() if value is not None}
-
-
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    found = weights(engine)
+    for name, tensors in moments(engine, engine.optimizer_states_of_test).items():
+        found.update({(name, place): one.clone() for place, one in enumerate(tensors) if one is not None})
+    return found
 
 
 # ---- accumulation windows ------------------------------------------------------------------------------------------
@@ -42,16 +36,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def make_windowed(stage, seed=0, **more):
-    torch.manual_seed(seed)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage},
-        **more,
-    }
-    net = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-    engine = deepspeed.initialize(model=net, config=config)[0]
+    engine = engine_of(two_layers(7, seed=seed), settings(stage, accumulate=4, zero=KEEP_GATHERED, **more))
     engine.training_dataloader = engine.deepspeed_io(Rows(), num_local_io_workers=0)
     engine.optimizer_states_of_test = ("exp_avg", "exp_avg_sq")
     return engine, iter(deepspeed.utils.RepeatingLoader(engine.training_dataloader))
@@ -165,14 +150,11 @@ CHANGES = {
 def make_configured(stage, seed=0, **changes):
     torch.manual_seed(seed)
     net = torch.nn.Sequential(torch.nn.Embedding(9, 7), torch.nn.Linear(7, 3))
-    config = {**BASE, "zero_optimization": {"stage": stage}, **changes}
-    return deepspeed.initialize(model=net, config=config)[0]
+    return engine_of(net, {**BASE, "zero_optimization": {"stage": stage}, **changes})
 
 
 def train(engine, steps):
-    for step in range(steps * engine.gradient_accumulation_steps()):
-        engine.backward(engine(torch.tensor([step % 9, 3])).pow(2).mean())
-        engine.step()
+    train_on(engine, lambda step, micro: engine(torch.tensor([(step + micro) % 9, 3])).pow(2).mean(), steps)
 
 
 def body_configured(rank, world, folder):
@@ -249,12 +231,8 @@ def make_peer(stage, fails=False, states=("exp_avg", "exp_avg_sq"), dtype="fp32"
     config.pop("scheduler", None)
     torch.manual_seed(9)
     net = peer_model.PeerNet()
-    engine = deepspeed.initialize(
-        model=net,
-        model_parameters=[p for p in net.parameters() if p.requires_grad],
-        config=config,
-        lr_scheduler=lambda optimizer: Schedule(optimizer, fails),
-    )[0]
+    params = [p for p in net.parameters() if p.requires_grad]
+    engine = engine_of(net, config, model_parameters=params, lr_scheduler=lambda optimizer: Schedule(optimizer, fails))
     engine.optimizer_states_of_test = states
     return engine
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from harness import run_ranks
+from runs import NATIVE, engine_of, moments, settings
 from tensor_parallel import AddedUp, Copied
 
 LAYERS, WIDTH, HIDDEN, MICRO_BATCHES = 3, 4, 8, 2
@@ -60,14 +59,8 @@ def make(rank, world, stages, slices, stage, native=False, told=True):
         [LayerSpec(Sliced, number, grid, told) for number in range(LAYERS)], topology=topology,
         loss_fn=nn.functional.mse_loss, partition_method="uniform",
     )  # fmt: skip
-    config = {
-        "train_batch_size": 2 * MICRO_BATCHES,
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **({"checkpoint": {"writer": {"format": "safetensors"}}} if native else {}),
-    }
-    return deepspeed.initialize(model=module, config=config)[0]
+    config = settings(stage, 1, None, checkpoint=NATIVE if native else {}, train_batch_size=2 * MICRO_BATCHES)
+    return engine_of(module, config)
 
 
 def train(engine):
@@ -80,10 +73,7 @@ def train(engine):
 def states(engine):
     """``(slice, name -> its fp32 weight and moments, and buffers)``."""
     found = {name: [value.clone()] for name, value in engine.module.named_buffers()}
-    for name, param in engine.module.named_parameters():
-        kinds = [safe_get_full_fp32_param(param)]
-        kinds += [safe_get_full_optimizer_state(param, kind) for kind in ("exp_avg", "exp_avg_sq")]
-        found[name] = [kind.clone() for kind in kinds]
+    found.update({name: [kind.clone() for kind in kinds] for name, kinds in moments(engine).items()})
     return engine.grid.get_slice_parallel_rank(), found
 
 

@@ -18,27 +18,20 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from harness import run_ranks
+from runs import KEEP_GATHERED, dtype_of, engine_of, settings
+from runs import train as train_on
 
 
 def make_engine(stage=2, bf16=True, client_optimizer=False):
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
-    config["bf16"] = {"enabled": bf16}
-    if client_optimizer:
-        config["zero_allow_untested_optimizer"] = True
-        return deepspeed.initialize(
-            model=model, config=config, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1)
-        )[0]
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
-    return deepspeed.initialize(model=model, config=config)[0]
+    client = torch.optim.AdamW(model.parameters(), lr=0.1) if client_optimizer else None
+    return engine_of(model, settings(stage, dtype="bf16" if bf16 else "fp32", rate=0.1, zero=KEEP_GATHERED), client)
 
 
 def train(engine, steps=1):
-    dtype = next(engine.module.parameters()).dtype
-    for step in range(steps):
-        engine.backward(engine(torch.full((2, 8), 0.1 * (step + 1), dtype=dtype)).square().mean())
-        engine.step()
+    dtype = dtype_of(engine)
+    train_on(engine, lambda step, _: engine(torch.full((2, 8), 0.1 * (step + 1), dtype=dtype)).square().mean(), steps)
 
 
 def meets(function):

@@ -5,30 +5,28 @@ import os
 import pytest
 import torch
 
-import deepspeed
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert.export import export
 from deepspeed.comm import mesh
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.zero.param_ranks import SavedLayers, SavedNames
 from harness import run_ranks
+from models import Numbered, waves
 from mpu import Mpu
+from runs import NATIVE, dtype_of, engine_of, go_on, load_or_error, save_midway, settings, take_step
 
 LAYERS, WIDTH = 6, 5
 
 
-class Layer(torch.nn.Module):
+class Layer(Numbered):
     def __init__(self, number):
-        super().__init__()
-        torch.manual_seed(number)
-        self.fc = torch.nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("number", torch.tensor([float(number)]))
+        super().__init__(number, WIDTH)
         self.experts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 2) for _ in range(2))
         self.experts.ds_expert_numbers = {"0": 1, "1": 0}
 
     def forward(self, x):
-        x = torch.tanh(self.fc(x)) * (1 + self.number).to(x.dtype)
+        x = super().forward(x)
         return self.experts[0](x) + self.experts[1](x).tanh()
 
 
@@ -63,52 +61,29 @@ def make(rank, stages, copies, stage, checkpoint=None, dtype=None):
     mpu = Mpu(data, model)
     mpu.get_pipe_parallel_world_size = lambda: stages
     mpu.get_slice_parallel_world_size = lambda: 1
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **({"checkpoint": checkpoint} if checkpoint else {}),
-        **({dtype: {"enabled": True}} if dtype else {}),
-    }
-    return deepspeed.initialize(model=Stage(number, stages), config=config, mpu=mpu)[0]
+    config = settings(stage, 4, dtype=dtype or "fp32", rate=0.05, checkpoint=checkpoint or {})
+    engine = engine_of(Stage(number, stages), config, mpu=mpu)
 
+    def train_one():
+        outputs = engine(waves(4, WIDTH, 10 * engine.global_steps + copy).to(dtype_of(engine)))
+        return take_step(engine, sum(out.float().square().mean() for out in outputs))
 
-def train(engine, copy, steps):
-    dtype = next(engine.module.parameters()).dtype
-    for step in range(steps):
-        x = torch.sin(torch.arange(4.0 * WIDTH).view(4, WIDTH) * 0.7 + 10 * step + copy).to(dtype)
-        engine.backward(sum(out.float().square().mean() for out in engine(x)))
-        engine.step()
-
-
-def states(engine):
-    found, named = {}, SavedNames(engine.module)
-    for name, param in engine.module.named_parameters():
-        kinds = [safe_get_full_fp32_param(param)]
-        kinds += [safe_get_full_optimizer_state(param, kind) for kind in ("exp_avg", "exp_avg_sq")]
-        found[named(name)] = [kind.tolist() for kind in kinds]
-    found.update({name: buffer.tolist() for name, buffer in engine.module.named_buffers()})
-    return found
+    return engine, train_one
 
 
 def save(rank, world, stages, copies, stage, folder, checkpoint=None, dtype=None):
-    engine = make(rank, stages, copies, stage, checkpoint, dtype)
-    train(engine, rank % copies, 2)
-    engine.save_checkpoint(folder, tag="t", client_state={"mine": 7})
-    found = states(engine)
-    train(engine, rank % copies, 1)
-    return found, states(engine)
+    return save_midway(*make(rank, stages, copies, stage, checkpoint, dtype), folder)
 
 
 def load(rank, world, stages, copies, stage, folder, checkpoint=None, dtype=None, tag="t"):
-    engine = make(rank, stages, copies, stage, checkpoint, dtype)
-    for buffer in engine.module.buffers():
-        buffer.zero_()
-    _, client_state = engine.load_checkpoint(folder, tag=tag)
-    assert client_state["mine"] == 7 and engine.global_steps == 2
-    found = states(engine)
-    train(engine, rank % copies, 1)
-    return found, states(engine)
+    engine, train_one = make(rank, stages, copies, stage, checkpoint, dtype)
+    found = go_on(engine, train_one, folder, tag=tag)
+    assert engine.global_steps == 3
+    return found
+
+
+def load_damaged(rank, world, stages, copies, stage, folder):
+    return load_or_error(make(rank, stages, copies, stage, {"verify_on_load": "none"})[0], folder)
 
 
 def same(found, expected):
@@ -119,7 +94,6 @@ def same(found, expected):
             assert value == known[name], name
 
 
-NATIVE = {"writer": {"format": "safetensors"}}
 OTHERS = {"1x1": (1, 1), "1x2": (1, 2), "2x2": (2, 2), "3x1": (3, 1), "4x1": (4, 1)}  # stages x copies
 
 
@@ -133,7 +107,7 @@ def test_any_number_of_stages_reads_it(other, before, after, format, tmp_path):
     saved = run_ranks(4, save, 2, 2, before, str(tmp_path), *options, init=True)
     stages, copies = OTHERS[other]
     loaded = run_ranks(stages * copies, load, stages, copies, after, str(tmp_path), *options, init=True)
-    same([found for found, _ in loaded], [found for found, _ in saved])
+    same([found for found, *_ in loaded], [found for found, *_ in saved])
 
 
 @pytest.mark.sample("values", 4)
@@ -165,7 +139,7 @@ def test_universal_and_whole_weights(stage, format, tmp_path):
     saved = run_ranks(2, save, 2, 1, stage, str(tmp_path), checkpoint, init=True)
     (path,) = export(str(tmp_path), str(tmp_path / "out"), tag="t", safe_serialization=False)
     found = torch.load(path)
-    for one, _ in saved:
+    for one, *_ in saved:
         for name, value in one.items():
             assert torch.equal(found[name], torch.tensor(value[0] if isinstance(value[0], list) else value)), name
     if format == "torch":
@@ -174,16 +148,7 @@ def test_universal_and_whole_weights(stage, format, tmp_path):
     convert = ["--input_folder", str(tmp_path / "t"), "--output_folder", str(tmp_path / "u")]
     ds_to_universal.main(ds_to_universal.parse_arguments(convert))
     loaded = run_ranks(3, load, 3, 1, 1, str(tmp_path), {"load_universal": True}, None, "u", init=True)
-    same([found for found, _ in loaded], [found for found, _ in saved])
-
-
-def load_damaged(rank, world, stages, copies, stage, folder):
-    engine = make(rank, stages, copies, stage, {"verify_on_load": "none"})
-    try:
-        engine.load_checkpoint(folder, tag="t")
-    except (OSError, RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "loaded"
+    same([found for found, *_ in loaded], [found for found, *_ in saved])
 
 
 @pytest.mark.parametrize("lost", ["layer_04-model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"])
@@ -195,7 +160,7 @@ def test_a_file_that_is_gone_is_named(lost, tmp_path):
 
 
 def save_16bit(rank, world, stages, copies, stage, folder):
-    engine = make(rank, stages, copies, stage)
+    engine, _ = make(rank, stages, copies, stage)
     engine._config.zero_config.gather_16bit_weights_on_model_save = True
     engine.save_16bit_model(folder, "model.bin")
     named = SavedNames(engine.module)

@@ -6,13 +6,14 @@ from unittest import mock
 import pytest
 import torch
 
-import deepspeed
 from deepspeed.data.loader import WORKERS
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from engine_models import Net, loss_of
 from harness import run_ranks
+from runs import SMALL_PARTS, initialized, take_step, weights
+from runs import identical as same
 from sampling import every_case, sample
-from test_checkpoint import PRECISIONS, Tokens, repeat, run, same, seed_all
+from test_checkpoint import PRECISIONS, Tokens, repeat, run, seed_all
 
 PRECISION = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16" if "fp16" in PRECISIONS else "bf16"}
 SIZE = 24  # samples in a step: 1, 2, 3, 4 and 8 ranks divide it
@@ -50,27 +51,14 @@ def make_engine(world, stage, precision, seed=0, optimizer=None, training_data=N
         "train_batch_size": SIZE,
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": 0.5,
-        "zero_allow_untested_optimizer": True,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 3e-3}},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 300,
-            "stage3_param_persistence_threshold": 20,
-            "sub_group_size": 400,
-            **zero,
-        },
+        "zero_optimization": {"stage": stage, **SMALL_PARTS, **zero},
         **PRECISIONS[PRECISION[precision]],
     }
-    client = optimizer if callable(optimizer) else None
-    if client is None:
-        made["optimizer"] = {"type": optimizer or "AdamW", "params": {"lr": 3e-3}}
-    return deepspeed.initialize(
-        model=net,
-        model_parameters=groups if client is None else None,
-        optimizer=client(groups) if client else None,
-        training_data=training_data,
-        config=made,
-    )
+    if callable(optimizer):
+        return initialized(net, made, optimizer(groups), training_data=training_data)
+    made["optimizer"] = {"type": optimizer or "AdamW", "params": {"lr": 3e-3}}
+    return initialized(net, made, model_parameters=groups, training_data=training_data)
 
 
 def step(engine, number, rank, world, train=True):
@@ -81,8 +69,7 @@ def step(engine, number, rank, world, train=True):
     part = slice(rank * SIZE // world, (rank + 1) * SIZE // world)
     loss = loss_of(engine(tokens[part], extra=number % 3 != 1), targets[part])
     if train:
-        engine.backward(loss)
-        engine.step()
+        take_step(engine, loss)
     mean = loss.detach().double() / world
     if world > 1:
         torch.distributed.all_reduce(mean)
@@ -91,11 +78,8 @@ def step(engine, number, rank, world, train=True):
 
 def whole(engine):
     """Everything that must be the same: whole tensors by parameter, steps, hyperparameters, scale, counters."""
-    found = {}
-    kinds = set()
+    found = {(name, "lp"): value.contiguous() for name, value in weights(engine).items()}
     for name, param in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([param]):
-            found[name, "lp"] = param.detach().clone().contiguous()
         if not hasattr(param, "_ds_link"):
             continue
         found[name, "fp32"] = safe_get_full_fp32_param(param).contiguous()
@@ -103,7 +87,6 @@ def whole(engine):
             value = safe_get_full_optimizer_state(param, kind)
             if value is not None and value.numel():
                 found[name, kind] = value.contiguous()
-                kinds.add(kind)
     if engine.stepping.fused is not None:
         found["steps"] = engine.core.steps().clone()
     found["groups"] = [

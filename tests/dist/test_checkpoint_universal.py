@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import deepspeed
 import peer_model
 from deepspeed.checkpoint.ds_to_universal import main as convert
-from engine_models import batch, config, loss_of, make_net
+from engine_models import batch, loss_of, net_engine
 from harness import run_ranks
-from test_checkpoint import PRECISIONS
+from runs import SMALL_PARTS, moments, take_step, weights
+from test_checkpoint import PRECISIONS, WARMUP
 from test_checkpoint_peer import expectation
 
 SIZE = 12  # of a batch: 1, 2, 3 and 4 ranks share it evenly
@@ -19,24 +19,8 @@ KINDS = ("exp_avg", "exp_avg_sq")
 
 
 def make_engine(world, stage, precision, seed=0, optimizer=None, **more):
-    made = config(
-        world,
-        1,
-        size=SIZE,
-        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
-        zero_optimization={
-            "stage": stage,
-            "reduce_bucket_size": 300,
-            "stage3_param_persistence_threshold": 20,
-            "sub_group_size": 400,
-        },
-        **precision,
-        **more,
-    )
-    if optimizer is not None:
-        del made["optimizer"]
-        made["zero_allow_untested_optimizer"] = True
-    return deepspeed.initialize(model=make_net(seed=seed), optimizer=optimizer, config=made)[0]
+    more = {"size": SIZE, "scheduler": WARMUP, **precision, **more}
+    return net_engine(world, stage, seed=seed, client=optimizer, zero=SMALL_PARTS, **more)
 
 
 def train(engine, rank, world, first, steps):
@@ -44,10 +28,7 @@ def train(engine, rank, world, first, steps):
     seen = []
     for step in range(first, first + steps):
         tokens, targets = (part.chunk(world)[rank] for part in batch(step, SIZE))
-        loss = loss_of(engine(tokens), targets)
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().double().clone()
+        total = torch.tensor(take_step(engine, loss_of(engine(tokens), targets)), dtype=torch.float64)
         if world > 1:
             torch.distributed.all_reduce(total)
         seen.append(float(total) / world)
@@ -56,14 +37,10 @@ def train(engine, rank, world, first, steps):
 
 def states(engine):
     """name -> weight, and of trained parameters master, moments and step."""
-    found = {}
-    for name, param in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([param]):
-            found[name, "lp"] = param.detach().clone()
-        if param.requires_grad:
-            found[name, "fp32"] = deepspeed.utils.safe_get_full_fp32_param(param)
-            for kind in engine.stepping.core.slot_names():
-                found[name, kind] = deepspeed.utils.safe_get_full_optimizer_state(param, kind)
+    kinds = engine.stepping.core.slot_names()
+    found = {(name, "lp"): value for name, value in weights(engine).items()}
+    for name, tensors in moments(engine, kinds).items():
+        found.update({(name, kind): one for kind, one in zip(["fp32", *kinds], tensors, strict=True)})
     steps = dict(zip(engine.stepping.names, engine.stepping.core.steps().tolist()))
     return found, steps, engine.get_lr(), engine.global_steps
 
@@ -140,11 +117,8 @@ def body_momentum(rank, world, folder, stage, load):
     else:
         train(engine, rank, world, 0, 3)
         engine.save_checkpoint(folder, tag="t")
-    momenta = {
-        name: deepspeed.utils.safe_get_full_optimizer_state(param, "momentum_buffer")
-        for name, param in engine.module.named_parameters()
-        if param.requires_grad and not name.startswith("never")
-    }
+    found = moments(engine, ["momentum_buffer"])
+    momenta = {name: momentum for name, (_, momentum) in found.items() if not name.startswith("never")}
     return momenta, train(engine, rank, world, 3, 2)
 
 
@@ -187,15 +161,11 @@ def body_peer(rank, world, cases):
         engine = peer_model.make_engine(made, seed=5)
         _, client_state = engine.load_checkpoint(folder)
         assert client_state["note"] == "kept" and engine.get_lr() == seen["lr"]
-        for name, param in engine.module.named_parameters():
-            with deepspeed.zero.GatheredParameters([param]):
-                value = param.detach().clone()
+        for name, value in weights(engine).items():
             assert torch.equal(value.float(), expected["lp", name].float()), (stage, dtype, to_stage, name)
-            if param.requires_grad:
-                assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(param), expected["fp32", name])
-                for kind in KINDS:
-                    state = deepspeed.utils.safe_get_full_optimizer_state(param, kind)
-                    assert torch.equal(state, expected[kind, name]), (stage, dtype, to_stage, name, kind)
+        for name, tensors in moments(engine, KINDS).items():
+            for kind, one in zip(("fp32", *KINDS), tensors):
+                assert torch.equal(one, expected[kind, name]), (stage, dtype, to_stage, name, kind)
         assert engine.stepping.core.steps().tolist() == [4] * 8
         loss = float(peer_model.loss(engine, 4, rank).detach())
         if rank == 0:
@@ -227,21 +197,21 @@ def body_steps(rank, world, folder, stage):
         optimizer.checkpoint_event_prologue()
         optimizer.load_module_checkpoint_state_from_checkpoint_dir_stage3(path, True)
         optimizer.checkpoint_event_epilogue()
-        weights = states(engine)[0]
+        whole = states(engine)[0]
         slices = {
             name: optimizer.load_hp_checkpoint_state(os.path.join(path, "zero", name), "fp32", param)
             for name, param in engine.module.named_parameters()
             if param.requires_grad
         }
         optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3(path)
-        return states(engine), weights, slices
+        return states(engine), whole, slices
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
             used = not name.startswith(("sometimes", "never"))
             assert param.load_hp_checkpoint_state(os.path.join(path, "zero", name), 0, 1) == (3 if used else 0)
-    weights = states(engine)[0]
+    whole = states(engine)[0]
     optimizer.load_hp_checkpoint_state_from_checkpoint_dir("bit16_groups", path)
-    return states(engine), weights, None
+    return states(engine), whole, None
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -249,13 +219,13 @@ def test_the_optimizer_object_reads_them(stage, tmp_path):
     saved, _ = run_ranks(2, body_save, str(tmp_path), 2, PRECISIONS["bf16"])[0]
     to_universal(tmp_path)
     answers = run_ranks(3, body_steps, str(tmp_path), stage)
-    loaded, weights, _ = answers[0]
+    loaded, early, _ = answers[0]
     assert loaded[1] == {**saved[1]}
     for key, value in saved[0].items():
         if key[1] != "lp" or not key[0].startswith("frozen."):
             assert torch.equal(value, loaded[0][key]), key
         if key[1] == "fp32" or (stage < 3 and key[1] in KINDS):
-            assert torch.equal(value, weights[key]), key
+            assert torch.equal(value, early[key]), key
     if stage == 3:
         for name in answers[0][2]:
             whole = torch.cat([slices[name] for _, _, slices in answers])

@@ -1,6 +1,5 @@
 """Which engine writes a checkpoint, and that every one of them writes what load_checkpoint reads."""
 
-import logging
 import os
 from importlib import metadata
 
@@ -8,19 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import deepspeed
 from deepspeed.checkpoint.engines import ENGINES
 from deepspeed.checkpoint.engines.base import engine_name, make_engine
 from deepspeed.checkpoint.read import verify
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.log import logger
 from deepspeed.registry import UnknownNameError
 from deepspeed.runtime.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine import DataStatesCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
-from engine_models import config, make_net
+from engine_models import net_engine, saving_engine
 from harness import run_ranks
+from logs import logged
 from test_checkpoint_crash import mark, marks
 
 
@@ -139,7 +137,7 @@ class Refusing(Someones):
 
 
 def body_assigned(rank, world, folder, kind, stage):
-    engine = deepspeed.initialize(model=make_net(), config=config(world, 1, zero_optimization={"stage": stage}))[0]
+    engine = net_engine(world, stage)
     mark(engine, 1)
     engine.save_checkpoint(folder, tag="old")
     mark(engine, 2)
@@ -173,29 +171,17 @@ def test_an_engine_that_does_not_keep_its_word(kind, words, tmp_path):
         assert value == [1.0]
 
 
-class Collect(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def body_writer(rank, world, folder, writer, stage):
-    made = config(world, 1, zero_optimization={"stage": stage}, checkpoint={"writer": writer})
-    engine = deepspeed.initialize(model=make_net(), config=made)[0]
+    engine = saving_engine(world, stage, writer=writer)
     mark(engine, 5)
-    lines = Collect()
-    logger.addHandler(lines)
-    answer = engine.save_checkpoint(folder, tag="t")
-    logger.removeHandler(lines)
+    with logged() as lines:
+        answer = engine.save_checkpoint(folder, tag="t")
     mark(engine, 6)
     dist.barrier()
     if not os.path.exists(folder):
-        return answer, lines.lines, None
+        return answer, lines, None
     engine.load_checkpoint(folder)
-    return answer, lines.lines, marks(engine)
+    return answer, lines, marks(engine)
 
 
 @pytest.mark.parametrize(

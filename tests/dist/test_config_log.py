@@ -1,15 +1,14 @@
 """What an engine says about its configuration when it starts: rank 0, once, and only what is no default."""
 
-import logging
+from unittest import mock
 
 import pytest
 
-import deepspeed
-from deepspeed import log
 from deepspeed.host import product_error
-from deepspeed.log import logger
 from engine_models import batch, loss_of, make_net
 from harness import run_ranks
+from logs import logged
+from runs import engine_of, take_step
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -19,29 +18,15 @@ CONFIG = {
 }
 
 
-class Listener(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
 def starting_an_engine(rank, world_size):
-    listener = Listener()
-    logger.addHandler(listener)
-    try:
+    with logged() as texts:
         model = make_net()
-        engine = deepspeed.initialize(config=CONFIG, model=model, model_parameters=model.parameters())[0]
+        engine = engine_of(model, CONFIG, model_parameters=model.parameters())
         for step in range(3):
             tokens, targets = batch(step, size=2)
-            engine.backward(loss_of(engine(tokens), targets))
-            engine.step()
-    finally:
-        logger.removeHandler(listener)
+            take_step(engine, loss_of(engine(tokens), targets))
     assert engine.config is CONFIG
-    return [text for text in listener.texts if "onfiguration" in text]
+    return [text for text in texts if "onfiguration" in text]
 
 
 def test_rank_0_tells_the_values_that_are_no_defaults_once():
@@ -58,18 +43,13 @@ def test_rank_0_tells_the_values_that_are_no_defaults_once():
 
 
 def memory_of_a_step(rank, world_size, wanted):
-    listener = Listener()
-    logger.addHandler(listener)
-    try:
+    with logged() as texts:
         model = make_net()
         config = {**CONFIG, "memory_breakdown": wanted}
-        engine = deepspeed.initialize(config=config, model=model, model_parameters=model.parameters())[0]
+        engine = engine_of(model, config, model_parameters=model.parameters())
         tokens, targets = batch(0, size=2)
-        engine.backward(loss_of(engine(tokens), targets))
-        engine.step()
-    finally:
-        logger.removeHandler(listener)
-    return [text.split(" GB")[0] for text in listener.texts if text.startswith(("Engine ", "MA "))]
+        take_step(engine, loss_of(engine(tokens), targets))
+    return [text.split(" GB")[0] for text in texts if text.startswith(("Engine ", "MA "))]
 
 
 def test_memory_breakdown_tells_memory_around_each_part_of_a_step():
@@ -83,20 +63,11 @@ def test_memory_breakdown_tells_memory_around_each_part_of_a_step():
 
 def told_of_bf16_products(rank, world_size, bf16, error):
     """With this measured error of torch's products; an engine is made twice."""
-    measured, product_error.product_error = product_error.product_error, lambda dtype: error
-    listener = Listener()
-    logger.addHandler(listener)
-    log._said.clear()  # a pool's process may have said it
-    try:
+    with logged() as texts, mock.patch.object(product_error, "product_error", lambda dtype: error):
         for _ in range(2):
             model = make_net()
-            deepspeed.initialize(
-                config={**CONFIG, "bf16": {"enabled": bf16}}, model=model, model_parameters=model.parameters()
-            )
-    finally:
-        product_error.product_error = measured
-        logger.removeHandler(listener)
-    return [text for text in listener.texts if "bf16 matrix products" in text]
+            engine_of(model, {**CONFIG, "bf16": {"enabled": bf16}}, model_parameters=model.parameters())
+    return [text for text in texts if "bf16 matrix products" in text]
 
 
 @pytest.mark.parametrize("bf16, error, times", [(True, 0.0267, 1), (True, 0.0017, 0), (False, 0.0267, 0)])

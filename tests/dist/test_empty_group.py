@@ -3,45 +3,33 @@
 import pytest
 import torch
 
-import deepspeed
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from engine_models import square_losses
 from harness import run_ranks
+from models import two_layers
+from runs import KEEP_GATHERED, engine_of, settings
 
 
 def make(stage, order, config_optimizer=False):
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    model = two_layers(seed=3)
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.5}
+    made = settings(stage, zero=KEEP_GATHERED, gradient_clipping=0.5)
     if config_optimizer:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
-        return deepspeed.initialize(model=model, model_parameters=groups[::order], config=config)[0]
-    config["zero_allow_untested_optimizer"] = True
+        return engine_of(model, made, model_parameters=groups[::order])
     optimizer = torch.optim.AdamW(groups[::order], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
-
-
-def train(engine, rank, steps):
-    losses = []
-    for step in range(steps):
-        x = torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = engine(x).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return engine_of(model, made, optimizer, lr_scheduler=scheduler)
 
 
 def resumes(rank, world, folder, stage, order, config_optimizer):
     engine = make(stage, order, config_optimizer)
     assert sorted(len(group["params"]) for group in engine.optimizer.param_groups)[0] == 0 or stage == 0
-    train(engine, rank, 2)
+    square_losses(engine, rank, 2)
     engine.save_checkpoint(folder)
-    expected = train(engine, rank, 2)
+    expected = square_losses(engine, rank, 2)
     other = make(stage, order, config_optimizer)
     other.load_checkpoint(folder)
-    assert train(other, rank, 2) == expected
+    assert square_losses(other, rank, 2) == expected
     if stage:
         whole = get_fp32_state_dict_from_zero_checkpoint(folder)
         assert {name: tuple(value.shape) for name, value in whole.items()} == {

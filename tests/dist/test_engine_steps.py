@@ -2,14 +2,14 @@
 schedules that want an argument, schedules that raise."""
 
 import copy
-import logging
 
 import pytest
 import torch
 
-import deepspeed
-from deepspeed.log import _said
 from harness import run_ranks
+from logs import logged
+from runs import engine_of, settings, take_step
+from runs import weight_list as weights
 
 LR, SAMPLES = 0.1, 2  # per rank and micro-step
 
@@ -30,40 +30,12 @@ def inputs(step, rank, micro=0):
 
 
 def start(stage=0, optimizer=None, scheduler=None, accumulate=1, model=None, **more):
-    config = {
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "gradient_accumulation_steps": accumulate,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-        **more,
-    }
-    if optimizer is None:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": LR}}
-    model = Net() if model is None else model
-    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+    made = settings(stage, SAMPLES, accumulate, rate=LR, gradient_clipping=0.0, **more)
+    return engine_of(Net() if model is None else model, made, optimizer, lr_scheduler=scheduler)
 
 
 def sgd(params):
     return torch.optim.SGD(params, lr=LR, momentum=0.9)
-
-
-def weights(engine):
-    params = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(params):
-        return [param.detach().clone() for param in params]
-
-
-def logged(function):
-    """What ``function`` returns and the records that it logs."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    deepspeed.logger.addHandler(handler)
-    try:
-        return function(), records
-    finally:
-        deepspeed.logger.removeHandler(handler)
 
 
 # ---- steps that are skipped ------------------------------------------------------------------------------------------
@@ -78,16 +50,11 @@ def body_loop(rank, world, stage):
         steps_per_print=5,
     )
     turns = 0
-
-    def loop():
-        nonlocal turns
+    with logged() as records:
         while engine.global_steps < 5 and turns < 10:
             x = inputs(turns, rank).bfloat16()
-            engine.backward(engine(x * float("inf") if turns in (1, 3) and rank == world - 1 else x))
-            engine.step()
+            take_step(engine, engine(x * float("inf") if turns in (1, 3) and rank == world - 1 else x))
             turns += 1
-
-    _, records = logged(loop)
     moved = engine.lr_scheduler.last_epoch
     seen = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps)
     return turns, seen, moved, engine.get_lr(), rank or any("step=5, skipped=2" in text for text in records)
@@ -237,16 +204,11 @@ def test_nothing_has_moved_when_the_schedule_raises(stage, native, world):
 def body_no_gradient(rank, world, stage):
     engine = start(stage, scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     before = weights(engine)
-    _said.discard((logging.WARNING, "a step without a gradient"))  # once for each process, and these are kept
-
-    def three():
+    with logged() as records:
         for _ in range(3):
             engine.step()
-
-    _, records = logged(three)
     same = all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
-    engine.backward(engine(inputs(0, rank)))
-    engine.step()
+    take_step(engine, engine(inputs(0, rank)))
     moved = not any(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
     said = sum("without a gradient" in text for text in records)
     return same, moved, said, engine.global_steps, engine.lr_scheduler.last_epoch

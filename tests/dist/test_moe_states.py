@@ -12,17 +12,9 @@ from harness import run_ranks
 from hf_like_moe import EXPERTS, model_of
 from hf_like_moe import WIDTH as HF_WIDTH
 from moe_models import batch, moe_net, values
+from runs import engine_of, settings, take_step
 
 LAYER = "layer.deepspeed_moe.experts.deepspeed_experts"
-
-
-def config(world, stage, **more):
-    return {
-        "train_batch_size": 8 * world,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
 
 
 def trained_experts(engine, world):
@@ -43,15 +35,14 @@ def trained_experts(engine, world):
 
 
 def body(rank, world, folder, stage):
-    engine = deepspeed.initialize(model=moe_net(rank % 2, 4, 2, 2, False, False), config=config(world, stage))[0]
-    engine.backward(engine(batch(0, rank)))
-    engine.step()
+    engine = engine_of(moe_net(rank % 2, 4, 2, 2, False, False), settings(stage, 8, rate=0.02))
+    take_step(engine, engine(batch(0, rank)))
     engine.save_checkpoint(folder, "one")
     expected = trained_experts(engine, world)
     engine.destroy()
     for ep_size in (1, 4):
         net = moe_net(rank % ep_size, 4, ep_size, 2, False, False)
-        other = deepspeed.initialize(model=net, config=config(world, 0))[0]
+        other = engine_of(net, settings(0, 8, rate=0.02))
         found = {"first.weight": None}
         other.load_moe_state_dict(folder, "one", found, False, model=net, num_experts=other.num_experts)
         assert found.pop("first.weight") is None and len(found) == 4 * 4 // ep_size
@@ -85,12 +76,10 @@ def test_weights_of_experts_alone(tmp_path, stage):
 def stacked_body(rank, world, folder):
     def build(ep_size, stage):
         section = {"expert_parallel": {"enabled": True, "autoep_size": ep_size}}
-        settings = {**config(world, stage, **section), "train_batch_size": 2 * world}
-        return deepspeed.initialize(model=model_of("qwen3_moe"), config=settings)[0]
+        return engine_of(model_of("qwen3_moe"), settings(stage, rate=0.02, **section))
 
     engine = build(2, 2)
-    engine.backward(engine(values(rank, 2, 4, HF_WIDTH)))
-    engine.step()
+    take_step(engine, engine(values(rank, 2, 4, HF_WIDTH)))
     engine.save_checkpoint(folder, "one")
     expected = trained_experts(engine, world)
     other, found = build(1, 3), {}
@@ -123,11 +112,10 @@ def half_frozen(rank, ep_size):
 
 
 def frozen_body(rank, world, folder, stage):
-    engine = deepspeed.initialize(model=half_frozen(rank, 2), config=config(world, stage))[0]
+    engine = engine_of(half_frozen(rank, 2), settings(stage, 8, rate=0.02))
     own = {n: p for n, p in engine.module.named_parameters() if LAYER in n and not p.requires_grad}
     assert len(own) == 2
-    engine.backward(engine(batch(0, rank)))
-    engine.step()
+    take_step(engine, engine(batch(0, rank)))
     engine.save_checkpoint(folder, "one")
     engine.eval()
     with torch.no_grad():
@@ -135,7 +123,7 @@ def frozen_body(rank, world, folder, stage):
     engine.destroy()
     for to_stage, ep_size in ((3, 4), (0, 2), (3, 1)):
         net = half_frozen(rank, ep_size)
-        other = deepspeed.initialize(model=net, config=config(world, to_stage))[0]
+        other = engine_of(net, settings(to_stage, 8, rate=0.02))
         for name, param in net.named_parameters():
             if LAYER in name and not param.requires_grad:
                 with deepspeed.zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
@@ -145,8 +133,7 @@ def frozen_body(rank, world, folder, stage):
         with torch.no_grad():
             torch.testing.assert_close(other(batch(5, rank)), expected, rtol=1e-5, atol=1e-6)
         other.train()
-        other.backward(other(batch(1, rank)))
-        other.step()
+        take_step(other, other(batch(1, rank)))
         other.destroy()
     return True
 

@@ -12,6 +12,7 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 from deepspeed.zero.states_in_files import StatesOfMaster
 from engine_models import batch, loss_of, make_net, train_engine
 from harness import run_ranks
+from runs import take_step
 from test_checkpoint_universal import to_universal
 from test_offload_optimizer import everything, files_below, make_engine, on, same
 
@@ -84,8 +85,7 @@ def body_plain(rank, world, folder):
     engine = make_engine(world, 2, on(folder, "nvme"), model=model, optimizer=mine, **more)
     for step in range(3):
         tokens, targets = batch(step)
-        engine.backward(loss_of(engine(tokens), targets))
-        engine.step()
+        take_step(engine, loss_of(engine(tokens), targets))
         optimizer.zero_grad()
         loss_of(plain(tokens), targets).backward()
         optimizer.step()

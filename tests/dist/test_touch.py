@@ -7,8 +7,8 @@ import time
 import torch
 from torch.distributed import distributed_c10d
 
-import deepspeed
 from harness import run_ranks
+from runs import engine_of, settings
 
 
 class Touching(torch.nn.Module):
@@ -26,14 +26,9 @@ def body(rank, world):
     store = distributed_c10d._get_default_store()
     torch.manual_seed(0)
     model = Touching()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
     os.environ["DS_PEER_MEMORY"] = "0"  # as between hosts: every gather needs all ranks
     try:
-        engine = deepspeed.initialize(model=model, config=config)[0]
+        engine = engine_of(model, settings(3, 1, rate=1e-3))
     finally:
         del os.environ["DS_PEER_MEMORY"]
     assert engine.core.gatherer.source == "scheduled collectives"

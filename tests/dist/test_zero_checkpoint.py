@@ -5,38 +5,16 @@ import os
 import pytest
 import torch
 
-import deepspeed
-from deepspeed import _compat
-from engine_models import config, make_net
+from engine_models import make_net, net_run
 from harness import run_ranks
-from test_checkpoint import PRECISIONS, Tokens, repeat, run, same, seed_all
+from runs import SMALL_PARTS, weights
+from test_checkpoint import PRECISIONS, WARMUP, Tokens, repeat, run, same, seed_all
 
 
 def make_engine(world, stage, precision, seed=0, optimizer=None, **zero):
-    made = config(
-        world,
-        2,
-        size=8 if world != 3 else 12,
-        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
-        zero_optimization={
-            "stage": stage,
-            "reduce_bucket_size": 300,
-            "stage3_param_persistence_threshold": 20,
-            "stage3_gather_16bit_weights_on_model_save": True,
-            "sub_group_size": 400,
-            **zero,
-        },
-        **precision,
-    )
-    if optimizer is not None:
-        del made["optimizer"]
-        made["zero_allow_untested_optimizer"] = True
-    return deepspeed.initialize(model=make_net(seed=seed), optimizer=optimizer, training_data=Tokens(), config=made)
-
-
-def weights(engine):
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    zero = {**SMALL_PARTS, "stage3_gather_16bit_weights_on_model_save": True, **zero}
+    more = {"size": 8 if world != 3 else 12, "scheduler": WARMUP, **precision}
+    return net_run(world, stage, 2, seed=seed, client=optimizer, zero=zero, data=Tokens(), **more)
 
 
 def train(engine, batches, steps):
@@ -109,7 +87,7 @@ def test_file_names_and_keys(stage, precision, tmp_path):
         "run_rank_00000_state.pt",
         "run_rank_00001_state.pt",
     }
-    model = _compat.load(tmp_path / "t" / sorted(model_files)[0])
+    model = torch.load(tmp_path / "t" / sorted(model_files)[0], weights_only=False)
     net = make_net()
     trained = {n: p for n, p in net.named_parameters() if p.requires_grad}
     assert [list(group) for group in model["param_shapes"]] == [list(trained)]
@@ -117,9 +95,8 @@ def test_file_names_and_keys(stage, precision, tmp_path):
     assert model["shared_params"] == {"tied.weight": "first.weight"}
     if stage >= 2:
         assert model["frozen_param_shapes"] == {"frozen.weight": torch.Size([12, 12])}
-    shards = [
-        _compat.load(tmp_path / "t" / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in range(2)
-    ]
+    paths = [tmp_path / "t" / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+    shards = [torch.load(path, weights_only=False) for path in paths]
     assert set(shards[0]) == {"optimizer_state_dict", "ds_config", "ds_version"}
     states = [shard["optimizer_state_dict"] for shard in shards]
     assert states[0]["zero_stage"] == stage
@@ -140,7 +117,7 @@ def test_file_names_and_keys(stage, precision, tmp_path):
         assert sum(g.numel() for g in states[0]["fp32_flat_groups"]) == sum(
             -(-p.numel() // 2) for p in trained.values()
         )
-    saved = _compat.load(tmp_path / "pytorch_model.bin")
+    saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
     assert set(saved) == set(net.state_dict())
     for name, value in found.items():
         assert torch.equal(saved[name], value), name

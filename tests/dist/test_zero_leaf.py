@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import deepspeed
 from deepspeed.utils import set_z3_leaf_modules
 from harness import run_ranks
+from runs import engine_of, settings, take_step
 
 
 class Experts(torch.nn.Module):
@@ -29,30 +29,21 @@ class Net(torch.nn.Module):
 
 
 def body(rank, world):
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-
     def start(experts_first):
         model = Net(experts_first)
         set_z3_leaf_modules(model, [Experts])
-        return deepspeed.initialize(model=model, config=config)[0]
-
-    def train(engine, x):
-        engine.backward(engine(x))
-        engine.step()
+        return engine_of(model, settings(3, rate=0.1))
 
     x = torch.randn(2, 4)
-    train(start(False), x)
+    engine = start(False)
+    take_step(engine, engine(x))
     engine = start(True)
     words = "A module cannot be set as a leaf module when it does not have any input tensors that require gradients"
     with pytest.raises(RuntimeError, match=words + " and has parameters that require gradients.*Experts"):
         engine(x)
     with torch.no_grad():
         engine(x)
-    train(engine, x.clone().requires_grad_())
+    take_step(engine, engine(x.clone().requires_grad_()))
     engine.module.experts.requires_grad_(False)
     engine(x)
     return True

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import deepspeed
 from deepspeed.utils import safe_get_full_grad
 from harness import run_ranks
+from runs import engine_of, settings
 
 WIDTH = 16
 
@@ -39,12 +39,7 @@ def inputs(world):
 
 
 def body(rank, world, stage, reentrant):
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    engine = deepspeed.initialize(model=Net(reentrant), config=config)[0]
+    engine = engine_of(Net(reentrant), settings(stage))
     plain = Net(None)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(3):

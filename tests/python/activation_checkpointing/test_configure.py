@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import logging
 import weakref
 
 import pytest
@@ -18,6 +17,7 @@ from deepspeed.runtime.activation_checkpointing.offload_activations import (
     CheckpointHiddenStatesOffload,
     get_checkpoint_hidden_states_offloading_ctx_manager,
 )
+from logs import logged
 
 both = pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint], ids=["reentrant", "non_reentrant"])
 
@@ -288,17 +288,9 @@ def test_segments_inside_of_a_recomputed_one_take_no_slots(run):
 
 
 @pytest.fixture
-def log(monkeypatch):
-    lines = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            lines.append(record.getMessage())
-
-    handler = Keep()
-    deepspeed.logger.addHandler(handler)
-    yield lines
-    deepspeed.logger.removeHandler(handler)
+def log():
+    with logged() as lines:
+        yield lines
 
 
 @both

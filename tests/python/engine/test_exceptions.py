@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import deepspeed
+from runs import KEEP_GATHERED, engine_of, settings, take_step, weight_list
 
 STEPS = 4
 
@@ -44,17 +44,10 @@ class Schedule:
 
 def trained(stage, fails_in):
     model, schedule = Model(), Schedule()
-    engine = deepspeed.initialize(
-        model=model,
-        lr_scheduler=schedule,
-        config={
-            "train_batch_size": 2,
-            "wall_clock_breakdown": True,
-            "gradient_clipping": 0.0,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}},
-            "zero_optimization": {"stage": stage},
-        },
-    )[0]
+    adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}}
+    more = {"wall_clock_breakdown": True, "gradient_clipping": 0.0}
+    made = settings(stage, optimizer=adam, zero=KEEP_GATHERED, **more)
+    engine = engine_of(model, made, lr_scheduler=schedule)
     for step in range(STEPS):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
         if step in (1, 2) and fails_in != "step":
@@ -70,8 +63,7 @@ def trained(stage, fails_in):
             schedule.fails = False
         engine.step()
     running = [name for name, timer in engine.progress.timers.get_timers().items() if timer.started_]
-    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
-        weights = [param.detach().clone() for param in model.parameters()]
+    weights = weight_list(model)
     engine.destroy()
     return weights, running
 
@@ -100,10 +92,9 @@ def test_a_timer_whose_start_has_failed(monkeypatch):
     """The first of two timers runs when the second cannot start."""
     model = Model()
     config = {"train_batch_size": 2, "wall_clock_breakdown": True, "optimizer": {"type": "Adam"}}
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine = engine_of(model, config)
     timers = engine.progress.timers
-    engine.backward(engine(torch.ones(2, 4)))
-    engine.step()
+    take_step(engine, engine(torch.ones(2, 4)))
     for name, call in (
         ("fwd", lambda: engine(torch.ones(2, 4))),
         ("bwd", lambda: engine.backward(engine(torch.ones(2, 4)))),

@@ -7,6 +7,7 @@ import torch
 
 from deepspeed import DeepSpeedEngine, PipelineEngine
 from deepspeed.engine.members import Parts, member, run_hooks
+from runs import take_step
 
 CONFIG = {
     "train_batch_size": 4,
@@ -131,8 +132,7 @@ def engine():
 
 def trained(engine):
     before = engine.module.weight.detach().clone()
-    engine.backward(engine(torch.ones(1, 2)).sum())
-    engine.step()
+    take_step(engine, engine(torch.ones(1, 2)).sum())
     return not torch.equal(before, engine.module.weight)
 
 

@@ -1,14 +1,12 @@
 """What scripts import from deepspeed.runtime.utils and .sparse_tensor, on one process."""
 
 import collections
-import logging
 import random
 
 import numpy
 import pytest
 import torch
 
-from deepspeed.log import logger
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.utils import (
     CheckOverflow,
@@ -25,6 +23,7 @@ from deepspeed.runtime.utils import (
     see_memory_usage,
     set_random_seed,
 )
+from logs import logged
 
 
 def test_call_to_str():
@@ -73,16 +72,10 @@ def test_move_to_device():
 
 
 def test_see_memory_usage(capsys):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    try:
+    with logged() as lines:
         see_memory_usage("quiet")
         assert lines == []
         see_memory_usage("after the step", force=True)
-    finally:
-        logger.removeHandler(handler)
     assert lines[0] == "after the step" and "Max_MA" in lines[1] and "CPU Virtual Memory" in lines[2]
 
 

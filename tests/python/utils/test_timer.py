@@ -1,28 +1,19 @@
 """Timers: sums, resets, means, log lines, throughput."""
 
-import logging
 import time
 
 import pytest
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.log import logger
 from deepspeed.utils import timer as timer_module
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from logs import logged
 
 
 @pytest.fixture
-def lines(monkeypatch):
-    seen = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            seen.append(record.getMessage())
-
-    handler = Keep()
-    logger.addHandler(handler)
-    yield seen
-    logger.removeHandler(handler)
+def lines():
+    with logged() as seen:
+        yield seen
 
 
 @pytest.fixture

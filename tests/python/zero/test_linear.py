@@ -5,7 +5,6 @@ import inspect
 import pytest
 import torch
 
-from deepspeed._compat import TORCH2
 from deepspeed.runtime.utils import noop_decorator
 from deepspeed.runtime.zero.linear import (
     LinearFunctionForZeroStage3,
@@ -16,6 +15,7 @@ from deepspeed.runtime.zero.linear import (
 )
 from deepspeed.runtime.zero.utils import ZeRORuntimeException, is_zero_param
 from deepspeed.zero.linear import exact_linear
+from runs import TORCH2
 
 F = torch.nn.functional
 
@@ -88,7 +88,7 @@ def test_the_weight_itself_is_saved():
         zero3_linear_wrap(x, weight, bias)
     of_weight = (
         [t for t in saved if t.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()]
-        if (TORCH2)
+        if TORCH2
         else [t for t in saved if t.storage().data_ptr() == weight.storage().data_ptr()]
     )
     assert len(of_weight) == 1 and of_weight[0] is weight

@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import deepspeed
 from deepspeed.zero import GatheredParameters, linear
+from runs import engine_of, settings, take_step, weight_list
 
 WIDTH, LAYERS = 32, 4
 
@@ -27,16 +28,10 @@ def make_model():
 
 
 def make_engine(model, stage, bf16=False, train=True):
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": WIDTH + 1},
-        "bf16": {"enabled": bf16},
-    }
-    if train:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
-    else:
-        model.requires_grad_(False)
-    return deepspeed.initialize(model=model, config=config)[0]
+    model.requires_grad_(train)
+    zero = {"stage3_param_persistence_threshold": WIDTH + 1}
+    made = settings(stage, dtype="bf16" if bf16 else "fp32", optimizer="AdamW" if train else None, zero=zero)
+    return engine_of(model, made)
 
 
 def use(engine, bf16, train):
@@ -44,8 +39,7 @@ def use(engine, bf16, train):
     for _ in range(2):
         loss = engine(x).float().square().sum()
         if train:
-            engine.backward(loss)
-            engine.step()
+            take_step(engine, loss)
 
 
 def held_by(engine):
@@ -64,8 +58,7 @@ def test_a_dropped_engine_frees_its_memory_and_leaves_the_model(stage, bf16):
     use(engine, bf16, True)
     buffers, alive, core, users = held_by(engine), weakref.ref(engine), weakref.ref(engine.core), linear._users
     weights = memory([p.ds_handle.shard for p in model.parameters()] if stage == 3 else [])
-    with GatheredParameters(list(model.parameters())):
-        values = [p.detach().clone() for p in model.parameters()]
+    values = weight_list(model)
     del engine
     gc.collect()
     assert alive() is None and core() is None

@@ -5,6 +5,7 @@ import torch
 
 import deepspeed
 from deepspeed.zero.errors import ZeRORuntimeException
+from runs import engine_of, take_step
 
 GIB = 2**30
 FAST = {"host": 50e9, "file": 3e9, "step": 20e9}
@@ -70,9 +71,8 @@ def test_the_engine_places_as_the_plan_says(tmp_path, optimizer, states):
         },
     }
     found = deepspeed.offload_plan(model, made, world_size=1)
-    engine = deepspeed.initialize(model=model, config=made)[0]
-    engine.backward(engine(torch.ones(1, 256).bfloat16()).float().sum())
-    engine.step()
+    engine = engine_of(model, made)
+    take_step(engine, engine(torch.ones(1, 256).bfloat16()).float().sum())
     tiers, elements = engine.offload_report()["tiers"], 16 << 16
     for tier in ("host", "file"):
         wanted = sum(share * size * elements for share, size in zip(rests(found, tier).values(), (2, 4, 4 * states)))
@@ -124,7 +124,7 @@ def test_an_optimizer_with_tensors_of_its_own_and_files(tmp_path):
     found = deepspeed.offload_plan(torch.nn.Linear(4, 4), made, world_size=1, rates={})
     assert found["tiers"]["host"]["peak_bytes"] > 0
     model = torch.nn.Linear(4, 4)
-    engine = deepspeed.initialize(model=model, config={**made, "zero_optimization": zero})[0]
+    engine = engine_of(model, {**made, "zero_optimization": zero})
     engine.backward(engine(torch.ones(1, 4)).sum())
     before = model.weight.detach().clone()
     engine.step()
@@ -142,10 +142,9 @@ def trained(zero, layers=8, width=640, dtype=torch.bfloat16):
     }
     model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(layers)])
     found = deepspeed.offload_plan(model, made, world_size=1, rates={})
-    engine = deepspeed.initialize(model=model, config=made)[0]
+    engine = engine_of(model, made)
     for _ in range(2):
-        engine.backward(engine(torch.ones(1, width, dtype=dtype)).float().square().mean())
-        engine.step()
+        take_step(engine, engine(torch.ones(1, width, dtype=dtype)).float().square().mean())
     seen = engine.offload_report()["tiers"]
     engine.destroy()
     return [{tier: row["peak_bytes"] for tier, row in one.items()} for one in (found["tiers"], seen)]

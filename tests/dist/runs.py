@@ -1,0 +1,127 @@
+"""Runs that the tests share: an engine on a model, steps with it, and the tensors that a run leaves."""
+
+import torch
+
+import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.zero.param_ranks import SavedNames
+
+TORCH2 = hasattr(torch, "compile")  # torch 1.13 otherwise
+DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+KEEP_GATHERED = {"stage3_param_persistence_threshold": 100000}  # the default: small parameters stay whole
+SMALL_PARTS = {"reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20, "sub_group_size": 400}
+NATIVE = {"writer": {"format": "safetensors"}}  # the section ``checkpoint`` of a run that saves without pickles
+
+
+def initialized(model, settings, client=None, **given):
+    """What ``deepspeed.initialize`` returns. ``client``: an optimizer, or a function of parameters that makes one; it
+    replaces the optimizer of ``settings``."""
+    if client is not None:
+        settings = {name: value for name, value in settings.items() if name != "optimizer"}
+        settings.setdefault("zero_allow_untested_optimizer", True)
+        given["optimizer"] = client
+    return deepspeed.initialize(model=model, config=settings, **given)
+
+
+def engine_of(model, settings, client=None, **given):
+    """The engine of ``initialized``."""
+    return initialized(model, settings, client, **given)[0]
+
+
+def settings(stage, rows=2, accumulate=1, dtype="fp32", optimizer="AdamW", rate=0.01, zero=(), **more):
+    """A configuration in which no parameter stays gathered. ``rows``: of a micro-batch. ``optimizer``: a type, which
+    gets ``rate``, or a section. ``zero`` is added to the section of ZeRO. What is None is left out."""
+    made = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": accumulate,
+        "optimizer": {"type": optimizer, "params": {"lr": rate}} if isinstance(optimizer, str) else optimizer,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **dict(zero)},
+        **DTYPES[dtype],
+        **more,
+    }
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def take_step(engine, loss, plain=False):
+    """Ends a micro-batch, in which the script calls ``loss.backward()`` where ``plain``. The loss as a number."""
+    loss.backward() if plain else engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def train(engine, loss_at, steps, first=0, plain=False):
+    """Takes ``steps`` steps. ``loss_at(step, micro)`` gives the loss of each micro-batch. Returns the losses."""
+    return [
+        take_step(engine, loss_at(step, micro), plain)
+        for step in range(first, first + steps)
+        for micro in range(engine.gradient_accumulation_steps())
+    ]
+
+
+def dtype_of(engine):
+    return next(engine.module.parameters()).dtype
+
+
+def weights(engine):
+    """name -> weight, whole, of an engine or a model."""
+    params = dict(getattr(engine, "module", engine).named_parameters())
+    with deepspeed.zero.GatheredParameters(list(params.values())):
+        return {name: param.detach().clone() for name, param in params.items()}
+
+
+def weight_list(engine):
+    return list(weights(engine).values())
+
+
+def moments(engine, kinds=("exp_avg", "exp_avg_sq")):
+    """name -> its fp32 value and its optimizer states, whole, of what is trained."""
+    return {
+        name: [safe_get_full_fp32_param(param), *(safe_get_full_optimizer_state(param, kind) for kind in kinds)]
+        for name, param in engine.module.named_parameters()
+        if param.requires_grad
+    }
+
+
+def states_of(engine):
+    """name in checkpoints -> fp32 value and moments, whole, or the buffer; numbers, as ranks return them."""
+    named = SavedNames(engine.module)
+    found = {named(name): [one.tolist() for one in tensors] for name, tensors in moments(engine).items()}
+    return {**found, **{named(name): buffer.tolist() for name, buffer in engine.module.named_buffers()}}
+
+
+def save_midway(engine, train_one, folder, states=states_of, before=2, after=1):
+    """Trains, saves and goes on. ``train_one()`` takes a step and returns its loss. Returns the states that were saved,
+    the losses after that, and the states at the end."""
+    for _ in range(before):
+        train_one()
+    engine.save_checkpoint(folder, tag="t", client_state={"mine": 7})
+    return states(engine), [train_one() for _ in range(after)], states(engine)
+
+
+def go_on(engine, train_one, folder, states=states_of, tag="t", after=1):
+    """Loads what ``save_midway`` has saved, and returns the same as that."""
+    for buffer in engine.module.buffers():
+        buffer.zero_()
+    _, client_state = engine.load_checkpoint(folder, tag=tag)
+    assert client_state["mine"] == 7
+    return states(engine), [train_one() for _ in range(after)], states(engine)
+
+
+def load_or_error(engine, folder, **options):
+    """"loaded", or the type and the text of what a load of ``save_midway`` raises."""
+    try:
+        engine.load_checkpoint(folder, tag="t", **options)
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def identical(a, b):
+    """Whether two values are equal bit by bit: tensors, and dicts and sequences of what is."""
+    if torch.is_tensor(a):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(identical(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(identical(x, y) for x, y in zip(a, b))
+    return a == b
