@@ -69,7 +69,7 @@ _SCANNED = {
         "score_apply score_func shared_experts_gate_pattern shared_experts_pattern top_k top_k_attr",
     },
     "moe": {"engine/parts/expert_layers.py": "aux_loss_coeff bias_update_rate idle_steps overlap_chunks"},
-    "pipeline": {"engine/pipeline_engine.py": "grad_partitioned pipe_partitioned"},
+    "pipeline": {"engine/pipeline_parts/links.py": "grad_partitioned pipe_partitioned"},
     "sequence_parallel": {"engine/parts/long_sequences.py": "chunk folder method offload tile_loss tile_mlp"},
     "zero_optimization": {"zero/init_context.py": "override_module_apply"},
 }

@@ -390,7 +390,7 @@ class Checkpoints:
     def _take_writes(self):
         """Slices take what was written into whole parameters."""
         if self.engine._stage_policy.shards_params:
-            self.engine._user_weights.count()
+            self.engine._user_weights.before_save()
 
     @member
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
