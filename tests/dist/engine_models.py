@@ -72,7 +72,7 @@ def config(world=1, accumulate=1, size=8, **more):
 
 
 def net_run(world=1, stage=0, accumulate=1, model=None, seed=0, client=None, zero=(), data=None, **more):
-    """What ``initialized`` returns for ``Net`` and ``config``. ``more``: for ``config``."""
+    """Returns the result of ``initialized`` for ``Net`` and ``config``. ``more``: arguments of ``config``."""
     made = config(world, accumulate, **{"zero_optimization": {"stage": stage, **dict(zero)}, **more})
     made = {name: value for name, value in made.items() if value is not None}
     return initialized(make_net(seed=seed) if model is None else model, made, client, training_data=data)

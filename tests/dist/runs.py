@@ -14,8 +14,8 @@ NATIVE = {"writer": {"format": "safetensors"}}  # the section ``checkpoint`` of 
 
 
 def initialized(model, settings, client=None, **given):
-    """What ``deepspeed.initialize`` returns. ``client``: an optimizer, or a function of parameters that makes one; it
-    replaces the optimizer of ``settings``."""
+    """Returns the result of ``deepspeed.initialize``. ``client``: an optimizer, or a function of parameters that makes
+    one; it replaces the optimizer of ``settings``."""
     if client is not None:
         settings = {name: value for name, value in settings.items() if name != "optimizer"}
         settings.setdefault("zero_allow_untested_optimizer", True)
@@ -30,7 +30,7 @@ def engine_of(model, settings, client=None, **given):
 
 def settings(stage, rows=2, accumulate=1, dtype="fp32", optimizer="AdamW", rate=0.01, zero=(), **more):
     """A configuration in which no parameter stays gathered. ``rows``: of a micro-batch. ``optimizer``: a type, which
-    gets ``rate``, or a section. ``zero`` is added to the section of ZeRO. What is None is left out."""
+    gets ``rate``, or a section. ``zero`` is added to the section of ZeRO. Keys with the value None are left out."""
     made = {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": accumulate,

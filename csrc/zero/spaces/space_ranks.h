@@ -40,7 +40,7 @@ inline bool operator==(const NormRanks& a, const NormRanks& b) {
   return same_ranks(a.ranks, b.ranks) && a.first == b.first;
 }
 
-// What is reduced over one is reduced over the other.
+// Both reduce over the same ranks.
 inline bool reduce_alike(const SpaceRanks& a, const SpaceRanks& b) {
   return same_ranks(a.shard, b.shard) && same_ranks(a.replicas, b.replicas);
 }

@@ -29,7 +29,7 @@ at::Tensor NormSums::add_lists(std::vector<NormRanks> over, const at::Tensor& su
   for (bool whole = true;; whole = false) {
     const auto same = std::find_if(lists_.begin(), lists_.end(), [&](const Lists& one) { return one.over == over; });
     if (same != lists_.end()) {
-      // What comes from longer lists is not to be added up over these once more.
+      // That sum is first added up over longer lists; this one joins it after their calls.
       const bool comes = std::any_of(lists_.begin(), lists_.end(), [&](const Lists& one) {
         return one.over.size() > over.size() && one.sum.is_same(same->sum);
       });

@@ -108,15 +108,18 @@ class RunState:
 
 
 class LoadTarget:
-    """What a load changes. The methods do what a module without an optimizer needs; ``load_module`` must be given."""
+    """The receiver of a load. This class serves a ``module`` with whole parameters and no optimizer."""
+
+    def __init__(self, module):
+        self.module = module
 
     def load_module(self, state):
         """Loads a state dict, in which names may be missing, into the module."""
-        raise NotImplementedError
+        self.module.load_state_dict(state, strict=False)
 
     def load_by(self, custom_load_fn, state):
-        """Calls ``custom_load_fn(src=state, dst=)`` with the module, whose parameters are whole meanwhile."""
-        raise NotImplementedError
+        """Calls ``custom_load_fn(src=state, dst=module)``; the parameters of the module are whole meanwhile."""
+        custom_load_fn(src=state, dst=self.module)
 
     def writing(self):
         """A context in which all ranks change weights, masters and states."""

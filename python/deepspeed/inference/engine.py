@@ -272,10 +272,9 @@ class InferenceEngine(torch.nn.Module):
             return
         prefixes = tuple(f"{name}.deepspeed_moe.experts.deepspeed_experts." for name in layers)
         elsewhere = {name for name in _names(saved) if name.startswith(prefixes)}
-        run, target = RunState(ModuleTensors(self.module), self.module.state_dict), LoadTarget()
-        target.load_module = lambda state: self.load_module_state_dict({"module": state}, False)
+        run = RunState(ModuleTensors(self.module), self.module.state_dict)
         check_weights(run, saved, True, elsewhere=elsewhere)
-        load_weights(run, target, saved, elsewhere=elsewhere)
+        load_weights(run, LoadTarget(self.module), saved, elsewhere=elsewhere)
 
     @staticmethod
     def _numbers(layers):

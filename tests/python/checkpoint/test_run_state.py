@@ -41,10 +41,8 @@ else:
 
 class Target(LoadTarget):
     def __init__(self, module, core=None, stepping=None):
-        self.module, self.core, self.stepping = module, core, stepping
-
-    def load_module(self, state):
-        self.module.load_state_dict(state, strict=False)
+        super().__init__(module)
+        self.core, self.stepping = core, stepping
 
     def writing(self):
         return writing(self.core)

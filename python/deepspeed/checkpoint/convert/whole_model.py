@@ -58,7 +58,7 @@ class _PassingWeight(StoredWeight):
             pass
 
     def gather(self):
-        """What the other ranks do meanwhile, or rank 0 when it no longer writes."""
+        """Takes part in a passage that writes nothing here: on other ranks, and on rank 0 after it has failed."""
         self._start()
         self.finish()
 

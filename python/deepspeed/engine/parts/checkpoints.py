@@ -44,7 +44,7 @@ def _ask(mpu, methods):
 
 
 def optimizer_values(optimizer, stepping, shards_params):
-    """What ``SavedState.extra`` gives back."""
+    """Values of an optimizer beside its states; ``SavedState.extra`` gives them back."""
     found = {"overflow": bool(stepping.overflow)}
     if stepping.scaler is not None:
         found["loss_scaler"] = dict(vars(stepping.scaler))
@@ -58,6 +58,7 @@ class EngineTarget(LoadTarget):
     """The module, the core and the schedule of an engine."""
 
     def __init__(self, engine):
+        super().__init__(engine.module)
         self.engine = engine
 
     def load_module(self, state):

@@ -1,4 +1,4 @@
-"""What each instruction of a schedule does on this stage.
+"""Carries out the instructions of a schedule on this stage.
 
 Several parts of the model may be on one stage (``virtual_stages``): then instructions say which (``chunk``), of which
 micro-batch (``micro``), and with whom they exchange (``peer``). Without that they are about the only part, in order.
@@ -112,7 +112,8 @@ class Execution:
             self.engine._plans.prepare_split()
         for (grads, peer), count in counts.items():
             self.engine._links.channel.expect(grads, peer, count)
-        # What is tied is added up over stages before it is reduced; sharded gradients afterwards, so none stay whole.
+        # Gradients of tied weights are added up over stages before the reduction; sharded ones after it, so that none
+        # stay whole.
         waits = bool(self.engine.module.tied_comms) and not self.engine._stage_policy.shards_grads
         self.engine._accumulation.in_no_sync = waits and last is not None
         return None if waits else last
@@ -300,7 +301,7 @@ class Execution:
 
 
 def _detached(value):
-    """What another part of this stage computes with: its own leaves."""
+    """Leaves with the same values, with which another part of this stage computes."""
     if isinstance(value, tuple):
         return tuple(_detached(one) for one in value)
     return value.detach().requires_grad_(value.requires_grad)

@@ -1,4 +1,4 @@
-"""What goes wrong on one stage is told on all ranks: one message with stage, rank, layer and micro-batch."""
+"""An error of one stage is raised on all ranks, with one text that names stage, rank, layer and micro-batch."""
 
 import contextlib
 import time
@@ -92,7 +92,7 @@ class Failures:
             self.give_up(None, error)
 
     def _cause(self, timeout=0.0):
-        """What another rank, or this one, has told; "" where nobody has within ``timeout`` seconds."""
+        """The error that a rank has reported; "" if none does so within ``timeout`` seconds."""
         until = time.monotonic() + timeout
         while self.error_propagation is not None and not self.error_propagation.error and time.monotonic() < until:
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline exchange by: the channel between stages, communicators of copies, stages and slices."""
+"""The channel between the stages of a pipeline, and communicators over its copies, stages and slices."""
 
 from deepspeed import comm as dist
 from deepspeed.comm import comms_log

@@ -42,8 +42,8 @@ class Losses:
         return list(flat.unbind()) if count else flat.reshape(())
 
     def outputs(self, how):
-        """What the micro-batches gave: a list (None), or their sum or mean over micro-batches and copies; of tuples
-        the one of each place."""
+        """The outputs of the micro-batches: a list (None), or their sum or mean over micro-batches and copies; of
+        tuples for each position."""
         outputs = self.engine.fwd_outputs
         if how is None:
             return outputs

@@ -1,4 +1,4 @@
-"""What a pipeline's batches have taken, beside its plan."""
+"""Measured times of the batches of a pipeline, beside its plan."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What a stage sends and receives, and what it keeps for that in its buffers."""
+"""Messages that a stage sends and receives, and the tensors that its buffers keep for them."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Which schedule a pipeline runs, and what it costs."""
+"""The schedule of a pipeline, and its cost."""
 
 import sys
 
