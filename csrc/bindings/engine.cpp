@@ -141,13 +141,13 @@ std::optional<ScalerState> loss_scale(const zero::StepReport& report) {
 c10::optional<at::Tensor> full(Engine& engine, const std::string& kept, int slot, size_t param) {
   const zero::StateKind what = state_kind(kept);
   py::gil_scoped_release unlocked;
-  return none_for_undefined(engine.failures().watch([&] { return engine.states().full(what, slot, param); }));
+  return none_for_undefined(engine.failures().guard([&] { return engine.states().full(what, slot, param); }));
 }
 
 void set_full(Engine& engine, const std::string& kept, int slot, size_t param, const at::Tensor& value) {
   const zero::StateKind what = state_kind(kept);
   py::gil_scoped_release unlocked;
-  engine.failures().watch([&] { engine.states().set_full(what, slot, param, value); });
+  engine.failures().guard([&] { engine.states().set_full(what, slot, param, value); });
 }
 
 // A piece for the time of a `with`.
@@ -173,7 +173,7 @@ zero::StateSources sources_of(Engine& engine) { return {engine.params(), engine.
 template <typename Part, typename Result, typename... Arguments>
 auto of(Part& (Engine::*part)(), Result (Part::*method)(Arguments...)) {
   return [part, method](Engine& engine, Arguments... arguments) -> Result {
-    return engine.failures().watch(
+    return engine.failures().guard(
         [&]() -> Result { return ((engine.*part)().*method)(std::forward<Arguments>(arguments)...); });
   };
 }
@@ -240,14 +240,14 @@ DS_BINDINGS(m) {
       .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), py::arg("outputs"),
            py::arg("reduce"), py::arg("factor"))
       .def("step", &step, Unlocked(), py::arg("inputs"))
-      .def("gate_input", of(&Engine::backward, &BackwardSession::gate_input), py::arg("input"))
+      .def("hook_input", of(&Engine::backward, &BackwardSession::hook_input), py::arg("input"))
       .def("set_outer_factor", of(&Engine::backward, &BackwardSession::set_outer_factor), py::arg("factor"))
       .def("plan_user_backward", of(&Engine::backward, &BackwardSession::plan), py::arg("reduce"), py::arg("factor"))
       .def(
           "begin_backward",
           // optional: torch 1.13 takes no None for a tensor
           [](Engine& engine, bool reduce, const c10::optional<at::Tensor>& root) {
-            engine.failures().watch([&] { engine.backward().begin(reduce, root.value_or(at::Tensor())); });
+            engine.failures().guard([&] { engine.backward().begin(reduce, root.value_or(at::Tensor())); });
           },
           Unlocked(), py::arg("reduce"), py::arg("root") = py::none())
       .def("end_backward", of(&Engine::backward, &BackwardSession::end), Unlocked())
@@ -282,16 +282,16 @@ DS_BINDINGS(m) {
           [](Engine& engine, const py::object& type) {
             const auto wanted = optional_dtype(type);
             py::gil_scoped_release unlocked;
-            engine.failures().watch([&] { engine.grads().set_grad_dtype(wanted); });
+            engine.failures().guard([&] { engine.grads().set_grad_dtype(wanted); });
           },
           py::arg("dtype"))
       .def(
           "has_grads", [](Engine& engine) { return engine.grads().any(); }, Unlocked())
       .def(
-          "publish", [](Engine& engine) { engine.failures().watch([&] { engine.states().publish(); }); }, Unlocked())
+          "publish", [](Engine& engine) { engine.failures().guard([&] { engine.states().publish(); }); }, Unlocked())
       .def("refresh_master", of(&Engine::states, &StateAccess::refresh_master), Unlocked())
       .def(
-          "hold_states", [](Engine& engine) { engine.failures().watch([&] { engine.states().hold_states(); }); },
+          "hold_states", [](Engine& engine) { engine.failures().guard([&] { engine.states().hold_states(); }); },
           Unlocked())
       .def(
           "release_states", [](Engine& engine) { engine.states().hold().let_go(); }, Unlocked())

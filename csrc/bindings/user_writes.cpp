@@ -23,18 +23,18 @@ struct WriteContext {
   std::unique_ptr<zero::WriteScope> scope{};
 
   void enter() {
-    engine->failures().watch([&] { scope = std::make_unique<zero::WriteScope>(engine->states()); });
+    engine->failures().guard([&] { scope = std::make_unique<zero::WriteScope>(engine->states()); });
   }
   // `failed`: an exception leaves the context, and nothing that goes wrong here may hide it.
   void leave(bool failed) {
     const auto open = std::move(scope);
-    if (!failed && open) engine->failures().watch([&] { open->close(); });
+    if (!failed && open) engine->failures().guard([&] { open->close(); });
   }
 };
 
 // At stage 3 other ranks may be reading slices.
 void adopt_writes(Engine& engine) {
-  engine.failures().watch([&] {
+  engine.failures().guard([&] {
     engine.writes().bring_home();
     if (!engine.policy().shards_params()) return engine.writes().adopt();
     zero::WriteScope scope(engine.states());
@@ -53,7 +53,7 @@ std::vector<size_t> bring_home(Engine& engine, const py::list& rows) {
     if (now != nullptr && now != Py_None && now != PyTuple_GET_ITEM(row, 2)) found.push_back(number);
   }
   py::gil_scoped_release unlocked;
-  engine.failures().watch([&] { engine.writes().bring_home(); });
+  engine.failures().guard([&] { engine.writes().bring_home(); });
   return found;
 }
 

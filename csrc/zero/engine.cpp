@@ -162,7 +162,7 @@ void Engine::meet_where_files_are() const {
 }
 
 StepReport Engine::step(const StepInputs& inputs) {
-  return failures_.watch([&] { return make_step(inputs); });
+  return failures_.guard([&] { return make_step(inputs); });
 }
 
 // They wait for this rank in a collective, or will: all that this engine has fail with its error.
@@ -234,7 +234,7 @@ StepReport Engine::make_step(const StepInputs& inputs) {
 }
 
 std::vector<std::string> Engine::unused_params() {
-  return failures_.watch([&] {
+  return failures_.guard([&] {
     backward_.finish();
     std::vector<std::string> names;
     for (size_t param = 0; param < store_.size(); ++param)
@@ -281,7 +281,7 @@ void Engine::set_rules(std::vector<const optim::Rule*> by_group) {
 }
 
 void Engine::expect(const StepInputs& inputs) {
-  failures_.watch([&] {
+  failures_.guard([&] {
     writes_.bring_home();
     if (!policy_.shards_params()) writes_.adopt();
     strategy_->expect(inputs);
@@ -289,7 +289,7 @@ void Engine::expect(const StepInputs& inputs) {
 }
 
 void Engine::clear_grads() {
-  failures_.watch([&] {
+  failures_.guard([&] {
     strategy_->forget();
     backward_.clear_grads();
   });

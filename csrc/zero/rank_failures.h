@@ -30,9 +30,9 @@ class RankFailures {
   explicit RankFailures(Tell tell) : tell_(std::move(tell)) {}
 
   void tell(const std::exception& error) const { tell_(error); }
-  // Runs what has a part on every rank, and tells the others when this one cannot go on.
+  // Runs work in which every rank takes part, and tells the other ranks if this one fails.
   template <typename Body>
-  decltype(auto) watch(const Body& body) const {
+  decltype(auto) guard(const Body& body) const {
     try {
       return body();
     } catch (const io::FileError& error) {

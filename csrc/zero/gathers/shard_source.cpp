@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "zero/gathers/routes/staged_gather.h"
+#include "zero/gathers/sources/staged_gather.h"
 
 namespace ds::zero {
 

@@ -12,14 +12,14 @@ namespace ds::zero {
 
 namespace {
 
-// Where gradients enter the graph of the model from outside of it, or leave it. A hook on an output would also see what
-// comes from another output that was computed from it: a model that returns its loss and its logits would get the
-// factor twice. What `passed` returns goes on.
-class Gate : public torch::autograd::Node {
+// A node of the graph through which gradients enter the model, or leave it; it passes on the result of `passed`. A hook
+// on an output would also see the gradient of another output that was computed from it: a model that returns its loss
+// and its logits would get the factor twice.
+class GraphHook : public torch::autograd::Node {
  public:
   using Passed = std::function<at::Tensor(const at::Tensor&)>;
-  explicit Gate(Passed passed) : passed_(std::move(passed)) {}
-  std::string name() const override { return "DeepSpeedGate"; }
+  explicit GraphHook(Passed passed) : passed_(std::move(passed)) {}
+  std::string name() const override { return "DeepSpeedGraphHook"; }
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     return {passed_(grads.at(0))};
   }
@@ -28,24 +28,24 @@ class Gate : public torch::autograd::Node {
   Passed passed_;
 };
 
-// From here on who uses `tensor` finds the gate, and behind it what `source` was computed from.
-void put_gate(const at::Tensor& tensor, const at::Tensor& source, Gate::Passed passed) {
-  auto gate = std::make_shared<Gate>(std::move(passed));
-  gate->set_next_edges({torch::autograd::impl::gradient_edge(source)});
-  gate->add_input_metadata(tensor);
-  torch::autograd::impl::set_gradient_edge(tensor, {std::move(gate), 0});
+// Later uses of `tensor` lead to the hook, and from there to the node that computed `source`.
+void add_graph_hook(const at::Tensor& tensor, const at::Tensor& source, GraphHook::Passed passed) {
+  auto hook = std::make_shared<GraphHook>(std::move(passed));
+  hook->set_next_edges({torch::autograd::impl::gradient_edge(source)});
+  hook->add_input_metadata(tensor);
+  torch::autograd::impl::set_gradient_edge(tensor, {std::move(hook), 0});
 }
 
 }  // namespace
 
-void BackwardSession::watch() {
+void BackwardSession::register_hooks() {
   for (size_t param = 0; param < store_.size(); ++param) {
     const at::Tensor& tensor = store_.spec(param).tensor;
     if (!tensor.requires_grad() || (hooked_[param] >= 0 && !hooks_.lost(hooked_[param], tensor))) continue;
     const ShardedParamPtr& sharded = store_.spec(param).sharded;
     const auto add = [&] {
       hooked_[param] = hooks_.add(
-          tensor, [this, param] { failures_.watch([&] { grads_.on_grad(param); }); }, sharded != nullptr);
+          tensor, [this, param] { failures_.guard([&] { grads_.on_grad(param); }); }, sharded != nullptr);
     };
     if (sharded) {
       sharded->with_shape_only(add);
@@ -57,7 +57,7 @@ void BackwardSession::watch() {
 
 void BackwardSession::begin(bool reduce, const at::Tensor& root) {
   if (own_backward_) end();  // it did not raise, or it would have been aborted; only its root saw no gradient
-  watch();
+  register_hooks();
   user_backward_ = false;
   own_backward_ = true;
   grads_.begin(reduce);
@@ -85,7 +85,7 @@ void BackwardSession::end() {
   own_backward_ = false;
   user_backward_ = false;
   leave_root();
-  failures_.watch([this] {
+  failures_.guard([this] {
     if (gatherer_) {
       gatherer_->end_backward();
       gatherer_->drain();
@@ -118,15 +118,15 @@ void BackwardSession::finish() {
   grads_.finish();
 }
 
-at::Tensor BackwardSession::gate_input(const at::Tensor& input) {
+at::Tensor BackwardSession::hook_input(const at::Tensor& input) {
   const auto left = [weak = self_()](const at::Tensor& grad) -> at::Tensor {
     const auto session = weak.lock();
     if (!session || session->own_backward_) return grad;
-    const double factor = session->gate_factor();
+    const double factor = session->hook_factor();
     return factor == 1.0 || !grad.defined() ? grad : at::div(grad, factor);
   };
   at::Tensor inside = input.detach();
-  put_gate(inside, input, left);
+  add_graph_hook(inside, input, left);
   return inside;
 }
 
@@ -141,14 +141,14 @@ void BackwardSession::watch_outputs(const std::vector<at::Tensor>& outputs) {
       session->grads_.begin(session->user_reduce_);
       session->queue_end();
     }
-    const double factor = session->gate_factor();
+    const double factor = session->hook_factor();
     return factor == 1.0 || !grad.defined() ? grad : at::mul(grad, factor);
   };
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad() || !seen.insert(output.unsafeGetTensorImpl()).second) continue;
     if (output.grad_fn()) {
-      put_gate(output, output, entered);  // what the model has computed from it does not meet the gate
+      add_graph_hook(output, output, entered);  // other results of the model do not pass the hook
     } else {
       output.register_hook(entered);
     }

@@ -1,4 +1,4 @@
-// One backward after the other: hooks on parameters, gates around the model, when gradients are reduced.
+// One backward after the other: hooks on parameters, graph hooks around the model, when gradients are reduced.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -25,7 +25,7 @@ class BackwardSession {
         self_(std::move(self)),
         hooked_(store.size(), -1) {}
 
-  void watch();  // hooks on the parameters that require grad now; the calls below do it by themselves
+  void register_hooks();  // hooks on the parameters that require grad now; the calls below do it by themselves
 
   // A backward that the caller runs between begin and end, or gives up with abort. With a `root` that it starts from,
   // end is called by itself when the outermost backward of that root ends.
@@ -39,7 +39,7 @@ class BackwardSession {
   void watch_outputs(const std::vector<at::Tensor>& outputs);
   // Of tensors that came into the model from elsewhere in the graph: what the gradients leave through, which divides
   // by that factor again.
-  at::Tensor gate_input(const at::Tensor& input);
+  at::Tensor hook_input(const at::Tensor& input);
   void plan(bool reduce, double factor) {
     user_reduce_ = reduce;
     user_factor_ = factor;
@@ -47,7 +47,7 @@ class BackwardSession {
   // The gradients of the next backward that come from outside have been multiplied by it. Until the next forward.
   void set_outer_factor(double factor) { outer_factor_ = factor; }
   void forwarded(const std::vector<at::Tensor>& outputs, bool reduce, double factor) {
-    watch();
+    register_hooks();
     outer_factor_ = 1.0;
     plan(reduce, factor);
     watch_outputs(outputs);
@@ -65,7 +65,7 @@ class BackwardSession {
   void release() { hooks_.clear(); }
 
  private:
-  double gate_factor() const { return user_factor_ / outer_factor_; }
+  double hook_factor() const { return user_factor_ / outer_factor_; }
   void leave_root();
   void queue_end();
 

@@ -1,10 +1,10 @@
 """Engines of one process whose models meet in one graph: a generator and its judge, a model that is fed its own output.
 
 [Note: factors] An engine multiplies the gradients that come into its model by a factor (loss scale over accumulation
-steps), at a gate in the graph behind each output. Where another tensor of the graph went into the model, a second gate
+steps), at a graph hook behind each output. Where another tensor of the graph went into the model, a second graph hook
 divides by the factor again, so that the rest of the graph, with other engines in it, has the gradient of the loss as
 the user wrote it. ``engine.backward`` multiplies the loss itself (16-bit gradients of a small loss would vanish on
-their way to the gate), so all other engines learn by how much, and their gates take it into account.
+their way to the graph hook), so all other engines learn by how much, and their graph hooks take it into account.
 """
 
 import contextlib
@@ -40,12 +40,12 @@ def tell_others(engine, factor):
                 other.core.set_outer_factor(factor)
 
 
-def with_gates(core, inputs, kwargs):
-    """The arguments of a forward, each tensor that other parts of a graph have computed behind a gate."""
+def with_graph_hooks(core, inputs, kwargs):
+    """The arguments of a forward, each tensor that other parts of a graph have computed behind a graph hook."""
     if not any(tensor.requires_grad for tensor in tensors_in((inputs, kwargs))):
         return inputs, kwargs
 
-    def wanted(item):  # a gate would not keep the class of another kind of tensor
+    def wanted(item):  # a graph hook would not keep the class of another kind of tensor
         return type(item) in (torch.Tensor, torch.nn.Parameter) and item.requires_grad
 
-    return replace(inputs, wanted, core.gate_input), replace(kwargs, wanted, core.gate_input)
+    return replace(inputs, wanted, core.hook_input), replace(kwargs, wanted, core.hook_input)

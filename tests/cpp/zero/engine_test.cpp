@@ -106,7 +106,7 @@ void compare(const Case& c, int steps, double tolerance) {
       for (int step = 0; step < steps; ++step) {
         const bool optional = step % 3 != 1;
         for (int part = 0; part < c.accumulate; ++part) {
-          engine->backward().watch();
+          engine->backward().register_hooks();
           const at::Tensor input = batch(step).narrow(0, (rank * c.accumulate + part) * micro, micro);
           if (unit >= 0) engine->gatherer()->begin_forward();
           if (unit >= 0) engine->gatherer()->enter(unit, {});
@@ -161,7 +161,7 @@ TEST(Engine, RanksMayUseDifferentParameters) {
           std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
       for (int round = 0; round < 3; ++round) {
         engine->backward().clear_grads();
-        engine->backward().watch();
+        engine->backward().register_hooks();
         engine->backward().begin(true);
         model.loss(batch(0), rank == (round + 1) % 3).backward();
         engine->backward().end();
@@ -194,7 +194,7 @@ TEST(Engine, LateGradientsArriveInASecondRound) {
                                              std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
       for (int round = 0; round < 2; ++round) {
         engine->backward().clear_grads();
-        engine->backward().watch();
+        engine->backward().register_hooks();
         engine->backward().begin(true);
         (late.sum() * 2).backward();
         early.sum().backward();
@@ -226,7 +226,7 @@ TEST(Engine, PlainBackwardOnOutputsTrainsToo) {
       options.reducer.predivide = 0.5f;
       auto engine =
           std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
-      engine->backward().watch();
+      engine->backward().register_hooks();
       engine->backward().plan(true, 3.0);
       const at::Tensor out = model.loss(batch(rank), true);
       engine->backward().watch_outputs({out});
@@ -254,7 +254,7 @@ TEST(Engine, UnannouncedBackwardIsReducedAtTheStep) {
       options.reducer.predivide = 0.5f;
       auto engine =
           std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
-      engine->backward().watch();
+      engine->backward().register_hooks();
       model.loss(batch(rank), true).backward();
       model.loss(batch(rank), true).backward();
       engine->backward().finish();
@@ -280,7 +280,7 @@ TEST(Engine, TwoBackwardsBeforeAStepAddUp) {
       auto engine =
           std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
       for (int round = 0; round < 2; ++round) {
-        engine->backward().watch();
+        engine->backward().register_hooks();
         engine->backward().begin(true);
         model.loss(batch(2 * round + rank), true).backward();
         engine->backward().end();
@@ -298,7 +298,7 @@ TEST(Engine, AFailedBackwardLeavesNothingBehind) {
   Model model;
   auto engine = std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, EngineOptions{},
                                          EngineRanks{comm::local_communicator()});
-  engine->backward().watch();
+  engine->backward().register_hooks();
   engine->backward().begin(true);
   at::Tensor loss = model.loss(batch(0), true);
   loss.backward();
@@ -316,7 +316,7 @@ TEST(Engine, UsersMayEditReplaceAndDropGradients) {
   Model model;
   auto engine = std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, EngineOptions{},
                                          EngineRanks{comm::local_communicator()});
-  engine->backward().watch();
+  engine->backward().register_hooks();
   engine->backward().begin(true);
   model.loss(batch(0), true).backward();
   engine->backward().end();
@@ -412,7 +412,7 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
     auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
                                            options, EngineRanks{comm::local_communicator()});
     use_adam(*engine);
-    engine->backward().watch();
+    engine->backward().register_hooks();
     // 1 + 256 x 2^-9 is 1.5 in fp32; in bf16 each addend would be rounded away.
     for (int part = 0; part <= 256; ++part) {
       engine->backward().begin(part == 256);
@@ -435,7 +435,7 @@ TEST(Engine, AnOverflowChangesNothing) {
   auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
                                          EngineOptions{}, EngineRanks{comm::local_communicator()});
   use_adam(*engine);
-  engine->backward().watch();
+  engine->backward().register_hooks();
   for (double factor : {1.0, HUGE_VAL, std::nan("")}) {
     const at::Tensor before = weight.detach().clone();
     const at::Tensor steps = engine->stepper().steps().clone();
@@ -492,7 +492,7 @@ TEST(Engine, MemoryOrderOfParametersIsKept) {
                                          EngineOptions{}, EngineRanks{comm::local_communicator()});
   EXPECT_TRUE(image.is_contiguous(at::MemoryFormat::ChannelsLast));
   EXPECT_TRUE(at::equal(image.detach(), values));
-  engine->backward().watch();
+  engine->backward().register_hooks();
   engine->backward().begin(true);
   (image * values).sum().backward();
   engine->backward().end();

@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "comm/transports/thread_communicator.h"
-#include "zero/gathers/routes/staged_gather.h"
+#include "zero/gathers/sources/staged_gather.h"
 #include "zero/gathers/shard_source.h"
 
 namespace ds::zero {

@@ -1,4 +1,4 @@
-"""Forward and backward of an engine: loss scale, gates, and backwards that the user runs."""
+"""Forward and backward of an engine: loss scale, graph hooks, and backwards that the user runs."""
 
 import torch
 
@@ -67,7 +67,7 @@ class Backward:
         engine._need_states({OffloadStateTypeEnum.lp_params}, "engine.forward()")
         engine._user_weights.bring_home()
         trains = engine._trains and torch.is_grad_enabled()
-        inputs, kwargs = cross_engine_scaling.with_gates(engine.core, inputs, kwargs) if trains else (inputs, kwargs)
+        inputs, kwargs = cross_engine_scaling.with_graph_hooks(engine.core, inputs, kwargs) if trains else (inputs, kwargs)
         try:
             engine.progress.start_forward()
             with engine._experts.counting(), engine._long_sequences.offloading():

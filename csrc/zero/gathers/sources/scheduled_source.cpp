@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "plan/gather_schedule.h"
-#include "zero/gathers/routes/staged_gather.h"
+#include "zero/gathers/sources/staged_gather.h"
 #include "zero/gathers/shard_source.h"
 
 namespace ds::zero {

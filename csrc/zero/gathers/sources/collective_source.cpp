@@ -1,6 +1,6 @@
 #include <c10/core/GradMode.h>
 
-#include "zero/gathers/routes/staged_gather.h"
+#include "zero/gathers/sources/staged_gather.h"
 #include "zero/gathers/shard_source.h"
 
 namespace ds::zero {

@@ -1,4 +1,4 @@
-#include "zero/gathers/routes/staged_gather.h"
+#include "zero/gathers/sources/staged_gather.h"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
