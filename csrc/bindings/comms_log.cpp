@@ -1,11 +1,15 @@
-// Figures of the log of operations, for comm/comms_logger.py.
+// The log of operations, for comm/comms_log.py, and its figures, for comm/comms_logger.py.
 #include <Python.h>
 
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "bindings/registry.h"
+#include "bindings/shared_function.h"
 #include "comm/boards/call_figures.h"
+#include "comm/decorators/call_log.h"
+#include "comm/decorators/torch_calls.h"
 
 namespace py = pybind11;
 
@@ -40,21 +44,60 @@ py::dict described(const comm::Straggler& found) {
 // None: not asked for. Else the times of every rank.
 using Everybody = std::optional<std::vector<comm::TimesByCall>>;
 
-std::optional<comm::Stragglers> stragglers_of(const comm::CallLog& log, const Everybody& everybody) {
+std::optional<comm::Stragglers> stragglers_of(const comm::CallTotals& log, const Everybody& everybody) {
   if (!everybody) return std::nullopt;
   return comm::stragglers(log, *everybody);
+}
+
+comm::CallLog::Caller name_of_caller(py::function function) {
+  return [held = shared_function(std::move(function))]() -> std::string {
+    if (!Py_IsInitialized()) return "";
+    py::gil_scoped_acquire locked;
+    return py::cast<std::string>((*held)());
+  };
 }
 
 }  // namespace
 
 DS_BINDINGS(m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<comm::CallLog, comm::CallLogPtr>(m, "CallLog")
+      .def(py::init<>())
+      .def_property_readonly("on", &comm::CallLog::on)
+      // caller: a function that names the function that makes the current call; None: names are not wanted.
+      .def(
+          "turn",
+          [](comm::CallLog& log, bool on, const std::optional<py::function>& caller) {
+            comm::CallLog::Caller native;
+            if (caller) native = name_of_caller(*caller);
+            const py::gil_scoped_release unlocked;
+            log.turn(on, std::move(native));
+          },
+          py::arg("on"), py::arg("caller") = py::none())
+      .def(
+          "add",
+          [](comm::CallLog& log, std::string op, std::string label, int64_t bytes, double ms, int ranks) {
+            log.add({std::move(op), "", bytes, ms, ranks, std::move(label)});
+          },
+          py::arg("op"), py::arg("label"), py::arg("bytes"), py::arg("ms"), py::arg("ranks"), Unlocked())
+      // (op, label, caller, bytes, ms, ranks) of each call since the last take.
+      .def("take",
+           [](comm::CallLog& log) {
+             std::vector<std::tuple<std::string, std::string, std::string, int64_t, double, int>> calls;
+             for (const comm::LoggedCall& call : log.take())
+               calls.emplace_back(call.op, call.label, call.caller, call.bytes, call.ms, call.ranks);
+             return calls;
+           })
+      .def("enter", [](comm::CallLog& log) { return log.enter(); })
+      .def("leave", [](comm::CallLog& log) { log.leave(); });
+  py::class_<comm::TorchCalls>(m, "TorchCalls").def(py::init<comm::CallLogPtr>(), py::arg("log"), Unlocked());
   m.def("bandwidths", &comm::bandwidths, py::arg("name"), py::arg("size_bytes"), py::arg("ms"), py::arg("ranks"));
   m.def("readable_size", &comm::readable_size, py::arg("size_bytes"));
   m.def("trimmed_mean", &comm::trimmed_mean, py::arg("values"), py::arg("share") = 0.1);
   m.def("call_figures", &figures, py::arg("bytes"), py::arg("entry"));
   m.def(
       "call_stragglers",
-      [](const comm::CallLog& log, const std::vector<comm::TimesByCall>& everybody) {
+      [](const comm::CallTotals& log, const std::vector<comm::TimesByCall>& everybody) {
         py::dict made;
         for (const auto& [name, sizes] : comm::stragglers(log, everybody)) {
           py::dict by_size;
@@ -66,7 +109,7 @@ DS_BINDINGS(m) {
       py::arg("log"), py::arg("everybody"));
   m.def(
       "call_table",
-      [](const comm::CallLog& log, const Everybody& everybody) {
+      [](const comm::CallTotals& log, const Everybody& everybody) {
         return comm::call_table(log, stragglers_of(log, everybody));
       },
       py::arg("log"), py::arg("everybody"));

@@ -16,6 +16,7 @@
 #include "comm/decorators/logged.h"
 #include "comm/decorators/watched.h"
 #include "comm/nccl/nccl_tensors.h"
+#include "comm/calls/c10d_backend.h"
 #include "comm/calls/script_calls.h"
 #include "comm/transports/c10d_communicator.h"
 #include "comm/transports/local_communicator.h"
@@ -28,22 +29,20 @@ namespace ds::bindings {
 
 comm::CommunicatorPtr communicator(const py::object& group, comm::GlooBy gloo_by) {
   if (group.is_none()) return comm::local_communicator();
-  if (py::isinstance<comm::LoggedCommunicator>(group)) return group.cast<std::shared_ptr<comm::LoggedCommunicator>>();
+  if (py::isinstance<comm::Communicator>(group)) return group.cast<comm::CommunicatorPtr>();
   auto made = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
   return comm::c10d_communicator(std::move(made), without_lock, gloo_by);
 }
 
 namespace {
 
-using comm::LoggedCommunicator;
+using comm::Communicator;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 comm::Verb verb_named(const std::string& name) {
   for (int verb = 0; verb < comm::kVerbs; ++verb)
     if (name == comm::verb_name(static_cast<comm::Verb>(verb))) return static_cast<comm::Verb>(verb);
-  fail(ErrorKind::kValue, "there is no collective '", name,
-       "'; all_reduce, reduce, broadcast, reduce_scatter, all_gather, ",
-       "all_to_all, gather, scatter, send, recv and barrier are there");
+  fail(ErrorKind::kValue, "there is no collective '", name, "'; use one of ", comm::verb_names());
 }
 
 comm::ReduceOp reduction_named(const std::string& name) {
@@ -65,27 +64,37 @@ c10::intrusive_ptr<c10d::Work> call_op(comm::ScriptCalls& self, const std::strin
                    reduction_named(op), peer, detached});
 }
 
-// What carries the calls of a group, as its caller wants it.
-comm::CommunicatorPtr opened(const py::object& group, bool shared, std::chrono::milliseconds timeout,
-                             const std::optional<comm::GroupFacts>& given,
-                             const std::optional<c10::intrusive_ptr<c10d::Store>>& store, bool scripts,
+// How a caller uses a communicator over a group of torch.
+struct Use {
+  bool shared = false;     // through the memory of one host where the ranks share it
+  bool scripts = false;    // for ScriptCalls, whose handles may be asked and dropped
+  bool on_device = false;  // tensors are on devices, whose backend the group has
+  std::chrono::milliseconds timeout{0};
+};
+
+comm::CommunicatorPtr opened(const py::object& group, const Use& use, const std::optional<comm::GroupFacts>& given,
+                             const std::optional<c10::intrusive_ptr<c10d::Store>>& store,
                              const std::shared_ptr<comm::NcclTensors>& nccl) {
-  auto made = communicator(group, scripts ? comm::GlooBy::kCollectives : comm::GlooBy::kTransfers);
+  auto made = communicator(group, use.on_device ? comm::GlooBy::kNothing
+                                  : use.scripts ? comm::GlooBy::kCollectives
+                                                : comm::GlooBy::kTransfers);
   py::gil_scoped_release unlocked;
-  const comm::GroupFacts facts = given.value_or(comm::GroupFacts{"", -1, nullptr, nullptr, without_lock});
+  const comm::GroupFacts facts = given.value_or(comm::GroupFacts{"", -1, nullptr, nullptr, without_lock, nullptr});
   if (nccl) made = comm::nccl_communicator(nccl->pointer(), std::move(made));
-  if (scripts && shared) made = comm::exchanges_by_hosts(std::move(made), timeout, facts);
+  if (use.scripts && use.shared) made = comm::exchanges_by_hosts(std::move(made), use.timeout, facts);
   if (store && made->size() > 1) {
-    auto board = std::make_shared<comm::StoreBoard>(*store, made->rank(), made->size(), timeout, made->name(), facts);
+    auto board =
+        std::make_shared<comm::StoreBoard>(*store, made->rank(), made->size(), use.timeout, made->name(), facts);
     if (facts.store_watch) facts.store_watch->add(board);
     made = comm::watched(std::move(made), std::move(board));
   }
-  if (!shared) return made;
-  return scripts ? comm::one_host_communicator(std::move(made), timeout, facts)
-                 : comm::shm_communicator(std::move(made), timeout, facts);
+  if (use.shared)
+    made = use.scripts ? comm::one_host_communicator(std::move(made), use.timeout, facts)
+                       : comm::shm_communicator(std::move(made), use.timeout, facts);
+  return comm::logged(std::move(made), facts.log);
 }
 
-comm::WorkPtr run_op(LoggedCommunicator& self, const std::string& verb, const std::optional<at::Tensor>& input,
+comm::WorkPtr run_op(Communicator& self, const std::string& verb, const std::optional<at::Tensor>& input,
                      const std::optional<at::Tensor>& output,
                      const std::pair<std::vector<int64_t>, std::vector<int64_t>>& counts, const std::string& op,
                      int peer, const std::string& tag) {
@@ -102,42 +111,42 @@ DS_BINDINGS(m) {
   py::class_<comm::Work, comm::WorkPtr>(m, "CommunicatorWork")
       .def("wait", &comm::Work::wait, Unlocked())
       .def("ready", &comm::Work::ready);
-  py::class_<LoggedCommunicator, std::shared_ptr<LoggedCommunicator>>(m, "Communicator")
-      // shared: through the memory of one host where the ranks share it. store: of this group alone, for the boards of
-      // ranks that do not. scripts: for ScriptCalls, whose handles may be asked and dropped. nccl: carries what is on
-      // devices.
+  py::class_<Communicator, comm::CommunicatorPtr>(m, "Communicator")
+      // group: of torch, a Communicator, or None. store: of this group alone, for the boards of ranks that do not share
+      // a host. nccl: carries tensors on devices. The others: see Use.
       .def(py::init([](const py::object& group, bool shared, std::chrono::milliseconds timeout,
                        const std::optional<comm::GroupFacts>& facts,
-                       const std::optional<c10::intrusive_ptr<c10d::Store>>& store, bool scripts,
+                       const std::optional<c10::intrusive_ptr<c10d::Store>>& store, bool scripts, bool on_device,
                        const std::shared_ptr<comm::NcclTensors>& nccl) {
-             return comm::logged(opened(group, shared, timeout, facts, store, scripts, nccl));
+             return opened(group, {shared, scripts, on_device, timeout}, facts, store, nccl);
            }),
            py::arg("group"), py::arg("shared") = false, py::arg("timeout") = std::chrono::milliseconds(30 * 60 * 1000),
            py::arg("facts") = py::none(), py::arg("store") = py::none(), py::arg("scripts") = false,
-           py::arg("nccl") = nullptr)
-      .def_property_readonly("rank", &LoggedCommunicator::rank)
-      .def_property_readonly("size", &LoggedCommunicator::size)
-      .def_property_readonly("name", &LoggedCommunicator::name)
+           py::arg("on_device") = false, py::arg("nccl") = nullptr)
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("name", &Communicator::name)
       // verb: all_reduce, ...; which tensors it uses, csrc/comm/calls/op.h. counts: of the parts of input and output,
       // [] where they are equal.
       .def("run", &run_op, py::arg("verb"), py::arg("input") = py::none(), py::arg("output") = py::none(),
            py::arg("counts") = std::pair<std::vector<int64_t>, std::vector<int64_t>>(), py::arg("op") = "sum",
            py::arg("peer") = -1, py::arg("tag") = "", Unlocked())
-      .def("leave", &LoggedCommunicator::leave, Unlocked())
-      .def("log_calls", &LoggedCommunicator::log_calls, py::arg("on"))
-      .def("take_log", [](LoggedCommunicator& communicator) {
-        std::vector<std::tuple<std::string, int64_t, double>> calls;
-        for (const comm::LoggedCall& call : communicator.take_log()) calls.emplace_back(call.op, call.bytes, call.ms);
-        return calls;
-      });
+      .def("leave", &Communicator::leave, Unlocked());
   // As scripts call torch.distributed, with torch's handles (comm/calls/script_calls.h).
   py::class_<comm::ScriptCalls>(m, "ScriptCalls")
-      .def(py::init([](std::shared_ptr<LoggedCommunicator> communicator) {
+      .def(py::init([](comm::CommunicatorPtr communicator) {
              return std::make_unique<comm::ScriptCalls>(std::move(communicator), without_lock);
            }),
            py::arg("communicator"))
       .def("call", &call_op, py::arg("verb"), py::arg("given"), py::arg("taken"), py::arg("splits"), py::arg("op"),
            py::arg("peer"), py::arg("detached"), Unlocked());
+  // A backend of torch.distributed (comm/calls/c10d_backend.h).
+  m.def(
+      "c10d_backend",
+      [](comm::CommunicatorPtr over, comm::BackendPtr other, std::string name) {
+        return comm::c10d_backend(std::move(over), std::move(other), std::move(name), without_lock);
+      },
+      py::arg("communicator"), py::arg("other").none(true), py::arg("name"), Unlocked());
 }
 
 }  // namespace ds::bindings

@@ -14,7 +14,7 @@
 #include "bindings/state_kind.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
-#include "comm/decorators/logged.h"
+#include "comm/communicator.h"
 #include "comm/transports/local_communicator.h"
 #include "zero/engine.h"
 #include "zero/states/state_sources.h"
@@ -39,7 +39,7 @@ using Pieces = std::vector<c10::optional<at::Tensor>>;  // one for each that thi
 
 comm::CommunicatorPtr native(const py::object& group) {
   if (group.is_none()) return comm::local_communicator();
-  return group.cast<std::shared_ptr<comm::LoggedCommunicator>>();
+  return group.cast<comm::CommunicatorPtr>();
 }
 
 zero::EngineRanks engine_ranks(Groups groups) {

@@ -7,7 +7,7 @@
 
 #include "bindings/registry.h"
 #include "comm/boards/error_propagation.h"
-#include "comm/decorators/logged.h"
+#include "comm/communicator.h"
 #include "comm/pipe/pipe_channel.h"
 
 namespace py = pybind11;
@@ -17,15 +17,14 @@ namespace ds::bindings {
 namespace {
 
 using comm::ErrorPropagation;
-using LoggedPtr = std::shared_ptr<comm::LoggedCommunicator>;
 
 // `channel` and `groups` are held weakly: an error aborts those that still exist.
 std::shared_ptr<ErrorPropagation> make_error_propagation(
     c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<std::string> names,
-    const std::shared_ptr<comm::PipeChannel>& channel, const std::vector<LoggedPtr>& groups,
+    const std::shared_ptr<comm::PipeChannel>& channel, const std::vector<comm::CommunicatorPtr>& groups,
     const comm::GroupFacts& facts, std::pair<std::vector<std::string>, std::vector<std::string>> places, int keeper) {
   std::weak_ptr<comm::PipeChannel> messages = channel;
-  std::vector<std::weak_ptr<comm::LoggedCommunicator>> others(groups.begin(), groups.end());
+  std::vector<std::weak_ptr<comm::Communicator>> others(groups.begin(), groups.end());
   py::gil_scoped_release unlocked;
   const auto abort_all = [=](const std::string& why) {
     if (const auto here = messages.lock()) here->abort(why);

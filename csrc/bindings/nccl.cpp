@@ -15,6 +15,7 @@
 #include "bindings/without_lock.h"
 #include "comm/nccl/nccl_memory.h"
 #include "comm/nccl/nccl_tensors.h"
+#include "comm/transports/nccl_communicator.h"
 
 namespace py = pybind11;
 
@@ -24,6 +25,7 @@ namespace {
 
 using comm::NcclLibrary;
 using comm::NcclTensors;
+using comm::Verb;
 namespace nccl = comm::nccl;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
@@ -88,6 +90,19 @@ struct Caller {
   }
 };
 
+using Argument = std::optional<std::pair<const char*, py::object>>;  // its name and what was passed
+
+void call(NcclTensors& self, comm::Verb verb, const Argument& in, const Argument& out, const Argument& peer = {},
+          const std::string& reduction = "SUM", const std::vector<NcclTensors::Splits>& splits = {}) {
+  const Caller from{self, comm::verb_name(verb)};
+  std::optional<NcclTensors::Named> named_in, named_out;
+  if (in) named_in = NcclTensors::Named{in->first, from.tensor(in->second, in->first)};
+  if (out) named_out = NcclTensors::Named{out->first, from.tensor(out->second, out->first)};
+  const int rank = peer ? from.rank(peer->second, peer->first) : -1;
+  const py::gil_scoped_release unlocked;
+  self.run(verb, named_in, named_out, rank, reduction, splits);
+}
+
 // A registration of memory that a tensor of Python's owns.
 struct Registered {
   std::shared_ptr<comm::NcclRegistration> registration;
@@ -132,8 +147,9 @@ DS_BINDINGS(m) {
              place.timeout = timeout;
              place.quiesce = quiesce(std::move(synchronize));
              const Released unlocked;
-             return std::make_shared<NcclTensors>(comm::NcclComm::join(library, id_from(id), std::move(place)),
-                                                  c10::Device(device));
+             auto joined = comm::NcclComm::join(library, id_from(id), std::move(place));
+             auto calls = comm::nccl_communicator_alone(joined);
+             return std::make_shared<NcclTensors>(std::move(joined), std::move(calls), c10::Device(device));
            }),
            py::arg("library"), py::arg("id"), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
            py::arg("synchronize"), py::arg("device"))
@@ -144,63 +160,35 @@ DS_BINDINGS(m) {
                              })
       .def("all_reduce",
            [](NcclTensors& self, Given tensor, Given out, const std::string& op) {
-             const Caller from{self, "all_reduce"};
-             const at::Tensor in = from.tensor(tensor, "tensor"), result = from.tensor(out, "out");
-             const Released unlocked;
-             self.all_reduce(in, result, op);
+             call(self, Verb::kAllReduce, {{"tensor", tensor}}, {{"out", out}}, {}, op);
            })
       .def("reduce",
            [](NcclTensors& self, Given tensor, Given dst, const std::string& op) {
-             const Caller from{self, "reduce"};
-             const at::Tensor in = from.tensor(tensor, "tensor");
-             const int root = from.rank(dst, "dst");
-             const Released unlocked;
-             self.reduce(in, root, op);
+             call(self, Verb::kReduce, {}, {{"tensor", tensor}}, {{"dst", dst}}, op);
            })
       .def("broadcast",
            [](NcclTensors& self, Given tensor, Given src) {
-             const Caller from{self, "broadcast"};
-             const at::Tensor in = from.tensor(tensor, "tensor");
-             const int root = from.rank(src, "src");
-             const Released unlocked;
-             self.broadcast(in, root);
+             call(self, Verb::kBroadcast, {}, {{"tensor", tensor}}, {{"src", src}});
            })
       .def("all_gather",
            [](NcclTensors& self, Given output, Given tensor) {
-             const Caller from{self, "all_gather"};
-             const at::Tensor out = from.tensor(output, "output"), in = from.tensor(tensor, "tensor");
-             const Released unlocked;
-             self.all_gather(out, in);
+             call(self, Verb::kAllGather, {{"tensor", tensor}}, {{"output", output}});
            })
       .def("reduce_scatter",
            [](NcclTensors& self, Given output, Given tensor, const std::string& op) {
-             const Caller from{self, "reduce_scatter"};
-             const at::Tensor out = from.tensor(output, "output"), in = from.tensor(tensor, "tensor");
-             const Released unlocked;
-             self.reduce_scatter(out, in, op);
+             call(self, Verb::kReduceScatter, {{"tensor", tensor}}, {{"output", output}}, {}, op);
            })
       .def("send",
            [](NcclTensors& self, Given tensor, Given dst) {
-             const Caller from{self, "send"};
-             const at::Tensor in = from.tensor(tensor, "tensor");
-             const int to = from.rank(dst, "dst");
-             const Released unlocked;
-             self.send(in, to);
+             call(self, Verb::kSend, {{"tensor", tensor}}, {}, {{"dst", dst}});
            })
       .def("recv",
            [](NcclTensors& self, Given tensor, Given src) {
-             const Caller from{self, "recv"};
-             const at::Tensor out = from.tensor(tensor, "tensor");
-             const int sender = from.rank(src, "src");
-             const Released unlocked;
-             self.recv(out, sender);
+             call(self, Verb::kRecv, {}, {{"tensor", tensor}}, {{"src", src}});
            })
       .def("all_to_all",
            [](NcclTensors& self, Given output, Given tensor, const Splits& taken, const Splits& given) {
-             const Caller from{self, "all_to_all"};
-             const at::Tensor out = from.tensor(output, "output"), in = from.tensor(tensor, "tensor");
-             const Released unlocked;
-             self.all_to_all(out, in, taken, given);
+             call(self, Verb::kAllToAll, {{"tensor", tensor}}, {{"output", output}}, {}, "SUM", {taken, given});
            })
       // outputs, inputs: chunks and their scales; splits: as NcclTensors has them.
       .def(

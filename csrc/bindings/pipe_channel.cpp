@@ -7,7 +7,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/registry.h"
-#include "comm/decorators/logged.h"
+#include "comm/communicator.h"
 #include "comm/pipe/pipe_channel.h"
 
 namespace py = pybind11;
@@ -23,9 +23,8 @@ using Tensors = std::vector<c10::optional<at::Tensor>>;  // None: nothing at thi
 
 PipeStream stream_of(bool grads) { return grads ? PipeStream::kGrads : PipeStream::kActivations; }
 
-std::shared_ptr<PipeChannel> make_channel(std::shared_ptr<comm::LoggedCommunicator> activations,
-                                          std::shared_ptr<comm::LoggedCommunicator> grads, const std::string& device,
-                                          const std::string& notes, int bound, int ahead,
+std::shared_ptr<PipeChannel> make_channel(comm::CommunicatorPtr activations, comm::CommunicatorPtr grads,
+                                          const std::string& device, const std::string& notes, int bound, int ahead,
                                           std::chrono::milliseconds timeout) {
   return {new PipeChannel(std::move(activations), std::move(grads),
                           {c10::Device(device), c10::Device(notes), bound, ahead, /*direct=*/true, timeout}),

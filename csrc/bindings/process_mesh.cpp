@@ -7,7 +7,7 @@
 
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
-#include "comm/decorators/logged.h"
+#include "comm/communicator.h"
 #include "comm/process_mesh.h"
 
 namespace py = pybind11;
@@ -36,7 +36,7 @@ comm::JobPtr make_job(int rank, int world, py::function open) {
   return std::make_shared<Job>(
       rank, world, [open = shared_function(std::move(open))](const std::string& key, const comm::SubMesh& members) {
         py::gil_scoped_acquire locked;
-        return (*open)(key, members.ranks).cast<std::shared_ptr<comm::LoggedCommunicator>>();
+        return (*open)(key, members.ranks).cast<comm::CommunicatorPtr>();
       });
 }
 
@@ -91,13 +91,13 @@ DS_BINDINGS(m) {
       .def(
           "communicator",
           [](ProcessMesh& mesh, const Axes& axes, Purpose purpose) {
-            return comm::logged(mesh.communicator(mesh.sub(axes), purpose));
+            return mesh.communicator(mesh.sub(axes), purpose);
           },
           py::arg("axes"), py::arg("purpose"))
       .def(
           "over",
           [](ProcessMesh& mesh, const std::vector<int>& ranks, int place, Purpose purpose) {
-            return comm::logged(mesh.communicator({ranks, place}, purpose));
+            return mesh.communicator({ranks, place}, purpose);
           },
           py::arg("ranks"), py::arg("place"), py::arg("purpose"));
 }

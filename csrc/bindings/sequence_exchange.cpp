@@ -6,7 +6,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/registry.h"
-#include "comm/decorators/logged.h"
+#include "comm/communicator.h"
 #include "parallel/sequence_exchange.h"
 
 namespace py = pybind11;
@@ -40,8 +40,8 @@ DS_BINDINGS(m) {
   // tokens: of each rank. heads: of each tensor the run of each rank. The first two have gradients, and are complete on
   // return; the others have none, and a work to wait for.
   py::class_<SequenceExchange, std::shared_ptr<SequenceExchange>>(m, "SequenceExchange")
-      .def(py::init([](std::shared_ptr<comm::LoggedCommunicator> communicator) {
-             return std::make_shared<SequenceExchange>(comm::logged(std::move(communicator)));
+      .def(py::init([](comm::CommunicatorPtr communicator) {
+             return std::make_shared<SequenceExchange>(std::move(communicator));
            }),
            py::arg("communicator"))
       .def(
@@ -87,11 +87,7 @@ DS_BINDINGS(m) {
             return self.start_views(views_of(give), views_of(take));
           },
           py::arg("give"), py::arg("take"), Unlocked())
-      // For the log of operations: it sees exchanges, and nothing else of what goes over the communicator.
-      .def_property_readonly("communicator",
-                             [](const SequenceExchange& self) {
-                               return std::dynamic_pointer_cast<comm::LoggedCommunicator>(self.communicator());
-                             })
+      .def_property_readonly("communicator", &SequenceExchange::communicator)
       .def_property_readonly("calls", &SequenceExchange::calls)
       .def_property_readonly("elements", &SequenceExchange::elements);
 }

@@ -14,6 +14,7 @@
 #include "comm/shared_memory/shared_segments.h"
 #include "comm/boards/store_keeper.h"
 #include "comm/boards/watch.h"
+#include "comm/decorators/call_log.h"
 
 namespace py = pybind11;
 
@@ -88,10 +89,12 @@ DS_BINDINGS(m) {
       .def_property_readonly("said_goodbye", &comm::StoreKeeper::said_goodbye)
       .def("wait", &comm::StoreKeeper::wait, Unlocked());
   py::class_<comm::GroupFacts>(m, "GroupFacts")
-      .def(py::init([](std::string name, int job_rank, std::shared_ptr<Watch> watch, std::shared_ptr<Watch> stores) {
-             return comm::GroupFacts{std::move(name), job_rank, std::move(watch), std::move(stores), without_lock};
+      .def(py::init([](std::string name, int job_rank, std::shared_ptr<Watch> watch, std::shared_ptr<Watch> stores,
+                       std::shared_ptr<comm::CallLog> log) {
+             return comm::GroupFacts{std::move(name),   job_rank,     std::move(watch),
+                                     std::move(stores), without_lock, std::move(log)};
            }),
-           py::arg("name"), py::arg("job_rank"), py::arg("watch"), py::arg("store_watch"));
+           py::arg("name"), py::arg("job_rank"), py::arg("watch"), py::arg("store_watch"), py::arg("log"));
 }
 
 }  // namespace ds::bindings

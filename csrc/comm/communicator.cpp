@@ -7,51 +7,6 @@
 
 namespace ds::comm {
 
-namespace {
-
-int64_t numel_of(const at::Tensor& tensor) { return tensor.defined() ? tensor.numel() : 0; }
-
-}  // namespace
-
-const char* verb_name(Verb verb) {
-  switch (verb) {
-    case Verb::kAllReduce: return "all_reduce";
-    case Verb::kReduce: return "reduce";
-    case Verb::kBroadcast: return "broadcast";
-    case Verb::kReduceScatter: return "reduce_scatter";
-    case Verb::kAllGather: return "all_gather";
-    case Verb::kAllToAll: return "all_to_all";
-    case Verb::kGather: return "gather";
-    case Verb::kScatter: return "scatter";
-    case Verb::kSend: return "send";
-    case Verb::kRecv: return "recv";
-    case Verb::kBarrier: return "barrier";
-  }
-  return "?";
-}
-
-bool reduces(Verb verb) { return verb == Verb::kAllReduce || verb == Verb::kReduce || verb == Verb::kReduceScatter; }
-
-const at::Tensor& Op::whole() const {
-  switch (verb) {
-    case Verb::kReduceScatter:
-    case Verb::kSend: return in;
-    case Verb::kScatter: return in.defined() ? in : out;
-    case Verb::kGather: return out.defined() ? out : in;
-    default: return out;
-  }
-}
-
-const at::Tensor& Op::own() const {
-  switch (verb) {
-    case Verb::kAllGather:
-    case Verb::kAllToAll:
-    case Verb::kGather:
-    case Verb::kSend: return in;
-    default: return out;
-  }
-}
-
 Communicator::Communicator() : pool_(std::make_shared<ScratchPool>()) {}
 Communicator::~Communicator() = default;
 
@@ -79,24 +34,15 @@ WorkPtr Communicator::run_all(const std::vector<Op>& ops) {
 void Communicator::check(const Op& op) const { check_call(op, rank(), size()); }
 
 void Communicator::count(const Op& op) {
-  const int64_t n = size();
-  int64_t elements = 0;
-  switch (op.verb) {
-    case Verb::kAllReduce: elements = 2 * op.out.numel() * (n - 1) / n; break;
-    case Verb::kReduceScatter: elements = op.in.numel() * (n - 1) / n; break;
-    case Verb::kAllGather: elements = op.out.numel() * (n - 1) / n; break;
-    case Verb::kAllToAll: elements = op.in.numel() * (n - 1) / n; break;
-    case Verb::kGather: elements = op.peer == rank() ? 0 : op.in.numel(); break;
-    case Verb::kScatter: elements = op.peer == rank() ? numel_of(op.in) - op.out.numel() : 0; break;
-    case Verb::kReduce:
-    case Verb::kBroadcast: elements = n > 1 ? op.out.numel() : 0; break;
-    case Verb::kSend: elements = op.in.numel(); break;
-    case Verb::kRecv: break;
-    case Verb::kBarrier: return;
-  }
+  if (op.verb == Verb::kBarrier) return;
+  const auto add = [this](const Op& one) {
+    const int64_t elements = one.sent(rank(), size());
+    traffic_.elements += elements;
+    traffic_.bytes += elements * static_cast<int64_t>(one.own().element_size());
+  };
   ++traffic_.calls;
-  traffic_.elements += elements;
-  traffic_.bytes += elements * static_cast<int64_t>(op.own().element_size());
+  add(op);
+  if (op.scales) add(op.exchanges()[1]);
 }
 
 WorkPtr Communicator::all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) {

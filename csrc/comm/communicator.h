@@ -7,6 +7,7 @@
 // orders the current stream behind the collective instead of blocking the host. All ranks end with the same bits. Calls
 // may come from any thread, one at a time.
 #pragma once
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -72,6 +73,8 @@ class Communicator {
   virtual std::shared_ptr<Communicator> among(const std::vector<int>& ranks);
   // The process is about to end, or nobody needs it: lets go of what it is carried by, and cannot be used any more.
   virtual void leave() {}
+  // How long a rank waits for others, where the transport bounds that itself.
+  virtual void set_timeout(std::chrono::milliseconds) {}
   // Ends what is under way here, as far as the transport can, and makes further calls fail. From any thread.
   virtual void abort(const std::string& why) noexcept { (void)why; }
   // Without decorators: for calls that are nobody's business, as those by which ranks meet.

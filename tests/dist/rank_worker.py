@@ -163,21 +163,21 @@ class _Noted:
     """What engines have made that outlives those of sharded models, and holds process groups."""
 
     def __init__(self):
-        self.communicators = weakref.WeakSet()  # the log of operations holds each for as long as its owner lives
+        self.communicators = weakref.WeakSet()  # each is held for as long as its owner lives
         self.accesses = weakref.WeakSet()
-        self._watch = None
+        self._hold = None
 
     def begin(self):
         """deepspeed may have been imported since the last time."""
-        comms_log = sys.modules.get("deepspeed.comm.comms_log")
-        if comms_log is not None and self._watch is None:
-            self._watch, comms_log.watch = comms_log.watch, self.watch
+        held = sys.modules.get("deepspeed.comm.held")
+        if held is not None and self._hold is None:
+            self._hold, held.hold = held.hold, self.hold
             access = importlib.import_module("deepspeed.zero.sharded_parameter").ShardAccess
             self._init, access.__init__ = access.__init__, lambda own, *args, **kwargs: self.init(own, *args, **kwargs)
 
-    def watch(self, core, communicators):
+    def hold(self, core, communicators):
         self.communicators.update(one for one in communicators if one is not None)
-        return self._watch(core, communicators)
+        return self._hold(core, communicators)
 
     def init(self, access, *args, **kwargs):
         self.accesses.add(access)

@@ -5,7 +5,7 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import comms_log, mesh, mesh_views
+from deepspeed.comm import held, mesh, mesh_views
 from deepspeed.utils import groups
 from harness import run_ranks
 from mpu import Mpu
@@ -77,7 +77,7 @@ def trains(engine, reference, steps=6):
 
 
 def communicators(engine):
-    return len(comms_log.watched(engine.core))
+    return len(held.held_by(engine.core))
 
 
 def body_mpu(rank, world):

@@ -39,14 +39,14 @@ checkpoint/write/file_writer.py files | one pool of threads that read and write;
 checkpoint/write/owner.py _held | files locked by this process: the kernel counts locks by process
 checkpoint/write/snapshot.py _flying | AT_END
 comm/group_communicators.py _known | what is known of torch's groups, which hold no attributes
-comm/comms_log.py _watched | what is known of torch's groups, which hold no attributes
 comm/comms_log.py comms_logger | published: deepspeed.comm.comms_logger
+comm/held.py _held | communicators of native objects, which hold no attributes
 comm/mesh.py _made | every group is known by its ranks and made once
 comm/process_group.py _keeper | AT_END
 comm/process_group.py cdb | TORCH
-comm/timed.py _here | calls of this thread that are inside of another
 comm/timed.py _listener | published: the log of operations is of the process
-comm/timed.py _replaced | torch's own functions, which a decorator replaced and gives back
+comm/timed.py _torch_calls | torch has one list of observers in a process
+comm/timed.py call_log | published: the log of operations is of the process
 comm/timeouts.py _configured | TORCH
 comm/timeouts.py _given | TORCH
 comm/watch.py _watches | two watch threads for all communicators of a process
@@ -93,7 +93,7 @@ ops/op_builder/builder.py OpBuilder | published: what builders of other packages
 comm/communicator.h Communicator | a helper for each verb over one run()
 comm/nccl/nccl_comm.h NcclComm | NCCL
 comm/transports/c10d_communicator.cpp C10dCommunicator | overrides each virtual function of Communicator
-comm/shared_memory/shm_backend.cpp ShmBackend | overrides each virtual function of c10d::Backend
+comm/calls/c10d_backend.cpp C10dBackend | overrides each virtual function of c10d::Backend
 config/field.h Field | one method for each thing that can be said about a key
 formats/graph_builder.h GraphBuilder | a visitor: one method for each kind of pickled value
 storage/storage_state.h StorageState | the state under one lock: who may take it apart must take the lock apart
@@ -178,6 +178,13 @@ OLD_WORDS = (
     (r"\blet_states_go\b", _ALL, "release_states"),
     (r"\bcounts_in_norm\b", _ALL, "SpaceRanks::norm_over"),
     (r"model_parallel|\bsum_of_squares\b", ("csrc/zero/",), "SpaceRanks::norm_over"),
+    (
+        r"setattr\(torch\.distributed|setattr\(dist\b",
+        ("python/",),
+        "observers of torch (csrc/comm/decorators/torch_calls.h)",
+    ),
+    (r"\bshm_backend\b|\bShmBackend\b", _ALL, "c10d_backend"),
+    (r"\bPackedChunks\b|\bgather_packed\(const void", ("csrc/",), "Verb::kExchangePacked"),
     (r"c10d::ProcessGroup", ("csrc/bindings/engine.", "csrc/bindings/process_mesh."), "a communicator of the mesh"),
 )
 

@@ -104,7 +104,6 @@ JOINED_NAMES = {
 JOINED_NAMES_CPP = {
     "comm/process_mesh.cpp": "keys of the job's store, no paths",
     "comm/boards/store_board.cpp": "as above",
-    "comm/shared_memory/store_rendezvous.cpp": "as above",
     "formats/zip_directory.cpp": "names in an archive, which are compared and never opened",
     "io/own_folder.cpp": "constant names, and names of callers",
     "io/paths.cpp": "this is path_below",

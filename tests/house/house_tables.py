@@ -84,7 +84,17 @@ CPP_ARROWS = {
     "parallel": {"base", "plan", "kernels", "comm"},
     "zero": {"base", "config", "plan", "kernels", "optim", "io", "storage", "comm"},
     "bindings": {
-        "base", "config", "plan", "kernels", "optim", "io", "formats", "storage", "comm", "parallel", "zero",
+        "base",
+        "config",
+        "plan",
+        "kernels",
+        "optim",
+        "io",
+        "formats",
+        "storage",
+        "comm",
+        "parallel",
+        "zero",
     },
 }
 ROOMS_WITH_TORCH = {"storage", "comm", "parallel", "zero", "bindings"}
@@ -101,6 +111,7 @@ MUTABLE_GLOBALS = {
     ("bindings/module.cpp", "config_error_type"): "an exception type of the module, which Python never unloads",
     ("bindings/config.cpp", "assertion_type"): "as above: Python types, set once when the module is imported",
     ("bindings/config.cpp", "config_type"): "as above",
+    ("comm/decorators/torch_calls.cpp", "only"): "torch's observers are plain functions, which get no owner",
     ("config/schema.cpp", "all"): "sections register before main and are only read afterwards",
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
     ("storage/tier.cpp", "all"): "memory tiers register before main and are only read afterwards",

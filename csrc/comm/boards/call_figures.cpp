@@ -84,7 +84,7 @@ CallFigures::CallFigures(const CallEntry& entry)
       algorithm(trimmed_mean(std::get<2>(entry))),
       bus(trimmed_mean(std::get<3>(entry))) {}
 
-Stragglers stragglers(const CallLog& mine, const std::vector<TimesByCall>& everybody) {
+Stragglers stragglers(const CallTotals& mine, const std::vector<TimesByCall>& everybody) {
   Stragglers found;
   for (const auto& [name, sizes] : mine) {
     std::map<int64_t, Straggler> by_size;
@@ -113,7 +113,7 @@ Stragglers stragglers(const CallLog& mine, const std::vector<TimesByCall>& every
   return found;
 }
 
-std::string call_table(const CallLog& log, const std::optional<Stragglers>& stragglers) {
+std::string call_table(const CallTotals& log, const std::optional<Stragglers>& stragglers) {
   std::string text = "\n" + row({"Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)",
                                  "tput_avg (Gbps)", "busbw_avg (Gbps)"});
   for (const auto& [name, sizes] : log) {

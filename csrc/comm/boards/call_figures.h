@@ -25,7 +25,7 @@ double trimmed_mean(std::vector<double> values, double share = 0.1);
 using Times = std::vector<double>;
 using CallEntry = std::tuple<int64_t, Times, Times, Times>;  // count, ms, algorithm bandwidths, bus bandwidths
 using CallSizes = std::map<int64_t, CallEntry>;              // by bytes
-using CallLog = std::vector<std::pair<std::string, CallSizes>>;
+using CallTotals = std::vector<std::pair<std::string, CallSizes>>;
 
 struct CallFigures {
   explicit CallFigures(const CallEntry& entry);
@@ -41,9 +41,9 @@ struct Straggler {
 };
 using Stragglers = std::vector<std::pair<std::string, std::map<int64_t, Straggler>>>;
 using TimesByCall = std::map<std::string, std::map<int64_t, Times>>;
-Stragglers stragglers(const CallLog& mine, const std::vector<TimesByCall>& everybody);
+Stragglers stragglers(const CallTotals& mine, const std::vector<TimesByCall>& everybody);
 
 // With the averages of the trimmed means, and below it the stragglers where they are known.
-std::string call_table(const CallLog& log, const std::optional<Stragglers>& stragglers);
+std::string call_table(const CallTotals& log, const std::optional<Stragglers>& stragglers);
 
 }  // namespace ds::comm

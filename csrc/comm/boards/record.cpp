@@ -61,11 +61,12 @@ Record record_of(const Op& op, int rank, int size) {
   const at::Tensor& own = op.own();
   Record made = record(verb_name(op.verb), own.numel(), static_cast<int32_t>(own.scalar_type()), op.tag);
   if (reduces(op.verb)) made.op = static_cast<int32_t>(op.reduce);
-  if (op.verb == Verb::kReduce || op.verb == Verb::kBroadcast || op.verb == Verb::kGather || op.verb == Verb::kScatter)
-    made.root = op.peer;
-  made.own = op.verb == Verb::kAllToAll || !op.in_counts.empty() || !op.out_counts.empty();
-  if (op.verb == Verb::kAllToAll) {
-    add_parts(made, rank, or_even(op.in_counts, op.in, size), or_even(op.out_counts, op.out, size));
+  if (has_peer(op.verb)) made.root = op.peer;
+  const bool exchanges = op.verb == Verb::kAllToAll || op.verb == Verb::kExchangePacked;
+  made.own = exchanges || !op.in_counts.empty() || !op.out_counts.empty();
+  if (exchanges) {
+    for (const Op& each : op.scales ? op.exchanges() : std::vector<Op>{op})
+      add_parts(made, rank, or_even(each.in_counts, each.in, size), or_even(each.out_counts, each.out, size));
   } else {
     made.counts = checksum_of(op.in_counts.empty() ? op.out_counts : op.in_counts);
   }

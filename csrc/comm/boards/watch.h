@@ -30,6 +30,8 @@ class Watched {
   virtual std::vector<Flight> flights() const = 0;  // of this rank
 };
 
+class CallLog;
+
 class Watch {
  public:
   explicit Watch(DiagnosticCallbacks callbacks) : callbacks_(std::move(callbacks)) {}
@@ -67,6 +69,7 @@ struct GroupFacts {
   // Another thread for boards in the job's store, which may let it wait. null: likewise.
   std::shared_ptr<Watch> store_watch;
   BlockingRegion blocking_region;  // null: the caller holds nothing
+  std::shared_ptr<CallLog> log;    // of its calls; null: there is none
 };
 
 }  // namespace ds::comm

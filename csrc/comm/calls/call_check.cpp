@@ -48,20 +48,6 @@ void check_peer(Verb verb, int peer, int rank, int size) {
     fail(ErrorKind::kValue, verb_name(verb), ": rank ", peer, " is this rank itself");
 }
 
-bool has_peer(Verb verb) {
-  return verb == Verb::kReduce || verb == Verb::kBroadcast || verb == Verb::kGather || verb == Verb::kScatter ||
-         verb == Verb::kSend || verb == Verb::kRecv;
-}
-
-// Whether this rank gives a tensor, and whether it gets one.
-bool gives(Verb verb, bool root) {
-  return verb == Verb::kReduceScatter || verb == Verb::kAllGather || verb == Verb::kAllToAll || verb == Verb::kGather ||
-         verb == Verb::kSend || (verb == Verb::kScatter && root);
-}
-bool gets(Verb verb, bool root) {
-  return verb != Verb::kBarrier && verb != Verb::kSend && (verb != Verb::kGather || root);
-}
-
 int64_t sum_of(const char* verb, const Counts& counts) {
   for (const int64_t count : counts)
     if (count < 0) fail(ErrorKind::kValue, verb, ": a count is ", count, ": counts are 0 or more");
@@ -160,6 +146,12 @@ void check_call(const Op& op, int rank, int size) {
     case Verb::kAllToAll:
       check_cut(verb, op.in, op.in_counts, size, kInput);
       return check_cut(verb, op.out, op.out_counts, size, kOutput);
+    case Verb::kExchangePacked:
+      if (op.in.scalar_type() != at::kByte)
+        fail(ErrorKind::kType, verb, ": the chunks are ", c10::toString(op.in.scalar_type()), "; give bytes (uint8)");
+      if (!op.scales) fail(ErrorKind::kValue, verb, ": the scales are missing");
+      for (const Op& each : op.exchanges()) check_call(each, rank, size);
+      return;
     default: return;
   }
 }

@@ -1,6 +1,6 @@
 // Checks of a call that one rank can make before anything is sent: missing tensors, dtypes, devices, strides,
-// numbers of elements, counts and ranks. Communicator::run asks for every verb and transport; the backend of
-// torch.distributed (shm_backend.h) asks for the lists of tensors that torch hands over.
+// numbers of elements, counts and ranks. Communicator::run asks for every verb and transport; run_call asks for the
+// lists of tensors that scripts and torch hand over.
 #pragma once
 #include "comm/calls/list_calls.h"
 #include "comm/calls/op.h"

@@ -87,7 +87,7 @@ WorkPtr run_call(Communicator& communicator, ListCall call) {
   check_call(call, communicator.rank(), n);
   for (Tensors* tensors : {&call.in, &call.out})
     for (at::Tensor& each : *tensors) each = each.detach();
-  Op op{call.verb, {}, {}, {}, {}, call.reduce, call.peer, {}, call.detached};
+  Op op{call.verb, {}, {}, {}, {}, call.reduce, call.peer, {}, call.detached ? Wait::kDetached : Wait::kAtOnce};
   const bool root = call.peer == communicator.rank();
   if (call.verb == Verb::kAllToAll) {
     op.in_counts = counts_of(call.in, call.in_splits, n);

@@ -25,10 +25,15 @@ enum class Verb : uint8_t {
   kSend,
   kRecv,
   kBarrier,
+  kExchangePacked,
 };
-constexpr int kVerbs = 11;
+constexpr int kVerbs = 12;         // each has a row in op.cpp
 const char* verb_name(Verb verb);  // all_reduce
+std::string verb_names();          // all of them, for messages
 bool reduces(Verb verb);           // all_reduce, reduce, reduce_scatter
+bool has_peer(Verb verb);          // Op::peer is used
+bool gives(Verb verb, bool root);  // a rank passes Op::in; `root`: it is Op::peer
+bool gets(Verb verb, bool root);   // a rank passes Op::out
 
 // Tensors are contiguous. Which of them a verb uses, n being the number of ranks:
 //
@@ -43,28 +48,47 @@ bool reduces(Verb verb);           // all_reduce, reduce, reduce_scatter
 //   kScatter        in: n parts, on `peer`; undefined on the others; out: this rank's part
 //   kSend, kRecv    in, or out: to or from `peer`; messages between two ranks keep their order
 //   kBarrier        none
+//   kExchangePacked in: n chunks of bytes, chunk r for rank r; out: n chunks, chunk r of rank r; `scales`: the same of
+//   the
+//                   numbers that belong to the chunks, of any dtype. The first half of a compressed all-reduce.
 //
 // n parts follow each other and have the same number of elements, unless in_counts or out_counts has that of each: of
 // kReduceScatter and kScatter in_counts, of kAllGather and kGather out_counts, equal on all ranks (also where the
-// tensor is undefined); of kAllToAll either.
-struct Op {
-  Verb verb = Verb::kBarrier;
+// tensor is undefined); of kAllToAll and kExchangePacked either.
+// The tensors beside the bytes of kExchangePacked, cut as kAllToAll cuts them.
+struct ChunkScales {
   at::Tensor in, out;
   std::vector<int64_t> in_counts, out_counts;
+};
+
+// When the caller waits for a call.
+enum class Wait : uint8_t {
+  kLater,     // it may do other work first
+  kAtOnce,    // nothing is gained by a thread in the background
+  kDetached,  // after other work, perhaps after a wait for these ranks by other means: the call moves on by itself
+};
+
+struct Op {
+  Verb verb = Verb::kBarrier;
+  at::Tensor in = {}, out = {};
+  std::vector<int64_t> in_counts = {}, out_counts = {};
   ReduceOp reduce = ReduceOp::kSum;
   int peer = -1;
   // The purpose of the call, mostly a parameter's name; equal on all ranks. Messages about a mismatch show it.
-  std::string tag;
-  // The caller goes on to other things before it waits, perhaps to a wait for these ranks by other means: the call must
-  // not need that wait to move on.
-  bool detached = false;
+  std::string tag = {};
+  Wait wait = Wait::kLater;
   // kAllToAll: what is given and taken lies where these say; see strided_all_to_all().
   std::shared_ptr<const StridedParts> parts = nullptr;
+  std::shared_ptr<const ChunkScales> scales = nullptr;  // kExchangePacked only
 
   // The tensor that has all of what the call is about: n parts where there are, as far as this rank has them.
   const at::Tensor& whole() const;
   // The tensor that every rank has.
   const at::Tensor& own() const;
+  // The elements that this rank sends, counted as Traffic (communicator.h) counts them.
+  int64_t sent(int rank, int size) const;
+  // kExchangePacked as the two kAllToAll that it does: of the bytes, and of the scales.
+  std::vector<Op> exchanges() const;
 };
 
 }  // namespace ds::comm

@@ -1,7 +1,11 @@
 #include "comm/calls/script_calls.h"
 
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <chrono>
 #include <exception>
+#include <optional>
 #include <utility>
 
 #include "base/error.h"
@@ -15,20 +19,28 @@ using Future = c10::ivalue::Future;
 
 constexpr std::chrono::microseconds kPoll(200);  // how often a wait with a timeout asks
 
-// A call under way, for its handle and for who waits for its future. One of them at a time deals with the core's work,
-// without the mutex: to wait, or to let go of tensors, may need a lock that the other one has.
+// The device of results that a stream computes; none: the results are there when the work's wait() returns.
+std::optional<c10::Device> stream_device(const Tensors& results) {
+  if (results.empty() || results[0].device().is_cpu()) return std::nullopt;
+  return results[0].device();
+}
+
+// A call under way, for its handle and its future. One thread at a time waits for the core's work, without the mutex:
+// to wait, or to release tensors, may need a lock that another thread has. On a device with streams the end of the call
+// means that the work is on a stream; an event orders every stream that waits behind it.
 class PendingCall {
  public:
-  PendingCall(WorkPtr work, Tensors results) : work_(std::move(work)), results_(std::move(results)) {}
+  PendingCall(WorkPtr work, Tensors results)
+      : work_(std::move(work)), device_(stream_device(results)), results_(std::move(results)) {}
 
   bool completed() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (done_ || taken_ || !work_->ready()) return done_;
+      if (done_ || taken_ || !work_->ready()) return done_ && (!finished_ || finished_->query());
       taken_ = true;
     }
     end();
-    return true;
+    return !finished_ || finished_->query();
   }
 
   void wait(std::chrono::milliseconds timeout) {
@@ -50,6 +62,7 @@ class PendingCall {
       }
     }
     if (error_) std::rethrow_exception(error_);
+    if (finished_) finished_->block(current_stream());
   }
 
   void wait_for_any_end() {
@@ -75,18 +88,40 @@ class PendingCall {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (future_) return {future_, false};
-      future_ = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
-      if (!done_) return {future_, true};
+      const auto type = c10::ListType::create(c10::TensorType::get());
+      future_ = device_ ? c10::make_intrusive<Future>(type, std::vector<c10::Device>{*device_})
+                        : c10::make_intrusive<Future>(type);
+      if (!done_ && !device_) return {future_, true};
     }
-    settle(*future_);
+    if (device_) {
+      settle_on_a_stream();
+    } else {
+      settle(*future_);
+    }
     return {future_, false};
   }
 
  private:
+  c10::Stream current_stream() const { return c10::impl::VirtualGuardImpl(device_->type()).getStream(*device_); }
+
+  // torch's futures of a device are complete when the work is on a stream, and record that stream. A stream of its own
+  // keeps the caller's current stream free of the wait.
+  void settle_on_a_stream() {
+    const c10::impl::VirtualGuardImpl guard(device_->type());
+    const c10::Stream before = guard.exchangeStream(guard.getStreamFromGlobalPool(*device_));
+    wait_for_any_end();
+    settle(*future_);
+    guard.exchangeStream(before);
+  }
+
   void end() {
     std::exception_ptr error;
     try {
       work_->wait();
+      if (device_) {
+        finished_.emplace(device_->type());
+        finished_->record(current_stream());
+      }
     } catch (...) {
       error = std::current_exception();
     }
@@ -99,7 +134,7 @@ class PendingCall {
       asked = future_;
     }
     changed_.notify_all();
-    if (asked) settle(*asked);
+    if (asked && !device_) settle(*asked);
   }
 
   void settle(Future& future) const { error_ ? future.setError(error_) : future.markCompleted(c10::IValue(results_)); }
@@ -110,6 +145,8 @@ class PendingCall {
   WorkPtr work_;
   std::exception_ptr error_;
   c10::intrusive_ptr<Future> future_;
+  const std::optional<c10::Device> device_;
+  std::optional<c10::Event> finished_;  // written before done_
   const Tensors results_;
 };
 
@@ -162,8 +199,8 @@ c10d::OpType op_type(const ListCall& call) {
     case Verb::kSend: return c10d::OpType::SEND;
     case Verb::kRecv: return c10d::OpType::RECV;
     case Verb::kBarrier: return c10d::OpType::BARRIER;
+    default: return c10d::OpType::UNKNOWN;
   }
-  return c10d::OpType::UNKNOWN;
 }
 
 }  // namespace
@@ -204,16 +241,27 @@ void FutureThread::serve(const std::shared_ptr<Queue>& queue) {
 }
 
 c10::intrusive_ptr<c10d::Work> ScriptCalls::run(ListCall call) {
-  const bool detached = call.detached;
-  const c10d::OpType type = op_type(call);
-  Tensors results = call.out;
-  WorkPtr work = run_call(*communicator_, std::move(call));
-  if (!detached) {
-    work->wait();
-    return {};
+  if (call.detached) return handle({std::move(call)});
+  run_call(*communicator_, std::move(call))->wait();
+  return {};
+}
+
+c10::intrusive_ptr<c10d::Work> ScriptCalls::handle(std::vector<ListCall> calls) {
+  const bool detached = !calls.empty() && calls[0].detached;
+  const c10d::OpType type = calls.empty() ? c10d::OpType::UNKNOWN : op_type(calls[0]);
+  Tensors results;
+  std::vector<WorkPtr> works;
+  {
+    const std::lock_guard<std::mutex> lock(issuing_);
+    for (ListCall& each : calls) {
+      results.insert(results.end(), each.out.begin(), each.out.end());
+      works.push_back(run_call(*communicator_, std::move(each)));
+    }
   }
-  return c10::make_intrusive<ScriptWork>(type, std::make_shared<PendingCall>(std::move(work), std::move(results)),
-                                         blocking_region_, futures_);
+  WorkPtr work = works.size() == 1 ? works[0] : std::make_shared<JoinedWork>(std::move(works));
+  auto pending = std::make_shared<PendingCall>(std::move(work), std::move(results));
+  if (!detached) pending->wait(std::chrono::milliseconds(0));
+  return c10::make_intrusive<ScriptWork>(type, std::move(pending), blocking_region_, futures_);
 }
 
 }  // namespace ds::comm

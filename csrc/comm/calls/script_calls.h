@@ -47,8 +47,11 @@ class ScriptCalls {
   // results in call.out, which are what result() and its future give; it fails with what the call failed with, each
   // time it is asked. wait() with a timeout throws where the call has not ended by then, and the call goes on.
   c10::intrusive_ptr<c10d::Work> run(ListCall call);
+  // A handle of all `calls`, which are issued in this order. If they are not detached, they have ended.
+  c10::intrusive_ptr<c10d::Work> handle(std::vector<ListCall> calls);
 
  private:
+  std::mutex issuing_;
   const CommunicatorPtr communicator_;
   const BlockingRegion blocking_region_;
   const std::shared_ptr<FutureThread> futures_ = std::make_shared<FutureThread>();

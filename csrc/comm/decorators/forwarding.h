@@ -17,6 +17,7 @@ class ForwardingCommunicator : public Communicator {
   PeerMemoryPtr peer_memory(int64_t bytes) override { return inner_->peer_memory(bytes); }
   CommunicatorPtr among(const std::vector<int>& ranks) override { return inner_->among(ranks); }
   void leave() override { inner_->leave(); }
+  void set_timeout(std::chrono::milliseconds timeout) override { inner_->set_timeout(timeout); }
   void abort(const std::string& why) noexcept override { inner_->abort(why); }
   Communicator& bare() override { return inner_->bare(); }
 

@@ -9,9 +9,6 @@
 
 namespace ds::comm {
 
-namespace {
-
-// The host waits until the device has done what was asked of it so far: a work's wait() only orders streams there.
 void finish_device(c10::Device device) {
   if (device.type() == c10::DeviceType::CPU) return;
   const c10::impl::VirtualGuardImpl guard(device.type());
@@ -20,20 +17,24 @@ void finish_device(c10::Device device) {
   while (!event.query()) std::this_thread::yield();
 }
 
-}  // namespace
-
-std::vector<LoggedCall> LoggedCommunicator::take_log() { return std::exchange(log_, {}); }
-
 WorkPtr LoggedCommunicator::start(const Op& op) {
-  if (!logging_ || op.verb == Verb::kBarrier) return inner_->run(op);
-  const at::Tensor& whole = op.whole();
-  finish_device(whole.device());  // so that earlier work of the device is not counted
+  if (!log_->on() || op.verb == Verb::kBarrier) return inner_->run(op);
+  const CallScope scope(log_);
+  if (!scope.outermost()) return inner_->run(op);
+  const at::Tensor& own = op.own();
+  finish_device(own.device());  // so that earlier work of the device is not counted
   const auto begin = std::chrono::steady_clock::now();
   inner_->run(op)->wait();
-  finish_device(whole.device());
+  finish_device(own.device());
   const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - begin;
-  log_.push_back({verb_name(op.verb), whole.numel() * static_cast<int64_t>(whole.element_size()), ms.count()});
+  const at::Tensor& passed = op.verb == Verb::kAllGather ? op.in : op.whole();
+  log_->add({verb_name(op.verb), "engine", static_cast<int64_t>(passed.nbytes()), ms.count(), size()});
   return std::make_shared<DoneWork>();
+}
+
+CommunicatorPtr logged(CommunicatorPtr inner, CallLogPtr log) {
+  if (!log || std::dynamic_pointer_cast<LoggedCommunicator>(inner)) return inner;
+  return std::make_shared<LoggedCommunicator>(std::move(inner), std::move(log));
 }
 
 }  // namespace ds::comm

@@ -1,35 +1,31 @@
-// A Communicator that says what each call was and how long it took, for the log of operations.
+// A Communicator whose calls are written into the log of the process.
 #pragma once
+#include <c10/core/Device.h>
+
+#include "comm/decorators/call_log.h"
 #include "comm/decorators/forwarding.h"
 
 namespace ds::comm {
 
-// One finished call.
-struct LoggedCall {
-  const char* op;  // verb_name()
-  int64_t bytes;   // of the largest tensor of the call: what all ranks together hold of it, once
-  double ms;       // from the call to its end on this rank
-};
+// The host waits until the device has done the work that was asked of it so far: a work's wait() only orders streams.
+void finish_device(c10::Device device);
 
-// Does what `inner` does. While logging is on, every call waits for its end, so that its time is its own: nothing
-// overlaps. Barriers, and what run_all() makes one launch, are not logged.
+// Does what `inner` does. While `log` is on, every call waits for its end. Barriers, and calls that run_all() makes one
+// launch, are not logged.
 class LoggedCommunicator : public ForwardingCommunicator {
  public:
-  using ForwardingCommunicator::ForwardingCommunicator;
-
-  void log_calls(bool on) { logging_ = on; }
-  std::vector<LoggedCall> take_log();  // calls since the last take
+  LoggedCommunicator(CommunicatorPtr inner, CallLogPtr log)
+      : ForwardingCommunicator(std::move(inner)), log_(std::move(log)) {}
+  const CommunicatorPtr& inner() const { return inner_; }
 
  protected:
   WorkPtr start(const Op& op) override;
 
  private:
-  bool logging_ = false;
-  std::vector<LoggedCall> log_;
+  const CallLogPtr log_;
 };
 
-inline std::shared_ptr<LoggedCommunicator> logged(CommunicatorPtr inner) {
-  return std::make_shared<LoggedCommunicator>(std::move(inner));
-}
+// `inner` itself without a log. A communicator that is logged already is logged once.
+CommunicatorPtr logged(CommunicatorPtr inner, CallLogPtr log);
 
 }  // namespace ds::comm

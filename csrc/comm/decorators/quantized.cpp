@@ -88,7 +88,7 @@ class QuantizedCommunicator : public ForwardingCommunicator {
 
  private:
   Op packed_op(const Op& op, at::Tensor in, at::Tensor out, Verb verb) const {
-    return {verb, std::move(in), std::move(out), {}, {}, op.reduce, op.peer, op.tag, op.detached};
+    return {verb, std::move(in), std::move(out), {}, {}, op.reduce, op.peer, op.tag, op.wait};
   }
   static at::Tensor bytes(int64_t numel, const at::Tensor& like) {
     return at::empty({numel}, like.options().dtype(at::kByte));

@@ -269,28 +269,6 @@ void NcclComm::all_to_all(const void* in, const std::vector<size_t>& in_counts, 
   });
 }
 
-void NcclComm::exchange_packed(const PackedChunks& in, const PackedChunks& out, nccl::DataType scale_type,
-                               void* stream) {
-  for (const PackedChunks* side : {&in, &out}) {
-    check_parts(who(), "exchange_packed", side->chunk_bytes, place_.size);
-    check_parts(who(), "exchange_packed (scales)", side->chunk_scales, place_.size);
-  }
-  grouped([&] {
-    send_parts(in.bytes, in.chunk_bytes, nccl::kUint8, stream);
-    recv_parts(out.bytes, out.chunk_bytes, nccl::kUint8, stream);
-    send_parts(in.scales, in.chunk_scales, scale_type, stream);
-    recv_parts(out.scales, out.chunk_scales, scale_type, stream);
-  });
-}
-
-void NcclComm::gather_packed(const void* bytes, size_t chunk_bytes, const void* scales, size_t chunk_scales,
-                             void* all_bytes, void* all_scales, nccl::DataType scale_type, void* stream) {
-  grouped([&] {
-    all_gather(bytes, all_bytes, chunk_bytes, nccl::kUint8, stream);
-    all_gather(scales, all_scales, chunk_scales, scale_type, stream);
-  });
-}
-
 void NcclComm::grouped(const std::function<void()>& body) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   check();

@@ -1,5 +1,5 @@
 // NCCL called directly, beside torch's process group: for what c10d has no way to say. Registered user buffers
-// (nccl_memory.h), several transfers as one, packed chunks with their scales.
+// (nccl_memory.h), several calls as one.
 //
 // Contract: raw device pointers, element counts, and the stream to put the work on (a cudaStream_t). Calls return when
 // the work is on the stream; it ends when the stream gets there. Every rank issues the same calls in the same order.
@@ -39,15 +39,6 @@ struct NcclPlace {
   std::function<bool()> quiesce;
 };
 
-// Chunks of bytes with scales that make numbers of them: 1-bit signs, 8-bit blocks. One chunk for each rank, one after
-// the other, and as many scales as belong to it, likewise.
-struct PackedChunks {
-  void* bytes;
-  void* scales;
-  std::vector<size_t> chunk_bytes;   // of the chunk of each rank
-  std::vector<size_t> chunk_scales;  // elements
-};
-
 // Calls may come from any thread, one at a time; abort() at any time.
 class NcclComm {
  public:
@@ -73,18 +64,13 @@ class NcclComm {
   void all_to_all(const void* in, const std::vector<size_t>& in_counts, void* out,
                   const std::vector<size_t>& out_counts, nccl::DataType, void* stream);
 
-  // The two halves of a compressed all-reduce, each as one launch. Chunk r of `in`, with its scales, goes to rank r;
-  // chunk r of `out` came from there.
-  void exchange_packed(const PackedChunks& in, const PackedChunks& out, nccl::DataType scale_type, void* stream);
-  // This rank's chunk and scales, of the same sizes on every rank, to all ranks: row r of both outputs is rank r's.
-  void gather_packed(const void* bytes, size_t chunk_bytes, const void* scales, size_t chunk_scales, void* all_bytes,
-                     void* all_scales, nccl::DataType scale_type, void* stream);
-
   // The calls that `body` makes become one launch, and may depend on each other's peers in any order: sends and
   // receives between two ranks do not wait for each other. Groups nest. If `body` throws, nothing more can be said of
   // the other ranks: the communicator is aborted.
   void grouped(const std::function<void()>& body);
 
+  // kType where this NCCL cannot reduce elements of `type`.
+  void check_reduction(const char* what, nccl::DataType type) const;
   // Throws what NCCL has found out since the last call. Every call above does it first.
   void check();
   // Ends it here and now; what is on streams ends without a result. The first reason stays.
@@ -109,7 +95,6 @@ class NcclComm {
   void drop() noexcept;  // ncclCommAbort, once no group is open
   nccl::Result leave_group() noexcept;
   void check_peer(const char* what, const char* role, int rank) const;
-  void check_reduction(const char* what, nccl::DataType type) const;
   nccl::DataType moved(nccl::DataType type) const;
   std::string who() const;  // NCCL communicator "world", rank 0 of 2
   void send_parts(const void* in, const std::vector<size_t>& counts, nccl::DataType, void* stream);

@@ -1,13 +1,13 @@
-// Calls of NCCL on tensors, each on the current stream of its device: what fits is checked here, so that a mistake of
-// the caller breaks nothing.
+// Calls of scripts on an NCCL communicator: their tensors are checked here, so that a mistake of the caller breaks
+// nothing, and the calls are made as Ops of a Communicator.
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "comm/communicator.h"
 #include "comm/nccl/nccl_comm.h"
 
 namespace ds::comm {
@@ -19,24 +19,26 @@ class NcclTensors {
  public:
   using Splits = std::optional<std::vector<int64_t>>;  // elements for each rank; none: equal parts
   using Tensor = at::Tensor;
+  struct Named {
+    const char* name;
+    Tensor tensor;
+  };
 
-  NcclTensors(NcclCommPtr nccl, c10::Device device) : nccl_(std::move(nccl)), device_(device) {}
+  // `calls`: a Communicator over `nccl` alone.
+  NcclTensors(NcclCommPtr nccl, CommunicatorPtr calls, c10::Device device)
+      : nccl_(std::move(nccl)), calls_(std::move(calls)), device_(device) {}
   NcclComm& nccl() { return *nccl_; }
   const NcclCommPtr& pointer() const { return nccl_; }
 
-  // Tensors are contiguous, of one dtype and on this device, else kType or kValue with the name of the argument. `op`:
-  // SUM, PRODUCT, MIN, MAX or AVG.
-  void all_reduce(const Tensor& tensor, const Tensor& out, const std::string& op);
-  void reduce(const Tensor& tensor, int dst, const std::string& op);
-  void broadcast(const Tensor& tensor, int src);
-  void all_gather(const Tensor& output, const Tensor& tensor);
-  void reduce_scatter(const Tensor& output, const Tensor& tensor, const std::string& op);
-  void send(const Tensor& tensor, int dst);
-  void recv(const Tensor& tensor, int src);
-  void all_to_all(const Tensor& output, const Tensor& tensor, const Splits& output_splits, const Splits& input_splits);
-  // Bytes with their scales, see NcclComm. Splits: of output, input, output_scales, input_scales.
+  // Makes a call whose results are there when the current stream gets to them. Tensors are contiguous, of one dtype and
+  // on this device, else kType or kValue with the name of the argument. `reduction`: SUM, PRODUCT, MIN, MAX or AVG.
+  // Splits: of the output and of the input of kAllToAll.
+  void run(Verb verb, const std::optional<Named>& in, const std::optional<Named>& out, int peer = -1,
+           const std::string& reduction = "SUM", const std::vector<Splits>& splits = {});
+  // Bytes with their scales. Splits: of output, input, output_scales, input_scales.
   void exchange_packed(const std::vector<Tensor>& outputs, const std::vector<Tensor>& inputs,
                        const std::vector<Splits>& splits);
+  // As one launch, the gathers of the bytes and of their scales.
   void gather_packed(const std::vector<Tensor>& outputs, const std::vector<Tensor>& inputs);
   void check_registered(const Tensor& tensor) const;
 
@@ -45,23 +47,18 @@ class NcclTensors {
   void end_group(bool launch);
 
  private:
-  using Call = std::function<void(void* stream)>;
-  struct Named {
-    const char* name;
-    const Tensor& tensor;
-  };
   nccl::DataType checked(const char* what, bool reduces, const std::vector<Named>& tensors) const;
-  nccl::DataType packed(const char* what, const std::vector<Tensor>& outputs, const std::vector<Tensor>& inputs) const;
+  void check_packed(const char* what, const std::vector<Tensor>& outputs, const std::vector<Tensor>& inputs) const;
   void same_numel(const char* what, const Named& tensor, int64_t numel) const;
-  std::vector<size_t> parts(const char* what, const char* name, const Splits& splits, const Tensor& tensor) const;
+  std::vector<int64_t> parts(const char* what, const char* name, const Splits& splits, const Tensor& tensor) const;
   std::string of(const char* what) const;  // "all_reduce of world: "
-  void issue(Call call);
-  void* stream() const;
+  void issue(Op op);
 
   const NcclCommPtr nccl_;
+  const CommunicatorPtr calls_;
   const c10::Device device_;
   bool grouping_ = false;
-  std::vector<Call> calls_;
+  std::vector<Op> group_;
 };
 
 }  // namespace ds::comm

@@ -90,7 +90,7 @@ Op strided_all_to_all(const std::shared_ptr<const StridedParts>& parts, const st
   op.in_counts = parts->give_counts();
   op.out_counts = parts->take_counts();
   op.tag = tag;
-  op.detached = detached;
+  if (detached) op.wait = Wait::kDetached;
   op.parts = parts;
   return op;
 }

@@ -157,7 +157,8 @@ class C10dCommunicator : public Communicator {
         name_(group_->getBackendName()),
         rank_(group_->getRank()),
         size_(group_->getSize()),
-        gloo_(name_.find("gloo") != std::string::npos || gloo_by == GlooBy::kCollectives) {}
+        gloo_(gloo_by != GlooBy::kNothing &&
+              (name_.find("gloo") != std::string::npos || gloo_by == GlooBy::kCollectives)) {}
   // Of some ranks of the group, which then send to each other directly.
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region,
                    std::vector<int> members)
@@ -173,7 +174,7 @@ class C10dCommunicator : public Communicator {
   std::string name() const override { return name_; }
   bool carries(const Op& op) const override {
     if (op.verb == Verb::kBarrier) return members_.empty();
-    if (native(op.own())) return op.verb != Verb::kGather && op.verb != Verb::kScatter && natively(op);
+    if (native(op.own())) return natively(op);
     if (op.verb == Verb::kSend || op.verb == Verb::kRecv) return op.own().device().is_cpu();
     if (!members_.empty()) return false;
     if (by_collectives(op.own())) return carries_by_collectives(op);
@@ -207,7 +208,7 @@ class C10dCommunicator : public Communicator {
   }
 
  protected:
-  bool pairwise() const override { return gloo_by_ == GlooBy::kTransfers; }
+  bool pairwise() const override { return gloo_by_ != GlooBy::kCollectives; }
   bool reaches(const c10::Device& device) const override { return device.is_cpu() || (members_.empty() && !gloo_); }
   WorkPtr exchange(const std::vector<Op>& ops) override {
     return transfers(ops, first_tag_ + 1 + (sequence_++ & 0xffffff));
@@ -260,9 +261,19 @@ class C10dCommunicator : public Communicator {
   // to us.
   bool native(const at::Tensor& tensor) const { return members_.empty() && !tensor.device().is_cpu() && !gloo_; }
   bool natively(const Op& op) const {
-    if (op.verb == Verb::kReduceScatter || op.verb == Verb::kAllReduce || op.verb == Verb::kReduce)
-      return op.in_counts.empty() && (arithmetic(op.reduce) || (op.reduce == ReduceOp::kAvg && name_ == "nccl"));
-    return op.verb == Verb::kAllToAll || op.out_counts.empty();
+    switch (op.verb) {
+      case Verb::kReduceScatter:
+      case Verb::kAllReduce:
+      case Verb::kReduce:
+        return op.in_counts.empty() &&
+               (arithmetic(op.reduce) || (op.reduce == ReduceOp::kAvg && name_.find("nccl") != std::string::npos));
+      case Verb::kAllGather: return op.out_counts.empty();
+      case Verb::kBroadcast:
+      case Verb::kAllToAll:
+      case Verb::kSend:
+      case Verb::kRecv: return true;
+      default: return false;
+    }
   }
 
   bool by_collectives(const at::Tensor& tensor) const {
@@ -277,8 +288,8 @@ class C10dCommunicator : public Communicator {
       case Verb::kReduce:
       case Verb::kAllReduce:
         // Of bf16 only where it may not take two steps: as fp32 it is twice the bytes.
-        if (!gloo_carries(type) || (type == at::kBFloat16 && !op.detached)) return false;
-        if (op.verb == Verb::kReduce && !op.detached) return false;
+        if (!gloo_carries(type) || (type == at::kBFloat16 && op.wait != Wait::kDetached)) return false;
+        if (op.verb == Verb::kReduce && op.wait != Wait::kDetached) return false;
         return arithmetic(op.reduce) || (op.reduce == ReduceOp::kAvg && at::isFloatingType(type));
       default: return false;
     }

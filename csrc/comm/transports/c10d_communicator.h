@@ -11,6 +11,7 @@ namespace ds::comm {
 enum class GlooBy {
   kTransfers,    // sends and receives between all pairs: fastest; their handles have to be waited for
   kCollectives,  // its own collectives, which run in threads of gloo: handles can be asked and dropped, as scripts may
+  kNothing,      // tensors are on a device whose backend carries them, also where the group has gloo for host memory
 };
 
 // Keeps the group alive. Element types that the backend cannot carry (bf16 and bool on Debian's gloo) travel as fp32,

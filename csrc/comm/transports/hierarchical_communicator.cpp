@@ -128,7 +128,8 @@ class HierarchicalCommunicator : public Communicator {
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
   std::string name() const override { return what_ == ByHosts::kAll ? "hierarchical" : inner_->name(); }
-  bool carries(const Op&) const override { return true; }  // what leaders cannot speed up goes as it would without them
+  // All but what is made of two calls: what leaders cannot speed up goes as it would without them.
+  bool carries(const Op& op) const override { return op.verb != Verb::kExchangePacked; }
   WorkPtr run_all(const std::vector<Op>& ops) override {
     if (!background_ && what_ == ByHosts::kAll) queue_->drain();
     return inner_->run_all(ops);
@@ -251,7 +252,7 @@ class HierarchicalCommunicator : public Communicator {
       tree.between_hosts(group, [&](Communicator&) { crossing->wait(); });
       exchange.deliver(group);
     };
-    return submit(header, body, op.detached || background_, numbers);
+    return submit(header, body, op.wait == Wait::kDetached || (background_ && op.wait == Wait::kLater), numbers);
   }
 
   // Hosts may have different numbers of ranks: leaders send blocks as long as the longest.

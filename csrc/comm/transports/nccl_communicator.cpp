@@ -72,11 +72,23 @@ class NcclCommunicator : public Communicator {
   std::string name() const override { return "nccl"; }
   bool carries(const Op& op) const override {
     if (by_host(op)) return true;
-    if (op.verb == Verb::kBarrier || op.verb == Verb::kGather || op.verb == Verb::kScatter) return false;
-    const at::ScalarType type = op.own().scalar_type();
-    const bool small = at::isFloatingType(type) && op.own().element_size() == 1;  // which not every NCCL reduces
-    if (reduces(op.verb) && (small || !nccl_type(type) || !nccl_op(op.reduce, type))) return false;
-    return op.verb == Verb::kAllToAll || (op.in_counts.empty() && op.out_counts.empty());
+    switch (op.verb) {
+      case Verb::kAllToAll:
+      case Verb::kExchangePacked: return true;
+      case Verb::kAllReduce:
+      case Verb::kReduce:
+      case Verb::kReduceScatter: {
+        const at::ScalarType type = op.own().scalar_type();
+        const bool small = at::isFloatingType(type) && op.own().element_size() == 1;
+        if ((small && !nccl_->library()->has_float8()) || !nccl_type(type) || !nccl_op(op.reduce, type)) return false;
+        return op.in_counts.empty() && op.out_counts.empty();
+      }
+      case Verb::kBroadcast:
+      case Verb::kAllGather:
+      case Verb::kSend:
+      case Verb::kRecv: return op.in_counts.empty() && op.out_counts.empty();
+      default: return false;
+    }
   }
   WorkPtr run_all(const std::vector<Op>& ops) override {
     if (ops.empty()) return std::make_shared<DoneWork>();
@@ -104,6 +116,12 @@ class NcclCommunicator : public Communicator {
  protected:
   WorkPtr start(const Op& op) override {
     if (by_host(op)) return host_->run(op);
+    if (op.verb == Verb::kExchangePacked)
+      return on_stream({op}, [&](void* stream) {
+        nccl_->grouped([&] {
+          for (const Op& each : op.exchanges()) call(each, each.out, stream);
+        });
+      });
     at::Tensor out = op.out;
     std::function<void()> finish;
     if (op.verb == Verb::kReduceScatter && out.scalar_type() != op.in.scalar_type()) {
@@ -178,7 +196,7 @@ CommunicatorPtr nccl_communicator(NcclCommPtr nccl, CommunicatorPtr host) {
   return std::make_shared<NcclCommunicator>(std::move(nccl), std::move(host));
 }
 
-CommunicatorPtr nccl_communicator_of_host_memory(NcclCommPtr nccl) {
+CommunicatorPtr nccl_communicator_alone(NcclCommPtr nccl) {
   return std::make_shared<NcclCommunicator>(std::move(nccl), nullptr);
 }
 

@@ -9,10 +9,11 @@
 namespace ds::comm {
 
 // `host`: carries tensors in host memory, and what needs them (peer memory, among(), barriers); it has the same ranks.
-// Sums are formed as NCCL forms them: not in rank order, and of 16-bit floats rounded in each step.
+// Sums are formed as NCCL forms them: not in rank order, and of 16-bit floats rounded in each step. run_all() takes
+// every verb that NCCL has.
 CommunicatorPtr nccl_communicator(NcclCommPtr nccl, CommunicatorPtr host);
 
-// For tests, whose NCCL works on host memory: every tensor goes through it.
-CommunicatorPtr nccl_communicator_of_host_memory(NcclCommPtr nccl);
+// Every tensor goes through NCCL: for tensors of one device only, or for tests, whose NCCL works on host memory.
+CommunicatorPtr nccl_communicator_alone(NcclCommPtr nccl);
 
 }  // namespace ds::comm

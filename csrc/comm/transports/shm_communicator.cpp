@@ -23,7 +23,18 @@ class ShmCommunicator : public Communicator {
   std::string name() const override { return "shm"; }
   bool carries(const Op& op) const override {
     if (by_inner(op)) return true;
-    return op.verb == Verb::kAllToAll || (op.in_counts.empty() && op.out_counts.empty());
+    switch (op.verb) {
+      case Verb::kAllToAll:
+      case Verb::kBarrier: return true;
+      case Verb::kAllReduce:
+      case Verb::kReduce:
+      case Verb::kBroadcast:
+      case Verb::kReduceScatter:
+      case Verb::kAllGather:
+      case Verb::kGather:
+      case Verb::kScatter: return op.in_counts.empty() && op.out_counts.empty();
+      default: return false;
+    }
   }
   WorkPtr run_all(const std::vector<Op>& ops) override {
     if (!background_) queue_->drain();
@@ -35,6 +46,7 @@ class ShmCommunicator : public Communicator {
     });
   }
   void leave() override { inner_->leave(); }
+  void set_timeout(std::chrono::milliseconds timeout) override { queue_->group().channel().set_timeout(timeout); }
   void abort(const std::string& why) noexcept override {
     queue_->group().channel().stop(why);
     inner_->abort(why);
@@ -47,13 +59,16 @@ class ShmCommunicator : public Communicator {
       if (!background_) queue_->drain();
       return inner_->run(op);
     }
-    return std::make_shared<ShmWork>(queue_, queue_->submit([op](ShmGroup& group) { call(group, op); },
-                                                            op.detached || (background_ && op.verb != Verb::kBarrier)
-                                                                ? ShmQueue::Start::kSoon
-                                                                : ShmQueue::Start::kByWaiting));
+    return std::make_shared<ShmWork>(queue_, queue_->submit([op](ShmGroup& group) { call(group, op); }, begin(op)));
   }
 
  private:
+  ShmQueue::Start begin(const Op& op) const {
+    if (op.wait == Wait::kDetached) return ShmQueue::Start::kPerhapsLater;
+    const bool soon = background_ && op.wait == Wait::kLater && op.verb != Verb::kBarrier;
+    return soon ? ShmQueue::Start::kSoon : ShmQueue::Start::kByWaiting;
+  }
+
   static bool by_inner(const Op& op) {
     return op.verb == Verb::kSend || op.verb == Verb::kRecv ||
            (op.verb != Verb::kBarrier && !op.own().device().is_cpu());

@@ -252,7 +252,17 @@ class ThreadCommunicator : public Communicator {
   std::string name() const override { return "threads"; }
 
   bool carries(const Op& op) const override {
-    return op.verb != Verb::kReduce && op.verb != Verb::kGather && op.verb != Verb::kScatter;
+    switch (op.verb) {
+      case Verb::kAllReduce:
+      case Verb::kBroadcast:
+      case Verb::kReduceScatter:
+      case Verb::kAllGather:
+      case Verb::kAllToAll:
+      case Verb::kSend:
+      case Verb::kRecv:
+      case Verb::kBarrier: return true;
+      default: return false;
+    }
   }
   PeerMemoryPtr peer_memory(int64_t bytes) override {
     if (!peer_memory_) return nullptr;

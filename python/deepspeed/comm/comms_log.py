@@ -1,29 +1,28 @@
 """The log of communication operations of this process: switching it on, asking it, and what it listens to.
 
-It records what goes through ``deepspeed.comm``, through ``torch.distributed`` (see ``timed.py``) and through the native
-engine. While it records, every operation waits for its end, so that its time is its own; nothing overlaps.
+It records what goes through ``deepspeed.comm``, through ``torch.distributed`` (not with ``DS_COMMS_LOGGER_RAW=0``) and
+through the native engine. While it records, every operation waits for its end, so that its time is its own; nothing
+overlaps.
 """
 
 import json
-import weakref
+import os
 
 from deepspeed.comm import timed
 from deepspeed.comm.comms_logger import CommsLogger
 from deepspeed.config.sections import CommsConfig
 from deepspeed.log import logger, print_rank
 
-comms_logger = CommsLogger()
-_watched = weakref.WeakKeyDictionary()  # native engine -> its communicators
+comms_logger = CommsLogger(timed.call_log)
 
 
 def _switch(on):
-    timed.listen(comms_logger if on else None)
-    for communicators in list(_watched.values()):
-        for communicator in communicators:
-            communicator.log_calls(on)
+    raw = os.environ.get("DS_COMMS_LOGGER_RAW", "1") != "0"
+    timed.listen(comms_logger if on else None, torch_calls=raw)
 
 
 comms_logger.on_switch = _switch
+collect = comms_logger.collect
 
 
 def _section(deepspeed_config):
@@ -57,40 +56,6 @@ def configure(deepspeed_config=None, enabled=None, prof_all=None, prof_ops=None,
         comms_logger.debug = bool(debug)
     if enabled is not None:
         comms_logger.enabled = enabled
-
-
-# ---- the native engine ----------------------------------------------------------------------------------------------
-def watch(owner, communicators):
-    """Records what the native ``communicators`` do for as long as ``owner``, a native object, is there."""
-    _watched[owner] = [communicator for communicator in communicators if communicator is not None]
-    if comms_logger.enabled:
-        for communicator in _watched[owner]:
-            communicator.log_calls(True)
-
-
-def watched(owner):
-    """The communicators of ``owner``."""
-    return list(_watched.get(owner, ()))
-
-
-def leave():
-    """The process ends: no engine holds a process group any more."""
-    for communicators in list(_watched.values()):
-        for communicator in communicators:
-            communicator.leave()
-
-
-def collect():
-    """Takes over what native communicators have recorded since the last time. Cheap while nothing is recorded."""
-    if not comms_logger.enabled:
-        return
-    for communicators in list(_watched.values()):
-        for communicator in communicators:
-            for name, size, ms in communicator.take_log():
-                if comms_logger.wants(name):
-                    part = size // communicator.size if name == "all_gather" else size
-                    record = f"{name} | [Caller Func: engine]" if comms_logger.debug else name
-                    comms_logger.add(name, record, ms, part, communicator.size)
 
 
 # ---- asking ---------------------------------------------------------------------------------------------------------

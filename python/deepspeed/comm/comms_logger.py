@@ -12,13 +12,19 @@ from deepspeed.log import logger, print_rank
 trimmed_mean = _native._C.trimmed_mean  # without the smallest and the largest tenth: one hiccup is not the speed
 
 
+def _world_size():
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if initialized else 1
+
+
 class CommsLogger:
     """One for each process; see ``deepspeed.comm.configure``.
 
     ``comms_dict``: name of the operation -> bytes -> ``[count, [ms], [algorithm Gbit/s], [bus Gbit/s]]``.
     """
 
-    def __init__(self):
+    def __init__(self, call_log=None):
+        self._call_log = call_log  # the native log that ``collect`` reads
         self.comms_dict = {}
         self.verbose = False
         self.debug = False
@@ -72,8 +78,7 @@ class CommsLogger:
     # ---- the record ------------------------------------------------------------------------------------------------
     def append(self, raw_name, record_name, latency, msg_size):
         """Adds an operation among all ranks: the function's name, the name it is recorded under, ms, bytes."""
-        initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.add(raw_name, record_name, latency, msg_size, torch.distributed.get_world_size() if initialized else 1)
+        self.add(raw_name, record_name, latency, msg_size, _world_size())
 
     def add(self, raw_name, record_name, latency, msg_size, ranks):
         """``append`` for an operation among ``ranks``."""
@@ -91,6 +96,13 @@ class CommsLogger:
                 algorithm,
                 bus,
             )
+
+    def collect(self):
+        """Takes over the calls that the native log has recorded since the last time."""
+        for name, label, caller, size, ms, ranks in self._call_log.take() if self._enabled else ():
+            if label or self.wants(name):
+                debug = f"{name} | [Caller Func: {caller}]" if self.debug else name
+                self.add(name, label or debug, ms, size, ranks or _world_size())
 
     def has_data(self):
         return bool(self.comms_dict)
@@ -132,7 +144,7 @@ class CommsLogger:
         found = {
             "summary": {name: self.get_operation_summary(name) for name in self.comms_dict},
             "metadata": {
-                "world_size": torch.distributed.get_world_size() if initialized else 1,
+                "world_size": _world_size(),
                 "rank": torch.distributed.get_rank() if initialized else 0,
                 "timestamp": time.time(),
             },

@@ -1,10 +1,11 @@
-"""Native communicators that run the collectives of ``deepspeed.comm`` on CPU tensors, one for each group over gloo.
+"""Native communicators that run the collectives of ``deepspeed.comm``, one for each group and kind of device.
 
-Groups that ``deepspeed.comm`` makes, the first one included, move tensors through shared memory if all ranks are on one
-host. Such a communicator is made together with its group and not at first use, because ranks may use two groups in
-different orders. ``DS_SHM_COLLECTIVES=0`` turns shared memory off. All other groups, including those that torch makes,
-use gloo; csrc/comm/calls/compose.cpp adds the verbs and dtypes that gloo lacks, and csrc/comm/boards/store_board.h
-finds calls that do not match. This module does not handle tensors of other devices, nor calls of torch's own functions.
+CPU tensors: groups that ``deepspeed.comm`` makes, the first one included, move them through shared memory if all ranks
+are on one host. Such a communicator is made together with its group and not at first use, because ranks may use two
+groups in different orders. ``DS_SHM_COLLECTIVES=0`` turns shared memory off. Other groups over gloo, including those that
+torch makes, use gloo. Tensors of other devices travel through the group's own backend for the device (NCCL), so
+calls of ``deepspeed.comm`` and of ``torch.distributed`` keep one order. csrc/comm/calls/compose.cpp adds the verbs and
+dtypes that a backend lacks, and csrc/comm/boards/store_board.h finds calls that do not match.
 """
 
 import os
@@ -14,21 +15,30 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import _native
-from deepspeed.comm.reduce_op import to_name
+from deepspeed.comm.reduce_op import is_known, to_name
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import board_store, group_facts
 
-# torch's group -> GroupCommunicator; None if torch's own functions run its collectives. The keys are weak because torch
-# decides when a group ends; the entry then releases its reference to the job's store.
+# torch's group -> kind of device -> GroupCommunicator; None if torch's own functions run its collectives. The keys are
+# weak because torch decides when a group ends; the entry then releases its reference to the job's store.
 _known = weakref.WeakKeyDictionary()
 
 
 class GroupCommunicator:
-    """Runs the collectives of one group on CPU tensors, as one of its ranks."""
+    """Runs the collectives of one group on tensors of one kind of device, as one of its ranks."""
 
-    def __init__(self, group, name, shared):
-        facts, store = group_facts(name), board_store(name)
-        native = _native._C.Communicator(group, shared, default_timeout(), facts, store, scripts=True)
+    def __init__(self, group, device, shared):
+        name, on_device = _name_of(group), device != "cpu" and not _is_gloo(group, device)
+        name = f"{name}/{device}" if on_device else name
+        native = _native._C.Communicator(
+            group,
+            shared=shared,
+            timeout=default_timeout(),
+            facts=group_facts(name),
+            store=board_store(name),
+            scripts=not on_device,
+            on_device=on_device,
+        )
         self.native, self.in_memory = native, native.name == "shm"
         self._calls = _native._C.ScriptCalls(native)
 
@@ -39,13 +49,25 @@ class GroupCommunicator:
         return self._calls.call(verb, given, taken, [list(split or ()) for split in splits], op, root, async_op)
 
 
-def _over_gloo(group):
-    name = str(dist.get_backend(group))
-    if name == "gloo":
-        return True
-    if "gloo" not in name and name != "undefined":
-        return False
-    return hasattr(group, "_get_backend") and group._get_backend(torch.device("cpu")).name() == "gloo"
+def _backend_of(group, device):
+    """The name of the backend that carries tensors of ``device`` in ``group``; "" where there is none."""
+    if not hasattr(group, "_get_backend"):  # torch 1.13: a group has one backend
+        return str(dist.get_backend(group))
+    try:
+        return group._get_backend(torch.device(device)).name()
+    except RuntimeError:
+        return ""
+
+
+def _is_gloo(group, device):
+    return _backend_of(group, device) == "gloo"
+
+
+def _carried(group, device):
+    """Whether a native communicator over ``group`` carries tensors of ``device``."""
+    if device == "cpu":
+        return _is_gloo(group, device)
+    return device != "meta" and _backend_of(group, device) != ""
 
 
 def _name_of(group):
@@ -54,29 +76,36 @@ def _name_of(group):
     return str(names[group])
 
 
-def _make(group, shared):
-    ours = dist.get_rank(group) >= 0 and _over_gloo(group)
-    _known[group] = GroupCommunicator(group, _name_of(group), shared) if ours else None
+def _make(group, device, shared):
+    ours = dist.get_rank(group) >= 0 and _carried(group, device)
+    _known.setdefault(group, {})[device] = GroupCommunicator(group, device, shared) if ours else None
 
 
 def add_memory(group):
     """Prepares shared memory for ``group``. All members call this right after they have made the group."""
     if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
-        _make(group, shared=os.environ.get("DS_SHM_COLLECTIVES") != "0")
+        _make(group, "cpu", shared=os.environ.get("DS_SHM_COLLECTIVES") != "0")
 
 
-def of(group, tensor, reduces=False):
-    """The ``GroupCommunicator`` that runs collectives of ``tensor`` in ``group`` (None: all ranks), or None if torch's
-    own functions run them."""
-    if tensor is not None:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or (reduces and tensor.is_complex()):
-            return None
+def of(group, tensor, op=None, parts=()):
+    """The ``GroupCommunicator`` that runs a collective of ``tensor`` (None: a barrier) in ``group`` (None: all ranks).
+
+    None if torch's own function runs it: for sparse tensors, for reductions of complex tensors and with an ``op`` of
+    torch's that has no name here (premultiplied sums), and for ``parts`` of several sizes on a device.
+    """
+    if tensor is not None and tensor.layout is not torch.strided:
+        return None
+    if op is not None and (tensor.is_complex() or not is_known(op)):
+        return None
+    if tensor is not None and tensor.device.type != "cpu" and len({part.numel() for part in parts}) > 1:
+        return None
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):  # torch gives another object to ranks that are not members
         return None
-    if group not in _known:
-        _make(group, shared=False)
-    return _known.get(group)
+    device = "cpu" if tensor is None else tensor.device.type
+    if device not in _known.get(group, ()):
+        _make(group, device, shared=False)
+    return _known[group][device]
 
 
 def rank_in(group, rank):
@@ -94,4 +123,4 @@ def forget(group=None):
 
 def known():
     """All communicators of this process; None stands for a group that torch's own functions serve."""
-    return list(_known.values())
+    return [made for of_group in _known.values() for made in of_group.values()]

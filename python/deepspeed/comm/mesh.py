@@ -102,14 +102,19 @@ def _open(backend, key, ranks):
     nccl = None
     if backend == "nccl" and os.environ.get("DS_NCCL_DIRECT") != "0":
         nccl = nccl_join.join_by_store(dist.PrefixStore("nccl", store), key, rank, size, timeout)
-    makers = {"gloo": getattr(dist, "ProcessGroupGloo", None), shm.NAME: shm.create}
-    host_backend = backend if nccl is None else "gloo"  # of what lies in host memory
-    if host_backend in makers:
-        group = group_around(makers[host_backend](store, rank, size, timeout), host_backend, store, rank, size)
+    if nccl is not None or backend in ("gloo", shm.NAME):  # gloo carries what lies in host memory
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        group = group_around(gloo, "gloo", store, rank, size)
     else:
         group = _meet(ranks, f"deepspeed/{key}", backend)
-    boards = board_store(f"{backend}/{key}")
-    return _native._C.Communicator(group, timeout=timeout, facts=group_facts(key), store=boards, nccl=nccl)
+    return _native._C.Communicator(
+        group,
+        shared=backend == shm.NAME,
+        timeout=timeout,
+        facts=group_facts(key),
+        store=board_store(f"{backend}/{key}"),
+        nccl=nccl,
+    )
 
 
 def _meet(ranks, name, backend):

@@ -1,6 +1,6 @@
-"""NCCL called directly, for what torch's process group has no way to say: registered user buffers, many transfers as
-one launch, packed chunks with their scales. Engines of NCCL jobs call NCCL through the same library
-(csrc/comm/transports/nccl_communicator); other calls of ``deepspeed.comm`` go through ``torch.distributed``.
+"""NCCL called directly, for what torch's process group has no way to say: registered user buffers, many calls as one
+launch, packed chunks with their scales. The calls are those of a native communicator
+(csrc/comm/transports/nccl_communicator), as engines of NCCL jobs make them.
 
     from deepspeed.comm.nccl import NcclCommunicator
 
@@ -34,8 +34,8 @@ class NcclCommunicator:
     """The ranks of a torch process group, talking through a communicator of NCCL's own.
 
     Tensors lie on ``device``, are contiguous and are not touched elsewhere until the stream is done with them: every
-    call puts its work on the current stream and returns. Ranks (``src``, ``dst``) are those of the group. All ranks
-    make the same calls in the same order.
+    call starts after the work that the current stream has, and the current stream's later work waits for it. Ranks
+    (``src``, ``dst``) are those of the group. All ranks make the same calls in the same order.
 
     Two communicators at work on one GPU at once can wait for each other's: ``wait()`` for handles of torch's own
     collectives (``async_op=True``) before calling this one.

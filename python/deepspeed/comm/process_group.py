@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import comms_log, group_communicators, mesh, timeouts
+from deepspeed.comm import group_communicators, held, mesh, timeouts
 from deepspeed.comm.comms_log import configure
 from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.comm.torch import TorchBackend
@@ -125,8 +125,8 @@ def _in_forked_child():
     atexit.unregister(_leave)
     module = dist.distributed_c10d
     groups = module._world.pg_map if hasattr(module, "_world") else module._pg_map
-    for held in [*groups, *group_communicators.known(), _keeper]:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    for kept in [*groups, *group_communicators.known(), _keeper]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     group_communicators.forget()
 
 
@@ -140,7 +140,7 @@ def _leave():
     # A script that ends without destroy_process_group leaves gloo's threads of torch 2.x running into the end of the
     # process, which now and then aborts it. Not for other backends: nccl's end waits for ranks that may be gone.
     if dist.is_initialized() and dist.get_backend() in ("gloo", "shm"):
-        comms_log.leave()
+        held.leave_all()
         group_communicators.forget()
         mesh.forget()
         dist.destroy_process_group()

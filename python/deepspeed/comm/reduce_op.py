@@ -30,13 +30,21 @@ def _equal(op, torch_op):
         return False
 
 
+def _name_of(op):
+    if isinstance(op, ReduceOp):
+        return op.name
+    # torch's ops compare equal by kind; 1.13 gives them no name attribute on every build.
+    return next((one for one in _NAMES if _equal(op, getattr(dist.ReduceOp, one))), None)
+
+
+def is_known(op):
+    """False for operations of torch that have no counterpart here: premultiplied sums."""
+    return not isinstance(op, (dist.ReduceOp, type(dist.ReduceOp.SUM))) or _name_of(op) in _NAMES
+
+
 def to_name(op):
     """``"SUM"`` and so on for our or torch's op; ValueError for what no backend can reduce with."""
-    if isinstance(op, ReduceOp):
-        name = op.name
-    else:
-        # torch's ops compare equal by kind; 1.13 gives them no name attribute on every build.
-        name = next((one for one in _NAMES if _equal(op, getattr(dist.ReduceOp, one))), None)
+    name = _name_of(op)
     if name not in _NAMES:
         raise ValueError(f"{op!r} is not a reduction; use one of deepspeed.comm.ReduceOp.{{{', '.join(_NAMES)}}}.")
     return name

@@ -3,23 +3,25 @@
     deepspeed.init_distributed(dist_backend="shm")        # or torch.distributed.init_process_group("shm")
 
 CPU tensors of any dtype in every collective; reductions are formed in rank order, 16-bit floats in fp32, so all ranks
-and all runs get the same bits. What it does not carry (send and receive, sparse tensors, tensors of other devices, or
-everything where ranks are on several hosts) goes through a gloo group made beside it.
+and all runs get the same bits. It is a native communicator behind torch's interface of a backend
+(csrc/comm/calls/c10d_backend.h), over a gloo group made beside it, which carries the rest: send and receive, sparse
+tensors, tensors of other devices, and collectives where ranks are on several hosts.
 """
 
 import torch.distributed as dist
 
 from deepspeed import _native
-from deepspeed._compat import TORCH2
+from deepspeed._compat import TORCH2, group_around
 from deepspeed.comm.watch import group_facts
 
 NAME = "shm"
 
 
 def create(store, rank, size, timeout):
-    other = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    store, facts = dist.PrefixStore("shm", store), group_facts("torch.distributed")
-    return _native._C.shm_backend(store=store, rank=rank, size=size, timeout=timeout, other=other, facts=facts)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    group, facts = group_around(gloo, "gloo", store, rank, size), group_facts("torch.distributed")
+    communicator = _native._C.Communicator(group, shared=True, timeout=timeout, facts=facts, scripts=True)
+    return _native._C.c10d_backend(communicator, gloo, NAME)
 
 
 def register():

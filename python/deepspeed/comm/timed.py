@@ -1,91 +1,75 @@
-"""Times communication operations for the log: ours by a decorator, torch.distributed's by standing in for them.
+"""Names and measures the operations of ``deepspeed.comm`` for the log of operations.
 
-Costs one comparison for each operation while nobody listens.
+The log is native (csrc/comm/decorators/call_log.h). Native communicators write into it, and so do observers of
+``torch.distributed``'s operators; an operation of ``deepspeed.comm`` is one entry, whatever it is made of. Costs one
+comparison for each operation while nobody listens.
 """
 
 import contextlib
 import functools
 import os
 import sys
-import threading
 import time
 
-import torch
 import torch.distributed
 
+from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.utils import argument_names, get_debug_log_name, size_of_arguments
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
-# torch.distributed's functions that are stood in for, under the names they are recorded as. Not isend and irecv: torch
-# compares functions that it is given with its own.
-RAW = {
-    "all_reduce": "all_reduce", "reduce": "reduce", "broadcast": "broadcast", "all_gather": "all_gather",
-    "all_gather_into_tensor": "all_gather_into_tensor", "_all_gather_base": "all_gather_into_tensor",
-    "reduce_scatter": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter_tensor",
-    "_reduce_scatter_base": "reduce_scatter_tensor", "all_to_all": "all_to_all",
-    "all_to_all_single": "all_to_all_single", "gather": "gather", "scatter": "scatter", "send": "send", "recv": "recv",
-    "barrier": "barrier", "all_gather_object": "all_gather_object", "broadcast_object_list": "broadcast_object_list",
-}  # fmt: skip
+_SKIPPED = tuple(os.path.dirname(os.path.abspath(file)) for file in (__file__, torch.distributed.__file__))
 _UNFINISHED = ("isend", "irecv")  # whose end may need what the caller does next
 
+call_log = _native._C.CallLog()
 _listener = None
-_replaced = {}
-_here = threading.local()
+_torch_calls = None  # the observer of torch.distributed, while it is wanted
 
 
-def listen(comms_logger):
-    """Operations go to ``comms_logger`` from now on; None: to nobody. ``DS_COMMS_LOGGER_RAW=0`` leaves
-    torch.distributed's own functions alone."""
-    global _listener
-    _listener = comms_logger
-    for name, function in _replaced.items():
-        setattr(torch.distributed, name, function)
-    _replaced.clear()
-    if comms_logger is not None and os.environ.get("DS_COMMS_LOGGER_RAW", "1") != "0":
-        for name, known_as in RAW.items():
-            function = getattr(torch.distributed, name, None)
-            if function is not None:
-                _replaced[name] = function
-                setattr(torch.distributed, name, _timed(function, known_as))
+def listen(comms_logger, torch_calls=True):
+    """Operations are logged for ``comms_logger`` from now on; None: not at all. ``torch_calls``: those that scripts
+    make through torch.distributed, too."""
+    global _listener, _torch_calls
+    _listener, _torch_calls = comms_logger, None
+    call_log.turn(comms_logger is not None, caller_name)
+    if comms_logger is not None and torch_calls:
+        _torch_calls = _native._C.TorchCalls(call_log)
 
 
 @contextlib.contextmanager
 def suppress_logging():
     """Operations inside, on this thread, are not recorded: they belong to one that is, or to the log itself."""
-    before = getattr(_here, "inside", False)
-    _here.inside = True
+    call_log.enter()
     try:
         yield
     finally:
-        _here.inside = before
+        call_log.leave()
 
 
 def timed_op(func):
     """Decorates an operation so that it is timed while the log listens."""
-    return _timed(func, func.__name__)
 
-
-def _timed(func, name):
     @functools.wraps(func)
     def operation(*args, **kwargs):
-        if _listener is None or getattr(_here, "inside", False):
+        if not call_log.on:
             return func(*args, **kwargs)
-        with suppress_logging():
-            return _recorded(func, name, args, kwargs)
+        outermost = call_log.enter()
+        try:
+            return _recorded(func, args, kwargs) if outermost else func(*args, **kwargs)
+        finally:
+            call_log.leave()
 
     return operation
 
 
-def _recorded(func, name, args, kwargs):
-    listener, given = _listener, argument_names(func, args, kwargs)
+def _recorded(func, args, kwargs):
+    listener, name, given = _listener, func.__name__, argument_names(func, args, kwargs)
     log_name = given.get("log_name", name)
     ranks = torch.distributed.get_world_size(given.get("group")) if torch.distributed.is_initialized() else 1
     if ranks < 1 or not listener.wants(log_name, given.get("prof", False)):
         return func(*args, **kwargs)
     size = size_of_arguments(given)
-    caller = kwargs.get("debug") or (_caller() if listener.debug else None)
-    record_name = get_debug_log_name({"log_name": log_name, "debug": caller}, listener.debug)
+    caller = kwargs.get("debug") or (caller_name() if listener.debug else None)
+    label = get_debug_log_name({"log_name": log_name, "debug": caller}, listener.debug)
     accelerator = get_accelerator()
     waits = not accelerator.is_synchronized_device()
     if waits:
@@ -96,7 +80,8 @@ def _recorded(func, name, args, kwargs):
     def end():
         if waits:
             accelerator.synchronize()
-        listener.add(name, record_name, (time.perf_counter() - begin) * 1e3, size, ranks)
+        call_log.add(name, label, size, (time.perf_counter() - begin) * 1e3, ranks)
+        listener.collect()
 
     if not hasattr(result, "wait"):
         end()
@@ -107,10 +92,11 @@ def _recorded(func, name, args, kwargs):
     return work
 
 
-def _caller():
-    """The name of the function outside of this package that called the operation."""
-    frame = sys._getframe(1)
-    while frame is not None and os.path.dirname(frame.f_code.co_filename) == _PACKAGE:
+def caller_name():
+    """The name of the function outside of this package and of torch.distributed that called the operation; "unknown" in
+    a thread that runs no Python."""
+    frame = sys._getframe(0)
+    while frame is not None and os.path.dirname(frame.f_code.co_filename) in _SKIPPED:
         frame = frame.f_back
     return frame.f_code.co_name if frame is not None else "unknown"
 

@@ -1,4 +1,4 @@
-"""The one backend of ``deepspeed.comm``: torch.distributed, and on CPU tensors native communicators."""
+"""The one backend of ``deepspeed.comm``: native communicators over the groups of torch.distributed."""
 
 import importlib
 
@@ -83,7 +83,7 @@ class TorchBackend(Backend):
 
     # ---- reductions ----------------------------------------------------------------------------------------------
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        communicator = communicators.of(group, tensor, reduces=True)
+        communicator = communicators.of(group, tensor, op)
         if communicator is None:
             return dist.all_reduce(tensor, to_torch(op, tensor.dtype), group=group, async_op=async_op)
         return communicator.run("all_reduce", [], [tensor], async_op, op)
@@ -95,19 +95,19 @@ class TorchBackend(Backend):
         return _all_of([self.all_reduce(tensor, op, group, True) for tensor in tensors], async_op)
 
     def reduce(self, tensor, dst, op=ReduceOp.SUM, group=None, async_op=False):
-        communicator = communicators.of(group, tensor, reduces=True)
+        communicator = communicators.of(group, tensor, op)
         if communicator is None:
             return dist.reduce(tensor, dst, to_torch(op, tensor.dtype), group=group, async_op=async_op)
         return communicator.run("reduce", [], [tensor], async_op, op, communicators.rank_in(group, dst))
 
     def reduce_scatter(self, output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
-        communicator = communicators.of(group, output, reduces=True)
+        communicator = communicators.of(group, output, op, input_list)
         if communicator is None:
             return dist.reduce_scatter(output, input_list, to_torch(op, output.dtype), group=group, async_op=async_op)
         return communicator.run("reduce_scatter", input_list, [output], async_op, op)
 
     def reduce_scatter_tensor(self, output_tensor, input_tensor, op=ReduceOp.SUM, group=None, async_op=False):
-        communicator = communicators.of(group, output_tensor, reduces=True)
+        communicator = communicators.of(group, output_tensor, op)
         if communicator is None:
             op = to_torch(op, output_tensor.dtype)
             return self.get_reduce_scatter_function()(output_tensor, input_tensor, op, group=group, async_op=async_op)
@@ -124,7 +124,7 @@ class TorchBackend(Backend):
         return dist.broadcast_object_list(object_list, src=src, group=group, device=device)
 
     def all_gather(self, tensor_list, tensor, group=None, async_op=False):
-        communicator = communicators.of(group, tensor)
+        communicator = communicators.of(group, tensor, parts=tensor_list)
         if communicator is None:
             return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
         return communicator.run("all_gather", [tensor], tensor_list, async_op)

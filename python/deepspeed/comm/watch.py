@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed.comm.stacks import stack_text
+from deepspeed.comm.timed import call_log
 from deepspeed.log import logger
 
 _LENGTH = 256  # collectives that flight_record returns
@@ -27,11 +28,10 @@ def _the_watches():
 
 
 def group_facts(name):
-    """What a native group needs to know to speak for itself: its name, this process's rank in the job, who looks
-    after it."""
+    """The ``GroupFacts`` of a native group: its name, this process's rank in the job, the watches and the log."""
     job_rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", -1))
     memory, store = _the_watches()
-    return _native._C.GroupFacts(name=name, job_rank=job_rank, watch=memory, store_watch=store)
+    return _native._C.GroupFacts(name=name, job_rank=job_rank, watch=memory, store_watch=store, log=call_log)
 
 
 def board_store(name):

@@ -8,7 +8,7 @@ held either, nor referred to weakly, which torch 1.13 gets wrong.
 
 import weakref
 
-from deepspeed.comm import comms_log
+from deepspeed.comm import held
 
 _OWNED = ("_hp_mapping", "_dp_group")  # views of the core's buffers, and a group
 
@@ -21,7 +21,7 @@ def unlink_when_dropped(engine):
         # Files of a program that ends without destroying it; the model's parameters may have some without an engine.
         weakref.finalize(engine.module, engine.core.exit_guard())
         steps = engine.stepping or engine  # an optimizer that somebody holds can step, and holds it
-        weakref.finalize(steps, _leave, comms_log.watched(engine.core)).atexit = False
+        weakref.finalize(steps, _leave, held.held_by(engine.core)).atexit = False
 
 
 def _cut(owned):

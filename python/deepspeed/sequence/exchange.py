@@ -12,7 +12,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed._native import _C
-from deepspeed.comm import comms_log, group_communicators
+from deepspeed.comm import group_communicators, held
 from deepspeed.comm.mesh import made_here
 
 HEADS = 2  # the dimension
@@ -63,7 +63,7 @@ def _native(group, tensor):
     if key not in known:
         native = _C.Communicator(group) if communicator is None else communicator.native
         known[key] = _C.SequenceExchange(native)
-        comms_log.watch(known[key], [known[key].communicator])
+        held.hold(known[key], [native])
     return known[key]
 
 

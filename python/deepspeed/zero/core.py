@@ -6,7 +6,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.comm import comms_log, mesh_views
+from deepspeed.comm import held, mesh_views
 from deepspeed.comm.mesh_views import Purpose
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import group_facts
@@ -85,7 +85,7 @@ def build_core(
         rank=dist.get_rank() if dist.is_initialized() else 0,
         rules=list(rules),
     )
-    comms_log.watch(core, list(opened.values()))
+    held.hold(core, list(opened.values()))
     return core, [row[1] for row in rows]
 
 

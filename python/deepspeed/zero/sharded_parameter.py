@@ -14,7 +14,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.comm import comms_log, mesh_views
+from deepspeed.comm import held, mesh_views
 from deepspeed.config.sections import OffloadDeviceEnum
 from deepspeed.zero.core import writing
 from deepspeed.zero.own_slice import OwnSlice
@@ -83,7 +83,7 @@ class ShardAccess:
         world = dist.get_world_size(group)
         communicator = mesh_views.gathers(group) if world > 1 else None
         gatherer = _native._C.ParamGatherer(communicator)
-        comms_log.watch(gatherer, [communicator])
+        held.hold(gatherer, [communicator])
         return cls(gatherer, group, world, dist.get_rank(group), copies=copies)
 
     def source_rank(self, rank):

@@ -346,7 +346,7 @@ TEST(Hierarchical, ForScriptsOnlyExchangesGoByHosts) {
   on_ranks([&](int rank) {
     const at::Tensor mine = at::arange(4, at::kInt) + rank * 10, got = at::zeros({4}, at::kInt);
     Op call{Verb::kAllToAll, mine, got, {}, {}, ReduceOp::kSum, -1, "rows"};
-    call.detached = true;  // and nobody waits before it has come to its end
+    call.wait = Wait::kDetached;  // and nobody waits before it has come to its end
     const WorkPtr work = made[rank]->run(call);
     while (!work->ready()) std::this_thread::yield();
     for (int r = 0; r < 4; ++r) ASSERT_EQ(got[r].item<int>(), r * 10 + rank);

@@ -174,47 +174,6 @@ TEST_F(Nccl, SendReceiveAndUnevenAllToAll) {
     });
 }
 
-TEST_F(Nccl, PackedChunksTravelWithTheirScalesInOneLaunch) {
-  for (const int size : {1, 2, 3})
-    on_ranks(size, [&](int rank, NcclComm& comm) {
-      const auto ranks = static_cast<size_t>(size);
-      std::vector<uint8_t> bytes, expected_bytes;
-      std::vector<float> scales, expected_scales;
-      std::vector<size_t> out_bytes, in_bytes, two(ranks, 2);
-      for (int p = 0; p < size; ++p) {
-        out_bytes.push_back(static_cast<size_t>(3 + p));
-        in_bytes.push_back(static_cast<size_t>(3 + rank));
-        for (int i = 0; i < 3 + p; ++i) bytes.push_back(static_cast<uint8_t>(40 * rank + 10 * p + i));
-        for (int i = 0; i < 3 + rank; ++i) expected_bytes.push_back(static_cast<uint8_t>(40 * p + 10 * rank + i));
-        for (int i = 0; i < 2; ++i) {
-          scales.push_back(rank + p * 0.25f + i);
-          expected_scales.push_back(p + rank * 0.25f + i);
-        }
-      }
-      std::vector<uint8_t> got(expected_bytes.size());
-      std::vector<float> got_scales(2 * ranks);
-      const int64_t groups = count("groups");
-      comm.exchange_packed({bytes.data(), scales.data(), out_bytes, two},
-                           {got.data(), got_scales.data(), in_bytes, two}, nccl::kFloat32, nullptr);
-      EXPECT_EQ(got, expected_bytes);
-      EXPECT_EQ(got_scales, expected_scales);
-      if (size == 1) {
-        EXPECT_EQ(count("groups"), groups + 1);
-      }
-
-      std::vector<uint8_t> chunk(5, static_cast<uint8_t>(rank)), all(5 * ranks);
-      std::vector<float> scale(1, rank + 0.5f), all_scales(ranks);
-      comm.gather_packed(chunk.data(), 5, scale.data(), 1, all.data(), all_scales.data(), nccl::kFloat32, nullptr);
-      for (size_t r = 0; r < ranks; ++r) {
-        EXPECT_EQ(all_scales[r], static_cast<float>(r) + 0.5f);
-        for (size_t i = 0; i < 5; ++i) EXPECT_EQ(all[5 * r + i], r);
-      }
-      if (size == 1) {
-        EXPECT_EQ(count("groups"), groups + 2);
-      }
-    });
-}
-
 TEST_F(Nccl, ManyCallsAreOneGroupAndGroupsNest) {
   const NcclCommPtr comm = alone();
   const int64_t before = count("groups");

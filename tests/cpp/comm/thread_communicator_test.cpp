@@ -77,33 +77,42 @@ TEST(ThreadCommunicator, ARankThatLeavesFailsTheOthers) {
   other.join();
 }
 
-TEST(LoggedCommunicator, LogsWhatItDoesWhileAskedTo) {
+TEST(LoggedCommunicator, LogsEachCallOnceWhileTheLogIsOn) {
   on_ranks(2, [](int, Communicator& inner) {
-    LoggedCommunicator comm(CommunicatorPtr(&inner, [](Communicator*) {}));
+    const auto log = std::make_shared<CallLog>();
+    const CommunicatorPtr borrowed(&inner, [](Communicator*) {});
+    const CommunicatorPtr below = logged(borrowed, log);
+    EXPECT_EQ(logged(below, log), below);
+    LoggedCommunicator comm(below, log);  // calls of the one below belong to those of this one
     at::Tensor value = at::ones({4}), all = at::empty({8}), part = at::empty({2});
     comm.all_reduce(value, ReduceOp::kSum)->wait();
-    EXPECT_TRUE(comm.take_log().empty());
-    comm.log_calls(true);
+    EXPECT_TRUE(log->take().empty());
+    log->turn(true);
     WorkPtr work = comm.all_reduce(value, ReduceOp::kSum);
     EXPECT_TRUE(work->ready());
     EXPECT_TRUE(at::equal(value, at::full({4}, 4.0)));  // before wait()
     work->wait();
     comm.all_gather(value, all)->wait();
     comm.reduce_scatter(value, part)->wait();
-    comm.broadcast(value, 1)->wait();
-    const auto log = comm.take_log();
-    ASSERT_EQ(log.size(), 4u);
+    below->broadcast(value, 1)->wait();
+    const auto calls = log->take();
+    ASSERT_EQ(calls.size(), 4u);
     const std::vector<std::pair<std::string, int64_t>> expected = {
-        {"all_reduce", 16}, {"all_gather", 32}, {"reduce_scatter", 16}, {"broadcast", 16}};
-    for (size_t i = 0; i < log.size(); ++i) {
-      EXPECT_EQ(log[i].op, expected[i].first);
-      EXPECT_EQ(log[i].bytes, expected[i].second);
-      EXPECT_GE(log[i].ms, 0.0);
+        {"all_reduce", 16}, {"all_gather", 16}, {"reduce_scatter", 16}, {"broadcast", 16}};
+    for (size_t i = 0; i < calls.size(); ++i) {
+      EXPECT_EQ(calls[i].op, expected[i].first);
+      EXPECT_EQ(calls[i].bytes, expected[i].second);
+      EXPECT_EQ(calls[i].ranks, 2);
+      EXPECT_GE(calls[i].ms, 0.0);
     }
-    EXPECT_TRUE(comm.take_log().empty());
-    comm.log_calls(false);
+    {
+      const CallScope script(log);
+      comm.all_reduce(value, ReduceOp::kSum)->wait();
+    }
+    EXPECT_TRUE(log->take().empty());
+    log->turn(false);
     comm.broadcast(value, 1)->wait();
-    EXPECT_TRUE(comm.take_log().empty());
+    EXPECT_TRUE(log->take().empty());
     EXPECT_EQ(comm.traffic().calls, 6);
   });
 }

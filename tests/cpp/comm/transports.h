@@ -70,7 +70,7 @@ inline CommunicatorPtr make(const std::string& transport, const CommunicatorPtr&
   place.size = size;
   place.timeout = seconds(600);
   const auto library = NcclLibrary::open(std::string(DS_FAKE_NCCL_FOLDER) + "/libfake_nccl.so");
-  return nccl_communicator_of_host_memory(NcclComm::join(library, id, place));
+  return nccl_communicator_alone(NcclComm::join(library, id, place));
 }
 
 inline void on_transport(const std::string& transport, int size, const Body& body) {

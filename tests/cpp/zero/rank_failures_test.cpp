@@ -148,7 +148,7 @@ TEST(RankFailures, ThreadsBesideTheTrainingFailAsThisRankAlone) {
       if (rank == 1) {
         const EngineRanks ranks{comms[rank]};
         const RankFailures failures([&](const std::exception& error) { tell_ranks(ranks, error); });
-        failures.watch([&] { run_beside([] { throw std::bad_alloc(); }); });
+        failures.guard([&] { run_beside([] { throw std::bad_alloc(); }); });
       }
       comms[rank]->barrier();
     } catch (const std::exception& error) {

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.comm import comms_log
 from deepspeed.comm.bandwidth import bandwidths, readable_size
@@ -160,17 +161,19 @@ def test_the_caller():
     assert outer() == "outer" and get_caller_func(frame=10**6) == "unknown"
 
 
-def test_while_nobody_listens_torch_is_as_it_was():
-    before = torch.distributed.all_reduce
+def test_torchs_functions_are_not_replaced(monkeypatch):
+    before = dict(vars(torch.distributed))
+    for raw in ("1", "0"):
+        monkeypatch.setenv("DS_COMMS_LOGGER_RAW", raw)
+        dist.configure(enabled=True)
+        dist.configure(enabled=True)  # again
+        assert all(getattr(torch.distributed, name) is value for name, value in before.items())
+        dist.configure(enabled=False)
+
+
+def test_one_observer_of_torch_at_a_time():
     dist.configure(enabled=True)
-    assert torch.distributed.all_reduce is not before and torch.distributed.isend.__module__.startswith("torch")
-    dist.configure(enabled=True)  # again
+    with pytest.raises(RuntimeError, match="go to another log already"):
+        _native._C.TorchCalls(_native._C.CallLog())
     dist.configure(enabled=False)
-    assert torch.distributed.all_reduce is before
-
-
-def test_torchs_functions_may_be_left_alone(monkeypatch):
-    monkeypatch.setenv("DS_COMMS_LOGGER_RAW", "0")
-    before = torch.distributed.all_reduce
-    dist.configure(enabled=True)
-    assert torch.distributed.all_reduce is before
+    _native._C.TorchCalls(_native._C.CallLog())

@@ -1,7 +1,7 @@
 """The channel between the stages of a pipeline, and communicators over its copies, stages and slices."""
 
 from deepspeed import comm as dist
-from deepspeed.comm import comms_log
+from deepspeed.comm import held
 from deepspeed.comm.mesh_views import SAME_WEIGHTS, Purpose
 from deepspeed.engine.members import pipeline_parts
 from deepspeed.pipe.layers import describe
@@ -35,7 +35,7 @@ class Links:
         self.slices = Slices(ranks.over(engine.grid.slice_group), cut) if cut else None
         groups = [one for one in (self.copies, self.stages, *self.tied.values()) if one is not None]
         groups += [] if self.slices is None else [self.slices.communicator]
-        core = [] if engine.core is None else list(comms_log.watched(engine.core))
+        core = [] if engine.core is None else held.held_by(engine.core)
         layers = [describe(number, layer) for number, layer in enumerate(engine.module._layer_specs)]
         places = engine._failures.start_places()
         engine.error_propagation = ranks.error_propagation(self.channel, groups + core, places, layers)

@@ -1,0 +1,20 @@
+// A Communicator as a backend of torch.distributed, so that plain torch calls and DistributedDataParallel use it.
+#pragma once
+#include <string>
+
+#include "comm/boards/watch.h"
+#include "comm/c10d_compat.h"
+#include "comm/communicator.h"
+
+namespace ds::comm {
+
+using BackendPtr = c10::intrusive_ptr<compat::BackendBase>;
+
+// Collectives of dense tensors in host memory run over `communicator`. What it does not carry goes through `other`,
+// gloo as a rule: send and receive, sparse tensors, tensors of other devices. Null: such calls are refused. `name`:
+// that of the backend. `blocking_region`: how to wait for the ends of both, whose threads may need what the caller
+// holds.
+BackendPtr c10d_backend(CommunicatorPtr communicator, BackendPtr other, std::string name,
+                        BlockingRegion blocking_region);
+
+}  // namespace ds::comm
