@@ -111,7 +111,7 @@ def recorded(rank, world):
 def test_the_flight_record_has_them():
     calls = ["all_reduce(3 x float32, sum)", "all_gather(3 x bfloat16)", "broadcast(2 x float32, root 1)"]
     expected = [(call, "done") for call in [*calls, "all_reduce(4 x float32, sum)"]]
-    assert run_ranks(2, recorded, init=True, fresh=True, env=GLOO) == [expected] * 2
+    assert run_ranks(2, recorded, init=True, env=GLOO) == [expected] * 2
 
 
 # ---- the memory beside gloo: every call is compared, without asking for it ------------------------------------------
@@ -157,4 +157,4 @@ def memory_recorded(rank, world):
 
 def test_groups_of_deepspeed_comm_have_memory_beside_them():
     gathered, sent = ("all_gather", 3, "done"), ("broadcast", 2, "done")
-    assert run_ranks(3, memory_recorded, init=True, fresh=True) == [[gathered, sent], [gathered, sent], [sent]]
+    assert run_ranks(3, memory_recorded, init=True) == [[gathered, sent], [gathered, sent], [sent]]

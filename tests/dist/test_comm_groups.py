@@ -174,4 +174,4 @@ def _another_job(rank, world, where):
 
 
 def test_groups_end_with_their_job(tmp_path):
-    run_ranks(2, _another_job, str(tmp_path), init="gloo", fresh=True)
+    run_ranks(2, _another_job, str(tmp_path), init="gloo")

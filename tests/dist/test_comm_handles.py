@@ -161,4 +161,4 @@ def _failures(rank, world):
 
 @BOTH
 def test_a_failure_is_told_by_handle_and_future(init):
-    run_ranks(WORLD, _failures, init=init, fresh=True)
+    run_ranks(WORLD, _failures, init=init)

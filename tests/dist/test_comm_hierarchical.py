@@ -7,25 +7,21 @@ import time
 import pytest
 import torch
 
-import deepspeed
 from deepspeed import comm as dist
 from deepspeed.comm.group_communicators import _name_of
-from engine_models import config, make_net, train_engine
+from engine_models import net_engine, train_engine
 from harness import RankError, run_ranks
 from moe_models import batch, moe_net
+from runs import DTYPES, weight_list
 
 HOSTS = "abab"
 
 
 def trained(rank, world, stage, dtype, hosts=HOSTS):
     os.environ["DS_HOST_ID"] = hosts[rank]
-    section = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
-    engine = deepspeed.initialize(
-        model=make_net(), config=config(world, 1, zero_optimization={"stage": stage}, **section)
-    )[0]
+    engine = net_engine(world, stage, **DTYPES[dtype])
     losses, _ = train_engine(engine, 5, rank, world)
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        values = [p.detach().float().flatten() for p in engine.module.parameters()]
+    values = [weight.float().flatten() for weight in weight_list(engine)]
     return engine.core.communicator, losses, torch.cat(values)
 
 
@@ -58,7 +54,7 @@ def by_hand(rank, world):
 
 
 def test_calls_of_a_script_go_over_gloo_between_hosts_and_through_memory_inside():
-    found = run_ranks(4, by_hand, fresh=True)
+    found = run_ranks(4, by_hand)
     assert [values for values, _ in found] == [[10.0, 4.0], [10.0, 6.0]] * 2
     assert [transports for _, transports in found] == [["gloo", "shm"]] * 4
 
@@ -98,7 +94,7 @@ def test_rows_of_experts_go_by_hosts_with_the_same_bits():
 
 def a_rank_of_another_host_dies(rank, world, folder):
     os.environ.update(DS_HOST_ID=HOSTS[rank], DS_COMM_TIMEOUT_S="10", DS_COMM_TRACE_DIR=folder)
-    engine = deepspeed.initialize(model=make_net(), config=config(world, 1, zero_optimization={"stage": 2}))[0]
+    engine = net_engine(world, 2)
     train_engine(engine, 2, rank, world)
     began = time.monotonic()
     if rank == 3:
