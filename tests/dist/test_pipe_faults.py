@@ -188,4 +188,4 @@ def test_bad_items():
         ("no loss", r"stage 1, rank 1.*TypeError: eval_batch.*the loss is tuple.*pass bcast_loss=False"),
         ("no tensor", r"stage 0, rank 0, layer 0 \(<lambda>\), micro-batch 0.*returned str"),
     ]
-    run_ranks(2, _bad_items, cases, init=True, fresh=True)
+    run_ranks(2, _bad_items, cases, init=True)

@@ -12,6 +12,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from harness import run_ranks
+from runs import engine_of
 
 MICRO_BATCHES = 4
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
@@ -315,7 +316,7 @@ def test_fp16(stage, copies, kind):
 def _without_weights(rank, world):
     layers = [nn.Tanh(), nn.Linear(models.WIDTH, models.WIDTH), nn.Tanh(), torch.relu]
     module = PipelineModule(layers, num_stages=4, loss_fn=models.loss_of("plain"), partition_method="uniform")
-    engine = deepspeed.initialize(model=module, config=models.config_of(MICRO_BATCHES, gradient_clipping=0.1))[0]
+    engine = engine_of(module, models.config_of(MICRO_BATCHES, gradient_clipping=0.1))
     losses = [engine.train_batch(models.batches("plain", 1, MICRO_BATCHES, 0)).item() for _ in range(3)]
     assert losses[2] < losses[0]
     return losses
