@@ -7,31 +7,19 @@ import sys
 import pytest
 import torch
 
-import deepspeed
 import toy_transformers
 from deepspeed.comm.mesh import made_here
 from deepspeed.sequence import methods, weighted_loss
 from deepspeed.utils import groups
 from harness import run_ranks
-from sequence_models import refusals
+from runs import take_step, weight_list
+from sequence_models import refusals, sgd_engine
 
 LENGTH, RATE, STEPS = 32, 0.3, 3
 
 
-def config_of(stage=1, **section):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "sequence_parallel": section,
-    }
-
-
-def start(model, **how):
-    deepspeed.log.logger.setLevel("WARNING")
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(**how))[0]
+def start(model, stage=1, **section):
+    return sgd_engine(model, stage, RATE, sequence_parallel=section)
 
 
 def batch_of(step):
@@ -72,15 +60,11 @@ def train_case(rank, world, heads, hosts, recompute, how):
             loss = engine(tokens, shift_labels=labels).loss
             moved = max([moved, *(store.waiting for store in made_here().stores.values())])
             loss = weighted_loss(loss, labels, engine.seq_parallel_group) if world > 1 else loss
-            engine.backward(loss)
-            engine.step()
-            found.append(float(loss.detach()))
+            found.append(take_step(engine, loss))
     finally:
         methods.hosts_of = before
     losses, params = reference(heads)
-    own = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(own, enabled=how.get("stage") == 3):
-        gaps = [float((a - b).abs().max()) for a, b in zip(own, params)]
+    gaps = [float((a - b).abs().max()) for a, b in zip(weight_list(engine), params)]
     entry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"]
     rings = [made._ring for _, made, _ in getattr(entry, "shared", [])]
     made_here().stores.clear()  # their threads end
