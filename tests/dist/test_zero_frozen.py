@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import deepspeed
 from deepspeed.utils import safe_get_full_grad
 from harness import run_ranks
+from runs import engine_of, settings
 
 WIDTH, LENGTH, TOKENS = 8, 6, 11
 
@@ -61,13 +61,7 @@ def inputs(world):
 
 
 def body(rank, world, stage, reentrant):
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    engine = deepspeed.initialize(model=Net(reentrant), config=config)[0]
+    engine = engine_of(Net(reentrant), settings(stage, 1, optimizer="SGD", rate=0.1, gradient_clipping=0.0))
     plain = Net(None)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     x, ids = inputs(world)
