@@ -8,6 +8,7 @@ import torch
 import deepspeed
 from engine_models import batch, config, loss_of, make_net
 from harness import run_ranks
+from runs import engine_of, take_step
 
 
 def body(rank, world, what):
@@ -60,9 +61,9 @@ def body(rank, world, what):
         return deepspeed.initialize(model=model, optimizer=optimizer, config=made)
     if what == "no optimizer":
         del made["optimizer"]
-        engine, _, _, _ = deepspeed.initialize(model=model, config=made)
+        engine = engine_of(model, made)
         return engine.backward(engine(batch(0)[0]).sum())
-    engine, _, _, _ = deepspeed.initialize(model=model, config=made)
+    engine = engine_of(model, made)
     tokens, targets = batch(0)
     if what == "not scalar":
         return engine.backward(engine(tokens))
@@ -141,7 +142,7 @@ def body_raises_in_backward(rank, world):
             return self.late(Fragile.apply(self.early(x), fail)).square().mean()
 
     models = [Model(), Model()]
-    engines = [deepspeed.initialize(model=m, config=config(world))[0] for m in models]
+    engines = [engine_of(m, config(world)) for m in models]
     for step in range(4):
         x = torch.full((2, 3), float(step + rank))
         for user in (False, True):
@@ -149,8 +150,7 @@ def body_raises_in_backward(rank, world):
             with pytest.raises(RuntimeError, match="on purpose"):
                 loss.backward() if user else engines[0].backward(loss)
         for engine in engines:
-            engine.backward(engine(x))
-            engine.step()
+            take_step(engine, engine(x))
     return all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters()))
 
 
