@@ -142,7 +142,7 @@ def same(a, b):
 @pytest.mark.parametrize("make", [tensors, plain, arrays])
 def test_reads_what_torch_saves(make, protocol, zipped, tmp_path):
     torch.save(make(), tmp_path / "x.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
-    expected = _compat.load(tmp_path / "x.pt")
+    expected = torch.load(tmp_path / "x.pt", weights_only=False)
     assert same(expected, load(tmp_path / "x.pt"))
     assert same(expected, load(tmp_path / "x.pt", lazy=True))
     assert same(expected, load(tmp_path / "x.pt", trust=True))
@@ -151,7 +151,7 @@ def test_reads_what_torch_saves(make, protocol, zipped, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(glob.glob(f"{PEERS}/*/*/*.pt")), ids=lambda p: "/".join(p.split("/")[-3::2]))
 def test_reads_files_of_another_implementation(path):
-    expected = _compat.load(path, map_location="cpu")
+    expected = torch.load(path, map_location="cpu", weights_only=False)
     assert same(expected, load(path))
     assert same(expected, load(path, lazy=True))
 
@@ -229,7 +229,7 @@ def repacked(path, method, order=None, extra=None):
 
 def test_packed_records_are_unpacked(tmp_path):
     torch.save(tensors(), tmp_path / "x.pt")
-    expected = _compat.load(tmp_path / "x.pt")
+    expected = torch.load(tmp_path / "x.pt", weights_only=False)
     repacked(tmp_path / "x.pt", zipfile.ZIP_DEFLATED)
     assert same(expected, load(tmp_path / "x.pt"))
     assert same(expected, load(tmp_path / "x.pt", lazy=True))
