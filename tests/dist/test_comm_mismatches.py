@@ -89,7 +89,7 @@ def mismatches(rank, world, backend, cases):
 )
 def test_every_rank_fails_within_seconds(backend, cases, env, tmp_path):
     env = env | {"DS_COMM_TRACE_DIR": str(tmp_path)}
-    for told in run_ranks(3, mismatches, backend, cases, fresh=True, env=env, timeout=120):
+    for told in run_ranks(3, mismatches, backend, cases, env=env, timeout=120):
         assert len(told) == len(cases)
         for verb, fault, seconds, text in told:
             assert "call different collectives" in text or "gives another one more or less" in text, (verb, fault, text)
@@ -113,7 +113,7 @@ def other_groups(rank, world, backend):
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_ranks_in_other_groups_are_told_after_the_timeout(backend, tmp_path):
     env = {"DS_COMM_TRACE_DIR": str(tmp_path)}
-    for seconds, text in run_ranks(3, other_groups, backend, fresh=True, env=env, timeout=60):
+    for seconds, text in run_ranks(3, other_groups, backend, env=env, timeout=60):
         assert "has not come for 2 s" in text and seconds < LIMIT_S + 2
 
 
@@ -147,7 +147,7 @@ def fail_as_rank_0_does():
 
 @pytest.mark.parametrize("backend, env", [("shm", {}), ("gloo", {}), ("gloo", {"DS_SHM_COLLECTIVES": "0"})])
 def test_dtypes_that_differ_on_one_rank_are_refused(backend, env):
-    assert run_ranks(2, refused, backend, fresh=True, env=env, timeout=60) == [[2.0] * 4] * 2
+    assert run_ranks(2, refused, backend, env=env, timeout=60) == [[2.0] * 4] * 2
 
 
 # ---- several calls as one, of the backend shm ------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def coalesced(rank, world):
 
 
 def test_coalesced_calls_give_a_handle_and_the_first_error(tmp_path):
-    assert all(run_ranks(2, coalesced, fresh=True, env={"DS_COMM_TRACE_DIR": str(tmp_path)}, timeout=60))
+    assert all(run_ranks(2, coalesced, env={"DS_COMM_TRACE_DIR": str(tmp_path)}, timeout=60))
 
 
 # ---- files that ranks send each other --------------------------------------------------------------------------------

@@ -303,7 +303,7 @@ def test_a_mismatch_names_ranks_and_calls_on_all_of_them(fault):
         "dtype": "rank 1 all_reduce(10 x float64, sum)",
         "order": "rank 1 broadcast(10 x float32, root 0)",
     }[fault]
-    for text, seconds in run_ranks(3, faulty, fault, fresh=True):
+    for text, seconds in run_ranks(3, faulty, fault):
         assert called in text and "rank 0 all_reduce(10 x float32, sum)" in text
         assert seconds < 1
         stack = text[text.index("rank 1 (process") :]
@@ -314,7 +314,7 @@ def test_a_mismatch_names_ranks_and_calls_on_all_of_them(fault):
 @pytest.mark.alone
 @pytest.mark.parametrize("fault", ["exception", "endless"])
 def test_a_rank_that_does_not_come_is_named(fault):
-    results = run_ranks(3, faulty, fault, fresh=True)
+    results = run_ranks(3, faulty, fault)
     for text, seconds in (results[0], results[2]):
         assert "rank 1 (process" in text and "all_reduce(10 x float32, sum)" in text
         assert ("has destroyed its process group" if fault == "exception" else "has not come for 3 s") in text
@@ -326,7 +326,7 @@ def test_a_rank_that_does_not_come_is_named(fault):
 
 @pytest.mark.alone
 def test_a_rank_that_cannot_answer_is_told_from_one_that_can(traces):
-    results = run_ranks(3, faulty, "deaf", fresh=True)
+    results = run_ranks(3, faulty, "deaf")
     for text, seconds in (results[0], results[2]):
         assert "rank 1 (process" in text and "it does not answer: its interpreter is busy" in text
         assert "in faulty: dist.all_reduce(torch.ones(10))" in text and seconds < 3 + 5
@@ -351,7 +351,7 @@ def survivors(rank, world, folder):
 @pytest.mark.alone
 def test_a_killed_rank_is_named(tmp_path):
     with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(3, survivors, str(tmp_path), fresh=True, grace=15)
+        run_ranks(3, survivors, str(tmp_path), grace=15)
     for rank in (0, 2):
         seconds, text = (tmp_path / str(rank)).read_text(encoding="utf-8").split(" ", 1)
         assert "rank 1 (process" in text and "has ended" in text and float(seconds) < 2
@@ -359,7 +359,7 @@ def test_a_killed_rank_is_named(tmp_path):
 
 @pytest.mark.alone
 def test_a_slow_rank_is_waited_for():
-    assert [text for text, _ in run_ranks(3, faulty, "slow", fresh=True)] == ["fine"] * 3
+    assert [text for text, _ in run_ranks(3, faulty, "slow")] == ["fine"] * 3
 
 
 def the_last_reference_goes_in_the_background(rank, world):

@@ -89,7 +89,7 @@ WITH_COPIES = [("raise", 1), ("kill", 1)]  # of `make test`: four processes each
 )
 def test_all_ranks_end(fault, at, copies, tmp_path):
     try:
-        run_ranks(2 * copies, _fails, fault, at, copies, str(tmp_path), init=True, fresh=True, grace=15)
+        run_ranks(2 * copies, _fails, fault, at, copies, str(tmp_path), init=True, grace=15)
         assert fault != "kill"
     except RankError:
         assert fault == "kill"

@@ -10,7 +10,7 @@ import torch
 import deepspeed
 import toy_transformers
 from deepspeed.comm.mesh import made_here
-from deepspeed.sequence.lengths import _Setup
+from deepspeed.sequence.lengths import Setup
 from harness import run_ranks
 from runs import engine_of
 
@@ -57,7 +57,7 @@ def body_peaks(rank, world, cases, folder):
             model = toy_transformers.ToyForCausalLM(heads, heads, **shape)
             if recompute:
                 model.gradient_checkpointing_enable()
-            curve = _Setup(model, config, world, None, None).curve()  # as explain does
+            curve = Setup(model, config, world, None, None).curve()  # as explain does
             lengths = [length]
             if memory:
                 lengths = [int(curve.longest(memory[0]) * share) // (2 * world) * 2 * world for share in (1, 1.1)]
