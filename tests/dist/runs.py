@@ -116,6 +116,13 @@ def load_or_error(engine, folder, **options):
     return "loaded"
 
 
+def total(group, value):
+    """The sum of ``value`` over a group: the group works, and this rank is in it."""
+    x = torch.tensor([float(value)])
+    deepspeed.comm.all_reduce(x, group=group)
+    return int(x)
+
+
 def identical(a, b):
     """Whether two values are equal bit by bit: tensors, and dicts and sequences of what is."""
     if torch.is_tensor(a):

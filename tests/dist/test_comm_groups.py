@@ -6,17 +6,11 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import groups
 from harness import run_ranks
+from runs import total
 
 
 def members(group):
     return dist.get_all_ranks_from_group(group)
-
-
-def total(group, rank):
-    """The sum of the ranks over a group: it works, and this rank is in it."""
-    x = torch.tensor([float(rank)])
-    dist.all_reduce(x, group=group)
-    return int(x)
 
 
 def _tensor(rank, world):

@@ -9,14 +9,9 @@ from deepspeed.comm import comms_log, mesh, mesh_views
 from deepspeed.utils import groups
 from harness import run_ranks
 from mpu import Mpu
+from runs import total
 from tensor_parallel import AddedUp
 from zero_training import WIDTH, Deep, Reference, beside, gap, same, seeded, start, train_beside
-
-
-def total(group, value):
-    x = torch.tensor([float(value)])
-    dist.all_reduce(x, group=group)
-    return int(x)
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------

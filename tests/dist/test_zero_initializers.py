@@ -5,15 +5,8 @@ import torch
 
 import deepspeed
 from harness import run_ranks
+from models import NormAndDirection
 from runs import engine_of, take_step
-
-
-class Direction(torch.nn.Module):
-    def forward(self, norm, direction):
-        return direction * (norm / direction.norm(dim=1, keepdim=True))
-
-    def right_inverse(self, weight):
-        return weight.norm(dim=1, keepdim=True), weight
 
 
 def sinusoids(length, channels):
@@ -42,7 +35,7 @@ class Encoder(Pretrained):
         self.positions = torch.nn.Embedding(5, 4)
         self.layer = torch.nn.Linear(4, 4)
         with deepspeed.zero.GatheredParameters(self.layer.weight, modifier_rank=0):
-            torch.nn.utils.parametrize.register_parametrization(self.layer, "weight", Direction(), unsafe=True)
+            torch.nn.utils.parametrize.register_parametrization(self.layer, "weight", NormAndDirection(), unsafe=True)
 
     def _init_weights(self, module):
         if isinstance(module, Encoder):

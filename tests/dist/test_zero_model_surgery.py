@@ -7,6 +7,7 @@ from torch.nn.utils import parametrize
 import deepspeed
 from engine_models import assert_like_sgd, six, square_losses
 from harness import run_ranks
+from models import NormAndDirection
 from runs import engine_of, take_step
 
 CONFIG = {
@@ -14,16 +15,6 @@ CONFIG = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
 }
-
-
-class NormAndDirection(torch.nn.Module):
-    """Weight normalization, as wav2vec 2.0 has it: two parameters in place of a weight."""
-
-    def forward(self, norm, direction):
-        return direction * (norm / direction.norm(dim=1, keepdim=True))
-
-    def right_inverse(self, weight):
-        return weight.norm(dim=1, keepdim=True), weight
 
 
 class Normed(torch.nn.Module):

@@ -242,7 +242,8 @@ def test_information_in_the_optimizer_file(tmp_path):
 def test_experts_of_other_ranks_are_refused(tmp_path):
     megatron_files.write(str(tmp_path / "step7"), 1, 1, 1)
     path = tmp_path / "step7" / "mp_rank_00_model_states.pt"
-    torch.save({**torch.load(path, weights_only=False), "ds_autoep_layers": [{"module_path": "layers.0.experts"}]}, path)
+    saved = torch.load(path, weights_only=False)
+    torch.save({**saved, "ds_autoep_layers": [{"module_path": "layers.0.experts"}]}, path)
     with pytest.raises(ValueError, match="layers.0.experts"):
         convert(tmp_path / "step7", tmp_path / "universal")
 
