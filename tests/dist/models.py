@@ -33,7 +33,7 @@ class NormAndDirection(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """``count`` layers from ``make``, checkpointed unless ``reentrant`` is None. All get the arguments after the first."""
+    """``count`` layers from ``make``, in checkpoints unless ``reentrant`` is None. All get the further arguments."""
 
     def __init__(self, make, count, reentrant):
         super().__init__()

@@ -371,10 +371,10 @@ def body_load(rank, world, folder):
 def test_killed_while_the_background_writes(world, fault, tmp_path):
     began = time.monotonic()
     with pytest.raises((RankError, OSError)):
-        run_ranks(world, body_killed, str(tmp_path), fault, fresh=True)
+        run_ranks(world, body_killed, str(tmp_path), fault)
     assert time.monotonic() - began < 50  # nobody waits for a process that is gone
     assert run_ranks(1, body_load, str(tmp_path)) == [[1.0]]
-    run_ranks(world, body_killed, str(tmp_path), "", fresh=True)
+    run_ranks(world, body_killed, str(tmp_path), "")
     assert run_ranks(1, body_load, str(tmp_path)) == [[2.0]]
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 

@@ -3,7 +3,6 @@
 import copy
 import io
 from contextlib import redirect_stdout
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from deepspeed.config import cli
 from deepspeed.utils import safe_get_full_grad
 from harness import run_ranks
 from logs import logged
-from runs import engine_of, take_step
+from runs import engine_of, take_step, with_fp16
 from zero_models import BETAS, DECAY, LR, data, engine_config, loss_of, make, reduced_mean, relative
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,8 +23,7 @@ STAGES = [0, 1, 2, 3]
 
 def start(model, stage, world, accumulate=1, dtype="bf16", **more):
     made = engine_config(stage, world, accumulate, dtype, gradient_clipping=0.0, **more)
-    accelerator = deepspeed.get_accelerator()
-    with mock.patch.object(accelerator, "is_fp16_supported", lambda: True):  # the models have no matrix products
+    with with_fp16():
         return engine_of(model, made)
 
 
@@ -220,7 +218,7 @@ def body_small(rank, world, stage):
     made["fp16"] = {"enabled": True, "loss_scale": 2.0**14}
     del made["optimizer"]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with mock.patch.object(deepspeed.get_accelerator(), "is_fp16_supported", lambda: True):
+    with with_fp16():
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
     x = torch.full((64,), 3.01e-6)  # no multiple of fp16's smallest step, which is 6e-8
     take_step(engine, engine(x))

@@ -21,7 +21,7 @@ from deepspeed.utils import (
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import batch, make_net, net_engine, train_engine
 from harness import run_ranks
-from runs import take_step
+from runs import take_step, with_fp16
 from runs import weight_list as values
 
 
@@ -123,13 +123,8 @@ class WideNet(torch.nn.Module):
 
 
 def body_fp16(rank, world, folder):
-    accelerator = deepspeed.get_accelerator()
-    supported = accelerator.is_fp16_supported
-    accelerator.is_fp16_supported = lambda: True  # the model has no matrix products of fp16
-    try:
+    with with_fp16():
         return compare_fp16(rank, world, folder)
-    finally:
-        accelerator.is_fp16_supported = supported
 
 
 def compare_fp16(rank, world, folder):

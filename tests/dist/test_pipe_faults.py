@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -134,12 +135,9 @@ def _bad_input(rank, world):
         engine.train_batch()
     with pytest.raises(NotImplementedError, match="reduce_output='max'.: 'avg', 'sum' or None"):
         engine.eval_batch(iter(good), reduce_output="max")
-    published_schedule.TrainSchedule = Shortened
-    try:
+    with mock.patch.object(published_schedule, "TrainSchedule", Shortened):
         with pytest.raises(ValueError, match="pipeline schedule Shortened, rank 0"):
             engine.train_batch(iter(good))
-    finally:
-        published_schedule.TrainSchedule = TrainSchedule
     assert engine.train_batch(iter(good)).item() > 0
 
     def refused(match, kind=ValueError, options=None, **sections):

@@ -1,6 +1,7 @@
 """What scripts and clients call of a PipelineEngine: evaluation, data, schedules of their own, precisions."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -245,12 +246,9 @@ def _clients(rank, world, kind):
     config = models.config_of(MICRO_BATCHES)
     engine = ClientsEngine(args=None, model=module, mpu=module.mpu(), config=config)
     engine.seen = []
-    schedule.TrainSchedule = LateWeights
-    try:
+    with mock.patch.object(schedule, "TrainSchedule", LateWeights):
         losses = [engine.train_batch(models.batches(kind, 1, MICRO_BATCHES, 0)).item()]
         losses.append(engine.train_batch(itertools.islice(models.batches(kind, 2, MICRO_BATCHES, 0), 4, None)).item())
-    finally:
-        schedule.TrainSchedule = schedule_of_ours
     assert engine.seen.count("input") == engine.seen.count("weight") == 2 * MICRO_BATCHES
     models.compare(
         engine, losses, models.parameters_of(engine), models.plain(kind, 2, MICRO_BATCHES, 1, clip=1.0), 2e-6
@@ -265,9 +263,6 @@ def _clients(rank, world, kind):
 
     with pytest.raises(RuntimeError, match="does not know the instruction Unknown"):
         engine._exec_schedule(Odd(MICRO_BATCHES, world, rank))
-
-
-schedule_of_ours = schedule.TrainSchedule
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied"])

@@ -1,14 +1,11 @@
 """Engines that meet in one graph: every parameter gets the gradient of the loss, once scaled, whoever runs backward."""
 
-from unittest import mock
-
 import pytest
 import torch
 
-import deepspeed
 from deepspeed.utils import safe_get_full_grad
 from harness import run_ranks
-from runs import KEEP_GATHERED, engine_of, settings
+from runs import KEEP_GATHERED, engine_of, settings, with_fp16
 
 HOWS = ("plain", "first", "second", "scale first", "scale second")
 
@@ -29,8 +26,7 @@ def make_engine(model, stage, precision, accumulation, scale=64.0):
     made = settings(stage, 4, accumulation, precision, {"type": "AdamW"}, zero=KEEP_GATHERED)
     if precision == "fp16":
         made["fp16"] = {"enabled": True, "loss_scale": scale}
-    accelerator = deepspeed.get_accelerator()
-    with mock.patch.object(accelerator, "is_fp16_supported", lambda: True):  # the model has no fp16 products
+    with with_fp16():
         return engine_of(model, made)
 
 
