@@ -28,7 +28,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import deepspeed  # noqa: E402
 import toy_transformers  # noqa: E402
 from deepspeed.comm.mesh import made_here  # noqa: E402
-from deepspeed.sequence.lengths import _Setup  # noqa: E402
+from deepspeed.sequence.lengths import Setup  # noqa: E402
 
 SETS = {
     "plain": (False, {}),
@@ -119,7 +119,7 @@ class Job:
     def __init__(self, args, name, ranks):
         self.args, self.name, self.ranks, self.rows = args, name, ranks, []
         with toy_transformers.installed():
-            self.curve = _Setup(model_of(args, name), config_of(args, name, ranks), ranks, None, None).curve()
+            self.curve = Setup(model_of(args, name), config_of(args, name, ranks), ranks, None, None).curve()
         context = torch.multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -3,24 +3,19 @@
 import torch
 
 from deepspeed.moe.ep_repack import repack_expert_weights
-from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.zero import GatheredParameters
 from engine_models import step_losses
 from hf_like_moe import WIDTH, model_of
 from moe_models import values
+from runs import moments, settings, weights
 
 ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 
 
 def config(world, stage, ep_size, **more):
-    return {
-        "train_batch_size": 2 * world,
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "gradient_clipping": 0.3,
-        "expert_parallel": {"enabled": True, "autoep_size": ep_size},
-        **more,
-    }
+    experts = {"enabled": True, "autoep_size": ep_size}
+    adam = {"type": "AdamW", "params": ADAM}
+    more = {"train_batch_size": 2 * world, "gradient_clipping": 0.3, "expert_parallel": experts, **more}
+    return settings(stage, None, None, optimizer=adam, **more)
 
 
 def batch(step, rank, tokens=8):
@@ -58,13 +53,8 @@ def steps_of(engine, rank, steps, first=0):
 
 def check(engine, rank, expected):
     """Every parameter here is that of the model in one process, or the part of it that this rank has."""
-    trained = {}
-    for name, param in engine.module.named_parameters():
-        if param.requires_grad:
-            trained[name] = safe_get_full_fp32_param(param)
-            continue
-        with GatheredParameters([param]):
-            trained[name] = param.detach().clone()
+    trained = weights(engine)
+    trained.update({name: master for name, (master,) in moments(engine, ()).items()})
     for name, layer in engine._experts.layers.items():
         part = slice(layer.ep_rank * layer.num_local_experts, (layer.ep_rank + 1) * layer.num_local_experts)
         source = model_of(engine.module.config.model_type, form=engine.module.form)

@@ -6,6 +6,7 @@ import copy
 import torch
 
 import deepspeed
+from runs import dtype_of, engine_of, settings, take_step
 from zero_models import reduced_mean
 
 WIDTH, ROWS, CLIP = 6, 3, 0.5
@@ -165,42 +166,22 @@ class Reference:
 
 def start(kind, stage, model=None, dtype="fp32", params=None, accumulate=1, **more):
     """An engine with small buckets that keeps no parameter gathered."""
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulate,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": kind, "params": params or PARAMS.get(kind, {})},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 400,
-            "allgather_bucket_size": 300,
-            "stage3_param_persistence_threshold": 0,
-            **more.pop("zero", {}),
-        },
-        **more,
-    }
+    zero = {"reduce_bucket_size": 400, "allgather_bucket_size": 300, **more.pop("zero", {})}
+    section = {"type": kind, "params": params or PARAMS.get(kind, {})}
     if dtype != "fp32":
-        config[dtype] = {"enabled": True, **config.get(dtype, {})}
+        more[dtype] = {"enabled": True, **more.get(dtype, {})}
     deepspeed.log.logger.setLevel("WARNING")
-    return deepspeed.initialize(model=make() if model is None else model, config=config)[0]
+    made = settings(stage, ROWS, accumulate, optimizer=section, zero=zero, **{"gradient_clipping": CLIP, **more})
+    return engine_of(make() if model is None else model, made)
 
 
 def train(engine, steps, rank, world, first=0, out=2):
     """``steps`` optimizer steps; part ``rank + world * k`` is micro-batch k of a rank."""
-    dtype = torch.float32
-    if engine.bfloat16_enabled() or engine.fp16_enabled():
-        dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16
+    dtype = dtype_of(engine)
     for step in range(first, first + steps):
         for micro in range(engine.gradient_accumulation_steps()):
             x, target = batch(step, rank + world * micro, out)
-            engine.backward(loss_of(engine(x.to(dtype), step), target))
-            engine.step()
-
-
-def whole(model):
-    params = dict(model.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(params.values())):
-        return {name: param.detach().clone() for name, param in params.items()}
+            take_step(engine, loss_of(engine(x.to(dtype), step), target))
 
 
 def worst_gap(found, expected):

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Numbered(nn.Module):
@@ -19,6 +20,31 @@ class Numbered(nn.Module):
 
     def forward(self, x):
         return torch.tanh(self.fc(x)) * (1 + self.number / 10).to(x.dtype)
+
+
+class NormAndDirection(nn.Module):
+    """A parametrization: weight normalization, as wav2vec 2.0 has it, two parameters in place of a weight."""
+
+    def forward(self, norm, direction):
+        return direction * (norm / direction.norm(dim=1, keepdim=True))
+
+    def right_inverse(self, weight):
+        return weight.norm(dim=1, keepdim=True), weight
+
+
+class Recomputed(nn.Module):
+    """``count`` layers from ``make``, in checkpoints unless ``reentrant`` is None. All get the further arguments."""
+
+    def __init__(self, make, count, reentrant):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers, self.reentrant = nn.ModuleList(make() for _ in range(count)), reentrant
+
+    def forward(self, x, *more):
+        for layer in self.layers:
+            given = (x, *more)
+            x = layer(*given) if self.reentrant is None else checkpoint(layer, *given, use_reentrant=self.reentrant)
+        return x
 
 
 def two_layers(inside=6, hidden=5, outside=3, seed=0):

@@ -136,6 +136,25 @@ def batches(kind, count, micro_batches, copy, dtype=torch.float32):
             yield (x.to(dtype) if x.is_floating_point() else x), y
 
 
+def plain_losses(forward, batches, loss_of, optimizer, clip=0.0, norms=None):
+    """Losses of one plain process. A batch is the list of the micro-batches of all copies; norms go to ``norms``."""
+    parameters, losses = optimizer.param_groups[0]["params"], []
+    for data in batches:
+        parts = []
+        for x, y in data:
+            loss = loss_of(forward(x), y) / len(data)
+            loss.backward()
+            parts.append(loss.item())
+        if norms is not None:
+            norms.append(torch.stack([one.grad.norm() for one in parameters]).norm().item())
+        if clip:
+            nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(parts))
+    return losses
+
+
 def plain(kind, count, micro_batches, copies, clip=0.0, optimizer=None, norms=None):
     """Losses and parameters by layer number after ``count`` batches in one plain process."""
     layers, tied = [], {}
@@ -151,24 +170,16 @@ def plain(kind, count, micro_batches, copies, clip=0.0, optimizer=None, norms=No
     modules = list({id(layer): layer for layer, _ in layers if isinstance(layer, nn.Module)}.values())
     parameters = [one for module in modules for one in module.parameters() if one.requires_grad]
     optimizer = (optimizer or (lambda given: torch.optim.AdamW(given, lr=1e-2)))(parameters)
-    losses = []
-    for batch in range(count):
-        total = 0.0
-        for micro in range(micro_batches):
-            for copy in range(copies):
-                x, y = micro_batch(kind, batch, micro, copy)
-                for layer, forward_fn in layers:
-                    x = layer(x) if forward_fn is None else forward_fn(layer, x)
-                loss = loss_of(kind)(x, y) / (micro_batches * copies)
-                loss.backward()
-                total += loss.item()
-        if norms is not None:
-            norms.append(torch.stack([one.grad.norm() for one in parameters]).norm().item())
-        if clip:
-            nn.utils.clip_grad_norm_(parameters, clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
+
+    def forward(x):
+        for layer, forward_fn in layers:
+            x = layer(x) if forward_fn is None else forward_fn(layer, x)
+        return x
+
+    def data(batch):
+        return [micro_batch(kind, batch, micro, copy) for micro in range(micro_batches) for copy in range(copies)]
+
+    losses = plain_losses(forward, map(data, range(count)), loss_of(kind), optimizer, clip, norms)
     state = {}
     for number, (layer, _) in enumerate(layers):
         if isinstance(layer, nn.Module):

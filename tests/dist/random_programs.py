@@ -15,6 +15,7 @@ import torch
 import deepspeed
 from deepspeed.log import logger
 from deepspeed.utils import safe_get_full_fp32_param
+from runs import engine_of
 
 ROWS = 4
 
@@ -204,7 +205,7 @@ class Run:
         torch.manual_seed(3)
         model = Net()
         self.plain = Plain(model, made)
-        self.engine = deepspeed.initialize(model=model, config=config_of(made, folder))[0]
+        self.engine = engine_of(model, config_of(made, folder))
         self.params = dict(self.engine.module.named_parameters())
         self.sharded = made["stage"] == 3
         # Masters of 16-bit weights are compared with sums that PyTorch rounds elsewhere.

@@ -1,5 +1,7 @@
 """Runs that the tests share: an engine on a model, steps with it, and the tensors that a run leaves."""
 
+from unittest import mock
+
 import torch
 
 import deepspeed
@@ -40,6 +42,11 @@ def settings(stage, rows=2, accumulate=1, dtype="fp32", optimizer="AdamW", rate=
         **more,
     }
     return {name: value for name, value in made.items() if value is not None}
+
+
+def with_fp16():
+    """A context in which any accelerator supports fp16, for models without matrix products: they run on a CPU."""
+    return mock.patch.object(deepspeed.get_accelerator(), "is_fp16_supported", lambda: True)
 
 
 def take_step(engine, loss, plain=False):
@@ -114,6 +121,13 @@ def load_or_error(engine, folder, **options):
     except (OSError, RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "loaded"
+
+
+def total(group, value):
+    """The sum of ``value`` over a group: the group works, and this rank is in it."""
+    x = torch.tensor([float(value)])
+    deepspeed.comm.all_reduce(x, group=group)
+    return int(x)
 
 
 def identical(a, b):

@@ -3,6 +3,9 @@
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.log import logger
+from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
+from runs import engine_of, settings
 
 
 def attend(query, key, value, mask=None, batch_dim=0, scale=None, dropped=None):
@@ -98,3 +101,20 @@ def batch_of(step, replica, rows=2):
 
 def mean_loss(logits, labels):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def vocab_loss(logits, labels, group):
+    """The mean loss of a whole sequence, of its parts on the ranks of ``group``."""
+    every = [torch.empty_like(labels) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, labels.contiguous(), group=group)
+    losses = vocab_sequence_parallel_cross_entropy(
+        logits.transpose(0, 1).contiguous(), labels.t().clamp(min=0).contiguous(), group
+    )
+    return losses[torch.cat(every, 1).t() != -100].mean()
+
+
+def sgd_engine(model, stage, rate, accumulate=1, mpu=None, level="WARNING", **more):
+    """An engine that trains ``model`` with torch's SGD and says little."""
+    logger.setLevel(level)
+    made = settings(stage, 2, accumulate, optimizer=None, gradient_clipping=0.0, **more)
+    return engine_of(model, made, torch.optim.SGD(model.parameters(), lr=rate), mpu=mpu)

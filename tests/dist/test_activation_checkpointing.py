@@ -9,6 +9,7 @@ from deepspeed import checkpointing
 from deepspeed.activation_checkpointing import settings
 from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
 from harness import run_ranks
+from runs import engine_of, take_step
 from tensor_parallel import AddedUp, Copied
 
 WIDTH, ROWS, LAYERS = 24, 5, 4
@@ -181,21 +182,17 @@ def body_engine(rank, world, reentrant):
     weights = []
     for call in (plainly, checkpoint if reentrant else non_reentrant_checkpoint):
         torch.manual_seed(0)
-        engine, _, _, _ = deepspeed.initialize(
-            model=Tokens(),
-            config={
+        engine = engine_of(Tokens(), {
                 "train_batch_size": 4 * world,
                 "train_micro_batch_size_per_gpu": 2,
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
                 "gradient_clipping": 0.5,
-            },
-        )
+            })
         generator = torch.Generator().manual_seed(rank)
         for _ in range(10):
             for _ in range(2):
                 ids = torch.randint(0, 17, (2, 6), generator=generator)
-                engine.backward(F.cross_entropy(engine(ids, call).reshape(-1, 5), ids.reshape(-1) % 5))
-                engine.step()
+                take_step(engine, F.cross_entropy(engine(ids, call).reshape(-1, 5), ids.reshape(-1) % 5))
         weights.append(torch.cat([p.detach().reshape(-1) for p in engine.module.parameters()]))
         engine.destroy()
     return float((weights[0] - weights[1]).abs().max()), float(weights[0].abs().max())

@@ -30,6 +30,7 @@ from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_gr
 from harness import run_ranks
 from hf_like_moe import CONFIGS, EXPERTS, FORMS, INNER, WIDTH, Model, TopKRouter, model_of
 from moe_models import values
+from runs import engine_of
 from sampling import every_case
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -39,7 +40,7 @@ def training_body(rank, world, cases, expected):
     for family, form, stage, ep_size, more in cases:
         losses, params = expected[family, form]
         model, case = model_of(family, form=form), (family, form, stage, ep_size)
-        engine = deepspeed.initialize(model=model, config=config(world, stage, ep_size, **more))[0]
+        engine = engine_of(model, config(world, stage, ep_size, **more))
         own = steps_of(engine, rank, len(losses))
         assert own == pytest.approx([step[rank] for step in losses], abs=3e-6), case
         check(engine, rank, params)
@@ -106,13 +107,13 @@ def test_whatever_the_script_gives_to_be_optimised():
 def checkpoint_body(rank, world, folder, expected, earlier):
     losses, params = expected
     family = "deepseek_v3"
-    engine = deepspeed.initialize(model=model_of(family), config=config(world, 2, 4))[0]
+    engine = engine_of(model_of(family), config(world, 2, 4))
     steps_of(engine, rank, 2)
     engine.save_checkpoint(folder)
     engine.save_16bit_model(folder, "whole.bin")
     engine.destroy()
     for stage, ep_size in ((3, 2), (0, 1), (1, 4)):
-        engine = deepspeed.initialize(model=model_of(family), config=config(world, stage, ep_size))[0]
+        engine = engine_of(model_of(family), config(world, stage, ep_size))
         with torch.no_grad():
             engine.module.model.layers[1].mlp.expert_bias.zero_()
         engine.load_checkpoint(folder)
@@ -155,7 +156,7 @@ def sharded_body(rank, world, expected):
             for name, param in model_of(family).named_parameters():
                 named[name].data.copy_(param.data)
         given = list(model.parameters()) if family == "mixtral" else None
-        engine = deepspeed.initialize(model=model, model_parameters=given, config=settings)[0]
+        engine = engine_of(model, settings, model_parameters=given)
         own = steps_of(engine, rank, len(losses))
         assert own == pytest.approx([step[rank] for step in losses], abs=3e-6), family
         check(engine, rank, params)
@@ -173,7 +174,7 @@ def frozen_body(rank, world, folder):
         model = model_of("mixtral")
         for name, param in model.named_parameters():
             param.requires_grad_("experts" not in name)
-        return deepspeed.initialize(model=model, config=config(world, 1, ep_size, **more))[0]
+        return engine_of(model, config(world, 1, ep_size, **more))
 
     engine = build(2)
     steps_of(engine, rank, 1)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import deepspeed
 from auto_ep_runs import batch, check, config, frozen_model_of, steps_of, train_one
 from deepspeed.utils import groups
 from deepspeed.zero import GatheredParameters
 from harness import run_ranks
 from hf_like_moe import model_of
+from runs import engine_of, take_step
 
 
 def zero(stage, folder, **devices):
@@ -28,7 +28,7 @@ def offload_body(rank, world, folder, cases, expected):
     for family, stage, ep_size, devices in cases:
         losses, params = expected[family]
         settings = config(world, stage, ep_size, zero_optimization=zero(stage, folder, **devices))
-        engine = deepspeed.initialize(model=model_of(family), config=settings)[0]
+        engine = engine_of(model_of(family), settings)
         own = steps_of(engine, rank, len(losses))
         assert own == pytest.approx([step[rank] for step in losses], abs=3e-6), (family, stage, devices)
         check(engine, rank, params)
@@ -53,14 +53,11 @@ def sequence_body(rank, world, expected):
     for stage, ep_size in ((0, 4), (2, 2), (3, 4)):
         settings = config(world, stage, ep_size, sequence_parallel_size=2)
         settings["train_batch_size"] = world  # rows of two copies
-        engine = deepspeed.initialize(model=model_of("qwen3_moe"), config=settings)[0]
+        engine = engine_of(model_of("qwen3_moe"), settings)
         assert (engine.sequence_parallel_size, engine.dp_world_size) == (2, 2)
         own = []
         for step in range(len(losses)):
-            loss = engine(batch(step, rank))
-            engine.backward(loss)
-            engine.step()
-            own.append(loss.item())
+            own.append(take_step(engine, engine(batch(step, rank))))
         assert own == pytest.approx([step[rank] for step in losses], abs=3e-6), (stage, ep_size)
         check(engine, rank, params)
         figures = engine.moe_statistics()
@@ -71,19 +68,19 @@ def sequence_body(rank, world, expected):
 
 
 def test_sequences_that_ranks_share():
-    assert run_ranks(4, sequence_body, train_one("qwen3_moe", 4, 2), init=True, fresh=True) == [True] * 4
+    assert run_ranks(4, sequence_body, train_one("qwen3_moe", 4, 2), init=True) == [True] * 4
 
 
 def frozen_body(rank, world, folder, expected):
     native = {"checkpoint": {"writer": {"format": "safetensors"}}}
     for family, (losses, params) in expected.items():
-        engine = deepspeed.initialize(model=frozen_model_of(family), config=config(world, 3, 2, **native))[0]
+        engine = engine_of(frozen_model_of(family), config(world, 3, 2, **native))
         assert steps_of(engine, rank, 2) == pytest.approx([step[rank] for step in losses[:2]], abs=3e-6)
         engine.save_checkpoint(folder, family)
         engine.destroy()
         for stage, ep_size in ((3, 1), (1, 4), (3, 4)):
             settings = config(world, stage, ep_size, **native)
-            other = deepspeed.initialize(model=frozen_model_of(family), config=settings)[0]
+            other = engine_of(frozen_model_of(family), settings)
             experts = next(iter(other._experts.layers.values())).experts
             with GatheredParameters(list(experts.parameters()), modifier_rank=0), torch.no_grad():
                 experts.w2.zero_()
@@ -104,7 +101,7 @@ def recomputed_body(rank, world, expected):
     model = model_of("deepseek_v3")
     for layer in model.model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    engine = deepspeed.initialize(model=model, config=config(world, 2, 2))[0]
+    engine = engine_of(model, config(world, 2, 2))
     assert steps_of(engine, rank, len(losses)) == pytest.approx([step[rank] for step in losses], abs=3e-6)
     check(engine, rank, params)
     return True

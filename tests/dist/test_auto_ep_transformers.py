@@ -13,6 +13,7 @@ from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from deepspeed.moe.ep_repack import repack_expert_weights
 from deepspeed.utils import safe_get_full_grad
 from harness import run_ranks
+from runs import engine_of
 
 MISSING = importlib.util.find_spec("transformers") is None
 if not MISSING:
@@ -85,7 +86,7 @@ def body(rank, world, cases):
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
             "expert_parallel": {"enabled": True, "autoep_size": world},
         }
-        engine = deepspeed.initialize(model=model, config=settings)[0]
+        engine = engine_of(model, settings)
         loss = engine(**batch(rank)).loss
         assert loss.item() == pytest.approx(losses[rank], abs=2e-5), (family, stage)
         engine.backward(loss)

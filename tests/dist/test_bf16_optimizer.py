@@ -12,6 +12,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from harness import run_ranks
+from runs import take_step
 from zero_training import Deep, batch, loss_of, seeded, start
 
 STEPS, MICRO, LR = 3, 2, 1e-2
@@ -100,8 +101,7 @@ def body_engine(rank, world, folder):
     assert type(engine.optimizer) is BF16_Optimizer
     for micro in range(2 * MICRO):
         x, target = batch(0, world * micro + rank)
-        engine.backward(loss_of(engine(x.bfloat16()), target))
-        engine.step()
+        take_step(engine, loss_of(engine(x.bfloat16()), target))
     engine.save_checkpoint(folder, tag="one")
     assert os.path.exists(f"{folder}/one/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     again = start(seeded(Deep), 1, world, MICRO, **more)

@@ -158,48 +158,55 @@ def test_file_names_and_keys(precision, tmp_path):
     assert set(first) == expected - {"module"} and first == second
 
 
-def body_bad(rank, world, folder, what):
+def cut_in_half(path):
+    with open(path, "r+b") as file:
+        file.truncate(os.path.getsize(path) // 2)
+
+
+def body_spoiled(rank, world, folder, spoil):
     engine, _, loader, _ = make_engine(world, {})
-    if what == "nothing":
-        return engine.load_checkpoint(folder)
-    if what == "tag":
-        return engine.load_checkpoint(folder, tag="absent")
-    if what == "no dir":
-        return engine.save_checkpoint("")
-    if what == "reserved":
-        return engine.save_checkpoint(folder, client_state={"checkpoint_parallel_dimensions": 1})
     run(engine, repeat(loader), 1)
     engine.save_checkpoint(folder, tag="t")
-    path = os.path.join(folder, "t", "mp_rank_00_model_states.pt")
-    if what == "damaged":
-        if rank == 0:
-            with open(path, "r+b") as file:
-                file.truncate(os.path.getsize(path) // 2)
-        torch.distributed.barrier()
-    if what == "file":
-        if rank == 0:
-            os.unlink(path)
-        torch.distributed.barrier()
+    if rank == 0:
+        spoil(os.path.join(folder, "t", "mp_rank_00_model_states.pt"))
+    torch.distributed.barrier()
     return engine.load_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
-    "what, error, words",
+    "spoil, error, words",
     [
-        ("tag", FileNotFoundError, "no checkpoint .*absent"),
-        ("no dir", ValueError, "save_dir"),
-        ("reserved", KeyError, "checkpoint_parallel_dimensions"),
-        ("damaged", RuntimeError, "mp_rank_00_model_states.pt is damaged"),
-        ("file", FileNotFoundError, "mp_rank_00_model_states.pt"),
+        (cut_in_half, RuntimeError, "mp_rank_00_model_states.pt is damaged"),
+        (os.unlink, FileNotFoundError, "mp_rank_00_model_states.pt"),
     ],
 )
-def test_bad_folders_are_named(what, error, words, tmp_path):
+def test_bad_files_are_named(spoil, error, words, tmp_path):
     with pytest.raises(error, match=words):
-        run_ranks(2, body_bad, str(tmp_path), what)
+        run_ranks(2, body_spoiled, str(tmp_path), spoil)
+
+
+def body_call(rank, world, function, folder, options):
+    return getattr(make_engine(world, {})[0], function)(folder, **options)
+
+
+RESERVED = {"client_state": {"checkpoint_parallel_dimensions": 1}}
+
+
+@pytest.mark.parametrize(
+    "function, folder, options, error, words",
+    [
+        ("load_checkpoint", "{}", {"tag": "absent"}, FileNotFoundError, "no checkpoint .*absent"),
+        ("save_checkpoint", "", {}, ValueError, "save_dir"),
+        ("save_checkpoint", "{}", RESERVED, KeyError, "checkpoint_parallel_dimensions"),
+    ],
+)
+def test_bad_calls_are_named(function, folder, options, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        run_ranks(2, body_call, function, folder.format(tmp_path), options)
 
 
 def test_nothing_to_load_is_no_error(tmp_path):
-    assert run_ranks(1, body_bad, str(tmp_path), "nothing") == [(None, None)]
+    assert run_ranks(1, body_call, "load_checkpoint", str(tmp_path), {}) == [(None, None)]
 
 
 def body_save(rank, world, folder):

@@ -234,19 +234,13 @@ def test_what_cannot_be_pickled_is_told_at_once(tmp_path):
         assert hidden == []
 
 
-class Wide(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(512, 1024)
-        self.second = torch.nn.Linear(1024, 512)
-
-    def forward(self, x):
-        return self.second(self.first(x))
+def wide_net():
+    return torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.Linear(1024, 512))
 
 
 def body_bound(rank, world, folder, gib):
     """A model file of 4 MiB and an optimizer file of 12 MiB for each save."""
-    engine = make_engine(world, 1, model=Wide(), host_cache_size=gib)
+    engine = make_engine(world, 1, model=wide_net(), host_cache_size=gib)
     cache = engine.checkpoint_engine.cache
     for step in range(1, 5):
         mark(engine, step)
@@ -272,7 +266,7 @@ def test_the_cache_is_bounded(mib, tmp_path):
 
 
 def body_expected(rank, world, folder, stage, wide):
-    engine = make_engine(world, stage, model=Wide() if wide else None)
+    engine = make_engine(world, stage, model=wide_net() if wide else None)
     engine.checkpoint_engine.behind.drain()
     held = engine.checkpoint_engine.cache.held_bytes
     train_engine(engine, 0 if wide else 1, rank, world)
@@ -292,7 +286,7 @@ def test_memory_for_the_first_save_is_there_before_it(stage, wide, tmp_path):
 
 
 def body_waits(rank, world, folder):
-    engine = make_engine(world, 1, model=Wide(), host_cache_size=17 / 1024)
+    engine = make_engine(world, 1, model=wide_net(), host_cache_size=17 / 1024)
     with Hold() as hold:
         engine.save_checkpoint(folder, tag="a")
         threading.Timer(0.5, hold.go).start()
@@ -377,10 +371,10 @@ def body_load(rank, world, folder):
 def test_killed_while_the_background_writes(world, fault, tmp_path):
     began = time.monotonic()
     with pytest.raises((RankError, OSError)):
-        run_ranks(world, body_killed, str(tmp_path), fault, fresh=True)
+        run_ranks(world, body_killed, str(tmp_path), fault)
     assert time.monotonic() - began < 50  # nobody waits for a process that is gone
     assert run_ranks(1, body_load, str(tmp_path)) == [[1.0]]
-    run_ranks(world, body_killed, str(tmp_path), "", fresh=True)
+    run_ranks(world, body_killed, str(tmp_path), "")
     assert run_ranks(1, body_load, str(tmp_path)) == [[2.0]]
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 

@@ -519,6 +519,6 @@ def body_after(rank, world, folder):
 @pytest.mark.parametrize("fault", ["open:1:kill", "write:1:kill", "fsync:2:kill", "write:1:enospc"])
 def test_a_rank_that_dies_or_cannot_write_leaves_the_old_one(fault, tmp_path):
     with pytest.raises((RankError, OSError), match="No space" if "enospc" in fault else None):
-        run_ranks(2, body_killed, str(tmp_path), fault, fresh=True)
+        run_ranks(2, body_killed, str(tmp_path), fault)
     assert run_ranks(2, body_after, str(tmp_path)) == [0, 0]
     assert (tmp_path / "latest").read_text() == "a" and verify.verify_folder(str(tmp_path / "a")) == []

@@ -5,6 +5,7 @@ import contextlib
 import os
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -222,11 +223,8 @@ def body_turns(rank, world, folder):
             threading.Event().wait(0.05)
             times.append((begin, time.monotonic()))
 
-    Restore.masters = noting
-    try:
+    with mock.patch.object(Restore, "masters", noting):
         engine.load_checkpoint(folder)
-    finally:
-        Restore.masters = real
     found = marks(engine)
     serial = torch.zeros(1)
     shard = engine.optimizer.state_dict()
@@ -239,7 +237,7 @@ def body_turns(rank, world, folder):
 
 
 def test_ranks_of_a_machine_load_one_after_the_other(tmp_path):
-    found = run_ranks(2, body_turns, str(tmp_path), fresh=True)
+    found = run_ranks(2, body_turns, str(tmp_path))
     for (_, end), (begin, _) in zip([f[0] for f in found], [f[0] for f in found[1:]]):
         assert end <= begin
     assert [f[1] for f in found] == [[2.0]] * 2 and [f[2] for f in found] == [1.0, 2.0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from harness import run_ranks
+from runs import engine_of, take_step
 
 MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
 if not MISSING:
@@ -251,12 +252,11 @@ def listen(rank, world, folder, name):
     assert kept.is_zero3() and all(param.ds_numel for param in model.parameters())
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         start = {key: value.tolist() for key, value in model.state_dict().items()}
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ZERO3)[0]
+    engine = engine_of(model, ZERO3, model_parameters=model.parameters())
     losses = []
     for _ in range(2):
         losses.append(engine(**heard(name)).loss)
-        engine.backward(losses[-1])
-        engine.step()
+        take_step(engine, losses[-1])
     return start, [loss.item() for loss in losses]
 
 

@@ -56,7 +56,7 @@ def told(folder, ranks=(0, 1, 2)):
 
 @pytest.mark.parametrize("fault", ["skip", "order"])
 def test_a_mismatch_is_found_within_seconds(fault, tmp_path):
-    run_ranks(3, faulty, fault, str(tmp_path), fresh=True, env=GLOO)
+    run_ranks(3, faulty, fault, str(tmp_path), env=GLOO)
     call = {"skip": "rank 1 barrier()", "order": "rank 1 broadcast(10 x float32, root 0)"}[fault]
     for seconds, text in told(tmp_path):
         assert "the ranks of a group call different collectives:" in text and call in text
@@ -67,7 +67,7 @@ def test_a_mismatch_is_found_within_seconds(fault, tmp_path):
 @pytest.mark.alone
 @pytest.mark.parametrize("fault", ["shape", "dtype"])
 def test_strict_comparison_finds_what_ends_gloo(fault, tmp_path):
-    run_ranks(3, faulty, fault, str(tmp_path), fresh=True, env=GLOO | {"DS_COMM_FINGERPRINTS": "strict"})
+    run_ranks(3, faulty, fault, str(tmp_path), env=GLOO | {"DS_COMM_FINGERPRINTS": "strict"})
     call = {"shape": "rank 1 all_reduce(11 x float32, sum)", "dtype": "rank 1 all_reduce(10 x float64, sum)"}[fault]
     for seconds, text in told(tmp_path):
         assert call in text and "rank 0 all_reduce(10 x float32, sum)" in text and seconds < 3
@@ -75,14 +75,14 @@ def test_strict_comparison_finds_what_ends_gloo(fault, tmp_path):
 
 def test_a_killed_rank_is_named(tmp_path):
     with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(3, faulty, "killed", str(tmp_path), fresh=True, grace=15, env=GLOO)
+        run_ranks(3, faulty, "killed", str(tmp_path), grace=15, env=GLOO)
     for seconds, text in told(tmp_path, (0, 2)):
         assert "rank 1: has ended" in text and "in all_reduce(10 x float32, sum), number 2" in text
         assert seconds < 5
 
 
 def test_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
-    run_ranks(3, faulty, "endless", str(tmp_path), fresh=True, env=GLOO)
+    run_ranks(3, faulty, "endless", str(tmp_path), env=GLOO)
     for seconds, text in told(tmp_path, (0, 2)):
         assert "rank 1 (process" in text and "outside of collectives; all_reduce(10 x float32, sum), number 1" in text
         assert "in faulty: time.sleep(PATIENCE_S + 4)" in text
@@ -92,7 +92,7 @@ def test_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
 @pytest.mark.alone
 @pytest.mark.parametrize("strict", ["1", "strict"])
 def test_a_slow_rank_is_waited_for(strict, tmp_path):
-    run_ranks(3, faulty, "slow", str(tmp_path), fresh=True, env=GLOO | {"DS_COMM_FINGERPRINTS": strict})
+    run_ranks(3, faulty, "slow", str(tmp_path), env=GLOO | {"DS_COMM_FINGERPRINTS": strict})
     assert [text for _, text in told(tmp_path)] == ["fine"] * 3
 
 
@@ -111,13 +111,13 @@ def recorded(rank, world):
 def test_the_flight_record_has_them():
     calls = ["all_reduce(3 x float32, sum)", "all_gather(3 x bfloat16)", "broadcast(2 x float32, root 1)"]
     expected = [(call, "done") for call in [*calls, "all_reduce(4 x float32, sum)"]]
-    assert run_ranks(2, recorded, init=True, fresh=True, env=GLOO) == [expected] * 2
+    assert run_ranks(2, recorded, init=True, env=GLOO) == [expected] * 2
 
 
 # ---- the memory beside gloo: every call is compared, without asking for it ------------------------------------------
 @pytest.mark.parametrize("fault", ["skip", "order", "shape", "dtype"])
 def test_in_memory_a_mismatch_is_found_at_once(fault, tmp_path):
-    run_ranks(3, faulty, fault, str(tmp_path), fresh=True)
+    run_ranks(3, faulty, fault, str(tmp_path))
     call = {
         "skip": "rank 1 barrier()", "order": "rank 1 broadcast(10 x float32, root 0)",
         "shape": "rank 1 all_reduce(11 x float32, sum)", "dtype": "rank 1 all_reduce(10 x float64, sum)",
@@ -129,13 +129,13 @@ def test_in_memory_a_mismatch_is_found_at_once(fault, tmp_path):
 
 def test_in_memory_a_killed_rank_is_named(tmp_path):
     with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(3, faulty, "killed", str(tmp_path), fresh=True, grace=15)
+        run_ranks(3, faulty, "killed", str(tmp_path), grace=15)
     for seconds, text in told(tmp_path, (0, 2)):
         assert "rank 1 (process" in text and "has ended" in text and seconds < 5
 
 
 def test_in_memory_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
-    run_ranks(3, faulty, "endless", str(tmp_path), fresh=True)
+    run_ranks(3, faulty, "endless", str(tmp_path))
     for seconds, text in told(tmp_path, (0, 2)):
         assert "has not come for 5 s" in text and "in faulty: time.sleep(PATIENCE_S + 4)" in text
         assert PATIENCE_S <= seconds < PATIENCE_S + 5
@@ -157,4 +157,4 @@ def memory_recorded(rank, world):
 
 def test_groups_of_deepspeed_comm_have_memory_beside_them():
     gathered, sent = ("all_gather", 3, "done"), ("broadcast", 2, "done")
-    assert run_ranks(3, memory_recorded, init=True, fresh=True) == [[gathered, sent], [gathered, sent], [sent]]
+    assert run_ranks(3, memory_recorded, init=True) == [[gathered, sent], [gathered, sent], [sent]]

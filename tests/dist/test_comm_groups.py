@@ -6,17 +6,11 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import groups
 from harness import run_ranks
+from runs import total
 
 
 def members(group):
     return dist.get_all_ranks_from_group(group)
-
-
-def total(group, rank):
-    """The sum of the ranks over a group: it works, and this rank is in it."""
-    x = torch.tensor([float(rank)])
-    dist.all_reduce(x, group=group)
-    return int(x)
 
 
 def _tensor(rank, world):
@@ -174,4 +168,4 @@ def _another_job(rank, world, where):
 
 
 def test_groups_end_with_their_job(tmp_path):
-    run_ranks(2, _another_job, str(tmp_path), init="gloo", fresh=True)
+    run_ranks(2, _another_job, str(tmp_path), init="gloo")

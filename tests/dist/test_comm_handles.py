@@ -1,5 +1,6 @@
 """Handles of deepspeed.comm's functions are torch's own: every member, of every verb, over gloo and through memory."""
 
+import functools
 import time
 from datetime import timedelta
 
@@ -13,44 +14,41 @@ pytestmark = pytest.mark.dist
 
 BOTH = pytest.mark.parametrize("init", ["gloo", True], ids=["gloo", "memory"])
 WORLD = 2
-VERBS = [
-    "all_reduce", "strided", "reduce", "broadcast", "reduce_scatter", "reduce_scatter_tensor", "all_gather",
-    "all_gather_into_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier",
-]  # fmt: skip
+ROWS = [torch.ones(2), torch.full((2,), 2.0)]  # the tensor of each rank
+TOTAL, BOTH_ROWS = sum(ROWS), torch.cat(ROWS)
+
+
+class Given:
+    """What a rank brings: tensors to send, and tensors to receive into."""
+
+    def __init__(self, rank):
+        self.rank, self.root = rank, rank == 0
+        self.mine, self.twice = ROWS[rank].clone(), ROWS[rank].repeat(2)
+        self.wide = torch.full((2, 4), rank + 1.0)[:, ::2]
+        self.one, self.two, self.all_of = torch.zeros(2), [torch.zeros(2), torch.zeros(2)], torch.zeros(4)
+
+
+# verb -> the call, the caller's output tensors, and what they become
+VERBS = {
+    "all_reduce": lambda g, call: (call(g.mine), [g.mine], [TOTAL]),
+    "strided": lambda g, call: (call(g.wide), [g.wide], [torch.full((2, 2), 3.0)]),  # of all_reduce
+    "reduce": lambda g, call: (call(g.mine, 0), [g.mine], [TOTAL if g.root else ROWS[1]]),
+    "broadcast": lambda g, call: (call(g.mine, 1), [g.mine], [ROWS[1]]),
+    "reduce_scatter": lambda g, call: (call(g.one, [g.mine, g.mine]), [g.one], [TOTAL]),
+    "reduce_scatter_tensor": lambda g, call: (call(g.one, g.twice), [g.one], [TOTAL]),
+    "all_gather": lambda g, call: (call(g.two, g.mine), g.two, ROWS),
+    "all_gather_into_tensor": lambda g, call: (call(g.all_of, g.mine), [g.all_of], [BOTH_ROWS]),
+    "all_to_all": lambda g, call: (call(g.two, [g.mine, g.mine]), g.two, ROWS),
+    "all_to_all_single": lambda g, call: (call(g.all_of, g.twice), [g.all_of], [BOTH_ROWS]),
+    "gather": lambda g, call: (call(g.mine, g.two if g.root else None, 0), g.two[: 2 * g.root], ROWS[: 2 * g.root]),
+    "scatter": lambda g, call: (call(g.one, ROWS if g.root else None, 0), [g.one], [ROWS[g.rank]]),
+    "barrier": lambda g, call: (call(), [], []),
+}
 
 
 def started(verb, rank):
     """A handle, the caller's output tensors, and what they become."""
-    root, mine = rank == 0, torch.full((2,), rank + 1.0)
-    rows, twice = [torch.ones(2), torch.full((2,), 2.0)], torch.cat([mine, mine])
-    one, two, all_of = torch.zeros(2), [torch.zeros(2), torch.zeros(2)], torch.zeros(4)
-    total = rows[0] + rows[1]
-    if verb == "all_reduce":
-        return dist.all_reduce(mine, async_op=True), [mine], [total]
-    if verb == "strided":
-        wide = torch.full((2, 4), rank + 1.0)[:, ::2]
-        return dist.all_reduce(wide, async_op=True), [wide], [torch.full((2, 2), 3.0)]
-    if verb == "reduce":
-        return dist.reduce(mine, 0, async_op=True), [mine], [total if root else rows[1]]
-    if verb == "broadcast":
-        return dist.broadcast(mine, 1, async_op=True), [mine], [rows[1]]
-    if verb == "reduce_scatter":
-        return dist.reduce_scatter(one, [mine, mine], async_op=True), [one], [total]
-    if verb == "reduce_scatter_tensor":
-        return dist.reduce_scatter_tensor(one, twice, async_op=True), [one], [total]
-    if verb == "all_gather":
-        return dist.all_gather(two, mine, async_op=True), two, rows
-    if verb == "all_gather_into_tensor":
-        return dist.all_gather_into_tensor(all_of, mine, async_op=True), [all_of], [torch.cat(rows)]
-    if verb == "all_to_all":
-        return dist.all_to_all(two, [mine, mine], async_op=True), two, rows
-    if verb == "all_to_all_single":
-        return dist.all_to_all_single(all_of, twice, async_op=True), [all_of], [torch.cat(rows)]
-    if verb == "gather":
-        return dist.gather(mine, two if root else None, 0, async_op=True), two if root else [], rows if root else []
-    if verb == "scatter":
-        return dist.scatter(one, rows if root else None, 0, async_op=True), [one], [rows[rank]]
-    return dist.barrier(async_op=True), [], []
+    return VERBS[verb](Given(rank), functools.partial(getattr(dist, verb, dist.all_reduce), async_op=True))
 
 
 def same(found, outputs, expected):
@@ -161,4 +159,4 @@ def _failures(rank, world):
 
 @BOTH
 def test_a_failure_is_told_by_handle_and_future(init):
-    run_ranks(WORLD, _failures, init=init, fresh=True)
+    run_ranks(WORLD, _failures, init=init)

@@ -7,25 +7,20 @@ import time
 import pytest
 import torch
 
-import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm.group_communicators import _name_of
-from engine_models import config, make_net, train_engine
+from engine_models import net_engine, train_engine
 from harness import RankError, run_ranks
 from moe_models import batch, moe_net
+from runs import DTYPES, weight_list
 
 HOSTS = "abab"
 
 
 def trained(rank, world, stage, dtype, hosts=HOSTS):
     os.environ["DS_HOST_ID"] = hosts[rank]
-    section = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
-    engine = deepspeed.initialize(
-        model=make_net(), config=config(world, 1, zero_optimization={"stage": stage}, **section)
-    )[0]
+    engine = net_engine(world, stage, **DTYPES[dtype])
     losses, _ = train_engine(engine, 5, rank, world)
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        values = [p.detach().float().flatten() for p in engine.module.parameters()]
+    values = [weight.float().flatten() for weight in weight_list(engine)]
     return engine.core.communicator, losses, torch.cat(values)
 
 
@@ -58,7 +53,7 @@ def by_hand(rank, world):
 
 
 def test_calls_of_a_script_go_over_gloo_between_hosts_and_through_memory_inside():
-    found = run_ranks(4, by_hand, fresh=True)
+    found = run_ranks(4, by_hand)
     assert [values for values, _ in found] == [[10.0, 4.0], [10.0, 6.0]] * 2
     assert [transports for _, transports in found] == [["gloo", "shm"]] * 4
 
@@ -67,6 +62,7 @@ def experts_over(hosts, rank, drop, memory="1"):
     """One forward and backward of a layer whose four ranks are on these hosts: what comes of it, and what has carried
     its exchanges."""
     os.environ.update(DS_HOST_ID=hosts[rank], DS_SHM_COLLECTIVES=memory)
+    earlier = {flight["group"] for flight in dist.flight_record()}
     group = dist.new_group(range(4))
     net = moe_net(rank, 8, 4, 2, drop, True)
     net.layer.deepspeed_moe.overlap_chunks = 2
@@ -74,7 +70,7 @@ def experts_over(hosts, rank, drop, memory="1"):
     x = batch(1, rank, 3 + 5 * rank).requires_grad_()
     out, _, _ = net.layer(x)
     out.square().sum().backward()
-    mine = [f for f in dist.flight_record() if f["group"] == _name_of(group) and f["op"] == "all_to_all"]
+    mine = [f for f in dist.flight_record() if f["group"] not in earlier and f["op"] == "all_to_all"]
     carried = [sum(f["transport"] == name for f in mine) for name in ("gloo", "shm")]
     dist.destroy_process_group(group)
     return [out.detach(), x.grad, *(p.grad for p in net.layer.deepspeed_moe.experts.parameters())], carried
@@ -98,7 +94,7 @@ def test_rows_of_experts_go_by_hosts_with_the_same_bits():
 
 def a_rank_of_another_host_dies(rank, world, folder):
     os.environ.update(DS_HOST_ID=HOSTS[rank], DS_COMM_TIMEOUT_S="10", DS_COMM_TRACE_DIR=folder)
-    engine = deepspeed.initialize(model=make_net(), config=config(world, 1, zero_optimization={"stage": 2}))[0]
+    engine = net_engine(world, 2)
     train_engine(engine, 2, rank, world)
     began = time.monotonic()
     if rank == 3:
@@ -115,7 +111,7 @@ def a_rank_of_another_host_dies(rank, world, folder):
 
 def test_a_death_on_one_host_ends_the_others(tmp_path):
     with pytest.raises(RankError):
-        run_ranks(4, a_rank_of_another_host_dies, str(tmp_path), init=True, fresh=True, grace=15)
+        run_ranks(4, a_rank_of_another_host_dies, str(tmp_path), init=True, grace=15)
     texts = {rank: (tmp_path / str(rank)).read_text(encoding="utf-8").split(" ", 1) for rank in (0, 1, 2)}
     assert "rank 1 (rank 3 of the job, process" in texts[1][1] and "has ended" in texts[1][1]
     for rank in (0, 2):
@@ -153,7 +149,7 @@ def an_exchange_without_rank_3(rank, world, folder, what):
 @pytest.mark.parametrize("what", ["dies", "does something else"])
 def test_a_rank_that_does_not_come_to_an_exchange_between_hosts_is_named(tmp_path, what):
     with pytest.raises(RankError):
-        run_ranks(4, an_exchange_without_rank_3, str(tmp_path), what, fresh=True)
+        run_ranks(4, an_exchange_without_rank_3, str(tmp_path), what)
     wanted = "rank 3 of the job, process" if what == "dies" else "rank 3 all_reduce(4 x float32, sum)"
     for rank in range(3):
         text = (tmp_path / str(rank)).read_text(encoding="utf-8")

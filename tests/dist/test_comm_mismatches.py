@@ -4,6 +4,7 @@ gloo, through the memory beside it, and over the backend shm. Ranks as threads: 
 import os
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +16,22 @@ from deepspeed.checkpoint.read import node_local
 from harness import run_ranks
 
 LIMIT_S, WRONG = 5.0, 1
-VERBS = (
-    "all_reduce", "reduce", "broadcast", "reduce_scatter", "reduce_scatter_tensor", "all_gather",
-    "all_gather_into_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "all_reduce_coalesced",
-    "all_gather_coalesced",
-)  # fmt: skip
+# verb -> the arguments of its call: tensors of one rank, of all ranks together and of each rank
+VERBS = {
+    "all_reduce": lambda t: (t.one,),
+    "reduce": lambda t: (t.one, 0),
+    "broadcast": lambda t: (t.one, 0),
+    "reduce_scatter": lambda t: (t.one, t.parts),
+    "reduce_scatter_tensor": lambda t: (t.one, t.whole),
+    "all_gather": lambda t: (t.parts, t.one),
+    "all_gather_into_tensor": lambda t: (t.whole, t.one),
+    "all_to_all": lambda t: (t.parts, t.other_parts),
+    "all_to_all_single": lambda t: (t.whole, t.other_whole),
+    "gather": lambda t: (t.one, t.parts if t.rank == 0 else None, 0),
+    "scatter": lambda t: (t.one, t.parts if t.rank == 0 else None, 0),
+    "all_reduce_coalesced": lambda t: ([t.one, t.other],),
+    "all_gather_coalesced": lambda t: ([t.whole, t.other_whole], [t.one, t.other]),
+}
 FAULTS = ("shape", "dtype", "splits")
 # Comparing through the store takes a second or two for each error: one fault for each verb.
 OVER_GLOO = [(verb, FAULTS[i % 2]) for i, verb in enumerate(VERBS)] + [("all_to_all_single", "splits")]
@@ -30,35 +42,16 @@ def call(verb, fault, rank, world, group):
     wrong = rank == WRONG
     count = 8 if wrong and fault == "shape" else 6
     dtype = torch.float64 if wrong and fault == "dtype" else torch.float32
-    ones = lambda count: torch.ones(count, dtype=dtype)  # noqa: E731
-    one, whole, parts = ones(count), ones(count * world), [ones(count) for _ in range(world)]
-    if verb == "all_reduce":
-        return comm.all_reduce(one, group=group)
-    if verb in ("reduce", "broadcast"):
-        return getattr(comm, verb)(one, 0, group=group)
-    if verb == "reduce_scatter":
-        return comm.reduce_scatter(one, parts, group=group)
-    if verb == "reduce_scatter_tensor":
-        return comm.reduce_scatter_tensor(one, whole, group=group)
-    if verb == "all_gather":
-        return comm.all_gather(parts, one, group=group)
-    if verb == "all_gather_into_tensor":
-        return comm.all_gather_into_tensor(whole, one, group=group)
-    if verb == "all_to_all":
-        return comm.all_to_all(parts, [ones(count) for _ in range(world)], group=group)
-    if verb == "gather":
-        return comm.gather(one, parts if rank == 0 else None, 0, group=group)
-    if verb == "scatter":
-        return comm.scatter(one, parts if rank == 0 else None, 0, group=group)
-    if verb == "all_reduce_coalesced":
-        return comm.all_reduce_coalesced([one, ones(count)], group=group)
-    if verb == "all_gather_coalesced":
-        return comm.all_gather_coalesced([whole, ones(count * world)], [one, ones(count)], group=group)
-    if fault != "splits":
-        return comm.all_to_all_single(whole, ones(count * world), group=group)
-    given = [(rank + other) % world + 1 for other in range(world)]
-    taken = given[::-1] if wrong else given  # as many in all
-    return comm.all_to_all_single(ones(sum(taken)), ones(sum(given)), taken, given, group=group)
+    if fault == "splits":
+        given = [(rank + other) % world + 1 for other in range(world)]
+        taken = given[::-1] if wrong else given  # as many in all
+        return comm.all_to_all_single(torch.ones(sum(taken)), torch.ones(sum(given)), taken, given, group=group)
+    one, whole = torch.ones(count, dtype=dtype), torch.ones(count * world, dtype=dtype)
+    tensors = SimpleNamespace(
+        rank=rank, one=one, other=one.clone(), whole=whole, other_whole=whole.clone(),
+        parts=[one.clone() for _ in range(world)], other_parts=[one.clone() for _ in range(world)],
+    )  # fmt: skip
+    return getattr(comm, verb)(*VERBS[verb](tensors), group=group)
 
 
 def mismatches(rank, world, backend, cases):
@@ -89,7 +82,7 @@ def mismatches(rank, world, backend, cases):
 )
 def test_every_rank_fails_within_seconds(backend, cases, env, tmp_path):
     env = env | {"DS_COMM_TRACE_DIR": str(tmp_path)}
-    for told in run_ranks(3, mismatches, backend, cases, fresh=True, env=env, timeout=120):
+    for told in run_ranks(3, mismatches, backend, cases, env=env, timeout=120):
         assert len(told) == len(cases)
         for verb, fault, seconds, text in told:
             assert "call different collectives" in text or "gives another one more or less" in text, (verb, fault, text)
@@ -113,7 +106,7 @@ def other_groups(rank, world, backend):
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_ranks_in_other_groups_are_told_after_the_timeout(backend, tmp_path):
     env = {"DS_COMM_TRACE_DIR": str(tmp_path)}
-    for seconds, text in run_ranks(3, other_groups, backend, fresh=True, env=env, timeout=60):
+    for seconds, text in run_ranks(3, other_groups, backend, env=env, timeout=60):
         assert "has not come for 2 s" in text and seconds < LIMIT_S + 2
 
 
@@ -147,7 +140,7 @@ def fail_as_rank_0_does():
 
 @pytest.mark.parametrize("backend, env", [("shm", {}), ("gloo", {}), ("gloo", {"DS_SHM_COLLECTIVES": "0"})])
 def test_dtypes_that_differ_on_one_rank_are_refused(backend, env):
-    assert run_ranks(2, refused, backend, fresh=True, env=env, timeout=60) == [[2.0] * 4] * 2
+    assert run_ranks(2, refused, backend, env=env, timeout=60) == [[2.0] * 4] * 2
 
 
 # ---- several calls as one, of the backend shm ------------------------------------------------------------------------
@@ -172,7 +165,7 @@ def coalesced(rank, world):
 
 
 def test_coalesced_calls_give_a_handle_and_the_first_error(tmp_path):
-    assert all(run_ranks(2, coalesced, fresh=True, env={"DS_COMM_TRACE_DIR": str(tmp_path)}, timeout=60))
+    assert all(run_ranks(2, coalesced, env={"DS_COMM_TRACE_DIR": str(tmp_path)}, timeout=60))
 
 
 # ---- files that ranks send each other --------------------------------------------------------------------------------

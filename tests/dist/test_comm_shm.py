@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import time
@@ -15,6 +16,8 @@ import deepspeed
 import deepspeed.comm
 from engine_models import config, make_net, train_engine
 from harness import RankError, run_ranks
+from logs import logged
+from runs import engine_of
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -147,7 +150,7 @@ def test_ddp_on_it_equals_one_process():
 
 
 def carrier_of_engine(rank, world):
-    engine = deepspeed.initialize(model=make_net(), config=config(world, 1, zero_optimization={"stage": 2}))[0]
+    engine = engine_of(make_net(), config(world, 1, zero_optimization={"stage": 2}))
     losses, _ = train_engine(engine, 4, rank, world)
     return engine.core.communicator, losses
 
@@ -163,9 +166,7 @@ def test_the_engine_uses_it_by_itself():
 
 def flights_of_engine(rank, world):
     assert deepspeed.comm.flight_record() == []
-    engine = deepspeed.initialize(
-        model=make_net(), config=config(world, 1, zero_optimization={"stage": 2}, comm={"timeout": 77})
-    )[0]
+    engine = engine_of(make_net(), config(world, 1, zero_optimization={"stage": 2}, comm={"timeout": 77}))
     train_engine(engine, 4, rank, world)
     names = {name for name, _ in engine.module.named_parameters()}
     flights = deepspeed.comm.flight_record()
@@ -182,7 +183,7 @@ def flights_of_engine(rank, world):
 
 
 def test_the_flight_record_has_names_of_parameters():
-    assert run_ranks(2, flights_of_engine, init=True, fresh=True) == [77.0] * 2
+    assert run_ranks(2, flights_of_engine, init=True) == [77.0] * 2
 
 
 def default_timeouts(rank, world):
@@ -203,24 +204,21 @@ def test_the_environment_sets_the_patience_of_torchs_groups():
 
 
 def slow_engine(rank, world):
-    lines = []
-    deepspeed.log.logger.warning = lambda *args: lines.append(args[0])
-    deepspeed.init_distributed(dist_backend="shm")
-    value = torch.ones(100)
-    begin = time.monotonic()
-    while True:
-        time.sleep(0.2 if rank == 1 else 0.01)
-        value.fill_(float(time.monotonic() - begin > 8))
-        dist.broadcast(value, 0)
-        if value[0]:
-            break
-    time.sleep(0.3)
+    value = torch.zeros(100)
+    with logged(logging.WARNING) as lines:
+        deepspeed.init_distributed(dist_backend="shm")
+        begin = time.monotonic()
+        while not value[0]:
+            time.sleep(0.2 if rank == 1 else 0.01)
+            value.fill_(float(time.monotonic() - begin > 8))
+            dist.broadcast(value, 0)
+        time.sleep(0.3)
     return lines
 
 
 @pytest.mark.alone
 def test_a_slow_rank_is_named_once_and_waited_for():
-    first, second, third = run_ranks(3, slow_engine, fresh=True)
+    first, second, third = run_ranks(3, slow_engine)
     assert (second, third) == ([], []) and len(first) == 1
     assert "rank 1 is slow" in first[0] and "have waited" in first[0]
 
@@ -250,7 +248,7 @@ def ends_under_way(rank, world):
 
 
 def test_gloo_beside_it_may_let_go_of_tensors_while_the_group_ends():
-    run_ranks(2, ends_under_way, fresh=True, timeout=40)
+    run_ranks(2, ends_under_way, timeout=40)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -305,7 +303,7 @@ def test_a_mismatch_names_ranks_and_calls_on_all_of_them(fault):
         "dtype": "rank 1 all_reduce(10 x float64, sum)",
         "order": "rank 1 broadcast(10 x float32, root 0)",
     }[fault]
-    for text, seconds in run_ranks(3, faulty, fault, fresh=True):
+    for text, seconds in run_ranks(3, faulty, fault):
         assert called in text and "rank 0 all_reduce(10 x float32, sum)" in text
         assert seconds < 1
         stack = text[text.index("rank 1 (process") :]
@@ -316,7 +314,7 @@ def test_a_mismatch_names_ranks_and_calls_on_all_of_them(fault):
 @pytest.mark.alone
 @pytest.mark.parametrize("fault", ["exception", "endless"])
 def test_a_rank_that_does_not_come_is_named(fault):
-    results = run_ranks(3, faulty, fault, fresh=True)
+    results = run_ranks(3, faulty, fault)
     for text, seconds in (results[0], results[2]):
         assert "rank 1 (process" in text and "all_reduce(10 x float32, sum)" in text
         assert ("has destroyed its process group" if fault == "exception" else "has not come for 3 s") in text
@@ -328,7 +326,7 @@ def test_a_rank_that_does_not_come_is_named(fault):
 
 @pytest.mark.alone
 def test_a_rank_that_cannot_answer_is_told_from_one_that_can(traces):
-    results = run_ranks(3, faulty, "deaf", fresh=True)
+    results = run_ranks(3, faulty, "deaf")
     for text, seconds in (results[0], results[2]):
         assert "rank 1 (process" in text and "it does not answer: its interpreter is busy" in text
         assert "in faulty: dist.all_reduce(torch.ones(10))" in text and seconds < 3 + 5
@@ -353,7 +351,7 @@ def survivors(rank, world, folder):
 @pytest.mark.alone
 def test_a_killed_rank_is_named(tmp_path):
     with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(3, survivors, str(tmp_path), fresh=True, grace=15)
+        run_ranks(3, survivors, str(tmp_path), grace=15)
     for rank in (0, 2):
         seconds, text = (tmp_path / str(rank)).read_text(encoding="utf-8").split(" ", 1)
         assert "rank 1 (process" in text and "has ended" in text and float(seconds) < 2
@@ -361,7 +359,7 @@ def test_a_killed_rank_is_named(tmp_path):
 
 @pytest.mark.alone
 def test_a_slow_rank_is_waited_for():
-    assert [text for text, _ in run_ranks(3, faulty, "slow", fresh=True)] == ["fine"] * 3
+    assert [text for text, _ in run_ranks(3, faulty, "slow")] == ["fine"] * 3
 
 
 def the_last_reference_goes_in_the_background(rank, world):

@@ -17,6 +17,7 @@ from deepspeed._compat import TORCH2
 from deepspeed.comm import comms_log
 from engine_models import config, make_net, train_engine
 from harness import run_ranks
+from runs import engine_of
 
 
 def counts():
@@ -226,7 +227,7 @@ def _engine(rank, world, stage):
     off()
     settings = {"stage": stage, "reduce_bucket_size": 10**6, "stage3_param_persistence_threshold": 10**6}
     made = config(world, 1, zero_optimization=settings, comms_logger={"enabled": True})
-    engine = deepspeed.initialize(model=make_net(), config=made)[0]
+    engine = engine_of(make_net(), made)
     dist.reset_log()
     engine.core.reset_traffic()
     train_engine(engine, 2, rank, world)
@@ -244,7 +245,7 @@ def _engine(rank, world, stage):
     engine.destroy()
     del engine
     off()
-    engine = deepspeed.initialize(model=make_net(), config=config(world, 1, zero_optimization=settings))[0]
+    engine = engine_of(make_net(), config(world, 1, zero_optimization=settings))
     train_engine(engine, 2, rank, world)
     assert not dist.has_comm_data()
     # Waiting for each operation changes no bit.
@@ -259,7 +260,7 @@ def test_what_the_engine_sends_is_in_the_log(stage, names):
 
 def _stage_3(rank, world):
     made = config(world, 1, zero_optimization={"stage": 3}, comms_logger={"enabled": True})
-    engine = deepspeed.initialize(model=make_net(), config=made)[0]
+    engine = engine_of(make_net(), made)
     train_engine(engine, 2, rank, world)
     found = dist.get_logged_comm_ops()
     off()
@@ -280,7 +281,7 @@ def _missing(rank, world):
 
 
 def test_a_monitored_barrier_names_who_is_missing():
-    assert all(run_ranks(2, _missing, init=True, fresh=True))
+    assert all(run_ranks(2, _missing, init=True))
 
 
 def _init_context(rank, world):

@@ -18,6 +18,7 @@ from deepspeed.config import DeepSpeedConfig  # noqa: E402
 from deepspeed.utils.timer import ThroughputTimer  # noqa: E402
 from engine_models import batch, config, loss_of, make_net  # noqa: E402
 from harness import run_ranks  # noqa: E402
+from runs import take_step  # noqa: E402
 from surface_tables import ABSENT_MEMBERS, OWN_PARAMETERS  # noqa: E402
 
 with open(os.path.join(os.path.dirname(HERE), "python", "data", "engine_members.json"), encoding="utf-8") as file:
@@ -28,8 +29,7 @@ def engine_at(stage, **more):
     made = config(1, zero_optimization={"stage": stage}, **more)
     engine = deepspeed.initialize(model=make_net(), config=made)[0]
     tokens, targets = batch(0)
-    engine.backward(loss_of(engine(tokens), targets))
-    engine.step()
+    take_step(engine, loss_of(engine(tokens), targets))
     return engine
 
 

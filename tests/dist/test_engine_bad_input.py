@@ -8,110 +8,106 @@ import torch
 import deepspeed
 from engine_models import batch, config, loss_of, make_net
 from harness import run_ranks
+from runs import engine_of, take_step
+
+
+def initialize(**given):
+    """Calls ``deepspeed.initialize`` with a model and a configuration that are right where ``given`` has no other."""
+    return deepspeed.initialize(**{"model": make_net(), "config": config(), **given})
+
+
+def malformed():
+    with open("broken.json", "w") as file:
+        file.write('{"train_batch_size": 8,, }')
+    return initialize(config="broken.json")
+
+
+def twice():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    optimizer.param_groups[0]["params"].append(p)
+    return initialize(optimizer=optimizer)
+
+
+def without_optimizer():
+    engine = engine_of(make_net(), {name: value for name, value in config().items() if name != "optimizer"})
+    return engine.backward(engine(batch(0)[0]).sum())
+
+
+def step_in_no_sync(engine, tokens, targets):
+    with engine.no_sync():
+        engine.backward(loss_of(engine(tokens), targets))
+        return engine.step()
+
+
+def no_sync_twice(engine, tokens, targets):
+    with engine.no_sync(), engine.no_sync():
+        pass
+
+
+ADAM, REFUSED = config()["optimizer"], deepspeed.DeepSpeedConfigError
+# what -> the error, words in its text, and what makes it
+STARTS = {
+    "no model": (AssertionError, "needs a model", lambda: deepspeed.initialize(config=config())),
+    "no config": (AssertionError, "no DeepSpeed configuration", lambda: deepspeed.initialize(model=make_net())),
+    "no file": ((ValueError, FileNotFoundError), "/nowhere/ds.json", lambda: initialize(config="/nowhere/ds.json")),
+    "malformed": (ValueError, "broken.json", malformed),
+    "two configs": (
+        AssertionError, "more than once: config and args.deepspeed_config",
+        lambda: initialize(args=argparse.Namespace(deepspeed_config="a.json")),
+    ),
+    "optimizer name": (
+        REFUSED, "AdamX.*(Adam|AdamW)", lambda: initialize(config=config(optimizer={**ADAM, "type": "AdamX"})),
+    ),
+    "optimizer params": (
+        REFUSED, "momentun",
+        lambda: initialize(config=config(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentun": 0.9}})),
+    ),
+    "max_grad_norm": (
+        ValueError, "gradient_clipping",
+        lambda: initialize(config=config(optimizer={**ADAM, "params": {**ADAM["params"], "max_grad_norm": 1.0}})),
+    ),
+    "scheduler name": (
+        REFUSED, "WarmupLRR.*WarmupLR",
+        lambda: initialize(config=config(scheduler={"type": "WarmupLRR", "params": {}})),
+    ),
+    "batch": (AssertionError, "7", lambda: initialize(config=config(train_batch_size=7))),
+    "stage": (
+        (ValueError, AssertionError), "stage",
+        lambda: initialize(config=config(zero_optimization={"stage": 4, "reduce_bucket_size": 300})),
+    ),
+    "optimizer object": (TypeError, "is a str", lambda: initialize(optimizer="adam")),
+    "frozen": (ValueError, "nothing to optimise", lambda: initialize(model=make_net().requires_grad_(False))),
+    "mesh": (REFUSED, r"mesh_param = \(2, 1\) makes 2 ranks, but there are 1", lambda: initialize(mesh_param=(2, 1))),
+    "mesh and mpu": (ValueError, "pass one of them", lambda: initialize(mesh_param=(1, 1), mpu=object())),
+    "twice": (ValueError, "appears twice", twice),
+    "no optimizer": (AssertionError, "needs an optimizer", without_optimizer),
+}  # fmt: skip
+# The same with an engine, and a batch for it.
+CALLS = {
+    "not scalar": (
+        AssertionError, r"scalar loss, got shape \(8, 6, 5\)",
+        lambda engine, tokens, targets: engine.backward(engine(tokens)),
+    ),
+    "not a tensor": (
+        TypeError, "not loss.item",
+        lambda engine, tokens, targets: engine.backward(loss_of(engine(tokens), targets).item()),
+    ),
+    "step in no_sync": (AssertionError, "no_sync", step_in_no_sync),
+    "no_sync twice": (AssertionError, "entered twice", no_sync_twice),
+    "train batch": (ValueError, "not divisible", lambda engine, tokens, targets: engine.set_train_batch_size(9)),
+    "data": (ValueError, "is a int", lambda engine, tokens, targets: engine.deepspeed_io(7)),
+}  # fmt: skip
 
 
 def body(rank, world, what):
-    made = config(world)
-    model = make_net()
-    if what == "no model":
-        return deepspeed.initialize(config=made)
-    if what == "no config":
-        return deepspeed.initialize(model=model)
-    if what == "no file":
-        return deepspeed.initialize(model=model, config="/nowhere/ds.json")
-    if what == "malformed":
-        with open("broken.json", "w") as file:
-            file.write('{"train_batch_size": 8,, }')
-        return deepspeed.initialize(model=model, config="broken.json")
-    if what == "two configs":
-        return deepspeed.initialize(args=argparse.Namespace(deepspeed_config="a.json"), model=model, config=made)
-    if what == "optimizer name":
-        made["optimizer"]["type"] = "AdamX"
-        return deepspeed.initialize(model=model, config=made)
-    if what == "optimizer params":
-        made["optimizer"] = {"type": "SGD", "params": {"lr": 0.1, "momentun": 0.9}}
-        return deepspeed.initialize(model=model, config=made)
-    if what == "max_grad_norm":
-        made["optimizer"]["params"]["max_grad_norm"] = 1.0
-        return deepspeed.initialize(model=model, config=made)
-    if what == "scheduler name":
-        made["scheduler"] = {"type": "WarmupLRR", "params": {}}
-        return deepspeed.initialize(model=model, config=made)
-    if what == "batch":
-        made["train_batch_size"] = 7
-        return deepspeed.initialize(model=model, config=made)
-    if what == "stage":
-        made["zero_optimization"]["stage"] = 4
-        return deepspeed.initialize(model=model, config=made)
-    if what == "optimizer object":
-        return deepspeed.initialize(model=model, optimizer="adam", config=made)
-    if what == "frozen":
-        for p in model.parameters():
-            p.requires_grad_(False)
-        return deepspeed.initialize(model=model, config=made)
-    if what == "mesh":
-        return deepspeed.initialize(model=model, config=made, mesh_param=(2, 1))
-    if what == "mesh and mpu":
-        return deepspeed.initialize(model=model, config=made, mesh_param=(1, 1), mpu=object())
-    if what == "twice":
-        p = torch.nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD([p], lr=0.1)
-        optimizer.param_groups[0]["params"].append(p)
-        return deepspeed.initialize(model=model, optimizer=optimizer, config=made)
-    if what == "no optimizer":
-        del made["optimizer"]
-        engine, _, _, _ = deepspeed.initialize(model=model, config=made)
-        return engine.backward(engine(batch(0)[0]).sum())
-    engine, _, _, _ = deepspeed.initialize(model=model, config=made)
-    tokens, targets = batch(0)
-    if what == "not scalar":
-        return engine.backward(engine(tokens))
-    if what == "not a tensor":
-        return engine.backward(loss_of(engine(tokens), targets).item())
-    if what == "step in no_sync":
-        with engine.no_sync():
-            engine.backward(loss_of(engine(tokens), targets))
-            return engine.step()
-    if what == "no_sync twice":
-        with engine.no_sync(), engine.no_sync():
-            pass
-    if what == "train batch":
-        return engine.set_train_batch_size(9)
-    if what == "data":
-        return engine.deepspeed_io(7)
-    raise AssertionError(what)
+    return STARTS[what][2]() if what in STARTS else CALLS[what][2](engine_of(make_net(), config()), *batch(0))
 
 
-@pytest.mark.parametrize(
-    "what, error, words",
-    [
-        ("no model", AssertionError, "needs a model"),
-        ("no config", AssertionError, "no DeepSpeed configuration"),
-        ("no file", (ValueError, FileNotFoundError), "/nowhere/ds.json"),
-        ("malformed", ValueError, "broken.json"),
-        ("two configs", AssertionError, "more than once: config and args.deepspeed_config"),
-        ("optimizer name", deepspeed.DeepSpeedConfigError, "AdamX.*(Adam|AdamW)"),
-        ("optimizer params", deepspeed.DeepSpeedConfigError, "momentun"),
-        ("max_grad_norm", ValueError, "gradient_clipping"),
-        ("scheduler name", deepspeed.DeepSpeedConfigError, "WarmupLRR.*WarmupLR"),
-        ("batch", AssertionError, "7"),
-        ("stage", (ValueError, AssertionError), "stage"),
-        ("optimizer object", TypeError, "is a str"),
-        ("frozen", ValueError, "nothing to optimise"),
-        ("mesh", deepspeed.DeepSpeedConfigError, r"mesh_param = \(2, 1\) makes 2 ranks, but there are 1"),
-        ("mesh and mpu", ValueError, "pass one of them"),
-        ("twice", ValueError, "appears twice"),
-        ("no optimizer", AssertionError, "needs an optimizer"),
-        ("not scalar", AssertionError, r"scalar loss, got shape \(8, 6, 5\)"),
-        ("not a tensor", TypeError, "not loss.item"),
-        ("step in no_sync", AssertionError, "no_sync"),
-        ("no_sync twice", AssertionError, "entered twice"),
-        ("train batch", ValueError, "not divisible"),
-        ("data", ValueError, "is a int"),
-    ],
-)
-def test_bad_input_is_explained(what, error, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize("what", [*STARTS, *CALLS])
+def test_bad_input_is_explained(what, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    error, words, _ = (STARTS | CALLS)[what]
     with pytest.raises(error, match="(?s)" + words):
         run_ranks(1, body, what)
 
@@ -141,7 +137,7 @@ def body_raises_in_backward(rank, world):
             return self.late(Fragile.apply(self.early(x), fail)).square().mean()
 
     models = [Model(), Model()]
-    engines = [deepspeed.initialize(model=m, config=config(world))[0] for m in models]
+    engines = [engine_of(m, config(world)) for m in models]
     for step in range(4):
         x = torch.full((2, 3), float(step + rank))
         for user in (False, True):
@@ -149,8 +145,7 @@ def body_raises_in_backward(rank, world):
             with pytest.raises(RuntimeError, match="on purpose"):
                 loss.backward() if user else engines[0].backward(loss)
         for engine in engines:
-            engine.backward(engine(x))
-            engine.step()
+            take_step(engine, engine(x))
     return all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters()))
 
 

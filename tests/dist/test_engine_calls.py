@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-import deepspeed
 import pipe_models as models
-from engine_models import batch, config, loss_of, make_net
+from engine_models import batch, loss_of, net_engine
 from harness import run_ranks
+from runs import weight_list
 
 
 def refuses(rank, world):
-    engine = deepspeed.initialize(model=make_net(), config=config(world))[0]
+    engine = net_engine(world)
     for wrong in (torch.ones(2), torch.ones(1, 3), 1.0):
         with pytest.raises(AssertionError, match="scalar tensor"):
             engine.scale(wrong)
     assert engine.scale(torch.ones(())) == 1 == engine.scale(torch.ones(1))
-    engine = deepspeed.initialize(model=make_net(), config=config(world, managed_gradient_accumulation=False))[0]
+    engine = net_engine(world, managed_gradient_accumulation=False)
     with pytest.raises(AssertionError, match="set_gradient_accumulation_boundary.*managed_gradient_accumulation"):
         engine.set_gradient_accumulation_boundary(True)
     with pytest.raises(AssertionError, match="coalesce_grad_reduction.*managed_gradient_accumulation"):
@@ -34,10 +34,7 @@ def test_what_is_refused():
 
 def with_one_loss(rank, world, stage, calls):
     """Two engines, whose models' losses are added up; the weights of both after three steps."""
-    engines = []
-    for _ in range(2):
-        made = config(world, 2, zero_optimization={"stage": stage})
-        engines.append(deepspeed.initialize(model=make_net(), config=made)[0])
+    engines = [net_engine(world, stage, 2) for _ in range(2)]
     for step in range(6):
         tokens, targets = batch(step)
         rows = slice(rank * 8 // world, (rank + 1) * 8 // world)
@@ -47,9 +44,7 @@ def with_one_loss(rank, world, stage, calls):
             if calls:
                 engine._backward_epilogue()
             engine.step()
-    params = [param for engine in engines for param in engine.module.parameters()]
-    with deepspeed.zero.GatheredParameters(params, enabled=stage == 3):
-        return [engine.global_steps for engine in engines], [param.detach().clone() for param in params]
+    return [engine.global_steps for engine in engines], [one for engine in engines for one in weight_list(engine)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

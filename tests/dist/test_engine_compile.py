@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-import deepspeed
-from deepspeed._compat import TORCH2
 from harness import run_ranks
+from runs import TORCH2, engine_of, settings, take_step
 
 needs_compiler = pytest.mark.skipif(not TORCH2, reason="torch 1.13 has no torch.compile")
 
@@ -21,31 +20,19 @@ class Net(torch.nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def make_engine(world, stage=0):
+def make_engine(stage=0):
     torch.manual_seed(0)
-    model = Net()
-    made = {
-        "train_batch_size": 2 * world,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    return deepspeed.initialize(model=model, config=made)[0]
+    return engine_of(Net(), settings(stage))
 
 
 def train(engine):
     torch.manual_seed(1)
-    losses = []
-    for _ in range(4):
-        loss = engine(torch.randn(2, 6)).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return [take_step(engine, engine(torch.randn(2, 6)).square().mean()) for _ in range(4)]
 
 
 def body_train(rank, world, stage):
-    expected = train(make_engine(world, stage))
-    engine = make_engine(world, stage)
+    expected = train(make_engine(stage))
+    engine = make_engine(stage)
     assert not engine.is_compiled
     graphs = []
 
@@ -70,7 +57,7 @@ def test_a_compiled_model_trains_as_before(stage, world):
 
 
 def body_no_compiler(rank, world):
-    engine = make_engine(world)
+    engine = make_engine()
     with pytest.raises(RuntimeError, match="torch 2.0 or later"):
         engine.compile()
     return engine.is_compiled
@@ -82,7 +69,7 @@ def test_without_a_compiler_it_says_so():
 
 
 def body_refused(rank, world):
-    engine = make_engine(world)
+    engine = make_engine()
     with pytest.raises(ValueError, match="DeepCompile"):
         engine.compile(schedule=[])
     with pytest.raises(ValueError, match="hooks"):

@@ -14,7 +14,9 @@ import deepspeed
 from deepspeed.monitor.monitor import Monitor, MonitorMaster
 from engine_models import batch, config, loss_of, make_net, train_engine
 from harness import run_ranks
+from logs import logged
 from mpu import two_by_two
+from runs import engine_of, take_step
 
 
 def test_signatures():
@@ -121,7 +123,7 @@ class Recorder(Monitor):
 def body_more_members(rank, world, stage):
     made = config(world, 2, zero_optimization={"stage": stage})
     model = make_net()
-    engine, _, _, _ = deepspeed.initialize(model=model, config=made)
+    engine = engine_of(model, made)
     assert isinstance(engine.monitor, MonitorMaster) and engine.monitor.enabled is False
     engine.monitor.write_events([("nowhere", 1.0, 0)])
     engine.monitor = recorder = Recorder()
@@ -158,7 +160,7 @@ def test_more_members(world, stage):
 
 
 def body_reduced_by_hand(rank, world):
-    engine, _, _, _ = deepspeed.initialize(model=make_net(), config=config(world))
+    engine = engine_of(make_net(), config(world))
     tokens, targets = batch(0)
     mine = slice(4 * rank, 4 * rank + 4)
     found = []
@@ -186,7 +188,7 @@ def body_arguments(rank, world):
     selected = []
     with mock.patch.object(deepspeed.get_accelerator(), "set_device", selected.append):
         args = argparse.Namespace(device_rank=rank + 3)
-        engine = deepspeed.initialize(args=args, model=make_net(), config=config(world))[0]
+        engine = engine_of(make_net(), config(world), args=args)
     assert selected[-1] == rank + 3 and engine.local_rank == rank and not hasattr(args, "local_rank")
     for wrong, words in ((rank + 1, f"but the environment has LOCAL_RANK={rank}"), ("0", "must be a number")):
         with pytest.raises(AssertionError, match=words):
@@ -272,7 +274,7 @@ def test_add_config_arguments():
 def body_optimizer_state(rank, world):
     """``optimizer.state_dict`` and ``load_state_dict`` of the returned optimizer reach the engine's buffers."""
     models = [make_net(), make_net()]
-    engines = [deepspeed.initialize(model=m, config=config(1))[0] for m in models]
+    engines = [engine_of(m, config(1)) for m in models]
     train_engine(engines[0], 3, 0, 1)
     models[1].load_state_dict(models[0].state_dict())
     engines[1].optimizer.load_state_dict(engines[0].optimizer.state_dict())
@@ -286,12 +288,8 @@ def test_optimizer_state_round_trip():
 
 
 def body_info_line(rank, world):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    deepspeed.logger.addHandler(handler)
-    deepspeed.initialize(model=make_net(), config=config(1))
-    deepspeed.logger.removeHandler(handler)
+    with logged() as lines:
+        deepspeed.initialize(model=make_net(), config=config(1))
     return lines
 
 
@@ -320,11 +318,10 @@ def body_mpu(rank, world):
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "gradient_clipping": 0.0,
     }
-    engine, _, _, _ = deepspeed.initialize(model=Part(), config=made, mpu=mpu)
+    engine = engine_of(Part(), made, mpu=mpu)
     assert engine.train_batch_size() == 2 and engine.dp_world_size == 2 and engine.mp_world_size == 2
     x = torch.tensor([1.0 if mpu.get_data_parallel_rank() == 0 else 3.0])
-    engine.backward(engine(x))
-    engine.step()
+    take_step(engine, engine(x))
     return engine.get_global_grad_norm(), engine.module.split.tolist()
 
 

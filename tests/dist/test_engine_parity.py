@@ -12,6 +12,7 @@ import torch
 import deepspeed
 from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
 from harness import run_ranks
+from runs import engine_of, take_step
 
 STEPS = 50
 
@@ -38,7 +39,7 @@ def check_fp32(results, reference_losses, reference_norms):
 
 def body_config_optimizer(rank, world, accumulate, more, user_backward, sparse):
     model = make_net(sparse)
-    engine, _, _, _ = deepspeed.initialize(model=model, config=config(world, accumulate, **more))
+    engine = engine_of(model, config(world, accumulate, **more))
     losses, norms = train_engine(engine, STEPS, rank, world, user_backward)
     _, _, reference = train_plain(STEPS, adamw, sparse=sparse)
     return losses, norms, difference(model, reference)
@@ -55,7 +56,7 @@ def test_fp32_equals_plain_training(world, accumulate, user_backward):
 
 def body_against_fp32(rank, world):
     model = make_net()
-    engine, _, _, _ = deepspeed.initialize(model=model, config=config(world, 2))
+    engine = engine_of(model, config(world, 2))
     train_engine(engine, STEPS, rank, world)
     _, _, exact = train_plain(STEPS, adamw)
     _, _, plain = train_plain(STEPS, adamw, dtype=torch.float32)
@@ -183,7 +184,7 @@ def test_torch_optimizer_by_name():
 
 def body_no_sync(rank, world):
     model = make_net()
-    engine, _, _, _ = deepspeed.initialize(model=model, config=config(world, 1, size=8))
+    engine = engine_of(model, config(world, 1, size=8))
     reference = make_net().double()
     optimizer = adamw(reference)
     for step in range(10):
@@ -191,8 +192,7 @@ def body_no_sync(rank, world):
         mine = slice(rank * 4, rank * 4 + 4)
         with engine.no_sync():
             engine.backward(loss_of(engine(tokens[mine], extra=uses_extra(step)), targets[mine]))
-        engine.backward(loss_of(engine(tokens[mine] % 5, extra=uses_extra(step)), targets[mine]))
-        engine.step()
+        take_step(engine, loss_of(engine(tokens[mine] % 5, extra=uses_extra(step)), targets[mine]))
         optimizer.zero_grad(set_to_none=True)
         loss_of(reference(tokens, extra=uses_extra(step)), targets).backward()
         loss_of(reference(tokens % 5, extra=uses_extra(step)), targets).backward()
@@ -207,7 +207,7 @@ def test_no_sync_and_several_backwards_before_a_step():
 
 def body_boundary_by_hand(rank, world):
     model = make_net()
-    engine, _, _, _ = deepspeed.initialize(model=model, config=config(world, 4, size=16))
+    engine = engine_of(model, config(world, 4, size=16))
     reference = make_net().double()
     optimizer = adamw(reference)
     for step in range(6):
@@ -239,7 +239,7 @@ def body_two_engines(rank, world):
     torch.manual_seed(5)
     plain[1].weight.data.normal_()
     models[1].load_state_dict(plain[1].state_dict())
-    engines = [deepspeed.initialize(model=m, config=config(world, 1))[0] for m in models]
+    engines = [engine_of(m, config(world, 1)) for m in models]
     optimizers = [adamw(m) for m in plain]
     for step in range(8):
         tokens, _ = batch(step)
@@ -263,8 +263,7 @@ def body_two_engines(rank, world):
                 p.requires_grad_(False)
             loss = judge(generator(tokens[part], extra=True)).square().mean()
             if run == 0:
-                engines[0].backward(loss)
-                engines[0].step()
+                take_step(engines[0], loss)
             else:
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(plain[0].parameters(), 0.5)
@@ -296,7 +295,7 @@ def body_checkpointed(rank, world, reentrant):
     model, reference = Twice(), Twice().double()
     made = config(world, 1)
     made["zero_optimization"]["reduce_bucket_size"] = 10
-    engine, _, _, _ = deepspeed.initialize(model=model, config=made)
+    engine = engine_of(model, made)
     optimizer = adamw(reference)
     late = 0
     for step in range(12):
@@ -304,8 +303,7 @@ def body_checkpointed(rank, world, reentrant):
         x = torch.randn(8, 12, generator=generator, requires_grad=False)
         again = (step // 4) % 3  # more uses than ever before: their gradients are late
         mine = x[rank * 4 : rank * 4 + 4].clone().requires_grad_(True)
-        engine.backward(engine(mine, again).square().mean())
-        engine.step()
+        take_step(engine, engine(mine, again).square().mean())
         late += engine.core.late_count
         optimizer.zero_grad(set_to_none=True)
         reference(x.double().requires_grad_(True), again).square().mean().backward()

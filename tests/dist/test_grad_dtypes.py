@@ -2,9 +2,7 @@
 
 import copy
 import io
-import logging
 from contextlib import redirect_stdout
-from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +11,8 @@ import deepspeed
 from deepspeed.config import cli
 from deepspeed.utils import safe_get_full_grad
 from harness import run_ranks
+from logs import logged
+from runs import engine_of, take_step, with_fp16
 from zero_models import BETAS, DECAY, LR, data, engine_config, loss_of, make, reduced_mean, relative
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,9 +23,8 @@ STAGES = [0, 1, 2, 3]
 
 def start(model, stage, world, accumulate=1, dtype="bf16", **more):
     made = engine_config(stage, world, accumulate, dtype, gradient_clipping=0.0, **more)
-    accelerator = deepspeed.get_accelerator()
-    with mock.patch.object(accelerator, "is_fp16_supported", lambda: True):  # the models have no matrix products
-        return deepspeed.initialize(model=model, config=made)[0]
+    with with_fp16():
+        return engine_of(model, made)
 
 
 def backward(engine, step, part, dtype):
@@ -169,14 +168,10 @@ def test_gradients_in_fp64_stay_so():
 
 # ---- accumulation that changes on the way ----------------------------------------------------------------------------
 def body_told(rank, world):
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    deepspeed.logger.addHandler(handler)
     deepspeed.logger.setLevel("INFO")
-    for accumulate in (1, 2):
-        start(make("plain"), 0, world, accumulate)
-    deepspeed.logger.removeHandler(handler)
+    with logged() as said:
+        for accumulate in (1, 2):
+            start(make("plain"), 0, world, accumulate)
     return [text for text in said if "have no .grad between backward and step" in text]
 
 
@@ -223,11 +218,10 @@ def body_small(rank, world, stage):
     made["fp16"] = {"enabled": True, "loss_scale": 2.0**14}
     del made["optimizer"]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with mock.patch.object(deepspeed.get_accelerator(), "is_fp16_supported", lambda: True):
+    with with_fp16():
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
     x = torch.full((64,), 3.01e-6)  # no multiple of fp16's smallest step, which is 6e-8
-    engine.backward(engine(x))
-    engine.step()
+    take_step(engine, engine(x))
     held = [master.grad for group in optimizer.param_groups for master in group["params"]]
     assert held == [None] * len(held), "copies are gone after the step"
     return float(-deepspeed.utils.safe_get_full_fp32_param(model.weight).mean()), float(x.mean())

@@ -7,12 +7,12 @@ import time
 import pytest
 import torch
 
-import deepspeed
 from deepspeed import comm as dist
 from deepspeed.utils import groups
 from engine_models import batch, config, loss_of, make_net
 from harness import run_ranks
 from held_memory import segments, settled
+from runs import engine_of, take_step
 
 
 def threads():
@@ -37,10 +37,9 @@ def test_threads_of_ended_groups_end():
 
 def body_engine(rank, world, stage):
     before = threads()
-    engine = deepspeed.initialize(model=make_net(seed=0), config=config(world, zero_optimization={"stage": stage}))[0]
+    engine = engine_of(make_net(seed=0), config(world, zero_optimization={"stage": stage}))
     tokens, targets = batch(0)
-    engine.backward(loss_of(engine(tokens), targets))
-    engine.step()
+    take_step(engine, loss_of(engine(tokens), targets))
     del engine  # and no destroy()
     for _ in range(3):
         gc.collect()

@@ -5,17 +5,18 @@ import glob
 import json
 import os
 import shutil
+from unittest import mock
 
 import pytest
 import torch
 
-import deepspeed
 from deepspeed.checkpoint.write import memory as memory_module
 from deepspeed.checkpoint.write import snapshot as snapshot_module
 from deepspeed.checkpoint.write.contents import HeldStates
 from engine_models import batch, config, loss_of, make_net, train_plain, uses_extra
 from harness import run_ranks
 from memory_hosts import memory_hosts
+from runs import engine_of, take_step
 
 LAST = 9
 
@@ -24,7 +25,7 @@ def made(world, stage, **more):
     elasticity = {"memory_copies": 1, "snapshot_steps": 2}
     zero = {"stage": stage, "reduce_bucket_size": 300}
     made = config(world, elasticity=elasticity, zero_optimization=zero, **more)
-    return deepspeed.initialize(model=make_net(), config=made)[0]
+    return engine_of(make_net(), made)
 
 
 def enter(rank, world, hosts):
@@ -45,8 +46,7 @@ def goes_on(rank, world, hosts, folder, stage, until, save_at=None):
         tokens, targets = batch(step)
         rows = slice(rank * 8 // world, (rank + 1) * 8 // world)
         loss = loss_of(engine(tokens[rows], extra=uses_extra(step)), targets[rows])
-        engine.backward(loss)
-        engine.step()
+        take_step(engine, loss)
         if engine.global_steps == save_at:
             engine.save_checkpoint(folder, client_state={"at": -save_at})
         mean = loss.detach().clone()
@@ -140,16 +140,15 @@ def check_bytes(host, stage):
 
 def refuses(rank, world, hosts):
     enter(rank, world, hosts)
-    memory_module.memory_bytes = lambda: (0, 1000)
-    try:
-        made(world, 2)
-    except RuntimeError as error:
-        return str(error)
+    with mock.patch.object(memory_module, "memory_bytes", lambda: (0, 1000)):
+        with pytest.raises(RuntimeError) as caught:
+            made(world, 2)
+    return str(caught.value)
 
 
 def test_too_little_memory_is_an_error_before_training():
     with memory_hosts(1) as told:
-        for text in run_ranks(2, refuses, [told[0][0]], init=True, fresh=True):
+        for text in run_ranks(2, refuses, [told[0][0]], init=True):
             assert text.startswith("elasticity.memory_copies: rank 0: two snapshots of the ranks of host ")
             assert "bytes in main memory, and 1000 bytes are free: give it more memory" in text
 
@@ -159,15 +158,14 @@ def without_agent(rank, world, folder):
     path, _ = engine.load_checkpoint(folder)
     tokens, targets = batch(0)
     for _ in range(2):
-        engine.backward(loss_of(engine(tokens), targets))
-        engine.step()
+        take_step(engine, loss_of(engine(tokens), targets))
     taken = engine._memory_copies.snapshots
     engine.save_checkpoint(folder)
     return path, taken, engine.load_checkpoint(folder)[0]
 
 
 def test_without_an_agent_there_are_no_snapshots(tmp_path, capfd):
-    (found,) = run_ranks(1, without_agent, str(tmp_path / "run"), fresh=True)
+    (found,) = run_ranks(1, without_agent, str(tmp_path / "run"))
     assert found[:2] == (None, None) and found[2].startswith(str(tmp_path))
 
 
@@ -177,8 +175,7 @@ def moves(rank, world, hosts, folder):
     engine.load_checkpoint(folder + "/a")
     tokens, targets = batch(0)
     for step in range(8):
-        engine.backward(loss_of(engine(tokens), targets))
-        engine.step()
+        take_step(engine, loss_of(engine(tokens), targets))
         engine._memory_copies.snapshots._behind.drain()
         if step == 2:
             engine.save_checkpoint(folder + "/b")
@@ -204,8 +201,7 @@ def counts(rank, world, hosts, folder):
     engine.load_checkpoint(folder)
     tokens, targets = batch(0)
     for step in range(10):
-        engine.backward(loss_of(engine(tokens), targets))
-        engine.step()
+        take_step(engine, loss_of(engine(tokens), targets))
         engine._memory_copies.snapshots._behind.drain()
         if step % 2:
             named = [path for path in found(hosts[0], "*") if not path.endswith(".whole")]

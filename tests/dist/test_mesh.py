@@ -9,15 +9,9 @@ from deepspeed.comm import held, mesh, mesh_views
 from deepspeed.utils import groups
 from harness import run_ranks
 from mpu import Mpu
+from runs import total
 from tensor_parallel import AddedUp
-from zero_models import BETAS, CLIP, DECAY, LR
-from zero_training import WIDTH, Deep, Reference, batch, gap, loss_of, same, seeded
-
-
-def total(group, value):
-    x = torch.tensor([float(value)])
-    dist.all_reduce(x, group=group)
-    return int(x)
+from zero_training import WIDTH, Deep, Reference, beside, gap, same, seeded, start, train_beside
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
@@ -48,19 +42,6 @@ def mpu_of(rank, own=((0, 2), (1, 3), (0, 1), (2, 3))):
     return Mpu(next(made[ranks] for ranks in own if rank in ranks))
 
 
-def start(model, mpu, **zero):
-    made = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "weight_decay": DECAY}},
-        "zero_optimization": {
-            "stage": 3, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 0, **zero,
-        },
-    }  # fmt: skip
-    deepspeed.log.logger.setLevel("WARNING")
-    return deepspeed.initialize(model=model, config=made, mpu=mpu)[0]
-
-
 def trains(engine, reference, steps=6):
     """Each rank takes layers of its own, so gathers and reductions come in another order on each."""
     own, count = engine.parallel.dp_rank, engine.dp_world_size
@@ -68,11 +49,7 @@ def trains(engine, reference, steps=6):
     def layers(step, part):
         return [(step * 3 + part * 2 + index) % 4 for index in range(1 + (step + part) % 3)]
 
-    for step in range(steps):
-        x, target = batch(step, own)
-        engine.backward(loss_of(engine(x, layers(step, own)), target))
-        engine.step()
-        reference.step([reference.on(step, part, layers(step, part)) for part in range(count)])
+    train_beside(engine, reference, own, count, range(steps), lambda step, part: (layers(step, part),))
     return gap(engine, reference)
 
 
@@ -81,9 +58,7 @@ def communicators(engine):
 
 
 def body_mpu(rank, world):
-    model = seeded(Deep)
-    reference = Reference(model)
-    engine = start(model, mpu_of(rank))
+    engine, reference = beside(seeded(Deep), 3, world, mpu=mpu_of(rank))
     assert communicators(engine) == 2  # reductions, gathers
     assert engine.core.gatherer.source == "scheduled collectives"
     return trains(engine, reference)
@@ -95,9 +70,8 @@ def test_gathers_do_not_meet_reductions_under_an_mpu(monkeypatch):
 
 
 def body_mics(rank, world, own, size):
-    model = seeded(Deep)
-    reference = Reference(model)
-    engine = start(model, own and mpu_of(rank, own), mics_shard_size=size)
+    mpu = own and mpu_of(rank, own)
+    engine, reference = beside(seeded(Deep), 3, world, mpu=mpu, zero={"mics_shard_size": size})
     assert engine.module.head.weight.ds_world_size == size
     if size > 1:
         assert communicators(engine) == (3 if size < engine.dp_world_size else 2)  # and replicas
@@ -114,9 +88,7 @@ def test_mics_under_an_mpu_has_communicators_of_its_own(own, size, monkeypatch):
 
 
 def body_peers(rank, world):
-    model = seeded(Deep)
-    reference = Reference(model)
-    engine = start(model, None)
+    engine, reference = beside(seeded(Deep), 3, world)
     assert engine.core.gatherer.source != "scheduled collectives" and communicators(engine) == 1
     return trains(engine, reference)
 
@@ -169,12 +141,9 @@ def body_toy(rank, world, stage):
     branches = Branches(2)
     whole = Whole(2)
     reference = Reference(whole)
-    engine = start(Part(whole, branches), branches, stage=stage)
+    engine = start(Part(whole, branches), stage, world, mpu=branches)
     for step in range(4):
-        x, target = batch(step, branches.data.rank)
-        engine.backward(loss_of(engine(x), target))
-        engine.step()
-        reference.step([reference.on(step, part) for part in range(branches.data.size)])
+        train_beside(engine, reference, branches.data.rank, branches.data.size, [step])
         assert engine.get_global_grad_norm() == pytest.approx(reference.norm, rel=1e-5)
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
         found = [param.detach().double() for param in engine.module.own.parameters()]

@@ -94,7 +94,7 @@ def mismatch_body(rank, world):
 
 def test_a_mismatch_between_experts_is_named(tmp_path):
     env = {"DS_SHM_COLLECTIVES": "0", "DS_COMM_FINGERPRINTS": "strict", "DS_COMM_TRACE_DIR": str(tmp_path)}
-    _, one, _, three = run_ranks(4, mismatch_body, init="gloo", fresh=True, env=env, timeout=120)
+    _, one, _, three = run_ranks(4, mismatch_body, init="gloo", env=env, timeout=120)
     for text in (one, three):  # rank 3 of the job is rank 1 of its group
         assert "call different collectives: rank 0 all_reduce(" in text, text
         assert 'rank 1 all_reduce(7 x float32, sum) of "planted". (Number 1 of this group.)' in text

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param
 from harness import run_ranks
 from moe_models import batch, moe_net, plain_name, train_plain
+from runs import engine_of, settings, take_step
 
 EXPERTS, STEPS, CLIP = 8, 3, 0.3
 ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
@@ -15,24 +15,15 @@ ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 def config(world, stage, offload=None, folder=""):
     device = {} if offload is None else {"device": offload, **({"nvme_path": folder} if offload == "nvme" else {})}
     places = {"offload_optimizer": device, **({"offload_param": device} if stage == 3 else {})} if device else {}
-    return {
-        "train_batch_size": 8 * world,
-        "train_micro_batch_size_per_gpu": 8,
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **places},
-        "gradient_clipping": CLIP,
-    }
+    return settings(stage, 8, optimizer={"type": "AdamW", "params": ADAM}, zero=places, gradient_clipping=CLIP)
 
 
 def body(rank, world, stage, ep_size, k, drop, residual, steps=STEPS, *places):
     net = moe_net(rank % ep_size, EXPERTS, ep_size, k, drop, residual)
-    engine = deepspeed.initialize(model=net, config=config(world, stage, *places))[0]
+    engine = engine_of(net, config(world, stage, *places))
     losses, norms = [], []
     for step in range(steps):
-        loss = engine(batch(step, rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(take_step(engine, engine(batch(step, rank))))
         norms.append(float(engine.get_global_grad_norm()))
     first = rank % ep_size * net.layer.num_local_experts
     found = {plain_name(n, first): safe_get_full_fp32_param(p).tolist() for n, p in net.named_parameters()}

@@ -13,6 +13,7 @@ import hf_like_moe as look_alikes
 from deepspeed.moe.layer import MoE
 from harness import run_ranks
 from moe_models import WIDTH, batch, expert, values
+from runs import engine_of, take_step
 
 
 class Gated(nn.Module):
@@ -44,14 +45,13 @@ def body(rank, world, folder, stage, drop):
         "zero_optimization": {"stage": stage},
     }
     more = {"drop_tokens": drop, "use_residual": not drop}
-    engine = deepspeed.initialize(model=Model(2, 2, **more), config=settings)[0]
+    engine = engine_of(Model(2, 2, **more), settings)
     with torch.no_grad():
         for number, one in enumerate(engine.module.layer.deepspeed_moe.experts.parameters()):
             shape = getattr(one, "ds_shape", one.shape)
             deepspeed.utils.safe_set_full_fp32_param(one, values(100 * (rank % 2) + number, *shape))
     for step in range(2):
-        engine.backward((engine(batch(step, rank)) - 1).square().mean() + 0.01 * engine.module.aux)
-        engine.step()
+        take_step(engine, (engine(batch(step, rank)) - 1).square().mean() + 0.01 * engine.module.aux)
     engine.save_checkpoint(folder)
     engine.eval()
     x = values(rank, 3 + rank, WIDTH)

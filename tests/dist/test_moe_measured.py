@@ -5,11 +5,10 @@ import os
 
 import pytest
 
-import deepspeed
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from engine_models import step_losses
 from harness import run_ranks
 from moe_models import batch, moe_net
+from runs import engine_of, moments, settings
 from sampling import every_case
 
 EXPERTS, NUMBERS = 8, 2 * 6 * 9 + 9 + 6  # of an expert: two weights, two biases
@@ -17,15 +16,8 @@ LAYER = "deepspeed_moe.experts.deepspeed_experts."
 
 
 def build(rank, world, stage, ep_size, drop=False, **more):
-    settings = {
-        "train_batch_size": 8 * world,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "gradient_clipping": 0.3,
-        **more,
-    }
     net = moe_net(rank % ep_size, EXPERTS, ep_size, 2, drop, False)
-    return deepspeed.initialize(model=net, config=settings)[0]
+    return engine_of(net, settings(stage, 8, rate=0.02, gradient_clipping=0.3, **more))
 
 
 def train(engine, rank, steps):
@@ -37,7 +29,7 @@ def repeated_body(rank, world, runs):
     for run in range(runs):
         engine = build(rank, world, 2, 2, drop=run % 2 == 1, moe={"overlap_chunks": 2})
         losses = train(engine, rank, 2)
-        params = [safe_get_full_fp32_param(param).numpy().tobytes() for param in engine.module.parameters()]
+        params = [master.numpy().tobytes() for (master,) in moments(engine, ()).values()]
         found.add((run % 2, *losses, *params))
         engine.destroy()
     return len(found)
@@ -82,9 +74,7 @@ def test_elements_of_experts_on_a_rank():
 def states(engine):
     """(number of an expert, name below it) -> master and moments, bit by bit."""
     numbers, found = engine.module.layer.deepspeed_moe.experts.deepspeed_experts.ds_expert_numbers, {}
-    for name, param in engine.module.named_parameters():
-        kinds = [safe_get_full_fp32_param(param)]
-        kinds += [safe_get_full_optimizer_state(param, kind) for kind in ("exp_avg", "exp_avg_sq")]
+    for name, kinds in moments(engine).items():
         local, _, rest = name.partition(LAYER)[2].partition(".")
         found[(numbers[local], rest) if local else name] = [kind.numpy().tobytes() for kind in kinds]
     return found

@@ -8,6 +8,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.utils import safe_get_full_fp32_param
 from harness import run_ranks
 from moe_models import WIDTH, Plain, batch, fill, gate_weights, moe_layer, plain_name, values
+from runs import engine_of
 from sampling import every_case
 
 ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
@@ -69,7 +70,7 @@ def body(rank, world, stage, interval, schedule, scope="rank"):
         "moe": {"aux_loss_coeff": COEFF},
         "pipeline": {"schedule": schedule},
     }
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine = engine_of(model, config)
     losses, norms = [], []
     for step in range(STEPS):
         losses.append(float(engine.train_batch(iter([data(step, micro, copy) for micro in range(MICROS)]))))

@@ -25,28 +25,22 @@ from moe_models import (
     values,
 )
 from mpu import two_by_two
+from runs import engine_of, settings, take_step
 
 ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 
 
 def config(world, stage=0, **more):
-    return {
-        "train_batch_size": 8 * world * more.get("gradient_accumulation_steps", 1),
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "gradient_clipping": 0.3,
-        **more,
-    }
+    accumulate = more.pop("gradient_accumulation_steps", 1)
+    more = {"train_batch_size": 8 * world * accumulate, "gradient_clipping": 0.3, **more}
+    return settings(stage, None, accumulate, optimizer={"type": "AdamW", "params": ADAM}, **more)
 
 
 def train(engine, rank, steps=3, micro=1):
     losses = []
     for step in range(steps):
         for part in range(micro):
-            loss = engine(batch(micro * step + part, rank))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(take_step(engine, engine(batch(micro * step + part, rank))))
     return losses
 
 
@@ -93,7 +87,7 @@ def pyramid(ranks_first):
 def pyramid_body(rank, world, stage):
     first = {"small": rank % 2, "large": rank}
     net = pyramid(list(first.values()))
-    engine = deepspeed.initialize(model=net, config=config(world, stage))[0]
+    engine = engine_of(net, config(world, stage))
     assert engine.has_moe_layers and engine.num_experts == [2, 4]
     losses = train(engine, rank)
     return losses, found(net, lambda name: first.get(name.split(".")[0], 0))
@@ -181,14 +175,13 @@ FP16 = pytest.mark.skipif(not deepspeed.get_accelerator().is_fp16_supported(), r
 
 def overflow_body(rank, world, kind):
     net = moe_net(rank, 4, 2, 1, False, False)
-    engine = deepspeed.initialize(model=net, config=config(world, 2, **{kind: HALF[kind]}))[0]
+    engine = engine_of(net, config(world, 2, **{kind: HALF[kind]}))
     if rank == 1:
         experts = net.layer.deepspeed_moe.experts.deepspeed_experts
         experts[0][0].weight.register_hook(lambda grad: grad * float("inf"))
     before = [safe_get_full_fp32_param(p).clone() for p in net.parameters()]
     scale = engine.loss_scale()
-    engine.backward(engine(batch(0, rank).to(torch.float16 if kind == "fp16" else torch.bfloat16)).float())
-    engine.step()
+    take_step(engine, engine(batch(0, rank).to(torch.float16 if kind == "fp16" else torch.bfloat16)).float())
     assert not engine.was_step_applied() and engine.skipped_steps == 1
     assert engine.loss_scale() < scale or kind == "bf16"
     return all(torch.equal(a, safe_get_full_fp32_param(p)) for a, p in zip(before, net.parameters(), strict=True))
@@ -202,14 +195,11 @@ def test_overflow_in_one_expert_skips_all(kind):
 def half_body(rank, world, kind, stage):
     net = moe_net(rank, 4, 2, 2, False, True)
     more = {"gradient_accumulation_steps": 2, kind: {"enabled": True}}
-    engine = deepspeed.initialize(model=net, config=config(world, stage, **more))[0]
+    engine = engine_of(net, config(world, stage, **more))
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
     losses = []
     for _ in range(8):
-        loss = engine(batch(0, rank).to(dtype)).float()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(take_step(engine, engine(batch(0, rank).to(dtype)).float()))
     return losses
 
 
@@ -221,7 +211,7 @@ def test_half_precision_with_accumulation_learns(kind, stage):
 
 def statistics_body(rank, world, drop):
     net = moe_net(rank, 8, 2, 2, drop, False, 1.0)
-    engine = deepspeed.initialize(model=net, config=config(world))[0]
+    engine = engine_of(net, config(world))
     assert engine.moe_statistics() == {}
     train(engine, rank, steps=1)
     counts = net.counts
@@ -256,11 +246,10 @@ def balance_body(rank, world, tmp):
     with torch.no_grad():
         gate.wg.weight.mul_(0.3)
         gate.wg.weight[0, 0] += 2.0
-    engine = deepspeed.initialize(model=net, config=config(world, moe={"bias_update_rate": 0.05, "idle_steps": 2}))[0]
+    engine = engine_of(net, config(world, moe={"bias_update_rate": 0.05, "idle_steps": 2}))
     shares = []
     for step in range(30):
-        engine.backward(engine(batch(step, rank)))
-        engine.step()
+        take_step(engine, engine(batch(step, rank)))
         shares.append(engine.moe_statistics()["layer"]["busiest_over_mean"])
     assert float(layer.deepspeed_moe.l_aux) == 0
     return shares, gate.expert_bias.tolist()
@@ -293,7 +282,7 @@ def test_the_loss_may_look_at_all_ranks_tokens():
 
 def skip_body(rank, world):
     net = moe_net(rank, 4, 2, 1, False, False)
-    engine = deepspeed.initialize(model=net, config=config(world, comm={"timeout": 3}))[0]
+    engine = engine_of(net, config(world, comm={"timeout": 3}))
     if rank == 1:
         return "skipped"
     with pytest.raises(RuntimeError) as caught:
@@ -302,14 +291,14 @@ def skip_body(rank, world):
 
 
 def test_a_rank_that_skips_a_layer_is_named_with_it():
-    text, other = run_ranks(2, skip_body, init=True, fresh=True)
+    text, other = run_ranks(2, skip_body, init=True)
     assert other == "skipped" and text.startswith("MoE layer 'layer': ") and "rank 1" in text
 
 
 def uneven_body(rank, world):
     """Without others' experts there is no collective: ranks may run different numbers of forwards."""
     net = moe_net(0, 4, 1, 2, False, False)
-    engine = deepspeed.initialize(model=net, config=config(world))[0]
+    engine = engine_of(net, config(world))
     engine.eval()
     for step in range(3 * rank):
         engine(batch(step, rank))
@@ -385,13 +374,10 @@ def tensor_body(rank, world):
     unit, results = two_by_two(rank), []
     for ep_size, drop, stage in TENSOR_CASES:
         net = moe_net(rank % ep_size, 4, ep_size, 2, drop, True, 1.0)
-        engine = deepspeed.initialize(model=net, config=config(world, stage, train_batch_size=16), mpu=unit)[0]
+        engine = engine_of(net, config(world, stage, train_batch_size=16), mpu=unit)
         losses, norms = [], []
         for step in range(3):
-            loss = engine(batch(step, rank // 2))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(take_step(engine, engine(batch(step, rank // 2))))
             norms.append(float(engine.get_global_grad_norm()))
         first = rank % ep_size * net.layer.num_local_experts
         results.append((losses, norms, found(net, lambda name, first=first: first)))
@@ -403,7 +389,7 @@ def test_tensor_parallel_ranks_share_the_work_on_their_tokens():
     def adam(params):
         return torch.optim.AdamW(params, **ADAM)
 
-    ranks = run_ranks(4, tensor_body, init=True, fresh=True)  # one start: the mpu stays behind in a process
+    ranks = run_ranks(4, tensor_body, init=True)
     for case, (_, drop, _) in enumerate(TENSOR_CASES):
         losses, norms, params = train_plain(2, 3, adam, 0.3, 4, 2, drop, True, 1.0)
         for rank, results in enumerate(ranks):
@@ -416,7 +402,7 @@ def test_tensor_parallel_ranks_share_the_work_on_their_tokens():
 
 def saved_body(rank, world, ep_size, stage, folder, loads):
     net = moe_net(rank % ep_size, 4, ep_size, 2, False, True, 1.0)
-    engine = deepspeed.initialize(model=net, config=config(world, stage, train_batch_size=16))[0]
+    engine = engine_of(net, config(world, stage, train_batch_size=16))
     first = rank % ep_size * net.layer.num_local_experts
     if loads:
         engine.load_checkpoint(folder)
@@ -426,8 +412,7 @@ def saved_body(rank, world, ep_size, stage, folder, loads):
     before = found(net, lambda name: first)
     for step in range(2, 4):  # 16 tokens, however many ranks
         tokens = batch(step, 0, 16)[rank * (16 // world) :][: 16 // world]
-        engine.backward(engine(tokens))
-        engine.step()
+        take_step(engine, engine(tokens))
     return before, found(net, lambda name: first)
 
 

@@ -21,6 +21,7 @@ from deepspeed.config import DeepSpeedConfig, model
 from deepspeed.config.config import DICTS, PLAIN, SECTIONS
 from deepspeed.pipe import LayerSpec, PipelineModule
 from harness import run_ranks
+from runs import engine_of, take_step
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PACKAGE = os.path.dirname(os.path.abspath(deepspeed.__file__))
@@ -214,14 +215,13 @@ def net():
 
 def train(engine, dtype=torch.float32):
     for _ in range(2):
-        engine.backward(engine(torch.ones(1, 4, dtype=dtype)).sum())
-        engine.step()
+        take_step(engine, engine(torch.ones(1, 4, dtype=dtype)).sum())
 
 
 def body(rank, world, folder):
     def made(module=None, **more):
         options = {"train_batch_size": 1, "optimizer": ADAM, "steps_per_print": 1, **more}
-        return deepspeed.initialize(model=module or net(), config=options)[0]
+        return engine_of(module or net(), options)
 
     with pytest.MonkeyPatch.context() as patch:
         reads = Reads(patch)
@@ -247,7 +247,7 @@ def body(rank, world, folder):
         deepspeed.initialize(model=module, config=client, optimizer=torch.optim.AdamW(module.parameters()))
         deepspeed.checkpointing.configure(None, deepspeed_config={"train_batch_size": 1})
         pipe = PipelineModule([LayerSpec(torch.nn.Linear, 4, 1)], num_stages=1, loss_fn=lambda a, b: (a - b).sum())
-        pipe = deepspeed.initialize(model=pipe, config={"train_batch_size": 1, "optimizer": ADAM})[0]
+        pipe = engine_of(pipe, {"train_batch_size": 1, "optimizer": ADAM})
         pipe.train_batch(iter([(torch.ones(1, 4), torch.ones(1, 1))]))
         return reads.found
 

@@ -6,42 +6,27 @@ import os
 import pytest
 import torch
 
-import deepspeed
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from harness import run_ranks
 from hf_like_moe import WIDTH, model_of
 from moe_models import values
+from runs import engine_of as engine_on
+from runs import moments, settings, take_step
 
 
 def engine_of(world, stage, zero, ep_size=2):
-    return deepspeed.initialize(
-        model=model_of("mixtral"),
-        config={
-            "train_batch_size": 2 * world,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
-            "gradient_clipping": 0.3,
-            "expert_parallel": {"enabled": True, "autoep_size": ep_size},
-        },
-    )[0]
+    adam = {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}}
+    experts = {"enabled": True, "autoep_size": ep_size}
+    made = settings(stage, optimizer=adam, zero=zero, gradient_clipping=0.3, expert_parallel=experts)
+    return engine_on(model_of("mixtral"), made)
 
 
 def train(engine, rank, steps):
-    losses = []
-    for step in steps:
-        loss = engine(values(50 * step + 7 * rank, 2, 4, WIDTH) * 2)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach().clone())
-    return losses
+    inputs = (values(50 * step + 7 * rank, 2, 4, WIDTH) * 2 for step in steps)
+    return [torch.tensor(take_step(engine, engine(x)), dtype=torch.float64) for x in inputs]
 
 
 def everything(engine):
-    found = []
-    for param in engine.module.parameters():
-        found.append(safe_get_full_fp32_param(param))
-        found += [safe_get_full_optimizer_state(param, name) for name in ("exp_avg", "exp_avg_sq")]
-    return found
+    return [tensor for tensors in moments(engine).values() for tensor in tensors]
 
 
 def same(a, b):

@@ -26,36 +26,28 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
     safe_set_local_optimizer_state,
 )
-from engine_models import batch, config, loss_of, make_net, train_engine
+from engine_models import batch, loss_of, make_net, net_engine, train_engine
 from harness import run_ranks
+from runs import engine_of, moments, take_step, weight_list
 from test_checkpoint_universal import to_universal
 
 DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}  # fp16: tests/cpp/zero/placements_test.cpp
 
 
 def make_engine(world, stage, offload=None, accumulate=1, optimizer=None, model=None, zero=(), **more):
-    section = {"stage": stage, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20, **dict(zero)}
+    section = {"reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20, **dict(zero)}
     if offload is not None:
         section["offload_optimizer"] = offload
-    made = config(world, accumulate, zero_optimization=section, **more)
     if isinstance(optimizer, str):
-        made["optimizer"] = {"type": optimizer, "params": {"lr": 3e-3}}
-    elif optimizer is not None:
-        del made["optimizer"]
-    model = make_net() if model is None else model
-    client = optimizer if optimizer is not None and not isinstance(optimizer, str) else None
-    return deepspeed.initialize(model=model, config=made, optimizer=client)[0]
+        more["optimizer"], optimizer = {"type": optimizer, "params": {"lr": 3e-3}}, None
+    more = {"zero_allow_untested_optimizer": False, **more}
+    return net_engine(world, stage, accumulate, model, client=optimizer, zero=section, **more)
 
 
 def everything(engine):
     """Weights, masters and states, whole."""
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        found = [p.detach().clone() for p in engine.module.parameters()]
-    for param in engine.module.parameters():
-        if param.requires_grad:
-            found.append(safe_get_full_fp32_param(param))
-            found += [safe_get_full_optimizer_state(param, name) for name in engine.optimizer.state_names()]
-    return found
+    states = moments(engine, engine.optimizer.state_names()).values()
+    return weight_list(engine) + [tensor for tensors in states for tensor in tensors]
 
 
 def same(a, b):
@@ -325,7 +317,7 @@ def test_files_that_one_rank_cannot_make_are_an_error_of_all(tmp_path, zero, blo
     path.parent.mkdir(parents=True)
     path.touch()
     zero = {key: {**value, "nvme_path": str(tmp_path)} if key != "stage" else value for key, value in zero.items()}
-    found = run_ranks(2, body_blocked, str(tmp_path), zero, init=True, fresh=True)
+    found = run_ranks(2, body_blocked, str(tmp_path), zero, init=True)
     assert all(str(path) in text for _, text in found), found
     assert found[1][0] != "RuntimeError" and "could not go on" not in found[1][1], found
     assert "data-parallel rank 1 could not go on" in found[0][1], found
@@ -446,11 +438,10 @@ def body_plan(rank, world, folder):
         model = torch.nn.Sequential(*[torch.nn.Linear(640, 640) for _ in range(8)])
         plan = deepspeed.offload_plan(model, made, world_size=world)
         assert plan["step_seconds"] > 0 and plan["tiers"]["host"]["fits"]
-        engine = deepspeed.initialize(model=model, config=made)[0]
+        engine = engine_of(model, made)
         for _ in range(2):
             x = torch.ones(1, 640, dtype=next(model.parameters()).dtype)
-            engine.backward(engine(x).float().square().mean())
-            engine.step()
+            take_step(engine, engine(x).float().square().mean())
         tiers = engine.offload_report()["tiers"]
         for tier in ("host", "file"):
             planned, seen = plan["tiers"][tier]["peak_bytes"], tiers[tier]["peak_bytes"]
@@ -475,8 +466,7 @@ def test_a_published_constructor_takes_the_section():
         inner = torch.optim.AdamW(model.parameters(), lr=0.1)
         optimizer = DeepSpeedZeroOptimizer(inner, names, None, {}, offload_optimizer_config=section)
         for _ in range(3):
-            optimizer.backward(model(torch.ones(2, 4)).square().sum())
-            optimizer.step()
+            take_step(optimizer, model(torch.ones(2, 4)).square().sum())
         results.append(model.weight.detach().clone())
         assert (optimizer.core.storage.usage()["host"] > 0) == (section is not None)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

@@ -19,18 +19,19 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from engine_models import batch, config, make_net, train_engine
+from engine_models import batch, make_net, net_engine, train_engine
 from harness import run_ranks
+from runs import take_step, with_fp16
+from runs import weight_list as values
 
 
 def make(world, offload=None, model=None, accumulate=1, zero=(), optimizer=True, **more):
-    section = {"stage": 3, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20, **dict(zero)}
+    section = {"reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20, **dict(zero)}
     if offload is not None:
         section["offload_param"] = offload
-    made = config(world, accumulate, zero_optimization=section, **more)
     if not optimizer:
-        made.pop("optimizer", None)
-    return deepspeed.initialize(model=model if model is not None else make_net(), config=made)[0]
+        more["optimizer"] = None
+    return net_engine(world, 3, accumulate, model, zero=section, **more)
 
 
 def nvme(folder, **more):
@@ -40,11 +41,6 @@ def nvme(folder, **more):
 def files_of(folder, rank, dtype="float32"):
     found = pathlib.Path(folder) / "zero_stage_3" / f"{dtype}params" / f"rank{rank}"
     return sorted(path.name for path in found.iterdir()) if found.is_dir() else []
-
-
-def values(engine):
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return [p.detach().clone() for p in engine.module.parameters()]
 
 
 def same(a, b):
@@ -127,13 +123,8 @@ class WideNet(torch.nn.Module):
 
 
 def body_fp16(rank, world, folder):
-    accelerator = deepspeed.get_accelerator()
-    supported = accelerator.is_fp16_supported
-    accelerator.is_fp16_supported = lambda: True  # the model has no matrix products of fp16
-    try:
+    with with_fp16():
         return compare_fp16(rank, world, folder)
-    finally:
-        accelerator.is_fp16_supported = supported
 
 
 def compare_fp16(rank, world, folder):
@@ -143,8 +134,7 @@ def compare_fp16(rank, world, folder):
         engine = make(world, offload, model=WideNet(), fp16=fp16, gradient_clipping=0.1)
         for step in range(6):
             generator = torch.Generator().manual_seed(10 * step + rank)
-            engine.backward(engine(torch.randn(4, 12, generator=generator)).square().mean() * 4)
-            engine.step()
+            take_step(engine, engine(torch.randn(4, 12, generator=generator)).square().mean() * 4)
         skipped = engine.skipped_steps
         assert 0 < skipped < 6, "the first loss scale is too large, and comes down"
         param = next(engine.module.parameters())
@@ -348,7 +338,7 @@ def body_cut(rank, world, folder):
 
 
 def test_a_file_that_is_cut_is_an_error_of_all_ranks(tmp_path):  # gone: tests/cpp/zero/param_offload_test.cpp
-    results = run_ranks(2, body_cut, str(tmp_path), init=True, fresh=True)
+    results = run_ranks(2, body_cut, str(tmp_path), init=True)
     assert all("float32params/rank1/" in text for _, text, _ in results), results
     assert "data-parallel rank 1 could not go on" in results[0][1]
     assert results[1][0] == "OSError", results[1]

@@ -6,11 +6,10 @@ import os
 import pytest
 import torch
 
-import deepspeed
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from engine_models import config, make_net, train_engine
+from engine_models import net_engine, train_engine
 from harness import run_ranks
 from moe_models import batch, moe_net
+from runs import dtype_of, engine_of, moments, take_step
 from test_offload_optimizer import everything, files_below, same
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -43,18 +42,11 @@ def experts_trained(rank, world, zero, more):
         "zero_optimization": zero,
         **more,
     }
-    engine = deepspeed.initialize(model=net, config=made)[0]
-    dtype, found = next(net.parameters()).dtype, []
-    for step in range(6):
-        loss = engine(batch(step, rank).to(dtype))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.detach().clone())
-    for param in net.parameters():
-        found.append(safe_get_full_fp32_param(param))
-        found += [safe_get_full_optimizer_state(param, name) for name in engine.optimizer.state_names()]
+    engine = engine_of(net, made)
+    losses = [take_step(engine, engine(batch(step, rank).to(dtype_of(engine)))) for step in range(6)]
+    found = moments(engine, engine.optimizer.state_names()).values()
     engine.destroy()
-    return found
+    return [torch.tensor(losses, dtype=torch.float64), *(tensor for tensors in found for tensor in tensors)]
 
 
 def body_experts(rank, world, folder, stage, places, more):
@@ -76,8 +68,7 @@ def test_experts_are_offloaded_as_they_are(tmp_path, world, stage, places, more)
 
 # ---- worlds, types ------------------------------------------------------------------------------------------------
 def trained(rank, world, zero, steps=3, start=0, load=None, save=None, **more):
-    made = config(world, size=12, zero_optimization=zero, **more)
-    engine = deepspeed.initialize(model=make_net(), config=made)[0]
+    engine = net_engine(world, size=12, zero=zero, **more)
     if load is not None:
         engine.load_checkpoint(load, tag="t")
     losses, _ = train_engine(engine, steps, rank, world, start=start, size=12)
@@ -137,7 +128,7 @@ def test_going_on_at_another_world(tmp_path):
 def zenflow_engine(world, folder, stage):
     flow = {"topk_ratio": 0.25, "update_interval": 4, "select_strategy": "step", "select_interval": 8}
     zero = zero_section(folder, stage, "cpu", zenflow={**flow, "overlap_step": True})
-    return deepspeed.initialize(model=make_net(), config=config(world, size=12, zero_optimization=zero))[0]
+    return net_engine(world, size=12, zero=zero)
 
 
 def body_interval(rank, world, folder, stage):

@@ -10,6 +10,7 @@ from deepspeed.comm import mesh
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from deepspeed.zero.param_ranks import ParamRanks
 from harness import run_ranks
+from runs import engine_of, take_step
 
 EXPERTS, WIDTH, STEPS, LR = 2, 6, 3, 0.05
 
@@ -69,11 +70,10 @@ def body(rank, world, stage, folder):
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "gradient_clipping": 0.1,
     }
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine = engine_of(model, config)
     norms = []
     for step in range(STEPS):
-        engine.backward(engine(batch(step, rank), str(expert)).square().mean())
-        engine.step()
+        take_step(engine, engine(batch(step, rank), str(expert)).square().mean())
         norms.append(float(engine.get_global_grad_norm()))
     mine = dict(model.named_parameters())
     found = {name: safe_get_full_fp32_param(param) for name, param in mine.items()}

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import deepspeed
 import pipe_models as models
 from deepspeed.utils import RepeatingLoader
 from harness import run_ranks
+from runs import engine_of
 
 MICRO_BATCHES = 2
 
@@ -24,7 +24,7 @@ def started(kind, world):
     """An engine that trains from a loader."""
     module = models.module_of("plain", 2, world)
     given = Samples() if kind == "training_data" else None
-    engine = deepspeed.initialize(model=module, config=models.config_of(MICRO_BATCHES), training_data=given)[0]
+    engine = engine_of(module, models.config_of(MICRO_BATCHES), training_data=given)
     if kind == "loader":
         engine.set_dataloader(engine.deepspeed_io(Samples(), num_local_io_workers=0))
     if kind == "repeating":
@@ -87,9 +87,7 @@ class Drawn(torch.utils.data.Dataset):
 
 def draws(rank, world):
     torch.manual_seed(rank)
-    engine = deepspeed.initialize(
-        model=models.module_of("plain", 2, world), config=models.config_of(MICRO_BATCHES), training_data=None
-    )[0]
+    engine = engine_of(models.module_of("plain", 2, world), models.config_of(MICRO_BATCHES), training_data=None)
     loader = engine.deepspeed_io(Drawn(), num_local_io_workers=2)
     return [[inputs.tolist() for inputs, _ in loader] for _ in range(2)]
 

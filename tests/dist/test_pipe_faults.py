@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ WITH_COPIES = [("raise", 1), ("kill", 1)]  # of `make test`: four processes each
 )
 def test_all_ranks_end(fault, at, copies, tmp_path):
     try:
-        run_ranks(2 * copies, _fails, fault, at, copies, str(tmp_path), init=True, fresh=True, grace=15)
+        run_ranks(2 * copies, _fails, fault, at, copies, str(tmp_path), init=True, grace=15)
         assert fault != "kill"
     except RankError:
         assert fault == "kill"
@@ -134,12 +135,9 @@ def _bad_input(rank, world):
         engine.train_batch()
     with pytest.raises(NotImplementedError, match="reduce_output='max'.: 'avg', 'sum' or None"):
         engine.eval_batch(iter(good), reduce_output="max")
-    published_schedule.TrainSchedule = Shortened
-    try:
+    with mock.patch.object(published_schedule, "TrainSchedule", Shortened):
         with pytest.raises(ValueError, match="pipeline schedule Shortened, rank 0"):
             engine.train_batch(iter(good))
-    finally:
-        published_schedule.TrainSchedule = TrainSchedule
     assert engine.train_batch(iter(good)).item() > 0
 
     def refused(match, kind=ValueError, options=None, **sections):
@@ -188,4 +186,4 @@ def test_bad_items():
         ("no loss", r"stage 1, rank 1.*TypeError: eval_batch.*the loss is tuple.*pass bcast_loss=False"),
         ("no tensor", r"stage 0, rank 0, layer 0 \(<lambda>\), micro-batch 0.*returned str"),
     ]
-    run_ranks(2, _bad_items, cases, init=True, fresh=True)
+    run_ranks(2, _bad_items, cases, init=True)

@@ -1,7 +1,6 @@
 """PipelineParallelGrid: an mpu with stages, copies and slices."""
 
 import pytest
-import torch
 
 from deepspeed import comm as dist
 from deepspeed.pipe.topology import (
@@ -10,12 +9,7 @@ from deepspeed.pipe.topology import (
     PipeModelDataParallelTopology,
 )
 from harness import run_ranks
-
-
-def total(group, rank):
-    x = torch.tensor([float(rank)])
-    dist.all_reduce(x, group=group)
-    return int(x)
+from runs import total
 
 
 def _stages_and_copies(rank, world):

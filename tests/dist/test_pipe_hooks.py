@@ -7,12 +7,12 @@ import signal
 import pytest
 import torch
 
-import deepspeed
 import pipe_models as models
 from deepspeed.pipe import schedule
 from engine_models import batch, config, loss_of, make_net
 from harness import run_ranks
 from memory_hosts import memory_hosts
+from runs import engine_of, take_step
 from test_memory_copies import enter
 
 MICRO_BATCHES, STEPS, SIGNAL_AT = 2, 8, 2
@@ -112,12 +112,11 @@ def test_a_client_that_runs_schedules_itself():
 
 
 def plain_steps(rank, world):
-    engine = deepspeed.initialize(model=make_net(), config=config(world, 2))[0]
+    engine = engine_of(make_net(), config(world, 2))
     seen = watch(engine)
     tokens, targets = batch(0)
     for _ in range(4):
-        engine.backward(loss_of(engine(tokens), targets))
-        engine.step()
+        take_step(engine, loss_of(engine(tokens), targets))
     return seen
 
 

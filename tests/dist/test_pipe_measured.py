@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-import deepspeed
 import pipe_models as models
 from deepspeed._native import _C
 from deepspeed.pipe import LayerSpec, PipelineModule
 from harness import run_ranks
+from runs import engine_of
 from sampling import every_case
 
 PASS = 0.025  # seconds of a forward, of the gradient of an input, of that of a weight
@@ -22,7 +22,7 @@ def _runs(rank, world, schedule, micro_batches, tries):
         loss_fn=models.loss_of("plain"), partition_method="uniform", **options,
     )  # fmt: skip
     config = models.config_of(micro_batches, pipeline={"schedule": schedule})
-    engine = deepspeed.initialize(model=module, config=config)[0]
+    engine = engine_of(module, config)
     parts = [_C.pipe.Part(forward=PASS, backward_input=PASS, backward_weight=PASS)] * (world * chunks)
     planned, found = _C.pipe.schedule(schedule, world, chunks, micro_batches).cost(parts).bubble, []
     for _ in range(tries):

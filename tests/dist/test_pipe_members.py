@@ -1,6 +1,7 @@
 """What scripts and clients call of a PipelineEngine: evaluation, data, schedules of their own, precisions."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from harness import run_ranks
+from runs import engine_of
 
 MICRO_BATCHES = 4
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
@@ -244,12 +246,9 @@ def _clients(rank, world, kind):
     config = models.config_of(MICRO_BATCHES)
     engine = ClientsEngine(args=None, model=module, mpu=module.mpu(), config=config)
     engine.seen = []
-    schedule.TrainSchedule = LateWeights
-    try:
+    with mock.patch.object(schedule, "TrainSchedule", LateWeights):
         losses = [engine.train_batch(models.batches(kind, 1, MICRO_BATCHES, 0)).item()]
         losses.append(engine.train_batch(itertools.islice(models.batches(kind, 2, MICRO_BATCHES, 0), 4, None)).item())
-    finally:
-        schedule.TrainSchedule = schedule_of_ours
     assert engine.seen.count("input") == engine.seen.count("weight") == 2 * MICRO_BATCHES
     models.compare(
         engine, losses, models.parameters_of(engine), models.plain(kind, 2, MICRO_BATCHES, 1, clip=1.0), 2e-6
@@ -264,9 +263,6 @@ def _clients(rank, world, kind):
 
     with pytest.raises(RuntimeError, match="does not know the instruction Unknown"):
         engine._exec_schedule(Odd(MICRO_BATCHES, world, rank))
-
-
-schedule_of_ours = schedule.TrainSchedule
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied"])
@@ -315,7 +311,7 @@ def test_fp16(stage, copies, kind):
 def _without_weights(rank, world):
     layers = [nn.Tanh(), nn.Linear(models.WIDTH, models.WIDTH), nn.Tanh(), torch.relu]
     module = PipelineModule(layers, num_stages=4, loss_fn=models.loss_of("plain"), partition_method="uniform")
-    engine = deepspeed.initialize(model=module, config=models.config_of(MICRO_BATCHES, gradient_clipping=0.1))[0]
+    engine = engine_of(module, models.config_of(MICRO_BATCHES, gradient_clipping=0.1))
     losses = [engine.train_batch(models.batches("plain", 1, MICRO_BATCHES, 0)).item() for _ in range(3)]
     assert losses[2] < losses[0]
     return losses

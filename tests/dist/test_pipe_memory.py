@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import deepspeed
 import pipe_models as models
 from deepspeed.pipe import LayerSpec, PipelineModule
 from harness import run_ranks
+from runs import engine_of
 
 ROWS, WIDTH, MICRO_BATCHES = 1024, 32, 5  # weights take little beside activations
 
@@ -80,9 +80,7 @@ def _needs(rank, world, schedule, interval):
         partition_method="uniform", activation_checkpoint_interval=interval, virtual_stages=chunks,
         placement="v" if chunks == 2 else "loop",
     )  # fmt: skip
-    engine = deepspeed.initialize(
-        model=module, config=models.config_of(MICRO_BATCHES, pipeline={"schedule": schedule})
-    )[0]
+    engine = engine_of(module, models.config_of(MICRO_BATCHES, pipeline={"schedule": schedule}))
     before, peak = _allocated(), _Peak()
     with peak:
         engine.train_batch(_items())

@@ -9,12 +9,12 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed._compat import TORCH2
 from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from harness import run_ranks
+from runs import TORCH2
 
 WIDTH = 6
 

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 import deepspeed
+import pipe_models as models
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.sequence.layer import DistributedAttention
 from harness import run_ranks
+from runs import KEEP_GATHERED, engine_of, settings
 from sequence_models import attend
 
 LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCHES = 2, 8, 2, 8, 2
@@ -38,31 +40,18 @@ def micro_batch(batch, micro, copy):
 
 def reference(copies):
     layers = nn.Sequential(*(Block(number) for number in range(LAYERS)))
-    optimizer, losses = torch.optim.AdamW(layers.parameters(), lr=0.01, eps=1e-2), []
-    for batch in range(2):
-        total = 0.0
-        for micro in range(MICRO_BATCHES):
-            for copy in range(copies):
-                x, y = micro_batch(batch, micro, copy)
-                loss = nn.functional.mse_loss(layers(x), y) / (MICRO_BATCHES * copies)
-                loss.backward()
-                total += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01, eps=1e-2)
+    parts = [(micro, copy) for micro in range(MICRO_BATCHES) for copy in range(copies)]
+    data = [[micro_batch(batch, *part) for part in parts] for batch in range(2)]
+    losses = models.plain_losses(layers, data, nn.functional.mse_loss, optimizer)
     return losses, {f"{number}.{name}": value for number, layer in enumerate(layers)
                     for name, value in layer.state_dict().items()}  # fmt: skip
 
 
 def config_of(stage, **sections):
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-2, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": stage},
-        **sections,
-    }
+    adam = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-2, "weight_decay": 0.01}}
+    more = {"optimizer": adam, "zero": KEEP_GATHERED, "gradient_clipping": 0.0, **sections}
+    return settings(stage, 1, MICRO_BATCHES, **more)
 
 
 def _trains(rank, world, stages, copies, stage, schedule, folder):
@@ -76,9 +65,7 @@ def _trains(rank, world, stages, copies, stage, schedule, folder):
         [LayerSpec(Block, number, group) for number in range(LAYERS)], topology=topology,
         loss_fn=nn.functional.mse_loss, partition_method="uniform",
     )  # fmt: skip
-    engine = deepspeed.initialize(
-        model=module, config=config_of(stage, sequence_parallel_size=2, pipeline={"schedule": schedule})
-    )[0]
+    engine = engine_of(module, config_of(stage, sequence_parallel_size=2, pipeline={"schedule": schedule}))
     assert engine.train_batch_size() == MICRO_BATCHES * copies
 
     def part(tensor):

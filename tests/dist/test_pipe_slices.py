@@ -9,6 +9,7 @@ import pipe_models as models
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from harness import run_ranks
+from runs import engine_of
 from tensor_parallel import AddedUp, Copied
 
 MICRO_BATCHES, WIDTH, HIDDEN, LENGTH = 4, 32, 64, 40  # a micro-batch is large enough to travel in parts
@@ -59,20 +60,8 @@ def reference(copies, batches):
         torch.manual_seed(models.SEED + number)
         layers.append(Whole())
     parameters = [one for layer in layers for one in layer.parameters()]
-    optimizer, losses = torch.optim.AdamW(parameters, lr=1e-2), []
-    for number in range(batches):
-        total = 0.0
-        for copy in range(copies):
-            for x, y in batch(number, copy):
-                for layer in layers:
-                    x = layer(x)
-                loss = loss_of(x, y) / (MICRO_BATCHES * copies)
-                loss.backward()
-                total += loss.item()
-        nn.utils.clip_grad_norm_(parameters, 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
+    data = [[one for copy in range(copies) for one in batch(number, copy)] for number in range(batches)]
+    losses = models.plain_losses(nn.Sequential(*layers), data, loss_of, torch.optim.AdamW(parameters, lr=1e-2), 0.05)
     return losses, [layer.state_dict() for layer in layers]
 
 
@@ -87,7 +76,7 @@ def _trains(rank, world, copies, stage, partitioned):
         MICRO_BATCHES, stage, gradient_clipping=0.05,
         pipeline={"pipe_partitioned": partitioned, "grad_partitioned": partitioned},
     )  # fmt: skip
-    engine = deepspeed.initialize(model=module, config=config)[0]
+    engine = engine_of(module, config)
     assert engine.is_model_parallel and (engine._links.slices is not None) == partitioned
     copy = engine.grid.get_data_parallel_rank()
     losses = [engine.train_batch(iter(batch(number, copy))).item() for number in range(2)]

@@ -1,7 +1,6 @@
 """16-bit training: fp32 masters and accumulation, loss scaling, skipped steps."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -10,6 +9,8 @@ import deepspeed
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
 from harness import run_ranks
+from logs import logged
+from runs import engine_of, take_step
 
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
 needs_fp16 = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
@@ -150,30 +151,25 @@ def simulate(overflows, power, window, hysteresis, floor, settling):
 
 
 def body_overflow(rank, world, precision, pattern):
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    deepspeed.logger.addHandler(handler)
     model = Poisoned()
     made = config(world, 1, size=world, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, **precision)
-    engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=made)
-    dtype = model.good.dtype
     scales, steps, frozen = [], [], []
-    for bad_rank, value in pattern:
-        before = [p.detach().clone() for p in model.parameters()]
-        last = scheduler.last_batch_iteration
-        poison = torch.full((5,), value if rank == bad_rank else 0.01, dtype=dtype)
-        engine.backward(engine(torch.full((9,), 0.1, dtype=dtype), poison))
-        engine.step()
-        overflow = bad_rank is not None
-        assert engine.was_step_applied() == (not overflow)
-        assert optimizer.overflow == overflow
-        if overflow:
-            assert scheduler.last_batch_iteration == last
-            frozen.append(all(torch.equal(a, b) for a, b in zip(before, model.parameters())))
-        scales.append(optimizer.cur_scale)
-        steps.append((engine.global_steps, engine.skipped_steps))
-    deepspeed.logger.removeHandler(handler)
+    with logged() as records:
+        engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=made)
+        dtype = model.good.dtype
+        for bad_rank, value in pattern:
+            before = [p.detach().clone() for p in model.parameters()]
+            last = scheduler.last_batch_iteration
+            poison = torch.full((5,), value if rank == bad_rank else 0.01, dtype=dtype)
+            take_step(engine, engine(torch.full((9,), 0.1, dtype=dtype), poison))
+            overflow = bad_rank is not None
+            assert engine.was_step_applied() == (not overflow)
+            assert optimizer.overflow == overflow
+            if overflow:
+                assert scheduler.last_batch_iteration == last
+                frozen.append(all(torch.equal(a, b) for a, b in zip(before, model.parameters())))
+            scales.append(optimizer.cur_scale)
+            steps.append((engine.global_steps, engine.skipped_steps))
     return scales, steps, frozen, [r for r in records if "overflow" in r]
 
 
@@ -223,7 +219,7 @@ def test_fp16_clips_unscaled_gradients():
 
 def body_fp16_norms(rank, world, fp16):
     model = make_net()
-    engine, _, _, _ = deepspeed.initialize(model=model, config=config(world, 1, fp16=fp16))
+    engine = engine_of(model, config(world, 1, fp16=fp16))
     return train_engine(engine, 20, rank, world)
 
 
@@ -237,14 +233,13 @@ def test_fp16_with_a_backward_of_the_user(by_scale):
 def body_user_fp16(rank, world, by_scale):
     made = config(1, 2, fp16={"enabled": True, "initial_scale_power": 10})
     models = [make_net(), make_net()]
-    engines = [deepspeed.initialize(model=m, config=copy.deepcopy(made))[0] for m in models]
+    engines = [engine_of(m, copy.deepcopy(made)) for m in models]
     for step in range(4):
         tokens, targets = batch(step)
         for micro in range(2):
             part = slice(4 * micro, 4 * micro + 4)
             loss = loss_of(engines[0](tokens[part]), targets[part])
-            engines[0].backward(loss)
-            engines[0].step()
+            take_step(engines[0], loss)
             loss = loss_of(engines[1](tokens[part]), targets[part])
             (engines[1].scale(loss) if by_scale else loss).backward()
             engines[1].step()
@@ -270,10 +265,9 @@ def body_mixed(rank, world):
         def forward(self, x):
             return self.parts["b"](self.parts["a"](x).bfloat16()).float().square().mean()
 
-    engine, _, _, _ = deepspeed.initialize(model=Both(), config=config(1))
+    engine = engine_of(Both(), config(1))
     for _ in range(3):
-        engine.backward(engine(torch.ones(2, 4)))
-        engine.step()
+        take_step(engine, engine(torch.ones(2, 4)))
     return [not torch.equal(a, b.detach()) for a, b in zip(before, model.parameters())]
 
 

@@ -153,44 +153,41 @@ def test_one_tensor_there_and_back():
     assert all(run_ranks(4, body_there_and_back, init=True))
 
 
-def refused(what, rank):
-    group = dist.get_world_group()
-    made = DistributedAttention(attend, group)
-    if what == "lengths":
-        return made(*projections(4, 4, length=4 + rank), 0)
-    if what == "heads":
-        return made(*projections(6, 4), 0)
-    if what == "shapes":
-        query, key, _ = projections(4, 4)
-        return made(query, key, key[:, :4], 0)
-    if what == "dtypes":
-        query, key, value = projections(4, 4)
-        return made(query, key.float(), value, 0)
-    if what == "cut":
-        return single_all_to_all(torch.zeros(2, 5, 4, 3), 1, 2, 0, group)
-    if what == "rank of tensor":
-        return single_all_to_all(torch.zeros(2, 5), 1, 2, 0, group)
-    return made(*projections(4, 4), 2)
+def attended(*heads, length=12, batch_dim=0, change=lambda query, key, value: (query, key, value)):
+    layer = DistributedAttention(attend, dist.get_world_group())
+    return layer(*change(*projections(*heads, length=length)), batch_dim)
 
 
-def body_refused(rank, world, cases):
-    return refusals(cases, lambda what: refused(what, rank))
-
-
+# what -> words of the error, and the call
 BAD = {
-    "lengths": "different lengths (rank 0: 4, rank 1: 5)",
-    "heads": "6 query heads and 4 key/value heads",
-    "shapes": "do not belong to one sequence",
-    "dtypes": "float64, torch.float32 and torch.float64: make them one dtype",
-    "cut": "5 tokens cannot be cut into 2 equal parts",
-    "rank of tensor": "got a tensor of shape",
-    "batch dim": "batch_dim_idx is 2",
-}
+    "lengths": ("different lengths (rank 0: 4, rank 1: 5)", lambda rank: attended(4, 4, length=4 + rank)),
+    "heads": ("6 query heads and 4 key/value heads", lambda rank: attended(6, 4)),
+    "shapes": (
+        "do not belong to one sequence",
+        lambda rank: attended(4, 4, change=lambda query, key, value: (query, key, key[:, :4])),
+    ),
+    "dtypes": (
+        "float64, torch.float32 and torch.float64: make them one dtype",
+        lambda rank: attended(4, 4, change=lambda query, key, value: (query, key.float(), value)),
+    ),
+    "cut": (
+        "5 tokens cannot be cut into 2 equal parts",
+        lambda rank: single_all_to_all(torch.zeros(2, 5, 4, 3), 1, 2, 0, dist.get_world_group()),
+    ),
+    "rank of tensor": (
+        "got a tensor of shape", lambda rank: single_all_to_all(torch.zeros(2, 5), 1, 2, 0, dist.get_world_group()),
+    ),
+    "batch dim": ("batch_dim_idx is 2", lambda rank: attended(4, 4, batch_dim=2)),
+}  # fmt: skip
+
+
+def body_refused(rank, world):
+    return refusals(BAD, lambda what: BAD[what][1](rank))
 
 
 def test_bad_input_is_an_error_on_every_rank():
-    for found in run_ranks(2, body_refused, list(BAD), init=True, timeout=60):
-        for (kind, text), (what, words) in zip(found, BAD.items()):
+    for found in run_ranks(2, body_refused, init=True, timeout=60):
+        for (kind, text), (what, (words, _)) in zip(found, BAD.items()):
             assert kind == "ValueError" and words in text, (what, kind, text)
 
 

@@ -10,8 +10,9 @@ import torch
 import deepspeed
 import toy_transformers
 from deepspeed.comm.mesh import made_here
-from deepspeed.sequence.lengths import _Setup
+from deepspeed.sequence.lengths import Setup
 from harness import run_ranks
+from runs import engine_of
 
 MAPPED, TRIMMED = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 
@@ -56,11 +57,11 @@ def body_peaks(rank, world, cases, folder):
             model = toy_transformers.ToyForCausalLM(heads, heads, **shape)
             if recompute:
                 model.gradient_checkpointing_enable()
-            curve = _Setup(model, config, world, None, None).curve()  # as explain does
+            curve = Setup(model, config, world, None, None).curve()  # as explain does
             lengths = [length]
             if memory:
                 lengths = [int(curve.longest(memory[0]) * share) // (2 * world) * 2 * world for share in (1, 1.1)]
-            engine = deepspeed.initialize(model=model.train(), config=config)[0]
+            engine = engine_of(model.train(), config)
 
             def step(length):
                 tokens = torch.randint(0, vocabulary, (1, length // world))  # noqa: B023

@@ -4,16 +4,14 @@ replicas and accumulation together, ten steps of SGD (Adam would hide a factor).
 import pytest
 import torch
 
-import deepspeed
 import toy_transformers
-from deepspeed import comm as dist
 from deepspeed.sequence import masks, methods, weighted_loss
-from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
 from deepspeed.sequence.hf_attention import UlyssesSPAttentionHF
 from deepspeed.utils import groups, safe_get_full_grad
 from harness import run_ranks
+from runs import weight_list
 from sampling import every_case, sample
-from sequence_models import mean_loss, worst
+from sequence_models import mean_loss, sgd_engine, vocab_loss, worst
 
 RATE, STEPS, LENGTH, VOCAB, SIZE = 0.2, 10, 48, 13, 4
 HEADS = [(8, 8), (8, 2), (6, 3), (5, 1), (2, 2)]
@@ -101,12 +99,7 @@ def loss_of(kind, logits, labels, group, size):
         return mean_loss(logits, labels)
     if kind == "weighted":
         return weighted_loss(mean_loss(logits, labels), labels, group)
-    every = [torch.empty_like(labels) for _ in range(size)]
-    dist.all_gather(every, labels.contiguous(), group=group)
-    losses = vocab_sequence_parallel_cross_entropy(
-        logits.transpose(0, 1).contiguous(), labels.t().clamp(min=0).contiguous(), group
-    )
-    return losses[torch.cat(every, 1).t() != -100].mean()
+    return vocab_loss(logits, labels, group)
 
 
 def gap_of(pairs):
@@ -120,15 +113,10 @@ def train_case(rank, world, case):
     size, replicas, stage, method, heads, kind, loss_kind, accumulate, dtype = case
     place, replica = rank % size, rank // size
     model = Model(*heads, kind, attend_alone(kind))
-    config = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulate, "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True, "sequence_parallel_size": size,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 0},
-        "bf16": {"enabled": dtype == "bf16"},
-    }  # fmt: skip
-    deepspeed.log.logger.setLevel("ERROR")
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = sgd_engine(
+        model, stage, RATE, accumulate, level="ERROR", dtype=dtype, zero={"reduce_bucket_size": 300},
+        sequence_parallel_size=size,
+    )  # fmt: skip
     group, found = engine.seq_parallel_group, []
     if size > 1:
         shared = UlyssesSPAttentionHF(
@@ -146,9 +134,7 @@ def train_case(rank, world, case):
         engine.step()
         found.append(loss.item())
     losses, wanted, params = reference(heads, kind, loss_kind, accumulate, replicas)
-    own = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(own, enabled=stage == 3):
-        gaps = [gap_of(zip(own, params)), gap_of(zip(grads, wanted))]
+    gaps = [gap_of(zip(weight_list(engine), params)), gap_of(zip(grads, wanted))]
     engine.destroy()
     groups.clear()
     return max(gaps + [abs(a - b) / max(abs(b), 1.0) for a, b in zip(found, losses[replica::replicas])])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.sequence.ring import _Ring, ring_attention
+from deepspeed.sequence.ring import Ring, ring_attention
 from deepspeed.sequence.ulysses_ring import UlyssesRing, exchanging
 from harness import run_ranks
 from sequence_models import attend, part, projections, refusals, worst
@@ -33,7 +33,7 @@ def test_equals_one_process(world):
 
 
 def body_balance(rank, world):
-    ring = _Ring(dist.get_world_group(), True)
+    ring = Ring(dist.get_world_group(), True)
     blocks = [block for source in range(world) for block in ring.blocks(source)]
     mine = torch.arange(4.0).view(1, 1, 4, 1) + 4 * rank
     (there,) = ring.balanced([mine])

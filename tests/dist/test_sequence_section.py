@@ -7,31 +7,19 @@ import sys
 import pytest
 import torch
 
-import deepspeed
 import toy_transformers
 from deepspeed.comm.mesh import made_here
 from deepspeed.sequence import methods, weighted_loss
 from deepspeed.utils import groups
 from harness import run_ranks
-from sequence_models import refusals
+from runs import take_step, weight_list
+from sequence_models import refusals, sgd_engine
 
 LENGTH, RATE, STEPS = 32, 0.3, 3
 
 
-def config_of(stage=1, **section):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "sequence_parallel": section,
-    }
-
-
-def start(model, **how):
-    deepspeed.log.logger.setLevel("WARNING")
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(**how))[0]
+def start(model, stage=1, **section):
+    return sgd_engine(model, stage, RATE, sequence_parallel=section)
 
 
 def batch_of(step):
@@ -72,15 +60,11 @@ def train_case(rank, world, heads, hosts, recompute, how):
             loss = engine(tokens, shift_labels=labels).loss
             moved = max([moved, *(store.waiting for store in made_here().stores.values())])
             loss = weighted_loss(loss, labels, engine.seq_parallel_group) if world > 1 else loss
-            engine.backward(loss)
-            engine.step()
-            found.append(float(loss.detach()))
+            found.append(take_step(engine, loss))
     finally:
         methods.hosts_of = before
     losses, params = reference(heads)
-    own = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(own, enabled=how.get("stage") == 3):
-        gaps = [float((a - b).abs().max()) for a, b in zip(own, params)]
+    gaps = [float((a - b).abs().max()) for a, b in zip(weight_list(engine), params)]
     entry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"]
     rings = [made._ring for _, made, _ in getattr(entry, "shared", [])]
     made_here().stores.clear()  # their threads end
@@ -133,47 +117,55 @@ def test_trains_as_one_process(world, tmp_path):
             assert (moved > 0) == (how.get("offload") == "file"), (heads, how)
 
 
-def refused(what, rank, world):
-    model, how = toy_transformers.ToyForCausalLM(), {"size": world}
-    if what == "heads":
-        model, how = toy_transformers.ToyForCausalLM(1, 1), {"size": world, "method": "ulysses"}
-    if what == "both":
-        how["method"] = "both"
-    if what == "no model of transformers":
-        model, how = torch.nn.Linear(2, 2), {"size": world, "method": "ring"}
-    if what == "chunk":
-        model, how = torch.nn.Linear(2, 2), {"chunk": 4}
-    if what == "mlp":
-        model, how = torch.nn.Linear(2, 2), {"tile_mlp": True}
-    if what == "loss":
-        model, how = torch.nn.Linear(2, 2), {"tile_loss": True}
-    if what in ("kernel", "kernel, chunk"):
-        model = toy_transformers.ToyForCausalLM(implementation="odd")
-        how.update({"chunk": 4} if "chunk" in what else {"method": "ring"})
+def no_transformer():
+    return torch.nn.Linear(2, 2)
+
+
+def odd():
+    return toy_transformers.ToyForCausalLM(implementation="odd")
+
+
+# words of the error, the model, and its section; the size is that of the world
+BAD = [
+    (
+        '"ulysses" needs a head for each rank.*1 heads for 2 ranks. Sizes up to 1 work',
+        lambda: toy_transformers.ToyForCausalLM(1, 1), {"method": "ulysses"},
+    ),
+    (
+        '"both" needs neighbours on one host.*2 ranks with 4 heads.*4, 6, 8',
+        toy_transformers.ToyForCausalLM, {"method": "both"},
+    ),
+    (
+        "sequence_parallel.method is for models of transformers, and Linear is none",
+        no_transformer, {"method": "ring"},
+    ),
+    ("sequence_parallel.chunk is for models of transformers", no_transformer, {"size": 1, "chunk": 4}),
+    (
+        "tile_mlp is true, but Linear has no module that is called like an MLP",
+        no_transformer, {"size": 1, "tile_mlp": True},
+    ),
+    (
+        "tile_loss is true, but Linear is no causal language model", no_transformer, {"size": 1, "tile_loss": True},
+    ),
+    ('method "ring" computes attention in a ring: only sdpa and flash attentions are known', odd, {"method": "ring"}),
+    ("sequence_parallel.chunk computes attention by blocks: only sdpa and flash attentions", odd, {"chunk": 4}),
+]  # fmt: skip
+
+
+def refused(case, rank, world):
+    _, model, how = BAD[case]
     try:
-        start(model, **how)(batch_of(0)[0].chunk(world, 1)[rank])
+        start(model(), **{"size": world, **how})(batch_of(0)[0].chunk(world, 1)[rank])
     finally:
         groups.clear()
 
 
-def body_refused(rank, world, cases):
+def body_refused(rank, world):
     with toy_transformers.installed():
-        return refusals(cases, lambda what: refused(what, rank, world))
-
-
-BAD = {
-    "heads": '"ulysses" needs a head for each rank.*1 heads for 2 ranks. Sizes up to 1 work',
-    "both": '"both" needs neighbours on one host.*2 ranks with 4 heads.*4, 6, 8',
-    "no model of transformers": "sequence_parallel.method is for models of transformers, and Linear is none",
-    "chunk": "sequence_parallel.chunk is for models of transformers",
-    "mlp": "tile_mlp is true, but Linear has no module that is called like an MLP",
-    "loss": "tile_loss is true, but Linear is no causal language model",
-    "kernel": 'method "ring" computes attention in a ring: only sdpa and flash attentions are known',
-    "kernel, chunk": "sequence_parallel.chunk computes attention by blocks: only sdpa and flash attentions",
-}
+        return refusals(range(len(BAD)), lambda case: refused(case, rank, world))
 
 
 def test_the_impossible_is_refused_on_every_rank():
-    for found in run_ranks(2, body_refused, list(BAD), init=True, timeout=60):
-        for (kind, text), (what, words) in zip(found, BAD.items()):
-            assert kind in ("ValueError", "DeepSpeedConfigError") and re.search(words, text), (what, kind, text)
+    for found in run_ranks(2, body_refused, init=True, timeout=60):
+        for (kind, text), (words, _, how) in zip(found, BAD):
+            assert kind in ("ValueError", "DeepSpeedConfigError") and re.search(words, text), (how, kind, text)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
 from harness import run_ranks
-from sequence_models import worst
+from runs import take_step, weight_list
+from sequence_models import sgd_engine, worst
 
 WIDTH, VOCAB, LENGTH = 6, 11, 7
 
@@ -45,27 +45,17 @@ def batch_of(step, rank):
 
 def body(rank, world, stage, shards, accumulate):
     plain, model = Tiled(0), Tiled(shards)
-    deepspeed.log.logger.setLevel("WARNING")
-    config = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulate, "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 60, "stage3_param_persistence_threshold": 0},
-    }  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = sgd_engine(model, stage, 0.5, accumulate, zero={"reduce_bucket_size": 60})
     steps = torch.optim.SGD(plain.parameters(), lr=0.5)
     for step in range(3):
         steps.zero_grad()
         for micro in range(accumulate):
             at = step * accumulate + micro
-            engine.backward(engine(*batch_of(at, rank)))
-            engine.step()
+            take_step(engine, engine(*batch_of(at, rank)))
             for one in range(world):
                 (plain(*batch_of(at, one)) / world / accumulate).backward()
         steps.step()
-    params = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(params, enabled=stage == 3):
-        gap = worst(zip(params, plain.parameters()))
+    gap = worst(zip(weight_list(engine), plain.parameters()))
     engine.destroy()
     dist.barrier()
     return gap

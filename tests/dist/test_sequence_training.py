@@ -15,28 +15,21 @@ from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entro
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from harness import run_ranks
+from runs import engine_of, settings, take_step, weight_list
 from sampling import every_case, sample
-from sequence_models import Tiny, attend, batch_of, mean_loss, worst
+from sequence_models import Tiny, attend, batch_of, mean_loss, vocab_loss, worst
 
 RATE = 0.5
 
 
 def config_of(stage, accumulate=1, **more):
-    zero = {"stage": stage, "reduce_bucket_size": 150, "stage3_param_persistence_threshold": 0}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulate,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero,
-        **more,
-    }
+    more = {"optimizer": None, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True, **more}
+    return settings(stage, 2, accumulate, zero={"reduce_bucket_size": 150}, **more)
 
 
 def start(model, config, **more):
     deepspeed.log.logger.setLevel("WARNING")
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, **more)[0]
+    return engine_of(model, config, torch.optim.SGD(model.parameters(), lr=RATE), **more)
 
 
 def shared_model(heads=4, kv=2):
@@ -134,13 +127,7 @@ def whole_loss(kind, logits, labels, group):
         return tutorial_loss(mean_loss(logits, labels), labels, group)
     if kind == "weighted":
         return weighted_loss(mean_loss(logits, labels), labels)
-    every = [torch.empty_like(labels) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, labels.contiguous(), group=group)
-    good = torch.cat(every, 1).t() != -100
-    losses = vocab_sequence_parallel_cross_entropy(
-        logits.transpose(0, 1).contiguous(), labels.t().clamp(min=0).contiguous(), group
-    )
-    return losses[good].mean()
+    return vocab_loss(logits, labels, group)
 
 
 def reference(model, steps, accumulate, replicas):
@@ -171,13 +158,9 @@ def train_case(rank, world, stage, size, kind, accumulate, plain, more):
         for micro in range(accumulate):
             whole = batch_of(step * accumulate + micro, replica)
             tokens, places, labels = (x.chunk(size, 1)[place] for x in whole)
-            loss = whole_loss(kind, engine(tokens, places), labels, group)
-            found.append(loss.item())
-            loss.backward() if plain else engine.backward(loss)
-            engine.step()
+            found.append(take_step(engine, whole_loss(kind, engine(tokens, places), labels, group), plain))
     expected = reference(plain_model, steps, accumulate, world // size)
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
-        gap = worst(zip(engine.module.parameters(), plain_model.parameters()))
+    gap = worst(zip(weight_list(engine), plain_model.parameters()))
     losses = max(abs(one - row[replica]) for one, row in zip(found, expected))
     engine.destroy()
     groups.clear()
@@ -292,19 +275,17 @@ def checkpoint_case(rank, world, folder, stage, size, save):
     config = config_of(stage, sequence_parallel_size=size)
     config["optimizer"] = {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9}}
     deepspeed.log.logger.setLevel("WARNING")
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine = engine_of(model, config)
     if not save:
         engine.load_checkpoint(folder)
     whole = batch_of(0 if save else 1, 0)  # the same sequence on every replica
     tokens, places, labels = (x.chunk(size, 1)[rank % size] for x in whole)
     logits = engine(tokens, places)
     loss = weighted_loss(mean_loss(logits, labels), labels, engine.seq_parallel_group) if size > 1 else None
-    engine.backward(mean_loss(logits, labels) if loss is None else loss)
-    engine.step()
+    take_step(engine, mean_loss(logits, labels) if loss is None else loss)
     if save:
         engine.save_checkpoint(folder)
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
-        found = [param.detach().tolist() for param in engine.module.parameters()]
+    found = [weight.tolist() for weight in weight_list(engine)]
     engine.destroy()
     groups.clear()
     return found

@@ -12,6 +12,8 @@ from deepspeed.sequence import parallel_state, weighted_loss
 from deepspeed.sequence.hf_attention import configure_model
 from deepspeed.utils import groups
 from harness import run_ranks
+from runs import take_step, weight_list
+from sequence_models import sgd_engine
 
 MISSING = importlib.util.find_spec("transformers") is None
 if not MISSING:
@@ -229,13 +231,7 @@ def body_train(rank, world, stage):
     """An engine on shared sequences against one process: SGD, a batch of each rank in turn."""
     plain, model = model_of(), model_of()
     mpu = register(model, 2)
-    config = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }  # fmt: skip
-    deepspeed.log.logger.setLevel("WARNING")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
+    engine = sgd_engine(model, stage, 0.3, mpu=mpu)
     place, replica = mpu.get_sequence_parallel_rank(), mpu.get_data_parallel_rank()
     own = [batch_of("uneven labels" if rank == 1 else "causal", step, rank) for step in range(2)]
     loader = UlyssesSPDataLoaderAdapter(own, place, engine.seq_parallel_group, 2, engine.device)
@@ -245,8 +241,7 @@ def body_train(rank, world, stage):
         labels = mine.pop("shift_labels")
         logits = engine(**mine).logits
         local = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        engine.backward(weighted_loss(local, labels))
-        engine.step()
+        take_step(engine, weighted_loss(local, labels))
         steps.zero_grad()
         owners = [2 * one + turn % 2 for one in range(world // 2)]
         losses = [
@@ -254,9 +249,7 @@ def body_train(rank, world, stage):
         ]
         (sum(losses) / len(losses)).backward()
         steps.step()
-    params = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(params, enabled=stage == 3):
-        gap = max(float((a - b).abs().max()) for a, b in zip(params, plain.parameters()))
+    gap = max(float((a - b).abs().max()) for a, b in zip(weight_list(engine), plain.parameters()))
     assert replica == rank // 2
     engine.destroy()
     groups.clear()

@@ -5,6 +5,7 @@ import torch
 
 import deepspeed
 from harness import run_ranks
+from runs import engine_of, take_step
 
 ROWS, WIDTH, STEPS = 40, 4, 3
 
@@ -87,8 +88,7 @@ def body(rank, world, accumulate, sparse, optimizer, more):
     assert engine.sparse_tensor_module_names == names and engine.sparse_gradients_enabled()
     for step in range(STEPS):
         for micro in range(accumulate):
-            engine.backward(engine(tokens_of(step, world * micro + rank)))
-            engine.step()
+            take_step(engine, engine(tokens_of(step, world * micro + rank)))
     reference = plain_process(optimizer, world * accumulate)
     wanted, worst = dict(reference.named_parameters()), 0.0
     for name, param in engine.module.named_parameters():
@@ -120,14 +120,13 @@ def embedding_engine(rows, on, **more):
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
         **more,
     }
-    return deepspeed.initialize(model=model, config=config)[0]
+    return engine_of(model, config)
 
 
 def body_bytes(rank, world, on):
     engine = embedding_engine(4000, on)
     engine.core.reset_traffic()
-    engine.backward(engine(torch.tensor([7, 3999, rank])).sum())
-    engine.step()
+    take_step(engine, engine(torch.tensor([7, 3999, rank])).sum())
     return engine.core.traffic()["bytes"]
 
 
@@ -189,8 +188,7 @@ def body_no_rates(rank, world, sparse):
         for factor, other in zip((2 * world, world), found[1:]):
             assert torch.allclose(dense(other[name]), factor * dense(mean), rtol=1e-6, atol=0), (name, factor)
     before = [param.detach().clone() for param in model.parameters()]
-    engine.backward(engine(tokens_of(1, 3 * rank)))
-    engine.step()
+    take_step(engine, engine(tokens_of(1, 3 * rank)))
     assert any((a != b).any() for a, b in zip(before, model.parameters()))
     assert engine.get_lr() == ([0.0] if sparse else [0.1])
     group = deepspeed.utils.groups._get_data_parallel_group()
@@ -224,7 +222,7 @@ def body_names(rank, world, folder):
 
     def engine(has_table, sparse):
         config = {"train_batch_size": world, "sparse_gradients": sparse}
-        return deepspeed.initialize(model=OneTable(has_table), config=config)[0]
+        return engine_of(OneTable(has_table), config)
 
     for number, (has_table, sparse) in enumerate(KINDS):
         source = engine(has_table, sparse)
@@ -255,8 +253,7 @@ def test_sharded_stages_are_refused(stage):
 def body_bf16(rank, world, on):
     engine = embedding_engine(60, on, bf16={"enabled": True})
     for step in range(2):
-        engine.backward(engine(torch.tensor([7, 59, step + rank])).sum())
-        engine.step()
+        take_step(engine, engine(torch.tensor([7, 59, step + rank])).sum())
     return [deepspeed.utils.safe_get_full_fp32_param(param) for param in engine.module.parameters()]
 
 

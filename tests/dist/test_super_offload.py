@@ -5,46 +5,31 @@ import torch
 
 import deepspeed
 from harness import run_ranks
-from test_zenflow import everything, same, weights
+from runs import DTYPES, dtype_of, take_step, weights
+from test_zenflow import everything, same
 from zero_models import CLIP, LR
-from zero_training import ROWS, Deep, batch, loss_of, seeded
-
-DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+from zero_training import Deep, batch, loss_of, seeded, start
 
 
 def make(stage, ahead, dtype="fp32", accumulate=1, norm=CLIP, optimizer="AdamW", **more):
-    zero = {
-        "stage": stage,
-        "reduce_bucket_size": 60,
-        "allgather_bucket_size": 200,
-        "stage3_param_persistence_threshold": 0,
-        "offload_optimizer": {"device": "cpu", "pin_memory": False, "super_offload": ahead, "cpuadam_cores_perc": 0.5},
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulate,
+    offload = {"device": "cpu", "pin_memory": False, "super_offload": ahead, "cpuadam_cores_perc": 0.5}
+    more = {
         "gradient_clipping": norm,
         "optimizer": {"type": optimizer, "params": {"lr": LR}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
-        "zero_optimization": zero,
+        "zero": {"reduce_bucket_size": 60, "offload_optimizer": offload},
         **DTYPES[dtype],
         **more,
     }
-    return deepspeed.initialize(model=seeded(Deep), config=config)[0]
+    return start(seeded(Deep), stage, 1, accumulate, **more)
 
 
 def train(engine, rank, world, steps, accumulate=1, plain=False):
-    dtype = next(engine.module.parameters()).dtype
     for step in range(steps):
         for part in range(accumulate):
             x, target = batch(step, part * world + rank)
-            loss = loss_of(engine(x.to(dtype)), target)
-            loss = loss * (100.0 if step == 3 else 1.0)
-            if plain:
-                loss.backward()
-            else:
-                engine.backward(loss)
-            engine.step()
+            loss = loss_of(engine(x.to(dtype_of(engine))), target)
+            take_step(engine, loss * (100.0 if step == 3 else 1.0), plain)
 
 
 def body_equal(rank, world, stage, dtype, accumulate, norm, plain, optimizer):

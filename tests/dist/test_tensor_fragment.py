@@ -22,6 +22,7 @@ from deepspeed.utils import (
 from deepspeed.zero.param_states import WholeParams
 from engine_models import adam_like, batch, config, loss_of, make_net, train_engine
 from harness import run_ranks
+from runs import DTYPES, engine_of
 
 STAGES = [0, 1, 2, 3]
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
@@ -43,16 +44,9 @@ def start(world, stage, precision, optimizer, accumulate=1):
     made["zero_optimization"] = {"stage": stage, "reduce_bucket_size": 300, "allgather_bucket_size": 200}
     if stage == 3:
         made["zero_optimization"]["stage3_param_persistence_threshold"] = 20
-    if precision == "fp16":
-        made["fp16"] = {"enabled": True, "loss_scale": SCALE}
-    elif precision == "bf16":
-        made["bf16"] = {"enabled": True}
-    model, client = make_net(), None
-    if optimizer == "torch":
-        made.pop("optimizer")
-        made["zero_allow_untested_optimizer"] = True
-        client = adam_like(model)
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=client, config=made)
+    made.update({"fp16": {"enabled": True, "loss_scale": SCALE}} if precision == "fp16" else DTYPES[precision])
+    model = make_net()
+    engine = engine_of(model, made, adam_like(model) if optimizer == "torch" else None)
     if stage == 0 and not hasattr(model.out.weight, "_ds_link"):
         WholeParams(engine.core, engine.stepping, [p for group in engine.trained_groups for p in group])
     return engine

@@ -9,6 +9,7 @@ import deepspeed
 from deepspeed.zero.core import writing
 from deepspeed.zero.sharded_parameter import is_sharded
 from harness import run_ranks
+from runs import engine_of, settings, take_step
 
 
 class Net(torch.nn.Module):
@@ -26,22 +27,15 @@ class Net(torch.nn.Module):
 def made_engine(stage, dtype="fp32", offload=None, rate=0.0, **zero):
     """A rate of 0 leaves the weights as they are: a step shows what masters say."""
     torch.manual_seed(2)
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.0}},
-        "zero_optimization": zero,
-        "bf16": {"enabled": dtype == "bf16"},
-    }
-    return deepspeed.initialize(model=Net(), config=config)[0]
+    adam = {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.0}}
+    return engine_of(Net(), settings(stage, dtype=dtype, optimizer=adam, zero=zero))
 
 
 def step(engine, rank=0):
     x = torch.randn(2, 6, generator=torch.Generator().manual_seed(rank))
-    engine.backward(engine(x).float().square().mean())
-    engine.step()
+    take_step(engine, engine(x).float().square().mean())
 
 
 def value_of(param):

@@ -14,8 +14,10 @@ from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
 from deepspeed.runtime.zenflow.zenflow_utils import _split_affinity
 from deepspeed.utils import safe_get_full_fp32_param
 from harness import run_ranks
-from zero_models import BETAS, CLIP, DECAY, LR, clip
-from zero_training import ROWS, Deep, batch, loss_of, seeded
+from runs import dtype_of, initialized, settings, take_step
+from runs import weight_list as weights
+from zero_models import BETAS, DECAY, LR, clip
+from zero_training import ROWS, Deep, batch, loss_of, seeded, start
 
 LONGEST, EPS = 16, 1e-8
 
@@ -109,38 +111,17 @@ class Schedule:
 
 
 def make(stage, flow, accumulate=1, steps=None, **more):
-    zero = {
-        "stage": stage,
-        "reduce_bucket_size": 100,
-        "allgather_bucket_size": 200,
-        "stage3_param_persistence_threshold": 0,
-        "offload_optimizer": {"device": "cpu", "pin_memory": False},
-    }
+    zero = {"reduce_bucket_size": 100, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
     if flow is not None:
         zero["zenflow"] = flow
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulate,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "weight_decay": DECAY}},
-        "zero_optimization": zero,
-        **more,
-    }
-    return deepspeed.initialize(model=seeded(Deep), config=config)[0]
+    return start(seeded(Deep), stage, 1, accumulate, zero=zero, **more)
 
 
 def train(engine, rank, world, first, last, accumulate=1):
     for step in range(first, last):
         for part in range(accumulate):
             x, target = batch(step, part * world + rank)
-            dtype = next(engine.module.parameters()).dtype
-            engine.backward(loss_of(engine(x.to(dtype)), target))
-            engine.step()
-
-
-def weights(engine):
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return [p.detach().clone() for p in engine.module.parameters()]
+            take_step(engine, loss_of(engine(x.to(dtype_of(engine))), target))
 
 
 def everything(engine):
@@ -289,21 +270,12 @@ def test_names_and_defaults():
 
 def body_epochs(rank, world):
     data = torch.utils.data.TensorDataset(torch.rand(4 * ROWS * world, 6), torch.rand(4 * ROWS * world, 2))
-    zero = {
-        "stage": 2,
-        "offload_optimizer": {"device": "cpu", "pin_memory": False},
-        "zenflow": {"select_strategy": "epoch", "update_interval": 2},
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
-        "zero_optimization": zero,
-    }
-    engine, _, loader, _ = deepspeed.initialize(model=seeded(Deep), config=config, training_data=data)
+    flow = {"select_strategy": "epoch", "update_interval": 2}
+    zero = {"offload_optimizer": {"device": "cpu", "pin_memory": False}, "zenflow": flow}
+    engine, _, loader, _ = initialized(seeded(Deep), settings(2, ROWS, rate=LR, zero=zero), training_data=data)
     for _ in range(3):
         for x, target in loader:
-            engine.backward(loss_of(engine(x), target))
-            engine.step()
+            take_step(engine, loss_of(engine(x), target))
     assert engine.core.strategy_figures()["choices"] == 3
     engine = make(2, {"select_strategy": "epoch"})
     with pytest.raises(ValueError, match="steps_per_epoch"):

@@ -3,28 +3,14 @@
 import pytest
 import torch
 
-import deepspeed
 from deepspeed.zero.audit import AuditError
-from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
+from engine_models import adam_like, batch, difference, loss_of, net_engine, train_engine, train_plain, uses_extra
 from harness import run_ranks
 
 
 def make_engine(world, stage, accumulate=1, precision=None, steps=3, optimizer=None):
-    made = config(
-        world,
-        accumulate,
-        zero_optimization={
-            "stage": stage,
-            "audit_steps": steps,
-            "reduce_bucket_size": 300,
-            "stage3_param_persistence_threshold": 20,
-        },
-        zero_allow_untested_optimizer=True,
-        **(precision or {}),
-    )
-    if optimizer is not None:
-        del made["optimizer"]
-    return deepspeed.initialize(model=make_net(), optimizer=optimizer, config=made)[0]
+    zero = {"audit_steps": steps, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20}
+    return net_engine(world, stage, accumulate, client=optimizer, zero=zero, **(precision or {}))
 
 
 def body_well(rank, world, stage, accumulate, precision, client):

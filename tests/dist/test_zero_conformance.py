@@ -13,6 +13,7 @@ import torch
 
 import deepspeed
 from harness import run_ranks
+from runs import with_fp16
 from sampling import every_case, sample
 from zero_models import BETAS, DECAY, LR, MODELS, PlainRun, engine_config, make, outputs_of, relative
 
@@ -157,18 +158,13 @@ def stages_of(world, dtype):
 
 
 def body(rank, world, dtype, wanted):
-    accelerator = deepspeed.get_accelerator()
-    supported = accelerator.is_fp16_supported
     deepspeed.log.logger.setLevel("WARNING")  # a thousand engines describe themselves
-    accelerator.is_fp16_supported = lambda: True  # these models have no matrix products
-    try:
+    with with_fp16():
         return {
             (stage, accumulate, name): result
             for (accumulate, name), stages in wanted.items()
             for stage, result in cases(rank, world, dtype, accumulate, name, stages)
         }
-    finally:
-        accelerator.is_fp16_supported = supported
 
 
 def cases(rank, world, dtype, accumulate, name, stages):

@@ -1,12 +1,15 @@
 """What ZeRO costs: bytes held, elements sent, elements gathered at one time, calls from Python into the core."""
 
+from unittest import mock
+
 import pytest
 import torch
 
-import deepspeed
 from deepspeed import _native
 from deepspeed.zero import linear
 from harness import run_ranks
+from runs import dtype_of, engine_of, settings
+from runs import train as train_on
 
 WIDTH, LAYERS = 96, 6
 
@@ -31,23 +34,16 @@ LARGEST = WIDTH * WIDTH
 
 
 def make_engine(stage, accumulate=1, bf16=False, **zero):
-    made = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulate,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 200, **zero},
-        "bf16": {"enabled": bf16},
-    }
-    return deepspeed.initialize(model=make_model(), config=made)[0]
+    zero = {"stage3_param_persistence_threshold": 200, **zero}
+    return engine_of(make_model(), settings(stage, 2, accumulate, "bf16" if bf16 else "fp32", rate=1e-3, zero=zero))
 
 
 def train(engine, rank, steps=1):
-    dtype = next(iter(engine.module.parameters())).dtype
-    for step in range(steps * engine.gradient_accumulation_steps()):
-        x = torch.full((2, WIDTH), 0.1 * (rank + step), dtype=dtype)
-        loss = engine(x).float().square().mean()
-        engine.backward(loss)
-        engine.step()
+    def loss_at(step, micro):
+        x = torch.full((2, WIDTH), 0.1 * (rank + step + micro), dtype=dtype_of(engine))
+        return engine(x).float().square().mean()
+
+    train_on(engine, loss_at, steps)
 
 
 def body_bytes(rank, world, stage, accumulate):
@@ -183,11 +179,8 @@ def body_entries(rank, world, stage, accumulate):
         counter.calls += 1
         return bring_home(core.inner, rows)
 
-    _native._C.bring_home = counted
-    try:
+    with mock.patch.object(_native._C, "bring_home", counted):
         train(engine, rank)
-    finally:
-        _native._C.bring_home = bring_home
     hooks = 0
     if stage == 3:
         hooks = len(engine.parameter_offload.forward_hooks)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
-import deepspeed
 from deepspeed.utils import safe_get_full_grad
 from harness import run_ranks
+from models import Recomputed
+from runs import engine_of, settings
 
 WIDTH, LENGTH, TOKENS = 8, 6, 11
 
@@ -39,19 +39,6 @@ class Block(torch.nn.Module):
         return torch.tanh(x + self.gru(x)[0])
 
 
-class Net(torch.nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        torch.manual_seed(3)
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
-        self.reentrant = reentrant
-
-    def forward(self, x, ids):
-        for block in self.blocks:
-            x = block(x, ids) if self.reentrant is None else checkpoint(block, x, ids, use_reentrant=self.reentrant)
-        return x
-
-
 def inputs(world):
     random = torch.Generator().manual_seed(5)
     return (
@@ -61,14 +48,9 @@ def inputs(world):
 
 
 def body(rank, world, stage, reentrant):
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    engine = deepspeed.initialize(model=Net(reentrant), config=config)[0]
-    plain = Net(None)
+    made = settings(stage, 1, optimizer="SGD", rate=0.1, gradient_clipping=0.0)
+    engine = engine_of(Recomputed(Block, 2, reentrant), made)
+    plain = Recomputed(Block, 2, None)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     x, ids = inputs(world)
     for _ in range(2):

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import deepspeed
-from engine_models import adam_like, config, difference, make_net, train_engine, train_plain
+from engine_models import adam_like, config, difference, make_net, net_engine, train_engine, train_plain
 from harness import run_ranks
+from runs import weight_list
 
 pytestmark = pytest.mark.gpu
 STEPS = 20
@@ -23,9 +24,8 @@ def body(rank, world, stage, accumulate, precision):
     assert engine.device.type == "cuda"
     losses, norms = train_engine(engine, STEPS, rank, world)
     found = make_net()
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        for mine, theirs in zip(found.parameters(), engine.module.parameters()):
-            mine.data.copy_(theirs.detach().float().cpu())
+    for mine, theirs in zip(found.parameters(), weight_list(engine)):
+        mine.data.copy_(theirs.float().cpu())
     return losses, norms, difference(found, train_plain(STEPS, adam_like)[2])
 
 
@@ -51,9 +51,7 @@ def test_sixteen_bits_on_the_gpu(stage, precision):
 
 
 def thousand_steps(rank, world, stage):
-    engine = deepspeed.initialize(
-        model=make_net(), config=config(world, 1, zero_optimization={"stage": stage}, bf16={"enabled": True})
-    )[0]
+    engine = net_engine(world, stage, bf16={"enabled": True})
     reserved = []
     for turn in range(11):
         train_engine(engine, 10 if turn == 0 else 100, rank, world)

@@ -9,24 +9,11 @@ import hashlib
 import pytest
 import torch
 
-import deepspeed
 from harness import run_ranks
+from runs import take_step, weight_list, weights
 from sampling import every_case
 from zero_models import make, outputs_of, relative
-from zero_training import (
-    STAGES,
-    WIDTH,
-    Deep,
-    Reference,
-    batch,
-    gap,
-    loss_of,
-    same,
-    seeded,
-    start,
-    train_beside,
-    whole_weights,
-)  # fmt: skip
+from zero_training import STAGES, WIDTH, Deep, batch, beside, gap, loss_of, same, seeded, start, train_beside
 
 # ---- one result, always --------------------------------
 
@@ -42,7 +29,7 @@ def body_repeat(rank, world, stage, runs):
                     engine.backward(loss)
                 engine.step()
         digest = hashlib.sha256(str(engine.get_global_grad_norm()).encode())
-        for _, value in sorted(whole_weights(model).items()):
+        for _, value in sorted(weights(model).items()):
             digest.update(value.numpy().tobytes())
         found.append(digest.hexdigest())
         engine.destroy()
@@ -66,14 +53,8 @@ def body_layers_by_rank(rank, world, stage, how):
             return [0, 1 + (part + step) % 3]
         return range((part + step) % 4 + 1)
 
-    model = seeded(Deep)
-    reference = Reference(model)
-    engine = start(model, stage, world)
-    for step in range(6):
-        x, target = batch(step, rank)
-        engine.backward(loss_of(engine(x, layers(step, rank)), target))
-        engine.step()
-        reference.step([reference.on(step, part, layers(step, part)) for part in range(world)])
+    engine, reference = beside(seeded(Deep), stage, world)
+    train_beside(engine, reference, rank, world, range(6), lambda step, part: (layers(step, part),))
     return gap(engine, reference)
 
 
@@ -92,14 +73,11 @@ def test_ranks_without_shared_memory_take_other_branches(how, monkeypatch):
 
 def body_alone(rank, world, how):
     model = seeded(Deep)
-    reference = Reference(model)
-    engine = start(model, 3, world)
+    engine, reference = beside(model, 3, world)
     for step in range(5):
         x, target = batch(step, rank)
         if how == "gather" and rank == 0:
-            with deepspeed.zero.GatheredParameters(list(model.parameters())):
-                seen = [p.detach().clone() for p in model.parameters()]
-                assert all(relative(a, b) < 1e-6 for a, b in zip(seen, reference.model.parameters()))
+            assert all(relative(a, b) < 1e-6 for a, b in zip(weight_list(model), reference.model.parameters()))
         if how == "eval before" and rank == step % world:
             evaluate(engine, 3)
         loss = loss_of(engine(x), target)
@@ -164,9 +142,7 @@ class Trapped(Deep):
 
 
 def body_backward_raises(rank, world, stage, accumulate, user_backward):
-    model = seeded(Trapped)
-    reference = Reference(model)
-    engine = start(model, stage, world, accumulate, zero={"overlap_comm": True})
+    engine, reference = beside(seeded(Trapped), stage, world, accumulate, zero={"overlap_comm": True})
 
     def backward(step, micro):
         x, target = batch(step, rank * accumulate + micro)
@@ -199,10 +175,9 @@ def test_training_goes_on_after_a_backward_that_raised(stage, accumulate, user_b
 
 def body_forward_raises(rank, world, stage):
     model = seeded(Trapped)
-    reference = Reference(model)
-    engine = start(model, stage, world)
+    engine, reference = beside(model, stage, world)
     for step in range(4):
-        x, target = batch(step, rank)
+        x, _ = batch(step, rank)
         if step in (1, 2) and rank == 0:
             model.fails = True
             with pytest.raises(ArithmeticError):
@@ -213,9 +188,7 @@ def body_forward_raises(rank, world, stage):
             for param in released:  # nothing runs any more: a touch is an error again
                 with pytest.raises(RuntimeError, match="GatheredParameters"):
                     param.norm()
-        engine.backward(loss_of(engine(x), target))
-        engine.step()
-        reference.step([reference.on(step, part) for part in range(world)])
+        train_beside(engine, reference, rank, world, [step])
     return gap(engine, reference)
 
 
@@ -227,58 +200,52 @@ def test_training_goes_on_after_a_forward_that_raised_on_one_rank(stage):
 # ---- ways to call backward --------------------------------
 
 
+def _no_sync(engine, losses, parts):
+    with engine.no_sync():
+        for _ in range(parts - 1):
+            engine.backward(next(losses) / parts)
+    engine.backward(next(losses) / parts)
+
+
+def _no_sync_and_step_reduces(engine, losses, parts):
+    with engine.no_sync():
+        _in_turn(engine, losses, parts)
+
+
+def _in_turn(engine, losses, parts):
+    for loss in losses:
+        (loss / parts).backward()
+
+
+def _accumulation(engine, losses, parts):
+    for _ in range(parts - 1):
+        take_step(engine, next(losses), plain=True)
+    next(losses).backward()
+
+
+# how -> a function of the engine, losses that are computed when they are asked for, and their number
+BACKWARDS = {
+    "no_sync": _no_sync,
+    "no_sync, step reduces": _no_sync_and_step_reduces,
+    "several backwards": lambda engine, losses, parts: [engine.backward(loss / parts) for loss in losses],
+    "several user backwards": _in_turn,
+    "engine.scale": lambda engine, losses, parts: [engine.scale(loss / parts).backward() for loss in losses],
+    "several forwards, one backward": lambda engine, losses, parts: engine.backward(sum(list(losses)) / parts),
+    "several forwards, backwards in turn": lambda engine, losses, parts: _in_turn(engine, list(losses), parts),
+    "accumulation": _accumulation,
+}
+
+
 def body_backwards(rank, world, stage, how):
-    model = seeded(Deep)
-    reference = Reference(model)
     parts = 3
-    engine = start(model, stage, world, parts if how == "accumulation" else 1)
+    engine, reference = beside(seeded(Deep), stage, world, parts if how == "accumulation" else 1)
     mine = range(rank * parts, (rank + 1) * parts)
     for step in range(5):
-        if how == "no_sync":
-            with engine.no_sync():
-                for part in mine[:-1]:
-                    engine.backward(loss_of(engine(batch(step, part)[0]), batch(step, part)[1]) / parts)
-            engine.backward(loss_of(engine(batch(step, mine[-1])[0]), batch(step, mine[-1])[1]) / parts)
-        elif how == "no_sync, step reduces":
-            with engine.no_sync():
-                for part in mine:
-                    (loss_of(engine(batch(step, part)[0]), batch(step, part)[1]) / parts).backward()
-        elif how == "several backwards":
-            for part in mine:
-                engine.backward(loss_of(engine(batch(step, part)[0]), batch(step, part)[1]) / parts)
-        elif how == "several user backwards":
-            for part in mine:
-                (loss_of(engine(batch(step, part)[0]), batch(step, part)[1]) / parts).backward()
-        elif how == "engine.scale":
-            for part in mine:
-                engine.scale(loss_of(engine(batch(step, part)[0]), batch(step, part)[1]) / parts).backward()
-        elif how == "several forwards, one backward":
-            losses = [loss_of(engine(batch(step, part)[0]), batch(step, part)[1]) for part in mine]
-            engine.backward(sum(losses) / parts)
-        elif how == "several forwards, backwards in turn":
-            losses = [loss_of(engine(batch(step, part)[0]), batch(step, part)[1]) for part in mine]
-            for loss in losses:
-                (loss / parts).backward()
-        elif how == "accumulation":
-            for part in mine[:-1]:
-                loss_of(engine(batch(step, part)[0]), batch(step, part)[1]).backward()
-                engine.step()
-            loss_of(engine(batch(step, mine[-1])[0]), batch(step, mine[-1])[1]).backward()
+        losses = (loss_of(engine(x), target) for x, target in (batch(step, part) for part in mine))
+        BACKWARDS[how](engine, losses, parts)
         engine.step()
         reference.step([reference.on(step, part) for part in range(world * parts)])
     return gap(engine, reference)
-
-
-BACKWARDS = [
-    "no_sync",
-    "no_sync, step reduces",
-    "several backwards",
-    "several user backwards",
-    "engine.scale",
-    "several forwards, one backward",
-    "several forwards, backwards in turn",
-    "accumulation",
-]
 
 
 @pytest.mark.parametrize("how", BACKWARDS)
@@ -299,14 +266,11 @@ class Forces(Deep):
 
 
 def body_grad_inside(rank, world, stage):
-    model = seeded(Forces)
-    reference = Reference(model)
-    engine = start(model, stage, world)
+    engine, reference = beside(seeded(Forces), stage, world)
     for step in range(5):
         x, target = batch(step, rank)
         loss = loss_of(engine(x), target)
-        loss.backward() if step % 2 else engine.backward(loss)
-        engine.step()
+        take_step(engine, loss, step % 2)
         reference.step([reference.on(step, part) for part in range(world)])
     return gap(engine, reference)
 
@@ -318,8 +282,7 @@ def test_autograd_grad_inside_forward(stage):
 
 def body_gradient_penalty(rank, world, stage):
     model = seeded(Deep)
-    reference = Reference(model)
-    engine = start(model, stage, world)
+    engine, reference = beside(model, stage, world)
 
     def loss_on(module, step, part, dtype):
         x, target = batch(step, part)
@@ -329,8 +292,7 @@ def body_gradient_penalty(rank, world, stage):
         return loss_of(output, target) + (slope**2).mean()
 
     for step in range(5):
-        engine.backward(loss_on(engine, step, rank, torch.float32))
-        engine.step()
+        take_step(engine, loss_on(engine, step, rank, torch.float32))
         reference.step([loss_on(reference.model, step, part, torch.float64) for part in range(world)])
     if stage == 3:
         assert engine.core.gatherer.live_numel == 0
@@ -344,17 +306,13 @@ def test_gradient_penalty_outside_forward(stage):
 
 def body_freeze(rank, world, stage):
     model = seeded(Deep)
-    reference = Reference(model)
-    engine = start(model, stage, world)
+    engine, reference = beside(model, stage, world)
     for step in range(8):
         for one in (model, reference.model):
             one.layers[1].requires_grad_(step not in (2, 3))
             one.head.weight.requires_grad_(step % 3 != 1)
             one.extra.requires_grad_(step < 6)
-        x, target = batch(step, rank)
-        engine.backward(loss_of(engine(x), target))
-        engine.step()
-        reference.step([reference.on(step, part) for part in range(world)])
+        train_beside(engine, reference, rank, world, [step])
     return gap(engine, reference)
 
 
@@ -417,9 +375,8 @@ class Keywords(torch.nn.Module):
 
 def body_keywords(rank, world, stage, kind, user_backward):
     model = seeded(Keywords, kind)
-    reference = Reference(model)
     accumulate = 2
-    engine = start(model, stage, world, accumulate)
+    engine, reference = beside(model, stage, world, accumulate)
 
     def loss_on(module, step, part, dtype):
         x, target = batch(step, part)
@@ -428,8 +385,7 @@ def body_keywords(rank, world, stage, kind, user_backward):
     for step in range(4):
         for micro in range(accumulate):
             loss = loss_on(engine, step, rank * accumulate + micro, torch.float32)
-            loss.backward() if user_backward else engine.backward(loss)
-            engine.step()
+            take_step(engine, loss, user_backward)
         reference.step([loss_on(reference.model, step, part, torch.float64) for part in range(world * accumulate)])
     return gap(engine, reference)
 
@@ -469,9 +425,7 @@ class Inner(torch.nn.Module):
 
 
 def body_mixed(rank, world, stage):
-    model = seeded(Mixed)
-    reference = Reference(model)
-    engine = start(model, stage, world)
+    engine, reference = beside(seeded(Mixed), stage, world)
     train_beside(engine, reference, rank, world)
     return gap(engine, reference)
 
@@ -512,8 +466,7 @@ class Borrows(torch.nn.Module):
 
 def body_lent(rank, world, stage, kind):
     model = seeded(lambda: Borrows(kind))
-    reference = Reference(model)
-    engine = start(model, stage, world)
+    engine, reference = beside(model, stage, world)
     train_beside(engine, reference, rank, world)
     with torch.no_grad():
         engine(batch(3, rank)[0])

@@ -7,6 +7,7 @@ import torch
 
 import deepspeed
 from harness import run_ranks
+from runs import engine_of, take_step
 
 contexts_of_devices = pytest.mark.skipif(
     not hasattr(torch.device("cpu"), "__enter__"), reason="this torch has no `with torch.device(...)`"
@@ -29,10 +30,9 @@ def build(rank, world, precision, filled):
         model = torch.nn.Linear(6, 5)
     dtype = str(model.weight.dtype)
     assert model.weight.ds_shape == (5, 6) and model.weight.numel() == 0
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={**config, **filled})[0]
+    engine = engine_of(model, {**config, **filled}, model_parameters=model.parameters())
     loss = engine(torch.ones(1, 6, dtype=model.weight.dtype)).float().square().mean()
-    engine.backward(loss)
-    engine.step()
+    take_step(engine, loss)
     return dtype, float(loss)
 
 
@@ -112,9 +112,7 @@ def meta(rank, world, how):
     torch.manual_seed(0)
     plain = OnMeta("cpu")
     model.load_state_dict(plain.state_dict())
-    engine = deepspeed.initialize(
-        model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    )[0]
+    engine = engine_of(model, {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
     x = torch.ones(2, 6)
     assert torch.equal(engine(x), plain(x))
 

@@ -5,14 +5,8 @@ import torch
 
 import deepspeed
 from harness import run_ranks
-
-
-class Direction(torch.nn.Module):
-    def forward(self, norm, direction):
-        return direction * (norm / direction.norm(dim=1, keepdim=True))
-
-    def right_inverse(self, weight):
-        return weight.norm(dim=1, keepdim=True), weight
+from models import NormAndDirection
+from runs import engine_of, take_step
 
 
 def sinusoids(length, channels):
@@ -41,7 +35,7 @@ class Encoder(Pretrained):
         self.positions = torch.nn.Embedding(5, 4)
         self.layer = torch.nn.Linear(4, 4)
         with deepspeed.zero.GatheredParameters(self.layer.weight, modifier_rank=0):
-            torch.nn.utils.parametrize.register_parametrization(self.layer, "weight", Direction(), unsafe=True)
+            torch.nn.utils.parametrize.register_parametrization(self.layer, "weight", NormAndDirection(), unsafe=True)
 
     def _init_weights(self, module):
         if isinstance(module, Encoder):
@@ -154,10 +148,9 @@ def skips_init(rank, world):
             net.load_state_dict(values)
     for buffer in net.buffers():
         buffer.fill_(1)
-    engine = deepspeed.initialize(model=net, config=config)[0]
+    engine = engine_of(net, config)
     before = engine(torch.ones(2, 4) * torch.arange(2)[:, None]).square().mean()
-    engine.backward(before)
-    engine.step()
+    take_step(engine, before)
     after = engine(torch.ones(2, 4) * torch.arange(2)[:, None]).square().mean()
     return before.item(), after.item()
 

@@ -1,13 +1,11 @@
 """Engines that meet in one graph: every parameter gets the gradient of the loss, once scaled, whoever runs backward."""
 
-from unittest import mock
-
 import pytest
 import torch
 
-import deepspeed
 from deepspeed.utils import safe_get_full_grad
 from harness import run_ranks
+from runs import KEEP_GATHERED, engine_of, settings, with_fp16
 
 HOWS = ("plain", "first", "second", "scale first", "scale second")
 
@@ -25,19 +23,11 @@ def linear(seed, inputs, outputs):
 
 
 def make_engine(model, stage, precision, accumulation, scale=64.0):
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": stage},
-    }
+    made = settings(stage, 4, accumulation, precision, {"type": "AdamW"}, zero=KEEP_GATHERED)
     if precision == "fp16":
-        config["fp16"] = {"enabled": True, "loss_scale": scale}
-    if precision == "bf16":
-        config["bf16"] = {"enabled": True}
-    accelerator = deepspeed.get_accelerator()
-    with mock.patch.object(accelerator, "is_fp16_supported", lambda: True):  # the model has no fp16 products
-        return deepspeed.initialize(model=model, config=config)[0]
+        made["fp16"] = {"enabled": True, "loss_scale": scale}
+    with with_fp16():
+        return engine_of(model, made)
 
 
 def backward(how, engines, loss):

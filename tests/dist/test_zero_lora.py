@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from deepspeed.utils import safe_get_full_grad
 from harness import run_ranks
+from models import Recomputed
 from runs import engine_of, settings
 
 WIDTH = 16
@@ -21,26 +21,13 @@ class Adapted(torch.nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
-class Net(torch.nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = torch.nn.ModuleList(Adapted() for _ in range(3))
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
-        return x
-
-
 def inputs(world):
     return torch.randn(2 * world, WIDTH, generator=torch.Generator().manual_seed(5)).requires_grad_()
 
 
 def body(rank, world, stage, reentrant):
-    engine = engine_of(Net(reentrant), settings(stage))
-    plain = Net(None)
+    engine = engine_of(Recomputed(Adapted, 3, reentrant), settings(stage))
+    plain = Recomputed(Adapted, 3, None)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(3):
         optimizer.zero_grad()

@@ -11,19 +11,15 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from deepspeed.runtime.zero.offload_states import get_state_devices
 from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
-from engine_models import batch, config, loss_of, make_net, train_engine
+from engine_models import batch, loss_of, make_net, net_engine, train_engine
 from harness import run_ranks
+from runs import take_step
+from runs import weight_list as values
 
 
 def make_engine(world, stage, model=None, accumulate=1, **more):
-    zero = {"stage": stage, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20}
-    made = config(world, accumulate, zero_optimization=zero, **more)
-    return deepspeed.initialize(model=model if model is not None else make_net(), config=made)[0]
-
-
-def values(engine):
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return [p.detach().clone() for p in engine.module.parameters()]
+    zero = {"reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20}
+    return net_engine(world, stage, accumulate, model, zero=zero, **more)
 
 
 # ---- offload_states ---------------------------------------------------------------------------------------------
@@ -260,8 +256,7 @@ def body_ordered_dict(rank, world):
     assert engine.module.embed._parameters["weight"].shape == torch.Size([0])
     out = engine(torch.arange(6).reshape(1, 6))
     assert out.shape == (1, 6, 17)
-    engine.backward(out.square().mean())
-    engine.step()
+    take_step(engine, out.square().mean())
     copied = copy.deepcopy(engine.module)
     assert list(copied.embed._parameters) == ["weight"]
     return True
@@ -315,8 +310,7 @@ def body_answers(rank, world, stage):
         for micro in range(2):
             tokens, targets = batch(micro, 4)
             loss = loss_of(engine(tokens).inner["logits"][0], targets)
-            loss.backward() if user_backward else engine.backward(loss)
-            engine.step()
+            take_step(engine, loss, user_backward)
         results.append((engine.get_global_grad_norm(), values(engine)))
         engine.destroy()
     assert same_results(*results)
@@ -328,8 +322,7 @@ def body_answers(rank, world, stage):
             engine.step()
         engine.zero_grad()
         engine(batch(0)[0])
-        engine.backward(loss_of(Closed.kept[0](), batch(0)[1]))
-        engine.step()
+        take_step(engine, loss_of(Closed.kept[0](), batch(0)[1]))
     return True
 
 
@@ -361,8 +354,7 @@ def body_chained(rank, world, stage):
             torch.manual_seed(2 * micro + rank)
             out = engine(torch.randn(2, 4))
             loss = out["loss"] + out["logits"].mean() + out["hidden"][1].sum()  # enters at three places
-            loss.backward() if user_backward else engine.backward(loss)
-            engine.step()
+            take_step(engine, loss, user_backward)
         results.append((engine.get_global_grad_norm(), values(engine)))
         engine.destroy()
     return same_results(*results)

@@ -7,22 +7,14 @@ from torch.nn.utils import parametrize
 import deepspeed
 from engine_models import assert_like_sgd, six, square_losses
 from harness import run_ranks
+from models import NormAndDirection
+from runs import engine_of, take_step
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
 }
-
-
-class NormAndDirection(torch.nn.Module):
-    """Weight normalization, as wav2vec 2.0 has it: two parameters in place of a weight."""
-
-    def forward(self, norm, direction):
-        return direction * (norm / direction.norm(dim=1, keepdim=True))
-
-    def right_inverse(self, weight):
-        return weight.norm(dim=1, keepdim=True), weight
 
 
 class Normed(torch.nn.Module):
@@ -44,7 +36,7 @@ def parametrized(rank, world):
     shapes = {name: tuple(param.ds_shape) for name, param in model.named_parameters()}
     assert shapes["first.parametrizations.weight.original0"] == (5, 1)
     assert shapes["first.parametrizations.weight.original1"] == (5, 6) and "first.weight" not in shapes
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
+    engine = engine_of(model, CONFIG, model_parameters=model.parameters())
     return square_losses(engine, rank, 3)
 
 
@@ -114,7 +106,7 @@ def fused(rank, world, micro_steps):
     torch.manual_seed(4)
     model = FusedHead()
     config = {**CONFIG, "gradient_accumulation_steps": micro_steps}
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine = engine_of(model, config, model_parameters=model.parameters())
     return square_losses(engine, rank, 4)
 
 
@@ -142,15 +134,14 @@ def looked_at_first(rank, world, stage):
     untrained = {key: value for key, value in config.items() if key != "optimizer"}
     if stage < 3:
         untrained = {**untrained, "zero_optimization": {"stage": 0}}
-    looker = deepspeed.initialize(model=model, config=untrained)[0]
+    looker = engine_of(model, untrained)
     with torch.no_grad():
         losses = [looker(six(rank, 0)).square().mean().item()]
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine = engine_of(model, config, model_parameters=model.parameters())
     for step in range(2):
         loss = engine(six(rank, step)).square().mean()
         losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
+        take_step(engine, loss)
         with torch.no_grad():
             losses.append(looker(six(rank, step)).square().mean().item())
     looker.destroy()

@@ -5,16 +5,16 @@ import copy
 import pytest
 import torch
 
-import deepspeed
 from deepspeed.ops.adagrad import FusedAdagrad
 from deepspeed.ops.adam import Adam8bit, DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.sgd import FusedSGD
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from harness import run_ranks
+from runs import take_step, weights
 from test_lion import lion
 from zero_models import clip, relative
-from zero_training import CLIP, ROWS, Deep, batch, loss_of, seeded, whole_weights
+from zero_training import Deep, batch, loss_of, seeded, start
 
 STEPS = 6
 
@@ -83,23 +83,10 @@ CASES = {
 
 
 def make_engine(model, optimizer, stage, narrow):
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_clipping": CLIP,
-        "communication_data_type": "fp32",
-        "bf16": {"enabled": narrow},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 300,
-            "allgather_bucket_size": 200,
-            "stage3_param_persistence_threshold": 0,
-            "audit_steps": 2,
-        },
-    }
+    more = {"communication_data_type": "fp32", "bf16": {"enabled": narrow}, "zero": {"audit_steps": 2}}
     if isinstance(optimizer, dict):
-        config["optimizer"], optimizer = optimizer, None
-    deepspeed.log.logger.setLevel("WARNING")
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        return start(model, stage, 2, None, optimizer=optimizer, **more)
+    return start(model, stage, 2, None, client=optimizer, zero_allow_untested_optimizer=False, **more)
 
 
 class Plain:
@@ -130,8 +117,7 @@ class Plain:
 def train(engine, rank, steps, first=0, narrow=False):
     for step in range(first, first + steps):
         x, target = batch(step, rank)
-        engine.backward(loss_of(engine(x.bfloat16() if narrow else x), target))
-        engine.step()
+        take_step(engine, loss_of(engine(x.bfloat16() if narrow else x), target))
 
 
 def body_parity(rank, world, case, stage, narrow):
@@ -175,11 +161,11 @@ def body_checkpoint(rank, world, case, stage, folder):
     train(engine, rank, 3, narrow=True)
     engine.save_checkpoint(folder, tag="here")
     train(engine, rank, 3, first=3, narrow=True)
-    expected = whole_weights(engine.module)
+    expected = weights(engine)
     other = make_engine(Deep(), optimizer, stage, narrow=True)
     other.load_checkpoint(folder, tag="here")
     train(other, rank, 3, first=3, narrow=True)
-    found = whole_weights(other.module)
+    found = weights(other)
     return all(torch.equal(found[name], value) for name, value in expected.items())
 
 
@@ -200,10 +186,7 @@ def body_adam8bit(rank, world, narrow):
     engine = make_engine(seeded(Deep), build, 0, narrow)
     for _ in range(40):
         x, target = batch(0, rank)
-        loss = loss_of(engine(x.bfloat16() if narrow else x), target)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(take_step(engine, loss_of(engine(x.bfloat16() if narrow else x), target)))
     assert any(state["exp_avg"].dtype == torch.uint8 for state in engine.basic_optimizer.state.values())
     return losses[0] / losses[-1]
 

@@ -9,7 +9,8 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from harness import run_ranks
-from zero_training import Deep, batch, loss_of, seeded, start, whole_weights
+from runs import take_step, weights
+from zero_training import Deep, batch, loss_of, seeded, start
 
 WRITES = {
     "data": lambda slice_, values: setattr(slice_, "data", values),
@@ -19,6 +20,11 @@ WRITES = {
     "mul_ and add_": lambda slice_, values: slice_.mul_(0).add_(values),
     "slices": lambda slice_, values: slice_.__setitem__(slice(None), values),
 }
+
+
+def _step(engine, rank, step=0):
+    x, target = batch(step, rank)
+    take_step(engine, loss_of(engine(x), target))
 
 
 def body_writes(rank, world):
@@ -37,10 +43,8 @@ def body_writes(rank, world):
     for name in list(WRITES)[:2]:
         WRITES[name](param.ds_tensor, torch.zeros(size))
     dist.barrier()
-    x, target = batch(0, rank)
-    engine.backward(loss_of(engine(x), target))
-    engine.step()
-    assert float(whole_weights(engine.module)["layers.1.weight"].abs().max()) < 0.01
+    _step(engine, rank)
+    assert float(weights(engine)["layers.1.weight"].abs().max()) < 0.01
     dist.barrier()
 
     own = param.ds_tensor
@@ -68,9 +72,7 @@ def body_states(rank, world, native):
     more = {} if native else {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
     engine = start(model, 3, world, zero={"sub_group_size": 60}, **more)
     for step in range(2):
-        x, target = batch(step, rank)
-        engine.backward(loss_of(engine(x), target))
-        engine.step()
+        _step(engine, rank, step)
     optimizer = engine.optimizer
     entries = len(optimizer.optimizer.state)
     flats = optimizer.fp32_partitioned_groups_flat
@@ -92,9 +94,7 @@ def test_states_by_flat_tensor_of_masters(native):
 
 def body_states_of_partitions(rank, world):
     engine = start(seeded(Deep), 1, world)
-    x, target = batch(0, rank)
-    engine.backward(loss_of(engine(x), target))
-    engine.step()
+    _step(engine, rank)
     flat = engine.optimizer.single_partition_of_fp32_groups[0]
     state = engine.optimizer.optimizer.state[flat]
     assert state["step"] == 1 and state["exp_avg"].shape == flat.shape

@@ -5,6 +5,7 @@ import pytest
 import deepspeed
 from engine_models import adam_like, config, difference, make_net, train_engine, train_plain
 from harness import run_ranks
+from runs import weight_list
 
 STEPS = 10
 STAGES = [1, 2, 3]
@@ -37,9 +38,8 @@ def full_copy(engine):
     if engine.zero_optimization_stage() < 3:
         return engine.module
     copy = make_net()
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        for mine, theirs in zip(copy.parameters(), engine.module.parameters()):
-            mine.data.copy_(theirs.detach())
+    for mine, theirs in zip(copy.parameters(), weight_list(engine)):
+        mine.data.copy_(theirs)
     return copy
 
 

@@ -6,18 +6,14 @@ import pytest
 import torch
 
 import deepspeed
-from engine_models import adam_like, config, difference, loss_of, make_net, train_engine, train_plain
+from engine_models import adam_like, config, difference, loss_of, make_net, net_engine, train_engine, train_plain
 from harness import run_ranks
+from runs import engine_of
+from runs import weights as whole
 
 
 def make_engine(world, model=None, **zero):
-    made = config(world, 1, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 20, **zero})
-    return deepspeed.initialize(model=model if model is not None else make_net(), config=made)[0]
-
-
-def whole(module):
-    with deepspeed.zero.GatheredParameters(list(module.parameters())):
-        return {n: p.detach().clone() for n, p in module.named_parameters()}
+    return net_engine(world, 3, model=model, zero={"stage3_param_persistence_threshold": 20, **zero})
 
 
 def body_load(rank, world, before_engine):
@@ -95,8 +91,7 @@ def test_generation_gathers_once_and_training_goes_on():
 def body_coalesce(rank, world, stage):
     from engine_models import batch, uses_extra
 
-    made = config(world, 1, zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 20})
-    engine = deepspeed.initialize(model=make_net(), config=made)[0]
+    engine = make_engine(world, stage=stage)
     tokens, targets = batch(0)
     part = tokens.shape[0] // world // 2
     engine.core.reset_traffic()
@@ -150,7 +145,7 @@ def body_inference(rank, world):
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20},
     }
-    engine = deepspeed.initialize(model=make_net(), config=made)[0]
+    engine = engine_of(make_net(), made)
     assert type(engine.optimizer).__name__ == "DeepSpeedZeRoOffload"
     tokens = torch.arange(6).reshape(1, 6)
     engine.eval()

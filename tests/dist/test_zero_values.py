@@ -8,8 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from harness import run_ranks
+from runs import take_step
 from zero_models import clip, make, outputs_of, relative
-from zero_training import WIDTH, Deep, Reference, batch, gap, loss_of, same, seeded, start, train_beside
+from zero_training import WIDTH, Deep, Reference, batch, beside, gap, loss_of, same, seeded, start, train_beside
 
 # ---- several models and engines --------------------------------
 
@@ -54,23 +55,14 @@ def test_two_engines(stages, shared):
 
 def body_copy(rank, world):
     model = seeded(Deep)
-    reference = Reference(model)
-    first = start(model, 3, world)
-
-    def train(engine, reference, steps):
-        for step in steps:
-            x, target = batch(step, rank)
-            engine.backward(loss_of(engine(x), target))
-            engine.step()
-            reference.step([reference.on(step, part) for part in range(world)])
-
-    train(first, reference, range(2))
+    first, reference = beside(model, 3, world)
+    train_beside(first, reference, rank, world, range(2))
     copied = copy.deepcopy(model)
     assert all(p.numel() == 0 and p.ds_numel > 0 for p in copied.parameters())
     other = Reference(reference.model)
     second = start(copied, 3, world)
-    train(second, other, range(2, 4))
-    train(first, reference, range(4, 6))
+    train_beside(second, other, rank, world, range(2, 4))
+    train_beside(first, reference, rank, world, range(4, 6))
     return {"the original": gap(first, reference), "the copy": gap(second, other)}
 
 
@@ -114,8 +106,7 @@ def body_touch(rank, world):
             with torch.no_grad():
                 assert_untouchable(action, name)
         x, target = batch(0, rank)
-        engine.backward(loss_of(engine(x), target))
-        engine.step()
+        take_step(engine, loss_of(engine(x), target))
         with pytest.raises(ValueError), torch.no_grad():
             torch.nn.init.xavier_uniform_(weight)
         model.to(torch.device("cpu"))
@@ -139,8 +130,7 @@ def body_edit(rank, world, dtype):
     def steps(which):
         for step in which:
             x, target = batch(step, rank)
-            engine.backward(loss_of(engine(x.to(kind)).float(), target))
-            engine.step()
+            take_step(engine, loss_of(engine(x.to(kind)).float(), target))
             reference.step([reference.on(step, part) for part in range(world)])
 
     steps(range(2))
@@ -172,8 +162,7 @@ def test_edits_inside_gathered_parameters_train_on(dtype):
 def body_full_tensor(rank, world, stage):
     """The optimizer's own view of whole tensors equals the plain process's, in shape, too."""
     model = seeded(Deep)
-    reference = Reference(model)
-    engine = start(model, stage, world)
+    engine, reference = beside(model, stage, world)
     x, target = batch(0, rank)
     engine.backward(loss_of(engine(x), target))
     grads = [engine.optimizer.full_tensor(i, "grad") for i in range(len(engine._param_names))]
@@ -318,8 +307,7 @@ def body_peak(rank, world, kind, reentrant):
     for step in range(3):
         gatherer.reset_peak()
         x, target = batch(step, rank)
-        engine.backward(loss_of(engine(x), target))
-        engine.step()
+        take_step(engine, loss_of(engine(x), target))
     return gatherer.peak_live_numel, gatherer.live_numel
 
 

@@ -5,10 +5,12 @@ import copy
 import torch
 
 import deepspeed
+from runs import engine_of, settings, take_step, weights
 from zero_models import BETAS, CLIP, DECAY, LR, clip, relative
 
 WIDTH, ROWS = 6, 3
 STAGES = [0, 1, 2, 3]
+ADAMW = {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "weight_decay": DECAY}}
 
 
 class Deep(torch.nn.Module):
@@ -41,25 +43,12 @@ def loss_of(output, target):
     return ((output - target.to(output.dtype)) ** 2).mean()
 
 
-def start(model, stage, world, accumulate=1, **more):
+def start(model, stage, world, accumulate=1, client=None, mpu=None, **more):
     """An engine with small buckets that keeps no parameter gathered."""
-    zero = {
-        "stage": stage,
-        "reduce_bucket_size": 300,
-        "allgather_bucket_size": 200,
-        "stage3_param_persistence_threshold": 0,
-        **more.pop("zero", {}),
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulate,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "weight_decay": DECAY}},
-        "zero_optimization": zero,
-        **more,
-    }
+    zero = {"reduce_bucket_size": 300, "allgather_bucket_size": 200, **more.pop("zero", {})}
+    more = {"optimizer": ADAMW, "gradient_clipping": CLIP, **more}
     deepspeed.log.logger.setLevel("WARNING")
-    return deepspeed.initialize(model=model, config=config)[0]
+    return engine_of(model, settings(stage, ROWS, accumulate, zero=zero, **more), client, mpu=mpu)
 
 
 class Reference:
@@ -81,12 +70,6 @@ class Reference:
         return loss_of(self.model(x.double(), *args, **kwargs), target)
 
 
-def whole_weights(model):
-    params = dict(model.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(params.values())):
-        return {name: param.detach().clone() for name, param in params.items()}
-
-
 def gap(model, reference):
     """Worst relative difference of a parameter, and of the last gradient norm, to the reference's; every rank calls it.
 
@@ -96,7 +79,7 @@ def gap(model, reference):
     if isinstance(model, deepspeed.DeepSpeedEngine):
         norms = abs(model.get_global_grad_norm() - reference.norm) / reference.norm
         model, reference = model.module, reference.model
-    found = whole_weights(model)
+    found = weights(model)
     return max(norms, *(relative(found[name], param) for name, param in reference.named_parameters()))
 
 
@@ -107,10 +90,16 @@ def same(results, bound=1e-6):
             assert value < bound, f"rank {rank}: {name} differs by {value:.2g}"
 
 
-def train_beside(engine, reference, rank, world, steps=4):
-    """Trains both on the same batches: the engine on that of its rank, the reference on all of them."""
-    for step in range(steps):
+def beside(model, stage, world, accumulate=1, **more):
+    """An engine on ``model``, and the plain process."""
+    reference = Reference(model)
+    return start(model, stage, world, accumulate, **more), reference
+
+
+def train_beside(engine, reference, rank, world, steps=range(4), given=lambda step, part: ()):
+    """Trains both on the same batches: the engine on that of its rank, the reference on all of them. ``given``: more
+    arguments of the model for a part of a batch."""
+    for step in steps:
         x, target = batch(step, rank)
-        engine.backward(loss_of(engine(x), target))
-        engine.step()
-        reference.step([reference.on(step, part) for part in range(world)])
+        take_step(engine, loss_of(engine(x, *given(step, rank)), target))
+        reference.step([reference.on(step, part, *given(step, part)) for part in range(world)])

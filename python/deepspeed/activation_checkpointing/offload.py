@@ -9,7 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 
-class _HostPool:
+class HostPool:
     """Host buffers for reuse, at most ``capacity`` of them. A buffer returns to the pool when the last tensor on it
     is freed, so a buffer in use (``retain_graph``, a saved-tensor hook that kept it) is never given out twice."""
 
@@ -85,7 +85,7 @@ class _ActivationOffloadEngine:
         self.max_fwd_stash_count = max_fwd_stash_count
         self.max_cpu_buffer_pool_count = max_cpu_buffer_pool_count
         self.keep_last_count = keep_last_count
-        self._pool = _HostPool(self.use_pin_memory, max_cpu_buffer_pool_count)
+        self._pool = HostPool(self.use_pin_memory, max_cpu_buffer_pool_count)
         self._streams = {}
         self._stash = collections.deque()  # (event, source, its version) of copies that may still run
 

@@ -67,12 +67,12 @@ class Dropped:
             numbers(self.head, self.head + kv * readers, 1, -1, 1, 1),
             numbers(0, batch, -1, 1, 1, 1),
         )
-        words = torch.stack(torch.broadcast_tensors(*_philox(counter, self.seed)), -1).flatten(-2)
+        words = torch.stack(torch.broadcast_tensors(*philox(counter, self.seed)), -1).flatten(-2)
         words = words[..., place[1] % 4 :][..., :keys].view(like.shape)
         return (words >= int(self.probability * (1 << 32))).to(like.dtype) * (1 / (1 - self.probability))
 
 
-def _philox(counter, seed):
+def philox(counter, seed):
     """Four words of random bits; all numbers are of 32 bits, in int64, whose products wrap around."""
     a, b, c, d = counter
     low, high = seed & _WORD, seed >> 32 & _WORD

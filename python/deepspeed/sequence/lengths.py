@@ -39,7 +39,7 @@ class Peak:
     moment: str
 
 
-class _Setup:
+class Setup:
     """A model, a configuration, and the settings that are compared."""
 
     def __init__(self, model, config, ranks, inputs, batch):
@@ -178,7 +178,7 @@ def longest(model, config, memory=None, ranks=None, inputs=None, batch=None):
     sequences in a micro-batch, where not those of the configuration.
     """
     room = _memory(memory)
-    return _Setup(model, config, ranks, inputs, batch).curve().longest(room)
+    return Setup(model, config, ranks, inputs, batch).curve().longest(room)
 
 
 class LengthReport:
@@ -216,7 +216,7 @@ class LengthReport:
 def explain(model, config, memory=None, ranks=None, inputs=None, batch=None, lengths=None):
     """A ``LengthReport``: peak bytes by part against length, the longest that fits, and what each further choice would
     add, the cheapest first. ``lengths``: of whole sequences, for the table. Other arguments: those of ``longest``."""
-    room, setup = _memory(memory), _Setup(model, config, ranks, inputs, batch)
+    room, setup = _memory(memory), Setup(model, config, ranks, inputs, batch)
     report = LengthReport(setup.curve(), room, lengths, _steps(setup, room))
     logger.debug("%s", report)
     return report

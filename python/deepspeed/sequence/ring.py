@@ -14,7 +14,7 @@ from deepspeed.sequence.exchange import check_lengths, place, start_views
 TOKENS = 2  # the dimension of [batch, heads, tokens, size]
 
 
-class _Ring:
+class Ring:
     def __init__(self, group, causal):
         self.group, self.causal = group, causal
         self.world, self.rank = place(group)
@@ -98,7 +98,7 @@ def _piece(tensor, which):
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, group, causal, rules, looks):
-        ring, own = _Ring(group, causal), rules._replace(sinks=sinks)
+        ring, own = Ring(group, causal), rules._replace(sinks=sinks)
         query, key, value = ring.balanced([query, key, value])
         rows = [Rows(_piece(query, which), key.shape[1], own) for which in ((0, 1) if causal else (None,))]
         held, length = [key, value], key.shape[TOKENS]

@@ -13,7 +13,7 @@ from deepspeed.activation_checkpointing.hidden_states import (
     CheckpointHiddenStatesOffload,
     get_checkpoint_hidden_states_offloading_ctx_manager,
 )
-from deepspeed.activation_checkpointing.offload import _ActivationOffloadEngine, _HostPool
+from deepspeed.activation_checkpointing.offload import HostPool, _ActivationOffloadEngine
 
 both = pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint], ids=["reentrant", "non_reentrant"])
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="counts bytes on a GPU, and there is none")
@@ -43,7 +43,7 @@ def test_there_and_back(dtype):
 
 
 def test_host_buffers_are_used_again_once_nobody_needs_them():
-    pool = _HostPool(pin=False, capacity=2)
+    pool = HostPool(pin=False, capacity=2)
     first = pool.empty(8, torch.float32)
     place, alias = first.data_ptr(), first.detach()
     del first

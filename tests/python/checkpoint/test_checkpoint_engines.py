@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepspeed import _compat
 from deepspeed.checkpoint import autoep_universal, ds_to_universal
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.autoep_universal import make_folding_metadata, validate_folding_metadata
@@ -112,7 +111,7 @@ def test_files_of_experts_become_one_parameter(tmp_path):
         state = {"moe.experts.w1": torch.full((2, 3), float(expert)).bfloat16()}
         torch.save(state, tmp_path / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt")
     autoep_universal.consolidate_autoep_expert_files(str(tmp_path), str(tmp_path / "out"), [LAYER])
-    found = _compat.load(tmp_path / "out" / "zero" / "moe.experts.w1" / "fp32.pt")
+    found = torch.load(tmp_path / "out" / "zero" / "moe.experts.w1" / "fp32.pt", weights_only=False)
     assert found["param"].shape == (4, 2, 3) and found["param"].dtype == torch.float32
     assert found["param"][:, 0, 0].tolist() == [0, 1, 2, 3]
     assert found[keys.EP_IS_EXPERT_PARAM] is True and found[keys.EP_NUM_EXPERTS] == 4
@@ -136,9 +135,9 @@ def test_shards_of_experts_become_one_parameter(data_first, tmp_path):
     arguments = (str(tmp_path / "tmp"), str(tmp_path / "out"), info, {"w": (2, 6)}, 4, 1, data_first)
     autoep_universal.consolidate_autoep_zero12_expert_states(*arguments)
     folder = tmp_path / "out" / "zero" / "w"
-    assert torch.equal(_compat.load(folder / "fp32.pt")["param"], whole)
-    assert torch.equal(_compat.load(folder / "exp_avg.pt")["param"], whole * 2)
-    assert _compat.load(folder / "step.pt") == 3
+    assert torch.equal(torch.load(folder / "fp32.pt", weights_only=False)["param"], whole)
+    assert torch.equal(torch.load(folder / "exp_avg.pt", weights_only=False)["param"], whole * 2)
+    assert torch.load(folder / "step.pt", weights_only=False) == 3
     os.unlink(autoep_universal._zero12_fragment_path(str(tmp_path / "tmp"), "w", "fp32", 3))
     with pytest.raises(ValueError, match="shards are missing"):
         autoep_universal.consolidate_autoep_zero12_expert_states(*arguments)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import megatron_files
-from deepspeed import _compat
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert import universal
@@ -29,7 +28,7 @@ def convert(source, target, **options):
 
 
 def file_of(folder, name, state):
-    return _compat.load(os.path.join(folder, "zero", name, f"{state}.pt"))
+    return torch.load(os.path.join(folder, "zero", name, f"{state}.pt"), weights_only=False)
 
 
 def all_parameters():
@@ -60,12 +59,12 @@ def test_every_rule_puts_slices_together(grid, stage, tmp_path):
                 assert torch.equal(found["param"], wanted), (name, kind)
             hints = {key: value for key, value in found.items() if key != "param"}
             assert set(hints) == wanted_hints(name), (name, hints)
-        assert _compat.load(os.path.join(folder, "zero", name, "step.pt")) == 7
+        assert torch.load(os.path.join(folder, "zero", name, "step.pt"), weights_only=False) == 7
     assert file_of(folder, "layers.0.dense.weight", "fp32")["cat_dim"] == 1
     assert file_of(folder, "layers.0.qkv.bias", "fp32")["cat_dim"] == 0
     sub = file_of(folder, "layers.0.qkv.weight", "fp32")["sub_param_shape"]
     assert sub.shape == (megatron_files.SIZES, megatron_files.HIDDEN) and sub.partition_dim == 0
-    common = _compat.load(os.path.join(folder, "zero", "optimizer_state.pt"))
+    common = torch.load(os.path.join(folder, "zero", "optimizer_state.pt"), weights_only=False)
     assert common["param_groups"] == [{"lr": 0.01, "params": [0]}] and common["zero_stage"] == stage
     copied = sorted(name for name in os.listdir(folder) if name.endswith("_states.pt"))
     assert copied == sorted(name for name in os.listdir(tmp_path / "step7") if name.endswith("model_states.pt"))
@@ -132,7 +131,7 @@ def test_widths_of_sub_parameters_that_differ(tmp_path):
     shapes = [value.shape for value in slices]
     left = ds_to_universal.merge_tp_slices(info, str(tmp_path / "zero"), str(tmp_path / "tmp"), 2, ("w", shapes))
     assert left == set()
-    assert torch.equal(_compat.load(tmp_path / "zero" / "w" / "fp32.pt")["param"], whole)
+    assert torch.equal(torch.load(tmp_path / "zero" / "w" / "fp32.pt", weights_only=False)["param"], whole)
 
 
 def same_files(one, other):
@@ -233,7 +232,7 @@ def test_missing_information(tmp_path):
 def test_information_in_the_optimizer_file(tmp_path):
     megatron_files.write(str(tmp_path / "step7"), 1, 2, 1, info=None)
     path = tmp_path / "step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    state = _compat.load(path)
+    state = torch.load(path, weights_only=False)
     state["optimizer_state_dict"][keys.UNIVERSAL_CHECKPOINT_INFO] = INFO
     torch.save(state, path)
     convert(tmp_path / "step7", tmp_path / "universal")
@@ -243,7 +242,8 @@ def test_information_in_the_optimizer_file(tmp_path):
 def test_experts_of_other_ranks_are_refused(tmp_path):
     megatron_files.write(str(tmp_path / "step7"), 1, 1, 1)
     path = tmp_path / "step7" / "mp_rank_00_model_states.pt"
-    torch.save({**_compat.load(path), "ds_autoep_layers": [{"module_path": "layers.0.experts"}]}, path)
+    saved = torch.load(path, weights_only=False)
+    torch.save({**saved, "ds_autoep_layers": [{"module_path": "layers.0.experts"}]}, path)
     with pytest.raises(ValueError, match="layers.0.experts"):
         convert(tmp_path / "step7", tmp_path / "universal")
 
@@ -290,7 +290,7 @@ def test_files_of_another_implementation(stage, dtype, tmp_path):
         compared += 1
     assert compared == (24 if stage == 3 else 8)
     assert (tmp_path / "universal" / "zero" / "f.weight" / "fp32.pt").exists() == (stage == 3)
-    common = _compat.load(tmp_path / "universal" / "zero" / "optimizer_state.pt")
+    common = torch.load(tmp_path / "universal" / "zero" / "optimizer_state.pt", weights_only=False)
     assert [group["weight_decay"] for group in common["param_groups"]] == [0.1, 0.0] and common["zero_stage"] == stage
 
 
@@ -308,8 +308,8 @@ def test_shards_of_stage_3_one_rank_at_a_time(tmp_path):
     ]
     models = ds_to_universal._get_zero3_model_state_files(str(tmp_path / "step7"))
     assert len(models) == 4
-    shapes = [_compat.load(tmp_path / "step7" / f"zero_pp_rank_0_mp_rank_{tp:02d}_model_states.pt")["param_shapes"]
-              for tp in range(2)]  # fmt: skip
+    saved = [tmp_path / "step7" / f"zero_pp_rank_0_mp_rank_{tp:02d}_model_states.pt" for tp in range(2)]
+    shapes = [torch.load(path, weights_only=False)["param_shapes"] for path in saved]
     for tp in range(2):
         for dp in range(2):
             ds_to_universal.extract_zero_shards_stage3(

@@ -40,46 +40,45 @@ class Model(nn.Module):
             for one in (*self.one.parameters(), self.three.weight):
                 one.requires_grad_(False)
 
-    def _block(self, x):
+    def block(self, x):
         return torch.tanh(self.two(torch.tanh(self.one(x))))
 
     def forward(self, x):
-        kind = self.kind
-        if kind == "twice":
-            x = self.one(torch.tanh(self.one(x))) + (self.one.weight * 0.1).sum()
-            return self.three(torch.tanh(x)) @ (self.one.weight * self.three.weight)
-        if kind == "function":
-            shared = self.two.weight * 2  # below the function, and below one of autograd's
-            return torch.tanh(Double.apply(torch.tanh(self.one(x)), shared)) @ shared + self.three(x)
-        if kind == "hook":
-            hidden = self.one(x)
-            hidden.register_hook(lambda grad: grad * 3)
-            return self.two(torch.tanh(hidden))
-        if kind == "reentrant":
-            return self.three(checkpointing.checkpoint(self._block, x))
-        if kind == "recomputed":
-            return self.three(torch_checkpoint(self._block, x, use_reentrant=False))
-        if kind == "ours recomputed":
-            return self.three(checkpointing.non_reentrant_checkpoint(self._block, x))
-        if kind == "several":
-            return self.one(x), (self.two(x).sum() + self.free).exp(), self.free * 2, x * 3
-        if kind == "input":
-            return x, self.one(x)
-        return self.three(self._block(x))
+        return KINDS[self.kind](self, x)
 
 
-KINDS = [
-    "plain",
-    "twice",
-    "frozen",
-    "function",
-    "hook",
-    "reentrant",
-    "recomputed",
-    "ours recomputed",
-    "several",
-    "input",
-]
+def whole_block(net, x):
+    return net.three(net.block(x))
+
+
+def twice(net, x):
+    x = net.one(torch.tanh(net.one(x))) + (net.one.weight * 0.1).sum()
+    return net.three(torch.tanh(x)) @ (net.one.weight * net.three.weight)
+
+
+def function(net, x):
+    shared = net.two.weight * 2  # below the function, and below one of autograd's
+    return torch.tanh(Double.apply(torch.tanh(net.one(x)), shared)) @ shared + net.three(x)
+
+
+def hook(net, x):
+    hidden = net.one(x)
+    hidden.register_hook(lambda grad: grad * 3)
+    return net.two(torch.tanh(hidden))
+
+
+KINDS = {
+    "plain": whole_block,
+    "twice": twice,
+    "frozen": whole_block,
+    "function": function,
+    "hook": hook,
+    "reentrant": lambda net, x: net.three(checkpointing.checkpoint(net.block, x)),
+    "recomputed": lambda net, x: net.three(torch_checkpoint(net.block, x, use_reentrant=False)),
+    "ours recomputed": lambda net, x: net.three(checkpointing.non_reentrant_checkpoint(net.block, x)),
+    "several": lambda net, x: (net.one(x), (net.two(x).sum() + net.free).exp(), net.free * 2, x * 3),
+    "input": lambda net, x: (x, net.one(x)),
+}
 
 
 def outcome(model, x, halves):

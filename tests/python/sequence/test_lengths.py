@@ -8,7 +8,7 @@ import toy_transformers
 from deepspeed.sequence import explain, longest
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.sequence.ledger import BUFFERS, PARTS, Ledger
-from deepspeed.sequence.lengths import _Setup
+from deepspeed.sequence.lengths import Setup
 from deepspeed.sequence.planned import PlannedStep, on_meta
 
 PLAIN = {"method": "auto", "chunk": 0, "offload": "none", "tile_loss": False, "widths": {}, "checkpointing": False}
@@ -91,7 +91,7 @@ def test_chunks_that_wait_elsewhere_are_a_polynomial_of_long_sequences(ranks, to
     model = toy(heads=4, hidden=128, layers=2, vocabulary=1000)
     model.gradient_checkpointing_enable()
     config = config_of(size=ranks, chunk=64, tile_loss=True, offload="file", folder="unused")
-    peak = _Setup(model, config, ranks, None, None).curve().peak(4096)  # as explain does
+    peak = Setup(model, config, ranks, None, None).curve().peak(4096)  # as explain does
     how = {"chunk": 64, "tile_loss": True, "checkpointing": True, "offload": "file"}
     found = peak_of(model, 4096, ranks=ranks, **how) + peak.parts["states"]
     assert abs(peak.bytes - found) <= 0.05 * found
