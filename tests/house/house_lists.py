@@ -178,6 +178,13 @@ OLD_WORDS = (
     (r"\blet_states_go\b", _ALL, "release_states"),
     (r"\bcounts_in_norm\b", _ALL, "SpaceRanks::norm_over"),
     (r"model_parallel|\bsum_of_squares\b", ("csrc/zero/",), "SpaceRanks::norm_over"),
+    (
+        r"\btorch\.save\(",
+        (*(f"python/deepspeed/checkpoint/{room}/" for room in ("convert", "engines", "layouts", "read")),
+         "python/deepspeed/checkpoint/ds", "python/deepspeed/engine/", "python/deepspeed/pipe/", "python/deepspeed/zero/"),
+        "TorchSaveFile of checkpoint/write/file_writer.py",
+    ),  # fmt: skip
+    (r"\bstorage\.write\(", ("python/",), "replace_file of checkpoint/write/file_writer.py"),
     (r"c10d::ProcessGroup", ("csrc/bindings/engine.", "csrc/bindings/process_mesh."), "a communicator of the mesh"),
 )
 

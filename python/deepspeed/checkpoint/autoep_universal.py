@@ -16,6 +16,7 @@ from deepspeed.checkpoint.layouts.saved_state import eager
 from deepspeed.checkpoint.layouts.saved_universal import STEP, ZERO_FOLDER
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.reshape_utils import natural_key
+from deepspeed.checkpoint.write.file_writer import PreparedTorch, WriterOptions, replace_file
 from deepspeed.formats.recorded_paths import path_below
 
 # ---- folding metadata ----------------------------------------------------------------------------------------------
@@ -124,6 +125,13 @@ def state_path(folder, name, state):
     return path_below(path_below(folder, name, _CONVERTED, "entry"), f"{state}.pt", _CONVERTED, "entry")
 
 
+def save_state(zero_dir, name, state, value):
+    """Writes the whole ``state`` of the parameter ``name``. Returns its record as a dict."""
+    path = state_path(zero_dir, name, state)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return replace_file(PreparedTorch(value), path).to_dict()
+
+
 def shard_path(temp_dir, name, tp_index, state, dp_index):
     folder = path_below(path_below(temp_dir, name, _CONVERTED, "entry"), str(tp_index), _CONVERTED, "entry")
     return path_below(folder, f"{state}.{dp_index:02d}", _CONVERTED, "entry")
@@ -133,7 +141,9 @@ def write_shard(temp_dir, name, tp_index, state, dp_index, value):
     """``value``: a tensor, which is flattened, or a number."""
     path = shard_path(temp_dir, name, tp_index, state, dp_index)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    storage.write(storage.compact(value.reshape(-1)) if torch.is_tensor(value) and value.dim() else value, path)
+    value = value.detach().reshape(-1) if torch.is_tensor(value) and value.dim() else value
+    # Shards are small, and are removed when the conversion is done.
+    replace_file(PreparedTorch(value), path, WriterOptions(threads=1, direct=False, sync=False))
 
 
 def shards_of(param_base_path, state, tp_index):
@@ -191,9 +201,6 @@ def _check_equal(values, paths):
 
 
 # ---- autoep universal ----------------------------------------------------------------------------------------------
-
-# noqa: F401
-
 
 _LAYER_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 
@@ -253,10 +260,8 @@ def _zero12_fragment_path(temp_dir, param_name, state_name, dp_rank):
 
 
 def _save(output_dir, name, state, value, experts):
-    path = state_path(os.path.join(output_dir, ZERO_FOLDER), name, state)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
     hints = {keys.CAT_DIM: 0, keys.EP_IS_EXPERT_PARAM: True, keys.EP_NUM_EXPERTS: experts}
-    storage.write({keys.PARAM: storage.compact(value), **hints}, path)
+    save_state(os.path.join(output_dir, ZERO_FOLDER), name, state, {keys.PARAM: value, **hints})
 
 
 def consolidate_autoep_expert_files(checkpoint_dir, output_dir, autoep_layers_metadata):
@@ -313,9 +318,7 @@ def consolidate_autoep_zero12_expert_states(
                 paths = [_zero12_fragment_path(temp_dir, name, state, rank) for rank in ranks]
                 parts.append([storage.read(path) for path in paths if os.path.exists(path)])
             if state == STEP:
-                path = state_path(os.path.join(output_dir, ZERO_FOLDER), name, STEP)
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                storage.write(parts[0][0], path)
+                save_state(os.path.join(output_dir, ZERO_FOLDER), name, STEP, parts[0][0])
                 continue
             whole = [_joined(name, state, part, slice_shapes[name]) for part in parts]
             _save(output_dir, name, state, torch.cat(whole), info.get("num_experts", whole[0].shape[0] * ep_size))

@@ -33,7 +33,7 @@ from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.read.weights import plain
 from deepspeed.checkpoint.reshape_utils import natural_key
 from deepspeed.checkpoint.write import commit
-from deepspeed.checkpoint.write.file_writer import FileRecord, file_crc32
+from deepspeed.checkpoint.write.file_writer import FileRecord, PreparedTorch, file_crc32, replace_file
 from deepspeed.checkpoint.write.pointer import replace_text
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.log import logger
@@ -133,8 +133,8 @@ def _convert(conversion, folder, target, args):
             _add_to_model_files(conversion.source.saved(mp_rank), mp_rank, source, folder)
         for mp_rank in conversion.source.mp_ranks() if names.is_native(source) else ():
             for name, value in torch_files(conversion.source.saved(mp_rank), mp_rank):
-                copied.append(name)
-                storage.write(value, path_below(folder, name, source, "entry"))
+                path = path_below(folder, name, source, "entry")
+                records[name] = replace_file(PreparedTorch(value), path).to_dict()
         if keeps:
             copied += [
                 os.path.relpath(os.path.join(root, name), folder)
@@ -204,7 +204,7 @@ def _add_to_model_files(saved, mp_rank, source, target):
     for path in glob.glob(os.path.join(glob.escape(target), f"*mp_rank_{mp_rank:02d}{MODEL_FILE_SUFFIX}")):
         state = plain(storage.read(path, lazy=True))
         state["module"] = {**(state["module"] or {}), **plain(more)}
-        storage.write(state, path)
+        replace_file(PreparedTorch(state), path)
 
 
 # ---- the single steps, under the names that scripts import -----------------------------------------------------------

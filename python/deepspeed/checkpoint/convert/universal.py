@@ -17,6 +17,7 @@ from deepspeed.checkpoint.autoep_universal import (
     layers_of,
     merge_zero_shards,
     metadata_of,
+    save_state,
     shard_path,
     state_path,
     states_below,
@@ -223,9 +224,8 @@ class Conversion:
         whole = torch.empty(saved.frozen_shapes()[name], dtype=first.dtype)
         if read_into(whole, pieces, 0) != whole.numel():
             raise ValueError(f"{self.source.folder} has not all elements of the frozen parameter '{name}'")
-        records = {}
-        _save_state(state_path(self.zero_dir, name, keys.FP32_WEIGHT_KEY), {keys.PARAM: whole}, records)
-        return records
+        record = save_state(self.zero_dir, name, keys.FP32_WEIGHT_KEY, {keys.PARAM: whole})
+        return {f"{ZERO_FOLDER}/{name}/{keys.FP32_WEIGHT_KEY}.pt": record}
 
     def frozen_tasks(self):
         saved = self.source.saved(0)
@@ -244,13 +244,6 @@ class Conversion:
         return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": record.to_dict()}
 
 
-def _save_state(path, value, records):
-    folder, name = os.path.split(path)
-    os.makedirs(folder, exist_ok=True)
-    record = file_writer.write_torch(value, path)
-    records[f"{ZERO_FOLDER}/{os.path.basename(folder)}/{name}"] = record.to_dict()
-
-
 def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes, records=None):
     """Joins the shards of a parameter below ``temp_dir``: of its ranks, then of its tensor-parallel slices. ``records``
     gets those of the files by their names.
@@ -266,15 +259,15 @@ def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes, records=None)
     folders = (os.path.join(base, tp) for tp in os.listdir(base))
     for state in states_below(*filter(os.path.isdir, folders)):
         slices = merge_zero_shards(base, state, count, slice_shapes)
-        path = state_path(zero_dir, name, state)
         if state == STEP:
-            _save_state(path, slices[0], records)
+            value = slices[0]
         elif not torch.is_tensor(slices[0]) or not slices[0].dim():
-            _save_state(path, {keys.PARAM: torch.as_tensor(slices[0])}, records)
+            value = {keys.PARAM: torch.as_tensor(slices[0])}
         else:
             whole, hints = merge_slices(name, slices, rules)
-            _save_state(path, {keys.PARAM: whole, **hints}, records)
-    file_writer.sync_directory(os.path.dirname(path))
+            value = {keys.PARAM: whole, **hints}
+        records[f"{ZERO_FOLDER}/{name}/{state}.pt"] = save_state(zero_dir, name, state, value)
+    file_writer.sync_directory(os.path.dirname(state_path(zero_dir, name, STEP)))
     return set(rules.used)
 
 

@@ -11,14 +11,15 @@ or kills the process there; tests sweep n. ``rename_dir:1+:exdev,exchange:1+:ein
 import contextlib
 import hashlib
 import os
-from dataclasses import asdict, dataclass, field
+import zlib
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
 from deepspeed import _compat
 from deepspeed._native import _C
 from deepspeed.checkpoint.read import verify
-from deepspeed.formats.weight_files import SAFETENSORS_DTYPES
+from deepspeed.formats.weight_files import SAFETENSORS_DTYPES, write_whole
 from deepspeed.host.cpu import usable_cores
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
@@ -114,7 +115,8 @@ def damaged_tensors(path, record, threads=0):
 
 __all__ = [
     "FileRecord", "PreparedBytes", "PreparedSafetensors", "PreparedTorch", "TensorRecord", "WriterOptions", "exchange",
-    "inject_fault", "rename", "sync_directory", "write_bytes", "write_safetensors", "write_torch",
+    "TorchSaveFile", "inject_fault", "rename", "replace_file", "sync_directory", "write_bytes", "write_safetensors",
+    "write_torch",
 ]  # fmt: skip
 
 files = _C.io.Files(os.environ.get("DS_IO_FAULT", ""))
@@ -259,6 +261,50 @@ class PreparedStream(Prepared):
 
     def __init__(self, value):
         super().__init__(_C.prepared.stream_file(value, PicklerHooks, [MAGIC, _STREAM_FILE_VERSION, SYSTEM]))
+
+
+class TorchSaveFile:
+    """A file that ``torch.save`` itself writes, for the checkpoint engines that promise this. ``archive``: a zip
+    archive, not a stream. ``sync``: with an fsync at the end."""
+
+    sources = ()
+
+    def __init__(self, value, archive=True, sync=False):
+        self.value, self.archive, self.sync = value, archive, sync
+
+    def write(self, path, options=None):
+        """Writes it to ``path``. Returns its ``FileRecord``, which names no tensors. Raises OSError."""
+        with open(path, "wb") as file:
+            summed = _Summed(file)
+            torch.save(self.value, summed, _use_new_zipfile_serialization=self.archive)
+            file.flush()
+            if self.sync:
+                os.fsync(file.fileno())
+        return FileRecord(os.path.basename(path), summed.bytes, summed.crc32)
+
+
+class _Summed:
+    """A file with the size and CRC-32 of what was written to it."""
+
+    def __init__(self, file):
+        self._file = file
+        self.bytes = self.crc32 = 0
+
+    def write(self, data):
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self):
+        self._file.flush()
+
+
+def replace_file(prepared, path, options=None):
+    """Writes a prepared file through a temporary one beside ``path``: a crash leaves no half file under that name, and
+    the file that was there may still be open. Returns its ``FileRecord``. Raises OSError, which names the file."""
+    written = []
+    write_whole(path, lambda temporary, content: written.append(content.write(temporary, options)), prepared)
+    return replace(written[-1], name=os.path.basename(path))
 
 
 def write_safetensors(tensors, metadata, path, options=None):
