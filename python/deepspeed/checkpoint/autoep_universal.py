@@ -7,17 +7,21 @@ parameters below that module, which have one row for each expert).
 
 import glob
 import os
-import re
 
 import torch
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.layouts.names import (
+    EXPERT_STATES,
+    STEP,
+    ZERO_FOLDER,
+    natural_key,
+    shard_path,
+    state_path,
+)
 from deepspeed.checkpoint.layouts.saved_state import eager
-from deepspeed.checkpoint.layouts.saved_universal import STEP, ZERO_FOLDER
 from deepspeed.checkpoint.read import storage
-from deepspeed.checkpoint.reshape_utils import natural_key
 from deepspeed.checkpoint.write.file_writer import PreparedTorch, WriterOptions, replace_file
-from deepspeed.formats.recorded_paths import path_below
 
 # ---- folding metadata ----------------------------------------------------------------------------------------------
 # What an optimizer file says about the grid of a run whose experts lie on other ranks than its dense layers: its
@@ -113,16 +117,7 @@ def _plain(value):
 
 # ---- universal shards ----------------------------------------------------------------------------------------------
 # The shards that a conversion to a universal checkpoint puts down below ``tmp/``: written one by one, joined later.
-# ``<parameter>/<tensor-parallel rank>/<state>.<data-parallel rank>``; values are flat. Names of parameters and states
-# stand in the files that are converted: each becomes one folder or file, and none may leave the output.
-
-_CONVERTED = "the checkpoint that is converted"
-
-
-def state_path(folder, name, state):
-    """Where the whole ``state`` of the parameter ``name`` goes below ``folder``. ValueError for a name that cannot be
-    that of a folder or a file there."""
-    return path_below(path_below(folder, name, _CONVERTED, "entry"), f"{state}.pt", _CONVERTED, "entry")
+# Values are flat.
 
 
 def save_state(zero_dir, name, state, value):
@@ -130,11 +125,6 @@ def save_state(zero_dir, name, state, value):
     path = state_path(zero_dir, name, state)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     return replace_file(PreparedTorch(value), path).to_dict()
-
-
-def shard_path(temp_dir, name, tp_index, state, dp_index):
-    folder = path_below(path_below(temp_dir, name, _CONVERTED, "entry"), str(tp_index), _CONVERTED, "entry")
-    return path_below(folder, f"{state}.{dp_index:02d}", _CONVERTED, "entry")
 
 
 def write_shard(temp_dir, name, tp_index, state, dp_index, value):
@@ -202,9 +192,6 @@ def _check_equal(values, paths):
 
 # ---- autoep universal ----------------------------------------------------------------------------------------------
 
-_LAYER_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-
-
 def layers_of(metadata):
     """The layers' dicts, whether they came as a list or by name."""
     return list(metadata.values()) if isinstance(metadata, dict) else list(metadata or ())
@@ -267,11 +254,11 @@ def _save(output_dir, name, state, value, experts):
 def consolidate_autoep_expert_files(checkpoint_dir, output_dir, autoep_layers_metadata):
     """Joins ``layer_L_expert_E_mp_rank_RR_model_states.pt`` into ``zero/<parameter>/fp32.pt`` below ``output_dir``, one
     row for each expert. Raises FileNotFoundError that names the experts without a file."""
-    files = {}
-    for name in os.listdir(checkpoint_dir):
-        match = _LAYER_EXPERT.fullmatch(name)
-        if match and int(match.group(3)) == 0:
-            files[int(match.group(1)), int(match.group(2))] = os.path.join(checkpoint_dir, name)
+    files = {
+        (known["layer"], known["expert"]): os.path.join(checkpoint_dir, name)
+        for name, known in EXPERT_STATES.found_in(checkpoint_dir).items()
+        if known["mp_rank"] == 0
+    }
     for layer in layers_of(autoep_layers_metadata):
         number, count = layer["moe_layer_id"], layer["num_experts"]
         missing = [expert for expert in range(count) if (number, expert) not in files]

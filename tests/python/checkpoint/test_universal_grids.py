@@ -76,7 +76,7 @@ def test_names():
     assert get_model_ckpt_name_for_rank("f", "03") == os.path.join("f", "mp_rank_03_model_states.pt")
     assert get_zero_ckpt_name_for_rank("f", 2, 1) == os.path.join("f", "zero_pp_rank_2_mp_rank_01_optim_states.pt")
     assert get_layer_ckpt_name_for_rank("f", "layer_03", 1) == os.path.join("f", "layer_03-model_01-model_states.pt")
-    assert names.OPTIM_STATES.startswith("{prefix}" + constants.ZERO_FILE_PREFIX)
+    assert names.OPTIM_STATES(dp_rank=2, prefix="bf16_").startswith(constants.BF16_ZERO_FILE_PREFIX)
     assert constants.BF16_ZERO_FILE_PREFIX == "bf16_zero_pp_rank_"
 
 

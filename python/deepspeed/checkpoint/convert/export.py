@@ -201,10 +201,10 @@ def torch_files(saved, mp_rank):
     whole = saved.module()
     module = {key: eager(whole[key]) if key in whole else torch.empty(0) for key in saved.model["module"]}
     state = {key: value for key, value in saved.model.items() if key != "module"}
-    yield names.model_states(mp_rank), {"module": module, **plain(state)}
+    yield names.MODEL_STATES(mp_rank=mp_rank), {"module": module, **plain(state)}
     groups = [group["names"] for group in saved.param_groups()]
     for rank in saved.ranks:
-        yield names.run_states(rank), {**saved.run_states(rank)[0], "group_names": groups}
+        yield names.RUN_STATES(rank=rank), {**saved.run_states(rank)[0], "group_names": groups}
 
 
 # ---- standalone ----------------------------------------------------------------------------------------------------

@@ -18,16 +18,15 @@ from deepspeed.checkpoint.autoep_universal import (
     merge_zero_shards,
     metadata_of,
     save_state,
-    shard_path,
-    state_path,
     states_below,
     write_shard,
 )
 from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.names import OPTIMIZER_STATE, STEP, TEMP_FOLDER, ZERO_FOLDER, shard_path, state_path
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.layouts.saved_stages import is_pipeline, open_run
 from deepspeed.checkpoint.layouts.saved_state import read_into
-from deepspeed.checkpoint.layouts.saved_universal import OPTIMIZER_STATE, STEP, ZERO_FOLDER, ParallelRules, merge_slices
+from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, merge_slices
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.read.weights import eager, plain
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
@@ -164,8 +163,6 @@ def _memory_of(value):
 
 # ---- universal convert ---------------------------------------------------------------------------------------------
 # The steps of a conversion to a universal checkpoint. Each handles one parameter and holds nothing of the others.
-
-TEMP_FOLDER = "tmp"
 
 
 class Conversion:

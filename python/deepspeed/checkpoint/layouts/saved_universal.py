@@ -9,6 +9,7 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.names import OPTIMIZER_STATE, STEP, ZERO_FOLDER
 from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager, with_names
 from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
@@ -260,15 +261,6 @@ def _pad_words(name, full, rows, origin):
 
 # ---- saved universal -----------------------------------------------------------------------------------------------
 
-ZERO_FOLDER = "zero"
-OPTIMIZER_STATE = "optimizer_state.pt"
-STEP = "step"
-
-
-def is_universal(folder):
-    """Whether ``folder`` is that of a universal checkpoint."""
-    return os.path.isdir(os.path.join(folder, ZERO_FOLDER))
-
 
 class UniversalState(SavedState):
     """``folder``: of the universal checkpoint. ``shapes`` (name -> torch.Size) are those of this run's parameters,
@@ -409,7 +401,7 @@ class _Slice:
 
 def _aliases_of_first(folder):
     """Only the first rank's file says them in files of others."""
-    path = names.sharded_model_states_path(folder, 0, 0)
+    path = names.SHARDED_MODEL_STATES.path(folder, dp_rank=0)
     return (storage.read(path, lazy=True).get("shared_params") if os.path.exists(path) else None) or {}
 
 
@@ -419,12 +411,10 @@ def _folders_in(folder):
 
 def _model_path(folder, mp_rank, dp_rank):
     """The model file for a rank: its own, or the first one there is, when fewer ranks have saved."""
-    for path in (
-        names.sharded_model_states_path(folder, dp_rank, mp_rank),
-        names.model_states_path(folder, mp_rank),
-        names.sharded_model_states_path(folder, 0, mp_rank),
-        names.sharded_model_states_path(folder, 0, 0),
-    ):
-        if os.path.exists(path):
-            return path
-    return names.model_states_path(folder, 0)
+    paths = [
+        names.SHARDED_MODEL_STATES.path(folder, dp_rank=dp_rank, mp_rank=mp_rank),
+        names.MODEL_STATES.path(folder, mp_rank=mp_rank),
+        names.SHARDED_MODEL_STATES.path(folder, dp_rank=0, mp_rank=mp_rank),
+        names.SHARDED_MODEL_STATES.path(folder, dp_rank=0),
+    ]
+    return next(filter(os.path.exists, paths), names.MODEL_STATES.path(folder))

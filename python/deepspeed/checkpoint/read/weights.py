@@ -67,9 +67,9 @@ def run_states(run):
 
 def _pickled(folder, rank):
     """``(state that rank rank saved, True)``, or ``(that of rank 0, False)``, which is None if there is none."""
-    path = names.run_states_path(folder, rank)
+    path = names.RUN_STATES.path(folder, rank=rank)
     own = os.path.exists(path)
-    path = path if own else names.run_states_path(folder, 0)
+    path = path if own else names.RUN_STATES.path(folder, rank=0)
     return (storage.read(path) if os.path.exists(path) else None), own
 
 

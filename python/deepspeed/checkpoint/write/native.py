@@ -19,12 +19,11 @@ from deepspeed.checkpoint.write.by_rank import saves
 from deepspeed.checkpoint.write.contents import counters_of, shape_of
 from deepspeed.checkpoint.write.file_writer import (
     SAFETENSORS_NAMES,
-    Digest,
-    FrozenFile,
     PreparedBytes,
     PreparedSafetensors,
     is_plain,
 )
+from deepspeed.checkpoint.write.frozen_files import Digest, FrozenFile
 from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
 from deepspeed.version import __version__
 from deepspeed.zero.named_states import NamedStates
