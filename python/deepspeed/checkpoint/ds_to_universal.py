@@ -25,9 +25,9 @@ from deepspeed.checkpoint.convert.export import torch_files
 from deepspeed.checkpoint.convert.universal import Conversion, merge_parameter, run_tasks
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_shards import SlicedState
+from deepspeed.checkpoint.layouts.saved_state import plain
 from deepspeed.checkpoint.layouts.saved_universal import ParallelRules
 from deepspeed.checkpoint.read import storage
-from deepspeed.checkpoint.read.weights import plain
 from deepspeed.checkpoint.write import commit
 from deepspeed.checkpoint.write.file_writer import FileRecord, PreparedTorch, file_crc32, replace_file
 from deepspeed.checkpoint.write.pointer import replace_text

@@ -10,9 +10,8 @@ import torch
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import SCRIPT
 from deepspeed.checkpoint.layouts.saved_stages import SavedStages, open_run
-from deepspeed.checkpoint.layouts.saved_state import Range
+from deepspeed.checkpoint.layouts.saved_state import Range, eager, plain
 from deepspeed.checkpoint.read import cli
-from deepspeed.checkpoint.read.weights import eager, plain
 from deepspeed.formats.weight_files import StoredWeight, write_weight_files, write_whole
 from deepspeed.log import logger
 
@@ -35,17 +34,7 @@ def open_any(path, tag=None):
 
 
 def _whole(saved, name, kind):
-    pieces = saved.pieces(name, kind)
-    if not pieces:
-        return None
-    end = max(begin + numel for begin, numel, _ in pieces)
-    flat = None
-    for begin, numel, reader in pieces:
-        values = reader.read_range(0, numel)
-        if flat is None:
-            flat = torch.zeros(end, dtype=values.dtype)
-        flat[begin : begin + numel] = values
-    return flat
+    return saved.whole(name, kind)[0].view(-1) if saved.pieces(name, kind) else None
 
 
 def _compare(what, a, b):

@@ -25,10 +25,9 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import OPTIMIZER_STATE, STEP, TEMP_FOLDER, ZERO_FOLDER, shard_path, state_path
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.layouts.saved_stages import is_pipeline, open_run
-from deepspeed.checkpoint.layouts.saved_state import read_into
+from deepspeed.checkpoint.layouts.saved_state import eager, plain
 from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, merge_slices
 from deepspeed.checkpoint.read import storage
-from deepspeed.checkpoint.read.weights import eager, plain
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 from deepspeed.checkpoint.reshape_utils import get_zero_files
 from deepspeed.checkpoint.write import file_writer
@@ -216,10 +215,8 @@ class Conversion:
         """Writes a parameter that is not trained and is cut among the ranks that saved (stage 3), in its own dtype."""
         (name,) = task
         saved = self.source.saved(0)
-        pieces = saved.frozen_pieces(name)
-        first = pieces[0][2].read_range(0, 1) if pieces else torch.zeros(0)
-        whole = torch.empty(saved.frozen_shapes()[name], dtype=first.dtype)
-        if read_into(whole, pieces, 0) != whole.numel():
+        whole, found = saved.whole(name, "weight")
+        if found != whole.numel():
             raise ValueError(f"{self.source.folder} has not all elements of the frozen parameter '{name}'")
         record = save_state(self.zero_dir, name, keys.FP32_WEIGHT_KEY, {keys.PARAM: whole})
         return {f"{ZERO_FOLDER}/{name}/{keys.FP32_WEIGHT_KEY}.pt": record}
