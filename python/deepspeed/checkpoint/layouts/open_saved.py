@@ -1,5 +1,6 @@
 """Opens the checkpoint folder of any stage and number of ranks as one ``SavedState``."""
 
+import functools
 import os
 
 from deepspeed.checkpoint.layouts import names
@@ -11,45 +12,44 @@ from deepspeed.checkpoint.read import storage
 from deepspeed.formats.swapped_tensors import with_swapped
 
 
-class Shards:
-    """``optimizer_state_dict`` of every rank that saved, read when it is asked for. ``first``: a rank whose file is
-    here; on a disk that only some ranks share it may be another than 0."""
+class OfRanks:
+    """What each of ``count`` ranks has saved, which ``read(rank)`` reads when it is asked for."""
 
-    def __init__(self, folder, mp_rank, prefix, first):
-        self.path = lambda rank: names.OPTIM_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank, prefix=prefix)
-        self._held = {}
-        self.first = first
-        count = self[first].get("partition_count", 1)
-        self._count = max(count, default=1) if isinstance(count, (list, tuple)) else int(count)
+    def __init__(self, read, count):
+        self._read, self._count, self._held = read, count, {}
 
     def __len__(self):
         return self._count
 
     def __getitem__(self, rank):
         if rank not in self._held:
-            path = self.path(rank)
-            whole = storage.read(path, lazy=True)
-            if not isinstance(whole, dict) or "optimizer_state_dict" not in whole:
-                raise ValueError(f"{path} is no file of optimizer states: it has no 'optimizer_state_dict'")
-            self._held[rank] = with_swapped(path, whole, storage.read)
+            self._held[rank] = self._read(rank)
         return self._held[rank]
 
 
-class Fragments:
-    """``frozen_param_fragments`` of every rank that saved at stage 3, read when they are asked for."""
+class Shards(OfRanks):
+    """``optimizer_state_dict`` of every rank that saved. ``first``: a rank whose file is here; on a disk that only some
+    ranks share it may be another than 0."""
 
-    def __init__(self, folder, mp_rank, count):
-        paths = names.SHARDED_MODEL_STATES.path
-        self._paths = [paths(folder, dp_rank=rank, mp_rank=mp_rank) for rank in range(count)]
-        self._held = {}
+    def __init__(self, folder, mp_rank, prefix, first):
+        super().__init__(self._shard, None)
+        self.path = lambda rank: names.OPTIM_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank, prefix=prefix)
+        self.first = first
+        count = self[first].get("partition_count", 1)
+        self._count = max(count, default=1) if isinstance(count, (list, tuple)) else int(count)
 
-    def __len__(self):
-        return len(self._paths)
+    def _shard(self, rank):
+        path = self.path(rank)
+        whole = storage.read(path, lazy=True)
+        if not isinstance(whole, dict) or "optimizer_state_dict" not in whole:
+            raise ValueError(f"{path} is no file of optimizer states: it has no 'optimizer_state_dict'")
+        return with_swapped(path, whole, storage.read)
 
-    def __getitem__(self, rank):
-        if rank not in self._held:
-            self._held[rank] = storage.read(self._paths[rank], lazy=True).get("frozen_param_fragments") or {}
-        return self._held[rank]
+
+def _fragments(folder, mp_rank, rank):
+    """``frozen_param_fragments`` of a rank that saved at stage 3."""
+    path = names.SHARDED_MODEL_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank)
+    return storage.read(path, lazy=True).get("frozen_param_fragments") or {}
 
 
 def _shards(folder, mp_rank, dp_rank):
@@ -145,7 +145,7 @@ def _open_sliced(folder, mp_rank, dp_rank, experts):
         model["param_shapes"] or [],
         model,
         folder,
-        Fragments(folder, mp_rank, count),
+        OfRanks(functools.partial(_fragments, folder, mp_rank), count),
         model.get("frozen_param_shapes"),
         storage.read(first, lazy=True).get("shared_params") or {},  # others' files may not say
     )

@@ -190,7 +190,8 @@ def _all_have(ranks, load_dir, tag):
 
 def _on_disk(run, ranks, load_dir, tag):
     folder = os.path.join(load_dir, tag)
-    folder = _settled(ranks, folder)
+    # What a broken-off save has left is put right first.
+    folder = ranks.lead(lambda: commit.place_of(folder), f"the checkpoint {folder} is not loaded")
     fetch_missing(run, ranks, folder)
     if not os.path.isdir(folder):
         known = (
@@ -224,11 +225,6 @@ def _newer_in_memory(run, load_dir, snapshots):
         return None
     log_dist(f"load_checkpoint takes the snapshot {name} in memory, step {step} of {world} rank(s): {disk}", ranks=[0])
     return ranks, folder
-
-
-def _settled(ranks, folder):
-    """Where ``folder`` is to be read, after what a broken-off save has left is put right. Every rank calls it."""
-    return ranks.lead(lambda: commit.place_of(folder), f"the checkpoint {folder} is not loaded")
 
 
 def _together(ranks, folder, function):

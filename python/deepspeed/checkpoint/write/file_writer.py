@@ -39,13 +39,6 @@ class TensorRecord:
     bytes: int
     crc32: int
 
-    def to_dict(self):
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values):
-        return cls(**{**values, "shape": list(values["shape"])})
-
 
 @dataclass
 class FileRecord:
@@ -62,7 +55,7 @@ class FileRecord:
 
     @classmethod
     def from_dict(cls, values):
-        return cls(**{**values, "tensors": [TensorRecord.from_dict(tensor) for tensor in values.get("tensors", ())]})
+        return cls(**{**values, "tensors": [TensorRecord(**tensor) for tensor in values.get("tensors", ())]})
 
 
 def threads_for(asked):

@@ -52,7 +52,11 @@ def files_of(run, client_state, exclude_frozen_parameters=False, with_common=Fal
     if saved.optimizer_by_rank and run.states is not None:
         prefix = "bf16_" if run.config.bfloat16_enabled else ""
         name = names.OPTIM_STATES(dp_rank=dp_rank, mp_rank=mp_rank, prefix=prefix)
-        found[name] = lambda: _optim_states(run)
+        found[name] = lambda: {
+            "optimizer_state_dict": run.optimizer_state(),
+            "ds_config": run.ds_config,
+            "ds_version": __version__,
+        }
     found[names.RUN_STATES(rank=run.ranks.rank)] = lambda: run_states(run)
     return {**found, **parts.files}
 
@@ -101,14 +105,6 @@ def _module_states(run, exclude_frozen_parameters):
         if name in state and is_sharded(param):
             state[name] = torch.empty(0, dtype=state[name].dtype)
     return state
-
-
-def _optim_states(run):
-    return {
-        "optimizer_state_dict": run.optimizer_state(),
-        "ds_config": run.ds_config,
-        "ds_version": __version__,
-    }
 
 
 # ---- sharing -------------------------------------------------------------------------------------------------------
