@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import os
 import re
 
@@ -24,7 +25,7 @@ from deepspeed.host.recorded_names import path_below, read_tag
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
-SCRIPT = "zero_to_fp32.py"  # beside the tags; standalone.py has its text
+SCRIPT = "zero_to_fp32.py"  # beside the tags; convert/export.py makes its text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +44,13 @@ class FileName:
     def path(self, folder, **numbers):
         return os.path.join(folder, self(**numbers))
 
+    @functools.cached_property
+    def _pattern(self):
+        return re.compile(self.form or re.sub(r"{(\w+)(:\w+)?}", r"(?P<\1>\\d+)", self.template.replace(".", r"\.")))
+
     def find(self, name):
         """dict of the numbers and texts in ``name`` (None for one that it leaves out), or None for another kind."""
-        form = self.form or re.sub(r"{(\w+)(:\w+)?}", r"(?P<\1>\\d+)", self.template.replace(".", r"\."))
-        match = re.fullmatch(form, name)
+        match = self._pattern.fullmatch(name)
         found = match.groupdict() if match else {}
         return match and {key: int(value) if (value or "").isdecimal() else value for key, value in found.items()}
 
