@@ -181,8 +181,8 @@ def body_truncated(rank, world, folder, mode):
 def test_damage_is_found_before_anything_is_loaded(tmp_path):
     folder = str(tmp_path)
     run_ranks(2, body_first, folder, 2)
-    path = os.path.join(folder, "a", names.optim_states(1))
-    tensor = verify.read(os.path.join(folder, "a"))["files"][names.optim_states(1)]["tensors"][0]
+    path = names.OPTIM_STATES.path(os.path.join(folder, "a"), dp_rank=1)
+    tensor = verify.read(os.path.join(folder, "a"))["files"][os.path.basename(path)]["tensors"][0]
     data = bytearray(open(path, "rb").read())
     data[tensor["offset"] + tensor["bytes"] // 2] ^= 4
     open(path, "wb").write(data)

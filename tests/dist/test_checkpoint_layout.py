@@ -59,7 +59,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("stage, dtype", peer_model.KINDS)
 def test_same_files_keys_shapes_and_types(stage, dtype, saved):
     theirs, ours = os.path.join(peer_model.folder(stage, dtype), "global_step4"), saved / f"{stage}{dtype}/global_step4"
-    own = {names.run_states(rank) for rank in range(2)}
+    own = {names.RUN_STATES(rank=rank) for rank in range(2)}
     assert own <= set(os.listdir(ours))
     assert {name for name in os.listdir(ours) if name.endswith(".pt")} - own == set(os.listdir(theirs))
     different = []

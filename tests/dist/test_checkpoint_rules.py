@@ -254,7 +254,7 @@ def body_failing(rank, world, folder, stage):
     engine.destroy()
     torch.distributed.barrier()
     if rank == 0:
-        with open(names.run_states_path(os.path.join(place, "broken run"), 1), "r+b") as file:
+        with open(names.RUN_STATES.path(os.path.join(place, "broken run"), rank=1), "r+b") as file:
             file.truncate(100)
         for tag in ("broken run", "short"):
             for file in os.listdir(os.path.join(place, tag)):

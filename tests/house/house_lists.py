@@ -185,6 +185,13 @@ OLD_WORDS = (
     ),
     (r"\bshm_backend\b|\bShmBackend\b", _ALL, "c10d_backend"),
     (r"\bPackedChunks\b|\bgather_packed\(const void", ("csrc/",), "Verb::kExchangePacked"),
+    (
+        r"\btorch\.save\(",
+        (*(f"python/deepspeed/checkpoint/{room}/" for room in ("convert", "engines", "layouts", "read")),
+         "python/deepspeed/checkpoint/ds", "python/deepspeed/engine/", "python/deepspeed/pipe/", "python/deepspeed/zero/"),
+        "TorchSaveFile of checkpoint/write/file_writer.py",
+    ),  # fmt: skip
+    (r"\bstorage\.write\(", ("python/",), "replace_file of checkpoint/write/file_writer.py"),
     (r"c10d::ProcessGroup", ("csrc/bindings/engine.", "csrc/bindings/process_mesh."), "a communicator of the mesh"),
 )
 

@@ -16,13 +16,9 @@ JOINED_NAMES = {
     "checkpoint/convert/whole_model.py": {"save_filename": _CALLER},
     "checkpoint/ds_to_universal.py": {
         "name": _LISTED,
-        "f'{ZERO_FILE_PREFIX}*{MODEL_FILE_SUFFIX}'": _NUMBERED,
-        "f'*mp_rank_{mp_rank:02d}{MODEL_FILE_SUFFIX}'": _NUMBERED,
     },
     "checkpoint/layouts/names.py": {
-        "model_states(mp_rank)": _NUMBERED,
-        "sharded_model_states(dp_rank, mp_rank)": _NUMBERED, "optim_states(dp_rank, mp_rank, bf16)": _NUMBERED,
-        "expert_optim_states(expp_rank, mp_rank)": _NUMBERED, "run_states(rank)": _NUMBERED,
+        "self(**numbers)": _NUMBERED,
         "checkpoint_json()": _NUMBERED, "checkpoint_json(count)": _NUMBERED, "tag": "check_tag has checked it",
     },
     "checkpoint/layouts/saved_stages.py": {"files[layer]": "a number of a layer with fixed text, or of a listing"},
@@ -43,7 +39,7 @@ JOINED_NAMES = {
     "checkpoint/write/commit.py": {
         "f'.{name}.{what}'": "the name of the tag's folder", "path": _CHECKED, "tag": _LISTED, "name": _LISTED,
     },
-    "checkpoint/write/file_writer.py": {"name": _OURS},
+    "checkpoint/write/frozen_files.py": {"name": _OURS},
     "checkpoint/write/memory.py": {
         "self.key": "a hash", "name": "files_of has made it", "said_by(self._facts['rank'])": _NUMBERED,
         "f'.rank_{ranks.rank}.lock'": _NUMBERED, "old": _LISTED,

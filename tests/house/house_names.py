@@ -17,7 +17,7 @@ SEE = (
     "with the reason why none does."
 )
 _MAKERS = ("names.", "os.path.basename(")  # of names with a fixed form
-_LISTINGS = ("os.listdir(", "os.scandir(", "os.walk(", "glob.glob(")
+_LISTINGS = ("os.listdir(", "os.scandir(", "os.walk(", "glob.glob(", ".found_in(")
 
 
 def _is_fixed(node):

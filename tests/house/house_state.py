@@ -20,7 +20,7 @@ CONTAINERS = {
 CHANGES = {
     "append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "discard", "clear", "set",
 }  # fmt: skip
-CONSTANTS = {"Struct", "Op"}  # classes whose objects never change
+CONSTANTS = {"Struct", "Op", "FileName"}  # classes whose objects never change
 LOCKS = {"Lock", "RLock", "Condition"}  # what they guard is listed
 
 

@@ -7,16 +7,21 @@ parameters below that module, which have one row for each expert).
 
 import glob
 import os
-import re
 
 import torch
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.layouts.names import (
+    EXPERT_STATES,
+    STEP,
+    ZERO_FOLDER,
+    natural_key,
+    shard_path,
+    state_path,
+)
 from deepspeed.checkpoint.layouts.saved_state import eager
-from deepspeed.checkpoint.layouts.saved_universal import STEP, ZERO_FOLDER
 from deepspeed.checkpoint.read import storage
-from deepspeed.checkpoint.reshape_utils import natural_key
-from deepspeed.formats.recorded_paths import path_below
+from deepspeed.checkpoint.write.file_writer import PreparedTorch, WriterOptions, replace_file
 
 # ---- folding metadata ----------------------------------------------------------------------------------------------
 # What an optimizer file says about the grid of a run whose experts lie on other ranks than its dense layers: its
@@ -112,28 +117,23 @@ def _plain(value):
 
 # ---- universal shards ----------------------------------------------------------------------------------------------
 # The shards that a conversion to a universal checkpoint puts down below ``tmp/``: written one by one, joined later.
-# ``<parameter>/<tensor-parallel rank>/<state>.<data-parallel rank>``; values are flat. Names of parameters and states
-# stand in the files that are converted: each becomes one folder or file, and none may leave the output.
-
-_CONVERTED = "the checkpoint that is converted"
+# Values are flat.
 
 
-def state_path(folder, name, state):
-    """Where the whole ``state`` of the parameter ``name`` goes below ``folder``. ValueError for a name that cannot be
-    that of a folder or a file there."""
-    return path_below(path_below(folder, name, _CONVERTED, "entry"), f"{state}.pt", _CONVERTED, "entry")
-
-
-def shard_path(temp_dir, name, tp_index, state, dp_index):
-    folder = path_below(path_below(temp_dir, name, _CONVERTED, "entry"), str(tp_index), _CONVERTED, "entry")
-    return path_below(folder, f"{state}.{dp_index:02d}", _CONVERTED, "entry")
+def save_state(zero_dir, name, state, value):
+    """Writes the whole ``state`` of the parameter ``name``. Returns its record as a dict."""
+    path = state_path(zero_dir, name, state)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return replace_file(PreparedTorch(value), path).to_dict()
 
 
 def write_shard(temp_dir, name, tp_index, state, dp_index, value):
     """``value``: a tensor, which is flattened, or a number."""
     path = shard_path(temp_dir, name, tp_index, state, dp_index)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    storage.write(storage.compact(value.reshape(-1)) if torch.is_tensor(value) and value.dim() else value, path)
+    value = value.detach().reshape(-1) if torch.is_tensor(value) and value.dim() else value
+    # Shards are small, and are removed when the conversion is done.
+    replace_file(PreparedTorch(value), path, WriterOptions(threads=1, direct=False, sync=False))
 
 
 def shards_of(param_base_path, state, tp_index):
@@ -192,12 +192,6 @@ def _check_equal(values, paths):
 
 # ---- autoep universal ----------------------------------------------------------------------------------------------
 
-# noqa: F401
-
-
-_LAYER_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-
-
 def layers_of(metadata):
     """The layers' dicts, whether they came as a list or by name."""
     return list(metadata.values()) if isinstance(metadata, dict) else list(metadata or ())
@@ -253,20 +247,18 @@ def _zero12_fragment_path(temp_dir, param_name, state_name, dp_rank):
 
 
 def _save(output_dir, name, state, value, experts):
-    path = state_path(os.path.join(output_dir, ZERO_FOLDER), name, state)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
     hints = {keys.CAT_DIM: 0, keys.EP_IS_EXPERT_PARAM: True, keys.EP_NUM_EXPERTS: experts}
-    storage.write({keys.PARAM: storage.compact(value), **hints}, path)
+    save_state(os.path.join(output_dir, ZERO_FOLDER), name, state, {keys.PARAM: value, **hints})
 
 
 def consolidate_autoep_expert_files(checkpoint_dir, output_dir, autoep_layers_metadata):
     """Joins ``layer_L_expert_E_mp_rank_RR_model_states.pt`` into ``zero/<parameter>/fp32.pt`` below ``output_dir``, one
     row for each expert. Raises FileNotFoundError that names the experts without a file."""
-    files = {}
-    for name in os.listdir(checkpoint_dir):
-        match = _LAYER_EXPERT.fullmatch(name)
-        if match and int(match.group(3)) == 0:
-            files[int(match.group(1)), int(match.group(2))] = os.path.join(checkpoint_dir, name)
+    files = {
+        (known["layer"], known["expert"]): os.path.join(checkpoint_dir, name)
+        for name, known in EXPERT_STATES.found_in(checkpoint_dir).items()
+        if known["mp_rank"] == 0
+    }
     for layer in layers_of(autoep_layers_metadata):
         number, count = layer["moe_layer_id"], layer["num_experts"]
         missing = [expert for expert in range(count) if (number, expert) not in files]
@@ -313,9 +305,7 @@ def consolidate_autoep_zero12_expert_states(
                 paths = [_zero12_fragment_path(temp_dir, name, state, rank) for rank in ranks]
                 parts.append([storage.read(path) for path in paths if os.path.exists(path)])
             if state == STEP:
-                path = state_path(os.path.join(output_dir, ZERO_FOLDER), name, STEP)
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                storage.write(parts[0][0], path)
+                save_state(os.path.join(output_dir, ZERO_FOLDER), name, STEP, parts[0][0])
                 continue
             whole = [_joined(name, state, part, slice_shapes[name]) for part in parts]
             _save(output_dir, name, state, torch.cat(whole), info.get("num_experts", whole[0].shape[0] * ep_size))

@@ -8,10 +8,7 @@ then. A manifest in it lists its files; whatever else is in the output folder st
 """
 
 import argparse
-import fnmatch
-import glob
 import os
-import re
 import shutil
 import time
 
@@ -23,17 +20,16 @@ from deepspeed.checkpoint.autoep_universal import (  # noqa: F401 (published her
     merge_zero_shards,
     write_shard,
 )
-from deepspeed.checkpoint.constants import MODEL_FILE_SUFFIX, OPTIMIZER_STATE_DICT, ZERO_FILE_PREFIX
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.checkpoint.convert.export import torch_files
 from deepspeed.checkpoint.convert.universal import Conversion, merge_parameter, run_tasks
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_shards import SlicedState
-from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, is_universal
+from deepspeed.checkpoint.layouts.saved_state import plain
+from deepspeed.checkpoint.layouts.saved_universal import ParallelRules
 from deepspeed.checkpoint.read import storage
-from deepspeed.checkpoint.read.weights import plain
-from deepspeed.checkpoint.reshape_utils import natural_key
 from deepspeed.checkpoint.write import commit
-from deepspeed.checkpoint.write.file_writer import FileRecord, file_crc32
+from deepspeed.checkpoint.write.file_writer import FileRecord, PreparedTorch, file_crc32, replace_file
 from deepspeed.checkpoint.write.pointer import replace_text
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.log import logger
@@ -72,7 +68,7 @@ def main(args):
     """
     source, target = os.path.realpath(args.input_folder), os.path.realpath(args.output_folder)
     _refuse_overlap(source, target)
-    if is_universal(source):
+    if names.is_universal(source):
         raise ValueError(f"{source} is a universal checkpoint already")
     conversion = Conversion(source, inject=getattr(args, "inject_missing_state", False))
     _validate_autotp_conversion_support(conversion.source.info)
@@ -133,8 +129,8 @@ def _convert(conversion, folder, target, args):
             _add_to_model_files(conversion.source.saved(mp_rank), mp_rank, source, folder)
         for mp_rank in conversion.source.mp_ranks() if names.is_native(source) else ():
             for name, value in torch_files(conversion.source.saved(mp_rank), mp_rank):
-                copied.append(name)
-                storage.write(value, path_below(folder, name, source, "entry"))
+                path = path_below(folder, name, source, "entry")
+                records[name] = replace_file(PreparedTorch(value), path).to_dict()
         if keeps:
             copied += [
                 os.path.relpath(os.path.join(root, name), folder)
@@ -185,13 +181,10 @@ def _check_patterns(rules, used, strict):
 def _copy_other_files(source, target):
     """Model files, which have buffers, counters and client state, and what a run needs to go on; experts are whole
     parameters of the result. Returns their names."""
-    copied = []
-    for path in sorted(glob.glob(os.path.join(glob.escape(source), "*.pt")), key=natural_key):
-        name = os.path.basename(path)
-        is_run = fnmatch.fnmatch(name, re.sub(r"{.*?}", "*", names.RUN_STATES))
-        if is_run or (name.endswith(MODEL_FILE_SUFFIX[1:]) and "expert" not in name):
-            shutil.copy2(path, os.path.join(target, name))
-            copied.append(name)
+    kinds = names.MODEL_STATES, names.SHARDED_MODEL_STATES, names.LAYER_STATES, names.RUN_STATES
+    copied = [name for kind in kinds for name in kind.found_in(source)]
+    for name in copied:
+        shutil.copy2(os.path.join(source, name), os.path.join(target, name))
     return copied
 
 
@@ -201,20 +194,22 @@ def _add_to_model_files(saved, mp_rank, source, target):
     more = {name: value for name, value in saved.module().items() if name not in module and name not in trained}
     if not more or names.is_native(source):
         return
-    for path in glob.glob(os.path.join(glob.escape(target), f"*mp_rank_{mp_rank:02d}{MODEL_FILE_SUFFIX}")):
+    kinds = names.MODEL_STATES, names.SHARDED_MODEL_STATES
+    files = {name: known for kind in kinds for name, known in kind.found_in(target).items()}
+    for name in [name for name, known in files.items() if known["mp_rank"] == mp_rank]:
+        path = os.path.join(target, name)
         state = plain(storage.read(path, lazy=True))
         state["module"] = {**(state["module"] or {}), **plain(more)}
-        storage.write(state, path)
+        replace_file(PreparedTorch(state), path)
 
 
 # ---- the single steps, under the names that scripts import -----------------------------------------------------------
 def _get_zero3_model_state_files(checkpoint_dir):
     """Model files of all ranks of a checkpoint of ZeRO stage 3, in rank order."""
-    pattern = os.path.join(glob.escape(checkpoint_dir), f"{ZERO_FILE_PREFIX}*{MODEL_FILE_SUFFIX}")
-    files = [path for path in glob.glob(pattern) if "expert" not in os.path.basename(path)]
-    if not files:
+    found = names.SHARDED_MODEL_STATES.found_in(checkpoint_dir)
+    if not found:
         raise FileNotFoundError(f"{checkpoint_dir} has no model files of ZeRO stage 3")
-    return sorted(files, key=natural_key)
+    return [os.path.join(checkpoint_dir, name) for name in found]
 
 
 def _validate_autotp_conversion_support(universal_checkpoint_info):

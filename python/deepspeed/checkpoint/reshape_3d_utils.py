@@ -1,8 +1,8 @@
 """Pipeline, tensor and data-parallel degrees of a checkpoint, and which old ranks each rank of a smaller grid reads."""
 
-from deepspeed.checkpoint.constants import MODEL_FILE_PREFIX
+from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.reshape_meg_2d import meg_2d_parallel_map, reshape_meg_2d_parallel
-from deepspeed.checkpoint.reshape_utils import get_layer_files, get_model_files, get_zero_files, partition_data
+from deepspeed.checkpoint.reshape_utils import get_layer_files, get_zero_files, partition_data
 
 PP_DIM = "PP"
 TP_DIM = "TP"
@@ -98,7 +98,8 @@ def get_model_3d_descriptor(dir):
     """
     zero_files = get_zero_files(dir)
     layers = get_layer_files(dir)
-    ranks = {int(path.rsplit(MODEL_FILE_PREFIX, 1)[1].split("_")[0]) for path in get_model_files(dir) + zero_files}
+    files = [*names.MODEL_STATES.found_in(dir).values(), *names.OPTIM_STATES.found_in(dir).values()]
+    ranks = {known["mp_rank"] for known in files}
     mp_degree = max(1, len(ranks))
     tp_degree = len({tp for _, tp in layers}) if layers else mp_degree
     dp_degree = max(1, len(zero_files) // mp_degree)

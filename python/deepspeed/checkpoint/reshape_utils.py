@@ -1,31 +1,16 @@
 """Files of a checkpoint folder by kind, and states of several ranks put together."""
 
 import os
-import re
 
 import torch
 
-from deepspeed.checkpoint.constants import (
-    BF16_ZERO_FILE_PREFIX,
-    FP16_ZERO_FILE_PREFIX,
-    LAYER_FILE_PREFIX,
-    MODEL_FILE_PREFIX,
-    MODEL_FILE_SUFFIX,
-    OPTIM_FILE_SUFFIX,
-    ZERO_FILE_PREFIX,
-)
-
-_LAYER = re.compile(rf"{LAYER_FILE_PREFIX}(\d+)(?:-model_(\d+))?[-_]model_states\.pt")
-
-
-def natural_key(text):
-    """Sorts ``rank_10`` after ``rank_9``."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.names import natural_key
 
 
 def get_files(dir):
     """Paths of all files below ``dir``, sorted by name with numbers as numbers."""
-    found = [os.path.join(root, name) for root, _, names in os.walk(dir) for name in names]
+    found = [os.path.join(root, name) for root, _, files in os.walk(dir) for name in files]
     return sorted(found, key=natural_key)
 
 
@@ -34,39 +19,26 @@ def get_files_with_prefix(all_files, prefix):
     return sorted((path for path in all_files if os.path.basename(path).startswith(prefix)), key=natural_key)
 
 
-def sort_zero_files(files):
-    """By data-parallel rank, then by model-parallel rank."""
-    return sorted(files, key=lambda path: natural_key(os.path.basename(path)))
-
-
-def _files_in(dir):
-    """The files of a tag's folder itself: what lies deeper is of other kinds."""
-    return sorted((os.path.join(dir, name) for name in os.listdir(dir)), key=natural_key)
-
-
 def get_zero_files(dir):
     """The optimizer files of ``dir`` in the order of their ranks, whichever of the three prefixes they have."""
-    files = [path for path in _files_in(dir) if path.endswith(OPTIM_FILE_SUFFIX)]
-    for prefix in (ZERO_FILE_PREFIX, FP16_ZERO_FILE_PREFIX, BF16_ZERO_FILE_PREFIX):
-        found = get_files_with_prefix(files, prefix)
-        if found:
-            return sort_zero_files(found)
-    return []
+    found = {prefix: [] for prefix in ("", "fp16_", "bf16_")}
+    for name, known in names.OPTIM_STATES.found_in(dir).items():
+        found[known["prefix"]].append(os.path.join(dir, name))
+    return next(filter(None, found.values()), [])
 
 
 def get_model_files(dir):
     """``mp_rank_RR_model_states.pt`` of all model-parallel ranks, in their order."""
-    pattern = re.compile(rf"{MODEL_FILE_PREFIX}\d+{re.escape(MODEL_FILE_SUFFIX)}")
-    return [path for path in _files_in(dir) if pattern.fullmatch(os.path.basename(path))]
+    return [os.path.join(dir, name) for name in names.MODEL_STATES.found_in(dir)]
 
 
 def get_layer_files(dir):
     """``{(layer, tensor-parallel rank): path}`` of the layer files of a pipeline; rank 0 where the name has none."""
     found = {}
-    for path in _files_in(dir):
-        match = _LAYER.fullmatch(os.path.basename(path))
-        if match:
-            found[int(match.group(1)), int(match.group(2) or 0)] = path
+    for name, known in names.LAYER_STATES.found_in(dir).items():
+        rank = known["slices"].removeprefix("-model_") or "0"
+        if rank.isdecimal():
+            found[known["layer"], int(rank)] = os.path.join(dir, name)
     return found
 
 

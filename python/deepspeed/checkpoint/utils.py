@@ -16,7 +16,7 @@ def get_model_ckpt_name_for_rank(base_folder, mp_rank_str):
 
 def get_zero_ckpt_name_for_rank(base_folder, dp_rank, mp_rank):
     """Path of an optimizer file of ranks without bf16."""
-    return names.optim_states_path(base_folder, dp_rank, mp_rank)
+    return names.OPTIM_STATES.path(base_folder, dp_rank=dp_rank, mp_rank=mp_rank)
 
 
 def get_layer_ckpt_name_for_rank(base_folder, layer_id, tp_rank):

@@ -103,7 +103,7 @@ def _record(path):
 def put_files(sandbox, chance):
     """The files of a checkpoint, and its manifest as a dict."""
     records = {}
-    for name in (MODEL, SHARD, names.run_states(0)):
+    for name in (MODEL, SHARD, names.RUN_STATES(rank=0)):
         path = os.path.join(sandbox.folder, name)
         with open(path, "wb") as file:
             file.write(bytes([chance.randrange(256)]) * chance.randrange(1, 99))

@@ -1,6 +1,8 @@
 """Checkpoint engines, what files note about grids of ranks, and experts of several ranks."""
 
 import os
+import pickle
+import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +41,32 @@ def test_the_torch_engine(tmp_path):
     assert engine.get_commit_info() is None
     with pytest.raises(UnknownNameError, match="checkpoint engine.*torch"):
         ENGINES.get("torches")
+
+
+@pytest.mark.parametrize("kind", ["torch", "python"])
+@pytest.mark.parametrize("archive", [True, False])
+def test_files_of_the_torch_engine_are_those_of_torch_save(kind, archive, tmp_path):
+    engine = ENGINES.get(kind)(SimpleNamespace(writer=None, checkpoint_serialization=archive))
+    value = {"x": torch.arange(1000.0), "more": [1, "a"]}
+    record = engine.write_file("x.pt", value, str(tmp_path / "x.pt"))
+    with open(tmp_path / "plain", "wb") as file:
+        torch.save(value, file, _use_new_zipfile_serialization=archive)
+    content = (tmp_path / "x.pt").read_bytes()
+    expected = (tmp_path / "plain").read_bytes()
+    assert content == expected if archive else len(content) == len(expected)  # storages in a stream have addresses
+    assert record == {"name": "x.pt", "bytes": len(content), "crc32": zlib.crc32(content), "tensors": []}
+    with pytest.raises(OSError, match="cannot write the checkpoint file .*none.*Check space"):
+        engine.write_file("y.pt", value, str(tmp_path / "none" / "y.pt"))
+
+
+def test_a_failed_save_of_the_torch_engine_leaves_the_file_before_it(tmp_path):
+    engine, path = TorchCheckpointEngine(), str(tmp_path / "x.pt")
+    engine.save({"x": 1}, path)
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        engine.save({"x": lambda: 2}, path)
+    assert engine.load(path) == {"x": 1} and os.listdir(tmp_path) == ["x.pt"]
+    with pytest.raises(OSError, match="cannot write .*none.*Check space"):
+        engine.save({"x": 1}, str(tmp_path / "none" / "x.pt"))
 
 
 def test_an_engine_must_do_its_work():

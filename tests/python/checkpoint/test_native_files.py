@@ -10,7 +10,8 @@ from deepspeed._native import _C
 from deepspeed.checkpoint.layouts import names, saved_native
 from deepspeed.checkpoint.layouts.saved_native import NativeState
 from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write.file_writer import Digest, FrozenFile, write_safetensors
+from deepspeed.checkpoint.write.file_writer import write_safetensors
+from deepspeed.checkpoint.write.frozen_files import Digest, FrozenFile
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,33 @@ def test_names():
     assert get_model_ckpt_name_for_rank("f", "03") == os.path.join("f", "mp_rank_03_model_states.pt")
     assert get_zero_ckpt_name_for_rank("f", 2, 1) == os.path.join("f", "zero_pp_rank_2_mp_rank_01_optim_states.pt")
     assert get_layer_ckpt_name_for_rank("f", "layer_03", 1) == os.path.join("f", "layer_03-model_01-model_states.pt")
-    assert names.OPTIM_STATES.startswith("{prefix}" + constants.ZERO_FILE_PREFIX)
+    assert names.OPTIM_STATES(dp_rank=2, prefix="bf16_").startswith(constants.BF16_ZERO_FILE_PREFIX)
     assert constants.BF16_ZERO_FILE_PREFIX == "bf16_zero_pp_rank_"
+
+
+NUMBERS = {"dp_rank": 11, "mp_rank": 3, "layer": 7, "expert": 5, "expp_rank": 2, "rank": 12, "prefix": "bf16_"}
+NUMBERS["slices"] = "-model_03"
+
+
+@pytest.mark.parametrize("kind", names.PUBLISHED, ids=lambda kind: kind.template)
+def test_a_name_is_known_again_as_one_of_its_kind(kind, tmp_path):
+    name = kind(**NUMBERS)
+    found = kind.find(name)
+    assert found and found == {key: NUMBERS[key] for key in found} and kind(**found) == name
+    assert [other for other in names.PUBLISHED if other.find(name) is not None] == [kind]
+    assert names.is_published_file(name) and not names.is_published_file(f"my_{name}")
+    assert kind.path("f", **NUMBERS) == os.path.join("f", name)
+    for other in (name, name.replace("3", "10"), name.replace("3", "9"), "notes.pt"):
+        (tmp_path / other).touch()
+    there = list(kind.found_in(tmp_path))
+    assert "notes.pt" not in there and there == sorted(there, key=names.natural_key) and set(there) >= {name}
+
+
+def test_names_that_only_others_write():
+    assert names.EXPERT_STATES.find("expert_4_mp_rank_00_model_states.pt") == {"layer": None, "expert": 4, "mp_rank": 0}
+    assert names.OPTIM_STATES.find("fp16_zero_pp_rank_1_mp_rank_00_optim_states.pt")["prefix"] == "fp16_"
+    assert names.LAYER_STATES.find("layer_03-model_01_model_states.pt") == {"layer": 3, "slices": "-model_01"}
+    assert names.RUN_STATES.find("run_rank_1_state.pt") is None  # ours have five digits
 
 
 def test_clones_save_only_what_they_hold(tmp_path):

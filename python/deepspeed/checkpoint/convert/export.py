@@ -10,9 +10,8 @@ import torch
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import SCRIPT
 from deepspeed.checkpoint.layouts.saved_stages import SavedStages, open_run
-from deepspeed.checkpoint.layouts.saved_state import Range
+from deepspeed.checkpoint.layouts.saved_state import Range, eager, plain
 from deepspeed.checkpoint.read import cli
-from deepspeed.checkpoint.read.weights import eager, plain
 from deepspeed.formats.weight_files import StoredWeight, write_weight_files, write_whole
 from deepspeed.log import logger
 
@@ -35,17 +34,7 @@ def open_any(path, tag=None):
 
 
 def _whole(saved, name, kind):
-    pieces = saved.pieces(name, kind)
-    if not pieces:
-        return None
-    end = max(begin + numel for begin, numel, _ in pieces)
-    flat = None
-    for begin, numel, reader in pieces:
-        values = reader.read_range(0, numel)
-        if flat is None:
-            flat = torch.zeros(end, dtype=values.dtype)
-        flat[begin : begin + numel] = values
-    return flat
+    return saved.whole(name, kind)[0].view(-1) if saved.pieces(name, kind) else None
 
 
 def _compare(what, a, b):
@@ -201,10 +190,10 @@ def torch_files(saved, mp_rank):
     whole = saved.module()
     module = {key: eager(whole[key]) if key in whole else torch.empty(0) for key in saved.model["module"]}
     state = {key: value for key, value in saved.model.items() if key != "module"}
-    yield names.model_states(mp_rank), {"module": module, **plain(state)}
+    yield names.MODEL_STATES(mp_rank=mp_rank), {"module": module, **plain(state)}
     groups = [group["names"] for group in saved.param_groups()]
     for rank in saved.ranks:
-        yield names.run_states(rank), {**saved.run_states(rank)[0], "group_names": groups}
+        yield names.RUN_STATES(rank=rank), {**saved.run_states(rank)[0], "group_names": groups}
 
 
 # ---- standalone ----------------------------------------------------------------------------------------------------

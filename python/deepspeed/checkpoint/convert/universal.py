@@ -17,18 +17,17 @@ from deepspeed.checkpoint.autoep_universal import (
     layers_of,
     merge_zero_shards,
     metadata_of,
-    shard_path,
-    state_path,
+    save_state,
     states_below,
     write_shard,
 )
 from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.names import OPTIMIZER_STATE, STEP, TEMP_FOLDER, ZERO_FOLDER, shard_path, state_path
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.layouts.saved_stages import is_pipeline, open_run
-from deepspeed.checkpoint.layouts.saved_state import read_into
-from deepspeed.checkpoint.layouts.saved_universal import OPTIMIZER_STATE, STEP, ZERO_FOLDER, ParallelRules, merge_slices
+from deepspeed.checkpoint.layouts.saved_state import eager, plain
+from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, merge_slices
 from deepspeed.checkpoint.read import storage
-from deepspeed.checkpoint.read.weights import eager, plain
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 from deepspeed.checkpoint.reshape_utils import get_zero_files
 from deepspeed.checkpoint.write import file_writer
@@ -164,8 +163,6 @@ def _memory_of(value):
 # ---- universal convert ---------------------------------------------------------------------------------------------
 # The steps of a conversion to a universal checkpoint. Each handles one parameter and holds nothing of the others.
 
-TEMP_FOLDER = "tmp"
-
 
 class Conversion:
     """One conversion. ``input_folder``: that of a tag; ``output_folder``: where the files are written, which may be
@@ -218,14 +215,11 @@ class Conversion:
         """Writes a parameter that is not trained and is cut among the ranks that saved (stage 3), in its own dtype."""
         (name,) = task
         saved = self.source.saved(0)
-        pieces = saved.frozen_pieces(name)
-        first = pieces[0][2].read_range(0, 1) if pieces else torch.zeros(0)
-        whole = torch.empty(saved.frozen_shapes()[name], dtype=first.dtype)
-        if read_into(whole, pieces, 0) != whole.numel():
+        whole, found = saved.whole(name, "weight")
+        if found != whole.numel():
             raise ValueError(f"{self.source.folder} has not all elements of the frozen parameter '{name}'")
-        records = {}
-        _save_state(state_path(self.zero_dir, name, keys.FP32_WEIGHT_KEY), {keys.PARAM: whole}, records)
-        return records
+        record = save_state(self.zero_dir, name, keys.FP32_WEIGHT_KEY, {keys.PARAM: whole})
+        return {f"{ZERO_FOLDER}/{name}/{keys.FP32_WEIGHT_KEY}.pt": record}
 
     def frozen_tasks(self):
         saved = self.source.saved(0)
@@ -244,13 +238,6 @@ class Conversion:
         return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": record.to_dict()}
 
 
-def _save_state(path, value, records):
-    folder, name = os.path.split(path)
-    os.makedirs(folder, exist_ok=True)
-    record = file_writer.write_torch(value, path)
-    records[f"{ZERO_FOLDER}/{os.path.basename(folder)}/{name}"] = record.to_dict()
-
-
 def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes, records=None):
     """Joins the shards of a parameter below ``temp_dir``: of its ranks, then of its tensor-parallel slices. ``records``
     gets those of the files by their names.
@@ -266,15 +253,15 @@ def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes, records=None)
     folders = (os.path.join(base, tp) for tp in os.listdir(base))
     for state in states_below(*filter(os.path.isdir, folders)):
         slices = merge_zero_shards(base, state, count, slice_shapes)
-        path = state_path(zero_dir, name, state)
         if state == STEP:
-            _save_state(path, slices[0], records)
+            value = slices[0]
         elif not torch.is_tensor(slices[0]) or not slices[0].dim():
-            _save_state(path, {keys.PARAM: torch.as_tensor(slices[0])}, records)
+            value = {keys.PARAM: torch.as_tensor(slices[0])}
         else:
             whole, hints = merge_slices(name, slices, rules)
-            _save_state(path, {keys.PARAM: whole, **hints}, records)
-    file_writer.sync_directory(os.path.dirname(path))
+            value = {keys.PARAM: whole, **hints}
+        records[f"{ZERO_FOLDER}/{name}/{state}.pt"] = save_state(zero_dir, name, state, value)
+    file_writer.sync_directory(os.path.dirname(state_path(zero_dir, name, STEP)))
     return set(rules.used)
 
 

@@ -2,38 +2,19 @@
 
 import os
 import time
-import zlib
-
-import torch
 
 from deepspeed import _compat
 from deepspeed.checkpoint.engines.base import OwnCheckpointEngine
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write import commit
 from deepspeed.checkpoint.write.background import Background, SnapshotSave
-from deepspeed.checkpoint.write.file_writer import FileRecord, WriterOptions
+from deepspeed.checkpoint.write.file_writer import TorchSaveFile, WriterOptions, replace_file
 from deepspeed.checkpoint.write.ranks import this_process
 from deepspeed.checkpoint.write.snapshot import HostCache, Snapshot
 from deepspeed.log import logger, warning_once
 
 # ---- torch engine --------------------------------------------------------------------------------------------------
 # Files as ``torch.save`` writes them, one after the other.
-
-
-class _Summed:
-    """A file with the size and CRC-32 of what was written to it."""
-
-    def __init__(self, file):
-        self._file = file
-        self.bytes = self.crc32 = 0
-
-    def write(self, data):
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.bytes += len(data)
-        return self._file.write(data)
-
-    def flush(self):
-        self._file.flush()
 
 
 class TorchCheckpointEngine(OwnCheckpointEngine):
@@ -47,22 +28,16 @@ class TorchCheckpointEngine(OwnCheckpointEngine):
     def write_file(self, name, value, path):
         if not name.endswith(".pt"):
             return self.prepare(name, value).write(path).to_dict()
-        value = storage.compact(value)
+        prepared = TorchSaveFile(storage.compact(value), self.archives, self.syncs)
         try:
-            with open(path, "wb") as file:
-                summed = _Summed(file)
-                torch.save(value, summed, _use_new_zipfile_serialization=self.archives)
-                file.flush()
-                if self.syncs:
-                    os.fsync(file.fileno())
+            return prepared.write(path).to_dict()
         except OSError as error:
             text = f"cannot write the checkpoint file {path}: {error.strerror}. Check space and permissions."
             raise OSError(error.errno, text) from error
-        return FileRecord(os.path.basename(path), summed.bytes, summed.crc32).to_dict()
 
     def save(self, state_dict, path):
         """Through a temporary file beside ``path``: a crash leaves no half file under that name."""
-        storage.write(state_dict, path)
+        replace_file(TorchSaveFile(state_dict), path)
 
     def load(self, path, map_location=None):
         """As ``torch.load`` of any object: it runs what the file asks for, so only load what you trust."""

@@ -1,6 +1,8 @@
 """Names of the files in a checkpoint folder, and which keys of the model file are whose."""
 
+import dataclasses
 import errno
+import functools
 import os
 import re
 
@@ -10,40 +12,88 @@ from deepspeed.checkpoint.constants import (
     DS_VERSION,
     FROZEN_PARAM_FRAGMENTS,
     FROZEN_PARAM_SHAPES,
+    LAYER_FILE_PREFIX,
     MODEL_FILE_PREFIX,
     MODEL_FILE_SUFFIX,
     OPTIM_FILE_SUFFIX,
     PARAM_SHAPES,
     ZERO_FILE_PREFIX,
 )
-from deepspeed.host.recorded_names import read_tag
+from deepspeed.host.recorded_names import path_below, read_tag
 
 # ---- names ---------------------------------------------------------------------------------------------------------
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
-SCRIPT = "zero_to_fp32.py"  # beside the tags; standalone.py has its text
+SCRIPT = "zero_to_fp32.py"  # beside the tags; convert/export.py makes its text
+
+
+@dataclasses.dataclass(frozen=True)
+class FileName:
+    """The names of one kind of file at the top of a tag's folder. ``template`` makes a name of its numbers. ``form``, a
+    regular expression with the same names of numbers, recognizes such names where other implementations write more
+    forms than we do."""
+
+    template: str
+    form: str = ""
+
+    def __call__(self, **numbers):
+        """The name. ``mp_rank`` is 0 and texts are empty where they are not given."""
+        return self.template.format(**{"mp_rank": 0, "prefix": "", "slices": "", **numbers})
+
+    def path(self, folder, **numbers):
+        return os.path.join(folder, self(**numbers))
+
+    @functools.cached_property
+    def _pattern(self):
+        return re.compile(self.form or re.sub(r"{(\w+)(:\w+)?}", r"(?P<\1>\\d+)", self.template.replace(".", r"\.")))
+
+    def find(self, name):
+        """dict of the numbers and texts in ``name`` (None for one that it leaves out), or None for another kind."""
+        match = self._pattern.fullmatch(name)
+        found = match.groupdict() if match else {}
+        return match and {key: int(value) if (value or "").isdecimal() else value for key, value in found.items()}
+
+    def found_in(self, folder):
+        """``{name: numbers}`` of these files in ``folder``, in the order of the numbers in their names."""
+        found = {name: self.find(name) for name in sorted(os.listdir(folder), key=natural_key)}
+        return {name: numbers for name, numbers in found.items() if numbers is not None}
+
+
+def natural_key(text):
+    """Sorts ``rank_10`` after ``rank_9``."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
+
+
 _MP_RANK = MODEL_FILE_PREFIX + "{mp_rank:02d}"
-MODEL_STATES = _MP_RANK + MODEL_FILE_SUFFIX
-SHARDED_MODEL_STATES = ZERO_FILE_PREFIX + "{dp_rank}_" + MODEL_STATES
-EXPERT_OPTIM_STATES = "expp_rank_{expp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX
-LAYER_STATES = "layer_{layer:02d}{slices}-model_states.pt"
-EXPERT_STATES = "layer_{layer}_expert_{expert}_" + MODEL_STATES
-OPTIM_STATES = "{prefix}" + ZERO_FILE_PREFIX + "{dp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX
-# Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
-RUN_STATES = "run_rank_{rank:05d}_state.pt"
-
-# Whatever a save of any kind, of this or another implementation, puts at the top of the tag's folder; and nothing else:
-# files with these names may be removed when the tag is saved again.
-_CHECKPOINT_FILE = re.compile(
-    r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt"
-    r"|((bf16_|fp16_)?zero_pp_rank_\d+|expp_rank_\d+)_mp_rank_\d+_optim_states\.pt"
-    r"|(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"
-    r"|layer_\d+(-[A-Za-z]+_\d+)*-model_states\.pt"
-    r"|run_rank_\d{5,}_state\.pt"
+MODEL_STATES = FileName(_MP_RANK + MODEL_FILE_SUFFIX)
+# At ZeRO stage 3 every data-parallel rank writes one.
+SHARDED_MODEL_STATES = FileName(ZERO_FILE_PREFIX + "{dp_rank}_" + MODEL_STATES.template)
+# At ZeRO stages 1 to 3 every data-parallel rank writes one. The prefix says the precision.
+OPTIM_STATES = FileName(
+    "{prefix}" + ZERO_FILE_PREFIX + "{dp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX,
+    r"(?P<prefix>(?:bf16_|fp16_)?)zero_pp_rank_(?P<dp_rank>\d+)_mp_rank_(?P<mp_rank>\d+)_optim_states\.pt",
 )
-
-_MODEL_FILE = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+PREFIXES = ("bf16_", "", "fp16_")
+# Experts' optimizer states without ZeRO: every expert-parallel rank writes one.
+EXPERT_OPTIM_STATES = FileName("expp_rank_{expp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX)
+# Weights of a layer of a pipeline. The slices say which of its tensor-parallel ranks: "-model_01".
+LAYER_STATES = FileName(
+    LAYER_FILE_PREFIX + "{layer:02d}{slices}-model_states.pt",
+    r"layer_(?P<layer>\d+)(?P<slices>(?:-\w+_\d+)*)[-_]model_states\.pt",
+)
+# Weights of an expert, by its number among those of all ranks.
+EXPERT_STATES = FileName(
+    "layer_{layer}_expert_{expert}_" + MODEL_STATES.template,
+    r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp_rank>\d+)_model_states\.pt",
+)
+# Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
+RUN_STATES = FileName("run_rank_{rank:05d}_state.pt", r"run_rank_(?P<rank>\d{5,})_state\.pt")
+# What saves of any kind, of this or another implementation, put at the top of a tag's folder, and nothing else: files
+# with these names may be removed when the tag is saved again.
+PUBLISHED = (
+    MODEL_STATES, SHARDED_MODEL_STATES, OPTIM_STATES, EXPERT_OPTIM_STATES, LAYER_STATES, EXPERT_STATES, RUN_STATES,
+)  # fmt: skip
 
 # Ours, in the model file: which parameters, experts and layers are in files of only some ranks.
 PARAMS_BY_RANK = "params_by_rank"
@@ -79,20 +129,11 @@ OWN_KEYS = (
 
 def is_published_file(name):
     """Whether a save in the published layout makes files of this name at the top of a tag."""
-    return _CHECKPOINT_FILE.fullmatch(name) is not None
+    return any(kind.find(name) is not None for kind in PUBLISHED)
 
 
 def is_checkpoint_file(name):
     return is_published_file(name) or is_native_file(name)
-
-
-# Files that a conversion to a universal checkpoint puts below the folder's top: parameters, and shards that are kept.
-_UNIVERSAL_FILE = re.compile(r"zero/(optimizer_state\.pt|[^/]+/[^/]+\.pt)|tmp/[^/]+/\d+/[^/]+\.\d+")
-
-
-def is_universal_file(path):
-    """Whether conversions to universal checkpoints make files of this path below their folder."""
-    return _UNIVERSAL_FILE.fullmatch(path) is not None
 
 
 def latest_tag(save_dir, pointer=LATEST):
@@ -103,63 +144,53 @@ def latest_tag(save_dir, pointer=LATEST):
         return None
 
 
-def model_states(mp_rank=0):
-    return MODEL_STATES.format(mp_rank=mp_rank)
-
-
-def sharded_model_states(dp_rank, mp_rank=0):
-    """At ZeRO stage 3 every data-parallel rank writes one."""
-    return SHARDED_MODEL_STATES.format(dp_rank=dp_rank, mp_rank=mp_rank)
-
-
-def optim_states(dp_rank, mp_rank=0, bf16=False, prefix=None):
-    """At ZeRO stages 1 to 3 every data-parallel rank writes one. ``prefix`` goes before ``bf16``."""
-    prefix = prefix if prefix is not None else "bf16_" if bf16 else ""
-    return OPTIM_STATES.format(prefix=prefix, dp_rank=dp_rank, mp_rank=mp_rank)
-
-
-def run_states(rank):
-    return RUN_STATES.format(rank=rank)
-
-
-def model_states_path(folder, mp_rank=0):
-    return os.path.join(folder, model_states(mp_rank))
-
-
-def sharded_model_states_path(folder, dp_rank, mp_rank=0):
-    return os.path.join(folder, sharded_model_states(dp_rank, mp_rank))
-
-
-def optim_states_path(folder, dp_rank, mp_rank=0, bf16=False):
-    return os.path.join(folder, optim_states(dp_rank, mp_rank, bf16))
-
-
-def expert_optim_states_path(folder, expp_rank, mp_rank=0):
-    """Experts' optimizer states without ZeRO: every expert-parallel rank writes one."""
-    return os.path.join(folder, expert_optim_states(expp_rank, mp_rank))
-
-
 def is_model_file(name):
     """Whether it is the model file of a rank."""
-    return _MODEL_FILE.fullmatch(name) is not None
+    return any(kind.find(name) is not None for kind in (MODEL_STATES, SHARDED_MODEL_STATES))
 
 
 def layer_states(layer, slices=""):
-    """Weights of a layer of a pipeline; ``slices``: which ones of its tensor-parallel ranks, such as ``model_01``."""
-    return LAYER_STATES.format(layer=layer, slices=f"-{slices}" if slices else "")
+    """The file of a layer of a pipeline; ``slices``: "model_01", or "" for a whole layer."""
+    return LAYER_STATES(layer=layer, slices=f"-{slices}" if slices else "")
 
 
-def expert_states(layer, expert, mp_rank=0):
-    """Weights of an expert of the MoE layer number ``layer``; ``expert``: its number among those of all ranks."""
-    return EXPERT_STATES.format(layer=layer, expert=expert, mp_rank=mp_rank)
+# ---- universal names -----------------------------------------------------------------------------------------------
+# Files that a conversion to a universal checkpoint puts below the folder's top: parameters, and shards that are kept.
+# Names of parameters and states stand in the files that are converted: each becomes one folder or file, and none may
+# leave the output.
+
+ZERO_FOLDER = "zero"
+TEMP_FOLDER = "tmp"
+OPTIMIZER_STATE = "optimizer_state.pt"
+STEP = "step"
+_UNIVERSAL_FILE = re.compile(r"zero/(optimizer_state\.pt|[^/]+/[^/]+\.pt)|tmp/[^/]+/\d+/[^/]+\.\d+")
 
 
-def expert_optim_states(expp_rank, mp_rank=0):
-    return EXPERT_OPTIM_STATES.format(expp_rank=expp_rank, mp_rank=mp_rank)
+def is_universal_file(path):
+    """Whether conversions to universal checkpoints make files of this path below their folder."""
+    return _UNIVERSAL_FILE.fullmatch(path) is not None
 
 
-def run_states_path(folder, rank):
-    return os.path.join(folder, run_states(rank))
+def is_universal(folder):
+    """Whether ``folder`` is that of a universal checkpoint."""
+    return os.path.isdir(os.path.join(folder, ZERO_FOLDER))
+
+
+def _below(folder, *parts):
+    for part in parts:
+        folder = path_below(folder, part, "the checkpoint that is converted", "entry")
+    return folder
+
+
+def state_path(folder, name, state):
+    """The path of the whole ``state`` of the parameter ``name`` below ``folder``. ValueError for a name that cannot be
+    that of a folder or a file there."""
+    return _below(folder, name, f"{state}.pt")
+
+
+def shard_path(temp_dir, name, tp_index, state, dp_index):
+    """The path of one rank's shard of it below ``temp_dir``."""
+    return _below(temp_dir, name, str(tp_index), f"{state}.{dp_index:02d}")
 
 
 # ---- native names --------------------------------------------------------------------------------------------------

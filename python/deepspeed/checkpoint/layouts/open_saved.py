@@ -1,68 +1,69 @@
 """Opens the checkpoint folder of any stage and number of ranks as one ``SavedState``."""
 
+import functools
 import os
 
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_named import expert_weights, with_named
 from deepspeed.checkpoint.layouts.saved_native import NativeState
 from deepspeed.checkpoint.layouts.saved_shards import FlatState, PlainState, SlicedState
-from deepspeed.checkpoint.layouts.saved_universal import UniversalState, is_universal
+from deepspeed.checkpoint.layouts.saved_universal import UniversalState
 from deepspeed.checkpoint.read import storage
 from deepspeed.formats.swapped_tensors import with_swapped
 
-_PREFIXES = ("bf16_", "", "fp16_")
 
+class OfRanks:
+    """What each of ``count`` ranks has saved, which ``read(rank)`` reads when it is asked for."""
 
-class Shards:
-    """``optimizer_state_dict`` of every rank that saved, read when it is asked for. ``first``: a rank whose file is
-    here; on a disk that only some ranks share it may be another than 0."""
-
-    def __init__(self, folder, mp_rank, prefix, first):
-        self._paths = lambda rank: os.path.join(folder, names.optim_states(rank, mp_rank, prefix=prefix))
-        self._held = {}
-        self.first = first
-        count = self[first].get("partition_count", 1)
-        self._count = max(count, default=1) if isinstance(count, (list, tuple)) else int(count)
+    def __init__(self, read, count):
+        self._read, self._count, self._held = read, count, {}
 
     def __len__(self):
         return self._count
 
     def __getitem__(self, rank):
         if rank not in self._held:
-            whole = storage.read(self._paths(rank), lazy=True)
-            if not isinstance(whole, dict) or "optimizer_state_dict" not in whole:
-                raise ValueError(
-                    f"{self._paths(rank)} is no file of optimizer states: it has no 'optimizer_state_dict'"
-                )
-            self._held[rank] = with_swapped(self._paths(rank), whole, storage.read)
+            self._held[rank] = self._read(rank)
         return self._held[rank]
 
-    def path(self, rank):
-        return self._paths(rank)
+
+class Shards(OfRanks):
+    """``optimizer_state_dict`` of every rank that saved. ``first``: a rank whose file is here; on a disk that only some
+    ranks share it may be another than 0."""
+
+    def __init__(self, folder, mp_rank, prefix, first):
+        super().__init__(self._shard, None)
+        self.path = lambda rank: names.OPTIM_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank, prefix=prefix)
+        self.first = first
+        count = self[first].get("partition_count", 1)
+        self._count = max(count, default=1) if isinstance(count, (list, tuple)) else int(count)
+
+    def _shard(self, rank):
+        path = self.path(rank)
+        whole = storage.read(path, lazy=True)
+        if not isinstance(whole, dict) or "optimizer_state_dict" not in whole:
+            raise ValueError(f"{path} is no file of optimizer states: it has no 'optimizer_state_dict'")
+        return with_swapped(path, whole, storage.read)
 
 
-class Fragments:
-    """``frozen_param_fragments`` of every rank that saved at stage 3, read when they are asked for."""
-
-    def __init__(self, folder, mp_rank, count):
-        self._paths = [names.sharded_model_states_path(folder, rank, mp_rank) for rank in range(count)]
-        self._held = {}
-
-    def __len__(self):
-        return len(self._paths)
-
-    def __getitem__(self, rank):
-        if rank not in self._held:
-            self._held[rank] = storage.read(self._paths[rank], lazy=True).get("frozen_param_fragments") or {}
-        return self._held[rank]
+def _fragments(folder, mp_rank, rank):
+    """``frozen_param_fragments`` of a rank that saved at stage 3."""
+    path = names.SHARDED_MODEL_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank)
+    return storage.read(path, lazy=True).get("frozen_param_fragments") or {}
 
 
 def _shards(folder, mp_rank, dp_rank):
-    for prefix in _PREFIXES:
+    for prefix in names.PREFIXES:
         for rank in (0, dp_rank):
-            if os.path.exists(os.path.join(folder, names.optim_states(rank, mp_rank, prefix=prefix))):
+            if os.path.exists(names.OPTIM_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank, prefix=prefix)):
                 return Shards(folder, mp_rank, prefix, rank)
     return None
+
+
+def _model_files(folder, mp_rank, *dp_ranks):
+    """Paths of the model files of ZeRO stage 3 that are there, of these ranks."""
+    paths = [names.SHARDED_MODEL_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank) for rank in dp_ranks]
+    return [path for path in paths if os.path.exists(path)]
 
 
 def open_saved(
@@ -91,11 +92,11 @@ def open_saved(
 def _opened(folder, mp_rank, dp_rank, group_names, shapes, with_optimizer, mp_size, experts):
     if names.is_native(folder):
         return NativeState(folder, mp_rank, dp_rank)
-    if is_universal(folder):
+    if names.is_universal(folder):
         return UniversalState(folder, mp_rank, mp_size, dp_rank, group_names, shapes)
-    if any(os.path.exists(names.sharded_model_states_path(folder, rank, mp_rank)) for rank in (0, dp_rank)):
+    if _model_files(folder, mp_rank, 0, dp_rank):
         return _open_sliced(folder, mp_rank, dp_rank, experts)
-    path = names.model_states_path(folder, mp_rank)
+    path = names.MODEL_STATES.path(folder, mp_rank=mp_rank)
     model = storage.read(path, lazy=True)
     shards = _shards(folder, mp_rank, dp_rank)
     if shards is not None:
@@ -115,7 +116,7 @@ def _open_plain(folder, mp_rank, model, group_names, shapes, optimizer):
     if stage is not None:
         shapes = {name: shape for group in stage for name, shape in group}
         return PlainState(optimizer, [[name for name, _ in group] for group in stage], shapes, model, folder)
-    path = names.run_states_path(folder, 0)
+    path = names.RUN_STATES.path(folder, rank=0)
     ours = os.path.exists(path)
     saved_names = storage.read(path, lazy=True).get("group_names") if ours and optimizer is not None else None
     if saved_names:
@@ -129,16 +130,14 @@ def _open_plain(folder, mp_rank, model, group_names, shapes, optimizer):
 
 
 def _open_sliced(folder, mp_rank, dp_rank, experts):
-    own = names.sharded_model_states_path(folder, dp_rank, mp_rank)
-    first = names.sharded_model_states_path(folder, 0, mp_rank)
-    path = own if os.path.exists(own) else first
-    first = first if os.path.exists(first) else own
+    path = _model_files(folder, mp_rank, dp_rank, 0)[0]
+    first = _model_files(folder, mp_rank, 0, dp_rank)[0]
     model = storage.read(path, lazy=True)
     shards = _shards(folder, mp_rank, dp_rank)
     if shards is None and any(model["param_shapes"] or ()):
         raise FileNotFoundError(
-            f"the checkpoint {folder} has no file {names.optim_states(0, mp_rank)}, nor one for bf16: at ZeRO stage 3 "
-            "the weights are in these files; load another tag"
+            f"the checkpoint {folder} has no file {names.OPTIM_STATES(dp_rank=0, mp_rank=mp_rank)}, nor one for bf16: "
+            "at ZeRO stage 3 the weights are in these files; load another tag"
         )
     count = len(shards) if shards is not None else model["dp_world_size"]
     saved = SlicedState(
@@ -146,7 +145,7 @@ def _open_sliced(folder, mp_rank, dp_rank, experts):
         model["param_shapes"] or [],
         model,
         folder,
-        Fragments(folder, mp_rank, count),
+        OfRanks(functools.partial(_fragments, folder, mp_rank), count),
         model.get("frozen_param_shapes"),
         storage.read(first, lazy=True).get("shared_params") or {},  # others' files may not say
     )

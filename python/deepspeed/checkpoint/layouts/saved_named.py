@@ -2,8 +2,6 @@
 whose ranks have different parameters and no ZeRO. How they are saved: ``zero/named_states.py``."""
 
 import functools
-import os
-import re
 
 import torch
 
@@ -12,8 +10,6 @@ from deepspeed.checkpoint.layouts.saved_state import Range, SavedOver
 from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.zero.named_states import OWN_PARAMS, joined_tables, table_of
-
-_EXPERT_FILE = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 
 
 def pieces_of(runs, shape, strides=None):
@@ -125,12 +121,11 @@ class WithNamed(SavedOver):
 
 def expert_files(folder, mp_rank=0, numbers=None):
     """Names of the files of experts' weights in ``folder``, of those with these ``numbers`` (None: all)."""
-    found = []
-    for name in sorted(os.listdir(folder)):
-        match = _EXPERT_FILE.fullmatch(name)
-        if match and int(match[3]) == mp_rank and (numbers is None or int(match[2]) in numbers):
-            found.append(name)
-    return found
+    return [
+        name
+        for name, known in names.EXPERT_STATES.found_in(folder).items()
+        if known["mp_rank"] == mp_rank and (numbers is None or known["expert"] in numbers)
+    ]
 
 
 def expert_weights(folder, mp_rank, numbers, listed):
@@ -139,13 +134,14 @@ def expert_weights(folder, mp_rank, numbers, listed):
     FileNotFoundError for one that is not there, ValueError for a file of something else.
     """
     files = set(expert_files(folder, mp_rank, numbers))
-    found = {name: _EXPERT_FILE.fullmatch(str(name)) for name in listed}
-    if None in found.values():
-        bad = next(name for name, match in found.items() if match is None)
-        raise ValueError(f"a model file in {folder} lists {bad!r} among its files of experts: it is damaged")
-    wanted = {name for name, match in found.items() if numbers is None or int(match[2]) in numbers}
+    for name in listed:
+        known = names.EXPERT_STATES.find(str(name))
+        if known is None:
+            raise ValueError(f"a model file in {folder} lists {name!r} among its files of experts: it is damaged")
+        if numbers is None or known["expert"] in numbers:
+            files.add(name)
     found = {}
-    for name in sorted(files | wanted):
+    for name in sorted(files):
         path = path_below(folder, name, f"a model file in {folder}", "entry")
         state = storage.read(path, lazy=True)
         if not isinstance(state, dict):
@@ -178,4 +174,5 @@ def _own_of(state, path):
 
 
 def _expert_optim_states(folder, number, mp_rank):
-    return storage.read(names.expert_optim_states_path(folder, number, mp_rank), lazy=True)["optimizer"]
+    path = names.EXPERT_OPTIM_STATES.path(folder, expp_rank=number, mp_rank=mp_rank)
+    return storage.read(path, lazy=True)["optimizer"]

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.constants import BUFFER_NAMES, FROZEN_PARAM_SHAPES, PA
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import MODULE, VALUES
 from deepspeed.checkpoint.layouts.saved_named import pieces_of
-from deepspeed.checkpoint.layouts.saved_state import SavedState
+from deepspeed.checkpoint.layouts.saved_state import SavedState, eager, plain
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.formats.safetensors_file import DamagedSafetensors, read_safetensors
 from deepspeed.host.recorded_names import open_regular
@@ -26,8 +26,42 @@ from deepspeed.host.recorded_names import open_regular
 # numbers, booleans, None, lists and dicts with text keys are themselves; anything else is a dict with one key that
 # starts with ``$`` and names the type. Nothing that is read can run code.
 
-_MAPPINGS = {"odict": collections.OrderedDict, "counter": collections.Counter}
+# The part of the key behind ``$`` -> the type. Values in these are encoded in turn.
+_MAPPINGS = {"dict": dict, "odict": collections.OrderedDict, "counter": collections.Counter}
 _SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size, "deque": collections.deque}
+
+
+def _dtype_of(name):
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else _refuse_tag("$dtype")
+
+
+def _refuse_tag(tag):
+    raise ValueError(f"the checkpoint's JSON holds {tag!r}, which this library does not know: it is damaged or newer")
+
+
+# The same -> (whether it is for a value, the JSON of the value, the value of the JSON).
+_SIMPLE = {
+    "float": (lambda value: type(value) is float, repr, float),  # JSON has no infinities and no NaN
+    "scalar": (
+        lambda value: isinstance(value, numpy.generic) and value.dtype.kind in "biuf",
+        lambda value: [value.dtype.str, value.item()],
+        lambda pair: numpy.dtype(pair[0]).type(pair[1]),
+    ),
+    "bytes": (
+        lambda value: type(value) is bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode,
+    ),
+    "complex": (
+        lambda value: type(value) is complex, lambda value: [value.real, value.imag], lambda pair: complex(*pair),
+    ),
+    "dtype": (
+        lambda value: isinstance(value, torch.dtype), lambda value: str(value).removeprefix("torch."), _dtype_of,
+    ),
+    "path": (lambda value: isinstance(value, pathlib.PurePath), str, pathlib.Path),
+    "datetime": (
+        lambda value: type(value) is datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat,
+    ),
+}  # fmt: skip
 
 
 class NotPlain(TypeError):
@@ -38,40 +72,28 @@ def encode(value, tensors, where="client_state"):
     """What ``json.dumps`` takes. Tensors and arrays of ``value`` are added to the dict ``tensors`` under the place they
     have in it. Raises ``NotPlain``, which names that place."""
     kind = type(value)
-    if kind is float and not math.isfinite(value):
-        return {"$float": repr(value)}  # JSON has no such numbers
-    if value is None or kind in (bool, int, float, str):
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
     if isinstance(value, torch.Tensor):
         return {"$tensor": _put(value.detach(), tensors, where)}
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
         return {"$array": [_put(_as_tensor(value), tensors, where), value.dtype.str, list(value.shape)]}
-    if isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
-        return {"$scalar": [value.dtype.str, value.item()]}
     if kind is list:
         return [encode(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: encode(item, tensors, f"{where}.{key}") for key, item in value.items()}
-    if kind is dict or kind in _MAPPINGS.values():
-        name = next((name for name, known in _MAPPINGS.items() if known is kind), "dict")
-        pairs = [
-            [encode(key, tensors, f"{where}.key{i}"), encode(item, tensors, f"{where}.{key}")]
-            for i, (key, item) in enumerate(value.items())
-        ]
-        return {f"${name}": pairs}
+    for name, known in _MAPPINGS.items():
+        if kind is known:
+            return {f"${name}": [
+                [encode(key, tensors, f"{where}.key{i}"), encode(item, tensors, f"{where}.{key}")]
+                for i, (key, item) in enumerate(value.items())
+            ]}  # fmt: skip
     for name, known in _SEQUENCES.items():
         if kind is known:
             return {f"${name}": [encode(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]}
-    if kind is bytes:
-        return {"$bytes": base64.b64encode(value).decode()}
-    if kind is complex:
-        return {"$complex": [value.real, value.imag]}
-    if isinstance(value, torch.dtype):
-        return {"$dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, pathlib.PurePath):
-        return {"$path": str(value)}
-    if kind is datetime.datetime:
-        return {"$datetime": value.isoformat()}
+    for name, (fits, json_of, _) in _SIMPLE.items():
+        if fits(value):
+            return {f"${name}": json_of(value)}
     raise NotPlain(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint without pickles cannot hold: pass "
         'plain values or tensors, or set "checkpoint": {"writer": {"format": "torch"}}'
@@ -109,32 +131,14 @@ def decode(value, tensors):
     name = tag[1:]
     if name == "tensor":
         return tensors[inner]
-    if name == "float":
-        return float(inner)
     if name == "array":
         place, dtype, shape = inner
-        found = tensors[place]
-        found = found.read() if hasattr(found, "read") else found
-        return found.numpy().reshape(-1).view(numpy.dtype(dtype)).reshape(shape).copy()
-    if name == "scalar":
-        return numpy.dtype(inner[0]).type(inner[1])
-    if name == "dict":
-        return {decode(key, tensors): decode(item, tensors) for key, item in inner}
+        return eager(tensors[place]).numpy().reshape(-1).view(numpy.dtype(dtype)).reshape(shape).copy()
     if name in _MAPPINGS:
         return _MAPPINGS[name]({decode(key, tensors): decode(item, tensors) for key, item in inner})
     if name in _SEQUENCES:
         return _SEQUENCES[name](decode(item, tensors) for item in inner)
-    if name == "bytes":
-        return base64.b64decode(inner)
-    if name == "complex":
-        return complex(*inner)
-    if name == "dtype" and isinstance(getattr(torch, inner, None), torch.dtype):
-        return getattr(torch, inner)
-    if name == "path":
-        return pathlib.Path(inner)
-    if name == "datetime":
-        return datetime.datetime.fromisoformat(inner)
-    raise ValueError(f"the checkpoint's JSON holds {tag!r}, which this library does not know: it is damaged or newer")
+    return _SIMPLE[name][2](inner) if name in _SIMPLE else _refuse_tag(tag)
 
 
 # ---- saved native --------------------------------------------------------------------------------------------------
@@ -196,7 +200,7 @@ class NativeState(SavedState):
     def _model(self):
         about, module = self._about, self._about["module"]
         state = {
-            **{key: _eager(self._decode(value)) for key, value in about["engine"].items()},
+            **{key: plain(self._decode(value)) for key, value in about["engine"].items()},
             "module": _ModuleKeys(dict.fromkeys(module["keys"])),
             BUFFER_NAMES: module["buffers"],
             PARAM_SHAPES: [{name: self._shapes[name] for name in group} for group in self._named_groups()],
@@ -212,7 +216,7 @@ class NativeState(SavedState):
     @functools.cached_property
     def _whole(self):
         """name -> lazy tensor or value of all that is whole in the files: buffers, parameters that are not trained."""
-        found = {name: _eager(self._decode(value)) for name, value in self._about["module"]["values"].items()}
+        found = {name: plain(self._decode(value)) for name, value in self._about["module"]["values"].items()}
         places = [self._dp_rank] if self._dp_rank < len(self._files) else []
         for place in [*places, *range(len(self._files))]:  # this rank's own buffers before those of the first
             for kind, name, _, tensor in self._files[place].tensors:
@@ -252,7 +256,7 @@ class NativeState(SavedState):
 
     def param_groups(self):
         return [
-            {**_eager(self._decode(group["options"])), "names": list(group["names"])} for group in self._about["groups"]
+            {**plain(self._decode(group["options"])), "names": list(group["names"])} for group in self._about["groups"]
         ]
 
     def state_names(self):
@@ -283,13 +287,13 @@ class NativeState(SavedState):
         return pieces_of(runs, self._parameters[name]["shape"], self._strides.get(name))
 
     def extra(self):
-        return _eager(self._decode(self._about["optimizer"]))
+        return plain(self._decode(self._about["optimizer"]))
 
     def run_states(self, rank):
         """``(what the rank with that global number saved to go on, or the first one, whether it is its own)``."""
         own = rank in self.ranks
         place = self.ranks.index(rank) if own else 0
-        return _eager(self._decode(self._files[place].about["run"], place)), own
+        return plain(self._decode(self._files[place].about["run"], place)), own
 
 
 class _ModuleKeys(dict):
@@ -345,12 +349,3 @@ def _holds_tensors(value):
     if isinstance(value, dict):
         return "$tensor" in value or "$array" in value or any(_holds_tensors(item) for item in value.values())
     return isinstance(value, list) and any(_holds_tensors(item) for item in value)
-
-
-def _eager(value):
-    """``value`` with all tensors in it read."""
-    if isinstance(value, dict) and type(value) is dict:
-        return {key: _eager(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_eager(item) for item in value)
-    return value.read() if hasattr(value, "read_range") else value

@@ -86,8 +86,8 @@ class _Shards(_ByUnit):
         self._first = getattr(shards, "first", 0)
         self._own = shards[self._first] if len(shards) else {}
 
-    def _state_names(self, units):
-        states = [self._inner(self._first, unit) for unit in range(units)]
+    def state_names(self):
+        states = [self._inner(self._first, unit) for unit in range(len(self._units))]
         return list(dict.fromkeys(key for state in states for key, value in state.items() if per_element(value)))
 
     def extra(self):
@@ -112,6 +112,7 @@ class FlatState(_Shards):
                 f"{self.origin()} has {len(masters)} groups of fp32 weights and {len(self._groups)} parameter groups: "
                 "it is damaged, or of another kind of run"
             )
+        self._units = masters
         paddings = self._own.get("group_paddings") or [0] * len(masters)
         sizes = [master.numel() + padding for master, padding in zip(masters, paddings)]
         self._layout = _C.SavedLayout.flat(self._numels(), sizes, self.dp_world_size, self.origin())
@@ -129,9 +130,6 @@ class FlatState(_Shards):
     def param_groups(self):
         saved = self._own.get("base_optimizer_state")
         return with_names(saved.get("param_groups") if isinstance(saved, dict) else None, self._groups)
-
-    def state_names(self):
-        return self._state_names(len(self._groups))
 
     def scalars(self, name):
         found = super().scalars(name)
@@ -185,9 +183,6 @@ class SlicedState(_Shards):
 
     def param_groups(self):
         return with_names((self._own.get("optimizer_state_dict") or {}).get("param_groups"), self._groups)
-
-    def state_names(self):
-        return self._state_names(len(self._units))
 
     def state_pieces(self, name, kind):
         return super().state_pieces(name, kind) if len(self._shards) else []

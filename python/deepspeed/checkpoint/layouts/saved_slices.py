@@ -3,7 +3,7 @@
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.layouts.saved_state import SavedOver, read_into
+from deepspeed.checkpoint.layouts.saved_state import SavedOver
 from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, local_slice, merge_slices
 
 
@@ -69,9 +69,8 @@ class SavedSlices(SavedOver):
         return self._held[1]
 
     def _saved_slice(self, state, name, kind):
-        pieces, shape = state.pieces(name, kind), torch.Size(state.weight_shape(name))
-        found = torch.empty(shape, dtype=pieces[0][2].read_range(0, 0).dtype if pieces else torch.float32)
-        if read_into(found, pieces, 0) != shape.numel():
+        found, numel = state.whole(name, kind)
+        if numel != found.numel():
             raise ValueError(f"{self.origin()}: a slice of parameter '{name}' is not complete: files are missing")
         return found
 

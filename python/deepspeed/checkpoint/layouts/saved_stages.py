@@ -2,7 +2,6 @@
 layers, so any number of stages can read them."""
 
 import os
-import re
 
 from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
 from deepspeed.checkpoint.layouts import names
@@ -10,10 +9,7 @@ from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.layouts.saved_native import read_json
 from deepspeed.checkpoint.layouts.saved_slices import SavedSlices
 from deepspeed.checkpoint.layouts.saved_state import SavedState
-from deepspeed.checkpoint.layouts.saved_universal import is_universal
 from deepspeed.checkpoint.read import storage
-
-_LAYER_FILE = re.compile(r"layer_(\d+)(?:-(.+))?-model_states\.pt")
 
 
 class SavedStages(SavedState):
@@ -111,11 +107,11 @@ def open_run(folder, mp_rank=0, dp_rank=0, mp_size=1, stages=1, layers=None, tie
         for state in states:
             paths.update((state.model.get(names.PARAMS_BY_RANK) or {}).get("layers") or {})
         weights = {} if names.is_native(folder) else _layer_weights(folder, tp, tp_rank % tp, layers, paths, states)
-        if is_universal(folder):  # it has whole parameters; buffers are in the files of layers
+        if names.is_universal(folder):  # it has whole parameters; buffers are in the files of layers
             weights = {name: value for name, value in weights.items() if name not in states[0].shapes()}
         return SavedStages(states, weights, mp_rank // slices, is_whole=tp == 1)
 
-    if is_universal(folder):
+    if names.is_universal(folder):
         return opened([mp_rank % slices], mp_rank % slices)
     if tp == slices:
         return opened([number * tp + mp_rank % slices for number in range(pp)], mp_rank % slices)
@@ -137,8 +133,9 @@ def _check_optimizers(folder, ranks, states):
     """FileNotFoundError where some stages have optimizer states and another has none."""
     have = [state.has_optimizer() for state in states]
     if any(have) and not all(have):
+        lacking = ranks[have.index(False)]
         raise FileNotFoundError(
-            f"the checkpoint {folder} has no file {names.optim_states(0, ranks[have.index(False)])}, nor one for bf16, "
+            f"the checkpoint {folder} has no file {names.OPTIM_STATES(dp_rank=0, mp_rank=lacking)}, nor one for bf16, "
             "and other stages of its pipeline have theirs: it is incomplete; load an older tag"
         )
 
@@ -161,10 +158,9 @@ def _layer_weights(folder, tp, tp_rank, wanted, paths, states):
     for state in states:
         for layer in (state.model.get(names.PARAMS_BY_RANK) or {}).get("layers") or {}:
             files[int(layer)] = names.layer_states(int(layer), f"model_{tp_rank:02d}" if tp > 1 else "")
-    for name in os.listdir(folder):
-        match = _LAYER_FILE.fullmatch(name)
-        if match and (tp == 1 or (match[2] or "").endswith(f"_{tp_rank:02d}")):
-            files[int(match[1])] = name
+    for name, known in names.LAYER_STATES.found_in(folder).items():
+        if tp == 1 or known["slices"].endswith(f"_{tp_rank:02d}"):
+            files[known["layer"]] = name
     found = {}
     for layer in sorted(files if wanted is None else files.keys() & set(wanted)):
         state = storage.read(os.path.join(folder, files[layer]), lazy=True)

@@ -135,13 +135,41 @@ class SavedState:
             return self.shapes().get(name)
         return torch.Size(value.shape) if hasattr(value, "shape") else None
 
-    def read_into(self, target, pieces, offset):
-        """``read_into`` below."""
-        return read_into(target, pieces, offset)
+    def whole(self, name, kind):
+        """``(tensor, number of its elements that were found)``: all of ``kind`` of a parameter. Others are 0."""
+        pieces = self.pieces(name, kind)
+        dtype = pieces[0][2].read_range(0, 0).dtype if pieces else torch.float32
+        found = torch.zeros(self.weight_shape(name), dtype=dtype)
+        return found, self.read_into(found, pieces, 0)
 
-    def check_pieces(self, pieces, offset, numel):
-        """``check_pieces`` below."""
-        return check_pieces(pieces, offset, numel)
+    @staticmethod
+    def read_into(target, pieces, offset):
+        """Fills ``target``, any shape, with the elements from ``offset`` on of the parameter that ``pieces`` describe.
+
+        Returns how many elements there were: fewer than the target's where the pieces do not cover it.
+        """
+        flat = target.detach().view(-1)
+        end, filled = offset + flat.numel(), 0
+        for begin, numel, reader in pieces:
+            low, high = max(begin, offset), min(begin + numel, end)
+            if low < high:
+                part = flat[low - offset : high - offset]
+                if not (hasattr(reader, "fill") and reader.fill(part, low - begin)):
+                    part.copy_(reader.read_range(low - begin, high - low))
+                filled += high - low
+        return filled
+
+    @staticmethod
+    def check_pieces(pieces, offset, numel):
+        """The result of ``read_into`` for a target of ``numel`` elements. Opens the files without reading elements:
+        raises their errors, and IndexError for a tensor that is too short."""
+        filled = 0
+        for begin, count, reader in pieces:
+            low, high = max(begin, offset), min(begin + count, offset + numel)
+            if low < high:
+                reader.read_range(high - begin, 0)
+                filled += high - low
+        return filled
 
     def origin(self):
         """Where it comes from, for messages."""
@@ -182,36 +210,26 @@ def eager(value):
     return value.read() if hasattr(value, "read_range") else value
 
 
+def plain(value):
+    """``value`` with all lazy tensors in it read."""
+    if isinstance(value, dict):
+        if not any(_holds_lazy(item) for item in value.values()):
+            return value
+        return {key: plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple) and any(_holds_lazy(item) for item in value):
+        return type(value)(plain(item) for item in value)
+    return eager(value)
+
+
+def _holds_lazy(value):
+    if isinstance(value, dict):
+        return any(_holds_lazy(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_lazy(item) for item in value)
+    return hasattr(value, "read_range")
+
+
 def _numel(value):
     if torch.is_tensor(value):
         return value.numel()
     return torch.Size(value.shape).numel()
-
-
-def read_into(target, pieces, offset):
-    """Fills ``target``, any shape, with the elements from ``offset`` on of the parameter that ``pieces`` describe.
-
-    Returns how many elements there were: fewer than the target's where the pieces do not cover it.
-    """
-    flat = target.detach().view(-1)
-    end, filled = offset + flat.numel(), 0
-    for begin, numel, reader in pieces:
-        low, high = max(begin, offset), min(begin + numel, end)
-        if low < high:
-            part = flat[low - offset : high - offset]
-            if not (hasattr(reader, "fill") and reader.fill(part, low - begin)):
-                part.copy_(reader.read_range(low - begin, high - low))
-            filled += high - low
-    return filled
-
-
-def check_pieces(pieces, offset, numel):
-    """The result of ``read_into`` for a target of ``numel`` elements. Opens the files without reading elements: raises
-    their errors, and IndexError for a tensor that is too short."""
-    filled = 0
-    for begin, count, reader in pieces:
-        low, high = max(begin, offset), min(begin + count, offset + numel)
-        if low < high:
-            reader.read_range(high - begin, 0)
-            filled += high - low
-    return filled

@@ -9,6 +9,7 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.names import OPTIMIZER_STATE, STEP, ZERO_FOLDER
 from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager, with_names
 from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
@@ -34,11 +35,11 @@ class SubparamShape:
 
 
 _PATTERN_KEYS = (
-    keys.TP_REPLICATED_PARAMETER_PATTERNS,
-    keys.PARAMETER_TO_AVERAGE_PATTERNS,
-    keys.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
-    keys.VOCABULARY_PARAMETER_PATTERNS,
-    keys.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
+    keys.TP_REPLICATED_PARAMETER_PATTERNS,  # every tensor-parallel rank has the same values
+    keys.PARAMETER_TO_AVERAGE_PATTERNS,  # every one has values of its own; a whole parameter is their mean
+    keys.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,  # cut along dimension 1
+    keys.VOCABULARY_PARAMETER_PATTERNS,  # its rows are words, padded at the end
+    keys.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,  # two equal parameters end to end in dimension 0, each cut on its own
 )
 
 
@@ -58,10 +59,6 @@ class ParallelRules:
         found = {pattern for key in _PATTERN_KEYS for pattern in self.info.get(key, ())}
         return found | {pattern for entry in self.sub_params for pattern in entry.patterns}
 
-    def unused(self):
-        """Patterns that no name asked for so far has matched."""
-        return self.patterns() - self.used
-
     def _find(self, patterns, name):
         for pattern in patterns:
             if re.match(pattern, name):
@@ -69,28 +66,9 @@ class ParallelRules:
                 return True
         return False
 
-    def _listed(self, key, name):
+    def lists(self, key, name):
+        """Whether a pattern of the list ``key`` matches a parameter."""
         return self._find(self.info.get(key, ()), name)
-
-    def is_replicated(self, name):
-        """Every tensor-parallel rank has the same values."""
-        return self._listed(keys.TP_REPLICATED_PARAMETER_PATTERNS, name)
-
-    def is_averaged(self, name):
-        """Every tensor-parallel rank has values of its own; a whole parameter is their mean."""
-        return self._listed(keys.PARAMETER_TO_AVERAGE_PATTERNS, name)
-
-    def is_row_parallel(self, name):
-        """Cut along dimension 1."""
-        return self._listed(keys.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS, name)
-
-    def is_vocabulary(self, name):
-        """Its rows are words, padded at the end."""
-        return self._listed(keys.VOCABULARY_PARAMETER_PATTERNS, name)
-
-    def has_two_halves(self, name):
-        """Two parameters of equal size end to end along dimension 0, each cut on its own."""
-        return self._listed(keys.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0, name)
 
     def sub_param(self, name):
         """The ``SubparamShape`` of a parameter, or None."""
@@ -143,9 +121,8 @@ def merge_slices(name, slices, rules):
     replicas differ or shapes do not fit.
     """
     # Every rule is asked, so that the patterns of a single rank count as used.
-    replicated, averaged = rules.is_replicated(name), rules.is_averaged(name)
-    halves, sub = rules.has_two_halves(name), rules.sub_param(name)
-    row, vocabulary = rules.is_row_parallel(name), rules.is_vocabulary(name)
+    listed, sub = [rules.lists(key, name) for key in _PATTERN_KEYS], rules.sub_param(name)
+    replicated, averaged, row, vocabulary, halves = listed
     if replicated:
         for rank, other in enumerate(slices[1:], 1):
             if not torch.equal(slices[0], other):
@@ -259,15 +236,6 @@ def _pad_words(name, full, rows, origin):
 
 
 # ---- saved universal -----------------------------------------------------------------------------------------------
-
-ZERO_FOLDER = "zero"
-OPTIMIZER_STATE = "optimizer_state.pt"
-STEP = "step"
-
-
-def is_universal(folder):
-    """Whether ``folder`` is that of a universal checkpoint."""
-    return os.path.isdir(os.path.join(folder, ZERO_FOLDER))
 
 
 class UniversalState(SavedState):
@@ -409,7 +377,7 @@ class _Slice:
 
 def _aliases_of_first(folder):
     """Only the first rank's file says them in files of others."""
-    path = names.sharded_model_states_path(folder, 0, 0)
+    path = names.SHARDED_MODEL_STATES.path(folder, dp_rank=0)
     return (storage.read(path, lazy=True).get("shared_params") if os.path.exists(path) else None) or {}
 
 
@@ -419,12 +387,10 @@ def _folders_in(folder):
 
 def _model_path(folder, mp_rank, dp_rank):
     """The model file for a rank: its own, or the first one there is, when fewer ranks have saved."""
-    for path in (
-        names.sharded_model_states_path(folder, dp_rank, mp_rank),
-        names.model_states_path(folder, mp_rank),
-        names.sharded_model_states_path(folder, 0, mp_rank),
-        names.sharded_model_states_path(folder, 0, 0),
-    ):
-        if os.path.exists(path):
-            return path
-    return names.model_states_path(folder, 0)
+    paths = [
+        names.SHARDED_MODEL_STATES.path(folder, dp_rank=dp_rank, mp_rank=mp_rank),
+        names.MODEL_STATES.path(folder, mp_rank=mp_rank),
+        names.SHARDED_MODEL_STATES.path(folder, dp_rank=0, mp_rank=mp_rank),
+        names.SHARDED_MODEL_STATES.path(folder, dp_rank=0),
+    ]
+    return next(filter(os.path.exists, paths), names.MODEL_STATES.path(folder))

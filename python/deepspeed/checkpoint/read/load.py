@@ -6,7 +6,6 @@ import os
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_slices import Cut
 from deepspeed.checkpoint.layouts.saved_stages import open_run
-from deepspeed.checkpoint.layouts.saved_universal import is_universal
 from deepspeed.checkpoint.read import memory, storage, verify
 from deepspeed.checkpoint.read.loading import Loading
 from deepspeed.checkpoint.read.node_local import fetch_missing
@@ -87,7 +86,7 @@ def _find_tag(load_dir, tag, universal):
 
 def _open(run, folder, with_optimizer):
     """The checkpoint, as far as it is needed to load it into this run."""
-    if run.config.load_universal_checkpoint and not is_universal(folder):
+    if run.config.load_universal_checkpoint and not names.is_universal(folder):
         raise ValueError(
             f"checkpoint.load_universal is true, and {folder} is no universal checkpoint: it has no folder 'zero'. "
             "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage "
@@ -117,8 +116,8 @@ def _has_optimizer(run, saved):
         return True
     if saved.model.get("param_shapes"):
         raise FileNotFoundError(
-            f"{saved.origin()} has no file {names.optim_states(0, run.ranks.mp_rank)}, nor one for bf16: its "
-            "optimizer states are gone; load it with load_optimizer_states=False"
+            f"{saved.origin()} has no file {names.OPTIM_STATES(dp_rank=0, mp_rank=run.ranks.mp_rank)}, nor one for "
+            "bf16: its optimizer states are gone; load it with load_optimizer_states=False"
         )
     logger.warning(f"{saved.origin()} was saved without an optimizer: this run's optimizer starts anew")
     return False
@@ -191,7 +190,8 @@ def _all_have(ranks, load_dir, tag):
 
 def _on_disk(run, ranks, load_dir, tag):
     folder = os.path.join(load_dir, tag)
-    folder = _settled(ranks, folder)
+    # What a broken-off save has left is put right first.
+    folder = ranks.lead(lambda: commit.place_of(folder), f"the checkpoint {folder} is not loaded")
     fetch_missing(run, ranks, folder)
     if not os.path.isdir(folder):
         known = (
@@ -227,11 +227,6 @@ def _newer_in_memory(run, load_dir, snapshots):
     return ranks, folder
 
 
-def _settled(ranks, folder):
-    """Where ``folder`` is to be read, after what a broken-off save has left is put right. Every rank calls it."""
-    return ranks.lead(lambda: commit.place_of(folder), f"the checkpoint {folder} is not loaded")
-
-
 def _together(ranks, folder, function):
     """What ``function()`` returns. Where it raises on any rank, all raise: none is left waiting for the others."""
     found, error = attempt(function)
@@ -264,7 +259,7 @@ def _load(run, target, ranks, folder, strict, with_optimizer, with_scheduler, mo
 def restore_universal(run, target, folder, params=None, weights=True, states=True):
     """Masters (``weights``: or else the weights alone) and optimizer states from the folder of a universal checkpoint,
     without counters, schedules and buffers. ``params``: those to restore: they must be all trained ones."""
-    if not is_universal(folder):
+    if not names.is_universal(folder):
         raise ValueError(
             f"{folder} is no universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal"
         )

@@ -1,7 +1,8 @@
 """One checkpoint that goes into a run. What can be refused is refused by ``check``, before anything is changed."""
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read.weights import add_resumed, check_weights, counters_in, load_weights, plain, read_run
+from deepspeed.checkpoint.layouts.saved_state import plain
+from deepspeed.checkpoint.read.weights import add_resumed, check_weights, counters_in, load_weights, read_run
 from deepspeed.checkpoint.run_state import LoadedRun
 from deepspeed.checkpoint.write.ranks import in_turn
 from deepspeed.log import log_dist

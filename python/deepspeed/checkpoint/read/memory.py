@@ -9,6 +9,15 @@ from deepspeed.checkpoint.write.memory import parsed, ranks_in, said_by
 from deepspeed.formats.recorded_paths import path_below
 
 
+def _said_in(folder):
+    """{rank: what it says of its files} of the ranks whose files are all in the folder of a snapshot."""
+    found = {}
+    for rank in ranks_in(folder):
+        with open(os.path.join(folder, said_by(rank))) as file:
+            found[rank] = json.load(file)
+    return found
+
+
 def newest_whole(ranks, folder):
     """The name of the newest whole snapshot in the memory of all hosts, or None. Every rank calls it."""
     here, there = {}, {}
@@ -37,11 +46,7 @@ def step_on_disk(load_dir):
 def describe(ranks, folder):
     """Puts a manifest of the files that are there into the folder of a whole snapshot, on every host, so that it can
     be read as a checkpoint. Every rank calls it."""
-    here = {}
-    if ranks.leads and os.path.isdir(folder):
-        for rank in ranks_in(folder):
-            with open(os.path.join(folder, said_by(rank))) as file:
-                here[rank] = json.load(file)
+    here = _said_in(folder) if ranks.leads and os.path.isdir(folder) else {}
     said = {}
     for told in ranks.gather(here):
         said.update({int(rank): facts for rank, facts in told.items()})
@@ -68,10 +73,7 @@ def undo(ranks, folder):
     ranks.gather(None)  # all have read
     if not ranks.leads:
         return
-    own = set()
-    for rank in ranks_in(folder):
-        with open(os.path.join(folder, said_by(rank))) as file:
-            own.update([said_by(rank), *json.load(file)["files"]])
+    own = {name for rank, facts in _said_in(folder).items() for name in (said_by(rank), *facts["files"])}
     for name in os.listdir(folder):
         if name not in own and os.path.isfile(os.path.join(folder, name)):
             os.unlink(os.path.join(folder, name))

@@ -50,15 +50,20 @@ def fetch_missing(run, ranks, folder):
 
 
 def _wanted(run, files):
-    saved_by = sum(name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in files)
+    saved_by = sum(names.SHARDED_MODEL_STATES.find(name) is not None for name in files)
     same = run.policy.saved.model_by_rank and saved_by == run.ranks.dp_world_size * run.ranks.mp_world_size
     if not same or run.weights.differs:
         return sorted(files)
-    mp_rank = run.ranks.mp_rank
-    # Rank 0's say what is common to all.
-    parts = [f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_" for rank in {0, run.ranks.dp_rank}]
-    parts += [names.run_states(rank) for rank in {0, run.ranks.rank}]
-    return sorted(name for name in files if any(part in name for part in parts))
+    return sorted(name for name in files if _is_own(name, run.ranks))
+
+
+def _is_own(name, ranks):
+    """Whether it is a file of this rank or of rank 0, whose files say what all ranks have in common."""
+    found = names.RUN_STATES.find(name)
+    if found is not None:
+        return found["rank"] in (0, ranks.rank)
+    found = names.SHARDED_MODEL_STATES.find(name) or names.OPTIM_STATES.find(name)
+    return found is not None and found["mp_rank"] == ranks.mp_rank and found["dp_rank"] in (0, ranks.dp_rank)
 
 
 def _send(ranks, path, source, targets, device):

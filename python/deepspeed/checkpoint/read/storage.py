@@ -1,10 +1,8 @@
-"""One file of a checkpoint: written whole or not at all, read with an error that names it."""
+"""Reads one file of a checkpoint, with an error that names it. ``write/file_writer.py`` writes files."""
 
 import contextlib
 import contextvars
-import os
 import pickle
-import secrets
 import zipfile
 
 import torch
@@ -39,22 +37,6 @@ def _same_mapping(original, items):
     if hasattr(original, "_metadata"):  # versions of modules, in state dicts
         made._metadata = original._metadata
     return made
-
-
-def write(value, path):
-    """Saves ``value`` to ``path`` through a temporary file, so that a crash leaves no half file under the name."""
-    temporary = f"{path}.writing.{secrets.token_hex(8)}"  # nobody can have put a link there
-    try:
-        torch.save(value, temporary)
-        os.replace(temporary, path)
-    except BaseException as error:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise OSError(
-                error.errno, f"cannot write the checkpoint file {path}: {error.strerror}. Check space and permissions."
-            ) from error
-        raise
 
 
 _trusted = contextvars.ContextVar("trusted", default=None)

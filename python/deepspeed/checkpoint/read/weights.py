@@ -8,7 +8,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.layouts.saved_state import eager, read_into
+from deepspeed.checkpoint.layouts.saved_state import eager
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.run_state import Counters
 from deepspeed.log import logger
@@ -67,9 +67,9 @@ def run_states(run):
 
 def _pickled(folder, rank):
     """``(state that rank rank saved, True)``, or ``(that of rank 0, False)``, which is None if there is none."""
-    path = names.run_states_path(folder, rank)
+    path = names.RUN_STATES.path(folder, rank=rank)
     own = os.path.exists(path)
-    path = path if own else names.run_states_path(folder, 0)
+    path = path if own else names.RUN_STATES.path(folder, rank=0)
     return (storage.read(path) if os.path.exists(path) else None), own
 
 
@@ -273,13 +273,13 @@ def _load_pieces(run, saved, later):
     for name, param, pieces, begin, numel in _in_pieces(run, saved, later):
         if is_sharded(param):
             own = param.ds_handle.shard
-            _filled(read_into(own[:numel], pieces, begin), numel, name, saved)
+            _filled(saved.read_into(own[:numel], pieces, begin), numel, name, saved)
             param.ds_handle.set_slice(own)
         elif param.is_contiguous():
-            _filled(read_into(param.data, pieces, begin), numel, name, saved)
+            _filled(saved.read_into(param.data, pieces, begin), numel, name, saved)
         else:
             value = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-            _filled(read_into(value, pieces, begin), numel, name, saved)
+            _filled(saved.read_into(value, pieces, begin), numel, name, saved)
             param.data.copy_(value)
 
 
@@ -296,32 +296,10 @@ def _whole_by(saved, saved_keys):
     state = {name: eager(value) for name, value in saved.module().items() if name in saved_keys}
     for name in saved_keys - state.keys():
         known = saved.aliases().get(name, name)
-        shape = saved.weight_shape(known)
-        if shape is None:
-            continue
-        pieces = saved.pieces(known, "weight")
-        state[name] = torch.empty(shape, dtype=pieces[0][2].read_range(0, 0).dtype if pieces else torch.float32)
-        _filled(read_into(state[name], pieces, 0), shape.numel(), name, saved)
+        if saved.weight_shape(known) is not None:
+            state[name], found = saved.whole(known, "weight")
+            _filled(found, state[name].numel(), name, saved)
     return state
-
-
-def plain(value):
-    """``value`` with all lazy tensors in it read."""
-    if isinstance(value, dict):
-        if not any(_holds_lazy(item) for item in value.values()):
-            return value
-        return {key: plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple) and any(_holds_lazy(item) for item in value):
-        return type(value)(plain(item) for item in value)
-    return eager(value)
-
-
-def _holds_lazy(value):
-    if isinstance(value, dict):
-        return any(_holds_lazy(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_holds_lazy(item) for item in value)
-    return hasattr(value, "read_range")
 
 
 def _sparse_names(run, state):

@@ -84,7 +84,7 @@ class PartsByRank:
         if states is not None and not with_zero:
             number = list(writers).index(run.ranks.dp_rank)
             whole = {"optimizer": {"param_groups": run.options, "extra": run.optimizer_values, OWN_PARAMS: states}}
-            self.files[names.expert_optim_states(number, mp_rank)] = lambda: whole
+            self.files[names.EXPERT_OPTIM_STATES(expp_rank=number, mp_rank=mp_rank)] = lambda: whole
 
     def _expert_layers(self, run):
         """Numbers of the layers of experts that this stage writes."""
@@ -121,8 +121,8 @@ class PartsByRank:
                 self._elsewhere.add(name)
             if expert is not None and not cut:
                 if saves(run, copies.get(name)) and self._is_written(name):
-                    file = names.expert_states(self._numbers[expert[0]], expert[1], run.ranks.mp_rank)
-                    found.setdefault(file, {})[self.named(name)] = value
+                    numbers = {"layer": self._numbers[expert[0]], "expert": expert[1], "mp_rank": run.ranks.mp_rank}
+                    found.setdefault(names.EXPERT_STATES(**numbers), {})[self.named(name)] = value
             elif own and id(param) not in trained:
                 raise ValueError(
                     f"parameter '{name}' has ranks of its own (ds_ranks), and is neither trained nor an expert's "

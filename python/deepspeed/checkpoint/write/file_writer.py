@@ -8,17 +8,15 @@ or kills the process there; tests sweep n. ``rename_dir:1+:exdev,exchange:1+:ein
 ``csrc/io/faults.h`` has all orders.
 """
 
-import contextlib
-import hashlib
 import os
-from dataclasses import asdict, dataclass, field
+import zlib
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
 from deepspeed import _compat
 from deepspeed._native import _C
-from deepspeed.checkpoint.read import verify
-from deepspeed.formats.weight_files import SAFETENSORS_DTYPES
+from deepspeed.formats.weight_files import SAFETENSORS_DTYPES, write_whole
 from deepspeed.host.cpu import usable_cores
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
@@ -41,13 +39,6 @@ class TensorRecord:
     bytes: int
     crc32: int
 
-    def to_dict(self):
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values):
-        return cls(**{**values, "shape": list(values["shape"])})
-
 
 @dataclass
 class FileRecord:
@@ -64,13 +55,7 @@ class FileRecord:
 
     @classmethod
     def from_dict(cls, values):
-        return cls(**{**values, "tensors": [TensorRecord.from_dict(tensor) for tensor in values.get("tensors", ())]})
-
-
-# ---- file reader ---------------------------------------------------------------------------------------------------
-# Reads ranges of a file into tensors, and checks files against their records, in bounded memory.
-
-__all__ = ["damaged_tensors", "file_crc32", "range_crc32", "read_ranges"]
+        return cls(**{**values, "tensors": [TensorRecord(**tensor) for tensor in values.get("tensors", ())]})
 
 
 def threads_for(asked):
@@ -78,44 +63,12 @@ def threads_for(asked):
     return asked or min(4, len(usable_cores()))
 
 
-def read_ranges(path, ranges, threads=0):
-    """Fills tensors from a file. ``ranges``: [(offset, tensor)], contiguous tensors on the CPU whose bytes start at
-    ``offset``. Raises OSError, RuntimeError for a file that is too short, ValueError for other tensors."""
-    made = []
-    for offset, tensor in ranges:
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError(f"read_ranges fills contiguous tensors on the CPU, got one on {tensor.device}")
-        made.append((offset, tensor.numel() * tensor.element_size(), tensor.data_ptr()))
-    _C.io.read_ranges(os.fspath(path), made, threads_for(threads))
-
-
-def range_crc32(path, ranges, threads=0):
-    """The CRC-32 of every (offset, bytes) of ``ranges``, in order. Raises OSError, RuntimeError as ``read_ranges``."""
-    return _C.io.sum_ranges(os.fspath(path), list(ranges), threads_for(threads))
-
-
 def file_crc32(path, threads=0):
     """The CRC-32 of all of a file. Raises OSError."""
     return _C.io.sum_ranges(os.fspath(path), [(0, _C.io.TO_THE_END)], threads_for(threads))[0]
 
 
-def damaged_tensors(path, record, threads=0):
-    """The ``TensorRecord``s of ``record`` (a ``FileRecord``) whose bytes in the file ``path`` have another checksum, or
-    are not there. Raises OSError when the file cannot be read."""
-    size = os.path.getsize(path)
-    inside = [tensor for tensor in record.tensors if tensor.offset + tensor.bytes <= size]
-    sums = range_crc32(path, [(tensor.offset, tensor.bytes) for tensor in inside], threads)
-    bad = {id(tensor) for tensor, crc32 in zip(inside, sums) if tensor.crc32 != crc32}
-    bad.update(id(tensor) for tensor in record.tensors if tensor.offset + tensor.bytes > size)
-    return [tensor for tensor in record.tensors if id(tensor) in bad]
-
-
 # ---- file writer ---------------------------------------------------------------------------------------------------
-
-__all__ = [
-    "FileRecord", "PreparedBytes", "PreparedSafetensors", "PreparedTorch", "TensorRecord", "WriterOptions", "exchange",
-    "inject_fault", "rename", "sync_directory", "write_bytes", "write_safetensors", "write_torch",
-]  # fmt: skip
 
 files = _C.io.Files(os.environ.get("DS_IO_FAULT", ""))
 
@@ -261,6 +214,50 @@ class PreparedStream(Prepared):
         super().__init__(_C.prepared.stream_file(value, PicklerHooks, [MAGIC, _STREAM_FILE_VERSION, SYSTEM]))
 
 
+class TorchSaveFile:
+    """A file that ``torch.save`` itself writes, for the checkpoint engines that promise this. ``archive``: a zip
+    archive, not a stream. ``sync``: with an fsync at the end."""
+
+    sources = ()
+
+    def __init__(self, value, archive=True, sync=False):
+        self.value, self.archive, self.sync = value, archive, sync
+
+    def write(self, path, options=None):
+        """Writes it to ``path``. Returns its ``FileRecord``, which names no tensors. Raises OSError."""
+        with open(path, "wb") as file:
+            summed = _Summed(file)
+            torch.save(self.value, summed, _use_new_zipfile_serialization=self.archive)
+            file.flush()
+            if self.sync:
+                os.fsync(file.fileno())
+        return FileRecord(os.path.basename(path), summed.bytes, summed.crc32)
+
+
+class _Summed:
+    """A file with the size and CRC-32 of what was written to it."""
+
+    def __init__(self, file):
+        self._file = file
+        self.bytes = self.crc32 = 0
+
+    def write(self, data):
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self):
+        self._file.flush()
+
+
+def replace_file(prepared, path, options=None):
+    """Writes a prepared file through a temporary one beside ``path``: a crash leaves no half file under that name, and
+    the file that was there may still be open. Returns its ``FileRecord``. Raises OSError, which names the file."""
+    written = []
+    write_whole(path, lambda temporary, content: written.append(content.write(temporary, options)), prepared)
+    return replace(written[-1], name=os.path.basename(path))
+
+
 def write_safetensors(tensors, metadata, path, options=None):
     """Writes ``tensors`` ({name: tensor}) and ``metadata`` ({text: text} or None) in the safetensors format: no pickle.
 
@@ -331,92 +328,6 @@ def complete(path, prepared, cuts, parts):
     Raises OSError."""
     runs = [tuple(run) for runs in parts for run in runs]
     return file_record(path, *_C.prepared.complete_archive(path, prepared.native, cuts, runs))
-
-
-# ---- native files --------------------------------------------------------------------------------------------------
-# Files of frozen weights, which tags share, and what they are known by.
-
-
-class FrozenFile(PreparedSafetensors):
-    """Tensors that do not change from one tag to the next. A file of that name in another tag of the directory has the
-    same content, so it is linked instead of written again.
-
-    ``sound``: (device, inode) of files whose checksum this process has seen to be right; it grows.
-    """
-
-    def __init__(self, tensors, metadata, sound):
-        super().__init__(tensors, metadata)
-        self.sound = sound
-
-    def write(self, path, options=None):
-        """Returns the file's record, as made now or when it was written."""
-        return self.link(path) or super().write(path, options)
-
-    def link(self, path):
-        """Puts a namesake in another tag at ``path`` as well. Returns its record, or None where there is none."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # it may be a link itself: writing to it would write to the other tag
-        for source, record in _same_file_elsewhere(path):
-            if self._is_sound(source, record):
-                try:
-                    os.link(source, path)
-                except OSError:  # no hard links here, or no more of them; or that tag has just been removed
-                    return None
-                return record
-        return None
-
-    def _is_sound(self, source, record):
-        """Whether the file is what was saved. It is read once in a process: a damaged one must not live on in new tags
-        while the right values are in memory."""
-        try:
-            status = os.stat(source)
-            place = (status.st_dev, status.st_ino)
-            if place not in self.sound:
-                if status.st_size != record.bytes or file_crc32(source) != record.crc32:
-                    return False
-                self.sound.add(place)
-        except OSError:
-            return False
-        return True
-
-
-def _same_file_elsewhere(path):
-    """``(path, FileRecord)`` of the file's namesakes in complete tags beside the one being saved, newest first."""
-    staging, name = os.path.split(path)
-    parent, found = os.path.dirname(staging), []
-    for entry in os.scandir(parent):
-        if not entry.name.startswith(".") and os.path.exists(os.path.join(entry.path, name)):
-            found.append((entry.stat().st_mtime, entry.path))
-    for _, folder in sorted(found, reverse=True):
-        try:
-            facts = verify.read(folder)
-        except (verify.DamagedManifest, OSError):
-            continue
-        if facts is not None and name in facts["files"]:
-            yield os.path.join(folder, name), FileRecord.from_dict(facts["files"][name])
-
-
-class Digest:
-    """SHA-256 of named tensors, which is computed again only when their CRC-32, names, shapes or dtypes change.
-
-    The checksum is always computed: version counters do not see changes through ``param.data``.
-    """
-
-    def __init__(self):
-        self._known = (None, None)
-
-    def of(self, tensors, salt=""):
-        """Hexadecimal. ``salt``: text that makes others' equal tensors different."""
-        stored = {name: _C.prepared.tensor_source(tensors[name], row_major=True) for name in sorted(tensors)}
-        seen = [salt]
-        for name, source in stored.items():
-            seen.append((name, str(tensors[name].dtype), tuple(tensors[name].shape), source.crc32()))
-        if self._known[0] != seen:
-            made = hashlib.sha256(repr([salt] + [entry[:3] for entry in seen[1:]]).encode())
-            for source in stored.values():
-                source.crc32(made)
-            self._known = (seen, made.hexdigest())
-        return self._known[1]
 
 
 # ---- kinds ---------------------------------------------------------------------------------------------------------

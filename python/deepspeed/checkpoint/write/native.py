@@ -3,6 +3,7 @@
 A rank's files are made from what it owns; the only collective is the agreement that every value can be written.
 """
 
+import functools
 import json
 import math
 import types
@@ -19,12 +20,11 @@ from deepspeed.checkpoint.write.by_rank import saves
 from deepspeed.checkpoint.write.contents import counters_of, shape_of
 from deepspeed.checkpoint.write.file_writer import (
     SAFETENSORS_NAMES,
-    Digest,
-    FrozenFile,
     PreparedBytes,
     PreparedSafetensors,
     is_plain,
 )
+from deepspeed.checkpoint.write.frozen_files import Digest, FrozenFile
 from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
 from deepspeed.version import __version__
 from deepspeed.zero.named_states import NamedStates
@@ -203,22 +203,23 @@ class _Contents:
 
     def files(self, client_state, of_all):
         """name -> value. ``of_all``: ``about_params`` of all ranks where they differ, else None."""
-        run, values = self.run, _Values()
+        run, places = self.run, {}
+        encode = functools.partial(saved_native.encode, tensors=places)
         leads, mp_rank = run.ranks.dp_rank == 0, run.ranks.mp_rank
         tensors = {**self.owned.tensors, **self.changing, **self.others[0]}
         resumed = {key: value for key, value in run_states(run).items() if key != "group_names"}
         about_rank = {
-            "run": values.encode(resumed, "run"),
-            "scalars": values.encode(self.owned.scalars, "optimizer state"),
+            "run": encode(resumed, where="run"),
+            "scalars": encode(self.owned.scalars, where="optimizer state"),
             "strides": self.owned.strides,
         }
         found = {}
         if leads:
             mine = self.about_params()
             others = [about for about in of_all or () if about is not None and about["mp_rank"] == mp_rank]
-            about = _checkpoint(run, client_state, self.others, values, _joined(mine, others))
+            about = _checkpoint(run, client_state, self.others, encode, _joined(mine, others))
             found[names.checkpoint_json(mp_rank)] = PreparedBytes(_text(about))
-        tensors.update(values.tensors)
+        tensors.update({key_of(names.VALUES, place): tensor for place, tensor in places.items()})
         _check(tensors)
         _check(self.frozen)
         rank = run.ranks.rank
@@ -252,20 +253,6 @@ def _text(value):
     return json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"
 
 
-class _Values:
-    """Encodes values; tensors in them go into the rank's file."""
-
-    def __init__(self):
-        self._places = {}
-
-    def encode(self, value, where):
-        return saved_native.encode(value, self._places, where)
-
-    @property
-    def tensors(self):
-        return {names.key_of(names.VALUES, place): t for place, t in self._places.items()}
-
-
 def _check(tensors):
     for key, tensor in tensors.items():
         dtype = str(tensor.dtype).split(".")[-1]
@@ -277,10 +264,10 @@ def _check(tensors):
             )
 
 
-def _checkpoint(run, client_state, others, values, about):
+def _checkpoint(run, client_state, others, encode, about):
     """What is the same on all data-parallel ranks. ``about``: the parameters of all of them."""
     _, module_values, _, metadata = others
-    encode = values.encode
+    progress = {"lr_scheduler": _scheduler_state(run.scheduler), **counters_of(run), "ds_version": __version__}
     return {
         "zero_stage": run.config.zero_optimization_stage,
         "pipeline": run.weights.layers is not None,
@@ -289,19 +276,19 @@ def _checkpoint(run, client_state, others, values, about):
         "parameters": about["parameters"],
         "tied": about["tied"],
         "groups": [
-            {"names": called, "options": encode(options, f"optimizer.param_groups.{number}")}
+            {"names": called, "options": encode(options, where=f"optimizer.param_groups.{number}")}
             for number, (called, options) in enumerate(zip(about["groups"], run.options))
         ],
-        "optimizer": encode(run.optimizer_values, "optimizer"),
+        "optimizer": encode(run.optimizer_values, where="optimizer"),
         "module": {
             "keys": about["keys"],
             "buffers": about["buffers"],
-            "values": encode(module_values, "module"),
-            "metadata": encode(metadata, "module metadata"),
+            "values": encode(module_values, where="module"),
+            "metadata": encode(metadata, where="module metadata"),
         },
-        "engine": {key: encode(value, key) for key, value in _engine_state(run).items()},
+        "engine": {key: encode(value, where=key) for key, value in progress.items()},
         "ds_config": _described(run.ds_config),
-        "client_state": encode(client_state, "client_state"),
+        "client_state": encode(client_state),
     }
 
 
@@ -310,25 +297,16 @@ def _parameters(run, exclude_frozen, named):
     trained = run.trained()
     # Trained ones may belong to no module.
     params = [*((named(name), param) for name, param in kept_params(run, exclude_frozen)), *trained]
-    found = {name: {**_kind_of(param), "trained": False} for name, param in params}
+    found = {
+        name: {"shape": list(saved_part(param)[1]), "dtype": str(param.dtype).removeprefix("torch."), "trained": False}
+        for name, param in params
+    }
     steps = run.states.steps() if run.states is not None else None
     for index, (name, _) in enumerate(trained):
         found[name]["trained"] = True
         if steps is not None:
             found[name]["step"] = steps[index]
     return found
-
-
-def _kind_of(param):
-    return {"shape": list(saved_part(param)[1]), "dtype": str(param.dtype).removeprefix("torch.")}
-
-
-def _engine_state(run):
-    return {
-        "lr_scheduler": _scheduler_state(run.scheduler),
-        **counters_of(run),
-        "ds_version": __version__,
-    }
 
 
 def _scheduler_state(scheduler):

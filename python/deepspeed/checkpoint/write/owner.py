@@ -286,12 +286,13 @@ def listed_in_mark(folder):
 def _universal_files(folder):
     """Those of a universal checkpoint, of parameters that have a master."""
     found = set()
-    if not os.path.isfile(os.path.join(folder, "zero", "optimizer_state.pt")):
+    if not os.path.isfile(os.path.join(folder, names.ZERO_FOLDER, names.OPTIMIZER_STATE)):
         return found
-    found.add("zero/optimizer_state.pt")
-    for entry in os.scandir(os.path.join(folder, "zero")):
+    found.add(f"{names.ZERO_FOLDER}/{names.OPTIMIZER_STATE}")
+    for entry in os.scandir(os.path.join(folder, names.ZERO_FOLDER)):
         if entry.is_dir(follow_symlinks=False) and os.path.isfile(os.path.join(entry.path, "fp32.pt")):
-            found.update(f"zero/{entry.name}/{name}" for name in os.listdir(entry.path) if name.endswith(".pt"))
+            files = (f"{names.ZERO_FOLDER}/{entry.name}/{name}" for name in os.listdir(entry.path))
+            found.update(filter(names.is_universal_file, files))
     return found
 
 

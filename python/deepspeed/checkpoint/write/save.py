@@ -28,7 +28,7 @@ from deepspeed.zero.sharded_parameter import is_sharded
 
 def common_names(run):
     """Names of files of which every data-parallel rank has the same, in the layout of the ``.pt`` files."""
-    return () if run.policy.saved.model_by_rank else (names.model_states(run.ranks.mp_rank),)
+    return () if run.policy.saved.model_by_rank else (names.MODEL_STATES(mp_rank=run.ranks.mp_rank),)
 
 
 def files_of(run, client_state, exclude_frozen_parameters=False, with_common=False):
@@ -44,15 +44,20 @@ def files_of(run, client_state, exclude_frozen_parameters=False, with_common=Fal
     dp_rank, mp_rank = run.ranks.dp_rank, run.ranks.mp_rank
     parts, found = PartsByRank(run, exclude_frozen_parameters), {}
     if saved.model_by_rank or dp_rank == 0 or with_common:
-        by_rank = saved.model_by_rank
-        name = names.sharded_model_states(dp_rank, mp_rank) if by_rank else names.model_states(mp_rank)
+        kind = names.SHARDED_MODEL_STATES if saved.model_by_rank else names.MODEL_STATES
+        name = kind(dp_rank=dp_rank, mp_rank=mp_rank)
         # Now, and not when the file is written: what a scheduler of somebody else raises comes before any folder.
         schedule = run.scheduler.state_dict() if hasattr(run.scheduler, "state_dict") else None
         found[name] = lambda: _model_states(run, client_state, exclude_frozen_parameters, parts, schedule)
     if saved.optimizer_by_rank and run.states is not None:
-        name = names.optim_states(dp_rank, mp_rank, run.config.bfloat16_enabled)
-        found[name] = lambda: _optim_states(run)
-    found[names.run_states(run.ranks.rank)] = lambda: run_states(run)
+        prefix = "bf16_" if run.config.bfloat16_enabled else ""
+        name = names.OPTIM_STATES(dp_rank=dp_rank, mp_rank=mp_rank, prefix=prefix)
+        found[name] = lambda: {
+            "optimizer_state_dict": run.optimizer_state(),
+            "ds_config": run.ds_config,
+            "ds_version": __version__,
+        }
+    found[names.RUN_STATES(rank=run.ranks.rank)] = lambda: run_states(run)
     return {**found, **parts.files}
 
 
@@ -100,14 +105,6 @@ def _module_states(run, exclude_frozen_parameters):
         if name in state and is_sharded(param):
             state[name] = torch.empty(0, dtype=state[name].dtype)
     return state
-
-
-def _optim_states(run):
-    return {
-        "optimizer_state_dict": run.optimizer_state(),
-        "ds_config": run.ds_config,
-        "ds_version": __version__,
-    }
 
 
 # ---- sharing -------------------------------------------------------------------------------------------------------

@@ -169,9 +169,10 @@ class Plan:
 
 
 class LateCopy:
-    """What will be copied into ``block``. ``parts``: [(address, offset in the block, bytes)]."""
+    """What will be copied into ``block``. ``parts``: [(address, offset in the block, bytes)]. Without parts it is what
+    files wait for that are written from the states themselves: the time from which the states are held."""
 
-    def __init__(self, block, parts):
+    def __init__(self, block=None, parts=()):
         self._block, self._parts = block, parts
         self._done = threading.Event()
         self._error = None
@@ -180,8 +181,9 @@ class LateCopy:
         """``check()`` raises if what was copied was not what it should have been."""
         if not self._done.is_set():
             try:
-                _copy(self._block, self._parts)
-                check()
+                if self._parts:
+                    _copy(self._block, self._parts)
+                    check()
             except BaseException as error:
                 self._error = error
             self._done.set()
@@ -354,32 +356,13 @@ class Snapshot:
             self.states.let_go()
 
 
-class _Opening:
-    """What the writing of files waits for that need states in place: until those are held."""
-
-    def __init__(self):
-        self._open, self._error = threading.Event(), None
-
-    def make(self, check=None):
-        self._open.set()
-
-    def give_up(self, error):
-        self._error = error
-        self._open.set()
-
-    def wait(self):
-        self._open.wait()
-        if self._error is not None:
-            raise self._error
-
-
 class HeldSnapshot(Snapshot):
     """States are not copied at all: files are written from where they are, and the engine waits with changing them
     until ``written``. For files that are written as fast as a copy is made."""
 
     def __init__(self, cache, states):
         super().__init__(cache, states)
-        self._late.append(_Opening())
+        self._late.append(LateCopy())
         self._needed = self._held = False
 
     def _place(self, plan, address, bytes):

@@ -6,7 +6,7 @@ from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
 from deepspeed.checkpoint.convert.whole_model import save_16bit_model, whole_state_dict
 from deepspeed.checkpoint.engines.built_in import TorchCheckpointEngine
-from deepspeed.checkpoint.layouts.names import expert_optim_states_path
+from deepspeed.checkpoint.layouts.names import EXPERT_OPTIM_STATES
 from deepspeed.checkpoint.read import expert_states, weights
 from deepspeed.checkpoint.read.load import load_checkpoint, restore_universal
 from deepspeed.checkpoint.run_state import Counters, LoadTarget, RunRanks, RunState
@@ -402,7 +402,7 @@ class Checkpoints:
     def _get_optimizer_ckpt_name(self, checkpoints_path, tag, expp_rank):
         """Path of the optimizer states of the experts of one expert-parallel rank, where ZeRO is off."""
         folder = os.path.join(checkpoints_path, str(tag))
-        return expert_optim_states_path(folder, expp_rank, self.engine.mp_rank_for_files())
+        return EXPERT_OPTIM_STATES.path(folder, expp_rank=expp_rank, mp_rank=self.engine.mp_rank_for_files())
 
     @member
     def _get_zero_param_shapes(self):
