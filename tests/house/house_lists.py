@@ -187,8 +187,10 @@ OLD_WORDS = (
     (r"\bPackedChunks\b|\bgather_packed\(const void", ("csrc/",), "Verb::kExchangePacked"),
     (
         r"\btorch\.save\(",
-        (*(f"python/deepspeed/checkpoint/{room}/" for room in ("convert", "engines", "layouts", "read")),
-         "python/deepspeed/checkpoint/ds", "python/deepspeed/engine/", "python/deepspeed/pipe/", "python/deepspeed/zero/"),
+        (
+            *(f"python/deepspeed/checkpoint/{room}/" for room in ("convert", "engines", "layouts", "read")),
+            *(f"python/deepspeed/{room}" for room in ("checkpoint/ds", "engine/", "pipe/", "zero/")),
+        ),
         "TorchSaveFile of checkpoint/write/file_writer.py",
     ),  # fmt: skip
     (r"\bstorage\.write\(", ("python/",), "replace_file of checkpoint/write/file_writer.py"),

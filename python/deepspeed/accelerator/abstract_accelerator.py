@@ -1,4 +1,5 @@
-"""What every accelerator offers. A new one is a file ``<name>_accelerator.py`` with one class ``<NAME>_Accelerator``.
+"""The interface of every accelerator. A new one is a file ``<name>_accelerator.py`` with one class
+``<NAME>_Accelerator``.
 
 The verbs mean what they mean in ``torch.cuda``. What every device must say is abstract; a device without streams,
 events, graphs, profiler ranges or variables of its own keeps the answers below: None, a context that does nothing, an
@@ -82,7 +83,7 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def device_count(self):
-        """How many devices this machine offers to one job."""
+        """The number of devices that this machine offers to one job."""
 
     @abstractmethod
     def synchronize(self, device_index=None):

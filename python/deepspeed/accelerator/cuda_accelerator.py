@@ -108,7 +108,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return torch.cuda.get_device_properties(index).total_memory
 
     def available_memory(self, device_index=None):
-        """What the driver has free plus what torch's allocator holds without using it."""
+        """Bytes that the driver has free, plus those that torch's allocator holds without using them."""
         free = torch.cuda.mem_get_info(device_index)[0]
         return free + torch.cuda.memory_reserved(device_index) - torch.cuda.memory_allocated(device_index)
 

@@ -1,4 +1,4 @@
-"""What carries ``deepspeed.comm``: one object per process with the verbs of torch.distributed."""
+"""The backend of ``deepspeed.comm``: one object for each process with the verbs of torch.distributed."""
 
 
 class Backend:

@@ -1,4 +1,4 @@
-"""Who called a communication function, for the debug names in logs."""
+"""The caller of a communication function, for the debug names in logs."""
 
 import sys
 

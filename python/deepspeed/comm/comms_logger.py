@@ -119,7 +119,7 @@ class CommsLogger:
         return list(self.comms_dict)
 
     def get_total_operations(self):
-        """How many operations were recorded."""
+        """The number of recorded operations."""
         return sum(entry[0] for sizes in self.comms_dict.values() for entry in sizes.values())
 
     def get_operation_summary(self, operation_name):

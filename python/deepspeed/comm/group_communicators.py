@@ -2,8 +2,8 @@
 
 CPU tensors: groups that ``deepspeed.comm`` makes, the first one included, move them through shared memory if all ranks
 are on one host. Such a communicator is made together with its group and not at first use, because ranks may use two
-groups in different orders. ``DS_SHM_COLLECTIVES=0`` turns shared memory off. Other groups over gloo, including those that
-torch makes, use gloo. Tensors of other devices travel through the group's own backend for the device (NCCL), so
+groups in different orders. ``DS_SHM_COLLECTIVES=0`` turns shared memory off. Other groups over gloo, including those
+that torch makes, use gloo. Tensors of other devices travel through the group's own backend for the device (NCCL), so
 calls of ``deepspeed.comm`` and of ``torch.distributed`` keep one order. csrc/comm/calls/compose.cpp adds the verbs and
 dtypes that a backend lacks, and csrc/comm/boards/store_board.h finds calls that do not match.
 """

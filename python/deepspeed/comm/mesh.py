@@ -20,7 +20,7 @@ from deepspeed.comm.watch import board_store, group_facts
 
 
 class _Made:
-    """What this process has made in the job that it is in."""
+    """The groups and communicators that this process has made in its job."""
 
     def __init__(self):
         self.job = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""What others see of the mesh: named groups of ``deepspeed.utils.groups``, and the ranks that an engine trains on."""
+"""Views of the mesh: named groups of ``deepspeed.utils.groups``, and the ranks that an engine trains on."""
 
 import functools
 

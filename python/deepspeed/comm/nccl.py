@@ -239,7 +239,7 @@ class _Registration:
 
 
 def _event(device):
-    """What has been put on the current stream so far, None on the CPU."""
+    """An event behind the work that the current stream has so far; None on the CPU."""
     if device.type == "cpu":
         return None
     event = get_accelerator().Event()

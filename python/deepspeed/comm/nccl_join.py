@@ -1,4 +1,4 @@
-"""How the ranks of an ``NcclCommunicator`` come together: the library, the device, NCCL's id."""
+"""Joins the ranks of an ``NcclCommunicator``: the library, the device, NCCL's id."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""How values of the ranks are combined, as an enum that also works where torch.distributed is absent."""
+"""Reductions over ranks, as an enum that also works where torch.distributed is absent."""
 
 from enum import Enum
 

@@ -1,4 +1,4 @@
-"""How the ranks find each other: the environment of a launcher, of MPI, of a cloud, or a process on its own.
+"""Rendezvous of the ranks: by the environment of a launcher, of MPI, of a cloud, or a process on its own.
 
 Everything ends in the five variables that torch's ``env://`` reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT.

@@ -1,4 +1,4 @@
-"""Where the threads of this process are, for ranks that ask because a collective has failed."""
+"""Stacks of the threads of this process, for ranks that ask because a collective has failed."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other before they give up."""
+"""Timeouts: the time that ranks wait for each other."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the launcher told this process about its place in the job; what the arguments of an operation are."""
+"""Ranks and sizes that the launcher told this process; arguments of operations."""
 
 import functools
 import inspect
@@ -66,7 +66,8 @@ def get_tensor_position(func):
 
 
 def get_tensor_kwarg(func, kwargs):
-    """What is moved, from the keyword arguments of a call or the defaults of ``func``; None where neither has it."""
+    """The tensors that are moved, from the keyword arguments of a call or the defaults of ``func``; None: neither has
+    it."""
     given = {**get_default_args(func), **kwargs}
     return next((given[name] for name in _DATA if given.get(name) is not None), None)
 

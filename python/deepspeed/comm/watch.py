@@ -1,4 +1,4 @@
-"""Who looks after the groups of this process: stacks for ranks that ask, warnings, the flight recorder.
+"""The watches over the groups of this process: stacks for ranks that ask, warnings, the flight recorder.
 
 A rank that waits for another posts what it waits in; when a collective fails, every rank asks all others where they
 are, and its error says so. The answers come from threads of the core, which need the interpreter only then.
@@ -35,7 +35,7 @@ def group_facts(name):
 
 
 def board_store(name):
-    """Where ranks of the group ``name``, which no other group of the job is called, post what they wait in."""
+    """The store in which ranks of the group ``name`` (unique in the job) post the calls that they wait in."""
     return dist.PrefixStore(f"deepspeed/where/{name}", dist.distributed_c10d._get_default_store())
 
 

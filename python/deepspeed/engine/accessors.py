@@ -1,4 +1,4 @@
-"""What the engine tells about its configuration and computes from it. No method has state.
+"""Values of the configuration, and values computed from it. No method has state.
 
 The accessors that hand out one value as it is are a table, ``accessor_table.py``.
 """
@@ -57,7 +57,7 @@ class ConfigAccessors:
 
     @property
     def _wire_dtype(self):
-        """What ``communication_data_type`` says, or its namesake for ranks that share sequences; or None."""
+        """The value of ``communication_data_type``, or of its namesake for ranks that share sequences; or None."""
         shared = self.parallel.sp_world_size > 1
         of_sequences, of_data = self._config.seq_parallel_communication_data_type, self._config.communication_data_type
         return dtype_of(of_sequences if shared else of_data)
@@ -77,7 +77,7 @@ class ConfigAccessors:
     # ---- the section zero_optimization -----------------------------------------------------------------------------
     @property
     def _stage_policy(self):
-        """What the ZeRO stage decides, see csrc/zero/stage_policy.h; nothing else looks at its number."""
+        """The row of the ZeRO stage, see csrc/zero/stage_policy.h; nothing else looks at its number."""
         return _native._C.stage_policy(self._config.zero_optimization_stage)
 
     def zero_optimization_partition_gradients(self):

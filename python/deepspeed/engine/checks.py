@@ -1,4 +1,4 @@
-"""What is refused, or told, before an engine is built."""
+"""Errors and warnings before an engine is built."""
 
 import torch
 
@@ -27,7 +27,7 @@ def check_grad_dtype(engine):
             if param.dtype == torch.float64:
                 names = [name for name, p in engine.module.named_parameters() if p is param]
                 raise ValueError(
-                    f'data_types.grad_accum_dtype "{given}": parameter \'{names[0] if names else "?"}\' is '
+                    f"data_types.grad_accum_dtype \"{given}\": parameter '{names[0] if names else '?'}' is "
                     "float64, and its gradients stay so. Convert it, or leave data_types.grad_accum_dtype out"
                 )
 

@@ -1,4 +1,4 @@
-"""How the engine class gets its public members: from the parts that an engine holds, and from tables of accessors.
+"""The public members of the engine class: from the parts that an engine holds, and from tables of accessors.
 
 A part is an object that an engine makes for itself. What its class marks with ``@member`` is a member of the engine,
 too, which hands on to the part. Parts call each other's members through the engine, so that subclasses and clients who

@@ -161,7 +161,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.micro_batches = self.gradient_accumulation_steps()
 
     def get_additional_losses(self):
-        """What ``PipelineModule.get_additional_losses`` of this stage returns."""
+        """The result of ``PipelineModule.get_additional_losses`` of this stage."""
         return self.module.get_additional_losses()
 
     def set_has_attention_mask(self, value):

@@ -1,4 +1,4 @@
-"""What torch says about itself, asked in a process of its own: it may be missing, broken or slow to import."""
+"""Facts about torch, asked in a process of its own: it may be missing, broken or slow to import."""
 
 import json
 import subprocess

@@ -1,4 +1,5 @@
-"""What is made for the names in the table of ``csrc/formats`` that are not simply called: tensors, arrays, generators.
+"""Makers of the values for names in the table of ``csrc/formats`` that are not simply called: tensors, arrays,
+generators.
 
 The arguments have been looked at there; here is what only torch and numpy can tell.
 """

@@ -69,7 +69,7 @@ class DeflatedRange:
 
 
 def file_identity(descriptor):
-    """What tells a file from one that has taken its name."""
+    """The identity of a file, which differs from that of a file that has taken its name."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

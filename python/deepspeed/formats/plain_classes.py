@@ -83,7 +83,7 @@ def _published_class(module, name):
 
 
 def _resolve(module, name):
-    """What a dotted name stands for, without asking a module's __getattr__; None if there is nothing."""
+    """The object of a dotted name, without asking a module's __getattr__; None if there is none."""
     found = module
     for part in name.split("."):
         try:

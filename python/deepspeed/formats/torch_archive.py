@@ -23,7 +23,8 @@ DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance(
 
 
 def load(path, lazy=False, allow=(), trust=None):
-    """What torch.save wrote to ``path``, on the CPU. With ``lazy``, tensors are LazyTensors that stay in the file.
+    """The value that torch.save wrote to ``path``, on the CPU. With ``lazy``, tensors are LazyTensors that stay in the
+    file.
 
     allow: classes, functions or their names ("module.name") that are let through beyond tensors and plain data.
     trust: True runs whatever the pickle asks for; None asks the environment variable DS_CHECKPOINT_TRUST.

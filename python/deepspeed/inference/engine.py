@@ -132,8 +132,8 @@ class InferenceEngine(torch.nn.Module):
 
     # ---- experts -----------------------------------------------------------------------------------------------------
     def _ranks_together(self, layers):
-        """How many ranks share the experts: ``ep_size``, or those that bring the same tokens (``mp_size``), whichever
-        are more."""
+        """The number of ranks that share the experts: ``ep_size``, or those that bring the same tokens (``mp_size``),
+        whichever are more."""
         alike, size = self._config.tensor_parallel.tp_size, self._config.moe.ep_size
         if alike > 1 and not layers and size == 1 and not self._has_experts():
             raise NotImplementedError(
@@ -288,7 +288,7 @@ class InferenceEngine(torch.nn.Module):
 
     # ---- answers -----------------------------------------------------------------------------------------------------
     def forward(self, *inputs, **kwargs):
-        """What the model returns."""
+        """The result of the model."""
         begin = time.perf_counter()
         found = self.module(*inputs, **kwargs)
         if self._timed:

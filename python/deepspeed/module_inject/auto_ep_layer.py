@@ -23,7 +23,8 @@ from deepspeed.zero.sharded_parameter import is_sharded
 
 
 class SplitPlan(NamedTuple):
-    """How many rows go to each rank, come from each, are for each expert of this rank, and for each from each rank."""
+    """Numbers of rows: to each rank, from each rank, for each expert of this rank, and for each expert from each
+    rank."""
 
     input_splits: list[int]
     output_splits: list[int]
@@ -91,7 +92,7 @@ class _Logits(torch.nn.Module):
 
 
 class AutoEPMoELayer(torch.nn.Module):
-    """What ``source_module`` computes, with experts that ``ep_size`` ranks share. ``spec``: its ``MoELayerSpec``;
+    """The layer ``source_module``, with experts that ``ep_size`` ranks share. ``spec``: its ``MoELayerSpec``;
     ``config``: the ``AutoEPConfig``.
 
     Children: ``router``, ``experts`` (stacked, those of rank ``ep_rank``), and what all tokens use under the names that
@@ -206,7 +207,7 @@ class AutoEPMoELayer(torch.nn.Module):
         return torch.zeros(())
 
     def set_name(self, name):
-        """How messages call the layer."""
+        """The name of the layer in messages."""
         self.layer_name = name
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_=False, folding_group_handles=None):
@@ -268,7 +269,7 @@ class AutoEPMoELayer(torch.nn.Module):
         return (output, found.logits) if self.spec.return_router_logits else output
 
     def _shared(self, hidden_states):
-        """What all tokens use."""
+        """The part that all tokens use."""
         spec = self.spec
         if not spec.has_shared_experts:
             return None

@@ -11,7 +11,7 @@ class LayerFiles:
     """Mixed into ``PipelineModule``."""
 
     def ckpt_prefix(self, checkpoints_path, tag):
-        """How files of this rank's stage and slice begin; copies share them."""
+        """The beginning of the names of files of this rank's stage and slice; copies share them."""
         axes = [axis for axis in self._topo.get_axis_names() if axis not in ("data", "sequence")]
         coordinate = self._topo.get_coord(self._grid.get_global_rank())
         places = "".join(f"-{axis}_{getattr(coordinate, axis):02d}" for axis in axes)
@@ -35,7 +35,7 @@ class LayerFiles:
         return sorted(glob.glob(os.path.join(glob.escape(ckpt_dir), f"layer_{layer:02d}-*model_states.pt")))
 
     def _saved_layers(self):
-        """What checkpoints of an engine need to know: whose file each module of this stage is in."""
+        """For checkpoints of an engine: the file that each module of this stage is in."""
         first = {layers[0]: f"tied_modules.{key}" for key, layers in self._tied_layers.items()}
         numbers, layers = {path: number for number, path in first.items()}, {}
         for number, module in zip(self.local_layers, self._modules_by_place):

@@ -1,4 +1,4 @@
-"""What each layer of a pipeline would do with a micro-batch, found with meta tensors: no memory, no time."""
+"""The work of each layer of a pipeline for a micro-batch, found with meta tensors, which take no memory and no time."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ class LayerWork:
 
 
 def _memory(tensor):
-    """What tells tensors apart that share nothing: meta tensors have no address."""
+    """An identity of the memory of a tensor: meta tensors have no address."""
     return (tensor.untyped_storage() if TORCH2 else tensor.storage())._cdata
 
 
@@ -101,7 +101,7 @@ def _module(layer):
 
 
 def on_meta_call(layer):
-    """What runs ``layer`` on meta tensors, and its module, or None."""
+    """A function that runs ``layer`` on meta tensors, and the layer's module or None."""
     module = _module(layer)
     run = layer if module is None else module
     if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:

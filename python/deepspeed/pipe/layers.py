@@ -64,7 +64,7 @@ def as_layers(layers):
 
 
 def class_name(layer):
-    """What ``type:REGEX`` compares and errors name."""
+    """The name that ``type:REGEX`` is compared with, and that errors show."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)

@@ -1,5 +1,5 @@
-"""What memory the passes of a part of a pipeline need for one micro-batch: forward and backward run on meta tensors,
-and what would be allocated is counted until it is released."""
+"""The memory that the passes of a part of a pipeline need for one micro-batch: forward and backward run on meta
+tensors, and what would be allocated is counted until it is released."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -95,7 +95,7 @@ class _Part:
         return x
 
     def ended(self, out):
-        """What the backward begins with, and what is held besides."""
+        """The tensors that the backward begins with, and those that are held besides."""
         if self.loss is None:
             return out, ()
         labels = _made(self.loss[1])
@@ -103,7 +103,7 @@ class _Part:
 
 
 def _passes(part, facts, split):
-    """What comes out, and bytes: kept, the most in the forward, in the (first) backward, between both, in the second.
+    """The outputs, and bytes: kept, the most in the forward, in the (first) backward, between both, in the second.
     split: None: no backward."""
     memory = _C.MetaMemory()
     for one in part.weights:

@@ -13,7 +13,7 @@ NOT_SPLIT = "backwards are not split: both halves are computed in the first one 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage has and does in a batch."""
+    """The layers of one stage, and its work in a batch."""
 
     stage: int
     layers: list  # their numbers in the model

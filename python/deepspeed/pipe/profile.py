@@ -1,4 +1,4 @@
-"""What each layer of a pipeline costs, measured: built one at a time, on one micro-batch."""
+"""Measured costs of the layers of a pipeline, which are built one at a time, on one micro-batch."""
 
 import copy
 import functools

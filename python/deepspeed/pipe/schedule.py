@@ -31,7 +31,7 @@ _MESSAGES = ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
 
 
 class PipeSchedule(ABC):
-    """What stage ``stage_id`` of ``stages`` does for a batch of ``micro_batches``.
+    """The instructions of stage ``stage_id`` of ``stages`` for a batch of ``micro_batches``.
 
     A step is what a stage does between two points at which neighbours are in step with it: iterating gives the steps.
     """
@@ -133,7 +133,7 @@ class PlannedSchedule(PipeSchedule):
 
 
 class NativeSchedule(PlannedSchedule):
-    """What one stage does in ``plan``; of one that trains the last step reduces gradients and updates."""
+    """The instructions of one stage in ``plan``. The last step of a stage that trains reduces gradients and updates."""
 
     def __init__(self, plan, stage_id):
         super().__init__(plan.shape.micro_batches, plan.shape.stages, stage_id)
@@ -177,7 +177,7 @@ class DataParallelSchedule(PipeSchedule):
 
 
 def kind_of(instruction):
-    """What an instruction is to a plan: its class, or what that derives from, or its ``plan_op``; None: none of it."""
+    """The kind of an instruction in a plan: its class, a base class, or its ``plan_op``; None: it has no such kind."""
     named = getattr(instruction, "plan_op", None)
     for kind in type(instruction).__mro__:
         if named is None and kind.__name__ in _PASSES + _MESSAGES and kind is getattr(instructions, kind.__name__):

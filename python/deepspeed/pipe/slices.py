@@ -1,4 +1,4 @@
-"""What goes to another stage where layers are sliced over ranks: each slice sends its part of what all of them have."""
+"""Messages between stages whose layers are sliced over ranks: each slice sends its part of a tensor that all have."""
 
 import torch
 
@@ -40,7 +40,7 @@ class Slices:
         return [torch.tensor(facts, dtype=torch.int64), *parts]
 
     def join(self, stream, tensors):
-        """What ``cut`` was given on the other stage."""
+        """The tensors that ``cut`` was given on the other stage."""
         if stream not in self.streams:
             return tensors
         facts, found = iter(tensors[0].tolist()), []

@@ -126,7 +126,8 @@ def _even_topology(world):
 
 
 class SequenceRanks:
-    """What a ``PipelineParallelGrid`` says of ranks that share sequences, as ``deepspeed.sequence`` names it."""
+    """The members of a ``PipelineParallelGrid`` for ranks that share sequences, as ``deepspeed.sequence`` names
+    them."""
 
     sequence_source = "the topology of the PipelineModule (its axis 'sequence')"  # for errors of the configuration
 
@@ -156,7 +157,7 @@ class SequenceRanks:
 
 
 class PipelineParallelGrid(SequenceRanks):
-    """What this rank shares with whom: an ``mpu`` of the ranks of ``process_group`` (None: all) in ``topology`` (None:
+    """The groups of this rank: an ``mpu`` of the ranks of ``process_group`` (None: all) in ``topology`` (None:
     stages and copies by the prime factors of their number).
 
     "pipe" are the stages of one copy, "data" the copies of one stage, "slice" (or tensor model) the ranks that share a

@@ -83,6 +83,6 @@ class Audit:
 
 
 def _updated(engine, group, *args):
-    """What one of our optimizers makes of a whole weight."""
+    """The update of a whole weight by one of our optimizers."""
     optimizer = engine().basic_optimizer
     return optimizer.updated(optimizer.param_groups[group], *args)

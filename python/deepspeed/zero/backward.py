@@ -1,4 +1,4 @@
-"""What can be asked and done while a backward pass runs."""
+"""Questions and actions while a backward pass runs."""
 
 import torch
 
@@ -7,7 +7,7 @@ from deepspeed.zero.nested import tensors_in
 
 
 def count_used_parameters_in_backward(parameters):
-    """How many of the parameters the backward pass that is running will give a gradient to.
+    """The number of parameters that will get a gradient from the backward pass that is running.
 
     To be called from a hook. Parameters that want no gradient count as unused.
 

@@ -1,4 +1,4 @@
-"""What every optimizer that an engine wraps has in common. Lightning looks for these classes with isinstance."""
+"""Base classes of all optimizers that an engine wraps. Lightning looks for these classes with isinstance."""
 
 import torch
 

@@ -125,7 +125,7 @@ def section_values(section):
 
 
 def _device(param):
-    """Where it is computed with: of a sharded parameter, whatever its tensor says while it is released."""
+    """The device that computes with ``param``, also while a sharded one is released."""
     return param.ds_handle.device if hasattr(param, "ds_handle") else param.device
 
 

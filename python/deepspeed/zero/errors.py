@@ -1,4 +1,4 @@
-"""What ZeRO raises, and how its parameters are told from others."""
+"""Errors of ZeRO, and the test for its parameters."""
 
 
 class ZeRORuntimeException(Exception):

@@ -60,7 +60,7 @@ PARAM_SCALARS = "param_scalars"
 
 
 class InnerStates:
-    """What the inner optimizer keeps of each group: names of states that are cut, and values that are not.
+    """The states that the inner optimizer keeps of each group: names of states that are cut, and values that are not.
 
     An optimizer of torch makes states in its first step and has them only where it has parameters: ranks that have none
     learn here what the others save. Every rank makes one of these.

@@ -25,7 +25,7 @@ _PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class DeepSpeedTensorOverride(enum.Enum):
-    """What ``zero.Init`` decides about tensors that a constructor makes."""
+    """The decisions of ``zero.Init`` about tensors that a constructor makes."""
 
     dtype = 1
     device = 2
@@ -35,7 +35,7 @@ DEFAULT_TENSOR_OVERRIDES = (DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverri
 
 
 def _contradicting_single_rank_pg_error(dp_world_size, explicit_process_group, env=None):
-    """What is wrong when the default group has one rank although several were started, or None: every rank
+    """The error when the default group has one rank although several were started, or None: every rank
     would silently hold the whole model. ``env``: the environment, default this process's."""
     world = int((os.environ if env is None else env).get("WORLD_SIZE", "1") or 1)
     if explicit_process_group or dp_world_size != 1 or world <= 1:
@@ -213,7 +213,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         self._remote = _native._C.RemoteSlices(*args)
 
     def _agree(self, error):
-        """What one rank alone cannot put where ``remote_device`` says is an error of all: they wait for each other at
+        """A slice that one rank cannot put where ``remote_device`` says is an error of all: they wait for each other at
         the next parameter. Every rank calls it."""
         group = self.access.copies
         if self.access.world > 1:
@@ -297,7 +297,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 
 
 def _error_of(work, *args):
-    """What ``work(*args)`` raises, or None."""
+    """The error that ``work(*args)`` raises, or None."""
     try:
         work(*args)
     except Exception as error:
@@ -306,7 +306,7 @@ def _error_of(work, *args):
 
 
 def _offload_device(zero):
-    """Where ``offload_param`` of a resolved section says that parameters rest, or None."""
+    """The placement of parameters by ``offload_param`` of a resolved section, or None."""
     section = zero["offload_param"] if zero is not None and zero["stage"] == 3 else None
     device = OffloadDeviceEnum(section["device"]) if section is not None else OffloadDeviceEnum.none
     return None if device == OffloadDeviceEnum.none else device

@@ -1,4 +1,4 @@
-"""How much memory the states of a model will need, per setup: the published rules of thumb as tables.
+"""Estimates of the memory that the states of a model will need: the published rules of thumb as tables.
 
 For mixed precision with Adam; activations come on top. "All live" takes a model, "all cold" only its sizes. The
 arithmetic is csrc/plan/memory_plan.h. Bytes unless a name says otherwise.

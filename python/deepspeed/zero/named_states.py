@@ -1,5 +1,5 @@
-"""What a rank owns of masters and optimizer states, by the names of the parameters: how checkpoints without a layout by
-ranks have them, and in the others parameters that only some ranks train."""
+"""The pieces of masters and optimizer states that a rank owns, by the names of the parameters: how checkpoints without
+a layout by ranks have them, and in the others parameters that only some ranks train."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a configuration will need of each memory, before anything is allocated: ``deepspeed.offload_plan``."""
+"""The memory of each tier that a configuration will need, before anything is allocated: ``deepspeed.offload_plan``."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ _WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 def offload_plan(model, config, world_size=None, rates=None):
-    """What training ``model`` with ``config`` takes of each memory tier on one rank.
+    """The memory of each tier that training ``model`` with ``config`` takes on one rank.
 
     model: a module (of the device ``meta``, too) or a number of parameters. world_size: data-parallel ranks; None:
     those of WORLD_SIZE, else 1. rates: bytes per second at which a tier reads and writes, by its name ("host", "file");
@@ -219,7 +219,7 @@ def _add_params(section, held, width, tiers, moved):
 
 
 def _rates(tiers, *sections):
-    """What this machine reaches."""
+    """The measured rates of this machine."""
     found, device, folder = {}, _device(), _folder(*sections)
     pinned = any(section is not None and section.pin_memory for section in sections)
     for tier in tiers:

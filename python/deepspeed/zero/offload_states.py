@@ -46,7 +46,7 @@ def check_device(device, folder=None):
 
 
 class OffloadedStates:
-    """What is away.
+    """The states that are away.
 
     ``storage``: the engine's. ``planes_of`` maps a kind to a function that lists the numbers of its planes,
     ``tensors_of`` to one that lists the tensors whose memory is of that kind, those of the planes and others; the
@@ -165,7 +165,7 @@ class OffloadedStates:
         return self._listed[kind] if self.away else self.tensors_of[kind]()
 
     def devices(self, kind):
-        """Where the memory of a kind is now: a set of devices, empty where there is none. "meta": in files."""
+        """The devices on which the memory of a kind is now, as a set, which may be empty. "meta": in files."""
         kind = OffloadStateTypeEnum(kind)
         if self._is_away(kind):
             return {torch.device("meta" if self._in_files else "cpu")}

@@ -1,4 +1,5 @@
-"""What training keeps of each parameter, whole or this rank's pieces: fp32 masters, gradients, optimizer states.
+"""The states that training keeps of each parameter, whole or this rank's pieces: fp32 masters, gradients, optimizer
+states.
 
 A *kind* is "fp32", "grad" or the name of an optimizer state. States of a native optimizer are the core's; those of
 another one are its own tensors, one for each piece, and the core collects and spreads them in the same way.
@@ -14,8 +15,8 @@ from deepspeed.zero.states_in_files import split_states
 
 
 class ParamStates:
-    """Who owns parameters that ``core`` trains mixes this in; ``stepping`` is their ``Stepping``, ``_params`` are those
-    of the optimizer's groups end to end, as the core was built from."""
+    """A mixin of classes that own parameters which ``core`` trains; ``stepping`` is their ``Stepping``, ``_params`` are
+    those of the optimizer's groups end to end, as the core was built from."""
 
     states = None  # OffloadedStates
 
@@ -93,7 +94,7 @@ class ParamStates:
         return [piece for piece in found if piece[2] is not None]
 
     def set_own_pieces(self, index, kind, flat):
-        """What this rank has of parameter ``index`` takes the elements of ``flat``, piece after piece."""
+        """This rank's pieces of parameter ``index`` take the elements of ``flat``, one piece after the other."""
         begin, kept = 0, self._kept(kind)
         for number, _, numel in self._numbers_of(index, kind):
             values = flat[begin : begin + numel]

@@ -1,4 +1,4 @@
-"""What the memory tiers of this machine reach: measured once, and kept in ``~/.cache/deepspeed/rates``."""
+"""Transfer rates of the memory tiers of this machine, measured once and kept in ``~/.cache/deepspeed/rates``."""
 
 import os
 

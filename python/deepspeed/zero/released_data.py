@@ -1,4 +1,4 @@
-"""What a rank has in place of the values of a sharded parameter that it does not hold: an empty tensor.
+"""The empty tensor that stands for the values of a sharded parameter while a rank does not hold them.
 
 Libraries copy, move and look at parameters whose values they do not need: to name what they save, to count, to tell
 tied ones apart. They get an empty tensor and go on, and one warning for each line of the user's program says whose
@@ -60,7 +60,7 @@ def is_data_getter(func):
 
 
 def first_of(args, kwargs):
-    """What the operation is done to."""
+    """The tensor that the operation works on."""
     return args[0] if args else kwargs.get("input")
 
 

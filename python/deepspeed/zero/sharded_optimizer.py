@@ -27,7 +27,7 @@ from deepspeed.zero.wrapped_optimizer import DTYPES, WrappedOptimizer
 
 
 class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
-    """What the sharded stages have in common: one core, pieces, access to whole tensors.
+    """The common part of the sharded stages: one core, pieces, access to whole tensors.
 
     ``engine`` owns the core; without one the optimizer makes its own for one process, from ``core_options`` (see
     ``zero.core.build_core``). ``param_names``: parameter -> name. ``scaler_args``: static loss scale, whether it is

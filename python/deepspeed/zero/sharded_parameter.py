@@ -61,7 +61,7 @@ gather_while_building = None
 
 
 class ShardAccess:
-    """How a group of ranks gathers its parameters: the native gatherer and the process group it speaks for."""
+    """The native gatherer of the parameters of a group of ranks, and that group."""
 
     core = None  # the engine's, while there is one
 

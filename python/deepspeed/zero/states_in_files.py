@@ -16,8 +16,8 @@ _MOST = 1 << 22  # elements of a part that has several masters
 
 
 class StatesOfMaster(collections.abc.MutableMapping):
-    """What ``optimizer.state[master]`` is between steps. A state with a value for each element is in a file: reading it
-    gives a copy, and writing it writes the file. Other values are kept as they are."""
+    """The value of ``optimizer.state[master]`` between steps. A state with a value for each element is in a file:
+    reading it gives a copy, and writing it writes the file. Other values are kept as they are."""
 
     def __init__(self, store, master, values):
         self._store, self._shape, self._values = store, master.shape, {}

@@ -1,4 +1,4 @@
-"""What all optimizers that an engine wraps do alike, whatever is sharded: groups, scale, backward, step."""
+"""The common behaviour of all optimizers that an engine wraps: groups, scale, backward, step."""
 
 import torch
 
@@ -21,7 +21,7 @@ def in_memory_order(value, param):
 
 
 def _of_piece(value, param, offset, numel, master):
-    """What a state of ``param`` that an optimizer has made before its first step (Adagrad) is for ``master``."""
+    """The state of ``master`` for a state of ``param`` that an optimizer has made before its first step (Adagrad)."""
     part = in_memory_order(value, param)[offset : offset + numel].reshape(master.shape)
     return part.to(master.dtype, copy=True) if value.dtype == param.dtype else part.clone()
 

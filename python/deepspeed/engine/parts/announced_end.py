@@ -37,7 +37,7 @@ class AnnouncedEnd:
         self._client_state = function
 
     def client_state(self):
-        """What the program wants to find again in a checkpoint that it does not save itself."""
+        """The values of the program that a checkpoint has which the program does not save itself."""
         return self._client_state()
 
     def start(self):

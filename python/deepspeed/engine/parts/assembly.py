@@ -1,4 +1,4 @@
-"""What an engine is made of: the model placed and cast, the native core, the optimizer object around both."""
+"""Assembles an engine: places and casts the model, makes the native core and the optimizer object around both."""
 
 import functools
 
@@ -119,7 +119,7 @@ class Assembly:
             param._ds_core = CoreLink(engine.core)
 
     def release(self):
-        """What ``destroy`` does: the parameters lead to no engine any more."""
+        """The work of ``destroy``: afterwards the parameters refer to no engine."""
         engine = self.engine
         if engine.core is None:
             return
@@ -140,7 +140,7 @@ class Assembly:
 
     # ---- the core ----------------------------------------------------------------------------------------------------
     def _core_options(self, shard=SAME_WEIGHTS):
-        """What the native core is built with, apart from the parameters. ``shard``: the axes that are cut."""
+        """The arguments of the native core, apart from the parameters. ``shard``: the axes that are cut."""
         engine, names, orders, saved = self.engine, {}, {}, SavedNames(self.engine.module)
         for order, (name, param) in enumerate(engine.module.named_parameters()):
             names[id(param)], orders[id(param)] = saved(name), order
@@ -179,7 +179,7 @@ class Assembly:
 
     @member
     def core_for_optimizer(self, optimizer):
-        """What a wrapping optimizer builds on: ``(core, parameter names, skip steps that are not finite, rank)``."""
+        """The base of a wrapping optimizer: ``(core, parameter names, skip steps that are not finite, rank)``."""
         engine = self.engine
         checks_bf16 = engine.bfloat16_enabled() and engine._config.bfloat16_config.check_grad_overflow
         return engine.core, engine._param_names, engine.fp16_enabled() or checks_bf16, engine.global_rank

@@ -67,7 +67,8 @@ class Backward:
         engine._need_states({OffloadStateTypeEnum.lp_params}, "engine.forward()")
         engine._user_weights.bring_home()
         trains = engine._trains and torch.is_grad_enabled()
-        inputs, kwargs = cross_engine_scaling.with_graph_hooks(engine.core, inputs, kwargs) if trains else (inputs, kwargs)
+        if trains:
+            inputs, kwargs = cross_engine_scaling.with_graph_hooks(engine.core, inputs, kwargs)
         try:
             engine.progress.start_forward()
             with engine._experts.counting(), engine._long_sequences.offloading():

@@ -1,4 +1,4 @@
-"""What an engine saves and loads, and the states that it moves to the host for a while."""
+"""Saves and loads of an engine, and states that it moves to the host for a while."""
 
 import os
 

@@ -116,7 +116,7 @@ class ExpertLayers:
             )
 
     def _stages(self, name):
-        """How many stages the pipeline has: experts are shared within one."""
+        """The number of stages of the pipeline: experts are shared within one stage."""
         grid = self.engine.parallel.grid
         stages, ranks = grid.pipe_parallel_size, self.engine.world_size
         runs = [list(range(first, first + ranks // stages)) for first in range(0, ranks, ranks // stages)]

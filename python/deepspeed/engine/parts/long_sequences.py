@@ -1,4 +1,4 @@
-"""What the section ``sequence_parallel`` of the configuration does to an engine's model."""
+"""Applies the section ``sequence_parallel`` of the configuration to an engine's model."""
 
 import contextlib
 
@@ -20,8 +20,8 @@ _NOT_HF = (
 
 
 class _LayerInputs(CheckpointHiddenStatesOffload):
-    """What autograd saves in the shape of the hidden states: of a model whose layers are computed again, their inputs.
-    What was marked, too."""
+    """Tensors in the shape of the hidden states that autograd saves: of a model whose layers are computed again, their
+    inputs. What was marked, too."""
 
     shapes = frozenset()
 

@@ -1,4 +1,4 @@
-"""What the engine tells about states that rest elsewhere: where they are, what moved, what was waited for."""
+"""Reports about states that rest elsewhere: their tiers, transfers and waits."""
 
 import time
 
@@ -19,7 +19,7 @@ class Offloading:
 
     @member
     def offload_report(self, reset=False):
-        """What this rank's memory tiers did since the engine was made, or since the last call with ``reset``.
+        """The transfers of this rank's memory tiers since the engine was made, or since the last call with ``reset``.
 
         Returns a dict: ``seconds`` and ``steps`` that have passed; ``tiers``, by name ("device", "host", "file"):
         ``resting_bytes``, ``held_bytes`` (with copies on their way) and ``peak_bytes`` now, ``read_bytes`` and
@@ -72,8 +72,8 @@ class Offloading:
         return rate and (moved["read_bytes"] / rate[0] + moved["written_bytes"] / rate[1]) / seconds
 
     def events(self):
-        """What a monitor gets of a step: for each tier in which states rest, apart from the device, the milliseconds in
-        which training waited for it since the last call."""
+        """The figures of a step for a monitor: for each tier in which states rest, apart from the device, the
+        milliseconds in which training waited for it since the last call."""
         events, core = [], self.engine.core
         for name, row in core.storage.report()["media"].items() if core is not None else ():
             if name != "device" and row["resting_bytes"]:

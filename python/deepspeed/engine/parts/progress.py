@@ -1,4 +1,4 @@
-"""What the engine tells while it trains: a line every ``steps_per_print`` steps, and where the time went."""
+"""Reports while the engine trains: a line every ``steps_per_print`` steps, and timers."""
 
 from deepspeed.engine.members import engine_parts
 from deepspeed.engine.memory import see_memory_usage

@@ -1,4 +1,4 @@
-"""Where micro-batches come from."""
+"""Takes micro-batches from the data."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""What is known of models with experts: names of their modules, and how their routers choose."""
+"""Presets of models with experts: names of their modules, and rules of their routers."""
 
 from deepspeed.registry import lazy_package
 
