@@ -2,6 +2,7 @@
 
 import os
 import resource
+from unittest import mock
 
 import pytest
 import torch
@@ -248,11 +249,8 @@ def test_universal_checkpoints_load_into_files(tmp_path, stage):
 def body_made(rank, world, folder):
     path = os.path.join(folder, "not/there/yet")
     said = []
-    checks.log_dist, real = lambda text, ranks=None: said.append(text), checks.log_dist
-    try:
+    with mock.patch.object(checks, "log_dist", lambda text, ranks=None: said.append(text)):
         engine = make_engine(world, 3, on(path, "nvme"))
-    finally:
-        checks.log_dist = real
     device, kind, place = drive_of(path)
     line = f"offload_optimizer: files rest in {path}, on the drive {device} ({kind}, mounted at {place})."
     assert files_below(path) and sum(line in text for text in said) == 1, said

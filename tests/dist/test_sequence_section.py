@@ -3,6 +3,7 @@ the losses and parameters of one process."""
 
 import re
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -48,12 +49,11 @@ def reference(heads):
 
 def train_case(rank, world, heads, hosts, recompute, how):
     """The largest gap to one process, and what the model has done."""
-    model, before = model_of(heads).train(), methods.hosts_of
+    model = model_of(heads).train()
     if recompute:
         model.gradient_checkpointing_enable()
     engine = start(model, size=world, **how)
-    methods.hosts_of = (lambda group: list(hosts)) if hosts else before
-    try:
+    with mock.patch.object(methods, "hosts_of", (lambda group: list(hosts)) if hosts else methods.hosts_of):
         found, moved = [], 0
         for step in range(STEPS):
             tokens, labels = (one.chunk(world, 1)[rank] for one in batch_of(step))
@@ -61,8 +61,6 @@ def train_case(rank, world, heads, hosts, recompute, how):
             moved = max([moved, *(store.waiting for store in made_here().stores.values())])
             loss = weighted_loss(loss, labels, engine.seq_parallel_group) if world > 1 else loss
             found.append(take_step(engine, loss))
-    finally:
-        methods.hosts_of = before
     losses, params = reference(heads)
     gaps = [float((a - b).abs().max()) for a, b in zip(weight_list(engine), params)]
     entry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"]
