@@ -1,4 +1,4 @@
-// Planes that Python moves between memories. See zero/offload_states.py.
+// Planes that Python moves between memories. See zero/offload/offload_states.py.
 #include <pybind11/stl.h>
 
 #include "base/error.h"

@@ -109,7 +109,7 @@ void place_states(const config::Config& config, int job_rank, EngineOptions& opt
   const bool steps_tensors = std::find(options.rules.begin(), options.rules.end(), nullptr) != options.rules.end();
   if (place.rest == storage::Medium::kFile && steps_tensors) {
     // An optimizer that is not native updates tensors: masters and gradients stay in memory, and its own states go to
-    // files between steps (python/deepspeed/zero/states_in_files.py).
+    // files between steps (python/deepspeed/zero/optimizers/states_in_files.py).
     place.rest = storage::Medium::kHost;
     place.host_share = 1.0;
   }

@@ -172,7 +172,7 @@ class _Noted:
         held = sys.modules.get("deepspeed.comm.held")
         if held is not None and self._hold is None:
             self._hold, held.hold = held.hold, self.hold
-            access = importlib.import_module("deepspeed.zero.sharded_parameter").ShardAccess
+            access = importlib.import_module("deepspeed.zero.parameters.sharded_parameter").ShardAccess
             self._init, access.__init__ = access.__init__, lambda own, *args, **kwargs: self.init(own, *args, **kwargs)
 
     def hold(self, core, communicators):

@@ -6,7 +6,7 @@ import torch
 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from deepspeed.zero.param_ranks import SavedNames
+from deepspeed.zero.parameters.param_ranks import SavedNames
 
 TORCH2 = hasattr(torch, "compile")  # torch 1.13 otherwise
 DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}

@@ -13,7 +13,7 @@ from deepspeed.checkpoint.convert.export import export
 from deepspeed.comm import mesh
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed.zero.param_ranks import ParamRanks, SavedNames
+from deepspeed.zero.parameters.param_ranks import ParamRanks, SavedNames
 from harness import run_ranks
 from models import Numbered, waves
 from runs import NATIVE, engine_of, go_on, load_or_error, save_midway, settings, states_of, take_step

@@ -14,7 +14,7 @@ import deepspeed
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import background, file_writer
-from deepspeed.zero.restore import Restore
+from deepspeed.zero.optimizers.restore import Restore
 from engine_models import batch, loss_of, make_net, saving_engine
 from harness import run_ranks
 from runs import take_step, weights

@@ -10,7 +10,7 @@ from deepspeed.checkpoint.convert.export import export
 from deepspeed.comm import mesh
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed.zero.param_ranks import SavedLayers, SavedNames
+from deepspeed.zero.parameters.param_ranks import SavedLayers, SavedNames
 from harness import run_ranks
 from models import Numbered, waves
 from mpu import Mpu

@@ -11,7 +11,7 @@ from deepspeed.comm.mesh_views import Purpose
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import ProcessTopology
 from deepspeed.utils import groups
-from deepspeed.zero.param_ranks import ParamRanks
+from deepspeed.zero.parameters.param_ranks import ParamRanks
 from harness import run_ranks
 from mpu import two_by_two
 

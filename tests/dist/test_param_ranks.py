@@ -8,7 +8,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.comm import mesh
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from deepspeed.zero.param_ranks import ParamRanks
+from deepspeed.zero.parameters.param_ranks import ParamRanks
 from harness import run_ranks
 from runs import engine_of, take_step
 

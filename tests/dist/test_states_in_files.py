@@ -9,7 +9,7 @@ import torch
 
 import deepspeed
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
-from deepspeed.zero.states_in_files import StatesOfMaster
+from deepspeed.zero.optimizers.states_in_files import StatesOfMaster
 from engine_models import batch, loss_of, make_net, train_engine
 from harness import run_ranks
 from runs import take_step

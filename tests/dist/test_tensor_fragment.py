@@ -19,7 +19,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from deepspeed.zero.param_states import WholeParams
+from deepspeed.zero.states.param_states import WholeParams
 from engine_models import adam_like, batch, config, loss_of, make_net, train_engine
 from harness import run_ranks
 from runs import DTYPES, engine_of

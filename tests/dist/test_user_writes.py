@@ -7,7 +7,7 @@ import torch
 
 import deepspeed
 from deepspeed.zero.core import writing
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 from harness import run_ranks
 from runs import engine_of, settings, take_step
 

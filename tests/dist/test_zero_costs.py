@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed import _native
-from deepspeed.zero import linear
+from deepspeed.zero.gathers import linear
 from harness import run_ranks
 from runs import dtype_of, engine_of, settings
 from runs import train as train_on

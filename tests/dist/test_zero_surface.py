@@ -318,7 +318,7 @@ def test_constructors_may_initialise_sharded_children():
 
 
 def test_a_group_that_misses_ranks_is_named():
-    from deepspeed.zero.init_context import _contradicting_single_rank_pg_error as judge
+    from deepspeed.zero.parameters.init_context import _contradicting_single_rank_pg_error as judge
 
     assert judge(1, False, {"WORLD_SIZE": "1"}) is None and judge(4, False, {"WORLD_SIZE": "4"}) is None
     assert judge(1, True, {"WORLD_SIZE": "4"}) is None and judge(1, False, {}) is None

@@ -72,12 +72,12 @@ utils/groups.py _tensor_rank | published: set_tensor_model_parallel_rank() and i
 utils/groups.py _tensor_world_size | published: set_tensor_model_parallel_world_size() and its getter
 utils/groups.py mesh_device | published: deepspeed.utils.groups.mesh_device
 utils/pin_memory_tracker.py _tracker | published: track_pinned_memory() and pinned_memory_summary() are of the module
-zero/flat_states.py _makers | a registry: how an optimizer class of torch makes its states
-zero/init_context.py _nesting | zero.Init replaces functions of torch while any of its contexts is open
-zero/init_context.py sharding.gather_while_building | set while a context of zero.Init is open
-zero/initializers.py sharding.gather_while_building | set while a context of zero.Init is open
-zero/linear.py _users | torch.nn.functional.linear is replaced once, while any engine needs it
-zero/sharded_parameter.py _ids | numbers of parameters are unique in a process
+zero/optimizers/flat_states.py _makers | a registry: how an optimizer class of torch makes its states
+zero/parameters/init_context.py _nesting | zero.Init replaces functions of torch while any of its contexts is open
+zero/parameters/init_context.py sharding.gather_while_building | set while a context of zero.Init is open
+zero/parameters/initializers.py sharding.gather_while_building | set while a context of zero.Init is open
+zero/gathers/linear.py _users | torch.nn.functional.linear is replaced once, while any engine needs it
+zero/parameters/sharded_parameter.py _ids | numbers of parameters are unique in a process
 """
 )
 

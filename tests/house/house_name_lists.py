@@ -95,7 +95,7 @@ JOINED_NAMES = {
         "str(tag)": "the caller's, or checked by path_below", "glob_pattern": _CALLER,
         "f'layer_{layer:02d}-model_states.pt'": _NUMBERED,
     },
-    "zero/sliced_optimizer.py": {"f'{key}.pt'": _CALLER},
+    "zero/optimizers/sliced_optimizer.py": {"f'{key}.pt'": _CALLER},
 }  # fmt: skip
 JOINED_NAMES_CPP = {
     "comm/process_mesh.cpp": "keys of the job's store, no paths",

@@ -37,7 +37,7 @@ def test_paths_exist(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_short_paths_exist(page):
-    """`zero/stepping.py` is short for a file of python/deepspeed or csrc."""
+    """`zero/optimizers/stepping.py` is short for a file of python/deepspeed or csrc."""
     short = re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|h|cpp))`", read("docs", page))
     missing = [
         path

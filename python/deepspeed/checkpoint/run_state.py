@@ -12,8 +12,8 @@ from typing import Any, Callable, Optional
 import torch
 
 from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
-from deepspeed.zero.named_states import OwnedStates
-from deepspeed.zero.param_ranks import ModuleTensors
+from deepspeed.zero.parameters.param_ranks import ModuleTensors
+from deepspeed.zero.states.named_states import OwnedStates
 
 
 @dataclasses.dataclass(frozen=True)

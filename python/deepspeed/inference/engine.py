@@ -26,7 +26,7 @@ from deepspeed.moe.errors import fail
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.serving import serve_alike, share_experts, slice_experts
 from deepspeed.utils.module_attributes import attribute_or_that_of_module
-from deepspeed.zero.param_ranks import ModuleTensors
+from deepspeed.zero.parameters.param_ranks import ModuleTensors
 
 # What is still to be built: key -> the values that need nothing.
 _NOT_BUILT = {

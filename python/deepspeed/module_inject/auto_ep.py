@@ -24,7 +24,7 @@ from deepspeed.module_inject.auto_ep_presets.registry import (
 )
 from deepspeed.moe.ep_repack import source_weights
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
-from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.gathers.gathered import GatheredParameters
 
 
 def _resolve_route_scale(config, model_config):

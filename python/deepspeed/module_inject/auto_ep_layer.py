@@ -18,8 +18,8 @@ from deepspeed.moe.routes import Routes
 from deepspeed.moe.rows import combine_rows, dispatch_rows
 from deepspeed.moe.statistics import LayerStatistics
 from deepspeed.utils import groups
-from deepspeed.zero.param_ranks import ParamRanks
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.parameters.param_ranks import ParamRanks
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 
 class SplitPlan(NamedTuple):

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from deepspeed.moe.errors import fail
 from deepspeed.moe.grouped import stacked_product
-from deepspeed.zero.linear import exact_linear
+from deepspeed.zero.gathers.linear import exact_linear
 
 
 def _run_experts_grouped_mm(w1, w2, w3, x, num_tokens_per_expert):

@@ -9,7 +9,7 @@ from deepspeed.moe.gating import NOISE
 from deepspeed.moe.replaced import share_anew
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.utils import groups
-from deepspeed.zero.param_ranks import ParamRanks
+from deepspeed.zero.parameters.param_ranks import ParamRanks
 
 
 def _stages(mpu):

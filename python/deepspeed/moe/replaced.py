@@ -3,9 +3,9 @@
 
 import torch
 
-from deepspeed.zero import sharded_parameter as sharding
-from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.param_ranks import ranks_of
+from deepspeed.zero.gathers.gathered import GatheredParameters
+from deepspeed.zero.parameters import sharded_parameter as sharding
+from deepspeed.zero.parameters.param_ranks import ranks_of
 
 
 def _is_sharded_over_all(param):

@@ -34,7 +34,7 @@ from deepspeed.moe.rows import add_loss, combine_rows, dispatch_rows
 from deepspeed.moe.statistics import LayerStatistics
 from deepspeed.ops.half_products import add_in_fp32
 from deepspeed.utils import groups
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 _OWN_EXCHANGE = _AllToAll
 TUTEL_INSTALLED = False  # routing is done by kernels of our own

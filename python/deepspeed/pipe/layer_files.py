@@ -3,7 +3,7 @@
 import glob
 import os
 
-from deepspeed.zero.param_ranks import SavedLayers
+from deepspeed.zero.parameters.param_ranks import SavedLayers
 from deepspeed.zero.partition import partition_uniform
 
 

@@ -8,7 +8,7 @@ that plain backwards leave in ``param.grad`` are added to the fp32 ones by ``upd
 import torch
 
 from deepspeed.published.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.zero.high_precision_grads import HighPrecisionGrads
+from deepspeed.zero.optimizers.high_precision_grads import HighPrecisionGrads
 
 
 class BF16_Optimizer(HighPrecisionGrads, DeepSpeedZeroOptimizer):

@@ -5,7 +5,7 @@ import torch
 
 from deepspeed.checkpoint.layouts.saved_shards import PlainState
 from deepspeed.optim.loss_scaler import LossScaleConfig
-from deepspeed.zero.master_optimizer import MasterOptimizer, UnfusedMasterOptimizer
+from deepspeed.zero.optimizers.master_optimizer import MasterOptimizer, UnfusedMasterOptimizer
 
 
 class FP16_Optimizer(MasterOptimizer):

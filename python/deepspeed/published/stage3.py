@@ -6,8 +6,8 @@ import sys
 import torch
 
 from deepspeed.checkpoint.layouts.saved_shards import OwnShard, sliced_form
-from deepspeed.zero.model_gathering import ModelGathering
-from deepspeed.zero.sliced_optimizer import SlicedOptimizer
+from deepspeed.zero.gathers.model_gathering import ModelGathering
+from deepspeed.zero.optimizers.sliced_optimizer import SlicedOptimizer
 
 
 class DeepSpeedZeRoOffload(ModelGathering):

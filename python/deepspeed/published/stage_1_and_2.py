@@ -5,7 +5,7 @@ import torch
 
 from deepspeed.checkpoint.layouts.saved_shards import flat_form
 from deepspeed.zero.core import core_config, section_values
-from deepspeed.zero.flat_optimizer import FlatOptimizer
+from deepspeed.zero.optimizers.flat_optimizer import FlatOptimizer
 
 
 class DeepSpeedZeroOptimizer(FlatOptimizer):

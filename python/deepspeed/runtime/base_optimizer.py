@@ -1,3 +1,3 @@
 """Import path that existing scripts use."""
 
-from deepspeed.zero.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer  # noqa: F401
+from deepspeed.zero.optimizers.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer  # noqa: F401

@@ -12,7 +12,7 @@ from deepspeed.sequence.chunked import attend_to_chunks, chunk_gradients
 from deepspeed.sequence.fpdt_chunks import Store, chunk_sizes
 from deepspeed.sequence.heads import HeadPlan
 from deepspeed.sequence.layer import apply_rotary_pos_emb
-from deepspeed.zero.linear import exact_linear
+from deepspeed.zero.gathers.linear import exact_linear
 
 BATCH_DIM = 1  # [sequence, batch, heads, size]
 

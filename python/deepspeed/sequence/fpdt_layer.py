@@ -6,7 +6,7 @@ from deepspeed import comm as dist
 from deepspeed.sequence.fpdt_attention import _FPDTGPUOffloadingAttentionImpl_
 from deepspeed.sequence.fpdt_chunks import FPDT_InputConstruct, chunk_sizes  # noqa: F401
 from deepspeed.sequence.gradients import own_part
-from deepspeed.zero.linear import exact_linear
+from deepspeed.zero.gathers.linear import exact_linear
 
 
 class FPDT_Attention(torch.nn.Module):

@@ -18,7 +18,7 @@ from deepspeed.log import logger
 from deepspeed.sequence import tiling
 from deepspeed.sequence.ledger import PARTS
 from deepspeed.sequence.planned import PlannedStep
-from deepspeed.zero.offload_plan import offload_plan
+from deepspeed.zero.offload.offload_plan import offload_plan
 
 LIMIT = 1 << 31  # tokens
 GAIN = 10  # a further step must allow this many percent more tokens

@@ -9,8 +9,8 @@ import torch
 
 from deepspeed.sequence.loss import IGNORED
 from deepspeed.sequence.tiled import TiledFusedLogitsLoss, TiledMLP
-from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.gathers.gathered import GatheredParameters
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 _MLP = re.compile(r"(^|[._])(mlp|ffn|feed_?forward)$|(MLP|FFN|FeedForward)$", re.IGNORECASE)
 _PROBE = (2, 5)  # batch, tokens

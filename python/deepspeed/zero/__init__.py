@@ -6,19 +6,19 @@ Names are imported on first use.
 from deepspeed.registry import lazy_package
 
 _WHERE = {
-    "Init": "deepspeed.zero.init_context",
-    "MiCS_Init": "deepspeed.zero.mics",
-    "GatheredParameters": "deepspeed.zero.gathered",
-    "register_external_parameter": "deepspeed.zero.gathered",
-    "unregister_external_parameter": "deepspeed.zero.gathered",
-    "ZeroParamType": "deepspeed.zero.sharded_parameter",
-    "ZeroParamStatus": "deepspeed.zero.sharded_parameter",
+    "Init": "deepspeed.zero.parameters.init_context",
+    "MiCS_Init": "deepspeed.zero.parameters.mics",
+    "GatheredParameters": "deepspeed.zero.gathers.gathered",
+    "register_external_parameter": "deepspeed.zero.gathers.gathered",
+    "unregister_external_parameter": "deepspeed.zero.gathers.gathered",
+    "ZeroParamType": "deepspeed.zero.parameters.sharded_parameter",
+    "ZeroParamStatus": "deepspeed.zero.parameters.sharded_parameter",
     "DeepSpeedZeRoOffload": "deepspeed.published.stage3",
     "DeepSpeedZeroOptimizer_Stage3": "deepspeed.published.stage3",
-    "DeepSpeedTensorOverride": "deepspeed.zero.init_context",
-    "TiledLinear": "deepspeed.zero.tiling",
-    "TiledLinearReturnBias": "deepspeed.zero.tiling",
-    "unwrap_model_for_generation": "deepspeed.zero.generation",
+    "DeepSpeedTensorOverride": "deepspeed.zero.parameters.init_context",
+    "TiledLinear": "deepspeed.zero.gathers.tiling",
+    "TiledLinearReturnBias": "deepspeed.zero.gathers.tiling",
+    "unwrap_model_for_generation": "deepspeed.zero.gathers.generation",
 }
 
 __all__ = [name for name in _WHERE]

@@ -12,7 +12,7 @@ from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import group_facts
 from deepspeed.config.errors import raise_if_broken
 from deepspeed.config.read import read
-from deepspeed.zero.param_ranks import groups_of, ranks_of
+from deepspeed.zero.parameters.param_ranks import groups_of, ranks_of
 
 ROLES = ("data_parallel", "tensor", "pipe", "replicas")
 

@@ -7,7 +7,7 @@ from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.checkpoint.write.file_writer import prepare
 from deepspeed.checkpoint.write.snapshot import HostCache, Snapshot
-from deepspeed.zero.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 
 def made():

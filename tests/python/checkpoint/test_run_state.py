@@ -25,11 +25,11 @@ from deepspeed.checkpoint.write.save import save_checkpoint
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.zero.core import build_core, writing
-from deepspeed.zero.fused_state import FusedState
-from deepspeed.zero.named_states import OwnedStates
-from deepspeed.zero.param_ranks import ModuleTensors
-from deepspeed.zero.restore import Restore
-from deepspeed.zero.stepping import Stepping
+from deepspeed.zero.optimizers.fused_state import FusedState
+from deepspeed.zero.states.named_states import OwnedStates
+from deepspeed.zero.parameters.param_ranks import ModuleTensors
+from deepspeed.zero.optimizers.restore import Restore
+from deepspeed.zero.optimizers.stepping import Stepping
 
 try:
     import deepspeed.engine.engine

@@ -15,7 +15,7 @@ from deepspeed.checkpoint.write.file_writer import (
     complete,
 )
 from deepspeed.host import cpu
-from deepspeed.zero.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 
 def value():

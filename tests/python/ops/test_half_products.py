@@ -9,7 +9,7 @@ from deepspeed.moe.sharded_moe import einsum
 from deepspeed.ops import half_products
 from deepspeed.ops.half_products import add_in_fp32
 from deepspeed.sequence.fpdt_layer import FPDT_FFN
-from deepspeed.zero.linear import exact_linear
+from deepspeed.zero.gathers.linear import exact_linear
 
 BF16 = torch.bfloat16
 INNER = 2048  # torch 1.13 without AVX-512 is wrong by 5 % there

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.zero import Init, core, init_context
+from deepspeed.zero import Init, core
+from deepspeed.zero.parameters import init_context
 
 
 class Standin(CPU_Accelerator):

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.linear import (
     zero3_linear_wrap,
 )
 from deepspeed.runtime.zero.utils import ZeRORuntimeException, is_zero_param
-from deepspeed.zero.linear import exact_linear
+from deepspeed.zero.gathers.linear import exact_linear
 from runs import TORCH2
 
 F = torch.nn.functional

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepspeed.zero.memory_estimators import (
+from deepspeed.zero.offload.memory_estimators import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,

@@ -8,7 +8,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import deepspeed
-from deepspeed.zero import GatheredParameters, linear
+from deepspeed.zero import GatheredParameters
+from deepspeed.zero.gathers import linear
 from runs import engine_of, settings, take_step, weight_list
 
 WIDTH, LAYERS = 32, 4

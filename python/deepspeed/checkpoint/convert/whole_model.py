@@ -15,8 +15,8 @@ from deepspeed.checkpoint.write.ranks import Ranks, attempt
 from deepspeed.formats.lazy_tensor import itemsize
 from deepspeed.formats.weight_files import StoredWeight, as_weight, write_safetensors, write_torch, write_whole
 from deepspeed.log import logger
-from deepspeed.zero.param_ranks import own_extent, ranks_of, saved_part
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.parameters.param_ranks import own_extent, ranks_of, saved_part
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 
 class _PassingWeight(StoredWeight):

@@ -1,5 +1,5 @@
 """States of parameters by their names, in any number of pieces: what only some ranks train, and everything in a model
-whose ranks have different parameters and no ZeRO. How they are saved: ``zero/named_states.py``."""
+whose ranks have different parameters and no ZeRO. How they are saved: ``zero/states/named_states.py``."""
 
 import functools
 
@@ -9,7 +9,7 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_state import Range, SavedOver
 from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
-from deepspeed.zero.named_states import OWN_PARAMS, joined_tables, table_of
+from deepspeed.zero.states.named_states import OWN_PARAMS, joined_tables, table_of
 
 
 def pieces_of(runs, shape, strides=None):

@@ -10,8 +10,8 @@ import torch
 from deepspeed._native import _C
 from deepspeed.checkpoint.layouts.saved_named import NamedParams, WithNamed
 from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager, with_names
-from deepspeed.zero.flat_layout import PARAM_SCALARS, PARAM_STEPS, per_element
-from deepspeed.zero.named_states import OWN_PARAMS
+from deepspeed.zero.optimizers.flat_layout import PARAM_SCALARS, PARAM_STEPS, per_element
+from deepspeed.zero.states.named_states import OWN_PARAMS
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
 _BY_PARAM = (PARAM_STEPS, PARAM_SCALARS)

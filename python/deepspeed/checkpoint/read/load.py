@@ -13,7 +13,7 @@ from deepspeed.checkpoint.read.weights import check_weights, load_weights, names
 from deepspeed.checkpoint.write import background, commit
 from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
 from deepspeed.log import log_dist, logger
-from deepspeed.zero.param_ranks import saved_part
+from deepspeed.zero.parameters.param_ranks import saved_part
 
 # ---- checking ------------------------------------------------------------------------------------------------------
 # Before anything of a checkpoint is loaded: is it the one that was saved?

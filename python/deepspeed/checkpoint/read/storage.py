@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.formats import torch_archive
 from deepspeed.host.recorded_names import open_regular
-from deepspeed.zero.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 
 def compact(value, device="cpu"):

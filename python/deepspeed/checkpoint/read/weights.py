@@ -12,8 +12,8 @@ from deepspeed.checkpoint.layouts.saved_state import eager
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.run_state import Counters
 from deepspeed.log import logger
-from deepspeed.zero.param_ranks import own_extent, saved_part
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.parameters.param_ranks import own_extent, saved_part
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 # ---- rng -----------------------------------------------------------------------------------------------------------
 # The random number generators a training loop draws from.

@@ -4,10 +4,10 @@ their own. Files of experts' weights; without ZeRO optimizer states by name; the
 from deepspeed import comm as dist
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
-from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.named_states import OWN_PARAMS, joined_tables, table_of
-from deepspeed.zero.param_ranks import ranks_of
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.gathers.gathered import GatheredParameters
+from deepspeed.zero.parameters.param_ranks import ranks_of
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
+from deepspeed.zero.states.named_states import OWN_PARAMS, joined_tables, table_of
 
 
 def saves(run, copies):

@@ -9,8 +9,8 @@ from deepspeed._compat import storage_of
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write.snapshot import MemoryRanges
-from deepspeed.zero.param_ranks import ranks_of
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.parameters.param_ranks import ranks_of
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 # ---- counters ------------------------------------------------------------------------------------------------------
 # The progress of a run and the numbers of its ranks, which every layout has under the same keys.

@@ -18,7 +18,7 @@ from deepspeed import _compat
 from deepspeed._native import _C
 from deepspeed.formats.weight_files import SAFETENSORS_DTYPES, write_whole
 from deepspeed.host.cpu import usable_cores
-from deepspeed.zero.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 # ---- file record ---------------------------------------------------------------------------------------------------
 # What is known of a written file: its size and checksum, and those of every tensor in it.

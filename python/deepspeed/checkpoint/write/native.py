@@ -27,9 +27,9 @@ from deepspeed.checkpoint.write.file_writer import (
 from deepspeed.checkpoint.write.frozen_files import Digest, FrozenFile
 from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
 from deepspeed.version import __version__
-from deepspeed.zero.named_states import NamedStates
-from deepspeed.zero.param_ranks import ranks_of, saved_part
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.parameters.param_ranks import ranks_of, saved_part
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
+from deepspeed.zero.states.named_states import NamedStates
 
 # ---- native tensors ------------------------------------------------------------------------------------------------
 # Which tensors a rank saves in the native format. No collective: what a rank owns is known, and views of it are

@@ -20,7 +20,7 @@ from deepspeed.host.cpu import socket_of_process
 from deepspeed.host.launcher_messages import tell_launcher
 from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.version import __version__
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 # ---- contents ------------------------------------------------------------------------------------------------------
 # The files that this rank writes, and the value of each.

@@ -19,12 +19,12 @@ from deepspeed.published.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimi
 from deepspeed.published.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.core import build_core
-from deepspeed.zero.fused_state import FusedState, can_fuse
-from deepspeed.zero.model import cast_sharded, detach, move_module, shard_model, take_over
-from deepspeed.zero.param_ranks import SavedNames, broadcast_own_buffers, ranks_of
-from deepspeed.zero.param_states import CoreLink, WholeParams
-from deepspeed.zero.sharded_parameter import is_sharded
-from deepspeed.zero.stepping import Stepping
+from deepspeed.zero.gathers.model import cast_sharded, detach, move_module, shard_model, take_over
+from deepspeed.zero.optimizers.fused_state import FusedState, can_fuse
+from deepspeed.zero.optimizers.stepping import Stepping
+from deepspeed.zero.parameters.param_ranks import SavedNames, broadcast_own_buffers, ranks_of
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
+from deepspeed.zero.states.param_states import CoreLink, WholeParams
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 

@@ -18,12 +18,12 @@ from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.members import engine_parts, member, run_hooks
 from deepspeed.optim.schedule_values import rehearse
 from deepspeed.zero.core import writing
-from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.named_states import OwnedStates
-from deepspeed.zero.param_ranks import ModuleTensors
-from deepspeed.zero.restore import Restore
-from deepspeed.zero.sharded_parameter import is_sharded
-from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
+from deepspeed.zero.gathers.gathered import GatheredParameters
+from deepspeed.zero.optimizers.restore import Restore
+from deepspeed.zero.optimizers.wrapped_optimizer import WrappedOptimizer
+from deepspeed.zero.parameters.param_ranks import ModuleTensors
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
+from deepspeed.zero.states.named_states import OwnedStates
 
 _PIPELINE = ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
 _TENSOR = (

@@ -3,7 +3,7 @@
 import time
 
 from deepspeed.engine.members import engine_parts, member
-from deepspeed.zero.rates import tier_rate
+from deepspeed.zero.offload.rates import tier_rate
 
 _NOTEWORTHY = 0.1  # of the time
 

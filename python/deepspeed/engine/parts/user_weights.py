@@ -5,7 +5,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed.engine.members import engine_parts
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 
 @engine_parts.add("_user_weights", order=-1)

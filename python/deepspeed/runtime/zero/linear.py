@@ -2,7 +2,7 @@
 
 from deepspeed._compat import autocast_decorators
 from deepspeed.accelerator import get_accelerator
-from deepspeed.zero.linear import (  # noqa: F401
+from deepspeed.zero.gathers.linear import (  # noqa: F401
     LinearFunctionForZeroStage3,
     LinearModuleForZeroStage3,
     noop_decorator,

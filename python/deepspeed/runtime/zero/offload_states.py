@@ -1,3 +1,3 @@
 """Import path of existing scripts; the code is in deepspeed.zero."""
 
-from deepspeed.zero.offload_states import get_state_devices  # noqa: F401
+from deepspeed.zero.offload.offload_states import get_state_devices  # noqa: F401

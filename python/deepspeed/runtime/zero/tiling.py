@@ -1,3 +1,3 @@
 """Import path of existing scripts; the code is in deepspeed.zero."""
 
-from deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias  # noqa: F401
+from deepspeed.zero.gathers.tiling import TiledLinear, TiledLinearReturnBias  # noqa: F401

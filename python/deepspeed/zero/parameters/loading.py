@@ -1,6 +1,6 @@
 """``module.load_state_dict`` with whole tensors into sharded parameters."""
 
-from deepspeed.zero import sharded_parameter as sharding
+from deepspeed.zero.parameters import sharded_parameter as sharding
 
 _FLAG = "_ds_loads_shards"
 

@@ -10,13 +10,13 @@ from deepspeed._native import _C
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.formats import torch_archive
 from deepspeed.zero.core import writing
-from deepspeed.zero.flat_layout import InnerStates
-from deepspeed.zero.flat_states import with_states
-from deepspeed.zero.named_states import OWN_PARAMS, own_params
-from deepspeed.zero.param_ranks import ranks_of
-from deepspeed.zero.param_values import ParamValues
-from deepspeed.zero.sharded_optimizer import ShardedOptimizer
-from deepspeed.zero.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.optimizers.flat_layout import InnerStates
+from deepspeed.zero.optimizers.flat_states import with_states
+from deepspeed.zero.optimizers.sharded_optimizer import ShardedOptimizer
+from deepspeed.zero.parameters.param_ranks import ranks_of
+from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.states.named_states import OWN_PARAMS, own_params
+from deepspeed.zero.states.param_values import ParamValues
 
 
 def _hand_on(serial):

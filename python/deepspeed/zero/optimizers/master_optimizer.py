@@ -6,8 +6,8 @@ are views of the core's flat buffers.
 
 import torch
 
-from deepspeed.zero.restore import Restore, restore_scaler
-from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
+from deepspeed.zero.optimizers.restore import Restore, restore_scaler
+from deepspeed.zero.optimizers.wrapped_optimizer import WrappedOptimizer
 
 
 class MasterOptimizer(WrappedOptimizer):

@@ -7,8 +7,8 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.utils.tensor_fragment import fragment_address
-from deepspeed.zero.states_in_files import split_states
-from deepspeed.zero.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.optimizers.states_in_files import split_states
+from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 
 def per_element(value):

@@ -3,10 +3,10 @@
 import torch
 
 from deepspeed.ops.by_name import rules_of
-from deepspeed.zero.base_optimizer import DeepSpeedOptimizer
 from deepspeed.zero.core import build_core
-from deepspeed.zero.fused_state import FusedState, can_fuse
-from deepspeed.zero.stepping import Stepping, refuse_group
+from deepspeed.zero.optimizers.base_optimizer import DeepSpeedOptimizer
+from deepspeed.zero.optimizers.fused_state import FusedState, can_fuse
+from deepspeed.zero.optimizers.stepping import Stepping, refuse_group
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 

@@ -10,8 +10,8 @@ import weakref
 import torch
 
 from deepspeed.config.sections import OffloadStateTypeEnum
-from deepspeed.zero import pickled_params  # noqa: F401  (registers how parameters are pickled)
-from deepspeed.zero.states_in_files import split_states
+from deepspeed.zero.optimizers.states_in_files import split_states
+from deepspeed.zero.parameters import pickled_params  # noqa: F401  (registers how parameters are pickled)
 
 
 class ParamStates:

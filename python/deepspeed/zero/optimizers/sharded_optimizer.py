@@ -14,16 +14,16 @@ from deepspeed import comm as dist
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import CreateLossScaler
-from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.core import writing
 from deepspeed.zero.errors import ZeRORuntimeException
-from deepspeed.zero.flat_states import StatesByFlatTensor, with_states
-from deepspeed.zero.offload_states import states_of
-from deepspeed.zero.param_ranks import ranks_of
-from deepspeed.zero.param_states import ParamStates
-from deepspeed.zero.restore import Restore
-from deepspeed.zero.states_in_files import StatesInFiles
-from deepspeed.zero.wrapped_optimizer import DTYPES, WrappedOptimizer
+from deepspeed.zero.offload.offload_states import states_of
+from deepspeed.zero.optimizers.base_optimizer import ZeROOptimizer
+from deepspeed.zero.optimizers.flat_states import StatesByFlatTensor, with_states
+from deepspeed.zero.optimizers.restore import Restore
+from deepspeed.zero.optimizers.states_in_files import StatesInFiles
+from deepspeed.zero.optimizers.wrapped_optimizer import DTYPES, WrappedOptimizer
+from deepspeed.zero.parameters.param_ranks import ranks_of
+from deepspeed.zero.states.param_states import ParamStates
 
 
 class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):

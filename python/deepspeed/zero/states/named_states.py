@@ -5,10 +5,10 @@ import dataclasses
 
 import torch
 
-from deepspeed.zero.flat_layout import per_element
-from deepspeed.zero.param_ranks import ranks_of, saved_part
-from deepspeed.zero.sharded_parameter import is_sharded
-from deepspeed.zero.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.optimizers.flat_layout import per_element
+from deepspeed.zero.parameters.param_ranks import ranks_of, saved_part
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
+from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 MASTER = "fp32"  # kind of the fp32 weights that are trained
 OWN_PARAMS = "own_params"  # key of an optimizer's saved state: parameters that only some ranks train

@@ -2,7 +2,7 @@
 
 import collections
 
-from deepspeed.zero.sharded_parameter import ReleasedParameter
+from deepspeed.zero.parameters.sharded_parameter import ReleasedParameter
 
 
 class ZeROOrderedDict(collections.OrderedDict):

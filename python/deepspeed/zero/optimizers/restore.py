@@ -5,8 +5,8 @@ Each rank reads the ranges that it owns, from wherever they lie, and nothing els
 
 import torch
 
-from deepspeed.zero.param_ranks import saved_part
-from deepspeed.zero.wrapped_optimizer import in_memory_order
+from deepspeed.zero.optimizers.wrapped_optimizer import in_memory_order
+from deepspeed.zero.parameters.param_ranks import saved_part
 
 # Of csrc/zero/strategies: a run without them leaves them in the file.
 STRATEGY_STATES = ("zenflow_gradient", "zenflow_weight")

@@ -12,7 +12,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model import layout
 from deepspeed.host.cpu import memory_bytes
 from deepspeed.ops.by_name import is_native, optimizer_named, states_of_element
-from deepspeed.zero.rates import mean_rate, tier_rate
+from deepspeed.zero.offload.rates import mean_rate, tier_rate
 
 _TIERS = ("device", "host", "file")
 _ANY = 2**63 - 1  # bytes of a memory that has no limit

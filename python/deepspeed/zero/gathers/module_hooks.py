@@ -10,7 +10,7 @@ from deepspeed import _native
 from deepspeed._compat import forward_hooks_take_kwargs
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from deepspeed.zero.nested import tensors_within
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 _HOOK_OPTIONS = {"with_kwargs": True} if forward_hooks_take_kwargs() else {}
 

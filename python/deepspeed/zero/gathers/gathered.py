@@ -3,8 +3,8 @@
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.zero import sharded_parameter as sharding
-from deepspeed.zero.param_ranks import ranks_of
+from deepspeed.zero.parameters import sharded_parameter as sharding
+from deepspeed.zero.parameters.param_ranks import ranks_of
 
 
 class GatheredParameters:

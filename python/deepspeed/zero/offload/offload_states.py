@@ -13,7 +13,7 @@ from deepspeed._native import _C
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import log_dist
-from deepspeed.zero.states_in_files import StatesOfMaster
+from deepspeed.zero.optimizers.states_in_files import StatesOfMaster
 
 ALL = tuple(OffloadStateTypeEnum)
 

@@ -10,8 +10,8 @@ import contextlib
 
 import torch
 
-from deepspeed.zero import sharded_parameter as sharding
-from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.gathers.gathered import GatheredParameters
+from deepspeed.zero.parameters import sharded_parameter as sharding
 
 
 def follow_initializers(cls):

@@ -5,9 +5,9 @@ import weakref
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.zero import sharded_parameter as sharding
-from deepspeed.zero.loading import follow_loading
-from deepspeed.zero.param_ranks import broadcast_own_buffers, ranks_of
+from deepspeed.zero.parameters import sharded_parameter as sharding
+from deepspeed.zero.parameters.loading import follow_loading
+from deepspeed.zero.parameters.param_ranks import broadcast_own_buffers, ranks_of
 
 
 class ModelAccess:

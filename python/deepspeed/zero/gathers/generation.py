@@ -2,8 +2,8 @@
 
 import contextlib
 
-from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.gathers.gathered import GatheredParameters
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 
 @contextlib.contextmanager

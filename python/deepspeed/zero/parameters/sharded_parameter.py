@@ -17,9 +17,9 @@ from deepspeed import comm as dist
 from deepspeed.comm import held, mesh_views
 from deepspeed.config.sections import OffloadDeviceEnum
 from deepspeed.zero.core import writing
-from deepspeed.zero.own_slice import OwnSlice
-from deepspeed.zero.recomputed import keep_values_in_recomputed_segments
-from deepspeed.zero.released_data import (
+from deepspeed.zero.gathers.recomputed import keep_values_in_recomputed_segments
+from deepspeed.zero.parameters.own_slice import OwnSlice
+from deepspeed.zero.parameters.released_data import (
     ACCESSORS,
     CONVERTING,
     EMPTY_WHILE_BUILDING,

@@ -4,11 +4,11 @@ from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.log import log_dist
 from deepspeed.utils import groups
 from deepspeed.version import __version__
-from deepspeed.zero.flat_layout import FlatLayout, InnerStates, per_element
-from deepspeed.zero.fragments import put_fragments
-from deepspeed.zero.named_states import OWN_PARAMS, own_params
-from deepspeed.zero.param_ranks import ranks_of
-from deepspeed.zero.sharded_optimizer import ShardedOptimizer
+from deepspeed.zero.optimizers.flat_layout import FlatLayout, InnerStates, per_element
+from deepspeed.zero.optimizers.sharded_optimizer import ShardedOptimizer
+from deepspeed.zero.parameters.param_ranks import ranks_of
+from deepspeed.zero.states.fragments import put_fragments
+from deepspeed.zero.states.named_states import OWN_PARAMS, own_params
 
 
 class FlatOptimizer(ShardedOptimizer):

@@ -16,10 +16,10 @@ from deepspeed.config.getters import resolved_sections
 from deepspeed.config.read import read
 from deepspeed.config.sections import OffloadDeviceEnum
 from deepspeed.log import logger
-from deepspeed.zero import sharded_parameter as sharding
-from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.initializers import follow_initializers
-from deepspeed.zero.loading import follow_loading
+from deepspeed.zero.gathers.gathered import GatheredParameters
+from deepspeed.zero.parameters import sharded_parameter as sharding
+from deepspeed.zero.parameters.initializers import follow_initializers
+from deepspeed.zero.parameters.loading import follow_loading
 
 _PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function
 
 from deepspeed._compat import autocast_is_on, autocast_now, takes_context_setup
 from deepspeed.ops.half_products import add_in_fp32, needs_fp32
-from deepspeed.zero.sharded_parameter import ReleasedParameter, is_sharded
+from deepspeed.zero.parameters.sharded_parameter import ReleasedParameter, is_sharded
 
 _torch_linear = torch.nn.functional.linear  # as it is before anybody replaces it by zero3_linear_wrap
 

@@ -2,9 +2,9 @@
 
 import weakref
 
-from deepspeed.zero import linear
-from deepspeed.zero.module_hooks import ModuleHooks, unit_parameters
-from deepspeed.zero.sharded_parameter import _acquire, _release, is_sharded
+from deepspeed.zero.gathers import linear
+from deepspeed.zero.gathers.module_hooks import ModuleHooks, unit_parameters
+from deepspeed.zero.parameters.sharded_parameter import _acquire, _release, is_sharded
 
 
 class _Coordinator:

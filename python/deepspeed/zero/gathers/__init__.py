@@ -1,0 +1,1 @@
+"""Whole values of sharded parameters while they are needed."""

@@ -1,0 +1,1 @@
+"""Memory tiers: what they need, how fast they are, moves between them."""

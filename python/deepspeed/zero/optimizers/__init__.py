@@ -1,0 +1,1 @@
+"""The optimizer objects of all stages, and the step."""

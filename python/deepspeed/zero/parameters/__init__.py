@@ -1,0 +1,1 @@
+"""Sharded parameters: how they are made, their slices, their ranks."""

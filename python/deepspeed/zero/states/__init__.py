@@ -1,0 +1,1 @@
+"""Masters, gradients and optimizer states of parameters, for users and checkpoints."""
