@@ -19,13 +19,6 @@ using Released = py::call_guard<py::gil_scoped_release>;
 // What Tensor.data_ptr() says.
 char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }  // NOLINT(performance-no-int-to-ptr)
 
-std::vector<Range> ranges_of(const std::vector<std::tuple<uint64_t, uint64_t, uintptr_t>>& triples) {
-  std::vector<Range> ranges;
-  ranges.reserve(triples.size());
-  for (const auto& [offset, bytes, to] : triples) ranges.push_back({offset, bytes, pointer(to)});
-  return ranges;
-}
-
 // A name as Python's os.fsencode makes bytes of it; what no file can be called is refused as any other bad name.
 std::string name_bytes(const py::object& name, const std::string& source) {
   PyObject* made = nullptr;
@@ -113,14 +106,6 @@ DS_BINDINGS(m) {
       },
       py::arg("folder"), py::arg("name"), py::arg("source"));
   io.attr("TO_THE_END") = kToTheEnd;
-  io.def(
-      "read_ranges",
-      [](const std::string& path, const std::vector<std::tuple<uint64_t, uint64_t, uintptr_t>>& ranges, int threads) {
-        const std::vector<Range> made = ranges_of(ranges);
-        py::gil_scoped_release released;
-        read_ranges(path, made, threads);
-      },
-      py::arg("path"), py::arg("ranges"), py::arg("threads"));
   io.def(
       "sum_ranges",
       [](const std::string& path, const std::vector<std::pair<uint64_t, uint64_t>>& ranges, int threads) {

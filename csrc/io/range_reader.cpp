@@ -83,20 +83,6 @@ std::vector<Piece> pieces_of(const std::vector<Range>& ranges) {
 
 }  // namespace
 
-void read_ranges(const std::string& path, const std::vector<Range>& ranges, int threads) {
-  const Reader reader(path);
-  const std::vector<Range> wanted = inside(reader, path, ranges);
-  const std::vector<Piece> pieces = pieces_of(wanted);
-  ThreadPool pool(std::clamp(threads, 1, static_cast<int>(std::clamp<size_t>(pieces.size(), 1, 256))));
-  pool.parallel_for(pieces.size(), 1, [&](size_t begin, size_t end) {
-    for (size_t i = begin; i < end; ++i) {
-      const Piece& piece = pieces[i];
-      const Range& range = wanted[piece.range];
-      reader.read(static_cast<char*>(range.to) + piece.from, piece.bytes, range.offset + piece.from);
-    }
-  });
-}
-
 std::vector<uint32_t> sum_ranges(const std::string& path, const std::vector<Range>& ranges, int threads) {
   const Reader reader(path);
   const std::vector<Range> wanted = inside(reader, path, ranges);

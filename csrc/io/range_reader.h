@@ -1,4 +1,4 @@
-// Reads many ranges of a file into memory, or only sums them, on a few threads and in bounded memory.
+// Sums many ranges of a file on a few threads and in bounded memory.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -6,6 +6,7 @@
 
 namespace ds::io {
 
+// A range of a file, and the memory that it is read into.
 struct Range {
   uint64_t offset = 0;
   uint64_t bytes = 0;
@@ -14,12 +15,8 @@ struct Range {
 
 constexpr uint64_t kToTheEnd = ~uint64_t{0};  // Range::bytes: whatever follows offset
 
-// Fills every range. Throws FileError; ErrorKind::kRuntime naming the range when the file is shorter. No order between
-// ranges; they must not overlap in memory.
-void read_ranges(const std::string& path, const std::vector<Range>& ranges, int threads);
-
 // The CRC-32 of every range, `to` unused, through buffers of 1 MiB for each thread; large ranges are cut and joined.
-// kToTheEnd is allowed. Otherwise as read_ranges.
+// kToTheEnd is allowed. Throws FileError; ErrorKind::kRuntime naming the range when the file is shorter.
 std::vector<uint32_t> sum_ranges(const std::string& path, const std::vector<Range>& ranges, int threads);
 
 }  // namespace ds::io
