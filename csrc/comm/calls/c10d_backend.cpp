@@ -44,11 +44,11 @@ class C10dBackend : public compat::BackendBase {
 
   WorkHandle broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     if (!carries(tensors)) return other().broadcast(tensors, options);
-    return run({call(Verb::kBroadcast, {}, {only(tensors)}, options.rootRank)}, options);
+    return run(call(Verb::kBroadcast, {}, {only(tensors)}, options.rootRank), options);
   }
   WorkHandle allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     if (!carries(tensors)) return other().allreduce(tensors, options);
-    return run({reduction(Verb::kAllReduce, {}, {only(tensors)}, options)}, options);
+    return run(reduction(Verb::kAllReduce, {}, {only(tensors)}, options), options);
   }
   WorkHandle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     if (!carries(tensors)) return other().allreduce_coalesced(tensors, options);
@@ -58,12 +58,12 @@ class C10dBackend : public compat::BackendBase {
   }
   WorkHandle reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     if (!carries(tensors)) return other().reduce(tensors, options);
-    return run({reduction(Verb::kReduce, {}, {only(tensors)}, options, options.rootRank)}, options);
+    return run(reduction(Verb::kReduce, {}, {only(tensors)}, options, options.rootRank), options);
   }
 
   WorkHandle allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     if (!carries(inputs)) return other().allgather(outputs, inputs, options);
-    return run({call(Verb::kAllGather, {only(inputs)}, only(outputs))}, options);
+    return run(call(Verb::kAllGather, {only(inputs)}, only(outputs)), options);
   }
   WorkHandle allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                  const c10d::AllgatherOptions& options) override {
@@ -83,29 +83,29 @@ class C10dBackend : public compat::BackendBase {
   }
   WorkHandle _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     if (!carries({output, input})) return other()._allgather_base(output, input, options);
-    return run({call(Verb::kAllGather, {input}, {output})}, options);
+    return run(call(Verb::kAllGather, {input}, {output}), options);
   }
 
   WorkHandle gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     if (!carries(inputs)) return other().gather(outputs, inputs, options);
     const Tensors each = options.rootRank == getRank() ? only(outputs) : Tensors();
-    return run({call(Verb::kGather, {only(inputs)}, each, options.rootRank)}, options);
+    return run(call(Verb::kGather, {only(inputs)}, each, options.rootRank), options);
   }
   WorkHandle scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
     if (!carries(outputs)) return other().scatter(outputs, inputs, options);
     const Tensors each = options.rootRank == getRank() ? only(inputs) : Tensors();
-    return run({call(Verb::kScatter, each, {only(outputs)}, options.rootRank)}, options);
+    return run(call(Verb::kScatter, each, {only(outputs)}, options.rootRank), options);
   }
 
   WorkHandle reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                             const c10d::ReduceScatterOptions& options) override {
     if (!carries(outputs)) return other().reduce_scatter(outputs, inputs, options);
-    return run({reduction(Verb::kReduceScatter, only(inputs), {only(outputs)}, options)}, options);
+    return run(reduction(Verb::kReduceScatter, only(inputs), {only(outputs)}, options), options);
   }
   WorkHandle _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                   const c10d::ReduceScatterOptions& options) override {
     if (!carries({output, input})) return other()._reduce_scatter_base(output, input, options);
-    return run({reduction(Verb::kReduceScatter, {input}, {output}, options)}, options);
+    return run(reduction(Verb::kReduceScatter, {input}, {output}, options), options);
   }
 
   WorkHandle alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_rows,
@@ -114,18 +114,18 @@ class C10dBackend : public compat::BackendBase {
     ListCall exchange = call(Verb::kAllToAll, {input}, {output});
     exchange.in_splits = input_rows;
     exchange.out_splits = output_rows;
-    return run({std::move(exchange)}, options);
+    return run(std::move(exchange), options);
   }
   WorkHandle alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
     if (!carries(outputs) || !carries(inputs)) return other().alltoall(outputs, inputs, options);
     if (static_cast<int>(outputs.size()) != getSize() || static_cast<int>(inputs.size()) != getSize())
       fail(ErrorKind::kValue, "all_to_all: there must be one input and one output for each of the ", getSize(),
            " ranks");
-    return run({call(Verb::kAllToAll, inputs, outputs)}, options);
+    return run(call(Verb::kAllToAll, inputs, outputs), options);
   }
 
   WorkHandle barrier(const c10d::BarrierOptions& options) override {
-    return run({call(Verb::kBarrier, {}, {})}, options);
+    return run(call(Verb::kBarrier, {}, {}), options);
   }
 
   WorkHandle send(Tensors& tensors, int to, int tag) override { return other().send(tensors, to, tag); }
@@ -216,6 +216,12 @@ class C10dBackend : public compat::BackendBase {
     return last;
   }
 
+  template <typename Options>
+  WorkHandle run(ListCall call, const Options& options) {
+    std::vector<ListCall> one;
+    one.push_back(std::move(call));
+    return run(std::move(one), options);
+  }
   template <typename Options>
   WorkHandle run(std::vector<ListCall> calls, const Options& options) {
     ++number_;

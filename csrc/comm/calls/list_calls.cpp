@@ -86,7 +86,8 @@ WorkPtr run_call(Communicator& communicator, ListCall call) {
   const int n = communicator.size();
   check_call(call, communicator.rank(), n);
   for (Tensors* tensors : {&call.in, &call.out})
-    for (at::Tensor& each : *tensors) each = each.detach();
+    for (at::Tensor& each : *tensors)
+      if (each.requires_grad()) each = each.detach();
   Op op{call.verb, {}, {}, {}, {}, call.reduce, call.peer, {}, call.detached ? Wait::kDetached : Wait::kAtOnce};
   const bool root = call.peer == communicator.rank();
   if (call.verb == Verb::kAllToAll) {
@@ -104,9 +105,12 @@ WorkPtr run_call(Communicator& communicator, ListCall call) {
   const bool filled = call.verb == Verb::kAllReduce || call.verb == Verb::kReduce || call.verb == Verb::kBroadcast;
   const Received received(call.out, filled, type);
   op.out = received.whole;
-  // The input may share memory with the result, and only this call holds it until the work is done.
+  WorkPtr work = communicator.run(op);
+  // Transports hold the tensors of the caller. Only this call holds copies of them until the work is done.
+  const bool copied = op.in.defined() && !(call.in.size() == 1 && op.in.is_same(call.in[0]));
+  if (!copied && !received.copies) return work;
   const bool mine = call.verb != Verb::kReduce || root;
-  return std::make_shared<JoinedWork>(std::vector<WorkPtr>{communicator.run(op)}, [received, mine, in = op.in] {
+  return std::make_shared<JoinedWork>(std::vector<WorkPtr>{std::move(work)}, [received, mine, in = op.in] {
     if (mine) received.finish();
   });
 }
