@@ -27,7 +27,7 @@ WorkPtr LoggedCommunicator::start(const Op& op) {
   inner_->run(op)->wait();
   finish_device(own.device());
   const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - begin;
-  const at::Tensor& passed = op.verb == Verb::kAllGather ? op.in : op.whole();
+  const at::Tensor& passed = op.verb == Verb::kReduceScatter ? op.in : own;
   log_->add({verb_name(op.verb), "engine", static_cast<int64_t>(passed.nbytes()), ms.count(), size()});
   return std::make_shared<DoneWork>();
 }
