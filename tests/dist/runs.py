@@ -115,7 +115,7 @@ def go_on(engine, train_one, folder, states=states_of, tag="t", after=1):
 
 
 def load_or_error(engine, folder, **options):
-    """"loaded", or the type and the text of what a load of ``save_midway`` raises."""
+    """ "loaded", or the type and the text of what a load of ``save_midway`` raises."""
     try:
         engine.load_checkpoint(folder, tag="t", **options)
     except (OSError, RuntimeError, ValueError) as error:

@@ -182,12 +182,15 @@ def body_engine(rank, world, reentrant):
     weights = []
     for call in (plainly, checkpoint if reentrant else non_reentrant_checkpoint):
         torch.manual_seed(0)
-        engine = engine_of(Tokens(), {
+        engine = engine_of(
+            Tokens(),
+            {
                 "train_batch_size": 4 * world,
                 "train_micro_batch_size_per_gpu": 2,
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
                 "gradient_clipping": 0.5,
-            })
+            },
+        )
         generator = torch.Generator().manual_seed(rank)
         for _ in range(10):
             for _ in range(2):

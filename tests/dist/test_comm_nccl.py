@@ -114,7 +114,7 @@ def _opened_by_the_mesh(rank, world, path):
     assert (alone.name, alone.size) == ("nccl", 1) and x.tolist() == [rank] * 3
     alone.leave()
     assert Orders(path).count("created") == 1 and Orders(path).count("alive") == 0
-    with pytest.raises(RuntimeError, match=f"mesh/reduce/0,1/0\", rank {rank} of 2: joining failed"):
+    with pytest.raises(RuntimeError, match=f'mesh/reduce/0,1/0", rank {rank} of 2: joining failed'):
         mesh._open("nccl", "mesh/reduce/0,1/0", [0, 1])
 
 

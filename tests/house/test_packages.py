@@ -78,7 +78,7 @@ def test_every_program_of_the_scripts_is_known():
 
 
 def test_programs_of_a_script():
-    text = '''
+    text = """
 set -euo pipefail
 helper() { sort -u; }  # cat in a comment
 cat <<'EOF' | helper
@@ -88,7 +88,7 @@ if ! grep -q "awk $(wc -l <file)" "$x" 2>&1; then nproc; else "$PY" -m pytest; f
 A=1 B=2 env C=3 tr a b | xargs -r -n 1 clang-tidy -p "$dir"
 case $x in a|b) head -n 1 ;; esac
 awk 'sed { print }' && as_root apt-get update
-'''
+"""
     assert packages.shell_programs(text) == {
         "sort", "cat", "grep", "wc", "nproc", "tr", "xargs", "clang-tidy", "head", "awk", "apt-get"
     }  # fmt: skip

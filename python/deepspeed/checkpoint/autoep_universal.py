@@ -192,6 +192,7 @@ def _check_equal(values, paths):
 
 # ---- autoep universal ----------------------------------------------------------------------------------------------
 
+
 def layers_of(metadata):
     """The layers' dicts, whether they came as a list or by name."""
     return list(metadata.values()) if isinstance(metadata, dict) else list(metadata or ())

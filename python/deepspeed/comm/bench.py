@@ -1,7 +1,7 @@
 """``ds_bench``: how fast collectives are, at one size or over many, on this machine or several hosts.
 
-    ds_bench --num_accelerators 2 --scan
-    deepspeed -H hosts --module deepspeed.comm.bench --all-reduce --maxsize 26
+ds_bench --num_accelerators 2 --scan
+deepspeed -H hosts --module deepspeed.comm.bench --all-reduce --maxsize 26
 """
 
 import argparse
@@ -175,9 +175,7 @@ def table(name, rows, ranks, options):
     for size, seconds in rows:
         algorithm, bus = bandwidths(_LOG_NAMES.get(name, name), size, seconds * 1e3, ranks)
         shown = str(size) if options.raw else readable_size(size)
-        lines.append(
-            form.format(shown, f"{seconds * 1e6:.2f} us", f"{algorithm * scale:.3f}", f"{bus * scale:.3f}")
-        )
+        lines.append(form.format(shown, f"{seconds * 1e6:.2f} us", f"{algorithm * scale:.3f}", f"{bus * scale:.3f}"))
     return "\n".join(lines)
 
 

@@ -34,9 +34,7 @@ def honest(tmp_path_factory):
 
 def convert(source, target):
     ds_to_universal.main(
-        SimpleNamespace(
-            input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1
-        )
+        SimpleNamespace(input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1)
     )
 
 

@@ -187,5 +187,3 @@ def test_keep_last_leaves_a_universal_checkpoint_alone(source, tmp_path):
     commit.retire(str(tmp_path), 1, "step2")
     folders = sorted(name for name in os.listdir(tmp_path) if (tmp_path / name).is_dir())
     assert folders == ["step2", "step7", "universal"]
-
-

@@ -173,9 +173,14 @@ def test_required_keys_of_compression_groups():
         (zero(stage=2, offload_param={"device": "cpu"}), "parameter offload has no effect below ZeRO stage 3"),
         (zero(stage=0, offload_param={"device": "nvme"}), "parameter offload has no effect below ZeRO stage 3"),
         (zero(stage=1, cpu_offload_param=True), "parameter offload has no effect below ZeRO stage 3"),
-        (zero(stage=2, offload_optimizer={"device": "cpu"},
-              zenflow={"select_strategy": "step", "select_interval": 2, "update_interval": 4}),
-         "select_interval = 2, zero_optimization.zenflow.update_interval = 4: columns are chosen anew every 4 steps"),
+        (
+            zero(
+                stage=2,
+                offload_optimizer={"device": "cpu"},
+                zenflow={"select_strategy": "step", "select_interval": 2, "update_interval": 4},
+            ),
+            "select_interval = 2, zero_optimization.zenflow.update_interval = 4: columns are chosen anew every 4 steps",
+        ),
     ],
 )
 def test_warnings(config, words):

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.dist
 
 PYTHON_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "python")
 # A process of its own between head and agent, as ssh and sshd are: when it goes, both ends of the connection close.
-SSH = """#!%s
+SSH = (
+    """#!%s
 import os, subprocess, sys, threading
 words = sys.argv[1:]
 while words[0].startswith("-"):
@@ -31,7 +32,9 @@ threading.Thread(target=pump, args=(0, job.stdin.fileno()), daemon=True).start()
 open("agent_" + words[0], "w").write(str(job.pid))
 pump(job.stdout.fileno(), 1)
 sys.exit(job.wait())
-""" % sys.executable
+"""
+    % sys.executable
+)
 TRAIN = """
 import os, signal, socket, subprocess, sys, time
 rank = os.environ["RANK"]

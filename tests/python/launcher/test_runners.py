@@ -194,7 +194,7 @@ def test_a_runner_of_another_package():
 
 # ---- words --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "text", ["", "a  b", "-mca x 'y z'", "\"a \\\" $b\" c\\ d", "--x='1 2'", "''", "a'b'\"c\"", "\\n \"\\n\""]
+    "text", ["", "a  b", "-mca x 'y z'", '"a \\" $b" c\\ d', "--x='1 2'", "''", "a'b'\"c\"", '\\n "\\n"']
 )
 def test_words_are_split_as_a_shell_does(text):
     assert words.split_words(text) == shlex.split(text)

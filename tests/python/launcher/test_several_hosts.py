@@ -183,13 +183,16 @@ def test_a_virtual_environment_is_entered(folder):
 # ---- how jobs end -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("launcher", ["ssh", "pdsh", "slurm"])
 def test_the_first_failing_rank_ends_the_job_on_all_hosts(launcher):
-    script(NOTE + """
+    script(
+        NOTE
+        + """
 if rank == 2:
     while len(open("pids").read().split()) < 3: time.sleep(0.01)
     print("last words", file=sys.stderr)
     sys.exit(37)
 time.sleep(600)
-""")
+"""
+    )
     done = run("--launcher", launcher, "train.py")
     assert done.returncode == 37
     assert "rank 2 of 3 (pid " in done.stderr and "host ha) failed with exit code 37" in done.stderr
@@ -198,7 +201,9 @@ time.sleep(600)
 
 
 def test_survivors_may_tidy_up_and_are_killed_when_they_do_not():
-    script(NOTE + """
+    script(
+        NOTE
+        + """
 if rank == 2:
     while not all(os.path.exists("ready%d" % one) for one in (0, 1)): time.sleep(0.01)
     sys.exit(3)
@@ -208,7 +213,8 @@ else:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open("ready%d" % rank, "w").close()
 while True: time.sleep(0.1)
-""")
+"""
+    )
     done = run("--launcher", "ssh", "train.py", DS_LAUNCHER_GRACE_S="1")
     assert done.returncode == 3 and "[hb:0] tidied" in done.stdout
     wait_for(lambda: not any(map(running, pids())), 15)
@@ -227,7 +233,9 @@ def test_output_can_go_to_files_and_the_pid_to_one(folder):
 
 @pytest.mark.parametrize("sig, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_reach_every_rank_once(sig, code):
-    script(NOTE + """
+    script(
+        NOTE
+        + """
 heard = []
 def handler(number, frame):
     with open("heard%d" % rank, "a") as file: file.write("%d\\n" % number)
@@ -235,7 +243,8 @@ def handler(number, frame):
 signal.signal(signal.SIGINT, handler); signal.signal(signal.SIGTERM, handler)
 open("ready%d" % rank, "w").close()
 while True: time.sleep(0.05)
-""")
+"""
+    )
     job = start("--launcher", "ssh", "train.py")
     wait_for(lambda: all(os.path.exists(f"ready{rank}") for rank in range(3)), 15)
     job.send_signal(sig)

@@ -27,8 +27,10 @@ def run(tmp_path, *arguments, broken="nothing", flags="avx avx2", jobs=2):
     shutil.copytree(os.path.join(ROOT, "tools"), root / "tools")
     (root / "build" / "tag").mkdir(parents=True)
     scripts = {root / "tools" / f"{name}.sh": "#!/bin/bash\n" + LOG.format(name=name) for name in ("build", "packages")}
-    scripts[root / "tools" / "test.sh"] = "#!/bin/bash\n" + LOG.format(name="suite") + (
-        'echo "$ATEN_CPU_CAPABILITY $DNNL_MAX_CPU_ISA $OPENBLAS_CORETYPE $DS_FORCE_ISA"\n'
+    scripts[root / "tools" / "test.sh"] = (
+        "#!/bin/bash\n"
+        + LOG.format(name="suite")
+        + ('echo "$ATEN_CPU_CAPABILITY $DNNL_MAX_CPU_ISA $OPENBLAS_CORETYPE $DS_FORCE_ISA"\n')
     )
     for name in ("qemu-x86_64", "qemu-aarch64"):
         scripts[programs / name] = QEMU.format(log=LOG.format(name=name), broken=broken)

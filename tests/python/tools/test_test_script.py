@@ -51,9 +51,7 @@ def run(tmp_path, kind="all", jobs=2, **codes):
         path.chmod(0o755)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("DS_", "OMP_"))}
     env.update(PATH=f"{tmp_path / 'bin'}:{env['PATH']}", PYTHON=str(tmp_path / "bin" / "python"), JOBS=str(jobs))
-    out = subprocess.run(
-        ["bash", "tools/test.sh", kind], cwd=root, env=env, capture_output=True, text=True, timeout=60
-    )
+    out = subprocess.run(["bash", "tools/test.sh", kind], cwd=root, env=env, capture_output=True, text=True, timeout=60)
     return out.returncode, re.findall(r"^pytest: (.*) / every=(.*)$", out.stdout, re.M), out.stdout, out.stderr
 
 

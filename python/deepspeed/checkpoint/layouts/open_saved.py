@@ -66,9 +66,7 @@ def _model_files(folder, mp_rank, *dp_ranks):
     return [path for path in paths if os.path.exists(path)]
 
 
-def open_saved(
-    folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_optimizer=True, mp_size=1, experts=None
-):
+def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_optimizer=True, mp_size=1, experts=None):
     """The checkpoint in ``folder``, the folder of one tag. No collectives.
 
     ``dp_rank``: of this run; at stage 3 its own model file is taken where there is one, for buffers. ``group_names``:

@@ -267,6 +267,7 @@ def retire(save_dir, keep_last, current):
 # overlay): its manifest goes, and the new files are renamed into it one by one, their manifest last. ``settle`` goes
 # on where that was broken off. Loading and the next save call ``settle``.
 
+
 def hidden(folder, what):
     """A hidden folder beside ``folder``: its name says whose it is and what for."""
     parent, name = os.path.split(os.path.normpath(folder))

@@ -26,6 +26,7 @@ def _hand_on(serial):
     if dist.get_local_rank() != local_size - 1 and dist.get_rank() + 1 < dist.get_world_size():
         dist.send(serial, dist.get_rank() + 1)
 
+
 class SlicedOptimizer(ParamValues, ShardedOptimizer):
     """Parameters, gradients and states are slices; modules gather what they need while they run.
 

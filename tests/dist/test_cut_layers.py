@@ -1,0 +1,119 @@
+"""A layer that is cut over ranks, beside experts, on ranks that share batches, sequences and layers, against one process
+with all of them. Ranks as threads, all grids of 1 to 8 and of 16 ranks: tests/cpp/zero/norm_test.cpp."""
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.comm import mesh_views
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
+from harness import run_ranks
+from moe_models import WIDTH, batch, fill, moe_net, plain_name, plain_net
+from mpu import Mpu
+from runs import engine_of, settings
+from tensor_parallel import AddedUp, Copied
+
+HIDDEN, TP, SP, STEPS, CLIP = 8, 2, 2, 3, 0.3
+ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
+EXPERTS = (4, 2, False, False, 1.0)  # number, k, drop, residual, factor: moe_models
+CUT = {"up": 0, "down": 1}  # dimensions of the weights
+
+
+class Cut(nn.Module):
+    """Columns of ``up`` and rows of ``down`` on each rank of ``group``, whole without one; all ranks have the bias."""
+
+    def __init__(self, group=None, rank=0, size=1):
+        super().__init__()
+        self.group = group
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        fill(self, 1)
+        for name, dim in CUT.items() if group is not None else ():
+            layer = getattr(self, name)
+            layer.weight = nn.Parameter(layer.weight.detach().chunk(size, dim)[rank].clone())
+            layer.weight.tensor_model_parallel = True
+
+    def forward(self, x):
+        if self.group is None:
+            return self.down(torch.tanh(self.up(x))) + self.bias
+        x = self.down(torch.tanh(self.up(Copied.apply(x, self.group))))
+        return AddedUp.apply(x, self.group) + self.bias
+
+
+def mpu_of(rank, dp):
+    """The mpu of a grid of ``dp`` x SP x TP ranks, the last axis innermost."""
+    grid = mesh_views.grid(("dp", dp, ""), ("sp", SP, ""), ("tp", TP, ""))
+    axes = {"data": ["dp"], "model": ["tp"], "sequence": ["sp"], "sequence_data": ["dp", "sp"]}
+    members = {name: mesh_views.make(f"test {name}", grid.list(along, rank)) for name, along in axes.items()}
+    mpu = Mpu(members["data"].group, members["model"].group)
+    for name in ("sequence", "sequence_data"):
+        mpu._answer(f"get_{name}_parallel_", members[name].group)
+    return mpu
+
+
+def trained(rank, world, dp, stage, ep_size):
+    """``(norms, gradients of the first step, parameters)``, the last two by names and pieces of the whole model."""
+    groups.clear()
+    mpu = mpu_of(rank, dp)
+    slice_, first = mpu.get_model_parallel_rank(), rank % ep_size * (4 // ep_size)
+    net = moe_net(rank % ep_size, 4, ep_size, *EXPERTS[1:])
+    net.first = Cut(mpu.get_model_parallel_group(), slice_, TP)
+    section = settings(stage, 8, optimizer={"type": "AdamW", "params": ADAM}, gradient_clipping=CLIP)
+    engine = engine_of(net, section, mpu=mpu)
+    assert {axis: engine.parallel.mesh.size([axis]) for axis in ("pp", "dp", "sp", "tp")} == {
+        "pp": 1, "dp": dp, "sp": SP, "tp": TP
+    }  # fmt: skip
+    norms, grads = [], {}
+    for step in range(STEPS):
+        engine.backward(engine(batch(step, mpu.get_sequence_data_parallel_rank())))
+        if step == 0:
+            grads = {plain_name(n, first): safe_get_full_grad(p).clone() for n, p in net.named_parameters()}
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    found = {plain_name(n, first): safe_get_full_fp32_param(p).clone() for n, p in net.named_parameters()}
+    engine.destroy()
+    groups.clear()
+    dist.barrier()
+    return slice_, norms, grads, found
+
+
+def plain(parts):
+    """The same of one process with the tokens of ``parts`` ranks."""
+    net = plain_net(*EXPERTS)
+    net.first = Cut()
+    optimizer, norms, grads = torch.optim.AdamW(net.parameters(), **ADAM), [], {}
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        for part in range(parts):
+            (net(batch(step, part)) / parts).backward()
+        for param in net.parameters():  # an expert without tokens has a zero gradient
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        grads = grads or {name: param.grad.clone() for name, param in net.named_parameters()}
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), CLIP)))
+        optimizer.step()
+    return norms, grads, {name: param.detach() for name, param in net.named_parameters()}
+
+
+def piece(name, value, rank):
+    layer = name.split(".")[1]
+    return value.chunk(TP, CUT[layer])[rank] if name.startswith("first.") and layer in CUT else value
+
+
+def body(rank, world, dp, cases):
+    return [trained(rank, world, dp, *case) for case in cases]
+
+
+# Stage, ranks that share the experts.
+@pytest.mark.parametrize("dp, cases", [(1, [(0, 4), (1, 2), (2, 4)]), (2, [(1, 4), (2, 2)])])
+def test_equals_one_process(dp, cases):
+    norms, grads, params = plain(dp * SP)
+    seen = set()
+    for results in run_ranks(dp * SP * TP, body, dp, cases, init="gloo", timeout=120):
+        for case, (rank, own_norms, own_grads, own_params) in zip(cases, results):
+            assert own_norms == pytest.approx(norms, rel=1e-6), case
+            for own, whole, bound in ((own_grads, grads, 1e-6), (own_params, params, 1e-6)):
+                for name, value in own.items():
+                    assert torch.allclose(value, piece(name, whole[name], rank), rtol=bound, atol=bound), (case, name)
+            seen |= set(own_params)
+    assert seen == set(params)
