@@ -13,12 +13,8 @@ from deepspeed.zero.states.named_states import OWN_PARAMS
 
 
 class ByName(SavedState):
-    """States by the names of parameters, each in any number of pieces. A layout sets ``_shapes`` and gives ``_parts``:
-    what each rank with elements of a parameter has saved, in the form of ``own_params``."""
-
-    def _parts(self, name, kind=None):
-        """``kind``: the only one that is wanted."""
-        raise NotImplementedError
+    """States by the names of parameters, each in any number of pieces. ``_parts(name, kind=None)`` of a layout gives
+    what each rank with elements of a parameter (of that kind) has saved, in the form of ``own_params``."""
 
     def scalars(self, name):
         for part in self._parts(name):

@@ -55,7 +55,9 @@ class UnitState(SavedState):
     """States whose tensors each hold a unit of ``_layout``, a ``_C.SavedLayout`` over the parameters of
     ``param_shapes``: one dict name -> shape for each parameter group, end to end. ``_units``: one item for each unit.
 
-    ``shards``: what each rank saved as ``optimizer_state_dict``, in rank order: a list or ``Shards``.
+    ``shards``: what each rank saved as ``optimizer_state_dict``, in rank order: a list or ``Shards``. A layout says
+    what a rank's file has of a unit: ``_inner(rank, unit)``, the optimizer's state, and ``_master(rank, unit)``, its
+    fp32 weights, or None.
     """
 
     _whole_shapes = None  # of each unit, where only states of the same shape have a value for each element
@@ -70,14 +72,6 @@ class UnitState(SavedState):
         self._numels = [[shape.numel() for shape in group.values()] for group in self._members]
         self._extra = {key: self._own[key] for key in EXTRA_KEYS if key in self._own}
         self.dp_world_size = len(shards)
-
-    def _inner(self, rank, unit):
-        """The optimizer's state of a unit in the file of a rank."""
-        raise NotImplementedError
-
-    def _master(self, rank, unit):
-        """The fp32 weights of a unit, or None."""
-        raise NotImplementedError
 
     def _tensor(self, rank, unit, kind):
         return self._master(rank, unit) if kind == "fp32" else self._inner(rank, unit)[kind]

@@ -44,7 +44,13 @@ class Range:
 class SavedState:
     """One checkpoint. Parameters are known by their names in the module; tied ones by the first of their names.
 
-    A layout sets the facts below, the private ones that methods give, and says where elements and scalars are.
+    A layout sets the facts below, and those that methods give, and has three methods of its own:
+
+    state_names():            names of optimizer states that have a value for each element of a parameter, e.g.
+                              ``exp_avg``.
+    scalars(name):            dict of a parameter's other states: ``step``, a number or a tensor of one element, and the
+                              like.
+    state_pieces(name, kind): as ``pieces`` for ``kind`` "fp32" or the name of a state of a trained parameter.
 
     folder:        where it lies; None in memory.
     model:         the model file: dict; tensors may be lazy (``read()``, ``read_range(start, numel)``).
@@ -68,24 +74,10 @@ class SavedState:
         self._shapes, self._frozen, self._groups, self._extra = {}, {}, [], {}
         self._aliases = self.model.get("shared_params") or {}
 
-    # ---- what a layout must say ------------------------------------------------------------------------------------
-    def state_names(self):
-        """Names of optimizer states that have a value for each element of a parameter, e.g. ``exp_avg``."""
-        raise NotImplementedError
-
-    def scalars(self, name):
-        """dict of a parameter's other states: ``step``, a number or a tensor of one element, and the like."""
-        raise NotImplementedError
-
-    def state_pieces(self, name, kind):
-        """As ``pieces`` for ``kind`` "fp32" or the name of a state of a trained parameter."""
-        raise NotImplementedError
-
     def frozen_pieces(self, name):
         """As ``pieces`` for the value of a parameter that is not trained and is not in the model file in one piece."""
         return []
 
-    # ---- what follows from it --------------------------------------------------------------------------------------
     def shapes(self):
         """dict: name of a trained parameter -> its torch.Size, end to end over the parameter groups."""
         return self._shapes

@@ -327,10 +327,9 @@ class UniversalState(SavedState):
     def _part(self, name, state, shape):
         """The part of a whole tensor that this rank's module has; the lazy tensor where that is the whole."""
         file = self._file(name, state)
-        whole = file[keys.PARAM]
-        if torch.Size(whole.shape) == shape:
-            return whole
-        return local_slice(name, file, eager(whole), shape, self._rank, self._count)
+        if torch.Size(file[keys.PARAM].shape) != shape:  # once for all ranges
+            file[keys.PARAM] = local_slice(name, file, eager(file[keys.PARAM]), shape, self._rank, self._count)
+        return file[keys.PARAM]
 
 
 def _aliases_of_first(folder):

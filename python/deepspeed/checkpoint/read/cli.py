@@ -7,7 +7,7 @@ ds_ckpt export DIR OUT  writes the weights of a checkpoint as model.safetensors
 """
 
 import argparse
-import dataclasses
+import collections
 import json
 import os
 import sys
@@ -21,17 +21,9 @@ from deepspeed.registry import load_target
 # The checkpoints of a directory, as ``ds_ckpt ls`` shows them.
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One checkpoint. ``state``: complete, damaged, short (files missing) or unknown (no manifest)."""
-
-    tag: str
-    folder: str
-    state: str
-    files: int
-    size: int
-    facts: dict
-    is_latest: bool
+class Entry(collections.namedtuple("Entry", "tag folder state files size facts is_latest")):
+    """One checkpoint. ``state``: complete, damaged, short (files missing) or unknown (no manifest). ``files`` and
+    ``size``: their number and bytes. ``facts``: what the manifest says."""
 
     def row(self):
         saved_at = self.facts.get("saved_at")
@@ -97,7 +89,8 @@ def _table(rows):
 def _list(arguments):
     entries = checkpoints_of(arguments.directory)
     if arguments.json:
-        print(json.dumps([{**vars(e), "facts": {k: v for k, v in e.facts.items() if k != "files"}} for e in entries]))
+        facts = [{key: value for key, value in entry.facts.items() if key != "files"} for entry in entries]
+        print(json.dumps([entry._replace(facts=said)._asdict() for entry, said in zip(entries, facts)]))
     else:
         print(_table([HEADER] + [entry.row() for entry in entries]))
     return 0

@@ -88,22 +88,21 @@ def _open(run, folder, with_optimizer):
             "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage "
             "and number of ranks as they are"
         )
-    stage = run.weights.layers
+    stage, weights, pipeline = run.weights.layers, run.weights, {}
+    if stage is not None:
+        cuts = {weights.named(name): Cut.of(param, saved_part(param)[1]) for name, param in weights.params.items()}
+        pipeline = dict(stages=stage.stages, layers=set(stage.layers.values()), tied=stage.paths, cuts=cuts)
     return open_run(
         folder,
         run.ranks.mp_rank,
         run.ranks.dp_rank,
         run.ranks.mp_world_size,
-        *(() if stage is None else (stage.stages, set(stage.layers.values()), stage.paths, _cuts(run.weights))),
+        **pipeline,
         group_names=run.group_names,
         shapes={name: saved_part(param)[1] for name, param in run.trained()},
         with_optimizer=with_optimizer,
         experts=run.weights.named.numbers(),
     )
-
-
-def _cuts(weights):
-    return {weights.named(name): Cut.of(param, saved_part(param)[1]) for name, param in weights.params.items()}
 
 
 def _has_optimizer(run, saved):
@@ -143,18 +142,14 @@ def load_checkpoint(
     background.drain_all()  # another run of this process may be writing what is to be loaded
     if hasattr(run.writer, "wait"):
         run.writer.wait()
-    universal, section = run.config.load_universal_checkpoint, run.config.zero_config
+    section = run.config.zero_config
     kept = None
-    if snapshots is not None and tag is None and not universal:
+    if snapshots is not None and tag is None and not run.config.load_universal_checkpoint:
         kept = _newer_in_memory(run, load_dir, snapshots)
-    if kept is None:
-        ranks = Ranks(run.ranks, run.config.use_node_local_storage)
-        tag = _together(ranks, load_dir, lambda: _find_tag(load_dir, tag, universal))
-        if not _all_have(ranks, load_dir, tag):
-            return None
-        folder = _on_disk(run, ranks, load_dir, tag)
-    else:
-        ranks, folder = kept
+    place = kept or _on_disk(run, load_dir, tag)
+    if place is None:
+        return None
+    ranks, folder = place
     together = functools.partial(_together, ranks, folder)
     with_optimizer = load_optimizer_states and not load_module_only and run.states is not None
     with_scheduler = load_lr_scheduler_states and not load_module_only
@@ -200,19 +195,18 @@ def _restore(restore, masters, states):
         restore.extra()
 
 
-def _all_have(ranks, load_dir, tag):
-    """Whether there is a tag. RuntimeError on all ranks where only some have found one."""
-    found = ranks.gather(tag)
-    without = [str(rank) for rank, tag in enumerate(found) if tag is None]
-    if without and len(without) < len(found):
+def _on_disk(run, load_dir, tag):
+    """``(ranks, folder of the tag)``, or None without a tag. RuntimeError on all ranks where only some find one."""
+    ranks = Ranks(run.ranks, run.config.use_node_local_storage)
+    tag = _together(ranks, load_dir, lambda: _find_tag(load_dir, tag, run.config.load_universal_checkpoint))
+    without = [str(rank) for rank, found in enumerate(ranks.gather(tag)) if found is None]
+    if len(without) == ranks.size:
+        return None
+    if without:
         raise RuntimeError(
             f"rank {', '.join(without)} sees no checkpoint in {load_dir}, and others do: mount the directory on all "
             "hosts, or set checkpoint.use_node_local_storage"
         )
-    return not without
-
-
-def _on_disk(run, ranks, load_dir, tag):
     folder = os.path.join(load_dir, tag)
     # What a broken-off save has left is put right first.
     folder = ranks.lead(lambda: commit.place_of(folder), f"the checkpoint {folder} is not loaded")
@@ -222,7 +216,7 @@ def _on_disk(run, ranks, load_dir, tag):
         known = sorted(entry.name for entry in tags if entry.is_dir())
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
     check(run, ranks, folder)
-    return folder
+    return ranks, folder
 
 
 def _newer_in_memory(run, load_dir, snapshots):

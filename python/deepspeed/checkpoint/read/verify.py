@@ -1,7 +1,7 @@
 """Whether every byte of a checkpoint is the one that was saved; where not, which tensor it belongs to."""
 
+import collections
 import concurrent.futures
-import dataclasses
 import json
 import math
 import os
@@ -116,13 +116,8 @@ def missing_or_short(folder, facts):
 _CHUNK = 8 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(collections.namedtuple("Problem", "file tensor text")):
     """``tensor`` is None where the damage is in no tensor or nobody can say in which."""
-
-    file: str
-    tensor: str
-    text: str
 
     def __str__(self):
         return f"{self.file}: " + (f"tensor '{self.tensor}': " if self.tensor else "") + self.text

@@ -141,7 +141,7 @@ def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=(
 
     Raises RuntimeError where shapes do not fit, or keys (``strict``), and ValueError where files are incomplete.
     """
-    keys, saved_keys = _keys(run), _saved_keys(saved)
+    params, keys, saved_keys = run.weights.params, _keys(run), _saved_keys(saved)
     if custom_load_fn is not None:
         for name in _given_keys(saved_keys, keys, elsewhere) - saved.module().keys():
             known = saved.aliases().get(name, name)
@@ -149,7 +149,11 @@ def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=(
             if shape is not None:
                 _filled(saved.check_pieces(saved.pieces(known, "weight"), 0, shape.numel()), shape.numel(), name, saved)
         return
-    missing, unexpected = _differences(run, keys, saved_keys, elsewhere)
+    # Frozen weights may be missing where a checkpoint was saved without all of them.
+    frozen = {name for name, own in keys.items() if own in params and not params[own].requires_grad}
+    may_lack = () if frozen & saved_keys else frozen
+    missing = [name for name in keys if name not in saved_keys and name not in may_lack]
+    unexpected = [name for name in saved_keys if name not in keys and name not in elsewhere]
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"{saved.origin()} does not fit the model: missing {missing}, unexpected {unexpected}. Build the model as "
@@ -202,14 +206,6 @@ def _whole(run, saved):
     if hasattr(given, "_metadata"):  # versions of modules
         whole._metadata = given._metadata
     return whole
-
-
-def _differences(run, keys, saved_keys, elsewhere):
-    """``(missing, unexpected)``. Frozen weights may be missing where a checkpoint was saved without all of them."""
-    frozen = {name for name, param in run.weights.params.items() if not param.requires_grad}
-    without = not any(name in saved_keys for name in keys if keys[name] in frozen)
-    missing = [name for name in keys if name not in saved_keys and not (without and keys[name] in frozen)]
-    return missing, [name for name in saved_keys if name not in keys and name not in elsewhere]
 
 
 def _check_shapes(weights, saved):
