@@ -27,8 +27,9 @@ sys.path.insert(0, sys.argv[1])
 import torch
 import deepspeed
 try:
-    from deepspeed.checkpoint.layouts.saved_state import Range, read_into
+    from deepspeed.checkpoint.layouts.saved_state import Range, SavedState
     from deepspeed.formats.torch_archive import load
+    read_into = SavedState.read_into
 except ImportError:  # a tree from before these rooms
     from deepspeed.utils.torch_archive import load
     from deepspeed.zero.saved_state import Range, read_into

@@ -19,9 +19,8 @@ JOINED_NAMES = {
     },
     "checkpoint/layouts/names.py": {
         "self(**numbers)": _NUMBERED,
-        "checkpoint_json()": _NUMBERED, "checkpoint_json(count)": _NUMBERED, "tag": "check_tag has checked it",
+        "checkpoint_json()": _NUMBERED, "checkpoint_json(n)": _NUMBERED, "tag": "check_tag has checked it",
     },
-    "checkpoint/layouts/saved_stages.py": {"files[layer]": "a number of a layer with fixed text, or of a listing"},
     "checkpoint/layouts/saved_universal.py": {"name": _LISTED},
     "checkpoint/read/cli.py": {"tag": _LISTED},
     "checkpoint/read/expert_states.py": {"name": _LISTED},

@@ -1,5 +1,6 @@
 """A checkpoint of a Megatron-style pipeline: layers, embeddings and states by pipeline and tensor-parallel rank."""
 
+import functools
 import os
 
 import torch
@@ -21,32 +22,28 @@ from deepspeed.checkpoint.zero_checkpoint import ZeROCheckpoint
 # ---- layer merge ---------------------------------------------------------------------------------------------------
 # Megatron's names of the tensors in a layer file, and how tensor-parallel slices of a layer make a whole one.
 
-# Tensors that every tensor-parallel rank has whole, and dimensions other than 0 along which slices are joined. Names of
-# Megatron-LM.
-REPLICATED = {
-    "input_layernorm.weight",
-    "input_layernorm.bias",
-    "self_attention.dense.bias",
-    "post_attention_layernorm.weight",
-    "post_attention_layernorm.bias",
-    "mlp.dense_4h_to_h.bias",
-    "position_embeddings.weight",
+# Megatron-LM's names of tensors -> the dimension along which slices are joined; None for what every rank has whole.
+_JOINED_ALONG = {
+    "input_layernorm.weight": None,
+    "input_layernorm.bias": None,
+    "self_attention.dense.bias": None,
+    "post_attention_layernorm.weight": None,
+    "post_attention_layernorm.bias": None,
+    "mlp.dense_4h_to_h.bias": None,
+    "position_embeddings.weight": None,
+    "self_attention.dense.weight": 1,
+    "mlp.dense_4h_to_h.weight": 1,
 }
-CONCAT_DIM = {"self_attention.dense.weight": 1, "mlp.dense_4h_to_h.weight": 1}
-
-
-def _ends_with(key, names):
-    return next((name for name in names if key == name or key.endswith("." + name)), None)
 
 
 def merge_layer_slices(states):
-    """One state dict of several tensor-parallel ranks' slices of the same layer."""
+    """One state dict of several tensor-parallel ranks' slices of the same layer. Tensors with other names are joined
+    along dimension 0."""
     merged = dict(states[0])
-    for key, first in merged.items():
-        if len(states) == 1 or not torch.is_tensor(first) or not first.dim() or _ends_with(key, REPLICATED):
-            continue
-        dim = CONCAT_DIM.get(_ends_with(key, CONCAT_DIM), 0)
-        merged[key] = torch.cat([state[key] for state in states], dim=dim)
+    for key, first in merged.items() if len(states) > 1 else ():
+        dim = next((dim for name, dim in _JOINED_ALONG.items() if f".{key}".endswith(f".{name}")), 0)
+        if torch.is_tensor(first) and first.dim() and dim is not None:
+            merged[key] = torch.cat([state[key] for state in states], dim=dim)
     return merged
 
 
@@ -89,7 +86,6 @@ class DeepSpeedCheckpoint:
         self.dp_degree = self.original_dp_degree if dp_degree is None else dp_degree
         self.world_size = self.pp_degree * self.tp_degree * self.dp_degree
         self.global_state = {}
-        self._head = None
         self.old_2d_map = reshape_meg_2d_parallel(
             self.original_pp_degree, self.original_tp_degree, self.original_pp_degree, self.original_tp_degree
         )
@@ -106,8 +102,7 @@ class DeepSpeedCheckpoint:
         self.pp_to_transformer_map, self.transformer_file_map = {}, {}
         if not self.layer_count:
             return
-        last = self.final_layer_norm_idx % self.layer_count
-        middle = self.layer_keys[EMBEDDING_LAYER_INDEX + 1 : last]
+        middle = self.layer_keys[EMBEDDING_LAYER_INDEX + 1 : self.final_layer_norm_idx % self.layer_count]
         if len(middle) % self.pp_degree:
             raise ValueError(
                 f"{self.dir} has {len(middle)} transformer layers, which {self.pp_degree} pipeline stages cannot share "
@@ -234,18 +229,14 @@ class DeepSpeedCheckpoint:
 
     def get_2d_parallel_state(self, tp_index, pp_index):
         """The model states of a model-parallel rank; tensors of several old ranks lie end to end along dimension 0."""
-        merged = None
-        for path in self.get_2d_parallel_files(tp_index, pp_index):
-            state = storage.read(path)
-            merged = state if merged is None else merge_state(merged, state)
-        return merged
+        return functools.reduce(merge_state, map(storage.read, self.get_2d_parallel_files(tp_index, pp_index)))
+
+    @functools.cached_property
+    def _head(self):
+        return storage.read(self.mp_rank_files[0]) if self.mp_rank_files else {}
 
     def _global(self, key, default):
-        if key not in self.global_state:
-            if self._head is None:
-                self._head = storage.read(self.mp_rank_files[0]) if self.mp_rank_files else {}
-            self.global_state[key] = self._head.get(key, default)
-        return self.global_state[key]
+        return self.global_state.setdefault(key, self._head.get(key, default))
 
     def get_iteration(self):
         """What the first model file has under ``iteration``; 0 without."""

@@ -29,8 +29,12 @@ class model_3d_desc:
             self.pp_degree, self.tp_degree, target_3d_desc.pp_degree, target_3d_desc.tp_degree, verbose
         )
         # Every cell takes its old cells from all old data-parallel ranks, and shares them out among the new ones.
-        cells = unflatten_dp_dimension(flatten_dp_dimension(grid, self.pp_degree * self.tp_degree, self.dp_degree),
-                                       target_3d_desc.dp_degree)  # fmt: skip
+        size, target = self.pp_degree * self.tp_degree, target_3d_desc
+        cells = [meg_2d_parallel_map(target.pp_degree, target.tp_degree) for _ in range(target.dp_degree)]
+        for place, olds in grid.map.items():
+            ranks = [old + dp * size for old in olds for dp in range(self.dp_degree)]
+            for cell, part in zip(cells, partition_data(ranks, target.dp_degree), strict=True):
+                cell.add_data(*place, part)
         if verbose:
             for rank, cell in enumerate(cells):
                 cell.print_data(f"data-parallel rank {rank}")
@@ -68,26 +72,6 @@ class model_3d_desc:
             elif dim != DP_DIM and old % new:
                 errors.append(f"{dim} degree {old} is no multiple of {new}")
         return not errors, errors
-
-
-def flatten_dp_dimension(meg_2d_map, src_2d_size, dp_degree):
-    """The grid with the old ranks of all data-parallel ranks in each cell; ``src_2d_size``: cells of the old grid."""
-    flat = meg_2d_parallel_map(meg_2d_map.pp_degree, meg_2d_map.tp_degree)
-    for pp in range(flat.pp_degree):
-        for tp in range(flat.tp_degree):
-            for cell in meg_2d_map.get_data(pp, tp):
-                flat.add_data(pp, tp, [cell + dp * src_2d_size for dp in range(dp_degree)])
-    return flat
-
-
-def unflatten_dp_dimension(meg_2d_map, dp_degree):
-    """A grid for each of ``dp_degree`` ranks with its equal part of each cell."""
-    grids = [meg_2d_parallel_map(meg_2d_map.pp_degree, meg_2d_map.tp_degree) for _ in range(dp_degree)]
-    for pp in range(meg_2d_map.pp_degree):
-        for tp in range(meg_2d_map.tp_degree):
-            for grid, part in zip(grids, partition_data(meg_2d_map.get_data(pp, tp), dp_degree), strict=True):
-                grid.add_data(pp, tp, part)
-    return grids
 
 
 def get_model_3d_descriptor(dir):

@@ -9,12 +9,6 @@ class meg_2d_parallel_map:
         self.tp_degree = tp_degree
         self.map = {}
 
-    def simple_init(self):
-        """Rank r of ``pp_degree * tp_degree`` lies in cell ``(r // tp_degree, r % tp_degree)``."""
-        self.map = {
-            (pp, tp): [pp * self.tp_degree + tp] for pp in range(self.pp_degree) for tp in range(self.tp_degree)
-        }
-
     def _check(self, pp_index, tp_index):
         if not (0 <= pp_index < self.pp_degree and 0 <= tp_index < self.tp_degree):
             raise ValueError(
@@ -44,27 +38,23 @@ class meg_2d_parallel_map:
             print(f"({pp}, {tp}) = {data}")
 
 
-def _check_smaller(what, old, new):
-    if new < 1 or new > old or old % new:
-        raise ValueError(f"a grid with {what} degree {old} becomes one with a divisor of that, not {new}")
-
-
 def reshape_meg_2d_parallel(old_pp_degree, old_tp_degree, new_pp_degree, new_tp_degree, verbose=False):
     """The ``meg_2d_parallel_map`` of the new grid: each cell lists the ranks of the old grid whose data it takes.
 
-    Neighbouring cells are put together, first along the tensor-parallel ranks of a pipeline stage, then along the
-    stages. Raises ValueError when a degree grows or does not divide the old one.
+    Rank r of the old grid is its cell ``(r // old_tp_degree, r % old_tp_degree)``. Neighbouring cells are put together,
+    first along the tensor-parallel ranks of a pipeline stage, then along the stages. Raises ValueError when a degree
+    grows or does not divide the old one.
     """
-    _check_smaller("pipeline", old_pp_degree, new_pp_degree)
-    _check_smaller("tensor-parallel", old_tp_degree, new_tp_degree)
-    old = meg_2d_parallel_map(old_pp_degree, old_tp_degree)
-    old.simple_init()
-    new = meg_2d_parallel_map(new_pp_degree, new_tp_degree)
+    degrees = ("pipeline", old_pp_degree, new_pp_degree), ("tensor-parallel", old_tp_degree, new_tp_degree)
+    for what, old, new in degrees:
+        if new < 1 or new > old or old % new:
+            raise ValueError(f"a grid with {what} degree {old} becomes one with a divisor of that, not {new}")
+    made = meg_2d_parallel_map(new_pp_degree, new_tp_degree)
     stages, slices = old_pp_degree // new_pp_degree, old_tp_degree // new_tp_degree
-    for pp in range(old_pp_degree):
-        for tp in range(old_tp_degree):
-            new.add_data(pp // stages, tp // slices, old.get_data(pp, tp))
+    for rank in range(old_pp_degree * old_tp_degree):
+        pp, tp = divmod(rank, old_tp_degree)
+        made.add_data(pp // stages, tp // slices, [rank])
     if verbose:
-        old.print_data("old grid")
-        new.print_data("new grid")
-    return new
+        reshape_meg_2d_parallel(old_pp_degree, old_tp_degree, old_pp_degree, old_tp_degree).print_data("old grid")
+        made.print_data("new grid")
+    return made

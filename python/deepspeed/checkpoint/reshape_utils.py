@@ -21,10 +21,12 @@ def get_files_with_prefix(all_files, prefix):
 
 def get_zero_files(dir):
     """The optimizer files of ``dir`` in the order of their ranks, whichever of the three prefixes they have."""
-    found = {prefix: [] for prefix in ("", "fp16_", "bf16_")}
-    for name, known in names.OPTIM_STATES.found_in(dir).items():
-        found[known["prefix"]].append(os.path.join(dir, name))
-    return next(filter(None, found.values()), [])
+    found = names.OPTIM_STATES.found_in(dir).items()
+    of_prefix = (
+        [os.path.join(dir, name) for name, known in found if known["prefix"] == prefix]
+        for prefix in ("", "fp16_", "bf16_")
+    )
+    return next(filter(None, of_prefix), [])
 
 
 def get_model_files(dir):
@@ -50,40 +52,32 @@ def partition_data(data_list, num_partitions):
     return [data_list[start : start + size] for start in range(0, size * num_partitions, size)] if size else []
 
 
-def _merge_dicts(state_a, state_b, key_list):
-    merged = {
-        key: merge_state(value, state_b[key], key_list=[*key_list, str(key)]) if key in state_b else value
-        for key, value in state_a.items()
-    }
-    merged.update({key: value for key, value in state_b.items() if key not in state_a})
-    return merged if type(state_a) is dict else type(state_a)(merged)
-
-
-def _where(key_list):
-    return ".".join(key_list) or "the top level"
-
-
 def merge_state(state_a, state_b, key_list=[]):  # noqa: B006 (published; never changed)
     """Two ranks' states as one: tensors end to end along dimension 0 (0-dimensional ones: the first), lists item
     by item, dicts key by key (a key of one of them stays), anything else from ``state_a``.
 
     ``key_list`` names where we are, for errors. Raises ValueError when types or lengths differ.
     """
+    where = ".".join(key_list) or "the top level"
     if type(state_a) is not type(state_b):
         raise ValueError(
-            f"cannot merge {type(state_a).__name__} with {type(state_b).__name__} at {_where(key_list)}: the files do "
-            "not belong together"
+            f"cannot merge {type(state_a).__name__} with {type(state_b).__name__} at {where}: the files do not belong "
+            "together"
         )
     if isinstance(state_a, dict):
-        return _merge_dicts(state_a, state_b, key_list)
+        both = {
+            key: merge_state(value, state_b[key], [*key_list, str(key)])
+            for key, value in state_a.items()
+            if key in state_b
+        }
+        merged = {**state_a, **state_b, **both}
+        return merged if type(state_a) is dict else type(state_a)(merged)
     if isinstance(state_a, (list, tuple)) and not isinstance(state_a, torch.Size) and not hasattr(state_a, "_fields"):
         if len(state_a) != len(state_b):
             raise ValueError(
-                f"cannot merge lists of {len(state_a)} and {len(state_b)} items at {_where(key_list)}: the files do "
-                "not belong together"
+                f"cannot merge lists of {len(state_a)} and {len(state_b)} items at {where}: the files do not belong "
+                "together"
             )
         items = [merge_state(a, b, [*key_list, str(i)]) for i, (a, b) in enumerate(zip(state_a, state_b, strict=True))]
         return type(state_a)(items)
-    if torch.is_tensor(state_a):
-        return torch.cat([state_a, state_b], dim=0) if state_a.dim() else state_a
-    return state_a
+    return torch.cat([state_a, state_b], dim=0) if torch.is_tensor(state_a) and state_a.dim() else state_a

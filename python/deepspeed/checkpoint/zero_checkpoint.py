@@ -1,5 +1,6 @@
 """The optimizer files of a checkpoint, seen as a grid of pipeline, tensor and data-parallel ranks, or a smaller one."""
 
+import itertools
 import os
 
 import torch
@@ -13,7 +14,7 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 from deepspeed.checkpoint.read import storage
-from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor, model_3d_desc
+from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 from deepspeed.checkpoint.reshape_utils import get_zero_files, merge_state
 from deepspeed.utils.tensor_fragment import fragment_address
 
@@ -35,9 +36,7 @@ class ZeROCheckpoint:
                 f"{dir} has {self.num_files} optimizer files, a grid of {self.src_3d.get_desc()} has "
                 f"{self.src_3d.world_size()}: files are missing, or the degrees are wrong"
             )
-        self._names = {os.path.basename(path) for path in self.file_list}
-        self.target_3d = model_3d_desc(self.src_3d.pp_degree, self.src_3d.tp_degree, self.src_3d.dp_degree)
-        self._3d_file_map = self.src_3d.reshape(self.target_3d)
+        self.reshape(self.src_3d)
 
     def get_src_world_size(self):
         return self.src_3d.world_size()
@@ -67,17 +66,19 @@ class ZeROCheckpoint:
         ``strip_tensor_paddings``: what the ranks have appended to make shards equal goes first, and ``group_paddings``
         become 0. Keys of ``keys_to_ignore`` are left out of the files.
         """
-        files = self.get_files_for_rank(pp_index, tp_index, dp_index)
         merged = None
-        for path in files:
+        for path in self.get_files_for_rank(pp_index, tp_index, dp_index):
             state = {key: value for key, value in storage.read(path).items() if key not in keys_to_ignore}
             if strip_tensor_paddings:
                 _strip_paddings(state)
             _join_mappings(merged, state)
             merged = state if merged is None else merge_state(merged, state)
-        _set_partition_count(merged, len(files), self.target_3d.dp_degree)
-        if strip_tensor_paddings:
-            _clear_paddings(merged)
+        inner, degree = _inner(merged), self.target_3d.dp_degree
+        count, paddings = inner.get(PARTITION_COUNT), inner.get(GROUP_PADDINGS)
+        if count is not None:
+            inner[PARTITION_COUNT] = [degree] * len(count) if isinstance(count, (list, tuple)) else degree
+        if strip_tensor_paddings and paddings:
+            inner[GROUP_PADDINGS] = [0] * len(paddings)
         return merged
 
     def print_3d_index_map(self, tag=None):
@@ -92,10 +93,8 @@ class ZeROCheckpoint:
         if tag:
             print(tag)
         grid = self.target_3d
-        for dp in range(grid.dp_degree):
-            for pp in range(grid.pp_degree):
-                for tp in range(grid.tp_degree):
-                    print(f"pp {pp}, tp {tp}, dp {dp}: {of_rank(pp, tp, dp)}")
+        for dp, pp, tp in itertools.product(*map(range, (grid.dp_degree, grid.pp_degree, grid.tp_degree))):
+            print(f"pp {pp}, tp {tp}, dp {dp}: {of_rank(pp, tp, dp)}")
 
     def reshape(self, target_3d_desc):
         """From now on states are those of the ranks of ``target_3d_desc``. Raises ValueError when it does not fit."""
@@ -118,10 +117,9 @@ def _strip_paddings(state):
     shards = inner.get(SINGLE_PARTITION_OF_FP32_GROUPS) or []
     for group, states in base.get("state", {}).items():
         for name, value in states.items():
-            if not torch.is_tensor(value) or not value.dim():
-                continue
-            wanted = shards[group].numel() if group < len(shards) else value.numel() - paddings[group]
-            states[name] = value[:wanted] if value.numel() > wanted else value
+            if torch.is_tensor(value) and value.dim():
+                wanted = shards[group].numel() if group < len(shards) else value.numel() - paddings[group]
+                states[name] = value[:wanted]
 
 
 def _join_mappings(merged, state):
@@ -146,16 +144,3 @@ def _join_mappings(merged, state):
             else:
                 return
     ours[PARAM_SLICE_MAPPINGS] = found
-
-
-def _clear_paddings(state):
-    inner = _inner(state)
-    if inner.get(GROUP_PADDINGS):
-        inner[GROUP_PADDINGS] = [0] * len(inner[GROUP_PADDINGS])
-
-
-def _set_partition_count(state, files, dp_degree):
-    inner = _inner(state)
-    count = inner.get(PARTITION_COUNT)
-    if count is not None:
-        inner[PARTITION_COUNT] = [dp_degree] * len(count) if isinstance(count, (list, tuple)) else dp_degree

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from deepspeed.checkpoint.layouts.saved_shards import OwnShard, sliced_form
+from deepspeed.checkpoint.layouts.saved_shards import own_shard, sliced_form
 from deepspeed.zero.gathers.model_gathering import ModelGathering
 from deepspeed.zero.optimizers.sliced_optimizer import SlicedOptimizer
 
@@ -47,7 +47,7 @@ class DeepSpeedZeRoOffload(ModelGathering):
 class DeepSpeedZeroOptimizer_Stage3(SlicedOptimizer):
     """Parameters, gradients and states are slices; modules gather what they need while they run."""
 
-    saved_form, own_slices = staticmethod(sliced_form), OwnShard
+    saved_form, own_slices = staticmethod(sliced_form), staticmethod(own_shard)
 
     def __init__(
         self,

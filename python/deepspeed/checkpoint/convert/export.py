@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import SCRIPT
-from deepspeed.checkpoint.layouts.saved_stages import SavedStages, open_run
+from deepspeed.checkpoint.layouts.open_saved import open_run
 from deepspeed.checkpoint.layouts.saved_state import Range, eager, plain
 from deepspeed.checkpoint.read import cli
 from deepspeed.formats.weight_files import StoredWeight, write_weight_files, write_whole
@@ -169,7 +169,7 @@ def export(
         raise ValueError(f"dtype = {dtype!r} is none of {', '.join(DTYPES)}")
     saved = open_any(checkpoint_dir, tag)
     ranks = saved.model.get("mp_world_size", 1)
-    if ranks > 1 and not (isinstance(saved, SavedStages) and saved.is_whole):
+    if ranks > 1 and not saved.is_whole:
         raise ValueError(
             f"{saved.origin()} holds slices of {ranks} model-parallel ranks: join them with ds_to_universal first, "
             "which knows the rules, and export its result"

@@ -23,8 +23,7 @@ from deepspeed.checkpoint.autoep_universal import (
 )
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import OPTIMIZER_STATE, STEP, TEMP_FOLDER, ZERO_FOLDER, shard_path, state_path
-from deepspeed.checkpoint.layouts.open_saved import open_saved
-from deepspeed.checkpoint.layouts.saved_stages import is_pipeline, open_run
+from deepspeed.checkpoint.layouts.open_saved import open_run, open_saved, pipeline_degrees
 from deepspeed.checkpoint.layouts.saved_state import eager, plain
 from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, merge_slices
 from deepspeed.checkpoint.read import storage
@@ -38,6 +37,9 @@ from deepspeed.log import logger
 # A checkpoint folder as the source of a universal one: its grid of ranks, its parameters, its rules.
 
 
+_IN_EVERY_STAGE = keys.PIPELINE_REPLICATED_PARAMETER_PATTERNS  # tied embeddings: the first stage's are taken
+
+
 class Source:
     """``folder``: one tag of a checkpoint of any ZeRO stage. ``inject``: missing ``universal_checkpoint_info`` counts
     as an empty one. Opens files when they are asked for, and keeps tensors in them."""
@@ -46,7 +48,7 @@ class Source:
         self.folder = folder
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"there is no checkpoint folder {folder}: --input_folder is that of one tag")
-        self._saved, self._is_pipeline = {}, is_pipeline(folder)
+        self._saved, self._is_pipeline = {}, pipeline_degrees(folder) is not None
         if self._is_pipeline:  # names mean the same in all stages
             joined = open_run(folder)
             self._saved = {0: joined} if joined.is_whole else {}
@@ -140,10 +142,10 @@ class Source:
         found = {}
         for pp in range(self.pp_degree):
             for name in self.saved(pp * self.tp_degree).shapes():
-                if name in found and not (self._is_pipeline or self.rules.is_in_every_stage(name)):
+                if name in found and not (self._is_pipeline or self.rules.lists(_IN_EVERY_STAGE, name)):
                     raise ValueError(
                         f"parameter '{name}' is in the pipeline stages {found[name]} and {pp}, and no entry of "
-                        f"{keys.PIPELINE_REPLICATED_PARAMETER_PATTERNS} in {keys.UNIVERSAL_CHECKPOINT_INFO} matches it"
+                        f"{_IN_EVERY_STAGE} in {keys.UNIVERSAL_CHECKPOINT_INFO} matches it"
                     )
                 found.setdefault(name, pp)
         return found

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import functools
+import itertools
 import os
 import re
 
@@ -238,10 +239,7 @@ def is_native(folder):
 
 def mp_size(folder):
     """Model-parallel ranks that have saved the tag ``folder``."""
-    count = 1
-    while os.path.exists(os.path.join(folder, checkpoint_json(count))):
-        count += 1
-    return count
+    return next(n for n in itertools.count(1) if not os.path.exists(os.path.join(folder, checkpoint_json(n))))
 
 
 def key_of(kind, name, offset=None):
@@ -272,27 +270,43 @@ HIDDEN = ("making", "saving", "replaced", "removing", "meeting")  # what hidden 
 def check_tag(tag, save_dir):
     """Raises ValueError for a ``tag`` (a text) under which nothing can be saved in ``save_dir``, or not found again."""
 
-    def refuse(why, fix):
-        raise ValueError(f"the checkpoint tag {tag!r} {why}. {fix}")
-
     plain = "Pass the name of a folder to be made in save_dir, such as tag='step100', or None for global_step<N>"
-    if not tag.strip():
-        refuse(f"is empty: the checkpoint would be {save_dir} itself and replace the other tags there", plain)
-    if "\0" in tag or "\n" in tag or tag != tag.strip():
-        refuse("begins or ends with blanks, or has a line break or zero byte in it: 'latest' could not name it", plain)
-    if os.path.isabs(tag):
-        refuse(f"is an absolute path: it leaves save_dir {save_dir}", "Pass that folder as save_dir, and a name as tag")
-    parts = tag.rstrip("/").split("/")
-    if os.pardir in parts or os.curdir in parts or "" in parts:
-        refuse(
+    parts, hidden = tag.rstrip("/").split("/"), tuple(f".{what}" for what in HIDDEN)
+    rules = (
+        (
+            not tag.strip(),
+            f"is empty: the checkpoint would be {save_dir} itself and replace the other tags there",
+            plain,
+        ),
+        (
+            "\0" in tag or "\n" in tag or tag != tag.strip(),
+            "begins or ends with blanks, or has a line break or zero byte in it: 'latest' could not name it",
+            plain,
+        ),
+        (
+            os.path.isabs(tag),
+            f"is an absolute path: it leaves save_dir {save_dir}",
+            "Pass that folder as save_dir, and a name as tag",
+        ),
+        (
+            not {os.pardir, os.curdir, ""}.isdisjoint(parts),
             f"has a part '.', '..' or '': it may leave save_dir {save_dir}, or name a folder that has another name too",
             f"{plain}; a folder in a folder is tag='run1/step100'",
-        )
-    if parts[-1] in (LATEST, LATEST_UNIVERSAL, SCRIPT) and len(parts) == 1:
-        refuse("is the name of a file that a save writes into save_dir", plain)
-    for part in parts:
-        if part.startswith(".") and part.endswith(tuple(f".{what}" for what in HIDDEN)):
-            refuse("is the name of a hidden folder of a save in progress", plain)
+        ),
+        (
+            len(parts) == 1 and parts[0] in (LATEST, LATEST_UNIVERSAL, SCRIPT),
+            "is the name of a file that a save writes into save_dir",
+            plain,
+        ),
+        (
+            any(part.startswith(".") and part.endswith(hidden) for part in parts),
+            "is the name of a hidden folder of a save in progress",
+            plain,
+        ),
+    )
+    for applies, why, fix in rules:
+        if applies:
+            raise ValueError(f"the checkpoint tag {tag!r} {why}. {fix}")
 
 
 def folder_of(save_dir, tag):

@@ -3,67 +3,38 @@
 import functools
 import os
 
+from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.layouts.saved_named import expert_weights, with_named
-from deepspeed.checkpoint.layouts.saved_native import NativeState
-from deepspeed.checkpoint.layouts.saved_shards import FlatState, PlainState, SlicedState
+from deepspeed.checkpoint.layouts.saved_named import expert_weights, weights_in, with_named
+from deepspeed.checkpoint.layouts.saved_native import NativeState, read_json
+from deepspeed.checkpoint.layouts.saved_shards import FlatState, PlainState, Shards, SlicedState
+from deepspeed.checkpoint.layouts.saved_slices import SavedSlices
+from deepspeed.checkpoint.layouts.saved_state import Joined
 from deepspeed.checkpoint.layouts.saved_universal import UniversalState
 from deepspeed.checkpoint.read import storage
 from deepspeed.formats.swapped_tensors import with_swapped
 
 
-class OfRanks:
-    """What each of ``count`` ranks has saved, which ``read(rank)`` reads when it is asked for."""
-
-    def __init__(self, read, count):
-        self._read, self._count, self._held = read, count, {}
-
-    def __len__(self):
-        return self._count
-
-    def __getitem__(self, rank):
-        if rank not in self._held:
-            self._held[rank] = self._read(rank)
-        return self._held[rank]
-
-
-class Shards(OfRanks):
-    """``optimizer_state_dict`` of every rank that saved. ``first``: a rank whose file is here; on a disk that only some
-    ranks share it may be another than 0."""
-
-    def __init__(self, folder, mp_rank, prefix, first):
-        super().__init__(self._shard, None)
-        self.path = lambda rank: names.OPTIM_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank, prefix=prefix)
-        self.first = first
-        count = self[first].get("partition_count", 1)
-        self._count = max(count, default=1) if isinstance(count, (list, tuple)) else int(count)
-
-    def _shard(self, rank):
-        path = self.path(rank)
-        whole = storage.read(path, lazy=True)
-        if not isinstance(whole, dict) or "optimizer_state_dict" not in whole:
-            raise ValueError(f"{path} is no file of optimizer states: it has no 'optimizer_state_dict'")
-        return with_swapped(path, whole, storage.read)
-
-
-def _fragments(folder, mp_rank, rank):
-    """``frozen_param_fragments`` of a rank that saved at stage 3."""
-    path = names.SHARDED_MODEL_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank)
-    return storage.read(path, lazy=True).get("frozen_param_fragments") or {}
-
-
 def _shards(folder, mp_rank, dp_rank):
+    """``Shards`` in the files of optimizer states, or None. On a disk that only some ranks share the facts are in the
+    file of ``dp_rank`` instead of rank 0."""
     for prefix in names.PREFIXES:
+        path = functools.partial(_optim_path, folder, mp_rank, prefix)
         for rank in (0, dp_rank):
-            if os.path.exists(names.OPTIM_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank, prefix=prefix)):
-                return Shards(folder, mp_rank, prefix, rank)
+            if os.path.exists(path(rank)):
+                return Shards(lambda other, path=path: _shard(path(other)), rank, path=path)
     return None
 
 
-def _model_files(folder, mp_rank, *dp_ranks):
-    """Paths of the model files of ZeRO stage 3 that are there, of these ranks."""
-    paths = [names.SHARDED_MODEL_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank) for rank in dp_ranks]
-    return [path for path in paths if os.path.exists(path)]
+def _optim_path(folder, mp_rank, prefix, rank):
+    return names.OPTIM_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank, prefix=prefix)
+
+
+def _shard(path):
+    whole = storage.read(path, lazy=True)
+    if not isinstance(whole, dict) or "optimizer_state_dict" not in whole:
+        raise ValueError(f"{path} is no file of optimizer states: it has no 'optimizer_state_dict'")
+    return with_swapped(path, whole, storage.read)
 
 
 def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_optimizer=True, mp_size=1, experts=None):
@@ -79,33 +50,29 @@ def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_o
     where one does not hold what files of checkpoints do.
     """
     try:
-        return _opened(folder, mp_rank, dp_rank, group_names, shapes, with_optimizer, mp_size, experts)
+        if names.is_native(folder):
+            return NativeState(folder, mp_rank, dp_rank)
+        if names.is_universal(folder):
+            return UniversalState(folder, mp_rank, mp_size, dp_rank, group_names, shapes)
+        shards = _shards(folder, mp_rank, dp_rank)
+        by_rank = [names.SHARDED_MODEL_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank) for rank in (dp_rank, 0)]
+        found = list(filter(os.path.exists, by_rank))
+        path = found[0] if found else names.MODEL_STATES.path(folder, mp_rank=mp_rank)
+        model = storage.read(path, lazy=True)
+        if found:
+            saved = _open_sliced(folder, mp_rank, model, shards, storage.read(found[-1], lazy=True))
+        elif shards is not None:
+            saved = FlatState(shards, model["param_shapes"], model, folder)
+        else:
+            optimizer = model.get("optimizer") if with_optimizer else None
+            saved = _open_plain(folder, mp_rank, model, group_names, shapes or {}, optimizer)
+        saved.model_path = path
+        return with_named(saved, folder, mp_rank, shards, experts)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise RuntimeError(
             f"the checkpoint {folder} is damaged, or its files are of something else: what they hold does not fit "
             f"({type(error).__name__}: {error}); load an older tag"
         ) from error
-
-
-def _opened(folder, mp_rank, dp_rank, group_names, shapes, with_optimizer, mp_size, experts):
-    if names.is_native(folder):
-        return NativeState(folder, mp_rank, dp_rank)
-    if names.is_universal(folder):
-        return UniversalState(folder, mp_rank, mp_size, dp_rank, group_names, shapes)
-    if _model_files(folder, mp_rank, 0, dp_rank):
-        return _open_sliced(folder, mp_rank, dp_rank, experts)
-    path = names.MODEL_STATES.path(folder, mp_rank=mp_rank)
-    model = storage.read(path, lazy=True)
-    shards = _shards(folder, mp_rank, dp_rank)
-    if shards is not None:
-        saved = FlatState(shards, model["param_shapes"], model, folder)
-    else:
-        saved = _open_plain(
-            folder, mp_rank, model, group_names, shapes or {}, model.get("optimizer") if with_optimizer else None
-        )
-    saved = with_named(saved, folder, mp_rank, shards, experts)
-    saved.model_path = path
-    return saved
 
 
 def _open_plain(folder, mp_rank, model, group_names, shapes, optimizer):
@@ -127,26 +94,115 @@ def _open_plain(folder, mp_rank, model, group_names, shapes, optimizer):
     return PlainState(optimizer, group_names if optimizer else (), shapes, model, folder, steps_are_real=ours)
 
 
-def _open_sliced(folder, mp_rank, dp_rank, experts):
-    path = _model_files(folder, mp_rank, dp_rank, 0)[0]
-    first = _model_files(folder, mp_rank, 0, dp_rank)[0]
-    model = storage.read(path, lazy=True)
-    shards = _shards(folder, mp_rank, dp_rank)
+def _open_sliced(folder, mp_rank, model, shards, first):
+    """``first``: the model file of the first rank: others' may not say which parameters are tied."""
     if shards is None and any(model["param_shapes"] or ()):
         raise FileNotFoundError(
             f"the checkpoint {folder} has no file {names.OPTIM_STATES(dp_rank=0, mp_rank=mp_rank)}, nor one for bf16: "
             "at ZeRO stage 3 the weights are in these files; load another tag"
         )
-    count = len(shards) if shards is not None else model["dp_world_size"]
-    saved = SlicedState(
-        shards if shards is not None else [],
+
+    @functools.lru_cache(maxsize=None)
+    def fragments(rank):
+        path = names.SHARDED_MODEL_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank)
+        return storage.read(path, lazy=True).get("frozen_param_fragments") or {}
+
+    return SlicedState(
+        [] if shards is None else shards,
         model["param_shapes"] or [],
         model,
         folder,
-        OfRanks(functools.partial(_fragments, folder, mp_rank), count),
+        fragments,
+        model["dp_world_size"] if shards is None else len(shards),
         model.get("frozen_param_shapes"),
-        storage.read(first, lazy=True).get("shared_params") or {},  # others' files may not say
+        first.get("shared_params") or {},
     )
-    saved = with_named(saved, folder, mp_rank, shards, experts)
-    saved.model_path = path
-    return saved
+
+
+# ---- pipelines -----------------------------------------------------------------------------------------------------
+# Every stage of a pipeline has files as if it were a run of its own, and the weights lie in files of layers, so any
+# number of stages can read them.
+
+
+def pipeline_degrees(folder):
+    """``(pipeline stages, tensor-parallel ranks)`` of a ``PipelineModule`` that saved the tag ``folder``, as the first
+    of its model files says, or None where none did."""
+    if names.is_native(folder):
+        about = read_json(os.path.join(folder, names.checkpoint_json()))
+        said, about = about.get("pipeline"), about["engine"]
+    else:
+        files = sorted(filter(names.is_model_file, os.listdir(folder)))
+        about = storage.read(os.path.join(folder, files[0]), lazy=True) if files else {}
+        said = "layers" in (about.get(names.PARAMS_BY_RANK) or {}) or about.get("module", {}) is None
+    degrees = about.get(names.RESERVED_KEY) or {}
+    return (degrees.get(CHECKPOINT_PP_DEGREE, 1), degrees.get(CHECKPOINT_TP_DEGREE, 1)) if said else None
+
+
+def open_run(folder, mp_rank=0, dp_rank=0, mp_size=1, stages=1, layers=None, tied=None, cuts=None, **options):
+    """As ``open_saved``, and of a pipeline all stages as one. ``stages``: of this run, whose model-parallel ranks are
+    numbered stage by stage; ``layers``: numbers of the layers whose weights are wanted (None: all); ``tied``: number of
+    a layer -> its path in the module, where that is not the number; ``cuts``: name -> ``Cut`` of this run's parameters,
+    by which slices of another number of tensor-parallel ranks are put together.
+    """
+    degrees, slices = pipeline_degrees(folder), mp_size // stages
+    if degrees is None:
+        return open_saved(folder, mp_rank if stages == 1 else mp_rank % slices, dp_rank, mp_size=slices, **options)
+    pp, tp = degrees
+
+    def opened(ranks, tp_rank):
+        states = [open_saved(folder, rank, dp_rank, mp_size=slices, **options) for rank in ranks]
+        _check_optimizers(folder, ranks, states)
+        weights = {} if names.is_native(folder) else _layer_weights(folder, tp, tp_rank % tp, layers, tied, states)
+        if names.is_universal(folder):  # it has whole parameters; buffers are in the files of layers
+            weights = {name: value for name, value in weights.items() if name not in states[0].shapes()}
+        own = mp_rank // slices if mp_rank // slices < len(states) else 0
+        joined = Joined(states, _model_of(states, own), weights, own)
+        joined.is_whole = tp == 1
+        return joined
+
+    def of_stages(tp_rank):
+        return opened([number * tp + tp_rank for number in range(pp)], tp_rank)
+
+    if names.is_universal(folder):
+        return opened([mp_rank % slices], mp_rank % slices)
+    if tp == slices:
+        return of_stages(mp_rank % slices)
+    return SavedSlices([of_stages(tp_rank) for tp_rank in range(tp)], cuts or {}, mp_rank % slices, slices)
+
+
+def _check_optimizers(folder, ranks, states):
+    """FileNotFoundError where some stages have optimizer states and another has none."""
+    have = [state.has_optimizer() for state in states]
+    if any(have) and not all(have):
+        lacking = ranks[have.index(False)]
+        raise FileNotFoundError(
+            f"the checkpoint {folder} has no file {names.OPTIM_STATES(dp_rank=0, mp_rank=lacking)}, nor one for bf16, "
+            "and other stages of its pipeline have theirs: it is incomplete; load an older tag"
+        )
+
+
+def _model_of(states, own):
+    """The model file of the stage ``own``, with the modules and the names of buffers of all."""
+    modules = [state.model.get("module") or {} for state in states]
+    buffers = [name for state in states for name in state.model.get("buffer_names") or ()]
+    return {
+        **states[own].model,
+        "module": {name: value for module in modules for name, value in module.items()},
+        "buffer_names": list(dict.fromkeys(buffers)),
+    }
+
+
+def _layer_weights(folder, tp, tp_rank, wanted, tied, states):
+    """name -> lazy tensor of what the files of layers have."""
+    layers = [(state.model.get(names.PARAMS_BY_RANK) or {}).get("layers") or {} for state in states]
+    paths = {int(layer): path for known in [tied or {}, *layers] for layer, path in known.items()}
+    slices = f"model_{tp_rank:02d}" if tp > 1 else ""
+    files = {int(layer): names.layer_states(int(layer), slices) for known in layers for layer in known}
+    for name, known in names.LAYER_STATES.found_in(folder).items():
+        if tp == 1 or known["slices"].endswith(f"_{tp_rank:02d}"):
+            files[known["layer"]] = name
+    return {
+        f"{paths.get(layer, layer)}.{name}": value
+        for layer in sorted(files if wanted is None else files.keys() & set(wanted))
+        for name, value in weights_in(folder, files[layer], "a layer").items()
+    }

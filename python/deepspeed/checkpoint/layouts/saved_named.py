@@ -6,55 +6,15 @@ import functools
 import torch
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.layouts.saved_state import Range, SavedOver
+from deepspeed.checkpoint.layouts.saved_state import Joined, Range, SavedState, numel_of, with_names
 from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
-from deepspeed.zero.states.named_states import OWN_PARAMS, joined_tables, table_of
+from deepspeed.zero.states.named_states import OWN_PARAMS
 
 
-def pieces_of(runs, shape, strides=None):
-    """``SavedState.pieces`` of ``[(offset, tensor)]``, in order. ``strides``: of a tensor whose pieces are in the order
-    of its memory."""
-    numel = torch.Size(shape).numel()
-    if strides is not None and runs and sum(_numel(tensor) for _, tensor in runs) == numel:
-        return [(0, numel, Range(functools.partial(_in_rows, runs, shape, strides)))]
-    return [(offset, _numel(tensor), Range(tensor)) for offset, tensor in runs]
-
-
-def _numel(tensor):
-    return torch.Size(tensor.shape).numel()
-
-
-def _in_rows(runs, shape, strides):
-    flat = torch.cat([Range(tensor).read_range(0, _numel(tensor)) for _, tensor in runs])
-    return flat.as_strided(shape, strides)
-
-
-class NamedParams:
-    """``table``: name -> what is known of a parameter (``joined_tables``); ``part(rank)``: what that rank has saved
-    (``own_params``), asked for when it is needed."""
-
-    def __init__(self, table, part):
-        self._table, self._part = table, part
-
-    @classmethod
-    def of(cls, parts):
-        """Of what all ranks have saved, in a list."""
-        return cls(joined_tables([table_of(part) for part in parts]), parts.__getitem__)
-
-    def shapes(self):
-        return {name: torch.Size(about["shape"]) for name, about in self._table.items()}
-
-    def of_group(self, number):
-        """Names of the parameters of a parameter group."""
-        return [name for name, about in self._table.items() if about["group"] == number]
-
-    def state_names(self):
-        kinds = dict.fromkeys(kind for about in self._table.values() for kind in about["kinds"])
-        return [kind for kind in kinds if kind != "fp32"]
-
-    def _parts(self, name):
-        return (self._part(rank) for rank in self._table[name]["ranks"])
+class ByName(SavedState):
+    """States by the names of parameters, each in any number of pieces. ``_parts(name, kind=None)`` of a layout gives
+    what each rank with elements of a parameter (of that kind) has saved, in the form of ``own_params``."""
 
     def scalars(self, name):
         for part in self._parts(name):
@@ -64,56 +24,50 @@ class NamedParams:
                 return found if step is None else {"step": step, **found}
         return {}
 
-    def pieces(self, name, kind):
-        runs, strides = {}, None
-        for part in self._parts(name) if kind in self._table[name]["kinds"] else ():
+    def state_pieces(self, name, kind):
+        return self._pieces(name, kind, self._shapes[name])
+
+    def _pieces(self, name, kind, shape):
+        found, strides = {}, None  # strides: of a tensor whose pieces are in the order of its memory
+        for part in self._parts(name, kind):
             strides = part["strides"].get(name) or strides
             for offset, tensor in part["tensors"].get(kind, {}).get(name, ()):
-                runs.setdefault(offset, tensor)  # of equal ones the first rank's
-        return pieces_of(sorted(runs.items(), key=lambda run: run[0]), self._table[name]["shape"], strides)
+                found.setdefault(offset, tensor)  # of equal ones the first rank's
+        runs = sorted(found.items(), key=lambda run: run[0])
+        if strides is not None and runs and sum(numel_of(tensor) for _, tensor in runs) == shape.numel():
+            return [(0, shape.numel(), Range(functools.partial(_in_rows, runs, shape, strides)))]
+        return [(offset, numel_of(tensor), Range(tensor)) for offset, tensor in runs]
 
 
-class WithNamed(SavedOver):
-    """``base``: the ``SavedState`` of what all ranks train. ``named``: ``NamedParams`` of the others. ``weights``: name
-    -> tensor or lazy tensor of weights and buffers that are in files of their own. ``optimizer``: without ZeRO, what
-    is saved once: ``param_groups`` and values of the optimizer as a whole."""
+def _in_rows(runs, shape, strides):
+    flat = torch.cat([Range(tensor).read_range(0, numel_of(tensor)) for _, tensor in runs])
+    return flat.as_strided(shape, strides)
 
-    def __init__(self, base, named, weights=None, optimizer=None):
-        super().__init__(base)
-        self._named, self._weights, self._optimizer = named, weights or {}, optimizer
-        self._own = named.shapes()
 
-    def shapes(self):
-        return {**self._base.shapes(), **self._own}
+class NamedState(ByName):
+    """``table``: name -> what is known of a parameter (``joined_tables``); ``part(rank)``: what that rank has saved
+    (``own_params``), asked for when it is needed. ``optimizer``: without ZeRO, what is saved once: ``param_groups`` and
+    values of the optimizer as a whole."""
 
-    def param_groups(self):
-        groups = self._base.param_groups() if self._optimizer is None else self._optimizer["param_groups"]
-        return [
-            {**group, "names": [*group.get("names", ()), *self._named.of_group(number)]}
-            for number, group in enumerate(groups)
-        ]
+    masters_only = True
+
+    def __init__(self, table, part, optimizer=None):
+        super().__init__()
+        self._table, self._part = table, part
+        self._shapes = {name: torch.Size(about["shape"]) for name, about in table.items()}
+        count = 1 + max((about["group"] for about in table.values()), default=-1)
+        groups = [{} for _ in range(count)] if optimizer is None else optimizer["param_groups"]
+        members = [[name for name, about in table.items() if about["group"] == number] for number in range(len(groups))]
+        self._groups = with_names(groups, members)
+        self._extra = {} if optimizer is None else dict(optimizer["extra"])
 
     def state_names(self):
-        return list(dict.fromkeys([*self._base.state_names(), *self._named.state_names()]))
+        kinds = dict.fromkeys(kind for about in self._table.values() for kind in about["kinds"])
+        return [kind for kind in kinds if kind != "fp32"]
 
-    def scalars(self, name):
-        return self._named.scalars(name) if name in self._own else self._base.scalars(name)
-
-    def state_pieces(self, name, kind):
-        named = name in self._own
-        return self._named.pieces(name, kind) if named else self._base.state_pieces(name, kind)
-
-    def has_optimizer(self):
-        return self._base.has_optimizer() if self._optimizer is None else True
-
-    def extra(self):
-        return self._base.extra() if self._optimizer is None else dict(self._optimizer["extra"])
-
-    def module(self):
-        return {**self._base.module(), **self._weights}
-
-    def weight_shape(self, name):
-        return super().weight_shape(name) or self._base.weight_shape(name)
+    def _parts(self, name, kind=None):
+        about = self._table[name]
+        return (self._part(rank) for rank in (about["ranks"] if kind is None or kind in about["kinds"] else ()))
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
@@ -128,10 +82,20 @@ def expert_files(folder, mp_rank=0, numbers=None):
     ]
 
 
+def weights_in(folder, name, what):
+    """The content of a file of weights by name, lazy. ``what`` it is of, for the ValueError for a file of something
+    else. FileNotFoundError for one that is not there."""
+    path = path_below(folder, name, f"a model file in {folder}", "entry")
+    state = storage.read(path, lazy=True)
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} is no file of {what}: it holds no weights by name")
+    return state
+
+
 def expert_weights(folder, mp_rank, numbers, listed):
     """name -> lazy tensor of all weights and buffers in them. ``listed``: names of the files that were saved.
 
-    FileNotFoundError for one that is not there, ValueError for a file of something else.
+    Raises as ``weights_in``, and ValueError for a list of other files.
     """
     files = set(expert_files(folder, mp_rank, numbers))
     for name in listed:
@@ -140,14 +104,7 @@ def expert_weights(folder, mp_rank, numbers, listed):
             raise ValueError(f"a model file in {folder} lists {name!r} among its files of experts: it is damaged")
         if numbers is None or known["expert"] in numbers:
             files.add(name)
-    found = {}
-    for name in sorted(files):
-        path = path_below(folder, name, f"a model file in {folder}", "entry")
-        state = storage.read(path, lazy=True)
-        if not isinstance(state, dict):
-            raise ValueError(f"{path} is no file of an expert: it holds no weights by name")
-        found.update(state)
-    return found
+    return {key: value for name in sorted(files) for key, value in weights_in(folder, name, "an expert").items()}
 
 
 def with_named(saved, folder, mp_rank, shards=None, experts=None):
@@ -156,23 +113,22 @@ def with_named(saved, folder, mp_rank, shards=None, experts=None):
     about = saved.model.get(names.PARAMS_BY_RANK) or {}
     weights = expert_weights(folder, mp_rank, experts, about.get("experts") or ())
     table = about.get("table") or {}
-    if not table and not weights:
-        return saved
-    if shards is not None:
-        named = NamedParams(table, lambda rank: _own_of(shards[rank], shards.path(rank)))
-        return WithNamed(saved, named, weights)
-    if not table:
-        return WithNamed(saved, NamedParams({}, None), weights)
-    part = functools.lru_cache(maxsize=None)(lambda number: _expert_optim_states(folder, number, mp_rank))
-    return WithNamed(saved, NamedParams(table, lambda number: _own_of(part(number), folder)), weights, part(0))
+
+    @functools.lru_cache(maxsize=None)
+    def alone(number):
+        path = names.EXPERT_OPTIM_STATES.path(folder, expp_rank=number, mp_rank=mp_rank)
+        return storage.read(path, lazy=True)["optimizer"]
+
+    if table and shards is not None:
+        states = [saved, NamedState(table, lambda rank: _own_of(shards[rank], shards.path(rank)))]
+    elif table:
+        states = [saved, NamedState(table, lambda rank: _own_of(alone(rank), folder), alone(0))]
+    else:
+        states = [saved]
+    return Joined(states, saved.model, weights) if table or weights else saved
 
 
 def _own_of(state, path):
     if OWN_PARAMS not in state:
         raise ValueError(f"{path} has no states of parameters that only some ranks train, which others say it has")
     return state[OWN_PARAMS]
-
-
-def _expert_optim_states(folder, number, mp_rank):
-    path = names.EXPERT_OPTIM_STATES.path(folder, expp_rank=number, mp_rank=mp_rank)
-    return storage.read(path, lazy=True)["optimizer"]

@@ -2,6 +2,7 @@
 
 import base64
 import collections
+import contextlib
 import datetime
 import functools
 import json
@@ -15,8 +16,8 @@ import torch
 from deepspeed.checkpoint.constants import BUFFER_NAMES, FROZEN_PARAM_SHAPES, PARAM_SHAPES
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import MODULE, VALUES
-from deepspeed.checkpoint.layouts.saved_named import pieces_of
-from deepspeed.checkpoint.layouts.saved_state import SavedState, eager, plain
+from deepspeed.checkpoint.layouts.saved_named import ByName
+from deepspeed.checkpoint.layouts.saved_state import eager, plain, with_names
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.formats.safetensors_file import DamagedSafetensors, read_safetensors
 from deepspeed.host.recorded_names import open_regular
@@ -144,7 +145,7 @@ def decode(value, tensors):
 # ---- saved native --------------------------------------------------------------------------------------------------
 
 
-class NativeState(SavedState):
+class NativeState(ByName):
     """``folder``: of the tag. ``mp_rank``: of the model-parallel rank; ``dp_rank``: of this run, which gets its own
     buffers where it has saved some.
 
@@ -154,137 +155,71 @@ class NativeState(SavedState):
     masters_only = True
 
     def __init__(self, folder, mp_rank=0, dp_rank=0):
-        super().__init__()
-        self.folder = folder
         self.model_path = os.path.join(folder, names.checkpoint_json(mp_rank))
-        self._about = read_json(self.model_path)
-        self.zero_stage, self.ranks = self._about["zero_stage"], self._about["ranks"]
+        about = self._about = read_json(self.model_path)
+        self.folder, self._dp_rank, self._parameters = folder, dp_rank, about["parameters"]
+        self.zero_stage, self.ranks = about["zero_stage"], about["ranks"]
         self.dp_world_size = len(self.ranks)
-        self._dp_rank = dp_rank
-        self._parameters = self._about["parameters"]
-        self._shapes = {
-            name: torch.Size(self._parameters[name]["shape"]) for group in self._named_groups() for name in group
-        }
-        self._frozen = {
-            name: torch.Size(about["shape"]) for name, about in self._parameters.items() if not about["trained"]
-        }
-        self.model = self._model()
+        shapes = {name: torch.Size(one["shape"]) for name, one in self._parameters.items()}
+        trained = [{name: shapes[name] for name in group["names"]} for group in about["groups"]]
+        frozen = {name: shape for name, shape in shapes.items() if not self._parameters[name]["trained"]}
+        super().__init__(self._model(trained, frozen), folder)
+        self._shapes = {name: shape for group in trained for name, shape in group.items()}
+        self._frozen, self._aliases = frozen, about["tied"]
 
-    # ---- files -----------------------------------------------------------------------------------------------------
     @functools.cached_property
     def _files(self):
-        """``_RankFiles`` of the ranks that saved, in order."""
-        return [_RankFiles(self.folder, rank) for rank in self.ranks]
+        """What each rank has written, in order (``_part``)."""
+        return [_part(self.folder, rank, self._parameters) for rank in self.ranks]
 
-    @functools.cached_property
-    def _index(self):
-        """kind -> name of a parameter -> ``[(offset, lazy tensor)]`` in order; of equal offsets the first rank's."""
-        found = {}
-        for files in self._files:
-            for kind, name, offset, tensor in files.tensors:
-                if kind != VALUES and name in self._parameters:
-                    found.setdefault(kind, {}).setdefault(name, {}).setdefault(offset or 0, tensor)
-        return {kind: {name: sorted(runs.items()) for name, runs in named.items()} for kind, named in found.items()}
-
-    @functools.cached_property
-    def _strides(self):
-        return {name: stride for files in self._files for name, stride in files.about["strides"].items()}
+    def _parts(self, name, kind=None):
+        return self._files
 
     def _decode(self, value, place=0):
         """``place``: of the rank among those that saved, whose file has the tensors of ``value``. They stay lazy."""
-        if not _holds_tensors(value):
-            return decode(value, {})
-        return decode(value, self._files[place].values)
+        return decode(value, self._files[place]["values"] if _holds_tensors(value) else {})
 
     # ---- the model file --------------------------------------------------------------------------------------------
-    def _model(self):
+    def _model(self, trained, frozen):
         about, module = self._about, self._about["module"]
-        state = {
+        names_in_module = _ModuleKeys(dict.fromkeys(module["keys"]))
+        names_in_module._metadata = self._decode(module["metadata"])
+        return {
             **{key: plain(self._decode(value)) for key, value in about["engine"].items()},
-            "module": _ModuleKeys(dict.fromkeys(module["keys"])),
+            "module": names_in_module,
             BUFFER_NAMES: module["buffers"],
-            PARAM_SHAPES: [{name: self._shapes[name] for name in group} for group in self._named_groups()],
-            FROZEN_PARAM_SHAPES: dict(self._frozen),
+            PARAM_SHAPES: trained,
+            FROZEN_PARAM_SHAPES: dict(frozen),
             "shared_params": dict(about["tied"]),
             "ds_config": about["ds_config"],
             **({names.PARAMS_BY_RANK: {"layers": {}}} if about.get("pipeline") else {}),
+            **self._decode(about["client_state"]),
         }
-        state["module"]._metadata = self._decode(module["metadata"])
-        state.update(self._decode(about["client_state"]))
-        return state
 
     @functools.cached_property
     def _whole(self):
         """name -> lazy tensor or value of all that is whole in the files: buffers, parameters that are not trained."""
         found = {name: plain(self._decode(value)) for name, value in self._about["module"]["values"].items()}
-        places = [self._dp_rank] if self._dp_rank < len(self._files) else []
-        for place in [*places, *range(len(self._files))]:  # this rank's own buffers before those of the first
-            for kind, name, _, tensor in self._files[place].tensors:
-                if kind == MODULE and name not in self._parameters:
-                    found.setdefault(name, tensor)
-        for name, runs in self._index.get(MODULE, {}).items():
-            if name in self._frozen and tuple(runs[0][1].shape) == tuple(self._frozen[name]):
-                found[name] = runs[0][1]
-        for alias, name in self.aliases().items():
-            if name in found:
-                found[alias] = found[name]
-        return found
+        own = self._files[self._dp_rank : self._dp_rank + 1]
+        for part in [*own, *self._files]:  # this rank's own buffers before those of the first
+            for name, runs in part["tensors"].get(MODULE, {}).items():
+                if name not in self._parameters or runs[0][1].shape == self._frozen.get(name):
+                    found.setdefault(name, runs[0][1])
+        return {**found, **{alias: found[name] for alias, name in self._aliases.items() if name in found}}
 
     def module(self):
-        keys = self.model["module"]
-        return {name: self._whole[name] for name in keys if name in self._whole}
-
-    def aliases(self):
-        return dict(self._about["tied"])
+        return {name: self._whole[name] for name in self.model["module"] if name in self._whole}
 
     # ---- parameters ------------------------------------------------------------------------------------------------
-    def _named_groups(self):
-        return [group["names"] for group in self._about["groups"]]
-
-    def shapes(self):
-        return self._shapes
-
-    def frozen_shapes(self):
-        return self._frozen
-
-    def weight_shape(self, name):
-        return super().weight_shape(name) or self._frozen.get(name)
-
-    def dtype(self, name):
-        """torch.dtype of a parameter as the model computed with it."""
-        return getattr(torch, self._parameters[name]["dtype"])
-
     def param_groups(self):
-        return [
-            {**plain(self._decode(group["options"])), "names": list(group["names"])} for group in self._about["groups"]
-        ]
+        groups = self._about["groups"]
+        return with_names([plain(self._decode(one["options"])) for one in groups], [one["names"] for one in groups])
 
     def state_names(self):
-        return sorted(kind for kind in self._index if kind not in names.RESERVED)
-
-    @functools.cached_property
-    def _scalars(self):
-        found = {}
-        for place, files in enumerate(self._files):
-            for name, values in files.about["scalars"].items():
-                if name not in found:
-                    found[name] = self._decode(values, place)
-        return found
-
-    def scalars(self, name):
-        step = self._parameters[name].get("step")
-        return {"step": step} if step is not None else dict(self._scalars.get(name, {}))
-
-    def state_pieces(self, name, kind):
-        return self._pieces(self._index.get(kind, {}).get(name, []), name)
+        return sorted({kind for part in self._files for kind in part["tensors"]}.difference(names.RESERVED))
 
     def frozen_pieces(self, name):
-        if name not in self._frozen:
-            return []
-        return self._pieces(self._index.get(MODULE, {}).get(name, []), name)
-
-    def _pieces(self, runs, name):
-        return pieces_of(runs, self._parameters[name]["shape"], self._strides.get(name))
+        return self._pieces(name, MODULE, self._frozen[name]) if name in self._frozen else []
 
     def extra(self):
         return plain(self._decode(self._about["optimizer"]))
@@ -293,49 +228,48 @@ class NativeState(SavedState):
         """``(what the rank with that global number saved to go on, or the first one, whether it is its own)``."""
         own = rank in self.ranks
         place = self.ranks.index(rank) if own else 0
-        return plain(self._decode(self._files[place].about["run"], place)), own
+        return plain(self._decode(self._files[place]["run"], place)), own
 
 
 class _ModuleKeys(dict):
     """Names of the module's state; a class of its own so that the versions of modules can be put on it."""
 
 
-class _RankFiles:
-    """What a rank has written: ``about`` (its JSON), ``tensors`` as (kind, name, offset, lazy tensor), ``values`` place
-    -> lazy tensor."""
+def _part(folder, rank, parameters):
+    """What a rank has written in the form of ``own_params``, with what its run goes on with (``run``) and tensors in
+    values that are JSON otherwise (``values``: place -> lazy tensor)."""
+    path = os.path.join(folder, names.rank_json(rank))
+    about, tensors, values = read_json(path), {}, {}
+    for entry in about["files"]:
+        file = path_below(folder, entry, path, "entry")
+        with _naming(file, DamagedSafetensors, ValueError):
+            found = read_safetensors(file)[0]
+        for (kind, name, offset), tensor in zip(map(names.parsed, found), found.values()):
+            if kind == VALUES:
+                values[name] = tensor
+            else:
+                tensors.setdefault(kind, {}).setdefault(name, []).append((offset or 0, tensor))
+    scalars = {name: decode(value, values) for name, value in about["scalars"].items()}
+    return {**about, "parameters": parameters, "tensors": tensors, "scalars": scalars, "values": values}
 
-    def __init__(self, folder, rank):
-        path = os.path.join(folder, names.rank_json(rank))
-        self.about = read_json(path)
-        self.tensors, self.values = [], {}
-        for name in self.about["files"]:
-            for key, tensor in _open(path_below(folder, name, path, "entry")).items():
-                kind, known, offset = names.parsed(key)
-                self.tensors.append((kind, known, offset, tensor))
-                if kind == VALUES:
-                    self.values[known] = tensor
 
-
-def _open(path):
+@contextlib.contextmanager
+def _naming(path, *kinds):
+    """Errors of reading ``path`` name it: FileNotFoundError, RuntimeError for those ``kinds`` that a damage causes."""
     try:
-        return read_safetensors(path)[0]
+        yield
     except FileNotFoundError as error:
         raise FileNotFoundError(f"the checkpoint has no file {path}: it is incomplete; load an older tag") from error
-    except (DamagedSafetensors, ValueError) as error:
+    except kinds as error:
         raise RuntimeError(f"the checkpoint file {path} is damaged ({error}); load an older tag") from error
 
 
 def read_json(path):
     """A JSON file of the format. Raises FileNotFoundError, RuntimeError for one that is damaged or newer than us."""
-    try:
+    with _naming(path, ValueError, KeyError, TypeError, RecursionError):
         with open_regular(path) as file:
             found = json.loads(file.read().decode())
-        known = found["format"] == names.FORMAT
-        version = found["version"]
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"the checkpoint has no file {path}: it is incomplete; load an older tag") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RuntimeError(f"the checkpoint file {path} is damaged ({error}); load an older tag") from error
+        known, version = found["format"] == names.FORMAT, found["version"]
     if not known or type(version) is not int:
         raise RuntimeError(f"the file {path} is of no checkpoint of this format: it says {found['format']!r}")
     if version > names.VERSION:

@@ -8,114 +8,130 @@ import functools
 import torch
 
 from deepspeed._native import _C
-from deepspeed.checkpoint.layouts.saved_named import NamedParams, WithNamed
-from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager, with_names
+from deepspeed.checkpoint.layouts.saved_named import NamedState
+from deepspeed.checkpoint.layouts.saved_state import (
+    EXTRA_KEYS,
+    Joined,
+    Range,
+    SavedState,
+    eager,
+    numel_of,
+    with_names,
+)
 from deepspeed.zero.optimizers.flat_layout import PARAM_SCALARS, PARAM_STEPS, per_element
-from deepspeed.zero.states.named_states import OWN_PARAMS
+from deepspeed.zero.states.named_states import OWN_PARAMS, joined_tables, table_of
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
-_BY_PARAM = (PARAM_STEPS, PARAM_SCALARS)
-_EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
-def _step_like(like, number):
-    """``number`` as a tensor where ``like`` is one, else as a number."""
-    like = eager(like)
-    return torch.full_like(like, float(number)) if torch.is_tensor(like) else number
+class Shards:
+    """What each of ``count`` ranks saved as ``optimizer_state_dict``: ``read(rank)``, asked once for each rank. Facts
+    that all share are those of the rank ``first``. ``path(rank)``: the file of a rank."""
+
+    def __init__(self, read, first, count=None, path=None):
+        self._read, self.first, self.path = functools.lru_cache(maxsize=None)(read), first, path
+        said = self[first].get("partition_count", 1) if count is None else count
+        self._count = max(said, default=1) if isinstance(said, (list, tuple)) else int(said)
+
+    def __len__(self):
+        return self._count
+
+    def __getitem__(self, rank):
+        return self._read(rank)
 
 
-class _ByUnit(SavedState):
-    """States whose tensors each hold a unit of ``layout``, a ``_C.SavedLayout`` over the parameters of ``groups``: one
-    dict name -> shape for each parameter group, end to end."""
+def own_shard(shard, rank, count):
+    """The shards of ``count`` ranks of which only ``rank``'s is here: enough for a rank that reads what it saved."""
 
-    def __init__(self, groups, model, folder):
-        super().__init__()
-        self.folder, self.model = folder, model or {}
-        self._groups = [{name: torch.Size(shape) for name, shape in group.items()} for group in groups]
-        self._shapes = {name: shape for group in self._groups for name, shape in group.items()}
-        self._index = {name: index for index, name in enumerate(name for group in self._groups for name in group)}
-        self._layout = None
+    def read(other):
+        if other != rank:
+            raise IndexError(f"the slices of rank {other} are needed and not given: pass the shards of all ranks")
+        return shard
 
-    def _numels(self):
-        return [[shape.numel() for shape in group.values()] for group in self._groups]
+    return Shards(read, rank, count)
 
-    def _inner(self, rank, unit):
-        """The optimizer's state of a unit in the file of a rank."""
-        raise NotImplementedError
 
-    def _master(self, rank, unit):
-        raise NotImplementedError
+class UnitState(SavedState):
+    """States whose tensors each hold a unit of ``_layout``, a ``_C.SavedLayout`` over the parameters of
+    ``param_shapes``: one dict name -> shape for each parameter group, end to end. ``_units``: one item for each unit.
 
-    def shapes(self):
-        return self._shapes
+    ``shards``: what each rank saved as ``optimizer_state_dict``, in rank order: a list or ``Shards``. A layout says
+    what a rank's file has of a unit: ``_inner(rank, unit)``, the optimizer's state, and ``_master(rank, unit)``, its
+    fp32 weights, or None.
+    """
+
+    _whole_shapes = None  # of each unit, where only states of the same shape have a value for each element
+
+    def __init__(self, shards, param_shapes, model=None, folder=None):
+        super().__init__(model, folder)
+        self._shards, self._first = shards, getattr(shards, "first", 0)
+        self._own = shards[self._first] if len(shards) else {}
+        self._members = [{name: torch.Size(shape) for name, shape in group.items()} for group in param_shapes]
+        self._shapes = {name: shape for group in self._members for name, shape in group.items()}
+        self._index = {name: index for index, name in enumerate(name for group in self._members for name in group)}
+        self._numels = [[shape.numel() for shape in group.values()] for group in self._members]
+        self._extra = {key: self._own[key] for key in EXTRA_KEYS if key in self._own}
+        self.dp_world_size = len(shards)
+
+    def _tensor(self, rank, unit, kind):
+        return self._master(rank, unit) if kind == "fp32" else self._inner(rank, unit)[kind]
+
+    def _has_elements(self, unit, value):
+        """Whether a state has a value for each element; some optimizers keep rows and columns, or counts."""
+        return per_element(value) and (self._whole_shapes is None or tuple(value.shape) == self._whole_shapes[unit])
+
+    def state_names(self):
+        states = [(unit, self._inner(self._first, unit)) for unit in range(len(self._units))]
+        kinds = (kind for unit, state in states for kind, value in state.items() if self._has_elements(unit, value))
+        return list(dict.fromkeys(kinds))
 
     def scalars(self, name):
         index = self._index[name]
-        inner = self._inner(self._first, self._layout.unit(index))
-        found = {key: value for key, value in inner.items() if not per_element(value) and key not in _BY_PARAM}
-        place = self._layout.place_in_unit(index)
-        if PARAM_STEPS in inner:
-            found["step"] = _step_like(found.get("step"), inner[PARAM_STEPS][place])
-        for key, values in inner.get(PARAM_SCALARS, {}).items():
-            if values[place] is not None:
-                found[key] = values[place]
-        return found
+        unit, place = self._layout.unit(index), self._layout.place_in_unit(index)
+        inner = self._inner(self._first, unit).items()
+        found = {key: value for key, value in inner if not self._has_elements(unit, value)}
+        steps, others = found.pop(PARAM_STEPS, None), found.pop(PARAM_SCALARS, {})
+        if steps is not None:
+            like = eager(found.get("step"))
+            found["step"] = torch.full_like(like, float(steps[place])) if torch.is_tensor(like) else steps[place]
+        return {**found, **{key: values[place] for key, values in others.items() if values[place] is not None}}
 
     def state_pieces(self, name, kind):
         index = self._index[name]
         unit = self._layout.unit(index)
         # A state may have a value for each element in one group and be a single number in another.
-        if kind != "fp32" and not per_element(self._inner(self._first, unit).get(kind)):
-            return []
+        if kind == "fp32":
+            found = self._master(self._first, unit) is not None
+        else:
+            found = self._has_elements(unit, self._inner(self._first, unit).get(kind))
         return [
             (offset, numel, Range(functools.partial(self._tensor, rank, unit, kind), begin))
-            for offset, numel, rank, begin in self._layout.runs(index)
+            for offset, numel, rank, begin in (self._layout.runs(index) if found else ())
         ]
 
-    def _tensor(self, rank, unit, kind):
-        return self._master(rank, unit) if kind == "fp32" else self._inner(rank, unit)[kind]
 
+class FlatState(UnitState):
+    """ZeRO stages 1 and 2: a group's parameters end to end, cut into one piece for each rank.
 
-class _Shards(_ByUnit):
-    """``shards``: what each rank saved as ``optimizer_state_dict``, in rank order; may read its files when indexed, and
-    say with ``first`` whose facts that all share are at hand."""
-
-    def __init__(self, shards, param_shapes, model, folder):
-        super().__init__(param_shapes, model, folder)
-        self._shards = shards
-        self._first = getattr(shards, "first", 0)
-        self._own = shards[self._first] if len(shards) else {}
-
-    def state_names(self):
-        states = [self._inner(self._first, unit) for unit in range(len(self._units))]
-        return list(dict.fromkeys(key for state in states for key, value in state.items() if per_element(value)))
-
-    def extra(self):
-        return {key: self._own[key] for key in _EXTRA_KEYS if key in self._own}
-
-
-class FlatState(_Shards):
-    """ZeRO stages 1 and 2: a group's parameters end to end, cut into one piece for each rank; ``shards`` as above.
-
-    ``param_shapes``: one dict name -> shape for each parameter group. Also reads the older forms: the elastic one
-    (``base_optimizer_state`` is a list, without padding), and the one of bf16 without a ``zero_stage``.
+    Also reads the older forms: the elastic one (``base_optimizer_state`` is a list, without padding), and the one of
+    bf16 without a ``zero_stage``.
     """
 
     def __init__(self, shards, param_shapes, model=None, folder=None):
         super().__init__(shards, param_shapes, model, folder)
-        self.dp_world_size = len(shards)
         stage = self._own.get("zero_stage", 1)
         self.zero_stage = int(getattr(stage, "value", stage))
-        masters = self._own["single_partition_of_fp32_groups"]
-        if len(masters) != len(self._groups):
+        masters = self._units = self._own["single_partition_of_fp32_groups"]
+        if len(masters) != len(self._members):
             raise ValueError(
-                f"{self.origin()} has {len(masters)} groups of fp32 weights and {len(self._groups)} parameter groups: "
+                f"{self.origin()} has {len(masters)} groups of fp32 weights and {len(self._members)} parameter groups: "
                 "it is damaged, or of another kind of run"
             )
-        self._units = masters
         paddings = self._own.get("group_paddings") or [0] * len(masters)
         sizes = [master.numel() + padding for master, padding in zip(masters, paddings)]
-        self._layout = _C.SavedLayout.flat(self._numels(), sizes, self.dp_world_size, self.origin())
+        self._layout = _C.SavedLayout.flat(self._numels, sizes, len(shards), self.origin())
+        saved = self._own.get("base_optimizer_state")
+        self._groups = with_names(saved.get("param_groups") if isinstance(saved, dict) else None, self._members)
 
     def _inner(self, rank, group):
         saved = self._shards[rank].get("base_optimizer_state") or {}
@@ -127,10 +143,6 @@ class FlatState(_Shards):
     def _master(self, rank, group):
         return self._shards[rank]["single_partition_of_fp32_groups"][group]
 
-    def param_groups(self):
-        saved = self._own.get("base_optimizer_state")
-        return with_names(saved.get("param_groups") if isinstance(saved, dict) else None, self._groups)
-
     def scalars(self, name):
         found = super().scalars(name)
         if "step" not in found and "base_optimizer_state_step" in self._own:
@@ -138,42 +150,36 @@ class FlatState(_Shards):
         return found
 
 
-class SlicedState(_Shards):
-    """ZeRO stage 3: every parameter cut into one slice for each rank, slices end to end in sub-groups; ``shards`` as
-    above.
+class SlicedState(UnitState):
+    """ZeRO stage 3: every parameter cut into one slice for each rank, slices end to end in sub-groups.
 
-    ``param_shapes``: one dict name -> shape for each parameter group. ``fragments``: one dict name -> this rank's slice
-    for each rank, of the parameters that are not trained, and ``frozen_shapes`` their whole shapes. ``aliases``:
-    alias -> name, of tied parameters.
+    ``fragments(rank)``: name -> that rank's slice, of ``ranks`` ranks, of the parameters that are not trained, and
+    ``frozen_shapes`` their whole shapes. ``aliases``: alias -> name, of tied parameters.
     """
 
     zero_stage = 3
     masters_only = True
 
-    def __init__(self, shards, param_shapes, model=None, folder=None, fragments=(), frozen_shapes=None, aliases=()):
+    def __init__(
+        self, shards, param_shapes, model=None, folder=None, fragments=None, ranks=1, frozen_shapes=None, aliases=()
+    ):
         super().__init__(shards, param_shapes, model, folder)
         self._fragments, self._aliases = fragments, dict(aliases)
         self._frozen = {name: torch.Size(shape) for name, shape in (frozen_shapes or {}).items()}
-        self.dp_world_size = len(shards) if len(shards) else max(1, len(fragments))
+        self.dp_world_size = len(shards) or ranks
         self._units = [flat.numel() for flat in self._own.get("fp32_flat_groups", ())]
-        numels = [shape.numel() for shape in self._shapes.values()]
-        self._index = {name: index for index, name in enumerate(self._shapes)}
+        numels = [numel for group in self._numels for numel in group]
         self._layout = _C.SavedLayout.sliced(numels, self._units, self.dp_world_size, self.origin())
+        groups = (self._own.get("optimizer_state_dict") or {}).get("param_groups")
+        self._groups = with_names(groups, self._members)
 
     def has_optimizer(self):
         return len(self._shards) > 0
 
-    def frozen_shapes(self):
-        return self._frozen
-
-    def _cut(self):
-        return set(self.model.get("module") or ()) - set(self.model.get("buffer_names") or ())
-
-    def aliases(self):
-        return dict(self._aliases)
-
-    def weight_shape(self, name):
-        return super().weight_shape(name) or self._frozen.get(name)
+    def module(self):
+        """What the model file has whole: of parameters it has empty placeholders."""
+        buffers = set(self.model.get("buffer_names") or ())
+        return {name: value for name, value in super().module().items() if name in buffers or numel_of(value) > 0}
 
     def _inner(self, rank, unit):
         return ((self._shards[rank].get("optimizer_state_dict") or {}).get("state") or {}).get(unit, {})
@@ -181,20 +187,81 @@ class SlicedState(_Shards):
     def _master(self, rank, unit):
         return self._shards[rank]["fp32_flat_groups"][unit]
 
-    def param_groups(self):
-        return with_names((self._own.get("optimizer_state_dict") or {}).get("param_groups"), self._groups)
-
-    def state_pieces(self, name, kind):
-        return super().state_pieces(name, kind) if len(self._shards) else []
-
     def frozen_pieces(self, name):
         if name not in self._frozen:
             return []
-        layout = _C.SavedLayout.sliced([self._frozen[name].numel()], [], len(self._fragments), self.origin())
+        layout = _C.SavedLayout.sliced([self._frozen[name].numel()], [], self.dp_world_size, self.origin())
         return [
-            (offset, numel, Range(lambda rank=rank: self._fragments[rank][name]))
+            (offset, numel, Range(lambda rank=rank: self._fragments(rank)[name]))
             for offset, numel, rank, _ in layout.runs(0)
         ]
+
+
+class PlainState(UnitState):
+    """Without ZeRO: whole weights in the model file, and one optimizer state that every rank has.
+
+    ``optimizer``: what the optimizer's ``state_dict`` gave, of a torch optimizer or of the 16-bit wrapper around one
+    (states of a group flat, or parameter by parameter); None without one. ``names``: the parameters of each group,
+    which the files do not say, and ``shapes`` name -> shape. ``steps_are_real``: False for files in which only the last
+    parameter of a group counts updates.
+    """
+
+    def __init__(self, optimizer, names, shapes, model=None, folder=None, steps_are_real=True):
+        super().__init__([optimizer or {}], [{name: shapes[name] for name in group} for group in names], model, folder)
+        self.dp_world_size = self.model.get("dp_world_size", 1)
+        if "cur_scale" in self._own:
+            self._extra["loss_scaler"] = {key: self._own[key] for key in _SCALER_KEYS if key in self._own}
+        saved, flat = self._own.get("optimizer_state_dict", self._own), self._own.get("fp32_groups_flat")
+        groups = saved.get("param_groups")
+        if groups is not None and len(groups) != len(names):
+            raise ValueError(
+                f"{self.origin()} has {len(groups)} parameter groups, this run's optimizer has {len(names)}: make the "
+                "same groups, or load it with load_optimizer_states=False"
+            )
+        for number, numels in enumerate(self._numels):
+            if flat is not None:
+                held, wanted, what = flat[number].numel(), sum(numels), "elements"
+            else:
+                held, wanted, what = len(groups[number]["params"] if groups else numels), len(numels), "parameters"
+            if held != wanted:
+                raise ValueError(
+                    f"{self.origin()}: group {number} has {held} {what} saved, the model has {wanted}; it is of "
+                    "another model. Load it with load_optimizer_states=False, or with the model it is of"
+                )
+        self._groups = with_names(groups, self._members)
+        if flat is not None:
+            keys, self._units, self._masters = [group["params"][0] for group in groups or ()], self._numels, flat
+        else:
+            keys = [key for group in groups or () for key in group["params"]]
+            self._units = [[numel] for group in self._numels for numel in group]
+            self._whole_shapes = [tuple(shape) for group in self._members for shape in group.values()]
+            self._masters = self._own_masters()
+        self._layout = _C.SavedLayout.flat(self._units, [sum(unit) for unit in self._units], 1, self.origin())
+        states = saved.get("state") or {}
+        self._states = [states.get(key, {}) for key in keys] or [{}] * len(self._units)
+        self._steps_are_real = steps_are_real
+
+    def _own_masters(self):
+        """The fp32 weights of each parameter, or None."""
+        if self._own.get("fp32_groups") is not None:
+            return [master for group in self._own["fp32_groups"] for master in group]
+        module = self.model.get("module") or {}
+        weights = [module.get(name) for group in self._members for name in group]
+        return [weight if weight is not None and weight.dtype == torch.float32 else None for weight in weights]
+
+    def _inner(self, rank, unit):
+        return self._states[unit]
+
+    def _master(self, rank, unit):
+        return self._masters[unit]
+
+    def scalars(self, name):
+        found = super().scalars(name)
+        if not self._steps_are_real and isinstance(found.get("step"), int):
+            group = next(group for group in self._members if name in group)
+            units = [self._layout.unit(self._index[other]) for other in group]
+            found["step"] = max(self._states[unit].get("step", 0) for unit in units)
+        return found
 
 
 def flat_form(shards, shapes):
@@ -211,118 +278,6 @@ def _with_own(saved, shards):
     first = shards[getattr(shards, "first", 0)]
     if OWN_PARAMS not in first:
         return saved
-    parts = [first] if hasattr(shards, "first") else shards
-    return WithNamed(saved, NamedParams.of([part[OWN_PARAMS] for part in parts]))
-
-
-class OwnShard:
-    """The shards of ``count`` ranks of which only ``rank``'s is here: enough for a rank that reads what it saved."""
-
-    def __init__(self, shard, rank, count):
-        self._shard, self.first, self._count = shard, rank, count
-
-    def __len__(self):
-        return self._count
-
-    def __getitem__(self, rank):
-        if rank != self.first:
-            raise IndexError(f"the slices of rank {rank} are needed and not given: pass the shards of all ranks")
-        return self._shard
-
-
-class PlainState(_ByUnit):
-    """Without ZeRO: whole weights in the model file, and one optimizer state that every rank has.
-
-    ``optimizer``: what the optimizer's ``state_dict`` gave, of a torch optimizer or of the 16-bit wrapper around one
-    (states of a group flat, or parameter by parameter); None without one. ``names``: the parameters of each group,
-    which the files do not say, and ``shapes`` name -> shape. ``steps_are_real``: False for files in which only the last
-    parameter of a group counts updates.
-    """
-
-    _first = 0
-
-    def __init__(self, optimizer, names, shapes, model=None, folder=None, steps_are_real=True):
-        self._wrapped = optimizer or {}
-        self._saved = self._wrapped.get("optimizer_state_dict", self._wrapped)
-        self._flat = self._wrapped.get("fp32_groups_flat")
-        self._steps_are_real = steps_are_real
-        super().__init__([{name: shapes[name] for name in group} for group in names], model, folder)
-        self.dp_world_size = self.model.get("dp_world_size", 1)
-        groups = self._saved.get("param_groups")
-        if groups is not None and len(groups) != len(names):
-            raise ValueError(
-                f"{self.origin()} has {len(groups)} parameter groups, this run's optimizer has {len(names)}: make the "
-                "same groups, or load it with load_optimizer_states=False"
-            )
-        numels = self._numels()
-        for number, group in enumerate(numels):
-            self._check(number, len(group), sum(group))
-        self._keys = [key for group in groups or () for key in group["params"]]
-        units = numels if self._flat is not None else [[numel] for group in numels for numel in group]
-        self._layout = _C.SavedLayout.flat(units, [sum(unit) for unit in units], 1, self.origin())
-
-    def _check(self, group, count, total):
-        saved = self._saved.get("param_groups")
-        held, wanted, what = (len(saved[group]["params"]) if saved is not None else count), count, "parameters"
-        if self._flat is not None:
-            held, wanted, what = self._flat[group].numel(), total, "elements"
-        if held != wanted:
-            raise ValueError(
-                f"{self.origin()}: group {group} has {held} {what} saved, the model has {wanted}; it is of another "
-                "model. Load it with load_optimizer_states=False, or with the model it is of"
-            )
-
-    def _inner(self, rank, unit):
-        groups = self._saved.get("param_groups")
-        if groups is None:
-            return {}
-        key = groups[unit]["params"][0] if self._flat is not None else self._keys[unit]
-        return (self._saved.get("state") or {}).get(key, {})
-
-    def _state(self, name):
-        return self._inner(0, self._layout.unit(self._index[name]))
-
-    def param_groups(self):
-        return with_names(self._saved.get("param_groups"), self._groups)
-
-    def state_names(self):
-        states = [(name, self._state(name)) for name in self._index]
-        return list(dict.fromkeys(kind for name, state in states for kind in state if self._whole(name, state[kind])))
-
-    def _whole(self, name, value):
-        """Whether a state has a value for each element; some optimizers keep rows and columns, or counts."""
-        return per_element(value) and (self._flat is not None or tuple(value.shape) == tuple(self._shapes[name]))
-
-    def scalars(self, name):
-        state = self._state(name)
-        found = {key: value for key, value in state.items() if not self._whole(name, value) and key not in _BY_PARAM}
-        if PARAM_STEPS in state:
-            place = self._layout.place_in_unit(self._index[name])
-            found["step"] = _step_like(found.get("step"), state[PARAM_STEPS][place])
-        elif not self._steps_are_real and isinstance(found.get("step"), int):
-            group = next(group for group in self._groups if name in group)
-            found["step"] = max(self._state(other).get("step", 0) for other in group)
-        return found
-
-    def state_pieces(self, name, kind):
-        index = self._index[name]
-        unit = self._layout.unit(index)
-        if kind != "fp32":
-            tensor = self._inner(0, unit).get(kind)
-            tensor = tensor if self._whole(name, tensor) else None
-        elif self._flat is not None:
-            tensor = self._flat[unit]
-        elif self._wrapped.get("fp32_groups") is not None:
-            tensor = [master for group in self._wrapped["fp32_groups"] for master in group][index]
-        else:
-            tensor = (self.model.get("module") or {}).get(name)
-            tensor = tensor if tensor is not None and tensor.dtype == torch.float32 else None
-        if tensor is None:
-            return []
-        return [(offset, numel, Range(tensor, begin)) for offset, numel, _, begin in self._layout.runs(index)]
-
-    def extra(self):
-        found = {key: self._wrapped[key] for key in _EXTRA_KEYS[1:] if key in self._wrapped}
-        if "cur_scale" in self._wrapped:
-            found["loss_scaler"] = {key: self._wrapped[key] for key in _SCALER_KEYS if key in self._wrapped}
-        return found
+    parts = [part[OWN_PARAMS] for part in ([first] if hasattr(shards, "first") else shards)]
+    named = NamedState(joined_tables([table_of(part) for part in parts]), parts.__getitem__)
+    return Joined([saved, named], saved.model)

@@ -1,10 +1,12 @@
 """A checkpoint of another number of tensor-parallel ranks: slices are put together and cut for this run."""
 
+import functools
+
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.layouts.saved_state import SavedOver
-from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, local_slice, merge_slices
+from deepspeed.checkpoint.layouts.saved_state import Joined, Range
+from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, join_parts, local_slice, merge_slices
 
 
 class Cut:
@@ -22,48 +24,44 @@ class Cut:
         return cls(shape, getattr(param, "partition_dim", -1), max(getattr(param, "partition_stride", 1), 1))
 
 
-class SavedSlices(SavedOver):
+class SavedSlices(Joined):
     """``states``: of each tensor-parallel rank that saved, by rank. ``cuts``: name -> ``Cut`` of this run's parameters,
     of which this is slice ``rank`` of ``count``. How slices make a whole is said by the ``universal_checkpoint_info``
     that was saved, else by the cuts."""
 
-    is_whole = False
-
     def __init__(self, states, cuts, rank, count):
-        super().__init__(states[0])
-        self.ranks = [one for state in states for one in getattr(state, "ranks", ())]
-        self._states, self._cuts, self._rank, self._count = states, cuts, rank, count
+        super().__init__(states[:1], states[0].model)
+        self.ranks = [one for state in states for one in state.ranks]
+        self._slices, self._cuts, self._rank, self._count = states, cuts, rank, count
+        self._shapes = {name: cuts[name].shape if name in cuts else shape for name, shape in self._shapes.items()}
         info = self.model.get(keys.UNIVERSAL_CHECKPOINT_INFO)
         self._rules = ParallelRules(info) if info else None
         self._held = (None, None)  # what was put together last
 
-    def shapes(self):
-        return {name: self._shape(name, shape) for name, shape in self._base.shapes().items()}
-
-    def _shape(self, name, saved):
+    def weight_shape(self, name):
+        saved = self._states[0].weight_shape(name)
         return self._cuts[name].shape if name in self._cuts and saved is not None else saved
 
-    def weight_shape(self, name):
-        return self._shape(name, self._base.weight_shape(name))
-
     def module(self):
-        found = self._base.module()
-        return {name: _Slice(self, name, "weight") if name in self._cuts else one for name, one in found.items()}
+        return {name: self._lazy(name) if name in self._cuts else one for name, one in super().module().items()}
+
+    def _lazy(self, name):
+        return _Slice(functools.partial(self._own_slice, name, "weight"), self._cuts[name].shape)
 
     def state_pieces(self, name, kind):
-        return self._pieces(name, kind) if self._base.state_pieces(name, kind) else []
+        return self._pieces(name, kind) if super().state_pieces(name, kind) else []
 
     def frozen_pieces(self, name):
-        return self._pieces(name, "weight") if self._base.frozen_pieces(name) else []
+        return self._pieces(name, "weight") if super().frozen_pieces(name) else []
 
     def _pieces(self, name, kind):
         numel = self._cuts[name].shape.numel()
-        return [(0, numel, _Slice(self, name, kind))] if numel else []
+        return [(0, numel, Range(functools.partial(self._own_slice, name, kind)))] if numel else []
 
-    def slice_of(self, name, kind):
+    def _own_slice(self, name, kind):
         """This rank's part of ``kind`` of a parameter."""
         if self._held[0] != (name, kind):
-            whole, hints = self._merged(name, [self._saved_slice(state, name, kind) for state in self._states])
+            whole, hints = self._merged(name, [self._saved_slice(state, name, kind) for state in self._slices])
             cut = local_slice(name, hints, whole, self._cuts[name].shape, self._rank, self._count, self.origin())
             self._held = (name, kind), cut.contiguous()
         return self._held[1]
@@ -92,20 +90,16 @@ class SavedSlices(SavedOver):
                 f"nobody says along which dimension parameter '{name}' is cut: set its attribute partition_dim, save "
                 f"with '{keys.UNIVERSAL_CHECKPOINT_INFO}' in client_state, or load it with {len(slices)} ranks"
             )
-        parts = zip(*(torch.chunk(one, cut.parts, dim=cut.dim) for one in slices))
-        whole = torch.cat([torch.cat(part, dim=cut.dim) for part in parts], dim=cut.dim)
+        whole = join_parts([torch.chunk(one, cut.parts, dim=cut.dim) for one in slices], cut.dim)
         return whole, {keys.CAT_DIM: cut.dim, keys.PARAM_N_SUB_PARAMS: cut.parts}
 
 
-class _Slice:
+class _Slice(Range):
     """A lazy tensor: what this rank has of a parameter."""
 
-    def __init__(self, saved, name, kind):
-        self._saved, self._name, self._kind = saved, name, kind
-        self.shape = saved._cuts[name].shape
+    def __init__(self, source, shape):
+        super().__init__(source)
+        self.shape = shape
 
     def read(self):
-        return self._saved.slice_of(self._name, self._kind).clone()
-
-    def read_range(self, start, numel):
-        return self._saved.slice_of(self._name, self._kind).view(-1)[start : start + numel]
+        return self.source().clone()

@@ -3,7 +3,17 @@
 Its users ask for ranges of one parameter and do not know how the files are cut.
 """
 
+import collections
+import itertools
+import os
+
 import torch
+
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.read import storage
+
+# Saved values of an optimizer as a whole: see ``SavedState.extra``.
+EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
 class Range:
@@ -18,14 +28,12 @@ class Range:
         """``numel`` elements from ``start`` on, a 1-D tensor in row-major order; may share memory with the source.
         IndexError outside of it."""
         source = self.source() if callable(self.source) else self.source
-        if torch.is_tensor(source):
-            if self.base + start + numel > source.numel():
-                raise IndexError(
-                    f"elements {self.base + start} to {self.base + start + numel} of a tensor of {source.numel()} "
-                    "elements"
-                )
-            return source.detach().reshape(-1)[self.base + start : self.base + start + numel]
-        return source.read_range(self.base + start, numel)
+        begin, end = self.base + start, self.base + start + numel
+        if not torch.is_tensor(source):
+            return source.read_range(begin, numel)
+        if end > source.numel():
+            raise IndexError(f"elements {begin} to {end} of a tensor of {source.numel()} elements")
+        return source.detach().reshape(-1)[begin:end]
 
     def fill(self, target, start):
         """Reads the elements from ``start`` on straight into ``target``, 1-D; False where the source cannot."""
@@ -36,41 +44,55 @@ class Range:
 class SavedState:
     """One checkpoint. Parameters are known by their names in the module; tied ones by the first of their names.
 
+    A layout sets the facts below, and those that methods give, and has three methods of its own:
+
+    state_names():            names of optimizer states that have a value for each element of a parameter, e.g.
+                              ``exp_avg``.
+    scalars(name):            dict of a parameter's other states: ``step``, a number or a tensor of one element, and the
+                              like.
+    state_pieces(name, kind): as ``pieces`` for ``kind`` "fp32" or the name of a state of a trained parameter.
+
     folder:        where it lies; None in memory.
+    model:         the model file: dict; tensors may be lazy (``read()``, ``read_range(start, numel)``).
+    model_path:    path of the model file.
     zero_stage:    of the run that saved it.
     dp_world_size: data-parallel ranks that saved it.
-    model:         the model file: dict; tensors may be lazy (``read()``, ``read_range(start, numel)``).
+    ranks:         numbers of the ranks that saved it among all ranks, where the layout says them.
     masters_only:  weights of trained parameters are saved as fp32 masters only.
+    is_whole:      the stages of a pipeline are joined, and no parameter is a slice of a tensor-parallel rank.
     """
 
-    folder = None
+    model_path = None
     zero_stage = 0
     dp_world_size = 1
+    ranks = ()
     masters_only = False
+    is_whole = False
 
-    def __init__(self):
-        self.model = {}
+    def __init__(self, model=None, folder=None):
+        self.model, self.folder = model or {}, folder
+        self._shapes, self._frozen, self._groups, self._extra = {}, {}, [], {}
+        self._aliases = self.model.get("shared_params") or {}
 
-    # ---- what a layout must say ------------------------------------------------------------------------------------
+    def frozen_pieces(self, name):
+        """As ``pieces`` for the value of a parameter that is not trained and is not in the model file in one piece."""
+        return []
+
     def shapes(self):
         """dict: name of a trained parameter -> its torch.Size, end to end over the parameter groups."""
-        raise NotImplementedError
+        return self._shapes
+
+    def frozen_shapes(self):
+        """dict: name -> torch.Size of parameters that are not trained and are not in the model file in one piece."""
+        return self._frozen
+
+    def aliases(self):
+        """dict: alias -> name, for tied parameters."""
+        return dict(self._aliases)
 
     def param_groups(self):
         """One dict of hyperparameters for each parameter group of the optimizer; its ``names`` are the parameters'."""
-        raise NotImplementedError
-
-    def state_names(self):
-        """Names of optimizer states that have a value for each element of a parameter, e.g. ``exp_avg``."""
-        raise NotImplementedError
-
-    def scalars(self, name):
-        """dict of a parameter's other states: ``step``, a number or a tensor of one element, and the like."""
-        raise NotImplementedError
-
-    def state_pieces(self, name, kind):
-        """As ``pieces`` for ``kind`` "fp32" or the name of a state of a trained parameter."""
-        raise NotImplementedError
+        return self._groups
 
     def has_optimizer(self):
         """Whether there are optimizer states at all."""
@@ -79,28 +101,18 @@ class SavedState:
     def extra(self):
         """Saved values of the optimizer as a whole: ``loss_scaler`` (an object or a dict of its attributes),
         ``dynamic_loss_scale``, ``overflow``, ``clip_grad``, as far as they were saved."""
-        return {}
+        return self._extra
 
     def run_states(self, rank):
-        """``(the state with which rank rank resumes, whether it saved that itself)``; None if other files have it."""
-        return None
+        """``(the state with which rank rank resumes, whether it saved that itself)``: else that of rank 0, which is
+        None if there is none."""
+        own, other = (names.RUN_STATES.path(self.folder or "", rank=number) for number in (rank, 0))
+        path = own if os.path.exists(own) else other
+        return (storage.read(path) if os.path.exists(path) else None), path == own
 
-    # ---- what follows from it --------------------------------------------------------------------------------------
     def module(self):
         """dict: name -> tensor or lazy tensor of the module's state that the checkpoint has whole, aliases included."""
-        return {
-            name: value
-            for name, value in (self.model.get("module") or {}).items()
-            if not (name in self._cut() and _numel(value) == 0)
-        }
-
-    def _cut(self):
-        """Names of parameters of which the model file has placeholders."""
-        return ()
-
-    def aliases(self):
-        """dict: alias -> name, for tied parameters."""
-        return dict(self.model.get("shared_params") or {})
+        return dict(self.model.get("module") or {})
 
     def step(self, name):
         """Updates that a parameter has seen, or None where that was not saved."""
@@ -113,26 +125,18 @@ class SavedState:
         ``kind``: "fp32" for the masters, the name of a state, or "weight" for the value whatever it was saved as. []
         where the checkpoint has none; ``reader.read_range(start, numel)`` counts from the piece's first element.
         """
-        if kind != "weight":
-            return self.state_pieces(name, kind) if name in self.shapes() else []
-        value = self.module().get(name)
-        if value is None:
-            return self.state_pieces(name, "fp32") if name in self.shapes() else self.frozen_pieces(name)
-        return [(0, _numel(value), Range(value))]
-
-    def frozen_shapes(self):
-        """dict: name -> torch.Size of parameters that are not trained and are not in the model file in one piece."""
-        return {}
-
-    def frozen_pieces(self, name):
-        """As ``pieces`` for the value of a parameter that is not trained and is not in the model file in one piece."""
-        return []
+        value = self.module().get(name) if kind == "weight" else None
+        if value is not None:
+            return [(0, numel_of(value), Range(value))]
+        if name in self.shapes():
+            return self.state_pieces(name, "fp32" if kind == "weight" else kind)
+        return self.frozen_pieces(name) if kind == "weight" else []
 
     def weight_shape(self, name):
         """torch.Size of a parameter as it was saved, or None where it is not in the checkpoint."""
         value = self.module().get(name)
         if value is None:
-            return self.shapes().get(name)
+            return self.shapes().get(name, self._frozen.get(name))
         return torch.Size(value.shape) if hasattr(value, "shape") else None
 
     def whole(self, name, kind):
@@ -176,25 +180,64 @@ class SavedState:
         return f"the checkpoint {self.folder}" if self.folder else "the saved optimizer"
 
 
-class SavedOver(SavedState):
-    """Says what another ``SavedState`` says, but for what a subclass says itself."""
+class Joined(SavedState):
+    """Several ``states`` of one checkpoint as one. Of what more than one have (tied weights), the first one's counts.
+    ``weights``: name -> lazy tensor of weights and buffers in files of their own, which win over those of the model
+    files. ``own``: the state whose facts are taken."""
 
-    def __init__(self, base):
-        super().__init__()
-        self._base, self.model = base, base.model
-        self.folder, self.zero_stage, self.dp_world_size = base.folder, base.zero_stage, base.dp_world_size
-        self.masters_only, self.model_path = base.masters_only, getattr(base, "model_path", None)
+    def __init__(self, states, model, weights=None, own=0):
+        super().__init__(model, states[own].folder)
+        self.zero_stage, self.dp_world_size = states[own].zero_stage, states[own].dp_world_size
+        self.model_path = states[own].model_path
+        self.ranks = [rank for state in states for rank in state.ranks]
+        self.masters_only = all(state.masters_only for state in states)
+        self._states, self._weights, self._owner = states, weights or {}, {}
+        for state in states:
+            for name, shape in state.shapes().items():
+                self._owner.setdefault(name, state)
+                self._shapes.setdefault(name, shape)
+        self._frozen = self._first_of("frozen_shapes")
+        self._aliases = self._first_of("aliases")
 
+    def _first_of(self, method):
+        """The union of the dicts that a method of all states gives."""
+        return dict(collections.ChainMap(*(getattr(state, method)() for state in self._states)))
 
-def _of_base(name):
-    return lambda self, *arguments: getattr(self._base, name)(*arguments)
+    def state_names(self):
+        return list(dict.fromkeys(kind for state in self._states for kind in state.state_names()))
 
+    def scalars(self, name):
+        return self._owner[name].scalars(name)
 
-for _name in (
-    "shapes", "param_groups", "state_names", "scalars", "state_pieces", "has_optimizer", "extra", "run_states",
-    "aliases", "frozen_shapes", "frozen_pieces", "_cut",
-):  # fmt: skip
-    setattr(SavedOver, _name, _of_base(_name))
+    def state_pieces(self, name, kind):
+        return self._owner[name].state_pieces(name, kind)
+
+    def frozen_pieces(self, name):
+        return next(filter(None, (state.frozen_pieces(name) for state in self._states)), [])
+
+    def param_groups(self):
+        made = []
+        for parts in itertools.zip_longest(*(state.param_groups() for state in self._states), fillvalue={}):
+            found = dict.fromkeys(name for part in parts for name in part.get("names", ()))
+            made.append({**collections.ChainMap(*parts), "names": list(found)})
+        return made
+
+    def has_optimizer(self):
+        return any(state.has_optimizer() for state in self._states)
+
+    def extra(self):
+        return next(filter(None, (state.extra() for state in self._states)), {})
+
+    def run_states(self, rank):
+        found = [state.run_states(rank) for state in self._states]
+        return next((one for one in found if one[1]), found[0])
+
+    def module(self):
+        return {**self._first_of("module"), **self._weights}
+
+    def weight_shape(self, name):
+        shapes = itertools.chain([super().weight_shape(name)], (state.weight_shape(name) for state in self._states))
+        return next((shape for shape in shapes if shape is not None), None)
 
 
 def with_names(groups, named):
@@ -212,24 +255,21 @@ def eager(value):
 
 def plain(value):
     """``value`` with all lazy tensors in it read."""
-    if isinstance(value, dict):
-        if not any(_holds_lazy(item) for item in value.values()):
-            return value
+    if isinstance(value, dict) and _holds_lazy(value):
         return {key: plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple) and any(_holds_lazy(item) for item in value):
+    if type(value) in (list, tuple) and _holds_lazy(value):
         return type(value)(plain(item) for item in value)
     return eager(value)
 
 
 def _holds_lazy(value):
     if isinstance(value, dict):
-        return any(_holds_lazy(item) for item in value.values())
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return any(_holds_lazy(item) for item in value)
+        return any(map(_holds_lazy, value))
     return hasattr(value, "read_range")
 
 
-def _numel(value):
-    if torch.is_tensor(value):
-        return value.numel()
+def numel_of(value):
+    """Elements of a tensor, lazy or not."""
     return torch.Size(value.shape).numel()

@@ -1,6 +1,7 @@
 """The layout of universal checkpoints: one folder for each parameter, one file with each whole state."""
 
 import dataclasses
+import functools
 import os
 import re
 from typing import List, Tuple, Union
@@ -10,7 +11,7 @@ import torch
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import OPTIMIZER_STATE, STEP, ZERO_FOLDER
-from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager, with_names
+from deepspeed.checkpoint.layouts.saved_state import EXTRA_KEYS, Range, SavedState, eager, with_names
 from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
 
@@ -74,15 +75,6 @@ class ParallelRules:
         """The ``SubparamShape`` of a parameter, or None."""
         return next((entry for entry in self.sub_params if self._find(entry.patterns, name)), None)
 
-    def is_in_every_stage(self, name):
-        """Each pipeline stage has it (tied embeddings): the first one's is taken."""
-        patterns = self.info.get(keys.PIPELINE_REPLICATED_PARAMETER_PATTERNS, ())
-        return any(re.match(pattern, name) for pattern in patterns)
-
-    def shard_widths(self, name):
-        """For each sub-parameter the sizes of the ranks' slices of it, or None where they are equal."""
-        return (self.info.get(keys.SUB_PARAM_SHARD_WIDTHS) or {}).get(name)
-
 
 def _sub_param(entry):
     if isinstance(entry, SubparamShape):
@@ -114,6 +106,11 @@ def even_widths(size, parts, what):
 # Tensor-parallel slices of a parameter put together, and cut again for another number of ranks.
 
 
+def join_parts(slices, dim):
+    """One tensor of the parts that the ranks' slices have side by side, each part whole. ``slices``: lists of parts."""
+    return torch.cat([torch.cat(part, dim=dim) for part in zip(*slices, strict=True)], dim=dim)
+
+
 def merge_slices(name, slices, rules):
     """``(whole tensor, hints)`` of the slices of all tensor-parallel ranks, in rank order.
 
@@ -134,10 +131,12 @@ def merge_slices(name, slices, rules):
     if averaged:
         return (slices[0] if len(slices) == 1 else torch.stack(slices).mean(dim=0)), {}
     if halves:
-        parts = zip(*(torch.chunk(piece, 2, dim=0) for piece in slices), strict=True)
-        return torch.cat([torch.cat(part) for part in parts]), {keys.CAT_DIM: 0, keys.PARAM_N_SUB_PARAMS: 2}
+        whole = join_parts([torch.chunk(piece, 2, dim=0) for piece in slices], 0)
+        return whole, {keys.CAT_DIM: 0, keys.PARAM_N_SUB_PARAMS: 2}
     if sub is not None:
-        whole = _merge_sub_params(name, slices, sub, rules.shard_widths(name))
+        # For each sub-parameter the sizes of the ranks' slices of it, or None where they are equal.
+        widths = (rules.info.get(keys.SUB_PARAM_SHARD_WIDTHS) or {}).get(name)
+        whole = _merge_sub_params(name, slices, sub, widths)
         return whole, {keys.CAT_DIM: sub.partition_dim, keys.SUB_PARAM_SHAPE: sub}
     dim = 1 if row and slices[0].dim() > 1 else 0
     whole = slices[0] if len(slices) == 1 or not slices[0].dim() else torch.cat(slices, dim=dim)
@@ -166,7 +165,7 @@ def _merge_sub_params(name, slices, sub, widths):
                 f"{keys.PARAMETER_WITH_SUB_PARAMS} that it matches gives {tuple(shape)}"
             )
         views.append(piece.reshape(shape).split([width[rank] for width in widths], dim=dim))
-    joined = torch.cat([torch.cat(part, dim=dim) for part in zip(*views, strict=True)], dim=dim)
+    joined = join_parts(views, dim)
     # The module may keep it in fewer dimensions than the table has.
     fits = slices[0].dim() == len(whole)
     return joined if fits else joined.reshape(-1, *slices[0].shape[1:])
@@ -199,19 +198,14 @@ def local_slice(name, file, full, shape, rank, count, origin="the universal chec
     sub = file.get(keys.SUB_PARAM_SHAPE)
     if full.numel() == shape.numel() and (sub is not None or full.dim() == 1):
         return full.reshape(shape)
+    piece, parts, what = full, file.get(keys.PARAM_N_SUB_PARAMS, 1), f"parameter '{name}'"
     if sub is not None:
         sizes, whole = sub_sizes(sub.shape, sub.partition_dim)
-        piece = narrow_sub_params(
-            full.reshape(whole), sub.partition_dim, sizes, None, rank, count, f"parameter '{name}'"
-        )
-    elif file.get(keys.PARAM_N_SUB_PARAMS, 1) > 1:
-        parts = torch.chunk(full, file[keys.PARAM_N_SUB_PARAMS], dim=file.get(keys.CAT_DIM, 0))
-        cut = [_cut(name, part, file.get(keys.CAT_DIM, 0), rank, count) for part in parts]
-        piece = torch.cat(cut, dim=file.get(keys.CAT_DIM, 0))
-    elif keys.CAT_DIM in file:
-        piece = _cut(name, full, file[keys.CAT_DIM], rank, count)
-    else:
-        piece = full  # replicas and averages are whole on every rank
+        piece = narrow_sub_params(full.reshape(whole), sub.partition_dim, sizes, None, rank, count, what)
+    elif parts > 1 or keys.CAT_DIM in file:  # replicas and averages are whole on every rank
+        dim = file.get(keys.CAT_DIM, 0)
+        sizes = [part.shape[dim] for part in torch.chunk(full, parts, dim=dim)]
+        piece = narrow_sub_params(full, dim, sizes, None, rank, count, what)
     if piece.numel() != shape.numel() if sub is not None else piece.shape != shape:
         raise ValueError(
             f"parameter '{name}' has shape {tuple(full.shape)} in {origin}, which gives "
@@ -219,11 +213,6 @@ def local_slice(name, file, full, shape, rank, count, origin="the universal chec
             "another model"
         )
     return piece.reshape(shape)
-
-
-def _cut(name, full, dim, rank, count):
-    width = even_widths(full.shape[dim], count, f"parameter '{name}'")[0]
-    return full.narrow(dim, rank * width, width)
 
 
 def _pad_words(name, full, rows, origin):
@@ -247,28 +236,26 @@ class UniversalState(SavedState):
     masters_only = True
 
     def __init__(self, folder, mp_rank=0, mp_size=1, dp_rank=0, group_names=(), shapes=None):
-        super().__init__()
-        self.folder = folder
         self.model_path = _model_path(folder, mp_rank, dp_rank)
-        self.model = storage.read(self.model_path, lazy=True)
-        self._aliases = self.model.get("shared_params") or _aliases_of_first(folder)
+        super().__init__(storage.read(self.model_path, lazy=True), folder)
+        self._aliases = self._aliases or _aliases_of_first(folder)
         self.dp_world_size = self.model.get("dp_world_size", 1)
-        self._rank, self._count = mp_rank, mp_size
-        self._local = dict(shapes or {})
-        self._held = (None, None)
-        self._kinds, self._states_found = {}, None
-        self._all = set(_folders_in(os.path.join(folder, ZERO_FOLDER)))
+        self._rank, self._count, self._local = mp_rank, mp_size, dict(shapes or {})
+        self._held, self._kinds = (None, None), {}
+        self._all = {entry.name for entry in os.scandir(os.path.join(folder, ZERO_FOLDER)) if entry.is_dir()}
         path = os.path.join(folder, ZERO_FOLDER, OPTIMIZER_STATE)
-        self._common = storage.read(path) if os.path.exists(path) else {}
-        stage = self._common.get(keys.ZERO_STAGE, 1)
+        common = storage.read(path) if os.path.exists(path) else {}
+        self._extra = {key: common[key] for key in EXTRA_KEYS if key in common}
+        stage = common.get(keys.ZERO_STAGE, 1)
         self.zero_stage = int(getattr(stage, "value", stage))
-        frozen = set(self.model.get(keys.FROZEN_PARAM_SHAPES) or {})
-        self._groups = [
+        frozen = self.model.get(keys.FROZEN_PARAM_SHAPES) or {}
+        groups = [
             [name for name in group if name in self._all and name not in frozen]
             for group in self._names_of_groups(group_names)
         ]
-        self._frozen = sorted(frozen & self._all)
-        self._shapes = {name: self._shape(name) for group in self._groups for name in group}
+        self._groups = with_names(common.get(keys.PARAM_GROUPS), groups)
+        self._shapes = {name: self._shape(name) for group in groups for name in group}
+        self._frozen = {name: self._shape(name) for name in sorted(self._all.intersection(frozen))}
 
     def _names_of_groups(self, wanted):
         """Those of the model file, unless this run has parameters that a rank of another grid has saved."""
@@ -292,35 +279,24 @@ class UniversalState(SavedState):
         return path_below(self.folder, f"{ZERO_FOLDER}/{name}/{state}.pt", f"the folder {self.folder}")
 
     def _shape(self, name):
-        if name in self._local:
-            return torch.Size(self._local[name])
-        return torch.Size(self._file(name, keys.FP32_WEIGHT_KEY)[keys.PARAM].shape)
-
-    def shapes(self):
-        return self._shapes
-
-    def aliases(self):
-        return self._aliases
-
-    def weight_shape(self, name):
-        return super().weight_shape(name) or (self._shape(name) if name in self._frozen else None)
+        """What this run has of a parameter."""
+        found = self._local.get(name)
+        return torch.Size(self._file(name, keys.FP32_WEIGHT_KEY)[keys.PARAM].shape if found is None else found)
 
     def module(self):
-        masters = self._all | {alias for alias, name in self.aliases().items() if name in self._all}
-        return {name: value for name, value in (self.model.get("module") or {}).items() if name not in masters}
+        masters = self._all | {alias for alias, name in self._aliases.items() if name in self._all}
+        return {name: value for name, value in super().module().items() if name not in masters}
 
-    def param_groups(self):
-        return with_names(self._common.get(keys.PARAM_GROUPS), self._groups)
-
-    def _states_of(self, name):
-        """``(states with a value for each element, others)`` of a parameter, the master left out."""
-        whole, others = [], []
-        for file in sorted(os.listdir(os.path.join(self.folder, ZERO_FOLDER, name))):
-            state, kind = os.path.splitext(file)
-            if kind != ".pt" or state in (keys.FP32_WEIGHT_KEY, STEP):
-                continue
-            (whole if self._has_elements(name, state) else others).append(state)
-        return whole, others
+    @functools.cached_property
+    def _states(self):
+        """name -> ``(states with a value for each element, others)`` of a parameter, the master left out."""
+        found = {}
+        for name in self._shapes:
+            files = map(os.path.splitext, sorted(os.listdir(os.path.join(self.folder, ZERO_FOLDER, name))))
+            states = [state for state, kind in files if kind == ".pt" and state not in (keys.FP32_WEIGHT_KEY, STEP)]
+            whole = [state for state in states if self._has_elements(name, state)]
+            found[name] = whole, [state for state in states if state not in whole]
+        return found
 
     def _has_elements(self, name, state):
         """Whether a state has a value for each element. Asked of one file for each kind: there may be thousands."""
@@ -330,59 +306,36 @@ class UniversalState(SavedState):
             self._kinds[state] = len(self._file(name, state)[keys.PARAM].shape) > 0
         return self._kinds[state]
 
-    def _states(self):
-        if self._states_found is None:
-            self._states_found = {name: self._states_of(name) for name in self._shapes}
-        return self._states_found
-
     def state_names(self):
-        return list(dict.fromkeys(state for whole, _ in self._states().values() for state in whole))
+        return list(dict.fromkeys(state for whole, _ in self._states.values() for state in whole))
 
     def scalars(self, name):
-        found = {state: eager(self._file(name, state)[keys.PARAM]) for state in self._states()[name][1]}
+        found = {state: eager(self._file(name, state)[keys.PARAM]) for state in self._states[name][1]}
         path = self._path(name, STEP)
-        if os.path.exists(path):
-            found[STEP] = storage.read(path)
-        return found
+        return {**found, STEP: storage.read(path)} if os.path.exists(path) else found
 
     def state_pieces(self, name, kind):
-        if kind != keys.FP32_WEIGHT_KEY and kind not in self._states()[name][0]:
-            return []
-        return self._whole(name, kind, self._shapes[name])
+        known = kind == keys.FP32_WEIGHT_KEY or kind in self._states[name][0]
+        return self._whole(name, kind, self._shapes[name]) if known else []
 
     def frozen_pieces(self, name):
-        return self._whole(name, keys.FP32_WEIGHT_KEY, self._shape(name)) if name in self._frozen else []
+        return self._whole(name, keys.FP32_WEIGHT_KEY, self._frozen[name]) if name in self._frozen else []
 
     def _whole(self, name, state, shape):
-        return [(0, shape.numel(), _Slice(self, name, state, shape))] if shape.numel() else []
+        return [(0, shape.numel(), Range(functools.partial(self._part, name, state, shape)))] if shape.numel() else []
 
-    def extra(self):
-        wanted = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
-        return {key: self._common[key] for key in wanted if key in self._common}
-
-
-class _Slice:
-    """The part of a whole tensor that this rank's module has, read by ranges where it is the whole."""
-
-    def __init__(self, saved, name, state, shape):
-        self._saved, self._name, self._state, self._shape = saved, name, state, shape
-
-    def read_range(self, start, numel):
-        file = self._saved._file(self._name, self._state)
-        whole = file[keys.PARAM]
-        if torch.Size(whole.shape) != self._shape:
-            whole = local_slice(self._name, file, eager(whole), self._shape, self._saved._rank, self._saved._count)
-        return Range(whole).read_range(start, numel)
+    def _part(self, name, state, shape):
+        """The part of a whole tensor that this rank's module has; the lazy tensor where that is the whole."""
+        file = self._file(name, state)
+        if torch.Size(file[keys.PARAM].shape) != shape:  # once for all ranges
+            file[keys.PARAM] = local_slice(name, file, eager(file[keys.PARAM]), shape, self._rank, self._count)
+        return file[keys.PARAM]
 
 
 def _aliases_of_first(folder):
     """Only the first rank's file says them in files of others."""
     path = names.SHARDED_MODEL_STATES.path(folder, dp_rank=0)
     return (storage.read(path, lazy=True).get("shared_params") if os.path.exists(path) else None) or {}
-
-
-def _folders_in(folder):
-    return [entry.name for entry in os.scandir(folder) if entry.is_dir()]
 
 
 def _model_path(folder, mp_rank, dp_rank):

@@ -7,7 +7,7 @@ ds_ckpt export DIR OUT  writes the weights of a checkpoint as model.safetensors
 """
 
 import argparse
-import dataclasses
+import collections
 import json
 import os
 import sys
@@ -21,17 +21,9 @@ from deepspeed.registry import load_target
 # The checkpoints of a directory, as ``ds_ckpt ls`` shows them.
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One checkpoint. ``state``: complete, damaged, short (files missing) or unknown (no manifest)."""
-
-    tag: str
-    folder: str
-    state: str
-    files: int
-    size: int
-    facts: dict
-    is_latest: bool
+class Entry(collections.namedtuple("Entry", "tag folder state files size facts is_latest")):
+    """One checkpoint. ``state``: complete, damaged, short (files missing) or unknown (no manifest). ``files`` and
+    ``size``: their number and bytes. ``facts``: what the manifest says."""
 
     def row(self):
         saved_at = self.facts.get("saved_at")
@@ -52,10 +44,7 @@ HEADER = ["tag", "state", "step", "stage", "ranks", "files", "size", "saved"]
 
 def is_checkpoint(folder):
     """Whether ``folder`` is the folder of one tag."""
-    try:
-        found = os.listdir(folder)
-    except NotADirectoryError:
-        return False
+    found = os.listdir(folder) if os.path.isdir(folder) else ()
     return any(name == verify.NAME or names.is_checkpoint_file(name) for name in found)
 
 
@@ -78,13 +67,12 @@ def checkpoints_of(directory):
     if is_checkpoint(directory):
         parent, tag = os.path.split(os.path.abspath(directory))
         return [_entry(directory, tag, names.latest_tag(parent))]
-    latest, tags = names.latest_tag(directory), []
+    latest, found = names.latest_tag(directory), []
     for root, folders, _ in os.walk(directory):
         folders[:] = [name for name in folders if not name.startswith(".")]
         if root != directory and is_checkpoint(root):
-            tags.append(os.path.relpath(root, directory))
+            found.append(_entry(root, os.path.relpath(root, directory), latest))
             folders.clear()
-    found = [_entry(os.path.join(directory, tag), tag, latest) for tag in tags]
     if not found:
         raise FileNotFoundError(f"{directory} holds no checkpoint")
     return sorted(found, key=lambda entry: (entry.facts.get("saved_at", 0), entry.tag))
@@ -101,15 +89,15 @@ def _table(rows):
 def _list(arguments):
     entries = checkpoints_of(arguments.directory)
     if arguments.json:
-        print(json.dumps([{**vars(e), "facts": {k: v for k, v in e.facts.items() if k != "files"}} for e in entries]))
+        facts = [{key: value for key, value in entry.facts.items() if key != "files"} for entry in entries]
+        print(json.dumps([entry._replace(facts=said)._asdict() for entry, said in zip(entries, facts)]))
     else:
         print(_table([HEADER] + [entry.row() for entry in entries]))
     return 0
 
 
 def _verify(arguments):
-    entries = checkpoints_of(arguments.directory)
-    bad = 0
+    entries, bad = checkpoints_of(arguments.directory), 0
     for entry in entries:
         problems = verify.verify_folder(entry.folder, threads=arguments.threads)
         bad += len(problems)
@@ -117,25 +105,23 @@ def _verify(arguments):
         print(f"{entry.folder}: " + (f"{len(problems)} problems{known}" if problems else f"every byte is right{known}"))
         for problem in problems:
             print(f"  {problem}")
-    parent = arguments.directory if not is_checkpoint(arguments.directory) else None
-    latest = names.latest_tag(parent) if parent else None
+    latest = None if is_checkpoint(arguments.directory) else names.latest_tag(arguments.directory)
     if latest is not None and latest not in [entry.tag for entry in entries]:
-        print(f"{os.path.join(parent, 'latest')} names {latest!r}, which is no checkpoint here")
+        print(f"{os.path.join(arguments.directory, 'latest')} names {latest!r}, which is no checkpoint here")
         bad += 1
     return 1 if bad else 0
 
 
 def _diff(arguments):
     # Reads tensors, so it needs torch; ls and verify run without.
-    differ = load_target("deepspeed.checkpoint.convert.export:difference")
-    lines = differ(arguments.a, arguments.b, limit=arguments.limit)
+    difference = load_target("deepspeed.checkpoint.convert.export:difference")
+    lines = difference(arguments.a, arguments.b, limit=arguments.limit)
     print("\n".join(lines) if lines else "the same parameters, states and counters")
     return 1 if lines else 0
 
 
 def _export(arguments):
-    exporter = load_target("deepspeed.checkpoint.convert.export:export")
-    made = exporter(
+    made = load_target("deepspeed.checkpoint.convert.export:export")(
         arguments.directory,
         arguments.output,
         tag=arguments.tag,
@@ -148,31 +134,54 @@ def _export(arguments):
     return 0
 
 
+# Commands: the function that runs it, its help, and its arguments with the options of ``add_argument``.
+_COMMANDS = {
+    "ls": (
+        _list,
+        "list the checkpoints of a directory",
+        {"directory": {}, "--json": {"action": "store_true", "help": "as JSON"}},
+    ),
+    "verify": (
+        _verify,
+        "compare every byte with the checksums written when it was saved",
+        {
+            "directory": {"help": "a directory of checkpoints, or one of them"},
+            "--threads": {"type": int, "default": os.cpu_count(), "help": "files read at a time"},
+        },
+    ),
+    "diff": (
+        _diff,
+        "compare two checkpoints of any number of ranks and any stage",
+        {
+            "a": {"help": "the folder of a tag, or a directory whose latest one is meant"},
+            "b": {},
+            "--limit": {"type": int, "default": 50, "help": "lines printed at most"},
+        },
+    ),
+    "export": (
+        _export,
+        "write the weights of a checkpoint as model.safetensors",
+        {
+            "directory": {"help": "a directory of checkpoints, of which the latest is meant, or one of them"},
+            "output": {"help": "folder for model.safetensors, or for shards and their index"},
+            "-t --tag": {"help": "another one than the latest"},
+            "--dtype": {"choices": ["fp32", "bf16", "fp16"], "default": "fp32", "help": "of the parameters"},
+            "--max_shard_size": {"default": "5GB", "help": "largest file, like 5GB or 500MB"},
+            "--torch_format": {"action": "store_true", "help": "pytorch_model.bin instead"},
+            "--exclude_frozen_parameters": {"action": "store_true", "help": "leave out what was not trained"},
+        },
+    ),
+}
+
+
 def main(args=None):
     parser = argparse.ArgumentParser(prog="ds_ckpt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
-    ls = commands.add_parser("ls", help="list the checkpoints of a directory")
-    ls.add_argument("directory")
-    ls.add_argument("--json", action="store_true", help="as JSON")
-    ls.set_defaults(run=_list)
-    check = commands.add_parser("verify", help="compare every byte with the checksums written when it was saved")
-    check.add_argument("directory", help="a directory of checkpoints, or one of them")
-    check.add_argument("--threads", type=int, default=os.cpu_count(), help="files read at a time")
-    check.set_defaults(run=_verify)
-    diff = commands.add_parser("diff", help="compare two checkpoints of any number of ranks and any stage")
-    diff.add_argument("a", help="the folder of a tag, or a directory whose latest one is meant")
-    diff.add_argument("b")
-    diff.add_argument("--limit", type=int, default=50, help="lines printed at most")
-    diff.set_defaults(run=_diff)
-    export = commands.add_parser("export", help="write the weights of a checkpoint as model.safetensors")
-    export.add_argument("directory", help="a directory of checkpoints, of which the latest is meant, or one of them")
-    export.add_argument("output", help="folder for model.safetensors, or for shards and their index")
-    export.add_argument("-t", "--tag", help="another one than the latest")
-    export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the parameters")
-    export.add_argument("--max_shard_size", default="5GB", help="largest file, like 5GB or 500MB")
-    export.add_argument("--torch_format", action="store_true", help="pytorch_model.bin instead")
-    export.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
-    export.set_defaults(run=_export)
+    for name, (run, about, options) in _COMMANDS.items():
+        command = commands.add_parser(name, help=about)
+        command.set_defaults(run=run)
+        for flags, how in options.items():
+            command.add_argument(*flags.split(), **how)
     arguments = parser.parse_args(args)
     try:
         return arguments.run(arguments)

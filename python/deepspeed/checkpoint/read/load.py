@@ -1,17 +1,18 @@
 """Reads a checkpoint into a run (``RunState``)."""
 
 import errno
+import functools
 import os
 
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_slices import Cut
-from deepspeed.checkpoint.layouts.saved_stages import open_run
+from deepspeed.checkpoint.layouts.open_saved import open_run
 from deepspeed.checkpoint.read import memory, storage, verify
-from deepspeed.checkpoint.read.loading import Loading
+from deepspeed.checkpoint.read.loading import checked
 from deepspeed.checkpoint.read.node_local import fetch_missing
 from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_elsewhere
 from deepspeed.checkpoint.write import background, commit
-from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
+from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, in_turn, raise_together
 from deepspeed.log import log_dist, logger
 from deepspeed.zero.parameters.param_ranks import saved_part
 
@@ -25,16 +26,11 @@ def check(run, ranks, folder):
     mode = run.config.checkpoint_config.verify_on_load
     if mode == "none":
         return
-    error = None
-    try:
-        problems = _problems(folder, mode, ranks)
-        if problems:
-            text = "; ".join(str(problem) for problem in problems[:5])
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-            missing = any("is missing" in str(problem) for problem in problems)
-            error = FileNotFoundError(errno.ENOENT, text + more) if missing else RuntimeError(text + more)
-    except verify.DamagedManifest as caught:
-        error = caught
+    problems, error = attempt(lambda: list(map(str, _problems(folder, mode, ranks))), verify.DamagedManifest)
+    if problems:
+        text = "; ".join(problems[:5]) + (f" and {len(problems) - 5} more" if len(problems) > 5 else "")
+        missing = any("is missing" in problem for problem in problems)
+        error = FileNotFoundError(errno.ENOENT, text) if missing else RuntimeError(text)
     ranks.agree(
         error, f"the checkpoint {folder} is damaged, nothing is loaded (ds_ckpt ls lists older ones, tag= loads one)"
     )
@@ -49,7 +45,7 @@ def _problems(folder, mode, ranks):
     short = verify.missing_or_short(folder, facts) if ranks.leads else []
     if short or mode == "sizes":
         return short
-    beside = [rank for rank in range(ranks.size) if ranks.nodes[rank] == ranks.node]
+    beside = ranks.beside(range(ranks.size))
     files = sorted(facts["files"])[beside.index(ranks.rank) :: len(beside)]
     return verify.verify_folder(folder, only=set(files), threads=1)
 
@@ -92,22 +88,21 @@ def _open(run, folder, with_optimizer):
             "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage "
             "and number of ranks as they are"
         )
-    stage = run.weights.layers
+    stage, weights, pipeline = run.weights.layers, run.weights, {}
+    if stage is not None:
+        cuts = {weights.named(name): Cut.of(param, saved_part(param)[1]) for name, param in weights.params.items()}
+        pipeline = dict(stages=stage.stages, layers=set(stage.layers.values()), tied=stage.paths, cuts=cuts)
     return open_run(
         folder,
         run.ranks.mp_rank,
         run.ranks.dp_rank,
         run.ranks.mp_world_size,
-        *(() if stage is None else (stage.stages, set(stage.layers.values()), stage.paths, _cuts(run.weights))),
+        **pipeline,
         group_names=run.group_names,
         shapes={name: saved_part(param)[1] for name, param in run.trained()},
         with_optimizer=with_optimizer,
         experts=run.weights.named.numbers(),
     )
-
-
-def _cuts(weights):
-    return {weights.named(name): Cut.of(param, saved_part(param)[1]) for name, param in weights.params.items()}
 
 
 def _has_optimizer(run, saved):
@@ -147,61 +142,81 @@ def load_checkpoint(
     background.drain_all()  # another run of this process may be writing what is to be loaded
     if hasattr(run.writer, "wait"):
         run.writer.wait()
-    universal = run.config.load_universal_checkpoint
+    section = run.config.zero_config
     kept = None
-    if snapshots is not None and tag is None and not universal:
+    if snapshots is not None and tag is None and not run.config.load_universal_checkpoint:
         kept = _newer_in_memory(run, load_dir, snapshots)
-    if kept is None:
-        ranks = Ranks(run.ranks, run.config.use_node_local_storage)
-        tag = _together(ranks, load_dir, lambda: _find_tag(load_dir, tag, universal))
-        if not _all_have(ranks, load_dir, tag):
-            return None
-        folder = _on_disk(run, ranks, load_dir, tag)
-    else:
-        ranks, folder = kept
+    place = kept or _on_disk(run, load_dir, tag)
+    if place is None:
+        return None
+    ranks, folder = place
+    together = functools.partial(_together, ranks, folder)
     with_optimizer = load_optimizer_states and not load_module_only and run.states is not None
-    if with_optimizer and run.config.zero_config.pipeline_loading_checkpoint:
-        saved = run.policy.saved
-        assert saved.model_by_rank or not saved.optimizer_by_rank, (
+    with_scheduler = load_lr_scheduler_states and not load_module_only
+    if with_optimizer and section.pipeline_loading_checkpoint:
+        files = run.policy.saved
+        assert files.model_by_rank or not files.optimizer_by_rank, (
             "Only stage3 support for pipeline checkpoint loading: set zero_optimization.pipeline_loading_checkpoint to "
             f"false at stage {run.config.zero_optimization_stage}"
         )
-    with_scheduler = load_lr_scheduler_states and not load_module_only
     with storage.trusting(run.config.checkpoint_config.trust_pickles or None):
-        how = load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
-        found = _load(run, target, ranks, folder, *how)
+        saved = together(lambda: _open(run, folder, with_optimizer))
+        with_optimizer = with_optimizer and together(lambda: _has_optimizer(run, saved))
+        elsewhere = names_elsewhere(run, ranks)
+        how = load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn, elsewhere
+        found, restore, masters = together(lambda: checked(run, target, saved, *how))
+
+        def fill():
+            load_weights(run, target, saved, custom_load_fn, masters, elsewhere)
+            in_turns = section.pipeline_loading_checkpoint and with_optimizer and run.config.zero_enabled
+            states = functools.partial(_restore, restore, bool(masters), with_optimizer)
+            in_turn(ranks, states) if in_turns else states()
+
+        try:
+            with target.writing():
+                together(fill)
+                if run.states is not None:
+                    target.publish()
+        except Exception:
+            logger.error(f"{folder}: the engine holds a part of this checkpoint now: load one before you train or save")
+            raise
+    log_dist(f"loaded checkpoint {saved.model_path}", ranks=[0])
     if kept is not None:
         memory.undo(ranks, folder)
         snapshots.whole = os.path.basename(folder)
     return found
 
 
-def _all_have(ranks, load_dir, tag):
-    """Whether there is a tag. RuntimeError on all ranks where only some have found one."""
-    found = ranks.gather(tag)
-    without = [str(rank) for rank, tag in enumerate(found) if tag is None]
-    if without and len(without) < len(found):
+def _restore(restore, masters, states):
+    if masters:
+        restore.masters()
+    if states:
+        restore.states()
+        restore.extra()
+
+
+def _on_disk(run, load_dir, tag):
+    """``(ranks, folder of the tag)``, or None without a tag. RuntimeError on all ranks where only some find one."""
+    ranks = Ranks(run.ranks, run.config.use_node_local_storage)
+    tag = _together(ranks, load_dir, lambda: _find_tag(load_dir, tag, run.config.load_universal_checkpoint))
+    without = [str(rank) for rank, found in enumerate(ranks.gather(tag)) if found is None]
+    if len(without) == ranks.size:
+        return None
+    if without:
         raise RuntimeError(
             f"rank {', '.join(without)} sees no checkpoint in {load_dir}, and others do: mount the directory on all "
             "hosts, or set checkpoint.use_node_local_storage"
         )
-    return not without
-
-
-def _on_disk(run, ranks, load_dir, tag):
     folder = os.path.join(load_dir, tag)
     # What a broken-off save has left is put right first.
     folder = ranks.lead(lambda: commit.place_of(folder), f"the checkpoint {folder} is not loaded")
     fetch_missing(run, ranks, folder)
     if not os.path.isdir(folder):
-        known = (
-            sorted(name for name in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, name)))
-            if os.path.isdir(load_dir)
-            else []
-        )
+        tags = os.scandir(load_dir) if os.path.isdir(load_dir) else ()
+        known = sorted(entry.name for entry in tags if entry.is_dir())
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
     check(run, ranks, folder)
-    return folder
+    return ranks, folder
 
 
 def _newer_in_memory(run, load_dir, snapshots):
@@ -237,25 +252,6 @@ def _together(ranks, folder, function):
     return found
 
 
-def _load(run, target, ranks, folder, strict, with_optimizer, with_scheduler, module_only, custom_load_fn):
-    saved = _together(ranks, folder, lambda: _open(run, folder, with_optimizer))
-    with_optimizer = with_optimizer and _together(ranks, folder, lambda: _has_optimizer(run, saved))
-    elsewhere = names_elsewhere(run, ranks)
-    how = strict, with_optimizer, with_scheduler, module_only, custom_load_fn
-    loading = Loading(run, target, saved, *how, elsewhere)
-    _together(ranks, folder, loading.check)
-    try:
-        with target.writing():
-            _together(ranks, folder, lambda: loading.fill(ranks))
-            if run.states is not None:
-                target.publish()
-    except Exception:
-        logger.error(f"{folder}: the engine holds a part of this checkpoint now: load one before you train or save")
-        raise
-    log_dist(f"loaded checkpoint {saved.model_path}", ranks=[0])
-    return loading.found()
-
-
 def restore_universal(run, target, folder, params=None, weights=True, states=True):
     """Masters (``weights``: or else the weights alone) and optimizer states from the folder of a universal checkpoint,
     without counters, schedules and buffers. ``params``: those to restore: they must be all trained ones."""
@@ -278,9 +274,5 @@ def restore_universal(run, target, folder, params=None, weights=True, states=Tru
     if not states:
         load_weights(run, target, saved)
     with target.writing():
-        if weights:
-            restore.masters()
-        if states:
-            restore.states()
-            restore.extra()
+        _restore(restore, weights, states)
         target.publish()

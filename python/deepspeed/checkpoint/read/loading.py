@@ -1,10 +1,9 @@
-"""One checkpoint that goes into a run. What can be refused is refused by ``check``, before anything is changed."""
+"""One checkpoint that goes into a run. What can be refused is refused by ``checked``, before anything is changed."""
 
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_state import plain
-from deepspeed.checkpoint.read.weights import add_resumed, check_weights, counters_in, load_weights, read_run
+from deepspeed.checkpoint.read.weights import add_resumed, check_weights, counters_in
 from deepspeed.checkpoint.run_state import LoadedRun
-from deepspeed.checkpoint.write.ranks import in_turn
 from deepspeed.log import log_dist
 
 _SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr"}  # in the parameter groups: what a schedule of rates decides
@@ -44,79 +43,36 @@ def _listed(value):
     return list(value) if isinstance(value, tuple) else value
 
 
-class Loading:
-    """``saved`` into ``run``, through ``target``: its weights; with ``with_optimizer`` its states, counters of the run
-    and random numbers; with ``with_scheduler`` the schedule. ``elsewhere``: see ``load_weights``.
+def checked(run, target, saved, strict, with_optimizer, with_scheduler, module_only, custom_load_fn, elsewhere):
+    """Reads all but the values of tensors of ``saved``, and raises for whatever does not fit ``run``. Returns the
+    ``LoadedRun``, the ``Restore`` (None: without an optimizer) and the names of the parameters whose masters it is to
+    load: fp32 masters decide where there are any. ``elsewhere``: see ``load_weights``.
 
-    Every rank calls ``check``, then ``fill`` while it is ``target.writing()``, then ``found``; where the first raises
-    on any rank, no rank may call the others.
+    With ``with_optimizer`` the result has counters of the run and random numbers; with ``with_scheduler`` the schedule.
     """
-
-    def __init__(
-        self, run, target, saved, strict, with_optimizer, with_scheduler, module_only, custom_load_fn, elsewhere
-    ):
-        self.run, self.target, self.saved, self.state = run, target, saved, saved.model
-        self.strict, self.module_only = strict, module_only
-        self.with_optimizer, self.with_scheduler = with_optimizer, with_scheduler
-        self.custom_load_fn, self.elsewhere = custom_load_fn, elsewhere
-        self.restore, self.masters, self.schedule, self.resumed = None, set(), None, None
-        self.client_state = None
-
-    def check(self):
-        """Reads all but the values of tensors, and raises for whatever does not fit."""
-        run, state = self.run, self.state
-        if not self.module_only and "global_steps" not in state:
-            raise ValueError(
-                f"{self.saved.origin()} has no 'global_steps': it is no checkpoint of an engine. Load its weights with "
-                "load_module_only=True"
-            )
-        self._find_masters()
-        check_weights(run, self.saved, self.strict, self.custom_load_fn, self.masters, self.elsewhere)
-        if self.restore is not None:
-            self.restore.check(masters=bool(self.masters), states=self.with_optimizer)
-        if self.with_scheduler and run.scheduler is not None and state.get("lr_scheduler") is not None:
-            self.schedule = plain(state["lr_scheduler"])
-            self.target.rehearse(self.schedule)
-        if self.with_optimizer:
-            self.resumed = read_run(run, self.saved)
-        hidden = {"module"} if self.module_only else set(names.ENGINE_KEYS)
-        hidden |= {"lr_scheduler"} if self.with_scheduler else set()
-        hidden |= {"optimizer"} if self.with_optimizer else set()
-        self.client_state = {key: plain(value) for key, value in state.items() if key not in hidden}
-
-    def _find_masters(self):
-        """fp32 masters decide where there are any."""
-        run, saved = self.run, self.saved
-        if run.states is None:
-            return
-        options = winning_options(run, saved, self.with_scheduler) if self.with_optimizer else None
-        self.restore = self.target.restoring(saved, options)
-        if not self.module_only and (run.config.zero_config.load_from_fp32_weights or saved.masters_only):
-            self.masters = {name for name in self.restore.names if saved.pieces(name, "fp32")}
-
-    def fill(self, ranks):
-        """Weights, masters and states."""
-        load_weights(self.run, self.target, self.saved, self.custom_load_fn, self.masters, self.elsewhere)
-        section = self.run.config.zero_config
-        if section.pipeline_loading_checkpoint and self.with_optimizer and self.run.config.zero_enabled:
-            in_turn(ranks, self._fill_states)
-        else:
-            self._fill_states()
-
-    def _fill_states(self):
-        if self.masters:
-            self.restore.masters()
-        if self.with_optimizer:
-            self.restore.states()
-            self.restore.extra()
-
-    def found(self):
-        """The ``LoadedRun``: all that is not in place yet."""
-        state = self.state
-        own = {key: self.client_state[key] for key in names.OWN_KEYS if key in self.client_state}
-        found = LoadedRun(self.saved.model_path, self.client_state, own, self.schedule, state.get("dp_world_size"))
-        if not self.module_only:
-            found.counters = counters_in(self.run, state)
-        if self.with_optimizer:
-            add_resumed(self.run, self.saved, self.resumed, found)
-        return found
+    state, restore, masters, schedule = saved.model, None, set(), None
+    if not module_only and "global_steps" not in state:
+        raise ValueError(
+            f"{saved.origin()} has no 'global_steps': it is no checkpoint of an engine. Load its weights with "
+            "load_module_only=True"
+        )
+    if run.states is not None:
+        restore = target.restoring(saved, winning_options(run, saved, with_scheduler) if with_optimizer else None)
+        if not module_only and (run.config.zero_config.load_from_fp32_weights or saved.masters_only):
+            masters = {name for name in restore.names if saved.pieces(name, "fp32")}
+    check_weights(run, saved, strict, custom_load_fn, masters, elsewhere)
+    if restore is not None:
+        restore.check(masters=bool(masters), states=with_optimizer)
+    if with_scheduler and run.scheduler is not None and state.get("lr_scheduler") is not None:
+        schedule = plain(state["lr_scheduler"])
+        target.rehearse(schedule)
+    hidden = {"module"} if module_only else set(names.ENGINE_KEYS)
+    hidden |= {key for key, taken in (("lr_scheduler", with_scheduler), ("optimizer", with_optimizer)) if taken}
+    client_state = {key: plain(value) for key, value in state.items() if key not in hidden}
+    own = {key: client_state[key] for key in names.OWN_KEYS if key in client_state}
+    found = LoadedRun(saved.model_path, client_state, own, schedule, state.get("dp_world_size"))
+    if not module_only:
+        found.counters = counters_in(run, state)
+    if with_optimizer:
+        add_resumed(run, saved, found)
+    return found, restore, masters

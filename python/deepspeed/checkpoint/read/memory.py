@@ -1,5 +1,6 @@
 """Snapshots in the memory of hosts, as they are read: see ``deepspeed.checkpoint.write.memory``."""
 
+import contextlib
 import json
 import os
 
@@ -32,40 +33,29 @@ def newest_whole(ranks, folder):
 
 def step_on_disk(load_dir):
     """``(tag, step)`` of what ``latest`` names. Step -1 where nobody says it, tag None where there is none."""
-    try:
-        tag = names.latest_tag(load_dir)
-    except (ValueError, OSError):
-        return None, -1
-    try:
+    tag = facts = None
+    with contextlib.suppress(ValueError, OSError, verify.DamagedManifest):
+        tag = names.latest_tag(load_dir) or None
         facts = verify.read(os.path.join(load_dir, tag)) if tag else None
-    except (verify.DamagedManifest, OSError):
-        facts = None
-    return tag or None, (facts or {}).get("global_steps", -1)
+    return tag, (facts or {}).get("global_steps", -1)
 
 
 def describe(ranks, folder):
     """Puts a manifest of the files that are there into the folder of a whole snapshot, on every host, so that it can
     be read as a checkpoint. Every rank calls it."""
     here = _said_in(folder) if ranks.leads and os.path.isdir(folder) else {}
-    said = {}
-    for told in ranks.gather(here):
-        said.update({int(rank): facts for rank, facts in told.items()})
+    said = {int(rank): facts for told in ranks.gather(here) for rank, facts in told.items()}
     files = {name: record for facts in said.values() for name, record in facts["files"].items()}
     facts = {key: value for key, value in said[0].items() if key not in ("files", "rank")}
-    error = None
-    if ranks.leads:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            there = {
-                name: record
-                for name, record in files.items()
-                if os.path.exists(path_below(folder, name, "what a rank says of its snapshot"))
-            }
-            with open(os.path.join(folder, verify.NAME), "w") as file:
-                file.write(verify.text_of(facts, there))
-        except (OSError, ValueError) as caught:
-            error = caught
-    ranks.agree(error, f"the snapshot {folder} cannot be read")
+
+    def write():
+        os.makedirs(folder, exist_ok=True)
+        paths = {name: path_below(folder, name, "what a rank says of its snapshot") for name in files}
+        there = {name: record for name, record in files.items() if os.path.exists(paths[name])}
+        with open(os.path.join(folder, verify.NAME), "w") as file:
+            file.write(verify.text_of(facts, there))
+
+    ranks.lead(write, f"the snapshot {folder} cannot be read")
 
 
 def undo(ranks, folder):

@@ -3,6 +3,8 @@
 What a node lacks for loading comes from the others through the process group, once, and stays on its disk.
 """
 
+import contextlib
+import functools
 import os
 import secrets
 
@@ -11,6 +13,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.write import file_writer
+from deepspeed.checkpoint.write.ranks import attempt
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.host.recorded_names import open_regular
 from deepspeed.log import logger
@@ -28,17 +31,16 @@ def fetch_missing(run, ranks, folder):
         return
     here = sorted(filter(names.is_checkpoint_file, os.listdir(folder))) if os.path.isdir(folder) else []
     have = ranks.gather(here if ranks.leads else None)
-    owner = {}  # file -> the first rank that can send it
-    for rank, found in enumerate(have):
-        for name in filter(names.is_checkpoint_file, found or ()):
-            owner.setdefault(name, rank)
+    leading = {
+        rank: set(filter(names.is_checkpoint_file, found)) for rank, found in enumerate(have) if found is not None
+    }
+    # file -> the first rank that can send it
+    owner = {name: rank for rank, found in reversed(leading.items()) for name in found}
     wanted = ranks.gather(_wanted(run, owner))
     missing = {}  # file -> leading ranks that write it
-    for rank, found in enumerate(have):
-        if found is None:
-            continue
-        beside = [other for other in range(ranks.size) if ranks.nodes[other] == ranks.nodes[rank]]
-        for name in set().union(*(wanted[other] for other in beside)) - set(found):
+    for rank, found in leading.items():
+        beside = [files for files, node in zip(wanted, ranks.nodes) if node == ranks.nodes[rank]]
+        for name in set().union(*beside) - found:
             missing.setdefault(name, []).append(rank)
     error = None
     for name in sorted(missing):
@@ -69,48 +71,48 @@ def _is_own(name, ranks):
 def _send(ranks, path, source, targets, device):
     """One file from rank ``source`` to the disks of ``targets``. Returns the error of this rank, or None. After an
     error this rank still takes part in every exchange, because the others wait for it."""
-    error = out = source_file = own = None
+    error = None
     temporary = f"{path}.fetching.{secrets.token_hex(8)}"  # nobody can have put a link there
-    try:
+
+    def step(function):
+        """What it gives. Nothing is done after an error, which is remembered."""
+        nonlocal error
+        if error is None:
+            found, error = attempt(function, OSError)
+            return found
+
+    def read(chunk):
+        if source_file.readinto(chunk.numpy()) != chunk.numel():
+            raise OSError(f"{path} became shorter while it was sent to another node")
+
+    def finish():
+        out.flush()
+        os.fsync(out.fileno())
+        file_writer.rename(temporary, path)
+
+    with contextlib.ExitStack() as files:
+        own = source_file = out = None
         if ranks.rank == source:
-            source_file = open_regular(path)
-            own = os.path.getsize(path)
-    except OSError as caught:
-        error = caught
-    size = ranks.gather(own)[source]
-    try:
+            source_file = step(lambda: files.enter_context(open_regular(path)))
+            own = step(lambda: os.path.getsize(path))
+        size = ranks.gather(own)[source]
         if ranks.rank in targets and size is not None:
-            try:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                out = open(temporary, "wb")
-            except OSError as caught:
-                error = caught
+            step(lambda: os.makedirs(os.path.dirname(path), exist_ok=True))
+            files.callback(_remove, temporary)
+            out = step(lambda: files.enter_context(open(temporary, "wb")))
         for begin in range(0, size or 0, CHUNK_BYTES):
             chunk = torch.empty(min(CHUNK_BYTES, size - begin), dtype=torch.uint8)
-            if source_file is not None and error is None:
-                try:
-                    if source_file.readinto(chunk.numpy()) != chunk.numel():
-                        error = OSError(f"{path} became shorter while it was sent to another node")
-                except OSError as caught:
-                    error = caught
+            if source_file is not None:
+                step(functools.partial(read, chunk))
             chunk = chunk.to(device)
             dist.broadcast(chunk, source)
-            if out is not None and error is None:
-                try:
-                    out.write(chunk.cpu().numpy())
-                except OSError as caught:
-                    error = caught
-        failed = ranks.gather(error is not None)[source]
-        if out is not None and error is None and not failed:
-            out.flush()
-            os.fsync(out.fileno())
-            file_writer.rename(temporary, path)
-    except OSError as caught:
-        error = caught
-    finally:
-        for file in (out, source_file):
-            if file is not None:
-                file.close()
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+            if out is not None:
+                step(functools.partial(out.write, chunk.cpu().numpy()))
+        if not ranks.gather(error is not None)[source] and out is not None:
+            step(finish)
     return error
+
+
+def _remove(path):
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

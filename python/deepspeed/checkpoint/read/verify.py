@@ -1,8 +1,9 @@
 """Whether every byte of a checkpoint is the one that was saved; where not, which tensor it belongs to."""
 
+import collections
 import concurrent.futures
-import dataclasses
 import json
+import math
 import os
 import zipfile
 import zlib
@@ -57,8 +58,9 @@ def read(folder):
 _NUMBERS = {"saved_at": 1 << 36, "global_steps": 1 << 62}
 
 
-def _is_number(value, least=0):
-    return type(value) is int and value >= least
+def _has_numbers(record, *keys):
+    """Whether it is a dict with numbers from 0 on under these keys."""
+    return isinstance(record, dict) and all(type(record.get(key)) is int and record[key] >= 0 for key in keys)
 
 
 def _check(path, facts):
@@ -67,7 +69,7 @@ def _check(path, facts):
     def refuse(what):
         raise DamagedManifest(f"{path} is damaged: {what}")
 
-    if not _is_number(facts["version"], 1):
+    if not _has_numbers(facts, "version") or facts["version"] < 1:
         refuse(f"its version is {facts['version']!r}")
     if facts["version"] > VERSION:
         raise DamagedManifest(f"{path} has version {facts['version']}, this library knows up to {VERSION}: update it")
@@ -82,13 +84,10 @@ def _check(path, facts):
             path_below(os.path.dirname(path), name, path, "tag")  # the text: links are looked at when the name is used
         except ValueError as error:
             raise DamagedManifest(str(error)) from error
-        numbers = isinstance(record, dict) and [record.get("bytes"), record.get("crc32")]
-        tensors = numbers and record.get("tensors", [])
-        if not numbers or not all(map(_is_number, numbers)) or not isinstance(tensors, list):
+        if not _has_numbers(record, "bytes", "crc32") or not isinstance(record.get("tensors", []), list):
             refuse(f"what it says of the file {name!r} is no record")
-        for tensor in tensors:
-            numbers = isinstance(tensor, dict) and [tensor.get(key) for key in ("offset", "bytes", "crc32")]
-            if not numbers or not all(map(_is_number, numbers)) or not isinstance(tensor.get("name"), str):
+        for tensor in record.get("tensors", []):
+            if not _has_numbers(tensor, "offset", "bytes", "crc32") or not isinstance(tensor.get("name"), str):
                 refuse(f"what it says of a tensor in the file {name!r} is no record")
 
 
@@ -104,12 +103,11 @@ def missing_or_short(folder, facts):
             size = os.stat(_path(folder, name)).st_size
         except (FileNotFoundError, NotADirectoryError):
             found.append(f"{name} is missing")
-            continue
         except (OSError, ValueError) as error:
             found.append(f"{name} cannot be read: {error}")
-            continue
-        if size != record["bytes"]:
-            found.append(f"{name} is damaged: it has {size} bytes, {record['bytes']} were saved")
+        else:
+            if size != record["bytes"]:
+                found.append(f"{name} is damaged: it has {size} bytes, {record['bytes']} were saved")
     return found
 
 
@@ -118,13 +116,8 @@ def missing_or_short(folder, facts):
 _CHUNK = 8 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(collections.namedtuple("Problem", "file tensor text")):
     """``tensor`` is None where the damage is in no tensor or nobody can say in which."""
-
-    file: str
-    tensor: str
-    text: str
 
     def __str__(self):
         return f"{self.file}: " + (f"tensor '{self.tensor}': " if self.tensor else "") + self.text
@@ -132,20 +125,18 @@ class Problem:
 
 def crc32_of(path, begin=0, size=None):
     """CRC-32 of ``size`` bytes from ``begin``, read in chunks (the page cache is not filled with what is read once)."""
-    value = 0
+    value, left = 0, math.inf if size is None else size
     with open_regular(path) as file:
         file.seek(begin)
-        while size is None or size > 0:
-            data = file.read(_CHUNK if size is None else min(_CHUNK, size))
-            if not data:
-                break
-            value = zlib.crc32(data, value)
-            if size is not None:
-                size -= len(data)
+        while left > 0 and (data := file.read(min(_CHUNK, left))):
+            value, left = zlib.crc32(data, value), left - len(data)
     return value
 
 
 def _check_file(folder, name, record):
+    """Problems of a file. ``record``: what the manifest says of it, None without one."""
+    if record is None:
+        return _check_zip(folder, name)
     try:
         path = _path(folder, name)
         size = os.stat(path).st_size
@@ -195,19 +186,11 @@ def verify_folder(folder, only=None, threads=2):
     except DamagedManifest as error:
         return [Problem(NAME, None, str(error))]
     if facts is None:
-        names = sorted(
-            os.path.relpath(os.path.join(root, name), folder)
-            for root, _, files in os.walk(folder)
-            for name in files
-            if name.endswith(".pt")
-        )
-        jobs = [(_check_zip, (folder, name)) for name in names if only is None or name in only]
+        walk = ((root, name) for root, _, files in os.walk(folder) for name in files if name.endswith(".pt"))
+        records = dict.fromkeys(os.path.relpath(os.path.join(root, name), folder) for root, name in walk)
     else:
-        jobs = [
-            (_check_file, (folder, name, record))
-            for name, record in sorted(facts["files"].items())
-            if only is None or name in only
-        ]
+        records = facts["files"]
+    jobs = [(folder, name, record) for name, record in sorted(records.items()) if only is None or name in only]
     with concurrent.futures.ThreadPoolExecutor(max(1, threads)) as pool:
-        results = list(pool.map(lambda job: job[0](*job[1]), jobs))
+        results = list(pool.map(lambda job: _check_file(*job), jobs))
     return [problem for problems in results for problem in problems]

@@ -1,15 +1,12 @@
 """Puts the weights and buffers of a ``SavedState`` into those of a run, sharded or not."""
 
-import os
 import random
 
 import numpy
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_state import eager
-from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.run_state import Counters
 from deepspeed.log import logger
 from deepspeed.zero.parameters.param_ranks import own_extent, saved_part
@@ -65,29 +62,6 @@ def run_states(run):
     }
 
 
-def _pickled(folder, rank):
-    """``(state that rank rank saved, True)``, or ``(that of rank 0, False)``, which is None if there is none."""
-    path = names.RUN_STATES.path(folder, rank=rank)
-    own = os.path.exists(path)
-    path = path if own else names.RUN_STATES.path(folder, rank=0)
-    return (storage.read(path) if os.path.exists(path) else None), own
-
-
-def read_run(run, saved):
-    """``(what run_states gave, whether it is this rank's own, the position in the data)``; None where it was not saved.
-    Changes nothing; raises ValueError for a file of something else."""
-    before, own = saved.run_states(run.ranks.rank) or _pickled(saved.folder, run.ranks.rank)
-    if before is None:
-        return None
-    missing = {"rng", "dataloader", "micro_steps"} - before.keys() if isinstance(before, dict) else {"everything"}
-    if missing:
-        raise ValueError(f"{saved.origin()}: its run states lack {', '.join(sorted(missing))}; load an older tag")
-    data = before["dataloader"]
-    if data is None:  # that rank had none to load; positions mean the same on all ranks
-        data = ((saved.run_states(0) or _pickled(saved.folder, 0))[0] or {}).get("dataloader")
-    return before, own, data
-
-
 def counters_in(run, state):
     """The ``Counters`` that the model file ``state`` has."""
     steps = state["global_steps"]
@@ -100,16 +74,23 @@ def counters_in(run, state):
     )
 
 
-def add_resumed(run, saved, resumed, found):
-    """Adds to ``found``, a ``LoadedRun``, what ``run_states`` gave (``resumed``: of ``read_run``). Another number of
-    ranks goes on with the next samples that none has seen; ranks that did not exist keep their random numbers."""
-    if resumed is None:
+def add_resumed(run, saved, found):
+    """Adds to ``found``, a ``LoadedRun``, what ``run_states`` gave. Another number of ranks goes on with the next
+    samples that none has seen; ranks that did not exist keep their random numbers. ValueError for a file of something
+    else."""
+    before, own = saved.run_states(run.ranks.rank)
+    if before is None:
         logger.warning(
             f"{saved.folder} has no run states (the checkpoint is of another implementation): random numbers and the "
             "position in the data are not resumed"
         )
         return
-    before, own, data = resumed
+    missing = {"rng", "dataloader", "micro_steps"} - before.keys() if isinstance(before, dict) else {"everything"}
+    if missing:
+        raise ValueError(f"{saved.origin()}: its run states lack {', '.join(sorted(missing))}; load an older tag")
+    data = before["dataloader"]
+    if data is None:  # that rank had none to load; positions mean the same on all ranks
+        data = (saved.run_states(0)[0] or {}).get("dataloader")
     same = before.get("world_size") == run.ranks.world_size
     accumulation = before.get("gradient_accumulation_steps", run.config.gradient_accumulation_steps)
     lost, micro_steps = before.get("window_micro_steps"), before["micro_steps"]
@@ -131,9 +112,8 @@ def add_resumed(run, saved, resumed, found):
     alike = alike and before.get("group_names", run.group_names) == run.group_names
     if own and alike and len(learned) == len(run.trained()):
         found.learned_fires = learned
-    if own:
-        found.rng = before["rng"]
-    else:
+    found.rng = before["rng"] if own else None
+    if not own:
         logger.warning(
             f"[Rank {run.ranks.rank}] keeps its random numbers: {before.get('world_size')} ranks have saved, and this "
             "one was not among them"
@@ -161,7 +141,7 @@ def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=(
 
     Raises RuntimeError where shapes do not fit, or keys (``strict``), and ValueError where files are incomplete.
     """
-    keys, saved_keys = _keys(run), _saved_keys(saved)
+    params, keys, saved_keys = run.weights.params, _keys(run), _saved_keys(saved)
     if custom_load_fn is not None:
         for name in _given_keys(saved_keys, keys, elsewhere) - saved.module().keys():
             known = saved.aliases().get(name, name)
@@ -169,7 +149,11 @@ def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=(
             if shape is not None:
                 _filled(saved.check_pieces(saved.pieces(known, "weight"), 0, shape.numel()), shape.numel(), name, saved)
         return
-    missing, unexpected = _differences(run, keys, saved_keys, elsewhere)
+    # Frozen weights may be missing where a checkpoint was saved without all of them.
+    frozen = {name for name, own in keys.items() if own in params and not params[own].requires_grad}
+    may_lack = () if frozen & saved_keys else frozen
+    missing = [name for name in keys if name not in saved_keys and name not in may_lack]
+    unexpected = [name for name in saved_keys if name not in keys and name not in elsewhere]
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"{saved.origin()} does not fit the model: missing {missing}, unexpected {unexpected}. Build the model as "
@@ -210,32 +194,18 @@ def load_weights(run, target, saved, custom_load_fn=None, later=(), elsewhere=()
 
 def _names_whole(run, saved):
     """``{name in the checkpoint: name in this rank's module}`` of what is loaded as it is in the model file."""
-    module, found = saved.module(), {}
-    for known, name in _keys(run).items():
-        param = run.weights.params.get(name)
-        if known in module and (param is None or not (is_sharded(param) or saved_part(param)[1] != param.shape)):
-            found[known] = name
-    return found
+    params, module = run.weights.params, saved.module()
+    cut = {name for name, param in params.items() if is_sharded(param) or saved_part(param)[1] != param.shape}
+    return {known: name for known, name in _keys(run).items() if known in module and name not in cut}
 
 
 def _whole(run, saved):
-    given = saved.model.get("module") or {}
-    keys = _names_whole(run, saved)
+    given, keys = saved.model.get("module") or {}, _names_whole(run, saved)
     whole = type(given)()
-    for name, value in saved.module().items():
-        if name in keys:
-            whole[keys[name]] = eager(value)
+    whole.update({keys[name]: eager(value) for name, value in saved.module().items() if name in keys})
     if hasattr(given, "_metadata"):  # versions of modules
         whole._metadata = given._metadata
     return whole
-
-
-def _differences(run, keys, saved_keys, elsewhere):
-    """``(missing, unexpected)``. Frozen weights may be missing where a checkpoint was saved without all of them."""
-    frozen = {name for name, param in run.weights.params.items() if not param.requires_grad}
-    without = not any(name in saved_keys for name in keys if keys[name] in frozen)
-    missing = [name for name in keys if name not in saved_keys and not (without and keys[name] in frozen)]
-    return missing, [name for name in saved_keys if name not in keys and name not in elsewhere]
 
 
 def _check_shapes(weights, saved):
