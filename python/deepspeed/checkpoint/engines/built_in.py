@@ -9,7 +9,7 @@ from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write import commit
 from deepspeed.checkpoint.write.background import Background, SnapshotSave
 from deepspeed.checkpoint.write.file_writer import TorchSaveFile, WriterOptions, replace_file
-from deepspeed.checkpoint.write.ranks import this_process
+from deepspeed.checkpoint.write.ranks import take_each, this_process
 from deepspeed.checkpoint.write.snapshot import HostCache, Snapshot
 from deepspeed.log import logger, warning_once
 
@@ -130,42 +130,38 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         def find():
             blocks = []
             try:
-                for size in sizes:
-                    if self.cache.has_room(size):
-                        blocks.append(self.cache.take(size, pinned))
-                        blocks[-1].memory  # noqa: B018  (asked for, so that it is found)
+                for size in filter(self.cache.has_room, sizes):
+                    blocks.append(self.cache.take(size, pinned))
+                    blocks[-1].memory  # noqa: B018  (asked for, so that it is found)
             except RuntimeError as error:  # the save that needs it says so again
                 logger.warning(f"checkpoints in the background: {error}")
-            for block in blocks:
-                self.cache.give_back(block)
+            self.cache.give_back(*blocks)
 
         self._expecting = True
         self.behind.start(find)
-
-    def _expected(self):
-        if self._expecting:
-            self.behind.drain()
-            self._expecting = False
 
     def save_behind(self, saving, files, save_latest, states=None):
         """Takes a snapshot of ``files`` (``write.save.files_of``) for ``saving``, which commits it when all is written.
         ``states``: ``HeldStates``, copied by the time that the core changes them. Every rank calls it; raises on
         all ranks what any of them could not copy."""
-        self._expected()
+        if self._expecting:
+            self.behind.drain()
+            self._expecting = False
         self._saves += 1
         ranks = saving.ranks
         found = ranks.gather([*this_process(), f"{os.getpid()}-{id(self):x}-{self._saves}"])
         token = found[ranks.nodes.index(ranks.node)][2]  # the leading rank's
-        saving.begin(token)
-        save = SnapshotSave(self.behind, self.cache, self, saving, save_latest, states)
+        meeting = commit.hidden(saving.place, f"{token}.meeting")  # one save's, where the background threads meet
+        saving.begin(meeting)
+        save = SnapshotSave(self, saving, Snapshot(self.cache, states), save_latest)
         try:
-            saving.agree(save.add_all(saving.shared(files)), save.drop)
+            saving.agree(take_each(saving.shared(files), save.add), save.drop)
         except BaseException:
             save.drop()
             if ranks.leads:
-                commit.remove_meeting(saving.place, token)
+                commit.remove_if_there(meeting)
             raise
-        save.end(commit.meeting_of(saving.place, token), [entry[:2] for entry in found])
+        save.end(meeting, [entry[:2] for entry in found])
 
     def save(self, state_dict, path):
         """Returns when ``state_dict`` may change; ``commit`` or ``wait`` say when the file is there."""
@@ -182,8 +178,6 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
     def _write_alone(self, prepared, path, copies):
         try:
             self.write_prepared(prepared, path)
-        except BaseException as error:
-            self.behind.fail(error, lambda steps: [steps])
         finally:
             copies.give_back()
 
