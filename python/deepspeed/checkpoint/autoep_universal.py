@@ -121,10 +121,10 @@ def _plain(value):
 
 
 def save_state(zero_dir, name, state, value):
-    """Writes the whole ``state`` of the parameter ``name``. Returns its record as a dict."""
+    """Writes the whole ``state`` of the parameter ``name``. Returns its record."""
     path = state_path(zero_dir, name, state)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    return replace_file(PreparedTorch(value), path).to_dict()
+    return replace_file(PreparedTorch(value), path)
 
 
 def write_shard(temp_dir, name, tp_index, state, dp_index, value):

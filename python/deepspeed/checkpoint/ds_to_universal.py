@@ -29,7 +29,7 @@ from deepspeed.checkpoint.layouts.saved_state import plain
 from deepspeed.checkpoint.layouts.saved_universal import ParallelRules
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write import commit
-from deepspeed.checkpoint.write.file_writer import FileRecord, PreparedTorch, file_crc32, replace_file
+from deepspeed.checkpoint.write.file_writer import PreparedTorch, file_crc32, file_record, replace_file
 from deepspeed.checkpoint.write.pointer import replace_text
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.log import logger
@@ -130,7 +130,7 @@ def _convert(conversion, folder, target, args):
         for mp_rank in conversion.source.mp_ranks() if names.is_native(source) else ():
             for name, value in torch_files(conversion.source.saved(mp_rank), mp_rank):
                 path = path_below(folder, name, source, "entry")
-                records[name] = replace_file(PreparedTorch(value), path).to_dict()
+                records[name] = replace_file(PreparedTorch(value), path)
         if keeps:
             copied += [
                 os.path.relpath(os.path.join(root, name), folder)
@@ -158,7 +158,7 @@ def _record_of(folder, name):
     path = os.path.join(folder, name)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-    return FileRecord(os.path.basename(name), os.path.getsize(path), file_crc32(path)).to_dict()
+    return file_record(name, os.path.getsize(path), file_crc32(path))
 
 
 def _is_strict(args):

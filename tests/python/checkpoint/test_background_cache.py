@@ -95,7 +95,7 @@ def test_a_snapshot_does_not_change(kind, tmp_path):
         tensor = tensor if tensor.is_contiguous() else tensor._base
         tensor.zero_()
     record = prepared.write(path)
-    assert record.crc32 == direct.crc32 and record.tensors == direct.tensors
+    assert record["crc32"] == direct["crc32"] and record["tensors"] == direct["tensors"]
     assert path.read_bytes() == (tmp_path / ("direct" + kind)).read_bytes()
     if kind.endswith(".pt"):
         loaded = torch.load(path)

@@ -235,7 +235,7 @@ class Conversion:
         state = {**saved.extra(), keys.ZERO_STAGE: saved.zero_stage, keys.PARAM_GROUPS: groups}
         os.makedirs(self.zero_dir, exist_ok=True)
         record = file_writer.write_torch(plain(state), os.path.join(self.zero_dir, OPTIMIZER_STATE))
-        return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": record.to_dict()}
+        return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": record}
 
 
 def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes, records=None):

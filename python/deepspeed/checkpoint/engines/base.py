@@ -6,7 +6,7 @@ import os
 from deepspeed import _compat
 from deepspeed.checkpoint.engines import ENGINES
 from deepspeed.checkpoint.read import storage, verify
-from deepspeed.checkpoint.write.file_writer import FileRecord, prepare
+from deepspeed.checkpoint.write.file_writer import file_record, prepare
 from deepspeed.log import logger
 
 # ---- base ----------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class ForeignFiles:
         for name, path in self._paths.items():
             if not os.path.isfile(path):
                 raise RuntimeError(f"{who} has left no file {path}: its save(state_dict, path) must write there")
-            records[name] = FileRecord(name, os.path.getsize(path), verify.crc32_of(path)).to_dict()
+            records[name] = file_record(name, os.path.getsize(path), verify.crc32_of(path))
         return records
 
 

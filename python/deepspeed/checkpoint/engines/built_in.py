@@ -27,10 +27,10 @@ class TorchCheckpointEngine(OwnCheckpointEngine):
 
     def write_file(self, name, value, path):
         if not name.endswith(".pt"):
-            return self.prepare(name, value).write(path).to_dict()
+            return self.prepare(name, value).write(path)
         prepared = TorchSaveFile(storage.compact(value), self.archives, self.syncs)
         try:
-            return prepared.write(path).to_dict()
+            return prepared.write(path)
         except OSError as error:
             text = f"cannot write the checkpoint file {path}: {error.strerror}. Check space and permissions."
             raise OSError(error.errno, text) from error
@@ -78,15 +78,15 @@ class FastCheckpointEngine(OwnCheckpointEngine):
         return self.write_prepared(self.prepare(name, value), path)
 
     def write_prepared(self, prepared, path):
-        """Writes a file (``file_writer.prepare``), so often as ``io_multiplier`` says. Returns its record as a dict."""
+        """Writes a file (``file_writer.prepare``), so often as ``io_multiplier`` says. Returns its record."""
         began = time.perf_counter()
         for _ in range(self.times):
             record = prepared.write(path, self.options)
         if self.shows:
-            seconds, bytes = time.perf_counter() - began, record.bytes * self.times
+            seconds, bytes = time.perf_counter() - began, record["bytes"] * self.times
             rate = f"{bytes / 1e9:.3f} GB in {seconds:.3f} s, {bytes / seconds / 1e9:.2f} GB/s"
             logger.info(f"checkpoint.writer: {rate}, to {path}")
-        return record.to_dict()
+        return record
 
 
 # ---- mock engine ---------------------------------------------------------------------------------------------------

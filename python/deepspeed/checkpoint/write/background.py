@@ -202,7 +202,7 @@ class SnapshotSave:
         path = owner.make_way(self.saving.staging, name)
         linked = prepared.link(path) if hasattr(prepared, "link") else None
         if linked is not None:  # it is in another tag: nothing to copy
-            self.records[name] = linked.to_dict()
+            self.records[name] = linked
             return
         copies = self.snapshot.add(prepared.sources)
         if copies is None:

@@ -6,7 +6,7 @@ import os
 
 from deepspeed._native import _C
 from deepspeed.checkpoint.write import commit
-from deepspeed.checkpoint.write.file_writer import FileRecord, PreparedSafetensors, file_crc32
+from deepspeed.checkpoint.write.file_writer import PreparedSafetensors, file_crc32
 
 
 class FrozenFile(PreparedSafetensors):
@@ -45,21 +45,21 @@ class FrozenFile(PreparedSafetensors):
             place = (status.st_dev, status.st_ino)
             if place in self.sound:
                 return True
-            if status.st_size == record.bytes and file_crc32(source) == record.crc32:
+            if status.st_size == record["bytes"] and file_crc32(source) == record["crc32"]:
                 self.sound.add(place)
                 return True
         return False
 
 
 def _same_file_elsewhere(path):
-    """``(path, FileRecord)`` of the file's namesakes in complete tags beside the one being saved, newest first."""
+    """``(path, record)`` of the file's namesakes in complete tags beside the one being saved, newest first."""
     staging, name = os.path.split(path)
     found = [entry for entry in os.scandir(os.path.dirname(staging)) if not entry.name.startswith(".")]
     found = [entry for entry in found if os.path.exists(os.path.join(entry.path, name))]
     for folder in sorted(found, key=lambda entry: (entry.stat().st_mtime, entry.path), reverse=True):
         facts = commit.whole_manifest(folder.path)
         if facts is not None and name in facts["files"]:
-            yield os.path.join(folder.path, name), FileRecord.from_dict(facts["files"][name])
+            yield os.path.join(folder.path, name), facts["files"][name]
 
 
 class Digest:

@@ -135,11 +135,11 @@ class Sharing:
         Every rank calls it; ``agree(error, value)`` gives the values of all, or raises on all."""
         made, error = attempt(lambda: {name: PreparedTorch(files[name]()) for name in names if self.writes})
         prepared = made or {}
-        told = agree(error, {name: [len(made.texts), made.entries()] for name, made in prepared.items()})
+        told = agree(error, {name: [len(made.native.texts), made.native.entries()] for name, made in prepared.items()})
         found, error = dict(files), None
         for name, made in prepared.items():
             texts, entries = told[self.writers[0]][name]
-            own = [list(entry) for entry in made.entries()[texts:-2]]
+            own = [list(entry) for entry in made.native.entries()[texts:-2]]
             if own != [list(entry) for entry in entries[texts:-2]]:
                 error = RuntimeError(
                     f"{name} has other tensors here than on rank {self.writers[0]}: ranks can share its writing only "
@@ -160,7 +160,7 @@ class Sharing:
         own, made = records[self.ranks.rank], {}
         for name, (prepared, cuts) in self._led.items():
             parts = [records[rank][name]["part"] for rank in self.writers]
-            made[name] = complete(os.path.join(folder, name), prepared, cuts, parts).to_dict()
+            made[name] = complete(os.path.join(folder, name), prepared, cuts, parts)
         return {**{name: record for name, record in own.items() if "part" not in record}, **made}
 
 
