@@ -99,14 +99,11 @@ def validate_folding_metadata(
         keys.FOLDING_SHARED_EXPERT_PLACEMENT: shared_expert_placement,
         keys.FOLDING_DISPATCH_STRATEGY: dispatch_strategy,
     }
-    problems = []
-    for key, value in wanted.items():
-        if value is None:
-            continue
-        if key not in metadata:
-            problems.append(f"{key} is missing, this run has {value!r}")
-        elif _plain(metadata[key]) != _plain(value):
-            problems.append(f"{key} is {metadata[key]!r}, this run has {value!r}")
+    problems = [
+        f"{key} is {repr(metadata[key]) if key in metadata else 'missing'}, this run has {value!r}"
+        for key, value in wanted.items()
+        if value is not None and _plain(metadata.get(key)) != _plain(value)
+    ]
     if problems:
         raise ValueError(f"the optimizer file was saved by another grid of ranks: {'; '.join(problems)}")
 
@@ -150,11 +147,9 @@ def states_below(*folders):
 
 def _shape_of(slice_shapes, tp_index):
     """``slice_shapes``: one shape for all ranks, a list with one for each, or None."""
-    if slice_shapes is None or isinstance(slice_shapes, torch.Size):
-        return slice_shapes
-    if all(isinstance(size, int) for size in slice_shapes):
-        return torch.Size(slice_shapes)
-    return torch.Size(slice_shapes[tp_index])
+    is_one = slice_shapes is None or all(isinstance(size, int) for size in slice_shapes)
+    found = slice_shapes if is_one else slice_shapes[tp_index]
+    return None if found is None else torch.Size(found)
 
 
 def merge_zero_shards(param_base_path, state, tp_degree, slice_shapes=None):
@@ -173,15 +168,20 @@ def merge_zero_shards(param_base_path, state, tp_degree, slice_shapes=None):
             _check_equal(shards, paths)
             slices.append(shards[0])
             continue
-        flat = shards[0].reshape(-1) if len(shards) == 1 else torch.cat([shard.reshape(-1) for shard in shards])
         shape = _shape_of(slice_shapes, tp_index)
-        if shape is not None and shape.numel() != flat.numel():
-            raise ValueError(
-                f"the {len(shards)} shards {os.path.join(param_base_path, str(tp_index), state)}.* have {flat.numel()} "
-                f"elements, the parameter has {shape.numel()}, shape {tuple(shape)}: shards are missing"
-            )
-        slices.append(flat if shape is None else flat.reshape(shape))
+        what = f"the {len(shards)} shards {os.path.join(param_base_path, str(tp_index), state)}.*"
+        has = shape and f"the parameter has {shape.numel()}, shape {tuple(shape)}"
+        slices.append(_joined(shards, shape, what, has))
     return slices
+
+
+def _joined(shards, shape, what, has):
+    """Shards end to end in ``shape``, flat where that is None. ``what`` says of which shards, ``has`` the shape."""
+    flats = [shard.reshape(-1) for shard in shards] or [torch.zeros(0)]
+    flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+    if shape is not None and torch.Size(shape).numel() != flat.numel():
+        raise ValueError(f"{what} have {flat.numel()} elements, {has}: shards are missing")
+    return flat if shape is None else flat.reshape(tuple(shape))
 
 
 def _check_equal(values, paths):
@@ -307,20 +307,11 @@ def consolidate_autoep_zero12_expert_states(
             if state == STEP:
                 save_state(os.path.join(output_dir, ZERO_FOLDER), name, STEP, parts[0][0])
                 continue
-            whole = [_joined(name, state, part, slice_shapes[name]) for part in parts]
+            what, has = f"the shards of {state} of parameter '{name}'", torch.Size(slice_shapes[name]).numel()
+            whole = [_joined(part, slice_shapes[name], what, f"a rank's part has {has}") for part in parts]
             _save(output_dir, name, state, torch.cat(whole), info.get("num_experts", whole[0].shape[0] * ep_size))
 
 
 def _ranks_of(ep_rank, ep_size, dp_degree, data_before_expert):
     copies = dp_degree // ep_size
     return range(ep_rank * copies, (ep_rank + 1) * copies) if data_before_expert else range(ep_rank, dp_degree, ep_size)
-
-
-def _joined(name, state, shards, shape):
-    flat = torch.cat([shard.reshape(-1) for shard in shards]) if shards else torch.zeros(0)
-    if flat.numel() != torch.Size(shape).numel():
-        raise ValueError(
-            f"the shards of {state} of parameter '{name}' have {flat.numel()} elements, a rank's part has "
-            f"{torch.Size(shape).numel()}: shards are missing"
-        )
-    return flat.reshape(tuple(shape))

@@ -22,7 +22,7 @@ from deepspeed.checkpoint.autoep_universal import (  # noqa: F401 (published her
 )
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.checkpoint.convert.export import torch_files
-from deepspeed.checkpoint.convert.universal import Conversion, merge_parameter, run_tasks
+from deepspeed.checkpoint.convert.universal import Conversion, Source, merge_parameter, run_tasks
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_shards import SlicedState
 from deepspeed.checkpoint.layouts.saved_state import plain
@@ -70,22 +70,21 @@ def main(args):
     _refuse_overlap(source, target)
     if names.is_universal(source):
         raise ValueError(f"{source} is a universal checkpoint already")
-    conversion = Conversion(source, inject=getattr(args, "inject_missing_state", False))
-    _validate_autotp_conversion_support(conversion.source.info)
+    opened = Source(source, getattr(args, "inject_missing_state", False))
+    _validate_autotp_conversion_support(opened.info)
     if os.path.lexists(target) and not os.path.isdir(target):
         raise NotADirectoryError(f"--output_folder {target} is a file: name a folder, which is made if need be")
     staging = commit.begin(target)
     try:
-        facts, records = _convert(conversion, staging, target, args)
+        facts, records = _convert(Conversion(opened, staging), target, args)
         commit.finish(target, staging, facts, records)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except BaseException as error:
         commit.abandon(target, staging)
-        raise RuntimeError(
-            f"{source} cannot be converted: what its files hold does not fit ({type(error).__name__}: {error}); "
-            "convert another tag"
-        ) from error
-    except BaseException:
-        commit.abandon(target, staging)
+        if isinstance(error, (KeyError, TypeError, AttributeError, IndexError)):
+            raise RuntimeError(
+                f"{source} cannot be converted: what its files hold does not fit ({type(error).__name__}: {error}); "
+                "convert another tag"
+            ) from error
         raise
     pointer = os.path.join(os.path.dirname(os.path.abspath(args.output_folder)), names.LATEST_UNIVERSAL)
     replace_text(pointer, os.path.basename(os.path.abspath(args.output_folder)))
@@ -103,13 +102,12 @@ def _refuse_overlap(source, target):
         )
 
 
-def _convert(conversion, folder, target, args):
-    """Writes all files into ``folder``. Returns what the manifest says: facts, and name -> record of every file."""
-    source, keeps = conversion.source.folder, getattr(args, "keep_temp_folder", False)
-    conversion.write_into(folder)
-    tasks = conversion.tasks()
-    logger.info(f"{source}: {len(tasks)} parameters of ZeRO stage {conversion.source.zero_stage}, "
-                f"{conversion.source.pp_degree} x {conversion.source.tp_degree} model-parallel ranks")  # fmt: skip
+def _convert(conversion, target, args):
+    """Writes all files. Returns what the manifest says: facts, and name -> record of every file."""
+    source, folder, keeps = conversion.source, conversion.output_folder, getattr(args, "keep_temp_folder", False)
+    tasks, mp_ranks = conversion.tasks(), source.mp_ranks()
+    logger.info(f"{source.folder}: {len(tasks)} parameters of ZeRO stage {source.zero_stage}, "
+                f"{source.pp_degree} x {source.tp_degree} model-parallel ranks")  # fmt: skip
     if os.path.lexists(conversion.temp_dir):  # only where folders cannot be renamed: this is the output folder itself
         raise ValueError(
             f"{conversion.temp_dir} is not of this conversion, which needs the name for its shards: move it away"
@@ -119,36 +117,31 @@ def _convert(conversion, folder, target, args):
         run_tasks(conversion, "extract", tasks, getattr(args, "num_extract_workers", 4))
         workers = getattr(args, "num_merge_workers", 2)
         merged = run_tasks(conversion, "merge", tasks, workers)
-        records = {name: record for _, files in merged for name, record in files.items()}
-        for files in run_tasks(conversion, "frozen", conversion.frozen_tasks(), workers):
+        frozen = run_tasks(conversion, "frozen", conversion.frozen_tasks(), workers)
+        _check_patterns(source.rules, [used for used, _ in merged], _is_strict(args))
+        records = {}
+        for files in [*(files for _, files in merged), *frozen, conversion.common()]:
             records.update(files)
-        _check_patterns(conversion.source.rules, [used for used, _ in merged], _is_strict(args))
-        records.update(conversion.common())
-        copied = _copy_other_files(source, folder)
-        for mp_rank in conversion.source.mp_ranks():
-            _add_to_model_files(conversion.source.saved(mp_rank), mp_rank, source, folder)
-        for mp_rank in conversion.source.mp_ranks() if names.is_native(source) else ():
-            for name, value in torch_files(conversion.source.saved(mp_rank), mp_rank):
-                path = path_below(folder, name, source, "entry")
+        copied = _copy_other_files(source.folder, folder)
+        for mp_rank in mp_ranks:
+            _add_to_model_files(source.saved(mp_rank), mp_rank, source.folder, folder)
+        for mp_rank in mp_ranks if names.is_native(source.folder) else ():
+            for name, value in torch_files(source.saved(mp_rank), mp_rank):
+                path = path_below(folder, name, source.folder, "entry")
                 records[name] = replace_file(PreparedTorch(value), path)
-        if keeps:
-            copied += [
-                os.path.relpath(os.path.join(root, name), folder)
-                for root, _, files in os.walk(conversion.temp_dir)
-                for name in files
-            ]
+        for root, _, files in os.walk(conversion.temp_dir) if keeps else ():
+            copied += [os.path.relpath(os.path.join(root, name), folder) for name in files]
         records.update({name: _record_of(folder, name) for name in copied})
     finally:
         if not keeps:
             shutil.rmtree(conversion.temp_dir, ignore_errors=True)
-    state = conversion.source.saved(0).model
     facts = {
         "tag": os.path.basename(target),
         "saved_at": time.time(),
         "ds_version": __version__,
         "universal": True,
-        "zero_stage": conversion.source.zero_stage,
-        "global_steps": int(state.get("global_steps") or 0),
+        "zero_stage": source.zero_stage,
+        "global_steps": int(source.saved(0).model.get("global_steps") or 0),
     }
     return facts, records
 

@@ -1,6 +1,8 @@
 """What every checkpoint engine can do."""
 
 import abc
+import dataclasses
+import logging
 import os
 
 from deepspeed import _compat
@@ -12,14 +14,14 @@ from deepspeed.log import logger
 # ---- base ----------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(eq=False)
 class CheckpointCommitInfo:
     """The checkpoint that ``create`` starts and ``commit`` ends: its ``tag``, the folder ``save_dir`` above it, and
     whether ``latest`` shall name it (``save_latest``)."""
 
-    def __init__(self, tag, save_dir, save_latest):
-        self.tag = tag
-        self.save_dir = save_dir
-        self.save_latest = save_latest
+    tag: str
+    save_dir: str
+    save_latest: bool
 
 
 class CheckpointEngine(abc.ABC):
@@ -88,6 +90,7 @@ class OwnCheckpointEngine(CheckpointEngine):
     """``config_params``: the section ``checkpoint`` of the configuration, or None for its defaults."""
 
     makes_files = True
+    level, shown = logging.DEBUG, None  # of messages about commits, and the name in them if it is not that of the class
 
     def __init__(self, config_params=None):
         super().__init__(config_params)
@@ -108,7 +111,7 @@ class OwnCheckpointEngine(CheckpointEngine):
         """Writes ``value``, the file ``name`` of a checkpoint, to ``path``. Returns its record for the manifest."""
 
     def create(self, info):
-        logger.debug(f"[{self.name}] checkpoint {getattr(info, 'tag', info)} begins")
+        logger.log(self.level, f"[{self.shown or self.name}] checkpoint {getattr(info, 'tag', info)} begins")
 
     def save(self, state_dict, path):
         """The file is there, whole, when this returns."""
@@ -125,7 +128,7 @@ class OwnCheckpointEngine(CheckpointEngine):
         return value if map_location is None else storage.compact(value, map_location)
 
     def commit(self, info):
-        logger.debug(f"[{self.name}] checkpoint {getattr(info, 'tag', info)} is ready")
+        logger.log(self.level, f"[{self.shown or self.name}] checkpoint {getattr(info, 'tag', info)} is ready")
         return True
 
 
@@ -140,11 +143,9 @@ class ForeignFiles:
         self.writer = writer
         self.info = CheckpointCommitInfo(tag, save_dir, save_latest)
         self._paths = {}
-        self._begun = False
 
     def write_file(self, name, value, path):
-        if not self._begun:
-            self._begun = True
+        if not self._paths:  # the first one
             self.writer.create(self.info)
         self.writer.save(storage.compact(value), path)  # a copy: it may still be reading when training goes on
         self._paths[name] = path

@@ -1,5 +1,6 @@
 """Files copied to host memory now and written in the background."""
 
+import logging
 import os
 import time
 
@@ -20,10 +21,7 @@ from deepspeed.log import logger, warning_once
 class TorchCheckpointEngine(OwnCheckpointEngine):
     """A file is there, whole, when ``save`` returns. Whether it outlives a power cut is for the system to say."""
 
-    syncs = False
-
-    def create(self, info):
-        logger.info(f"[Torch] checkpoint {getattr(info, 'tag', info)} begins")
+    syncs, level, shown = False, logging.INFO, "Torch"
 
     def write_file(self, name, value, path):
         if not name.endswith(".pt"):
@@ -43,10 +41,6 @@ class TorchCheckpointEngine(OwnCheckpointEngine):
         """As ``torch.load`` of any object: it runs what the file asks for, so only load what you trust."""
         return _compat.load(path, map_location=map_location)
 
-    def commit(self, info):
-        logger.info(f"[Torch] checkpoint {getattr(info, 'tag', info)} is ready")
-        return True
-
 
 class PythonCheckpointEngine(TorchCheckpointEngine):
     """The same, and every file of a checkpoint is on the disk before the next one (``writer.type`` PYTHON)."""
@@ -64,8 +58,7 @@ class FastCheckpointEngine(OwnCheckpointEngine):
     def __init__(self, config_params=None):
         super().__init__(config_params)
         writer = self.writer
-        self.options = WriterOptions()
-        self.times, self.shows = 1, False
+        self.options, self.times, self.shows = WriterOptions(), 1, False
         if writer is not None:
             self.options = WriterOptions(io_buffer_size=writer.io_buffer_size, double=writer.io_buffer_double)
             self.times, self.shows = writer.io_multiplier, writer.show_statistics
@@ -159,7 +152,7 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         except BaseException:
             save.drop()
             if ranks.leads:
-                commit.remove_if_there(meeting)
+                commit.remove(meeting)
             raise
         save.end(meeting, [entry[:2] for entry in found])
 

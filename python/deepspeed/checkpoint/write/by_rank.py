@@ -3,7 +3,7 @@ their own. Files of experts' weights; without ZeRO optimizer states by name; the
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
+from deepspeed.checkpoint.write.ranks import Ranks, attempt
 from deepspeed.zero.gathers.gathered import GatheredParameters
 from deepspeed.zero.parameters.param_ranks import ranks_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
@@ -60,12 +60,10 @@ class PartsByRank:
         self._numbers = {layer: before + number for number, layer in enumerate(layers)}
         made, failed = attempt(lambda: (self._of_modules(run, exclude_frozen), self._states(run)))
         (experts, states), error = made or ({}, None), error or failed
-        failure, mp_rank = failure_of(run.ranks.rank, error), run.ranks.mp_rank
-        told = ranks.gather([failure, mp_rank, run.ranks.dp_rank, table_of(states), list(experts), self.buffers])
-        if error is not None:
-            raise error
-        raise_together([part[0] for part in told], "nothing is saved")
-        told = sorted((part[1:] for part in told if part[1] == mp_rank), key=lambda part: part[1])
+        mp_rank = run.ranks.mp_rank
+        own = [mp_rank, run.ranks.dp_rank, table_of(states), list(experts), self.buffers]
+        told = ranks.agree(error, "nothing is saved", own, own=True)
+        told = sorted((part for part in told if part[0] == mp_rank), key=lambda part: part[1])
         with_zero = run.policy.saved.optimizer_by_rank
         writers = {dp_rank: table for _, dp_rank, table, *_ in told if table or with_zero}
         self.described = {

@@ -22,7 +22,7 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import HIDDEN
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import file_writer, owner
-from deepspeed.checkpoint.write.pointer import CANNOT_RENAME
+from deepspeed.checkpoint.write.pointer import CANNOT_RENAME, cannot_rename
 from deepspeed.formats.recorded_paths import path_below, remove_below
 from deepspeed.log import logger
 
@@ -75,12 +75,12 @@ def _make_staging(folder, staging):
     """An empty folder with this process's mark, which gets its name by a rename, as the whole checkpoint will. Returns
     why the file system cannot do that, an errno, or None."""
     made = hidden(folder, "making")
-    remove_if_there(made)
+    remove(made)
     os.mkdir(made)
     try:
         owner.claim(made)
         remove_leftovers(os.path.dirname(folder), os.stat(owner.path_in(made)).st_mtime, spared=made)
-        remove_if_there(staging)
+        remove(staging)
         file_writer.rename(made, staging)
     except OSError as error:
         remove(made)
@@ -115,8 +115,7 @@ def finish(folder, staging, facts, records):
     ``records``: name -> record (a dict, see ``file_record``) of every file, of all ranks that wrote into the folder.
     """
     text = verify.text_of(facts, records)
-    owner.make_way(staging, verify.NAME)
-    file_writer.write_bytes(text.encode(), os.path.join(staging, verify.NAME))
+    file_writer.write_bytes(text.encode(), owner.make_way(staging, verify.NAME))
     for path in sorted({os.path.dirname(name) for name in records} | {""}):
         file_writer.sync_directory(os.path.join(staging, path))
     if staging != folder:
@@ -135,7 +134,7 @@ def abandon(folder, staging):
     elif is_half_moved(folder):
         owner.let_go(staging)  # the next save goes on with it
     else:
-        remove_if_there(staging)
+        remove(staging)
 
 
 # ---- before loading ------------------------------------------------------------------------------------------------
@@ -182,13 +181,9 @@ def remove_checkpoint(folder):
     others, doomed = owner.others_files(folder), hidden(folder, "removing")
     owner.claim(folder, lock=False)
     if not others:
-        remove_if_there(doomed)
-        try:
-            file_writer.rename(folder, doomed)
+        remove(doomed)
+        if cannot_rename(folder, doomed) is None:
             return remove(doomed)
-        except OSError as error:
-            if error.errno not in CANNOT_RENAME:
-                raise
     return owner.remove_own(folder)
 
 
@@ -208,11 +203,12 @@ def retire(save_dir, keep_last, current):
         folder = os.path.join(save_dir, name)
         if name.startswith(".") or os.path.islink(folder) or not os.path.isfile(os.path.join(folder, verify.NAME)):
             continue
-        try:
-            facts = verify.read(folder)
-            if not facts.get("universal"):  # somebody has converted it on purpose
-                found.append((facts["saved_at"], name))
-        except (verify.DamagedManifest, KeyError, OSError):
+        facts = whole_manifest(folder)
+        if facts is not None and facts.get("universal"):
+            continue  # somebody has converted it on purpose
+        if facts is not None and "saved_at" in facts:
+            found.append((facts["saved_at"], name))
+        else:
             logger.warning(f"{folder} is not removed by keep_last: its manifest is damaged; see ds_ckpt verify")
     removable = [name for _, name in sorted(found) if name not in spared]
     for name in removable[: max(0, len(found) - keep_last)]:
@@ -234,19 +230,15 @@ def hidden(folder, what):
 
 
 def remove(folder):
-    """Removes a hidden folder of ours that may be half there; what cannot be removed is only logged."""
+    """Removes a hidden folder of ours, if it is there; what cannot be removed is only logged."""
 
     def tell(_, path, error):
         if not isinstance(error[1], FileNotFoundError):  # a save in the background may be removing the same
             logger.warning(f"cannot remove {path}: {error[1]}")
 
     owner.let_go(folder)
-    shutil.rmtree(folder, onerror=tell)
-
-
-def remove_if_there(folder):
     if os.path.isdir(folder):
-        remove(folder)
+        shutil.rmtree(folder, onerror=tell)
 
 
 def swap(new, folder):
@@ -259,7 +251,7 @@ def swap(new, folder):
         old = new
         if not file_writer.exchange(new, folder):
             old = hidden(folder, "replaced")
-            remove_if_there(old)
+            remove(old)
             file_writer.rename(folder, old)
             file_writer.rename(new, folder)
     except OSError as error:
@@ -278,11 +270,7 @@ def swap(new, folder):
 
 def take_name(new, folder):
     """The complete folder ``new`` becomes ``folder``, which is not there yet."""
-    try:
-        file_writer.rename(new, folder)
-    except OSError as error:
-        if error.errno not in CANNOT_RENAME:
-            raise
+    if cannot_rename(new, folder) is not None:
         os.mkdir(folder)
         _move_files(new, folder)
     file_writer.sync_directory(os.path.dirname(folder))

@@ -97,8 +97,7 @@ def _model_states(run, client_state, exclude_frozen_parameters, parts, schedule)
 
 def make_sharing(run, ranks):
     """A ``Sharing`` for one save, or None where nothing is to be shared. Every rank calls it."""
-    writer = run.config.checkpoint_config.writer
-    mode = writer.data_parallel if writer is not None else None
+    mode = getattr(run.config.checkpoint_config.writer, "data_parallel", None)
     if mode is None or run.policy.saved.model_by_rank or native.is_wanted(run):
         return None
     local = int(os.environ.get("LOCAL_RANK", 0))
@@ -114,18 +113,14 @@ class Sharing:
     """
 
     def __init__(self, mode, facts, ranks):
-        self.ranks = ranks
-        self.writers = []  # ranks that share this rank's files, the one that leads first
-        mp_rank = facts[ranks.rank][2]
+        self.ranks, mp_rank = ranks, facts[ranks.rank][2]
         members = sorted((fact[3], rank) for rank, fact in enumerate(facts) if fact[2] == mp_rank)
-        node = ranks.nodes[members[0][1]]
-        taken = set()
+        first = {}  # place -> its first rank
         for dp_rank, rank in members:
-            host, socket_number = facts[rank][:2]
-            place = {"REPLICA": dp_rank, "SOCKET": (host, socket_number), "MACHINE": host}[mode]
-            if ranks.nodes[rank] == node and place not in taken:
-                taken.add(place)
-                self.writers.append(rank)
+            if ranks.nodes[rank] == ranks.nodes[members[0][1]]:
+                host, socket_number = facts[rank][:2]
+                first.setdefault({"REPLICA": dp_rank, "SOCKET": (host, socket_number), "MACHINE": host}[mode], rank)
+        self.writers = list(first.values())  # ranks that share this rank's files, the one that leads first
         self.writes = ranks.rank in self.writers and len(self.writers) > 1
         self.leads = self.writes and self.writers[0] == ranks.rank
         self._led = {}  # name -> (PreparedTorch, Cuts) of files that this rank completes
@@ -172,16 +167,12 @@ def _agreed_tag(run, ranks, tag, error):
     raise where any rank has an ``error``, which that rank raises itself."""
     names = ranks.agree(error, "nothing is saved", tag, own=True)
     others = [(rank, other) for rank, other in enumerate(names) if other != names[0]]
-    if not others or not run.config.checkpoint_tag_validation_enabled:
-        return names[0]
-    text = (
-        f"rank 0 saves under tag {names[0]!r}, "
-        + ", ".join(f"rank {rank} under {other!r}" for rank, other in others)
-        + "; pass the same tag on every rank"
-    )
-    if run.config.checkpoint_tag_validation_fail:
-        raise AssertionError(text)  # the type that scripts catch
-    logger.warning(f"{text}. All save under {names[0]!r}.")
+    if others and run.config.checkpoint_tag_validation_enabled:
+        under = ", ".join(f"rank {rank} under {other!r}" for rank, other in others)
+        text = f"rank 0 saves under tag {names[0]!r}, {under}; pass the same tag on every rank"
+        if run.config.checkpoint_tag_validation_fail:
+            raise AssertionError(text)  # the type that scripts catch
+        logger.warning(f"{text}. All save under {names[0]!r}.")
     return names[0]
 
 
