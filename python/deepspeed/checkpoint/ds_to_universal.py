@@ -35,26 +35,30 @@ from deepspeed.formats.recorded_paths import path_below
 from deepspeed.log import logger
 from deepspeed.version import __version__
 
+# Flags -> how argparse is to treat them.
+OPTIONS = {
+    "--input_folder": dict(required=True, help="folder of one tag of a checkpoint"),
+    "--output_folder": dict(required=True, help="folder of the universal checkpoint, made if need be"),
+    "--num_extract_workers": dict(type=int, default=4, help="processes that cut shards out of the files"),
+    "--num_merge_workers": dict(type=int, default=2, help="processes that join them to parameters"),
+    "--keep_temp_folder": dict(action="store_true", help="leave the shards below tmp/"),
+    "--no_strict": dict(
+        dest="strict",
+        action="store_false",
+        help="patterns of universal_checkpoint_info that match no parameter are warned about, not refused",
+    ),
+    "--inject_missing_state": dict(
+        action="store_true",
+        help="take an empty universal_checkpoint_info where a checkpoint of several model-parallel ranks has none",
+    ),
+}
+
 
 def parse_arguments(args=None):
     """The command line as a namespace for ``main``."""
     parser = argparse.ArgumentParser(prog="ds_to_universal", description=__doc__.splitlines()[0])
-    parser.add_argument("--input_folder", required=True, help="folder of one tag of a checkpoint")
-    parser.add_argument("--output_folder", required=True, help="folder of the universal checkpoint, made if need be")
-    parser.add_argument("--num_extract_workers", type=int, default=4, help="processes that cut shards out of the files")
-    parser.add_argument("--num_merge_workers", type=int, default=2, help="processes that join them to parameters")
-    parser.add_argument("--keep_temp_folder", action="store_true", help="leave the shards below tmp/")
-    parser.add_argument(
-        "--no_strict",
-        dest="strict",
-        action="store_false",
-        help="patterns of universal_checkpoint_info that match no parameter are warned about, not refused",
-    )
-    parser.add_argument(
-        "--inject_missing_state",
-        action="store_true",
-        help="take an empty universal_checkpoint_info where a checkpoint of several model-parallel ranks has none",
-    )
+    for flag, settings in OPTIONS.items():
+        parser.add_argument(flag, **settings)
     return parser.parse_args(args)
 
 
