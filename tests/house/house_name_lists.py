@@ -12,7 +12,6 @@ JOINED_NAMES = {
         "str(tp_index)": _NUMBERED, "state": "a name of states_below, which has listed that folder",
     },
     "checkpoint/convert/export.py": {"tag": _CALLER, "*name.split('/')": "the modules of the script, a constant"},
-    "checkpoint/convert/universal.py": {"f'{number}.json'": _NUMBERED},
     "checkpoint/convert/whole_model.py": {"save_filename": _CALLER},
     "checkpoint/ds_to_universal.py": {
         "name": _LISTED,

@@ -133,12 +133,6 @@ def write_shard(temp_dir, name, tp_index, state, dp_index, value):
     replace_file(PreparedTorch(value), path, WriterOptions(threads=1, direct=False, sync=False))
 
 
-def shards_of(param_base_path, state, tp_index):
-    """Paths of the shards of a slice in the order of their ranks."""
-    found = glob.glob(os.path.join(glob.escape(os.path.join(param_base_path, str(tp_index), state)) + ".*"))
-    return sorted((path for path in found if path.rsplit(".", 1)[1].isdigit()), key=natural_key)
-
-
 def states_below(*folders):
     """Names of the states of which there are shards in any of these folders."""
     found = (file.rsplit(".", 1) for folder in folders for file in os.listdir(folder))
@@ -160,13 +154,17 @@ def merge_zero_shards(param_base_path, state, tp_degree, slice_shapes=None):
     """
     slices = []
     for tp_index in range(tp_degree):
-        paths = shards_of(param_base_path, state, tp_index)
+        found = glob.glob(os.path.join(glob.escape(os.path.join(param_base_path, str(tp_index), state)) + ".*"))
+        paths = sorted((path for path in found if path.rsplit(".", 1)[1].isdigit()), key=natural_key)
         if not paths:
             continue
         shards = [storage.read(path) for path in paths]
         if state == STEP or not torch.is_tensor(shards[0]) or not shards[0].dim():
-            _check_equal(shards, paths)
-            slices.append(shards[0])
+            first = shards[0]
+            for value, path in zip(shards, paths, strict=True):
+                if not bool(torch.all(torch.as_tensor(value) == torch.as_tensor(first))):
+                    raise ValueError(f"{path} has {value}, {paths[0]} has {first}: ranks of one run have equal ones")
+            slices.append(first)
             continue
         shape = _shape_of(slice_shapes, tp_index)
         what = f"the {len(shards)} shards {os.path.join(param_base_path, str(tp_index), state)}.*"
@@ -182,12 +180,6 @@ def _joined(shards, shape, what, has):
     if shape is not None and torch.Size(shape).numel() != flat.numel():
         raise ValueError(f"{what} have {flat.numel()} elements, {has}: shards are missing")
     return flat if shape is None else flat.reshape(tuple(shape))
-
-
-def _check_equal(values, paths):
-    for value, path in zip(values, paths, strict=True):
-        if not bool(torch.all(torch.as_tensor(value) == torch.as_tensor(values[0]))):
-            raise ValueError(f"{path} has {value}, {paths[0]} has {values[0]}: ranks of one run have equal ones")
 
 
 # ---- autoep universal ----------------------------------------------------------------------------------------------

@@ -121,8 +121,10 @@ def _convert(conversion, target, args):
         run_tasks(conversion, "extract", tasks, getattr(args, "num_extract_workers", 4))
         workers = getattr(args, "num_merge_workers", 2)
         merged = run_tasks(conversion, "merge", tasks, workers)
-        frozen = run_tasks(conversion, "frozen", conversion.frozen_tasks(), workers)
-        _check_patterns(source.rules, [used for used, _ in merged], _is_strict(args))
+        first = source.saved(0)
+        frozen = [[name] for name in first.frozen_shapes() if first.frozen_pieces(name)]
+        frozen = run_tasks(conversion, "frozen", frozen, workers)
+        _check_patterns(source.rules, [used for used, _ in merged], args)
         records = {}
         for files in [*(files for _, files in merged), *frozen, conversion.common()]:
             records.update(files)
@@ -145,7 +147,7 @@ def _convert(conversion, target, args):
         "ds_version": __version__,
         "universal": True,
         "zero_stage": source.zero_stage,
-        "global_steps": int(source.saved(0).model.get("global_steps") or 0),
+        "global_steps": int(first.model.get("global_steps") or 0),
     }
     return facts, records
 
@@ -158,21 +160,13 @@ def _record_of(folder, name):
     return file_record(name, os.path.getsize(path), file_crc32(path))
 
 
-def _is_strict(args):
-    return getattr(args, "strict", not getattr(args, "no_strict", False))
-
-
-def _check_patterns(rules, used, strict):
-    unused = rules.patterns() - {pattern for found in used for pattern in found}
-    if not unused:
-        return
-    text = (
-        f"these patterns of {keys.UNIVERSAL_CHECKPOINT_INFO} match no parameter: {', '.join(sorted(unused))}. Correct "
-        "them"
-    )
-    if strict:
+def _check_patterns(rules, used, args):
+    unused = ", ".join(sorted(rules.patterns() - {pattern for found in used for pattern in found}))
+    text = f"these patterns of {keys.UNIVERSAL_CHECKPOINT_INFO} match no parameter: {unused}. Correct them"
+    if unused and getattr(args, "strict", not getattr(args, "no_strict", False)):
         raise ValueError(f"{text}, or pass --no_strict if this model has no such parameters")
-    logger.warning(text)
+    if unused:
+        logger.warning(text)
 
 
 def _copy_other_files(source, target):
@@ -189,12 +183,9 @@ def _add_to_model_files(saved, mp_rank, source, target):
     """What files of experts have besides trained weights, buffers of theirs, goes into the model files."""
     module, trained = saved.model.get("module") or {}, saved.shapes()
     more = {name: value for name, value in saved.module().items() if name not in module and name not in trained}
-    if not more or names.is_native(source):
-        return
-    kinds = names.MODEL_STATES, names.SHARDED_MODEL_STATES
+    kinds = (names.MODEL_STATES, names.SHARDED_MODEL_STATES) if more and not names.is_native(source) else ()
     files = {name: known for kind in kinds for name, known in kind.found_in(target).items()}
-    for name in [name for name, known in files.items() if known["mp_rank"] == mp_rank]:
-        path = os.path.join(target, name)
+    for path in [os.path.join(target, name) for name, known in files.items() if known["mp_rank"] == mp_rank]:
         state = plain(storage.read(path, lazy=True))
         state["module"] = {**(state["module"] or {}), **plain(more)}
         replace_file(PreparedTorch(state), path)
@@ -230,17 +221,16 @@ def _group_per_tp_shapes(slice_shapes_by_tp, pp_degree, tp_degree):
         raise ValueError(f"{len(slice_shapes_by_tp)} ranks for {pp_degree} stages of {tp_degree} tensor-parallel ones")
     found = {}
     for pp in range(pp_degree):
-        ranks = [_flat_shapes(said) for said in slice_shapes_by_tp[pp * tp_degree : (pp + 1) * tp_degree]]
+        ranks = [
+            said if isinstance(said, dict) else {name: shape for group in said for name, shape in group.items()}
+            for said in slice_shapes_by_tp[pp * tp_degree : (pp + 1) * tp_degree]
+        ]
         for name in ranks[0]:
             lacking = [rank for rank, shapes in enumerate(ranks) if name not in shapes]
             if lacking:
                 raise ValueError(f"parameter '{name}' is missing on the tensor-parallel ranks {lacking} of stage {pp}")
             found.setdefault(name, [shapes[name] for shapes in ranks])
     return found
-
-
-def _flat_shapes(said):
-    return said if isinstance(said, dict) else {name: shape for group in said for name, shape in group.items()}
 
 
 _merge_zero_shards = merge_zero_shards

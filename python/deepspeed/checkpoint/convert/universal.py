@@ -211,17 +211,11 @@ class Conversion:
         record = save_state(self.zero_dir, name, keys.FP32_WEIGHT_KEY, {keys.PARAM: whole})
         return {f"{ZERO_FOLDER}/{name}/{keys.FP32_WEIGHT_KEY}.pt": record}
 
-    def frozen_tasks(self):
-        saved = self.source.saved(0)
-        return [[name] for name in saved.frozen_shapes() if saved.frozen_pieces(name)]
-
     def common(self):
         """Writes what belongs to the optimizer as a whole."""
         saved = self.source.saved(0)
-        groups = [
-            {**{key: value for key, value in group.items() if key != "names"}, "params": [index]}
-            for index, group in enumerate(saved.param_groups())
-        ]
+        groups = [{**group, "params": [index]} for index, group in enumerate(saved.param_groups())]
+        groups = [{key: value for key, value in group.items() if key != "names"} for group in groups]
         state = {**saved.extra(), keys.ZERO_STAGE: saved.zero_stage, keys.PARAM_GROUPS: groups}
         os.makedirs(self.zero_dir, exist_ok=True)
         record = file_writer.write_torch(plain(state), os.path.join(self.zero_dir, OPTIMIZER_STATE))

@@ -39,7 +39,13 @@ def begin(folder, in_place=None):
     try:
         os.makedirs(parent, exist_ok=True)
         settle(folder)
-        _refuse_a_second_owner(folder, staging)
+        for path in (staging, hidden(folder, "making"), folder):
+            if os.path.isdir(path) and owner.is_alive(path):
+                raise OSError(
+                    errno.EBUSY,
+                    f"{owner.described(path)} is saving the same checkpoint at this moment: give each run a save_dir, "
+                    "or tags, of its own",
+                )
         if not in_place:
             why = _make_staging(folder, staging)
             if why is None:
@@ -59,16 +65,6 @@ def begin(folder, in_place=None):
         return folder
     except OSError as error:
         raise OSError(error.errno, f"cannot make the checkpoint folder {folder}: {error.strerror}") from error
-
-
-def _refuse_a_second_owner(folder, staging):
-    for path in (staging, hidden(folder, "making"), folder):
-        if os.path.isdir(path) and owner.is_alive(path):
-            raise OSError(
-                errno.EBUSY,
-                f"{owner.described(path)} is saving the same checkpoint at this moment: give each run a save_dir, or "
-                "tags, of its own",
-            )
 
 
 def _make_staging(folder, staging):

@@ -10,7 +10,6 @@ import time
 from deepspeed import comm as dist
 from deepspeed._native import _C
 from deepspeed.checkpoint.read.verify import DamagedManifest
-from deepspeed.checkpoint.write.pointer import CANNOT_RENAME
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------
 
@@ -113,11 +112,6 @@ def _is_gone(process):
     return where == this_process()[0] and _C.process_ended(pid)
 
 
-def _write_json(value, path):
-    with open(path, "w") as file:
-        json.dump(value, file)
-
-
 class RanksThroughFiles(Ranks):
     """The ranks ``like``, meeting in ``folder``, which those that write into the same directory share.
 
@@ -158,17 +152,10 @@ class RanksThroughFiles(Ranks):
         return [found.get(rank) for rank in range(self.size)]
 
     def _post(self, turn, value):
-        own = self._path(turn, self.rank)
         try:
             os.makedirs(self.folder, exist_ok=True)
-            _write_json(value, own + ".writing")
-            try:
-                os.replace(own + ".writing", own)
-            except OSError as error:
-                if error.errno not in CANNOT_RENAME:
-                    raise
-                os.unlink(own + ".writing")
-                _write_json(value, own)  # who reads half of it reads it again
+            with open(self._path(turn, self.rank), "w") as file:
+                json.dump([value], file)  # who reads half of it, which is no JSON, reads it again
         except OSError as error:
             # A short link takes no block of the disk: it can be made where a file cannot.
             with contextlib.suppress(OSError):
@@ -185,7 +172,7 @@ class RanksThroughFiles(Ranks):
             for rank in self.here:  # after the question who is gone: what those have left counts
                 if rank not in found and os.path.exists(self._path(turn, rank)):
                     with open(self._path(turn, rank)) as file, contextlib.suppress(ValueError):
-                        found[rank] = json.load(file)
+                        found[rank] = json.load(file)[0]
             late = [rank for rank in self.here if rank not in found]
             if not late:
                 return found
