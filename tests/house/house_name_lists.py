@@ -34,7 +34,6 @@ JOINED_NAMES = {
         "f'{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}'": _CALLER,
         "f'{layer_id}-model_{tp_rank:02d}-{MODEL_FILE_SUFFIX[1:]}'": _CALLER,
     },
-    "checkpoint/write/background.py": {"name": "files_of has made it"},
     "checkpoint/write/commit.py": {
         "f'.{name}.{what}'": "the name of the tag's folder", "path": _CHECKED, "tag": _LISTED, "name": _LISTED,
     },
@@ -45,7 +44,7 @@ JOINED_NAMES = {
     },
     "checkpoint/write/owner.py": {"path": "of a listing, or the constant name of the manifest", "name": _LISTED},
     "checkpoint/write/pointer.py": {
-        "f'.{name}.{_place()}-{os.getpid()}-{secrets.token_hex(8)}.writing'": _OURS,
+        "f'.{name}.{_place()}-{os.getpid()}-{secrets.token_hex(8)}.writing'": _OURS, "match[0]": _LISTED,
     },
     "checkpoint/write/ranks.py": {
         "f'{turn}.{rank}.json'": _NUMBERED, "f'failed.{rank}'": _NUMBERED, "f'left.{self.rank}'": _NUMBERED,

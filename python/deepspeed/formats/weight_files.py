@@ -44,15 +44,18 @@ class StoredWeight:
     def numel(self):
         return self.shape.numel()
 
+    def _opened(self, source):
+        """What the chunks of ``source``, one of the pieces, are read from."""
+        if isinstance(source, LazyTensor) and not source.is_contiguous():
+            source = source.read()  # its elements lie all over the storage
+        return source if isinstance(source, LazyTensor) else source.detach().reshape(-1)
+
     def _parts(self):
         for source, start, numel in self.pieces:
-            if isinstance(source, LazyTensor) and not source.is_contiguous():
-                source = source.read()  # its elements lie all over the storage
-            is_lazy = isinstance(source, LazyTensor)
-            source = source if is_lazy else source.detach().reshape(-1)
+            source = self._opened(source)
             for at in range(start, start + numel, _CHUNK_NUMEL):
                 count = min(_CHUNK_NUMEL, start + numel - at)
-                yield source.read_range(at, count) if is_lazy else source[at : at + count].cpu()
+                yield source[at : at + count].cpu() if torch.is_tensor(source) else source.read_range(at, count)
 
     def contiguous(self):
         """The tensor, on the CPU; besides it one chunk is in memory."""

@@ -107,4 +107,4 @@ def test_kinds_by_name(tmp_path):
     assert isinstance(prepare("a.safetensors", ({}, None)), file_writer.PreparedSafetensors)
     made = prepare("a.pt", {"x": 1})
     assert isinstance(made, file_writer.PreparedTorch) and prepare("b", made) is made
-    assert prepare("a.json", b"{}").write(tmp_path / "a.json").bytes == 2
+    assert prepare("a.json", b"{}").write(tmp_path / "a.json")["bytes"] == 2

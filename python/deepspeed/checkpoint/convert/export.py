@@ -38,6 +38,10 @@ def _whole(saved, name, kind):
     return saved.whole(name, kind)[0].view(-1) if saved.pieces(name, kind) else None
 
 
+def _differ(what, a, b):
+    return [f"{what}: {a} in A, {b} in B"] if a != b else []
+
+
 def _compare(what, a, b):
     if (a is None) != (b is None):
         return [f"{what}: only in {'B' if a is None else 'A'}"]
@@ -55,25 +59,18 @@ def difference(first, second, limit=50):
     """Lines that say what differs: weights, fp32 masters, optimizer states, steps, counters. One tensor at a time is in
     memory. At most ``limit`` lines and one that says how many more; [] when all is equal."""
     a, b = open_any(first), open_any(second)
-    lines = [
-        f"{key}: {a.model.get(key)} in A, {b.model.get(key)} in B"
-        for key in _COUNTERS
-        if a.model.get(key) != b.model.get(key)
-    ]
+    lines = [line for key in _COUNTERS for line in _differ(key, a.model.get(key), b.model.get(key))]
     weights = dict.fromkeys([*a.module(), *a.shapes(), *b.module(), *b.shapes()])
     aliases = {**a.aliases(), **b.aliases()}  # the same tensor under another name
     for name in (name for name in weights if name not in aliases):
         shapes = [saved.weight_shape(name) for saved in (a, b)]
-        if None not in shapes and shapes[0] != shapes[1]:
-            lines.append(f"{name}: {tuple(shapes[0])} in A, {tuple(shapes[1])} in B")
-        else:
-            lines += _compare(name, _whole(a, name, "weight"), _whole(b, name, "weight"))
+        other = _differ(name, *map(tuple, shapes)) if None not in shapes else []
+        lines += other or _compare(name, _whole(a, name, "weight"), _whole(b, name, "weight"))
     kinds = dict.fromkeys(["fp32", *a.state_names(), *b.state_names()])
     for name in a.shapes().keys() & b.shapes().keys():
         for kind in kinds:
             lines += _compare(f"{kind} of {name}", _whole(a, name, kind), _whole(b, name, kind))
-        if a.step(name) != b.step(name):
-            lines.append(f"step of {name}: {a.step(name)} in A, {b.step(name)} in B")
+        lines += _differ(f"step of {name}", a.step(name), b.step(name))
     if bool(a.shapes()) != bool(b.shapes()):
         lines.append("optimizer states are not compared: only one of the two says whose they are (stage 0 does not)")
     if len(lines) > limit:
@@ -86,19 +83,14 @@ def difference(first, second, limit=50):
 # engine, and no more memory than one chunk: elements go from the checkpoint's files to the new ones. Works for the
 # native format and for every other one that says the names of its parameters.
 
-_CHUNK_NUMEL = 4 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SavedWeight(StoredWeight):
     """``pieces``: (reader, first element, numel) with readers of a ``SavedState``."""
 
-    def _parts(self):
-        for reader, start, numel in self.pieces:
-            if callable(getattr(reader, "source", None)):
-                reader = Range(reader.source(), reader.base)  # once for all chunks
-            for at in range(start, start + numel, _CHUNK_NUMEL):
-                yield reader.read_range(at, min(_CHUNK_NUMEL, start + numel - at))
+    def _opened(self, reader):
+        return Range(reader.source(), reader.base) if callable(getattr(reader, "source", None)) else reader
 
 
 def weights_of(saved, dtype=torch.float32, exclude_frozen_parameters=False):

@@ -169,7 +169,8 @@ class Conversion:
 
     def __init__(self, source, output_folder):
         self.source, self.output_folder = source, output_folder
-        self.temp_dir, self.zero_dir = (os.path.join(output_folder, name) for name in (TEMP_FOLDER, ZERO_FOLDER))
+        self.temp_dir = os.path.join(output_folder, TEMP_FOLDER)
+        self.zero_dir = os.path.join(output_folder, ZERO_FOLDER)
 
     def tasks(self):
         """``[name of a trained parameter, pipeline stage]`` of all of them."""

@@ -14,13 +14,13 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import shutil
 import socket
 import types
 from typing import Optional
 
 from deepspeed.checkpoint.engines.built_in import FastCheckpointEngine
+from deepspeed.checkpoint.layouts.names import FileName
 from deepspeed.checkpoint.write.background import Background, SnapshotSave, leave
 from deepspeed.checkpoint.write.contents import HeldStates
 from deepspeed.checkpoint.write.file_writer import WriterOptions
@@ -34,29 +34,25 @@ from deepspeed.log import logger
 
 # ---- names ---------------------------------------------------------------------------------------------------------
 
-_NAME = re.compile(r"step(\d+)\.(\d+)\.(\d+)")
-_SAID = re.compile(r"rank_(\d{5,})\.whole")
-
-
-def name_of(step, began, world):
-    """The folder of a snapshot. ``began``: when its run was loaded or saved last, a number of nanoseconds."""
-    return f"step{step}.{began}.{world}"
+_SNAPSHOT = FileName("step{step}.{began}.{world}")
+_WHOLE = FileName("rank_{rank:05d}.whole", r"rank_(?P<rank>\d{5,})\.whole")
 
 
 def parsed(name):
-    """``(step, began, world)`` of the folder of a snapshot, None for another one."""
-    found = _NAME.fullmatch(name)
-    return found and tuple(map(int, found.groups()))
+    """``(step, began, world)`` of the folder of a snapshot, None for another one. ``began``: when its run was loaded or
+    saved last, a number of nanoseconds."""
+    found = _SNAPSHOT.find(name)
+    return found and tuple(found.values())
 
 
 def said_by(rank):
     """The file in which a rank says that all of its files are there: facts of the run, and the files' records."""
-    return f"rank_{rank:05d}.whole"
+    return _WHOLE(rank=rank)
 
 
 def ranks_in(folder):
     """The ranks whose files are all in the folder of a snapshot."""
-    return [int(found[1]) for found in map(_SAID.fullmatch, os.listdir(folder)) if found]
+    return [found["rank"] for found in _WHOLE.found_in(folder).values()]
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -85,16 +81,17 @@ class HostMemory:
         nodes = list(dict.fromkeys(ranks.nodes))
         at = nodes.index(ranks.node)
         before, behind = nodes[at - 1], nodes[(at + 1) % len(nodes)]
-        held, own_bytes = (
-            sum(size for (_, size), node in zip(told, ranks.nodes) if node in some)
-            for some in ({ranks.node, before}, {ranks.node})
-        )
-        lack, error = attempt(lambda: _lack(base, 2 * held, own_bytes) if ranks.leads else None, OSError)
-        ranks.agree(lack or error, "elasticity.memory_copies")
+
+        def bytes_on(*hosts):
+            return sum(size for (_, size), node in zip(told, ranks.nodes) if node in hosts)
+
+        needed, copied = 2 * bytes_on(ranks.node, before), bytes_on(ranks.node)
+        _, error = attempt(lambda: _check_room(base, needed, copied) if ranks.leads else None)
+        ranks.agree(error, "elasticity.memory_copies")
         return cls(ranks, base, told[ranks.nodes.index(behind)][0] if len(nodes) > 1 else None)
 
 
-def _lack(base, needed, copied):
+def _check_room(base, needed, copied):
     # ``needed``: bytes of files; ``copied``: of tensors on their way into files, which are in no folder.
     room = os.statvfs(base)
     held = sum(os.path.getsize(os.path.join(root, name)) for root, _, files in os.walk(base) for name in files)
@@ -103,11 +100,10 @@ def _lack(base, needed, copied):
         ("main memory", needed + copied, memory_bytes()[1] + held, "more memory"),
     ):
         if want > free:
-            return RuntimeError(
+            raise RuntimeError(
                 f"two snapshots of the ranks of host {socket.gethostname()} and of the host before it need {want} "
                 f"bytes in {where}, and {free} bytes are free: give it {fix}, or set elasticity.memory_copies to 0"
             )
-    return None
 
 
 # ---- a rank's part -------------------------------------------------------------------------------------------------
@@ -155,7 +151,7 @@ class Snapshots:
         own = hashlib.sha256(os.path.realpath(directory).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._memory, self.key, self._before = memory, ranks.gather(own)[0], before
         self.folder = os.path.join(memory.base, self.key)
-        self.began = 0  # see ``name_of``
+        self.began = 0  # see ``parsed``
         self.whole = None  # the last whole one that this run knows of
         self._coming = None
         self._writer, self._cache = FastCheckpointEngine(config.checkpoint_config), HostCache()
@@ -203,7 +199,7 @@ class Snapshots:
         """Behind a step. ``all_of``: see ``look``."""
         if self._coming is not None:
             self._settle(all_of)
-        name = name_of(run.counters.global_steps, self.began, run.ranks.world_size)
+        name = _SNAPSHOT(step=run.counters.global_steps, began=self.began, world=run.ranks.world_size)
         reused = self._outdated(name)[-1:]
         self._clear(name, *reused)
         place = os.path.join(self.folder, name)

@@ -145,16 +145,12 @@ def files_of(run, client_state, exclude_frozen_parameters=False):
     if run.weights.differs:
         of_all = ranks.gather(made.about_params() if made is not None else None)
     files, error = attempt(lambda: made.files(client_state, of_all)) if error is None else ({}, error)
-    _agree(ranks, error)
+    told = ranks.gather([failure_of(ranks.rank, error), str(error) if isinstance(error, NotPlain) else None])
+    not_plain = [f"rank {failure[0]}: {text}" for failure, text in told if text is not None]
+    if not_plain:
+        raise NotPlain(f"nothing is saved: {not_plain[0]}") from error
+    raise_together([failure for failure, _ in told], "nothing is saved", error)
     return {name: lambda file=file: file for name, file in files.items()}
-
-
-def _agree(ranks, error):
-    found = ranks.gather((failure_of(ranks.rank, error), isinstance(error, NotPlain), str(error)))
-    for failure, not_plain, text in found:
-        if failure is not None and not_plain:
-            raise NotPlain(f"nothing is saved: rank {failure[0]}: {text}") from error
-    raise_together([failure for failure, _, _ in found], "nothing is saved", error)
 
 
 class _Contents:
