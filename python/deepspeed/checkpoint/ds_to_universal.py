@@ -246,7 +246,7 @@ def merge_tp_slices(uc_info, dir, slice_dir, tp_degree, name_and_shapes):
     if not shapes or isinstance(shapes[0], int):
         shapes = [shapes] * tp_degree
     rules = ParallelRules(uc_info)
-    return rules.patterns() - merge_parameter(rules, dir, slice_dir, name, list(shapes))
+    return rules.patterns() - merge_parameter(rules, dir, slice_dir, name, list(shapes))[0]
 
 
 def extract_zero_shards_stage3(

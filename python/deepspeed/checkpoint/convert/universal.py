@@ -198,9 +198,9 @@ class Conversion:
     def merge(self, task):
         """Joins them into the parameter's files. Returns the patterns that this parameter matches, and the records."""
         name, stage = task
-        rules, records = self.source.rules, {}
         shapes = self.source.slice_shapes(name, stage)
-        return [sorted(merge_parameter(rules, self.zero_dir, self.temp_dir, name, shapes, records)), records]
+        used, records = merge_parameter(self.source.rules, self.zero_dir, self.temp_dir, name, shapes)
+        return [sorted(used), records]
 
     def frozen(self, task):
         """Writes a parameter that is not trained and is cut among the ranks that saved (stage 3), in its own dtype."""
@@ -223,14 +223,14 @@ class Conversion:
         return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": record}
 
 
-def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes, records=None):
-    """Joins the shards of a parameter below ``temp_dir``: of its ranks, then of its tensor-parallel slices. ``records``
-    gets those of the files by their names.
+def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes):
+    """Joins the shards of a parameter below ``temp_dir``: of its ranks, then of its tensor-parallel slices.
 
-    Returns the patterns of the rules that its name matches. Raises ValueError when it has none of the fp32 values, or
-    when the name of the parameter or of a state cannot be that of a folder or file.
+    Returns the patterns of the rules that its name matches, and the records of the files by their names. Raises
+    ValueError when it has none of the fp32 values, or when the name of the parameter or of a state cannot be that of a
+    folder or file.
     """
-    rules.used, records = set(), {} if records is None else records
+    rules.used, records = set(), {}
     base = os.path.dirname(os.path.dirname(shard_path(temp_dir, name, 0, STEP, 0)))
     count = len(slice_shapes)
     if not merge_zero_shards(base, keys.FP32_WEIGHT_KEY, count, slice_shapes):
@@ -247,7 +247,7 @@ def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes, records=None)
             value = {keys.PARAM: whole, **hints}
         records[f"{ZERO_FOLDER}/{name}/{state}.pt"] = save_state(zero_dir, name, state, value)
     file_writer.sync_directory(os.path.dirname(state_path(zero_dir, name, STEP)))
-    return set(rules.used)
+    return set(rules.used), records
 
 
 # ---- universal workers ---------------------------------------------------------------------------------------------

@@ -172,15 +172,13 @@ _NEEDED = ("create", "save", "load", "commit")
 
 def engine_name(config):
     """The name under which ``config`` (a DeepSpeedConfig) wants an engine from ``ENGINES``."""
-    section = config.checkpoint_config
-    if section.engine is not None:
-        return section.engine
-    if config.datastates_config is not None:
-        return "datastates"
-    writer = section.writer
+    section, writer = config.checkpoint_config, config.checkpoint_config.writer
+    kind = {"MOCK": "mock", "PYTHON": "python", "FAST": "fast"}[writer.type if writer is not None else "FAST"]
     if getattr(section, "async") or (writer is not None and writer.decoupled):
-        return "async"
-    return {"MOCK": "mock", "PYTHON": "python", "FAST": "fast"}[writer.type if writer is not None else "FAST"]
+        kind = "async"
+    if config.datastates_config is not None:
+        kind = "datastates"
+    return kind if section.engine is None else section.engine
 
 
 def make_engine(config):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import time
 
 from deepspeed import _compat
@@ -111,7 +112,6 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
             host_cache_gib = getattr(config_params, "host_cache_size", None)
         self.cache = HostCache(None if host_cache_gib is None else int(host_cache_gib * _GIB))
         self.behind = Background()
-        self._saves = 0
         self._expecting = False
 
     def is_decoupled(self):
@@ -140,9 +140,8 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         if self._expecting:
             self.behind.drain()
             self._expecting = False
-        self._saves += 1
         ranks = saving.ranks
-        found = ranks.gather([*this_process(), f"{os.getpid()}-{id(self):x}-{self._saves}"])
+        found = ranks.gather([*this_process(), secrets.token_hex(8)])
         token = found[ranks.nodes.index(ranks.node)][2]  # the leading rank's
         meeting = commit.hidden(saving.place, f"{token}.meeting")  # one save's, where the background threads meet
         saving.begin(meeting)

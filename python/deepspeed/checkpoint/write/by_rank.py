@@ -15,12 +15,6 @@ def saves(run, copies):
     return run.ranks.dp_rank == 0 if copies is None else dist.get_rank(copies) == 0
 
 
-def _named_shapes(run):
-    """``[[name, shape]]`` of each parameter group."""
-    groups = (zip(names, params) for names, params in zip(run.group_names, run.trained_groups))
-    return [[[name, list(param.shape)] for name, param in group] for group in groups]
-
-
 class PartsByRank:
     """Of one save; every rank makes one.
 
@@ -76,7 +70,8 @@ class PartsByRank:
             layers = [layer for layer in sorted(self._layers.writes) if names.layer_states(layer, slices) in written]
             self.described["layers"] = {layer: paths.get(layer, str(layer)) for layer in layers}
             if not with_zero and not writers:
-                self.described["groups"] = _named_shapes(run)
+                groups = map(zip, run.group_names, run.trained_groups)
+                self.described["groups"] = [[[name, list(param.shape)] for name, param in group] for group in groups]
         self.buffers = list(dict.fromkeys(name for *_, buffers in told for name in buffers))
         self.files = {name: lambda value=value: value for name, value in experts.items()}
         if states is not None and not with_zero:

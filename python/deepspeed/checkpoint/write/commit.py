@@ -114,11 +114,13 @@ def finish(folder, staging, facts, records):
     file_writer.write_bytes(text.encode(), owner.make_way(staging, verify.NAME))
     for path in sorted({os.path.dirname(name) for name in records} | {""}):
         file_writer.sync_directory(os.path.join(staging, path))
-    if staging != folder:
-        if os.path.lexists(folder):
-            swap(staging, folder)
-        else:
-            take_name(staging, folder)
+    if staging != folder and os.path.lexists(folder):
+        swap(staging, folder)
+    elif staging != folder:
+        if cannot_rename(staging, folder) is not None:
+            os.mkdir(folder)
+            _move_files(staging, folder)
+        file_writer.sync_directory(os.path.dirname(folder))
     owner.disown(folder, claimed_as=staging)
 
 
@@ -262,14 +264,6 @@ def swap(new, folder):
     file_writer.sync_directory(parent)
     owner.carry_over(old, folder)  # what has come meanwhile
     remove(old)
-
-
-def take_name(new, folder):
-    """The complete folder ``new`` becomes ``folder``, which is not there yet."""
-    if cannot_rename(new, folder) is not None:
-        os.mkdir(folder)
-        _move_files(new, folder)
-    file_writer.sync_directory(os.path.dirname(folder))
 
 
 def _move_files(new, folder):

@@ -90,10 +90,6 @@ class Ranks:
         found, error = attempt(function) if self.leads else (None, None)
         return self.agree(error, what, found)[self.nodes.index(self.node)]
 
-    def beside(self, values):
-        """Of one value for each rank those of the ranks that write into the same folder."""
-        return [value for value, node in zip(values, self.nodes) if node == self.node]
-
 
 # ---- ranks through files -------------------------------------------------------------------------------------------
 # Ranks that agree through small files, for threads in the background: collectives belong to the training loop.

@@ -343,7 +343,8 @@ class Saving:
         if self.sharing is not None:
             records, error = attempt(lambda: self.sharing.complete(everyones, self.staging))
             everyones = self.agree(error, value=records)
-        together = {name: record for part in self.ranks.beside(everyones) for name, record in part.items()}
+        parts = (part for part, node in zip(everyones, self.ranks.nodes) if node == self.ranks.node)  # in this folder
+        together = {name: record for part in parts for name, record in part.items()}
         self._together(lambda: self._commit(together, save_latest))
 
     def _commit(self, records, save_latest):
