@@ -92,7 +92,7 @@ def _model_states(run, client_state, exclude_frozen_parameters, parts, schedule)
 
 
 # ---- sharing -------------------------------------------------------------------------------------------------------
-# Which ranks share the writing of files of which all data-parallel ranks have the same (``writer.data_parallel``).
+# Which ranks share the writing of the file of which all data-parallel ranks have the same (``writer.data_parallel``).
 
 
 def make_sharing(run, ranks):
@@ -123,40 +123,41 @@ class Sharing:
         self.writers = list(first.values())  # ranks that share this rank's files, the one that leads first
         self.writes = ranks.rank in self.writers and len(self.writers) > 1
         self.leads = self.writes and self.writers[0] == ranks.rank
-        self._led = {}  # name -> (PreparedTorch, Cuts) of files that this rank completes
+        self.name = names.MODEL_STATES(mp_rank=mp_rank)
+        self._led = None  # (PreparedTorch, Cuts) of the file, where this rank completes it
 
-    def cut(self, files, names, agree):
-        """``files`` as ``files_of`` gives them, with the parts of this rank in place of the files ``names``.
-        Every rank calls it; ``agree(error, value)`` gives the values of all, or raises on all."""
-        made, error = attempt(lambda: {name: PreparedTorch(files[name]()) for name in names if self.writes})
-        prepared = made or {}
-        told = agree(error, {name: [len(made.native.texts), made.native.entries()] for name, made in prepared.items()})
-        found, error = dict(files), None
-        for name, made in prepared.items():
-            texts, entries = told[self.writers[0]][name]
+    def cut(self, files, agree):
+        """``files`` as ``files_of`` gives them, with the part of this rank in place of the model file. Every rank calls
+        it; ``agree(error, value)`` gives the values of all, or raises on all."""
+        made, error = attempt(lambda: PreparedTorch(files[self.name]()) if self.writes else None)
+        told = agree(error, [len(made.native.texts), made.native.entries()] if made is not None else None)
+        if made is not None:
+            texts, entries = told[self.writers[0]]
             own = [list(entry) for entry in made.native.entries()[texts:-2]]
-            if own != [list(entry) for entry in entries[texts:-2]]:
+            if own == [list(entry) for entry in entries[texts:-2]]:
+                cuts = Cuts(entries, texts, len(self.writers))
+                part = SharedTorch(made, cuts, self.writers.index(self.ranks.rank))
+                files = {**files, self.name: lambda: part}
+                self._led = (made, cuts) if self.leads else None
+            else:
                 error = RuntimeError(
-                    f"{name} has other tensors here than on rank {self.writers[0]}: ranks can share its writing only "
-                    "when all have the same; set checkpoint.writer.data_parallel to null, or give all the same "
+                    f"{self.name} has other tensors here than on rank {self.writers[0]}: ranks can share its writing "
+                    "only when all have the same; set checkpoint.writer.data_parallel to null, or give all the same "
                     "client_state"
                 )
-                continue
-            cuts = Cuts(entries, texts, len(self.writers))
-            found[name] = lambda part=SharedTorch(made, cuts, self.writers.index(self.ranks.rank)): part
-            if self.leads:
-                self._led[name] = made, cuts
         agree(error, None)
-        return found
+        return files
 
     def complete(self, records, folder):
-        """Ends the files that this rank leads. ``records``: of every rank, name -> record. Returns this rank's own, in
-        which those files stand as wholes."""
-        own, made = records[self.ranks.rank], {}
-        for name, (prepared, cuts) in self._led.items():
-            parts = [records[rank][name]["part"] for rank in self.writers]
-            made[name] = complete(os.path.join(folder, name), prepared, cuts, parts)
-        return {**{name: record for name, record in own.items() if "part" not in record}, **made}
+        """Ends the file if this rank leads. ``records``: of every rank, name -> record. Returns this rank's own, in
+        which the file is a whole one or is not there."""
+        own = dict(records[self.ranks.rank])
+        if self.writes:
+            del own[self.name]
+        if self._led is not None:
+            parts = [records[rank][self.name]["part"] for rank in self.writers]
+            own[self.name] = complete(os.path.join(folder, self.name), *self._led, parts)
+        return own
 
 
 # ---- save ----------------------------------------------------------------------------------------------------------
@@ -264,8 +265,6 @@ class Saving:
 
     def __init__(self, run, ranks, save_dir, tag, place, sharing=None):
         self.ranks, self.sharing = ranks, sharing
-        # The file of which every data-parallel rank has the same, in the layout of the ``.pt`` files.
-        self._common = () if run.policy.saved.model_by_rank else (names.MODEL_STATES(mp_rank=run.ranks.mp_rank),)
         self.save_dir, self.tag = save_dir, tag
         self.folder = os.path.join(save_dir, tag)
         self.place = place  # that folder, whatever links lead to it
@@ -313,15 +312,16 @@ class Saving:
             self.failed = f"the checkpoint {self.folder} is not saved; {lost}"
 
     def shared(self, files):
-        """``files``, with those of which all data-parallel ranks have the same cut into parts. Every rank calls it,
-        after ``begin``. A file system without hidden folders has no files with several writers: one rank writes them
+        """``files``, with the one of which all data-parallel ranks have the same cut into parts. Every rank calls it,
+        after ``begin``. A file system without hidden folders has no files with several writers: one rank writes it
         there."""
-        if self.sharing is None:
+        sharing = self.sharing
+        if sharing is None:
             return files
         if self.staging == self.place:
-            leads, self.sharing = self.sharing.leads or not self.sharing.writes, None
-            return {name: value for name, value in files.items() if leads or name not in self._common}
-        return self.sharing.cut(files, self._common, lambda error, value: self.agree(error, value=value))
+            self.sharing = None
+            return {name: files[name] for name in files if name != sharing.name or sharing.leads or not sharing.writes}
+        return sharing.cut(files, lambda error, value: self.agree(error, value=value))
 
     def write(self, files, writer):
         """Writes the files of this rank through ``writer.write_file``. Returns name -> record for the manifest."""
