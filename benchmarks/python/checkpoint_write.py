@@ -96,7 +96,7 @@ def measure(args, folder):
         sync(theirs)
         times["torch.save + fsync"].append(time.perf_counter() - start)
         if round == 0:
-            assert file_crc32(ours) == record.crc32
+            assert file_crc32(ours) == record["crc32"]
             a, b = _compat.load(ours), _compat.load(theirs)
             assert list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
             del a, b

@@ -12,7 +12,6 @@ JOINED_NAMES = {
         "str(tp_index)": _NUMBERED, "state": "a name of states_below, which has listed that folder",
     },
     "checkpoint/convert/export.py": {"tag": _CALLER, "*name.split('/')": "the modules of the script, a constant"},
-    "checkpoint/convert/universal.py": {"f'{number}.json'": _NUMBERED},
     "checkpoint/convert/whole_model.py": {"save_filename": _CALLER},
     "checkpoint/ds_to_universal.py": {
         "name": _LISTED,
@@ -34,7 +33,6 @@ JOINED_NAMES = {
         "f'{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}'": _CALLER,
         "f'{layer_id}-model_{tp_rank:02d}-{MODEL_FILE_SUFFIX[1:]}'": _CALLER,
     },
-    "checkpoint/write/background.py": {"name": "files_of has made it"},
     "checkpoint/write/commit.py": {
         "f'.{name}.{what}'": "the name of the tag's folder", "path": _CHECKED, "tag": _LISTED, "name": _LISTED,
     },
@@ -45,7 +43,7 @@ JOINED_NAMES = {
     },
     "checkpoint/write/owner.py": {"path": "of a listing, or the constant name of the manifest", "name": _LISTED},
     "checkpoint/write/pointer.py": {
-        "f'.{name}.{_place()}-{os.getpid()}-{secrets.token_hex(8)}.writing'": _OURS,
+        "f'.{name}.{_place()}-{os.getpid()}-{secrets.token_hex(8)}.writing'": _OURS, "match[0]": _LISTED,
     },
     "checkpoint/write/ranks.py": {
         "f'{turn}.{rank}.json'": _NUMBERED, "f'failed.{rank}'": _NUMBERED, "f'left.{self.rank}'": _NUMBERED,

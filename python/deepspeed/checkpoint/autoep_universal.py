@@ -99,14 +99,11 @@ def validate_folding_metadata(
         keys.FOLDING_SHARED_EXPERT_PLACEMENT: shared_expert_placement,
         keys.FOLDING_DISPATCH_STRATEGY: dispatch_strategy,
     }
-    problems = []
-    for key, value in wanted.items():
-        if value is None:
-            continue
-        if key not in metadata:
-            problems.append(f"{key} is missing, this run has {value!r}")
-        elif _plain(metadata[key]) != _plain(value):
-            problems.append(f"{key} is {metadata[key]!r}, this run has {value!r}")
+    problems = [
+        f"{key} is {repr(metadata[key]) if key in metadata else 'missing'}, this run has {value!r}"
+        for key, value in wanted.items()
+        if value is not None and _plain(metadata.get(key)) != _plain(value)
+    ]
     if problems:
         raise ValueError(f"the optimizer file was saved by another grid of ranks: {'; '.join(problems)}")
 
@@ -121,10 +118,10 @@ def _plain(value):
 
 
 def save_state(zero_dir, name, state, value):
-    """Writes the whole ``state`` of the parameter ``name``. Returns its record as a dict."""
+    """Writes the whole ``state`` of the parameter ``name``. Returns its record."""
     path = state_path(zero_dir, name, state)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    return replace_file(PreparedTorch(value), path).to_dict()
+    return replace_file(PreparedTorch(value), path)
 
 
 def write_shard(temp_dir, name, tp_index, state, dp_index, value):
@@ -136,12 +133,6 @@ def write_shard(temp_dir, name, tp_index, state, dp_index, value):
     replace_file(PreparedTorch(value), path, WriterOptions(threads=1, direct=False, sync=False))
 
 
-def shards_of(param_base_path, state, tp_index):
-    """Paths of the shards of a slice in the order of their ranks."""
-    found = glob.glob(os.path.join(glob.escape(os.path.join(param_base_path, str(tp_index), state)) + ".*"))
-    return sorted((path for path in found if path.rsplit(".", 1)[1].isdigit()), key=natural_key)
-
-
 def states_below(*folders):
     """Names of the states of which there are shards in any of these folders."""
     found = (file.rsplit(".", 1) for folder in folders for file in os.listdir(folder))
@@ -150,11 +141,9 @@ def states_below(*folders):
 
 def _shape_of(slice_shapes, tp_index):
     """``slice_shapes``: one shape for all ranks, a list with one for each, or None."""
-    if slice_shapes is None or isinstance(slice_shapes, torch.Size):
-        return slice_shapes
-    if all(isinstance(size, int) for size in slice_shapes):
-        return torch.Size(slice_shapes)
-    return torch.Size(slice_shapes[tp_index])
+    is_one = slice_shapes is None or all(isinstance(size, int) for size in slice_shapes)
+    found = slice_shapes if is_one else slice_shapes[tp_index]
+    return None if found is None else torch.Size(found)
 
 
 def merge_zero_shards(param_base_path, state, tp_degree, slice_shapes=None):
@@ -165,29 +154,32 @@ def merge_zero_shards(param_base_path, state, tp_degree, slice_shapes=None):
     """
     slices = []
     for tp_index in range(tp_degree):
-        paths = shards_of(param_base_path, state, tp_index)
+        found = glob.glob(os.path.join(glob.escape(os.path.join(param_base_path, str(tp_index), state)) + ".*"))
+        paths = sorted((path for path in found if path.rsplit(".", 1)[1].isdigit()), key=natural_key)
         if not paths:
             continue
         shards = [storage.read(path) for path in paths]
         if state == STEP or not torch.is_tensor(shards[0]) or not shards[0].dim():
-            _check_equal(shards, paths)
-            slices.append(shards[0])
+            first = shards[0]
+            for value, path in zip(shards, paths, strict=True):
+                if not bool(torch.all(torch.as_tensor(value) == torch.as_tensor(first))):
+                    raise ValueError(f"{path} has {value}, {paths[0]} has {first}: ranks of one run have equal ones")
+            slices.append(first)
             continue
-        flat = shards[0].reshape(-1) if len(shards) == 1 else torch.cat([shard.reshape(-1) for shard in shards])
         shape = _shape_of(slice_shapes, tp_index)
-        if shape is not None and shape.numel() != flat.numel():
-            raise ValueError(
-                f"the {len(shards)} shards {os.path.join(param_base_path, str(tp_index), state)}.* have {flat.numel()} "
-                f"elements, the parameter has {shape.numel()}, shape {tuple(shape)}: shards are missing"
-            )
-        slices.append(flat if shape is None else flat.reshape(shape))
+        what = f"the {len(shards)} shards {os.path.join(param_base_path, str(tp_index), state)}.*"
+        has = shape and f"the parameter has {shape.numel()}, shape {tuple(shape)}"
+        slices.append(_joined(shards, shape, what, has))
     return slices
 
 
-def _check_equal(values, paths):
-    for value, path in zip(values, paths, strict=True):
-        if not bool(torch.all(torch.as_tensor(value) == torch.as_tensor(values[0]))):
-            raise ValueError(f"{path} has {value}, {paths[0]} has {values[0]}: ranks of one run have equal ones")
+def _joined(shards, shape, what, has):
+    """Shards end to end in ``shape``, flat where that is None. ``what`` says of which shards, ``has`` the shape."""
+    flats = [shard.reshape(-1) for shard in shards] or [torch.zeros(0)]
+    flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+    if shape is not None and torch.Size(shape).numel() != flat.numel():
+        raise ValueError(f"{what} have {flat.numel()} elements, {has}: shards are missing")
+    return flat if shape is None else flat.reshape(tuple(shape))
 
 
 # ---- autoep universal ----------------------------------------------------------------------------------------------
@@ -308,20 +300,11 @@ def consolidate_autoep_zero12_expert_states(
             if state == STEP:
                 save_state(os.path.join(output_dir, ZERO_FOLDER), name, STEP, parts[0][0])
                 continue
-            whole = [_joined(name, state, part, slice_shapes[name]) for part in parts]
+            what, has = f"the shards of {state} of parameter '{name}'", torch.Size(slice_shapes[name]).numel()
+            whole = [_joined(part, slice_shapes[name], what, f"a rank's part has {has}") for part in parts]
             _save(output_dir, name, state, torch.cat(whole), info.get("num_experts", whole[0].shape[0] * ep_size))
 
 
 def _ranks_of(ep_rank, ep_size, dp_degree, data_before_expert):
     copies = dp_degree // ep_size
     return range(ep_rank * copies, (ep_rank + 1) * copies) if data_before_expert else range(ep_rank, dp_degree, ep_size)
-
-
-def _joined(name, state, shards, shape):
-    flat = torch.cat([shard.reshape(-1) for shard in shards]) if shards else torch.zeros(0)
-    if flat.numel() != torch.Size(shape).numel():
-        raise ValueError(
-            f"the shards of {state} of parameter '{name}' have {flat.numel()} elements, a rank's part has "
-            f"{torch.Size(shape).numel()}: shards are missing"
-        )
-    return flat.reshape(tuple(shape))

@@ -22,39 +22,43 @@ from deepspeed.checkpoint.autoep_universal import (  # noqa: F401 (published her
 )
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.checkpoint.convert.export import torch_files
-from deepspeed.checkpoint.convert.universal import Conversion, merge_parameter, run_tasks
+from deepspeed.checkpoint.convert.universal import Conversion, Source, merge_parameter, run_tasks
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_shards import SlicedState
 from deepspeed.checkpoint.layouts.saved_state import plain
 from deepspeed.checkpoint.layouts.saved_universal import ParallelRules
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write import commit
-from deepspeed.checkpoint.write.file_writer import FileRecord, PreparedTorch, file_crc32, replace_file
+from deepspeed.checkpoint.write.file_writer import PreparedTorch, file_crc32, file_record, replace_file
 from deepspeed.checkpoint.write.pointer import replace_text
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.log import logger
 from deepspeed.version import __version__
 
+# Flags -> how argparse is to treat them.
+OPTIONS = {
+    "--input_folder": dict(required=True, help="folder of one tag of a checkpoint"),
+    "--output_folder": dict(required=True, help="folder of the universal checkpoint, made if need be"),
+    "--num_extract_workers": dict(type=int, default=4, help="processes that cut shards out of the files"),
+    "--num_merge_workers": dict(type=int, default=2, help="processes that join them to parameters"),
+    "--keep_temp_folder": dict(action="store_true", help="leave the shards below tmp/"),
+    "--no_strict": dict(
+        dest="strict",
+        action="store_false",
+        help="patterns of universal_checkpoint_info that match no parameter are warned about, not refused",
+    ),
+    "--inject_missing_state": dict(
+        action="store_true",
+        help="take an empty universal_checkpoint_info where a checkpoint of several model-parallel ranks has none",
+    ),
+}
+
 
 def parse_arguments(args=None):
     """The command line as a namespace for ``main``."""
     parser = argparse.ArgumentParser(prog="ds_to_universal", description=__doc__.splitlines()[0])
-    parser.add_argument("--input_folder", required=True, help="folder of one tag of a checkpoint")
-    parser.add_argument("--output_folder", required=True, help="folder of the universal checkpoint, made if need be")
-    parser.add_argument("--num_extract_workers", type=int, default=4, help="processes that cut shards out of the files")
-    parser.add_argument("--num_merge_workers", type=int, default=2, help="processes that join them to parameters")
-    parser.add_argument("--keep_temp_folder", action="store_true", help="leave the shards below tmp/")
-    parser.add_argument(
-        "--no_strict",
-        dest="strict",
-        action="store_false",
-        help="patterns of universal_checkpoint_info that match no parameter are warned about, not refused",
-    )
-    parser.add_argument(
-        "--inject_missing_state",
-        action="store_true",
-        help="take an empty universal_checkpoint_info where a checkpoint of several model-parallel ranks has none",
-    )
+    for flag, settings in OPTIONS.items():
+        parser.add_argument(flag, **settings)
     return parser.parse_args(args)
 
 
@@ -70,22 +74,21 @@ def main(args):
     _refuse_overlap(source, target)
     if names.is_universal(source):
         raise ValueError(f"{source} is a universal checkpoint already")
-    conversion = Conversion(source, inject=getattr(args, "inject_missing_state", False))
-    _validate_autotp_conversion_support(conversion.source.info)
+    opened = Source(source, getattr(args, "inject_missing_state", False))
+    _validate_autotp_conversion_support(opened.info)
     if os.path.lexists(target) and not os.path.isdir(target):
         raise NotADirectoryError(f"--output_folder {target} is a file: name a folder, which is made if need be")
     staging = commit.begin(target)
     try:
-        facts, records = _convert(conversion, staging, target, args)
+        facts, records = _convert(Conversion(opened, staging), target, args)
         commit.finish(target, staging, facts, records)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except BaseException as error:
         commit.abandon(target, staging)
-        raise RuntimeError(
-            f"{source} cannot be converted: what its files hold does not fit ({type(error).__name__}: {error}); "
-            "convert another tag"
-        ) from error
-    except BaseException:
-        commit.abandon(target, staging)
+        if isinstance(error, (KeyError, TypeError, AttributeError, IndexError)):
+            raise RuntimeError(
+                f"{source} cannot be converted: what its files hold does not fit ({type(error).__name__}: {error}); "
+                "convert another tag"
+            ) from error
         raise
     pointer = os.path.join(os.path.dirname(os.path.abspath(args.output_folder)), names.LATEST_UNIVERSAL)
     replace_text(pointer, os.path.basename(os.path.abspath(args.output_folder)))
@@ -103,13 +106,12 @@ def _refuse_overlap(source, target):
         )
 
 
-def _convert(conversion, folder, target, args):
-    """Writes all files into ``folder``. Returns what the manifest says: facts, and name -> record of every file."""
-    source, keeps = conversion.source.folder, getattr(args, "keep_temp_folder", False)
-    conversion.write_into(folder)
-    tasks = conversion.tasks()
-    logger.info(f"{source}: {len(tasks)} parameters of ZeRO stage {conversion.source.zero_stage}, "
-                f"{conversion.source.pp_degree} x {conversion.source.tp_degree} model-parallel ranks")  # fmt: skip
+def _convert(conversion, target, args):
+    """Writes all files. Returns what the manifest says: facts, and name -> record of every file."""
+    source, folder, keeps = conversion.source, conversion.output_folder, getattr(args, "keep_temp_folder", False)
+    tasks, mp_ranks = conversion.tasks(), source.mp_ranks()
+    logger.info(f"{source.folder}: {len(tasks)} parameters of ZeRO stage {source.zero_stage}, "
+                f"{source.pp_degree} x {source.tp_degree} model-parallel ranks")  # fmt: skip
     if os.path.lexists(conversion.temp_dir):  # only where folders cannot be renamed: this is the output folder itself
         raise ValueError(
             f"{conversion.temp_dir} is not of this conversion, which needs the name for its shards: move it away"
@@ -119,36 +121,33 @@ def _convert(conversion, folder, target, args):
         run_tasks(conversion, "extract", tasks, getattr(args, "num_extract_workers", 4))
         workers = getattr(args, "num_merge_workers", 2)
         merged = run_tasks(conversion, "merge", tasks, workers)
-        records = {name: record for _, files in merged for name, record in files.items()}
-        for files in run_tasks(conversion, "frozen", conversion.frozen_tasks(), workers):
+        first = source.saved(0)
+        frozen = [[name] for name in first.frozen_shapes() if first.frozen_pieces(name)]
+        frozen = run_tasks(conversion, "frozen", frozen, workers)
+        _check_patterns(source.rules, [used for used, _ in merged], args)
+        records = {}
+        for files in [*(files for _, files in merged), *frozen, conversion.common()]:
             records.update(files)
-        _check_patterns(conversion.source.rules, [used for used, _ in merged], _is_strict(args))
-        records.update(conversion.common())
-        copied = _copy_other_files(source, folder)
-        for mp_rank in conversion.source.mp_ranks():
-            _add_to_model_files(conversion.source.saved(mp_rank), mp_rank, source, folder)
-        for mp_rank in conversion.source.mp_ranks() if names.is_native(source) else ():
-            for name, value in torch_files(conversion.source.saved(mp_rank), mp_rank):
-                path = path_below(folder, name, source, "entry")
-                records[name] = replace_file(PreparedTorch(value), path).to_dict()
-        if keeps:
-            copied += [
-                os.path.relpath(os.path.join(root, name), folder)
-                for root, _, files in os.walk(conversion.temp_dir)
-                for name in files
-            ]
+        copied = _copy_other_files(source.folder, folder)
+        for mp_rank in mp_ranks:
+            _add_to_model_files(source.saved(mp_rank), mp_rank, source.folder, folder)
+        for mp_rank in mp_ranks if names.is_native(source.folder) else ():
+            for name, value in torch_files(source.saved(mp_rank), mp_rank):
+                path = path_below(folder, name, source.folder, "entry")
+                records[name] = replace_file(PreparedTorch(value), path)
+        for root, _, files in os.walk(conversion.temp_dir) if keeps else ():
+            copied += [os.path.relpath(os.path.join(root, name), folder) for name in files]
         records.update({name: _record_of(folder, name) for name in copied})
     finally:
         if not keeps:
             shutil.rmtree(conversion.temp_dir, ignore_errors=True)
-    state = conversion.source.saved(0).model
     facts = {
         "tag": os.path.basename(target),
         "saved_at": time.time(),
         "ds_version": __version__,
         "universal": True,
-        "zero_stage": conversion.source.zero_stage,
-        "global_steps": int(state.get("global_steps") or 0),
+        "zero_stage": source.zero_stage,
+        "global_steps": int(first.model.get("global_steps") or 0),
     }
     return facts, records
 
@@ -158,24 +157,16 @@ def _record_of(folder, name):
     path = os.path.join(folder, name)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-    return FileRecord(os.path.basename(name), os.path.getsize(path), file_crc32(path)).to_dict()
+    return file_record(name, os.path.getsize(path), file_crc32(path))
 
 
-def _is_strict(args):
-    return getattr(args, "strict", not getattr(args, "no_strict", False))
-
-
-def _check_patterns(rules, used, strict):
-    unused = rules.patterns() - {pattern for found in used for pattern in found}
-    if not unused:
-        return
-    text = (
-        f"these patterns of {keys.UNIVERSAL_CHECKPOINT_INFO} match no parameter: {', '.join(sorted(unused))}. Correct "
-        "them"
-    )
-    if strict:
+def _check_patterns(rules, used, args):
+    unused = ", ".join(sorted(rules.patterns() - {pattern for found in used for pattern in found}))
+    text = f"these patterns of {keys.UNIVERSAL_CHECKPOINT_INFO} match no parameter: {unused}. Correct them"
+    if unused and getattr(args, "strict", not getattr(args, "no_strict", False)):
         raise ValueError(f"{text}, or pass --no_strict if this model has no such parameters")
-    logger.warning(text)
+    if unused:
+        logger.warning(text)
 
 
 def _copy_other_files(source, target):
@@ -192,12 +183,9 @@ def _add_to_model_files(saved, mp_rank, source, target):
     """What files of experts have besides trained weights, buffers of theirs, goes into the model files."""
     module, trained = saved.model.get("module") or {}, saved.shapes()
     more = {name: value for name, value in saved.module().items() if name not in module and name not in trained}
-    if not more or names.is_native(source):
-        return
-    kinds = names.MODEL_STATES, names.SHARDED_MODEL_STATES
+    kinds = (names.MODEL_STATES, names.SHARDED_MODEL_STATES) if more and not names.is_native(source) else ()
     files = {name: known for kind in kinds for name, known in kind.found_in(target).items()}
-    for name in [name for name, known in files.items() if known["mp_rank"] == mp_rank]:
-        path = os.path.join(target, name)
+    for path in [os.path.join(target, name) for name, known in files.items() if known["mp_rank"] == mp_rank]:
         state = plain(storage.read(path, lazy=True))
         state["module"] = {**(state["module"] or {}), **plain(more)}
         replace_file(PreparedTorch(state), path)
@@ -233,17 +221,16 @@ def _group_per_tp_shapes(slice_shapes_by_tp, pp_degree, tp_degree):
         raise ValueError(f"{len(slice_shapes_by_tp)} ranks for {pp_degree} stages of {tp_degree} tensor-parallel ones")
     found = {}
     for pp in range(pp_degree):
-        ranks = [_flat_shapes(said) for said in slice_shapes_by_tp[pp * tp_degree : (pp + 1) * tp_degree]]
+        ranks = [
+            said if isinstance(said, dict) else {name: shape for group in said for name, shape in group.items()}
+            for said in slice_shapes_by_tp[pp * tp_degree : (pp + 1) * tp_degree]
+        ]
         for name in ranks[0]:
             lacking = [rank for rank, shapes in enumerate(ranks) if name not in shapes]
             if lacking:
                 raise ValueError(f"parameter '{name}' is missing on the tensor-parallel ranks {lacking} of stage {pp}")
             found.setdefault(name, [shapes[name] for shapes in ranks])
     return found
-
-
-def _flat_shapes(said):
-    return said if isinstance(said, dict) else {name: shape for group in said for name, shape in group.items()}
 
 
 _merge_zero_shards = merge_zero_shards
@@ -259,7 +246,7 @@ def merge_tp_slices(uc_info, dir, slice_dir, tp_degree, name_and_shapes):
     if not shapes or isinstance(shapes[0], int):
         shapes = [shapes] * tp_degree
     rules = ParallelRules(uc_info)
-    return rules.patterns() - merge_parameter(rules, dir, slice_dir, name, list(shapes))
+    return rules.patterns() - merge_parameter(rules, dir, slice_dir, name, list(shapes))[0]
 
 
 def extract_zero_shards_stage3(

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.formats.lazy_tensor import LazyTensor
 from deepspeed.formats.plain_classes import member_of, need
-from deepspeed.formats.standalone_reader import StorageType
+from deepspeed.formats.standalone_reader import STORAGE_TYPES
 
 try:
     import numpy
@@ -38,23 +38,11 @@ def _lazy_parameter(data, requires_grad):
     return data
 
 
-def _parameter(data, requires_grad):
-    return torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
-
-
-def _named_member(cls, name):
-    return cls.__members__[name]
-
-
 def _set_generator(generator, state):
     need(type(state) is tuple and len(state) == 3, "the state of a generator")
     value = state[2].read() if isinstance(state[2], LazyTensor) else state[2]
     need(torch.is_tensor(value) and value.dtype == torch.uint8, "the state of a generator")
     generator.set_state(value)
-
-
-def _bare_uuid():
-    return object.__new__(uuid.UUID)
 
 
 def _build_uuid(value, state):
@@ -80,10 +68,6 @@ def _build_dtype(dtype, state):
     # Arrays that have the dtype already must not grow.
     need(len(state) == 8 and state[5] in (-1, dtype.itemsize), "a dtype of another size")
     dtype.__setstate__(state)
-
-
-def _empty_array():
-    return numpy.ndarray((0,), numpy.int8)
 
 
 def _checked_shape(shape, dtype, size):
@@ -116,42 +100,30 @@ def _scalar(dtype, data):
 
 
 # ---- all of them ---------------------------------------------------------------------------------------------------
-def _storage_types():
-    """The storages of torch, when a file names one beside a tensor."""
-    names = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "ComplexDouble",
-             "ComplexFloat", "Untyped")  # fmt: skip
-    kinds = [StorageType(f"{name}Storage", None) for name in names]
-    return {f"{module}.{kind.name[6:]}": kind for kind in kinds for module in ("torch", "torch.storage", "torch.cuda")}
-
-
 def values_of(lazy):
     """{"module.name": what a call of that name makes, where it is not the thing itself}"""
-    found = {
-        **_storage_types(),
-        "builtins.getattr": _named_member,
-        "uuid.UUID": _bare_uuid,
+    arrays = {
+        "multiarray._reconstruct": lambda: numpy.ndarray((0,), numpy.int8),
+        "multiarray.scalar": _scalar,
+        "numeric._frombuffer": _from_buffer,
+    }
+    return {
+        **STORAGE_TYPES,  # when a file names one beside a tensor
+        "builtins.getattr": lambda cls, name: cls.__members__[name],
+        "uuid.UUID": lambda: object.__new__(uuid.UUID),
         "uuid.SafeUUID": lambda value: member_of(uuid.SafeUUID, value),
-        "torch._utils._rebuild_parameter": _lazy_parameter if lazy else _parameter,
+        "torch._utils._rebuild_parameter": _lazy_parameter if lazy else torch.nn.Parameter,
         "torch._utils._rebuild_sparse_tensor": _sparse,
         "torch.serialization._get_layout": _layout,
         "torch._C.Generator": torch.Generator,
         "numpy.dtype": _dtype,
+        **{f"{core}.{name}": made for core in ("numpy.core", "numpy._core") for name, made in arrays.items()},
     }
-    for core in ("numpy.core", "numpy._core"):
-        found[f"{core}.multiarray._reconstruct"] = _empty_array
-        found[f"{core}.multiarray.scalar"] = _scalar
-        found[f"{core}.numeric._frombuffer"] = _from_buffer
-    return found
 
 
-def state_rules():
-    """{class: function(value, state)} for what has a state of its own form."""
-    found = {torch.Generator: _set_generator, uuid.UUID: _build_uuid}
-    if numpy is not None:
-        found[numpy.ndarray] = _build_array
-        found.update({type(numpy.dtype(code)): _build_dtype for code in "?bhilqBHILQefdgFDGSU"})
-    return found
-
-
-STATE_RULES = state_rules()
+# {class: function(value, state)} for what has a state of its own form.
+STATE_RULES = {torch.Generator: _set_generator, uuid.UUID: _build_uuid}
+if numpy is not None:
+    STATE_RULES[numpy.ndarray] = _build_array
+    STATE_RULES.update({type(numpy.dtype(code)): _build_dtype for code in "?bhilqBHILQefdgFDGSU"})
 VALUES = {lazy: values_of(lazy) for lazy in (False, True)}

@@ -25,7 +25,7 @@ class FileRange:
             raise ValueError(f"{self.path}: bytes {start} to {start + count} of a record of {self.bytes} bytes")
         if count == 0:
             return
-        memory = memoryview((ctypes.c_char * count).from_address(target.data_ptr())).cast("B")
+        memory = memory_of(target)
         with open(self.path, "rb", buffering=0) as file:
             if file_identity(file.fileno()) != self.identity:
                 raise OSError(f"{self.path} has changed since it was opened; load the checkpoint again")
@@ -74,12 +74,11 @@ def file_identity(descriptor):
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def read_bytes(source, start=0, size=None):
-    """``size`` bytes of a range as ``bytes``."""
-    size = source.bytes - start if size is None else size
-    data = torch.empty(size, dtype=torch.uint8)
-    source.read_into(data, start)
-    return ctypes.string_at(data.data_ptr(), size) if size else b""
+def read_bytes(source):
+    """All of a range as ``bytes``."""
+    data = torch.empty(source.bytes, dtype=torch.uint8)
+    source.read_into(data, 0)
+    return ctypes.string_at(data.data_ptr(), source.bytes) if source.bytes else b""
 
 
 def memory_of(flat):

@@ -1,5 +1,7 @@
 """A tensor that is still in its file."""
 
+import math
+
 import torch
 
 # Sizes of what a stored tensor may be expanded to (strides of 0): a few bytes must not ask for a terabyte.
@@ -87,9 +89,7 @@ class LazyTensor:
         self.shape = torch.Size(shape)
 
     def _check(self):
-        numel = 1
-        for size in self.shape:
-            numel *= size
+        numel = math.prod(self.shape)
         numbers = (self.offset, *self.shape, *self.stride)
         if len(self.stride) != len(self.shape) or min(numbers) < 0 or max(numbers) >= 1 << 63:
             raise ValueError(f"a tensor of shape {tuple(self.shape)} with strides {self.stride} at {self.offset}")
@@ -111,15 +111,8 @@ class LazyTensor:
         """The file."""
         return self.memory.source.path
 
-    @property
-    def nbytes(self):
-        return self.numel() * self.memory.item
-
     def numel(self):
         return self.shape.numel()
-
-    def element_size(self):
-        return self.memory.item
 
     def dim(self):
         return len(self.shape)
@@ -127,11 +120,6 @@ class LazyTensor:
     def is_contiguous(self):
         expected = row_major(self.shape)
         return self.numel() == 0 or all(n == 1 or s == e for n, s, e in zip(self.shape, self.stride, expected))
-
-    def same_as(self, other):
-        """Whether both are the very same elements of a file: tied weights."""
-        mine = (self.memory is other.memory, self.offset, self.shape, self.stride)
-        return mine == (True, other.offset, other.shape, other.stride)
 
     def read(self):
         """The tensor, on the CPU, in memory of its own."""

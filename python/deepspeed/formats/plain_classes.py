@@ -76,10 +76,9 @@ def _generated(base, name):
 
 def _published_class(module, name):
     """A class of DeepSpeed by the import path that files name, or None."""
-    for (path, room), names in _PUBLISHED.items():
-        if name in names and module in (path, room):
-            return getattr(importlib.import_module(path), name)
-    return None
+    places = (path for (path, room), names in _PUBLISHED.items() if name in names and module in (path, room))
+    path = next(places, None)
+    return None if path is None else getattr(importlib.import_module(path), name)
 
 
 def _resolve(module, name):
@@ -174,16 +173,20 @@ class Names:
 
     def build(self, value, state):
         """Gives ``value`` its state: attributes, never through the class's own code."""
-        if self._trusts(value):
-            return _build_trusted(value, state)
-        for known, rule in self._states.items():
-            if type(value) is known:
-                return rule(value, state)
+        trusted = self._trusts(value)
+        rule = next((rule for known, rule in self._states.items() if type(value) is known and not trusted), None)
+        if rule is not None:
+            return rule(value, state)
+        if trusted and hasattr(value, "__setstate__"):
+            return value.__setstate__(state)
         attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
-        for given in (attributes, slots):
-            for name, item in (given or {}).items():
+        for name, item in (*(attributes or {}).items(), *(slots or {}).items()):
+            if trusted:
+                setattr(value, name, item)
+            else:
                 _check_attribute(type(value), name)
                 object.__setattr__(value, name, item)
+        return None
 
 
 def _facts(cls):
@@ -232,13 +235,3 @@ def _bare_instance(cls, arguments):
             return base.__new__(cls, *arguments)
     need(not arguments, f"arguments for {cls.__name__}")
     return object.__new__(cls)
-
-
-def _build_trusted(value, state):
-    if hasattr(value, "__setstate__"):
-        value.__setstate__(state)
-        return
-    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
-    for given in (attributes, slots):
-        for name, item in (given or {}).items():
-            setattr(value, name, item)

@@ -66,6 +66,13 @@ class StorageType:
         self.name, self.dtype = f"torch.{name}", dtype
 
 
+STORAGE_TYPES = {
+    f"{module}.{name}": StorageType(name, getattr(torch, dtype))
+    for name, dtype in _STORAGES.items()
+    for module in ("torch", "torch.storage", "torch.cuda")
+}
+
+
 class Unused:
     """Stands for an object that nobody asks for."""
 
@@ -115,10 +122,7 @@ class _Tensors:
             ("tensor", self.tensor), ("tensor_v2", self.tensor), ("tensor_v3", self.tensor_v3),
             ("parameter", self.parameter), ("parameter_with_state", self.parameter))}  # fmt: skip
         found["torch._tensor._rebuild_from_type_v2"] = self.from_type
-        for name, dtype in _STORAGES.items():
-            kind = StorageType(name, getattr(torch, dtype))
-            found.update({f"{module}.{name}": kind for module in ("torch", "torch.storage", "torch.cuda")})
-        return found
+        return {**found, **STORAGE_TYPES}
 
     def persistent_load(self, pid):
         """A storage: ('storage', type, key, location, numel)."""

@@ -72,14 +72,10 @@ class _Storages:
             else:
                 source = DeflatedRange(self.path, record, size, self.archive.identity)
             self.memories.append(StoredMemory(source, DTYPES[dtype], self.archive.swapped))
-        if not self.lazy:
-            self._read_all()
-
-    def _read_all(self):
-        """Storages that lie in the file as they are, in one pass on several threads."""
-        plain = [m for m in self.memories if isinstance(m.source, LargeRange) and not m.swapped]
-        ranges = [(m.source.offset, m.source.bytes, m.allocate().data_ptr()) for m in plain]
-        _C.formats.read_ranges(self.path, self.archive.identity, ranges, _threads())
+        if not self.lazy:  # storages that are in the file as they are, in one pass on several threads
+            plain = [m for m in self.memories if isinstance(m.source, LargeRange) and not m.swapped]
+            ranges = [(m.source.offset, m.source.bytes, m.allocate().data_ptr()) for m in plain]
+            _C.formats.read_ranges(self.path, self.archive.identity, ranges, _threads())
 
     def tensor(self, storage, dtype, offset, shape, stride, requires_grad):
         memory = self.memories[storage]

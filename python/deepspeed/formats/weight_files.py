@@ -44,24 +44,18 @@ class StoredWeight:
     def numel(self):
         return self.shape.numel()
 
-    def dim(self):
-        return len(self.shape)
-
-    def element_size(self):
-        return itemsize(self.dtype)
+    def _opened(self, source):
+        """What the chunks of ``source``, one of the pieces, are read from."""
+        if isinstance(source, LazyTensor) and not source.is_contiguous():
+            source = source.read()  # its elements lie all over the storage
+        return source if isinstance(source, LazyTensor) else source.detach().reshape(-1)
 
     def _parts(self):
         for source, start, numel in self.pieces:
-            if isinstance(source, LazyTensor) and not source.is_contiguous():
-                source = source.read()  # its elements lie all over the storage
-            if not isinstance(source, LazyTensor):
-                source = source.detach().reshape(-1)
+            source = self._opened(source)
             for at in range(start, start + numel, _CHUNK_NUMEL):
                 count = min(_CHUNK_NUMEL, start + numel - at)
-                if isinstance(source, LazyTensor):
-                    yield source.read_range(at, count)
-                else:
-                    yield source[at : at + count].cpu()
+                yield source[at : at + count].cpu() if torch.is_tensor(source) else source.read_range(at, count)
 
     def contiguous(self):
         """The tensor, on the CPU; besides it one chunk is in memory."""
@@ -95,15 +89,10 @@ def write_torch(path, value):
 
 
 def write_safetensors(path, weights):
-    """Writes ``{name: tensor or weight}`` as safetensors."""
-    write_safetensors_stream(path, {name: as_weight(value) for name, value in weights.items()})
-
-
-def write_safetensors_stream(path, weights, metadata=None):
-    """Writes ``{name: weight}`` to ``path``, one chunk after the other. A weight has ``shape``, ``dtype`` and
-    ``chunks()``, which yields 1-D uint8 tensors on the CPU."""
+    """Writes ``{name: tensor or weight}`` as safetensors, one chunk after the other."""
+    weights = {name: as_weight(value) for name, value in weights.items()}
     names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-    header, offset = {"__metadata__": dict(metadata or {"format": "pt"})}, 0
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
     # Larger elements first, as the format's own writer does: every tensor is then aligned to its elements.
     order = sorted(weights, key=lambda name: -itemsize(weights[name].dtype))
     for name in order:
@@ -178,14 +167,14 @@ def write_weight_files(weights, folder, max_shard_size=None, safe_serialization=
         where = {key: name for name, shard in zip(names, shards) for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": {key: where[key] for key in weights}}
         names.append(f"{filename}.index.json")
-        write_whole(os.path.join(folder, names[-1]), _write_json, index)
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_whole(os.path.join(folder, names[-1]), write_text, text)
     return [os.path.join(folder, name) for name in names]
 
 
-def _write_json(path, value):
+def write_text(path, text):
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, sort_keys=True)
-        file.write("\n")
+        file.write(text)
 
 
 def write_whole(path, write, content):

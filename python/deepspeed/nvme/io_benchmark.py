@@ -9,46 +9,49 @@ from multiprocessing import get_context
 
 from deepspeed.nvme.transfer_rate import Bench, Setting, bytes_of
 
+# Flags -> how argparse is to treat them.
+OPTIONS = {
+    "--folder": dict(metavar="DIR", help="where the files go: on the drive to measure"),
+    "--folder_to_device_mapping": dict(
+        nargs="+", metavar="DIR:N", default=[], help="a process for each, with the folder and the device of that number"
+    ),
+    "--read": dict(action="store_true", help="measure reads (default: writes)"),
+    "--io_size": dict(type=str, default="400M", help="bytes of a tensor (default 400M)"),
+    "--block_size": dict(type=str, default="1M", help="bytes of a request (default 1M)"),
+    "--queue_depth": dict(type=int, default=32, help="requests at a time for each thread (default 32)"),
+    "--io_parallel": dict(type=int, default=1, help="threads for one tensor (default 1)"),
+    "--multi_process": dict(type=int, default=1, help="processes, each with its own file (default 1)"),
+    "--loops": dict(type=int, default=3, help="transfers to measure (default 3)"),
+    "--single_submit": dict(action="store_true", help="tell the system of each request by itself"),
+    "--sequential_requests": dict(
+        action="store_true", help="replace requests when half of the queue is complete (default: each when it is)"
+    ),
+    "--handle": dict(action="store_true", help="use async_pread and async_pwrite with wait()"),
+    "--validate": dict(action="store_true", help="read the file again and compare it with the tensor"),
+    "--gpu": dict(action="store_true", help="tensors of the GPU"),
+    "--use_gds --gds": dict(action="store_true", help="GPUDirect storage, for tensors of the GPU"),
+    "--slow_bounce_buffer": dict(action="store_true", help="copy tensors of the GPU in one piece, in Python"),
+    "--unlocked": dict(action="store_true", help="tensors of the host that are not page-locked"),
+    "--json": dict(metavar="FILE", help="write the figures there, too"),
+}
+
 
 def parse_io_arguments(argv=None):
     """The command line of ``ds_io``."""
     parser = argparse.ArgumentParser(prog="ds_io", description=__doc__)
-    add = parser.add_argument
-    add("--folder", metavar="DIR", help="where the files go: on the drive to measure")
-    add(
-        "--folder_to_device_mapping",
-        nargs="+",
-        metavar="DIR:N",
-        default=[],
-        help="a process for each, with the folder and the device of that number",
-    )
-    add("--read", action="store_true", help="measure reads (default: writes)")
-    add("--io_size", type=str, default="400M", help="bytes of a tensor (default 400M)")
-    add("--block_size", type=str, default="1M", help="bytes of a request (default 1M)")
-    add("--queue_depth", type=int, default=32, help="requests at a time for each thread (default 32)")
-    add("--io_parallel", type=int, default=1, help="threads for one tensor (default 1)")
-    add("--multi_process", type=int, default=1, help="processes, each with its own file (default 1)")
-    add("--loops", type=int, default=3, help="transfers to measure (default 3)")
-    add("--single_submit", action="store_true", help="tell the system of each request by itself")
-    add(
-        "--sequential_requests",
-        action="store_true",
-        help="replace requests when half of the queue is complete (default: each when it is)",
-    )
-    add("--handle", action="store_true", help="use async_pread and async_pwrite with wait()")
-    add("--validate", action="store_true", help="read the file again and compare it with the tensor")
-    add("--gpu", action="store_true", help="tensors of the GPU")
-    add("--use_gds", "--gds", action="store_true", help="GPUDirect storage, for tensors of the GPU")
-    add("--slow_bounce_buffer", action="store_true", help="copy tensors of the GPU in one piece, in Python")
-    add("--unlocked", action="store_true", help="tensors of the host that are not page-locked")
-    add("--json", metavar="FILE", help="write the figures there, too")
+    for flags, settings in OPTIONS.items():
+        parser.add_argument(*flags.split(), **settings)
     args = parser.parse_args(argv)
-    if bool(args.folder) == bool(args.folder_to_device_mapping):
-        parser.error("give either --folder or --folder_to_device_mapping")
-    if args.use_gds and not args.gpu:
-        parser.error("--use_gds is for tensors of the GPU: give --gpu, too")
-    if min(args.loops, args.multi_process) < 1:
-        parser.error("--loops and --multi_process are at least 1")
+    for wrong, why in (
+        (
+            bool(args.folder) == bool(args.folder_to_device_mapping),
+            "give either --folder or --folder_to_device_mapping",
+        ),
+        (args.use_gds and not args.gpu, "--use_gds is for tensors of the GPU: give --gpu, too"),
+        (min(args.loops, args.multi_process) < 1, "--loops and --multi_process are at least 1"),
+    ):
+        if wrong:
+            parser.error(why)
     try:
         args.io_size, args.block_size = bytes_of(args.io_size), bytes_of(args.block_size)
         args.places = places_of(args)

@@ -2,6 +2,7 @@
 
 import glob
 import json
+import math
 import os
 
 
@@ -22,14 +23,7 @@ def best_section(results):
         key = json.dumps(result["aio"], sort_keys=True)
         share = shares.setdefault(key, {op: 0.0 for op in best})
         share[result["op"]] = max(share[result["op"]], result["gb_per_s"] / max(best[result["op"]], 1e-9))
-
-    def score(key):
-        product = 1.0
-        for value in shares[key].values():
-            product *= value
-        return product
-
-    return json.loads(max(shares, key=score))
+    return json.loads(max(shares, key=lambda key: math.prod(shares[key].values())))
 
 
 def generate_main(log_dir):

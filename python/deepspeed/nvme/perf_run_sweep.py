@@ -35,6 +35,22 @@ WITHOUT_EFFECT = {
 }
 
 
+# Flags -> how argparse is to treat them.
+OPTIONS = {
+    "--nvme_dir": dict(nargs="+", required=True, metavar="DIR", help="folders on the drives to tune for"),
+    "--sweep_config": dict(metavar="FILE", help="JSON with lists to try: " + ", ".join(SPACE)),
+    "--no_read": dict(action="store_true", help="tune writes only"),
+    "--no_write": dict(action="store_true", help="tune reads only"),
+    "--io_size": dict(default="400M", help="bytes of a tensor (default 400M)"),
+    "--gpu": dict(action="store_true", help="tensors of the GPU"),
+    "--gds": dict(action="store_true", help="GPUDirect storage, for tensors of the GPU"),
+    "--flush_page_cache": dict(action="store_true", help="drop the page cache before each setting (needs root)"),
+    "--log_dir": dict(default="_aio_bench_logs", metavar="DIR", help="what was measured (default _aio_bench_logs)"),
+    "--loops": dict(type=int, default=3, help="transfers of each setting (default 3)"),
+    "--verbose": dict(action="store_true", help="print each setting as it is measured"),
+}
+
+
 def parse_sweep_arguments(argv=None):
     """The command line of ``ds_nvme_tune``."""
     parser = argparse.ArgumentParser(
@@ -42,25 +58,16 @@ def parse_sweep_arguments(argv=None):
         description="Finds the settings of aio_handle that read and write fastest in a folder, and prints them as the "
         "section `aio` of a DeepSpeed configuration.",
     )
-    add = parser.add_argument
-    add("--nvme_dir", nargs="+", required=True, metavar="DIR", help="folders on the drives to tune for")
-    add("--sweep_config", metavar="FILE", help="JSON with lists to try: " + ", ".join(SPACE))
-    add("--no_read", action="store_true", help="tune writes only")
-    add("--no_write", action="store_true", help="tune reads only")
-    add("--io_size", default="400M", help="bytes of a tensor (default 400M)")
-    add("--gpu", action="store_true", help="tensors of the GPU")
-    add("--gds", action="store_true", help="GPUDirect storage, for tensors of the GPU")
-    add("--flush_page_cache", action="store_true", help="drop the page cache before each setting (needs root)")
-    add("--log_dir", default="_aio_bench_logs", metavar="DIR", help="what was measured (default _aio_bench_logs)")
-    add("--loops", type=int, default=3, help="transfers of each setting (default 3)")
-    add("--verbose", action="store_true", help="print each setting as it is measured")
+    for flag, settings in OPTIONS.items():
+        parser.add_argument(flag, **settings)
     args = parser.parse_args(argv)
-    if args.no_read and args.no_write:
-        parser.error("--no_read and --no_write leave nothing to tune")
-    if args.gds and not args.gpu:
-        parser.error("--gds is for tensors of the GPU: give --gpu, too")
-    if args.loops < 1:
-        parser.error("--loops is at least 1")
+    for wrong, why in (
+        (args.no_read and args.no_write, "--no_read and --no_write leave nothing to tune"),
+        (args.gds and not args.gpu, "--gds is for tensors of the GPU: give --gpu, too"),
+        (args.loops < 1, "--loops is at least 1"),
+    ):
+        if wrong:
+            parser.error(why)
     return args
 
 

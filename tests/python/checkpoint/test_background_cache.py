@@ -95,7 +95,7 @@ def test_a_snapshot_does_not_change(kind, tmp_path):
         tensor = tensor if tensor.is_contiguous() else tensor._base
         tensor.zero_()
     record = prepared.write(path)
-    assert record.crc32 == direct.crc32 and record.tensors == direct.tensors
+    assert record["crc32"] == direct["crc32"] and record["tensors"] == direct["tensors"]
     assert path.read_bytes() == (tmp_path / ("direct" + kind)).read_bytes()
     if kind.endswith(".pt"):
         loaded = torch.load(path)
@@ -107,4 +107,4 @@ def test_kinds_by_name(tmp_path):
     assert isinstance(prepare("a.safetensors", ({}, None)), file_writer.PreparedSafetensors)
     made = prepare("a.pt", {"x": 1})
     assert isinstance(made, file_writer.PreparedTorch) and prepare("b", made) is made
-    assert prepare("a.json", b"{}").write(tmp_path / "a.json").bytes == 2
+    assert prepare("a.json", b"{}").write(tmp_path / "a.json")["bytes"] == 2

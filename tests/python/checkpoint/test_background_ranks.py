@@ -1,7 +1,7 @@
 """Ranks that meet through files: every rank learns what every other has to say, or who did not come."""
 
 import errno
-import os
+import json
 import subprocess
 import sys
 import threading
@@ -112,14 +112,14 @@ def test_a_process_number_of_another_host_of_the_same_name_is_not_asked_for(tmp_
 def test_a_full_disk_under_the_meeting_is_told(tmp_path, monkeypatch):
     folder = tmp_path / "m"
     folder.mkdir()
-    replace = os.replace
+    dump = json.dump
 
-    def full(source, target):
-        if target.endswith("0.1.json"):
+    def full(value, file):
+        if file.name.endswith("0.1.json"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        replace(source, target)
+        dump(value, file)
 
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(json, "dump", full)
     _, errors = on_threads(2, lambda rank: made(rank, 2, folder).agree(None, "not saved"))
     assert [error.errno for error in errors] == [errno.ENOSPC] * 2
     assert "rank 1 could not say how far it is" in str(errors[0]) and "not saved" in str(errors[1])

@@ -117,7 +117,7 @@ VALUES = {
 
 
 def pickled(value):
-    return PreparedTorch(value).texts[0]
+    return PreparedTorch(value).native.texts[0]
 
 
 @pytest.mark.parametrize("kind", VALUES)

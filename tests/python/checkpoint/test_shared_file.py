@@ -38,14 +38,14 @@ def test_the_parts_make_the_file_of_one_writer(count, tmp_path):
     made = value()
     whole = PreparedTorch(made).write(tmp_path / "one.pt")
     prepared = PreparedTorch(made)
-    cuts = Cuts(prepared.entries(), len(prepared.texts), count)
+    cuts = Cuts(prepared.native.entries(), len(prepared.native.texts), count)
     path, runs = tmp_path / "of_many.pt", []
     for index in reversed(range(count)):  # in any order
         record = SharedTorch(prepared, cuts, index).write(path, WriterOptions(io_buffer_size=1 << 16))
-        runs.append([tuple(run) for run in record.to_dict()["part"]])
+        runs.append([tuple(run) for run in record["part"]])
     record = complete(str(path), prepared, cuts, runs)
     assert path.read_bytes() == (tmp_path / "one.pt").read_bytes()
-    assert (record.bytes, record.crc32, record.tensors) == (whole.bytes, whole.crc32, whole.tensors)
+    assert (record["bytes"], record["crc32"], record["tensors"]) == (whole["bytes"], whole["crc32"], whole["tensors"])
     if count > 1:
         with pytest.raises(RuntimeError, match=r"archive/.* in .*of_many\.pt"):
             complete(str(path), prepared, cuts, runs[1:])
@@ -101,10 +101,10 @@ def test_the_stream_is_what_torch_writes_and_reads(tmp_path):
     made["parameter"] = torch.nn.Parameter(torch.randn(3, 4).t())
     made["again"] = made["parameter"]
     record = PreparedStream(made).write(tmp_path / "x.pt", WriterOptions(io_buffer_size=1 << 16))
-    assert (tmp_path / "x.pt").stat().st_size == record.bytes
-    assert verify.crc32_of(tmp_path / "x.pt") == record.crc32
-    for tensor in record.tensors:
-        assert verify.crc32_of(tmp_path / "x.pt", tensor.offset, tensor.bytes) == tensor.crc32
+    assert (tmp_path / "x.pt").stat().st_size == record["bytes"]
+    assert verify.crc32_of(tmp_path / "x.pt") == record["crc32"]
+    for tensor in record["tensors"]:
+        assert verify.crc32_of(tmp_path / "x.pt", tensor["offset"], tensor["bytes"]) == tensor["crc32"]
     loaded = torch.load(tmp_path / "x.pt")
     assert loaded.keys() == made.keys() and loaded["text"] == made["text"]
     for name, tensor in made.items():

@@ -4,6 +4,7 @@ import ast
 import functools
 import os
 import stat
+import symtable
 
 import torch
 
@@ -12,7 +13,7 @@ from deepspeed.checkpoint.layouts.names import SCRIPT
 from deepspeed.checkpoint.layouts.open_saved import open_run
 from deepspeed.checkpoint.layouts.saved_state import Range, eager, plain
 from deepspeed.checkpoint.read import cli
-from deepspeed.formats.weight_files import StoredWeight, write_weight_files, write_whole
+from deepspeed.formats.weight_files import StoredWeight, write_text, write_weight_files, write_whole
 from deepspeed.log import logger
 
 # ---- difference ----------------------------------------------------------------------------------------------------
@@ -37,6 +38,10 @@ def _whole(saved, name, kind):
     return saved.whole(name, kind)[0].view(-1) if saved.pieces(name, kind) else None
 
 
+def _differ(what, a, b):
+    return [f"{what}: {a} in A, {b} in B"] if a != b else []
+
+
 def _compare(what, a, b):
     if (a is None) != (b is None):
         return [f"{what}: only in {'B' if a is None else 'A'}"]
@@ -44,40 +49,28 @@ def _compare(what, a, b):
         return []
     if a.shape != b.shape:
         return [f"{what}: {a.numel()} elements in A, {b.numel()} in B"]
-    if not a.is_floating_point():
-        return [f"{what}: {int((a != b).sum())} of {a.numel()} elements differ"]
     gap = (a.double() - b.double()).abs()
-    count = int(((gap > 0) | gap.isnan()).sum())
-    if not count:
-        return []
-    return [f"{what}: {count} of {a.numel()} elements differ, by at most {gap.nan_to_num(float('inf')).max():.3g}"]
+    count = int(((gap > 0) | gap.isnan()).sum() if a.is_floating_point() else (a != b).sum())
+    by = f", by at most {gap.nan_to_num(float('inf')).max():.3g}" if a.is_floating_point() else ""
+    return [f"{what}: {count} of {a.numel()} elements differ{by}"] if count else []
 
 
 def difference(first, second, limit=50):
     """Lines that say what differs: weights, fp32 masters, optimizer states, steps, counters. One tensor at a time is in
     memory. At most ``limit`` lines and one that says how many more; [] when all is equal."""
     a, b = open_any(first), open_any(second)
-    lines = [
-        f"{key}: {a.model.get(key)} in A, {b.model.get(key)} in B"
-        for key in _COUNTERS
-        if a.model.get(key) != b.model.get(key)
-    ]
+    lines = [line for key in _COUNTERS for line in _differ(key, a.model.get(key), b.model.get(key))]
     weights = dict.fromkeys([*a.module(), *a.shapes(), *b.module(), *b.shapes()])
-    aliases = {**a.aliases(), **b.aliases()}
-    for name in weights:
-        if name in aliases:
-            continue  # the same tensor under another name
+    aliases = {**a.aliases(), **b.aliases()}  # the same tensor under another name
+    for name in (name for name in weights if name not in aliases):
         shapes = [saved.weight_shape(name) for saved in (a, b)]
-        if None not in shapes and shapes[0] != shapes[1]:
-            lines.append(f"{name}: {tuple(shapes[0])} in A, {tuple(shapes[1])} in B")
-            continue
-        lines += _compare(name, _whole(a, name, "weight"), _whole(b, name, "weight"))
+        other = _differ(name, *map(tuple, shapes)) if None not in shapes else []
+        lines += other or _compare(name, _whole(a, name, "weight"), _whole(b, name, "weight"))
     kinds = dict.fromkeys(["fp32", *a.state_names(), *b.state_names()])
     for name in a.shapes().keys() & b.shapes().keys():
         for kind in kinds:
             lines += _compare(f"{kind} of {name}", _whole(a, name, kind), _whole(b, name, kind))
-        if a.step(name) != b.step(name):
-            lines.append(f"step of {name}: {a.step(name)} in A, {b.step(name)} in B")
+        lines += _differ(f"step of {name}", a.step(name), b.step(name))
     if bool(a.shapes()) != bool(b.shapes()):
         lines.append("optimizer states are not compared: only one of the two says whose they are (stage 0 does not)")
     if len(lines) > limit:
@@ -90,19 +83,14 @@ def difference(first, second, limit=50):
 # engine, and no more memory than one chunk: elements go from the checkpoint's files to the new ones. Works for the
 # native format and for every other one that says the names of its parameters.
 
-_CHUNK_NUMEL = 4 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SavedWeight(StoredWeight):
     """``pieces``: (reader, first element, numel) with readers of a ``SavedState``."""
 
-    def _parts(self):
-        for reader, start, numel in self.pieces:
-            if callable(getattr(reader, "source", None)):
-                reader = Range(reader.source(), reader.base)  # once for all chunks
-            for at in range(start, start + numel, _CHUNK_NUMEL):
-                yield reader.read_range(at, min(_CHUNK_NUMEL, start + numel - at))
+    def _opened(self, reader):
+        return Range(reader.source(), reader.base) if callable(getattr(reader, "source", None)) else reader
 
 
 def weights_of(saved, dtype=torch.float32, exclude_frozen_parameters=False):
@@ -128,13 +116,9 @@ def weights_of(saved, dtype=torch.float32, exclude_frozen_parameters=False):
 
 
 def _weight(saved, name, shape, pieces, dtype, is_buffer, module):
-    if name in module:
-        own = module[name].dtype
-    else:
-        own = pieces[0][2].read_range(0, 0).dtype if pieces else torch.float32
-    if not own.is_floating_point or (is_buffer and dtype != torch.float32):
-        dtype = own
-    if is_buffer and own == torch.float64:
+    stored = pieces[0][2].read_range(0, 0) if pieces and name not in module else module.get(name)
+    own = stored.dtype if stored is not None else torch.float32
+    if not own.is_floating_point or (is_buffer and (dtype != torch.float32 or own == torch.float64)):
         dtype = own
     end = 0
     for begin, numel, _ in pieces:
@@ -213,27 +197,6 @@ MODULES = (
 )
 
 
-def _cut(source, nodes):
-    """``source`` without the lines of some of its top-level statements."""
-    lines = source.splitlines()
-    for node in nodes:
-        lines[node.lineno - 1 : node.end_lineno] = [None] * (node.end_lineno - node.lineno + 1)
-    return "\n".join(line for line in lines if line is not None).strip("\n")
-
-
-def _names(tree):
-    """What a module binds at its top level, imports aside."""
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, ast.Assign):
-            yield from _names_of(node)
-
-
-def _names_of(assignment):
-    return [name.id for t in assignment.targets for name in ast.walk(t) if isinstance(name, ast.Name)]
-
-
 def bundle(sources):
     """One module out of ``{name: source}``, in their order: imports first, each once; those of each other fall away.
 
@@ -241,23 +204,20 @@ def bundle(sources):
     """
     imports, bodies, owner, docstring = set(), [], {}, None
     for name, source in sources.items():
-        tree = ast.parse(source)
+        tree, lines = ast.parse(source), source.splitlines()
         docstring = ast.get_docstring(tree, clean=False)
-        dropped = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        for node in dropped:
-            if not ast.unparse(node).startswith("from deepspeed"):
-                imports.add(ast.unparse(node))
-        dropped += tree.body[:1]
-        dropped += [
-            node
-            for node in tree.body
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-        ]
-        for bound in _names(tree):
-            if bound != "__all__" and owner.setdefault(bound, name) != name:
+        for symbol in symtable.symtable(source, name, "exec").get_symbols():
+            bound = symbol.get_name()
+            if symbol.is_assigned() and not symbol.is_imported() and owner.setdefault(bound, name) != name:
                 raise ValueError(f"{owner[bound]} and {name} both have a {bound} at the top level")
-        bodies.append(f"# ==== {name} ====\n{_cut(source, dropped).removeprefix('#!/usr/bin/env python').lstrip()}")
-    head = f'#!/usr/bin/env python\n"""{docstring}"""\n\n' + "\n".join(sorted(imports, key=lambda i: ("torch" in i, i)))
+        statements = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        imports.update(map(ast.unparse, statements))
+        for node in (*statements, tree.body[0]):
+            lines[node.lineno - 1 : node.end_lineno] = [None] * (node.end_lineno - node.lineno + 1)
+        body = "\n".join(line for line in lines if line is not None).strip("\n")
+        bodies.append(f"# ==== {name} ====\n{body.removeprefix('#!/usr/bin/env python').lstrip()}")
+    others = (text for text in imports if not text.startswith("from deepspeed"))
+    head = f'#!/usr/bin/env python\n"""{docstring}"""\n\n' + "\n".join(sorted(others, key=lambda i: ("torch" in i, i)))
     return "\n\n\n".join([head, *bodies]) + "\n"
 
 
@@ -272,16 +232,11 @@ def script():
     return bundle(sources)
 
 
-def _write_text(path, text):
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-
-
 def write_script(folder):
     """Puts the script into ``folder``, executable, and returns its path. That it cannot be made executable is only
     logged: not every file system knows the bit."""
     path = os.path.join(folder, SCRIPT)
-    write_whole(path, _write_text, script())
+    write_whole(path, write_text, script())
     try:
         os.chmod(path, os.stat(path).st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
     except OSError as error:

@@ -1,9 +1,10 @@
-"""The tasks of a conversion shared out among processes: ``python -m deepspeed.checkpoint.convert.universal FILE``.
+"""The tasks of a conversion shared out among processes: ``python -m deepspeed.checkpoint.convert.universal``.
 
 They are programs of their own, not forks: who calls the conversion may have threads, or a main module that must not run
-twice. Tasks and results travel as JSON, tensors as the files of the conversion.
+twice. Tasks and results travel as JSON through the standard input and output, tensors as the files of the conversion.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -45,14 +46,14 @@ class Source:
     as an empty one. Opens files when they are asked for, and keeps tensors in them."""
 
     def __init__(self, folder, inject=False):
-        self.folder = folder
+        self.folder, self.inject = folder, inject
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"there is no checkpoint folder {folder}: --input_folder is that of one tag")
         self._saved, self._is_pipeline = {}, pipeline_degrees(folder) is not None
         if self._is_pipeline:  # names mean the same in all stages
             joined = open_run(folder)
             self._saved = {0: joined} if joined.is_whole else {}
-        self.pp_degree, self.tp_degree = (1, 1) if self._saved else self._degrees(*self._counted())
+        self.pp_degree, self.tp_degree = (1, 1) if self._saved else self._degrees()
         if not self.saved(0).shapes():
             raise ValueError(
                 f"{folder} has no optimizer states (files *{keys.OPTIM_FILE_SUFFIX}), so there are no fp32 weights to "
@@ -72,15 +73,14 @@ class Source:
         self.rules = ParallelRules(self.info)
         self._refuse_experts()
 
-    def _counted(self):
-        """Pipeline and tensor-parallel degrees by the files there are."""
+    def _degrees(self):
+        """Pipeline and tensor-parallel degrees: what the model file says, if that fits the number of files; else what
+        their names say."""
         if names.is_native(self.folder):
-            return 1, names.mp_size(self.folder)
-        grid = get_model_3d_descriptor(self.folder)
-        return grid.pp_degree, grid.tp_degree
-
-    def _degrees(self, pp_degree, tp_degree):
-        """What the model file says, if that fits the number of files; else what their names say."""
+            pp_degree, tp_degree = 1, names.mp_size(self.folder)
+        else:
+            grid = get_model_3d_descriptor(self.folder)
+            pp_degree, tp_degree = grid.pp_degree, grid.tp_degree
         said = self.saved(0).model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}
         pp, tp = said.get(keys.CHECKPOINT_PP_DEGREE, pp_degree), said.get(keys.CHECKPOINT_TP_DEGREE, tp_degree)
         return (pp, tp) if pp * tp == pp_degree * tp_degree else (pp_degree, tp_degree)
@@ -113,13 +113,11 @@ class Source:
             ) from error
 
     def _find_info(self):
-        for mp_rank in range(self.pp_degree * self.tp_degree):
-            found = self.saved(mp_rank).model.get(keys.UNIVERSAL_CHECKPOINT_INFO)
-            if found is not None:
-                return found
         files = get_zero_files(self.folder)
-        inner = storage.read(files[0], lazy=True).get(keys.OPTIMIZER_STATE_DICT) if files else None
-        return (inner or {}).get(keys.UNIVERSAL_CHECKPOINT_INFO)
+        models = (self.saved(mp_rank).model for mp_rank in self.mp_ranks())
+        inner = (storage.read(path, lazy=True).get(keys.OPTIMIZER_STATE_DICT) or {} for path in files[:1])
+        said = (values.get(keys.UNIVERSAL_CHECKPOINT_INFO) for values in itertools.chain(models, inner))
+        return next((info for info in said if info is not None), None)
 
     def _refuse_experts(self):
         for mp_rank in self.mp_ranks():
@@ -167,19 +165,12 @@ def _memory_of(value):
 
 
 class Conversion:
-    """One conversion. ``input_folder``: that of a tag; ``output_folder``: where the files are written, which may be
-    named later (``write_into``).
+    """One conversion. ``source``: a ``Source``; ``output_folder``: where the files are written.
 
     The methods for tasks return names of files below that folder with their records, as manifests have them."""
 
-    def __init__(self, input_folder, output_folder=None, inject=False):
-        self.arguments = {"input_folder": input_folder, "output_folder": output_folder, "inject": inject}
-        self.source = Source(input_folder, inject)
-        if output_folder is not None:
-            self.write_into(output_folder)
-
-    def write_into(self, output_folder):
-        self.arguments["output_folder"] = output_folder
+    def __init__(self, source, output_folder):
+        self.source, self.output_folder = source, output_folder
         self.temp_dir = os.path.join(output_folder, TEMP_FOLDER)
         self.zero_dir = os.path.join(output_folder, ZERO_FOLDER)
 
@@ -209,9 +200,9 @@ class Conversion:
     def merge(self, task):
         """Joins them into the parameter's files. Returns the patterns that this parameter matches, and the records."""
         name, stage = task
-        rules, records = self.source.rules, {}
         shapes = self.source.slice_shapes(name, stage)
-        return [sorted(merge_parameter(rules, self.zero_dir, self.temp_dir, name, shapes, records)), records]
+        used, records = merge_parameter(self.source.rules, self.zero_dir, self.temp_dir, name, shapes)
+        return [sorted(used), records]
 
     def frozen(self, task):
         """Writes a parameter that is not trained and is cut among the ranks that saved (stage 3), in its own dtype."""
@@ -223,31 +214,25 @@ class Conversion:
         record = save_state(self.zero_dir, name, keys.FP32_WEIGHT_KEY, {keys.PARAM: whole})
         return {f"{ZERO_FOLDER}/{name}/{keys.FP32_WEIGHT_KEY}.pt": record}
 
-    def frozen_tasks(self):
-        saved = self.source.saved(0)
-        return [[name] for name in saved.frozen_shapes() if saved.frozen_pieces(name)]
-
     def common(self):
         """Writes what belongs to the optimizer as a whole."""
         saved = self.source.saved(0)
-        groups = [
-            {**{key: value for key, value in group.items() if key != "names"}, "params": [index]}
-            for index, group in enumerate(saved.param_groups())
-        ]
+        groups = [{**group, "params": [index]} for index, group in enumerate(saved.param_groups())]
+        groups = [{key: value for key, value in group.items() if key != "names"} for group in groups]
         state = {**saved.extra(), keys.ZERO_STAGE: saved.zero_stage, keys.PARAM_GROUPS: groups}
         os.makedirs(self.zero_dir, exist_ok=True)
         record = file_writer.write_torch(plain(state), os.path.join(self.zero_dir, OPTIMIZER_STATE))
-        return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": record.to_dict()}
+        return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": record}
 
 
-def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes, records=None):
-    """Joins the shards of a parameter below ``temp_dir``: of its ranks, then of its tensor-parallel slices. ``records``
-    gets those of the files by their names.
+def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes):
+    """Joins the shards of a parameter below ``temp_dir``: of its ranks, then of its tensor-parallel slices.
 
-    Returns the patterns of the rules that its name matches. Raises ValueError when it has none of the fp32 values, or
-    when the name of the parameter or of a state cannot be that of a folder or file.
+    Returns the patterns of the rules that its name matches, and the records of the files by their names. Raises
+    ValueError when it has none of the fp32 values, or when the name of the parameter or of a state cannot be that of a
+    folder or file.
     """
-    rules.used, records = set(), {} if records is None else records
+    rules.used, records = set(), {}
     base = os.path.dirname(os.path.dirname(shard_path(temp_dir, name, 0, STEP, 0)))
     count = len(slice_shapes)
     if not merge_zero_shards(base, keys.FP32_WEIGHT_KEY, count, slice_shapes):
@@ -264,7 +249,7 @@ def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes, records=None)
             value = {keys.PARAM: whole, **hints}
         records[f"{ZERO_FOLDER}/{name}/{state}.pt"] = save_state(zero_dir, name, state, value)
     file_writer.sync_directory(os.path.dirname(state_path(zero_dir, name, STEP)))
-    return set(rules.used)
+    return set(rules.used), records
 
 
 # ---- universal workers ---------------------------------------------------------------------------------------------
@@ -283,61 +268,51 @@ def run_tasks(conversion, step, tasks, workers):
     if workers == 1:
         return [getattr(conversion, step)(task) for task in tasks]
     size = -(-len(tasks) // workers)
-    with tempfile.TemporaryDirectory(prefix="ds_to_universal_") as folder:
-        running = [
-            _start(folder, number, conversion, step, tasks[number * size : (number + 1) * size])
-            for number in range(workers)
-            if tasks[number * size : (number + 1) * size]
-        ]
-        try:
-            return [result for process, path in running for result in _results(process, path)]
-        finally:
-            for process, _ in running:
-                if process.poll() is None:
-                    process.kill()
-                    process.communicate()
+    running = [_start(conversion, step, tasks[at : at + size]) for at in range(0, len(tasks), size)]
+    try:
+        return [result for process in running for result in _results(process)]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
 
 
-def _start(folder, number, conversion, step, tasks):
-    path = os.path.join(folder, f"{number}.json")
-    with open(path, "w") as file:
-        json.dump({"arguments": conversion.arguments, "step": step, "tasks": tasks}, file)
-    threads = max(1, len(usable_cores()) // 2)
+def _start(conversion, step, tasks):
+    source, threads = conversion.source, max(1, len(usable_cores()) // 2)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
-    command = [sys.executable, "-m", "deepspeed.checkpoint.convert.universal", path]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ), path  # fmt: skip
+    command = [sys.executable, "-m", "deepspeed.checkpoint.convert.universal"]
+    with tempfile.TemporaryFile("w+") as order:
+        json.dump([source.folder, source.inject, conversion.output_folder, step, tasks], order)
+        order.seek(0)
+        return subprocess.Popen(
+            command, env=environment, stdin=order, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
 
-def _results(process, path):
-    _, errors = process.communicate()
-    answer = {}
-    if os.path.exists(path + ".done"):
-        with open(path + ".done") as file:
-            answer = json.load(file)
-    if "results" in answer:
-        return answer["results"]
+def _results(process):
+    told, errors = process.communicate()
+    answer = json.loads(told.splitlines()[-1]) if process.returncode == 0 else {}
     if "error" in answer:
         raise _ERRORS.get(answer["error"], RuntimeError)(answer["text"])
-    raise RuntimeError(f"a worker of the conversion ended with code {process.returncode}:\n{errors[-2000:]}")
+    if not answer:
+        raise RuntimeError(f"a worker of the conversion ended with code {process.returncode}:\n{errors[-2000:]}")
+    return answer["results"]
 
 
-def _work(path):
-    with open(path) as file:
-        order = json.load(file)
+def _work():
+    folder, inject, output_folder, step, tasks = json.load(sys.stdin)
     try:
-        conversion = Conversion(**order["arguments"])
-        answer = {"results": [getattr(conversion, order["step"])(task) for task in order["tasks"]]}
+        conversion = Conversion(Source(folder, inject), output_folder)
+        answer = {"results": [getattr(conversion, step)(task) for task in tasks]}
     except Exception as error:
         answer = {"error": type(error).__name__, "text": str(error)}
-    with open(path + ".done", "w") as file:
-        json.dump(answer, file)
+    print("\n" + json.dumps(answer))  # the last line
 
 
 if __name__ == "__main__":
-    _work(sys.argv[1])
+    _work()

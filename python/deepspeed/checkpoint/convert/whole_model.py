@@ -120,11 +120,6 @@ def _remote(run, state):
     }
 
 
-def _tensors_only(state):
-    """For a format that holds nothing else."""
-    return {name: value for name, value in state.items() if as_weight(value) is not None}
-
-
 def _turns(state, safetensors):
     """The weights that pass through, in the order in which a file of this format asks for their chunks."""
     found = [value for value in state.values() if isinstance(value, _PassingWeight)]
@@ -137,8 +132,11 @@ def _write(state, path, turns):
     """Rank 0's part. A failure does not leave the others alone in a collective."""
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        write = write_safetensors if path.endswith(".safetensors") else write_torch
-        write_whole(path, write, _tensors_only(state) if path.endswith(".safetensors") else state)
+        if path.endswith(".safetensors"):  # it holds nothing but tensors
+            tensors = {name: value for name, value in state.items() if as_weight(value) is not None}
+            write_whole(path, write_safetensors, tensors)
+        else:
+            write_whole(path, write_torch, state)
     finally:
         for weight in turns:
             weight.finish()

@@ -1,25 +1,27 @@
 """What every checkpoint engine can do."""
 
 import abc
+import dataclasses
+import logging
 import os
 
 from deepspeed import _compat
 from deepspeed.checkpoint.engines import ENGINES
 from deepspeed.checkpoint.read import storage, verify
-from deepspeed.checkpoint.write.file_writer import FileRecord, prepare
+from deepspeed.checkpoint.write.file_writer import file_record, prepare
 from deepspeed.log import logger
 
 # ---- base ----------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(eq=False)
 class CheckpointCommitInfo:
     """The checkpoint that ``create`` starts and ``commit`` ends: its ``tag``, the folder ``save_dir`` above it, and
     whether ``latest`` shall name it (``save_latest``)."""
 
-    def __init__(self, tag, save_dir, save_latest):
-        self.tag = tag
-        self.save_dir = save_dir
-        self.save_latest = save_latest
+    tag: str
+    save_dir: str
+    save_latest: bool
 
 
 class CheckpointEngine(abc.ABC):
@@ -88,6 +90,7 @@ class OwnCheckpointEngine(CheckpointEngine):
     """``config_params``: the section ``checkpoint`` of the configuration, or None for its defaults."""
 
     makes_files = True
+    level, shown = logging.DEBUG, None  # of messages about commits, and the name in them if it is not that of the class
 
     def __init__(self, config_params=None):
         super().__init__(config_params)
@@ -108,7 +111,7 @@ class OwnCheckpointEngine(CheckpointEngine):
         """Writes ``value``, the file ``name`` of a checkpoint, to ``path``. Returns its record for the manifest."""
 
     def create(self, info):
-        logger.debug(f"[{self.name}] checkpoint {getattr(info, 'tag', info)} begins")
+        logger.log(self.level, f"[{self.shown or self.name}] checkpoint {getattr(info, 'tag', info)} begins")
 
     def save(self, state_dict, path):
         """The file is there, whole, when this returns."""
@@ -125,7 +128,7 @@ class OwnCheckpointEngine(CheckpointEngine):
         return value if map_location is None else storage.compact(value, map_location)
 
     def commit(self, info):
-        logger.debug(f"[{self.name}] checkpoint {getattr(info, 'tag', info)} is ready")
+        logger.log(self.level, f"[{self.shown or self.name}] checkpoint {getattr(info, 'tag', info)} is ready")
         return True
 
 
@@ -140,11 +143,9 @@ class ForeignFiles:
         self.writer = writer
         self.info = CheckpointCommitInfo(tag, save_dir, save_latest)
         self._paths = {}
-        self._begun = False
 
     def write_file(self, name, value, path):
-        if not self._begun:
-            self._begun = True
+        if not self._paths:  # the first one
             self.writer.create(self.info)
         self.writer.save(storage.compact(value), path)  # a copy: it may still be reading when training goes on
         self._paths[name] = path
@@ -159,7 +160,7 @@ class ForeignFiles:
         for name, path in self._paths.items():
             if not os.path.isfile(path):
                 raise RuntimeError(f"{who} has left no file {path}: its save(state_dict, path) must write there")
-            records[name] = FileRecord(name, os.path.getsize(path), verify.crc32_of(path)).to_dict()
+            records[name] = file_record(name, os.path.getsize(path), verify.crc32_of(path))
         return records
 
 
@@ -171,15 +172,13 @@ _NEEDED = ("create", "save", "load", "commit")
 
 def engine_name(config):
     """The name under which ``config`` (a DeepSpeedConfig) wants an engine from ``ENGINES``."""
-    section = config.checkpoint_config
-    if section.engine is not None:
-        return section.engine
-    if config.datastates_config is not None:
-        return "datastates"
-    writer = section.writer
+    section, writer = config.checkpoint_config, config.checkpoint_config.writer
+    kind = {"MOCK": "mock", "PYTHON": "python", "FAST": "fast"}[writer.type if writer is not None else "FAST"]
     if getattr(section, "async") or (writer is not None and writer.decoupled):
-        return "async"
-    return {"MOCK": "mock", "PYTHON": "python", "FAST": "fast"}[writer.type if writer is not None else "FAST"]
+        kind = "async"
+    if config.datastates_config is not None:
+        kind = "datastates"
+    return kind if section.engine is None else section.engine
 
 
 def make_engine(config):

@@ -1,6 +1,8 @@
 """Files copied to host memory now and written in the background."""
 
+import logging
 import os
+import secrets
 import time
 
 from deepspeed import _compat
@@ -9,7 +11,7 @@ from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write import commit
 from deepspeed.checkpoint.write.background import Background, SnapshotSave
 from deepspeed.checkpoint.write.file_writer import TorchSaveFile, WriterOptions, replace_file
-from deepspeed.checkpoint.write.ranks import this_process
+from deepspeed.checkpoint.write.ranks import take_each, this_process
 from deepspeed.checkpoint.write.snapshot import HostCache, Snapshot
 from deepspeed.log import logger, warning_once
 
@@ -20,17 +22,14 @@ from deepspeed.log import logger, warning_once
 class TorchCheckpointEngine(OwnCheckpointEngine):
     """A file is there, whole, when ``save`` returns. Whether it outlives a power cut is for the system to say."""
 
-    syncs = False
-
-    def create(self, info):
-        logger.info(f"[Torch] checkpoint {getattr(info, 'tag', info)} begins")
+    syncs, level, shown = False, logging.INFO, "Torch"
 
     def write_file(self, name, value, path):
         if not name.endswith(".pt"):
-            return self.prepare(name, value).write(path).to_dict()
+            return self.prepare(name, value).write(path)
         prepared = TorchSaveFile(storage.compact(value), self.archives, self.syncs)
         try:
-            return prepared.write(path).to_dict()
+            return prepared.write(path)
         except OSError as error:
             text = f"cannot write the checkpoint file {path}: {error.strerror}. Check space and permissions."
             raise OSError(error.errno, text) from error
@@ -42,10 +41,6 @@ class TorchCheckpointEngine(OwnCheckpointEngine):
     def load(self, path, map_location=None):
         """As ``torch.load`` of any object: it runs what the file asks for, so only load what you trust."""
         return _compat.load(path, map_location=map_location)
-
-    def commit(self, info):
-        logger.info(f"[Torch] checkpoint {getattr(info, 'tag', info)} is ready")
-        return True
 
 
 class PythonCheckpointEngine(TorchCheckpointEngine):
@@ -64,8 +59,7 @@ class FastCheckpointEngine(OwnCheckpointEngine):
     def __init__(self, config_params=None):
         super().__init__(config_params)
         writer = self.writer
-        self.options = WriterOptions()
-        self.times, self.shows = 1, False
+        self.options, self.times, self.shows = WriterOptions(), 1, False
         if writer is not None:
             self.options = WriterOptions(io_buffer_size=writer.io_buffer_size, double=writer.io_buffer_double)
             self.times, self.shows = writer.io_multiplier, writer.show_statistics
@@ -78,15 +72,15 @@ class FastCheckpointEngine(OwnCheckpointEngine):
         return self.write_prepared(self.prepare(name, value), path)
 
     def write_prepared(self, prepared, path):
-        """Writes a file (``file_writer.prepare``), so often as ``io_multiplier`` says. Returns its record as a dict."""
+        """Writes a file (``file_writer.prepare``), so often as ``io_multiplier`` says. Returns its record."""
         began = time.perf_counter()
         for _ in range(self.times):
             record = prepared.write(path, self.options)
         if self.shows:
-            seconds, bytes = time.perf_counter() - began, record.bytes * self.times
+            seconds, bytes = time.perf_counter() - began, record["bytes"] * self.times
             rate = f"{bytes / 1e9:.3f} GB in {seconds:.3f} s, {bytes / seconds / 1e9:.2f} GB/s"
             logger.info(f"checkpoint.writer: {rate}, to {path}")
-        return record.to_dict()
+        return record
 
 
 # ---- mock engine ---------------------------------------------------------------------------------------------------
@@ -118,7 +112,6 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
             host_cache_gib = getattr(config_params, "host_cache_size", None)
         self.cache = HostCache(None if host_cache_gib is None else int(host_cache_gib * _GIB))
         self.behind = Background()
-        self._saves = 0
         self._expecting = False
 
     def is_decoupled(self):
@@ -130,42 +123,37 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         def find():
             blocks = []
             try:
-                for size in sizes:
-                    if self.cache.has_room(size):
-                        blocks.append(self.cache.take(size, pinned))
-                        blocks[-1].memory  # noqa: B018  (asked for, so that it is found)
+                for size in filter(self.cache.has_room, sizes):
+                    blocks.append(self.cache.take(size, pinned))
+                    blocks[-1].memory  # noqa: B018  (asked for, so that it is found)
             except RuntimeError as error:  # the save that needs it says so again
                 logger.warning(f"checkpoints in the background: {error}")
-            for block in blocks:
-                self.cache.give_back(block)
+            self.cache.give_back(*blocks)
 
         self._expecting = True
         self.behind.start(find)
-
-    def _expected(self):
-        if self._expecting:
-            self.behind.drain()
-            self._expecting = False
 
     def save_behind(self, saving, files, save_latest, states=None):
         """Takes a snapshot of ``files`` (``write.save.files_of``) for ``saving``, which commits it when all is written.
         ``states``: ``HeldStates``, copied by the time that the core changes them. Every rank calls it; raises on
         all ranks what any of them could not copy."""
-        self._expected()
-        self._saves += 1
+        if self._expecting:
+            self.behind.drain()
+            self._expecting = False
         ranks = saving.ranks
-        found = ranks.gather([*this_process(), f"{os.getpid()}-{id(self):x}-{self._saves}"])
+        found = ranks.gather([*this_process(), secrets.token_hex(8)])
         token = found[ranks.nodes.index(ranks.node)][2]  # the leading rank's
-        saving.begin(token)
-        save = SnapshotSave(self.behind, self.cache, self, saving, save_latest, states)
+        meeting = commit.hidden(saving.place, f"{token}.meeting")  # one save's, where the background threads meet
+        saving.begin(meeting)
+        save = SnapshotSave(self, saving, Snapshot(self.cache, states), save_latest)
         try:
-            saving.agree(save.add_all(saving.shared(files)), save.drop)
+            saving.agree(take_each(saving.shared(files), save.add), save.drop)
         except BaseException:
             save.drop()
             if ranks.leads:
-                commit.remove_meeting(saving.place, token)
+                commit.remove(meeting)
             raise
-        save.end(commit.meeting_of(saving.place, token), [entry[:2] for entry in found])
+        save.end(meeting, [entry[:2] for entry in found])
 
     def save(self, state_dict, path):
         """Returns when ``state_dict`` may change; ``commit`` or ``wait`` say when the file is there."""
@@ -182,8 +170,6 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
     def _write_alone(self, prepared, path, copies):
         try:
             self.write_prepared(prepared, path)
-        except BaseException as error:
-            self.behind.fail(error, lambda steps: [steps])
         finally:
             copies.give_back()
 

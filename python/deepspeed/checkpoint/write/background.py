@@ -12,14 +12,14 @@ step is done, so that a program that catches the error can go on training.
 
 import atexit
 import collections
+import concurrent.futures
 import os
 import sys
 import threading
 import time
 
 from deepspeed.checkpoint.write import owner
-from deepspeed.checkpoint.write.ranks import RanksThroughFiles, failure_of
-from deepspeed.checkpoint.write.snapshot import Snapshot
+from deepspeed.checkpoint.write.ranks import RanksThroughFiles, attempt, failure_of
 from deepspeed.constants import default_pg_timeout
 from deepspeed.log import logger, warning_once
 
@@ -32,8 +32,8 @@ _lock = threading.Lock()
 def _at_exit():
     for background in list(_unsettled):
         background.drain()
-        for failure in background.failures:
-            print(f"deepspeed: at the end of the program: {failure.error}", file=sys.stderr, flush=True)
+        for error, _ in background.failures:
+            print(f"deepspeed: at the end of the program: {error}", file=sys.stderr, flush=True)
 
 
 def _is_unsettled(background):
@@ -85,15 +85,6 @@ def _in_a_forked_child():
 os.register_at_fork(after_in_child=_in_a_forked_child)
 
 
-class Failure:
-    """``due``: after so many finished steps it is told; known when ``settled`` is set."""
-
-    def __init__(self, error):
-        self.error = error
-        self.due = 0
-        self.settled = threading.Event()
-
-
 class Background:
     """Does jobs, one after the other. The thread is there while there is work."""
 
@@ -103,7 +94,7 @@ class Background:
 
     def begin_anew(self):
         """Forgets all work and all failures."""
-        self.failures = []
+        self.failures = []  # (error, future of the number of finished steps after which it is told)
         self._jobs = collections.deque()
         self._changed = threading.Condition()
         self._thread = None
@@ -129,7 +120,7 @@ class Background:
             try:
                 job()
             except BaseException as error:  # a mistake in this library: told like anything else that goes wrong
-                self.fail(error, lambda steps: [steps])
+                self.fail(error)
             del job
             with self._changed:
                 self._jobs.popleft()
@@ -147,25 +138,19 @@ class Background:
             self._changed.wait_for(lambda: self._thread is None)
 
     # ---- failures --------------------------------------------------------------------------------------------------
-    def fail(self, error, settle):
+    def fail(self, error, settle=lambda steps: [steps]):
         """A job has failed. ``settle(steps)`` gives the numbers of finished steps of all ranks that are still there.
         See [Note: one step for all ranks]."""
-        failure = Failure(error)
-        self.failures.append(failure)
-        try:
-            failure.due = max(settle(self.steps)) + 1
-        except Exception:  # nobody left to agree with: at the next step
-            failure.due = 0
-        failure.settled.set()
+        due = concurrent.futures.Future()
+        self.failures.append((error, due))
+        told, _ = attempt(lambda: max(settle(self.steps)) + 1)
+        due.set_result(told or 0)  # with nobody left to agree with: at the next step
 
     def step_done(self):
         """The training loop calls it at the end of a step. Raises what went wrong in the background."""
         self.steps += 1
-        if self.failures:
-            first = self.failures[0]
-            first.settled.wait()
-            if self.steps >= first.due:
-                self._tell()
+        if self.failures and self.steps >= self.failures[0][1].result():
+            self._tell()
 
     def wait(self):
         """Waits until all is on the disk. Raises what went wrong."""
@@ -174,22 +159,19 @@ class Background:
             self._tell()
 
     def _tell(self):
-        first = self.failures.pop(0)
+        error, _ = self.failures.pop(0)
         with self._changed:
             self._forget_if_settled()
-        raise first.error
+        raise error
 
     def tell_together(self, ranks):
         """Before the next save, on all ranks: all raise if any has something to tell."""
-        own = self.failures[0].error if self.failures else None
+        own = self.failures[0][0] if self.failures else None
         told = [failure for failure in ranks.gather(failure_of(ranks.rank, own)) if failure is not None]
-        if not told:
-            return
-        self.drain()  # of the others some may be about to learn of it
-        if self.failures:
-            self._tell()
-        _, number, text = told[0]
-        raise OSError(number, text) if number is not None else RuntimeError(text)
+        if told:
+            self.wait()  # of the others some may be about to learn of it
+            _, number, text = told[0]
+            raise OSError(number, text) if number is not None else RuntimeError(text)
 
     def _forget_if_settled(self):
         if self._thread is None and not self.failures:
@@ -201,48 +183,26 @@ class Background:
 # One save whose files are copied now and written later.
 
 
-def timeout_s():
-    """How long ranks wait for each other's writing: as long as for a collective."""
-    return float(os.environ.get("DS_COMM_TIMEOUT_S") or default_pg_timeout.total_seconds())
-
-
 class SnapshotSave:
-    """``writer`` prepares files (``prepare``) and writes them (``write_prepared``). ``saving``: a ``Saving`` that has
-    begun. ``states``: ``HeldStates``, which may be copied late."""
+    """``writer`` prepares files (``prepare``) and writes them (``write_prepared``), in the thread ``writer.behind``.
+    ``saving``: a ``Saving`` that has begun. ``snapshot``: the ``Snapshot`` that copies."""
 
-    def __init__(self, behind, cache, writer, saving, save_latest, states=None):
-        self.behind, self.cache, self._writer = behind, cache, writer
-        self.snapshot = Snapshot(cache, states)
+    def __init__(self, writer, saving, snapshot, save_latest=False):
+        self.behind, self._writer, self.snapshot = writer.behind, writer, snapshot
         self.saving, self.save_latest = saving, save_latest
-        self.records = {}
-        self.error = None
+        self.records, self.error = {}, None
         self.began = time.monotonic()
         enter(saving.place)
 
     # ---- in the calling thread -------------------------------------------------------------------------------------
-    def add_all(self, files, error=None):
-        """Makes the values of ``files`` (name -> function) and takes each, unless there was an error. Returns the first
-        error, of a function or of the taking, or None."""
-        for name, value in files.items():  # some run collectives, so all are made, whatever has failed
-            made = None
-            try:
-                made = value()
-                if error is None:
-                    self.add(name, made)
-            except Exception as caught:
-                error = error or caught
-            del made
-        return error
-
     def add(self, name, value):
         """Takes the file ``name``: afterwards tensors in ``value`` may change, but for the engine's states. Waits while
         the cache is full; a file that is larger than all of it is written at once."""
         prepared = self._writer.prepare(name, value)
-        owner.make_way(self.saving.staging, name)
-        path = os.path.join(self.saving.staging, name)
+        path = owner.make_way(self.saving.staging, name)
         linked = prepared.link(path) if hasattr(prepared, "link") else None
         if linked is not None:  # it is in another tag: nothing to copy
-            self.records[name] = linked.to_dict()
+            self.records[name] = linked
             return
         copies = self.snapshot.add(prepared.sources)
         if copies is None:
@@ -267,8 +227,8 @@ class SnapshotSave:
         """All ranks have taken their snapshots: the rest happens in the background. Only now, when nothing can go wrong
         any more in the calling thread, the engine's states are held."""
         self.snapshot.start_late_copies()
-        ranks = self.saving.ranks
-        self.saving.ranks = RanksThroughFiles(ranks, meeting, timeout_s(), processes)
+        timeout_s = float(os.environ.get("DS_COMM_TIMEOUT_S") or default_pg_timeout.total_seconds())
+        self.saving.ranks = RanksThroughFiles(self.saving.ranks, meeting, timeout_s, processes)
         self.behind.start(self._finish)
 
     # ---- in the background -----------------------------------------------------------------------------------------

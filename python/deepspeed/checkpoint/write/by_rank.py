@@ -3,7 +3,7 @@ their own. Files of experts' weights; without ZeRO optimizer states by name; the
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
+from deepspeed.checkpoint.write.ranks import Ranks, attempt
 from deepspeed.zero.gathers.gathered import GatheredParameters
 from deepspeed.zero.parameters.param_ranks import ranks_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
@@ -13,12 +13,6 @@ from deepspeed.zero.states.named_states import OWN_PARAMS, joined_tables, table_
 def saves(run, copies):
     """Whether this rank is the one that saves what the ranks of the group ``copies`` have alike (None: all)."""
     return run.ranks.dp_rank == 0 if copies is None else dist.get_rank(copies) == 0
-
-
-def _named_shapes(run):
-    """``[[name, shape]]`` of each parameter group."""
-    groups = (zip(names, params) for names, params in zip(run.group_names, run.trained_groups))
-    return [[[name, list(param.shape)] for name, param in group] for group in groups]
 
 
 class PartsByRank:
@@ -60,12 +54,10 @@ class PartsByRank:
         self._numbers = {layer: before + number for number, layer in enumerate(layers)}
         made, failed = attempt(lambda: (self._of_modules(run, exclude_frozen), self._states(run)))
         (experts, states), error = made or ({}, None), error or failed
-        failure, mp_rank = failure_of(run.ranks.rank, error), run.ranks.mp_rank
-        told = ranks.gather([failure, mp_rank, run.ranks.dp_rank, table_of(states), list(experts), self.buffers])
-        if error is not None:
-            raise error
-        raise_together([part[0] for part in told], "nothing is saved")
-        told = sorted((part[1:] for part in told if part[1] == mp_rank), key=lambda part: part[1])
+        mp_rank = run.ranks.mp_rank
+        own = [mp_rank, run.ranks.dp_rank, table_of(states), list(experts), self.buffers]
+        told = ranks.agree(error, "nothing is saved", own, own=True)
+        told = sorted((part for part in told if part[0] == mp_rank), key=lambda part: part[1])
         with_zero = run.policy.saved.optimizer_by_rank
         writers = {dp_rank: table for _, dp_rank, table, *_ in told if table or with_zero}
         self.described = {
@@ -78,7 +70,8 @@ class PartsByRank:
             layers = [layer for layer in sorted(self._layers.writes) if names.layer_states(layer, slices) in written]
             self.described["layers"] = {layer: paths.get(layer, str(layer)) for layer in layers}
             if not with_zero and not writers:
-                self.described["groups"] = _named_shapes(run)
+                groups = map(zip, run.group_names, run.trained_groups)
+                self.described["groups"] = [[[name, list(param.shape)] for name, param in group] for group in groups]
         self.buffers = list(dict.fromkeys(name for *_, buffers in told for name in buffers))
         self.files = {name: lambda value=value: value for name, value in experts.items()}
         if states is not None and not with_zero:

@@ -22,17 +22,9 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import HIDDEN
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import file_writer, owner
-from deepspeed.checkpoint.write.pointer import CANNOT_RENAME
+from deepspeed.checkpoint.write.pointer import CANNOT_RENAME, cannot_rename
 from deepspeed.formats.recorded_paths import path_below, remove_below
 from deepspeed.log import logger
-
-# ---- commit --------------------------------------------------------------------------------------------------------
-
-
-def staging_of(folder):
-    """Where the files of the checkpoint ``folder`` are until it is complete."""
-    return hidden(folder, "saving")
-
 
 # ---- begin ---------------------------------------------------------------------------------------------------------
 
@@ -43,50 +35,48 @@ def begin(folder, in_place=None):
     ``in_place``: see the note above; None finds out whether folders can be renamed. Raises OSError; also when another
     process that is alive is saving the same.
     """
-    staging, parent = staging_of(folder), os.path.dirname(folder)
+    staging, parent = hidden(folder, "saving"), os.path.dirname(folder)
     try:
         os.makedirs(parent, exist_ok=True)
         settle(folder)
-        _refuse_a_second_owner(folder, staging)
-        if in_place:
-            return _begin_in_place(folder)
-        why = _make_staging(folder, staging)
-        if why is None:
-            return staging
-        if in_place is not None:
-            raise OSError(
-                why, f"{parent} cannot rename folders ({os.strerror(why)}), and checkpoint.write_in_place is false: "
-                "set it to true or null"
-            )  # fmt: skip
-        logger.warning(
-            f"{parent} cannot rename folders ({os.strerror(why)}): checkpoints are written in place there, as with "
-            "checkpoint.write_in_place. A tag that is saved again is lost when the save is broken off"
-        )
-        return _begin_in_place(folder)
+        for path in (staging, hidden(folder, "making"), folder):
+            if os.path.isdir(path) and owner.is_alive(path):
+                raise OSError(
+                    errno.EBUSY,
+                    f"{owner.described(path)} is saving the same checkpoint at this moment: give each run a save_dir, "
+                    "or tags, of its own",
+                )
+        if not in_place:
+            why = _make_staging(folder, staging)
+            if why is None:
+                return staging
+            text = f"{parent} cannot rename folders ({os.strerror(why)})"
+            if in_place is not None:
+                raise OSError(why, f"{text}, and checkpoint.write_in_place is false: set it to true or null")
+            logger.warning(
+                f"{text}: checkpoints are written in place there, as with checkpoint.write_in_place. A tag that is "
+                "saved again is lost when the save is broken off"
+            )
+        os.makedirs(folder, exist_ok=True)
+        own = owner.own_files(folder)
+        owner.claim(folder, lock=False, in_place=True, files=sorted(own - {verify.NAME, owner.NAME}))
+        owner.remove_own(folder, spared=(owner.NAME,))
+        remove_leftovers(parent, os.stat(owner.path_in(folder)).st_mtime)
+        return folder
     except OSError as error:
         raise OSError(error.errno, f"cannot make the checkpoint folder {folder}: {error.strerror}") from error
-
-
-def _refuse_a_second_owner(folder, staging):
-    for path in (staging, hidden(folder, "making"), folder):
-        if os.path.isdir(path) and owner.is_alive(path):
-            raise OSError(
-                errno.EBUSY,
-                f"{owner.described(path)} is saving the same checkpoint at this moment: give each run a save_dir, or "
-                "tags, of its own",
-            )
 
 
 def _make_staging(folder, staging):
     """An empty folder with this process's mark, which gets its name by a rename, as the whole checkpoint will. Returns
     why the file system cannot do that, an errno, or None."""
     made = hidden(folder, "making")
-    remove_if_there(made)
+    remove(made)
     os.mkdir(made)
     try:
         owner.claim(made)
         remove_leftovers(os.path.dirname(folder), os.stat(owner.path_in(made)).st_mtime, spared=made)
-        remove_if_there(staging)
+        remove(staging)
         file_writer.rename(made, staging)
     except OSError as error:
         remove(made)
@@ -97,23 +87,13 @@ def _make_staging(folder, staging):
     return None
 
 
-def _begin_in_place(folder):
-    os.makedirs(folder, exist_ok=True)
-    own = owner.own_files(folder)
-    owner.claim(folder, lock=False, in_place=True, files=sorted(own - {verify.NAME, owner.NAME}))
-    owner.remove_own(folder, spared=(owner.NAME,))
-    remove_leftovers(os.path.dirname(folder), os.stat(owner.path_in(folder)).st_mtime)
-    return folder
-
-
 def remove_leftovers(save_dir, now, spared=None):
     """Removes what killed runs have left of their saves. ``now``: the time as the file system has it."""
     for name in os.listdir(save_dir):
         tag, _, what = name[1:].rpartition(".")
         path = os.path.join(save_dir, name)
-        if not name.startswith(".") or what not in HIDDEN or path == spared or os.path.islink(path):
-            continue
-        if not os.path.isdir(path):
+        ours = name.startswith(".") and what in HIDDEN and path != spared
+        if not ours or os.path.islink(path) or not os.path.isdir(path):
             continue
         if what in ("saving", "replaced"):
             settle(os.path.join(save_dir, tag))
@@ -131,27 +111,28 @@ def finish(folder, staging, facts, records):
     ``records``: name -> record (a dict, see ``file_record``) of every file, of all ranks that wrote into the folder.
     """
     text = verify.text_of(facts, records)
-    owner.make_way(staging, verify.NAME)
-    file_writer.write_bytes(text.encode(), os.path.join(staging, verify.NAME))
+    file_writer.write_bytes(text.encode(), owner.make_way(staging, verify.NAME))
     for path in sorted({os.path.dirname(name) for name in records} | {""}):
         file_writer.sync_directory(os.path.join(staging, path))
-    if staging != folder:
-        if os.path.lexists(folder):
-            swap(staging, folder)
-        else:
-            take_name(staging, folder)
+    if staging != folder and os.path.lexists(folder):
+        swap(staging, folder)
+    elif staging != folder:
+        if cannot_rename(staging, folder) is not None:
+            os.mkdir(folder)
+            _move_files(staging, folder)
+        file_writer.sync_directory(os.path.dirname(folder))
     owner.disown(folder, claimed_as=staging)
 
 
 def abandon(folder, staging):
     """After a failure: the hidden folder goes, the checkpoint that was there stays. In place what was written goes."""
     if staging == folder:
-        if os.path.isdir(folder) and not _has_manifest(folder):
+        if os.path.isdir(folder) and whole_manifest(folder) is None:
             owner.remove_own(folder)
     elif is_half_moved(folder):
         owner.let_go(staging)  # the next save goes on with it
     else:
-        remove_if_there(staging)
+        remove(staging)
 
 
 # ---- before loading ------------------------------------------------------------------------------------------------
@@ -164,7 +145,7 @@ def place_of(folder):
     found = settle(real)
     if found != real:
         return found
-    if owner.facts_of(real) is not None and not _has_manifest(real):
+    if owner.facts_of(real) is not None and whole_manifest(real) is None:
         who = owner.described(real)
         state = "is writing it at this moment" if owner.is_alive(real) else "was broken off while it was writing it"
         whole = names_of_whole(os.path.dirname(real))
@@ -175,36 +156,18 @@ def place_of(folder):
     return folder
 
 
-def _has_manifest(folder):
-    try:
-        return verify.read(folder) is not None
-    except (verify.DamagedManifest, OSError):  # in place, it is written like any other file
-        return False
+def whole_manifest(folder):
+    """What the manifest in ``folder`` says; None without one, and for a damaged one: in place, it is written like any
+    other file."""
+    with contextlib.suppress(verify.DamagedManifest, OSError):
+        return verify.read(folder)
+    return None
 
 
 def names_of_whole(save_dir):
     """Tags in ``save_dir`` that have a manifest."""
-    found = os.listdir(save_dir) if os.path.isdir(save_dir) else []
-    return sorted(name for name in found if not name.startswith(".") and _has_manifest(os.path.join(save_dir, name)))
-
-
-# ---- meetings ------------------------------------------------------------------------------------------------------
-
-
-def meeting_of(folder, token):
-    """Where the ranks that write ``folder`` in the background meet; ``token`` tells one save from the next."""
-    return hidden(folder, f"{token}.meeting")
-
-
-def make_meeting(folder, token):
-    """One process calls it, after ``begin``."""
-    os.mkdir(meeting_of(folder, token))
-    owner.claim(meeting_of(folder, token), lock=False)  # the last rank removes it, which would have to find a lock
-
-
-def remove_meeting(folder, token):
-    """After a failure before anybody has met there."""
-    remove_if_there(meeting_of(folder, token))
+    found = sorted(os.listdir(save_dir)) if os.path.isdir(save_dir) else ()
+    return [name for name in found if not name.startswith(".") and whole_manifest(os.path.join(save_dir, name))]
 
 
 # ---- checkpoints that are too old ----------------------------------------------------------------------------------
@@ -213,21 +176,13 @@ def remove_meeting(folder, token):
 def remove_checkpoint(folder):
     """Removes a checkpoint, and nothing else that is in its folder; killed halfway, it leaves no half checkpoint that
     looks whole."""
-    doomed = hidden(folder, "removing")
-    if owner.others_files(folder):
-        owner.claim(folder, lock=False)
-        owner.remove_own(folder)
-        return
-    remove_if_there(doomed)
+    others, doomed = owner.others_files(folder), hidden(folder, "removing")
     owner.claim(folder, lock=False)
-    try:
-        file_writer.rename(folder, doomed)
-    except OSError as error:
-        if error.errno not in CANNOT_RENAME:
-            raise
-        owner.remove_own(folder)
-    else:
+    if not others:
         remove(doomed)
+        if cannot_rename(folder, doomed) is None:
+            return remove(doomed)
+    return owner.remove_own(folder)
 
 
 def retire(save_dir, keep_last, current):
@@ -246,17 +201,16 @@ def retire(save_dir, keep_last, current):
         folder = os.path.join(save_dir, name)
         if name.startswith(".") or os.path.islink(folder) or not os.path.isfile(os.path.join(folder, verify.NAME)):
             continue
-        try:
-            facts = verify.read(folder)
-            if not facts.get("universal"):  # somebody has converted it on purpose
-                found.append((facts["saved_at"], name))
-        except (verify.DamagedManifest, KeyError, OSError):
+        facts = whole_manifest(folder)
+        if facts is not None and facts.get("universal"):
+            continue  # somebody has converted it on purpose
+        if facts is not None and "saved_at" in facts:
+            found.append((facts["saved_at"], name))
+        else:
             logger.warning(f"{folder} is not removed by keep_last: its manifest is damaged; see ds_ckpt verify")
-    surplus = len(found) - keep_last
-    for _, name in sorted(found):
-        if surplus > 0 and name not in spared:
-            remove_checkpoint(os.path.join(save_dir, name))
-            surplus -= 1
+    removable = [name for _, name in sorted(found) if name not in spared]
+    for name in removable[: max(0, len(found) - keep_last)]:
+        remove_checkpoint(os.path.join(save_dir, name))
 
 
 # ---- swap ----------------------------------------------------------------------------------------------------------
@@ -275,19 +229,15 @@ def hidden(folder, what):
 
 
 def remove(folder):
-    """Removes a hidden folder of ours that may be half there; what cannot be removed is only logged."""
+    """Removes a hidden folder of ours, if it is there; what cannot be removed is only logged."""
 
     def tell(_, path, error):
         if not isinstance(error[1], FileNotFoundError):  # a save in the background may be removing the same
             logger.warning(f"cannot remove {path}: {error[1]}")
 
     owner.let_go(folder)
-    shutil.rmtree(folder, onerror=tell)
-
-
-def remove_if_there(folder):
     if os.path.isdir(folder):
-        remove(folder)
+        shutil.rmtree(folder, onerror=tell)
 
 
 def swap(new, folder):
@@ -300,7 +250,7 @@ def swap(new, folder):
         old = new
         if not file_writer.exchange(new, folder):
             old = hidden(folder, "replaced")
-            remove_if_there(old)
+            remove(old)
             file_writer.rename(folder, old)
             file_writer.rename(new, folder)
     except OSError as error:
@@ -315,18 +265,6 @@ def swap(new, folder):
     file_writer.sync_directory(parent)
     owner.carry_over(old, folder)  # what has come meanwhile
     remove(old)
-
-
-def take_name(new, folder):
-    """The complete folder ``new`` becomes ``folder``, which is not there yet."""
-    try:
-        file_writer.rename(new, folder)
-    except OSError as error:
-        if error.errno not in CANNOT_RENAME:
-            raise
-        os.mkdir(folder)
-        _move_files(new, folder)
-    file_writer.sync_directory(os.path.dirname(folder))
 
 
 def _move_files(new, folder):
@@ -358,14 +296,6 @@ def _move_files(new, folder):
     remove(new)
 
 
-def _is_complete(folder):
-    try:
-        facts = verify.read(folder)
-    except (verify.DamagedManifest, OSError):
-        return False
-    return facts is not None and not verify.missing_or_short(folder, facts)
-
-
 def is_half_moved(folder):
     """Whether a swap file by file was broken off, or is going on."""
     facts = owner.facts_of(folder)
@@ -383,7 +313,8 @@ def settle(folder):
         return folder
     if os.path.lexists(folder) or not os.path.isdir(old):
         return folder
-    found = next((candidate for candidate in (new, old) if _is_complete(candidate)), None)
+    manifests = ((candidate, whole_manifest(candidate)) for candidate in (new, old))
+    found = next((path for path, facts in manifests if facts and not verify.missing_or_short(path, facts)), None)
     if found is None:
         return folder
     if owner.is_alive(found):  # about to take its name

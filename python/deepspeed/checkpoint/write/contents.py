@@ -75,10 +75,6 @@ def frozen_fragments(run):
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-def _is_on_host(tensor):
-    return tensor is not None and tensor.device.type == "cpu" and tensor.numel() > 0
-
-
 class HeldStates:
     """That memory of a run, and the hold on it. Weights are not in it, even where they are their own masters, and
     neither are the states of an optimizer of somebody else: programs write to them between steps."""
@@ -89,7 +85,9 @@ class HeldStates:
         known = {storage_of(weight).data_ptr() for weight in weights}
         self._ranges = MemoryRanges()
         self._watched = {}  # address of a storage -> (a tensor over it, its version)
-        for tensor in filter(_is_on_host, self._states.tensors() if self._states is not None else ()):
+        tensors = self._states.tensors() if self._states is not None else ()
+        on_host = (t for t in tensors if t is not None and t.device.type == "cpu" and t.numel() > 0)
+        for tensor in on_host:
             storage = storage_of(tensor)
             if storage.data_ptr() not in known and storage.data_ptr() not in self._watched:
                 self._ranges.add(storage.data_ptr(), storage.nbytes())

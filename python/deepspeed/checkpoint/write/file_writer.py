@@ -10,7 +10,7 @@ or kills the process there; tests sweep n. ``rename_dir:1+:exdev,exchange:1+:ein
 
 import os
 import zlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -21,41 +21,18 @@ from deepspeed.host.cpu import usable_cores
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 # ---- file record ---------------------------------------------------------------------------------------------------
-# What is known of a written file: its size and checksum, and those of every tensor in it.
+# What is known of a written file, as manifests have it.
+
+# Of a tensor in a file: ``bytes`` of them at ``offset`` from the start of the file, with their CRC-32. ``dtype`` is a
+# name of torch (``float32``); tensors that share memory share the bytes. The bytes are the elements in the order of the
+# tensor's memory (``write_torch``) or in row-major order (``write_safetensors``).
+_OF_TENSORS = ("name", "dtype", "shape", "offset", "bytes", "crc32")
 
 
-@dataclass
-class TensorRecord:
-    """A tensor in a file: ``bytes`` of them at ``offset`` from the start of the file, with their CRC-32.
-
-    ``dtype`` is a name of torch (``float32``); tensors that share memory share the bytes. The bytes are the elements
-    in the order of the tensor's memory (``write_torch``) or in row-major order (``write_safetensors``).
-    """
-
-    name: str
-    dtype: str
-    shape: list
-    offset: int
-    bytes: int
-    crc32: int
-
-
-@dataclass
-class FileRecord:
-    """A file: its name without the folder, its size, the CRC-32 of all of it, its tensors."""
-
-    name: str
-    bytes: int
-    crc32: int
-    tensors: list = field(default_factory=list)
-
-    def to_dict(self):
-        """Plain dicts, lists, texts and numbers, as JSON has them."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values):
-        return cls(**{**values, "tensors": [TensorRecord(**tensor) for tensor in values.get("tensors", ())]})
+def file_record(path, bytes, crc32, tensors=()):
+    """The record of a file, a dict: its name without the folder, its size, the CRC-32 of all of it, its tensors."""
+    tensors = [dict(zip(_OF_TENSORS, tensor, strict=True)) for tensor in tensors]
+    return {"name": os.path.basename(path), "bytes": bytes, "crc32": crc32, "tensors": tensors}
 
 
 def threads_for(asked):
@@ -101,29 +78,19 @@ class WriterOptions:
         return self.io_buffer_size, buffers, threads_for(self.threads), self.direct, self.sync, self.staged, self.mapped
 
 
-def inject_fault(order):
-    """Arms a fault as DS_IO_FAULT does and counts from 0 again; an empty text disarms. Raises ValueError."""
-    files.inject(order)
-
-
-def sync_directory(path):
-    """Makes the names in the folder ``path`` safe from a power cut: after new files in it, and after renames."""
-    files.sync_directory(os.fspath(path))
-
-
-def rename(source, target):
-    """Gives ``source`` the name ``target``, replacing what had it, in one step; ``sync_directory`` makes it last."""
-    files.rename(os.fspath(source), os.fspath(target))
-
-
-def exchange(a, b):
-    """Swaps two files or two folders in one step. Returns False, and has done nothing, where the file system does not
-    know RENAME_EXCHANGE."""
-    return files.exchange(os.fspath(a), os.fspath(b))
+# ``inject_fault(order)`` arms a fault as DS_IO_FAULT does and counts from 0 again; an empty text disarms. ValueError.
+inject_fault = files.inject
+# ``sync_directory(path)`` makes the names in a folder safe from a power cut: after new files in it, and after renames.
+sync_directory = files.sync_directory
+# ``rename(source, target)`` gives ``source`` another name, replacing what had it, in one step; see ``sync_directory``.
+rename = files.rename
+# ``exchange(a, b)`` swaps two files or two folders in one step. Returns False, and has done nothing, where the file
+# system does not know RENAME_EXCHANGE.
+exchange = files.exchange
 
 
 def write_bytes(data, path, options=None):
-    """Writes ``data`` (bytes, or any contiguous buffer) to ``path``. Returns its ``FileRecord``. Raises OSError."""
+    """Writes ``data`` (bytes, or any contiguous buffer) to ``path``. Returns its record. Raises OSError."""
     return PreparedBytes(data).write(path, options)
 
 
@@ -168,14 +135,9 @@ class Prepared:
         self.native.sources = list(sources)
 
     def write(self, path, options=None):
-        """Writes it to ``path``. Returns its ``FileRecord``. Raises OSError."""
+        """Writes it to ``path``. Returns its record. Raises OSError."""
         path, options = os.fspath(path), options or WriterOptions()
         return file_record(path, *self.native.write(files, path, options.arguments()))
-
-
-def file_record(path, bytes, crc32, tensors):
-    """A ``FileRecord`` of what native code says of a file."""
-    return FileRecord(os.path.basename(path), bytes, crc32, [TensorRecord(*tensor) for tensor in tensors])
 
 
 def write_torch(value, path, options=None):
@@ -183,7 +145,7 @@ def write_torch(value, path, options=None):
 
     Tensors of every dtype, layout and device; a view is stored with its own elements only; tensors over the same memory
     (tied weights) are stored once and share memory again after loading. Other objects are pickled as torch.save pickles
-    them. Attributes set on tensors are left out. Returns the ``FileRecord``; tensors are named by where they stand in
+    them. Attributes set on tensors are left out. Returns its record; tensors are named by where they stand in
     nested dicts, lists and tuples. Raises OSError, and what pickle raises.
     """
     return PreparedTorch(value).write(path, options)
@@ -194,15 +156,6 @@ class PreparedTorch(Prepared):
 
     def __init__(self, value):
         super().__init__(_C.prepared.torch_file(value, PicklerHooks))
-
-    @property
-    def texts(self):
-        """What stands before the tensors, in order."""
-        return self.native.texts
-
-    def entries(self):
-        """(name, bytes) of everything in the archive: the texts, the tensors, and two more."""
-        return self.native.entries()
 
 
 class PreparedStream(Prepared):
@@ -224,14 +177,14 @@ class TorchSaveFile:
         self.value, self.archive, self.sync = value, archive, sync
 
     def write(self, path, options=None):
-        """Writes it to ``path``. Returns its ``FileRecord``, which names no tensors. Raises OSError."""
+        """Writes it to ``path``. Returns its record, which names no tensors. Raises OSError."""
         with open(path, "wb") as file:
             summed = _Summed(file)
             torch.save(self.value, summed, _use_new_zipfile_serialization=self.archive)
             file.flush()
             if self.sync:
                 os.fsync(file.fileno())
-        return FileRecord(os.path.basename(path), summed.bytes, summed.crc32)
+        return file_record(path, summed.bytes, summed.crc32)
 
 
 class _Summed:
@@ -252,17 +205,17 @@ class _Summed:
 
 def replace_file(prepared, path, options=None):
     """Writes a prepared file through a temporary one beside ``path``: a crash leaves no half file under that name, and
-    the file that was there may still be open. Returns its ``FileRecord``. Raises OSError, which names the file."""
+    the file that was there may still be open. Returns its record. Raises OSError, which names the file."""
     written = []
     write_whole(path, lambda temporary, content: written.append(content.write(temporary, options)), prepared)
-    return replace(written[-1], name=os.path.basename(path))
+    return {**written[-1], "name": os.path.basename(path)}
 
 
 def write_safetensors(tensors, metadata, path, options=None):
     """Writes ``tensors`` ({name: tensor}) and ``metadata`` ({text: text} or None) in the safetensors format: no pickle.
 
     8 bytes of header length, a JSON header padded with spaces to a multiple of 8, the tensors in row-major order; wide
-    dtypes first, so that each is aligned. Returns the ``FileRecord``. Raises ValueError for what the format cannot say
+    dtypes first, so that each is aligned. Returns its record. Raises ValueError for what the format cannot say
     (naming the tensor), OSError.
     """
     return PreparedSafetensors(tensors, metadata).write(path, options)
@@ -301,30 +254,21 @@ SYSTEM = {"protocol_version": _STREAM_FILE_VERSION, "little_endian": True,
 Cuts = _C.prepared.ArchiveCuts
 
 
-@dataclass
-class PartRecord:
-    """What a rank has written: ``runs`` [(entry, offset in it, bytes, CRC-32)]."""
-
-    bytes: int
-    runs: list
-
-    def to_dict(self):
-        return {"part": self.runs}
-
-
 class SharedTorch(Prepared):
-    """One writer's part of the file ``prepared`` (``PreparedTorch``)."""
+    """One writer's part of the file ``prepared`` (``PreparedTorch``). Its record has ``bytes``, and as ``part`` what it
+    has written: [(entry, offset in it, bytes, CRC-32)]."""
 
     def __init__(self, prepared, cuts, index):
         super().__init__(_C.prepared.ArchivePart(prepared.native, cuts, index))
 
     def write(self, path, options=None):
         options = options or WriterOptions()
-        return PartRecord(self.native.bytes, self.native.write(files, os.fspath(path), options.arguments()))
+        runs = self.native.write(files, os.fspath(path), options.arguments())
+        return {"bytes": self.native.bytes, "part": runs}
 
 
 def complete(path, prepared, cuts, parts):
-    """Ends the file when all have written theirs. ``parts``: the runs of every writer. Returns its ``FileRecord``.
+    """Ends the file when all have written theirs. ``parts``: the runs of every writer. Returns its record.
     Raises OSError."""
     runs = [tuple(run) for runs in parts for run in runs]
     return file_record(path, *_C.prepared.complete_archive(path, prepared.native, cuts, runs))

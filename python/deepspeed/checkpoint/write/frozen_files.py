@@ -5,8 +5,8 @@ import hashlib
 import os
 
 from deepspeed._native import _C
-from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write.file_writer import FileRecord, PreparedSafetensors, file_crc32
+from deepspeed.checkpoint.write import commit
+from deepspeed.checkpoint.write.file_writer import PreparedSafetensors, file_crc32
 
 
 class FrozenFile(PreparedSafetensors):
@@ -40,32 +40,26 @@ class FrozenFile(PreparedSafetensors):
     def _is_sound(self, source, record):
         """Whether the file is what was saved. It is read once in a process: a damaged one must not live on in new tags
         while the right values are in memory."""
-        try:
+        with contextlib.suppress(OSError):
             status = os.stat(source)
             place = (status.st_dev, status.st_ino)
-            if place not in self.sound:
-                if status.st_size != record.bytes or file_crc32(source) != record.crc32:
-                    return False
+            if place in self.sound:
+                return True
+            if status.st_size == record["bytes"] and file_crc32(source) == record["crc32"]:
                 self.sound.add(place)
-        except OSError:
-            return False
-        return True
+                return True
+        return False
 
 
 def _same_file_elsewhere(path):
-    """``(path, FileRecord)`` of the file's namesakes in complete tags beside the one being saved, newest first."""
+    """``(path, record)`` of the file's namesakes in complete tags beside the one being saved, newest first."""
     staging, name = os.path.split(path)
-    parent, found = os.path.dirname(staging), []
-    for entry in os.scandir(parent):
-        if not entry.name.startswith(".") and os.path.exists(os.path.join(entry.path, name)):
-            found.append((entry.stat().st_mtime, entry.path))
-    for _, folder in sorted(found, reverse=True):
-        try:
-            facts = verify.read(folder)
-        except (verify.DamagedManifest, OSError):
-            continue
+    found = [entry for entry in os.scandir(os.path.dirname(staging)) if not entry.name.startswith(".")]
+    found = [entry for entry in found if os.path.exists(os.path.join(entry.path, name))]
+    for folder in sorted(found, key=lambda entry: (entry.stat().st_mtime, entry.path), reverse=True):
+        facts = commit.whole_manifest(folder.path)
         if facts is not None and name in facts["files"]:
-            yield os.path.join(folder, name), FileRecord.from_dict(facts["files"][name])
+            yield os.path.join(folder.path, name), facts["files"][name]
 
 
 class Digest:
@@ -80,11 +74,10 @@ class Digest:
     def of(self, tensors, salt=""):
         """Hexadecimal. ``salt``: text that makes others' equal tensors different."""
         stored = {name: _C.prepared.tensor_source(tensors[name], row_major=True) for name in sorted(tensors)}
-        seen = [salt]
-        for name, source in stored.items():
-            seen.append((name, str(tensors[name].dtype), tuple(tensors[name].shape), source.crc32()))
+        about = [salt, *((name, str(tensors[name].dtype), tuple(tensors[name].shape)) for name in stored)]
+        seen = [about, [source.crc32() for source in stored.values()]]
         if self._known[0] != seen:
-            made = hashlib.sha256(repr([salt] + [entry[:3] for entry in seen[1:]]).encode())
+            made = hashlib.sha256(repr(about).encode())
             for source in stored.values():
                 source.crc32(made)
             self._known = (seen, made.hexdigest())

@@ -7,21 +7,24 @@ whole one stays until the next is whole, so there are at most two.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import gc
 import hashlib
+import itertools
 import json
 import os
-import re
 import shutil
 import socket
 import types
+from typing import Optional
 
 from deepspeed.checkpoint.engines.built_in import FastCheckpointEngine
+from deepspeed.checkpoint.layouts.names import FileName
 from deepspeed.checkpoint.write.background import Background, SnapshotSave, leave
 from deepspeed.checkpoint.write.contents import HeldStates
 from deepspeed.checkpoint.write.file_writer import WriterOptions
-from deepspeed.checkpoint.write.ranks import attempt
+from deepspeed.checkpoint.write.ranks import Ranks, attempt, take_each
 from deepspeed.checkpoint.write.save import checked_client_state, expected_bytes, facts_of, files_of
 from deepspeed.checkpoint.write.snapshot import HeldSnapshot, HostCache
 from deepspeed.host.cpu import memory_bytes
@@ -31,42 +34,40 @@ from deepspeed.log import logger
 
 # ---- names ---------------------------------------------------------------------------------------------------------
 
-_NAME = re.compile(r"step(\d+)\.(\d+)\.(\d+)")
-_SAID = re.compile(r"rank_(\d{5,})\.whole")
-
-
-def name_of(step, began, world):
-    """The folder of a snapshot. ``began``: when its run was loaded or saved last, a number of nanoseconds."""
-    return f"step{step}.{began}.{world}"
+_SNAPSHOT = FileName("step{step}.{began}.{world}")
+_WHOLE = FileName("rank_{rank:05d}.whole", r"rank_(?P<rank>\d{5,})\.whole")
 
 
 def parsed(name):
-    """``(step, began, world)`` of the folder of a snapshot, None for another one."""
-    found = _NAME.fullmatch(name)
-    return found and tuple(map(int, found.groups()))
+    """``(step, began, world)`` of the folder of a snapshot, None for another one. ``began``: when its run was loaded or
+    saved last, a number of nanoseconds."""
+    found = _SNAPSHOT.find(name)
+    return found and tuple(found.values())
 
 
 def said_by(rank):
     """The file in which a rank says that all of its files are there: facts of the run, and the files' records."""
-    return f"rank_{rank:05d}.whole"
+    return _WHOLE(rank=rank)
 
 
 def ranks_in(folder):
     """The ranks whose files are all in the folder of a snapshot."""
-    return [int(found[1]) for found in map(_SAID.fullmatch, os.listdir(folder)) if found]
+    return [found["rank"] for found in _WHOLE.found_in(folder).values()]
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
 class HostMemory:
     """The memory of this rank's host, or None from ``found``. Every rank makes it.
 
     ``ranks``: ``Ranks`` with a disk for every node. ``next_keeper``: of the next host, None on one host alone.
     """
 
-    def __init__(self, ranks, base, next_keeper):
-        self.ranks, self.base, self.next_keeper = ranks, base, next_keeper
+    ranks: Ranks
+    base: str
+    next_keeper: Optional[list]
 
     @classmethod
     def found(cls, run, ranks):
@@ -80,15 +81,17 @@ class HostMemory:
         nodes = list(dict.fromkeys(ranks.nodes))
         at = nodes.index(ranks.node)
         before, behind = nodes[at - 1], nodes[(at + 1) % len(nodes)]
-        sources = {ranks.node, before}
-        held = sum(size for (_, size), node in zip(told, ranks.nodes) if node in sources)
-        own_bytes = sum(size for (_, size), node in zip(told, ranks.nodes) if node == ranks.node)
-        lack, error = attempt(lambda: _lack(base, 2 * held, own_bytes) if ranks.leads else None, OSError)
-        ranks.agree(lack or error, "elasticity.memory_copies")
+
+        def bytes_on(*hosts):
+            return sum(size for (_, size), node in zip(told, ranks.nodes) if node in hosts)
+
+        needed, copied = 2 * bytes_on(ranks.node, before), bytes_on(ranks.node)
+        _, error = attempt(lambda: _check_room(base, needed, copied) if ranks.leads else None)
+        ranks.agree(error, "elasticity.memory_copies")
         return cls(ranks, base, told[ranks.nodes.index(behind)][0] if len(nodes) > 1 else None)
 
 
-def _lack(base, needed, copied):
+def _check_room(base, needed, copied):
     # ``needed``: bytes of files; ``copied``: of tensors on their way into files, which are in no folder.
     room = os.statvfs(base)
     held = sum(os.path.getsize(os.path.join(root, name)) for root, _, files in os.walk(base) for name in files)
@@ -97,11 +100,10 @@ def _lack(base, needed, copied):
         ("main memory", needed + copied, memory_bytes()[1] + held, "more memory"),
     ):
         if want > free:
-            return RuntimeError(
+            raise RuntimeError(
                 f"two snapshots of the ranks of host {socket.gethostname()} and of the host before it need {want} "
                 f"bytes in {where}, and {free} bytes are free: give it {fix}, or set elasticity.memory_copies to 0"
             )
-    return None
 
 
 # ---- a rank's part -------------------------------------------------------------------------------------------------
@@ -113,9 +115,8 @@ class RankSnapshot(SnapshotSave):
     The states of the run go from where they are into the files, in one pass: see ``HeldSnapshot``.
     """
 
-    def __init__(self, behind, cache, writer, place, states, facts, after):
-        super().__init__(behind, cache, writer, types.SimpleNamespace(place=place, staging=place), False, states)
-        self.snapshot = HeldSnapshot(cache, states)
+    def __init__(self, writer, cache, place, states, facts, after):
+        super().__init__(writer, types.SimpleNamespace(place=place, staging=place), HeldSnapshot(cache, states))
         self._facts, self._after = facts, after
 
     def end(self):
@@ -134,8 +135,6 @@ class RankSnapshot(SnapshotSave):
                 json.dump({**self._facts, "files": self.records}, file)
             os.rename(said + ".writing", said)
             self._after([*self.records, os.path.basename(said)])
-        except BaseException as error:
-            self.behind.fail(error, lambda steps: [steps])
         finally:
             leave(place)
 
@@ -152,11 +151,11 @@ class Snapshots:
         own = hashlib.sha256(os.path.realpath(directory).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._memory, self.key, self._before = memory, ranks.gather(own)[0], before
         self.folder = os.path.join(memory.base, self.key)
-        self.began = 0  # see ``name_of``
+        self.began = 0  # see ``parsed``
         self.whole = None  # the last whole one that this run knows of
         self._coming = None
-        self._behind, self._cache = Background(), HostCache()
-        self._writer = FastCheckpointEngine(config.checkpoint_config)
+        self._writer, self._cache = FastCheckpointEngine(config.checkpoint_config), HostCache()
+        self._writer.behind = self._behind = Background()
         self._writer.times, self._writer.shows = 1, False
         # One core: training has the others.
         self._writer.options = WriterOptions(threads=1, direct=False, sync=False, mapped=True)
@@ -200,66 +199,65 @@ class Snapshots:
         """Behind a step. ``all_of``: see ``look``."""
         if self._coming is not None:
             self._settle(all_of)
-        name = name_of(run.counters.global_steps, self.began, run.ranks.world_size)
+        name = _SNAPSHOT(step=run.counters.global_steps, began=self.began, world=run.ranks.world_size)
         reused = self._outdated(name)[-1:]
         self._clear(name, *reused)
         place = os.path.join(self.folder, name)
         facts = {**facts_of(run, name), "rank": run.ranks.rank}
-        states = HeldStates(run)
-        save = RankSnapshot(self._behind, self._cache, self._writer, place, states, facts, self._after(name))
+        save = RankSnapshot(self._writer, self._cache, place, HeldStates(run), facts, self._after(name))
         self._coming = name
-        error = None
         try:
-            files = {}
-            try:
-                files = files_of(run, checked_client_state(run))
-                _make(place)
-                for old in reused:
-                    _move(os.path.join(self.folder, old), place, files, said_by(run.ranks.rank))
-            except Exception as caught:
-                error = caught
-            error = save.add_all(files, error)
+            files, error = attempt(lambda: files_of(run, checked_client_state(run)))
+            if error is None:
+                _, error = attempt(lambda: self._begin(place, reused, files))
+            error = take_each(files or {}, save.add, error)
         except BaseException:
             save.drop()
             raise
-        if error is not None:
-            save.drop()
-            self._behind.fail(error, lambda steps: [steps])
-        else:
+        if error is None:
             save.end()
+        else:
+            save.drop()
+            self._behind.fail(error)
+
+    def _begin(self, place, reused, files):
+        """Makes the folder of a snapshot. It gets the files of one that nobody needs any more, and writes over them:
+        their pages are there already. The file in which this rank says that all of its files are there goes first."""
+        _make(place)
+        for old, name in itertools.product(reused, (said_by(self.ranks.rank), *files)):
+            path = os.path.join(self.folder, old, name)
+            with contextlib.suppress(OSError):  # it had no such file, or all of it is removed just now
+                if name not in files or os.stat(path).st_nlink > 1:
+                    os.unlink(path)
+                else:
+                    os.rename(path, os.path.join(place, name))
 
     def _ended_well(self):
-        try:
-            self._behind.wait()
-        except Exception as error:
+        _, error = attempt(self._behind.wait)
+        if error is not None:
             logger.warning(f"elasticity.memory_copies: the snapshot {self._coming} is not whole: {error}")
-            return False
-        return True
+        return error is None
 
     def _outdated(self, coming):
         """Snapshots of as many ranks as ``coming`` that nobody needs, older ones first."""
-        world = parsed(coming)[2]
         known = [name for name in os.listdir(self.folder) if parsed(name) and name not in (self.whole, coming)]
-        return sorted((name for name in known if parsed(name)[2] == world), key=parsed)
+        return sorted((name for name in known if parsed(name)[2] == parsed(coming)[2]), key=parsed)
 
     def _clear(self, *kept):
         """Removes all but the last whole one and those ``kept``, on the rank that leads its host."""
-        if self.ranks.leads:
-            for name in os.listdir(self.folder):
-                if parsed(name) and name != self.whole and name not in kept:
-                    shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+        for name in os.listdir(self.folder) if self.ranks.leads else ():
+            if parsed(name) and name != self.whole and name not in kept:
+                shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
 
     def _after(self, name):
         keeper, source, target = self._memory.next_keeper, os.path.join(self.folder, name), f"{self.key}/{name}"
 
         def after(files):
             self._clear(name)  # of what was reused the rest, which others have left there
-            if keeper is None:
-                return
-            try:
-                hand_over(keeper, source, target, files)
-            except OSError as error:
-                logger.warning(f"elasticity.memory_copies: {target} has no copy on the next host: {error}")
+            if keeper is not None:
+                _, error = attempt(lambda: hand_over(keeper, source, target, files), OSError)
+                if error is not None:
+                    logger.warning(f"elasticity.memory_copies: {target} has no copy on the next host: {error}")
 
         return after
 
@@ -281,15 +279,3 @@ def _make(folder):
     # Not what is above: a folder that the agent has removed stays so.
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
-
-
-def _move(old, place, names, said):
-    """Gives a snapshot that nobody needs any more to the next one, which writes over these files: their pages are there
-    already. ``said``: the file in which this rank says that all of its files are there; it goes first."""
-    for name in (said, *names):
-        path = os.path.join(old, name)
-        with contextlib.suppress(OSError):  # it had no such file, or all of it is removed just now
-            if name == said or os.stat(path).st_nlink > 1:
-                os.unlink(path)
-            else:
-                os.rename(path, os.path.join(place, name))

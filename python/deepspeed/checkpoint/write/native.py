@@ -37,24 +37,6 @@ from deepspeed.zero.states.named_states import NamedStates
 # (``writers_of`` of csrc/plan/saved_layout.h).
 
 
-def copies(run, cut=None):
-    """``(number, count)``: this rank is the ``number``-th of ``count`` that own the same masters and states of what all
-    ranks train. ``cut``: see ``_shares``."""
-    dp_rank, dp_world, policy = run.ranks.dp_rank, run.ranks.dp_world_size, run.policy
-    if not (policy.shards_states if cut is None else cut):
-        return dp_rank, dp_world
-    if policy.shards_params:
-        shards = run.ranks.holders
-        return dp_rank // shards, dp_world // shards
-    return 0, 1
-
-
-def own_copies(run, group, cut=None):
-    """As ``copies`` for parameters with ranks of their own, of which the ranks of ``group`` have the same."""
-    cut = run.policy.shards_states if cut is None else cut
-    return (0, 1) if cut else (dist.get_rank(group), dist.get_world_size(group))
-
-
 def owned(run):
     """``NamedStates`` of this rank: masters and states that it saves, tensors by key."""
     if run.states is None:
@@ -74,16 +56,21 @@ def owned(run):
 def _shares(run, params, cut=None):
     """Which of the parameters this rank saves, a list of truths: those that several ranks have alike are shared out
     among them. ``cut``: whether ranks have slices; None: as they have of masters."""
-    number, count = copies(run, cut)
-    groups = {}  # ranks with the same -> the numbers of the parameters
+    dp_rank, dp_world = run.ranks.dp_rank, run.ranks.dp_world_size
+    cut = run.policy.shards_states if cut is None else cut
+    sharing = run.ranks.holders if run.policy.shards_params else dp_world  # ranks that have one copy, if it is cut
+    groups = {}  # ranks with the same (None: all) -> the numbers of the parameters
     for index, param in enumerate(params):
         groups.setdefault(getattr(ranks_of(param), "copies", None), []).append(index)
     taken = [False] * len(params)
     for group, indices in groups.items():
-        mine, of = (number, count) if group is None else own_copies(run, group, cut)
-        takers = _C.writers_of([shape_of(params[index]).numel() for index in indices], of)
+        if group is None:  # this rank is the ``number``-th of ``count`` that own the same
+            number, count = (dp_rank // sharing, dp_world // sharing) if cut else (dp_rank, dp_world)
+        else:
+            number, count = (0, 1) if cut else (dist.get_rank(group), dist.get_world_size(group))
+        takers = _C.writers_of([shape_of(params[index]).numel() for index in indices], count)
         for index, taker in zip(indices, takers):
-            taken[index] = taker == mine
+            taken[index] = taker == number
     return taken
 
 
@@ -111,11 +98,10 @@ def untrained(run, exclude_frozen, named):
         if is_sharded(param):
             handle = param.ds_handle
             numel = max(0, handle.own_numel)
-            whole = numel == handle.numel
-            offset, value = (None if whole else handle.own_begin), handle.shard[:numel].detach()
-            value = value.view(param.ds_shape) if whole else value
             if not numel and handle.numel:
                 continue
+            value = handle.shard[:numel].detach()
+            offset, value = (None, value.view(param.ds_shape)) if numel == handle.numel else (handle.own_begin, value)
         begin, shape = saved_part(param)
         if shape != shape_of(param):
             offset, value = begin + (offset or 0), value.reshape(-1)
@@ -128,15 +114,13 @@ def others_of_module(run, exclude_frozen, named):
     rank is to save, tensors by key and values by name; all its names; the versions of its modules."""
     state = run.module_state(exclude_frozen_parameters=exclude_frozen)
     params, copies = run.weights.params, run.weights.copies
-    tensors, values = {}, {}
-    for name, value in state.items():
-        # At stage 3 a rank gets back its own.
-        if name in params or not (saves(run, copies.get(name)) or run.policy.shards_params):
-            continue
-        if torch.is_tensor(value):
-            tensors[key_of(names.MODULE, named(name))] = value.detach()
-        else:
-            values[named(name)] = value
+    mine = {  # at stage 3 a rank gets back its own
+        named(name): value
+        for name, value in state.items()
+        if name not in params and (saves(run, copies.get(name)) or run.policy.shards_params)
+    }
+    tensors = {key_of(names.MODULE, name): value.detach() for name, value in mine.items() if torch.is_tensor(value)}
+    values = {name: value for name, value in mine.items() if not torch.is_tensor(value)}
     return tensors, values, [named(name) for name in state], dict(getattr(state, "_metadata", {}))
 
 
@@ -148,8 +132,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 def is_wanted(run):
     """Whether the configuration asks for this format."""
-    writer = run.config.checkpoint_config.writer
-    return writer is not None and writer.format == "safetensors"
+    return getattr(run.config.checkpoint_config.writer, "format", None) == "safetensors"
 
 
 def files_of(run, client_state, exclude_frozen_parameters=False):
@@ -162,16 +145,12 @@ def files_of(run, client_state, exclude_frozen_parameters=False):
     if run.weights.differs:
         of_all = ranks.gather(made.about_params() if made is not None else None)
     files, error = attempt(lambda: made.files(client_state, of_all)) if error is None else ({}, error)
-    _agree(ranks, error)
+    told = ranks.gather([failure_of(ranks.rank, error), str(error) if isinstance(error, NotPlain) else None])
+    not_plain = [f"rank {failure[0]}: {text}" for failure, text in told if text is not None]
+    if not_plain:
+        raise NotPlain(f"nothing is saved: {not_plain[0]}") from error
+    raise_together([failure for failure, _ in told], "nothing is saved", error)
     return {name: lambda file=file: file for name, file in files.items()}
-
-
-def _agree(ranks, error):
-    found = ranks.gather((failure_of(ranks.rank, error), isinstance(error, NotPlain), str(error)))
-    for failure, not_plain, text in found:
-        if failure is not None and not_plain:
-            raise NotPlain(f"nothing is saved: rank {failure[0]}: {text}") from error
-    raise_together([failure for failure, _, _ in found], "nothing is saved", error)
 
 
 class _Contents:
@@ -311,13 +290,11 @@ def _parameters(run, exclude_frozen, named):
 
 def _scheduler_state(scheduler):
     """Schedulers of torch keep functions among their values: made again by the script, they need not be saved."""
-    if not hasattr(scheduler, "state_dict"):
-        return None
-    state = scheduler.state_dict()
+    state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
     of_torch = getattr(torch.optim.lr_scheduler, "LRScheduler", torch.optim.lr_scheduler._LRScheduler)
-    if not isinstance(scheduler, of_torch):
-        return state
-    return {key: value for key, value in state.items() if not isinstance(value, _FUNCTIONS)}
+    if isinstance(scheduler, of_torch):
+        return {key: value for key, value in state.items() if not isinstance(value, _FUNCTIONS)}
+    return state
 
 
 def _described(value):

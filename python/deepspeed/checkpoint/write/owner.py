@@ -11,6 +11,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import pathlib
 import shutil
 import socket
 
@@ -44,7 +45,7 @@ class Process:
         return cls(
             host=socket.gethostname(),
             boot=_text("/proc/sys/kernel/random/boot_id"),
-            pid_space=_link("/proc/self/ns/pid"),
+            pid_space=_text("/proc/self/ns/pid", os.readlink),
             pid=os.getpid(),
             started=started(os.getpid()),
         )
@@ -56,17 +57,14 @@ class Process:
         return _C.process_ended(self.pid) or (self.started != 0 and started(self.pid) != self.started)
 
 
-def _text(path):
-    try:
-        with open(path) as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+def _read(path):
+    with open(path) as file:
+        return file.read().strip()
 
 
-def _link(path):
+def _text(path, read=_read):
     try:
-        return os.readlink(path)
+        return read(path)
     except OSError:
         return ""
 
@@ -86,28 +84,23 @@ def claim(folder, lock=True, **more):
     """Writes into ``folder`` that it is this process's; ``more``: other facts. Raises OSError."""
     let_go(folder)
     facts = {**dataclasses.asdict(Process.here()), **more}
-    if lock and _write(folder, {**facts, "locked": True}, True):
-        return
-    _write(folder, {**facts, "locked": False}, False)
+    if lock:
+        with contextlib.suppress(OSError):  # no locks here
+            return _write(folder, {**facts, "locked": True})
+    return _write(folder, {**facts, "locked": False})
 
 
-def _write(folder, facts, lock):
+def _write(folder, facts):
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path_in(folder))  # a mounted object store writes no file twice
     descriptor = os.open(path_in(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, descriptor)
         os.write(descriptor, json.dumps(facts).encode())
-        if not lock:
-            return True
-        try:
+        if facts["locked"]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        _held[folder], descriptor = descriptor, None
-        return True
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+            stack.pop_all()
+            _held[folder] = descriptor
 
 
 def let_go(folder):
@@ -146,25 +139,17 @@ def is_gone(folder, here=None):
     """Whether the owner of ``folder`` is gone: True, False, or None where nobody can tell."""
     facts = facts_of(folder)
     if not facts or folder in _held:
-        return None if not facts else False
-    process = _process_of(facts)
-    if process is None:
-        return None
-    here = here or Process.here()
-    if facts.get("locked"):
-        free = _is_free(path_in(folder))
-        if free is False:
-            return False
-        if free and process.boot and process.boot == here.boot:
-            return True
-    return process.is_gone(here)
+        return False if facts else None
+    process, here = _process_of(facts), here or Process.here()
+    free = _is_free(path_in(folder)) if process is not None and facts.get("locked") else None
+    if free is False or (free and process.boot and process.boot == here.boot):
+        return free
+    return process.is_gone(here) if process is not None else None
 
 
 def _process_of(facts):
-    try:
-        found = {field.name: facts[field.name] for field in dataclasses.fields(Process)}
-    except KeyError:  # of an earlier version, which wrote less
-        return None
+    """None for the mark of an earlier version, which wrote less, and for a damaged one."""
+    found = {field.name: facts.get(field.name) for field in dataclasses.fields(Process)}
     whole = all(type(found[field.name]) is field.type for field in dataclasses.fields(Process))
     return Process(**found) if whole and 0 < found["pid"] < 1 << 31 else None
 
@@ -181,19 +166,16 @@ def is_alive(folder):
 
 def _is_free(path):
     """Whether nobody has locked the file; None where that cannot be found out."""
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(descriptor)
+    return None
 
 
 def is_abandoned(folder, now, here=None):
@@ -206,11 +188,17 @@ def is_abandoned(folder, now, here=None):
 
 def _last_written(folder):
     newest = 0.0
-    for root, folders, files in os.walk(folder):
-        for name in ("", *folders, *files):
-            with contextlib.suppress(OSError):
-                newest = max(newest, os.lstat(os.path.join(root, name)).st_mtime)
+    for path in ("", *_below(folder)):
+        with contextlib.suppress(OSError):
+            newest = max(newest, os.lstat(os.path.join(folder, path)).st_mtime)
     return newest
+
+
+def _below(folder):
+    """Paths, relative to ``folder``, of all folders and files in it."""
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            yield os.path.normpath(os.path.join(os.path.relpath(root, folder), name))
 
 
 def described(folder):
@@ -248,14 +236,8 @@ def own_files(folder):
     found = {verify.NAME, NAME}
     if facts is not None:
         return found | {name for name, record in facts["files"].items() if _is_as_listed(folder, name, record)}
-    unfinished = facts_of(folder)
-    found.update(listed_in_mark(folder))
-    is_own = names.is_published_file if unfinished is None else names.is_checkpoint_file
-    return found | {name for name in os.listdir(folder) if is_own(name)} | _universal_files(folder)
-
-
-def _has_form(name):
-    return names.is_checkpoint_file(name) or names.is_universal_file(name)
+    is_own = names.is_published_file if facts_of(folder) is None else names.is_checkpoint_file
+    return found | listed_in_mark(folder) | set(filter(is_own, os.listdir(folder))) | _universal_files(folder)
 
 
 def _is_as_listed(folder, name, record):
@@ -275,7 +257,8 @@ def listed_in_mark(folder):
     """The files that an unfinished save in place, or a swap file by file, says it had found there: a set."""
     files = (facts_of(folder) or {}).get("files", ())
     found = {name for name in files if isinstance(name, str)} if isinstance(files, (list, tuple)) else set()
-    strange = sorted(name for name in found if name not in (verify.NAME, NAME) and not _has_form(name))
+    known = names.is_checkpoint_file, names.is_universal_file, {verify.NAME, NAME}.__contains__
+    strange = sorted(name for name in found if not any(is_known(name) for is_known in known))
     if strange:
         logger.warning(
             f"{path_in(folder)} lists {strange[:3]} as files of a checkpoint, which no save writes: they stay"
@@ -285,36 +268,23 @@ def listed_in_mark(folder):
 
 def _universal_files(folder):
     """Those of a universal checkpoint, of parameters that have a master."""
-    found = set()
-    if not os.path.isfile(os.path.join(folder, names.ZERO_FOLDER, names.OPTIMIZER_STATE)):
-        return found
-    found.add(f"{names.ZERO_FOLDER}/{names.OPTIMIZER_STATE}")
-    for entry in os.scandir(os.path.join(folder, names.ZERO_FOLDER)):
-        if entry.is_dir(follow_symlinks=False) and os.path.isfile(os.path.join(entry.path, "fp32.pt")):
-            files = (f"{names.ZERO_FOLDER}/{entry.name}/{name}" for name in os.listdir(entry.path))
-            found.update(filter(names.is_universal_file, files))
-    return found
+    zero = os.path.join(folder, names.ZERO_FOLDER)
+    if not os.path.isfile(os.path.join(zero, names.OPTIMIZER_STATE)):
+        return set()
+    folders = [entry for entry in os.scandir(zero) if entry.is_dir(follow_symlinks=False)]
+    folders = [entry for entry in folders if os.path.isfile(os.path.join(entry.path, "fp32.pt"))]
+    files = (f"{names.ZERO_FOLDER}/{entry.name}/{name}" for entry in folders for name in os.listdir(entry.path))
+    return {f"{names.ZERO_FOLDER}/{names.OPTIMIZER_STATE}", *filter(names.is_universal_file, files)}
 
 
 def _folders_of(paths):
-    found = set()
-    for path in paths:
-        while path := os.path.dirname(path):
-            found.add(path)
-    return found
+    return {str(parent) for path in paths for parent in pathlib.PurePath(path).parents} - {os.curdir}
 
 
 def others_files(folder):
     """Whether there is anything in ``folder`` that is not ``own_files``; empty folders count."""
     own = own_files(folder)
-    made = _folders_of(own)
-    for root, folders, files in os.walk(folder):
-        where = os.path.relpath(root, folder)
-        for name in (*folders, *files):
-            path = os.path.normpath(os.path.join(where, name))
-            if path not in own and path not in made:
-                return True
-    return False
+    return not own.union(_folders_of(own)).issuperset(_below(folder))
 
 
 def carry_over(old, new):
@@ -322,34 +292,22 @@ def carry_over(old, new):
     name: hard links, or copies where there are none. Raises OSError."""
     own = own_files(old)
     made, copied = _folders_of(own), []
-    for root, folders, files in os.walk(old):
-        where = os.path.relpath(root, old)
-        for name in folders:
-            path = os.path.normpath(os.path.join(where, name))
-            source, target = os.path.join(old, path), os.path.join(new, path)
-            if os.path.islink(source):
-                files = [*files, name]
-            elif path not in made and not os.path.lexists(target):
-                os.makedirs(path_below(new, path, f"the folder {old}"))
-                copied.append((source, target))
-        for name in files:
-            path = os.path.normpath(os.path.join(where, name))
-            if path not in own:
-                _carry(os.path.join(old, path), new, path)
+    for path in _below(old):
+        source, target = os.path.join(old, path), os.path.join(new, path)
+        is_folder = os.path.isdir(source) and not os.path.islink(source)
+        if path in (made if is_folder else own) or os.path.lexists(target):
+            continue
+        path_below(new, path, f"the folder {old}" if is_folder else f"the folder of {source}")
+        os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
+        if is_folder:
+            copied.append((source, target))
+            continue
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(source, target, follow_symlinks=False)
     for source, target in reversed(copied):  # now: nothing can be put into one that nobody may write to
         shutil.copystat(source, target)
-
-
-def _carry(source, new, path):
-    target = os.path.join(new, path)
-    if os.path.lexists(target):
-        return
-    path_below(new, path, f"the folder of {source}")
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def remove_own(folder, spared=()):
@@ -371,8 +329,9 @@ def _remove_if_empty(folder, path):
 
 
 def make_way(folder, path):
-    """A link of the name ``path`` in ``folder`` goes, before a file is written there: the file that it leads to must
-    not be written to."""
+    """The path of the file ``path`` in ``folder``, before it is written. A link of that name goes: the file that it
+    leads to must not be written to."""
     path = os.path.join(folder, path)
     if os.path.islink(path):
         os.unlink(path)
+    return path

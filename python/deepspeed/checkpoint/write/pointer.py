@@ -5,6 +5,7 @@ time never mix their texts, and nobody can have put a link in its place. Those t
 removed by the next replacement: their names say whose they are.
 """
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -20,6 +21,18 @@ from deepspeed.formats.recorded_paths import remove_below
 CANNOT_RENAME = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EMFILE)
 
 
+def cannot_rename(source, target):
+    """Gives a file or folder another name, in one step. Returns the error of a file system that cannot do that, else
+    None. Raises OSError."""
+    try:
+        file_writer.rename(source, target)
+    except OSError as error:
+        if error.errno not in CANNOT_RENAME:
+            raise
+        return error
+    return None
+
+
 def _place():
     # Where process ids mean the same.
     here = owner.Process.here()
@@ -32,31 +45,20 @@ def replace_text(path, text):
     temporary = os.path.join(folder, f".{name}.{_place()}-{os.getpid()}-{secrets.token_hex(8)}.writing")
     try:
         file_writer.write_bytes(text.encode(), temporary)
-        try:
-            file_writer.rename(temporary, path)
-        except OSError as error:
-            if error.errno not in CANNOT_RENAME:
-                raise
+        if cannot_rename(temporary, path) is not None:
             os.unlink(temporary)
-            owner.make_way(folder, name)
-            file_writer.write_bytes(text.encode(), path)
-    except BaseException:
+            file_writer.write_bytes(text.encode(), owner.make_way(folder, name))
+    finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
-        raise
     file_writer.sync_directory(folder)
     _remove_left(folder, name)
 
 
 def _remove_left(folder, name):
     form = re.compile(re.escape(f".{name}.") + r"([0-9a-f]{8})-(\d{1,9})-[0-9a-f]{16}\.writing")
-    for other in os.listdir(folder or os.curdir):
-        match = form.fullmatch(other)
-        if match is None:
-            continue
-        try:
-            old = time.time() - os.lstat(os.path.join(folder, other)).st_mtime > owner.LEASE_S
+    for match in filter(None, map(form.fullmatch, os.listdir(folder or os.curdir))):
+        with contextlib.suppress(OSError):  # another process has removed it, or may alone
+            old = time.time() - os.lstat(os.path.join(folder, match[0])).st_mtime > owner.LEASE_S
             if old or (match[1] == _place() and _C.process_ended(int(match[2]))):
-                remove_below(folder, other, folder)
-        except OSError:  # another process has removed it, or may alone
-            pass
+                remove_below(folder, match[0], folder)

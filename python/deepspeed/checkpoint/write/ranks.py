@@ -1,6 +1,7 @@
 """The ranks that write one checkpoint, and how they agree on what came of it."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -9,7 +10,6 @@ import time
 from deepspeed import comm as dist
 from deepspeed._native import _C
 from deepspeed.checkpoint.read.verify import DamagedManifest
-from deepspeed.checkpoint.write.pointer import CANNOT_RENAME
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------
 
@@ -46,6 +46,17 @@ def attempt(function, kinds=Exception):
         return None, error
 
 
+def take_each(files, take, error=None):
+    """Makes the values of ``files`` (name -> function), and calls ``take(name, value)`` for each one until there is an
+    error. Returns the first error, of either, or None."""
+    for name, value in files.items():  # some run collectives, so all are made, whatever has failed
+        made, failed = attempt(value)
+        if error is None and failed is None:
+            _, failed = attempt(functools.partial(take, name, made))
+        error, made = error or failed, None
+    return error
+
+
 class Ranks:
     """All ranks of a run. ``ranks``: its ``RunRanks``. ``leads``: this rank makes folders and renames them; one of each
     node when every node has a disk of its own (``node_local``), else rank 0."""
@@ -64,10 +75,12 @@ class Ranks:
         dist.all_gather_object(found, value)
         return found
 
-    def agree(self, error, what, value=None):
-        """Every rank says what went wrong (None: nothing), and all raise alike if anything did. Returns the ``value``
-        (of what JSON can carry) of every rank."""
+    def agree(self, error, what, value=None, own=False):
+        """Every rank says what went wrong (None: nothing), and all raise alike if anything did; with ``own`` a rank
+        raises its own ``error`` as it is. Returns the ``value`` (of what JSON can carry) of every rank."""
         told = self.gather([failure_of(self.rank, error), value])
+        if own and error is not None:
+            raise error
         raise_together([part[0] for part in told if part is not None], what, error)
         return [part and part[1] for part in told]
 
@@ -76,10 +89,6 @@ class Ranks:
         the leading rank of this rank's node."""
         found, error = attempt(function) if self.leads else (None, None)
         return self.agree(error, what, found)[self.nodes.index(self.node)]
-
-    def beside(self, values):
-        """Of one value for each rank those of the ranks that write into the same folder."""
-        return [value for value, node in zip(values, self.nodes) if node == self.node]
 
 
 # ---- ranks through files -------------------------------------------------------------------------------------------
@@ -139,19 +148,10 @@ class RanksThroughFiles(Ranks):
         return [found.get(rank) for rank in range(self.size)]
 
     def _post(self, turn, value):
-        own = self._path(turn, self.rank)
         try:
             os.makedirs(self.folder, exist_ok=True)
-            with open(own + ".writing", "w") as file:
-                json.dump(value, file)
-            try:
-                os.replace(own + ".writing", own)
-            except OSError as error:
-                if error.errno not in CANNOT_RENAME:
-                    raise
-                os.unlink(own + ".writing")
-                with open(own, "w") as file:  # who reads half of it reads it again
-                    json.dump(value, file)
+            with open(self._path(turn, self.rank), "w") as file:
+                json.dump([value], file)  # who reads half of it, which is no JSON, reads it again
         except OSError as error:
             # A short link takes no block of the disk: it can be made where a file cannot.
             with contextlib.suppress(OSError):
@@ -161,14 +161,14 @@ class RanksThroughFiles(Ranks):
     def _collect(self, turn):
         found, pause, until, asked = {}, 0.0005, time.monotonic() + self.timeout_s, time.monotonic()
         while True:
-            gone = []
+            gone = ()
             if self.processes is not None and time.monotonic() > asked + 0.5:
                 asked = time.monotonic()
                 gone = [rank for rank in self.here if rank not in found and _is_gone(self.processes[rank])]
             for rank in self.here:  # after the question who is gone: what those have left counts
                 if rank not in found and os.path.exists(self._path(turn, rank)):
                     with open(self._path(turn, rank)) as file, contextlib.suppress(ValueError):
-                        found[rank] = json.load(file)
+                        found[rank] = json.load(file)[0]
             late = [rank for rank in self.here if rank not in found]
             if not late:
                 return found
@@ -176,34 +176,32 @@ class RanksThroughFiles(Ranks):
                 if os.path.islink(self._failed(rank)):
                     number = int(os.readlink(self._failed(rank)))
                     raise OSError(number, f"rank {rank} could not say how far it is: {os.strerror(number)}")
-            dead = [str(rank) for rank in late if rank in gone]
+            dead = ", ".join(str(rank) for rank in late if rank in gone)
             if dead:
-                raise TimeoutError(f"rank {', '.join(dead)} ended before its part was written")
+                raise TimeoutError(f"rank {dead} ended before its part was written")
             if time.monotonic() > until:
                 names = ", ".join(map(str, late))
                 raise TimeoutError(f"rank {names} has not written its part within {self.timeout_s:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_S)
 
-    def agree(self, error, what, value=None):
+    def agree(self, error, what, value=None, own=False):
         try:
-            return super().agree(error, what, value)
+            return super().agree(error, what, value, own)
         except Exception as caught:
             if caught is not self.broken:
                 raise
-            number = caught.errno if caught.errno is not None else None
+            number = caught.errno
             text = f"{what}: {caught.strerror if number is not None else caught}"
             raise (OSError(number, text) if number is not None else TimeoutError(text)) from error
 
     def close(self):
         """After the last ``gather``. The last rank to call it removes the folder: until then others may be reading."""
-        if self.here == [self.rank]:
-            return
         with contextlib.suppress(OSError):
-            with open(os.path.join(self.folder, f"left.{self.rank}"), "w"):
-                pass
-            if all(os.path.exists(os.path.join(self.folder, f"left.{rank}")) for rank in self.here):
-                shutil.rmtree(self.folder, ignore_errors=True)
+            if self.here != [self.rank]:
+                open(os.path.join(self.folder, f"left.{self.rank}"), "w").close()
+                if all(os.path.exists(os.path.join(self.folder, f"left.{rank}")) for rank in self.here):
+                    shutil.rmtree(self.folder, ignore_errors=True)
 
 
 # ---- turns ---------------------------------------------------------------------------------------------------------

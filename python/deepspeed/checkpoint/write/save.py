@@ -15,7 +15,7 @@ from deepspeed.checkpoint.write.by_rank import PartsByRank
 from deepspeed.checkpoint.write.contents import HeldStates, counters_of
 from deepspeed.checkpoint.write.file_writer import Cuts, PreparedTorch, SharedTorch, complete
 from deepspeed.checkpoint.write.pointer import replace_text
-from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
+from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together, take_each
 from deepspeed.host.cpu import socket_of_process
 from deepspeed.host.launcher_messages import tell_launcher
 from deepspeed.log import log_dist, logger, warning_once
@@ -26,14 +26,9 @@ from deepspeed.zero.parameters.sharded_parameter import is_sharded
 # The files that this rank writes, and the value of each.
 
 
-def common_names(run):
-    """Names of files of which every data-parallel rank has the same, in the layout of the ``.pt`` files."""
-    return () if run.policy.saved.model_by_rank else (names.MODEL_STATES(mp_rank=run.ranks.mp_rank),)
-
-
 def files_of(run, client_state, exclude_frozen_parameters=False, with_common=False):
     """dict: name of a file below the tag's folder -> function that gives its value, for the files of this rank.
-    ``with_common``: also those of which rank 0 of the data-parallel group has the same (``common_names``).
+    ``with_common``: also the model file where rank 0 of the data-parallel group has the same.
 
     Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is
     trained: write them, or copy them, before the next step. A ``TensorOfPieces`` may stand for a tensor.
@@ -63,15 +58,11 @@ def files_of(run, client_state, exclude_frozen_parameters=False, with_common=Fal
 
 def expected_bytes(run):
     """About so many bytes of tensors each larger file of this rank will hold, rather too many than too few."""
-    saved = run.policy.saved
-    tensors = [*(param for _, param in run.weights.unique()), *run.weights.buffers.values()]
-    module = sum(t.numel() * t.element_size() for t in tensors) if not saved.model_by_rank else 0
-    states = run.states.expected_bytes() if run.states is not None else 0
+    saved, tensors = run.policy.saved, [*(param for _, param in run.weights.unique()), *run.weights.buffers.values()]
     leads = run.ranks.dp_rank == 0
-    if saved.optimizer_by_rank:
-        files = [states, module if leads else 0]
-    else:
-        files = [module + states] if leads else []
+    module = sum(t.numel() * t.element_size() for t in tensors) if leads and not saved.model_by_rank else 0
+    states = run.states.expected_bytes() if run.states is not None and (leads or saved.optimizer_by_rank) else 0
+    files = [states, module] if saved.optimizer_by_rank else [module + states]
     return [size + size // 50 + (1 << 20) for size in files if size > 0]
 
 
@@ -79,8 +70,12 @@ def _model_states(run, client_state, exclude_frozen_parameters, parts, schedule)
     described, saved = parts.described, run.policy.saved
     frozen = saved.frozen_listed and not exclude_frozen_parameters
     whole = not saved.optimizer_by_rank and not (described and described["table"])
+    module, cut = run.module_state(exclude_frozen_parameters=exclude_frozen_parameters), {}
+    if saved.model_by_rank:
+        cut = {name for name, param in run.weights.params.items() if name in module and is_sharded(param)}
+    module.update({name: torch.empty(0, dtype=module[name].dtype) for name in cut})
     state = {
-        "module": parts.module_of(_module_states(run, exclude_frozen_parameters)),
+        "module": parts.module_of(module),
         "buffer_names": parts.buffers,
         "optimizer": run.optimizer_state() if run.optimizer_state is not None and whole else None,
         "param_shapes": contents.param_shapes(run) if saved.optimizer_by_rank else None,
@@ -93,28 +88,16 @@ def _model_states(run, client_state, exclude_frozen_parameters, parts, schedule)
         "ds_version": __version__,
         **({names.PARAMS_BY_RANK: described} if described else {}),
     }
-    state.update(client_state)
-    return state
-
-
-def _module_states(run, exclude_frozen_parameters):
-    state = run.module_state(exclude_frozen_parameters=exclude_frozen_parameters)
-    if not run.policy.saved.model_by_rank:
-        return state
-    for name, param in run.weights.params.items():
-        if name in state and is_sharded(param):
-            state[name] = torch.empty(0, dtype=state[name].dtype)
-    return state
+    return {**state, **client_state}
 
 
 # ---- sharing -------------------------------------------------------------------------------------------------------
-# Which ranks share the writing of files of which all data-parallel ranks have the same (``writer.data_parallel``).
+# Which ranks share the writing of the file of which all data-parallel ranks have the same (``writer.data_parallel``).
 
 
 def make_sharing(run, ranks):
     """A ``Sharing`` for one save, or None where nothing is to be shared. Every rank calls it."""
-    writer = run.config.checkpoint_config.writer
-    mode = writer.data_parallel if writer is not None else None
+    mode = getattr(run.config.checkpoint_config.writer, "data_parallel", None)
     if mode is None or run.policy.saved.model_by_rank or native.is_wanted(run):
         return None
     local = int(os.environ.get("LOCAL_RANK", 0))
@@ -130,55 +113,50 @@ class Sharing:
     """
 
     def __init__(self, mode, facts, ranks):
-        self.ranks = ranks
-        self.writers = []  # ranks that share this rank's files, the one that leads first
-        mp_rank = facts[ranks.rank][2]
+        self.ranks, mp_rank = ranks, facts[ranks.rank][2]
         members = sorted((fact[3], rank) for rank, fact in enumerate(facts) if fact[2] == mp_rank)
-        node = ranks.nodes[members[0][1]]
-        taken = set()
+        first = {}  # place -> its first rank
         for dp_rank, rank in members:
-            host, socket_number = facts[rank][:2]
-            place = {"REPLICA": dp_rank, "SOCKET": (host, socket_number), "MACHINE": host}[mode]
-            if ranks.nodes[rank] == node and place not in taken:
-                taken.add(place)
-                self.writers.append(rank)
+            if ranks.nodes[rank] == ranks.nodes[members[0][1]]:
+                host, socket_number = facts[rank][:2]
+                first.setdefault({"REPLICA": dp_rank, "SOCKET": (host, socket_number), "MACHINE": host}[mode], rank)
+        self.writers = list(first.values())  # ranks that share this rank's files, the one that leads first
         self.writes = ranks.rank in self.writers and len(self.writers) > 1
         self.leads = self.writes and self.writers[0] == ranks.rank
-        self._led = {}  # name -> (PreparedTorch, Cuts) of files that this rank completes
+        self.name = names.MODEL_STATES(mp_rank=mp_rank)
+        self._led = None  # (PreparedTorch, Cuts) of the file, where this rank completes it
 
-    def cut(self, files, names, agree):
-        """``files`` as ``files_of`` gives them, with the parts of this rank in place of the files ``names``.
-        Every rank calls it; ``agree(error, value)`` gives the values of all, or raises on all."""
-        made, error = attempt(lambda: {name: PreparedTorch(files[name]()) for name in names if self.writes})
-        prepared = made or {}
-        told = agree(error, {name: [len(made.texts), made.entries()] for name, made in prepared.items()})
-        found, error = dict(files), None
-        for name, made in prepared.items():
-            texts, entries = told[self.writers[0]][name]
-            own = [list(entry) for entry in made.entries()[texts:-2]]
-            if own != [list(entry) for entry in entries[texts:-2]]:
+    def cut(self, files, agree):
+        """``files`` as ``files_of`` gives them, with the part of this rank in place of the model file. Every rank calls
+        it; ``agree(error, value)`` gives the values of all, or raises on all."""
+        made, error = attempt(lambda: PreparedTorch(files[self.name]()) if self.writes else None)
+        told = agree(error, [len(made.native.texts), made.native.entries()] if made is not None else None)
+        if made is not None:
+            texts, entries = told[self.writers[0]]
+            own = [list(entry) for entry in made.native.entries()[texts:-2]]
+            if own == [list(entry) for entry in entries[texts:-2]]:
+                cuts = Cuts(entries, texts, len(self.writers))
+                part = SharedTorch(made, cuts, self.writers.index(self.ranks.rank))
+                files = {**files, self.name: lambda: part}
+                self._led = (made, cuts) if self.leads else None
+            else:
                 error = RuntimeError(
-                    f"{name} has other tensors here than on rank {self.writers[0]}: ranks can share its writing only "
-                    "when all have the same; set checkpoint.writer.data_parallel to null, or give all the same "
+                    f"{self.name} has other tensors here than on rank {self.writers[0]}: ranks can share its writing "
+                    "only when all have the same; set checkpoint.writer.data_parallel to null, or give all the same "
                     "client_state"
                 )
-                continue
-            cuts = Cuts(entries, texts, len(self.writers))
-            found[name] = lambda part=SharedTorch(made, cuts, self.writers.index(self.ranks.rank)): part
-            if self.leads:
-                self._led[name] = made, cuts
         agree(error, None)
-        return found
+        return files
 
     def complete(self, records, folder):
-        """Ends the files that this rank leads. ``records``: of every rank, name -> record. Returns this rank's own, in
-        which those files stand as wholes."""
+        """Ends the file if this rank leads. ``records``: of every rank, name -> record. Returns this rank's own, in
+        which the file is a whole one or is not there."""
         own = dict(records[self.ranks.rank])
-        for name in [name for name, record in own.items() if "part" in record]:
-            del own[name]
-            if name in self._led:
-                parts = [records[rank][name]["part"] for rank in self.writers]
-                own[name] = complete(os.path.join(folder, name), *self._led[name], parts).to_dict()
+        if self.writes:
+            del own[self.name]
+        if self._led is not None:
+            parts = [records[rank][self.name]["part"] for rank in self.writers]
+            own[self.name] = complete(os.path.join(folder, self.name), *self._led, parts)
         return own
 
 
@@ -188,22 +166,14 @@ class Sharing:
 def _agreed_tag(run, ranks, tag, error):
     """The tag of rank 0. Whether another one elsewhere is an error is for ``checkpoint.tag_validation`` to say. All
     raise where any rank has an ``error``, which that rank raises itself."""
-    told = ranks.gather([tag, failure_of(ranks.rank, error)])
-    if error is not None:
-        raise error
-    raise_together([failure for _, failure in told], "nothing is saved")
-    names = [tag for tag, _ in told]
+    names = ranks.agree(error, "nothing is saved", tag, own=True)
     others = [(rank, other) for rank, other in enumerate(names) if other != names[0]]
-    if not others or not run.config.checkpoint_tag_validation_enabled:
-        return names[0]
-    text = (
-        f"rank 0 saves under tag {names[0]!r}, "
-        + ", ".join(f"rank {rank} under {other!r}" for rank, other in others)
-        + "; pass the same tag on every rank"
-    )
-    if run.config.checkpoint_tag_validation_fail:
-        raise AssertionError(text)  # the type that scripts catch
-    logger.warning(f"{text}. All save under {names[0]!r}.")
+    if others and run.config.checkpoint_tag_validation_enabled:
+        under = ", ".join(f"rank {rank} under {other!r}" for rank, other in others)
+        text = f"rank 0 saves under tag {names[0]!r}, {under}; pass the same tag on every rank"
+        if run.config.checkpoint_tag_validation_fail:
+            raise AssertionError(text)  # the type that scripts catch
+        logger.warning(f"{text}. All save under {names[0]!r}.")
     return names[0]
 
 
@@ -295,7 +265,6 @@ class Saving:
 
     def __init__(self, run, ranks, save_dir, tag, place, sharing=None):
         self.ranks, self.sharing = ranks, sharing
-        self._common = common_names(run)
         self.save_dir, self.tag = save_dir, tag
         self.folder = os.path.join(save_dir, tag)
         self.place = place  # that folder, whatever links lead to it
@@ -327,13 +296,14 @@ class Saving:
             self.ranks.gather(None)  # nobody goes on while files are still being removed
             raise
 
-    def begin(self, token=None):
-        """Makes the hidden folder, and with a ``token`` the one in which the ranks meet in the background."""
+    def begin(self, meeting=None):
+        """Makes the hidden folder, and the folder ``meeting``, if given, in which the ranks meet in the background."""
 
         def make():
             self.staging = commit.begin(self.place, self._in_place)
-            if token is not None and self.ranks.size > 1:
-                commit.make_meeting(self.place, token)
+            if meeting is not None and self.ranks.size > 1:
+                os.mkdir(meeting)
+                owner.claim(meeting, lock=False)  # the last rank removes it, which would have to find a lock
             return self.staging
 
         self.staging = self._together(make)
@@ -342,30 +312,26 @@ class Saving:
             self.failed = f"the checkpoint {self.folder} is not saved; {lost}"
 
     def shared(self, files):
-        """``files``, with those of which all data-parallel ranks have the same cut into parts. Every rank calls it,
-        after ``begin``. A file system without hidden folders has no files with several writers: one rank writes them
+        """``files``, with the one of which all data-parallel ranks have the same cut into parts. Every rank calls it,
+        after ``begin``. A file system without hidden folders has no files with several writers: one rank writes it
         there."""
-        if self.sharing is None:
+        sharing = self.sharing
+        if sharing is None:
             return files
         if self.staging == self.place:
-            leads, self.sharing = self.sharing.leads or not self.sharing.writes, None
-            return {name: value for name, value in files.items() if leads or name not in self._common}
-        return self.sharing.cut(files, self._common, lambda error, value: self.agree(error, value=value))
+            self.sharing = None
+            return {name: files[name] for name in files if name != sharing.name or sharing.leads or not sharing.writes}
+        return sharing.cut(files, lambda error, value: self.agree(error, value=value))
 
     def write(self, files, writer):
         """Writes the files of this rank through ``writer.write_file``. Returns name -> record for the manifest."""
-        staging, records, error = self.staging or "", {}, None  # no folder for a writer that writes nothing
-        for name, value in files.items():  # some run collectives, so all are made, whatever has failed
-            made = None
-            try:
-                made = value()
-                if error is None:
-                    if staging:
-                        owner.make_way(staging, name)
-                    records[name] = writer.write_file(name, made, os.path.join(staging, name))
-            except Exception as caught:
-                error = error or caught
-            del made
+        staging, records = self.staging or "", {}  # no folder for a writer that writes nothing
+
+        def take(name, value):
+            path = owner.make_way(staging, name) if staging else name
+            records[name] = writer.write_file(name, value, path)
+
+        error = take_each(files, take)
         if error is None and hasattr(writer, "finish"):
             records, error = attempt(writer.finish)
         self.agree(error)
@@ -373,12 +339,12 @@ class Saving:
 
     def end(self, records, save_latest):
         """All have written: the checkpoint takes its place."""
-        everyones, together = self.ranks.gather(records), {}
+        everyones = self.ranks.gather(records)
         if self.sharing is not None:
             records, error = attempt(lambda: self.sharing.complete(everyones, self.staging))
             everyones = self.agree(error, value=records)
-        for part in self.ranks.beside(everyones):
-            together.update(part)
+        parts = (part for part, node in zip(everyones, self.ranks.nodes) if node == self.ranks.node)  # in this folder
+        together = {name: record for part in parts for name, record in part.items()}
         self._together(lambda: self._commit(together, save_latest))
 
     def _commit(self, records, save_latest):

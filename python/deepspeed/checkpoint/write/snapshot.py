@@ -8,7 +8,10 @@ Language Models" (HPDC 2024).
 """
 
 import bisect
+import concurrent.futures
+import dataclasses
 import functools
+import math
 import os
 import threading
 import weakref
@@ -22,6 +25,7 @@ from deepspeed.host.cpu import usable_cores
 # ---- host cache ----------------------------------------------------------------------------------------------------
 # Host memory for snapshots: taken once, used again by the next save, bounded.
 
+_ALIGNED = 64  # bytes; every dtype may start there
 _ROUNDED = 1 << 16  # sizes of blocks: the next save's file is a few bytes longer and shall find room in the same block
 
 
@@ -34,10 +38,10 @@ def copy_threads():
 
 
 class Block:
-    """``bytes`` of host memory, found when first asked for its ``memory``."""
+    """``bytes`` of host memory, found when first asked for its ``memory``. ``users``: how many need what is in it."""
 
     def __init__(self, bytes, pinned):
-        self.bytes, self.pinned = bytes, pinned
+        self.bytes, self.pinned, self.users = bytes, pinned, 0
 
     @functools.cached_property
     def memory(self):
@@ -61,56 +65,56 @@ class HostCache:
     """At most ``limit_bytes`` of blocks (None: no bound), in use or waiting to be used again. Safe for threads."""
 
     def __init__(self, limit_bytes=None):
-        self.limit_bytes = limit_bytes
-        self.held_bytes = 0  # by blocks, used or free
-        self.peak_bytes = 0
+        self.limit_bytes, self._bound = limit_bytes, math.inf if limit_bytes is None else limit_bytes
+        self.held_bytes = self.peak_bytes = 0  # of blocks, used or free
         self._free = []
         self._changed = threading.Condition()
 
     def fits(self, bytes):
-        return self.limit_bytes is None or round_up(bytes, _ROUNDED) <= self.limit_bytes
+        return round_up(bytes, _ROUNDED) <= self._bound
 
     def has_room(self, bytes):
-        """Whether ``take`` would not wait."""
+        """Whether ``take`` would not wait, even if no free block is large enough."""
         with self._changed:
-            free = sum(block.bytes for block in self._free)
-            rounded = round_up(max(bytes, 1), _ROUNDED)
-            return self.limit_bytes is None or self.held_bytes - free + rounded <= self.limit_bytes
+            used = self.held_bytes - sum(block.bytes for block in self._free)
+            return used + round_up(max(bytes, 1), _ROUNDED) <= self._bound
 
     def take(self, bytes, pinned=False):
-        """A block of at least ``bytes``, which must fit; waits while others hold too much. One that was in use before
-        has its memory already."""
+        """A block of at least ``bytes``, which must fit, with one user; waits while others hold too much. One that was
+        in use before has its memory already."""
         bytes = round_up(max(bytes, 1), _ROUNDED)
-        with self._changed:
-            while True:
-                block = self._reuse(bytes, pinned)
-                if block is not None:
-                    return block
-                if self._make_room(bytes):
-                    self.held_bytes += bytes
-                    break
-                self._changed.wait()
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return Block(bytes, pinned)
 
-    def _reuse(self, bytes, pinned):
-        fitting = [b for b in self._free if bytes <= b.bytes <= 2 * bytes and b.pinned == pinned]
-        if not fitting:
-            return None
-        block = min(fitting, key=lambda b: b.bytes)
-        self._free.remove(block)
+        def fitting():
+            return [b for b in self._free if bytes <= b.bytes <= 2 * bytes and b.pinned == pinned]
+
+        with self._changed:
+            self._changed.wait_for(lambda: fitting() or self.has_room(bytes))
+            block = min(fitting(), key=lambda b: b.bytes, default=None)
+            if block is not None:
+                self._free.remove(block)
+            else:
+                while self.held_bytes + bytes > self._bound:
+                    self.held_bytes -= self._free.pop(0).bytes
+                block = Block(bytes, pinned)
+                self.held_bytes += bytes
+                self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+            block.users = 1
         return block
 
-    def _make_room(self, bytes):
-        """Lets go of free blocks as far as that makes room. Returns whether there is room."""
-        if self.limit_bytes is None:
-            return True
-        free = sum(block.bytes for block in self._free)
-        if self.held_bytes - free + bytes > self.limit_bytes:
-            return False
-        while self.held_bytes + bytes > self.limit_bytes:
-            self.held_bytes -= self._free.pop(0).bytes
-        return True
+    def share(self, blocks):
+        """Each of them has one more user."""
+        with self._changed:
+            for block in blocks:
+                block.users += 1
+
+    def give_back(self, *blocks):
+        """Each has one user less; one without users can be taken again."""
+        with self._changed:
+            for block in blocks:
+                block.users -= 1
+                if not block.users:
+                    self._free.append(block)
+            self._changed.notify_all()
 
     def release(self):
         """Gives memory that nobody uses back to the system."""
@@ -119,91 +123,54 @@ class HostCache:
             self._free.clear()
             self._changed.notify_all()
 
-    def give_back(self, block):
-        with self._changed:
-            self._free.append(block)
-            self._changed.notify_all()
-
 
 # ---- snapshot ------------------------------------------------------------------------------------------------------
-
-_ALIGNED = 64  # bytes; every dtype may start there
 
 
 class MemoryRanges:
     """Ranges of addresses, each with a value. Of two that overlap, the one that begins later is found."""
 
     def __init__(self):
-        self._starts, self._entries = [], []
+        self._entries = []
+
+    def _behind(self, address):
+        return bisect.bisect_right(self._entries, address, key=lambda entry: entry[0])
 
     def add(self, address, bytes, value=None):
-        at = bisect.bisect_right(self._starts, address)
-        self._starts.insert(at, address)
-        self._entries.insert(at, (address, bytes, value))
+        self._entries.insert(self._behind(address), (address, bytes, value))
 
     def find(self, address, bytes):
         """(start of the range, its value) of one that holds all of it, or None."""
-        at = bisect.bisect_right(self._starts, address) - 1
-        if at < 0:
-            return None
-        start, size, value = self._entries[at]
+        at = self._behind(address)
+        start, size, value = self._entries[at - 1] if at else (0, 0, None)
         return (start, value) if address + bytes <= start + size else None
 
 
+@dataclasses.dataclass
 class Plan:
     """Where the bytes of one file's sources will be. ``parts``: for each source [(block or None for the file's own,
     offset, bytes)]. ``bytes``: of the file's own block. ``now``, ``late``: [(address, offset, bytes)]; ``by_torch``:
     [(source, offset)] of sources that are on a device or have gaps."""
 
-    def __init__(self):
-        self.parts, self.bytes = [], 0
-        self.now, self.late, self.by_torch = [], [], []
+    parts: list = dataclasses.field(default_factory=list)
+    bytes: int = 0
+    now: list = dataclasses.field(default_factory=list)
+    late: list = dataclasses.field(default_factory=list)
+    by_torch: list = dataclasses.field(default_factory=list)
 
     def put(self, bytes):
-        offset = self.bytes
         self.bytes += round_up(bytes, _ALIGNED)
-        return offset
-
-    def from_device(self):
-        return any(source.on_device for source, _ in self.by_torch)
-
-
-class LateCopy:
-    """What will be copied into ``block``. ``parts``: [(address, offset in the block, bytes)]. Without parts it is what
-    files wait for that are written from the states themselves: the time from which the states are held."""
-
-    def __init__(self, block=None, parts=()):
-        self._block, self._parts = block, parts
-        self._done = threading.Event()
-        self._error = None
-
-    def make(self, check):
-        """``check()`` raises if what was copied was not what it should have been."""
-        if not self._done.is_set():
-            try:
-                if self._parts:
-                    _copy(self._block, self._parts)
-                    check()
-            except BaseException as error:
-                self._error = error
-            self._done.set()
-
-    def give_up(self, error):
-        self._error = self._error or error
-        self._done.set()
-
-    def wait(self):
-        """Until it is made. Raises what went wrong."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+        return self.bytes - round_up(bytes, _ALIGNED)
 
 
 class FileCopies:
-    """What stands for the sources of one file, in the same order: ``places`` are [(block, offset, bytes)] of each."""
+    """What stands for the sources of one file, in the same order: ``places`` are [(block, offset, bytes)] of each.
+    ``late``: futures of the copies that are made later."""
 
-    def __init__(self, snapshot, places, blocks, late):
-        self._snapshot, self._places, self._blocks, self._late = snapshot, places, blocks, late
+    def __init__(self, cache, places, late):
+        self._cache, self._places, self._late = cache, places, late
+        self._blocks = list({block for part in places for block, _, _ in part} - {InPlace})
+        cache.share(self._blocks)
 
     @property
     def sources(self):
@@ -217,12 +184,12 @@ class FileCopies:
 
     def wait(self):
         """Until all copies are there. Raises what went wrong."""
-        for copy in self._late:
-            copy.wait()
+        for made in self._late:
+            made.result()
 
     def give_back(self):
         """The file is written, or given up."""
-        self._snapshot.give_back(self._blocks)
+        self._cache.give_back(*self._blocks)
         self._blocks = []
 
 
@@ -236,24 +203,19 @@ class Snapshot:
     def __init__(self, cache, states=None):
         self.cache, self.states = cache, states
         self._copied = MemoryRanges()
-        self._late = []
+        self._late = []  # (future, block, [(address, offset in the block, bytes)]) of the late copies
         self._kept = []  # blocks in which later files may find what they hold
-        self._users = {}  # block -> how many need it: files that are not written, and we while it is in _kept
-        self._lock = threading.Lock()
 
     # ---- in the calling thread -------------------------------------------------------------------------------------
     def plan(self, sources):
         """Where copies of ``sources`` will be."""
         made = Plan()
         for source in sources:
-            if not source.bytes:
-                made.parts.append([])
-            elif source.in_place():
-                made.parts.append([self._place(made, *piece) for piece in source.pieces()])
+            if source.bytes and not source.in_place():
+                made.by_torch.append((source, made.put(source.bytes)))
+                made.parts.append([(None, made.by_torch[-1][1], source.bytes)])
             else:
-                offset = made.put(source.bytes)
-                made.by_torch.append((source, offset))
-                made.parts.append([(None, offset, source.bytes)])
+                made.parts.append([self._place(made, *piece) for piece in source.pieces()] if source.bytes else [])
         return made
 
     def _place(self, plan, address, bytes):
@@ -269,29 +231,22 @@ class Snapshot:
     def add(self, sources):
         """Copies what can not wait. Returns ``FileCopies``, or None if all of the cache would be too small for them.
         Waits while it is full. RuntimeError when there is no memory."""
-        plan = self.plan(sources)
+        plan, block = self.plan(sources), None
         if not self.cache.has_room(plan.bytes):  # waiting for room that we hold ourselves would never end
             self._forget()
             plan = self.plan(sources)
         if not self.cache.fits(plan.bytes):
             return None
-        block = None
         if plan.bytes:
-            block = self.cache.take(plan.bytes, pinned=plan.from_device())
-        try:
-            self._copy(plan, block)
-        except BaseException:
-            if block is not None:
+            block = self.cache.take(plan.bytes, pinned=any(source.on_device for source, _ in plan.by_torch))
+            try:
+                self._copy(plan, block)
+            except BaseException:
                 self.cache.give_back(block)
-            raise
-        if block is not None:
-            self._use([block])
+                raise
             self._kept.append(block)
         places = [[(own or block, offset, bytes) for own, offset, bytes in part] for part in plan.parts]
-        used = {id(block): block for part in places for block, _, _ in part if block is not InPlace}
-        used = list(used.values())
-        self._use(used)
-        return FileCopies(self, places, used, list(self._late))
+        return FileCopies(self.cache, places, [made for made, *_ in self._late])
 
     def _forget(self):
         """Later files find nothing copied, and blocks are free when the files that are in them are written."""
@@ -300,7 +255,7 @@ class Snapshot:
         self._give_kept_back()
 
     def _give_kept_back(self):
-        self.give_back(self._kept)
+        self.cache.give_back(*self._kept)
         self._kept = []
 
     def _copy(self, plan, block):
@@ -308,52 +263,53 @@ class Snapshot:
             source.copy_to(block.memory[offset : offset + source.bytes])
         if plan.now:
             _copy(block, plan.now)
-        if plan.from_device():
+        if block.pinned:
             get_accelerator().synchronize()
         for address, offset, bytes in plan.now + plan.late:
             self._copied.add(address, bytes, (block, offset))
         if plan.late:
-            self._late.append(LateCopy(block, plan.late))
-
-    def _use(self, blocks):
-        with self._lock:
-            for block in blocks:
-                self._users[block] = self._users.get(block, 0) + 1
-
-    def give_back(self, blocks):
-        for block in blocks:
-            with self._lock:
-                self._users[block] -= 1
-                free = self._users[block] == 0
-            if free:
-                self.cache.give_back(block)
+            self._late.append((concurrent.futures.Future(), block, plan.late))
 
     def drop(self):
         """Late copies that were not made are given up."""
-        for copy in self._late:
-            copy.give_up(RuntimeError("given up"))
+        for made, *_ in self._late:
+            if not made.done():
+                made.set_exception(RuntimeError("given up"))
         self._forget()
 
     # ---- late copies -----------------------------------------------------------------------------------------------
     def _make_late_copies(self):
-        for copy in self._late:
-            copy.make(self.states.check_unchanged)
+        for made, block, parts in self._late:
+            if made.done():
+                continue
+            try:
+                if parts:
+                    _copy(block, parts)
+                    self.states.check_unchanged()
+                made.set_result(None)
+            except BaseException as error:
+                made.set_exception(error)
 
     def start_late_copies(self):
         """See [Note: late copies]. The engine's states are held until they are made. Nothing can be added any more."""
         self._give_kept_back()
-        if not self._late:
-            return
-        self.states.hold()
-        _flying.add(self)
-        threading.Thread(target=self._copy_late, name="deepspeed-snapshot", daemon=True).start()
+        if self._late:
+            self._hold_states()
+            threading.Thread(target=self._copy_late, name="deepspeed-snapshot", daemon=True).start()
 
     def _copy_late(self):
         try:
             self._make_late_copies()
         finally:
-            _flying.discard(self)
-            self.states.let_go()
+            self._let_states_go()
+
+    def _hold_states(self):
+        self.states.hold()
+        _flying.add(self)
+
+    def _let_states_go(self):
+        _flying.discard(self)
+        self.states.let_go()
 
 
 class HeldSnapshot(Snapshot):
@@ -362,33 +318,29 @@ class HeldSnapshot(Snapshot):
 
     def __init__(self, cache, states):
         super().__init__(cache, states)
-        self._late.append(LateCopy())
-        self._needed = self._held = False
+        self._late.append((concurrent.futures.Future(), None, ()))  # the time from which the states are held
+        self._needed = False
 
     def _place(self, plan, address, bytes):
-        if self.states.cover(address, bytes):
-            self._needed = True
-            return InPlace, address, bytes
-        return super()._place(plan, address, bytes)
+        if not self.states.cover(address, bytes):
+            return super()._place(plan, address, bytes)
+        self._needed = True
+        return InPlace, address, bytes
 
     def start_late_copies(self):
         """The engine's states are held, and their files can be written. Nothing can be added any more."""
         self._give_kept_back()
         if self._needed:
-            self.states.hold()
-            self._held = True
-            _flying.add(self)
+            self._hold_states()
         self._make_late_copies()
 
     def written(self):
         """All files are written: the engine may change its states again. Raises if others did meanwhile."""
-        if self._held:
-            self._held = False
+        if self in _flying:
             try:
                 self.states.check_unchanged()
             finally:
-                _flying.discard(self)
-                self.states.let_go()
+                self._let_states_go()
 
 
 def _copy(block, parts):
@@ -396,14 +348,13 @@ def _copy(block, parts):
     _C.io.copy_all([(address, start + offset, bytes) for address, offset, bytes in parts], copy_threads())
 
 
-_flying = weakref.WeakSet()
+_flying = weakref.WeakSet()  # snapshots that hold states
 
 
 def _in_a_forked_child():
     """The copying thread did not come along: the child's engine need not wait for it."""
     for snapshot in list(_flying):
-        snapshot.states.let_go()
-    _flying.clear()
+        snapshot._let_states_go()
 
 
 os.register_at_fork(after_in_child=_in_a_forked_child)
