@@ -1,7 +1,6 @@
 """Accepts agents that connect to the head. An agent proves that it knows the key and names a host without an agent."""
 
 import os
-import selectors
 import socket
 
 from deepspeed.host.job_key import NO_KEY, is_from_here, proof, proves
@@ -17,15 +16,11 @@ class Arrivals:
     is ``insecure``."""
 
     def __init__(self, job, hosts, selector, joined, failed, say):
-        self._job = job
-        self._hosts = hosts
-        self._selector = selector
-        self._joined = joined
-        self._failed = failed
-        self._say = say
+        self._job, self._hosts, self._selector = job, hosts, selector
+        self._joined, self._failed, self._say = joined, failed, say
         self._refused = set()  # addresses that were named to the user
         self._unknown = {}  # link of a peer that has not proved yet that it knows the key -> nonce, address
-        selector.register(job.meeting, selectors.EVENT_READ, self._accept)
+        selector.watch(job.meeting, self._accept)
 
     def _accept(self):
         try:
@@ -41,7 +36,7 @@ class Arrivals:
         nonce = os.urandom(16).hex()
         self._unknown[link] = nonce, address
         link.send({"nonce": nonce})
-        self._selector.register(fd, selectors.EVENT_READ, link.receive)
+        self._selector.watch(fd, link.receive)
 
     def turn(self):
         """Handles the messages of connected peers."""
@@ -79,9 +74,9 @@ class Arrivals:
             link.send({"stop": f"host {host.node} ({host.name}) is here already"})
             return link.close()
         if host.link is not None:
-            text = f"two processes say that they are host {host.node} ({host.name})"
-            self._refuse(link, text)
-            return self._failed(f"{text}: give each host a number of its own")
+            why = f"two processes say that they are host {host.node} ({host.name})"
+            self._refuse(link, why)
+            return self._failed(f"{why}: give each host a number of its own")
         host.link, host.peer = link, address
         if "slots" in join:
             host.slots, host.name = join["slots"], join["name"]

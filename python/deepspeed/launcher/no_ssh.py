@@ -5,6 +5,7 @@ host keeps its own variables, folder and output. If the head of an elastic job i
 in memory and wait until the head is started again.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -15,8 +16,7 @@ from deepspeed.launcher.agent import Agent, connect, facts
 from deepspeed.launcher.arguments import build_parser, check
 from deepspeed.launcher.cluster import ClusterJob, agent_words, asked_port, listen, run_head
 from deepspeed.launcher.launch import launch
-from deepspeed.launcher.plan import LaunchError
-from deepspeed.launcher.share import OPTIONS, Share
+from deepspeed.launcher.plan import OPTIONS, LaunchError, Share
 
 # Variables in which clusters give the number of this host and the number of hosts.
 _NODE = ("NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID", "GROUP_RANK")
@@ -32,8 +32,7 @@ class HandStartedJob(ClusterJob):
     def __init__(self, args, nodes, slots, address, port, verbose):
         names = [socket.gethostname()] + [f"number {node}" for node in range(1, nodes)]
         super().__init__(args, {name: slots if node == 0 else [] for node, name in enumerate(names)}, None, verbose)
-        self._address = address
-        self._port = port
+        self._address, self._port = address, port
         self._exports = environment.read_environment_files()
         self.key = os.environ.get(KEY_VARIABLE, "")
         self.insecure = args.insecure
@@ -72,13 +71,10 @@ class HandStartedJob(ClusterJob):
 
 
 def _number(names, what):
-    for name in names:
-        text = os.environ.get(name, "")
-        if text:
-            if not text.isdigit():
-                raise ValueError(f"the environment variable {name} is {text!r}; it is {what}.")
-            return int(text)
-    return None
+    name = next(filter(os.environ.get, names), None)
+    if name is not None and not os.environ[name].isdigit():
+        raise ValueError(f"the environment variable {name} is {os.environ[name]!r}; it is {what}.")
+    return None if name is None else int(os.environ[name])
 
 
 def where(args, notes):
@@ -89,16 +85,15 @@ def where(args, notes):
     asked = next((count for count in (args.num_nodes, args.max_elastic_nodes) if count > 0), None)
     nodes = len(hosts) if hosts else asked or _number(_NODES, "the number of hosts")
     address = args.master_addr or os.environ.get("MASTER_ADDR") or (next(iter(hosts)) if hosts else "")
-    if nodes is None:
-        raise LaunchError("--no_ssh needs the number of hosts: give --num_nodes N, or a hostfile that names them.")
-    if node is None:
-        raise LaunchError(
-            f"--no_ssh needs the number of this host: give --node_rank, or set one of {', '.join(_NODE)}."
-        )
+    for lacks, why in (
+        (nodes is None, "needs the number of hosts: give --num_nodes N, or a hostfile that names them"),
+        (node is None, f"needs the number of this host: give --node_rank, or set one of {', '.join(_NODE)}"),
+        (not address, "needs the address of host 0: give --master_addr, or set MASTER_ADDR"),
+    ):
+        if lacks:
+            raise LaunchError(f"--no_ssh {why}.")
     if not 0 <= node < nodes:
         raise LaunchError(f"--node_rank is {node}, but there are {nodes} host(s), numbered from 0.")
-    if not address:
-        raise LaunchError("--no_ssh needs the address of host 0: give --master_addr, or set MASTER_ADDR.")
     if not hosts:
         slots, ids = plan.choose_slots(_without_count(args), notes)
         return node, nodes, list(range(len(slots))), ids, address
@@ -109,9 +104,7 @@ def _without_count(args):
     # Without a hostfile --num_nodes does not select among listed hosts.
     if os.path.exists(args.hostfile):
         return args
-    copy = type(args)(**vars(args))
-    copy.num_nodes = -1
-    return copy
+    return type(args)(**{**vars(args), "num_nodes": -1})
 
 
 def run_no_ssh(args, verbose):
@@ -132,9 +125,8 @@ def run_elastic_share(args, world):
     ``world``: ``{host: [slot, ...]}``.
     """
     told = build_parser().parse_args(["--no_ssh", "--elastic_training", args.training_script])
-    for name in vars(told).keys() & vars(args).keys():
-        setattr(told, name, getattr(args, name))
-    told.user_args = args.training_script_args
+    known = {name: value for name, value in vars(args).items() if hasattr(told, name)}
+    vars(told).update(known, user_args=args.training_script_args)
     check(told)
     slots = list(world.values())[args.node_rank]
     return _run_part(told, args.node_rank, len(world), slots, None, args.master_addr, True)
@@ -161,13 +153,10 @@ def _run_part(args, node, nodes, slots, ids, address, verbose):
     )  # fmt: skip
     meets = 0 if args.elastic_training else None  # the port of rank 0, if it runs on this host
     hello = {"node": node, "nodes": nodes, "slots": slots, "name": socket.gethostname()}
-    agent = Agent(own)
-    try:
+    with contextlib.closing(Agent(own)) as agent:
         while True:
             link = connect([address], port, key, hello, args.join_timeout, args.insecure)
             code = agent.serve(link, node, facts(meets), meets)
             if not agent.lost or not args.elastic_training:
                 return code
             print(f"deepspeed: waiting {args.join_timeout:.0f} s (--join_timeout) for another head.", file=sys.stderr)
-    finally:
-        agent.close()

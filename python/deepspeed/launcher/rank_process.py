@@ -65,7 +65,7 @@ class RankProcess:
     def send(self, sig):
         """Ctrl-C goes to the rank and its helpers, as a terminal would send it; other signals to the rank alone."""
         if self.alive:
-            linux.kill_group(self.pid, sig) if sig == signal.SIGINT else linux.kill(self.pid, sig)
+            linux.kill(self.pid, sig, group=sig == signal.SIGINT)
 
     def how_it_ended(self):
         """A text that says how the rank ended, with the usual cause."""

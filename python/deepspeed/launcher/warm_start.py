@@ -19,6 +19,7 @@ import time
 from deepspeed.host.launcher_messages import SOCKET_VARIABLE
 from deepspeed.launcher import linux
 from deepspeed.launcher.control import from_wire, to_wire
+from deepspeed.launcher.environment import number
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.forked_script import is_script, open_fds
 from deepspeed.launcher.launch import FORWARDED, be_supervisor
@@ -40,14 +41,6 @@ def _common(environment):
     return {name: value for name, value in environment.items() if name not in _VARIES}
 
 
-def _delay_s(environment):
-    text = environment.get(_VARIABLE, "")
-    try:
-        return float(text) if text else _DELAY_S
-    except ValueError:
-        raise LaunchError(f"the environment variable {_VARIABLE} is {text!r}; it is a number of seconds.") from None
-
-
 class WarmStart:
     """The agent's side. ``pid``: the id of the process, 0 if there is none."""
 
@@ -62,7 +55,7 @@ class WarmStart:
     def expect(self, plan):
         """Called before a round starts."""
         if self._process is None and all(map(is_script, plan.commands)):
-            delay = _delay_s(plan.environments[0])
+            delay = number(_VARIABLE, _DELAY_S, error=LaunchError, variables=plan.environments[0])
             self._due = None if delay < 0 else time.monotonic() + delay
 
     def turn(self, plan):
