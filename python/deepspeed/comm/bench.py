@@ -21,47 +21,30 @@ DTYPES = {"float": torch.float32, "float32": torch.float32, "half": torch.float1
           "bfloat16": torch.bfloat16}  # fmt: skip
 
 
-def _all_reduce(value, other, ranks, options):
-    return collectives.all_reduce(value, **options)
-
-
-def _all_gather(value, other, ranks, options):
-    return collectives.all_gather_into_tensor(other, value, **options)
-
-
-def _reduce_scatter(value, other, ranks, options):
-    return collectives.reduce_scatter_tensor(other, value, **options)
-
-
-def _all_to_all(value, other, ranks, options):
-    return collectives.all_to_all_single(other, value, **options)
-
-
-def _broadcast(value, other, ranks, options):
-    return collectives.broadcast(value, 0, **options)
-
-
-def _pt2pt(value, other, ranks, options):
+def _there_and_back(value, other):
     # Rank 0 to rank 1 and back: one message each way.
     rank = process_group.get_rank()
-    if rank > 1:
-        return None
     if rank == 0:
         collectives.send(value, 1)
-        return collectives.recv(other, 1)
-    collectives.recv(other, 0)
-    return collectives.send(value, 0)
+        collectives.recv(other, 1)
+    elif rank == 1:
+        collectives.recv(other, 0)
+        collectives.send(value, 0)
 
 
 # flag: (call, elements of the second tensor for n of the first and `ranks` ranks)
 OPS = {
-    "all_reduce": (_all_reduce, lambda n, ranks: 0),
-    "all_gather": (_all_gather, lambda n, ranks: n * ranks),
-    "reduce_scatter": (_reduce_scatter, lambda n, ranks: n // ranks),
-    "all_to_all": (_all_to_all, lambda n, ranks: n),
-    "broadcast": (_broadcast, lambda n, ranks: 0),
-    "pt2pt": (_pt2pt, lambda n, ranks: n),
-}
+    "all_reduce": (lambda value, other, how: collectives.all_reduce(value, **how), lambda n, ranks: 0),
+    "all_gather": (
+        lambda value, other, how: collectives.all_gather_into_tensor(other, value, **how), lambda n, ranks: n * ranks,
+    ),
+    "reduce_scatter": (
+        lambda value, other, how: collectives.reduce_scatter_tensor(other, value, **how), lambda n, ranks: n // ranks,
+    ),
+    "all_to_all": (lambda value, other, how: collectives.all_to_all_single(other, value, **how), lambda n, ranks: n),
+    "broadcast": (lambda value, other, how: collectives.broadcast(value, 0, **how), lambda n, ranks: 0),
+    "pt2pt": (lambda value, other, how: _there_and_back(value, other), lambda n, ranks: n),
+}  # fmt: skip
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What the table of bandwidths calls them.
 _LOG_NAMES = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor",
@@ -145,13 +128,13 @@ def _row(name, size, options, ranks, accelerator):
     other = torch.empty(other_size(size, ranks), dtype=value.dtype, device=device)
     how = {"async_op": True} if options.async_op else {}
     for _ in range(options.warmups):
-        _finish(call(value, other, ranks, how))
+        _finish(call(value, other, how))
     collectives.barrier()
     accelerator.synchronize()
     start = time.perf_counter()
     last = None
     for _ in range(options.trials):
-        last = call(value, other, ranks, how)
+        last = call(value, other, how)
     _finish(last)
     accelerator.synchronize()
     seconds = torch.tensor([(time.perf_counter() - start) / options.trials], dtype=torch.float64)

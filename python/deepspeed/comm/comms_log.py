@@ -46,16 +46,10 @@ def configure(deepspeed_config=None, enabled=None, prof_all=None, prof_ops=None,
     section = _section(deepspeed_config) if deepspeed_config is not None else None
     if section is not None:
         comms_logger.configure(section)
-    if prof_all is not None:
-        comms_logger.prof_all = bool(prof_all)
-    if prof_ops is not None:
-        comms_logger.prof_ops = list(prof_ops)
-    if verbose is not None:
-        comms_logger.verbose = bool(verbose)
-    if debug is not None:
-        comms_logger.debug = bool(debug)
-    if enabled is not None:
-        comms_logger.enabled = enabled
+    given = {"prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug, "enabled": enabled}
+    for name, value in given.items():
+        if value is not None:
+            setattr(comms_logger, name, list(value) if name == "prof_ops" else bool(value))
 
 
 # ---- asking ---------------------------------------------------------------------------------------------------------

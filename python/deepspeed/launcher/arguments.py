@@ -48,7 +48,8 @@ _GROUPS = {
     "several hosts": {
         "--launcher": {
             "default": "pdsh", "metavar": "NAME",
-            "help": f"how they are reached: {', '.join(RUNNERS.names())} (default pdsh, ssh where that is not installed)",
+            "help": f"how they are reached: {', '.join(RUNNERS.names())} (default pdsh, "
+            "ssh where that is not installed)",
         },
         "--launcher_args": {"default": "", "metavar": "WORDS", "help": "options for the program that reaches them"},
         "--ssh_port": {"type": int, "metavar": "PORT", "help": "port of their ssh servers"},

@@ -14,7 +14,7 @@ from deepspeed.launcher.elastic_head import ElasticHead
 from deepspeed.launcher.head import Head
 from deepspeed.launcher.host_link import Way
 from deepspeed.launcher.launch import launch, pid_file
-from deepspeed.launcher.plan import OPTIONS, LaunchError, Share
+from deepspeed.launcher.plan import OPTIONS, LaunchError, Share, asked_port
 from deepspeed.launcher.resources import counts_of, encode_world_info
 from deepspeed.launcher.runners import RUNNERS
 from deepspeed.launcher.runners.base import python_words
@@ -189,16 +189,6 @@ class ClusterJob:
         return first.facts.get("address") or first.peer or first.name
 
 
-def asked_port(args):
-    """The port of ``--master_port`` or of the variable MASTER_PORT, or None."""
-    text = str(args.master_port) if args.master_port is not None else os.environ.get("MASTER_PORT", "")
-    if not text:
-        return None
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise ValueError(f"the environment variable MASTER_PORT is {text!r}, which is not a port number.")
-    return int(text)
-
-
 def choose_runner(args, hosts, notes):
     """The runner of ``--launcher``; ssh if that is pdsh and pdsh is not installed."""
     name = args.launcher.lower()
@@ -256,7 +246,7 @@ def mpi_plan(args, hosts, runner):
     first, notes = next(iter(hosts)), []
     near = plan.is_this_host(first)
     if near:  # rank 0 will listen here
-        port, claim = plan.choose_port(args.master_port, notes)
+        port, claim = plan.choose_port(args, notes)
     else:
         port, claim = asked_port(args) or plan.DEFAULT_PORT, None
     address = args.master_addr or (local_addresses([host for host in hosts if host != first])[0] if near else first)

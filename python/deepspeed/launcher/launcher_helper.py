@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import stat
 import sys
 import time
@@ -81,13 +80,9 @@ def run_rank(command, environment, log_dir=None):
         _become(command, environment, log_dir, helper)
     code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
     if code and not heard:
-        after_s = time.monotonic() - started
-        print(
-            f"deepspeed: rank {environment['RANK']} of {environment['WORLD_SIZE']} (pid {script}, host "
-            f"{socket.gethostname()}) {exit_codes.how_it_ended(code)} {after_s:.1f} s after the start.",
-            file=sys.stderr,
-            flush=True,
-        )
+        name = f"rank {environment['RANK']} of {environment['WORLD_SIZE']}"
+        said = exit_codes.report(name, script, "", code, time.monotonic() - started)
+        print(f"{said}.", file=sys.stderr, flush=True)
         end_job(environment, exit_codes.shell_code(code))
     return exit_codes.shell_code(code)
 

@@ -122,6 +122,18 @@ def signal_socket():
     return ends
 
 
+def open_fds():
+    """All descriptors of this process."""
+    # That of the listing is closed when the listing is there.
+    return {int(fd) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")}
+
+
+def close_all_but(kept):
+    """Closes the descriptors of this process that are not ``kept``."""
+    for fd in open_fds() - kept:
+        os.close(fd)
+
+
 def read_now(fd, size=1 << 16):
     """The bytes that a non-blocking descriptor has now: None if there are none yet, empty at the end."""
     try:

@@ -14,9 +14,9 @@ from deepspeed.host.job_key import KEY_VARIABLE, NO_KEY
 from deepspeed.launcher import environment, plan
 from deepspeed.launcher.agent import Agent, connect, facts
 from deepspeed.launcher.arguments import build_parser, check
-from deepspeed.launcher.cluster import ClusterJob, agent_words, asked_port, listen, run_head
+from deepspeed.launcher.cluster import ClusterJob, agent_words, listen, run_head
 from deepspeed.launcher.launch import launch
-from deepspeed.launcher.plan import OPTIONS, LaunchError, Share
+from deepspeed.launcher.plan import OPTIONS, LaunchError, Share, asked_port
 
 # Variables in which clusters give the number of this host and the number of hosts.
 _NODE = ("NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID", "GROUP_RANK")

@@ -184,16 +184,13 @@ def active_hosts(args, notes):
         pool = dict(list(pool.items())[: args.num_nodes])
     if not any(pool.values()):
         raise LaunchError(f"every host of the hostfile {args.hostfile} has slots=0: write slots=N with N above 0.")
-    active = parse_inclusion_exclusion(pool, args.include, args.exclude)
-    if args.num_gpus > 0:
-        active = {
-            host: first_slots(slots, args.num_gpus, f"the host {host} of the hostfile {args.hostfile}")
-            for host, slots in active.items()
-            if slots
-        }
-    if not any(active.values()):
-        raise LaunchError("no slot is left after --include/--exclude: nothing would be started.")
-    return {host: slots for host, slots in active.items() if slots}
+    active = _some_left(parse_inclusion_exclusion(pool, args.include, args.exclude))
+    if args.num_gpus <= 0:
+        return active
+    return {
+        host: first_slots(slots, args.num_gpus, f"the host {host} of the hostfile {args.hostfile}")
+        for host, slots in active.items()
+    }
 
 
 def choose_slots(args, notes):
@@ -201,11 +198,10 @@ def choose_slots(args, notes):
     local, on_gpu = local_slots(os.environ, notes)
     active = active_hosts(args, notes)
     if active is None:
-        return _choose_local(args, local, on_gpu, notes)
+        slots = _choose_local(args, local, on_gpu, notes)
+        return slots, slots if on_gpu else None
     slots = next(iter(active.values()), [])
-    if not on_gpu:
-        return slots, None
-    return slots, gpu_ids(slots, local, f"the hostfile {args.hostfile}")
+    return slots, gpu_ids(slots, local, f"the hostfile {args.hostfile}") if on_gpu else None
 
 
 def gpu_ids(slots, local, source):
@@ -225,16 +221,20 @@ def _choose_local(args, local, on_gpu, notes):
         if on_gpu and devices.visible_device_ids() is not None:
             notes.append("CUDA_VISIBLE_DEVICES is replaced by what --include/--exclude choose.")
             every = [str(index) for index in range(devices.nvidia_device_count())]
-        active = parse_resource_filter({"localhost": every}, args.include, args.exclude)
-        slots = active.get("localhost", [])
-        if not slots:
-            raise LaunchError("no slot is left after --include/--exclude: nothing would be started.")
-        return slots, slots if on_gpu else None
+        return _some_left(parse_resource_filter({"localhost": every}, args.include, args.exclude))["localhost"]
+    if args.num_gpus <= 0:
+        return local
     if not on_gpu:
-        return (list(range(args.num_gpus)) if args.num_gpus > 0 else local), None
-    if args.num_gpus > 0:
-        local = first_slots(local, args.num_gpus, "this machine (CUDA_VISIBLE_DEVICES included)")
-    return local, local
+        return list(range(args.num_gpus))
+    return first_slots(local, args.num_gpus, "this machine (CUDA_VISIBLE_DEVICES included)")
+
+
+def _some_left(active):
+    # The hosts with slots after the filters; LaunchError for none.
+    found = {host: slots for host, slots in active.items() if slots}
+    if not found:
+        raise LaunchError("no slot is left after --include/--exclude: nothing would be started.")
+    return found
 
 
 def first_slots(slots, count, where):
@@ -246,16 +246,18 @@ def first_slots(slots, count, where):
     return slots[:count]
 
 
-def choose_port(asked, notes):
+def asked_port(args):
+    """The port of ``--master_port`` or of the variable MASTER_PORT, or None."""
+    text = os.environ.get("MASTER_PORT", "") if args.master_port is None else str(args.master_port)
+    if text and not (text.strip().isdigit() and 0 < int(text) < 65536):
+        raise ValueError(f"the environment variable MASTER_PORT is {text!r}, which is not a port number.")
+    return int(text) if text else None
+
+
+def choose_port(args, notes):
     """The port where the ranks meet, and the claim that keeps other launchers off it; LaunchError when the one that was
     asked for is taken."""
-    source = "--master_port"
-    if asked is None and os.environ.get("MASTER_PORT"):
-        source = "the environment variable MASTER_PORT"
-        try:
-            asked = int(os.environ["MASTER_PORT"])
-        except ValueError:
-            raise ValueError(f"{source} is {os.environ['MASTER_PORT']!r}, which is not a port number.") from None
+    asked = asked_port(args)
     if asked is None:
         port, claim = ports.claim_any_port(DEFAULT_PORT)
         if port != DEFAULT_PORT:
@@ -265,6 +267,7 @@ def choose_port(asked, notes):
         return port, claim
     claim = ports.claim_port(asked)
     if claim is None:
+        source = "the environment variable MASTER_PORT" if args.master_port is None else "--master_port"
         raise LaunchError(
             f"port {asked} ({source}) of this machine is in use by another process, perhaps another training: choose a "
             f"free one with --master_port PORT, or leave it out and one is chosen."
@@ -298,7 +301,7 @@ def make_plan(args):
     notes = []
     slots, device_ids = choose_slots(args, notes)
     base = {**os.environ, **environment.read_environment_files()}
-    port, claim = choose_port(args.master_port, notes)
+    port, claim = choose_port(args, notes)
     share = Share(
         host="", node=0, counts=[len(slots)], slots=slots, master_addr=args.master_addr or "127.0.0.1",
         master_port=port, options=vars(args), device_ids=device_ids or [],

@@ -66,7 +66,3 @@ class RankProcess:
         """Ctrl-C goes to the rank and its helpers, as a terminal would send it; other signals to the rank alone."""
         if self.alive:
             linux.kill(self.pid, sig, group=sig == signal.SIGINT)
-
-    def how_it_ended(self):
-        """A text that says how the rank ended, with the usual cause."""
-        return exit_codes.how_it_ended(self.process.returncode)

@@ -4,12 +4,11 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 
 from deepspeed.host.launcher_messages import SAVE_LIMIT_S, SOCKET_VARIABLE
-from deepspeed.launcher import linux
+from deepspeed.launcher import exit_codes, linux
 from deepspeed.launcher.output import LOOK_S, Channel, Sink, Tail, log_file, same_file
 from deepspeed.launcher.rank_messages import RankMessages
 from deepspeed.launcher.rank_process import RankProcess
@@ -212,31 +211,26 @@ class Supervisor:
             file.close()
 
     def _exit_code(self):
-        if self._first_failure is not None:
-            self._report(*self._first_failure)
-            return self._first_failure[0].status
-        return self._stop_code or 0
+        if self._first_failure is None:
+            return self._stop_code or 0
+        self._report(*self._first_failure)
+        return self._first_failure[0].status
 
     def _say(self, message):
         if self._plan.report_fd is not None:
             os.write(self._plan.report_fd, json.dumps(message).encode() + b"\n")
 
     def _report(self, rank, after_s):
-        count = self._plan.world
+        count, lines = self._plan.world, rank.tail.lines(TAIL_LINES)
         others = ("", "; the other one was stopped", f"; the other {count - 1} were stopped")[min(count, 3) - 1]
-        lines = rank.tail.lines(TAIL_LINES)
         name = self._plan.starter or f"rank {rank.rank}"
-        text = (
-            f"deepspeed: {name}{'' if self._plan.starter else f' of {count}'} "
-            f"(pid {rank.pid}, host {self._plan.host or socket.gethostname()}) "
-            f"{rank.how_it_ended()} {after_s:.1f} s after the start{others}.\n"
-        )
+        title = name if self._plan.starter else f"{name} of {count}"
+        text = exit_codes.report(title, rank.pid, self._plan.host, rank.process.returncode, after_s) + f"{others}.\n"
         if any(line.strip() for line in lines):
             text += f"---- last lines of {name} ----\n" + "\n".join(lines) + "\n----\n"
         else:
             text += f"{name.capitalize()} wrote nothing.\n"
         if self._plan.report_fd is not None:
             self._say({"report": text})
-            return
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        else:
+            print(text, end="", file=sys.stderr, flush=True)

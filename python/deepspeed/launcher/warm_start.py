@@ -21,7 +21,7 @@ from deepspeed.launcher import linux
 from deepspeed.launcher.control import from_wire, to_wire
 from deepspeed.launcher.environment import number
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.forked_script import is_script, open_fds
+from deepspeed.launcher.forked_script import is_script
 from deepspeed.launcher.launch import FORWARDED, be_supervisor
 from deepspeed.launcher.plan import NodePlan
 from deepspeed.registry import load_target
@@ -126,7 +126,7 @@ def main():
     """Imports what a training script needs, then forks a supervisor for each plan that comes."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     load_target("deepspeed.engine.initialize:initialize")
-    kept = open_fds() - {connection.fileno()}
+    kept = linux.open_fds() - {connection.fileno()}
     gc.collect()
     gc.freeze()  # keeps the pages that all ranks share unwritten
     connection.sendall(b"1")

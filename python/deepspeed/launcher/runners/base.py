@@ -170,7 +170,8 @@ class MPIRunner(PoolRunner):
         words = [*python_words(args), "-u", "-m", "deepspeed.launcher.launcher_helper", "--launcher", self.name]
         words += ["--world_info", self.world_info_base64]
         words += flag_words(args, "module", "no_python", "no_local_rank", "bind_cores_to_rank")
-        return words + flag_words(args, "bind_core_list", "enable_each_rank_log") + [self.user_script, *self.user_arguments]
+        words += flag_words(args, "bind_core_list", "enable_each_rank_log")
+        return [*words, self.user_script, *self.user_arguments]
 
 
 def flag_words(args, *names):
