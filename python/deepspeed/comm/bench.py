@@ -51,21 +51,27 @@ _LOG_NAMES = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_
               "all_to_all": "all_to_all_single", "pt2pt": "send"}  # fmt: skip
 
 
+_NUMBER = {"type": int, "metavar": "N"}
+_OPTIONS = {
+    "--scan": {"action": "store_true", "help": "every power of two up to --maxsize instead of that size alone"},
+    "--maxsize": {**_NUMBER, "default": 24, "help": "2^N elements (default 24)"},
+    "--trials": {**_NUMBER, "default": 5, "help": "calls to measure (default 5)"},
+    "--warmups": {**_NUMBER, "default": 5, "help": "calls before (default 5)"},
+    "--dtype": {"default": "float", "choices": sorted(DTYPES), "help": "of the elements (default float)"},
+    "--bw-unit": {"default": "Gbps", "choices": ("Gbps", "GBps"), "help": "gigabits or gigabytes per second"},
+    "--async-op": {"action": "store_true", "help": "calls do not wait; the last one of a measurement is waited for"},
+    "--backend": {"help": "of the process group (default: the accelerator's)"},
+    "--raw": {"action": "store_true", "help": "bytes as a number, columns by tabs"},
+}
+
+
 def build_parser():
     """The command line."""
     parser = argparse.ArgumentParser(prog="ds_bench", description="Measures collectives between ranks.")
-    add = parser.add_argument
     for name in OPS:
-        add(f"--{name.replace('_', '-')}", action="store_true", help=f"measure {name} (default: all)")
-    add("--scan", action="store_true", help="every power of two up to --maxsize instead of that size alone")
-    add("--maxsize", type=int, default=24, metavar="N", help="2^N elements (default 24)")
-    add("--trials", type=int, default=5, metavar="N", help="calls to measure (default 5)")
-    add("--warmups", type=int, default=5, metavar="N", help="calls before (default 5)")
-    add("--dtype", default="float", choices=sorted(DTYPES), help="of the elements (default float)")
-    add("--bw-unit", default="Gbps", choices=("Gbps", "GBps"), help="gigabits or gigabytes per second")
-    add("--async-op", action="store_true", help="calls do not wait; the last one of a measurement is waited for")
-    add("--backend", default=None, help="of the process group (default: the accelerator's)")
-    add("--raw", action="store_true", help="bytes as a number, columns by tabs")
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=f"measure {name} (default: all)")
+    for name, more in _OPTIONS.items():
+        parser.add_argument(name, **more)
     return add_starts(parser)
 
 
@@ -131,8 +137,7 @@ def _row(name, size, options, ranks, accelerator):
         _finish(call(value, other, how))
     collectives.barrier()
     accelerator.synchronize()
-    start = time.perf_counter()
-    last = None
+    start, last = time.perf_counter(), None
     for _ in range(options.trials):
         last = call(value, other, how)
     _finish(last)
@@ -152,9 +157,8 @@ def table(name, rows, ranks, options):
     """The figures of one operation as text: size, time of a call, algorithm and bus bandwidth."""
     scale = 1.0 if options.bw_unit == "Gbps" else 1 / 8
     lines = [f"---- {name} on {ranks} rank(s), {options.dtype} ----"]
-    heads = ("Size", "Duration", f"Throughput ({options.bw_unit})", f"BusBW ({options.bw_unit})")
     form = "{}\t{}\t{}\t{}" if options.raw else "{:<16}{:<16}{:<20}{}"
-    lines.append(form.format(*heads))
+    lines.append(form.format("Size", "Duration", f"Throughput ({options.bw_unit})", f"BusBW ({options.bw_unit})"))
     for size, seconds in rows:
         algorithm, bus = bandwidths(_LOG_NAMES.get(name, name), size, seconds * 1e3, ranks)
         shown = str(size) if options.raw else readable_size(size)

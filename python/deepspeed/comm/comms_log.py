@@ -10,6 +10,7 @@ import os
 
 from deepspeed.comm import timed
 from deepspeed.comm.comms_logger import CommsLogger
+from deepspeed.comm.timeouts import section_of
 from deepspeed.config.sections import CommsConfig
 from deepspeed.log import logger, print_rank
 
@@ -29,10 +30,7 @@ def _section(deepspeed_config):
     """The section ``comms_logger`` of a DeepSpeedConfig, a dict or a JSON file; None where it has none."""
     if hasattr(deepspeed_config, "comms_config"):
         return deepspeed_config.comms_config if deepspeed_config.comms_logger_enabled else None
-    if isinstance(deepspeed_config, str):
-        with open(deepspeed_config, encoding="utf-8") as file:
-            deepspeed_config = json.load(file)
-    section = deepspeed_config.get("comms_logger") if isinstance(deepspeed_config, dict) else None
+    section = section_of(deepspeed_config, "comms_logger")
     return None if section is None else CommsConfig(**section)
 
 

@@ -59,14 +59,10 @@ class HostJob:
         self._warm, self._spared = warm, spared
         self._selector = linux.Selector()
         self._streams = {}  # fd -> (kind of frame, incomplete line)
-        self._stdin = None
-        self._input = bytearray()
-        self._input_ended = False
+        self._stdin, self._input, self._input_ended = None, bytearray(), False
         self._kill_at = None
-        self._orphaned = False
-        self.leaving = False  # this host was asked to leave the job
-        self._reports = b""
-        self._running = True
+        self._orphaned = self.leaving = False  # the head is gone; this host was asked to leave the job
+        self._reports, self._running = b"", True
 
     def run(self):
         """Starts the ranks. Returns the exit code of this host's share after all its processes have ended."""
@@ -214,11 +210,9 @@ class HostJob:
         data = os.read(fd, _CHUNK)
         self._reports += data
         *lines, self._reports = self._reports.split(b"\n")
-        for line in lines:
-            message = json.loads(line)
+        for message in map(json.loads, lines):
             if "report" in message and not self._forward:
-                sys.stderr.write(message["report"])
-                sys.stderr.flush()
+                print(message["report"], end="", file=sys.stderr, flush=True)
             self._link.send(message)
         if not data:
             self._selector.unregister(fd)
@@ -227,11 +221,10 @@ class HostJob:
 
     def _drain(self):
         limit = time.monotonic() + 5.0
-        for fd in list(self._streams):
-            while fd in self._streams and time.monotonic() < limit and not self._link.lost:
-                if self._link.backlog < _MOST_WAITING:
-                    self._on_output(fd)
-                self._link.flush()
+        while self._streams and time.monotonic() < limit and not self._link.lost:
+            if self._link.backlog < _MOST_WAITING:
+                self._on_output(next(iter(self._streams)))
+            self._link.flush()
 
 
 _QUESTIONS = ("check", "clock", "echo", "measure")
@@ -239,13 +232,11 @@ _QUESTIONS = ("check", "clock", "echo", "measure")
 
 def answer(link, asked, told):
     """Answers the head's questions about this host until the head closes the link."""
-    with contextlib.ExitStack() as until_lost:
+    with contextlib.suppress(LinkLost), contextlib.ExitStack() as until_lost:
         while True:
             link.send(load_target("deepspeed.launcher.probe:answer")(asked, told, until_lost))
-            try:
-                asked, told = link.wait_for_any(_QUESTIONS)
-            except LinkLost:
-                return 0
+            asked, told = link.wait_for_any(_QUESTIONS)
+    return 0
 
 
 class Agent:
@@ -269,16 +260,12 @@ class Agent:
         self._link, own = link, self._own
         said, claim = found
         link.send({"hello": {**said, "node": node}})
-        error = f"deepspeed: error: {socket.gethostname()}:"
         plan, code, asks = None, None, ("share", "go", "over", *_QUESTIONS)
         while True:
             try:
                 asked, told = link.wait_for_any(asks)
             except LinkLost as lost:
-                if code is not None:
-                    return code
-                print(f"{error} the job was not started: {lost}.", file=sys.stderr)
-                return 1
+                return _said(f"the job was not started: {lost}.") if code is None else code
             if asked in ("bye", "over"):
                 return told
             if asked in _QUESTIONS:
@@ -291,8 +278,8 @@ class Agent:
             job = HostJob(link, plan, own is None, self._warm if kept else None, kept)
             code, asks = job.run(), (*asks, "bye")
             if link.lost:
-                print(f"{error} the head of the job is gone: {link.lost}.", file=sys.stderr)
-                return code or 1
+                failed = _said(f"the head of the job is gone: {link.lost}.")
+                return code or failed
             if claim is not None:
                 claim.close()
             said, claim = facts(port)
@@ -343,9 +330,7 @@ def connect(addresses, port, key, hello, limit_s, insecure=False):
             if not (key or insecure or is_from_here(connection)):
                 connection.close()
                 raise LaunchError(f"{address} port {port} is another host, and {NO_KEY}.")
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            fd = connection.detach()
-            link = Link(fd, fd)
+            link = Link.over(connection)
             try:
                 nonce = link.wait_for("nonce", 10.0)
                 mine = os.urandom(16).hex()
@@ -374,6 +359,12 @@ def _over_pipe():
     os.dup2(2, 1)
     os.write(write, MARK)
     return Link(read, write)
+
+
+def _said(error):
+    # The exit code of a host after an error.
+    print(f"deepspeed: error: {socket.gethostname()}: {error}", file=sys.stderr)
+    return 1
 
 
 def _served(link, options, found):
@@ -406,8 +397,7 @@ def main(args=None):
     try:
         link = connect(addresses.split(","), int(port), key, {"name": name, "node": options.node}, options.wait)
     except LaunchError as error:
-        print(f"deepspeed: error: {socket.gethostname()}: {error}", file=sys.stderr)
-        return 1
+        return _said(error)
     return _served(link, options, found)
 
 

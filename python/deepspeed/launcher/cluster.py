@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import socket
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from deepspeed.host.job_key import KEY_VARIABLE
@@ -74,13 +73,11 @@ def listen(port=0):
 class ClusterJob:
     """``hosts``: ``{name: slots}``. ``runner`` starts their agents; None if the hosts connect by themselves."""
 
-    can_only_wait = False  # the head cannot start agents on hosts; it waits until they connect
-    holds_until_all = False
+    hosts_come_alone = False  # users start the agents: the head waits for them, and tells all how the job has ended
     insecure = False  # accept agents of other machines that do not know the key
 
     def __init__(self, args, hosts, runner, verbose=True):
         self.args, self.hosts, self.runner, self.verbose = args, hosts, runner, verbose
-        self.python = sys.version_info[:2]
         self.join_timeout = args.join_timeout
         self.grace_s = plan.grace_s()
         self.master_port = asked_port(args)

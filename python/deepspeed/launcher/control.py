@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import select
+import socket
 import struct
 import time
 from collections import deque
@@ -74,6 +75,13 @@ class Link:
         self._silent_s = self._beat_at = 0.0
         for fd in (read_fd, write_fd):
             os.set_blocking(fd, False)
+
+    @classmethod
+    def over(cls, connection, **more):
+        """The link over a TCP connection, which it takes."""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        fd = connection.detach()
+        return cls(fd, fd, **more)
 
     @property
     def backlog(self):

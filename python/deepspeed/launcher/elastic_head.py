@@ -56,7 +56,7 @@ class ElasticHead(Head):
         if self._code is not None:
             host.link.send({"stop": "the job has ended", "bye": self._code})
             return self._drop(host, "done")
-        why = difference(host, self._job.python)
+        why = difference(host)
         if why:
             self._refuse(host, why)
         elif self._restarts or self._phase == "running":
@@ -133,7 +133,7 @@ class ElasticHead(Head):
 
     def _gather(self, now):
         expected = [host for host in self._hosts if host.state == "away" and host.link is not None]
-        waited = self._hosts if self._job.can_only_wait else expected
+        waited = self._hosts if self._job.hosts_come_alone else expected
         if self._restarts == 0 and now < self._last_call and any(host.state == "away" for host in waited):
             return
         part = self._layout()

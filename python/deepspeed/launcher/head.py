@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 
 from deepspeed.host.launcher_messages import SAVE_LIMIT_S
@@ -33,14 +34,10 @@ class Head:
     def __init__(self, job):
         self._job = job
         self._hosts = [HostLink(name, node, slots) for node, (name, slots) in enumerate(job.hosts.items())]
-        self._selector = linux.Selector()
-        self._writer = Writer()
-        self._ways = []
-        self._arrivals = None
+        self._selector, self._writer, self._ways, self._arrivals = linux.Selector(), Writer(), [], None
         self._code = None  # of the job, once something decided it
         self._end_at = None  # time at which hosts that are not done are given up
-        self._killed = False
-        self._failed = False  # a failure decided it, not the user
+        self._killed = self._failed = False  # they were told to kill; a failure decided the code, not the user
         self._save_until = 0.0  # until then ranks may save before they end
         self._why = "the user ended it"
         self._started = time.monotonic()
@@ -118,7 +115,7 @@ class Head:
 
     def _on_hello(self, host, facts):
         host.state, host.facts = "here", facts
-        why = difference(host, self._job.python)
+        why = difference(host)
         if why:
             return self._fail(why)
         if all(one.state == "here" for one in self._hosts):
@@ -174,7 +171,6 @@ class Head:
             self._fail(f"host {host.name}: {message['error'].rstrip('.')}")
             self._finish(host, 1)
         elif "failed" in message:
-            host.facts["failed"] = True
             if self._code is None:
                 self._job.first_failing = host
                 self._stop(message["code"], signal.SIGTERM, but=host, failed=True)
@@ -195,7 +191,7 @@ class Head:
         if code and self._code is None:
             self._say(f"deepspeed: host {host.name} ended with exit code {code}; the job is ended.\n")
             self._stop(code, signal.SIGTERM, failed=True)
-        if not self._job.holds_until_all:
+        if not self._job.hosts_come_alone:
             self._bye(host)
         elif all(one.over for one in self._hosts):  # hosts that were started by hand learn how the job ended
             self._bye(*self._hosts)
@@ -311,9 +307,9 @@ class Head:
                 self._signal(host, sig, failed)
 
 
-def difference(host, python):
+def difference(host):
     """The differences between what ``host`` and this host have installed, as text; "" if there are none."""
-    for name, mine in {"deepspeed": __version__, "python": list(python)}.items():
+    for name, mine in {"deepspeed": __version__, "python": list(sys.version_info[:2])}.items():
         if host.facts[name] != mine:
             theirs, ours = version_text(host.facts[name]), version_text(mine)
             return f"host {host.name} has {name} {theirs}, and this one {ours}: install the same on all hosts"

@@ -26,8 +26,7 @@ _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES
 class HandStartedJob(ClusterJob):
     """The job as host 0 sees it: all hosts connect by themselves, this one through a child process."""
 
-    can_only_wait = True
-    holds_until_all = True
+    hosts_come_alone = True
 
     def __init__(self, args, nodes, slots, address, port, verbose):
         names = [socket.gethostname()] + [f"number {node}" for node in range(1, nodes)]
@@ -85,15 +84,18 @@ def where(args, notes):
     asked = next((count for count in (args.num_nodes, args.max_elastic_nodes) if count > 0), None)
     nodes = len(hosts) if hosts else asked or _number(_NODES, "the number of hosts")
     address = args.master_addr or os.environ.get("MASTER_ADDR") or (next(iter(hosts)) if hosts else "")
-    for lacks, why in (
-        (nodes is None, "needs the number of hosts: give --num_nodes N, or a hostfile that names them"),
-        (node is None, f"needs the number of this host: give --node_rank, or set one of {', '.join(_NODE)}"),
-        (not address, "needs the address of host 0: give --master_addr, or set MASTER_ADDR"),
+    needs = "--no_ssh needs the"
+    for wrong, why in (
+        (nodes is None, f"{needs} number of hosts: give --num_nodes N, or a hostfile that names them."),
+        (node is None, f"{needs} number of this host: give --node_rank, or set one of {', '.join(_NODE)}."),
+        (
+            None not in (node, nodes) and not 0 <= node < nodes,
+            f"--node_rank is {node}, but there are {nodes} host(s), numbered from 0.",
+        ),
+        (not address, f"{needs} address of host 0: give --master_addr, or set MASTER_ADDR."),
     ):
-        if lacks:
-            raise LaunchError(f"--no_ssh {why}.")
-    if not 0 <= node < nodes:
-        raise LaunchError(f"--node_rank is {node}, but there are {nodes} host(s), numbered from 0.")
+        if wrong:
+            raise LaunchError(why)
     if not hosts:
         slots, ids = plan.choose_slots(_without_count(args), notes)
         return node, nodes, list(range(len(slots))), ids, address
