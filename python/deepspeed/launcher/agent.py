@@ -95,32 +95,28 @@ class HostJob:
     def _fork(self):
         reports, self._plan.report_fd = os.pipe()
         pipes = [os.pipe() for _ in range(3)] if self._forward else []  # stdin, stdout, stderr
+        streams = (pipes[0][0], pipes[1][1], pipes[2][1]) if pipes else (0, 1, 2)
         front, pid = os.getpid(), None
         if self._warm is not None:
             if self._warm.fits(self._plan):
-                streams = (pipes[0][0], pipes[1][1], pipes[2][1]) if pipes else (0, 1, 2)
                 pid = self._warm.fork_supervisor(self._plan, streams)
                 if pid is None:  # a late supervisor must not start ranks beside those of the next round
                     kill_descendants(self._spared)
             self._warm.expect(self._plan)
         pid = os.fork() if pid is None else pid
         if pid == 0:
-            os.close(reports)
-            for fd, pipe in enumerate(pipes):
-                os.dup2(pipe[0 if fd == 0 else 1], fd)
-            for fd in {self._link.read_fd, self._link.write_fd, *(end for pipe in pipes for end in pipe)}:
-                os.close(fd)
+            linux.take_streams(streams, {self._plan.report_fd})
             be_supervisor(self._plan, front)
         os.close(self._plan.report_fd)
         self._selector.watch(reports, lambda: self._on_report(reports))
         if pipes:
             self._stdin = pipes[0][1]
             os.set_blocking(self._stdin, False)
-            for (read, write), kind in zip(pipes[1:], (OUTPUT, ERRORS)):
-                os.close(write)
+            for fd in streams:
+                os.close(fd)
+            for (read, _), kind in zip(pipes[1:], (OUTPUT, ERRORS)):
                 os.set_blocking(read, False)
                 self._streams[read] = (kind, b"")
-            os.close(pipes[0][0])
         return pid
 
     # ---- one turn of the loop ------------------------------------------------------------------------------------

@@ -56,10 +56,7 @@ def _detach(streams, kept):
         if callable(signal.getsignal(sig)):
             signal.signal(sig, signal.default_int_handler if sig == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    taken = [os.dup(fd) for fd in streams]
-    for number, fd in enumerate(taken):
-        os.dup2(fd, number)
-    linux.close_all_but({0, 1, 2, *kept})
+    linux.take_streams(streams, kept)
 
 
 def _run(command, environment):

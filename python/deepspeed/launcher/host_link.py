@@ -16,12 +16,10 @@ class Way:
     of that output and returns those for the user."""
 
     def __init__(self, command, environment, with_link, hear=None):
-        head, pipe = os.getpid(), subprocess.PIPE
-        # A session of its own: Ctrl-C reaches the head alone, which passes it on once.
-        self.process = subprocess.Popen(
-            command, env=environment, start_new_session=True, preexec_fn=lambda: linux.die_with_parent(head, 15),
-            stdin=pipe if with_link else subprocess.DEVNULL, stdout=pipe, stderr=pipe,
-        )  # fmt: skip
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        self.process = linux.child(
+            command, signal.SIGTERM, env=environment, stdin=pipe if with_link else null, stdout=pipe, stderr=pipe
+        )
         self.program = os.path.basename(command[0])
         self.said = b""  # the last bytes of its stderr, and of its stdout if that is not the link
         self._hear, self._half = hear, {}  # fd -> incomplete line

@@ -7,6 +7,7 @@ import platform
 import selectors
 import signal
 import socket
+import subprocess
 import termios
 
 _PR_SET_PDEATHSIG = 1
@@ -128,10 +129,22 @@ def open_fds():
     return {int(fd) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")}
 
 
-def close_all_but(kept):
-    """Closes the descriptors of this process that are not ``kept``."""
-    for fd in open_fds() - kept:
+def take_streams(streams, kept):
+    """Makes ``streams`` the stdin, stdout and stderr of this process, a forked one. It has no other descriptors then but
+    those ``kept``."""
+    for number, fd in enumerate([os.dup(fd) for fd in streams]):
+        os.dup2(fd, number)
+    for fd in open_fds().difference((0, 1, 2), kept):
         os.close(fd)
+
+
+def child(command, signal_at_end=signal.SIGKILL, **options):
+    """A process in a session of its own, so that Ctrl-C reaches this process alone. It gets ``signal_at_end`` when this
+    process ends. ``options``: of ``subprocess.Popen``."""
+    parent = os.getpid()
+    return subprocess.Popen(
+        command, start_new_session=True, preexec_fn=lambda: die_with_parent(parent, signal_at_end), **options
+    )
 
 
 def read_now(fd, size=1 << 16):

@@ -68,9 +68,7 @@ class MemoryKeeper:
         try:
             linux.die_with_parent(agent, signal.SIGTERM)
             null = os.open(os.devnull, os.O_RDWR)
-            for fd in (0, 1, 2):
-                os.dup2(null, fd)
-            linux.close_all_but({0, 1, 2, listener.fileno(), self._lock})  # links and ports end with the agent
+            linux.take_streams([null] * 3, {listener.fileno(), self._lock})  # links and ports end with the agent
             while True:
                 connection, _ = listener.accept()
                 threading.Thread(target=self._take, args=(connection,), daemon=True).start()

@@ -64,13 +64,11 @@ class WarmStart:
             return
         self._due, self._variables = None, _common(plan.environments[0])
         self._connection, theirs = socket.socketpair()
-        agent = os.getpid()
         command = [sys.executable, "-u", "-m", "deepspeed.launcher.warm_start", str(theirs.fileno())]
         quiet = subprocess.DEVNULL
-        self._process = subprocess.Popen(
-            command, env=self._variables, stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=(theirs.fileno(),),
-            start_new_session=True, preexec_fn=lambda: linux.die_with_parent(agent),
-        )  # fmt: skip
+        self._process = linux.child(
+            command, env=self._variables, stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=(theirs.fileno(),)
+        )
         theirs.close()
 
     def fits(self, plan):
@@ -154,9 +152,7 @@ def _fork_supervisor(connection, plan, agent, fds, kept):
         if time.monotonic() > limit:  # it has ended
             os._exit(1)
         time.sleep(0.0005)
-    for number, fd in enumerate(fds[:3]):
-        os.dup2(fd, number)
-        os.close(fd)
+    linux.take_streams(fds[:3], {*kept, fds[3], connection.fileno()})
     plan.report_fd, plan.forks, plan.kept_fds = fds[3], True, kept
     connection.sendall(_SIZE.pack(os.getpid()))
     connection.close()
