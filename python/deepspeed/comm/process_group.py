@@ -32,8 +32,7 @@ class ProcessGroup:
     """A group as scripts without torch's groups describe it: an id and the global ranks."""
 
     def __init__(self, comm_id, ranks=[]):  # noqa: B006 (the published signature; never modified)
-        self.comm_id = comm_id
-        self.ranks = ranks
+        self.comm_id, self.ranks = comm_id, ranks
         self.size = len(ranks)
 
 

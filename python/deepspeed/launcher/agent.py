@@ -13,12 +13,12 @@ import time
 from deepspeed.host.job_key import KEY_VARIABLE, NO_KEY, is_from_here, proof, proves
 from deepspeed.host.ports import claim_any_port, claim_port
 from deepspeed.launcher import linux
-from deepspeed.launcher.arguments import add_options, switch
 from deepspeed.launcher.control import ERRORS, INPUT, LOOK_S, MESSAGE, OUTPUT, Link, LinkLost
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.exit_codes import shell_code
 from deepspeed.launcher.launch import FORWARDED, be_supervisor, kill_descendants
 from deepspeed.launcher.memory_keeper import MemoryKeeper
+from deepspeed.launcher.options import add_options, switch
 from deepspeed.launcher.plan import DEFAULT_PORT, Share
 from deepspeed.launcher.supervisor import END_NOW
 from deepspeed.launcher.warm_start import WarmStart

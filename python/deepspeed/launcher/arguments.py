@@ -3,90 +3,77 @@
 import argparse
 import sys
 
+from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, switch
 from deepspeed.launcher.runners import RUNNERS
 from deepspeed.log import level_from_string
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 
 
-def switch(text):
-    """The row of an option without a value."""
-    return {"action": "store_true", "help": text}
-
-
-# The command of a rank, which several programs of this package make.
-COMMAND_OPTIONS = {
-    "--module": switch("the script is a module name, as for python -m"),
-    "--no_python": switch("the script is a program of its own"),
-    "--no_local_rank": switch("do not pass --local_rank=N to the script"),
-}
 _NUMBER = {"type": int, "default": -1, "metavar": "N"}
-_GROUPS = {
-    "how many and where": {
-        "--num_gpus --num_accelerators": _NUMBER
-        | {"help": "processes on this node (default: GPUs visible, else memory nodes of the CPU)"},
-        "--num_nodes": _NUMBER | {"help": "use the first N nodes of the hostfile"},
-        "-i --include": {"default": "", "help": "slots to use, such as localhost:0,2"},
-        "-e --exclude": {"default": "", "help": "slots not to use"},
-        "-H --hostfile": {"default": DEFAULT_HOSTFILE, "help": "nodes, one 'NAME slots=N' per line"},
-        "--bind_cores_to_rank": switch("give each process cores of its own"),
-        "--bind_core_list": {"metavar": "L", "help": "cores to share out, such as 0-27,32-59"},
-    },
-    "how the processes meet": {
-        "--master_addr": {"default": "", "help": "address of rank 0 (default 127.0.0.1)"},
-        "--master_port": {"type": int, "metavar": "PORT", "help": "port of rank 0 (default 29500)"},
-    },
-    "how the script is started": COMMAND_OPTIONS,
-    "output": {
-        "--log_rank_prefix": switch("start each line with [rank N] (DS_LOG_RANK_PREFIX=1)"),
-        "--enable_each_rank_log": {
-            "metavar": "DIR",
-            "help": "write each process's output to DIR/<time>_rank<N>.log instead of the terminal",
-        },
-        "--save_pid": switch("write the launcher's process id to /tmp/<pid>.ds"),
-    },
-    "several hosts": {
-        "--launcher": {
-            "default": "pdsh", "metavar": "NAME",
-            "help": f"how they are reached: {', '.join(RUNNERS.names())} (default pdsh, "
-            "ssh where that is not installed)",
-        },
-        "--launcher_args": {"default": "", "metavar": "WORDS", "help": "options for the program that reaches them"},
-        "--ssh_port": {"type": int, "metavar": "PORT", "help": "port of their ssh servers"},
-        "--no_ssh": switch("the job is started by hand, or by a cluster, on each host"),
-        "--node_rank": _NUMBER | {"help": "with --no_ssh: number of this host"},
-        "--insecure": switch("with --no_ssh: let other hosts in although DS_JOB_KEY is not set"),
-        "--join_timeout": {
-            "type": float, "default": 300.0, "metavar": "S", "help": "seconds in which all hosts must have come",
-        },
-        "--no_ssh_check": switch("accepted; hosts are not tested before the start"),
-        "--force_multi": switch("start through an agent also where one host is enough"),
-        "--venv_script": {"metavar": "FILE", "help": "script to source on each host first"},
-        "--slurm_comment": {"default": "", "metavar": "TEXT", "help": "comment of the step, for Slurm"},
-        "--elastic_training": switch(
-            "start the ranks again when one fails or hosts come and go; the script goes on from its checkpoint"
-        ),
-        "--min_elastic_nodes": _NUMBER | {"help": "fewest hosts then (default 1)"},
-        "--max_elastic_nodes": _NUMBER | {"help": "most hosts then (default all)"},
-    },
-    "more": {
-        "--check": switch("start nothing; say whether a job can run on the hosts, and what to do"),
-        "--autotuning": {
-            "default": "", "choices": ["", "tune", "run"], "metavar": "HOW",
-            "help": "tune: find the fastest configuration; run: train with it then (needs deepspeed.autotuning)",
-        },
-        "--use_hpu": switch("train on Gaudi (DS_ACCELERATOR=hpu)"),
-        "--log_level": {"metavar": "LEVEL", "help": "of the launcher's own lines: debug, info, warning, error"},
-        "-q --quiet": switch("errors only, as --log_level error"),
-    },
-}  # fmt: skip
 
 
-def add_options(parser, options):
-    """Adds the rows of ``options``: names, separated by blanks, and the further arguments of ``add_argument``."""
-    for names, more in options.items():
-        parser.add_argument(*names.split(), **more)
-    return parser
+def _groups():
+    """The options by title; ``--launcher`` names the runners, of other packages too."""
+    return {
+        "how many and where": {
+            "--num_gpus --num_accelerators": _NUMBER
+            | {"help": "processes on this node (default: GPUs visible, else memory nodes of the CPU)"},
+            "--num_nodes": _NUMBER | {"help": "use the first N nodes of the hostfile"},
+            "-i --include": {"default": "", "help": "slots to use, such as localhost:0,2"},
+            "-e --exclude": {"default": "", "help": "slots not to use"},
+            "-H --hostfile": {"default": DEFAULT_HOSTFILE, "help": "nodes, one 'NAME slots=N' per line"},
+            "--bind_cores_to_rank": switch("give each process cores of its own"),
+            "--bind_core_list": {"metavar": "L", "help": "cores to share out, such as 0-27,32-59"},
+        },
+        "how the processes meet": {
+            "--master_addr": {"default": "", "help": "address of rank 0 (default 127.0.0.1)"},
+            "--master_port": {"type": int, "metavar": "PORT", "help": "port of rank 0 (default 29500)"},
+        },
+        "how the script is started": COMMAND_OPTIONS,
+        "output": {
+            "--log_rank_prefix": switch("start each line with [rank N] (DS_LOG_RANK_PREFIX=1)"),
+            "--enable_each_rank_log": {
+                "metavar": "DIR",
+                "help": "write each process's output to DIR/<time>_rank<N>.log instead of the terminal",
+            },
+            "--save_pid": switch("write the launcher's process id to /tmp/<pid>.ds"),
+        },
+        "several hosts": {
+            "--launcher": {
+                "default": "pdsh", "metavar": "NAME",
+                "help": f"how they are reached: {', '.join(RUNNERS.names())} (default pdsh, "
+                "ssh where that is not installed)",
+            },
+            "--launcher_args": {"default": "", "metavar": "WORDS", "help": "options for the program that reaches them"},
+            "--ssh_port": {"type": int, "metavar": "PORT", "help": "port of their ssh servers"},
+            "--no_ssh": switch("the job is started by hand, or by a cluster, on each host"),
+            "--node_rank": _NUMBER | {"help": "with --no_ssh: number of this host"},
+            "--insecure": switch("with --no_ssh: let other hosts in although DS_JOB_KEY is not set"),
+            "--join_timeout": {
+                "type": float, "default": 300.0, "metavar": "S", "help": "seconds in which all hosts must have come",
+            },
+            "--no_ssh_check": switch("accepted; hosts are not tested before the start"),
+            "--force_multi": switch("start through an agent also where one host is enough"),
+            "--venv_script": {"metavar": "FILE", "help": "script to source on each host first"},
+            "--slurm_comment": {"default": "", "metavar": "TEXT", "help": "comment of the step, for Slurm"},
+            "--elastic_training": switch(
+                "start the ranks again when one fails or hosts come and go; the script goes on from its checkpoint"
+            ),
+            "--min_elastic_nodes": _NUMBER | {"help": "fewest hosts then (default 1)"},
+            "--max_elastic_nodes": _NUMBER | {"help": "most hosts then (default all)"},
+        },
+        "more": {
+            "--check": switch("start nothing; say whether a job can run on the hosts, and what to do"),
+            "--autotuning": {
+                "default": "", "choices": ["", "tune", "run"], "metavar": "HOW",
+                "help": "tune: find the fastest configuration; run: train with it then (needs deepspeed.autotuning)",
+            },
+            "--use_hpu": switch("train on Gaudi (DS_ACCELERATOR=hpu)"),
+            "--log_level": {"metavar": "LEVEL", "help": "of the launcher's own lines: debug, info, warning, error"},
+            "-q --quiet": switch("errors only, as --log_level error"),
+        },
+    }  # fmt: skip
 
 
 def build_parser(script_may_be_missing=False):
@@ -96,7 +83,7 @@ def build_parser(script_may_be_missing=False):
         description="Starts one process per accelerator of a training or inference script and watches over them.",
         epilog="Everything after the script belongs to the script.",
     )
-    for title, options in _GROUPS.items():
+    for title, options in _groups().items():
         add_options(parser.add_argument_group(title), options)
     script = {"nargs": "?" if script_may_be_missing else None, "help": "the script, with its arguments behind it"}
     return add_options(parser, {"user_script": script, "user_args": {"nargs": argparse.REMAINDER}})

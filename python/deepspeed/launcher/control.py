@@ -62,8 +62,7 @@ class Link:
     """
 
     def __init__(self, read_fd, write_fd, mark=b"", lost_s=None, largest=_LARGEST):
-        self.read_fd = read_fd
-        self.write_fd = write_fd
+        self.read_fd, self.write_fd = read_fd, write_fd
         self.frames = deque()
         self.lost = ""
         self.paused = False

@@ -16,9 +16,9 @@ import time
 import traceback
 
 from deepspeed.launcher import linux
-from deepspeed.launcher.arguments import COMMAND_OPTIONS, add_options, switch
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.exit_codes import shell_code
+from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, switch
 from deepspeed.launcher.plan import DEFAULT_PORT, Share
 from deepspeed.launcher.resources import decode_world_info
 from deepspeed.launcher.supervisor import Supervisor

@@ -16,8 +16,8 @@ from deepspeed.host import numa
 from deepspeed.host.cpu import physical_cores
 from deepspeed.host.place import place_of
 from deepspeed.launcher import exit_codes, linux
-from deepspeed.launcher.arguments import COMMAND_OPTIONS, add_options, switch
 from deepspeed.launcher.environment import script_command
+from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, switch
 from deepspeed.launcher.output import log_file
 from deepspeed.launcher.resources import counts_of, decode_world_info
 

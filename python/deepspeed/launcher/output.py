@@ -46,8 +46,7 @@ class Sink:
     """
 
     def __init__(self, fd, prefix=b"", whole_lines=False):
-        self.fd = fd
-        self.prefix = prefix
+        self.fd, self.prefix = fd, prefix
         self.whole_lines = whole_lines or bool(prefix)
         self.waiting = b""  # the incomplete line
         self._wait_s = 0.0  # the time for which it is still held back
@@ -107,9 +106,7 @@ class Channel:
     """
 
     def __init__(self, sink, tail, terminal_fd=None):
-        self.sink = sink
-        self.tail = tail
-        self.terminal_fd = terminal_fd
+        self.sink, self.tail, self.terminal_fd = sink, tail, terminal_fd
         if terminal_fd is None:
             self.fd, self.write_fd = os.pipe()
         else:

@@ -19,9 +19,7 @@ class RankProcess:
     def __init__(
         self, rank, command, environment, channels, tail, cores=None, memory=((), False), forks=False, kept=()
     ):
-        self.rank = rank
-        self.channels = channels
-        self.tail = tail
+        self.rank, self.channels, self.tail = rank, channels, tail
         self.status = None  # as os.waitpid gives it, turned into a shell's exit code
         launcher = os.getpid()
 

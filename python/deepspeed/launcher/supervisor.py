@@ -26,8 +26,7 @@ class Supervisor:
     """Runs a ``NodePlan`` to its end; ``run`` returns the exit code of the job."""
 
     def __init__(self, plan, front_pid):
-        self._plan = plan
-        self._front_pid = front_pid
+        self._plan, self._front_pid = plan, front_pid
         self._selector = linux.Selector()
         self._ranks = []
         self._files = []
