@@ -291,4 +291,3 @@ class ElasticHead(Head):
     def _finish(self, host, code):
         host.state = "done"
         self._bye(host)
-

@@ -130,8 +130,8 @@ def open_fds():
 
 
 def take_streams(streams, kept):
-    """Makes ``streams`` the stdin, stdout and stderr of this process, a forked one. It has no other descriptors then but
-    those ``kept``."""
+    """Makes ``streams`` the stdin, stdout and stderr of this process, a forked one. Of other descriptors it has those
+    ``kept`` then."""
     for number, fd in enumerate([os.dup(fd) for fd in streams]):
         os.dup2(fd, number)
     for fd in open_fds().difference((0, 1, 2), kept):

@@ -84,10 +84,10 @@ def parse_inclusion_exclusion(resource_pool, inclusion, exclusion):
 
 def _slot(host, text, have):
     # GPUs may also be named by UUID where CUDA_VISIBLE_DEVICES does so.
-    for slot in have:
-        if str(slot) == text:
-            return slot
-    raise ValueError(f"host {host!r} has no slot {text!r}; its slots are: {', '.join(map(str, have)) or 'none'}.")
+    named = {str(slot): slot for slot in have}
+    if text not in named:
+        raise ValueError(f"host {host!r} has no slot {text!r}; its slots are: {', '.join(named) or 'none'}.")
+    return named[text]
 
 
 def counts_of(world):
