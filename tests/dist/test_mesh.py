@@ -103,8 +103,9 @@ class Branches(Mpu):
 
     def __init__(self, count):
         grid = mesh_views.grid(("dp", 0, ""), ("branch", count, "train_branches"))
-        self.branch = mesh_views.make("branch", grid.list(["branch"], dist.get_rank()))
-        self.data = mesh_views.make("data beside branches", grid.list(["dp"], dist.get_rank()))
+        mesh = mesh_views.numbered(grid)
+        self.branch = mesh_views.make("branch", mesh, ["branch"])
+        self.data = mesh_views.make("data beside branches", mesh, ["dp"])
         super().__init__(self.data.group, self.branch.group)
 
 

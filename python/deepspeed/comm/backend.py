@@ -5,9 +5,7 @@ class Backend:
     """Base class of backends. ``name`` appears in messages; ``initialized`` says whether the process group exists."""
 
     def __init__(self, name="backend", rank=0, size=1):
-        self.name = name
-        self.rank = rank
-        self.size = size
+        self.name, self.rank, self.size = name, rank, size
         self.initialized = False
 
     def is_initialized(self):

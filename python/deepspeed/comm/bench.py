@@ -21,68 +21,57 @@ DTYPES = {"float": torch.float32, "float32": torch.float32, "half": torch.float1
           "bfloat16": torch.bfloat16}  # fmt: skip
 
 
-def _all_reduce(value, other, ranks, options):
-    return collectives.all_reduce(value, **options)
-
-
-def _all_gather(value, other, ranks, options):
-    return collectives.all_gather_into_tensor(other, value, **options)
-
-
-def _reduce_scatter(value, other, ranks, options):
-    return collectives.reduce_scatter_tensor(other, value, **options)
-
-
-def _all_to_all(value, other, ranks, options):
-    return collectives.all_to_all_single(other, value, **options)
-
-
-def _broadcast(value, other, ranks, options):
-    return collectives.broadcast(value, 0, **options)
-
-
-def _pt2pt(value, other, ranks, options):
+def _there_and_back(value, other):
     # Rank 0 to rank 1 and back: one message each way.
     rank = process_group.get_rank()
-    if rank > 1:
-        return None
     if rank == 0:
         collectives.send(value, 1)
-        return collectives.recv(other, 1)
-    collectives.recv(other, 0)
-    return collectives.send(value, 0)
+        collectives.recv(other, 1)
+    elif rank == 1:
+        collectives.recv(other, 0)
+        collectives.send(value, 0)
 
 
 # flag: (call, elements of the second tensor for n of the first and `ranks` ranks)
 OPS = {
-    "all_reduce": (_all_reduce, lambda n, ranks: 0),
-    "all_gather": (_all_gather, lambda n, ranks: n * ranks),
-    "reduce_scatter": (_reduce_scatter, lambda n, ranks: n // ranks),
-    "all_to_all": (_all_to_all, lambda n, ranks: n),
-    "broadcast": (_broadcast, lambda n, ranks: 0),
-    "pt2pt": (_pt2pt, lambda n, ranks: n),
-}
+    "all_reduce": (lambda value, other, how: collectives.all_reduce(value, **how), lambda n, ranks: 0),
+    "all_gather": (
+        lambda value, other, how: collectives.all_gather_into_tensor(other, value, **how), lambda n, ranks: n * ranks,
+    ),
+    "reduce_scatter": (
+        lambda value, other, how: collectives.reduce_scatter_tensor(other, value, **how), lambda n, ranks: n // ranks,
+    ),
+    "all_to_all": (lambda value, other, how: collectives.all_to_all_single(other, value, **how), lambda n, ranks: n),
+    "broadcast": (lambda value, other, how: collectives.broadcast(value, 0, **how), lambda n, ranks: 0),
+    "pt2pt": (lambda value, other, how: _there_and_back(value, other), lambda n, ranks: n),
+}  # fmt: skip
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What the table of bandwidths calls them.
 _LOG_NAMES = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor",
               "all_to_all": "all_to_all_single", "pt2pt": "send"}  # fmt: skip
 
 
+_NUMBER = {"type": int, "metavar": "N"}
+_OPTIONS = {
+    "--scan": {"action": "store_true", "help": "every power of two up to --maxsize instead of that size alone"},
+    "--maxsize": {**_NUMBER, "default": 24, "help": "2^N elements (default 24)"},
+    "--trials": {**_NUMBER, "default": 5, "help": "calls to measure (default 5)"},
+    "--warmups": {**_NUMBER, "default": 5, "help": "calls before (default 5)"},
+    "--dtype": {"default": "float", "choices": sorted(DTYPES), "help": "of the elements (default float)"},
+    "--bw-unit": {"default": "Gbps", "choices": ("Gbps", "GBps"), "help": "gigabits or gigabytes per second"},
+    "--async-op": {"action": "store_true", "help": "calls do not wait; the last one of a measurement is waited for"},
+    "--backend": {"help": "of the process group (default: the accelerator's)"},
+    "--raw": {"action": "store_true", "help": "bytes as a number, columns by tabs"},
+}
+
+
 def build_parser():
     """The command line."""
     parser = argparse.ArgumentParser(prog="ds_bench", description="Measures collectives between ranks.")
-    add = parser.add_argument
     for name in OPS:
-        add(f"--{name.replace('_', '-')}", action="store_true", help=f"measure {name} (default: all)")
-    add("--scan", action="store_true", help="every power of two up to --maxsize instead of that size alone")
-    add("--maxsize", type=int, default=24, metavar="N", help="2^N elements (default 24)")
-    add("--trials", type=int, default=5, metavar="N", help="calls to measure (default 5)")
-    add("--warmups", type=int, default=5, metavar="N", help="calls before (default 5)")
-    add("--dtype", default="float", choices=sorted(DTYPES), help="of the elements (default float)")
-    add("--bw-unit", default="Gbps", choices=("Gbps", "GBps"), help="gigabits or gigabytes per second")
-    add("--async-op", action="store_true", help="calls do not wait; the last one of a measurement is waited for")
-    add("--backend", default=None, help="of the process group (default: the accelerator's)")
-    add("--raw", action="store_true", help="bytes as a number, columns by tabs")
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=f"measure {name} (default: all)")
+    for name, more in _OPTIONS.items():
+        parser.add_argument(name, **more)
     return add_starts(parser)
 
 
@@ -145,13 +134,12 @@ def _row(name, size, options, ranks, accelerator):
     other = torch.empty(other_size(size, ranks), dtype=value.dtype, device=device)
     how = {"async_op": True} if options.async_op else {}
     for _ in range(options.warmups):
-        _finish(call(value, other, ranks, how))
+        _finish(call(value, other, how))
     collectives.barrier()
     accelerator.synchronize()
-    start = time.perf_counter()
-    last = None
+    start, last = time.perf_counter(), None
     for _ in range(options.trials):
-        last = call(value, other, ranks, how)
+        last = call(value, other, how)
     _finish(last)
     accelerator.synchronize()
     seconds = torch.tensor([(time.perf_counter() - start) / options.trials], dtype=torch.float64)
@@ -169,9 +157,8 @@ def table(name, rows, ranks, options):
     """The figures of one operation as text: size, time of a call, algorithm and bus bandwidth."""
     scale = 1.0 if options.bw_unit == "Gbps" else 1 / 8
     lines = [f"---- {name} on {ranks} rank(s), {options.dtype} ----"]
-    heads = ("Size", "Duration", f"Throughput ({options.bw_unit})", f"BusBW ({options.bw_unit})")
     form = "{}\t{}\t{}\t{}" if options.raw else "{:<16}{:<16}{:<20}{}"
-    lines.append(form.format(*heads))
+    lines.append(form.format("Size", "Duration", f"Throughput ({options.bw_unit})", f"BusBW ({options.bw_unit})"))
     for size, seconds in rows:
         algorithm, bus = bandwidths(_LOG_NAMES.get(name, name), size, seconds * 1e3, ranks)
         shown = str(size) if options.raw else readable_size(size)

@@ -10,6 +10,7 @@ import os
 
 from deepspeed.comm import timed
 from deepspeed.comm.comms_logger import CommsLogger
+from deepspeed.comm.timeouts import section_of
 from deepspeed.config.sections import CommsConfig
 from deepspeed.log import logger, print_rank
 
@@ -29,10 +30,7 @@ def _section(deepspeed_config):
     """The section ``comms_logger`` of a DeepSpeedConfig, a dict or a JSON file; None where it has none."""
     if hasattr(deepspeed_config, "comms_config"):
         return deepspeed_config.comms_config if deepspeed_config.comms_logger_enabled else None
-    if isinstance(deepspeed_config, str):
-        with open(deepspeed_config, encoding="utf-8") as file:
-            deepspeed_config = json.load(file)
-    section = deepspeed_config.get("comms_logger") if isinstance(deepspeed_config, dict) else None
+    section = section_of(deepspeed_config, "comms_logger")
     return None if section is None else CommsConfig(**section)
 
 
@@ -46,16 +44,10 @@ def configure(deepspeed_config=None, enabled=None, prof_all=None, prof_ops=None,
     section = _section(deepspeed_config) if deepspeed_config is not None else None
     if section is not None:
         comms_logger.configure(section)
-    if prof_all is not None:
-        comms_logger.prof_all = bool(prof_all)
-    if prof_ops is not None:
-        comms_logger.prof_ops = list(prof_ops)
-    if verbose is not None:
-        comms_logger.verbose = bool(verbose)
-    if debug is not None:
-        comms_logger.debug = bool(debug)
-    if enabled is not None:
-        comms_logger.enabled = enabled
+    given = {"prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug, "enabled": enabled}
+    for name, value in given.items():
+        if value is not None:
+            setattr(comms_logger, name, list(value) if name == "prof_ops" else bool(value))
 
 
 # ---- asking ---------------------------------------------------------------------------------------------------------

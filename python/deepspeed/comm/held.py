@@ -17,6 +17,5 @@ def held_by(owner):
 
 def leave_all():
     """Lets every communicator release its process group, because the process ends."""
-    for communicators in list(_held.values()):
-        for communicator in communicators:
-            communicator.leave()
+    for communicator in [one for communicators in _held.values() for one in communicators]:
+        communicator.leave()

@@ -32,10 +32,12 @@ def known(name):
     return name in mesh.made_here().views
 
 
-def make(name, ranks):
-    """The ``Members`` called ``name``, with their group: made of ``ranks`` where there are none yet."""
+def make(name, native, axes):
+    """The ``Members`` called ``name``, with their group: where there are none yet, the ranks along ``axes`` of the mesh
+    ``native``."""
     views = mesh.made_here().views
     if name not in views:
+        ranks = native.ranks(axes)
         mesh.group_over(ranks)  # now, when all members are here
         views[name] = Members(ranks, dist.get_rank())
     return views[name]
@@ -60,6 +62,12 @@ def clear():
 def grid(*axes, world=None):
     """The native ``ProcessGrid`` over all ranks: ``(name, size, key)``, outer to inner; a size of 0 is what is left."""
     return _native._C.ProcessGrid(dist.get_world_size() if world is None else world, list(axes))
+
+
+def numbered(made, ranks=(), group=None):
+    """The native mesh in which the grid ``made`` numbers ``ranks`` (none: all of the job), for communicators that go
+    over what torch's ``group`` (None: all ranks) goes over."""
+    return _native._C.ProcessMesh(made, mesh.job(dist.get_world_group() if group is None else group), list(ranks))
 
 
 # ---- an engine's -----------------------------------------------------------------------------------------------------

@@ -230,8 +230,7 @@ class _Registration:
     """A tensor's memory, known to a communicator until ``release()``."""
 
     def __init__(self, tensor, native):
-        self.tensor = tensor
-        self._native = native
+        self.tensor, self._native = tensor, native
 
     def release(self):
         """Idempotent; waits for the device."""

@@ -32,8 +32,7 @@ class ProcessGroup:
     """A group as scripts without torch's groups describe it: an id and the global ranks."""
 
     def __init__(self, comm_id, ranks=[]):  # noqa: B006 (the published signature; never modified)
-        self.comm_id = comm_id
-        self.ranks = ranks
+        self.comm_id, self.ranks = comm_id, ranks
         self.size = len(ranks)
 
 
@@ -70,7 +69,7 @@ def init_distributed(
         RuntimeError: the group is missing though ``dist_init_required`` is False; the environment is incomplete; the
             port is taken; the backend cannot work here.
     """
-    global cdb
+    global cdb, _keeper
     if config is not None:
         configure(deepspeed_config=config)
         timeouts.configure(config)
@@ -95,7 +94,7 @@ def init_distributed(
         prepare_environment(auto_mpi_discovery, distributed_port, verbose, rank, world_size)
     if verbose and get_local_rank_from_launcher() == 0 and rank <= 0:
         logger.info("Joining the process group: backend %s, init_method %s", backend, init_method or "env://")
-    _keep_no_store()  # of a job before: its port may be that of this one
+    _keeper = None  # of a job before: its port may be that of this one
     try:
         cdb = TorchBackend(backend, timeout, init_method, rank, world_size)
     except (RuntimeError, OSError) as error:
@@ -112,11 +111,6 @@ def _keep_store():
         _keeper = _native._C.StoreKeeper(store, dist.get_rank(), dist.get_world_size())
         # Scripts end the job by torch's destroy_process_group, too.
         weakref.finalize(dist.group.WORLD, _keeper.goodbye).atexit = False
-
-
-def _keep_no_store():
-    global _keeper
-    _keeper = None
 
 
 def _in_forked_child():
@@ -152,16 +146,13 @@ def _leave():
 
 
 def _check_backend(backend):
-    if backend == "nccl" and (_name() != "cuda" or not get_accelerator().is_available()):
+    accelerator = get_accelerator()
+    if backend == "nccl" and (accelerator._name != "cuda" or not accelerator.is_available()):
         raise RuntimeError(
-            f"dist_backend is 'nccl', which moves GPU tensors only, but the accelerator here is {_name()!r}: leave "
-            f"dist_backend out (the accelerator chooses {get_accelerator().communication_backend_name()!r}), or pass "
+            f"dist_backend is 'nccl', which moves GPU tensors only, but the accelerator here is {accelerator._name!r}: "
+            f"leave dist_backend out (the accelerator chooses {accelerator.communication_backend_name()!r}), or pass "
             f"dist_backend='gloo'."
         )
-
-
-def _name():
-    return get_accelerator()._name
 
 
 def _explained(error):

@@ -123,11 +123,8 @@ def mpi_discovery(distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT, verbose=True)
     known = _from_mpi4py(distributed_port) if asks else None
     if known is None:
         known = _from_variables(distributed_port)
-    for name, value in known.items():
-        if name in ("MASTER_ADDR", "MASTER_PORT"):
-            os.environ.setdefault(name, value)  # the user's own word on where to meet goes first
-        else:
-            os.environ[name] = value
+    meeting = {name: os.environ.get(name, known[name]) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    os.environ.update({**known, **meeting})  # the user's own word on where to meet goes first
     if verbose:
         logger.info(
             "Found the ranks through MPI: RANK=%s, LOCAL_RANK=%s, WORLD_SIZE=%s, MASTER_ADDR=%s, MASTER_PORT=%s",
@@ -174,9 +171,8 @@ def _from_mpi4py(distributed_port):
     world = mpi.COMM_WORLD
     if world.Get_size() != said(os.environ).get("WORLD_SIZE", world.Get_size()):
         return None  # that of another MPI, which takes every process for a job of its own
-    local = world.Split_type(mpi.COMM_TYPE_SHARED)
+    local, meeting = world.Split_type(mpi.COMM_TYPE_SHARED), None
     one_node = local.Get_size() == world.Get_size()
-    meeting = None
     if world.Get_rank() == 0:
         address = "127.0.0.1" if one_node else mpi.Get_processor_name()
         # The default port may be taken by another job on this node; MPI can pass on one that is not.
@@ -199,9 +195,10 @@ def _local_rank_guess():
 
 
 def _alone(verbose):
-    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = str(free_port())  # nobody else has to know it
+    os.environ.update(
+        RANK="0", WORLD_SIZE="1", LOCAL_RANK=os.environ.get("LOCAL_RANK", "0"), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),  # nobody else has to know it
+    )  # fmt: skip
     if verbose:
         log_dist("No launcher found: this process is a job of one rank.", ranks=[0])
 
@@ -225,11 +222,11 @@ def patch_aml_env_for_torch_nccl_backend(master_port=6105, verbose=True):
     """Sets the five variables on Azure ML, which starts ranks through MPI and names the first node itself."""
     environ = os.environ
     if _patch_ranks():
-        environ["MASTER_ADDR"] = environ.get("AZ_BATCHAI_MPI_MASTER_NODE", "127.0.0.1")
-        environ["MASTER_PORT"] = str(master_port)
+        address = environ.get("AZ_BATCHAI_MPI_MASTER_NODE", "127.0.0.1")
+        environ.update(MASTER_ADDR=address, MASTER_PORT=str(master_port))
     else:
-        named = environ.get("AZ_BATCH_MASTER_NODE") or environ.get("AZ_BATCHAI_MPI_MASTER_NODE")
-        named = named or environ.get("MASTER_ADDR")
+        names = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE", "MASTER_ADDR")
+        named = next(filter(None, map(environ.get, names)), "")
         if not named:
             raise RuntimeError(
                 "this job of Azure ML runs on several nodes, and AZ_BATCH_MASTER_NODE does not say which is the first: "

@@ -106,8 +106,7 @@ class _TimedWork:
     for a receive. Everything else is the handle's."""
 
     def __init__(self, work, end):
-        self._work = work
-        self._end = end
+        self._work, self._end = work, end
 
     def wait(self, *args, **kwargs):
         if self._end is not None:

@@ -1,5 +1,6 @@
 """Timeouts: the time that ranks wait for each other."""
 
+import contextlib
 import json
 import os
 from datetime import timedelta
@@ -22,12 +23,17 @@ def configure(deepspeed_config):
     if hasattr(deepspeed_config, "comm_config"):
         seconds = deepspeed_config.comm_config.timeout
     else:
-        if isinstance(deepspeed_config, str):
-            with open(deepspeed_config, encoding="utf-8") as file:
-                deepspeed_config = json.load(file)
-        seconds = (deepspeed_config.get("comm") or {}).get("timeout") if isinstance(deepspeed_config, dict) else None
+        seconds = (section_of(deepspeed_config, "comm") or {}).get("timeout")
     if seconds is not None:
         _configured = timedelta(seconds=seconds)
+
+
+def section_of(deepspeed_config, name):
+    """The section ``name`` of a dict or a JSON file; None where it has none."""
+    if isinstance(deepspeed_config, str):
+        with open(deepspeed_config, encoding="utf-8") as file:
+            deepspeed_config = json.load(file)
+    return deepspeed_config.get(name) if isinstance(deepspeed_config, dict) else None
 
 
 def chosen(timeout):
@@ -40,13 +46,11 @@ def chosen(timeout):
 
 
 def _from_environment():
-    text = os.environ.get("DS_COMM_TIMEOUT_S")
+    text, seconds = os.environ.get("DS_COMM_TIMEOUT_S"), 0.0
     if not text:
         return None
-    try:
+    with contextlib.suppress(ValueError):
         seconds = float(text)
-    except ValueError:
-        seconds = 0.0
     if not 0 < seconds < 1e9:
         raise ValueError(
             f"the environment variable DS_COMM_TIMEOUT_S is {text!r}; it must be a positive number of seconds, for "

@@ -83,10 +83,9 @@ class TorchBackend(Backend):
 
     # ---- reductions ----------------------------------------------------------------------------------------------
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        communicator = communicators.of(group, tensor, op)
-        if communicator is None:
-            return dist.all_reduce(tensor, to_torch(op, tensor.dtype), group=group, async_op=async_op)
-        return communicator.run("all_reduce", [], [tensor], async_op, op)
+        if ours := communicators.of(group, tensor, op):
+            return ours.run("all_reduce", [], [tensor], async_op, op)
+        return dist.all_reduce(tensor, to_torch(op, tensor.dtype), group=group, async_op=async_op)
 
     def inference_all_reduce(self, tensor, op, group=None):
         return self.all_reduce(tensor, op, group, False)
@@ -95,45 +94,39 @@ class TorchBackend(Backend):
         return _all_of([self.all_reduce(tensor, op, group, True) for tensor in tensors], async_op)
 
     def reduce(self, tensor, dst, op=ReduceOp.SUM, group=None, async_op=False):
-        communicator = communicators.of(group, tensor, op)
-        if communicator is None:
-            return dist.reduce(tensor, dst, to_torch(op, tensor.dtype), group=group, async_op=async_op)
-        return communicator.run("reduce", [], [tensor], async_op, op, communicators.rank_in(group, dst))
+        if ours := communicators.of(group, tensor, op):
+            return ours.run("reduce", [], [tensor], async_op, op, communicators.rank_in(group, dst))
+        return dist.reduce(tensor, dst, to_torch(op, tensor.dtype), group=group, async_op=async_op)
 
     def reduce_scatter(self, output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
-        communicator = communicators.of(group, output, op, input_list)
-        if communicator is None:
-            return dist.reduce_scatter(output, input_list, to_torch(op, output.dtype), group=group, async_op=async_op)
-        return communicator.run("reduce_scatter", input_list, [output], async_op, op)
+        if ours := communicators.of(group, output, op, input_list):
+            return ours.run("reduce_scatter", input_list, [output], async_op, op)
+        return dist.reduce_scatter(output, input_list, to_torch(op, output.dtype), group=group, async_op=async_op)
 
     def reduce_scatter_tensor(self, output_tensor, input_tensor, op=ReduceOp.SUM, group=None, async_op=False):
-        communicator = communicators.of(group, output_tensor, op)
-        if communicator is None:
-            op = to_torch(op, output_tensor.dtype)
-            return self.get_reduce_scatter_function()(output_tensor, input_tensor, op, group=group, async_op=async_op)
-        return communicator.run("reduce_scatter", [input_tensor], [output_tensor], async_op, op)
+        if ours := communicators.of(group, output_tensor, op):
+            return ours.run("reduce_scatter", [input_tensor], [output_tensor], async_op, op)
+        op = to_torch(op, output_tensor.dtype)
+        return self.get_reduce_scatter_function()(output_tensor, input_tensor, op, group=group, async_op=async_op)
 
     # ---- data movement -------------------------------------------------------------------------------------------
     def broadcast(self, tensor, src, group=None, async_op=False):
-        communicator = communicators.of(group, tensor)
-        if communicator is None:
-            return dist.broadcast(tensor, src, group=group, async_op=async_op)
-        return communicator.run("broadcast", [], [tensor], async_op, root=communicators.rank_in(group, src))
+        if ours := communicators.of(group, tensor):
+            return ours.run("broadcast", [], [tensor], async_op, root=communicators.rank_in(group, src))
+        return dist.broadcast(tensor, src, group=group, async_op=async_op)
 
     def broadcast_object_list(self, object_list, src, group=None, device=None):
         return dist.broadcast_object_list(object_list, src=src, group=group, device=device)
 
     def all_gather(self, tensor_list, tensor, group=None, async_op=False):
-        communicator = communicators.of(group, tensor, parts=tensor_list)
-        if communicator is None:
-            return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
-        return communicator.run("all_gather", [tensor], tensor_list, async_op)
+        if ours := communicators.of(group, tensor, parts=tensor_list):
+            return ours.run("all_gather", [tensor], tensor_list, async_op)
+        return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
 
     def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
-        communicator = communicators.of(group, output_tensor)
-        if communicator is None:
-            return self.get_all_gather_function()(output_tensor, input_tensor, group=group, async_op=async_op)
-        return communicator.run("all_gather", [input_tensor], [output_tensor], async_op)
+        if ours := communicators.of(group, output_tensor):
+            return ours.run("all_gather", [input_tensor], [output_tensor], async_op)
+        return self.get_all_gather_function()(output_tensor, input_tensor, group=group, async_op=async_op)
 
     def all_gather_base(self, output_tensor, input_tensor, group=None, async_op=False):
         return self.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
@@ -160,24 +153,21 @@ class TorchBackend(Backend):
         return communicator.run("all_to_all", [input], [output], async_op, splits=splits)
 
     def all_to_all(self, output_tensor_list, input_tensor_list, group=None, async_op=False):
-        communicator = communicators.of(group, output_tensor_list[0])
-        if communicator is None:
-            return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
-        return communicator.run("all_to_all", input_tensor_list, output_tensor_list, async_op)
+        if ours := communicators.of(group, output_tensor_list[0]):
+            return ours.run("all_to_all", input_tensor_list, output_tensor_list, async_op)
+        return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
 
     def gather(self, tensor, gather_list=None, dst=0, group=None, async_op=False):
-        communicator = communicators.of(group, tensor)
-        if communicator is None:
-            return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
-        return communicator.run("gather", [tensor], gather_list or [], async_op, root=communicators.rank_in(group, dst))
+        if ours := communicators.of(group, tensor):
+            return ours.run("gather", [tensor], gather_list or [], async_op, root=communicators.rank_in(group, dst))
+        return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
 
     def scatter(self, tensor, scatter_list=None, src=0, group=None, async_op=False):
-        communicator = communicators.of(group, tensor)
-        if communicator is None:
-            return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
-        return communicator.run(
-            "scatter", scatter_list or [], [tensor], async_op, root=communicators.rank_in(group, src)
-        )
+        if ours := communicators.of(group, tensor):
+            return ours.run(
+                "scatter", scatter_list or [], [tensor], async_op, root=communicators.rank_in(group, src)
+            )
+        return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
 
     # ---- point to point ------------------------------------------------------------------------------------------
     def send(self, tensor, dst, group=None, tag=0):
@@ -194,10 +184,9 @@ class TorchBackend(Backend):
 
     # ---- meeting points and groups -------------------------------------------------------------------------------
     def barrier(self, group=None, async_op=False, device_ids=None):
-        communicator = communicators.of(group, None)
-        if communicator is None:
-            return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
-        return communicator.run("barrier", [], [], async_op)
+        if ours := communicators.of(group, None):
+            return ours.run("barrier", [], [], async_op)
+        return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
 
     def monitored_barrier(self, group=None, timeout=None, wait_all_ranks=False):
         return dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)

@@ -12,10 +12,8 @@ _DATA = ("tensor", "tensors", "input_list", "input_tensor_list", "input_tensors"
 
 def _number(name, default):
     text = os.environ.get(name)
-    if text is None or text == "":
-        return default
     try:
-        return int(text)
+        return int(text) if text else default
     except ValueError:
         raise ValueError(
             f"the environment variable {name} is {text!r}; the launcher sets it to a whole number."
@@ -87,9 +85,7 @@ def size_of_arguments(given):
 def _bytes_of(moved):
     if torch.is_tensor(moved):
         return moved.numel() * moved.element_size()
-    if isinstance(moved, (list, tuple)):
-        return sum(_bytes_of(one) for one in moved)
-    return 0
+    return sum(map(_bytes_of, moved)) if isinstance(moved, (list, tuple)) else 0
 
 
 def get_debug_log_name(func_args, debug):

@@ -4,7 +4,6 @@ import argparse
 import os
 import platform
 import shutil
-import subprocess
 import sys
 
 from deepspeed import git_version_info as build
@@ -12,6 +11,7 @@ from deepspeed.env_report import native
 from deepspeed.env_report.op_report import WIDTH, op_lines, op_warnings, title
 from deepspeed.env_report.torch_facts import torch_facts
 from deepspeed.host import cpu, cuda_toolkit, devices, numa
+from deepspeed.host.programs import output_of
 
 _LABEL_WIDTH = 33
 # Below this, data loader workers and collectives between processes of one host run out of room.
@@ -19,87 +19,71 @@ _SMALL_SHM_BYTES = 1 << 30
 
 
 def _first_line(command):
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return (asked.stdout.strip().splitlines() or [None])[0]
-
-
-def _nvcc_version():
-    version = cuda_toolkit.nvcc_version()
-    return f"{version[0]}.{version[1]}" if version else None
+    return (output_of(*command).strip().splitlines() or [None])[0]
 
 
 def _gib(count):
     return f"{count / (1 << 30):.1f} GiB"
 
 
-def _line(label, value):
-    return f"{label} {'.' * (_LABEL_WIDTH - len(label))} {value}"
+def _lines(heading, rows):
+    return title(heading) + [f"{label} {'.' * (_LABEL_WIDTH - len(label))} {value}" for label, value in rows.items()]
 
 
 def software_lines(facts):
     """Versions of the software that deepspeed stands on."""
-    lines = title("DeepSpeed general environment info:")
-    add = lambda label, value: lines.append(_line(label, value))  # noqa: E731
-    usable = "error" not in facts
-    add("torch install path", [facts["folder"]] if usable else f"not usable: {facts['error']}")
-    add("torch version", facts["version"] if usable else None)
-    add("deepspeed install path", [os.path.dirname(native.LIB_DIR)])
-    add("deepspeed info", f"{build.version}, {build.git_hash}, {build.git_branch}")
-    add("torch cuda version", facts.get("cuda"))
-    add("torch hip version", facts.get("hip"))
-    add("nvcc version", _nvcc_version())
-    add("deepspeed wheel compiled w.", _compiled_with())
-    add("shared memory (/dev/shm) size", _shm_text())
-    add("Python", f"{platform.python_version()} ({sys.executable})")
+    usable, of_torch = "error" not in facts, {}
     if usable:
-        if facts.get("nccl"):
-            add("NCCL", facts["nccl"])
-        add("torch.distributed", ", ".join(facts["backends"]) or "none")
         name, path = facts["blas"]
-        add("BLAS in use", f"{name} ({path or 'inside torch'})")
-        add("oneDNN", "yes" if facts["mkldnn"] else "no")
-        add("bf16 products on the CPU", facts["bf16_products"])
-    add("native module", facts.get("native") or "not usable")
-    add("built modules", ", ".join(native.modules()) or "none")
-    add("compiler", _first_line(["c++", "--version"]) or "none")
-    add("MPI", _first_line(["mpirun", "--version"]) or "none")
-    return lines
+        of_torch = {
+            **({"NCCL": facts["nccl"]} if facts.get("nccl") else {}),
+            "torch.distributed": ", ".join(facts["backends"]) or "none",
+            "BLAS in use": f"{name} ({path or 'inside torch'})",
+            "oneDNN": "yes" if facts["mkldnn"] else "no",
+            "bf16 products on the CPU": facts["bf16_products"],
+        }
+    rows = {
+        "torch install path": [facts["folder"]] if usable else f"not usable: {facts['error']}",
+        "torch version": facts["version"] if usable else None,
+        "deepspeed install path": [os.path.dirname(native.LIB_DIR)],
+        "deepspeed info": f"{build.version}, {build.git_hash}, {build.git_branch}",
+        "torch cuda version": facts.get("cuda"),
+        "torch hip version": facts.get("hip"),
+        "nvcc version": ".".join(map(str, cuda_toolkit.nvcc_version() or ())) or None,
+        "deepspeed wheel compiled w.": _compiled_with(),
+        "shared memory (/dev/shm) size": _shm_text(),
+        "Python": f"{platform.python_version()} ({sys.executable})",
+        **of_torch,
+        "native module": facts.get("native") or "not usable",
+        "built modules": ", ".join(native.modules()) or "none",
+        "compiler": _first_line(["c++", "--version"]) or "none",
+        "MPI": _first_line(["mpirun", "--version"]) or "none",
+    }
+    return _lines("DeepSpeed general environment info:", rows)
 
 
 def _compiled_with():
-    text = f"torch {build.torch_info['version']}"
-    for key, label in (("cuda_version", "cuda"), ("hip_version", "hip")):
-        if build.torch_info[key] != "0.0":
-            text += f", {label} {build.torch_info[key]}"
-    return text
+    versions = {"torch": "version", "cuda": "cuda_version", "hip": "hip_version"}
+    found = {label: build.torch_info[key] for label, key in versions.items()}
+    return ", ".join(f"{label} {version}" for label, version in found.items() if label == "torch" or version != "0.0")
 
 
 def machine_lines(facts):
     """Cores, instruction sets, memory and devices."""
-    lines = title("Machine")
-    add = lambda label, value: lines.append(_line(label, value))  # noqa: E731
-    cores = cpu.usable_cores()
+    cores, unused = cpu.usable_cores(), devices.nvidia_device_count()
     total, available = cpu.memory_bytes()
-    add("CPU", cpu.cpu_info()[0] or platform.machine())
-    add(
-        "cores",
-        f"{len(cores)} usable ({len(cpu.physical_cores(cores))} physical), {numa.numa_node_count()} NUMA node(s)",
-    )
-    add("instruction set", cpu.widest_isa())
-    add("CPU kernels use", _isa_text())
-    add("memory", f"{_gib(total)}, {_gib(available)} available")
-    gpus = facts.get("gpus") or []
-    add(
-        "GPUs",
-        ", ".join(gpus) or (f"{devices.nvidia_device_count()} (not usable by torch)" if _gpu_unused(facts) else "none"),
-    )
-    add("CUDA kernels", _cuda_text())
-    return lines
+    physical = len(cpu.physical_cores(cores))
+    cuda_abi, cuda_isa, why_not = native.kernel_table("cuda")
+    rows = {
+        "CPU": cpu.cpu_info()[0] or platform.machine(),
+        "cores": f"{len(cores)} usable ({physical} physical), {numa.numa_node_count()} NUMA node(s)",
+        "instruction set": cpu.widest_isa(),
+        "CPU kernels use": _isa_text(),
+        "memory": f"{_gib(total)}, {_gib(available)} available",
+        "GPUs": ", ".join(facts.get("gpus") or []) or (f"{unused} (not usable by torch)" if unused else "none"),
+        "CUDA kernels": cuda_isa if cuda_abi else f"none: {why_not}",
+    }
+    return _lines("Machine", rows)
 
 
 def _isa_text():
@@ -109,15 +93,6 @@ def _isa_text():
     forced = os.environ.get("DS_FORCE_ISA")
     paths = ", ".join(native.isa_paths())
     return f"{isa}{f' (DS_FORCE_ISA={forced})' if forced else ''}, of {paths}"
-
-
-def _cuda_text():
-    abi, isa, why_not = native.kernel_table("cuda")
-    return isa if abi else f"none: {why_not}"
-
-
-def _gpu_unused(facts):
-    return devices.nvidia_device_count() > 0 and not facts.get("gpus")
 
 
 def _shm_bytes():

@@ -8,16 +8,16 @@ import os
 import re
 import sys
 
+from deepspeed.host.texts import read_text
+
+_PATTERNS = {
+    "OpenBLAS": r"openblas",
+    "MKL": r"/libmkl_",
+    "BLIS": r"/libblis|/blis[^/]*/libblas\.so",
+    "ATLAS": r"/atlas[^/]*/libblas\.so|/libatlas",
+    "reference": r"/libblas\.so",
+}
 FIX = "apt install libopenblas0-openmp"
-
-
-def _mapped_libraries():
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
-            paths = {line.rstrip("\n").partition("/")[2] for line in lines if "/" in line}
-    except OSError:
-        return set()
-    return {"/" + path for path in paths}
 
 
 def blas_name(paths):
@@ -27,17 +27,8 @@ def blas_name(paths):
     count: torch does not call them.
     """
     paths = sorted(path for path in paths if not re.search(r"/(numpy|scipy)\.libs/", path))
-    for name, pattern in (
-        ("OpenBLAS", r"openblas"),
-        ("MKL", r"/libmkl_"),
-        ("BLIS", r"/libblis|/blis[^/]*/libblas\.so"),
-        ("ATLAS", r"/atlas[^/]*/libblas\.so|/libatlas"),
-        ("reference", r"/libblas\.so"),
-    ):
-        found = next((path for path in paths if re.search(pattern, path)), None)
-        if found:
-            return name, found
-    return None, None
+    found = ((name, path) for name, pattern in _PATTERNS.items() for path in paths if re.search(pattern, path))
+    return next(found, (None, None))
 
 
 def blas_in_use():
@@ -50,7 +41,8 @@ def blas_in_use():
         return None, None
     if torch.backends.mkl.is_available():
         return "MKL", None
-    name, path = blas_name(_mapped_libraries())
+    mapped = re.findall(r"(?m)/.*$", read_text("/proc/self/maps"))
+    name, path = blas_name(set(mapped))
     if name is None:
         built = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
         return (built[1] if built else "unknown"), None

@@ -1,8 +1,12 @@
 """Cores, instruction sets and memory of this machine, as far as this process may use them."""
 
+import contextlib
 import ctypes
 import os
+import re
 from functools import lru_cache
+
+from deepspeed.host.texts import read_text
 
 # Widest first; the names are those of DS_FORCE_ISA and of the report.
 _ISA_FLAGS = (
@@ -24,20 +28,10 @@ def usable_cores():
 @lru_cache(maxsize=1)
 def cpu_info():
     """``(model name, set of feature flags)`` of the first core, from /proc/cpuinfo; empty where there is none."""
-    model, flags = "", set()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                key, _, value = line.partition(":")
-                key = key.strip().lower()
-                if key == "model name" and not model:
-                    model = value.strip()
-                elif key in ("flags", "features"):
-                    flags = set(value.split())
-                    break
-    except OSError:
-        pass
-    return model, flags
+    first = read_text("/proc/cpuinfo").partition("\n\n")[0]
+    model = re.search(r"(?im)^model name\s*:[ \t]*(.*?)[ \t]*$", first)
+    flags = re.search(r"(?im)^(?:flags|features)\s*:(.*)$", first)
+    return model[1] if model else "", set(flags[1].split()) if flags else set()
 
 
 def widest_isa():
@@ -60,7 +54,7 @@ def openblas_coretype():
 
 def thread_siblings(core):
     """The system's name for the logical cores that share a physical one with ``core``, such as ``0,32``."""
-    return _read(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") or str(core)
+    return read_text(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") or str(core)
 
 
 def whole_cores(cores):
@@ -79,11 +73,11 @@ def physical_cores(cores):
 def quota_cores():
     """The processor time that a container (cgroup) may use, in cores, such as 3.5; None without a limit."""
     limits = []
-    for line in _read("/proc/self/cgroup").splitlines():
+    for line in read_text("/proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
         if number == "0":  # version 2: each group above may have a limit of its own
             while True:
-                quota, _, period = _read(f"/sys/fs/cgroup{path}/cpu.max").partition(" ")
+                quota, _, period = read_text(f"/sys/fs/cgroup{path}/cpu.max").partition(" ")
                 limits.append((quota, period))
                 if path in ("", "/"):
                     break
@@ -91,32 +85,22 @@ def quota_cores():
         elif "cpu" in names.split(","):
             folder = f"/sys/fs/cgroup/cpu{path}"
             folder = folder if os.path.isdir(folder) else "/sys/fs/cgroup/cpu"
-            limits.append((_read(f"{folder}/cpu.cfs_quota_us"), _read(f"{folder}/cpu.cfs_period_us")))
+            limits.append((read_text(f"{folder}/cpu.cfs_quota_us"), read_text(f"{folder}/cpu.cfs_period_us")))
     found = [int(quota) / int(period) for quota, period in limits if quota.isdigit() and period.isdigit()]
     return min(found) if found else None
 
 
-def _read(path):
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
 def memory_bytes():
     """``(total, available)`` bytes of main memory; a container's (cgroup's) limit counts as its memory."""
-    fields = {}
-    for line in _read("/proc/meminfo").splitlines():
-        key, _, value = line.partition(":")
-        fields[key] = int(value.split()[0]) * 1024
+    rows = re.findall(r"(?m)^(\w+):\s*(\d+)", read_text("/proc/meminfo"))
+    fields = {key: int(value) * 1024 for key, value in rows}
     total = fields.get("MemTotal", 0)
     available = fields.get("MemAvailable", total)
     for limit_path, used_path in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        limit, used = _read(limit_path), _read(used_path)
+        limit, used = read_text(limit_path), read_text(used_path)
         if limit.isdigit() and 0 < int(limit) < total:
             total = int(limit)
             available = min(available, max(0, total - int(used or 0)))
@@ -126,22 +110,20 @@ def memory_bytes():
 
 def resident_bytes():
     """Main memory that this process occupies now."""
-    text = _read("/proc/self/statm")
+    text = read_text("/proc/self/statm")
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
 
 
 def return_free_memory():
     """Gives memory that malloc keeps for later back to the system, where the C library can (glibc's malloc_trim)."""
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):  # another C library
-        pass
 
 
 def socket_of(cores, index):
     """The number of the processor package of ``cores``. Of a process that may run on several, that of the ``index``-th
     process when they take turns over those."""
-    packages = {_read(f"/sys/devices/system/cpu/cpu{core}/topology/physical_package_id") or "0" for core in cores}
+    packages = {read_text(f"/sys/devices/system/cpu/cpu{core}/topology/physical_package_id") or "0" for core in cores}
     found = sorted(int(package) for package in packages)
     return found[index % len(found)]
 

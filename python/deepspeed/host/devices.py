@@ -1,10 +1,10 @@
 """Counts the accelerators that a process started now would see, without loading a driver."""
 
+import itertools
 import os
 import re
-import subprocess
 
-from deepspeed.host.programs import find_program
+from deepspeed.host.programs import find_program, output_of
 
 
 def nvidia_device_count():
@@ -18,18 +18,11 @@ def nvidia_device_count():
     # Neither in some virtual machines (WSL2), where only the tool answers.
     if not os.path.exists("/dev/dxg") or not find_program("nvidia-smi"):
         return 0
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(1 for line in listed.stdout.splitlines() if line.startswith("GPU "))
+    return len(re.findall(r"(?m)^GPU ", output_of("nvidia-smi", "-L")))
 
 
 def _count(folder, pattern):
-    try:
-        return sum(1 for name in os.listdir(folder) if re.fullmatch(pattern, name))
-    except OSError:
-        return 0
+    return sum(1 for name in os.listdir(folder) if re.fullmatch(pattern, name)) if os.path.isdir(folder) else 0
 
 
 def visible_device_ids():
@@ -40,13 +33,8 @@ def visible_device_ids():
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
-    ids = []
-    for part in text.split(","):
-        part = part.strip()
-        if not part or part.startswith("-"):
-            break
-        ids.append(part)
-    return ids
+    parts = (part.strip() for part in text.split(","))
+    return list(itertools.takewhile(lambda part: part and not part.startswith("-"), parts))
 
 
 def visible_gpu_ids():
@@ -62,10 +50,6 @@ def nvidia_compute_capabilities():
     """Compute capabilities of this machine's NVIDIA GPUs, each once, ascending: ["8.0", "9.0"]; [] without any."""
     if nvidia_device_count() == 0 or not find_program("nvidia-smi"):
         return []
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    found = {line.strip() for line in listed.splitlines() if re.fullmatch(r"\d+\.\d", line.strip())}
+    listed = output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    found = set(re.findall(r"(?m)^\s*(\d+\.\d)\s*$", listed))
     return sorted(found, key=lambda text: [int(part) for part in text.split(".")])

@@ -2,16 +2,13 @@
 
 import os
 
+from deepspeed.host.texts import read_text
+
 
 def drive_of(path):
     """``(device, type of its file system, where it is mounted)``; texts, "" where the system does not say."""
     real, found = os.path.realpath(path), ("", "", "")
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-            rows = [line.split() for line in lines]
-    except OSError:
-        return found
-    for row in rows:
+    for row in map(str.split, read_text("/proc/self/mountinfo").splitlines()):
         place, after = _plain(row[4]), row.index("-") + 1
         inside = real == place or real.startswith(place.rstrip("/") + "/")
         if inside and len(place) >= len(found[2]):  # of several at one place the last one is seen

@@ -1,5 +1,6 @@
 """Messages from a rank to the launcher that started it, over a datagram socket. Without a launcher none is sent."""
 
+import contextlib
 import json
 import os
 import socket
@@ -20,8 +21,6 @@ def tell_launcher(**message):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as way:
         way.settimeout(5.0)
-        try:
-            way.sendto(json.dumps(message).encode(), "\0" + name)
-        except OSError:  # the launcher has ended, or it is one of another host
-            return False
-    return True
+        with contextlib.suppress(OSError):  # the launcher has ended, or it is one of another host
+            return way.sendto(json.dumps(message).encode(), "\0" + name) > 0
+    return False

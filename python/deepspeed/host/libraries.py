@@ -1,9 +1,10 @@
 """Development files of system libraries: is the header there, is the library there? Compiles nothing."""
 
-import glob
 import os
 import shlex
 import sysconfig
+
+_TRIPLE = sysconfig.get_config_var("MULTIARCH") or ""
 
 
 def _folders(option, flags, search_path, usual):
@@ -14,26 +15,19 @@ def _folders(option, flags, search_path, usual):
 
 def find_header(name):
     """The path of a header in the folders of CFLAGS, CXXFLAGS, CPATH and the usual ones; None where it is not."""
-    triple = sysconfig.get_config_var("MULTIARCH") or ""
-    usual = ["/usr/local/include", f"/usr/include/{triple}", "/usr/include"]
-    for folder in _folders("-I", ("CFLAGS", "CXXFLAGS", "CPPFLAGS"), "CPATH", usual):
-        path = os.path.join(folder, name)
-        if os.path.exists(path):
-            return path
-    return None
+    usual = ["/usr/local/include", f"/usr/include/{_TRIPLE}", "/usr/include"]
+    return _first(_folders("-I", ("CFLAGS", "CXXFLAGS", "CPPFLAGS"), "CPATH", usual), name)
 
 
 def find_library(name):
     """The path of ``lib<name>.so`` (or .a) in the folders of LDFLAGS, LIBRARY_PATH and the usual ones; else None."""
-    triple = sysconfig.get_config_var("MULTIARCH") or ""
-    usual = ["/usr/local/lib", f"/usr/lib/{triple}", "/usr/lib64", "/usr/lib", f"/lib/{triple}", "/lib"]
-    for folder in _folders("-L", ("LDFLAGS",), "LIBRARY_PATH", usual):
-        for path in sorted(glob.glob(os.path.join(glob.escape(folder), f"lib{name}.so"))):
-            return path
-        static = os.path.join(folder, f"lib{name}.a")
-        if os.path.exists(static):
-            return static
-    return None
+    usual = ["/usr/local/lib", f"/usr/lib/{_TRIPLE}", "/usr/lib64", "/usr/lib", f"/lib/{_TRIPLE}", "/lib"]
+    return _first(_folders("-L", ("LDFLAGS",), "LIBRARY_PATH", usual), f"lib{name}.so", f"lib{name}.a")
+
+
+def _first(folders, *names):
+    paths = (os.path.join(folder, name) for folder in folders for name in names)
+    return next(filter(os.path.exists, paths), None)
 
 
 def missing_libraries(name, system):

@@ -5,6 +5,7 @@ import re
 
 from deepspeed.host.cpu import usable_cores, whole_cores
 from deepspeed.host.programs import find_program
+from deepspeed.host.texts import read_text
 
 _NODES = "/sys/devices/system/node"
 
@@ -14,8 +15,7 @@ def parse_range(rng):
     match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", rng)
     if not match:
         raise ValueError(f"{rng!r} is not a core number or a range of core numbers such as 0-27.")
-    start = int(match[1])
-    end = int(match[2]) if match[2] is not None else start
+    start, end = int(match[1]), int(match[2] or match[1])
     if start > end:
         raise ValueError(f"the range of cores {rng!r} ends before it starts.")
     return list(range(start, end + 1))
@@ -37,31 +37,24 @@ def parse_range_list(range_str):
 
 def format_range_list(numbers):
     """The inverse of ``parse_range_list``: [0, 1, 2, 8] -> ``"0-2,8"``."""
-    parts, numbers = [], sorted(numbers)
-    start = previous = None
-    for number in numbers + [None]:
-        if previous is not None and number != previous + 1:
-            parts.append(str(start) if start == previous else f"{start}-{previous}")
-            start = number
-        elif previous is None:
-            start = number
-        previous = number
-    return ",".join(parts)
+    runs = []  # [first, last]
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _node_numbers():
+    names = os.listdir(_NODES) if os.path.isdir(_NODES) else []
+    return sorted(int(name[4:]) for name in names if re.fullmatch(r"node\d+", name))
 
 
 def numa_nodes():
     """``[(node number, [core numbers])]`` of the memory nodes that have cores; [] if the system does not say."""
-    try:
-        numbers = sorted(int(name[4:]) for name in os.listdir(_NODES) if re.fullmatch(r"node\d+", name))
-    except OSError:
-        return []
-    found = []
-    for number in numbers:
-        with open(os.path.join(_NODES, f"node{number}", "cpulist"), encoding="ascii") as file:
-            text = file.read().strip()
-        if text:
-            found.append((number, parse_range_list(text)))
-    return found
+    cores = ((number, _text(number, "cpulist")) for number in _node_numbers())
+    return [(number, parse_range_list(text)) for number, text in cores if text]
 
 
 def get_numa_cores():
@@ -142,40 +135,30 @@ def get_numactl_cmd(bind_core_list, num_local_procs, local_rank):
 def memory_nodes_of(cores):
     """Numbers of the memory nodes that hold the given cores; [] on a machine with one node or none known."""
     nodes = numa_nodes()
-    if len(nodes) < 2:
-        return []
-    return [number for number, node in nodes if set(node).intersection(cores)]
+    return [number for number, node in nodes if set(node).intersection(cores)] if len(nodes) > 1 else []
 
 
 def fast_memory_near(node):
     """The number of a memory node without cores that is nearest to ``node`` and faster than it (HBM beside DRAM, in the
     mode that Intel calls flat), or None."""
-    with_cores = {number for number, _ in numa_nodes()}
-    try:
-        every = sorted(int(name[4:]) for name in os.listdir(_NODES) if re.fullmatch(r"node\d+", name))
-        own = _bandwidth(node)
-        distances = [int(text) for text in _text(node, "distance").split()]
-    except OSError:
-        return None
-    near = sorted(
+    with_cores, every, own = {number for number, _ in numa_nodes()}, _node_numbers(), _bandwidth(node)
+    distances = [int(text) for text in _text(node, "distance").split()]
+    near = (
         (distances[every.index(number)] if len(distances) == len(every) else 255, number)
         for number in every
         if number not in with_cores and _bandwidth(number) > own > 0
     )
-    return near[0][1] if near else None
+    return min(near, default=(None, None))[1]
 
 
 def _text(node, name):
-    with open(os.path.join(_NODES, f"node{node}", name), encoding="ascii") as file:
-        return file.read().strip()
+    return read_text(os.path.join(_NODES, f"node{node}", name))
 
 
 def _bandwidth(node):
     # Firmware says it (HMAT); 0 where it does not.
-    try:
-        return int(_text(node, "access0/initiators/read_bandwidth"))
-    except (OSError, ValueError):
-        return 0
+    text = _text(node, "access0/initiators/read_bandwidth")
+    return int(text) if text.isdigit() else 0
 
 
 def memory_of_ranks(cores):

@@ -14,10 +14,8 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
 def said_by_mpi(environment):
     """``{RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE}``, as numbers, as far as variables of MPI say them."""
-    found = {}
-    for row in _VARIABLES:
-        found = {**_row(row, environment), **found}
-    return found
+    rows = [_row(row, environment) for row in _VARIABLES]
+    return {name: number for row in reversed(rows) for name, number in row.items()}
 
 
 def said(environment):

@@ -1,5 +1,6 @@
 """TCP ports where ranks rendezvous."""
 
+import contextlib
 import errno
 import socket
 
@@ -39,13 +40,10 @@ def claim_port(port):
     has a listener or another launcher of this machine has claimed it. Without claims two jobs that start together would
     use one port, and each would take ranks of the other job for its own."""
     claim = socket.socket(socket.AF_UNIX)
-    try:
+    with contextlib.suppress(OSError):
         claim.bind(f"\0deepspeed.port.{port}")  # no file, and gone with the process; a network namespace has its own
-    except OSError:
-        claim.close()
-        return None
-    if port_is_free(port):
-        return claim
+        if port_is_free(port):
+            return claim
     claim.close()
     return None
 

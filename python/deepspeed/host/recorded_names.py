@@ -35,18 +35,16 @@ def path_below(folder, name, source, kind="path"):
         os.fsencode(name)
     except UnicodeEncodeError:
         refuse("cannot be the name of a file")
-    if not name:
-        refuse("is empty")
-    if "\0" in name:
-        refuse("has a zero byte")
-    if name.startswith("/"):
-        refuse("is an absolute path")
     parts = name.split("/")
-    if kind == "entry" and len(parts) > 1:
-        refuse("has a '/' and is to be the name of one file or folder")
-    for part in parts:
-        if part in ("", os.curdir, os.pardir):
-            refuse(f"has a part '{part}'")
+    for wrong, why in (
+        (not name, "is empty"),
+        ("\0" in name, "has a zero byte"),
+        (name.startswith("/"), "is an absolute path"),
+        (kind == "entry" and len(parts) > 1, "has a '/' and is to be the name of one file or folder"),
+        *((part in ("", os.curdir, os.pardir), f"has a part '{part}'") for part in parts),
+    ):
+        if wrong:
+            refuse(why)
     if kind != "tag":
         _check_links(os.fspath(folder), parts, refuse)
     return os.path.join(folder, name)
@@ -54,14 +52,11 @@ def path_below(folder, name, source, kind="path"):
 
 def _shown(name):
     """For messages: bytes that are no plain characters as \\xNN, so that every terminal and log file takes them."""
-    return "".join(chr(b) if 0x20 <= b < 0x7F else f"\\x{b:02x}" for b in _bytes_of(name))
-
-
-def _bytes_of(name):
     try:
-        return os.fsencode(name)
+        data = os.fsencode(name)
     except UnicodeEncodeError:
-        return name.encode("utf-8", "backslashreplace")
+        data = name.encode("utf-8", "backslashreplace")
+    return "".join(chr(b) if 0x20 <= b < 0x7F else f"\\x{b:02x}" for b in data)
 
 
 def open_regular(path):

@@ -2,10 +2,9 @@
 them when the head or the connection to it is lost. ssh, pdsh, srun or a user starts it; see ``head``."""
 
 import argparse
-import copy
+import contextlib
 import json
 import os
-import selectors
 import signal
 import socket
 import sys
@@ -16,10 +15,11 @@ from deepspeed.host.ports import claim_any_port, claim_port
 from deepspeed.launcher import linux
 from deepspeed.launcher.control import ERRORS, INPUT, LOOK_S, MESSAGE, OUTPUT, Link, LinkLost
 from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.exit_codes import shell_code
 from deepspeed.launcher.launch import FORWARDED, be_supervisor, kill_descendants
 from deepspeed.launcher.memory_keeper import MemoryKeeper
-from deepspeed.launcher.plan import DEFAULT_PORT
-from deepspeed.launcher.share import Share
+from deepspeed.launcher.options import add_options, switch
+from deepspeed.launcher.plan import DEFAULT_PORT, Share
 from deepspeed.launcher.supervisor import END_NOW
 from deepspeed.launcher.warm_start import WarmStart
 from deepspeed.registry import load_target
@@ -41,13 +41,10 @@ def facts(port=None):
     connection = os.environ.get("SSH_CONNECTION", "").split()
     if len(connection) == 4:
         found["address"] = connection[2]
-    claim = None
-    if port:
-        claim = claim_port(port)
-        found["port"] = port if claim is not None else 0
-    elif port is not None:
-        found["port"], claim = claim_any_port(DEFAULT_PORT)
-    return found, claim
+    if port is None:
+        return found, None
+    number, claim = (port, claim_port(port)) if port else claim_any_port(DEFAULT_PORT)
+    return {**found, "port": 0 if claim is None else number}, claim
 
 
 class HostJob:
@@ -58,21 +55,14 @@ class HostJob:
     """
 
     def __init__(self, link, plan, forward=True, warm=None, spared=()):
-        self._link = link
-        self._warm = warm
-        self._spared = spared
-        self._plan = plan
-        self._forward = forward
-        self._selector = selectors.DefaultSelector()
+        self._link, self._plan, self._forward = link, plan, forward
+        self._warm, self._spared = warm, spared
+        self._selector = linux.Selector()
         self._streams = {}  # fd -> (kind of frame, incomplete line)
-        self._stdin = None
-        self._input = bytearray()
-        self._input_ended = False
+        self._stdin, self._input, self._input_ended = None, bytearray(), False
         self._kill_at = None
-        self._orphaned = False
-        self.leaving = False  # this host was asked to leave the job
-        self._reports = b""
-        self._running = True
+        self._orphaned = self.leaving = False  # the head is gone; this host was asked to leave the job
+        self._reports, self._running = b"", True
 
     def run(self):
         """Starts the ranks. Returns the exit code of this host's share after all its processes have ended."""
@@ -80,15 +70,13 @@ class HostJob:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         self._supervisor = self._fork()
-        before = {sig: signal.signal(sig, self._pass_on) for sig in FORWARDED}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-        self._selector.register(self._link.read_fd, selectors.EVENT_READ, self._link.receive)
-        self._handle_frames()
-        while self._running:
-            self._turn()
-        _, status = os.waitpid(self._supervisor, 0)
-        for sig, handler in before.items():
-            signal.signal(sig, handler)
+        with linux.handling(FORWARDED, self._pass_on):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+            self._selector.watch(self._link.read_fd, self._link.receive)
+            self._handle_frames()
+            while self._running:
+                self._turn()
+            _, status = os.waitpid(self._supervisor, 0)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             kill_descendants((*self._spared, self._warm.pid) if self._warm is not None else self._spared)
@@ -98,7 +86,7 @@ class HostJob:
         if self._stdin is not None:
             os.close(self._stdin)
         self._selector.close()
-        return code if code >= 0 else 128 - code
+        return shell_code(code)
 
     def _pass_on(self, number, frame):
         self.leaving = self.leaving or number == signal.SIGTERM
@@ -107,34 +95,28 @@ class HostJob:
     def _fork(self):
         reports, self._plan.report_fd = os.pipe()
         pipes = [os.pipe() for _ in range(3)] if self._forward else []  # stdin, stdout, stderr
-        front = os.getpid()
-        pid = None
+        streams = (pipes[0][0], pipes[1][1], pipes[2][1]) if pipes else (0, 1, 2)
+        front, pid = os.getpid(), None
         if self._warm is not None:
             if self._warm.fits(self._plan):
-                streams = (pipes[0][0], pipes[1][1], pipes[2][1]) if pipes else (0, 1, 2)
                 pid = self._warm.fork_supervisor(self._plan, streams)
                 if pid is None:  # a late supervisor must not start ranks beside those of the next round
                     kill_descendants(self._spared)
             self._warm.expect(self._plan)
         pid = os.fork() if pid is None else pid
         if pid == 0:
-            os.close(reports)
-            for fd, pipe in enumerate(pipes):
-                os.dup2(pipe[0 if fd == 0 else 1], fd)
-            for fd in {self._link.read_fd, self._link.write_fd, *(end for pipe in pipes for end in pipe)}:
-                os.close(fd)
+            linux.take_streams(streams, {self._plan.report_fd})
             be_supervisor(self._plan, front)
         os.close(self._plan.report_fd)
-        self._selector.register(reports, selectors.EVENT_READ, lambda: self._on_report(reports))
+        self._selector.watch(reports, lambda: self._on_report(reports))
         if pipes:
             self._stdin = pipes[0][1]
             os.set_blocking(self._stdin, False)
-            for (read, write), kind in zip(pipes[1:], (OUTPUT, ERRORS)):
-                os.close(write)
+            for fd in streams:
+                os.close(fd)
+            for (read, _), kind in zip(pipes[1:], (OUTPUT, ERRORS)):
                 os.set_blocking(read, False)
                 self._streams[read] = (kind, b"")
-                self._selector.register(read, selectors.EVENT_READ, lambda fd=read: self._on_output(fd))
-            os.close(pipes[0][0])
         return pid
 
     # ---- one turn of the loop ------------------------------------------------------------------------------------
@@ -158,15 +140,17 @@ class HostJob:
 
     def _watch_output(self, wanted):
         for fd in self._streams:
-            if wanted and fd not in self._selector.get_map():
-                self._selector.register(fd, selectors.EVENT_READ, lambda fd=fd: self._on_output(fd))
-            elif not wanted and fd in self._selector.get_map():
-                self._selector.unregister(fd)
+            if wanted:
+                self._selector.watch(fd, lambda fd=fd: self._on_output(fd))
+            else:
+                self._selector.drop(fd)
 
     def _on_lost(self):
         self._orphaned = True
-        if self._link.read_fd in self._selector.get_map():
-            self._selector.unregister(self._link.read_fd)
+        self._selector.drop(self._link.read_fd)
+        self._end_ranks()
+
+    def _end_ranks(self):
         self._kill_at = time.monotonic() + _TERM_S
         linux.kill(self._supervisor, signal.SIGTERM)
 
@@ -186,8 +170,7 @@ class HostJob:
                 self._kill_at = time.monotonic() + self._plan.failure_grace_s
             self._link.paused = message["signal"] == signal.SIGTSTP
         if "kill" in message:
-            self._kill_at = time.monotonic() + _TERM_S
-            linux.kill(self._supervisor, signal.SIGTERM)
+            self._end_ranks()
 
     def _pass_input(self):
         if self._stdin is None:
@@ -204,9 +187,8 @@ class HostJob:
             self._stdin = None
 
     def _on_output(self, fd):
-        try:
-            data = os.read(fd, _CHUNK)
-        except BlockingIOError:
+        data = linux.read_now(fd, _CHUNK)
+        if data is None:
             return
         kind, waiting = self._streams[fd]
         whole, newline, rest = (waiting + data).rpartition(b"\n") if data else (waiting, b"", b"")
@@ -216,8 +198,7 @@ class HostJob:
             self._link.send_bytes(kind, whole + newline)
         self._streams[fd] = (kind, rest)
         if not data:
-            if fd in self._selector.get_map():
-                self._selector.unregister(fd)
+            self._selector.drop(fd)
             os.close(fd)
             del self._streams[fd]
 
@@ -225,11 +206,9 @@ class HostJob:
         data = os.read(fd, _CHUNK)
         self._reports += data
         *lines, self._reports = self._reports.split(b"\n")
-        for line in lines:
-            message = json.loads(line)
+        for message in map(json.loads, lines):
             if "report" in message and not self._forward:
-                sys.stderr.write(message["report"])
-                sys.stderr.flush()
+                print(message["report"], end="", file=sys.stderr, flush=True)
             self._link.send(message)
         if not data:
             self._selector.unregister(fd)
@@ -238,11 +217,10 @@ class HostJob:
 
     def _drain(self):
         limit = time.monotonic() + 5.0
-        for fd in list(self._streams):
-            while fd in self._streams and time.monotonic() < limit and not self._link.lost:
-                if self._link.backlog < _MOST_WAITING:
-                    self._on_output(fd)
-                self._link.flush()
+        while self._streams and time.monotonic() < limit and not self._link.lost:
+            if self._link.backlog < _MOST_WAITING:
+                self._on_output(next(iter(self._streams)))
+            self._link.flush()
 
 
 _QUESTIONS = ("check", "clock", "echo", "measure")
@@ -250,70 +228,40 @@ _QUESTIONS = ("check", "clock", "echo", "measure")
 
 def answer(link, asked, told):
     """Answers the head's questions about this host until the head closes the link."""
-    probe, echo = load_target("deepspeed.launcher.probe:host_facts"), None
-    while True:
-        if asked == "check":
-            link.send({"checked": probe(**told)})
-        elif asked == "clock":
-            link.send({"clock": time.time()})
-        elif asked == "echo":
-            echo = load_target("deepspeed.launcher.probe:Echo")()
-            link.send({"echo": echo.port})
-        else:
-            link.send({"measured": load_target("deepspeed.launcher.probe:measure")(*told)})
-        try:
+    with contextlib.suppress(LinkLost), contextlib.ExitStack() as until_lost:
+        while True:
+            link.send(load_target("deepspeed.launcher.probe:answer")(asked, told, until_lost))
             asked, told = link.wait_for_any(_QUESTIONS)
-        except LinkLost:
-            if echo is not None:
-                echo.close()
-            return 0
-
-
-def serve(link, node, found, own=None, port=None):
-    """Runs the shares that the head sends over ``link``: one, or several in an elastic job. Returns the exit code.
-
-    Args:
-        node: number of this host. found: ``facts``, of ``port``.
-        own: the ``Share`` of a host whose agent a user started (--no_ssh); it keeps its options, variables and folder.
-    """
-    agent = Agent(own)
-    try:
-        return agent.serve(link, node, found, port)
-    finally:
-        agent.close()
+    return 0
 
 
 class Agent:
-    """See ``serve``. ``lost``: the link ended without a message of the head; another head may be served then."""
+    """Runs the shares that heads send. ``own``: the ``Share`` of a host whose agent a user started (--no_ssh); it keeps
+    its options, variables and folder. ``lost``: the link ended without a message of the head; another head may be
+    served then."""
 
-    def __init__(self, own):
-        self.lost = False
+    def __init__(self, own=None):
         self._link = None
         self._own = own
         self._keeper = None  # keeps memory beyond the end of the ranks of an elastic job
         self._warm = WarmStart()  # for its ranks
 
-    def serve(self, link, node, found, port):
-        """Returns the exit code."""
-        try:
-            return self._serve(link, node, found, port)
-        finally:
-            self.lost = bool(link.lost)
+    @property
+    def lost(self):
+        return bool(self._link.lost)
 
-    def _serve(self, link, node, found, port):
+    def serve(self, link, node, found, port):
+        """Runs the shares that the head sends over ``link``: one, or several in an elastic job. Returns the exit code.
+        node: number of this host. found: ``facts``, of ``port``."""
         self._link, own = link, self._own
         said, claim = found
         link.send({"hello": {**said, "node": node}})
-        error = f"deepspeed: error: {socket.gethostname()}:"
         plan, code, asks = None, None, ("share", "go", "over", *_QUESTIONS)
         while True:
             try:
                 asked, told = link.wait_for_any(asks)
             except LinkLost as lost:
-                if code is not None:
-                    return code
-                print(f"{error} the job was not started: {lost}.", file=sys.stderr)
-                return 1
+                return _said(f"the job was not started: {lost}.") if code is None else code
             if asked in ("bye", "over"):
                 return told
             if asked in _QUESTIONS:
@@ -326,8 +274,8 @@ class Agent:
             job = HostJob(link, plan, own is None, self._warm if kept else None, kept)
             code, asks = job.run(), (*asks, "bye")
             if link.lost:
-                print(f"{error} the head of the job is gone: {link.lost}.", file=sys.stderr)
-                return code or 1
+                failed = _said(f"the head of the job is gone: {link.lost}.")
+                return code or failed
             if claim is not None:
                 claim.close()
             said, claim = facts(port)
@@ -337,38 +285,31 @@ class Agent:
         # The ``NodePlan``, or None after telling the head why not.
         link = self._link
         try:
-            plan = _share(told, self._own).plan(dict(os.environ))
+            plan = self._share(told).plan(dict(os.environ))
             if plan.log_dir:
                 os.makedirs(plan.log_dir, exist_ok=True)
             if told["elastic"] is not None:
-                self._keep_memory(plan)
+                self._keeper = self._keeper or MemoryKeeper()
+                plan.environments = [{**env, **self._keeper.variables} for env in plan.environments]
         except (LaunchError, ValueError, OSError) as error:
             link.send({"error": str(error)})
             return None
         link.send({"ready": plan.notes})
         return plan
 
-    def _keep_memory(self, plan):
-        if self._keeper is None:
-            self._keeper = MemoryKeeper()
-        plan.environments = [{**env, **self._keeper.variables} for env in plan.environments]
+    def _share(self, told):
+        if self._own is None:
+            return Share(**told)
+        names = ("counts", "slots", "node", "master_addr", "master_port", "host", "elastic")
+        mine = Share(**{**vars(self._own), **{name: told[name] for name in names}})
+        mine.device_ids = mine.device_ids and mine.device_ids[: len(mine.slots)]
+        return mine
 
     def close(self):
         """Frees what was kept between rounds."""
         self._warm.close()
         if self._keeper is not None:
             self._keeper.close()
-
-
-def _share(told, own):
-    if own is None:
-        return Share(**told)
-    mine = copy.copy(own)
-    for name in ("counts", "slots", "node", "master_addr", "master_port", "host", "elastic"):
-        setattr(mine, name, told[name])
-    if own.device_ids is not None:
-        mine.device_ids = own.device_ids[: len(mine.slots)]
-    return mine
 
 
 def connect(addresses, port, key, hello, limit_s, insecure=False):
@@ -385,9 +326,7 @@ def connect(addresses, port, key, hello, limit_s, insecure=False):
             if not (key or insecure or is_from_here(connection)):
                 connection.close()
                 raise LaunchError(f"{address} port {port} is another host, and {NO_KEY}.")
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            fd = connection.detach()
-            link = Link(fd, fd)
+            link = Link.over(connection)
             try:
                 nonce = link.wait_for("nonce", 10.0)
                 mine = os.urandom(16).hex()
@@ -418,19 +357,34 @@ def _over_pipe():
     return Link(read, write)
 
 
+def _said(error):
+    # The exit code of a host after an error.
+    print(f"deepspeed: error: {socket.gethostname()}: {error}", file=sys.stderr)
+    return 1
+
+
+def _served(link, options, found):
+    with contextlib.closing(Agent()) as agent:
+        return agent.serve(link, options.node, found, options.port)
+
+
+_OPTIONS = {
+    "--node": {"type": int, "default": -1, "help": "number of this host; -1: the name says it"},
+    "--name": {"default": "", "help": "what the head calls this host"},
+    "--port": {"type": int, "help": "rank 0 may meet the others here: look for a port"},
+    "--connect": {"default": "", "metavar": "ADDRESS,...:PORT", "help": "of the head; else stdin, stdout"},
+    "--tell-key": switch("make a key, and say it on stdout: that way is safe"),
+    "--wait": {"type": float, "default": 60.0, "help": "seconds in which the head must answer"},
+}
+
+
 def main(args=None):
     """Returns the exit code of this host."""
     parser = argparse.ArgumentParser(description="Runs one host's share of a job; started by the program deepspeed.")
-    parser.add_argument("--node", type=int, default=-1, help="number of this host; -1: the name says it")
-    parser.add_argument("--name", default="", help="what the head calls this host")
-    parser.add_argument("--port", type=int, default=None, help="rank 0 may meet the others here: look for a port")
-    parser.add_argument("--connect", default="", metavar="ADDRESS,...:PORT", help="of the head; else stdin, stdout")
-    parser.add_argument("--tell-key", action="store_true", help="make a key, and say it on stdout: that way is safe")
-    parser.add_argument("--wait", type=float, default=60.0, help="seconds in which the head must answer")
-    options = parser.parse_args(args)
+    options = add_options(parser, _OPTIONS).parse_args(args)
     found = facts(options.port)
     if not options.connect:
-        return serve(_over_pipe(), options.node, found, port=options.port)
+        return _served(_over_pipe(), options, found)
     addresses, _, port = options.connect.rpartition(":")
     key, name = os.environ.pop(KEY_VARIABLE, ""), options.name or os.environ.get("SLURMD_NODENAME", "")
     if options.tell_key:
@@ -439,9 +393,8 @@ def main(args=None):
     try:
         link = connect(addresses.split(","), int(port), key, {"name": name, "node": options.node}, options.wait)
     except LaunchError as error:
-        print(f"deepspeed: error: {socket.gethostname()}: {error}", file=sys.stderr)
-        return 1
-    return serve(link, options.node, found, port=options.port)
+        return _said(error)
+    return _served(link, options, found)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,77 @@
 import argparse
 import sys
 
+from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, switch
 from deepspeed.launcher.runners import RUNNERS
 from deepspeed.log import level_from_string
 
 DEFAULT_HOSTFILE = "/job/hostfile"
+
+
+_NUMBER = {"type": int, "default": -1, "metavar": "N"}
+
+
+def _groups():
+    """The options by title; ``--launcher`` names the runners, of other packages too."""
+    return {
+        "how many and where": {
+            "--num_gpus --num_accelerators": _NUMBER
+            | {"help": "processes on this node (default: GPUs visible, else memory nodes of the CPU)"},
+            "--num_nodes": _NUMBER | {"help": "use the first N nodes of the hostfile"},
+            "-i --include": {"default": "", "help": "slots to use, such as localhost:0,2"},
+            "-e --exclude": {"default": "", "help": "slots not to use"},
+            "-H --hostfile": {"default": DEFAULT_HOSTFILE, "help": "nodes, one 'NAME slots=N' per line"},
+            "--bind_cores_to_rank": switch("give each process cores of its own"),
+            "--bind_core_list": {"metavar": "L", "help": "cores to share out, such as 0-27,32-59"},
+        },
+        "how the processes meet": {
+            "--master_addr": {"default": "", "help": "address of rank 0 (default 127.0.0.1)"},
+            "--master_port": {"type": int, "metavar": "PORT", "help": "port of rank 0 (default 29500)"},
+        },
+        "how the script is started": COMMAND_OPTIONS,
+        "output": {
+            "--log_rank_prefix": switch("start each line with [rank N] (DS_LOG_RANK_PREFIX=1)"),
+            "--enable_each_rank_log": {
+                "metavar": "DIR",
+                "help": "write each process's output to DIR/<time>_rank<N>.log instead of the terminal",
+            },
+            "--save_pid": switch("write the launcher's process id to /tmp/<pid>.ds"),
+        },
+        "several hosts": {
+            "--launcher": {
+                "default": "pdsh", "metavar": "NAME",
+                "help": f"how they are reached: {', '.join(RUNNERS.names())} (default pdsh, "
+                "ssh where that is not installed)",
+            },
+            "--launcher_args": {"default": "", "metavar": "WORDS", "help": "options for the program that reaches them"},
+            "--ssh_port": {"type": int, "metavar": "PORT", "help": "port of their ssh servers"},
+            "--no_ssh": switch("the job is started by hand, or by a cluster, on each host"),
+            "--node_rank": _NUMBER | {"help": "with --no_ssh: number of this host"},
+            "--insecure": switch("with --no_ssh: let other hosts in although DS_JOB_KEY is not set"),
+            "--join_timeout": {
+                "type": float, "default": 300.0, "metavar": "S", "help": "seconds in which all hosts must have come",
+            },
+            "--no_ssh_check": switch("accepted; hosts are not tested before the start"),
+            "--force_multi": switch("start through an agent also where one host is enough"),
+            "--venv_script": {"metavar": "FILE", "help": "script to source on each host first"},
+            "--slurm_comment": {"default": "", "metavar": "TEXT", "help": "comment of the step, for Slurm"},
+            "--elastic_training": switch(
+                "start the ranks again when one fails or hosts come and go; the script goes on from its checkpoint"
+            ),
+            "--min_elastic_nodes": _NUMBER | {"help": "fewest hosts then (default 1)"},
+            "--max_elastic_nodes": _NUMBER | {"help": "most hosts then (default all)"},
+        },
+        "more": {
+            "--check": switch("start nothing; say whether a job can run on the hosts, and what to do"),
+            "--autotuning": {
+                "default": "", "choices": ["", "tune", "run"], "metavar": "HOW",
+                "help": "tune: find the fastest configuration; run: train with it then (needs deepspeed.autotuning)",
+            },
+            "--use_hpu": switch("train on Gaudi (DS_ACCELERATOR=hpu)"),
+            "--log_level": {"metavar": "LEVEL", "help": "of the launcher's own lines: debug, info, warning, error"},
+            "-q --quiet": switch("errors only, as --log_level error"),
+        },
+    }  # fmt: skip
 
 
 def build_parser(script_may_be_missing=False):
@@ -16,81 +83,10 @@ def build_parser(script_may_be_missing=False):
         description="Starts one process per accelerator of a training or inference script and watches over them.",
         epilog="Everything after the script belongs to the script.",
     )
-    add = parser.add_argument
-    what = parser.add_argument_group("how many and where")
-    what.add_argument(
-        "--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N",
-        help="processes on this node (default: GPUs visible, else memory nodes of the CPU)",
-    )  # fmt: skip
-    what.add_argument("--num_nodes", type=int, default=-1, metavar="N", help="use the first N nodes of the hostfile")
-    what.add_argument("-i", "--include", default="", help="slots to use, such as localhost:0,2")
-    what.add_argument("-e", "--exclude", default="", help="slots not to use")
-    what.add_argument("-H", "--hostfile", default=DEFAULT_HOSTFILE, help="nodes, one 'NAME slots=N' per line")
-    what.add_argument("--bind_cores_to_rank", action="store_true", help="give each process cores of its own")
-    what.add_argument("--bind_core_list", default=None, metavar="L", help="cores to share out, such as 0-27,32-59")
-
-    meet = parser.add_argument_group("how the processes meet")
-    meet.add_argument("--master_addr", default="", help="address of rank 0 (default 127.0.0.1)")
-    meet.add_argument("--master_port", type=int, default=None, metavar="PORT", help="port of rank 0 (default 29500)")
-
-    how = parser.add_argument_group("how the script is started")
-    how.add_argument("--module", action="store_true", help="the script is a module name, as for python -m")
-    how.add_argument("--no_python", action="store_true", help="the script is a program of its own")
-    how.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
-
-    out = parser.add_argument_group("output")
-    out.add_argument(
-        "--log_rank_prefix", action="store_true", help="start each line with [rank N] (DS_LOG_RANK_PREFIX=1)"
-    )
-    out.add_argument(
-        "--enable_each_rank_log", default=None, metavar="DIR",
-        help="write each process's output to DIR/<time>_rank<N>.log instead of the terminal",
-    )  # fmt: skip
-    out.add_argument("--save_pid", action="store_true", help="write the launcher's process id to /tmp/<pid>.ds")
-
-    many = parser.add_argument_group("several hosts")
-    many.add_argument(
-        "--launcher", default="pdsh", metavar="NAME",
-        help=f"how they are reached: {', '.join(RUNNERS.names())} (default pdsh, ssh where that is not installed)",
-    )  # fmt: skip
-    many.add_argument("--launcher_args", default="", metavar="WORDS", help="options for the program that reaches them")
-    many.add_argument("--ssh_port", type=int, default=None, metavar="PORT", help="port of their ssh servers")
-    many.add_argument("--no_ssh", action="store_true", help="the job is started by hand, or by a cluster, on each host")
-    many.add_argument("--node_rank", type=int, default=-1, metavar="N", help="with --no_ssh: number of this host")
-    many.add_argument(
-        "--insecure", action="store_true", help="with --no_ssh: let other hosts in although DS_JOB_KEY is not set"
-    )
-    many.add_argument(
-        "--join_timeout", type=float, default=300.0, metavar="S", help="seconds in which all hosts must have come"
-    )
-    many.add_argument("--no_ssh_check", action="store_true", help="accepted; hosts are not tested before the start")
-    many.add_argument("--force_multi", action="store_true", help="start through an agent also where one host is enough")
-    many.add_argument("--venv_script", default=None, metavar="FILE", help="script to source on each host first")
-    many.add_argument("--slurm_comment", default="", metavar="TEXT", help="comment of the step, for Slurm")
-    many.add_argument(
-        "--elastic_training", action="store_true",
-        help="start the ranks again when one fails or hosts come and go; the script goes on from its checkpoint",
-    )  # fmt: skip
-    many.add_argument("--min_elastic_nodes", type=int, default=-1, metavar="N", help="fewest hosts then (default 1)")
-    many.add_argument("--max_elastic_nodes", type=int, default=-1, metavar="N", help="most hosts then (default all)")
-
-    more = parser.add_argument_group("more")
-    more.add_argument(
-        "--check", action="store_true", help="start nothing; say whether a job can run on the hosts, and what to do"
-    )
-    more.add_argument(
-        "--autotuning", default="", choices=["", "tune", "run"], metavar="HOW",
-        help="tune: find the fastest configuration; run: train with it then (needs deepspeed.autotuning)",
-    )  # fmt: skip
-    more.add_argument("--use_hpu", action="store_true", help="train on Gaudi (DS_ACCELERATOR=hpu)")
-    more.add_argument(
-        "--log_level", default=None, metavar="LEVEL", help="of the launcher's own lines: debug, info, warning, error"
-    )
-    more.add_argument("-q", "--quiet", action="store_true", help="errors only, as --log_level error")
-
-    add("user_script", nargs="?" if script_may_be_missing else None, help="the script, with its arguments behind it")
-    add("user_args", nargs=argparse.REMAINDER)
-    return parser
+    for title, options in _groups().items():
+        add_options(parser.add_argument_group(title), options)
+    script = {"nargs": "?" if script_may_be_missing else None, "help": "the script, with its arguments behind it"}
+    return add_options(parser, {"user_script": script, "user_args": {"nargs": argparse.REMAINDER}})
 
 
 def parse_args(args=None):
@@ -103,52 +99,73 @@ def parse_args(args=None):
     return options
 
 
-def check(args):
-    """Refuses what contradicts itself (ValueError) and what this build cannot do (NotImplementedError)."""
-    if (args.num_nodes >= 0 or args.num_gpus >= 0) and (args.include or args.exclude):
-        raise ValueError(
-            "--num_nodes and --num_gpus cannot be combined with --include or --exclude: both say which slots to use."
-        )
-    if args.include and args.exclude:
-        raise ValueError("--include and --exclude exclude each other: give one of them.")
-    if args.num_gpus == 0 or args.num_gpus < -1:
-        raise ValueError(f"--num_accelerators (--num_gpus) is {args.num_gpus}; it must be at least 1.")
-    if args.module and args.no_python:
-        raise ValueError("--module and --no_python exclude each other: a module is started by Python.")
-    if args.bind_core_list and not args.bind_cores_to_rank:
-        raise ValueError("--bind_core_list says which cores to share out; add --bind_cores_to_rank to do so.")
-    if args.master_port is not None and not 0 < args.master_port < 65536:
-        raise ValueError(f"--master_port is {args.master_port}; a port lies between 1 and 65535.")
-    if args.ssh_port is not None and not 0 < args.ssh_port < 65536:
-        raise ValueError(f"--ssh_port is {args.ssh_port}; a port lies between 1 and 65535.")
+def _why_not(parse, text):
+    # The error of ``parse`` for ``text``, "" if there is none.
     try:
-        RUNNERS.entry(args.launcher.lower())
+        parse(text)
     except ValueError as error:
-        raise ValueError(f"--launcher: {error}") from None
-    if args.num_nodes == 0 or args.num_nodes < -1:
-        raise ValueError(f"--num_nodes is {args.num_nodes}; it must be at least 1.")
-    if args.node_rank >= 0 and not args.no_ssh:
-        raise ValueError("--node_rank says which host this is when the job is started on each: add --no_ssh.")
-    if args.insecure and not args.no_ssh:
-        raise ValueError("--insecure is for hosts that come without a key: add --no_ssh, or leave it out.")
-    if args.no_ssh and (args.check or args.launcher_args or args.ssh_port is not None):
-        raise ValueError("--check, --launcher_args and --ssh_port reach other hosts, which --no_ssh does not.")
-    if args.no_ssh and args.venv_script:
-        raise ValueError("--venv_script needs --no_ssh to be left out: enter the environment before you start the job.")
-    if args.join_timeout <= 0:
-        raise ValueError(f"--join_timeout is {args.join_timeout:g}; it must be above 0 seconds.")
-    if args.log_level is not None:
-        try:
-            level_from_string(args.log_level)
-        except ValueError as error:
-            raise ValueError(f"--log_level: {error}") from None
-    if args.autotuning and (args.check or args.no_ssh or args.elastic_training):
-        raise ValueError("--autotuning starts jobs of its own: leave --check, --no_ssh and --elastic_training out.")
-    least, most = args.min_elastic_nodes, args.max_elastic_nodes
-    for name, count in (("min_elastic_nodes", least), ("max_elastic_nodes", most)):
-        if count == 0 or count < -1:
-            raise ValueError(f"--{name} is {count}; it must be at least 1.")
-        if count > 0 and not args.elastic_training:
-            raise ValueError(f"--{name} is for a job whose number of hosts may change: add --elastic_training.")
-    if 0 < most < least:
-        raise ValueError(f"--min_elastic_nodes is {least}, more than --max_elastic_nodes {most}.")
+        return str(error)
+    return ""
+
+
+def _contradictions(args):
+    # Pairs of a condition that must not hold, and what to say then.
+    for name, port in (("master_port", args.master_port), ("ssh_port", args.ssh_port)):
+        yield port is not None and not 0 < port < 65536, f"--{name} is {port}; a port lies between 1 and 65535."
+    filters, least, most = args.include or args.exclude, args.min_elastic_nodes, args.max_elastic_nodes
+    yield (
+        (args.num_nodes >= 0 or args.num_gpus >= 0) and filters,
+        "--num_nodes and --num_gpus cannot be combined with --include or --exclude: both say which slots to use.",
+    )
+    yield args.include and args.exclude, "--include and --exclude exclude each other: give one of them."
+    for name, count in (
+        ("num_accelerators (--num_gpus)", args.num_gpus), ("num_nodes", args.num_nodes),
+        ("min_elastic_nodes", least), ("max_elastic_nodes", most),
+    ):  # fmt: skip
+        yield count == 0 or count < -1, f"--{name} is {count}; it must be at least 1."
+        yield (
+            count > 0 and "elastic" in name and not args.elastic_training,
+            f"--{name} is for a job whose number of hosts may change: add --elastic_training.",
+        )
+    yield from (
+        (args.module and args.no_python, "--module and --no_python exclude each other: a module is started by Python."),
+        (
+            args.bind_core_list and not args.bind_cores_to_rank,
+            "--bind_core_list says which cores to share out; add --bind_cores_to_rank to do so.",
+        ),
+        (
+            args.node_rank >= 0 and not args.no_ssh,
+            "--node_rank says which host this is when the job is started on each: add --no_ssh.",
+        ),
+        (
+            args.insecure and not args.no_ssh,
+            "--insecure is for hosts that come without a key: add --no_ssh, or leave it out.",
+        ),
+        (
+            args.no_ssh and (args.check or args.launcher_args or args.ssh_port is not None),
+            "--check, --launcher_args and --ssh_port reach other hosts, which --no_ssh does not.",
+        ),
+        (
+            args.no_ssh and args.venv_script,
+            "--venv_script needs --no_ssh to be left out: enter the environment before you start the job.",
+        ),
+        (args.join_timeout <= 0, f"--join_timeout is {args.join_timeout:g}; it must be above 0 seconds."),
+        (
+            args.autotuning and (args.check or args.no_ssh or args.elastic_training),
+            "--autotuning starts jobs of its own: leave --check, --no_ssh and --elastic_training out.",
+        ),
+        (0 < most < least, f"--min_elastic_nodes is {least}, more than --max_elastic_nodes {most}."),
+    )
+    for name, parse, text in (
+        ("launcher", RUNNERS.entry, args.launcher.lower()),
+        ("log_level", level_from_string, "info" if args.log_level is None else args.log_level),
+    ):  # fmt: skip
+        why = _why_not(parse, text)
+        yield why, f"--{name}: {why}"
+
+
+def check(args):
+    """Refuses options that contradict each other, with ValueError."""
+    for refused, why in _contradictions(args):
+        if refused:
+            raise ValueError(why)

@@ -7,22 +7,23 @@ import sys
 import time
 
 from deepspeed.launcher import plan
-from deepspeed.launcher.cluster import agent_words, asked_port, choose_runner, local_addresses, which_are_here
+from deepspeed.launcher.cluster import agent_words, choose_runner, local_addresses, which_are_here
 from deepspeed.launcher.control import LOOK_S, MESSAGE
+from deepspeed.launcher.head import version_text
 from deepspeed.launcher.host_link import HostLink, Way
 from deepspeed.version import __version__
 
 _LITTLE_DISK = 1 << 30
 _LITTLE_SHM = 256 << 20
 _LATE_S = 2.0
+_SPACES = {"memory": "memory", "disk": "disk", "/dev/shm": "shm"}
 
 
 class Check:
     """Asks every host; ``problems`` are sentences that name the host and the fix."""
 
     def __init__(self, args, hosts, runner):
-        self._args = args
-        self._runner = runner
+        self._args, self._runner = args, runner
         self._hosts = [HostLink(name, node, slots) for node, (name, slots) in enumerate(hosts.items())]
         self._near = which_are_here(hosts)
         self.problems = []
@@ -67,8 +68,7 @@ class Check:
     def _reach(self):
         for host in self._hosts:
             words = agent_words(self._args, "--node", str(host.node))
-            near = self._near[host.name]
-            command = words if near else self._runner.agent_command(host.name, words)
+            command = words if self._near[host.name] else self._runner.agent_command(host.name, words)
             host.way = Way(command, dict(os.environ), True)
             host.link = host.way.link
         here = self._answers(self._hosts, "hello", self._args.join_timeout)
@@ -79,15 +79,14 @@ class Check:
             for fd in host.way.streams:
                 host.way.read(fd)
             why = host.way.last_words() or host.link.lost or f"no answer within {self._args.join_timeout:.0f} s"
-            self._problem(
-                host, f"cannot be reached: {why}. Try `ssh {host.name} true`; it must work without a question."
-            )
+            text = f"cannot be reached: {why}. Try `ssh {host.name} true`; it must work without a question."
+            self._problem(host, text)
 
     def _here(self):
         return [host for host in self._hosts if host.state == "here"]
 
     def _ask(self):
-        port = asked_port(self._args) or plan.DEFAULT_PORT
+        port = plan.asked_port(self._args) or plan.DEFAULT_PORT
         told = {"folder": os.path.abspath("."), "script": self._script(), "port": port}
         for host in self._here():
             host.link.send({"check": told})
@@ -97,10 +96,8 @@ class Check:
         for host in self._here():
             asked = time.time()
             host.link.send({"clock": 1})
-            said = self._answers([host], "clock", 10.0).get(host)
-            if said is not None:
-                answered = time.time()
-                host.facts["ahead_s"] = said - (asked + answered) / 2
+            for said in self._answers([host], "clock", 10.0).values():
+                host.facts["ahead_s"] = said - (asked + time.time()) / 2
                 offsets.append(host.facts["ahead_s"])
         middle = statistics.median(offsets)
         for host in self._here():
@@ -116,37 +113,46 @@ class Check:
     def _compare(self):
         mine = {"python": list(sys.version_info[:2]), "deepspeed": __version__}
         for host in self._here():
-            facts = host.facts
-            if "torch" not in facts:
+            if "torch" not in host.facts:
                 self._problem(host, "did not answer. Try again; if it stays so, look at its load.")
                 continue
             for name, here in mine.items():
-                if facts[name] != here:
-                    self._problem(host, f"has {name} {_text(facts[name])}, this host {_text(here)}: install the same.")
-            if not facts["torch"]:
-                self._problem(host, "has no torch for this Python: install it there.")
-            if not facts["folder"]:
-                self._problem(host, f"has no folder {os.path.abspath('.')}: start jobs in a folder that hosts share.")
-            elif not facts["script"]:
-                self._problem(host, f"does not see the script {self._script()}: put it where all hosts see it.")
-            if facts["gpus"] and len(host.slots) > facts["gpus"]:
-                self._problem(host, f"has {facts['gpus']} GPU(s), but {len(host.slots)} slots: lower its slots=N.")
-            if facts["folder"] and facts["disk"] < _LITTLE_DISK:
-                self._problem(host, f"has {facts['disk'] >> 20} MiB free in the folder: make room.")
-            if facts["shm"] < _LITTLE_SHM:
-                self._problem(host, f"has {facts['shm'] >> 20} MiB free in /dev/shm: make it larger.")
-        self._same("torch", "torch")
-        self._same("driver", "driver")
+                if host.facts[name] != here:
+                    theirs, ours = version_text(host.facts[name]), version_text(here)
+                    self._problem(host, f"has {name} {theirs}, this host {ours}: install the same.")
+            for wrong, text in self._lacks(host.facts, len(host.slots)):
+                if wrong:
+                    self._problem(host, text)
+        for name in ("torch", "driver"):
+            self._same(name)
         first = self._hosts[0]
-        if first.facts.get("port") is False and asked_port(self._args):  # else a free one is chosen
+        if first.facts.get("port") is False and plan.asked_port(self._args):  # else a free one is chosen
             self._problem(first, "the port where ranks meet is in use: choose another with --master_port.")
 
-    def _same(self, name, what):
+    def _lacks(self, facts, slots):
+        # Pairs of a condition and the problem that it is.
+        folder, disk, shm = facts["folder"], facts["disk"], facts["shm"]
+        return (
+            (not facts["torch"], "has no torch for this Python: install it there."),
+            (not folder, f"has no folder {os.path.abspath('.')}: start jobs in a folder that hosts share."),
+            (
+                folder and not facts["script"],
+                f"does not see the script {self._script()}: put it where all hosts see it.",
+            ),
+            (
+                0 < facts["gpus"] < slots,
+                f"has {facts['gpus']} GPU(s), but {slots} slots: lower its slots=N.",
+            ),
+            (folder and disk < _LITTLE_DISK, f"has {disk >> 20} MiB free in the folder: make room."),
+            (shm < _LITTLE_SHM, f"has {shm >> 20} MiB free in /dev/shm: make it larger."),
+        )
+
+    def _same(self, name):
         values = {host.name: host.facts[name] for host in self._here() if host.facts.get(name)}
         usual = statistics.mode(values.values()) if values else ""
         for host in self._here():
             if host.facts.get(name) and host.facts[name] != usual:
-                self._problem(host, f"has {what} {host.facts[name]}, most hosts {usual}: install the same.")
+                self._problem(host, f"has {name} {host.facts[name]}, most hosts {usual}: install the same.")
 
     def _measure(self):
         first = self._hosts[0]
@@ -156,12 +162,12 @@ class Check:
         port = self._answers([first], "echo", 10.0).get(first)
         if port is None:
             return
-        if self._near[first.name]:
-            others = [host.name for host in self._hosts if not self._near[host.name]]
-            address = local_addresses(others)[0] if others else "127.0.0.1"
-        else:
-            address = first.facts.get("address") or first.name
-        address = self._args.master_addr or address
+        address, others = "127.0.0.1", [host.name for host in self._hosts if not self._near[host.name]]
+        if self._args.master_addr:
+            address = self._args.master_addr
+        elif others:
+            here = self._near[first.name]
+            address = local_addresses(others)[0] if here else first.facts.get("address") or first.name
         for host in self._here()[1:]:
             host.link.send({"measure": [address, port]})
             said = self._answers([host], "measured", 30.0).get(host, {"why": "no answer"})
@@ -179,23 +185,13 @@ class Check:
             return f"{host.name}: not reached"
         parts = [
             f"{len(host.slots)} slots", f"{facts['gpus']} GPUs", f"{facts['cores']} cores",
-            f"Python {'.'.join(map(str, facts['python']))}", f"torch {facts['torch'] or 'none'}",
-            f"deepspeed {facts['deepspeed']}",
+            f"Python {version_text(facts['python'])}", f"torch {facts['torch'] or 'none'}",
+            f"deepspeed {facts['deepspeed']}", *([f"driver {facts['driver']}"] if facts["driver"] else []),
+            *(f"{what} {facts[name] / 2**30:.1f} GiB" for what, name in _SPACES.items()),
         ]  # fmt: skip
-        if facts["driver"]:
-            parts.append(f"driver {facts['driver']}")
-        parts += [f"memory {_gib(facts['memory'])}", f"disk {_gib(facts['disk'])}", f"/dev/shm {_gib(facts['shm'])}"]
         if "ms" in facts:
             parts.append(f"{facts['ms']:.2f} ms and {facts['mb_s']:.0f} MB/s to {self._hosts[0].name}")
         return f"{host.name}: {', '.join(parts)}"
-
-
-def _text(value):
-    return ".".join(map(str, value)) if isinstance(value, list) else value
-
-
-def _gib(size):
-    return f"{size / 2**30:.1f} GiB"
 
 
 def run_check(args, hosts):

@@ -1,9 +1,9 @@
 """A job on several hosts: its hosts, the share that each of them gets, and the connections to them."""
 
+import contextlib
 import os
 import re
 import socket
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from deepspeed.host.job_key import KEY_VARIABLE
@@ -12,12 +12,11 @@ from deepspeed.launcher.agent import KEY_MARK
 from deepspeed.launcher.elastic_head import ElasticHead
 from deepspeed.launcher.head import Head
 from deepspeed.launcher.host_link import Way
-from deepspeed.launcher.launch import launch, write_pid_file
-from deepspeed.launcher.plan import LaunchError
-from deepspeed.launcher.resources import encode_world_info
+from deepspeed.launcher.launch import launch, pid_file
+from deepspeed.launcher.plan import OPTIONS, LaunchError, Share, asked_port
+from deepspeed.launcher.resources import counts_of, encode_world_info
 from deepspeed.launcher.runners import RUNNERS
 from deepspeed.launcher.runners.base import python_words
-from deepspeed.launcher.share import OPTIONS, Share
 
 _KEY_LINE = re.compile(rb"(?m)^.*%s (\S+) ([0-9a-f]{32})\s*\n" % KEY_MARK.encode())
 
@@ -39,13 +38,11 @@ def local_addresses(hosts):
     """Addresses of this machine at which ``hosts`` may reach it, the most likely one first."""
     found = []
     for host in [*hosts, "192.0.2.1"]:  # 192.0.2.1 belongs to no host: it gives the interface of the default route
-        try:
+        with contextlib.suppress(OSError):
             family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(address)  # sends nothing
                 found.append(probe.getsockname()[0])
-        except OSError:
-            pass
     return list(dict.fromkeys([*found, socket.gethostname()]))
 
 
@@ -76,26 +73,18 @@ def listen(port=0):
 class ClusterJob:
     """``hosts``: ``{name: slots}``. ``runner`` starts their agents; None if the hosts connect by themselves."""
 
-    can_only_wait = False  # the head cannot start agents on hosts; it waits until they connect
-    holds_until_all = False
-    forwards_input = True
+    hosts_come_alone = False  # users start the agents: the head waits for them, and tells all how the job has ended
     insecure = False  # accept agents of other machines that do not know the key
 
     def __init__(self, args, hosts, runner, verbose=True):
-        self.args = args
-        self.hosts = hosts
-        self.runner = runner
-        self.verbose = verbose
-        self.python = sys.version_info[:2]
+        self.args, self.hosts, self.runner, self.verbose = args, hosts, runner, verbose
         self.join_timeout = args.join_timeout
         self.grace_s = plan.grace_s()
         self.master_port = asked_port(args)
         self.first_failing = None
-        files = environment.read_environment_files()
-        self._exports = environment.exports(os.environ, files)
-        self._exports["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [os.path.abspath("."), self._exports.get("PYTHONPATH", "")])
-        )
+        self._exports = environment.exports(os.environ, environment.read_environment_files())
+        paths = os.path.abspath("."), self._exports.get("PYTHONPATH", "")
+        self._exports["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self.key = os.urandom(16).hex()
         self._keys = {}  # host -> key, for agents that make their own; None until the agent has sent it
         self.meeting = None
@@ -104,17 +93,10 @@ class ClusterJob:
     # ---- reaching the hosts --------------------------------------------------------------------------------------
     def start_ways(self, hosts):
         """Starts the programs that connect to the hosts."""
-        ways = []
-        far = []
-        for host in hosts:
-            if self._near[host.name]:
-                ways.append(self.start_way(host))
-            else:
-                far.append(host)
+        far = [host for host in hosts if not (self._near[host.name] or self.runner.one_link_per_host)]
+        ways = [self.start_way(host) for host in hosts if host not in far]
         if not far:
             return ways
-        if self.runner.one_link_per_host:
-            return ways + [self.start_way(host) for host in far]
         self.meeting = listen()
         names = [host.name for host in far]
         where = f"{','.join(local_addresses(names))}:{self.meeting.getsockname()[1]}"
@@ -145,23 +127,19 @@ class ClusterJob:
 
     def hosts_now(self):
         """``{name: slots}`` as the hostfile lists them now. The hostfile of an elastic job may grow."""
-        try:
+        with contextlib.suppress(ValueError, OSError, LaunchError):  # the file is being written
             self.hosts = {**(plan.active_hosts(self.args, []) or {}), **self.hosts}
-        except (ValueError, OSError, LaunchError):  # the file is being written
-            pass
         return self.hosts
 
     def _words(self, host):
-        words = ["--node", str(host.node)]
         meets = host.node == 0 or self.args.elastic_training
-        return agent_words(self.args, *words, *(["--port", str(self.master_port or 0)] if meets else []))
+        port = ["--port", str(self.master_port or 0)] if meets else []
+        return agent_words(self.args, "--node", str(host.node), *port)
 
     def host_of(self, join, hosts):
         """``(host, "")`` for the host that the message ``join`` names, or ``(None, reason)``."""
-        for host in hosts:
-            if join.get("name") == host.name:
-                return host, ""
-        return None, f"no host of this job is called {join.get('name')!r}"
+        found = next((host for host in hosts if host.name == join.get("name")), None)
+        return found, "" if found is not None else f"no host of this job is called {join.get('name')!r}"
 
     def key_of(self, host):
         """The key that the agent of ``host`` must prove to know; None until the agent has sent it."""
@@ -194,11 +172,11 @@ class ClusterJob:
         options = {name: getattr(self.args, name) for name in OPTIONS}
         counts, ids = [len(own) for own in slots], self.args.device_ids
         return [
-            Share(
+            vars(Share(
                 host=host.name if len(self.hosts) > 1 else "", node=node, counts=counts, slots=own,
                 master_addr=address, master_port=self.port_of(first), options=options, exports=self._exports,
                 folder=os.path.abspath("."), device_ids=None if ids is None else ids[: len(own)], elastic=elastic,
-            ).as_dict()
+            ))
             for node, (host, own) in enumerate(zip(hosts, slots))
         ]  # fmt: skip
 
@@ -208,25 +186,13 @@ class ClusterJob:
         return first.facts.get("address") or first.peer or first.name
 
 
-def asked_port(args):
-    """The port of ``--master_port`` or of the variable MASTER_PORT, or None."""
-    text = str(args.master_port) if args.master_port is not None else os.environ.get("MASTER_PORT", "")
-    if not text:
-        return None
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise ValueError(f"the environment variable MASTER_PORT is {text!r}, which is not a port number.")
-    return int(text)
-
-
 def choose_runner(args, hosts, notes):
     """The runner of ``--launcher``; ssh if that is pdsh and pdsh is not installed."""
     name = args.launcher.lower()
-    world = encode_world_info(hosts)
-    pool = {host: len(slots) for host, slots in hosts.items()}
 
     def made(name):
         kind = RUNNERS.get(name)
-        return kind(args, world, pool) if kind.takes_pool else kind(args, world)
+        return kind(args, encode_world_info(hosts), *([counts_of(hosts)] if kind.takes_pool else []))
 
     if args.elastic_training and name == "pdsh":
         name = "ssh"  # hosts of an elastic job join and leave one by one
@@ -263,12 +229,8 @@ def run_cluster(args, hosts, verbose):
 
 def run_head(job):
     """Runs a ``ClusterJob``; returns its exit code."""
-    pid_file = write_pid_file(job.args.save_pid) if job.args.save_pid else None
-    try:
+    with pid_file(job.args.save_pid):
         return (ElasticHead if job.args.elastic_training else Head)(job).run()
-    finally:
-        if pid_file:
-            os.unlink(pid_file)
 
 
 def mpi_plan(args, hosts, runner):
@@ -277,20 +239,18 @@ def mpi_plan(args, hosts, runner):
         raise LaunchError(
             f"--launcher {runner.name} reads the hostfile itself, and there is no {args.hostfile}: write one (-H FILE)."
         )
-    files = environment.read_environment_files()
-    exports = environment.exports(os.environ, files)
+    exports = environment.exports(os.environ, environment.read_environment_files())
     first, notes = next(iter(hosts)), []
     near = plan.is_this_host(first)
     if near:  # rank 0 will listen here
-        port, claim = plan.choose_port(args.master_port, notes)
+        port, claim = plan.choose_port(args, notes)
     else:
         port, claim = asked_port(args) or plan.DEFAULT_PORT, None
     address = args.master_addr or (local_addresses([host for host in hosts if host != first])[0] if near else first)
-    exports.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-    for name, value in exports.items():
+    for name, value in {**exports, "MASTER_ADDR": address, "MASTER_PORT": port}.items():
         runner.add_export(name, value)
     variables = dict(os.environ)
-    command = runner.get_cmd(variables, hosts)
-    made = plan.NodePlan([[runner.program_here(), *command[1:]]], [variables], [None], notes, grace_s=plan.grace_s())
-    made.starter, made.port_claim = "mpirun", claim
-    return made
+    command = [runner.program_here(), *runner.get_cmd(variables, hosts)[1:]]
+    return plan.NodePlan(
+        [command], [variables], [None], plan.grace_s(), notes=notes, starter="mpirun", port_claim=claim
+    )

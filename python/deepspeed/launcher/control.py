@@ -4,12 +4,17 @@ A frame is a kind (one byte), a length (four bytes) and the payload: JSON for me
 Texts of a message keep their bytes, whatever encoding either host uses.
 """
 
+import contextlib
 import json
 import os
 import select
+import socket
 import struct
 import time
 from collections import deque
+
+from deepspeed.launcher import linux
+from deepspeed.launcher.environment import number
 
 MESSAGE, OUTPUT, ERRORS, INPUT = b"J", b"O", b"E", b"I"
 _HEAD = struct.Struct(">cI")
@@ -27,53 +32,25 @@ class LinkLost(RuntimeError):
 
 def to_wire(value):
     """``value`` with every text as its bytes, one character each, which JSON can carry."""
-    if isinstance(value, str):
-        return os.fsencode(value).decode("latin-1")
-    if isinstance(value, dict):
-        return {to_wire(key): to_wire(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_wire(item) for item in value]
-    return value
+    return _mapped(value, lambda text: os.fsencode(text).decode("latin-1"))
 
 
 def from_wire(value):
     """The inverse of ``to_wire``."""
+    return _mapped(value, lambda text: os.fsdecode(text.encode("latin-1")))
+
+
+def _mapped(value, change):
     if isinstance(value, str):
-        return os.fsdecode(value.encode("latin-1"))
+        return change(value)
     if isinstance(value, dict):
-        return {from_wire(key): from_wire(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [from_wire(item) for item in value]
-    return value
+        return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
+    return [_mapped(item, change) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def encode_frame(kind, payload):
     """The bytes of a frame."""
     return _HEAD.pack(kind, len(payload)) + payload
-
-
-class FrameReader:
-    """Cuts a stream into frames."""
-
-    def __init__(self, largest=_LARGEST):
-        self.largest = largest
-        self._bytes = bytearray()
-
-    def feed(self, data):
-        """The frames that ``data`` completes, as ``(kind, payload)``; LinkLost for bytes that are not a frame."""
-        self._bytes += data
-        frames, at = [], 0
-        while len(self._bytes) - at >= _HEAD.size:
-            kind, size = _HEAD.unpack_from(self._bytes, at)
-            if kind not in (MESSAGE, OUTPUT, ERRORS, INPUT) or size > self.largest:
-                raise LinkLost("what came over the link is no message of a launcher")
-            if len(self._bytes) - at - _HEAD.size < size:
-                break
-            start = at + _HEAD.size
-            frames.append((kind, bytes(self._bytes[start : start + size])))
-            at = start + size
-        del self._bytes[:at]
-        return frames
 
 
 class Link:
@@ -85,20 +62,25 @@ class Link:
     """
 
     def __init__(self, read_fd, write_fd, mark=b"", lost_s=None, largest=_LARGEST):
-        self.read_fd = read_fd
-        self.write_fd = write_fd
+        self.read_fd, self.write_fd = read_fd, write_fd
         self.frames = deque()
         self.lost = ""
         self.paused = False
         self.noise = b""
         self._mark = mark
         self._lost_s = lost_s if lost_s is not None else link_timeout()
-        self._reader = FrameReader(largest)
-        self._out = bytearray()
-        self._silent_s = 0.0
-        self._beat_at = 0.0
-        os.set_blocking(read_fd, False)
-        os.set_blocking(write_fd, False)
+        self._largest = largest
+        self._in, self._out = bytearray(), bytearray()
+        self._silent_s = self._beat_at = 0.0
+        for fd in (read_fd, write_fd):
+            os.set_blocking(fd, False)
+
+    @classmethod
+    def over(cls, connection, **more):
+        """The link over a TCP connection, which it takes."""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        fd = connection.detach()
+        return cls(fd, fd, **more)
 
     @property
     def backlog(self):
@@ -128,27 +110,38 @@ class Link:
     def receive(self):
         """Reads received bytes into ``frames``. The end of the stream sets ``lost``."""
         try:
-            data = os.read(self.read_fd, _CHUNK)
-        except BlockingIOError:
-            return
+            data = linux.read_now(self.read_fd, _CHUNK)
         except OSError as error:
-            self._end(f"the connection broke ({error.strerror})")
-            return
+            return self._end(f"the connection broke ({error.strerror})")
+        if data is None:
+            return None
         if not data:
-            self._end("the connection was closed")
-            return
+            return self._end("the connection was closed")
         self._silent_s = 0.0
         self.paused = False
         if self._mark:
             self.noise, mark, data = (self.noise + data).partition(self._mark)
-            if not mark:
-                return
-            self._mark = b""
+            self._mark = b"" if mark else self._mark
+        self._in += data
         try:
-            for kind, body in self._reader.feed(data):
-                self.frames.append((kind, from_wire(json.loads(body)) if kind == MESSAGE else body))
-        except (LinkLost, ValueError) as error:
+            while frame := self._next_frame():
+                self.frames.append(frame)
+        except ValueError as error:
             self._end(str(error))
+
+    def _next_frame(self):
+        # The first received frame as ``(kind, message or bytes)``, None if it is incomplete.
+        if len(self._in) < _HEAD.size:
+            return None
+        kind, size = _HEAD.unpack_from(self._in)
+        if kind not in (MESSAGE, OUTPUT, ERRORS, INPUT) or size > self._largest:
+            raise ValueError("what came over the link is no message of a launcher")
+        end = _HEAD.size + size
+        if len(self._in) < end:
+            return None
+        body = bytes(self._in[_HEAD.size : end])
+        del self._in[:end]
+        return kind, from_wire(json.loads(body)) if kind == MESSAGE else body
 
     def wait_for(self, name, limit_s=None):
         """The value of ``name`` in the next message that has it; see ``wait_for_any``."""
@@ -203,22 +196,16 @@ class Link:
 
     def trust(self):
         """Lifts the limit on the size of frames, once the other end has proved that it knows the key."""
-        self._reader.largest = _LARGEST
+        self._largest = _LARGEST
 
     def close(self):
         """Closes both descriptors."""
         for fd in {self.read_fd, self.write_fd}:
-            try:
+            with contextlib.suppress(OSError):
                 os.close(fd)
-            except OSError:
-                pass
         self._end("closed")
 
 
 def link_timeout():
     """Seconds of silence after which the other end counts as lost: ``DS_LAUNCHER_LINK_S``, or 5."""
-    text = os.environ.get("DS_LAUNCHER_LINK_S", "")
-    try:
-        return max(2.0, float(text)) if text else LOST_S
-    except ValueError:
-        raise ValueError(f"the environment variable DS_LAUNCHER_LINK_S is {text!r}; it is in seconds.") from None
+    return max(2.0, number("DS_LAUNCHER_LINK_S", LOST_S, "in seconds"))

@@ -7,12 +7,12 @@ stay: it may run on a host of the job or elsewhere.
 """
 
 import os
-import selectors
 import signal
 import time
 
 from deepspeed.launcher.control import INPUT
 from deepspeed.launcher.elastic_layout import layout
+from deepspeed.launcher.environment import number
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.head import Head, difference
 from deepspeed.launcher.host_link import HostLink
@@ -33,19 +33,16 @@ class ElasticHead(Head):
 
     def __init__(self, job):
         super().__init__(job)
-        args = job.args
-        self._least = max(1, args.min_elastic_nodes)
-        self._most = args.max_elastic_nodes if args.max_elastic_nodes > 0 else None
+        self._least = max(1, job.args.min_elastic_nodes)
+        self._most = job.args.max_elastic_nodes if job.args.max_elastic_nodes > 0 else None
         self._worlds = None  # numbers of ranks that can share the batch; the ranks send them
         self._least_s = 0.0  # least time between two voluntary changes
-        self._restarts = 0
-        self._failures = 0
-        self._most_failures = int(_number("DS_ELASTIC_FAILURES", _FAILURES))
-        self._again_s = _number("DS_ELASTIC_RETRY_S", _AGAIN_S)
+        self._restarts = self._failures = 0
+        self._most_failures = int(number("DS_ELASTIC_FAILURES", _FAILURES, "a number", LaunchError))
+        self._again_s = number("DS_ELASTIC_RETRY_S", _AGAIN_S, "a number", LaunchError)
         self._phase = "gathering"  # hosts; "starting", "running", "ending" ranks
         self._said_waiting = False  # the user was told that there are not enough hosts
-        self._part = []  # hosts of this round
-        self._world = 0
+        self._part, self._world = [], 0  # hosts and ranks of this round
         self._announced = False  # the end was announced, and ranks save
         self._said = 0  # hosts of this round whose ranks have all returned 0
         self._last_call = self._started + _LAST_CALL_S
@@ -59,7 +56,7 @@ class ElasticHead(Head):
         if self._code is not None:
             host.link.send({"stop": "the job has ended", "bye": self._code})
             return self._drop(host, "done")
-        why = difference(host, self._job.python)
+        why = difference(host)
         if why:
             self._refuse(host, why)
         elif self._restarts or self._phase == "running":
@@ -97,27 +94,16 @@ class ElasticHead(Head):
     def _drop(self, host, state):
         host.state, host.again_at = state, time.monotonic() + self._again_s
         if host.link is not None:
-            if host.link.read_fd in self._selector.get_map():
-                self._selector.unregister(host.link.read_fd)
+            self._selector.drop(host.link.read_fd)
             host.link.close()
             host.link = None
         if host.way is not None:
-            for fd in list(host.way.streams):
-                if fd in self._selector.get_map():
-                    self._selector.unregister(fd)
+            self._selector.drop(*host.way.streams)
             if state == "away":
                 host.way.process.kill()
             host.way.end()
             self._ways.remove(host.way)
             host.way = None
-
-    def _on_words(self, way, fd):
-        data = way.read(fd)
-        if data == b"":
-            self._selector.unregister(fd)
-            way.streams.remove(fd)
-        elif data and self._started_running():
-            self._writer.write(2, data)
 
     def _look_for_hosts(self, now):
         if now < self._look_at or self._code is not None:
@@ -128,10 +114,7 @@ class ElasticHead(Head):
                 self._hosts.append(HostLink(name, len(self._hosts), slots))
         for host in self._hosts:
             if host.state == "away" and host.link is None and now >= host.again_at and self._job.can_reach(host):
-                way = self._job.start_way(host)
-                self._ways.append(way)
-                for fd in way.streams:
-                    self._selector.register(fd, selectors.EVENT_READ, lambda way=way, fd=fd: self._on_words(way, fd))
+                self._hear(self._job.start_way(host))
                 self._listen(host)
 
     # ---- a round -----------------------------------------------------------------------------------------------------
@@ -150,7 +133,7 @@ class ElasticHead(Head):
 
     def _gather(self, now):
         expected = [host for host in self._hosts if host.state == "away" and host.link is not None]
-        waited = self._hosts if self._job.can_only_wait else expected
+        waited = self._hosts if self._job.hosts_come_alone else expected
         if self._restarts == 0 and now < self._last_call and any(host.state == "away" for host in waited):
             return
         part = self._layout()
@@ -177,12 +160,9 @@ class ElasticHead(Head):
         )
 
     def _start(self, part):
-        hosts, slots = [host for host, _ in part], [own for _, own in part]
-        if self._job.port_of(hosts[0]) is None:
-            return self._fail(
-                f"port {self._job.master_port} of host {hosts[0].name} is in use by another process: choose a free one "
-                f"with --master_port PORT, or leave it out and one is chosen"
-            )
+        hosts, slots = zip(*part)
+        if not self._has_port(hosts[0]):
+            return
         variables = {
             **self._variables,
             "TORCHELASTIC_RUN_ID": self._variables["ELASTIC_RUN_ID"],
@@ -204,8 +184,7 @@ class ElasticHead(Head):
         if self._phase != "starting" or any(one.state != "ready" for one in self._part):
             return
         if not self._restarts:
-            for note in dict.fromkeys(note for one in self._part for note in one.facts["notes"]):
-                self._say(f"deepspeed: {note}\n", self._job.verbose)
+            self._show_notes(self._part)
         idle = sum(len(one.slots) for one in self._hosts if one.state in ("here", "ready")) - self._world
         self._say(
             f"deepspeed: {'start' if not self._restarts else f'restart {self._restarts}'}: {self._world} rank(s) on "
@@ -214,9 +193,8 @@ class ElasticHead(Head):
         )
         self._phase, self._said, self._changed_at = "running", 0, time.monotonic()
         self._announced, self._job.first_failing = False, None
+        self._go(self._part)
         for one in self._part:
-            one.state = "running"
-            one.link.send({"go": 1})
             one.link.send_bytes(INPUT, b"")  # input that was read once cannot be sent to a second round
 
     def _back_to_gathering(self):
@@ -313,11 +291,3 @@ class ElasticHead(Head):
     def _finish(self, host, code):
         host.state = "done"
         self._bye(host)
-
-
-def _number(name, default):
-    text = os.environ.get(name, "")
-    try:
-        return float(text) if text else default
-    except ValueError:
-        raise LaunchError(f"the environment variable {name} is {text!r}; it is a number.") from None

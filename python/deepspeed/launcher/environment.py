@@ -1,8 +1,10 @@
 """The environment variables of the ranks of a host, and those that other hosts get from the head."""
 
 import os
+import sys
 
 from deepspeed.host.cpu import openblas_coretype, physical_cores, quota_cores, usable_cores
+from deepspeed.launcher.resources import meant_lines
 
 # Variables of another launcher around us that would contradict ours, or make rank 0 wait for a store of theirs.
 _FOREIGN_PREFIXES = ("TORCHELASTIC_",)
@@ -25,11 +27,6 @@ _VISIBLE_DEVICES = {
     "hpu": "HABANA_VISIBLE_MODULES", "mlu": "MLU_VISIBLE_DEVICES", "sdaa": "SDAA_VISIBLE_DEVICES",
     "supa": "SUPA_VISIBLE_DEVICES",
 }  # fmt: skip
-
-
-def visible_devices_variable(accelerator):
-    """The variable that chooses among the devices of the accelerator named so, or None."""
-    return _VISIBLE_DEVICES.get(accelerator or "cuda")
 
 
 def exports(environment, files):
@@ -56,25 +53,24 @@ def read_environment_files():
     a line without ``=``; blank lines and lines that start with ``#`` are skipped.
     """
     found = {}
-    for folder in _folders():
-        path = os.path.join(folder, ENVIRONMENT_FILE)
-        if not os.path.isfile(path):
-            continue
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                text = line.strip()
-                if not text or text.startswith("#"):
-                    continue
-                name, equals, value = text.partition("=")
-                if not equals or not name.strip():
-                    raise ValueError(f"{path} line {number} is {text!r}; each line must read NAME=VALUE.")
-                found[name.strip()] = value
+    for path in (os.path.join(folder, ENVIRONMENT_FILE) for folder in _folders()):
+        if os.path.isfile(path):
+            with open(path, encoding="utf-8") as lines:
+                for number, text in meant_lines(lines):
+                    name, equals, value = text.partition("=")
+                    if not equals or not name.strip():
+                        raise ValueError(f"{path} line {number} is {text!r}; each line must read NAME=VALUE.")
+                    found[name.strip()] = value
     return found
 
 
-def default_threads(local_size):
-    """Threads for each of ``local_size`` ranks: an equal share of the physical cores, at least one."""
-    return within_quota(max(1, len(physical_cores(usable_cores())) // local_size), local_size)
+def number(name, default, what="a number of seconds", error=ValueError, variables=os.environ):
+    """The number in the variable ``name``, or ``default``; ``error``, which says ``what`` it is, for other text."""
+    text = variables.get(name, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise error(f"the environment variable {name} is {text!r}; it is {what}.") from None
 
 
 def within_quota(threads, local_size):
@@ -83,41 +79,35 @@ def within_quota(threads, local_size):
     return threads if quota is None else max(1, min(threads, int(quota / local_size)))
 
 
-def node_environment(base, local_size, master_addr, master_port, device_ids, world=None, cross=(0, 1), variable=None):
-    """``(environment shared by the ranks, notes for the user)``.
-
-    Args:
-        base: the environment to start from; not modified.
-        local_size: ranks on this host; ``world``: ranks of the job, default all of them are here.
-        device_ids: what to put into the variable of visible devices, or None to leave it alone.
-        cross: number of this host, and number of hosts.
-        variable: the variable of visible devices, default CUDA_VISIBLE_DEVICES.
-    """
+def host_environment(base, share, device_ids, notes):
+    """The environment that the ranks of a host share, made of ``base``. ``share``: the host's part of the job;
+    ``device_ids``: what the variable of visible devices gets, none to leave it alone."""
     env = {name: value for name, value in base.items() if not name.startswith(_FOREIGN_PREFIXES)}
-    notes = []
+    local_size = len(share.slots)
     env.update(
-        MASTER_ADDR=master_addr,
-        MASTER_PORT=str(master_port),
-        WORLD_SIZE=str(local_size if world is None else world),
-        LOCAL_SIZE=str(local_size),
-        CROSS_RANK=str(cross[0]),
-        CROSS_SIZE=str(cross[1]),
-    )
-    if device_ids is not None:
-        env[variable or "CUDA_VISIBLE_DEVICES"] = ",".join(map(str, device_ids))
+        MASTER_ADDR=share.master_addr, MASTER_PORT=str(share.master_port), WORLD_SIZE=str(sum(share.counts)),
+        LOCAL_SIZE=str(local_size), CROSS_RANK=str(share.node), CROSS_SIZE=str(len(share.counts)),
+    )  # fmt: skip
+    if device_ids:
+        variable = _VISIBLE_DEVICES.get(base.get("DS_ACCELERATOR") or "cuda", "CUDA_VISIBLE_DEVICES")
+        env[variable] = ",".join(map(str, device_ids))
     if not env.get("OMP_NUM_THREADS"):
-        threads = default_threads(local_size)
+        threads = within_quota(max(1, len(physical_cores(usable_cores())) // local_size), local_size)
         env["OMP_NUM_THREADS"] = str(threads)
         notes.append(
             f"OMP_NUM_THREADS is not set; each of the {local_size} process(es) gets {threads} thread(s), its share of "
             f"the cores. Set it to choose otherwise."
         )
     coretype = openblas_coretype()
-    if coretype:
-        env["OPENBLAS_CORETYPE"] = coretype
-    return env, notes
+    return {**env, "OPENBLAS_CORETYPE": coretype} if coretype else env
 
 
-def rank_environment(shared, rank, local_rank=None):
-    """The environment of one rank; ``local_rank``: its number on its host, default ``rank``."""
-    return {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank if local_rank is None else local_rank)}
+def script_command(args, local_rank=None, user_args=None):
+    """The program and arguments of a rank; ``local_rank``: what the script is told, None: nothing."""
+    command = [args.user_script]
+    if not args.no_python:
+        # Unbuffered, so that output is visible at once and is not lost if the rank is killed.
+        command = [sys.executable or "python3", "-u", *(["-m"] if args.module else []), *command]
+    if local_rank is not None and not args.no_local_rank:
+        command.append(f"--local_rank={local_rank}")
+    return command + (args.user_args if user_args is None else user_args)

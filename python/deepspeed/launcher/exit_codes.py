@@ -1,6 +1,7 @@
 """Exit codes of processes, and words for them. Codes are those of ``os.waitstatus_to_exitcode``: signals negative."""
 
 import signal
+import socket
 
 _HINTS = {
     signal.SIGKILL: " (often the system's out-of-memory killer: see `dmesg`)",
@@ -14,9 +15,11 @@ def shell_code(code):
     return code if code >= 0 else 128 - code
 
 
-def how_it_ended(code):
-    """``"failed with exit code 3"`` or ``"was killed by SIGKILL"`` with the usual cause."""
-    if code >= 0:
-        return f"failed with exit code {code}"
-    sig = signal.Signals(-code)
-    return f"was killed by {sig.name}{_HINTS.get(sig, '')}"
+def report(name, pid, host, code, after_s):
+    """``"deepspeed: rank 0 of 2 (pid 7, host a) failed with exit code 3 1.0 s after the start"``, with the usual cause
+    of a signal."""
+    how = f"failed with exit code {code}"
+    if code < 0:
+        sig = signal.Signals(-code)
+        how = f"was killed by {sig.name}{_HINTS.get(sig, '')}"
+    return f"deepspeed: {name} (pid {pid}, host {host or socket.gethostname()}) {how} {after_s:.1f} s after the start"

@@ -9,6 +9,8 @@ import threading
 import traceback
 import types
 
+from deepspeed.launcher import linux
+
 
 def is_script(command):
     """Whether ``command`` is a script that the Python which runs here would run."""
@@ -54,24 +56,7 @@ def _detach(streams, kept):
         if callable(signal.getsignal(sig)):
             signal.signal(sig, signal.default_int_handler if sig == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    taken = [os.dup(fd) for fd in streams]
-    for number, fd in enumerate(taken):
-        os.dup2(fd, number)
-    for fd in open_fds():
-        if fd > 2 and fd not in kept:
-            os.close(fd)
-
-
-def open_fds():
-    """All descriptors of this process."""
-    found = set()
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        try:
-            os.fstat(fd)
-            found.add(fd)
-        except OSError:  # that of the listing
-            pass
-    return found
+    linux.take_streams(streams, kept)
 
 
 def _run(command, environment):

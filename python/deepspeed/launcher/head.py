@@ -5,19 +5,20 @@ environment are sent over the links. Ranks start when every host is ready. The j
 or when a host sends nothing for too long.
 """
 
+import contextlib
 import os
-import selectors
 import signal
-import socket
 import subprocess
+import sys
 import time
 
 from deepspeed.host.launcher_messages import SAVE_LIMIT_S
+from deepspeed.launcher import linux
 from deepspeed.launcher.arrivals import Arrivals
 from deepspeed.launcher.control import ERRORS, LOOK_S, MESSAGE, OUTPUT
 from deepspeed.launcher.host_link import HostLink
 from deepspeed.launcher.launch import FORWARDED
-from deepspeed.launcher.typed_input import TypedInput
+from deepspeed.launcher.typed_input import pass_on_input
 from deepspeed.launcher.writer import MOST_WAITING, Writer
 from deepspeed.version import __version__
 
@@ -33,14 +34,10 @@ class Head:
     def __init__(self, job):
         self._job = job
         self._hosts = [HostLink(name, node, slots) for node, (name, slots) in enumerate(job.hosts.items())]
-        self._selector = selectors.DefaultSelector()
-        self._writer = Writer()
-        self._ways = []
-        self._arrivals = None
+        self._selector, self._writer, self._ways, self._arrivals = linux.Selector(), Writer(), [], None
         self._code = None  # of the job, once something decided it
         self._end_at = None  # time at which hosts that are not done are given up
-        self._killed = False
-        self._failed = False  # a failure decided it, not the user
+        self._killed = self._failed = False  # they were told to kill; a failure decided the code, not the user
         self._save_until = 0.0  # until then ranks may save before they end
         self._why = "the user ended it"
         self._started = time.monotonic()
@@ -49,36 +46,23 @@ class Head:
     # ---- the whole -----------------------------------------------------------------------------------------------
     def run(self):
         """Returns when every host is done or given up."""
-        before = self._catch_signals()
-        try:
-            self._reach()
-            while not all(host.over for host in self._hosts) or (self._waits_for_more and self._code is None):
-                self._turn()
-        finally:
-            self._close()
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
-        if self._code is not None:
-            return self._code
-        return max(host.code or 0 for host in self._hosts)
+        self._wake = linux.signal_socket()
+        self._selector.watch(self._wake[0], self._on_wake)
+        with linux.handling(linux.not_ignored((*FORWARDED, signal.SIGTSTP)), lambda *_: None):
+            try:
+                self._reach()
+                while not all(host.over for host in self._hosts) or (self._waits_for_more and self._code is None):
+                    self._turn()
+            finally:
+                self._close()
+        return self._code_now()
 
-    def _catch_signals(self):
-        wake_read, wake_write = socket.socketpair()
-        wake_read.setblocking(False)
-        wake_write.setblocking(False)
-        self._wake = (wake_read, wake_write)
-        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-        # Signals that were ignored at the start (nohup) stay ignored.
-        heard = [sig for sig in (*FORWARDED, signal.SIGTSTP) if signal.getsignal(sig) != signal.SIG_IGN]
-        before = {sig: signal.signal(sig, lambda *_: None) for sig in heard}
-        self._selector.register(wake_read, selectors.EVENT_READ, self._on_wake)
-        return before
+    def _code_now(self):
+        return self._code if self._code is not None else max(host.code or 0 for host in self._hosts)
 
     def _reach(self):
         for way in self._job.start_ways(self._hosts):
-            self._ways.append(way)
-            for fd in way.streams:
-                self._selector.register(fd, selectors.EVENT_READ, lambda way=way, fd=fd: self._on_words(way, fd))
+            self._hear(way)
         for host in self._hosts:
             if host.link is not None:
                 self._listen(host)
@@ -122,41 +106,52 @@ class Head:
 
     # ---- hosts come ----------------------------------------------------------------------------------------------
     def _listen(self, host):
-        self._selector.register(host.link.read_fd, selectors.EVENT_READ, host.link.receive)
+        self._selector.watch(host.link.read_fd, host.link.receive)
+
+    def _hear(self, way):
+        self._ways.append(way)
+        for fd in way.streams:
+            self._selector.watch(fd, lambda fd=fd: self._on_words(way, fd))
 
     def _on_hello(self, host, facts):
         host.state, host.facts = "here", facts
-        why = difference(host, self._job.python)
+        why = difference(host)
         if why:
             return self._fail(why)
         if all(one.state == "here" for one in self._hosts):
             self._share()
 
+    def _has_port(self, first):
+        if self._job.port_of(first) is None:
+            self._fail(
+                f"port {self._job.master_port} of host {first.name} is in use by another process: choose a free one "
+                f"with --master_port PORT, or leave it out and one is chosen"
+            )
+        return self._code is None
+
     def _share(self):
         if self._arrivals is not None:  # all hosts have joined, and rank 0 may listen at this port
             self._arrivals.close()
             self._arrivals = None
-        first = self._hosts[0]
-        if self._job.port_of(first) is None:
-            return self._fail(
-                f"port {self._job.master_port} of host {first.name} is in use by another process: choose a free one "
-                f"with --master_port PORT, or leave it out and one is chosen"
-            )
-        shares = self._job.shares(self._hosts)
-        for host, share in zip(self._hosts, shares):
-            host.link.send({"share": share})
+        if self._has_port(self._hosts[0]):
+            for host, share in zip(self._hosts, self._job.shares(self._hosts)):
+                host.link.send({"share": share})
 
     def _on_ready(self, host, notes):
-        host.state = "ready"
-        host.facts["notes"] = notes
+        host.state, host.facts["notes"] = "ready", notes
         if all(one.state == "ready" for one in self._hosts) and self._code is None:
-            for note in dict.fromkeys(note for one in self._hosts for note in one.facts["notes"]):
-                self._say(f"deepspeed: {note}\n", self._job.verbose)
-            for one in self._hosts:
-                one.state = "running"
-                one.link.send({"go": 1})
-            if self._job.forwards_input:
-                TypedInput(self._selector, self._hosts[0]).start()
+            self._show_notes(self._hosts)
+            self._go(self._hosts)
+            pass_on_input(self._selector, self._hosts[0])
+
+    def _show_notes(self, hosts):
+        for note in dict.fromkeys(note for host in hosts for note in host.facts["notes"]):
+            self._say(f"deepspeed: {note}\n", self._job.verbose)
+
+    def _go(self, hosts):
+        for host in hosts:
+            host.state = "running"
+            host.link.send({"go": 1})
 
     # ---- what hosts say ------------------------------------------------------------------------------------------
     def _read(self, host):
@@ -176,7 +171,6 @@ class Head:
             self._fail(f"host {host.name}: {message['error'].rstrip('.')}")
             self._finish(host, 1)
         elif "failed" in message:
-            host.facts["failed"] = True
             if self._code is None:
                 self._job.first_failing = host
                 self._stop(message["code"], signal.SIGTERM, but=host, failed=True)
@@ -197,49 +191,44 @@ class Head:
         if code and self._code is None:
             self._say(f"deepspeed: host {host.name} ended with exit code {code}; the job is ended.\n")
             self._stop(code, signal.SIGTERM, failed=True)
-        if self._job.holds_until_all:  # hosts that were started by hand learn how the job ended
-            if all(one.over for one in self._hosts):
-                for one in self._hosts:
-                    self._bye(one)
-        else:
+        if not self._job.hosts_come_alone:
             self._bye(host)
+        elif all(one.over for one in self._hosts):  # hosts that were started by hand learn how the job ended
+            self._bye(*self._hosts)
 
-    def _bye(self, host):
-        if host.link is not None and not host.link.lost:
-            host.link.send({"bye": self._code if self._code is not None else max(one.code or 0 for one in self._hosts)})
-            if host.link.read_fd in self._selector.get_map():
-                self._selector.unregister(host.link.read_fd)
+    def _bye(self, *hosts):
+        for host in hosts:
+            if host.link is not None and not host.link.lost:
+                host.link.send({"bye": self._code_now()})
+                self._selector.drop(host.link.read_fd)
 
     def _on_words(self, way, fd):
         data = way.read(fd)
         if data == b"":
             self._selector.unregister(fd)
             way.streams.remove(fd)
-            if not way.streams and way.link is None and any(host.link is None for host in self._hosts):
-                way.process.wait()
-                away = ", ".join(host.name for host in self._hosts if host.link is None)
-                self._fail(f"{way.program} ended before these hosts came: {away}. It says: {way.last_words()}")
-        elif data:
-            self._writer.write(2, data if self._started_running() else b"")
+            if not way.streams:
+                self._on_silence(way)
+        elif data and any(host.state == "running" for host in self._hosts):
+            self._writer.write(2, data)
 
-    def _started_running(self):
-        return any(host.state == "running" for host in self._hosts)
+    def _on_silence(self, way):
+        if way.link is None and any(host.link is None for host in self._hosts):
+            way.process.wait()
+            away = ", ".join(host.name for host in self._hosts if host.link is None)
+            self._fail(f"{way.program} ended before these hosts came: {away}. It says: {way.last_words()}")
 
     def _on_lost(self, host):
-        if host.link.read_fd in self._selector.get_map():
-            self._selector.unregister(host.link.read_fd)
+        self._selector.drop(host.link.read_fd)
         if host.over:
             return
-        was = host.state
+        was, words = host.state, ""
         host.state, host.code = "done", 1
         if self._code is not None:
             return
-        words = ""
         if host.way is not None:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 host.way.process.wait(0.5)  # its last words are behind its end
-            except subprocess.TimeoutExpired:
-                pass
             for fd in list(host.way.streams):
                 host.way.read(fd)
             words = host.way.last_words()
@@ -270,9 +259,7 @@ class Head:
         self._code, self._failed = code, failed
         end = time.monotonic() + self._job.grace_s + _LATE_S
         self._end_at = end if failed else max(end, self._save_until)
-        for host in self._hosts:
-            if host is not but:
-                self._signal(host, sig, failed)
+        self._signal_all(sig, but, failed)
 
     def _signal(self, host, sig, failed=False):
         if host.over:
@@ -292,48 +279,43 @@ class Head:
                 f"{sum(host.state != 'away' for host in self._hosts)} of {len(self._hosts)}"
             )
         if self._end_at is not None and now > self._end_at:
-            left = [host for host in self._hosts if not host.over]
+            for host in (one for one in self._hosts if not one.over):
+                if self._killed:
+                    self._say(f"deepspeed: host {host.name} did not say that its ranks have ended.\n")
+                    host.state, host.code = "done", 1
+                else:
+                    host.link.send({"kill": 1})
             if not self._killed:
-                self._kill(left)
-                return
-            for host in left:
-                self._say(f"deepspeed: host {host.name} did not say that its ranks have ended.\n")
-                host.state, host.code = "done", 1
-
-    def _kill(self, hosts):
-        self._killed = True
-        self._end_at = time.monotonic() + _LATE_S
-        for host in hosts:
-            host.link.send({"kill": 1})
+                self._killed, self._end_at = True, time.monotonic() + _LATE_S
 
     # ---- signals -------------------------------------------------------------------------------------------
     def _on_wake(self):
-        try:
-            numbers = self._wake[0].recv(1024)
-        except BlockingIOError:
-            return
-        for number in numbers:
+        for number in linux.read_now(self._wake[0].fileno()) or b"":
             self._on_signal(signal.Signals(number))
 
     def _on_signal(self, sig):
+        if sig in _STOPPING and self._code is None:
+            return self._stop(128 + sig, sig)
+        self._signal_all(sig)
         if sig == signal.SIGTSTP:
-            for host in self._hosts:
-                self._signal(host, sig)
             os.kill(os.getpid(), signal.SIGSTOP)
-            for host in self._hosts:
-                self._signal(host, signal.SIGCONT)
-        elif sig in _STOPPING and self._code is None:
-            self._stop(128 + sig, sig)
-        elif sig in FORWARDED:
-            for host in self._hosts:
-                self._signal(host, sig)
+            self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, sig, but=None, failed=False):
+        for host in self._hosts:
+            if host is not but:
+                self._signal(host, sig, failed)
 
 
-def difference(host, python):
+def difference(host):
     """The differences between what ``host`` and this host have installed, as text; "" if there are none."""
-    here = {"deepspeed": __version__, "python": list(python)}
-    for name, mine in here.items():
+    for name, mine in {"deepspeed": __version__, "python": list(sys.version_info[:2])}.items():
         if host.facts[name] != mine:
-            theirs, ours = (".".join(map(str, v)) if isinstance(v, list) else v for v in (host.facts[name], mine))
+            theirs, ours = version_text(host.facts[name]), version_text(mine)
             return f"host {host.name} has {name} {theirs}, and this one {ours}: install the same on all hosts"
     return ""
+
+
+def version_text(value):
+    """A version that a host has told, as text."""
+    return ".".join(map(str, value)) if isinstance(value, list) else value

@@ -16,26 +16,18 @@ class Way:
     of that output and returns those for the user."""
 
     def __init__(self, command, environment, with_link, hear=None):
-        head = os.getpid()
-
-        def in_child():
-            linux.die_with_parent(head, 15)
-
-        pipe = subprocess.PIPE
-        # A session of its own: Ctrl-C reaches the head alone, which passes it on once.
-        self.process = subprocess.Popen(
-            command, env=environment, start_new_session=True, preexec_fn=in_child,
-            stdin=pipe if with_link else subprocess.DEVNULL, stdout=pipe, stderr=pipe,
-        )  # fmt: skip
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        self.process = linux.child(
+            command, signal.SIGTERM, env=environment, stdin=pipe if with_link else null, stdout=pipe, stderr=pipe
+        )
         self.program = os.path.basename(command[0])
         self.said = b""  # the last bytes of its stderr, and of its stdout if that is not the link
         self._hear, self._half = hear, {}  # fd -> incomplete line
         self.streams = [self.process.stderr.fileno()]
         self.link = None
         if with_link:
-            self.link = Link(os.dup(self.process.stdout.fileno()), os.dup(self.process.stdin.fileno()), MARK)
-            self.process.stdin.close()
-            self.process.stdout.close()
+            with self.process.stdin as stdin, self.process.stdout as stdout:
+                self.link = Link(os.dup(stdout.fileno()), os.dup(stdin.fileno()), MARK)
         else:
             self.streams.append(self.process.stdout.fileno())
         for fd in self.streams:
@@ -43,16 +35,11 @@ class Way:
 
     def read(self, fd):
         """The bytes that the program has written to ``fd``: None if there are none now, empty at the end."""
-        try:
-            data = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return None
+        data = linux.read_now(fd)
         if self._hear is not None and data:
             whole, newline, self._half[fd] = (self._half.get(fd, b"") + data).rpartition(b"\n")
             data = self._hear(whole + newline) or None
-            if data is None:
-                return None
-        self.said = (self.said + data)[-_TAIL_BYTES:]
+        self.said = (self.said + (data or b""))[-_TAIL_BYTES:]
         return data
 
     def last_words(self):
@@ -71,8 +58,7 @@ class Way:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-            for pid in below:
-                linux.kill(pid, signal.SIGTERM)
+            linux.kill_all(below, signal.SIGTERM)
 
 
 class HostLink:
@@ -83,11 +69,8 @@ class HostLink:
     """
 
     def __init__(self, name, node, slots):
-        self.name = name
-        self.node = node
-        self.slots = slots
-        self.way = None
-        self.link = None
+        self.name, self.node, self.slots = name, node, slots
+        self.way = self.link = None
         self.peer = ""  # the address from which it has connected
         self.state = "away"
         self.facts = {}

@@ -8,6 +8,7 @@ a rank nor a helper that a rank started survives the job.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -16,9 +17,10 @@ import traceback
 
 from deepspeed.launcher import linux
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.plan import DEFAULT_PORT
+from deepspeed.launcher.exit_codes import shell_code
+from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, switch
+from deepspeed.launcher.plan import DEFAULT_PORT, Share
 from deepspeed.launcher.resources import decode_world_info
-from deepspeed.launcher.share import Share
 from deepspeed.launcher.supervisor import Supervisor
 from deepspeed.registry import load_target
 
@@ -34,31 +36,50 @@ FORWARDED = (
 )
 
 
+_OPTIONS = {
+    "--world_info": {"default": "", "metavar": "TEXT", "help": "hosts and slots, as encode_world_info says them"},
+    "--node_rank": {"type": int, "default": 0, "metavar": "N", "help": "number of this host among them"},
+    "--master_addr": {"default": "127.0.0.1", "help": "address of rank 0"},
+    "--master_port": {"type": int, "default": DEFAULT_PORT, "metavar": "PORT", "help": "port of rank 0"},
+    **COMMAND_OPTIONS,
+    "--save_pid": {"type": int, "default": 0, "metavar": "PID", "help": "write this process's id to /tmp/PID.ds"},
+    "--enable_each_rank_log": {"metavar": "DIR", "help": "each rank's output goes to a file there"},
+    "--log_rank_prefix": switch("start each line with [host:rank]"),
+    "--bind_cores_to_rank": switch("give each rank cores of its own"),
+    "--bind_core_list": {"metavar": "L", "help": "cores to share out"},
+    "--enable_elastic_training": switch("start the ranks again when one fails or hosts go"),
+    "--min_elastic_nodes": {"type": int, "default": -1, "metavar": "N", "help": "fewest hosts then"},
+    "--max_elastic_nodes": {"type": int, "default": -1, "metavar": "N", "help": "most hosts then"},
+    "--insecure": switch("let other hosts in although DS_JOB_KEY is not set"),
+    "--job_id": {"default": "", "help": "a word by which the processes of a job can be told from others"},
+    "training_script": {"help": "the script, with its arguments behind it"},
+    "training_script_args": {"nargs": argparse.REMAINDER},
+}
+
+
 def launch(plan):
     """Runs a ``NodePlan``; returns the exit code of the job when no process of it is left."""
     if plan.log_dir:
         os.makedirs(plan.log_dir, exist_ok=True)
-    pid_file = write_pid_file(plan.save_pid) if plan.save_pid else None
-    sys.stdout.flush()
-    sys.stderr.flush()
-    linux.become_subreaper()
-    front = os.getpid()
-    # Processes of a program that calls this function are left alone.
-    others = set(linux.descendants(front))
-    # A process that ignores SIGCHLD (some daemons do, and children inherit it) gets no status of an ended child.
-    child_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Blocked until the supervisor is ready for them: a signal between fork and its handlers would be lost.
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    supervisor = os.fork()
-    if supervisor == 0:
-        be_supervisor(plan, front)
-    try:
-        return _wait(supervisor, others)
-    finally:
-        linux.become_subreaper(False)
-        signal.signal(signal.SIGCHLD, child_handler or signal.SIG_DFL)
-        if pid_file:
-            os.unlink(pid_file)
+    with pid_file(plan.save_pid):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        linux.become_subreaper()
+        front = os.getpid()
+        # Processes of a program that calls this function are left alone.
+        others = set(linux.descendants(front))
+        # A process that ignores SIGCHLD (some daemons do, and children inherit it) gets no status of an ended child.
+        child_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Blocked until the supervisor is ready for them: a signal between fork and its handlers would be lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        supervisor = os.fork()
+        if supervisor == 0:
+            be_supervisor(plan, front)
+        try:
+            return _wait(supervisor, others)
+        finally:
+            linux.become_subreaper(False)
+            signal.signal(signal.SIGCHLD, child_handler or signal.SIG_DFL)
 
 
 def be_supervisor(plan, front):
@@ -80,75 +101,56 @@ def be_supervisor(plan, front):
 def _wait(supervisor, others):
     def forward(sig, frame):
         linux.kill(supervisor, sig)
+        if sig == signal.SIGTSTP:  # Ctrl-Z: the ranks are not in the terminal's group, so this process stops them
+            os.kill(os.getpid(), signal.SIGSTOP)
+            linux.kill(supervisor, signal.SIGCONT)
 
-    def pause(sig, frame):
-        # Ctrl-Z: the ranks are not in the terminal's group, so this process stops and continues them.
-        linux.kill(supervisor, signal.SIGTSTP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        linux.kill(supervisor, signal.SIGCONT)
-
-    # Signals that were ignored at the start (nohup, a background job of a script) stay ignored.
-    heard = [sig for sig in (*FORWARDED, signal.SIGTSTP) if signal.getsignal(sig) != signal.SIG_IGN]
-    before = {sig: signal.signal(sig, pause if sig == signal.SIGTSTP else forward) for sig in heard}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    try:
+    with linux.handling(linux.not_ignored((*FORWARDED, signal.SIGTSTP)), forward):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         _, status = os.waitpid(supervisor, 0)
-    finally:
-        for sig, handler in before.items():
-            signal.signal(sig, handler)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:  # the supervisor was killed, so this process cleans up
         kill_descendants(others)
         sys.stderr.write(f"deepspeed: the supervising process was killed by signal {-code}; the job was ended.\n")
-        return 128 - code
-    return code
+    return shell_code(code)
 
 
 def kill_descendants(others):
     """Ends all processes below this one but ``others``."""
-    while True:
-        left = [pid for pid in linux.descendants(os.getpid()) if pid not in others]
-        if not left:
-            return
-        for pid in left:
-            linux.kill(pid, signal.SIGKILL)
+    while left := set(linux.descendants(os.getpid())).difference(others):
+        linux.kill_all(left)
         time.sleep(0.01)
 
 
-def write_pid_file(pid=True):
-    """Leaves this process's id in /tmp/<pid>.ds, where ``pid`` is True for that id; returns the path, which the caller
-    removes."""
+@contextlib.contextmanager
+def pid_file(pid=True):
+    """A context in which this process's id is in /tmp/<pid>.ds, where ``pid`` is True for that id; none for a false
+    ``pid``."""
+    if not pid:
+        yield
+        return
     path = f"/tmp/{os.getpid() if pid is True else pid}.ds"
+    write_new(path, [str(os.getpid())])
+    try:
+        yield
+    finally:
+        os.unlink(path)
+
+
+def write_new(path, texts):
+    """Writes a file into a folder to which all users can write, and returns its status. A link that another user made
+    there is not followed."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(str(os.getpid()))
-    return path
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.writelines(texts)
+        file.flush()
+        return os.fstat(descriptor)
 
 
 def parse_args(args=None):
     """The options of ``python -m deepspeed.launcher.launch`` as a namespace."""
     parser = argparse.ArgumentParser(description="Starts the ranks of one host and watches over them.")
-    add = parser.add_argument
-    add("--world_info", default="", metavar="TEXT", help="hosts and slots, as encode_world_info says them")
-    add("--node_rank", type=int, default=0, metavar="N", help="number of this host among them")
-    add("--master_addr", default="127.0.0.1", help="address of rank 0")
-    add("--master_port", type=int, default=DEFAULT_PORT, metavar="PORT", help="port of rank 0")
-    add("--module", action="store_true", help="the script is a module name, as for python -m")
-    add("--no_python", action="store_true", help="the script is a program of its own")
-    add("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
-    add("--save_pid", type=int, default=0, metavar="PID", help="write this process's id to /tmp/PID.ds")
-    add("--enable_each_rank_log", default=None, metavar="DIR", help="each rank's output goes to a file there")
-    add("--log_rank_prefix", action="store_true", help="start each line with [host:rank]")
-    add("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
-    add("--bind_core_list", default=None, metavar="L", help="cores to share out")
-    add("--enable_elastic_training", action="store_true", help="start the ranks again when one fails or hosts go")
-    add("--min_elastic_nodes", type=int, default=-1, metavar="N", help="fewest hosts then")
-    add("--max_elastic_nodes", type=int, default=-1, metavar="N", help="most hosts then")
-    add("--insecure", action="store_true", help="let other hosts in although DS_JOB_KEY is not set")
-    add("--job_id", default="", help="a word by which the processes of a job can be told from others")
-    add("training_script", help="the script, with its arguments behind it")
-    add("training_script_args", nargs=argparse.REMAINDER)
-    return parser.parse_args(args)
+    return add_options(parser, _OPTIONS).parse_args(args)
 
 
 def slots_of(args):

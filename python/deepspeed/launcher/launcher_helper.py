@@ -5,9 +5,9 @@ And Hydra (MPICH) lets the ranks of other hosts run on when one fails that has n
 """
 
 import argparse
+import contextlib
 import os
 import signal
-import socket
 import stat
 import sys
 import time
@@ -16,56 +16,52 @@ from deepspeed.host import numa
 from deepspeed.host.cpu import physical_cores
 from deepspeed.host.place import place_of
 from deepspeed.launcher import exit_codes, linux
-from deepspeed.launcher.resources import decode_world_info
+from deepspeed.launcher.environment import script_command
+from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, switch
+from deepspeed.launcher.output import log_file
+from deepspeed.launcher.resources import counts_of, decode_world_info
 
 _LAST_WORDS_S = 5.0
 _GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
+_OPTIONS = {
+    "--launcher": {"default": "", "help": "which MPI, for messages"},
+    "--world_info": {"default": "", "help": "hosts and slots, as encode_world_info says them"},
+    **COMMAND_OPTIONS,
+    "--bind_cores_to_rank": switch("give each rank cores of its own"),
+    "--bind_core_list": {"metavar": "L", "help": "cores to share out"},
+    "--enable_each_rank_log": {"metavar": "DIR", "help": "each rank's output goes to a file"},
+    "user_script": {"help": "the script, with its arguments behind it"},
+    "user_args": {"nargs": argparse.REMAINDER},
+}
+
+
 def parse_args(args=None):
     """The options as a namespace."""
     parser = argparse.ArgumentParser(description="Sets the variables of a rank that MPI started, and runs the script.")
-    parser.add_argument("--launcher", default="", help="which MPI, for messages")
-    parser.add_argument("--world_info", default="", help="hosts and slots, as encode_world_info says them")
-    parser.add_argument("--module", action="store_true", help="the script is a module name")
-    parser.add_argument("--no_python", action="store_true", help="the script is a program of its own")
-    parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
-    parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
-    parser.add_argument("--bind_core_list", default=None, metavar="L", help="cores to share out")
-    parser.add_argument("--enable_each_rank_log", default=None, metavar="DIR", help="each rank's output goes to a file")
-    parser.add_argument("user_script", help="the script, with its arguments behind it")
-    parser.add_argument("user_args", nargs=argparse.REMAINDER)
-    return parser.parse_args(args)
+    return add_options(parser, _OPTIONS).parse_args(args)
 
 
 def rank_command(args, environment):
     """``(command, variables, cores)`` of this rank; ``cores`` is None where none are bound."""
-    world = decode_world_info(args.world_info) if args.world_info else {}
-    counts = {host: slots if isinstance(slots, int) else len(slots) for host, slots in world.items()}
-    place = place_of(environment, counts)
-    command = [args.user_script]
-    if not args.no_python:
-        command = [sys.executable, "-u"] + (["-m"] if args.module else []) + command
-    if not args.no_local_rank:
-        command.append(f"--local_rank={place['LOCAL_RANK']}")
-    variables = {name: str(value) for name, value in place.items()}
-    cores = None
+    place = place_of(environment, counts_of(decode_world_info(args.world_info)) if args.world_info else {})
+    variables, cores = {name: str(value) for name, value in place.items()}, None
     if args.bind_cores_to_rank:
         if "KMP_AFFINITY" in environment:
             raise ValueError("KMP_AFFINITY is set and would bind threads a second time: unset it.")
         cores = numa.cores_of_rank(args.bind_core_list, place["LOCAL_SIZE"], place["LOCAL_RANK"])
         if not environment.get("OMP_NUM_THREADS"):
             variables["OMP_NUM_THREADS"] = str(len(physical_cores(cores)))
-    return command + args.user_args, variables, cores
+    return script_command(args, place["LOCAL_RANK"]), variables, cores
 
 
 def write_to_file(folder, rank):
     """From now on stdout and stderr are a file in ``folder``."""
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, f"{time.strftime('%Y%m%d%H%M%S')}_rank{rank}.log")
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    with log_file(folder, rank) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def run_rank(command, environment, log_dir=None):
@@ -75,9 +71,8 @@ def run_rank(command, environment, log_dir=None):
     what it does on them, and here they end nothing.
     """
     heard, started, helper = [], time.monotonic(), os.getpid()
-    for sig in _GROUP:
-        if signal.getsignal(sig) != signal.SIG_IGN:
-            signal.signal(sig, lambda number, frame: heard.append(number))
+    for sig in linux.not_ignored(_GROUP):
+        signal.signal(sig, lambda number, frame: heard.append(number))
     sys.stdout.flush()
     sys.stderr.flush()
     script = os.fork()
@@ -85,13 +80,9 @@ def run_rank(command, environment, log_dir=None):
         _become(command, environment, log_dir, helper)
     code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
     if code and not heard:
-        after_s = time.monotonic() - started
-        print(
-            f"deepspeed: rank {environment['RANK']} of {environment['WORLD_SIZE']} (pid {script}, host "
-            f"{socket.gethostname()}) {exit_codes.how_it_ended(code)} {after_s:.1f} s after the start.",
-            file=sys.stderr,
-            flush=True,
-        )
+        name = f"rank {environment['RANK']} of {environment['WORLD_SIZE']}"
+        said = exit_codes.report(name, script, "", code, time.monotonic() - started)
+        print(f"{said}.", file=sys.stderr, flush=True)
         end_job(environment, exit_codes.shell_code(code))
     return exit_codes.shell_code(code)
 
@@ -101,10 +92,8 @@ def end_job(environment, code):
     Another MPI does so by itself."""
     if environment.get("PMI_FD", "").isdigit():
         _wait_until_read(sys.stdout.fileno(), sys.stderr.fileno())
-        try:
+        with contextlib.suppress(OSError):  # it is ending already
             os.write(int(environment["PMI_FD"]), b"cmd=abort exitcode=%d\n" % code)
-        except OSError:  # it is ending already
-            pass
 
 
 def _wait_until_read(*streams):

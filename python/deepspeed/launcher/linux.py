@@ -1,9 +1,13 @@
 """System calls and /proc reads by which no process outlives the launcher."""
 
+import contextlib
 import ctypes
 import os
 import platform
+import selectors
 import signal
+import socket
+import subprocess
 import termios
 
 _PR_SET_PDEATHSIG = 1
@@ -50,20 +54,21 @@ def die_with_parent(parent_pid, sig=signal.SIGKILL):
         os.kill(os.getpid(), sig)
 
 
+def ended_children():
+    """``(pid, wait status)`` of each child that has ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
+
+
 def _parents():
     found = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                text = file.read()
-        except OSError:
-            continue  # ended meanwhile
-        # The name in parentheses may contain anything: the fields start behind the last one.
-        state, parent = text[text.rindex(b")") + 2 :].split()[:2]
-        if state != b"Z":
-            found[int(name)] = int(parent)
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # it may have ended meanwhile
+            # The name in parentheses may contain anything: the fields start behind the last one.
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+            if state != b"Z":
+                found[int(name)] = int(parent)
     return found
 
 
@@ -80,19 +85,86 @@ def descendants(pid):
     return found
 
 
-def kill(pid, sig):
-    """Sends ``sig``; False when there is no such process any more."""
-    return _sent(os.kill, pid, sig)
+def kill(pid, sig, group=False):
+    """Sends ``sig`` to a process that may have ended; ``group``: to the process group that it leads."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        (os.killpg if group else os.kill)(pid, sig)
 
 
-def kill_group(pid, sig):
-    """Sends ``sig`` to the process group that ``pid`` leads; False when there is none any more."""
-    return _sent(os.killpg, pid, sig)
+def kill_all(pids, sig=signal.SIGKILL):
+    """Sends ``sig`` to each of ``pids``."""
+    for pid in pids:
+        kill(pid, sig)
 
 
-def _sent(send, pid, sig):
+def not_ignored(signals):
+    """Those of ``signals`` that were not ignored at the start (by nohup, or in a background job of a script)."""
+    return [sig for sig in signals if signal.getsignal(sig) != signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def handling(signals, handler):
+    """A context in which ``handler`` handles ``signals``."""
+    before = {sig: signal.signal(sig, handler) for sig in signals}
     try:
-        send(pid, sig)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+        yield
+    finally:
+        for sig, own in before.items():
+            signal.signal(sig, own)
+
+
+def signal_socket():
+    """``(read, write)``: a socket that tells the numbers of the signals which this process handles. Both ends must be
+    kept until ``signal.set_wakeup_fd(-1)``."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    signal.set_wakeup_fd(ends[1].fileno(), warn_on_full_buffer=False)
+    return ends
+
+
+def open_fds():
+    """All descriptors of this process."""
+    # That of the listing is closed when the listing is there.
+    return {int(fd) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")}
+
+
+def take_streams(streams, kept):
+    """Makes ``streams`` the stdin, stdout and stderr of this process, a forked one. Of other descriptors it has those
+    ``kept`` then."""
+    for number, fd in enumerate([os.dup(fd) for fd in streams]):
+        os.dup2(fd, number)
+    for fd in open_fds().difference((0, 1, 2), kept):
+        os.close(fd)
+
+
+def child(command, signal_at_end=signal.SIGKILL, **options):
+    """A process in a session of its own, so that Ctrl-C reaches this process alone. It gets ``signal_at_end`` when this
+    process ends. ``options``: of ``subprocess.Popen``."""
+    parent = os.getpid()
+    return subprocess.Popen(
+        command, start_new_session=True, preexec_fn=lambda: die_with_parent(parent, signal_at_end), **options
+    )
+
+
+def read_now(fd, size=1 << 16):
+    """The bytes that a non-blocking descriptor has now: None if there are none yet, empty at the end."""
+    try:
+        return os.read(fd, size)
+    except BlockingIOError:
+        return None
+
+
+class Selector(selectors.DefaultSelector):
+    """A selector for reading, whose entries may be added and removed twice."""
+
+    def watch(self, fd, data):
+        """Adds ``fd`` with its ``data``."""
+        if fd not in self.get_map():
+            self.register(fd, selectors.EVENT_READ, data)
+
+    def drop(self, *fds):
+        """Removes ``fds``."""
+        for fd in fds:
+            if fd in self.get_map():
+                self.unregister(fd)

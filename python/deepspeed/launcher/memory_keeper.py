@@ -68,12 +68,7 @@ class MemoryKeeper:
         try:
             linux.die_with_parent(agent, signal.SIGTERM)
             null = os.open(os.devnull, os.O_RDWR)
-            for fd in (0, 1, 2):
-                os.dup2(null, fd)
-            for fd in map(int, os.listdir("/proc/self/fd")):  # the agent's links and ports end with the agent
-                if fd not in (0, 1, 2, listener.fileno(), self._lock):
-                    with contextlib.suppress(OSError):
-                        os.close(fd)
+            linux.take_streams([null] * 3, {listener.fileno(), self._lock})  # links and ports end with the agent
             while True:
                 connection, _ = listener.accept()
                 threading.Thread(target=self._take, args=(connection,), daemon=True).start()
@@ -83,15 +78,13 @@ class MemoryKeeper:
     def _take(self, connection):
         with connection:
             connection.settimeout(SILENT_S)
-            try:
+            # OSError: the peer has closed it. The other errors: it is not a rank.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 nonce = os.urandom(16).hex()
                 connection.sendall(nonce.encode() + b"\n")
                 told = json.loads(read_line(connection))
-                if not proves(told["proof"], self._key, nonce, "rank"):
-                    return
-                connection.sendall(self._receive(connection, told).encode() + b"\n")
-            except (OSError, ValueError, KeyError, TypeError):  # the peer has closed it, or is not a rank
-                pass
+                if proves(told["proof"], self._key, nonce, "rank"):
+                    connection.sendall(self._receive(connection, told).encode() + b"\n")
 
     def _receive(self, connection, told):
         # Returns the error as one line, or "".
@@ -161,17 +154,9 @@ def claim(place, prefix):
 def remove_left(place, prefix):
     """Removes folders of keepers of this user that were killed together with their agents."""
     for name in os.listdir(place):
-        folder = os.path.join(place, name)
-        if not name.startswith(prefix):
-            continue
-        try:
-            lock = os.open(os.path.join(folder, _LOCK), os.O_WRONLY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # its keeper or agent is alive
-            pass
-        finally:
-            os.close(lock)
+        if name.startswith(prefix):
+            folder = os.path.join(place, name)
+            # OSError: another removes it, or its keeper or agent is alive and holds the lock.
+            with contextlib.suppress(OSError), open(os.path.join(folder, _LOCK), "r+b") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)

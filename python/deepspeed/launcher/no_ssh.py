@@ -5,6 +5,7 @@ host keeps its own variables, folder and output. If the head of an elastic job i
 in memory and wait until the head is started again.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -13,10 +14,9 @@ from deepspeed.host.job_key import KEY_VARIABLE, NO_KEY
 from deepspeed.launcher import environment, plan
 from deepspeed.launcher.agent import Agent, connect, facts
 from deepspeed.launcher.arguments import build_parser, check
-from deepspeed.launcher.cluster import ClusterJob, agent_words, asked_port, listen, run_head
+from deepspeed.launcher.cluster import ClusterJob, agent_words, listen, run_head
 from deepspeed.launcher.launch import launch
-from deepspeed.launcher.plan import LaunchError
-from deepspeed.launcher.share import OPTIONS, Share
+from deepspeed.launcher.plan import OPTIONS, LaunchError, Share, asked_port
 
 # Variables in which clusters give the number of this host and the number of hosts.
 _NODE = ("NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID", "GROUP_RANK")
@@ -26,14 +26,12 @@ _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES
 class HandStartedJob(ClusterJob):
     """The job as host 0 sees it: all hosts connect by themselves, this one through a child process."""
 
-    can_only_wait = True
-    holds_until_all = True
+    hosts_come_alone = True
 
     def __init__(self, args, nodes, slots, address, port, verbose):
         names = [socket.gethostname()] + [f"number {node}" for node in range(1, nodes)]
         super().__init__(args, {name: slots if node == 0 else [] for node, name in enumerate(names)}, None, verbose)
-        self._address = address
-        self._port = port
+        self._address, self._port = address, port
         self._exports = environment.read_environment_files()
         self.key = os.environ.get(KEY_VARIABLE, "")
         self.insecure = args.insecure
@@ -72,13 +70,10 @@ class HandStartedJob(ClusterJob):
 
 
 def _number(names, what):
-    for name in names:
-        text = os.environ.get(name, "")
-        if text:
-            if not text.isdigit():
-                raise ValueError(f"the environment variable {name} is {text!r}; it is {what}.")
-            return int(text)
-    return None
+    name = next(filter(os.environ.get, names), None)
+    if name is not None and not os.environ[name].isdigit():
+        raise ValueError(f"the environment variable {name} is {os.environ[name]!r}; it is {what}.")
+    return None if name is None else int(os.environ[name])
 
 
 def where(args, notes):
@@ -89,16 +84,18 @@ def where(args, notes):
     asked = next((count for count in (args.num_nodes, args.max_elastic_nodes) if count > 0), None)
     nodes = len(hosts) if hosts else asked or _number(_NODES, "the number of hosts")
     address = args.master_addr or os.environ.get("MASTER_ADDR") or (next(iter(hosts)) if hosts else "")
-    if nodes is None:
-        raise LaunchError("--no_ssh needs the number of hosts: give --num_nodes N, or a hostfile that names them.")
-    if node is None:
-        raise LaunchError(
-            f"--no_ssh needs the number of this host: give --node_rank, or set one of {', '.join(_NODE)}."
-        )
-    if not 0 <= node < nodes:
-        raise LaunchError(f"--node_rank is {node}, but there are {nodes} host(s), numbered from 0.")
-    if not address:
-        raise LaunchError("--no_ssh needs the address of host 0: give --master_addr, or set MASTER_ADDR.")
+    needs = "--no_ssh needs the"
+    for wrong, why in (
+        (nodes is None, f"{needs} number of hosts: give --num_nodes N, or a hostfile that names them."),
+        (node is None, f"{needs} number of this host: give --node_rank, or set one of {', '.join(_NODE)}."),
+        (
+            None not in (node, nodes) and not 0 <= node < nodes,
+            f"--node_rank is {node}, but there are {nodes} host(s), numbered from 0.",
+        ),
+        (not address, f"{needs} address of host 0: give --master_addr, or set MASTER_ADDR."),
+    ):
+        if wrong:
+            raise LaunchError(why)
     if not hosts:
         slots, ids = plan.choose_slots(_without_count(args), notes)
         return node, nodes, list(range(len(slots))), ids, address
@@ -109,9 +106,7 @@ def _without_count(args):
     # Without a hostfile --num_nodes does not select among listed hosts.
     if os.path.exists(args.hostfile):
         return args
-    copy = type(args)(**vars(args))
-    copy.num_nodes = -1
-    return copy
+    return type(args)(**{**vars(args), "num_nodes": -1})
 
 
 def run_no_ssh(args, verbose):
@@ -132,9 +127,8 @@ def run_elastic_share(args, world):
     ``world``: ``{host: [slot, ...]}``.
     """
     told = build_parser().parse_args(["--no_ssh", "--elastic_training", args.training_script])
-    for name in vars(told).keys() & vars(args).keys():
-        setattr(told, name, getattr(args, name))
-    told.user_args = args.training_script_args
+    known = {name: value for name, value in vars(args).items() if hasattr(told, name)}
+    vars(told).update(known, user_args=args.training_script_args)
     check(told)
     slots = list(world.values())[args.node_rank]
     return _run_part(told, args.node_rank, len(world), slots, None, args.master_addr, True)
@@ -161,13 +155,10 @@ def _run_part(args, node, nodes, slots, ids, address, verbose):
     )  # fmt: skip
     meets = 0 if args.elastic_training else None  # the port of rank 0, if it runs on this host
     hello = {"node": node, "nodes": nodes, "slots": slots, "name": socket.gethostname()}
-    agent = Agent(own)
-    try:
+    with contextlib.closing(Agent(own)) as agent:
         while True:
             link = connect([address], port, key, hello, args.join_timeout, args.insecure)
             code = agent.serve(link, node, facts(meets), meets)
             if not agent.lost or not args.elastic_training:
                 return code
             print(f"deepspeed: waiting {args.join_timeout:.0f} s (--join_timeout) for another head.", file=sys.stderr)
-    finally:
-        agent.close()

@@ -1,13 +1,13 @@
 """``ds_ssh``: one command on every host of a hostfile."""
 
 import argparse
-import os
-import selectors
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from deepspeed.host.programs import find_program
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
+from deepspeed.launcher.exit_codes import shell_code
 from deepspeed.launcher.plan import fetch_hostfile, is_this_host
 from deepspeed.launcher.words import join_words
 
@@ -36,29 +36,22 @@ def command_on(host, words):
 
 def run_everywhere(hosts, words, show):
     """Runs ``words`` on all hosts; ``show(host, line)`` gets each line. Returns ``{host: exit code}``."""
-    waiting, codes = list(hosts), {}
-    with selectors.DefaultSelector() as selector:
-        while waiting or selector.get_map():
-            while waiting and len(selector.get_map()) < _AT_A_TIME:
-                host = waiting.pop(0)
-                process = subprocess.Popen(
-                    command_on(host, words),
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                )  # fmt: skip
-                selector.register(process.stdout, selectors.EVENT_READ, [host, process, b""])
-            for key, _ in selector.select():
-                host, process, start = key.data
-                data = os.read(key.fd, 65536)
-                *lines, key.data[2] = (start + data).split(b"\n")
-                if not data and key.data[2]:
-                    lines.append(key.data[2])
-                for line in lines:
-                    show(host, line.decode("utf-8", "replace"))
-                if not data:
-                    selector.unregister(process.stdout)
-                    process.stdout.close()
-                    codes[host] = process.wait()
-    return {host: codes[host] for host in hosts}
+
+    def run(host):
+        with subprocess.Popen(
+            command_on(host, words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
+            for line in process.stdout:
+                show(host, line.removesuffix(b"\n").decode("utf-8", "replace"))
+            return shell_code(process.wait())
+
+    with ThreadPoolExecutor(_AT_A_TIME) as threads:
+        return dict(zip(hosts, threads.map(run, hosts)))
+
+
+def _show(host, line):
+    sys.stdout.write(f"{host}: {line}\n")  # one call, because hosts write at the same time
+    sys.stdout.flush()
 
 
 def main(args=None):
@@ -69,20 +62,18 @@ def main(args=None):
         return 2
     try:
         pool = fetch_hostfile(options.hostfile)
+        if pool is None:
+            raise ValueError(f"there is no hostfile {options.hostfile}: name one with -f F.")
+        if find_program("ssh") is None and not all(map(is_this_host, pool)):
+            raise ValueError("the program ssh is not installed (apt install openssh-client).")
     except ValueError as error:
         print(f"ds_ssh: error: {error}", file=sys.stderr)
         return 1
-    if pool is None:
-        print(f"ds_ssh: error: there is no hostfile {options.hostfile}: name one with -f F.", file=sys.stderr)
-        return 1
-    if find_program("ssh") is None and not all(map(is_this_host, pool)):
-        print("ds_ssh: error: the program ssh is not installed (apt install openssh-client).", file=sys.stderr)
-        return 1
-    codes = run_everywhere(pool, options.command, lambda host, line: print(f"{host}: {line}", flush=True))
+    codes = run_everywhere(pool, options.command, _show)
     for host, code in codes.items():
         if code:
-            print(f"ds_ssh: {host}: exit code {code if code > 0 else 128 - code}", file=sys.stderr)
-    return max(code if code >= 0 else 128 - code for code in codes.values())
+            print(f"ds_ssh: {host}: exit code {code}", file=sys.stderr)
+    return max(codes.values())
 
 
 if __name__ == "__main__":

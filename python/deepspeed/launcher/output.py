@@ -8,8 +8,9 @@ import struct
 import termios
 import time
 
+from deepspeed.launcher import linux
+
 _TAIL_BYTES = 32768
-_CHUNK = 65536
 # Seconds after which an incomplete line is shown. A prompt is shown at once. The end of a line that arrives in blocks
 # is still in the rank's own buffer, so half of such a line is shown only if the rank writes nothing for a while.
 _PROMPT_WAIT_S = 0.05
@@ -45,8 +46,7 @@ class Sink:
     """
 
     def __init__(self, fd, prefix=b"", whole_lines=False):
-        self.fd = fd
-        self.prefix = prefix
+        self.fd, self.prefix = fd, prefix
         self.whole_lines = whole_lines or bool(prefix)
         self.waiting = b""  # the incomplete line
         self._wait_s = 0.0  # the time for which it is still held back
@@ -106,9 +106,7 @@ class Channel:
     """
 
     def __init__(self, sink, tail, terminal_fd=None):
-        self.sink = sink
-        self.tail = tail
-        self.terminal_fd = terminal_fd
+        self.sink, self.tail, self.terminal_fd = sink, tail, terminal_fd
         if terminal_fd is None:
             self.fd, self.write_fd = os.pipe()
         else:
@@ -133,24 +131,26 @@ class Channel:
     def pump(self):
         """Passes on available output; False at the end of the stream."""
         try:
-            data = os.read(self.fd, _CHUNK)
-        except BlockingIOError:
-            return True
+            data = linux.read_now(self.fd)
         except OSError as error:
             if error.errno != errno.EIO:  # a pseudo-terminal gives EIO after its last writer has closed it
                 raise
             data = b""
-        if not data:
-            return False
-        self.tail.add(data)
-        self.sink.write(data)
-        return True
+        if data:
+            self.tail.add(data)
+            self.sink.write(data)
+        return data != b""
 
     def close(self):
         if self.fd is not None:
             self.sink.flush(end=b"\n" if self.sink.prefix else b"")
             os.close(self.fd)
             self.fd = None
+
+
+def log_file(folder, rank):
+    """The file, open for appending, that gets the output of ``rank`` instead of the terminal."""
+    return open(os.path.join(folder, f"{time.strftime('%Y%m%d%H%M%S')}_rank{rank}.log"), "ab", buffering=0)
 
 
 def same_file(first_fd, second_fd):

@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from types import SimpleNamespace
 
 from deepspeed.host import devices, numa, ports
 from deepspeed.host.addresses import is_own_address
@@ -18,43 +19,106 @@ GRACE_S = 5.0
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
-class NodePlan:
+class NodePlan(SimpleNamespace):
     """One host's share of a job: for each rank a command, an environment and its cores (None: all).
 
     ``grace_s``: seconds between SIGTERM (or Ctrl-C) and SIGKILL; ``failure_grace_s``: that for the others when a rank
     has failed. ``first_rank``, ``world``: of the job, which may have ranks on other hosts. ``host``: what output calls
     this host. ``notes`` are lines to show before the start; ``prefix`` puts host and rank before each line of output;
-    ``log_dir`` is the folder that gets the output instead; ``save_pid`` leaves the launcher's process id in a file.
-    ``report_fd``: the supervisor writes failures there, one JSON object per line, instead of showing them. ``starter``:
-    the name of a single command that starts the ranks itself and reports which of them failed.
+    ``log_dir`` is the folder that gets the output instead; ``save_pid`` leaves the launcher's process id in a file (a
+    number: that of the process after which the file is named). ``report_fd``: the supervisor writes failures there, one
+    JSON object per line, instead of showing them. ``starter``: the name of a single command that starts the ranks
+    itself and reports which of them failed. ``memory``: for each rank the arguments of ``linux.take_memory_from``.
+    ``port_claim``: held while the job runs. ``forks``: ranks are forked from the supervisor, with the descriptors
+    ``kept_fds``.
     """
 
-    def __init__(
-        self, commands, environments, cores, notes=(), prefix=False, log_dir=None, save_pid=False, grace_s=GRACE_S,
-        first_rank=0, world=None, host="", memory=None,
-    ):  # fmt: skip
-        self.commands = commands
-        self.environments = environments
-        self.cores = cores
-        self.notes = list(notes)
-        self.prefix = prefix
-        self.log_dir = log_dir
-        self.save_pid = save_pid  # a number: of the process that the file is named after
-        self.grace_s = self.failure_grace_s = grace_s
-        self.port_claim = None  # held while the job runs
-        self.first_rank = first_rank
-        self.world = len(commands) if world is None else world
-        self.host = host
-        self.memory = memory or [((), False)] * len(commands)  # arguments of linux.take_memory_from
-        self.report_fd = None
-        self.starter = ""
-        self.forks, self.kept_fds = False, ()  # ranks are forked from the supervisor, with these descriptors
+    def __init__(self, commands, environments, cores, grace_s=GRACE_S, **more):
+        defaults = dict(
+            notes=(), prefix=False, log_dir=None, save_pid=False, first_rank=0, world=len(commands), host="",
+            memory=[((), False)] * len(commands), port_claim=None, report_fd=None, starter="", forks=False, kept_fds=(),
+        )  # fmt: skip
+        super().__init__(
+            commands=commands, environments=environments, cores=cores, grace_s=grace_s, failure_grace_s=grace_s,
+            **{**defaults, **more},
+        )  # fmt: skip
 
     def line_prefix(self, rank):
         """The bytes that precede each output line of ``rank``."""
         if not self.prefix:
             return b""
         return f"[{self.host}:{rank}] ".encode() if self.host else f"[rank {rank}] ".encode()
+
+
+# Options of the launcher that a host needs to start its ranks.
+OPTIONS = (
+    "user_script", "user_args", "module", "no_python", "no_local_rank", "bind_cores_to_rank", "bind_core_list",
+    "log_rank_prefix", "enable_each_rank_log", "save_pid",
+)  # fmt: skip
+_RESTART_GRACE_S = 1.0  # between SIGTERM and SIGKILL for ranks that start again at once
+
+
+class Share(SimpleNamespace):
+    """The share of one host in a job; ``Share(**vars(share))``, on another host, is the same.
+
+    host: its name in output lines, empty for none; node: its number. counts: ranks of every host.
+    slots: of this host, one per rank. device_ids: the names of these devices if they are known already, none at all
+    where they are to be left alone. options: values of ``OPTIONS``. exports: variables from the host where the job was
+    started. folder: the working folder of the ranks; None: that of this process. elastic: variables that tell ranks
+    that the job may start again; None: it may not. master_addr, master_port: where rank 0 listens.
+    """
+
+    def __init__(self, options, **more):
+        options = {name: options[name] for name in OPTIONS}
+        super().__init__(**{**dict(exports={}, folder=None, device_ids=None, elastic=None), **more}, options=options)
+
+    def plan(self, inherited, notes=()):
+        """The ``NodePlan`` on this host, from its environment ``inherited``; LaunchError if it lacks something."""
+        args, notes = SimpleNamespace(**self.options), list(notes)
+        first, count = sum(self.counts[: self.node]), len(self.slots)
+        if self.folder is not None:
+            self._enter()
+        check_script(args)
+        base = merged(inherited, self.exports)
+        cores = bind_cores(args, count, base, notes)
+        shared = environment.host_environment(base, self, self._devices(base), notes)
+        ranks = [{"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(count)]
+        prefix = self.host or args.log_rank_prefix or os.environ.get("DS_LOG_RANK_PREFIX", "0") not in ("", "0")
+        made = NodePlan(
+            commands=[environment.script_command(args, local) for local in range(count)],
+            environments=[{**shared, **own, **(self.elastic or {})} for own in ranks],
+            cores=cores, notes=notes, prefix=bool(prefix),
+            log_dir=args.enable_each_rank_log if args.enable_each_rank_log not in (None, "None", "") else None,
+            save_pid=args.save_pid, grace_s=grace_s(base), first_rank=first, world=sum(self.counts), host=self.host,
+            memory=numa.memory_of_ranks(cores),
+        )  # fmt: skip
+        if self.elastic is not None:
+            made.failure_grace_s = min(made.grace_s, _RESTART_GRACE_S)
+        return made
+
+    def _enter(self):
+        try:
+            os.chdir(self.folder)
+        except OSError as error:
+            raise LaunchError(
+                f"the folder {self.folder}, where the job was started, cannot be entered on this host "
+                f"({error.strerror}): start the job in a folder that all hosts share."
+            ) from None
+
+    def _devices(self, base):
+        if self.device_ids is not None:
+            return self.device_ids
+        local, on_gpu = local_slots(base, [])
+        if on_gpu:
+            return gpu_ids(self.slots, local, "the hostfile")
+        return self.slots if base.get("DS_ACCELERATOR", "") not in ("", "cpu", "cuda") else None
+
+
+def merged(inherited, exports):
+    """``inherited`` with ``exports``; a search path for modules is put in front of the host's own."""
+    paths = [path for each in (exports, inherited) for path in each.get("PYTHONPATH", "").split(os.pathsep) if path]
+    path = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} if exports.get("PYTHONPATH") else {}
+    return {**inherited, **exports, **path}
 
 
 def show_notes(notes, verbose):
@@ -120,16 +184,13 @@ def active_hosts(args, notes):
         pool = dict(list(pool.items())[: args.num_nodes])
     if not any(pool.values()):
         raise LaunchError(f"every host of the hostfile {args.hostfile} has slots=0: write slots=N with N above 0.")
-    active = parse_inclusion_exclusion(pool, args.include, args.exclude)
-    if args.num_gpus > 0:
-        active = {
-            host: first_slots(slots, args.num_gpus, f"the host {host} of the hostfile {args.hostfile}")
-            for host, slots in active.items()
-            if slots
-        }
-    if not any(active.values()):
-        raise LaunchError("no slot is left after --include/--exclude: nothing would be started.")
-    return {host: slots for host, slots in active.items() if slots}
+    active = _some_left(parse_inclusion_exclusion(pool, args.include, args.exclude))
+    if args.num_gpus <= 0:
+        return active
+    return {
+        host: first_slots(slots, args.num_gpus, f"the host {host} of the hostfile {args.hostfile}")
+        for host, slots in active.items()
+    }
 
 
 def choose_slots(args, notes):
@@ -137,11 +198,10 @@ def choose_slots(args, notes):
     local, on_gpu = local_slots(os.environ, notes)
     active = active_hosts(args, notes)
     if active is None:
-        return _choose_local(args, local, on_gpu, notes)
+        slots = _choose_local(args, local, on_gpu, notes)
+        return slots, slots if on_gpu else None
     slots = next(iter(active.values()), [])
-    if not on_gpu:
-        return slots, None
-    return slots, gpu_ids(slots, local, f"the hostfile {args.hostfile}")
+    return slots, gpu_ids(slots, local, f"the hostfile {args.hostfile}") if on_gpu else None
 
 
 def gpu_ids(slots, local, source):
@@ -161,16 +221,20 @@ def _choose_local(args, local, on_gpu, notes):
         if on_gpu and devices.visible_device_ids() is not None:
             notes.append("CUDA_VISIBLE_DEVICES is replaced by what --include/--exclude choose.")
             every = [str(index) for index in range(devices.nvidia_device_count())]
-        active = parse_resource_filter({"localhost": every}, args.include, args.exclude)
-        slots = active.get("localhost", [])
-        if not slots:
-            raise LaunchError("no slot is left after --include/--exclude: nothing would be started.")
-        return slots, slots if on_gpu else None
+        return _some_left(parse_resource_filter({"localhost": every}, args.include, args.exclude))["localhost"]
+    if args.num_gpus <= 0:
+        return local
     if not on_gpu:
-        return (list(range(args.num_gpus)) if args.num_gpus > 0 else local), None
-    if args.num_gpus > 0:
-        local = first_slots(local, args.num_gpus, "this machine (CUDA_VISIBLE_DEVICES included)")
-    return local, local
+        return list(range(args.num_gpus))
+    return first_slots(local, args.num_gpus, "this machine (CUDA_VISIBLE_DEVICES included)")
+
+
+def _some_left(active):
+    # The hosts with slots after the filters; LaunchError for none.
+    found = {host: slots for host, slots in active.items() if slots}
+    if not found:
+        raise LaunchError("no slot is left after --include/--exclude: nothing would be started.")
+    return found
 
 
 def first_slots(slots, count, where):
@@ -182,16 +246,18 @@ def first_slots(slots, count, where):
     return slots[:count]
 
 
-def choose_port(asked, notes):
+def asked_port(args):
+    """The port of ``--master_port`` or of the variable MASTER_PORT, or None."""
+    text = os.environ.get("MASTER_PORT", "") if args.master_port is None else str(args.master_port)
+    if text and not (text.strip().isdigit() and 0 < int(text) < 65536):
+        raise ValueError(f"the environment variable MASTER_PORT is {text!r}, which is not a port number.")
+    return int(text) if text else None
+
+
+def choose_port(args, notes):
     """The port where the ranks meet, and the claim that keeps other launchers off it; LaunchError when the one that was
     asked for is taken."""
-    source = "--master_port"
-    if asked is None and os.environ.get("MASTER_PORT"):
-        source = "the environment variable MASTER_PORT"
-        try:
-            asked = int(os.environ["MASTER_PORT"])
-        except ValueError:
-            raise ValueError(f"{source} is {os.environ['MASTER_PORT']!r}, which is not a port number.") from None
+    asked = asked_port(args)
     if asked is None:
         port, claim = ports.claim_any_port(DEFAULT_PORT)
         if port != DEFAULT_PORT:
@@ -201,22 +267,12 @@ def choose_port(asked, notes):
         return port, claim
     claim = ports.claim_port(asked)
     if claim is None:
+        source = "the environment variable MASTER_PORT" if args.master_port is None else "--master_port"
         raise LaunchError(
             f"port {asked} ({source}) of this machine is in use by another process, perhaps another training: choose a "
             f"free one with --master_port PORT, or leave it out and one is chosen."
         )
     return asked, claim
-
-
-def rank_command(args, local_rank):
-    """The program and arguments of one rank."""
-    command = [args.user_script]
-    if not args.no_python:
-        # Unbuffered, so that output is visible at once and is not lost if the rank is killed.
-        command = [sys.executable or "python3", "-u"] + (["-m"] if args.module else []) + command
-    if not args.no_local_rank:
-        command.append(f"--local_rank={local_rank}")
-    return command + args.user_args
 
 
 def check_script(args):
@@ -236,27 +292,7 @@ def check_script(args):
 
 def grace_s(variables=os.environ):
     """The value of ``DS_LAUNCHER_GRACE_S`` in ``variables``, or ``GRACE_S``."""
-    text = variables.get("DS_LAUNCHER_GRACE_S", "")
-    try:
-        return max(0.0, float(text)) if text else GRACE_S
-    except ValueError:
-        raise ValueError(
-            f"the environment variable DS_LAUNCHER_GRACE_S is {text!r}; it is a number of seconds."
-        ) from None
-
-
-class Place:
-    """The position of a host in a job: its first rank, the number of all ranks, its own number and that of all hosts,
-    the name that output lines give it (empty: none), and the address and port of rank 0."""
-
-    def __init__(self, master_addr, master_port, first_rank=0, world=None, node=0, nodes=1, host=""):
-        self.master_addr = master_addr
-        self.master_port = master_port
-        self.first_rank = first_rank
-        self.world = world
-        self.node = node
-        self.nodes = nodes
-        self.host = host
+    return max(0.0, environment.number("DS_LAUNCHER_GRACE_S", GRACE_S, variables=variables))
 
 
 def make_plan(args):
@@ -265,38 +301,14 @@ def make_plan(args):
     notes = []
     slots, device_ids = choose_slots(args, notes)
     base = {**os.environ, **environment.read_environment_files()}
-    cores = bind_cores(args, len(slots), base, notes)
-    port, claim = choose_port(args.master_port, notes)
-    plan = host_plan(args, cores, Place(args.master_addr or "127.0.0.1", port), base, device_ids, notes)
+    port, claim = choose_port(args, notes)
+    share = Share(
+        host="", node=0, counts=[len(slots)], slots=slots, master_addr=args.master_addr or "127.0.0.1",
+        master_port=port, options=vars(args), device_ids=device_ids or [],
+    )  # fmt: skip
+    plan = share.plan(base, notes)
     plan.port_claim = claim
     return plan
-
-
-def host_plan(args, cores, place, base, device_ids, notes):
-    """The ``NodePlan`` of one host, with a rank for each entry of ``cores``, at its ``Place`` in the job.
-
-    ``base``: environment to start from; ``device_ids``: devices of this host for the job, or None to leave them alone.
-    """
-    count = len(cores)
-    world = count if place.world is None else place.world
-    variable = environment.visible_devices_variable(base.get("DS_ACCELERATOR"))
-    shared, more = environment.node_environment(
-        base, count, place.master_addr, place.master_port, device_ids, world, (place.node, place.nodes), variable
-    )
-    return NodePlan(
-        commands=[rank_command(args, rank) for rank in range(count)],
-        environments=[environment.rank_environment(shared, place.first_rank + rank, rank) for rank in range(count)],
-        cores=cores,
-        notes=notes + more,
-        prefix=bool(place.host) or args.log_rank_prefix or os.environ.get("DS_LOG_RANK_PREFIX", "0") not in ("", "0"),
-        log_dir=args.enable_each_rank_log if args.enable_each_rank_log not in (None, "None", "") else None,
-        save_pid=args.save_pid,
-        grace_s=grace_s(base),
-        first_rank=place.first_rank,
-        world=world,
-        host=place.host,
-        memory=numa.memory_of_ranks(cores),
-    )
 
 
 def bind_cores(args, count, base, notes):

@@ -1,5 +1,6 @@
 """Facts about a host, and the speed of its connection to the first host, for ``deepspeed --check``."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -24,7 +25,7 @@ def host_facts(folder, script, port):
         os.chdir(folder)
     return {
         "torch": _torch_version(),
-        "driver": _driver_version(),
+        "driver": _first("/proc/driver/nvidia/version", r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)"),
         "gpus": len(devices.visible_gpu_ids()),
         "cores": len(cpu.usable_cores()),
         "memory": cpu.memory_bytes()[1],
@@ -42,10 +43,6 @@ def _torch_version():
     return _first(os.path.join(folder, "version.py"), r"__version__\s*=\s*[^'\"]*['\"]([^'\"]+)") if folder else ""
 
 
-def _driver_version():
-    return _first("/proc/driver/nvidia/version", r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)")
-
-
 def _first(path, pattern):
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -55,37 +52,38 @@ def _first(path, pattern):
     return match[1] if match else ""
 
 
-class Echo:
-    """Answers hosts that measure the connection to this host, each in a thread, at ``port``."""
+def answer(asked, told, until_lost):
+    """The message that answers a question of the head. ``until_lost``: the ``ExitStack`` of the connection to it."""
+    if asked == "check":
+        return {"checked": host_facts(**told)}
+    if asked == "clock":
+        return {"clock": time.time()}
+    if asked == "measure":
+        return {"measured": measure(*told)}
+    server = until_lost.enter_context(socket.create_server(("", 0)))
+    threading.Thread(target=_echo, args=(server,), daemon=True).start()
+    return {"echo": server.getsockname()[1]}
 
-    def __init__(self):
-        self._server = socket.create_server(("", 0))
-        self.port = self._server.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
 
-    def _accept(self):
+def _echo(server):
+    # Answers hosts that measure the connection to this host, each in a thread, until ``server`` is closed.
+    with contextlib.suppress(OSError):
         while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+            connection, _ = server.accept()
+            threading.Thread(target=_answer_bytes, args=(connection,), daemon=True).start()
 
-    def _answer(self, connection):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with connection:
-            while data := connection.recv(1 << 20):
-                # Every byte that is not zero is sent back. Only the last byte of a block is not zero.
-                if data[-1]:
-                    connection.sendall(b"e")
 
-    def close(self):
-        """Accepts no further connections."""
-        self._server.close()
+def _answer_bytes(connection):
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with connection:
+        while data := connection.recv(1 << 20):
+            # Every byte that is not zero is sent back. Only the last byte of a block is not zero.
+            if data[-1]:
+                connection.sendall(b"e")
 
 
 def measure(address, port):
-    """``{"ms": of a message, "mb_s": of a stream}`` to an ``Echo``, or ``{"why": no connection}``."""
+    """``{"ms": of a message, "mb_s": of a stream}`` to a host that answers "echo", or ``{"why": no connection}``."""
     try:
         with socket.create_connection((address, port), timeout=10.0) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

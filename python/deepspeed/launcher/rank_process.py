@@ -19,9 +19,7 @@ class RankProcess:
     def __init__(
         self, rank, command, environment, channels, tail, cores=None, memory=((), False), forks=False, kept=()
     ):
-        self.rank = rank
-        self.channels = channels
-        self.tail = tail
+        self.rank, self.channels, self.tail = rank, channels, tail
         self.status = None  # as os.waitpid gives it, turned into a shell's exit code
         launcher = os.getpid()
 
@@ -65,8 +63,4 @@ class RankProcess:
     def send(self, sig):
         """Ctrl-C goes to the rank and its helpers, as a terminal would send it; other signals to the rank alone."""
         if self.alive:
-            linux.kill_group(self.pid, sig) if sig == signal.SIGINT else linux.kill(self.pid, sig)
-
-    def how_it_ended(self):
-        """A text that says how the rank ended, with the usual cause."""
-        return exit_codes.how_it_ended(self.process.returncode)
+            linux.kill(self.pid, sig, group=sig == signal.SIGINT)

@@ -14,10 +14,7 @@ def parse_hostfile_lines(hostfile_lines):
     for a file that names no host.
     """
     pool = {}
-    for number, line in enumerate(hostfile_lines, start=1):
-        text = line.strip()
-        if not text or text.startswith("#"):
-            continue
+    for number, text in meant_lines(hostfile_lines):
         match = _LINE.fullmatch(text)
         if not match:
             raise ValueError(
@@ -31,6 +28,13 @@ def parse_hostfile_lines(hostfile_lines):
     if not pool:
         raise ValueError("the hostfile names no host: write one 'NAME slots=N' per line, or leave --hostfile out.")
     return pool
+
+
+def meant_lines(lines):
+    """``(number, text)`` of each line that is neither blank nor a remark, which starts with ``#``."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            yield number, line.strip()
 
 
 def parse_node_config(text):
@@ -64,11 +68,9 @@ def parse_resource_filter(host_info, include_str="", exclude_str=""):
             raise ValueError(f"there is no host {host!r}; the hosts are: {', '.join(host_info)}.")
         have = list(host_info[host])
         chosen = named.setdefault(host, [])
-        for slot in have if slots is None else [_slot(host, slot, have) for slot in slots]:
-            if slot not in chosen:
-                chosen.append(slot)
+        chosen += have if slots is None else [_slot(host, slot, have) for slot in slots]
     if include_str:
-        kept = {host: sorted(named[host], key=list(host_info[host]).index) for host in host_info if host in named}
+        kept = {host: [slot for slot in host_info[host] if slot in named[host]] for host in host_info if host in named}
     else:
         kept = {host: [slot for slot in have if slot not in named.get(host, ())] for host, have in host_info.items()}
     return {host: slots for host, slots in kept.items() if slots}
@@ -82,10 +84,15 @@ def parse_inclusion_exclusion(resource_pool, inclusion, exclusion):
 
 def _slot(host, text, have):
     # GPUs may also be named by UUID where CUDA_VISIBLE_DEVICES does so.
-    for slot in have:
-        if str(slot) == text:
-            return slot
-    raise ValueError(f"host {host!r} has no slot {text!r}; its slots are: {', '.join(map(str, have)) or 'none'}.")
+    named = {str(slot): slot for slot in have}
+    if text not in named:
+        raise ValueError(f"host {host!r} has no slot {text!r}; its slots are: {', '.join(named) or 'none'}.")
+    return named[text]
+
+
+def counts_of(world):
+    """``{host: number of slots}`` of a world whose values are such numbers, or lists of slots."""
+    return {host: slots if isinstance(slots, int) else len(slots) for host, slots in world.items()}
 
 
 def encode_world_info(world_info):

@@ -1,16 +1,15 @@
 """Watches over the ranks of one node: passes on their output and our signals, and ends all when one fails."""
 
+import contextlib
 import json
 import os
-import selectors
 import signal
-import socket
 import sys
 import time
 
 from deepspeed.host.launcher_messages import SAVE_LIMIT_S, SOCKET_VARIABLE
-from deepspeed.launcher import linux
-from deepspeed.launcher.output import LOOK_S, Channel, Sink, Tail, same_file
+from deepspeed.launcher import exit_codes, linux
+from deepspeed.launcher.output import LOOK_S, Channel, Sink, Tail, log_file, same_file
 from deepspeed.launcher.rank_messages import RankMessages
 from deepspeed.launcher.rank_process import RankProcess
 
@@ -27,9 +26,8 @@ class Supervisor:
     """Runs a ``NodePlan`` to its end; ``run`` returns the exit code of the job."""
 
     def __init__(self, plan, front_pid):
-        self._plan = plan
-        self._front_pid = front_pid
-        self._selector = selectors.DefaultSelector()
+        self._plan, self._front_pid = plan, front_pid
+        self._selector = linux.Selector()
         self._ranks = []
         self._files = []
         self._first_failure = None
@@ -46,7 +44,7 @@ class Supervisor:
         linux.die_with_parent(self._front_pid, signal.SIGTERM)
         self._catch_signals()
         self._messages = RankMessages()
-        self._selector.register(self._messages.fd, selectors.EVENT_READ, None)
+        self._selector.watch(self._messages.fd, None)
         try:
             for place in range(len(self._plan.commands)):
                 self._ranks.append(self._start(place))
@@ -69,8 +67,7 @@ class Supervisor:
     def _channels(self, rank, tail):
         prefix = self._plan.line_prefix(rank)
         if self._plan.log_dir:
-            stamp = time.strftime("%Y%m%d%H%M%S")
-            file = open(os.path.join(self._plan.log_dir, f"{stamp}_rank{rank}.log"), "ab", buffering=0)
+            file = log_file(self._plan.log_dir, rank)
             self._files.append(file)
             return (self._channel(file.fileno(), prefix, tail, False),) * 2
         if same_file(1, 2):
@@ -82,18 +79,14 @@ class Supervisor:
         # A single stream into a file cannot mix with lines of others.
         sink = Sink(fd, prefix, whole_lines=may_be_terminal and len(self._plan.commands) > 1)
         channel = Channel(sink, tail, terminal)
-        self._selector.register(channel.fd, selectors.EVENT_READ, channel)
+        self._selector.watch(channel.fd, channel)
         return channel
 
     def _catch_signals(self):
-        wake_read, wake_write = socket.socketpair()
-        wake_read.setblocking(False)
-        wake_write.setblocking(False)
-        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-        self._wake = (wake_read, wake_write)  # both must stay open
+        self._wake = linux.signal_socket()
         for sig in _CAUGHT:
             signal.signal(sig, lambda *_: None)  # the number arrives through the socket
-        self._selector.register(wake_read, selectors.EVENT_READ, None)
+        self._selector.watch(self._wake[0], None)
         # The front process blocked them around the fork; the ranks must not inherit a mask.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
@@ -106,11 +99,8 @@ class Supervisor:
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_all()
         half = self._half_lines()
-        timeout = LOOK_S if half else None
-        if self._kill_at is not None:
-            left = max(0.0, self._kill_at - now)
-            timeout = left if timeout is None else min(left, timeout)
-        self._select(timeout)
+        limits = [LOOK_S] * bool(half) + ([] if self._kill_at is None else [max(0.0, self._kill_at - now)])
+        self._select(min(limits, default=None))
         # After reading: if this process was late, the end of the line may have arrived meanwhile.
         for sink, waiting in half:
             if sink.waiting.startswith(waiting):
@@ -137,23 +127,13 @@ class Supervisor:
         return bool(ready)
 
     def _reap(self):
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            rank = next((one for one in self._ranks if one.pid == pid), None)  # None: an adopted orphan
-            if rank is not None:
+        for pid, status in linux.ended_children():
+            for rank in (one for one in self._ranks if one.pid == pid):  # none: an adopted orphan
                 rank.ended(status)
                 if rank.status != 0 and self._first_failure is None and self._stop_code is None:
-                    self._on_failure(rank)
-
-    def _on_failure(self, rank):
-        self._first_failure = (rank, time.monotonic() - self._started)
-        self._say({"failed": rank.rank, "code": rank.status})
-        self._stop(signal.SIGTERM, self._plan.failure_grace_s)
+                    self._first_failure = (rank, time.monotonic() - self._started)
+                    self._say({"failed": rank.rank, "code": rank.status})
+                    self._stop(signal.SIGTERM, self._plan.failure_grace_s)
 
     def _on_message(self, message):
         if "saving" in message and self._first_failure is None:
@@ -168,12 +148,9 @@ class Supervisor:
             for channel in {one for rank in self._ranks for one in rank.channels if one.fd is not None}:
                 channel.copy_size()
             self._send(sig)
-        elif sig == signal.SIGTSTP:
+        elif sig in (signal.SIGTSTP, signal.SIGCONT):
             for rank in self._alive():
-                linux.kill_group(rank.pid, signal.SIGSTOP)
-        elif sig == signal.SIGCONT:
-            for rank in self._alive():
-                linux.kill_group(rank.pid, sig)
+                linux.kill(rank.pid, signal.SIGSTOP if sig == signal.SIGTSTP else sig, group=True)
         elif sig in _PASSED_ON:
             self._send(sig)
         elif sig == END_NOW:
@@ -202,68 +179,57 @@ class Supervisor:
 
     def _kill_all(self):
         self._kill_at = None
-        for pid in linux.descendants(os.getpid()):
-            linux.kill(pid, signal.SIGKILL)
+        linux.kill_all(linux.descendants(os.getpid()))
 
     # ---- end -----------------------------------------------------------------------------------------------------
     def _end_leftovers(self):
         # Helpers that ranks left behind have become our children. SIGTERM first, as at a shutdown.
         deadline = time.monotonic() + _LEFTOVER_GRACE_S
         left = linux.descendants(os.getpid())
-        for pid in left:
-            linux.kill(pid, signal.SIGTERM)
+        linux.kill_all(left, signal.SIGTERM)
         while left:
+            time.sleep(0.01)
             self._reap()
             left = linux.descendants(os.getpid())
             if time.monotonic() > deadline:
-                for pid in left:
-                    linux.kill(pid, signal.SIGKILL)
-            if left:
-                time.sleep(0.01)
+                linux.kill_all(left)
         self._reap()
 
     def _drain(self):
         # The writers have ended, so each channel ends after the bytes that it holds. The deadline is for processes
         # outside of the job that hold the other end of a channel.
         deadline = time.monotonic() + _DRAIN_S
-        try:
+        with contextlib.suppress(BrokenPipeError):
             while any(key.data for key in self._selector.get_map().values()):
                 left_s = deadline - time.monotonic()
                 if not self._select(max(left_s, 0.0)) and left_s <= 0:
                     break
             for message in self._messages.read():
                 self._on_message(message)
-        except BrokenPipeError:
-            pass
         for file in self._files:
             file.close()
 
     def _exit_code(self):
-        if self._first_failure is not None:
-            self._report(*self._first_failure)
-            return self._first_failure[0].status
-        return self._stop_code or 0
+        if self._first_failure is None:
+            return self._stop_code or 0
+        self._report(*self._first_failure)
+        return self._first_failure[0].status
 
     def _say(self, message):
         if self._plan.report_fd is not None:
             os.write(self._plan.report_fd, json.dumps(message).encode() + b"\n")
 
     def _report(self, rank, after_s):
-        count = self._plan.world
+        count, lines = self._plan.world, rank.tail.lines(TAIL_LINES)
         others = ("", "; the other one was stopped", f"; the other {count - 1} were stopped")[min(count, 3) - 1]
-        lines = rank.tail.lines(TAIL_LINES)
         name = self._plan.starter or f"rank {rank.rank}"
-        text = (
-            f"deepspeed: {name}{'' if self._plan.starter else f' of {count}'} "
-            f"(pid {rank.pid}, host {self._plan.host or socket.gethostname()}) "
-            f"{rank.how_it_ended()} {after_s:.1f} s after the start{others}.\n"
-        )
+        title = name if self._plan.starter else f"{name} of {count}"
+        text = exit_codes.report(title, rank.pid, self._plan.host, rank.process.returncode, after_s) + f"{others}.\n"
         if any(line.strip() for line in lines):
             text += f"---- last lines of {name} ----\n" + "\n".join(lines) + "\n----\n"
         else:
             text += f"{name.capitalize()} wrote nothing.\n"
         if self._plan.report_fd is not None:
             self._say({"report": text})
-            return
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        else:
+            print(text, end="", file=sys.stderr, flush=True)

@@ -19,8 +19,9 @@ import time
 from deepspeed.host.launcher_messages import SOCKET_VARIABLE
 from deepspeed.launcher import linux
 from deepspeed.launcher.control import from_wire, to_wire
+from deepspeed.launcher.environment import number
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.forked_script import is_script, open_fds
+from deepspeed.launcher.forked_script import is_script
 from deepspeed.launcher.launch import FORWARDED, be_supervisor
 from deepspeed.launcher.plan import NodePlan
 from deepspeed.registry import load_target
@@ -40,14 +41,6 @@ def _common(environment):
     return {name: value for name, value in environment.items() if name not in _VARIES}
 
 
-def _delay_s(environment):
-    text = environment.get(_VARIABLE, "")
-    try:
-        return float(text) if text else _DELAY_S
-    except ValueError:
-        raise LaunchError(f"the environment variable {_VARIABLE} is {text!r}; it is a number of seconds.") from None
-
-
 class WarmStart:
     """The agent's side. ``pid``: the id of the process, 0 if there is none."""
 
@@ -62,7 +55,7 @@ class WarmStart:
     def expect(self, plan):
         """Called before a round starts."""
         if self._process is None and all(map(is_script, plan.commands)):
-            delay = _delay_s(plan.environments[0])
+            delay = number(_VARIABLE, _DELAY_S, error=LaunchError, variables=plan.environments[0])
             self._due = None if delay < 0 else time.monotonic() + delay
 
     def turn(self, plan):
@@ -71,13 +64,11 @@ class WarmStart:
             return
         self._due, self._variables = None, _common(plan.environments[0])
         self._connection, theirs = socket.socketpair()
-        agent = os.getpid()
         command = [sys.executable, "-u", "-m", "deepspeed.launcher.warm_start", str(theirs.fileno())]
         quiet = subprocess.DEVNULL
-        self._process = subprocess.Popen(
-            command, env=self._variables, stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=(theirs.fileno(),),
-            start_new_session=True, preexec_fn=lambda: linux.die_with_parent(agent),
-        )  # fmt: skip
+        self._process = linux.child(
+            command, env=self._variables, stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=(theirs.fileno(),)
+        )
         theirs.close()
 
     def fits(self, plan):
@@ -133,7 +124,7 @@ def main():
     """Imports what a training script needs, then forks a supervisor for each plan that comes."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     load_target("deepspeed.engine.initialize:initialize")
-    kept = open_fds() - {connection.fileno()}
+    kept = linux.open_fds() - {connection.fileno()}
     gc.collect()
     gc.freeze()  # keeps the pages that all ranks share unwritten
     connection.sendall(b"1")
@@ -161,9 +152,7 @@ def _fork_supervisor(connection, plan, agent, fds, kept):
         if time.monotonic() > limit:  # it has ended
             os._exit(1)
         time.sleep(0.0005)
-    for number, fd in enumerate(fds[:3]):
-        os.dup2(fd, number)
-        os.close(fd)
+    linux.take_streams(fds[:3], {*kept, fds[3], connection.fileno()})
     plan.report_fd, plan.forks, plan.kept_fds = fds[3], True, kept
     connection.sendall(_SIZE.pack(os.getpid()))
     connection.close()

@@ -1,7 +1,6 @@
 """Writes the output of many hosts to the terminal, in a thread: a held terminal (Ctrl-S) must not stop the heartbeats
 of the job."""
 
-import os
 import queue
 import threading
 
@@ -42,8 +41,3 @@ class Writer:
                 self.broken = True
             with self._lock:
                 self.backlog -= len(data)
-
-
-def write_error(text):
-    """Shows a sentence of the launcher itself."""
-    os.write(2, text.encode("utf-8", "replace"))

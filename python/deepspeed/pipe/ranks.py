@@ -5,7 +5,7 @@ import os
 
 from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.comm import mesh, mesh_views
+from deepspeed.comm import mesh_views
 from deepspeed.comm.mesh_views import EngineRanks, Purpose
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import board_store, group_facts
@@ -29,7 +29,7 @@ class PipelineRanks(EngineRanks):
         axes = [(_AXES.get(axis, axis), dim, axis) for axis, dim in zip(topology.axes, topology.dims)]
         axes += [(axis, 1, "") for given, axis in _AXES.items() if given not in topology.axes]
         made = mesh_views.grid(*axes, world=self.grid.world_size)
-        return _native._C.ProcessMesh(made, mesh.job(self.grid.ds_model_proc_group), self.grid._ranks)
+        return mesh_views.numbered(made, self.grid._ranks, self.grid.ds_model_proc_group)
 
     def model_ranks(self):
         return {role: self.communicator([axis], Purpose.CONTROL) for role, axis in (("tensor", "tp"), ("pipe", "pp"))}

@@ -80,9 +80,10 @@ def _create_expert_data_and_model_parallel(expert_parallel_size_, mpu, use_data_
 
 def _make(expert_size, tensor_size, pipeline_size, data_before_expert):
     name = f"ep_size_{expert_size}"
-    grid = _grid(dist.get_world_size(), tensor_size, expert_size, pipeline_size, data_before_expert)
-    views.make((_EXPERT, name), grid.list(["experts.ep"], dist.get_rank()))
-    views.make((_COPIES, name), grid.list(["experts.edp"], dist.get_rank()))
+    made = _grid(dist.get_world_size(), tensor_size, expert_size, pipeline_size, data_before_expert)
+    mesh = views.numbered(made)
+    views.make((_EXPERT, name), mesh, ["experts.ep"])
+    views.make((_COPIES, name), mesh, ["experts.edp"])
 
 
 def _view(kind, what):

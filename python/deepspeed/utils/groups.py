@@ -3,7 +3,7 @@
 With an ``mpu`` (an object with Megatron's ``get_data_parallel_group()`` and so on) its groups are the truth. Else the
 groups are those that ``_init_tp_mesh_device``, ``_create_model_parallel`` and ``_create_sequence_parallel`` have made;
 without any, all ranks are data-parallel and each is a model-parallel group of its own. Every rank of the job calls what
-makes groups, in one order. All of it is names for lists of ranks of ``comm/mesh.py``.
+makes groups, in one order. All of it is names for axes of native meshes: see ``comm/mesh_views.py``.
 """
 
 from deepspeed import comm as dist
@@ -123,9 +123,10 @@ def _init_tp_mesh_device(tensor_model_parallel_size=1, data_parallel_size=None):
     """
     if not views.known(_TENSOR):
         data = ("dp", 0 if data_parallel_size is None else data_parallel_size, "data_parallel_size")
-        grid = views.grid(data, ("tp", tensor_model_parallel_size, "tensor_model_parallel_size"))
-        views.make(_TENSOR, grid.list(["tp"], dist.get_rank()))
-        views.make(_DATA, grid.list(["dp"], dist.get_rank()))
+        tensor = ("tp", tensor_model_parallel_size, "tensor_model_parallel_size")
+        mesh = views.numbered(views.grid(data, tensor))
+        views.make(_TENSOR, mesh, ["tp"])
+        views.make(_DATA, mesh, ["dp"])
     return get_data_parallel_group(), get_tensor_model_parallel_group()
 
 
@@ -191,11 +192,11 @@ def _create_sequence_parallel(sequence_parallel_size):
             f"{views.get(_SEQUENCE).size} ranks that share sequences. One job has one size; "
             "deepspeed.utils.groups.clear() forgets the groups"
         )
-    grid = views.grid(("dp", 0, ""), ("sp", sequence_parallel_size, "sequence_parallel_size"))
-    views.make(_SEQUENCE_DATA, grid.list(["dp", "sp"], dist.get_rank()))
+    mesh = views.numbered(views.grid(("dp", 0, ""), ("sp", sequence_parallel_size, "sequence_parallel_size")))
+    views.make(_SEQUENCE_DATA, mesh, ["dp", "sp"])
     for name in (_DATA, _SEQUENCE_PEERS):  # the first may be there: of tensor parallelism
-        views.make(name, grid.list(["dp"], dist.get_rank()))
-    return views.make(_SEQUENCE, grid.list(["sp"], dist.get_rank())).group
+        views.make(name, mesh, ["dp"])
+    return views.make(_SEQUENCE, mesh, ["sp"]).group
 
 
 def _sequence_members():
@@ -240,8 +241,8 @@ def _create_zero_param_parallel_group(group_size):
 
     Raises ValueError when the size does not divide the ranks.
     """
-    grid = views.grid(("outer", 0, ""), ("inner", group_size, "zero_hpz_partition_size"))
-    return views.make(_ZERO_PARAM, grid.list(["inner"], dist.get_rank())).group
+    mesh = views.numbered(views.grid(("outer", 0, ""), ("inner", group_size, "zero_hpz_partition_size")))
+    return views.make(_ZERO_PARAM, mesh, ["inner"]).group
 
 
 def _zero_param_parallel_is_initialized():

@@ -16,9 +16,7 @@ class OnDevice:
     """
 
     def __init__(self, dtype, device="meta", enabled=True):
-        self.dtype = dtype
-        self.device = device
-        self.enabled = enabled
+        self.dtype, self.device, self.enabled = dtype, device, enabled
         self._saved = None
 
     def fp_tensor_constructor(self, fn, target_fp_dtype):

@@ -225,8 +225,7 @@ class ThroughputTimer:
         self.enabled = getattr(config, "enabled", True)
         self.synchronized = getattr(config, "synchronized", True)
         self.batch_size = max(1, batch_size or 1)
-        self.start_step = start_step
-        self.steps_per_output = steps_per_output
+        self.start_step, self.steps_per_output = start_step, steps_per_output
         self.monitor_memory = monitor_memory
         self.logging = logging_fn or logger.info
         self.epoch_count = 0

@@ -1,5 +1,6 @@
 """``deepspeed --check``: what it finds on hosts that a stand-in for ssh pretends to reach."""
 
+import contextlib
 import os
 import re
 import socket
@@ -80,8 +81,8 @@ def test_facts_of_a_host(tmp_path):
     assert facts["folder"] and not facts["script"] and facts["cores"] > 0 and facts["disk"] > 0
     assert re.match(r"\d+\.\d+", facts["torch"])
     assert probe.host_facts(str(tmp_path / "none"), "", 1)["folder"] is False
-    echo = probe.Echo()
-    measured = probe.measure("127.0.0.1", echo.port)
-    assert measured["ms"] > 0 and measured["mb_s"] > 1
-    echo.close()
+    with contextlib.ExitStack() as until_lost:
+        port = probe.answer("echo", 1, until_lost)["echo"]
+        measured = probe.measure("127.0.0.1", port)
+        assert measured["ms"] > 0 and measured["mb_s"] > 1
     assert "why" in probe.measure("127.0.0.1", 1)

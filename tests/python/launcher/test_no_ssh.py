@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 
 from deepspeed.host.job_key import MAKE_KEY, is_from_here
 from deepspeed.host.ports import free_port
-from deepspeed.launcher import agent, arrivals, no_ssh, runner
+from deepspeed.launcher import agent, arrivals, linux, no_ssh, runner
 from deepspeed.launcher.cluster import listen
 from deepspeed.launcher.control import MESSAGE, Link, LinkLost, encode_frame
 from deepspeed.launcher.errors import LaunchError
@@ -214,7 +213,7 @@ def test_without_a_key_a_head_lets_no_other_host_in(monkeypatch, key, insecure, 
         meeting=meeting, key=key, insecure=insecure, args=SimpleNamespace(elastic_training=False),
         host_of=lambda join, hosts: (hosts[join["node"]], ""), key_of=lambda host: key,
     )  # fmt: skip
-    selector, failed = selectors.DefaultSelector(), []
+    selector, failed = linux.Selector(), []
     door = arrivals.Arrivals(job, hosts, selector, joined.append, failed.append, said.append)
     outcome = []
 

@@ -6,7 +6,8 @@ import sys
 from abc import ABC, abstractmethod
 
 from deepspeed.host.programs import find_program
-from deepspeed.launcher.resources import decode_world_info
+from deepspeed.launcher.environment import script_command
+from deepspeed.launcher.resources import counts_of, decode_world_info
 from deepspeed.launcher.words import split_words
 
 
@@ -79,26 +80,7 @@ class MultiNodeRunner(ABC):
 
     def script_words(self, local_rank=None):
         """The script and its arguments as a command that a rank may run; ``local_rank`` is handed to the script."""
-        words = [self.user_script]
-        if not self.args.no_python:
-            words = [sys.executable, "-u"] + (["-m"] if self.args.module else []) + words
-        if local_rank is not None and not self.args.no_local_rank:
-            words.append(f"--local_rank={local_rank}")
-        return words + self.user_arguments
-
-    def refuse_filters(self):
-        """Raises ValueError for filters of hosts, because MPI reads the hostfile itself."""
-        for name in ("include", "exclude"):
-            if getattr(self.args, name):
-                raise ValueError(
-                    f"--launcher {self.name} does not support --{name}: MPI reads the hosts itself. Write a hostfile "
-                    f"with the slots to use, and name it by --hostfile."
-                )
-        if self.args.num_nodes != -1 or self.args.num_gpus != -1:
-            raise ValueError(
-                f"--launcher {self.name} does not support --num_nodes and --num_gpus: MPI reads the hosts itself. "
-                f"Write a hostfile with the slots to use, and name it by --hostfile."
-            )
+        return script_command(self.args, local_rank, self.user_arguments)
 
 
 class PoolRunner(MultiNodeRunner):
@@ -146,17 +128,25 @@ class MPIRunner(PoolRunner):
 
     def validate_args(self):
         super().validate_args()
-        self.refuse_filters()
+        filters = {
+            "--include": self.args.include,
+            "--exclude": self.args.exclude,
+            "--num_nodes and --num_gpus": self.args.num_nodes != -1 or self.args.num_gpus != -1,
+        }
+        for given in filter(filters.get, filters):
+            raise ValueError(
+                f"--launcher {self.name} does not support {given}: MPI reads the hosts itself. Write a hostfile "
+                f"with the slots to use, and name it by --hostfile."
+            )
         if self.args.log_rank_prefix:
             raise ValueError(
                 f"--log_rank_prefix: with --launcher {self.name} the output goes through MPI, which has an option of "
                 f"its own (Open MPI: --launcher_args=--tag-output; Hydra: --launcher_args=-prepend-rank)."
             )
 
-    def counts(self, resources=None):
+    def counts(self):
         """``{host: ranks}``."""
-        resources = self.resource_pool if resources is None else resources
-        return {host: slots if isinstance(slots, int) else len(slots) for host, slots in resources.items()}
+        return counts_of(self.resource_pool)
 
     def equal_count(self):
         """The number of ranks of each host; ValueError if hosts differ."""
@@ -170,22 +160,28 @@ class MPIRunner(PoolRunner):
         return next(iter(counts.values()))
 
     def take_exports(self, environment):
-        """Puts the exports into the environment of mpirun and returns their names."""
+        """Puts the exports into the environment of mpirun; returns Hydra's option that passes them on to the ranks."""
         environment.update(self.exports)
-        return list(self.exports)
+        return ["-genvlist", ",".join(self.exports)] if self.exports else []
 
     def rank_words(self):
         """The command that MPI starts for each rank."""
         args = self.args
         words = [*python_words(args), "-u", "-m", "deepspeed.launcher.launcher_helper", "--launcher", self.name]
         words += ["--world_info", self.world_info_base64]
-        for flag in ("module", "no_python", "no_local_rank", "bind_cores_to_rank"):
-            if getattr(args, flag, False):
-                words.append("--" + flag)
-        for flag in ("bind_core_list", "enable_each_rank_log"):
-            if getattr(args, flag, None) not in (None, "None", ""):
-                words.append(f"--{flag}={getattr(args, flag)}")
-        return words + [self.user_script, *self.user_arguments]
+        words += flag_words(args, "module", "no_python", "no_local_rank", "bind_cores_to_rank")
+        words += flag_words(args, "bind_core_list", "enable_each_rank_log")
+        return [*words, self.user_script, *self.user_arguments]
+
+
+def flag_words(args, *names):
+    """Those of the options ``names`` that are given, as arguments of another program of this package."""
+    given = {name: getattr(args, name, None) for name in names}
+    return [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in given.items()
+        if value not in (None, False, "None", "")
+    ]
 
 
 def python_words(args):
@@ -204,20 +200,11 @@ def launch_words(runner, node_rank, *more):
     """``python -m deepspeed.launcher.launch`` for one host, by the published flags and ``more``, up to the script."""
     args = runner.args
     words = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={runner.world_info_base64}"]
-    words.append(f"--node_rank={node_rank}")
     first = next(iter(decode_world_info(runner.world_info_base64)))
-    words.append(f"--master_addr={args.master_addr or first}")
-    if args.master_port is not None:
-        words.append(f"--master_port={args.master_port}")
-    if args.save_pid:
-        words.append(f"--save_pid={os.getpid()}")
-    for flag in ("module", "no_python", "no_local_rank", "bind_cores_to_rank", "log_rank_prefix"):
-        if getattr(args, flag, False):
-            words.append("--" + flag)
-    for flag in ("enable_each_rank_log", "bind_core_list"):
-        if getattr(args, flag, None) not in (None, "None", ""):
-            words.append(f"--{flag}={getattr(args, flag)}")
-    return [*words, *more]
+    words += [f"--node_rank={node_rank}", f"--master_addr={args.master_addr or first}"]
+    words += flag_words(args, "master_port") + ([f"--save_pid={os.getpid()}"] if args.save_pid else [])
+    words += flag_words(args, "module", "no_python", "no_local_rank", "bind_cores_to_rank", "log_rank_prefix")
+    return [*words, *flag_words(args, "enable_each_rank_log", "bind_core_list"), *more]
 
 
 def working_folder():

@@ -7,13 +7,10 @@ from deepspeed.launcher.runners.base import MPIRunner
 class OpenMPIRunner(MPIRunner):
     """It reads the hostfile itself; ``--launcher_args`` may name the network interface (btl_tcp_if_include)."""
 
+    name = OPENMPI_LAUNCHER
     reads_hostfile = True
     package = "apt install openmpi-bin"
     maker, others, debian = "Open MPI", ("HYDRA", "Intel"), "mpirun.openmpi"
-
-    @property
-    def name(self):
-        return OPENMPI_LAUNCHER
 
     def get_cmd(self, environment, active_resources):
         given = self.launcher_words()
@@ -22,6 +19,5 @@ class OpenMPIRunner(MPIRunner):
         if not any("btl_tcp_if_include" in word for word in given):
             command += ["--mca", "btl_tcp_if_include", "eth0"]
         command += given
-        for name in self.take_exports(environment):
-            command += ["-x", name]
-        return command + self.rank_words()
+        environment.update(self.exports)
+        return [*command, *(word for name in self.exports for word in ("-x", name)), *self.rank_words()]

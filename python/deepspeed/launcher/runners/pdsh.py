@@ -15,6 +15,7 @@ def _word(text):
 class PDSHRunner(MultiNodeRunner):
     """``get_cmd`` returns three things: the command, a command that ends the job on all hosts, the environment."""
 
+    name = PDSH_LAUNCHER
     program = "pdsh"
     uses_ssh = True
     package = "apt install pdsh, or take --launcher ssh, which needs ssh alone"
@@ -22,10 +23,6 @@ class PDSHRunner(MultiNodeRunner):
     def __init__(self, args, world_info_base64):
         super().__init__(args, world_info_base64)
         self.job_id = os.urandom(8).hex()  # identifies the processes of this job
-
-    @property
-    def name(self):
-        return PDSH_LAUNCHER
 
     def parse_user_args(self):
         """The arguments of the script, quoted for pdsh and for the shell of the hosts."""

@@ -1,19 +1,17 @@
 """Slurm's srun."""
 
 from deepspeed.launcher.constants import SLURM_LAUNCHER
+from deepspeed.launcher.resources import counts_of
 from deepspeed.launcher.runners.base import PoolRunner, hosts_of
 
 
 class SlurmRunner(PoolRunner):
     """srun starts each rank as a task; ranks take their number from Slurm's variables."""
 
+    name = SLURM_LAUNCHER
     program = "srun"
     package = "apt install slurm-client"
     passes_environment = True
-
-    @property
-    def name(self):
-        return SLURM_LAUNCHER
 
     def base_command(self, active_resources, tasks):
         """srun with its options, without the command of the tasks. --include becomes a list of nodes."""
@@ -33,7 +31,7 @@ class SlurmRunner(PoolRunner):
         return [*command, *words]
 
     def get_cmd(self, environment, active_resources):
-        counts = [slots if isinstance(slots, int) else len(slots) for slots in active_resources.values()]
+        counts = list(counts_of(active_resources).values())
         command = self.base_command(active_resources, sum(counts))
         if len(set(counts)) == 1:
             command += ["--ntasks-per-node", str(counts[0])]

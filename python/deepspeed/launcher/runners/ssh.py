@@ -8,14 +8,11 @@ from deepspeed.launcher.words import join_words, quote
 class SSHRunner(MultiNodeRunner):
     """``get_cmd`` is the command for the first host; ``host_cmd`` that for any."""
 
+    name = SSH_LAUNCHER
     program = "ssh"
     uses_ssh = True
     package = "apt install openssh-client"
     one_link_per_host = True
-
-    @property
-    def name(self):
-        return SSH_LAUNCHER
 
     def base_command(self, host):
         """ssh with its options and the host: it never asks questions, and ends if the host is lost."""
