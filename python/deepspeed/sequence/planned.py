@@ -8,7 +8,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.sequence import exchange, hf_attention, methods, tiling
 from deepspeed.sequence.chunked import chunked_attention
-from deepspeed.sequence.heads import HeadPlan
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.sequence.ledger import ExchangeMemory, FusedAttention, HostStore, Leaving, Ledger, memory_of
 from deepspeed.sequence.ring import ring_attention
@@ -36,11 +35,9 @@ class _PlannedHF:
     def __call__(self, module, query, key, value, mask, *args, **kwargs):
         heads, chunk = query.shape[1], self.how["chunk"]
         size = self.ranks if chunk else methods.exchanging(self.how["method"], heads, ["here"] * self.ranks)
-        parts = [one.transpose(1, 2) for one in (query, key, value)]
-        plan = HeadPlan(heads, key.shape[1], size)
         group = exchange.PlannedGroup(size, memory=self.memory)
-        if size > 1:
-            parts = exchange.to_heads(parts, plan.ranges(), group, 0, heads_first=True)
+        shared = exchange.HeadExchange(heads, key.shape[1], group)
+        parts = shared.to_heads([one.transpose(1, 2) for one in (query, key, value)], heads_first=True)
         query, key, value = (one.transpose(1, 2) for one in parts)
         if size < self.ranks:
             around = exchange.PlannedGroup(self.ranks // size, memory=self.memory)
@@ -52,9 +49,7 @@ class _PlannedHF:
             seen = hf_attention.Seen(module, repeats)
             query, key, value = (one.contiguous() for one in (query, key, value))
             context = self.core(seen, query, key, value, None, *args, **kwargs)[0]
-        if size > 1:
-            context = exchange.to_sequence([context], [plan.query_ranges], group, 0)[0]
-        return context, None
+        return shared.to_sequence([context])[0], None
 
 
 @contextlib.contextmanager
@@ -107,7 +102,7 @@ class PlannedStep:
         """``{moment: bytes by part}`` for a sequence of ``tokens``."""
         local = tokens // self.ranks
         ledger = Ledger(self.model)
-        ledger.known |= {memory for memory in map(_grad_memory, self.model.parameters()) if memory}
+        ledger.known |= {memory_of(param.grad) for param in self.model.parameters() if param.grad is not None}
         given = _inputs_of(self.model, self.batch, local) if self.inputs is None else self.inputs(self.batch, local)
         args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
         store = self._store(ledger)
@@ -129,10 +124,6 @@ class PlannedStep:
         """The store in which tensors wait for backward; False if they stay on the device."""
         here = get_accelerator().device_name() == "cpu"  # host memory is no other place
         return self.how["offload"] in (("file",) if here else ("file", "host")) and ShapeStore(ledger.buffer)
-
-
-def _grad_memory(param):
-    return None if param.grad is None else memory_of(param.grad)
 
 
 def _hidden_shapes(model, batch, tokens):

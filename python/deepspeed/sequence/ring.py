@@ -24,10 +24,6 @@ class Ring:
         """The numbers of the pieces that ``rank`` computes with."""
         return (rank, 2 * self.world - 1 - rank) if self.causal else (2 * rank, 2 * rank + 1)
 
-    def _owner(self, piece):
-        """``(rank that computes with piece, 0 or 1: the number of the piece on that rank)``."""
-        return next((rank, self.pieces(rank).index(piece)) for rank in range(self.world) if piece in self.pieces(rank))
-
     def balanced(self, tensors, back=False):
         """``tensors`` (parts in order) as the pieces of this rank, end to end; ``back``: the other way."""
         if not self.causal:
