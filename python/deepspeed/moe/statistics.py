@@ -1,21 +1,9 @@
 """Statistics of a layer's experts since the last step, as one row of numbers that ranks add up."""
 
-import time
-
 import torch
 
 _SAMPLE = 256  # tokens of a forward from which the entropy is computed
 _NUMBERS = ("tokens", "dropped", "entropy", "sampled", "aux_loss", "forwards", "bytes", "ms")
-
-
-class Watch:
-    """Seconds since it was made."""
-
-    def __init__(self):
-        self._start = time.perf_counter()
-
-    def seconds(self):
-        return time.perf_counter() - self._start
 
 
 class LayerStatistics:
