@@ -4,6 +4,8 @@ This module knows only a rule's name, its state slots and its hyperparameters (`
 names its rule and gives the defaults of its parameter groups.
 """
 
+import collections
+
 import torch
 
 from deepspeed._native import _C
@@ -159,7 +161,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         """One update of every parameter of the group that has a gradient."""
         # Parameters of one device and one step count share a call. Nearly always that is one call per group.
         slots = self.slots_of(group)
-        calls = {}
+        calls = collections.defaultdict(lambda: ([], [], []))
         for param in group["params"]:
             grad = self._gradient(param)
             if grad is None:
@@ -168,10 +170,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             state = self.state[param]
             if len(state) <= len(slots):  # step, and one for each slot
                 state = self._init_state(param, slots)
-            key = (param.device, int(state["step"]) + 1)
-            call = calls.get(key)
-            if call is None:
-                call = calls[key] = ([], [], [])
+            call = calls[param.device, int(state["step"]) + 1]
             call[0].append(param)
             call[1].append(grad)
             call[2].append(state)
@@ -194,8 +193,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         if self.stochastic_rounding and any(param.dtype == torch.bfloat16 for param in params):
             places = {}
             for group in self.param_groups:
-                for param in group["params"]:
-                    places[param] = len(places)
+                places.update({param: len(places) + index for index, param in enumerate(group["params"])})
             random = {
                 "seed": (self._seed ^ (step << 40)) & 0xFFFFFFFFFFFFFFFF,
                 "streams": [places[param] for param in params],
