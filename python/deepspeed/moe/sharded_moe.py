@@ -31,7 +31,7 @@ from deepspeed.moe.gating import (  # noqa: F401
 )
 from deepspeed.moe.mappings import drop_tokens, gather_tokens, tensor_ranks
 from deepspeed.moe.routes import Routes, capacity_of
-from deepspeed.moe.rows import add_loss, combine_rows, dispatch_rows
+from deepspeed.moe.rows import add_loss, combine_rows, dispatch_rows, places_of
 from deepspeed.moe.statistics import LayerStatistics
 from deepspeed.ops.half_products import add_in_fp32
 from deepspeed.utils import groups
@@ -73,7 +73,7 @@ def _stacked(choices):
 def _sparse_encode(reshaped_input, slots, num_experts, capacity):
     """Tokens [tokens, width] in the rows of their experts: [experts, capacity, width], zeros where there is none."""
     slots = _stacked(slots)
-    return dispatch_rows(reshaped_input, _sources(slots, num_experts * capacity), slots.to(torch.int32)).reshape(
+    return dispatch_rows(reshaped_input, places_of(slots, num_experts * capacity), slots.to(torch.int32)).reshape(
         num_experts, capacity, -1
     )
 
@@ -82,16 +82,7 @@ def _sparse_decode(expert_output, slots, gates, num_tokens):
     """For each of ``num_tokens`` tokens the sum of its rows of ``expert_output``, times ``gates``."""
     slots, rows = _stacked(slots), expert_output.reshape(-1, expert_output.shape[-1])
     weights = _stacked(gates)
-    return combine_rows(rows, weights, _sources(slots, len(rows)), slots.to(torch.int32))[:num_tokens]
-
-
-def _sources(slots, rows):
-    """The choice that each row belongs to; -1: none."""
-    sources = torch.full((rows,), -1, dtype=torch.int32, device=slots.device)
-    flat = slots.reshape(-1).long()
-    kept = flat >= 0
-    sources[flat[kept]] = torch.arange(len(flat), dtype=torch.int32, device=slots.device)[kept]
-    return sources
+    return combine_rows(rows, weights, places_of(slots, len(rows)), slots.to(torch.int32))[:num_tokens]
 
 
 class TopKGate(torch.nn.Module):
