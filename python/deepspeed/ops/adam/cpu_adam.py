@@ -136,10 +136,9 @@ class DeepSpeedCPUAdam(CPUOptimizer):
                     "gradients before step_subgroup, and restore the parameters from a checkpoint."
                 )
             restored.append(old)
-        for index, (param, (old_param, old_first, old_second)) in enumerate(zip(params, restored)):
-            param.copy_(old_param)
-            first[index].copy_(old_first)
-            second[index].copy_(old_second)
+        for held, values in zip(zip(params, first, second), restored):
+            for tensor, old in zip(held, values):
+                tensor.copy_(old)
         state["step"] = int(state["step"]) - 1
         return loss
 
