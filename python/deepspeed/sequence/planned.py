@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 
 import torch
 
@@ -26,30 +27,25 @@ def on_meta(model, dtype):
     return copy.deepcopy(model, memo)
 
 
-class _PlannedHF:
+def _attend(core, ranks, how, memory, store, module, query, key, value, mask, *args, **kwargs):
     """Attention of a transformers model as ``ranks`` that share a sequence compute it."""
-
-    def __init__(self, core, ranks, how, memory, store):
-        self.core, self.ranks, self.how, self.memory, self.store = core, ranks, how, memory, store
-
-    def __call__(self, module, query, key, value, mask, *args, **kwargs):
-        heads, chunk = query.shape[1], self.how["chunk"]
-        size = self.ranks if chunk else methods.exchanging(self.how["method"], heads, ["here"] * self.ranks)
-        group = exchange.PlannedGroup(size, memory=self.memory)
-        shared = exchange.HeadExchange(heads, key.shape[1], group)
-        parts = shared.to_heads([one.transpose(1, 2) for one in (query, key, value)], heads_first=True)
-        query, key, value = (one.transpose(1, 2) for one in parts)
-        if size < self.ranks:
-            around = exchange.PlannedGroup(self.ranks // size, memory=self.memory)
-            context = ring_attention(query, key, value, around, True, kwargs.get("scaling")).transpose(1, 2)
-        elif chunk:
-            context = chunked_attention(query, key, value, chunk, True, None, self.store).transpose(1, 2)
-        else:
-            repeats = query.shape[1] // key.shape[1]
-            seen = hf_attention.Seen(module, repeats)
-            query, key, value = (one.contiguous() for one in (query, key, value))
-            context = self.core(seen, query, key, value, None, *args, **kwargs)[0]
-        return shared.to_sequence([context])[0], None
+    heads, chunk = query.shape[1], how["chunk"]
+    size = ranks if chunk else methods.exchanging(how["method"], heads, ["here"] * ranks)
+    group = exchange.PlannedGroup(size, memory=memory)
+    shared = exchange.HeadExchange(heads, key.shape[1], group)
+    parts = shared.to_heads([one.transpose(1, 2) for one in (query, key, value)], heads_first=True)
+    query, key, value = (one.transpose(1, 2) for one in parts)
+    if size < ranks:
+        around = exchange.PlannedGroup(ranks // size, memory=memory)
+        context = ring_attention(query, key, value, around, True, kwargs.get("scaling")).transpose(1, 2)
+    elif chunk:
+        context = chunked_attention(query, key, value, chunk, True, None, store).transpose(1, 2)
+    else:
+        repeats = query.shape[1] // key.shape[1]
+        seen = hf_attention.Seen(module, repeats)
+        query, key, value = (one.contiguous() for one in (query, key, value))
+        context = core(seen, query, key, value, None, *args, **kwargs)[0]
+    return shared.to_sequence([context])[0], None
 
 
 @contextlib.contextmanager
@@ -61,7 +57,7 @@ def _shared(model, ranks, how, memory, store):
     if not hf_attention.is_model(model) or (ranks == 1 and not how["chunk"]):
         yield
         return
-    with hf_attention.for_now(model, lambda core: _PlannedHF(core, ranks, how, memory, store)):
+    with hf_attention.for_now(model, lambda core: functools.partial(_attend, core, ranks, how, memory, store)):
         yield
 
 

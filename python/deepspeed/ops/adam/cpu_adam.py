@@ -142,13 +142,10 @@ class DeepSpeedCPUAdam(CPUOptimizer):
         state["step"] = int(state["step"]) - 1
         return loss
 
-    def _subgroups(self):
-        return [key for key in self.state if not torch.is_tensor(key)]
-
     def state_dict(self):
         """As of any torch optimizer; states of subgroups, if there are any, are below ``"subgroups"``, since ids below
         ``"state"`` are numbers of parameters."""
-        kept = {key: self.state.pop(key) for key in self._subgroups()}
+        kept = {key: self.state.pop(key) for key in list(self.state) if not torch.is_tensor(key)}
         try:
             found = super().state_dict()
         finally:
