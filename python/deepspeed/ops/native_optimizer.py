@@ -70,15 +70,8 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def rule_args(self, group):
         """The hyperparameters of one parameter group by the rule's own names, all as floats."""
-        args = {}
-        for name in RULES[self.rule_of(group)]["hyper"]:
-            if name in self._fixed:
-                args[name] = float(self._fixed[name])
-            elif name in group:
-                args[name] = float(group[name])
-            elif name in ("beta1", "beta2") and "betas" in group:
-                args[name] = float(group["betas"][int(name[4]) - 1])
-        return args
+        values = {**dict(zip(("beta1", "beta2"), group.get("betas", ()))), **group, **self._fixed}
+        return {name: float(values[name]) for name in RULES[self.rule_of(group)]["hyper"] if name in values}
 
     def _check_group(self, group):
         name = type(self).__name__
