@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.sequence import methods
 from deepspeed.sequence.ring import Ring, ring_attention
-from deepspeed.sequence.ulysses_ring import UlyssesRing, exchanging
+from deepspeed.sequence.ulysses_ring import UlyssesRing
 from harness import run_ranks
 from sequence_models import attend, part, projections, refusals, worst
 
@@ -69,7 +70,8 @@ def test_bad_input_is_an_error_on_every_rank():
 # ---- neighbours exchange heads, their groups are a ring --------------------------------------------------------------
 def test_who_exchanges_heads():
     found = [
-        (ranks, heads, exchanging(ranks, heads)) for ranks, heads in [(4, 2), (4, 3), (8, 5), (3, 2), (6, 4), (4, 1)]
+        (ranks, heads, methods.exchanging("auto", heads, ["here"] * ranks))
+        for ranks, heads in [(4, 2), (4, 3), (8, 5), (3, 2), (6, 4), (4, 1)]
     ]
     assert found == [(4, 2, 2), (4, 3, 2), (8, 5, 4), (3, 2, 1), (6, 4, 3), (4, 1, 1)]
 

@@ -7,7 +7,6 @@ buffer, on the host.
 
 import torch
 
-from deepspeed._native import DeepSpeedConfigError
 from deepspeed.activation_checkpointing import function as _reentrant
 from deepspeed.activation_checkpointing import non_reentrant as _non_reentrant
 from deepspeed.activation_checkpointing import settings as _settings
@@ -38,7 +37,7 @@ from deepspeed.activation_checkpointing.tensors import (
     merge_tensors,
 )
 from deepspeed.config import DeepSpeedConfigAssertionError
-from deepspeed.config.read import read
+from deepspeed.config.getters import resolved_sections
 from deepspeed.log import log_dist
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
 
@@ -139,17 +138,7 @@ def _section(config):
     section = getattr(config, "activation_checkpointing_config", None)
     if section is not None:
         return section
-    native = read(config, sections_only=True)
-    wrong = [
-        f"{issue['text']} {issue['suggestion']}".strip()
-        for issue in native.issues()
-        if issue["severity"] == "error"
-        and issue["code"] != "rule"  # arguments may complete the section; _change judges both together
-        and any(path.split(".")[0] == SECTION for path in issue["paths"])
-    ]
-    if wrong:
-        raise DeepSpeedConfigError("\n".join(wrong))
-    return native.values()[SECTION]
+    return resolved_sections(config, (SECTION,), rules=False)[SECTION]  # _change judges it with the arguments
 
 
 def _change(wanted):

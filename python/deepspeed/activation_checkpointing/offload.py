@@ -38,7 +38,7 @@ class HostPool:
 
     def _take_back(self, buffer):
         with self._lock:
-            if sum(map(len, self._free.values())) < self._capacity:
+            if self.count() < self._capacity:
                 self._free[buffer.numel()].append(buffer)
 
     def count(self):
@@ -81,10 +81,8 @@ class _ActivationOffloadEngine:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
         self.use_pin_memory = use_pin_memory and get_accelerator().device_name() != "cpu"
         self.use_streams = use_streams and get_accelerator().Stream is not None
-        self.min_offload_bytes = min_offload_bytes
-        self.max_fwd_stash_count = max_fwd_stash_count
-        self.max_cpu_buffer_pool_count = max_cpu_buffer_pool_count
-        self.keep_last_count = keep_last_count
+        self.min_offload_bytes, self.keep_last_count = min_offload_bytes, keep_last_count
+        self.max_fwd_stash_count, self.max_cpu_buffer_pool_count = max_fwd_stash_count, max_cpu_buffer_pool_count
         self._pool = HostPool(self.use_pin_memory, max_cpu_buffer_pool_count)
         self._streams = {}
         self._stash = collections.deque()  # (event, source, its version) of copies that may still run

@@ -11,6 +11,7 @@ and its ``json_schema_extra`` (pydantic 1: the keywords it does not know) count,
 import difflib
 import enum
 import inspect
+import operator
 import re
 import types
 import typing
@@ -19,23 +20,23 @@ from deepspeed._native import DeepSpeedConfigError
 from deepspeed.config.errors import config_error
 from deepspeed.log import logger
 
+# Names of bounds, as pydantic and the module operator have them -> words.
 BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+_MISSING = object()
 
 
 class Declared:
     """One field: its type, default, other name and what is deprecated about it."""
 
     def __init__(self, name, annotation, default):
-        self.name, self.annotation = name, annotation
-        self.alias, self.extra, self.bounds = None, {}, {}
-        self.factory = None
-        self.required = False
+        self.name, self.annotation, self.required = name, annotation, default is _MISSING
+        self.alias, self.factory, self.extra, self.bounds = None, None, {}, {}
+        self.default = None if self.required else default
         if hasattr(default, "default_factory") and hasattr(default, "alias"):
-            default = self._take(default)
-        self.default = default
+            self._take(default)
 
     def _take(self, field):
-        """Reads what pydantic's Field() returned; the default."""
+        """Reads what pydantic's Field() returned."""
         self.alias, self.factory = field.alias, field.default_factory
         extra = getattr(field, "json_schema_extra", None)
         if extra is None:
@@ -45,16 +46,12 @@ class Declared:
         for item in getattr(field, "metadata", [field]):
             self.bounds.update({key: getattr(item, key) for key in BOUNDS if getattr(item, key, None) is not None})
         nothing = field.default is ... or type(field.default).__name__ in ("PydanticUndefinedType", "UndefinedType")
-        self.required = nothing and self.factory is None
-        return None if nothing else field.default
+        self.required, self.default = nothing and self.factory is None, None if nothing else field.default
 
     def fresh_default(self):
         if self.factory is not None:
             return self.factory()
         return type(self.default)(self.default) if isinstance(self.default, (dict, list)) else self.default
-
-
-_MISSING = object()
 
 
 def declared_fields(cls):
@@ -65,10 +62,7 @@ def declared_fields(cls):
         for name in vars(base).get("__annotations__", {}):
             if name.startswith("_") or typing.get_origin(hints[name]) is typing.ClassVar:
                 continue
-            default = inspect.getattr_static(cls, name, _MISSING)
-            field = Declared(name, hints[name], None if default is _MISSING else default)
-            field.required = field.required or default is _MISSING
-            fields[name] = field
+            fields[name] = Declared(name, hints[name], inspect.getattr_static(cls, name, _MISSING))
     return fields
 
 
@@ -174,8 +168,7 @@ def _checked(where, field, value):
         return None
     value = convert(where, field.annotation, value)
     for key, bound in field.bounds.items() if isinstance(value, (int, float)) else ():
-        fine = {"ge": value >= bound, "gt": value > bound, "le": value <= bound, "lt": value < bound}[key]
-        if not fine:
+        if not getattr(operator, key)(value, bound):
             _refuse(where, value, f"{BOUNDS[key]} {bound}")
     return value
 

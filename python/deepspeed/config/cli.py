@@ -39,25 +39,33 @@ def difference(first, second, world=None):
     ]
 
 
+_WORLD = {"type": int, "help": "number of ranks; default: WORLD_SIZE, or 1"}
+_OUTPUT = {"help": "file to write; default: print"}
+# command -> (help, arguments by their names)
+_COMMANDS = {
+    "explain": (
+        "every value, where it comes from, and every conflict",
+        {("file",): {"help": "JSON file (or url-safe base64 of one)"}, ("--world",): _WORLD},
+    ),
+    "diff": ("values in which two configurations differ", {("a",): {}, ("b",): {}, ("--world",): _WORLD}),
+    "schema": (
+        "a JSON Schema for editors",
+        {
+            ("--of",): {"choices": ROOTS, "default": "training", "help": "which configuration"},
+            ("-o", "--output"): _OUTPUT,
+        },
+    ),
+    "docs": ("the reference of all keys, in Markdown (docs/config.md)", {("-o", "--output"): _OUTPUT}),
+}
+
+
 def parser():
     top = argparse.ArgumentParser(prog="ds_config", description="Look at DeepSpeed configurations.")
     commands = top.add_subparsers(dest="command", required=True)
-
-    one = commands.add_parser("explain", help="every value, where it comes from, and every conflict")
-    one.add_argument("file", help="JSON file (or url-safe base64 of one)")
-    one.add_argument("--world", type=int, help="number of ranks; default: WORLD_SIZE, or 1")
-
-    two = commands.add_parser("diff", help="values in which two configurations differ")
-    two.add_argument("a")
-    two.add_argument("b")
-    two.add_argument("--world", type=int, help="number of ranks; default: WORLD_SIZE, or 1")
-
-    schema = commands.add_parser("schema", help="a JSON Schema for editors")
-    schema.add_argument("--of", choices=ROOTS, default="training", help="which configuration")
-    schema.add_argument("-o", "--output", help="file to write; default: print")
-
-    docs = commands.add_parser("docs", help="the reference of all keys, in Markdown (docs/config.md)")
-    docs.add_argument("-o", "--output", help="file to write; default: print")
+    for command, (purpose, arguments) in _COMMANDS.items():
+        made = commands.add_parser(command, help=purpose)
+        for names, options in arguments.items():
+            made.add_argument(*names, **options)
     return top
 
 

@@ -1,6 +1,8 @@
 """DeepSpeedConfig: the resolved configuration as attributes."""
 
+import functools
 import json
+import operator
 import os
 
 from deepspeed._native import _C, DeepSpeedConfigError
@@ -79,6 +81,34 @@ DICTS = {
     "pld_params": "progressive_layer_drop",
     "sparse_attention": "sparse_attention",
     "pipeline": "pipeline",
+}
+
+# Attributes that are a single value: attribute -> path.
+VALUES = {
+    "sparse_gradients_enabled": "sparse_gradients",
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "grad_accum_dtype": "data_types.grad_accum_dtype",
+    "param_dtype": "data_types.param_dtype",
+    "buffer_dtype": "data_types.buffer_dtype",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_dtype": "torch_autocast.dtype",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "amp_enabled": "amp.enabled",
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": "optimizer.params",
+    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
+    "elasticity_enabled": "elasticity.enabled",
+    "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
+    "mics_shard_size": "zero_optimization.mics_shard_size",
+    "pld_enabled": "progressive_layer_drop.enabled",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "data_efficiency_enabled": "data_efficiency.enabled",
 }
 
 
@@ -201,64 +231,28 @@ class DeepSpeedConfig:
 
     def _set_attributes(self, values):
         fields = layout("training")
-        for key in PLAIN:
-            setattr(self, key, values[key])
         for attribute, (key, kind) in SECTIONS.items():
             value = values[key]
             made = value if value is None else kind.from_values(value, fields[key]["fields"])
             setattr(self, attribute, made)
-        for attribute, key in DICTS.items():
-            setattr(self, attribute, values[key])
+        for attribute, path in (*zip(PLAIN, PLAIN), *DICTS.items(), *VALUES.items()):
+            setattr(self, attribute, functools.reduce(operator.getitem, path.split("."), values))
+        for key, value in values["quantize_training"]["eigenvalue"].items():
+            setattr(self, "eigenvalue_" + key, value)
         self.gradient_clipping = float(self.gradient_clipping)
         self.gradient_predivide_factor = float(self.gradient_predivide_factor)
-        self.sparse_gradients_enabled = values["sparse_gradients"]
-
-        self.fp16_enabled = self.float16_config.enabled
-        self.bfloat16_enabled = self.bfloat16_config.enabled
-        self.grad_accum_dtype = self.data_types_config.grad_accum_dtype
-        self.param_dtype = self.data_types_config.param_dtype
-        self.buffer_dtype = self.data_types_config.buffer_dtype
-        self.torch_autocast_enabled = self.torch_autocast_config.enabled
-        self.amp_enabled = values["amp"]["enabled"]
         self.amp_params = {key: value for key, value in values["amp"].items() if key != "enabled"}
-
         self.zero_optimization_stage = int(self.zero_config.stage)
         self.zero_enabled = self.zero_optimization_stage > 0
-
-        optimizer, scheduler = values["optimizer"], values["scheduler"]
-        name = optimizer["type"]
-        self.optimizer_name = name.lower() if name in BUILTIN_OPTIMIZERS else name
-        self.optimizer_params = optimizer["params"]
-        self.optimizer_legacy_fusion = optimizer["legacy_fusion"]
-        self.scheduler_name = scheduler["type"]
-        self.scheduler_params = scheduler["params"]
-
-        self._set_feature_attributes(values, fields)
-
-    def _set_feature_attributes(self, values, fields):
-        checkpoint = self.checkpoint_config
-        self.checkpoint_tag_validation_enabled = checkpoint.tag_validation != "IGNORE"
-        self.checkpoint_tag_validation_fail = checkpoint.tag_validation == "FAIL"
-        self.load_universal_checkpoint = checkpoint.load_universal
-        self.use_node_local_storage = checkpoint.use_node_local_storage
-        self.checkpoint_parallel_write_pipeline = checkpoint.parallel_write.pipeline_stage
-
+        if self.optimizer_name in BUILTIN_OPTIMIZERS:
+            self.optimizer_name = self.optimizer_name.lower()
+        self.checkpoint_tag_validation_enabled = self.checkpoint_config.tag_validation != "IGNORE"
+        self.checkpoint_tag_validation_fail = self.checkpoint_config.tag_validation == "FAIL"
         self.monitor_config = sections.DeepSpeedMonitorConfig.from_values(values, fields)
-        throughput = values["timers"]["throughput"]
-        kind = sections.DeepSpeedThroughputTimerConfig
-        self.timers_config = kind.from_values(throughput, fields["timers"]["fields"]["throughput"]["fields"])
+        self.timers_config = sections.DeepSpeedThroughputTimerConfig.from_values(
+            values["timers"]["throughput"], layout("training", "timers.throughput")
+        )
         self.comms_logger_enabled = self._param_dict.get("comms_logger") is not None
-        self.elasticity_enabled = self.elasticity_config.enabled
-        self.use_data_before_expert_parallel_ = values["use_data_before_expert_parallelism"]
-        self.mics_shard_size = self.zero_config.mics_shard_size
-        self.pld_enabled = self.pld_params["enabled"]
-        self.curriculum_enabled_legacy = self.curriculum_params_legacy["enabled"]
-        self.data_efficiency_enabled = self.data_efficiency_config["enabled"]
-        self.torch_autocast_dtype = self.torch_autocast_config.dtype
-        self.torch_autocast_lower_precision_safe_modules = self.torch_autocast_config.lower_precision_safe_modules
-        eigenvalue = values["quantize_training"]["eigenvalue"]
-        for key, value in eigenvalue.items():
-            setattr(self, "eigenvalue_" + key, value)
 
     def print_user_config(self):
         """Logs the configuration as the user gave it."""

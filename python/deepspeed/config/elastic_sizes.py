@@ -1,5 +1,7 @@
 """The batch sizes that the section ``elasticity`` chooses; the arithmetic is csrc/plan/elastic_plan."""
 
+from typing import NamedTuple
+
 from deepspeed._native import _C
 from deepspeed.config.errors import ElasticityConfigError, ElasticityIncompatibleWorldSize, config_error
 from deepspeed.log import logger
@@ -7,14 +9,13 @@ from deepspeed.log import logger
 _KEYS = ["elasticity.max_train_batch_size", "elasticity.micro_batch_sizes"]
 
 
-class ElasticSizes:
+class ElasticSizes(NamedTuple):
     """``batch``: samples per step; ``worlds``: numbers of data-parallel ranks that share it; ``micro``: samples per
     rank and forward for the ranks at hand, None where their number is not known."""
 
-    def __init__(self, batch, worlds, micro=None):
-        self.batch = batch
-        self.worlds = worlds
-        self.micro = micro
+    batch: int
+    worlds: list
+    micro: int | None = None
 
 
 def _request(values, low, high):

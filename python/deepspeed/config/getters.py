@@ -29,18 +29,20 @@ def load_ds_config(config):
     return native.raw()
 
 
-def resolved_sections(config, names):
+def resolved_sections(config, names, rules=True):
     """``{section: resolved values}`` of the sections ``names`` (as the schema spells them). Nothing else of ``config``
     is checked or needed: this is for code that runs before a trainer has filled in the "auto" blanks of the rest.
 
     ``config``: a dict, a path, url-safe base64 of JSON, or a DeepSpeedConfig. Raises DeepSpeedConfigError for what is
-    wrong in these sections.
+    wrong in these sections. ``rules`` false: keys need not fit together, since others may complete the section.
     """
     native = read(getattr(config, "_param_dict", config), strict=False, sections_only=True)
     wrong = [
         issue
         for issue in native.issues()
-        if issue["severity"] == "error" and any(path.split(".")[0] in names for path in issue["paths"])
+        if issue["severity"] == "error"
+        and (rules or issue["code"] != "rule")
+        and any(path.split(".")[0] in names for path in issue["paths"])
     ]
     if wrong:
         text = "\n".join(f"{issue['text']} {issue['suggestion']}".strip() for issue in wrong)

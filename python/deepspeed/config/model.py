@@ -156,9 +156,9 @@ class ConfigSection(DeepSpeedConfigModel):
         self.__dict__[self.__dict__.get("_aliases", {}).get(name, name)] = value
 
 
-def section(name, path, root="training"):
+def section(name, path, root="training", **members):
     """The class ``name`` of the section at ``path``, for sections of which scripts know no more than the class."""
-    members = {"ROOT": root, "PATH": path, "__module__": sys._getframe(1).f_globals["__name__"]}
+    members = {"ROOT": root, "PATH": path, "__module__": sys._getframe(1).f_globals["__name__"], **members}
     return type(name, (ConfigSection,), members)
 
 

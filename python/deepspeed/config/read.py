@@ -98,15 +98,9 @@ def choose_config(args=None, config=None, config_params=None):
 
     Raises AssertionError (which is a DeepSpeedConfigError, too) when two of them are given, or none.
     """
-    given = {}
-    if config is not None:
-        given["config"] = config
-    if config_params is not None and config_params is not config:
-        given["config_params"] = config_params
-    for name in ("deepspeed_config", "deepscale_config"):
-        value = getattr(args, name, None) if args is not None else None
-        if value is not None:
-            given["args." + name] = value
+    given = {"config": config, "config_params": None if config_params is config else config_params}
+    given.update({f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")})
+    given = {name: value for name, value in given.items() if value is not None}
     if len(given) == 1:
         if "args.deepscale_config" in given:
             logger.warning("args.deepscale_config is deprecated; use args.deepspeed_config (--deepspeed_config).")

@@ -60,14 +60,15 @@ DeepSpeedBF16Config = section("DeepSpeedBF16Config", "bf16")
 DeepSpeedTorchAutocastConfig = section("DeepSpeedTorchAutocastConfig", "torch_autocast")
 
 
-class DeepSpeedZeroOffloadParamConfig(ConfigSection):
-    PATH = "zero_optimization.offload_param"
-    CASTS = {"device": OffloadDeviceEnum, "nvme_path": pathlib.Path}
+_OFFLOAD_CASTS = {"device": OffloadDeviceEnum, "nvme_path": pathlib.Path}
+DeepSpeedZeroOffloadParamConfig = section(
+    "DeepSpeedZeroOffloadParamConfig", "zero_optimization.offload_param", CASTS=_OFFLOAD_CASTS
+)
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(ConfigSection):
     PATH = "zero_optimization.offload_optimizer"
-    CASTS = {"device": OffloadDeviceEnum, "nvme_path": pathlib.Path}
+    CASTS = _OFFLOAD_CASTS
 
     @property
     def pipeline(self):
@@ -79,17 +80,17 @@ ZenFlowConfig = section("ZenFlowConfig", "zero_optimization.zenflow")
 DeepSpeedZeroLeafModuleConfig = section("DeepSpeedZeroLeafModuleConfig", "zero_optimization.leaf_module")
 
 
-class DeepSpeedZeroConfig(ConfigSection):
-    PATH = "zero_optimization"
-    CASTS = {"stage": ZeroStageEnum}
-    CHILDREN = {
+DeepSpeedZeroConfig = section(
+    "DeepSpeedZeroConfig",
+    "zero_optimization",
+    CASTS={"stage": ZeroStageEnum},
+    CHILDREN={
         "offload_param": DeepSpeedZeroOffloadParamConfig,
         "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
         "zenflow": ZenFlowConfig,
         "leaf_module": DeepSpeedZeroLeafModuleConfig,
-    }
-
-
+    },
+)
 DeepSpeedActivationCheckpointingConfig = section("DeepSpeedActivationCheckpointingConfig", "activation_checkpointing")
 DeepSpeedFlopsProfilerConfig = section("DeepSpeedFlopsProfilerConfig", "flops_profiler")
 CommsConfig = section("CommsConfig", "comms_logger")
@@ -116,17 +117,17 @@ class DeepSpeedMonitorConfig(ConfigSection):
         if unknown:
             text = f"{unknown[0]} is not a monitor. There are {', '.join(self.KINDS)}."
             raise config_error(text, unknown, value=data)
-        for name, kind in self.KINDS.items():
-            self.__dict__[name] = kind(strict=strict, **(data.get(name) or {}))
-        self.__dict__["enabled"] = self.check_enabled()
+        self._hold({name: kind(strict=strict, **(data.get(name) or {})) for name, kind in self.KINDS.items()})
 
     @classmethod
     def from_values(cls, values, fields):
         self = cls.__new__(cls)
-        for name, kind in cls.KINDS.items():
-            self.__dict__[name] = kind.from_values(values[name], fields[name]["fields"])
-        self.__dict__["enabled"] = self.check_enabled()
+        self._hold({name: kind.from_values(values[name], fields[name]["fields"]) for name, kind in cls.KINDS.items()})
         return self
+
+    def _hold(self, monitors):
+        vars(self).update(monitors)
+        vars(self)["enabled"] = self.check_enabled()
 
     def check_enabled(self):
         """Whether any monitor is on."""

@@ -11,11 +11,6 @@ ENVIRONMENT = "the environment variable WORLD_SIZE"
 UNKNOWN = "no WORLD_SIZE is set"
 
 
-def _mesh_size(mesh):
-    names = getattr(mesh, "mesh_dim_names", None) or ()
-    return mesh.size(names.index(MESH_DIMENSION)) if MESH_DIMENSION in names else mesh.size(0)
-
-
 class MeshShape:
     """The sizes of a mesh of data- and sequence-parallel ranks, asked as a torch ``DeviceMesh`` is."""
 
@@ -102,7 +97,9 @@ def data_parallel_size(
                 f"mesh_param = ({data}, {shared}) makes {data * shared} ranks, but there are {total} ({source})."
             )
     if mesh_device is not None:
-        return int(_mesh_size(mesh_device)), f"dimension {MESH_DIMENSION} of the device mesh"
+        names = getattr(mesh_device, "mesh_dim_names", None) or ()
+        dimension = names.index(MESH_DIMENSION) if MESH_DIMENSION in names else 0
+        return int(mesh_device.size(dimension)), f"dimension {MESH_DIMENSION} of the device mesh"
     total, source = total_ranks(world_size, given_as)
     shared = sequence_parallel_size or 1
     if shared == 1:

@@ -57,11 +57,8 @@ class ResumableDataLoader:
             data_parallel_world_size = dist.get_world_size() if joined else 1
         if data_parallel_rank is None:
             data_parallel_rank = dist.get_rank() if joined else 0
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.tput_timer = tput_timer
-        self.collate_fn = collate_fn
-        self.drop_last = dataloader_drop_last
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, dataloader_drop_last
+        self.tput_timer, self.collate_fn = tput_timer, collate_fn
         if num_local_io_workers is None:
             alone = isinstance(dataset, IterableDataset) or multiprocessing.current_process().daemon
             num_local_io_workers = 0 if alone else WORKERS
@@ -142,10 +139,8 @@ class ResumableDataLoader:
 
     def _next_epoch(self):
         self.epoch += 1
-        self.batches = 0
-        self._start = 0
-        self._order_state = None
-        self._batches_now = None
+        self.batches = self._start = 0
+        self._order_state = self._batches_now = None
 
     def _begin(self):
         """Opens this epoch at batch `self.batches`; samples before it are not read where the data can be indexed."""

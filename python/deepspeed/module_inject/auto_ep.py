@@ -22,7 +22,7 @@ from deepspeed.module_inject.auto_ep_presets.registry import (
     get_preset_adapter,
     unsupported_preset_for_hf_model_type,
 )
-from deepspeed.moe.ep_repack import source_weights
+from deepspeed.moe.ep_repack import weight_of
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.zero.gathers.gathered import GatheredParameters
 
@@ -189,9 +189,7 @@ class AutoEP:
                 f"{', '.join(n for n, _ in example.named_parameters())}. Set expert_w1, expert_w2 and expert_w3",
                 [f"{SECTION}.expert_w1"],
             )
-        held = {id(weight) for row in source_weights([example], _Named(names)) for weight in row} if listed else {
-            id(getattr(example, one)) for one in names if one is not None
-        }  # fmt: skip
+        held = {id(weight_of(example, one)) for one in names if one is not None}
         others = [n for n, param in example.named_parameters() if id(param) not in held]
         if others:
             raise config_error(
@@ -223,15 +221,6 @@ class AutoEP:
     def replace_moe_layers(self, specs, ep_size, ep_rank):
         """The same for all ``specs``. Returns the layers by name."""
         return {spec.moe_module_name: self.replace_moe_layer(spec, ep_size, ep_rank) for spec in specs}
-
-
-class _Named:
-    """As much of a spec as says which weights an expert in a list has."""
-
-    expert_storage = "module_list"
-
-    def __init__(self, names):
-        self.expert_w1_name, self.expert_w2_name, self.expert_w3_name = names
 
 
 def source_state_dict(state_dict, specs):

@@ -13,13 +13,12 @@ from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.ep_repack import repack_expert_weights, source_weights
 from deepspeed.moe.ep_router import Fp32Linear, TokenChoiceTopKRouter
 from deepspeed.moe.errors import fail
-from deepspeed.moe.exchange import TokenDispatcher
+from deepspeed.moe.exchange import exchange_of, with_gradient
 from deepspeed.moe.routes import Routes
-from deepspeed.moe.rows import combine_rows, dispatch_rows
+from deepspeed.moe.rows import combine_rows, dispatch_rows, places_of
 from deepspeed.moe.statistics import LayerStatistics
 from deepspeed.utils import groups
 from deepspeed.zero.parameters.param_ranks import ParamRanks
-from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 
 class SplitPlan(NamedTuple):
@@ -73,9 +72,8 @@ def combine_from_routed(expert_output, top_scores, token_indices_sorted, top_k, 
     weights = top_scores.reshape(-1, top_k).float()
     weights = weights if score_apply == "post" else torch.ones_like(weights)
     sources = token_indices_sorted.to(torch.int32)
-    slots = torch.empty_like(sources)
-    slots[sources.long()] = torch.arange(len(sources), dtype=torch.int32, device=sources.device)
-    return combine_rows(expert_output, weights, sources, slots.view(-1, top_k)).reshape(shape)
+    slots = places_of(sources, len(sources)).view(-1, top_k)
+    return combine_rows(expert_output, weights, sources, slots).reshape(shape)
 
 
 def _recorded_as(source, made):
@@ -279,25 +277,13 @@ class AutoEPMoELayer(torch.nn.Module):
         return made
 
     def _through_experts(self, tokens, routes, scores, beside):
-        plan = routes.plan
-        sources, slots, kept = plan.sources(), plan.slots(), plan.kept
-        dispatcher = None
-        if self.ep_size > 1:
-            chunks = min(self.overlap_chunks, self.num_local_experts)
-            dispatcher = TokenDispatcher(
-                kept, self.num_local_experts, self.ep_group, self.statistics, self.layer_name, chunks
-            )
-            sources, slots = dispatcher.order(sources, slots)
+        sources, slots, run = exchange_of(self, routes.plan)
         rows = dispatch_rows(tokens, sources, slots)
         if self.score_apply == "pre":
             rows = apply_scores_before_experts_if_enabled(rows, scores.reshape(-1)[sources.long()], "pre")
             scores = torch.ones_like(scores)
-        rows = self._run_experts(rows, kept) if dispatcher is None else dispatcher.run(rows, self._run_experts, beside)
-        return combine_rows(rows, scores.float(), sources, slots)
+        return combine_rows(run(rows, self._run_experts, beside), scores.float(), sources, slots)
 
     def _run_experts(self, rows, counts, first=0):
-        """Stage 3 releases experts when the gradient of their rows is there: it has to be wanted."""
-        if torch.is_grad_enabled() and not rows.requires_grad and any(map(is_sharded, self.experts.parameters())):
-            rows = rows.detach().requires_grad_()
         behind = self.num_local_experts - first - len(counts)
-        return self.experts(rows, [0] * first + list(counts) + [0] * behind)
+        return self.experts(with_gradient(rows, self.experts), [0] * first + list(counts) + [0] * behind)

@@ -6,6 +6,8 @@ without an error. Logits that are NaN give weights that are NaN.
 
 import torch
 
+from deepspeed.moe.rows import places_of
+
 _STABLE = {"dim": 0, "stable": True}
 
 
@@ -53,8 +55,4 @@ class DevicePlan:
         return slots.to(torch.int32)
 
     def sources(self, capacity):
-        slots = self.slots(capacity).reshape(-1).long()
-        rows = self.num_experts * capacity
-        sources = torch.full((rows + 1,), -1, dtype=torch.int32, device=slots.device)
-        numbers = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
-        return sources.scatter(0, torch.where(slots < 0, rows, slots), numbers)[:rows]
+        return places_of(self.slots(capacity), self.num_experts * capacity)

@@ -11,14 +11,12 @@ def source_weights(experts_source, spec):
     for stacked experts, ``[w1, w2]`` or ``[w1, w2, w3]`` of all."""
     names = [spec.expert_w1_name, spec.expert_w2_name, spec.expert_w3_name]
     if spec.expert_storage == "module_list":
-        found = [[_weight(expert, name) for name in names] for expert in experts_source]
-        return found
+        return [[None if name is None else weight_of(expert, name) for name in names] for expert in experts_source]
     return [getattr(experts_source, name) for name in names if name is not None]
 
 
-def _weight(expert, name):
-    if name is None:
-        return None
+def weight_of(expert, name):
+    """The weight ``name`` of an expert, or of its child of this name."""
     found = getattr(expert, name)
     return found if isinstance(found, torch.nn.Parameter) else found.weight
 

@@ -1,13 +1,14 @@
 """Exchanges of rows between the ranks that share a layer's experts."""
 
 import contextlib
+import time
 
 import torch
 
 from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.moe.rows import reorder_rows
-from deepspeed.moe.statistics import Watch
+from deepspeed.moe.rows import places_of, reorder_rows
+from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 
 @contextlib.contextmanager
@@ -58,11 +59,11 @@ class _RowExchange:
         return out
 
     def wait(self):
-        watch = Watch()
+        start = time.perf_counter()
         with named(self.dispatcher.where):
             self._work.wait()
         self._work = self._held = None
-        self.dispatcher.statistics.see_seconds(watch.seconds())
+        self.dispatcher.statistics.see_seconds(time.perf_counter() - start)
 
 
 class _Start(torch.autograd.Function):
@@ -153,9 +154,7 @@ class TokenDispatcher:
         ranks, local = self.mine.shape
         runs = sources.split(self.mine.view(-1).tolist())
         sources = torch.cat([runs[r * local + e] for a, b in self.parts for r in range(ranks) for e in range(a, b)])
-        slots = torch.full_like(slots, -1)
-        slots.view(-1)[sources.long()] = torch.arange(len(sources), dtype=slots.dtype, device=slots.device)
-        return sources, slots
+        return sources, places_of(sources, slots.numel()).view(slots.shape)
 
     def run(self, rows, experts, beside):
         """The rows, in that order, through ``experts(rows, counts, first expert)``. ``beside`` is called during the
@@ -175,3 +174,23 @@ class TokenDispatcher:
             back = _RowExchange(self, exchange.taken, exchange.given)
             home.append((_Start.apply(made, back), back))
         return torch.cat([_Wait.apply(arriving, back) for arriving, back in home])
+
+
+def exchange_of(layer, plan):
+    """``(sources, slots, run)`` of the rows of one forward of ``layer`` that keeps all tokens; ``run`` is
+    ``TokenDispatcher.run``, or runs the experts where one rank has all of them."""
+    sources, slots = plan.sources(), plan.slots()
+    if layer.ep_size == 1:
+        return sources, slots, lambda rows, experts, beside: experts(rows, plan.kept)
+    chunks = min(layer.overlap_chunks, layer.num_local_experts)
+    dispatcher = TokenDispatcher(
+        plan.kept, layer.num_local_experts, layer.ep_group, layer.statistics, layer.layer_name, chunks
+    )
+    return *dispatcher.order(sources, slots), dispatcher.run
+
+
+def with_gradient(rows, experts):
+    """``rows``, which require a gradient where ``experts`` are sharded: stage 3 releases them when it is computed."""
+    if torch.is_grad_enabled() and not rows.requires_grad and any(map(is_sharded, experts.parameters())):
+        return rows.detach().requires_grad_()
+    return rows

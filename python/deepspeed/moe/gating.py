@@ -27,12 +27,20 @@ def _scores(logits, bias, noise):
     return (logits.detach() if scores is None else scores) + gumbel_rsample(logits.shape, logits.device)
 
 
+def _gated(logits, k, select, used_token, capacity_factor, min_capacity, drop):
+    """``(probabilities, k experts of each token, the capacity of an expert or None)``. ``used_token``: 0 for tokens
+    that do not count, which get no expert."""
+    probs, experts = gate(logits, k, select)
+    if used_token is not None:
+        unused = used_token.reshape(-1, 1).to(experts.device) == 0
+        experts = experts.masked_fill(unused & (experts >= 0), -1)
+    return probs, experts, capacity_of(*logits.shape, capacity_factor * k, min_capacity) if drop else None
+
+
 def route_top1(logits, capacity_factor, min_capacity, used_token=None, noise=None, drop=True, bias=None, random=True):
     """One expert for each token. ``random``: a full expert keeps random tokens, else the first ones."""
     select = _scores(logits, bias, noise)
-    probs, experts = gate(logits, 1, select)
-    experts = _used(experts, used_token)
-    capacity = capacity_of(len(logits), logits.shape[1], capacity_factor, min_capacity) if drop else None
+    probs, experts, capacity = _gated(logits, 1, select, used_token, capacity_factor, min_capacity, drop)
     priority = torch.rand(experts.shape, device=logits.device) if random and drop else None
     routes = Routes(experts, probs, capacity, priority)
     routes.l_aux = routes.balance_loss()
@@ -47,9 +55,7 @@ def route_top2(
     if sample_second:
         first = (logits if select is None else select).argmax(1, keepdim=True)
         select = _scores(logits, bias, "RSample").scatter(1, first, float("inf"))
-    probs, experts = gate(logits, 2, select)
-    experts = _used(experts, used_token)
-    capacity = capacity_of(len(logits), logits.shape[1], capacity_factor * 2, min_capacity) if drop else None
+    probs, experts, capacity = _gated(logits, 2, select, used_token, capacity_factor, min_capacity, drop)
     routes = Routes(experts, probs, capacity, choices_first=True, normalize=True)
     first = experts[:, 0].long()
     routes.counted = torch.bincount(first[first >= 0], minlength=logits.shape[1])
@@ -64,23 +70,14 @@ def route_topk(
     ones ("position")."""
     if policy not in ("probs", "position"):
         raise ValueError(f"Invalid drop_policy: {policy}; it is 'probs' or 'position'")
-    probs, experts = gate(logits, k, _scores(logits, bias, noise))
-    experts = _used(experts, used_token)
-    capacity = capacity_of(len(logits), logits.shape[1], capacity_factor * k, min_capacity) if drop else None
+    select = _scores(logits, bias, noise)
+    probs, experts, capacity = _gated(logits, k, select, used_token, capacity_factor, min_capacity, drop)
     by_probs = drop and policy == "probs"
     priority = probs.detach().gather(1, experts.long().clamp(min=0)) if by_probs else None
     routes = Routes(experts, probs, capacity, priority, normalize=True)
     routes.loss_scale = 1 / k
     routes.l_aux = routes.balance_loss()
     return routes
-
-
-def _used(experts, used_token):
-    """Gives tokens that do not count no expert."""
-    if used_token is None:
-        return experts
-    unused = used_token.reshape(-1, 1).to(experts.device) == 0
-    return experts.masked_fill(unused & (experts >= 0), -1)
 
 
 def top1gating(
@@ -142,12 +139,15 @@ def largest_over(group, value):
     return int(value)
 
 
+def capacity_in(group, routes):
+    """The capacity of ``routes``; where all tokens are kept, the rows of the busiest expert of the ranks of a group."""
+    return routes.capacity if routes.capacity is not None else largest_over(group, routes.exp_counts.max().reshape(1))
+
+
 def _published(routes, ep_group, sparse):
     """The tuple of the gating functions. ``sparse``: ``(l_aux, capacity, experts, [expert of each token], [its place
     there], [its weight], counts)`` with an entry for each of the k choices; expert -1: dropped."""
-    capacity = routes.capacity
-    if capacity is None:  # as many rows as the busiest expert of all ranks has
-        capacity = largest_over(ep_group, routes.exp_counts.max().reshape(1))
+    capacity = capacity_in(ep_group, routes)
     if not sparse:
         return routes.l_aux, *routes.masks(capacity), routes.exp_counts
     locations = routes.locations()

@@ -14,10 +14,8 @@ from deepspeed.zero.parameters.param_ranks import ParamRanks
 
 def _stages(mpu):
     """Stages of a pipeline, each with experts of its own."""
-    for name in ("get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size"):
-        if hasattr(mpu, name):
-            return getattr(mpu, name)()
-    return 1
+    names = ("get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size")
+    return next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), 1)
 
 
 class MoE(torch.nn.Module):
@@ -75,13 +73,10 @@ class MoE(torch.nn.Module):
             fail("", f"Number of experts ({num_experts}) should be divisible by expert parallel size ({ep_size})")
         if noisy_gate_policy not in NOISE:
             fail("", f"Unsupported noisy_gate_policy: {noisy_gate_policy}; it is 'Jitter', 'RSample' or None")
-        self.use_residual = use_residual
-        self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
+        self.use_residual, self.enable_expert_tensor_parallelism = use_residual, enable_expert_tensor_parallelism
         self.stages = None  # of the pipeline that the layer is in; the pipeline engine sets it
-        self.ep_size = ep_size
-        self.expert_group_name = f"ep_size_{self.ep_size}"
-        self.num_experts = num_experts
-        self.num_local_experts = num_experts // self.ep_size
+        self.ep_size, self.expert_group_name = ep_size, f"ep_size_{ep_size}"
+        self.num_experts, self.num_local_experts = num_experts, num_experts // ep_size
         log_dist(
             f"MoE layer: {num_experts} experts, {self.num_local_experts} of them on each of {ep_size} ranks", ranks=[0]
         )

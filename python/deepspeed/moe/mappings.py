@@ -29,33 +29,24 @@ def _drop_tokens(input_, dim=0):
     return torch.narrow(input_, dim, rank * (total // ranks), total // ranks).contiguous()
 
 
-class _GatherTokens(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
+    """``apply(input, dim, there, back)``: ``there(input, dim)``, whose gradient goes through ``back``."""
+
     @staticmethod
-    def forward(ctx, input_, dim):
-        ctx.dim = dim
-        return _gather_tokens(input_, dim)
+    def forward(ctx, input_, dim, there, back):
+        ctx.dim, ctx.back = dim, back
+        return there(input_, dim)
 
     @staticmethod
     def backward(ctx, grad_output):
-        return _drop_tokens(grad_output, ctx.dim), None
-
-
-class _DropTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input_, dim):
-        ctx.dim = dim
-        return _drop_tokens(input_, dim)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return _gather_tokens(grad_output, ctx.dim), None
+        return ctx.back(grad_output, ctx.dim), None, None, None
 
 
 def gather_tokens(input_, dim=0):
     """``_gather_tokens``, of whose result each rank's part belongs to its own input; ``input_`` itself on one rank."""
-    return _GatherTokens.apply(input_, dim) if tensor_ranks() > 1 else input_
+    return _Exchanged.apply(input_, dim, _gather_tokens, _drop_tokens) if tensor_ranks() > 1 else input_
 
 
 def drop_tokens(input_, dim=0):
     """``_drop_tokens``, whose input every rank has; ``input_`` itself on one rank."""
-    return _DropTokens.apply(input_, dim) if tensor_ranks() > 1 else input_
+    return _Exchanged.apply(input_, dim, _drop_tokens, _gather_tokens) if tensor_ranks() > 1 else input_

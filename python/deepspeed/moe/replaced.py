@@ -8,10 +8,6 @@ from deepspeed.zero.parameters import sharded_parameter as sharding
 from deepspeed.zero.parameters.param_ranks import ranks_of
 
 
-def _is_sharded_over_all(param):
-    return param is not None and sharding.is_sharded(param) and ranks_of(param) is None
-
-
 @torch.no_grad()
 def share_anew(experts, copies):
     """Parameters of the module ``experts`` that ``zero.Init`` has sharded over all ranks become shards over the ranks
@@ -20,7 +16,7 @@ def share_anew(experts, copies):
         (module, name)
         for module in experts.modules()
         for name, param in module._parameters.items()
-        if _is_sharded_over_all(param)
+        if param is not None and sharding.is_sharded(param) and ranks_of(param) is None
     ]
     if not held:
         return

@@ -89,10 +89,18 @@ def combine_rows(rows, weights, sources, slots):
     return _Combine.apply(rows, weights, sources, slots)
 
 
+def places_of(numbers, count):
+    """For each of ``count`` numbers its place in ``numbers``, a tensor of any shape, flat; int32, -1 for none. Negative
+    numbers have no place. It is the inverse of a permutation."""
+    flat = numbers.reshape(-1).long()
+    found = torch.full((count + 1,), -1, dtype=torch.int32, device=flat.device)
+    places = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
+    return found.scatter_(0, torch.where(flat < 0, count, flat), places)[:count]
+
+
 def reorder_rows(rows, order):
     """``rows[order]`` for a permutation ``order``."""
-    inverse = torch.empty_like(order)
-    inverse[order.long()] = torch.arange(len(order), dtype=order.dtype, device=order.device)
+    inverse = places_of(order, len(order))
     return _Dispatch.apply(rows, order, inverse.unsqueeze(1)), inverse
 
 

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from deepspeed import comm as dist
 from deepspeed.log import warning_once
 from deepspeed.moe.errors import fail
-from deepspeed.moe.exchange import PaddedTokenDispatcher, TokenDispatcher, _AllToAll, named
+from deepspeed.moe.exchange import PaddedTokenDispatcher, _AllToAll, exchange_of, named, with_gradient
 from deepspeed.moe.gating import (  # noqa: F401
     NOISE,
+    capacity_in,
     gumbel_rsample,
     largest_over,
     multiplicative_jitter,
@@ -30,11 +31,10 @@ from deepspeed.moe.gating import (  # noqa: F401
 )
 from deepspeed.moe.mappings import drop_tokens, gather_tokens, tensor_ranks
 from deepspeed.moe.routes import Routes, capacity_of
-from deepspeed.moe.rows import add_loss, combine_rows, dispatch_rows
+from deepspeed.moe.rows import add_loss, combine_rows, dispatch_rows, places_of
 from deepspeed.moe.statistics import LayerStatistics
 from deepspeed.ops.half_products import add_in_fp32
 from deepspeed.utils import groups
-from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 _OWN_EXCHANGE = _AllToAll
 TUTEL_INSTALLED = False  # routing is done by kernels of our own
@@ -49,16 +49,6 @@ def _capacity(gates, capacity_factor, min_capacity):
     """Rows that an expert takes of ``gates`` [tokens, experts], as a tensor."""
     tokens, experts = gates.shape
     return torch.tensor(capacity_of(tokens, experts, round(float(capacity_factor), 6), int(min_capacity)))
-
-
-def _one_hot_to_float(x, num_classes):
-    """``torch.nn.functional.one_hot`` in floating point."""
-    return F.one_hot(x, num_classes=num_classes).float()
-
-
-def _top_idx(source, k):
-    """The places of the ``k`` largest along the first dimension."""
-    return torch.topk(source, k=k, dim=0)[1]
 
 
 def _route_slots(indices, locations, num_experts, capacity):
@@ -83,7 +73,7 @@ def _stacked(choices):
 def _sparse_encode(reshaped_input, slots, num_experts, capacity):
     """Tokens [tokens, width] in the rows of their experts: [experts, capacity, width], zeros where there is none."""
     slots = _stacked(slots)
-    return dispatch_rows(reshaped_input, _sources(slots, num_experts * capacity), slots.to(torch.int32)).reshape(
+    return dispatch_rows(reshaped_input, places_of(slots, num_experts * capacity), slots.to(torch.int32)).reshape(
         num_experts, capacity, -1
     )
 
@@ -92,16 +82,7 @@ def _sparse_decode(expert_output, slots, gates, num_tokens):
     """For each of ``num_tokens`` tokens the sum of its rows of ``expert_output``, times ``gates``."""
     slots, rows = _stacked(slots), expert_output.reshape(-1, expert_output.shape[-1])
     weights = _stacked(gates)
-    return combine_rows(rows, weights, _sources(slots, len(rows)), slots.to(torch.int32))[:num_tokens]
-
-
-def _sources(slots, rows):
-    """The choice that each row belongs to; -1: none."""
-    sources = torch.full((rows,), -1, dtype=torch.int32, device=slots.device)
-    flat = slots.reshape(-1).long()
-    kept = flat >= 0
-    sources[flat[kept]] = torch.arange(len(flat), dtype=torch.int32, device=slots.device)[kept]
-    return sources
+    return combine_rows(rows, weights, places_of(slots, len(rows)), slots.to(torch.int32))[:num_tokens]
 
 
 class TopKGate(torch.nn.Module):
@@ -144,14 +125,10 @@ class TopKGate(torch.nn.Module):
         self.wg = torch.nn.Linear(model_dim, num_experts, bias=False)
         self.ep_group = ep_group
         self.batch_group = None  # the ranks that see the tokens of one batch
-        self.k = k
-        self.capacity_factor = capacity_factor
-        self.eval_capacity_factor = eval_capacity_factor
-        self.min_capacity = min_capacity
+        self.k, self.top2_2nd_expert_sampling = k, top2_2nd_expert_sampling
+        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
+        self.min_capacity, self.drop_tokens, self.use_rts = min_capacity, drop_tokens, use_rts
         self.noisy_gate_policy = noisy_gate_policy
-        self.drop_tokens = drop_tokens
-        self.use_rts = use_rts
-        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
         self.balance, self.aux_scope, self.z_loss_coeff = balance, aux_scope, z_loss_coeff
         self.register_buffer("expert_bias", torch.zeros(num_experts) if balance == "bias" else None)
 
@@ -161,10 +138,7 @@ class TopKGate(torch.nn.Module):
     def forward(self, input, used_token=None, use_tutel=False):
         """``(l_aux, combine weights, dispatch mask, counts)`` as the gating functions give them."""
         routes = self.route(input, used_token)
-        capacity = routes.capacity
-        if capacity is None:
-            capacity = largest_over(self.ep_group, routes.exp_counts.max().reshape(1))
-        return routes.l_aux, *routes.masks(capacity), routes.exp_counts
+        return routes.l_aux, *routes.masks(capacity_in(self.ep_group, routes)), routes.exp_counts
 
     def route(self, input, used_token=None):
         """The ``Routes`` of tokens [tokens, model_dim]. ``used_token`` [tokens]: 0 for tokens that get no expert."""
@@ -214,11 +188,8 @@ class MOELayer(torch.nn.Module):
 
     def __init__(self, gate, experts, ep_group_name, ep_size, num_local_experts, use_tutel=False):
         super().__init__()
-        self.gate = gate
-        self.experts = experts
-        self.ep_group = None
-        self.ep_size = ep_size
-        self.ep_group_name = ep_group_name
+        self.gate, self.experts = gate, experts
+        self.ep_group, self.ep_size, self.ep_group_name = None, ep_size, ep_group_name
         self.num_local_experts = num_local_experts
         self.layer_name = ""
         self.overlap_chunks = 1
@@ -284,24 +255,12 @@ class MOELayer(torch.nn.Module):
         return self.ep_size > 1 and tensor_ranks() > 1 and groups._get_expert_model_parallel_world_size() == 1
 
     def _keep_all(self, tokens, routes, beside):
-        sources, slots, kept = routes.plan.sources(), routes.plan.slots(), routes.plan.kept
-        if self.ep_size == 1:
-            rows = self._run_experts(dispatch_rows(tokens, sources, slots), kept)
-        else:
-            chunks = min(self.overlap_chunks, self.num_local_experts)
-            dispatcher = TokenDispatcher(
-                kept, self.num_local_experts, self.ep_group, self.statistics, self.layer_name, chunks
-            )
-            sources, slots = dispatcher.order(sources, slots)
-            rows = dispatcher.run(dispatch_rows(tokens, sources, slots), self._run_experts, beside or (lambda: None))
+        sources, slots, run = exchange_of(self, routes.plan)
+        rows = run(dispatch_rows(tokens, sources, slots), self._run_experts, beside or (lambda: None))
         return combine_rows(rows, routes.weights(), sources, slots)
 
     def _run_experts(self, rows, *which):
-        """Runs the experts on rows that require a gradient: stage 3 releases experts when that gradient is computed."""
-        sharded = any(is_sharded(param) for param in self.experts.parameters())
-        if sharded and torch.is_grad_enabled() and not rows.requires_grad:
-            rows = rows.detach().requires_grad_()
-        return self.experts(rows, *which)
+        return self.experts(with_gradient(rows, self.experts), *which)
 
     def _keep_some(self, tokens, routes, beside):
         capacity = self._common_capacity(routes)
@@ -334,12 +293,13 @@ class MOELayer(torch.nn.Module):
                 )
                 parts = rows.reshape(self.ep_size, self.num_local_experts, -1, width)
                 rows = dispatcher.run(parts, self._run_experts, beside or (lambda: None)).flatten(0, 1)
-                return gather_tokens(rows, dim=1)[:, :capacity] if split else rows
-            crossing = rows.numel() * rows.element_size() * (self.ep_size - 1) // self.ep_size
-            self.statistics.see_bytes(crossing * (4 if torch.is_grad_enabled() else 2))  # both ways, and the gradients
-            rows = _AllToAll.apply(self.ep_group, rows)
-            rows = self._run_experts(rows.reshape(self.ep_size, self.num_local_experts, -1, width))
-            rows = _AllToAll.apply(self.ep_group, rows).reshape(self.ep_size * self.num_local_experts, -1, width)
+            else:
+                crossing = rows.numel() * rows.element_size() * (self.ep_size - 1) // self.ep_size
+                both_ways = 4 if torch.is_grad_enabled() else 2  # with the gradients
+                self.statistics.see_bytes(crossing * both_ways)
+                rows = _AllToAll.apply(self.ep_group, rows)
+                rows = self._run_experts(rows.reshape(self.ep_size, self.num_local_experts, -1, width))
+                rows = _AllToAll.apply(self.ep_group, rows).reshape(self.ep_size * self.num_local_experts, -1, width)
             return gather_tokens(rows, dim=1)[:, :capacity] if split else rows
 
     def _by_masks(self, hidden, tokens, l_aux, combine, dispatch, counts):

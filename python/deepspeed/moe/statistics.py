@@ -1,21 +1,9 @@
 """Statistics of a layer's experts since the last step, as one row of numbers that ranks add up."""
 
-import time
-
 import torch
 
 _SAMPLE = 256  # tokens of a forward from which the entropy is computed
 _NUMBERS = ("tokens", "dropped", "entropy", "sampled", "aux_loss", "forwards", "bytes", "ms")
-
-
-class Watch:
-    """Seconds since it was made."""
-
-    def __init__(self):
-        self._start = time.perf_counter()
-
-    def seconds(self):
-        return time.perf_counter() - self._start
 
 
 class LayerStatistics:
@@ -43,14 +31,18 @@ class LayerStatistics:
         if self.row.device != routes.probs.device:
             self.row = self.row.to(routes.probs.device)
         self.row[: self.num_experts] += routes.exp_counts
-        self._add("tokens", routes.tokens)
         kept = torch.as_tensor(routes.plan.kept, device=self.row.device)
-        self._add("dropped", routes.exp_counts.sum() - kept.sum())
         probs = routes.probs.detach()[:: max(1, routes.tokens // _SAMPLE)]
-        self._add("entropy", -torch.special.xlogy(probs, probs).sum())
-        self._add("sampled", len(probs))
-        self._add("aux_loss", routes.l_aux.detach())
-        self._add("forwards", 1)
+        numbers = {
+            "tokens": routes.tokens,
+            "dropped": routes.exp_counts.sum() - kept.sum(),
+            "entropy": -torch.special.xlogy(probs, probs).sum(),
+            "sampled": len(probs),
+            "aux_loss": routes.l_aux.detach(),
+            "forwards": 1,
+        }
+        for name, value in numbers.items():
+            self._add(name, value)
 
     def see_bytes(self, count):
         """Adds ``count`` bytes that this rank has sent."""

@@ -1,13 +1,12 @@
 """Builds the optimizer that ``optimizer.type`` of a configuration names, and counts its states of each element."""
 
-import importlib.util
 import pkgutil
 
 import torch
 
 from deepspeed import ops
 from deepspeed._native import DeepSpeedConfigError
-from deepspeed.registry import Registry, load_target, nearest
+from deepspeed.registry import Registry, nearest
 
 # name in lower case -> builder(name, parameters, params of the config). Other built-in types need no row here: they are
 # folders of deepspeed.ops whose package has a `from_config` of the same signature.
@@ -27,14 +26,9 @@ def _builder(name, on_host=False):
     for registry in (HOST_OPTIMIZERS, OPTIMIZERS) if on_host else (OPTIMIZERS,):
         if name in registry.names():
             return registry.get(name)
-    if not name.isidentifier() or importlib.util.find_spec(f"deepspeed.ops.{name}") is None:
-        return None
-    for attribute in ("from_config_on_host", "from_config") if on_host else ("from_config",):
-        try:
-            return load_target(f"deepspeed.ops.{name}:{attribute}")
-        except AttributeError:  # a folder of something else, or no class of its own
-            continue
-    return None
+    package = getattr(ops, name, None) if name.isidentifier() else None  # None: there is no such folder
+    own = getattr(package, "from_config", None)
+    return getattr(package, "from_config_on_host", own) if on_host else own
 
 
 def _names():

@@ -4,6 +4,8 @@ This module knows only a rule's name, its state slots and its hyperparameters (`
 names its rule and gives the defaults of its parameter groups.
 """
 
+import collections
+
 import torch
 
 from deepspeed._native import _C
@@ -68,15 +70,8 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def rule_args(self, group):
         """The hyperparameters of one parameter group by the rule's own names, all as floats."""
-        args = {}
-        for name in RULES[self.rule_of(group)]["hyper"]:
-            if name in self._fixed:
-                args[name] = float(self._fixed[name])
-            elif name in group:
-                args[name] = float(group[name])
-            elif name in ("beta1", "beta2") and "betas" in group:
-                args[name] = float(group["betas"][int(name[4]) - 1])
-        return args
+        values = {**dict(zip(("beta1", "beta2"), group.get("betas", ()))), **group, **self._fixed}
+        return {name: float(values[name]) for name in RULES[self.rule_of(group)]["hyper"] if name in values}
 
     def _check_group(self, group):
         name = type(self).__name__
@@ -159,7 +154,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         """One update of every parameter of the group that has a gradient."""
         # Parameters of one device and one step count share a call. Nearly always that is one call per group.
         slots = self.slots_of(group)
-        calls = {}
+        calls = collections.defaultdict(lambda: ([], [], []))
         for param in group["params"]:
             grad = self._gradient(param)
             if grad is None:
@@ -168,10 +163,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             state = self.state[param]
             if len(state) <= len(slots):  # step, and one for each slot
                 state = self._init_state(param, slots)
-            key = (param.device, int(state["step"]) + 1)
-            call = calls.get(key)
-            if call is None:
-                call = calls[key] = ([], [], [])
+            call = calls[param.device, int(state["step"]) + 1]
             call[0].append(param)
             call[1].append(grad)
             call[2].append(state)
@@ -194,8 +186,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         if self.stochastic_rounding and any(param.dtype == torch.bfloat16 for param in params):
             places = {}
             for group in self.param_groups:
-                for param in group["params"]:
-                    places[param] = len(places)
+                places.update({param: len(places) + index for index, param in enumerate(group["params"])})
             random = {
                 "seed": (self._seed ^ (step << 40)) & 0xFFFFFFFFFFFFFFFF,
                 "streams": [places[param] for param in params],

@@ -112,17 +112,12 @@ class DynamicLossScaler(LossScalerBase):
         dtype=torch.half,
     ):
         super().__init__(init_scale)
-        self.cur_iter = 0
-        self.last_overflow_iter = -1
-        self.scale_factor = scale_factor
-        self.scale_window = scale_window
-        self.min_scale = min_scale
-        self.delayed_shift = delayed_shift
-        self.cur_hysteresis = delayed_shift
+        self.cur_iter, self.last_overflow_iter = 0, -1
+        self.scale_factor, self.scale_window, self.min_scale = scale_factor, scale_window, min_scale
+        self.delayed_shift = self.cur_hysteresis = delayed_shift
         self.consecutive_hysteresis = consecutive_hysteresis
         self.raise_error_at_min_scale = raise_error_at_min_scale
-        self.dynamic = True
-        self.dtype = dtype
+        self.dynamic, self.dtype = True, dtype
         self._rules()
         if not min_scale <= init_scale < float("inf"):
             raise ValueError(

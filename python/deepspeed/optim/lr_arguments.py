@@ -56,12 +56,6 @@ globals().update({name.upper(): name for parameters in _PARAMETERS.values() for 
 _COMMAND_LINE_DEFAULTS = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "warmup_max_lr": 0.001, "total_num_steps": None}
 
 
-def _default(schedule, name):
-    if name in _COMMAND_LINE_DEFAULTS:
-        return _COMMAND_LINE_DEFAULTS[name]
-    return inspect.signature(_CLASSES[schedule]).parameters[name].default
-
-
 def add_tuning_arguments(parser):
     """Adds ``--lr_schedule`` and one argument per schedule parameter to an argparse parser; returns the parser.
 
@@ -80,7 +74,9 @@ def add_tuning_arguments(parser):
         group.add_argument(
             "--" + name,
             type=kind,
-            default=_default(schedules[0], name),
+            default=_COMMAND_LINE_DEFAULTS.get(
+                name, inspect.signature(_CLASSES[schedules[0]]).parameters[name].default
+            ),
             help=f"parameter of {', '.join(schedules)}",
             **extra,
         )

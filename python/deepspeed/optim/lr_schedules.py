@@ -110,6 +110,10 @@ class _Schedule:
         for group, rate in zip(groups, self._last_lr):
             _set_rate(group, rate)
 
+    def step(self, batch_iteration=None):
+        """Goes to the next iteration, or to the given one."""
+        self._move_to(self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration)
+
     def get_lr(self):
         """Rates of the current iteration, one per parameter group."""
         return self._formula.lr(self.last_batch_iteration)
@@ -133,19 +137,13 @@ def _set_rate(group, rate):
         group["lr"] = rate
 
 
-class _BatchIterationStep(_Schedule):
-    def step(self, batch_iteration=None):
-        """Goes to the next iteration, or to the given one."""
-        self._move_to(self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration)
-
-
 class _LastBatchIterationStep(_Schedule):
     def step(self, last_batch_iteration=None):
         """Goes to the next iteration, or to the given one."""
-        self._move_to(self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration)
+        super().step(last_batch_iteration)
 
 
-class LRRangeTest(_BatchIterationStep):
+class LRRangeTest(_Schedule):
     """Raises the rate from ``lr_range_test_min_lr`` without end, to find the largest usable one (Smith 2017, 3.3):
     ``min_lr * (1 + step_rate * t)`` with ``t = (iteration + 1) / step_size``, rounded down with ``staircase``.
 
@@ -172,7 +170,7 @@ class LRRangeTest(_BatchIterationStep):
         )
 
 
-class OneCycle(_BatchIterationStep):
+class OneCycle(_Schedule):
     """One cycle of the rate, up then down, and of the momentum, down then up; then decay (Smith 2018).
 
     In the cycle the rate goes from ``cycle_min_lr`` to ``cycle_max_lr`` in ``cycle_first_step_size`` iterations and

@@ -42,8 +42,7 @@ def auto_wrap_model_for_sp(model, process_group):
 
 
 def _takes_projections(module):
-    names = [name for name in inspect.signature(module.forward).parameters][:3]
-    return [name[0] for name in names] == ["q", "k", "v"]
+    return [name[0] for name in inspect.signature(module.forward).parameters][:3] == ["q", "k", "v"]
 
 
 def _has_class_token(model, name):

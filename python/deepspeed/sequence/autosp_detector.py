@@ -27,14 +27,6 @@ class SPModelInfo:
     vision_projection_module: Optional[Tuple[str, nn.Module]] = None
 
 
-def _is_attention(module):
-    return bool(_ATTENTION.search(type(module).__name__))
-
-
-def _is_vision(name, module):
-    return bool(_VISION_CLASS.search(type(module).__name__) or _VISION_PATH.search(name))
-
-
 def detect_model_sp_info(model):
     """``SPModelInfo`` of ``model``, by the names of its classes and of its parts. If attention modules contain
     others, the outermost counts."""
@@ -42,9 +34,11 @@ def detect_model_sp_info(model):
     for name, module in model.named_modules():
         if inside is not None and name.startswith(inside):
             continue
-        if _is_attention(module):
+        kind = type(module).__name__
+        if _ATTENTION.search(kind):
             inside = f"{name}."
-            (info.vit_attn_modules if _is_vision(name, module) else info.llm_attn_modules).append((name, module))
+            is_vision = _VISION_CLASS.search(kind) or _VISION_PATH.search(name)
+            (info.vit_attn_modules if is_vision else info.llm_attn_modules).append((name, module))
         elif info.vision_projection_module is None and _PROJECTION.search(name):
             info.vision_projection_module = (name, module)
     return info

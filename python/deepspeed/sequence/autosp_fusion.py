@@ -9,7 +9,35 @@ from deepspeed.sequence.autosp_vit import gathered
 _DEFAULT_IMAGE_TOKEN_ID = -200  # LLaVA's
 
 
-class ModalityFusionSPAdapter(nn.Module):
+class _FusionAdapter(nn.Module):
+    """The base of the adapters, which know the ``places`` of visual features among the tokens."""
+
+    def __init__(self, projection, process_group):
+        super().__init__()
+        self.projection, self.process_group = projection, process_group
+
+    def forward(self, visual_features, text_embeds, input_ids):
+        places = self.places(input_ids)
+        group = self.process_group
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        if places.shape != text_embeds.shape[:2]:
+            raise ValueError(
+                f"input_ids of shape {tuple(places.shape)} do not belong to text_embeds of shape "
+                f"{tuple(text_embeds.shape)}"
+            )
+        projected = self.projection(visual_features)
+        whole = gathered(projected, group, 1) if world > 1 else projected
+        rows = [_row(*row) for row in zip(text_embeds, whole.to(text_embeds.dtype), places)]
+        lengths = sorted({row.shape[0] for row in rows})
+        if len(lengths) > 1 or lengths[0] % world:
+            raise ValueError(
+                f"with their visual features the {len(rows)} rows have {', '.join(map(str, lengths))} tokens: all must "
+                f"have the same number, a multiple of the {world} ranks that share them; pad the text"
+            )
+        return torch.stack(rows).chunk(world, dim=1)[rank]
+
+
+class ModalityFusionSPAdapter(_FusionAdapter):
     """Called ``(visual_features, text_embeds, input_ids)`` with this rank's part of the visual features (``[batch,
     part, features]``), and the embeddings and ids of the whole text (``[batch, tokens(, hidden)]``); returns this
     rank's part of the whole sequence, ``[batch, part, hidden]``.
@@ -19,15 +47,12 @@ class ModalityFusionSPAdapter(nn.Module):
     """
 
     def __init__(self, projection, process_group, image_token_id=_DEFAULT_IMAGE_TOKEN_ID):
-        super().__init__()
-        self.projection, self.process_group, self.image_token_id = projection, process_group, image_token_id
+        super().__init__(projection, process_group)
+        self.image_token_id = image_token_id
 
     def places(self, input_ids):
         """A mask ``[batch, tokens]``: True for tokens that visual features replace."""
         return input_ids == self.image_token_id
-
-    def forward(self, visual_features, text_embeds, input_ids):
-        return _fused(self, visual_features, text_embeds, self.places(input_ids))
 
 
 class LlavaFusionAdapter(ModalityFusionSPAdapter):
@@ -38,13 +63,12 @@ class InternVLFusionAdapter(ModalityFusionSPAdapter):
     """InternVL: ``<IMG_CONTEXT>`` tokens; pass their id."""
 
 
-class Qwen2VLFusionAdapter(nn.Module):
+class Qwen2VLFusionAdapter(_FusionAdapter):
     """As ``ModalityFusionSPAdapter``: visual features take the places between ``vision_start_token_id`` and
     ``vision_end_token_id``."""
 
     def __init__(self, projection, process_group, vision_start_token_id, vision_end_token_id):
-        super().__init__()
-        self.projection, self.process_group = projection, process_group
+        super().__init__(projection, process_group)
         self.vision_start_token_id, self.vision_end_token_id = vision_start_token_id, vision_end_token_id
 
     def places(self, input_ids):
@@ -56,28 +80,6 @@ class Qwen2VLFusionAdapter(nn.Module):
                 f"{starts.sum(1).tolist()} and {ends.sum(1).tolist()}"
             )
         return (starts.cumsum(1) - ends.cumsum(1) > 0) & ~starts
-
-    def forward(self, visual_features, text_embeds, input_ids):
-        return _fused(self, visual_features, text_embeds, self.places(input_ids))
-
-
-def _fused(adapter, visual_features, text_embeds, places):
-    group = adapter.process_group
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    if places.shape != text_embeds.shape[:2]:
-        raise ValueError(
-            f"input_ids of shape {tuple(places.shape)} do not belong to text_embeds of shape {tuple(text_embeds.shape)}"
-        )
-    projected = adapter.projection(visual_features)
-    whole = gathered(projected, group, 1) if world > 1 else projected
-    rows = [_row(*row) for row in zip(text_embeds, whole.to(text_embeds.dtype), places)]
-    lengths = sorted({row.shape[0] for row in rows})
-    if len(lengths) > 1 or lengths[0] % world:
-        raise ValueError(
-            f"with their visual features the {len(rows)} rows have {', '.join(map(str, lengths))} tokens: all must "
-            f"have the same number, a multiple of the {world} ranks that share them; pad the text"
-        )
-    return torch.stack(rows).chunk(world, dim=1)[rank]
 
 
 def _row(text, visual, places):

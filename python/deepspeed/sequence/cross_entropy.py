@@ -2,8 +2,7 @@
 
 import torch
 
-from deepspeed import comm as dist
-from deepspeed.sequence.gradients import own_part
+from deepspeed.sequence.gradients import own_part, parts_of_all
 
 
 class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
@@ -13,12 +12,7 @@ class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
         loss = -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
         ctx.save_for_backward(log_probs, target)
         ctx.group, ctx.dtype = sp_group, vocab_seq_parallel_logits.dtype
-        world = dist.get_world_size(sp_group)
-        if world == 1:
-            return loss
-        every = loss.new_empty((world * loss.shape[0], *loss.shape[1:]))
-        dist.all_gather_into_tensor(every, loss.contiguous(), group=sp_group)
-        return every
+        return parts_of_all(loss, sp_group)
 
     @staticmethod
     def backward(ctx, grad_output):

@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed._native import _C
 from deepspeed.comm import group_communicators, held
 from deepspeed.comm.mesh import made_here
+from deepspeed.sequence.heads import HeadPlan
 
 HEADS = 2  # the dimension
 
@@ -24,6 +25,26 @@ class PlannedGroup:
 
     def __init__(self, size, rank=0, memory=None):
         self.size, self.rank, self.memory = size, rank, memory
+
+    def exchange(self, tensors, to_heads, ranges, along, heads_first):
+        """Of each tensor the whole sequence with this rank's heads, or its part of the sequence with all heads."""
+        made, messages, stacks = [], [0] * self.size, []
+        for tensor, runs in zip(tensors, ranges):
+            shape, counts = list(tensor.shape), [stop - start for start, stop in runs]
+            bytes_ = tensor.numel() * tensor.element_size()
+            if to_heads:
+                each = [bytes_ // shape[HEADS] * count for count in counts]
+                shape[along], shape[HEADS] = shape[along] * self.size, counts[self.rank]
+            else:
+                each = [bytes_ // self.size] * self.size
+                shape[along], shape[HEADS] = shape[along] // self.size, max(stop for _, stop in runs)
+            messages = [one + more for one, more in zip(messages, each)]
+            made.append(self.result(tensor, shape, to_heads and heads_first and along == 1))
+            if not to_heads and sum(counts) > shape[HEADS]:  # copies of a head are neighbours
+                shape[HEADS] = sum(counts)
+                stacks.append(self.result(tensor, shape))
+        self.carry(messages)
+        return tuple(made)
 
     def carry(self, messages):
         """``messages``: bytes to each rank, this one's own included."""
@@ -68,88 +89,84 @@ def _native(group, tensor):
 
 
 class _Planned(torch.autograd.Function):
-    """``apply(exchange, *tensors)``: the result of an exchange among planned ranks, without values."""
+    """``apply(group, ranges, along, to_heads, heads_first, *tensors)``: the results of an exchange among planned ranks,
+    without values."""
 
     @staticmethod
-    def forward(ctx, exchange, *tensors):
-        ctx.exchange = exchange
-        return exchange.give(tensors, exchange.to_heads)
+    def forward(ctx, group, ranges, along, to_heads, heads_first, *tensors):
+        ctx.group, ctx.to_heads, ctx.how = group, to_heads, (ranges, along, heads_first)
+        return group.exchange(tensors, to_heads, *ctx.how)
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, *ctx.exchange.give(grads, not ctx.exchange.to_heads)
+        return *[None] * 5, *ctx.group.exchange(grads, not ctx.to_heads, *ctx.how)
 
 
-class _PlannedExchange:
-    def __init__(self, ranges, group, batch_dim, to_heads, heads_first):
-        self.ranges, self.group, self.along = ranges, group, sequence_dim(batch_dim)
-        self.to_heads, self.heads_first = to_heads, heads_first
-
-    def give(self, tensors, to_heads):
-        """Of each tensor the whole sequence with this rank's heads, or its part of the sequence with all heads."""
-        size, rank, along = self.group.size, self.group.rank, self.along
-        made, messages, stacks = [], [0] * size, []
-        for tensor, runs in zip(tensors, self.ranges):
-            shape, counts = list(tensor.shape), [stop - start for start, stop in runs]
-            bytes_ = tensor.numel() * tensor.element_size()
-            if to_heads:
-                each = [bytes_ // shape[HEADS] * count for count in counts]
-                shape[along], shape[HEADS] = shape[along] * size, counts[rank]
-            else:
-                each = [bytes_ // size] * size
-                shape[along], shape[HEADS] = shape[along] // size, max(stop for _, stop in runs)
-            messages = [one + more for one, more in zip(messages, each)]
-            made.append(self.group.result(tensor, shape, to_heads and self.heads_first and along == 1))
-            if not to_heads and sum(counts) > shape[HEADS]:  # copies of a head are neighbours
-                shape[HEADS] = sum(counts)
-                stacks.append(self.group.result(tensor, shape))
-        self.group.carry(messages)
-        return tuple(made)
-
-
-def _planned(tensors, ranges, group, batch_dim, to_heads, heads_first=False):
-    return list(_Planned.apply(_PlannedExchange(ranges, group, batch_dim, to_heads, heads_first), *tensors))
-
-
-def to_heads(tensors, ranges, group, batch_dim, tokens=None, heads_first=False):
+def to_heads(tensors, ranges, group, batch_dim, heads_first=False):
     """Of each tensor the whole sequence, with this rank's run of heads; with a gradient.
 
-    ``tokens``: of each rank's part; None: they are equally long. ``heads_first``: the memory layout of the results is
-    ``[batch, heads, sequence, ...]``, so that attention only transposes them; their shape is the same.
+    ``heads_first``: the memory layout of the results is ``[batch, heads, sequence, ...]``, so that attention only
+    transposes them; their shape is the same.
     """
+    along = sequence_dim(batch_dim)
     if isinstance(group, PlannedGroup):
-        return _planned(tensors, ranges, group, batch_dim, True, heads_first)
-    along, native = sequence_dim(batch_dim), _native(group, tensors[0])
-    tokens = [tensors[0].shape[along]] * len(ranges[0]) if tokens is None else tokens
-    return native.to_heads(list(tensors), tokens, ranges, along, heads_first)
+        return list(_Planned.apply(group, ranges, along, True, heads_first, *tensors))
+    tokens = [tensors[0].shape[along]] * len(ranges[0])
+    return _native(group, tensors[0]).to_heads(list(tensors), tokens, ranges, along, heads_first)
 
 
-def to_sequence(tensors, ranges, group, batch_dim, tokens=None):
+def to_sequence(tensors, ranges, group, batch_dim):
     """Of each tensor this rank's part of the sequence, with all heads, and copies of a head added up; with a
     gradient."""
+    along = sequence_dim(batch_dim)
     if isinstance(group, PlannedGroup):
-        return _planned(tensors, ranges, group, batch_dim, False)
-    along, native = sequence_dim(batch_dim), _native(group, tensors[0])
-    return native.to_sequence(list(tensors), _tokens(tensors, ranges, along, tokens), ranges, along, False)
+        return list(_Planned.apply(group, ranges, along, False, False, *tensors))
+    tokens = [tensors[0].shape[along] // len(ranges[0])] * len(ranges[0])
+    return _native(group, tensors[0]).to_sequence(list(tensors), tokens, ranges, along, False)
 
 
-def _tokens(wholes, ranges, along, tokens):
-    return [wholes[0].shape[along] // len(ranges[0])] * len(ranges[0]) if tokens is None else tokens
-
-
-def start_to_heads(tensor, runs, group, batch_dim):
-    """``to_heads`` of one tensor without a gradient: ``(result, work)``, complete when ``work.wait()`` has returned."""
-    along = sequence_dim(batch_dim)
-    results, work = _native(group, tensor).start_to_heads([tensor], [tensor.shape[along]] * len(runs), [runs], along)
+def start(tensor, runs, group, batch_dim, to_heads):
+    """``to_heads``, or ``to_sequence``, of one tensor without a gradient: ``(result, work)``, complete when
+    ``work.wait()`` has returned."""
+    along, native = sequence_dim(batch_dim), _native(group, tensor)
+    length = tensor.shape[along]
+    call, tokens = (native.start_to_heads, length) if to_heads else (native.start_to_sequence, length // len(runs))
+    results, work = call([tensor], [tokens] * len(runs), [runs], along)
     return results[0], work
 
 
-def start_to_sequence(tensor, runs, group, batch_dim):
-    """As ``start_to_heads``, the other way."""
-    along = sequence_dim(batch_dim)
-    tokens = _tokens([tensor], [runs], along, None)
-    results, work = _native(group, tensor).start_to_sequence([tensor], tokens, [runs], along)
-    return results[0], work
+class HeadExchange:
+    """The exchanges of one attention of ``query`` and ``kv`` heads among the ranks of ``group``. ``plan``: the heads of
+    each rank; ``own``: this rank's run of query heads, which may be empty; ``repeats``: the number of query heads that
+    read each of the heads that ``spread`` returns."""
+
+    def __init__(self, query, kv, group, batch_dim=0):
+        self.group, self.batch_dim, (self.world, self.rank) = group, batch_dim, place(group)
+        self.plan = HeadPlan(query, kv, self.world)
+        self.own, self.repeats = self.plan.query_ranges[self.rank], self.plan.repeats(self.rank)
+        self.index = None  # of the key/value heads, one for each query head, where those do not come in even runs
+        if self.repeats is None:
+            self.index, self.repeats = self.plan.kv_of_queries(self.rank), 1
+
+    def to_heads(self, tensors, heads_first=False):
+        """Of query, key and value, or of the first of them, the whole sequence with this rank's heads."""
+        if self.world == 1:
+            return list(tensors)
+        return to_heads(tensors, self.plan.ranges()[: len(tensors)], self.group, self.batch_dim, heads_first)
+
+    def to_sequence(self, tensors):
+        """The other way."""
+        if self.world == 1:
+            return list(tensors)
+        return to_sequence(tensors, self.plan.ranges()[: len(tensors)], self.group, self.batch_dim)
+
+    def spread(self, *tensors, dim=HEADS):
+        """Keys and values with heads that equal runs of query heads read: an attention that repeats key/value heads
+        evenly would pair wrong ones."""
+        if self.index is None:
+            return tensors
+        index = torch.tensor(self.index, device=tensors[0].device)
+        return [one.index_select(dim, index) for one in tensors]
 
 
 def start_views(give, take, group):
@@ -189,9 +206,8 @@ def check_lengths(length, group, device):
 
 
 # ---- which groups cut unevenly: the same calls on all their ranks, so all know the same ------------------------------
-def note_cut(group, unevenly):
-    if unevenly:
-        made_here().uneven_heads.add(tuple(dist.get_all_ranks_from_group(group)))
+def note_uneven(group):
+    made_here().uneven_heads.add(tuple(dist.get_all_ranks_from_group(group)))
 
 
 def cuts_unevenly(group):

@@ -4,14 +4,13 @@ Long-Context Language Model with Fully Pipelined Distributed Transformer" (2024)
 
 import torch
 
-from deepspeed import comm as dist
 from deepspeed.ops.half_products import add_in_fp32
 from deepspeed.sequence import exchange
 from deepspeed.sequence.blockwise import Dropped, Rows, ScoreRules
 from deepspeed.sequence.chunked import attend_to_chunks, chunk_gradients
-from deepspeed.sequence.fpdt_chunks import Store, chunk_sizes
-from deepspeed.sequence.heads import HeadPlan
+from deepspeed.sequence.fpdt_chunks import Store
 from deepspeed.sequence.layer import apply_rotary_pos_emb
+from deepspeed.sequence.tiled import tile_sizes
 from deepspeed.zero.gathers.linear import exact_linear
 
 BATCH_DIM = 1  # [sequence, batch, heads, size]
@@ -61,38 +60,23 @@ def _from_blocks(tensor):
     return tensor.permute(2, 0, 1, 3)
 
 
-class _Plan:
+class _Plan(exchange.HeadExchange):
     """Numbers of one call: chunks, heads, sizes."""
 
     def __init__(self, group, length, chunks, size, query_width, kv_width):
-        self.group, self.world, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        self.sizes = chunk_sizes(length, chunks)
+        super().__init__(query_width // size, kv_width // size, group, BATCH_DIM)
+        self.sizes = tile_sizes(length, max(1, chunks))
         self.starts = [sum(self.sizes[:index]) for index in range(len(self.sizes))]
         self.firsts = [start * self.world for start in self.starts]  # tokens of the whole sequence
         self.size, self.widths = size, (query_width, kv_width, kv_width)
-        self.heads = HeadPlan(query_width // size, kv_width // size, self.world)
-        self.idle = self.heads.query_ranges[self.rank][0] == self.heads.query_ranges[self.rank][1]
-        read, repeats = self.heads.kv_of_queries(self.rank), self.heads.repeats(self.rank)
-        self.index = read if repeats is None else None  # key/value heads in uneven runs: one for each query head
-        self.kv_heads = len(read) if repeats is None else len(set(read))
+        self.idle = self.own[0] == self.own[1]
 
-    def scatter(self, tensors):
-        if self.world == 1:
-            return list(tensors)
-        return exchange.to_heads(tensors, self.heads.ranges()[: len(tensors)], self.group, BATCH_DIM)
-
-    def gather(self, tensors):
-        if self.world == 1:
-            return list(tensors)
-        return exchange.to_sequence(tensors, self.heads.ranges()[: len(tensors)], self.group, BATCH_DIM)
-
-    def spread(self, tensor):
-        return tensor if self.index is None else tensor[:, self.index]
-
-    def unspread(self, tensor, heads):
+    def unspread(self, tensor):
+        """The gradient of what ``spread`` has got."""
         if self.index is None:
             return tensor
-        found = tensor.new_zeros(tensor.shape[0], heads, *tensor.shape[2:])
+        start, stop = self.plan.kv_ranges[self.rank]
+        found = tensor.new_zeros(tensor.shape[0], stop - start, *tensor.shape[2:])
         return found.index_add_(1, torch.tensor(self.index, device=tensor.device), tensor)
 
 
@@ -137,7 +121,7 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
         tables = _tables(rotary_pos_emb)
         active = getattr(dropout, "training", True)
         dropped = Dropped.drawn(float(getattr(dropout, "p", dropout) or 0.0) if active else 0.0)
-        dropped = dropped and dropped.of_heads(plan.heads.query_ranges[plan.rank][0])
+        dropped = dropped and dropped.of_heads(plan.own[0])
         rules = ScoreRules(size**-0.5, dropped=dropped)
         store = Store(layernorm_output.device, cpu_offloading)
         parts = []
@@ -145,22 +129,23 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
             x = layernorm_output[start : start + count]
             joined = exact_linear(x, qkv_linear_weight, qkv_linear_bias)
             own = [y.unflatten(-1, (-1, size)) for y in joined.split(plan.widths, dim=-1)]
-            query, key, value = plan.scatter(own)
+            query, key, value = plan.to_heads(own)
             first = plan.firsts[index]
             query, key = _turn(query, tables, first), _turn(key, tables, first)
             query, key, value = (_for_blocks(y) for y in (query, key, value))
             if plan.idle:
                 context = value.new_zeros(batch, 0, count * plan.world, size)
             else:
-                store.put("key", index, plan.spread(key))
-                store.put("value", index, plan.spread(value))
-                rows = Rows(query, plan.kv_heads, rules)
+                key, value = plan.spread(key, value, dim=1)
+                store.put("key", index, key)
+                store.put("value", index, value)
+                rows = Rows(query, key.shape[1], rules)
                 attend_to_chunks(rows, store, index, True, plan.firsts)
                 context, lse = rows.result()
                 store.put("query", index, query)
                 store.put("context", index, context)
                 store.put("lse", index, lse)
-            parts.append(plan.gather([_from_blocks(context)])[0])
+            parts.append(plan.to_sequence([_from_blocks(context)])[0])
         ctx.plan, ctx.store, ctx.tables, ctx.rules = plan, store, tables, rules
         ctx.save_for_backward(layernorm_output, qkv_linear_weight, qkv_linear_bias)
         return torch.cat(parts).transpose(0, 1).contiguous()
@@ -173,7 +158,7 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
         count = len(plan.sizes)
         grad_output = grad_output.transpose(0, 1)
         for index, (start, length) in enumerate(zip(plan.starts, plan.sizes)):
-            grad = _for_blocks(plan.scatter([grad_output[start : start + length].contiguous()])[0])
+            grad = _for_blocks(plan.to_heads([grad_output[start : start + length].contiguous()])[0])
             if not plan.idle:
                 store.put("grad", index, grad)
                 context = store.take("context", index)
@@ -188,11 +173,10 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
             if grads is None:
                 grads = [x.new_zeros(length * plan.world, batch, 0, plan.size) for _ in range(3)]
             else:
-                heads = plan.heads.kv_ranges[plan.rank]
-                grads = [grads[0], *(plan.unspread(one, heads[1] - heads[0]) for one in grads[1:])]
+                grads = [grads[0], *map(plan.unspread, grads[1:])]
                 grads = [_from_blocks(one).to(x.dtype) for one in grads]
             grads = [_turn(grads[0], ctx.tables, first, True), _turn(grads[1], ctx.tables, first, True), grads[2]]
-            own = torch.cat([one.flatten(2) for one in plan.gather([one.contiguous() for one in grads])], -1)
+            own = torch.cat([one.flatten(2) for one in plan.to_sequence([one.contiguous() for one in grads])], -1)
             grad_x[start : start + length] = add_in_fp32(torch.matmul, own, weight)
             flat, seen = own.flatten(0, 1).to(wide), x[start : start + length].flatten(0, 1).to(wide)
             grad_weight += flat.t() @ seen

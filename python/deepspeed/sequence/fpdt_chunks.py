@@ -2,7 +2,6 @@
 
 import torch
 
-from deepspeed.sequence.tiled import tile_sizes
 from deepspeed.utils.waiting_tensors import Waiting, store_of
 
 
@@ -42,11 +41,6 @@ class FPDT_InputConstruct(torch.nn.Module):
             for tensor in (self.tokens, self.labels, self.loss_mask, self.position_ids)
         ]
         return cut[0], cut[1], cut[2], self.attention_mask, cut[3]
-
-
-def chunk_sizes(length, chunks):
-    """The sizes of ``chunks`` chunks of ``length`` tokens, a rank's part of the sequence."""
-    return tile_sizes(length, max(1, chunks))
 
 
 class Store:

@@ -4,8 +4,9 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.sequence.fpdt_attention import _FPDTGPUOffloadingAttentionImpl_
-from deepspeed.sequence.fpdt_chunks import FPDT_InputConstruct, chunk_sizes  # noqa: F401
-from deepspeed.sequence.gradients import own_part
+from deepspeed.sequence.fpdt_chunks import FPDT_InputConstruct  # noqa: F401
+from deepspeed.sequence.gradients import own_part, parts_of_all
+from deepspeed.sequence.tiled import tile_sizes
 from deepspeed.zero.gathers.linear import exact_linear
 
 
@@ -74,8 +75,26 @@ class FPDT_Attention(torch.nn.Module):
         return exact_linear(joined, self.qkv_dense_weight, self.qkv_dense_bias)
 
 
-def _gelu(x):
-    return torch.nn.functional.gelu(x, approximate="tanh")
+def _gradients(function, chunks, params, uppers):
+    """Gradients of ``function(*chunk, *params)``, which runs again chunk by chunk: of the first tensors of the chunks,
+    joined, and of ``params``, added up in fp32; None for a parameter that is None. ``uppers``: of the results."""
+    leaves = [None if param is None else param.detach().requires_grad_() for param in params]
+    wanted, parts = [leaf for leaf in leaves if leaf is not None], []
+    sums = [torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32)) for leaf in wanted]
+    for (first, *others), upper in zip(chunks, uppers):
+        first = first.detach().requires_grad_()
+        with torch.enable_grad():
+            out = function(first, *others, *leaves)
+        found = torch.autograd.grad(out, [first, *wanted], upper)
+        parts.append(found[0])
+        for total, one in zip(sums, found[1:]):
+            total += one
+    rounded = (total.to(leaf.dtype) for total, leaf in zip(sums, wanted))
+    return torch.cat(parts), *(None if leaf is None else next(rounded) for leaf in leaves)
+
+
+def _ffn(x, w1, b1, w2, b2=None):
+    return exact_linear(torch.nn.functional.gelu(exact_linear(x, w1, b1), approximate="tanh"), w2, b2)
 
 
 class FPDT_FFN(torch.autograd.Function):
@@ -88,35 +107,19 @@ class FPDT_FFN(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, add_bias, chunk_size):
         ctx.save_for_backward(x, w1, b1, w2)
-        ctx.chunk_size, ctx.bias_of = chunk_size, None if b2 is None else b2.shape
-        ctx.adds = add_bias
-        bias = b2 if add_bias else None
-        parts = [exact_linear(_gelu(exact_linear(part, w1, b1)), w2, bias) for part in x.split(chunk_size)]
+        ctx.chunk_size, ctx.bias_of, ctx.adds = chunk_size, None if b2 is None else b2.shape, add_bias
+        parts = [_ffn(part, w1, b1, w2, b2 if add_bias else None) for part in x.split(chunk_size)]
         return torch.cat(parts), None if add_bias or b2 is None else b2.clone()
 
     @staticmethod
     def backward(ctx, grad_output, grad_bias):
-        x, w1, b1, w2 = ctx.saved_tensors
-        leaves = [one.detach().requires_grad_() for one in (w1, w2)] + [None if b1 is None else b1.detach()]
-        if b1 is not None:
-            leaves[2].requires_grad_()
-        wanted = [leaf for leaf in leaves if leaf is not None]
-        wide = torch.promote_types(x.dtype, torch.float32)
-        sums, parts = [torch.zeros_like(leaf, dtype=wide) for leaf in wanted], []
-        for part, upper in zip(x.split(ctx.chunk_size), grad_output.split(ctx.chunk_size)):
-            part = part.detach().requires_grad_()
-            with torch.enable_grad():
-                inner = exact_linear(part, leaves[0], leaves[2])
-                out = exact_linear(_gelu(inner), leaves[1])
-            found = torch.autograd.grad(out, [part, *wanted], upper)
-            parts.append(found[0])
-            for total, one in zip(sums, found[1:]):
-                total += one
-        sums = [total.to(x.dtype) for total in sums]
+        x, *params = ctx.saved_tensors
+        chunks = ((part,) for part in x.split(ctx.chunk_size))
+        grad_x, for_w1, for_b1, for_w2 = _gradients(_ffn, chunks, params, grad_output.split(ctx.chunk_size))
         for_b2 = None
         if ctx.bias_of is not None:
             for_b2 = grad_output.flatten(0, -2).sum(0) if ctx.adds else grad_bias
-        return torch.cat(parts), sums[0], sums[2] if b1 is not None else None, sums[1], for_b2, None, None
+        return grad_x, for_w1, for_b1, for_w2, for_b2, None, None
 
 
 class FPDT_LogitsLoss(torch.autograd.Function):
@@ -139,33 +142,19 @@ class FPDT_LogitsLoss(torch.autograd.Function):
             )
         labels = labels.t().contiguous()
         ctx.save_for_backward(lm_output, labels, logit_weights)
-        ctx.sizes, ctx.group = chunk_sizes(lm_output.shape[0], num_chunk), spg
+        ctx.sizes, ctx.group = tile_sizes(lm_output.shape[0], max(1, num_chunk)), spg
         parts = [
             _losses(chunk, labels, logit_weights)
             for chunk, labels in zip(lm_output.split(ctx.sizes), labels.split(ctx.sizes))
         ]
-        own = torch.cat(parts)
-        if spg_size == 1:
-            return own
-        every = own.new_empty(spg_size * own.shape[0], own.shape[1])
-        dist.all_gather_into_tensor(every, own, group=spg)
-        return every
+        return parts_of_all(torch.cat(parts), spg)
 
     @staticmethod
     def backward(ctx, grad_output):
         lm_output, labels, weight = ctx.saved_tensors
-        upper = own_part(grad_output, ctx.group)
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        total, parts = torch.zeros_like(weight, dtype=wide), []
-        leaf = weight.detach().requires_grad_()
-        for chunk, of_chunk, grad in zip(*(one.split(ctx.sizes) for one in (lm_output, labels, upper))):
-            chunk = chunk.detach().requires_grad_()
-            with torch.enable_grad():
-                losses = _losses(chunk, of_chunk, leaf)
-            found = torch.autograd.grad(losses, [chunk, leaf], grad)
-            parts.append(found[0])
-            total += found[1]
-        return torch.cat(parts), None, total.to(weight.dtype), None, None, None, None
+        *chunks, uppers = (one.split(ctx.sizes) for one in (lm_output, labels, own_part(grad_output, ctx.group)))
+        grad, for_weight = _gradients(_losses, zip(*chunks), [weight], uppers)
+        return grad, None, for_weight, None, None, None, None
 
 
 def _losses(hidden, labels, weight):

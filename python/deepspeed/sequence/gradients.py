@@ -41,6 +41,16 @@ def own_part(grad, group, dim=0):
     return grad.narrow(dim, rank * (grad.shape[dim] // world), grad.shape[dim] // world)
 
 
+def parts_of_all(own, group):
+    """The ranks' tensors ``own``, joined along the first dimension, without a gradient: see ``own_part``."""
+    world = dist.get_world_size(group)
+    if world == 1:
+        return own
+    every = own.new_empty((world * own.shape[0], *own.shape[1:]))
+    dist.all_gather_into_tensor(every, own.contiguous(), group=group)
+    return every
+
+
 class Gathered(torch.autograd.Function):
     """``apply(tensor, group)``: the ranks' tensors, stacked. The gradient is the sum over the ranks."""
 

@@ -13,7 +13,6 @@ from deepspeed.log import log_dist_once, warning_once
 from deepspeed.sequence import exchange, methods, parallel_state, positions
 from deepspeed.sequence.blockwise import Dropped
 from deepspeed.sequence.chunked import chunked_attention
-from deepspeed.sequence.heads import HeadPlan
 from deepspeed.sequence.masks import Whole, allowed_of
 from deepspeed.sequence.ulysses_ring import UlyssesRing
 
@@ -86,15 +85,13 @@ class UlyssesSPAttentionHF(torch.nn.Module):
                 "sequence only: sequence parallelism reads position_ids and attention_mask instead; leave them out"
             )
         self._check(query, key)
-        plan = HeadPlan(query.shape[1], key.shape[1], self.world_size)
+        heads = exchange.HeadExchange(query.shape[1], key.shape[1], self.process_group)
         whole = self._whole_of(module, attention_mask, kwargs.get("position_ids"), query)
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        window = self._window_of(module, kwargs)
-        odd = self._not_by_blocks(module, args, kwargs)
-        ring = self._ring_of(plan, query.shape[2], causal, odd)
+        causal, window = _causal_of(module, kwargs), _window_of(module, kwargs)
+        odd = self._not_by_blocks(args, kwargs)
+        ring = self._ring_of(query.shape[1], query.shape[2], causal, odd)
+        parts = [x.transpose(1, 2) for x in (query, key, value)]
         if ring is not None:
-            parts = [x.transpose(1, 2) for x in (query, key, value)]
             looks = whole.blocks(causal, window, attention_mask)
             return ring(*parts, causal, looks=looks, **_rules_of(kwargs)), None
         if self.chunk:
@@ -106,29 +103,26 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             mask = whole.mask(causal, window, attention_mask)
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = whole.positions
-        start, stop = plan.query_ranges[self.sp_rank]
+        start, stop = heads.own
         sinks = kwargs.get("s_aux")
         if sinks is not None:
             kwargs["s_aux"] = sinks = sinks[start:stop]
         rules = _rules_of(kwargs, start) if self.chunk else None
 
-        parts = [x.transpose(1, 2) for x in (query, key, value)]
-        q, k, v = exchange.to_heads(parts, plan.ranges(), self.process_group, 0, heads_first=True)
-        repeats = plan.repeats(self.sp_rank)
-        if repeats is None:
-            index = torch.tensor(plan.kv_of_queries(self.sp_rank), device=k.device)
-            k, v, repeats = k.index_select(2, index), v.index_select(2, index), 1
+        q, k, v = heads.to_heads(parts, heads_first=True)
+        k, v = heads.spread(k, v)
         if stop == start:
             used = q.sum() + k.sum() + v.sum() + (0 if sinks is None else sinks.sum())
             context = used * v.new_zeros(*q.shape[:2], 0, v.shape[-1])
         else:
-            seen = module if getattr(module, "num_key_value_groups", repeats) == repeats else Seen(module, repeats)
+            alike = getattr(module, "num_key_value_groups", heads.repeats) == heads.repeats
+            seen = module if alike else Seen(module, heads.repeats)
             q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
             if self.chunk:
                 context = self._by_chunks(q, k, v, causal, mask, rules)
             else:
                 context = self.attn(seen, q, k, v, mask, *args, **kwargs)[0]
-        return exchange.to_sequence([context], [plan.query_ranges], self.process_group, 0)[0], None
+        return heads.to_sequence([context])[0], None
 
     def _shares(self, module):
         return self.world_size > 1 and not (self.disable_in_eval and not module.training)
@@ -138,11 +132,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         job = weakref.ref(made_here())
         positions.demand(model, lambda module: job() is made_here() and self._shares(module))
 
-    @staticmethod
-    def _window_of(module, kwargs):
-        return kwargs.get("sliding_window", getattr(module, "sliding_window", None))
-
-    def _not_by_blocks(self, module, args, kwargs):
+    def _not_by_blocks(self, args, kwargs):
         """None if attention block by block gives the result of ``attn``; else the reason why it does not."""
         if _name_of(self.attn) not in _BY_BLOCKS:
             return f"only {' and '.join(_BY_BLOCKS.values())} are known to be computed by blocks: load with one"
@@ -150,25 +140,25 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             return f"the model passes {'more than is known' if args else 'position_bias'} to its attention"
         return None
 
-    def _ring_of(self, plan, length, causal, odd):
+    def _ring_of(self, heads, length, causal, odd):
         """The ring that computes this attention; None where all ranks exchange heads."""
         if self.chunk:
             return None
         if self._size is None:
             hosts = methods.hosts_of(self.process_group)
-            self._size = methods.exchanging(self.method, plan.query, hosts)
-            log_dist_once(methods.said(self.method, self._size, self.world_size, plan.query), ranks=[0])
+            self._size = methods.exchanging(self.method, heads, hosts)
+            log_dist_once(methods.said(self.method, self._size, self.world_size, heads), ranks=[0])
         if self._size == self.world_size:
             return None
         if odd is None and self._ring is None:
-            self._ring = UlyssesRing(self.process_group, plan.query, self._size)
+            self._ring = UlyssesRing(self.process_group, heads, self._size)
         if odd is None and not self._ring.takes(length, causal):
             odd = f"a part of {length} tokens cannot be halved"
         if odd is None:
             return self._ring
         if self.method != "auto":
             raise ValueError(f'sequence_parallel.method "{self.method}" computes attention in a ring: {odd}')
-        if plan.query >= self.world_size:
+        if heads >= self.world_size:
             warning_once(f"tokens are exchanged for heads between hosts, since no ring can compute this: {odd}")
         return None
 
@@ -179,15 +169,13 @@ class UlyssesSPAttentionHF(torch.nn.Module):
 
     def _alone(self, module, query, key, value, attention_mask, *args, **kwargs):
         """A whole sequence."""
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        odd = self._not_by_blocks(module, args, kwargs)
+        causal, odd = _causal_of(module, kwargs), self._not_by_blocks(args, kwargs)
         if key.shape[2] != query.shape[2]:
             odd = "a cache of keys is in use"
         mask, looks = allowed_of(attention_mask), None
         if self._takes_padding() and odd is None:
             whole = self._whole_of(module, attention_mask, kwargs.get("position_ids"), query)
-            looks = whole.blocks(causal, self._window_of(module, kwargs), attention_mask)
+            looks = whole.blocks(causal, _window_of(module, kwargs), attention_mask)
         elif mask is not None and (mask.dim() != 4 or mask.shape[1] != 1):
             odd = f"its mask has the shape {tuple(mask.shape)}"
         elif mask is not None:
@@ -304,6 +292,15 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         if not isinstance(model_name_or_path, str):
             made.demand_positions(_base_of(model_name_or_path))
         return parallel_state
+
+
+def _causal_of(module, kwargs):
+    causal = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if causal is None else causal
+
+
+def _window_of(module, kwargs):
+    return kwargs.get("sliding_window", getattr(module, "sliding_window", None))
 
 
 def _name_of(attention):

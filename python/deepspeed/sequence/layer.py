@@ -1,12 +1,15 @@
 """Ulysses: attention over a sequence that ranks share. Around any attention, ranks exchange their parts of the sequence
 with all heads for the whole sequence with some heads."""
 
+import contextlib
+import itertools
+
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.sequence import exchange
-from deepspeed.sequence.heads import HeadPlan, shares
+from deepspeed.sequence.heads import shares
 
 _torchembed_available = False  # another package's rotary kernels: ours are torch's operations
 
@@ -26,38 +29,30 @@ def apply_rotary_pos_emb(t, freqs_cos, freqs_sin):
 
 
 # ---- one tensor ------------------------------------------------------------------------------------------------------
-def _reversed_runs(input, batch_dim_idx, group, world):
-    """Each rank's run of dimension 2, of which ``input`` holds this rank's. Counts differ where some earlier exchange
-    of this group could not cut evenly: only then ranks ask each other."""
-    local = input.shape[exchange.HEADS]
-    if exchange.cuts_unevenly(group):
-        counts = exchange.lengths_of(local, group, input.device)
-    else:
-        counts = [local] * world
-    stops = [sum(counts[: rank + 1]) for rank in range(world)]
-    return [(stop - count, stop) for stop, count in zip(stops, counts)]
-
-
 def _exchanged(input, scatter_idx, batch_dim_idx, group):
     """``(result, what to wait for, whether heads were scattered, the runs)``."""
-    world = dist.get_world_size(group)
+    world, heads = dist.get_world_size(group), scatter_idx >= exchange.HEADS
     if input.dim() < 3:
         raise ValueError(
             f"an exchange needs [batch, sequence, heads, ...] or [sequence, batch, heads, ...], got a tensor of shape "
             f"{tuple(input.shape)}"
         )
-    if scatter_idx >= exchange.HEADS:
-        runs = shares(input.shape[exchange.HEADS], world)
-        exchange.note_cut(group, input.shape[exchange.HEADS] % world != 0)
-        return *exchange.start_to_heads(input, runs, group, batch_dim_idx), True, runs
-    length = input.shape[exchange.sequence_dim(batch_dim_idx)]
-    if length % world:
+    length, local = input.shape[exchange.sequence_dim(batch_dim_idx)], input.shape[exchange.HEADS]
+    if not heads and length % world:
         raise ValueError(
             f"a sequence of {length} tokens cannot be cut into {world} equal parts: shape {tuple(input.shape)}, "
             f"batch_dim_idx {batch_dim_idx}"
         )
-    runs = _reversed_runs(input, batch_dim_idx, group, world)
-    return *exchange.start_to_sequence(input, runs, group, batch_dim_idx), False, runs
+    if heads:
+        runs = shares(local, world)
+        if local % world:
+            exchange.note_uneven(group)
+    else:
+        # Counts of heads differ where some earlier exchange of this group could not cut evenly: only then ranks ask.
+        uneven = exchange.cuts_unevenly(group)
+        counts = exchange.lengths_of(local, group, input.device) if uneven else [local] * world
+        runs = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+    return *exchange.start(input, runs, group, batch_dim_idx, heads), heads, runs
 
 
 def single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group, async_op=False, handle=None, type=None):
@@ -107,23 +102,18 @@ class _SeqAllToAll(torch.autograd.Function):
         return None, grad, None, None, None, None, None, None, None
 
 
-class _on_stream:
+@contextlib.contextmanager
+def _on_stream(stream, tensor):
     """Work on ``stream`` that starts after and ends before what is around it; None: where everything runs."""
-
-    def __init__(self, stream, tensor):
-        self.stream = stream if tensor.device.type != "cpu" else None
-        self.context = None
-
-    def __enter__(self):
-        if self.stream is not None:
-            self.stream.wait_stream(get_accelerator().current_stream())
-            self.context = get_accelerator().stream(self.stream)
-            self.context.__enter__()
-
-    def __exit__(self, *error):
-        if self.stream is not None:
-            self.context.__exit__(*error)
-            get_accelerator().current_stream().wait_stream(self.stream)
+    if stream is None or tensor.device.type == "cpu":
+        yield
+        return
+    stream.wait_stream(get_accelerator().current_stream())
+    try:
+        with get_accelerator().stream(stream):
+            yield
+    finally:
+        get_accelerator().current_stream().wait_stream(stream)
 
 
 # ---- around an attention ---------------------------------------------------------------------------------------------
@@ -164,33 +154,29 @@ class DistributedAttention(torch.nn.Module):
             batch_dim_idx, rotary_pos_emb = 0 if self.gather_idx == 1 else 1, None
         if batch_dim_idx not in (0, 1):
             raise ValueError(f"batch_dim_idx is {batch_dim_idx}: it must be 0 ([batch, sequence, ...]) or 1")
-        world, rank = exchange.place(self.spg)
+        world, _ = exchange.place(self.spg)
         if world == 1:
             query, key = _rotated(query, key, rotary_pos_emb, batch_dim_idx)
             return self.local_attn(query, key, value, *args, **kwargs)
-        plan = self._plan(query, key, value, world, batch_dim_idx)
+        self._check(query, key, value, batch_dim_idx)
+        heads = exchange.HeadExchange(query.shape[2], key.shape[2], self.spg, batch_dim_idx)
         with _on_stream(self.sp_stream, query):
-            q, k, v = exchange.to_heads([query, key, value], plan.ranges(), self.spg, batch_dim_idx)
+            q, k, v = heads.to_heads([query, key, value])
         q, k = _rotated(q, k, rotary_pos_emb, batch_dim_idx)
-        if plan.repeats(rank) is None:
-            index = torch.tensor(plan.kv_of_queries(rank), device=k.device)
-            k, v = k.index_select(exchange.HEADS, index), v.index_select(exchange.HEADS, index)
+        k, v = heads.spread(k, v)
         idle = q.shape[exchange.HEADS] == 0 and not _must_run(self.local_attn)
         context = None if idle else self.local_attn(q, k, v, *args, **kwargs)
-        width = _width(context, plan, rank) if not idle else 0
-        if plan.query < world:  # ranks without heads get the shape of the result from the first rank
-            dims, width = (
-                exchange.lengths_of(0 if idle else one, self.spg, q.device)[0]
-                for one in (context.dim() if not idle else 0, width)
-            )
+        dims, width = (0, 0) if idle else (context.dim(), _width(context, *heads.own))
+        if heads.plan.query < world:  # ranks without heads get the shape of the result from the first rank
+            dims, width = (exchange.lengths_of(one, self.spg, q.device)[0] for one in (dims, width))
             if idle:
                 shape = [*q.shape[: exchange.HEADS], 0, *([v.shape[-1]] if dims > 3 else [])]
                 context = (q.sum() + k.sum() + v.sum()) * q.new_zeros(shape)
-        runs = [(start * width, stop * width) for start, stop in plan.query_ranges]
+        runs = [(start * width, stop * width) for start, stop in heads.plan.query_ranges]
         with _on_stream(self.sp_stream, query):
             return exchange.to_sequence([context], [runs], self.spg, batch_dim_idx)[0]
 
-    def _plan(self, query, key, value, world, batch_dim_idx):
+    def _check(self, query, key, value, batch_dim_idx):
         along = exchange.sequence_dim(batch_dim_idx)
         sizes = [(tensor.shape[along], tensor.shape[exchange.HEADS]) for tensor in (query, key, value)]
         if len({length for length, _ in sizes}) > 1 or sizes[1] != sizes[2]:
@@ -204,7 +190,6 @@ class DistributedAttention(torch.nn.Module):
             )
         # In every call: a rank that had met this length before, and did not ask, would leave the others in the check.
         exchange.check_lengths(sizes[0][0], self.spg, query.device)
-        return HeadPlan(sizes[0][1], sizes[1][1], world)
 
 
 def _must_run(attention):
@@ -212,10 +197,9 @@ def _must_run(attention):
     return isinstance(attention, torch.nn.Module) and next(attention.parameters(), None) is not None
 
 
-def _width(context, plan, rank):
+def _width(context, start, stop):
     """The entries of dimension 2 of ``context`` for one head: 1, or the size of a head if the attention has joined
     both dimensions."""
-    start, stop = plan.query_ranges[rank]
     heads = max(stop - start, 1)
     if context.shape[exchange.HEADS] % heads:
         raise ValueError(

@@ -129,27 +129,35 @@ class Ledger(TorchDispatchMode):
         key = memory_of(tensor)
         if key in self.known or id(tensor) in self.watched:
             return
-        block = self.blocks.get(key)
-        if block is None:
+        if key not in self.blocks:
             storage = tensor.untyped_storage() if TORCH2 else tensor.storage()
-            block = self.blocks[key] = _Block(storage.nbytes(), self.part)
-            self._add(block, 1)
-        block.holders += 1
-        number = id(tensor)
-        self.watched[number] = weakref.ref(tensor, lambda _: self._let_go(number, key))
+            self.blocks[key] = _Block(storage.nbytes(), self.part)
+            self._add(self.blocks[key], 1)
+        self._watch(id(tensor), tensor, key)
 
-    def _let_go(self, number, key):
+    def _watch(self, number, user, key):
+        """``user`` of the memory ``key`` counts while it lives: a tensor, or a ``_Kept`` (with a negative number)."""
+        self._count_user(number, key, 1)
+        self.watched[number] = weakref.ref(user, lambda _: self._unwatch(number, key))
+
+    def _unwatch(self, number, key):
         self.watched.pop(number, None)
-        block = self.blocks[key]
-        block.holders -= 1
-        self._maybe_free(key, block)
-
-    def _maybe_free(self, key, block):
+        block = self._count_user(number, key, -1)
         if block.holders == 0 and block.keepers == 0:
             self._add(block, -1)
             del self.blocks[key]
             if block.freed is not None:
                 block.freed(block.bytes)
+
+    def _count_user(self, number, key, change):
+        block = self.blocks[key]
+        self.bytes[KEPT if block.keepers else block.part] -= block.bytes
+        if number < 0:
+            block.keepers += change
+        else:
+            block.holders += change
+        self.bytes[KEPT if block.keepers else block.part] += block.bytes
+        return block
 
     def _add(self, block, sign):
         self.bytes[KEPT if block.keepers else block.part] += sign * block.bytes
@@ -180,35 +188,17 @@ class Ledger(TorchDispatchMode):
     # ---- what autograd keeps -----------------------------------------------------------------------------------------
     def _save(self, tensor):
         key = memory_of(tensor)
-        kept = self._keep(tensor, key)
+        kept = _Kept(tensor, key, self.moment)
+        if key in self.blocks:
+            self._watch(-id(kept), kept, key)
         if self.leaving is not None and not self.backward and key not in self.known and self.leaving.wants(tensor):
             going = self.leaving.next_to_go(kept)
             if going is not None:
                 going.gone = Waiting(self.leaving.store, going.tensor)
                 going.tensor = None
                 if -id(going) in self.watched:
-                    self._not_kept(-id(going), going.key)
+                    self._unwatch(-id(going), going.key)
         return kept
-
-    def _keep(self, tensor, key):
-        kept = _Kept(tensor, key, self.moment)
-        block = self.blocks.get(key)
-        if block is not None:
-            self._count_keeper(block, 1)
-            number = -id(kept)
-            self.watched[number] = weakref.ref(kept, lambda _: self._not_kept(number, key))
-        return kept
-
-    def _not_kept(self, number, key):
-        self.watched.pop(number, None)
-        block = self.blocks[key]
-        self._count_keeper(block, -1)
-        self._maybe_free(key, block)
-
-    def _count_keeper(self, block, change):
-        self.bytes[KEPT if block.keepers else block.part] -= block.bytes
-        block.keepers += change
-        self.bytes[KEPT if block.keepers else block.part] += block.bytes
 
     def _load(self, kept):
         if self.backward and not self.inside:

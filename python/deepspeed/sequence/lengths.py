@@ -13,6 +13,7 @@ import torch
 from deepspeed._native import _C
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.model import layout
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.log import logger
 from deepspeed.sequence import tiling
@@ -52,14 +53,13 @@ class Setup:
         self.batch = batch or made.train_micro_batch_size_per_gpu or 1
         self.dtype = torch.float16 if made.fp16_enabled else torch.bfloat16 if made.bfloat16_enabled else None
         self.stage = made.zero_optimization_stage
-        section = made.sequence_parallel_config
-        key = (lambda name, other: other) if section is None else (lambda name, other: section[name])
-        mlp = key("tile_mlp", False)
+        given = made.sequence_parallel_config
+        if given is None:
+            given = {key: facts["default"] for key, facts in layout("training", "sequence_parallel").items()}
+        mlp = given["tile_mlp"]
         self.how = {
-            "method": key("method", "auto"),
-            "chunk": key("chunk", 0),
-            "offload": key("offload", "none"),
-            "tile_loss": bool(key("tile_loss", False)),
+            **{key: given[key] for key in ("method", "chunk", "offload")},
+            "tile_loss": bool(given["tile_loss"]),
             "widths": self.widths(mlp if isinstance(mlp, list) else "auto") if mlp else {},
             "checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
         }

@@ -60,7 +60,8 @@ class UlyssesSPDataLoaderAdapter:
         """This rank's message to the others: ``("batch", batch)``, ``("end", None)`` or ``("error", text)``."""
         try:
             batch = next(self.iter)
-            return "batch", {name: _on_host(value) for name, value in self._prepared(batch).items()}
+            values = self._prepared(batch).items()
+            return "batch", {name: v.detach().cpu() if torch.is_tensor(v) else v for name, v in values}
         except StopIteration:
             return "end", None
         except Exception as error:  # raised by every rank, below
@@ -111,10 +112,6 @@ class UlyssesSPDataLoaderAdapter:
                 value = value.narrow(dim, self.sp_rank * size, size)
             found[name] = value.to(self.device).contiguous() if torch.is_tensor(value) else value
         return found
-
-
-def _on_host(value):
-    return value.detach().cpu() if torch.is_tensor(value) else value
 
 
 def _length(batch):

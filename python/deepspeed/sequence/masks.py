@@ -74,28 +74,24 @@ class Whole:
     def mask(self, causal, window, given):
         """For the whole sequence; None where being causal, or not, says all. ``given``: what the model made for this
         rank's part of it in the layer that asks; layers with and without a window have different ones."""
-        window = self._checked(causal, window, given)
-        if not (self.padded or self.packed or window is not None):
-            return None
-        if (causal, window) not in self.made:
-            self.made[causal, window] = allowed(self.positions, self.kept, causal, window)
-        return self.made[causal, window]
+        kind = self._checked(causal, window, given)
+        if kind is not None and kind not in self.made:
+            self.made[kind] = allowed(self.positions, self.kept, *kind)
+        return self.made.get(kind)
 
     def blocks(self, causal, window, given):
         """``mask`` as a function of two runs of tokens, so that it is never there as a whole."""
-        window = self._checked(causal, window, given)
-        if not (self.padded or self.packed or window is not None):
-            return None
-        return functools.partial(allowed_in, self.documents, self.kept, causal, window)
+        kind = self._checked(causal, window, given)
+        return None if kind is None else functools.partial(allowed_in, self.documents, self.kept, *kind)
 
     def _checked(self, causal, window, given):
-        """The window, None where it holds the whole sequence."""
+        """``(causal, window)`` with None for a window that holds the whole sequence; None where that needs no mask."""
         window = None if window is None or window >= self.positions.shape[1] else window
         kind = causal, window
         if kind not in self.checked or self.checked[kind] is not given:
             self._check(allowed_of(given), causal, window)
             self.checked[kind] = given
-        return window
+        return kind if self.padded or self.packed or window is not None else None
 
     def _check(self, part, causal, window):
         """ValueError where the model made a mask for this rank's part that padding, documents and windows do not

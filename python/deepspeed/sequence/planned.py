@@ -2,13 +2,13 @@
 
 import contextlib
 import copy
+import functools
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.sequence import exchange, hf_attention, methods, tiling
 from deepspeed.sequence.chunked import chunked_attention
-from deepspeed.sequence.heads import HeadPlan
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.sequence.ledger import ExchangeMemory, FusedAttention, HostStore, Leaving, Ledger, memory_of
 from deepspeed.sequence.ring import ring_attention
@@ -27,34 +27,25 @@ def on_meta(model, dtype):
     return copy.deepcopy(model, memo)
 
 
-class _PlannedHF:
+def _attend(core, ranks, how, memory, store, module, query, key, value, mask, *args, **kwargs):
     """Attention of a transformers model as ``ranks`` that share a sequence compute it."""
-
-    def __init__(self, core, ranks, how, memory, store):
-        self.core, self.ranks, self.how, self.memory, self.store = core, ranks, how, memory, store
-
-    def __call__(self, module, query, key, value, mask, *args, **kwargs):
-        heads, chunk = query.shape[1], self.how["chunk"]
-        size = self.ranks if chunk else methods.exchanging(self.how["method"], heads, ["here"] * self.ranks)
-        parts = [one.transpose(1, 2) for one in (query, key, value)]
-        plan = HeadPlan(heads, key.shape[1], size)
-        group = exchange.PlannedGroup(size, memory=self.memory)
-        if size > 1:
-            parts = exchange.to_heads(parts, plan.ranges(), group, 0, heads_first=True)
-        query, key, value = (one.transpose(1, 2) for one in parts)
-        if size < self.ranks:
-            around = exchange.PlannedGroup(self.ranks // size, memory=self.memory)
-            context = ring_attention(query, key, value, around, True, kwargs.get("scaling")).transpose(1, 2)
-        elif chunk:
-            context = chunked_attention(query, key, value, chunk, True, None, self.store).transpose(1, 2)
-        else:
-            repeats = query.shape[1] // key.shape[1]
-            seen = hf_attention.Seen(module, repeats)
-            query, key, value = (one.contiguous() for one in (query, key, value))
-            context = self.core(seen, query, key, value, None, *args, **kwargs)[0]
-        if size > 1:
-            context = exchange.to_sequence([context], [plan.query_ranges], group, 0)[0]
-        return context, None
+    heads, chunk = query.shape[1], how["chunk"]
+    size = ranks if chunk else methods.exchanging(how["method"], heads, ["here"] * ranks)
+    group = exchange.PlannedGroup(size, memory=memory)
+    shared = exchange.HeadExchange(heads, key.shape[1], group)
+    parts = shared.to_heads([one.transpose(1, 2) for one in (query, key, value)], heads_first=True)
+    query, key, value = (one.transpose(1, 2) for one in parts)
+    if size < ranks:
+        around = exchange.PlannedGroup(ranks // size, memory=memory)
+        context = ring_attention(query, key, value, around, True, kwargs.get("scaling")).transpose(1, 2)
+    elif chunk:
+        context = chunked_attention(query, key, value, chunk, True, None, store).transpose(1, 2)
+    else:
+        repeats = query.shape[1] // key.shape[1]
+        seen = hf_attention.Seen(module, repeats)
+        query, key, value = (one.contiguous() for one in (query, key, value))
+        context = core(seen, query, key, value, None, *args, **kwargs)[0]
+    return shared.to_sequence([context])[0], None
 
 
 @contextlib.contextmanager
@@ -66,7 +57,7 @@ def _shared(model, ranks, how, memory, store):
     if not hf_attention.is_model(model) or (ranks == 1 and not how["chunk"]):
         yield
         return
-    with hf_attention.for_now(model, lambda core: _PlannedHF(core, ranks, how, memory, store)):
+    with hf_attention.for_now(model, lambda core: functools.partial(_attend, core, ranks, how, memory, store)):
         yield
 
 
@@ -107,7 +98,7 @@ class PlannedStep:
         """``{moment: bytes by part}`` for a sequence of ``tokens``."""
         local = tokens // self.ranks
         ledger = Ledger(self.model)
-        ledger.known |= {memory for memory in map(_grad_memory, self.model.parameters()) if memory}
+        ledger.known |= {memory_of(param.grad) for param in self.model.parameters() if param.grad is not None}
         given = _inputs_of(self.model, self.batch, local) if self.inputs is None else self.inputs(self.batch, local)
         args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
         store = self._store(ledger)
@@ -129,10 +120,6 @@ class PlannedStep:
         """The store in which tensors wait for backward; False if they stay on the device."""
         here = get_accelerator().device_name() == "cpu"  # host memory is no other place
         return self.how["offload"] in (("file",) if here else ("file", "host")) and ShapeStore(ledger.buffer)
-
-
-def _grad_memory(param):
-    return None if param.grad is None else memory_of(param.grad)
 
 
 def _hidden_shapes(model, batch, tokens):

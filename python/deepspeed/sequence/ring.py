@@ -24,10 +24,6 @@ class Ring:
         """The numbers of the pieces that ``rank`` computes with."""
         return (rank, 2 * self.world - 1 - rank) if self.causal else (2 * rank, 2 * rank + 1)
 
-    def _owner(self, piece):
-        """``(rank that computes with piece, 0 or 1: the number of the piece on that rank)``."""
-        return next((rank, self.pieces(rank).index(piece)) for rank in range(self.world) if piece in self.pieces(rank))
-
     def balanced(self, tensors, back=False):
         """``tensors`` (parts in order) as the pieces of this rank, end to end; ``back``: the other way."""
         if not self.causal:
@@ -82,9 +78,20 @@ class Ring:
         half = length // 2
         return _run(self.pieces(self.rank)[mine], half), _run(self.pieces(source)[theirs], half)
 
+    def steps(self, held, looks):
+        """For each part of keys and values, ``held`` first, its blocks: ``(which of my pieces, which of theirs, keys
+        and values, whether on the diagonal, the first query and key in the whole sequence, where queries may look)``.
+        While a step is used the next part travels."""
+        for step in range(self.world):
+            travelling = self.send_on(held) if step + 1 < self.world else None
+            yield self._seen(held, (self.rank - step) % self.world, looks)
+            held = self.take(travelling) if travelling else None
 
-def _place(spans):
-    return spans[0][0], spans[1][0]
+    def _seen(self, held, source, looks):
+        for mine, theirs, diagonal in self.blocks(source):
+            queries, keys = self.spans(mine, theirs, source, held[0].shape[TOKENS])
+            place = queries[0], keys[0]
+            yield mine, theirs, [_piece(one, theirs) for one in held], diagonal, place, looks and looks(queries, keys)
 
 
 def _run(index, length):
@@ -101,15 +108,9 @@ class _RingAttention(torch.autograd.Function):
         ring, own = Ring(group, causal), rules._replace(sinks=sinks)
         query, key, value = ring.balanced([query, key, value])
         rows = [Rows(_piece(query, which), key.shape[1], own) for which in ((0, 1) if causal else (None,))]
-        held, length = [key, value], key.shape[TOKENS]
-        for step in range(ring.world):
-            travelling = ring.send_on(held) if step + 1 < ring.world else None
-            source = (ring.rank - step) % ring.world
-            for mine, theirs, diagonal in ring.blocks(source):
-                spans = ring.spans(mine, theirs, source, length)
-                block = [_piece(one, theirs) for one in held]
-                rows[mine or 0].see(*block, diagonal, _place(spans), looks and looks(*spans))
-            held = ring.take(travelling) if travelling else None
+        for blocks in ring.steps([key, value], looks):
+            for mine, _, keys, *how in blocks:
+                rows[mine or 0].see(*keys, *how)
         results = [one.result() for one in rows]
         output, lse = (torch.cat(pair, dim=TOKENS) for pair in zip(*results))
         ctx.save_for_backward(query, key, value, sinks, output, lse)
@@ -119,26 +120,20 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         query, key, value, sinks, output, lse = ctx.saved_tensors
-        ring, looks, length = ctx.ring, ctx.looks, key.shape[TOKENS]
+        ring = ctx.ring
         (grad,) = ring.balanced([grad.contiguous()])
         row_sum = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1, keepdim=True)
         for_query = torch.zeros_like(query, dtype=lse.dtype)
-        held = [key, value]
-        sums = [torch.zeros_like(one, dtype=lse.dtype) for one in held]
-        for step in range(ring.world):
+        sums = [torch.zeros_like(one, dtype=lse.dtype) for one in (key, value)]
+        for blocks in ring.steps([key, value], ctx.looks):
             # Keys and values go ahead while their gradients are computed, which follow them.
-            travelling = ring.send_on(held) if step + 1 < ring.world else None
-            source = (ring.rank - step) % ring.world
-            for mine, theirs, diagonal in ring.blocks(source):
-                spans = ring.spans(mine, theirs, source, length)
-                own = [_piece(one, mine) for one in (grad, row_sum, lse)]
-                block = [_piece(query, mine), *(_piece(one, theirs) for one in held), *own]
-                found = block_gradients(*block, ctx.rules, diagonal, _place(spans), looks and looks(*spans))
+            for mine, theirs, keys, *how in blocks:
+                queries, *own = (_piece(one, mine) for one in (query, grad, row_sum, lse))
+                found = block_gradients(queries, *keys, *own, ctx.rules, *how)
                 _piece(for_query, mine).add_(found[0])
                 for total, one in zip(sums, found[1:]):
                     _piece(total, theirs).add_(one)
             sums = ring.take(ring.send_on(sums))  # after the last step each sum is on the rank of its keys
-            held = ring.take(travelling) if travelling else None
         grads = [one.to(query.dtype) for one in (for_query, *sums)]
         for_sinks = None if sinks is None else sink_gradient(sinks, lse, row_sum).to(sinks.dtype)
         return (*ring.balanced(grads, back=True), for_sinks, *[None] * 4)

@@ -1,6 +1,8 @@
 """Runs modules that treat every token alone tile by tile along the sequence: intermediate results exist for one tile at
 a time. Backward runs each tile again: only the input is kept, and parameters get the gradients of the tiles."""
 
+import contextlib
+
 import torch
 
 from deepspeed._compat import autocast_now
@@ -18,21 +20,20 @@ def tile_sizes(length, shards):
     return [min(size, length - start) for start in range(0, length, size)]
 
 
-class _Randomness:
-    """The state of random numbers at one moment, to run something again with the same."""
+def _randomness_now(device):
+    """A function that makes a context with the random numbers of this moment, to run something again with the same."""
+    devices = [device] if device.type == "cuda" else []
+    cpu, of_devices = torch.get_rng_state(), [get_accelerator().get_rng_state(one) for one in devices]
 
-    def __init__(self, device):
-        self.devices = [device] if device.type == "cuda" else []
-        self.cpu = torch.get_rng_state()
-        self.of_devices = [get_accelerator().get_rng_state(one) for one in self.devices]
+    @contextlib.contextmanager
+    def again():
+        with torch.random.fork_rng(devices=devices):
+            torch.set_rng_state(cpu)
+            for one, state in zip(devices, of_devices):
+                get_accelerator().set_rng_state(state, one)
+            yield
 
-    def again(self):
-        context = torch.random.fork_rng(devices=self.devices)
-        context.__enter__()
-        torch.set_rng_state(self.cpu)
-        for device, state in zip(self.devices, self.of_devices):
-            get_accelerator().set_rng_state(state, device)
-        return context
+    return again
 
 
 class _Tiles:
@@ -44,7 +45,7 @@ class _Tiles:
 
     def forward(self, ctx, x):
         kinds = {x.device.type, "cpu"} - {"meta"}
-        ctx.tiles, ctx.random, ctx.autocast = self, _Randomness(x.device), autocast_now(kinds)
+        ctx.tiles, ctx.random, ctx.autocast = self, _randomness_now(x.device), autocast_now(kinds)
         ctx.save_for_backward(x)
         with torch.no_grad():
             tiles = x.split(self.sizes, self.dim)
@@ -62,19 +63,16 @@ class _Tiles:
         found = torch.zeros_like(x) if ctx.needs_x else None
         grads = grad.split(ctx.parts, self.join) if self.weights is None else [grad * one for one in self.weights]
         tiles = x.detach().split(self.sizes, self.dim)
-        again, start = ctx.random.again(), 0
-        try:
-            for index, (tile, upper) in enumerate(zip(tiles, grads)):
+        places = [None] * len(tiles) if found is None else found.split(self.sizes, self.dim)
+        with ctx.random():
+            for index, (tile, upper, place) in enumerate(zip(tiles, grads, places)):
                 tile = tile.detach().contiguous().requires_grad_(ctx.needs_x)
                 with torch.enable_grad(), ctx.autocast():
                     out = self.compute(tile, index)
                 if out.requires_grad and (self.weights is None or self.weights[index]):
                     torch.autograd.backward(out, upper.to(out.dtype))
                     if tile.grad is not None:
-                        found.narrow(self.dim, start, tile.shape[self.dim]).copy_(tile.grad)
-                start += tile.shape[self.dim]
-        finally:
-            again.__exit__(None, None, None)
+                        place.copy_(tile.grad)
         return found
 
 

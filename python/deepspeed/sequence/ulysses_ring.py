@@ -1,18 +1,10 @@
 """For more ranks than heads: as many neighbours as heads allow exchange tokens for heads, and their groups pass keys
 and values in a ring."""
 
-import torch
-
 from deepspeed import comm as dist
 from deepspeed.comm.mesh_views import Members
-from deepspeed.sequence import exchange
-from deepspeed.sequence.heads import HeadPlan
+from deepspeed.sequence import exchange, methods
 from deepspeed.sequence.ring import ring_attention
-
-
-def exchanging(ranks, heads):
-    """The number of ranks that exchange heads: the largest divisor of ``ranks`` that leaves a head for each rank."""
-    return max(size for size in range(1, ranks + 1) if ranks % size == 0 and size <= heads)
 
 
 class UlyssesRing:
@@ -22,8 +14,8 @@ class UlyssesRing:
 
     def __init__(self, group, heads, size=None):
         ranks, me = dist.get_all_ranks_from_group(group), dist.get_rank()
-        size, place = exchanging(len(ranks), heads) if size is None else size, ranks.index(me)
-        self.size, self.place = size, place % size
+        size, place = size or methods.exchanging("auto", heads, ["here"] * len(ranks)), ranks.index(me)
+        self.size = size
         self.neighbours = Members(ranks[place // size * size :][:size], me).group
         self.ring = Members(ranks[place % size :: size], me).group
 
@@ -32,18 +24,11 @@ class UlyssesRing:
         return not causal or length * self.size % 2 == 0
 
     def __call__(self, query, key, value, causal, scale=None, looks=None, soft_cap=0.0, sinks=None, dropped=None):
-        plan = HeadPlan(query.shape[2], key.shape[2], self.size)
-        parts = [query, key, value]
-        if self.size > 1:
-            parts = exchange.to_heads(parts, plan.ranges(), self.neighbours, 0, heads_first=True)
-        q, k, v = parts
-        if plan.repeats(self.place) is None:
-            index = torch.tensor(plan.kv_of_queries(self.place), device=k.device)
-            k, v = k.index_select(2, index), v.index_select(2, index)
-        start, stop = plan.query_ranges[self.place]
+        heads = exchange.HeadExchange(query.shape[2], key.shape[2], self.neighbours)
+        q, k, v = heads.to_heads([query, key, value], heads_first=True)
+        k, v = heads.spread(k, v)
+        start, stop = heads.own
         sinks, dropped = None if sinks is None else sinks[start:stop], dropped and dropped.of_heads(start)
         parts = [x.transpose(1, 2) for x in (q, k, v)]
         out = ring_attention(*parts, self.ring, causal, scale, looks, soft_cap, sinks, dropped).transpose(1, 2)
-        if self.size == 1:
-            return out
-        return exchange.to_sequence([out], [plan.query_ranges], self.neighbours, 0)[0]
+        return heads.to_sequence([out])[0]

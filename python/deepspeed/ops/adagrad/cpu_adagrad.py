@@ -26,5 +26,6 @@ class DeepSpeedCPUAdagrad(SparseRows, CPUOptimizer):
     optimizer_id = 0  # of the next object; an object's own is opt_id
 
     def __init__(self, model_params, lr=0.01, eps=1e-10, weight_decay=0, amsgrad=False, fp32_optimizer_states=True):
-        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(model_params, defaults, fp32_optimizer_states)
+        super().__init__(
+            model_params, dict(lr=lr, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad), fp32_optimizer_states
+        )

@@ -11,5 +11,4 @@ class FusedAdagrad(SparseRows, FusedOptimizer):
     rule = "adagrad"
 
     def __init__(self, params, lr=0.01, eps=1e-10, weight_decay=0.0, amsgrad=False, set_grad_none=True):
-        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, dict(lr=lr, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad), set_grad_none)

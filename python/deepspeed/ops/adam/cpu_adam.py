@@ -136,20 +136,16 @@ class DeepSpeedCPUAdam(CPUOptimizer):
                     "gradients before step_subgroup, and restore the parameters from a checkpoint."
                 )
             restored.append(old)
-        for index, (param, (old_param, old_first, old_second)) in enumerate(zip(params, restored)):
-            param.copy_(old_param)
-            first[index].copy_(old_first)
-            second[index].copy_(old_second)
+        for held, values in zip(zip(params, first, second), restored):
+            for tensor, old in zip(held, values):
+                tensor.copy_(old)
         state["step"] = int(state["step"]) - 1
         return loss
-
-    def _subgroups(self):
-        return [key for key in self.state if not torch.is_tensor(key)]
 
     def state_dict(self):
         """As of any torch optimizer; states of subgroups, if there are any, are below ``"subgroups"``, since ids below
         ``"state"`` are numbers of parameters."""
-        kept = {key: self.state.pop(key) for key in self._subgroups()}
+        kept = {key: self.state.pop(key) for key in list(self.state) if not torch.is_tensor(key)}
         try:
             found = super().state_dict()
         finally:

@@ -1,9 +1,19 @@
 """``DeepSpeedCPUAdam`` whose update may go on beside what the caller does next."""
 
 import concurrent.futures
+import functools
 
 from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
 from deepspeed.ops.native_optimizer import loss_of
+
+
+def _after_wait(method):
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        self.wait()
+        return method(self, *args, **kwargs)
+
+    return call
 
 
 class ZenFlowCPUAdam(DeepSpeedCPUAdam):
@@ -36,22 +46,8 @@ class ZenFlowCPUAdam(DeepSpeedCPUAdam):
         if running is not None:
             running.result()
 
-    def zero_grad(self, *args, **kwargs):
-        self.wait()
-        return super().zero_grad(*args, **kwargs)
-
-    def state_dict(self, *args, **kwargs):
-        self.wait()
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args, **kwargs):
-        self.wait()
-        return super().load_state_dict(*args, **kwargs)
-
-    def step_subgroup(self, subgroup_id, closure=None):
-        self.wait()
-        return super().step_subgroup(subgroup_id, closure)
-
-    def rollback_subgroup(self, sub_group_id, closure=None):
-        self.wait()
-        return super().rollback_subgroup(sub_group_id, closure)
+    zero_grad = _after_wait(DeepSpeedCPUAdam.zero_grad)
+    state_dict = _after_wait(DeepSpeedCPUAdam.state_dict)
+    load_state_dict = _after_wait(DeepSpeedCPUAdam.load_state_dict)
+    step_subgroup = _after_wait(DeepSpeedCPUAdam.step_subgroup)
+    rollback_subgroup = _after_wait(DeepSpeedCPUAdam.rollback_subgroup)

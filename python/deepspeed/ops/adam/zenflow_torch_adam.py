@@ -5,6 +5,8 @@ The engine does this in C++ (``zero_optimization.zenflow``) and needs no such ob
 
 import torch
 
+from deepspeed.ops.native_optimizer import loss_of
+
 
 class _SelectiveAdamW(torch.optim.AdamW):
     """A matrix names its columns in ``param.selected_indices`` and has their gradient, ``[rows, columns]``, in
@@ -23,10 +25,7 @@ class _SelectiveAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure=None):
         """Updates the chosen columns of all parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             self._step_params(group, group["params"])
         return loss

@@ -47,8 +47,7 @@ class FusedLamb(NativeOptimizer):
             )
         defaults = {**adam_defaults(lr, bias_correction, betas, eps, weight_decay), "max_grad_norm": max_grad_norm}
         self.eps_inside_sqrt = bool(eps_inside_sqrt)
-        self.max_coeff = float(max_coeff)
-        self.min_coeff = float(min_coeff)
+        self.max_coeff, self.min_coeff = float(max_coeff), float(min_coeff)
         self._sums = []  # of the last step: (parameters, their sums of squares), one for each native call
         self._given = None
         super().__init__(

@@ -22,5 +22,4 @@ class DeepSpeedCPULion(CPUOptimizer):
     optimizer_id = 0  # of the next object; an object's own is opt_id
 
     def __init__(self, model_params, lr=0.001, betas=(0.9, 0.999), weight_decay=0, fp32_optimizer_states=True):
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(model_params, defaults, fp32_optimizer_states)
+        super().__init__(model_params, dict(lr=lr, betas=betas, weight_decay=weight_decay), fp32_optimizer_states)

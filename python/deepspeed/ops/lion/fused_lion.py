@@ -10,5 +10,4 @@ class FusedLion(FusedOptimizer):
     rule = "lion"
 
     def __init__(self, params, lr=0.001, betas=(0.9, 0.999), weight_decay=0.0, set_grad_none=True):
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), set_grad_none)

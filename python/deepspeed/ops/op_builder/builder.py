@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 from abc import ABC, abstractmethod
 
@@ -245,12 +246,12 @@ class OpBuilder(ABC):
     @staticmethod
     def get_rocm_gpu_arch():
         """Name of the first AMD GPU (``gfx90a``), "" without one."""
-        return _rocminfo("gfx")
+        return _rocminfo(r"(?<!\S)(gfx\S*)")
 
     @staticmethod
     def get_rocm_wavefront_size():
         """Threads per wavefront of the first AMD GPU as text; "32" without one."""
-        return _rocminfo("Wavefront Size:") or "32"
+        return _rocminfo(r"Wavefront Size:\s+(\d+)") or "32"
 
     # ---- questions about the machine -----------------------------------------------------------------------------
     def has_function(self, funcname, libraries, library_dirs=None, verbose=False):
@@ -332,9 +333,6 @@ class CUDAOpBuilder(OpBuilder):
         """Macros that tell sources written for old torches that this one is newer."""
         return ["-DVERSION_GE_1_1", "-DVERSION_GE_1_3", "-DVERSION_GE_1_5"]
 
-    def is_compatible(self, verbose=False):
-        return super().is_compatible(verbose)
-
     def cxx_args(self):
         return ["-O3", "-std=c++17", "-g0", "-Wno-reorder"]
 
@@ -379,15 +377,10 @@ class TorchCPUOpBuilder(CUDAOpBuilder):
                 self.get_cuda_compile_flag()]  # fmt: skip
 
 
-def _rocminfo(label):
+def _rocminfo(pattern):
+    """The first group of ``pattern`` in what rocminfo prints; "" where it is not there."""
     if find_program("rocminfo") is None:
         return ""
     text = subprocess.run(["rocminfo"], capture_output=True, text=True, timeout=30, check=False).stdout
-    words = [line.split() for line in text.splitlines() if label in line]
-    for line in words:
-        for word in line:
-            if label == "gfx" and word.startswith("gfx"):
-                return word
-            if label != "gfx" and word.rstrip("(0x").isdigit():
-                return word
-    return ""
+    found = re.search(pattern, text)
+    return found.group(1) if found else ""

@@ -116,11 +116,8 @@ class PrebuiltOp:
 
     def sources(self):
         """The kernels' files in the source tree of deepspeed, relative to its top (they are not in a wheel)."""
-        found = []
-        for kernel in self.ROW.kernels:
-            found += [f"csrc/kernels/ref/{kernel}.cpp", f"csrc/kernels/cpu/{kernel}.cpp"]
-            found += [f"csrc/kernels/cuda/{kernel}.cu"] if "cuda" in self.ROW.devices else []
-        return found
+        endings = {"ref": "cpp", "cpu": "cpp", **({"cuda": "cu"} if "cuda" in self.ROW.devices else {})}
+        return [f"csrc/kernels/{kind}/{name}.{end}" for name in self.ROW.kernels for kind, end in endings.items()]
 
     def include_paths(self):
         """The folder of the kernels' headers in the source tree."""

@@ -17,6 +17,4 @@ def adagrad_update(optimizer_id, step, lr, epsilon, weight_decay, params, grads,
     return 0
 
 
-def destroy_adagrad(optimizer_id):
-    """Forgets the optimizer and ends its worker threads."""
-    return _handles.destroy(optimizer_id)
+destroy_adagrad = _handles.destroy

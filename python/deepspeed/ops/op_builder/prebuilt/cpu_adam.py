@@ -45,6 +45,4 @@ def adam_rollback(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, b
     return 0
 
 
-def destroy_adam(optimizer_id):
-    """Forgets the optimizer and ends its worker threads."""
-    return _handles.destroy(optimizer_id)
+destroy_adam = _handles.destroy

@@ -18,6 +18,4 @@ def lion_update(optimizer_id, step, lr, beta1, beta2, weight_decay, params, grad
     return 0
 
 
-def destroy_lion(optimizer_id):
-    """Forgets the optimizer and ends its worker threads."""
-    return _handles.destroy(optimizer_id)
+destroy_lion = _handles.destroy

@@ -1,6 +1,6 @@
 """The op ``fused_adam``: Adam and AdamW over lists of tensors, on the CPU and on GPUs."""
 
-from deepspeed.ops.op_builder.prebuilt.multi_tensor import check_lists
+from deepspeed.ops.op_builder.prebuilt.multi_tensor import is_wanted
 from deepspeed.ops.op_builder.prebuilt.stepper import Stepper
 
 _stepper = Stepper("adam", "fused Adam")
@@ -14,8 +14,8 @@ def multi_tensor_adam(chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, eps
     (Adam), 1 applies it to the parameter (AdamW). ``chunk_size`` is a wish about the launch that our kernels do not
     need. ``noop_flag``, a tensor, is read on the CPU only: nothing happens where it is not zero.
     """
-    check_lists("multi_tensor_adam", ("gradients", "parameters", "exp_avgs", "exp_avg_sqs"), tensor_lists)
-    if noop_flag is not None and noop_flag.device.type == "cpu" and noop_flag.any():
+    names = ("gradients", "parameters", "exp_avgs", "exp_avg_sqs")
+    if not is_wanted("multi_tensor_adam", names, tensor_lists, noop_flag):
         return
     grads, params, exp_avgs, exp_avg_sqs = tensor_lists
     hyper = dict(lr=lr, beta1=beta1, beta2=beta2, eps=epsilon, weight_decay=weight_decay,

@@ -63,7 +63,7 @@ class Handles:
         return 0
 
     def destroy(self, optimizer_id):
-        """Drops the optimizer of this number; an unknown number is not an error."""
+        """Forgets the optimizer and ends its worker threads; an unknown number is not an error."""
         self._made.pop(optimizer_id, None)
         return 0
 
