@@ -1,3 +1,4 @@
+#include "../on_threads.h"
 #include "base/thread_pool.h"
 
 #include <gtest/gtest.h>
@@ -42,7 +43,7 @@ TEST_P(ThreadPoolTest, TheSplitIsAlwaysTheSame) {
     std::mutex mutex;
     std::set<std::pair<size_t, size_t>> chunks;
     pool.parallel_for(100003, 64, [&](size_t begin, size_t end) {
-      std::lock_guard<std::mutex> lock(mutex);
+      std::lock_guard lock(mutex);
       chunks.emplace(begin, end);
     });
     return chunks;
@@ -74,18 +75,14 @@ TEST_P(ThreadPoolTest, RethrowsTheFirstExceptionAndWorksAgain) {
 
 TEST_P(ThreadPoolTest, CallersOnSeveralThreadsTakeTurns) {
   ThreadPool pool(GetParam());
-  std::vector<std::thread> callers;
   std::atomic<int> wrong{0};
-  for (int c = 0; c < 4; ++c) {
-    callers.emplace_back([&] {
-      for (int round = 0; round < 200; ++round) {
-        std::atomic<size_t> sum{0};
-        pool.parallel_for(257, 1, [&](size_t begin, size_t end) { sum += end - begin; });
-        if (sum != 257) ++wrong;
-      }
-    });
-  }
-  for (std::thread& caller : callers) caller.join();
+  on_threads(4, [&](int) {
+    for (int round = 0; round < 200; ++round) {
+      std::atomic<size_t> sum{0};
+      pool.parallel_for(257, 1, [&](size_t begin, size_t end) { sum += end - begin; });
+      if (sum != 257) ++wrong;
+    }
+  });
   EXPECT_EQ(wrong, 0);
 }
 
@@ -125,7 +122,7 @@ TEST(ThreadPool, UsesItsThreads) {
   std::atomic<int> arrived{0};
   pool.parallel_for(3, 1, [&](size_t, size_t) {
     {
-      std::lock_guard<std::mutex> lock(mutex);
+      std::lock_guard lock(mutex);
       ids.insert(std::this_thread::get_id());
     }
     // Nobody leaves before three threads are here, so no thread can take two chunks.

@@ -1,4 +1,5 @@
 // Ranks that are threads, on hosts that are told to be different ones.
+#include "../on_threads.h"
 #include "comm/transports/hierarchical_communicator.h"
 
 #include <ATen/Functions.h>
@@ -25,13 +26,10 @@ using namespace std::chrono_literals;
 template <typename Body>
 void on_hosts(const std::vector<int64_t>& hosts, Body body) {
   auto inners = thread_communicators(static_cast<int>(hosts.size()));
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < hosts.size(); ++rank)
-    threads.emplace_back([&, rank] {
-      auto made = hierarchical_communicator(inners[rank], 20s, {}, hosts[rank]);
-      body(static_cast<int>(rank), made);
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(hosts.size(), [&](int rank) {
+    auto made = hierarchical_communicator(inners[rank], 20s, {}, hosts[rank]);
+    body(static_cast<int>(rank), made);
+  });
 }
 
 at::Tensor given(int round, int rank, int64_t numel, at::ScalarType type) {
@@ -183,7 +181,7 @@ class Network : public Communicator {
   WorkPtr start(const Op& op) override {
     const int from = members_[rank()], to = op.verb == Verb::kSend ? members_[op.peer] : from;
     if (hosts_[from] != hosts_[to] && op.in.scalar_type() != at::kByte && op.in.scalar_type() != at::kLong) {
-      std::lock_guard<std::mutex> lock(counts_->mutex);
+      std::lock_guard lock(counts_->mutex);
       ++counts_->rows[{from, to}];
     }
     return inner_->run(op);
@@ -322,11 +320,7 @@ TEST(Hierarchical, ForScriptsOnlyExchangesGoByHosts) {
   const auto counted = std::make_shared<Messages>();
   const auto inners = thread_communicators(4);
   std::vector<CommunicatorPtr> made(4);
-  const auto on_ranks = [&](const auto& body) {
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < 4; ++rank) threads.emplace_back([&body, rank] { body(rank); });
-    for (auto& thread : threads) thread.join();
-  };
+  const auto on_ranks = [&](const auto& body) { on_threads(4, body); };
   on_ranks([&](int rank) {
     const CommunicatorPtr network =
         std::make_shared<Network>(inners[rank], std::vector<int>{0, 1, 2, 3}, layout, counted);

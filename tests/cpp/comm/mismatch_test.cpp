@@ -110,7 +110,7 @@ struct Told {
   int ended = 0;
 
   void end() {
-    std::unique_lock<std::mutex> lock(mutex);
+    std::unique_lock lock(mutex);
     ++ended;
     changed.notify_all();
     changed.wait_for(lock, 2 * kLimit, [&] { return ended == kRanks; });

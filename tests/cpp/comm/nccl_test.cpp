@@ -1,5 +1,6 @@
 // The direct NCCL wrapper over a library of ours with NCCL's interface (fake_nccl/): ranks are threads, memory is the
 // host's. Every operation against plain loops; errors; that nothing is left behind.
+#include "../on_threads.h"
 #include "comm/nccl/nccl_comm.h"
 
 #include <dlfcn.h>
@@ -58,15 +59,11 @@ class Nccl : public testing::Test {
   template <typename Body>
   void on_ranks(int size, Body body) {
     const nccl::UniqueId id = library->make_id();
-    std::vector<std::thread> threads;
-    threads.reserve(static_cast<size_t>(size));
-    for (int rank = 0; rank < size; ++rank)
-      threads.emplace_back([&, rank] {
-        const NcclCommPtr comm = join(id, rank, size);
-        body(rank, *comm);
-        comm->close();
-      });
-    for (auto& thread : threads) thread.join();
+    on_threads(size, [&](int rank) {
+      const NcclCommPtr comm = join(id, rank, size);
+      body(rank, *comm);
+      comm->close();
+    });
   }
 
   NcclLibraryPtr library;
@@ -308,20 +305,16 @@ TEST_F(Nccl, AbortFromAnotherThreadFreesWhoWaits) {
 
 TEST_F(Nccl, RanksThatDifferFailWithNcclsError) {
   const nccl::UniqueId id = library->make_id();
-  std::vector<std::thread> threads;
-  threads.reserve(2);
   std::atomic<int> failed{0};
-  for (int rank = 0; rank < 2; ++rank)
-    threads.emplace_back([&, rank] {
-      const NcclCommPtr comm = join(id, rank, 2);
-      std::vector<float> values(3);
-      try {
-        comm->all_reduce(values.data(), values.data(), rank == 0 ? 2 : 3, nccl::kFloat32, nccl::kSum, nullptr);
-      } catch (const Error&) {
-        ++failed;
-      }
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(2, [&](int rank) {
+    const NcclCommPtr comm = join(id, rank, 2);
+    std::vector<float> values(3);
+    try {
+      comm->all_reduce(values.data(), values.data(), rank == 0 ? 2 : 3, nccl::kFloat32, nccl::kSum, nullptr);
+    } catch (const Error&) {
+      ++failed;
+    }
+  });
   EXPECT_EQ(failed, 2);
 }
 

@@ -1,4 +1,5 @@
 // Messages between stages: ranks as threads.
+#include "../on_threads.h"
 #include "comm/pipe/pipe_channel.h"
 
 #include <ATen/Functions.h>
@@ -25,23 +26,20 @@ void on_channels(const std::string& transport, int size, const Body& body, const
   nccl::UniqueId ids[2];
   if (transport == "nccl")
     for (auto& id : ids) id = NcclLibrary::open(std::string(DS_FAKE_NCCL_FOLDER) + "/libfake_nccl.so")->make_id();
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      const auto activations = testing_transports::make(transport, first[rank], ids[0]);
-      const auto grads = testing_transports::make(transport, second[rank], ids[1]);
-      {
-        PipeChannel channel(activations, grads, options);
-        body(rank, channel);
-        channel.settle();
-      }
-      try {
-        activations->barrier();  // nobody goes while another still receives
-      } catch (const Error&) {   // aborted
-        return;
-      }
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(size, [&](int rank) {
+    const auto activations = testing_transports::make(transport, first[rank], ids[0]);
+    const auto grads = testing_transports::make(transport, second[rank], ids[1]);
+    {
+      PipeChannel channel(activations, grads, options);
+      body(rank, channel);
+      channel.settle();
+    }
+    try {
+      activations->barrier();  // nobody goes while another still receives
+    } catch (const Error&) {   // aborted
+      return;
+    }
+  });
 }
 
 // The same on both ends: message `number` of that stream.

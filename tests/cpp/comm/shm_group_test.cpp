@@ -1,4 +1,5 @@
 // Shared memory between ranks. Here the ranks are threads of one process with a segment each; tests/dist has processes.
+#include "../on_threads.h"
 #include "comm/shared_memory/shm_group.h"
 
 #include <ATen/Functions.h>
@@ -29,17 +30,14 @@ template <typename Body>
 void on_ranks(int size, Body body, std::chrono::milliseconds timeout = 60s,
               const std::function<DiagnosticCallbacks(int)>& callbacks = nullptr) {
   auto inners = thread_communicators(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      GroupFacts facts;
-      facts.name = "tried";
-      if (callbacks) facts.watch = std::make_shared<Watch>(callbacks(rank));
-      auto group = ShmGroup::create(rank, size, rendezvous_over(*inners[rank]), timeout, facts);
-      ASSERT_TRUE(group);
-      body(rank, std::move(group));
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(size, [&](int rank) {
+    GroupFacts facts;
+    facts.name = "tried";
+    if (callbacks) facts.watch = std::make_shared<Watch>(callbacks(rank));
+    auto group = ShmGroup::create(rank, size, rendezvous_over(*inners[rank]), timeout, facts);
+    ASSERT_TRUE(group);
+    body(rank, std::move(group));
+  });
 }
 
 // What rank `rank` gives in round `round`: whole numbers, so that sums are exact in every order.

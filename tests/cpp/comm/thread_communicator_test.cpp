@@ -1,3 +1,4 @@
+#include "../on_threads.h"
 #include "comm/transports/thread_communicator.h"
 
 #include <ATen/Functions.h>
@@ -16,9 +17,7 @@ namespace {
 template <typename Body>
 void on_ranks(int size, Body body) {
   auto ranks = thread_communicators(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) threads.emplace_back([&, rank] { body(rank, *ranks[rank]); });
-  for (auto& thread : threads) thread.join();
+  on_threads(size, [&](int rank) { body(rank, *ranks[rank]); });
 }
 
 TEST(ThreadCommunicator, AllReduceOverSizesAndTypes) {

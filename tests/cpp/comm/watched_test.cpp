@@ -1,4 +1,5 @@
 // Boards in a store: ranks that do not meet find out, all of them, and everything else goes on as before.
+#include "../on_threads.h"
 #include "comm/decorators/watched.h"
 
 #include <ATen/Functions.h>
@@ -10,7 +11,6 @@
 
 #include <condition_variable>
 #include <cstdlib>
-#include <thread>
 
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
@@ -35,7 +35,7 @@ class BlindCommunicator : public Communicator {
   bool carries(const Op&) const override { return true; }
   PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
   void abort(const std::string& why) noexcept override {
-    std::lock_guard<std::mutex> lock(meeting_->mutex);
+    std::lock_guard lock(meeting_->mutex);
     aborted_ = why;
     meeting_->changed.notify_all();
   }
@@ -48,14 +48,14 @@ class BlindCommunicator : public Communicator {
       Meet(BlindCommunicator& owner, std::string key) : owner(owner), key(std::move(key)) {}
       void wait() override {
         Meeting& all = *owner.meeting_;
-        std::unique_lock<std::mutex> lock(all.mutex);
+        std::unique_lock lock(all.mutex);
         all.changed.wait(lock, [&] { return all.here[key] == owner.size_ || !owner.aborted_.empty(); });
         if (all.here[key] != owner.size_) fail(ErrorKind::kRuntime, "aborted");
       }
       BlindCommunicator& owner;
       const std::string key;
     };
-    std::lock_guard<std::mutex> lock(meeting_->mutex);
+    std::lock_guard lock(meeting_->mutex);
     const std::string key = std::to_string(++number_) + " " + verb_name(op.verb);
     ++meeting_->here[key];
     meeting_->changed.notify_all();
@@ -74,21 +74,17 @@ using Body = std::function<void(int rank, Communicator&, StoreBoard&)>;
 void on_boards(int size, const Body& body, int timeout_s = 30) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto meeting = std::make_shared<Meeting>();
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      DiagnosticCallbacks callbacks;
-      callbacks.stacks = [rank] { return "in the script of rank " + std::to_string(rank); };
-      Watch watch(callbacks);
-      GroupFacts facts;
-      facts.name = "tested";
-      const auto board =
-          std::make_shared<StoreBoard>(store, rank, size, std::chrono::seconds(timeout_s), "blind", facts);
-      watch.add(board);
-      const auto communicator = watched(std::make_shared<BlindCommunicator>(rank, size, meeting), board);
-      body(rank, *communicator, *board);
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(size, [&](int rank) {
+    DiagnosticCallbacks callbacks;
+    callbacks.stacks = [rank] { return "in the script of rank " + std::to_string(rank); };
+    Watch watch(callbacks);
+    GroupFacts facts;
+    facts.name = "tested";
+    const auto board = std::make_shared<StoreBoard>(store, rank, size, std::chrono::seconds(timeout_s), "blind", facts);
+    watch.add(board);
+    const auto communicator = watched(std::make_shared<BlindCommunicator>(rank, size, meeting), board);
+    body(rank, *communicator, *board);
+  });
 }
 
 std::string error_in(const std::function<void()>& call, ErrorKind kind = ErrorKind::kRuntime) {
@@ -201,20 +197,16 @@ TEST(StoreBoard, AProcessNumberOfAnotherHostIsNotAskedFor) {
 TEST(WatchedCommunicator, TransfersGoByUnseen) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto plain = thread_communicators(2);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < 2; ++rank)
-    threads.emplace_back([&, rank] {
-      const auto board =
-          std::make_shared<StoreBoard>(store, rank, 2, std::chrono::seconds(30), "threads", GroupFacts());
-      const auto communicator = watched(plain[rank], board);
-      const at::Tensor tensor = at::full({3}, rank);
-      if (rank == 0) communicator->send(tensor, 1)->wait();
-      if (rank == 1) communicator->recv(tensor, 0)->wait();
-      EXPECT_EQ(tensor.sum().item<int64_t>(), 0);
-      communicator->barrier();
-      EXPECT_EQ(board->flights().size(), 1u);
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(2, [&](int rank) {
+    const auto board = std::make_shared<StoreBoard>(store, rank, 2, std::chrono::seconds(30), "threads", GroupFacts());
+    const auto communicator = watched(plain[rank], board);
+    const at::Tensor tensor = at::full({3}, rank);
+    if (rank == 0) communicator->send(tensor, 1)->wait();
+    if (rank == 1) communicator->recv(tensor, 0)->wait();
+    EXPECT_EQ(tensor.sum().item<int64_t>(), 0);
+    communicator->barrier();
+    EXPECT_EQ(board->flights().size(), 1u);
+  });
 }
 
 }  // namespace

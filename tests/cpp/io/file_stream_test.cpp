@@ -1,3 +1,4 @@
+#include "../on_threads.h"
 #include "io/file_stream.h"
 
 #include <errno.h>
@@ -6,7 +7,6 @@
 #include <sys/stat.h>
 
 #include <csignal>
-#include <thread>
 
 #include "folder.h"
 #include "io/file_error.h"
@@ -290,17 +290,12 @@ TEST(FileStream, LeavesNoDescriptorOpen) {
 TEST(FileStream, SeveralAtATime) {
   const Folder folder;
   Files files;
-  std::vector<std::thread> threads;
-  threads.reserve(8);
-  for (int i = 0; i < 8; ++i) {
-    threads.emplace_back([&, i] {
-      const std::string text = random_bytes(3000000, static_cast<unsigned>(i));
-      FileStream stream(files, folder / std::to_string(i), text.size(), small(1 << 19, 2, 2));
-      stream.write(text.data(), text.size());
-      stream.finish();
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  on_threads(8, [&](int i) {
+    const std::string text = random_bytes(3000000, static_cast<unsigned>(i));
+    FileStream stream(files, folder / std::to_string(i), text.size(), small(1 << 19, 2, 2));
+    stream.write(text.data(), text.size());
+    stream.finish();
+  });
   for (int i = 0; i < 8; ++i)
     EXPECT_EQ(content(folder / std::to_string(i)), random_bytes(3000000, static_cast<unsigned>(i)));
 }

@@ -1,5 +1,6 @@
 // Exchanges of tokens for heads over transports with and without shared memory, against a plain loop: worlds 1 to 8,
 // odd sizes, any strides, heads that are copied; and their gradients. Ranks are threads.
+#include "../on_threads.h"
 #include "parallel/sequence_exchange.h"
 
 #include <ATen/Functions.h>
@@ -8,7 +9,6 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <random>
-#include <thread>
 
 #include "../error_of.h"
 #include "comm/transports/hierarchical_communicator.h"
@@ -24,17 +24,14 @@ using plan::SequenceCut;
 void with_ranks(const std::string& transport, int size,
                 const std::function<void(int, const comm::CommunicatorPtr&)>& body) {
   const auto between = comm::thread_communicators(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      auto made = between[rank];
-      if (transport == "shm") made = comm::shm_communicator(made, std::chrono::seconds(600));
-      if (transport == "hierarchical")
-        made = comm::hierarchical_communicator(made, std::chrono::seconds(600), {}, rank % 2);
-      ASSERT_TRUE(made);
-      body(rank, made);
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(size, [&](int rank) {
+    auto made = between[rank];
+    if (transport == "shm") made = comm::shm_communicator(made, std::chrono::seconds(600));
+    if (transport == "hierarchical")
+      made = comm::hierarchical_communicator(made, std::chrono::seconds(600), {}, rank % 2);
+    ASSERT_TRUE(made);
+    body(rank, made);
+  });
 }
 
 struct Case {

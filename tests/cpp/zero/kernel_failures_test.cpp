@@ -11,8 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "../on_threads.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
+#include "small_engine.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
@@ -71,8 +73,7 @@ struct Rank {
     options.reducer.predivide = 1.0f / kWorld;
     ParamSpec spec{weight, "weight", 0, 0};
     if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", kWorld, rank);
-    engine = std::make_shared<Engine>(std::vector<ParamSpec>{spec}, std::vector<ShardedParamPtr>{}, options,
-                                      EngineRanks{group, [gathers] { return gathers; }});
+    engine = engine_of({spec}, options, {group, [gathers] { return gathers; }});
     engine->stepper().set_rules({&optim::find_rule("adam")});
   }
 
@@ -104,13 +105,10 @@ std::string failure_of(const std::function<void()>& call) {
 
 void on_ranks(int stage, const std::function<void(Rank&)>& body) {
   auto groups = comm::thread_communicators(kWorld), gathers = comm::thread_communicators(kWorld);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kWorld; ++rank)
-    threads.emplace_back([&, rank] {
-      Rank made(stage, rank, groups[rank], gathers[rank]);
-      body(made);
-    });
-  for (std::thread& thread : threads) thread.join();
+  on_threads(kWorld, [&](int rank) {
+    Rank made(stage, rank, groups[rank], gathers[rank]);
+    body(made);
+  });
 }
 
 class KernelFailures : public testing::TestWithParam<int> {};

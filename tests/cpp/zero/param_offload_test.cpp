@@ -5,13 +5,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <thread>
 
 #include "../io/folder.h"
+#include "../on_threads.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "io/file_error.h"
 #include "plain_adamw.h"
+#include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
 
@@ -103,9 +104,7 @@ struct Rank {
       const at::Tensor loss = loss_of(weights, step, rank, part) / c.micro_steps;
       for (auto unit = units.rbegin(); unit != units.rend(); ++unit) gatherer.leave(*unit, {loss});
       gatherer.end_forward({loss});
-      engine->backward().begin(true);
-      (loss * static_cast<double>(scale)).backward();
-      engine->backward().end();
+      run_backward(*engine, loss * static_cast<double>(scale));
     }
     StepInputs inputs = adam_inputs(0.5f, true);
     inputs.loss_scale = scale;
@@ -118,9 +117,7 @@ struct Rank {
 
 void on_ranks(const Case& c, const std::function<void(const comm::CommunicatorPtr&, int)>& body) {
   const auto comms = comm::thread_communicators(c.world, c.peers);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < c.world; ++rank) threads.emplace_back([&, rank] { body(comms[rank], rank); });
-  for (std::thread& thread : threads) thread.join();
+  on_threads(c.world, [&](int rank) { body(comms[rank], rank); });
 }
 
 std::vector<Result> train(const Case& c, const std::string& folder = "") {

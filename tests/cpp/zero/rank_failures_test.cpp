@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
+#include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
 #include "zero/step/strategies/background.h"
@@ -52,7 +53,7 @@ std::vector<std::string> errors_of(const std::string& strategy, int stage, const
       weights.push_back(values(i, {60 + i, 6}).set_requires_grad(true));
       specs.push_back({weights[i], "w" + std::to_string(i), 0, i});
     }
-    auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
+    auto engine = engine_of(specs, options, {comms[rank]});
     use_adam(*engine);
     comms[rank]->barrier();
     try {

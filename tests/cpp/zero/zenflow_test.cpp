@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
+#include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
 
@@ -192,7 +193,7 @@ struct Rank {
     options.reducer.bucket_numel = c.bucket;
     options.reducer.predivide = 1.0 / ranks->size();
     options.gatherer.persistence_numel = 8;
-    engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, EngineRanks{ranks});
+    engine = engine_of(specs, options, {ranks});
     engine->set_rules({&optim::find_rule("adam")});
     if (engine->gatherer()) unit = engine->gatherer()->add_unit("all", engine->params().sharded_params());
   }
@@ -210,9 +211,7 @@ struct Rank {
       if (step == kSkipped) loss = loss * INFINITY;
       if (gatherer) gatherer->leave(unit, {loss});
       if (gatherer) gatherer->end_forward({loss});
-      engine->backward().begin(part + 1 == c.micro_steps || engine->policy().reduce == ReduceAt::kMicroStep);
-      loss.backward();
-      engine->backward().end();
+      run_backward(*engine, loss, part + 1 == c.micro_steps || engine->policy().reduce == ReduceAt::kMicroStep);
     }
     AdamArgs args = adam_args();
     args.lr = rate(step);
