@@ -1,4 +1,3 @@
-#include "../on_threads.h"
 #include "base/thread_pool.h"
 
 #include <gtest/gtest.h>
@@ -12,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "../error_of.h"
+#include "../on_threads.h"
 #include "base/error.h"
 
 namespace ds {
@@ -135,13 +136,7 @@ TEST(ThreadPool, UsesItsThreads) {
 
 TEST(ThreadPool, RefusesNoThreads) {
   for (int threads : {0, -1}) {
-    try {
-      ThreadPool pool(threads);
-      FAIL() << "no error for " << threads;
-    } catch (const Error& e) {
-      EXPECT_EQ(e.kind(), ErrorKind::kValue);
-      EXPECT_NE(std::string(e.what()).find("at least 1 thread"), std::string::npos) << e.what();
-    }
+    EXPECT_TRUE(says(error_of(ErrorKind::kValue, [&] { ThreadPool pool(threads); }), "at least 1 thread"));
   }
 }
 

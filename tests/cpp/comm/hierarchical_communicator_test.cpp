@@ -1,5 +1,4 @@
 // Ranks that are threads, on hosts that are told to be different ones.
-#include "../on_threads.h"
 #include "comm/transports/hierarchical_communicator.h"
 
 #include <ATen/Functions.h>
@@ -13,6 +12,8 @@
 #include <set>
 #include <thread>
 
+#include "../error_of.h"
+#include "../on_threads.h"
 #include "base/error.h"
 #include "comm/hosts/hosts.h"
 #include "comm/shared_memory/strided_parts.h"
@@ -145,12 +146,10 @@ TEST(Hierarchical, HostsAtDifferentCollectivesStop) {
   });
   unsetenv("DS_COMM_TRACE_DIR");
   for (const std::string& text : texts) {
-    EXPECT_NE(
-        text.find("the hosts call different collectives: that of rank 0 all_reduce(10 x float32, sum) of \"first\"; "
-                  "that of rank 2 all_reduce(10 x float32, sum) of \"second\""),
-        std::string::npos)
-        << text;
-    EXPECT_NE(text.find("could not be written"), std::string::npos) << text;
+    EXPECT_TRUE(says(text,
+                     "the hosts call different collectives: that of rank 0 all_reduce(10 x float32, sum) of \"first\"; "
+                     "that of rank 2 all_reduce(10 x float32, sum) of \"second\""));
+    EXPECT_TRUE(says(text, "could not be written"));
   }
 }
 
@@ -362,9 +361,8 @@ TEST(Hierarchical, HostsThatGiveWhatNobodyTakesStop) {
   });
   unsetenv("DS_COMM_TRACE_DIR");
   for (const std::string& text : texts)
-    EXPECT_NE(text.find("the ranks on the host of rank 0 give 7 elements to those on the host of rank 2, which take 4"),
-              std::string::npos)
-        << text;
+    EXPECT_TRUE(
+        says(text, "the ranks on the host of rank 0 give 7 elements to those on the host of rank 2, which take 4"));
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // The direct NCCL wrapper over a library of ours with NCCL's interface (fake_nccl/): ranks are threads, memory is the
 // host's. Every operation against plain loops; errors; that nothing is left behind.
-#include "../on_threads.h"
 #include "comm/nccl/nccl_comm.h"
 
 #include <dlfcn.h>
@@ -11,6 +10,7 @@
 #include <cstring>
 #include <thread>
 
+#include "../on_threads.h"
 #include "../error_of.h"
 #include "base/error.h"
 #include "comm/nccl/nccl_memory.h"
@@ -71,7 +71,7 @@ class Nccl : public testing::Test {
 };
 
 void expect_parts(const std::string& text, std::initializer_list<const char*> parts) {
-  for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << part << " is missing in: " << text;
+  for (const char* part : parts) EXPECT_TRUE(says(text, part)) << part << " is missing in: " << text;
 }
 
 // Element i of rank r: small numbers that every type holds.

@@ -1,5 +1,4 @@
 // Gathers and reduce-scatters that travel packed, over threads, against the plain ones within the codec's bound.
-#include "../on_threads.h"
 #include "comm/decorators/quantized.h"
 
 #include <ATen/Functions.h>
@@ -9,6 +8,7 @@
 #include <cmath>
 #include <limits>
 
+#include "../on_threads.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 

@@ -1,4 +1,3 @@
-#include "../on_threads.h"
 #include "io/file_stream.h"
 
 #include <errno.h>
@@ -8,6 +7,8 @@
 
 #include <csignal>
 
+#include "../error_of.h"
+#include "../on_threads.h"
 #include "folder.h"
 #include "io/file_error.h"
 
@@ -188,9 +189,9 @@ TEST(FileStream, EveryFaultIsAnErrorThatNamesTheFileAndLeavesNone) {
           } catch (const FileError& e) {
             ++faults;
             EXPECT_EQ(e.code(), action == std::string("eio") ? EIO : ENOSPC);
-            EXPECT_NE(std::string(e.what()).find(folder / "x"), std::string::npos) << e.what();
+            EXPECT_TRUE(says(e.what(), folder / "x"));
             if (e.code() == ENOSPC) {
-              EXPECT_NE(std::string(e.what()).find("bytes are free"), std::string::npos) << e.what();
+              EXPECT_TRUE(says(e.what(), "bytes are free"));
             }
             EXPECT_EQ(folder.entries(), 0u) << call << n;
           }
@@ -210,7 +211,7 @@ TEST(FileStream, AFullDiskIsAnErrorBeforeAnythingIsWritten) {
     FAIL() << "a petabyte in memory";
   } catch (const FileError& e) {
     EXPECT_EQ(e.code(), ENOSPC);
-    EXPECT_NE(std::string(e.what()).find("needs 1125899906842624 bytes"), std::string::npos) << e.what();
+    EXPECT_TRUE(says(e.what(), "needs 1125899906842624 bytes"));
   }
   EXPECT_EQ(folder.entries(), 0u);
 }

@@ -1,4 +1,3 @@
-#include "../on_threads.h"
 #include "io/transfer_queue.h"
 
 #include <gtest/gtest.h>
@@ -7,6 +6,7 @@
 
 #include <atomic>
 
+#include "../on_threads.h"
 #include "base/error.h"
 #include "io/aligned_pool.h"
 

@@ -1,6 +1,5 @@
 // Exchanges of tokens for heads over transports with and without shared memory, against a plain loop: worlds 1 to 8,
 // odd sizes, any strides, heads that are copied; and their gradients. Ranks are threads.
-#include "../on_threads.h"
 #include "parallel/sequence_exchange.h"
 
 #include <ATen/Functions.h>
@@ -10,6 +9,7 @@
 
 #include <random>
 
+#include "../on_threads.h"
 #include "../error_of.h"
 #include "comm/transports/hierarchical_communicator.h"
 #include "comm/transports/shm_communicator.h"
@@ -244,10 +244,9 @@ TEST(SequenceExchange, RefusesWhatDoesNotFit) {
     const auto told = [&](const std::vector<at::Tensor>& parts) {
       return error_of([&] { exchange.start_to_heads(parts, layout, false); });
     };
-    EXPECT_NE(told({right}).find("an exchange of 2 tensors among 2 ranks got 1 tensors"), std::string::npos);
-    EXPECT_NE(told({right, at::zeros({1, 3, 4, 3})}).find("tensor 1 of an exchange has shape [1, 3, 4, 3]"),
-              std::string::npos);
-    EXPECT_NE(told({right, right.to(at::kDouble)}).find("make them one dtype"), std::string::npos);
+    EXPECT_TRUE(says(told({right}), "an exchange of 2 tensors among 2 ranks got 1 tensors"));
+    EXPECT_TRUE(says(told({right, at::zeros({1, 3, 4, 3})}), "tensor 1 of an exchange has shape [1, 3, 4, 3]"));
+    EXPECT_TRUE(says(told({right, right.to(at::kDouble)}), "make them one dtype"));
   });
 }
 
@@ -274,8 +273,8 @@ TEST(SequenceExchange, RanksThatDisagreeHearOfEachOther) {
                            : exchange.start_to_heads(given(mine.tokens, mine.heads), layout, false);
           made.work->wait();
         });
-        EXPECT_NE(told.find("sequence [2, 8, 4+4, 3]"), std::string::npos) << rank << told;
-        EXPECT_NE(told.find("sequence " + wrong.text), std::string::npos) << rank << told;
+        EXPECT_TRUE(says(told, "sequence [2, 8, 4+4, 3]")) << rank << told;
+        EXPECT_TRUE(says(told, "sequence " + wrong.text)) << rank << told;
       });
 }
 

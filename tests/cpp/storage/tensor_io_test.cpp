@@ -1,5 +1,4 @@
 // Tensors in files: any layout and dtype, several threads, errors, page-locked memory.
-#include "../on_threads.h"
 #include "storage/tensor_io.h"
 
 #include <ATen/ops/arange.h>
@@ -17,6 +16,7 @@
 #include <fstream>
 #include <iterator>
 
+#include "../on_threads.h"
 #include "io/file_error.h"
 #include "storage/buffered_writer.h"
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "../error_of.h"
 #include "../on_threads.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
@@ -116,8 +117,7 @@ class KernelFailures : public testing::TestWithParam<int> {};
 TEST_P(KernelFailures, InAHookEveryRankDropsTheGradients) {
   on_ranks(GetParam(), [](Rank& one) {
     const std::string said = failure_of([&] { one.backward(one.rank == 1); });
-    EXPECT_NE(said.find(one.rank == 1 ? "[rank 1] invalid configuration argument" : "rank 1 could not compute"),
-              std::string::npos)
+    EXPECT_TRUE(says(said, one.rank == 1 ? "[rank 1] invalid configuration argument" : "rank 1 could not compute"))
         << one.rank << ": " << said;
     EXPECT_FALSE(one.engine->grads().any());
     one.backward(false);  // and goes on
@@ -131,8 +131,7 @@ TEST_P(KernelFailures, ANormWithoutMemoryUpdatesNothingAnywhere) {
     one.backward(false);
     orders().no_memory = one.rank == 1;
     const std::string said = failure_of([&] { one.step(); });
-    EXPECT_NE(said.find(one.rank == 1 ? "[rank 1] a kernel had no memory for its" : "rank 1 could not compute"),
-              std::string::npos)
+    EXPECT_TRUE(says(said, one.rank == 1 ? "[rank 1] a kernel had no memory for its" : "rank 1 could not compute"))
         << one.rank << ": " << said;
     EXPECT_TRUE(at::equal(one.weight.detach(), at::ones({3000})));
     EXPECT_EQ(one.engine->stepper().steps()[0].item<float>(), 0.0f);
@@ -164,7 +163,7 @@ TEST(TorchScratch, SaysWhyThereIsNone) {
   EXPECT_NE(scratch.allocate(64), nullptr);
   EXPECT_EQ(scratch.error(), "");
   EXPECT_EQ(scratch.allocate(size_t{1} << 60), nullptr);
-  EXPECT_NE(scratch.error().find("1152921504606846976 bytes of scratch on cpu: "), std::string::npos);
+  EXPECT_TRUE(says(scratch.error(), "1152921504606846976 bytes of scratch on cpu: "));
   const at::Tensor reserved = at::empty({128}, at::kByte);
   TorchScratch first(at::kCPU, reserved);
   EXPECT_EQ(first.allocate(128), reserved.data_ptr());

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "../error_of.h"
 #include "../io/folder.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
@@ -206,7 +207,7 @@ TEST(StateSource, WhatOneRankCannotKeepEndsItsOwnSaveAlone) {
     Given given;
     given.order = order;
     const std::vector<std::string> said = saved(3, given);
-    EXPECT_NE(said[1].find("/rank1/"), std::string::npos) << order << ": " << said[1];
+    EXPECT_TRUE(says(said[1], "/rank1/")) << order << ": " << said[1];
     EXPECT_EQ(said[0] + said[2], "") << order;
   }
 }

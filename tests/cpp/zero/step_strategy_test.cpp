@@ -1,16 +1,17 @@
 // A strategy from outside the tree that updates every second extent later: what it puts by is added up and updated in
 // every second step. Against AdamW on whole tensors: a parameter's elements are where both runs say.
-#include "../on_threads.h"
-#include "small_engine.h"
 #include "zero/step/strategies/step_strategy.h"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
 
+#include "../error_of.h"
+#include "../on_threads.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
+#include "small_engine.h"
 
 namespace ds::zero {
 namespace {
@@ -197,14 +198,10 @@ TEST(StepStrategy, AnUnknownNameIsRefused) {
   at::Tensor weight = at::ones({5}).set_requires_grad(true);
   EngineOptions options;
   options.strategy = "none such";
-  try {
-    Engine made({{weight, "w", 0, 0}}, {}, options, EngineRanks{comm::thread_communicators(1)[0]});
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what())
-                  .find("there is no step strategy 'none such'; there are: plain, speculative, test odd"),
-              std::string::npos);
-  }
+  EXPECT_TRUE(says(error_of([&] {
+                     Engine made({{weight, "w", 0, 0}}, {}, options, EngineRanks{comm::thread_communicators(1)[0]});
+                   }),
+                   "there is no step strategy 'none such'; there are: plain, speculative, test odd"));
 }
 
 }  // namespace
