@@ -82,7 +82,7 @@ struct ThreadPool::Impl {
       const size_t begin = index * job.chunk;
       (*job.body)(begin, std::min(job.n, begin + job.chunk));
     } catch (...) {
-      std::lock_guard<std::mutex> lock(mutex);
+      std::lock_guard lock(mutex);
       if (!failure) failure = std::current_exception();
       failed.store(true, std::memory_order_relaxed);
     }
@@ -104,14 +104,14 @@ struct ThreadPool::Impl {
     for (;;) {
       for (int i = 0; i < spins && generation.load(std::memory_order_acquire) == seen; ++i) pause();
       if (generation.load(std::memory_order_acquire) == seen) {
-        std::unique_lock<std::mutex> lock(mutex);
+        std::unique_lock lock(mutex);
         work_cv.wait(lock, [&] { return generation.load(std::memory_order_acquire) != seen; });
       }
       ++seen;
       if (stop.load(std::memory_order_acquire)) return;
       run_shares(self);
       if (busy.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        std::lock_guard<std::mutex> lock(mutex);  // the caller is either before its check or already waiting
+        std::lock_guard lock(mutex);  // the caller is either before its check or already waiting
         done_cv.notify_one();
       }
     }
@@ -119,14 +119,14 @@ struct ThreadPool::Impl {
 
   void publish() {
     {
-      std::lock_guard<std::mutex> lock(mutex);
+      std::lock_guard lock(mutex);
       generation.fetch_add(1, std::memory_order_release);
     }
     work_cv.notify_all();
   }
 
   void run(const Job& next) {
-    std::lock_guard<std::mutex> one_caller(caller);
+    std::lock_guard one_caller(caller);
     job = next;
     failure = nullptr;
     failed.store(false, std::memory_order_relaxed);
@@ -139,7 +139,7 @@ struct ThreadPool::Impl {
     run_shares(0);
     for (int i = 0; i < spins && busy.load(std::memory_order_acquire) != 0; ++i) pause();
     {
-      std::unique_lock<std::mutex> lock(mutex);
+      std::unique_lock lock(mutex);
       done_cv.wait(lock, [&] { return busy.load(std::memory_order_acquire) == 0; });
     }
     if (failure) {

@@ -15,7 +15,7 @@ class ThreadPool {
   // Throws ErrorKind::kValue for less than 1.
   // On a machine of several memory nodes (`nodes`, as usable_nodes() has them) the threads are spread over them in
   // order, and stay there: with the same n a thread meets the same elements at each call, which lie in its node's
-  // memory when the pool touched them first. Who is done early helps threads of its own node first.
+  // memory when the pool touched them first. A thread that is done early helps threads of its own node first.
   ThreadPool(int threads, const std::vector<Processors>& nodes);
   explicit ThreadPool(int threads) : ThreadPool(threads, threads > 1 ? usable_nodes() : std::vector<Processors>()) {}
   ~ThreadPool();

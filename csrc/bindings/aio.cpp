@@ -73,70 +73,69 @@ io::TransferOptions options_of(size_t block_size, int queue_depth, bool single_s
   return options;
 }
 
-// What handles of files and of devices share.
+// The part that handles of files and handles of devices share.
 template <typename Class>
 void add_methods(Class& handle) {
-  const auto offset = py::arg("file_offset") = 0;
-  const auto validate = py::arg("validate") = false;
+  const auto offset = "file_offset"_a = 0;
+  const auto validate = "validate"_a = false;
   handle
       .def(
           "read",
           [](TensorIo& self, const at::Tensor& buffer, const py::object& filename, bool validate, int64_t offset) {
             return read(self, buffer, filename, validate, How::kAlone, offset);
           },
-          py::arg("buffer"), py::arg("filename"), validate, offset, "Fills a tensor by the calling thread alone.")
+          "buffer"_a, "filename"_a, validate, offset, "Fills a tensor by the calling thread alone.")
       .def(
           "write",
           [](TensorIo& self, const at::Tensor& buffer, const py::object& filename, bool validate, int64_t offset) {
             return write(self, buffer, filename, validate, How::kAlone, offset);
           },
-          py::arg("buffer"), py::arg("filename"), validate, offset, "Writes a tensor by the calling thread alone.")
+          "buffer"_a, "filename"_a, validate, offset, "Writes a tensor by the calling thread alone.")
       .def(
           "pread",
           [](TensorIo& self, const at::Tensor& buffer, const py::object& filename, bool validate, bool background,
              int64_t offset) {
             return read(self, buffer, filename, validate, background ? How::kBackground : How::kWait, offset);
           },
-          py::arg("buffer"), py::arg("filename"), validate, py::arg("async") = false, offset,
-          "Fills a tensor by all threads of the handle.")
+          "buffer"_a, "filename"_a, validate, "async"_a = false, offset, "Fills a tensor by all threads of the handle.")
       .def(
           "pwrite",
           [](TensorIo& self, const at::Tensor& buffer, const py::object& filename, bool validate, bool background,
              int64_t offset) {
             return write(self, buffer, filename, validate, background ? How::kBackground : How::kWait, offset);
           },
-          py::arg("buffer"), py::arg("filename"), validate, py::arg("async") = false, offset,
+          "buffer"_a, "filename"_a, validate, "async"_a = false, offset,
           "Writes a tensor by all threads of the handle.")
       .def(
           "sync_pread",
           [](TensorIo& self, const at::Tensor& buffer, const py::object& filename, int64_t offset) {
             return read(self, buffer, filename, false, How::kWait, offset);
           },
-          py::arg("buffer"), py::arg("filename"), offset, "pread that waits; returns 1.")
+          "buffer"_a, "filename"_a, offset, "pread that waits; returns 1.")
       .def(
           "sync_pwrite",
           [](TensorIo& self, const at::Tensor& buffer, const py::object& filename, int64_t offset) {
             return write(self, buffer, filename, false, How::kWait, offset);
           },
-          py::arg("buffer"), py::arg("filename"), offset, "pwrite that waits; returns 1.")
+          "buffer"_a, "filename"_a, offset, "pwrite that waits; returns 1.")
       .def(
           "async_pread",
           [](TensorIo& self, const at::Tensor& buffer, const py::object& filename, int64_t offset) {
             return read(self, buffer, filename, false, How::kBackground, offset);
           },
-          py::arg("buffer"), py::arg("filename"), offset, "pread that returns 0 at once; wait() ends it.")
+          "buffer"_a, "filename"_a, offset, "pread that returns 0 at once; wait() ends it.")
       .def(
           "async_pwrite",
           [](TensorIo& self, const at::Tensor& buffer, int fd, int64_t offset) {
             return write(self, buffer, py::int_(fd), false, How::kBackground, offset);
           },
-          py::arg("buffer"), py::arg("fd"), offset, "To a file that stays open until wait() has returned.")
+          "buffer"_a, "fd"_a, offset, "To a file that stays open until wait() has returned.")
       .def(
           "async_pwrite",
           [](TensorIo& self, const at::Tensor& buffer, const py::object& filename, int64_t offset) {
             return write(self, buffer, filename, false, How::kBackground, offset);
           },
-          py::arg("buffer"), py::arg("filename"), offset, "pwrite that returns 0 at once; wait() ends it.")
+          "buffer"_a, "filename"_a, offset, "pwrite that returns 0 at once; wait() ends it.")
       .def("wait", &TensorIo::wait, Unlocked(),
            "Waits for all asynchronous operations; returns how many ended since the last call, raises the first error.")
       .def("pending", &TensorIo::pending, Unlocked(), "Asynchronous operations that no wait() has told of.")
@@ -146,11 +145,11 @@ void add_methods(Class& handle) {
       .def("get_overlap_events", [](const TensorIo& self) { return self.options().overlap_events; })
       .def("get_intra_op_parallelism", &TensorIo::threads)
       .def("get_alignment", [](const TensorIo&) { return TensorIo::alignment(); })
-      .def("new_cpu_locked_tensor", &TensorIo::new_locked, py::arg("num_elem"), py::arg("example_tensor"), Unlocked(),
+      .def("new_cpu_locked_tensor", &TensorIo::new_locked, "num_elem"_a, "example_tensor"_a, Unlocked(),
            "A page-locked tensor of so many elements with the dtype of the example.")
-      .def("free_cpu_locked_tensor", &TensorIo::free_locked, py::arg("tensor"), Unlocked(),
+      .def("free_cpu_locked_tensor", &TensorIo::free_locked, "tensor"_a, Unlocked(),
            "Unlocks its memory, which stays valid as long as a tensor uses it; False where it is of no pool.")
-      .def("is_pinned", &TensorIo::is_pinned, py::arg("tensor"), Unlocked(),
+      .def("is_pinned", &TensorIo::is_pinned, "tensor"_a, Unlocked(),
            "Whether transfers need no look for its pages: also views, and buffers of other handles.");
 }
 
@@ -175,7 +174,7 @@ DS_BINDINGS(m) {
             py::gil_scoped_release released;
             return storage::locked_tensor(self, numel, type);
           },
-          py::arg("num_elem"), py::arg("dtype"))
+          "num_elem"_a, "dtype"_a)
       .def("release", [](io::LockedPool& self,
                          const at::Tensor& tensor) { return tensor.is_cpu() && self.release(tensor.data_ptr()); })
       .def("holds",
@@ -187,7 +186,7 @@ DS_BINDINGS(m) {
       .def_property_readonly("blocks", &io::LockedPool::blocks);
   aio.attr("pool") = pool;
   aio.def(
-      "inject", [files](const std::string& order) { files->inject(order); }, py::arg("fault"));
+      "inject", [files](const std::string& order) { files->inject(order); }, "fault"_a);
   aio.def(
       "backend",
       [files](const std::string& folder) {
@@ -204,13 +203,13 @@ DS_BINDINGS(m) {
         }
         return name;
       },
-      py::arg("folder"), "What reads and writes files in this folder.");
+      "folder"_a, "What reads and writes files in this folder.");
 
-  const auto block_size = py::arg("block_size") = 1 << 20;
-  const auto queue_depth = py::arg("queue_depth") = 128;
-  const auto single_submit = py::arg("single_submit") = false;
-  const auto overlap_events = py::arg("overlap_events") = false;
-  const auto parallelism = py::arg("intra_op_parallelism") = 1;
+  const auto block_size = "block_size"_a = 1 << 20;
+  const auto queue_depth = "queue_depth"_a = 128;
+  const auto single_submit = "single_submit"_a = false;
+  const auto overlap_events = "overlap_events"_a = false;
+  const auto parallelism = "intra_op_parallelism"_a = 1;
 
   aio.def(
       "gds_error",
@@ -242,12 +241,12 @@ DS_BINDINGS(m) {
              return freed_without_lock(new GdsHandle(files, pool, options, intra_op_parallelism, io::CuFile::open()));
            }),
            block_size, queue_depth, single_submit, overlap_events, parallelism)
-      .def("new_pinned_device_tensor", &TensorIo::new_device, py::arg("num_elem"), py::arg("example_tensor"),
-           Unlocked(), "A tensor on the example's device, registered with cuFile.")
-      .def("free_pinned_device_tensor", &TensorIo::unpin_device, py::arg("tensor"), Unlocked(),
+      .def("new_pinned_device_tensor", &TensorIo::new_device, "num_elem"_a, "example_tensor"_a, Unlocked(),
+           "A tensor on the example's device, registered with cuFile.")
+      .def("free_pinned_device_tensor", &TensorIo::unpin_device, "tensor"_a, Unlocked(),
            "Ends its registration; its memory goes with the last tensor that uses it.")
-      .def("pin_device_tensor", &TensorIo::pin_device, py::arg("tensor"), Unlocked(), "Registers a tensor with cuFile.")
-      .def("unpin_device_tensor", &TensorIo::unpin_device, py::arg("tensor"), Unlocked());
+      .def("pin_device_tensor", &TensorIo::pin_device, "tensor"_a, Unlocked(), "Registers a tensor with cuFile.")
+      .def("unpin_device_tensor", &TensorIo::unpin_device, "tensor"_a, Unlocked());
 
   const auto once = [pool, files](bool reads) {
     return [pool, files, reads](const at::Tensor& buffer, const py::object& filename, size_t block_size,
@@ -258,18 +257,18 @@ DS_BINDINGS(m) {
                    : write(*handle, buffer, filename, validate, How::kAlone, 0);
     };
   };
-  const auto validate = py::arg("validate") = false;
-  aio.def("aio_read", once(true), py::arg("buffer"), py::arg("filename"), block_size, queue_depth, single_submit,
-          overlap_events, validate);
-  aio.def("aio_write", once(false), py::arg("buffer"), py::arg("filename"), block_size, queue_depth, single_submit,
-          overlap_events, validate);
+  const auto validate = "validate"_a = false;
+  aio.def("aio_read", once(true), "buffer"_a, "filename"_a, block_size, queue_depth, single_submit, overlap_events,
+          validate);
+  aio.def("aio_write", once(false), "buffer"_a, "filename"_a, block_size, queue_depth, single_submit, overlap_events,
+          validate);
   aio.def(
       "deepspeed_memcpy",
       [](const at::Tensor& dest, const at::Tensor& src, int threads) {
         storage::copy_bytes(dest, src, threads);
         return 0;
       },
-      py::arg("dest"), py::arg("src"), py::arg("threads") = 4, Unlocked());
+      "dest"_a, "src"_a, "threads"_a = 4, Unlocked());
 
   py::class_<BufferedWriter, std::shared_ptr<BufferedWriter>>(aio, "BufferedWriter")
       .def(py::init([](const HandlePtr& handle, const py::object& path, const at::Tensor& memory, bool two_halves,
@@ -282,8 +281,7 @@ DS_BINDINGS(m) {
              py::gil_scoped_release released;
              return freed_without_lock(new BufferedWriter(handle, name, memory, share));
            }),
-           py::arg("handle"), py::arg("path"), py::arg("memory"), py::arg("two_halves"), py::arg("writers"),
-           py::arg("rank"))
+           "handle"_a, "path"_a, "memory"_a, "two_halves"_a, "writers"_a, "rank"_a)
       .def("write",
            [](BufferedWriter& self, const py::buffer& data) {
              const py::buffer_info info = data.request();

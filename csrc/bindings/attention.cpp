@@ -24,7 +24,7 @@ using kernels::AttentionKernels;
 using kernels::AttentionOperand;
 using kernels::AttentionShape;
 
-// Which probabilities of a block are dropped ([Note: dropout] in kernels/philox.h).
+// The probabilities of a block that are dropped ([Note: dropout] in kernels/philox.h).
 kernels::AttentionDropout block_dropout(double probability, uint64_t seed, int64_t head, int64_t query, int64_t key) {
   if (!(probability >= 0 && probability < 1))
     fail(ErrorKind::kValue, "attention drops probabilities with a probability of 0 or more and less than 1, not ",
@@ -41,7 +41,7 @@ kernels::AttentionDropout block_dropout(double probability, uint64_t seed, int64
           static_cast<uint32_t>(key)};
 }
 
-// What queries may see of a block of keys, and what becomes of scores.
+// The keys of a block that queries may see, and the changes that are made to scores.
 struct BlockRules {
   double scale = 1, soft_cap = 0;
   bool causal = false;
@@ -185,8 +185,7 @@ class AttentionOps {
 DS_BINDINGS(m) {
   using namespace ds::bindings;
   py::class_<kernels::AttentionDropout>(m, "BlockDropout", "Which probabilities of a block are dropped.")
-      .def(py::init(&block_dropout), py::arg("probability"), py::arg("seed"), py::arg("head") = 0, py::arg("query") = 0,
-           py::arg("key") = 0);
+      .def(py::init(&block_dropout), "probability"_a, "seed"_a, "head"_a = 0, "query"_a = 0, "key"_a = 0);
   py::class_<BlockRules>(m, "BlockRules", "What queries may see of a block of keys, and what becomes of scores.")
       .def(py::init([](double scale, bool causal, int64_t offset, int64_t window, c10::optional<at::Tensor> looks,
                        double soft_cap, c10::optional<kernels::AttentionDropout> dropout) {
@@ -198,12 +197,11 @@ DS_BINDINGS(m) {
                                std::move(looks),
                                dropout.value_or(kernels::AttentionDropout{})};
            }),
-           py::arg("scale"), py::arg("causal") = false, py::arg("offset") = 0, py::arg("window") = 0,
-           py::arg("looks") = py::none(), py::arg("soft_cap") = 0.0, py::arg("dropout") = py::none());
+           "scale"_a, "causal"_a = false, "offset"_a = 0, "window"_a = 0, "looks"_a = py::none(), "soft_cap"_a = 0.0,
+           "dropout"_a = py::none());
   py::class_<AttentionOps>(m, "AttentionOps", "Attention of blocks (kernels/attention.h) over tensors.")
-      .def(py::init<int>(), py::arg("threads"))
-      .def("forward", &AttentionOps::forward, py::arg("inputs"), py::arg("state"), py::arg("fresh"), py::arg("rules"))
-      .def("merge", &AttentionOps::merge, py::arg("into"), py::arg("from_"))
-      .def("backward", &AttentionOps::backward, py::arg("inputs"), py::arg("statistics"), py::arg("found"),
-           py::arg("rules"));
+      .def(py::init<int>(), "threads"_a)
+      .def("forward", &AttentionOps::forward, "inputs"_a, "state"_a, "fresh"_a, "rules"_a)
+      .def("merge", &AttentionOps::merge, "into"_a, "from_"_a)
+      .def("backward", &AttentionOps::backward, "inputs"_a, "statistics"_a, "found"_a, "rules"_a);
 }

@@ -35,8 +35,8 @@ DS_BINDINGS(m) {
              return std::make_unique<Audit>(engine, ranks.is_none() ? nullptr : ds::bindings::communicator(ranks), rank,
                                             tolerance, std::move(call));
            }),
-           py::arg("engine"), py::arg("ranks"), py::arg("rank"), py::arg("tolerance"), py::arg("update"))
-      .def("add", &Audit::add, py::arg("param"), py::arg("grad"))
+           "engine"_a, "ranks"_a, "rank"_a, "tolerance"_a, "update"_a)
+      .def("add", &Audit::add, "param"_a, "grad"_a)
       .def("forget", &Audit::forget)
       .def(
           "before_step",
@@ -46,7 +46,6 @@ DS_BINDINGS(m) {
             for (const auto& [rule, hyper, magnification] : groups) step.groups.push_back({rule, hyper, magnification});
             audit.before_step(std::move(step));
           },
-          Unlocked(), py::kw_only(), py::arg("number"), py::arg("loss_scale"), py::arg("clip"), py::arg("average"),
-          py::arg("groups"))
-      .def("after_step", &Audit::after_step, Unlocked(), py::arg("stepped"), py::arg("norm"));
+          Unlocked(), py::kw_only(), "number"_a, "loss_scale"_a, "clip"_a, "average"_a, "groups"_a)
+      .def("after_step", &Audit::after_step, Unlocked(), "stepped"_a, "norm"_a);
 }

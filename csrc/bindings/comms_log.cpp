@@ -73,13 +73,13 @@ DS_BINDINGS(m) {
             const py::gil_scoped_release unlocked;
             log.turn(on, std::move(native));
           },
-          py::arg("on"), py::arg("caller") = py::none())
+          "on"_a, "caller"_a = py::none())
       .def(
           "add",
           [](comm::CallLog& log, std::string op, std::string label, int64_t bytes, double ms, int ranks) {
             log.add({std::move(op), "", bytes, ms, ranks, std::move(label)});
           },
-          py::arg("op"), py::arg("label"), py::arg("bytes"), py::arg("ms"), py::arg("ranks"), Unlocked())
+          "op"_a, "label"_a, "bytes"_a, "ms"_a, "ranks"_a, Unlocked())
       // (op, label, caller, bytes, ms, ranks) of each call since the last take.
       .def("take",
            [](comm::CallLog& log) {
@@ -90,11 +90,11 @@ DS_BINDINGS(m) {
            })
       .def("enter", [](comm::CallLog& log) { return log.enter(); })
       .def("leave", [](comm::CallLog& log) { log.leave(); });
-  py::class_<comm::TorchCalls>(m, "TorchCalls").def(py::init<comm::CallLogPtr>(), py::arg("log"), Unlocked());
-  m.def("bandwidths", &comm::bandwidths, py::arg("name"), py::arg("size_bytes"), py::arg("ms"), py::arg("ranks"));
-  m.def("readable_size", &comm::readable_size, py::arg("size_bytes"));
-  m.def("trimmed_mean", &comm::trimmed_mean, py::arg("values"), py::arg("share") = 0.1);
-  m.def("call_figures", &figures, py::arg("bytes"), py::arg("entry"));
+  py::class_<comm::TorchCalls>(m, "TorchCalls").def(py::init<comm::CallLogPtr>(), "log"_a, Unlocked());
+  m.def("bandwidths", &comm::bandwidths, "name"_a, "size_bytes"_a, "ms"_a, "ranks"_a);
+  m.def("readable_size", &comm::readable_size, "size_bytes"_a);
+  m.def("trimmed_mean", &comm::trimmed_mean, "values"_a, "share"_a = 0.1);
+  m.def("call_figures", &figures, "bytes"_a, "entry"_a);
   m.def(
       "call_stragglers",
       [](const comm::CallTotals& log, const std::vector<comm::TimesByCall>& everybody) {
@@ -106,13 +106,13 @@ DS_BINDINGS(m) {
         }
         return made;
       },
-      py::arg("log"), py::arg("everybody"));
+      "log"_a, "everybody"_a);
   m.def(
       "call_table",
       [](const comm::CallTotals& log, const Everybody& everybody) {
         return comm::call_table(log, stragglers_of(log, everybody));
       },
-      py::arg("log"), py::arg("everybody"));
+      "log"_a, "everybody"_a);
 }
 
 }  // namespace ds::bindings

@@ -9,6 +9,7 @@
 
 #include <optional>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "bindings/registry.h"
 #include "bindings/sharded_params.h"
@@ -69,7 +70,7 @@ struct Use {
   bool shared = false;     // through the memory of one host where the ranks share it
   bool scripts = false;    // for ScriptCalls, whose handles may be asked and dropped
   bool on_device = false;  // tensors are on devices, whose backend the group has
-  std::chrono::milliseconds timeout{0};
+  milliseconds timeout{0};
 };
 
 comm::CommunicatorPtr opened(const py::object& group, const Use& use, const std::optional<comm::GroupFacts>& given,
@@ -114,39 +115,37 @@ DS_BINDINGS(m) {
   py::class_<Communicator, comm::CommunicatorPtr>(m, "Communicator")
       // group: of torch, a Communicator, or None. store: of this group alone, for the boards of ranks that do not share
       // a host. nccl: carries tensors on devices. The others: see Use.
-      .def(py::init([](const py::object& group, bool shared, std::chrono::milliseconds timeout,
+      .def(py::init([](const py::object& group, bool shared, milliseconds timeout,
                        const std::optional<comm::GroupFacts>& facts,
                        const std::optional<c10::intrusive_ptr<c10d::Store>>& store, bool scripts, bool on_device,
                        const std::shared_ptr<comm::NcclTensors>& nccl) {
              return opened(group, {shared, scripts, on_device, timeout}, facts, store, nccl);
            }),
-           py::arg("group"), py::arg("shared") = false, py::arg("timeout") = std::chrono::milliseconds(30 * 60 * 1000),
-           py::arg("facts") = py::none(), py::arg("store") = py::none(), py::arg("scripts") = false,
-           py::arg("on_device") = false, py::arg("nccl") = nullptr)
+           "group"_a, "shared"_a = false, "timeout"_a = milliseconds(30 * 60 * 1000), "facts"_a = py::none(),
+           "store"_a = py::none(), "scripts"_a = false, "on_device"_a = false, "nccl"_a = nullptr)
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("name", &Communicator::name)
       // verb: all_reduce, ...; which tensors it uses, csrc/comm/calls/op.h. counts: of the parts of input and output,
       // [] where they are equal.
-      .def("run", &run_op, py::arg("verb"), py::arg("input") = py::none(), py::arg("output") = py::none(),
-           py::arg("counts") = std::pair<std::vector<int64_t>, std::vector<int64_t>>(), py::arg("op") = "sum",
-           py::arg("peer") = -1, py::arg("tag") = "", Unlocked())
+      .def("run", &run_op, "verb"_a, "input"_a = py::none(), "output"_a = py::none(),
+           "counts"_a = std::pair<std::vector<int64_t>, std::vector<int64_t>>(), "op"_a = "sum", "peer"_a = -1,
+           "tag"_a = "", Unlocked())
       .def("leave", &Communicator::leave, Unlocked());
   // As scripts call torch.distributed, with torch's handles (comm/calls/script_calls.h).
   py::class_<comm::ScriptCalls>(m, "ScriptCalls")
       .def(py::init([](comm::CommunicatorPtr communicator) {
              return std::make_unique<comm::ScriptCalls>(std::move(communicator), without_lock);
            }),
-           py::arg("communicator"))
-      .def("call", &call_op, py::arg("verb"), py::arg("given"), py::arg("taken"), py::arg("splits"), py::arg("op"),
-           py::arg("peer"), py::arg("detached"), Unlocked());
+           "communicator"_a)
+      .def("call", &call_op, "verb"_a, "given"_a, "taken"_a, "splits"_a, "op"_a, "peer"_a, "detached"_a, Unlocked());
   // A backend of torch.distributed (comm/calls/c10d_backend.h).
   m.def(
       "c10d_backend",
       [](comm::CommunicatorPtr over, comm::BackendPtr other, std::string name) {
         return comm::c10d_backend(std::move(over), std::move(other), std::move(name), without_lock);
       },
-      py::arg("communicator"), py::arg("other").none(true), py::arg("name"), Unlocked());
+      "communicator"_a, "other"_a.none(true), "name"_a, Unlocked());
 }
 
 }  // namespace ds::bindings

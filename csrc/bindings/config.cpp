@@ -160,17 +160,15 @@ DS_BINDINGS(m) {
            })
       .def(
           "complaint", [](const PyConfig& self, bool built_only) { return self.config.complaint(nullptr, built_only); },
-          py::arg("built_only") = true)
+          "built_only"_a = true)
       .def("explain", [](const PyConfig& self) { return config::explain(self.config, config::schema(self.root)); })
       .def("non_default",
            [](const PyConfig& self) { return config::non_default(self.config, config::schema(self.root)); });
 
-  c.def("resolve_dict", &resolve_dict, py::arg("given"), py::arg("source") = "config", py::arg("root") = "training",
-        py::arg("strict") = false, py::arg("sections_only") = false, py::arg("other_names") = py::dict(),
-        py::arg("environment") = Variables());
-  c.def("resolve_text", &resolve_text, py::arg("text"), py::arg("source"), py::arg("root") = "training",
-        py::arg("strict") = false, py::arg("sections_only") = false, py::arg("other_names") = py::dict(),
-        py::arg("environment") = Variables());
+  c.def("resolve_dict", &resolve_dict, "given"_a, "source"_a = "config", "root"_a = "training", "strict"_a = false,
+        "sections_only"_a = false, "other_names"_a = py::dict(), "environment"_a = Variables());
+  c.def("resolve_text", &resolve_text, "text"_a, "source"_a, "root"_a = "training", "strict"_a = false,
+        "sections_only"_a = false, "other_names"_a = py::dict(), "environment"_a = Variables());
   c.def("layout", [](const std::string& root) { return layout_of(config::schema(root_named(root)).root); });
   c.def("environment_variables", [](const std::string& root) {
     py::dict out;
@@ -179,8 +177,7 @@ DS_BINDINGS(m) {
   });
   c.def("docs", &config::docs);
   c.def("json_schema", [](const std::string& root) { return config::json_schema(config::schema(root_named(root))); });
-  c.def("plan_batch", &plan_batch, py::arg("train"), py::arg("micro"), py::arg("accumulation"), py::arg("world"),
-        py::arg("world_source") = "");
+  c.def("plan_batch", &plan_batch, "train"_a, "micro"_a, "accumulation"_a, "world"_a, "world_source"_a = "");
 }
 
 }  // namespace ds::bindings

@@ -14,29 +14,27 @@ DS_BINDINGS(m) {
                        bool prefer_larger) {
              return ElasticRequest{max_batch, std::move(micros), min_ranks, max_ranks, prefer_larger};
            }),
-           py::arg("max_batch"), py::arg("micros"), py::arg("min_ranks"), py::arg("max_ranks"),
-           py::arg("prefer_larger"));
-  elastic.def("highly_composite", &highly_composite, py::arg("limit"));
-  elastic.def("worlds", &elastic_worlds, py::arg("batch"), py::arg("micros"), py::arg("low"), py::arg("high"));
-  elastic.def("micro", &elastic_micro, py::arg("batch"), py::arg("ranks"), py::arg("micros"), py::arg("larger"));
+           "max_batch"_a, "micros"_a, "min_ranks"_a, "max_ranks"_a, "prefer_larger"_a);
+  elastic.def("worlds", &elastic_worlds, "batch"_a, "micros"_a, "low"_a, "high"_a);
+  elastic.def("micro", &elastic_micro, "batch"_a, "ranks"_a, "micros"_a, "larger"_a);
   elastic.def(
       "plan",
       [](const ElasticRequest& request) {
         const ElasticPlan plan = elastic_plan(request);
         return py::make_tuple(plan.batch, plan.worlds);
       },
-      py::arg("request"));
+      "request"_a);
   elastic.def(
       "node_worlds",
       [](const ElasticRequest& request, int64_t ranks_per_node, int64_t model_parallel) {
         return elastic_nodes(request, {ranks_per_node, model_parallel}).worlds;
       },
-      py::arg("request"), py::arg("ranks_per_node"), py::arg("model_parallel"));
+      "request"_a, "ranks_per_node"_a, "model_parallel"_a);
   elastic.def(
       "node_plan",
       [](const ElasticRequest& request, int64_t ranks_per_node, int64_t model_parallel, int64_t ranks) {
         const ElasticNodePlan plan = elastic_node_plan(request, {ranks_per_node, model_parallel}, ranks);
         return py::make_tuple(plan.batch, plan.worlds, plan.micro, plan.listed);
       },
-      py::arg("request"), py::arg("ranks_per_node"), py::arg("model_parallel"), py::arg("ranks"));
+      "request"_a, "ranks_per_node"_a, "model_parallel"_a, "ranks"_a);
 }

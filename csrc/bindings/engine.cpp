@@ -98,7 +98,7 @@ void set_rules(Engine& engine, const std::vector<std::string>& names) {
   engine.set_rules(rules_named({names.begin(), names.end()}));
 }
 
-// What a step is told: zero::StepInputs with the hyperparameters by name, since the rules know their order.
+// The inputs of a step: zero::StepInputs with the hyperparameters by name, since the rules know their order.
 struct PyStepInputs {
   zero::StepInputs step;
   std::vector<std::pair<std::string, std::map<std::string, double>>> groups;  // (rule, {hyperparameter: value})
@@ -185,7 +185,6 @@ DS_BINDINGS(m) {
 
   py::class_<zero::StepReport>(m, "StepReport")
       .def_readonly("norm", &zero::StepReport::norm)
-      .def_readonly("grad_scale", &zero::StepReport::grad_scale)
       .def_readonly("skipped", &zero::StepReport::skipped)
       .def_readonly("nonfinite", &zero::StepReport::nonfinite)
       .def_readonly("written", &zero::StepReport::written)
@@ -198,15 +197,14 @@ DS_BINDINGS(m) {
                  made.step = {loss_scale, max_norm, check, name_nonfinite, {}, callback(before_update), {}, {}, {}};
                  return made;
                }),
-           py::kw_only(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"), py::arg("name_nonfinite"),
-           py::arg("before_update"))
+           py::kw_only(), "loss_scale"_a, "max_norm"_a, "check"_a, "name_nonfinite"_a, "before_update"_a)
       .def(
           "set_scaler",
           [](PyStepInputs& inputs, const optim::LossScaleRules& rules, const ScalerState& state) {
             const auto& [scale, iteration, last_overflow, hysteresis] = state;
             inputs.step.scaler = {rules, {scale, iteration, last_overflow, hysteresis}};
           },
-          py::arg("rules"), py::arg("state"))
+          "rules"_a, "state"_a)
       .def_readwrite("groups", &PyStepInputs::groups)
       .def(
           "set_outside",
@@ -214,7 +212,7 @@ DS_BINDINGS(m) {
             inputs.step.masters = std::move(masters);
             inputs.step.outside = callback(update);
           },
-          py::arg("masters"), py::arg("update"));
+          "masters"_a, "update"_a);
 
   py::class_<ExitGuard>(m, "ExitGuard").def("__call__", [](const ExitGuard& guard) {
     if (const auto storage = guard.storage.lock()) storage->at_exit();
@@ -235,48 +233,47 @@ DS_BINDINGS(m) {
       });
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init(&make_engine), py::kw_only(), py::arg("params"), py::arg("others"), py::arg("groups"),
-           py::arg("config"), py::arg("threads"), py::arg("grad_dtype"), py::arg("rank"), py::arg("rules"))
-      .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), py::arg("outputs"),
-           py::arg("reduce"), py::arg("factor"))
-      .def("step", &step, Unlocked(), py::arg("inputs"))
-      .def("hook_input", of(&Engine::backward, &BackwardSession::hook_input), py::arg("input"))
-      .def("set_outer_factor", of(&Engine::backward, &BackwardSession::set_outer_factor), py::arg("factor"))
-      .def("plan_user_backward", of(&Engine::backward, &BackwardSession::plan), py::arg("reduce"), py::arg("factor"))
+      .def(py::init(&make_engine), py::kw_only(), "params"_a, "others"_a, "groups"_a, "config"_a, "threads"_a,
+           "grad_dtype"_a, "rank"_a, "rules"_a)
+      .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), "outputs"_a, "reduce"_a,
+           "factor"_a)
+      .def("step", &step, Unlocked(), "inputs"_a)
+      .def("hook_input", of(&Engine::backward, &BackwardSession::hook_input), "input"_a)
+      .def("set_outer_factor", of(&Engine::backward, &BackwardSession::set_outer_factor), "factor"_a)
+      .def("plan_user_backward", of(&Engine::backward, &BackwardSession::plan), "reduce"_a, "factor"_a)
       .def(
           "begin_backward",
           // optional: torch 1.13 takes no None for a tensor
           [](Engine& engine, bool reduce, const c10::optional<at::Tensor>& root) {
             engine.failures().guard([&] { engine.backward().begin(reduce, root.value_or(at::Tensor())); });
           },
-          Unlocked(), py::arg("reduce"), py::arg("root") = py::none())
+          Unlocked(), "reduce"_a, "root"_a = py::none())
       .def("end_backward", of(&Engine::backward, &BackwardSession::end), Unlocked())
       .def("abort_backward", of(&Engine::backward, &BackwardSession::abort), Unlocked())
       .def("finish_backward", of(&Engine::backward, &BackwardSession::finish), Unlocked())
       .def("unused_params", &Engine::unused_params, Unlocked())
-      .def("join_backward", of(&Engine::backward, &BackwardSession::join), Unlocked(), py::arg("reduce"))
+      .def("join_backward", of(&Engine::backward, &BackwardSession::join), Unlocked(), "reduce"_a)
       .def("clear_grads", &Engine::clear_grads, Unlocked())
       .def("adopt_grads", of(&Engine::backward, &BackwardSession::adopt_grads), Unlocked())
       .def("set_postscale", [](Engine& engine, double scale) { engine.grads().options().postscale = scale; })
       .def_property_readonly("predivide", [](Engine& engine) { return engine.grads().options().predivide; })
-      .def("set_rules", &set_rules, py::arg("rules"))
+      .def("set_rules", &set_rules, "rules"_a)
       .def("slot_names", [](Engine& engine) { return engine.states().slot_names(); })
       .def("strategy_states", [](Engine& engine) { return engine.strategy().state_names(); })
-      .def("expect_step", &expect_step, Unlocked(), py::arg("inputs"))
+      .def("expect_step", &expect_step, Unlocked(), "inputs"_a)
       .def_property_readonly("expects_steps", [](Engine& engine) { return engine.strategy().expects(); })
       .def(
           "strategy_counters", [](Engine& engine) { return engine.strategy().counters(); }, Unlocked())
-      .def("restore_strategy", of(&Engine::states, &StateAccess::restore_strategy), Unlocked(), py::arg("counters"))
+      .def("restore_strategy", of(&Engine::states, &StateAccess::restore_strategy), Unlocked(), "counters"_a)
       .def(
           "set_steps_per_epoch", [](Engine& engine, int64_t steps) { engine.strategy().set_steps_per_epoch(steps); },
-          py::arg("steps"))
+          "steps"_a)
       .def("strategy_figures", [](Engine& engine) { return engine.strategy().figures(); })
       .def(
           "local_grad",
           [](Engine& engine, size_t param) { return none_for_undefined(engine.states().local_grad(param)); },
-          Unlocked(), py::arg("param"))
-      .def("set_local_grad", of(&Engine::states, &StateAccess::set_local_grad), Unlocked(), py::arg("param"),
-           py::arg("value"))
+          Unlocked(), "param"_a)
+      .def("set_local_grad", of(&Engine::states, &StateAccess::set_local_grad), Unlocked(), "param"_a, "value"_a)
       .def(
           "set_grad_dtype",
           [](Engine& engine, const py::object& type) {
@@ -284,7 +281,7 @@ DS_BINDINGS(m) {
             py::gil_scoped_release unlocked;
             engine.failures().guard([&] { engine.grads().set_grad_dtype(wanted); });
           },
-          py::arg("dtype"))
+          "dtype"_a)
       .def(
           "has_grads", [](Engine& engine) { return engine.grads().any(); }, Unlocked())
       .def(
@@ -298,7 +295,6 @@ DS_BINDINGS(m) {
       .def(
           "wait_for_states", [](Engine& engine) { engine.states().hold().wait(); }, Unlocked())
       .def("broadcast", &Engine::broadcast, Unlocked())
-      .def("finish_step", of(&Engine::states, &StateAccess::finish_step), Unlocked())
       .def_property_readonly("gatherer",
                              [](const std::shared_ptr<Engine>& engine) -> std::shared_ptr<zero::ParamGatherer> {
                                if (!engine->gatherer()) return nullptr;
@@ -308,11 +304,11 @@ DS_BINDINGS(m) {
       .def(
           "masters",
           [](Engine& engine, bool copies) { return engine.states().pieces(zero::StateKind::kMaster, 0, copies); },
-          Unlocked(), py::arg("copies") = false)
+          Unlocked(), "copies"_a = false)
       .def(
           "grads",
           [](Engine& engine, bool copies) { return engine.states().pieces(zero::StateKind::kGrad, 0, copies); },
-          Unlocked(), py::arg("copies") = false)
+          Unlocked(), "copies"_a = false)
       .def(
           "slots",
           [](Engine& engine, int slot, bool copies) {
@@ -321,17 +317,16 @@ DS_BINDINGS(m) {
               result.push_back(none_for_undefined(std::move(piece)));
             return result;
           },
-          Unlocked(), py::arg("slot"), py::arg("copies") = false)
-      .def("piece", &leased_piece, py::arg("kept"), py::arg("slot"), py::arg("number"), py::arg("access"),
+          Unlocked(), "slot"_a, "copies"_a = false)
+      .def("piece", &leased_piece, "kept"_a, "slot"_a, "number"_a, "access"_a,
            "A context: the tensor of one piece, wherever it rests. access: 'read', 'write' (all of it), 'update'.")
       .def(
           "piece_tensor",
           [](Engine& engine, const std::string& kept, int slot, size_t number) {
             return none_for_undefined(engine.states().piece_tensor(state_kind(kept), slot, number));
           },
-          Unlocked(), py::arg("kept"), py::arg("slot"), py::arg("number"),
+          Unlocked(), "kept"_a, "slot"_a, "number"_a,
           "A view of one piece, a copy of what lies in a file; None where its group has no such slot.")
-      .def_property_readonly("storage", [](Engine& engine) { return engine.params().storage(); })
       .def(
           "planes",
           [](Engine& engine, const std::string& what) {
@@ -339,7 +334,7 @@ DS_BINDINGS(m) {
             for (const auto& [plane, bytes] : engine.params().planes(what)) found.emplace_back(plane.number, bytes);
             return found;
           },
-          py::arg("what"), "[(plane of the storage, bytes)] of lp, master, grad or slots.")
+          "what"_a, "[(plane of the storage, bytes)] of lp, master, grad or slots.")
       .def(
           "trim_wire", [](Engine& engine) { engine.grads().trim(); }, Unlocked())
       .def("exit_guard", [](Engine& engine) { return ExitGuard{engine.params().storage()}; })
@@ -350,45 +345,45 @@ DS_BINDINGS(m) {
                result.emplace_back(piece.param, piece.param_offset, piece.numel);
              return result;
            })
-      .def("full", &full, py::arg("kept"), py::arg("slot"), py::arg("param"))
-      .def("set_full", &set_full, py::arg("kept"), py::arg("slot"), py::arg("param"), py::arg("value"))
+      .def("full", &full, "kept"_a, "slot"_a, "param"_a)
+      .def("set_full", &set_full, "kept"_a, "slot"_a, "param"_a, "value"_a)
       .def(
           "full_of",
           [](Engine& engine, const Pieces& own, size_t param) {
             return none_for_undefined(engine.states().full_of(undefined_for_none(own), param));
           },
-          Unlocked(), py::arg("own"), py::arg("param"))
+          Unlocked(), "own"_a, "param"_a)
       .def(
           "set_full_of",
           [](Engine& engine, const Pieces& own, size_t param, const at::Tensor& value) {
             engine.states().set_full_of(undefined_for_none(own), param, value);
           },
-          Unlocked(), py::arg("own"), py::arg("param"), py::arg("value"))
+          Unlocked(), "own"_a, "param"_a, "value"_a)
       .def(
           "padded_slices",
           [](Engine& engine, const Pieces& own, const std::vector<size_t>& params) {
             return engine.states().padded_slices(undefined_for_none(own), params);
           },
-          Unlocked(), py::arg("own"), py::arg("params"))
+          Unlocked(), "own"_a, "params"_a)
       .def(
           "slice_source",
           [](const std::shared_ptr<Engine>& engine, const std::string& kept, int slot,
              const std::vector<size_t>& params) -> io::SourcePtr {
             return sources_of(*engine).padded(engine, state_kind(kept), slot, params);
           },
-          py::arg("kept"), py::arg("slot"), py::arg("params"), "padded_slices, read when it is written down.")
+          "kept"_a, "slot"_a, "params"_a, "padded_slices, read when it is written down.")
       .def(
           "piece_source",
           [](const std::shared_ptr<Engine>& engine, const std::string& kept, int slot, size_t number) -> io::SourcePtr {
             return sources_of(*engine).piece(engine, state_kind(kept), slot, number);
           },
-          py::arg("kept"), py::arg("slot"), py::arg("number"), "A piece, as fp32, read when it is written down.")
+          "kept"_a, "slot"_a, "number"_a, "A piece, as fp32, read when it is written down.")
       .def(
           "piece_in_file",
           [](Engine& engine, const std::string& kept, int slot, size_t number) {
             return none_for_undefined(sources_of(engine).piece_in_file(state_kind(kept), slot, number));
           },
-          Unlocked(), py::arg("kept"), py::arg("slot"), py::arg("number"),
+          Unlocked(), "kept"_a, "slot"_a, "number"_a,
           "Its shape and dtype, a tensor of the device \"meta\"; None where it does not rest in a file.")
       .def(
           "rest_in_files", [](Engine& engine) { return sources_of(engine).rest_in_files(); }, Unlocked(),
@@ -426,10 +421,9 @@ DS_BINDINGS(m) {
           [](Engine& engine, const std::vector<int32_t>& expected) {
             engine.grads().grad_uses().set_learned(expected);
           },
-          py::arg("expected"))
+          "expected"_a)
       .def_property_readonly("peak_borrowed_bytes", [](Engine& engine) { return engine.grads().memory().peak_bytes(); })
-      .def_property_readonly("late_count", [](Engine& engine) { return engine.grads().counts().late; })
-      .def_property_readonly("overlapped_count", [](Engine& engine) { return engine.grads().counts().overlapped; });
+      .def_property_readonly("late_count", [](Engine& engine) { return engine.grads().counts().late; });
 }
 
 }  // namespace ds::bindings

@@ -46,11 +46,11 @@ DS_BINDINGS(m) {
   py::class_<comm::PlacePage, std::shared_ptr<comm::PlacePage>>(m, "PlacePage", py::buffer_protocol())
       .def_buffer([](comm::PlacePage& page) { return py::buffer_info(page.words(), comm::PlacePage::kWords); });
   py::class_<ErrorPropagation, std::shared_ptr<ErrorPropagation>>(m, "ErrorPropagation")
-      .def(py::init(&make_error_propagation), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("names"),
-           py::arg("channel"), py::arg("groups"), py::arg("facts"), py::arg("places"), py::arg("keeper"))
+      .def(py::init(&make_error_propagation), py::kw_only(), "store"_a, "rank"_a, "names"_a, "channel"_a, "groups"_a,
+           "facts"_a, "places"_a, "keeper"_a)
       .def("begin", &ErrorPropagation::begin)
       .def("end", &ErrorPropagation::end)
-      .def("report", &ErrorPropagation::report, Unlocked(), py::arg("why"))
+      .def("report", &ErrorPropagation::report, Unlocked(), "why"_a)
       .def("await_delivery", &ErrorPropagation::await_delivery, Unlocked())
       .def("leave", &ErrorPropagation::leave, Unlocked())
       .def_property_readonly("error", &ErrorPropagation::error)

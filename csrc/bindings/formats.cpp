@@ -2,9 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <cstring>
 
+#include "base/ranges.h"
 #include "bindings/pickle_objects.h"
 #include "bindings/registry.h"
 #include "formats/format_error.h"
@@ -39,9 +39,7 @@ void translate_format_error(std::exception_ptr pending) {  // NOLINT(performance
 
 py::tuple safetensors_header(const std::string& path, const std::vector<std::string>& known, const std::string& torch) {
   const CheckedFile file(path);
-  const auto is_known = [&known](const Element& element) {
-    return std::find(known.begin(), known.end(), element.name) != known.end();
-  };
+  const auto is_known = [&known](const Element& element) { return contains(known, element.name); };
   const SafetensorsHeader header = read_safetensors_header(file, is_known, torch);
   py::list tensors;
   for (const SafetensorsEntry& entry : header.tensors)
@@ -63,13 +61,13 @@ DS_BINDINGS(m) {
       .def(py::init([](const std::string& path, const py::object& names) {
              return ds::bindings::refusing(names, [&] { return std::make_unique<TorchArchive>(path); });
            }),
-           py::arg("path"), py::arg("names"))
+           "path"_a, "names"_a)
       .def_property_readonly("swapped", &TorchArchive::swapped)
       .def_property_readonly("identity", [](const TorchArchive& self) { return tuple_of(self.file().identity()); })
       // names: plain_classes.Names; values: {"module.name": what is called instead}; storages: prepare(), tensor().
-      .def("load", &ds::bindings::load_archive, py::arg("names"), py::arg("values"), py::arg("storages"));
+      .def("load", &ds::bindings::load_archive, "names"_a, "values"_a, "storages"_a);
 
-  formats.def("safetensors_header", &safetensors_header, py::arg("path"), py::arg("dtypes"), py::arg("torch"));
+  formats.def("safetensors_header", &safetensors_header, "path"_a, "dtypes"_a, "torch"_a);
   formats.def(
       "read_ranges",
       [](const std::string& path, const Identity& identity,
@@ -81,5 +79,5 @@ DS_BINDINGS(m) {
         py::gil_scoped_release released;
         read_ranges(path, {device, inode, size, changed}, wanted, threads);
       },
-      py::arg("path"), py::arg("identity"), py::arg("ranges"), py::arg("threads"));
+      "path"_a, "identity"_a, "ranges"_a, "threads"_a);
 }

@@ -16,7 +16,7 @@ namespace {
 
 using Released = py::call_guard<py::gil_scoped_release>;
 
-// What Tensor.data_ptr() says.
+// The address that Tensor.data_ptr() returns.
 char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }  // NOLINT(performance-no-int-to-ptr)
 
 // A name as Python's os.fsencode makes bytes of it; what no file can be called is refused as any other bad name.
@@ -65,16 +65,16 @@ DS_BINDINGS(m) {
   py::register_exception_translator(translate);
 
   py::class_<Files, std::shared_ptr<Files>>(io, "Files")
-      .def(py::init<const std::string&>(), py::arg("fault") = "")
+      .def(py::init<const std::string&>(), "fault"_a = "")
       .def(
-          "inject", [](Files& self, const std::string& order) { self.inject(order); }, py::arg("fault"))
-      .def("sync_directory", &Files::sync_directory, py::arg("path"), Released())
-      .def("rename", &Files::rename, py::arg("source"), py::arg("target"), Released())
-      .def("exchange", &Files::exchange, py::arg("a"), py::arg("b"), Released());
+          "inject", [](Files& self, const std::string& order) { self.inject(order); }, "fault"_a)
+      .def("sync_directory", &Files::sync_directory, "path"_a, Released())
+      .def("rename", &Files::rename, "source"_a, "target"_a, Released())
+      .def("exchange", &Files::exchange, "a"_a, "b"_a, Released());
 
   // Offers its bytes as a buffer: memoryview, torch.frombuffer.
   py::class_<HostMemory>(io, "HostMemory", py::buffer_protocol())
-      .def(py::init<size_t, int>(), py::arg("bytes"), py::arg("threads"), Released())
+      .def(py::init<size_t, int>(), "bytes"_a, "threads"_a, Released())
       .def_property_readonly("bytes", &HostMemory::bytes)
       .def_buffer([](HostMemory& self) {
         return py::buffer_info(self.data(), 1, py::format_descriptor<uint8_t>::format(), 1, {self.bytes()}, {1});
@@ -89,7 +89,7 @@ DS_BINDINGS(m) {
         py::gil_scoped_release released;
         copy_all(copies, threads);
       },
-      py::arg("copies"), py::arg("threads"));
+      "copies"_a, "threads"_a);
 
   io.def(
       "path_below",
@@ -97,14 +97,14 @@ DS_BINDINGS(m) {
         const std::string said = py::str(source);
         return text_of(path_below(folder_bytes(folder), name_bytes(name, said), said, name_kind(kind)));
       },
-      py::arg("folder"), py::arg("name"), py::arg("source"), py::arg("kind") = "path");
+      "folder"_a, "name"_a, "source"_a, "kind"_a = "path");
   io.def(
       "remove_below",
       [](const py::object& folder, const py::object& name, const py::object& source) {
         const std::string said = py::str(source);
         return remove_below(folder_bytes(folder), name_bytes(name, said), said);
       },
-      py::arg("folder"), py::arg("name"), py::arg("source"));
+      "folder"_a, "name"_a, "source"_a);
   io.attr("TO_THE_END") = kToTheEnd;
   io.def(
       "sum_ranges",
@@ -115,5 +115,5 @@ DS_BINDINGS(m) {
         py::gil_scoped_release released;
         return sum_ranges(path, made, threads);
       },
-      py::arg("path"), py::arg("ranges"), py::arg("threads"));
+      "path"_a, "ranges"_a, "threads"_a);
 }

@@ -1,4 +1,4 @@
-// What kernels there are on this machine, for reports and tests.
+// The kernels that this machine has, for reports and tests.
 #include <pybind11/stl.h>
 
 #include <string>
@@ -20,7 +20,7 @@ DS_BINDINGS(m) {
         info["error"] = error != nullptr ? py::object(py::str(error)) : py::object(py::none());
         return info;
       },
-      py::arg("device"),
+      "device"_a,
       "{'isa': the instruction set of the kernels for 'cpu' or 'cuda' (None: no kernels),\n"
       " 'error': why they cannot run here, or None}");
 }

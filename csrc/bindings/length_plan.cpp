@@ -21,20 +21,20 @@ DS_BINDINGS(m) {
              for (const Sample& one : samples) made.push_back({one.first, one.second});
              return LengthCurve(std::move(made));
            }),
-           py::arg("samples"), "Of three lengths or more: (length, bytes by moment and part).")
+           "samples"_a, "Of three lengths or more: (length, bytes by moment and part).")
       .def(
           "miss",
           [](const LengthCurve& self, const Sample& found) {
             return self.miss({found.first, found.second});
           },
-          py::arg("found"), "At another sample, in thousandths.")
-      .def("parts", &LengthCurve::parts, py::arg("length"))
-      .def("peak", &LengthCurve::peak, py::arg("length"))
-      .def("moment", &LengthCurve::moment, py::arg("length"))
-      .def("longest", &LengthCurve::longest, py::arg("memory"), py::arg("step"), py::arg("limit"));
-  lengths.def("exchange_memory", &ds::comm::ShmGroup::exchange_memory, py::arg("size"), py::arg("message"),
+          "found"_a, "At another sample, in thousandths.")
+      .def("parts", &LengthCurve::parts, "length"_a)
+      .def("peak", &LengthCurve::peak, "length"_a)
+      .def("moment", &LengthCurve::moment, "length"_a)
+      .def("longest", &LengthCurve::longest, "memory"_a, "step"_a, "limit"_a);
+  lengths.def("exchange_memory", &ds::comm::ShmGroup::exchange_memory, "size"_a, "message"_a,
               "Shared memory that exchanges on a host touch.");
   lengths.attr("kept_result_bytes") = ds::parallel::ResultMemory::kLeast;
   lengths.attr("kept_results") = ds::parallel::ResultMemory::kMost;
-  lengths.def("cheapest_step", &cheapest_step, py::arg("longest"), py::arg("now"), py::arg("gain_percent"));
+  lengths.def("cheapest_step", &cheapest_step, "longest"_a, "now"_a, "gain_percent"_a);
 }

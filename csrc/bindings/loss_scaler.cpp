@@ -18,8 +18,8 @@ DS_BINDINGS(m) {
              rules.validate();
              return rules;
            }),
-           py::arg("factor"), py::arg("window"), py::arg("min_scale"), py::arg("hysteresis"),
-           py::arg("consecutive_hysteresis"), py::arg("raise_at_min"), py::arg("settling") = 0)
+           "factor"_a, "window"_a, "min_scale"_a, "hysteresis"_a, "consecutive_hysteresis"_a, "raise_at_min"_a,
+           "settling"_a = 0)
       .def(
           "next",
           [](const LossScaleRules& rules, double scale, int64_t iteration, int64_t last_overflow_iteration,
@@ -28,6 +28,6 @@ DS_BINDINGS(m) {
                 next_loss_scale(rules, {scale, iteration, last_overflow_iteration, hysteresis_left}, overflow);
             return std::make_tuple(next.scale, next.iteration, next.last_overflow_iteration, next.hysteresis_left);
           },
-          py::arg("scale"), py::arg("iteration"), py::arg("last_overflow_iteration"), py::arg("hysteresis_left"),
-          py::arg("overflow"), "(scale, iteration, last_overflow_iteration, hysteresis_left) after one more step");
+          "scale"_a, "iteration"_a, "last_overflow_iteration"_a, "hysteresis_left"_a, "overflow"_a,
+          "(scale, iteration, last_overflow_iteration, hysteresis_left) after one more step");
 }

@@ -27,16 +27,15 @@ DS_BINDINGS(m) {
         out["slots"] = bytes.slots;
         return out;
       },
-      py::arg("stage"), py::arg("numel"), py::arg("world"), py::arg("param"), py::arg("grad"), py::arg("master"),
-      py::arg("slots"));
-  memory.def("moved_bucket_limit", &moved_bucket_limit, py::arg("numel"));
+      "stage"_a, "numel"_a, "world"_a, "param"_a, "grad"_a, "master"_a, "slots"_a);
+  memory.def("moved_bucket_limit", &moved_bucket_limit, "numel"_a);
   memory.def(
       "zero2_need",
       [](int64_t numel, int64_t ranks, int64_t nodes, bool offload_optimizer) {
         const MemoryNeed need = zero2_need(numel, {ranks, nodes}, offload_optimizer);
         return std::make_pair(need.host_bytes, need.device_bytes);
       },
-      py::arg("numel"), py::arg("ranks"), py::arg("nodes"), py::arg("offload_optimizer"));
+      "numel"_a, "ranks"_a, "nodes"_a, "offload_optimizer"_a);
   memory.def(
       "zero3_need",
       [](int64_t numel, int64_t largest, int64_t ranks, int64_t nodes, bool offload_optimizer, bool offload_params,
@@ -45,8 +44,7 @@ DS_BINDINGS(m) {
         const MemoryNeed need = zero3_need(numel, largest, {ranks, nodes}, options);
         return std::make_pair(need.host_bytes, need.device_bytes);
       },
-      py::arg("numel"), py::arg("largest"), py::arg("ranks"), py::arg("nodes"), py::arg("offload_optimizer"),
-      py::arg("offload_params"), py::arg("sharded_init"));
+      "numel"_a, "largest"_a, "ranks"_a, "nodes"_a, "offload_optimizer"_a, "offload_params"_a, "sharded_init"_a);
 
   // Bytes per second: to_host, to_device, file_read, file_write, host_step, device_step; see plan/place_plan.h.
   using Rates = std::array<double, 6>;
@@ -57,8 +55,7 @@ DS_BINDINGS(m) {
         const PlaceRates r = ds::zero::machine_rates(device, pinned, folder, {}, used);
         return Rates{r.to_host, r.to_device, r.file_read, r.file_write, r.host_step, r.device_step};
       },
-      py::call_guard<py::gil_scoped_release>(), py::arg("device"), py::arg("pinned"), py::arg("folder"),
-      py::arg("threads"));
+      py::call_guard<py::gil_scoped_release>(), "device"_a, "pinned"_a, "folder"_a, "threads"_a);
   // what -> (device, host, file) shares; seconds of a step, bytes on the link and of files. need: bytes of this rank,
   // of gradients, masters, states, weights; room as zero_optimization.placement has it.
   memory.def(
@@ -82,5 +79,5 @@ DS_BINDINGS(m) {
         const auto moved = shared_seconds(as, {1, 1, 1, 1, 0, 0}, plan.grad, plan.master, plan.slots);
         return std::make_tuple(shares, plan.seconds, moved[0], moved[1]);
       },
-      py::arg("need"), py::arg("room"), py::arg("accumulation"), py::arg("rates"));
+      "need"_a, "room"_a, "accumulation"_a, "rates"_a);
 }

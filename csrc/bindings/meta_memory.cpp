@@ -14,8 +14,8 @@ DS_BINDINGS(m) {
   using storage::MetaMemory;
   py::class_<MetaMemory>(m, "MetaMemory")
       .def(py::init<>())
-      .def("watch", &MetaMemory::watch, py::arg("tensor"))
-      .def("ignore", &MetaMemory::ignore, py::arg("tensor"))
+      .def("track", &MetaMemory::track, "tensor"_a)
+      .def("ignore", &MetaMemory::ignore, "tensor"_a)
       .def("reset_peak", &MetaMemory::reset_peak)
       .def_property_readonly("live", &MetaMemory::live)
       .def_property_readonly("peak", &MetaMemory::peak);

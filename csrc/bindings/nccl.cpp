@@ -9,6 +9,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
@@ -118,10 +119,10 @@ DS_BINDINGS(m) {
           [](const std::vector<std::string>& candidates) {
             return std::const_pointer_cast<NcclLibrary>(NcclLibrary::find(candidates));
           },
-          py::arg("candidates"), Unlocked())
+          "candidates"_a, Unlocked())
       .def_static(
           "open", [](const std::string& path) { return std::const_pointer_cast<NcclLibrary>(NcclLibrary::open(path)); },
-          py::arg("path"), Unlocked())
+          "path"_a, Unlocked())
       .def_property_readonly("path", &NcclLibrary::path)
       .def_property_readonly("version", &NcclLibrary::version)
       .def_property_readonly("version_text", &NcclLibrary::version_text)
@@ -138,8 +139,7 @@ DS_BINDINGS(m) {
   using Released = py::gil_scoped_release;
   py::class_<NcclTensors, std::shared_ptr<NcclTensors>>(m, "NcclCommunicator")
       .def(py::init([](const std::shared_ptr<NcclLibrary>& library, const std::string& id, std::string name, int rank,
-                       int size, std::chrono::milliseconds timeout, py::function synchronize,
-                       const std::string& device) {
+                       int size, milliseconds timeout, py::function synchronize, const std::string& device) {
              comm::NcclPlace place;
              place.name = std::move(name);
              place.rank = rank;
@@ -151,8 +151,7 @@ DS_BINDINGS(m) {
              auto calls = comm::nccl_communicator_alone(joined);
              return std::make_shared<NcclTensors>(std::move(joined), std::move(calls), c10::Device(device));
            }),
-           py::arg("library"), py::arg("id"), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-           py::arg("synchronize"), py::arg("device"))
+           "library"_a, "id"_a, "name"_a, "rank"_a, "size"_a, "timeout"_a, "synchronize"_a, "device"_a)
       .def_property_readonly("closed",
                              [](NcclTensors& self) {
                                const Released unlocked;
@@ -214,7 +213,7 @@ DS_BINDINGS(m) {
             self.gather_packed(out, in);
           })
       .def("begin_group", &NcclTensors::begin_group)
-      .def("end_group", &NcclTensors::end_group, py::arg("launch"), Unlocked())
+      .def("end_group", &NcclTensors::end_group, "launch"_a, Unlocked())
       .def(
           "check", [](NcclTensors& self) { self.nccl().check(); }, Unlocked())
       .def(
@@ -228,7 +227,7 @@ DS_BINDINGS(m) {
           [](NcclTensors& self, size_t bytes, const std::string& device) {
             return bytes_of(std::make_shared<comm::NcclBuffer>(self.pointer(), bytes), device);
           },
-          py::arg("bytes"), py::arg("device"), Unlocked())
+          "bytes"_a, "device"_a, Unlocked())
       .def("register_memory", [](NcclTensors& self, Given tensor) {
         const at::Tensor memory = Caller{self, "register"}.tensor(tensor, "tensor");
         const Released unlocked;

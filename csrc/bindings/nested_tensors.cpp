@@ -101,10 +101,10 @@ std::vector<at::Tensor> tensors_within(PyObject* item) {
 
 DS_BINDINGS(m) {
   m.def(
-      "tensors_in", [](const py::object& item) { return tensors_in(item.ptr()); }, py::arg("item"),
+      "tensors_in", [](const py::object& item) { return tensors_in(item.ptr()); }, "item"_a,
       "All tensors in nested lists, tuples, dicts (the outputs of Hugging Face models) and dataclasses, in order.");
   m.def(
-      "tensors_within", [](const py::object& item) { return tensors_within(item.ptr()); }, py::arg("item"),
+      "tensors_within", [](const py::object& item) { return tensors_within(item.ptr()); }, "item"_a,
       "`tensors_in`, and also in the attributes of objects of any class, wherever they refer to each other. Each "
       "tensor once.");
 }

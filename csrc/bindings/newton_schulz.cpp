@@ -21,7 +21,7 @@ DS_BINDINGS(m) {
         py::gil_scoped_release unlocked;
         iteration.apply(update);
       },
-      py::arg("update"), py::arg("steps") = 5, py::arg("gram") = true, py::arg("dtype") = py::none(),
+      "update"_a, "steps"_a = 5, "gram"_a = true, "dtype"_a = py::none(),
       "Overwrites a fp32 tensor, a matrix of shape[0] rows, with its orthogonalisation times sqrt(max(1, rows / "
       "columns))");
 }

@@ -56,7 +56,7 @@ class UpdateRunner {
             const std::map<std::string, double>& hyper, double step, int threads, uintptr_t cuda_stream,
             c10::optional<uint64_t> seed, const std::vector<uint64_t>& streams) {
     if (params.empty()) return;
-    std::unique_lock<std::mutex> busy(mutex_, std::defer_lock);
+    std::unique_lock busy(mutex_, std::defer_lock);
     {
       py::gil_scoped_release unlocked;  // another thread's step may be waiting for it
       busy.lock();
@@ -107,7 +107,7 @@ class UpdateRunner {
     {
       py::gil_scoped_release no_gil;
       const c10::DeviceGuard guard(device);
-      at::Tensor reserved;  // what kernels need is there before the first of them changes anything
+      at::Tensor reserved;  // allocated before the first kernel changes anything
       if (!device.is_cpu() && rule_.sums > 0) {
         size_t blocks = 0;
         for (const at::Tensor& p : params) blocks += kernels::sum_blocks(static_cast<size_t>(p.numel()));
@@ -143,7 +143,7 @@ class UpdateRunner {
       if (!p.is_inference()) p.unsafeGetTensorImpl()->bump_version();
   }
 
-  // What the last step() summed over whole parameters: fp64, a row for each; undefined where the rule does not.
+  // The sums of the last step() over whole parameters: fp64, a row for each; undefined where the rule makes none.
   c10::optional<at::Tensor> sums() const { return sums_.defined() ? c10::optional<at::Tensor>(sums_) : c10::nullopt; }
 
   // The loads and stores of a rule without its arithmetic, for benchmarks: fp32 tensors on the CPU, cut and spread over
@@ -250,11 +250,9 @@ DS_BINDINGS(m) {
   using ds::bindings::UpdateRunner;
   py::class_<UpdateRunner>(m, "UpdateRunner",
                            "A native optimizer over lists of tensors, with worker threads of its own.")
-      .def(py::init<const std::string&, std::string>(), py::arg("rule"), py::arg("title"))
-      .def("step", &UpdateRunner::step, py::arg("params"), py::arg("grads"), py::arg("states"), py::arg("hyper"),
-           py::arg("step"), py::arg("threads"), py::arg("cuda_stream") = 0, py::arg("seed") = py::none(),
-           py::arg("streams") = std::vector<uint64_t>())
+      .def(py::init<const std::string&, std::string>(), "rule"_a, "title"_a)
+      .def("step", &UpdateRunner::step, "params"_a, "grads"_a, "states"_a, "hyper"_a, "step"_a, "threads"_a,
+           "cuda_stream"_a = 0, "seed"_a = py::none(), "streams"_a = std::vector<uint64_t>())
       .def("sums", &UpdateRunner::sums)
-      .def("memory_bound", &UpdateRunner::memory_bound, py::arg("params"), py::arg("grads"), py::arg("states"),
-           py::arg("threads"));
+      .def("memory_bound", &UpdateRunner::memory_bound, "params"_a, "grads"_a, "states"_a, "threads"_a);
 }

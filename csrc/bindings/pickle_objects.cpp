@@ -199,7 +199,7 @@ class ObjectMaker {
     }
   }
 
-  // What Python says of a damaged file, as an error of pickles with the place.
+  // Turns Python's error about a damaged file into an error of pickles that names the offset.
   [[noreturn]] void explain(py::error_already_set& error) const {
     const py::object wanted = py::module_::import("pickle").attr("UnpicklingError");
     if (error.matches(wanted)) throw;

@@ -9,7 +9,8 @@ namespace ds::bindings {
 
 [[noreturn]] void raise_refused(const pybind11::object& names, const std::string& name);
 
-// What `read` gives; a name that it refuses becomes the error that `names` (plain_classes.Names) makes of it.
+// Returns the result of `read`; for a name that `read` refuses, raises the error that `names` (plain_classes.Names)
+// makes.
 template <typename Read>
 auto refusing(const pybind11::object& names, const Read& read) {
   try {

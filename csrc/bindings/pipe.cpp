@@ -45,7 +45,7 @@ DS_BINDINGS(m) {
       .def(py::init([](const std::string& op, int micro, int chunk, int buffer, int peer) {
              return PipeAct{plan::pipe_op_named(op), micro, chunk, buffer, peer};
            }),
-           py::arg("op"), py::arg("micro"), py::arg("chunk"), py::arg("buffer"), py::arg("peer") = -1)
+           "op"_a, "micro"_a, "chunk"_a, "buffer"_a, "peer"_a = -1)
       .def_property_readonly("op", [](const PipeAct& act) { return plan::pipe_op_name(act.op); })
       .def_readonly("micro", &PipeAct::micro)
       .def_readonly("chunk", &PipeAct::chunk)
@@ -60,15 +60,15 @@ DS_BINDINGS(m) {
              shape.check();
              return shape;
            }),
-           py::arg("stages"), py::arg("chunks") = 1, py::arg("micro_batches") = 1, py::arg("placement") = "loop")
+           "stages"_a, "chunks"_a = 1, "micro_batches"_a = 1, "placement"_a = "loop")
       .def_readonly("stages", &PipeShape::stages)
       .def_readonly("chunks", &PipeShape::chunks)
       .def_readonly("micro_batches", &PipeShape::micro_batches)
       .def_property_readonly("placement",
                              [](const PipeShape& s) { return s.placement == PipePlacement::kV ? "v" : "loop"; })
-      .def("virtual_stage", &PipeShape::virtual_stage, py::arg("rank"), py::arg("chunk"))
-      .def("chunk_of", &PipeShape::chunk_of, py::arg("virtual_stage"))
-      .def("rank_of", &PipeShape::rank_of, py::arg("virtual_stage"));
+      .def("virtual_stage", &PipeShape::virtual_stage, "rank"_a, "chunk"_a)
+      .def("chunk_of", &PipeShape::chunk_of, "virtual_stage"_a)
+      .def("rank_of", &PipeShape::rank_of, "virtual_stage"_a);
 
   pipe.attr("SEND_BOUND") = plan::kPipeSendBound;
   py::class_<PipePlan>(pipe, "Plan")
@@ -76,23 +76,22 @@ DS_BINDINGS(m) {
                        const std::vector<std::vector<PipeAct>>& ranks, const std::vector<int>& buffers) {
              return PipePlan{schedule, shape, trains, ranks, buffers};
            }),
-           py::arg("schedule"), py::arg("shape"), py::arg("trains"), py::arg("ranks"), py::arg("buffers"))
+           "schedule"_a, "shape"_a, "trains"_a, "ranks"_a, "buffers"_a)
       .def_readonly("schedule", &PipePlan::schedule)
       .def_readonly("shape", &PipePlan::shape)
       .def_readonly("trains", &PipePlan::trains)
       .def_readonly("buffers", &PipePlan::buffers)
-      .def("acts", &acts_of, py::arg("rank"))
-      .def("slots", &plan::pipe_slots, py::arg("rank"))
-      .def("check", &plan::pipe_check, py::arg("send_bound") = plan::kPipeSendBound)
+      .def("acts", &acts_of, "rank"_a)
+      .def("slots", &plan::pipe_slots, "rank"_a)
+      .def("check", &plan::pipe_check, "send_bound"_a = plan::kPipeSendBound)
       .def(
           "cost",
           [](const PipePlan& plan, std::vector<PipePart> parts, double latency, double bytes_per_second,
              int send_bound) {
             return plan::pipe_cost(plan, costs_of(std::move(parts), latency, bytes_per_second), send_bound);
           },
-          py::arg("parts"), py::arg("latency") = 0.0, py::arg("bytes_per_second") = 0.0,
-          py::arg("send_bound") = plan::kPipeSendBound)
-      .def("timeline", &plan::pipe_timeline, py::arg("cost"), py::arg("width"));
+          "parts"_a, "latency"_a = 0.0, "bytes_per_second"_a = 0.0, "send_bound"_a = plan::kPipeSendBound)
+      .def("timeline", &plan::pipe_timeline, "cost"_a, "width"_a);
 
   py::class_<PipePart>(pipe, "Part")
       .def(py::init([](double forward, double backward_input, double backward_weight, int64_t activation_bytes,
@@ -101,9 +100,9 @@ DS_BINDINGS(m) {
              return PipePart{forward,      backward_input, backward_weight, activation_bytes,
                              weight_bytes, output_bytes,   state_bytes,     pass_bytes};
            }),
-           py::kw_only(), py::arg("forward") = 1.0, py::arg("backward_input") = 1.0, py::arg("backward_weight") = 1.0,
-           py::arg("activation_bytes") = 0, py::arg("weight_bytes") = 0, py::arg("output_bytes") = 0,
-           py::arg("state_bytes") = 0, py::arg("pass_bytes") = std::array<int64_t, 4>{});
+           py::kw_only(), "forward"_a = 1.0, "backward_input"_a = 1.0, "backward_weight"_a = 1.0,
+           "activation_bytes"_a = 0, "weight_bytes"_a = 0, "output_bytes"_a = 0, "state_bytes"_a = 0,
+           "pass_bytes"_a = std::array<int64_t, 4>{});
   py::class_<plan::PipeSpan>(pipe, "Span")
       .def_readonly("start", &plan::PipeSpan::start)
       .def_readonly("end", &plan::PipeSpan::end);
@@ -129,7 +128,7 @@ DS_BINDINGS(m) {
       [](const std::string& name, int stages, int chunks, int micro_batches, const std::string& placement) {
         return plan::pipe_schedule(name, stages, chunks, micro_batches, placement_named(placement));
       },
-      py::arg("name"), py::arg("stages"), py::arg("chunks"), py::arg("micro_batches"), py::arg("placement") = "loop");
+      "name"_a, "stages"_a, "chunks"_a, "micro_batches"_a, "placement"_a = "loop");
   pipe.def(
       "fastest",
       [](const PipeShape& shape, std::vector<PipePart> parts, double latency, double bytes_per_second,
@@ -138,8 +137,7 @@ DS_BINDINGS(m) {
             plan::fastest_pipe_plan(shape, costs_of(std::move(parts), latency, bytes_per_second), memory_limit);
         return std::make_pair(std::move(choice.plan), std::move(choice.cost));
       },
-      py::arg("shape"), py::arg("parts"), py::arg("latency") = 0.0, py::arg("bytes_per_second") = 0.0,
-      py::arg("memory_limit") = 0);
+      "shape"_a, "parts"_a, "latency"_a = 0.0, "bytes_per_second"_a = 0.0, "memory_limit"_a = 0);
 }
 
 }  // namespace ds::bindings

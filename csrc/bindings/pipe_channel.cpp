@@ -6,6 +6,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
+#include "base/clock.h"
 #include "bindings/registry.h"
 #include "comm/communicator.h"
 #include "comm/pipe/pipe_channel.h"
@@ -25,7 +26,7 @@ PipeStream stream_of(bool grads) { return grads ? PipeStream::kGrads : PipeStrea
 
 std::shared_ptr<PipeChannel> make_channel(comm::CommunicatorPtr activations, comm::CommunicatorPtr grads,
                                           const std::string& device, const std::string& notes, int bound, int ahead,
-                                          std::chrono::milliseconds timeout) {
+                                          milliseconds timeout) {
   return {new PipeChannel(std::move(activations), std::move(grads),
                           {c10::Device(device), c10::Device(notes), bound, ahead, /*direct=*/true, timeout}),
           [](PipeChannel* channel) {
@@ -56,19 +57,19 @@ std::pair<Tensors, bool> recv(PipeChannel& channel, bool grads, int from) {
 
 DS_BINDINGS(m) {
   py::class_<PipeChannel, std::shared_ptr<PipeChannel>>(m, "PipeChannel")
-      .def(py::init(&make_channel), py::kw_only(), py::arg("activations"), py::arg("grads"), py::arg("device"),
-           py::arg("notes"), py::arg("bound"), py::arg("ahead"), py::arg("timeout"))
+      .def(py::init(&make_channel), py::kw_only(), "activations"_a, "grads"_a, "device"_a, "notes"_a, "bound"_a,
+           "ahead"_a, "timeout"_a)
       .def(
           "expect",
           [](PipeChannel& channel, bool grads, int from, int64_t messages) {
             channel.expect(stream_of(grads), from, messages);
           },
-          Unlocked(), py::arg("grads"), py::arg("from_"), py::arg("messages"))
-      .def("send", &send, Unlocked(), py::arg("grads"), py::arg("to"), py::arg("tensors"), py::arg("packed"))
+          Unlocked(), "grads"_a, "from_"_a, "messages"_a)
+      .def("send", &send, Unlocked(), "grads"_a, "to"_a, "tensors"_a, "packed"_a)
       // Activations that required gradients where they were sent require them here.
-      .def("recv", &recv, Unlocked(), py::arg("grads"), py::arg("from_"))
+      .def("recv", &recv, Unlocked(), "grads"_a, "from_"_a)
       .def("settle", &PipeChannel::settle, Unlocked())
-      .def("abort", &PipeChannel::abort, Unlocked(), py::arg("why"))
+      .def("abort", &PipeChannel::abort, Unlocked(), "why"_a)
       .def_property_readonly("failed", &PipeChannel::failed)
       .def_property_readonly("sent", [](const PipeChannel& channel) {
         return std::make_pair(channel.traffic().messages, channel.traffic().bytes);

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "base/sizes.h"
 #include "bindings/object_pickler.h"
 #include "bindings/registry.h"
@@ -73,8 +74,8 @@ uint32_t sum_of(const ByteSource& source, const py::object& digest) {
   return sum;
 }
 
-// What writers get of file_writer.WriterOptions: (bytes of a buffer, buffers, threads, O_DIRECT, fsync, staged,
-// mapped).
+// The fields of file_writer.WriterOptions that writers need: (bytes of a buffer, buffers, threads, O_DIRECT, fsync,
+// staged, mapped).
 using Options = std::tuple<size_t, int, int, bool, bool, bool, bool>;
 
 template <typename File>
@@ -149,7 +150,7 @@ std::shared_ptr<formats::PreparedFile> prepare_safetensors(const py::dict& tenso
     widths.push_back(c10::elementSize(*bindings::optional_dtype(tensor.attr("dtype"))));
     order.push_back(order.size());
   }
-  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+  sort(order, [&](size_t a, size_t b) {
     return std::tie(widths[b], made[a].first.name) < std::tie(widths[a], made[b].first.name);
   });
   std::vector<NamedTensor> named;
@@ -179,15 +180,15 @@ DS_BINDINGS(m) {
       .def("in_place", &ByteSource::in_place)
       .def_property_readonly("on_device", &ByteSource::on_device)
       .def("pieces", &pieces_of)
-      .def("copy_to", &copy_to, py::arg("memory"))
-      .def("crc32", &sum_of, py::arg("digest") = py::none());
+      .def("copy_to", &copy_to, "memory"_a)
+      .def("crc32", &sum_of, "digest"_a = py::none());
   // Of a tensor: a torch.Tensor.
   prepared.def(
       "tensor_source",
       [](const py::object& tensor, bool row_major) -> SourcePtr {
         return std::make_shared<TensorSource>(tensor_of(tensor), row_major);
       },
-      py::arg("tensor"), py::arg("row_major") = false);
+      "tensor"_a, "row_major"_a = false);
   // Of [(address, bytes)] in memory that `owner` keeps.
   prepared.def(
       "memory_source",
@@ -202,13 +203,13 @@ DS_BINDINGS(m) {
         return std::make_shared<io::MemorySource>(std::move(made),
                                                   std::shared_ptr<void>(owner.inc_ref().ptr(), let_go));
       },
-      py::arg("pieces"), py::arg("owner"));
+      "pieces"_a, "owner"_a);
   prepared.def(
       "sliced_source",
       [](SourcePtr source, uint64_t begin, uint64_t end) -> SourcePtr {
         return std::make_shared<io::SlicedSource>(std::move(source), begin, end);
       },
-      py::arg("source"), py::arg("begin"), py::arg("end"));
+      "source"_a, "begin"_a, "end"_a);
 
   py::class_<formats::PreparedFile, std::shared_ptr<formats::PreparedFile>>(prepared, "PreparedFile")
       .def_readwrite("sources", &formats::PreparedFile::sources)
@@ -217,7 +218,7 @@ DS_BINDINGS(m) {
           [](const formats::PreparedFile& self, io::Files& files, const std::string& path, const Options& options) {
             return record_tuple(write_file(self, files, path, options));
           },
-          py::arg("files"), py::arg("path"), py::arg("options"));
+          "files"_a, "path"_a, "options"_a);
   py::class_<formats::TorchZipFile, formats::PreparedFile, std::shared_ptr<formats::TorchZipFile>>(prepared,
                                                                                                    "TorchZipFile")
       .def_property_readonly("texts",
@@ -241,11 +242,11 @@ DS_BINDINGS(m) {
             bytes,
             sizes::product("bytes of a buffer", static_cast<size_t>(info.size), static_cast<size_t>(info.itemsize))));
       },
-      py::arg("data"));
+      "data"_a);
   // hooks: file_writer.PicklerHooks.
-  prepared.def("torch_file", &prepare_torch, py::arg("value"), py::arg("hooks"));
-  prepared.def("stream_file", &prepare_stream, py::arg("value"), py::arg("hooks"), py::arg("head"));
-  prepared.def("safetensors_file", &prepare_safetensors, py::arg("tensors"), py::arg("metadata"));
+  prepared.def("torch_file", &prepare_torch, "value"_a, "hooks"_a);
+  prepared.def("stream_file", &prepare_stream, "value"_a, "hooks"_a, "head"_a);
+  prepared.def("safetensors_file", &prepare_safetensors, "tensors"_a, "metadata"_a);
 
   using formats::ArchiveCuts;
   using formats::ArchivePart;
@@ -254,9 +255,9 @@ DS_BINDINGS(m) {
       .def(py::init([](const Entries& entries, size_t texts, size_t count) {
              return ArchiveCuts(entries_of(entries), texts, count);
            }),
-           py::arg("entries"), py::arg("texts"), py::arg("count"));
+           "entries"_a, "texts"_a, "count"_a);
   py::class_<ArchivePart>(prepared, "ArchivePart")
-      .def(py::init<const TorchZipFile&, ArchiveCuts, size_t>(), py::arg("file"), py::arg("cuts"), py::arg("index"))
+      .def(py::init<const TorchZipFile&, ArchiveCuts, size_t>(), "file"_a, "cuts"_a, "index"_a)
       .def_property_readonly("bytes", &ArchivePart::bytes)
       .def_readwrite("sources", &ArchivePart::sources)
       .def(
@@ -268,7 +269,7 @@ DS_BINDINGS(m) {
             }
             return found;
           },
-          py::arg("files"), py::arg("path"), py::arg("options"));
+          "files"_a, "path"_a, "options"_a);
   prepared.def(
       "complete_archive",
       [](const std::string& path, const TorchZipFile& file, const ArchiveCuts& cuts, const std::vector<Run>& runs) {
@@ -281,5 +282,5 @@ DS_BINDINGS(m) {
         }
         return record_tuple(record);
       },
-      py::arg("path"), py::arg("file"), py::arg("cuts"), py::arg("runs"));
+      "path"_a, "file"_a, "cuts"_a, "runs"_a);
 }

@@ -45,25 +45,24 @@ comm::JobPtr make_job(int rank, int world, py::function open) {
 DS_BINDINGS(m) {
   py::class_<ProcessGrid>(m, "ProcessGrid")
       .def(py::init([](int world, const std::vector<AxisArgs>& axes) { return ProcessGrid(world, axes_of(axes)); }),
-           py::arg("world"), py::arg("axes"))
+           "world"_a, "axes"_a)
       .def(
           "split",
           [](ProcessGrid& grid, const std::string& axis, const AxisArgs& outer, const AxisArgs& inner) {
             grid.split(axis, axis_of(outer), axis_of(inner));
           },
-          py::arg("axis"), py::arg("outer"), py::arg("inner"))
+          "axis"_a, "outer"_a, "inner"_a)
       .def(
           "fold",
           [](ProcessGrid& grid, const std::string& name, const Axes& from, const std::vector<AxisArgs>& to) {
             grid.fold(name, from, axes_of(to));
           },
-          py::arg("name"), py::arg("from_"), py::arg("to"))
-      .def("size", &ProcessGrid::size, py::arg("axes"))
-      .def("list", &ProcessGrid::list, py::arg("axes"), py::arg("rank"))
-      .def("lists", &ProcessGrid::lists, py::arg("axes"))
-      .def("place", &ProcessGrid::place, py::arg("axes"), py::arg("rank"));
-  m.def("fold_experts", &plan::fold_experts, py::arg("grid"), py::arg("name"), py::arg("from_"), py::arg("expert"),
-        py::arg("data_first"));
+          "name"_a, "from_"_a, "to"_a)
+      .def("size", &ProcessGrid::size, "axes"_a)
+      .def("list", &ProcessGrid::list, "axes"_a, "rank"_a)
+      .def("lists", &ProcessGrid::lists, "axes"_a)
+      .def("place", &ProcessGrid::place, "axes"_a, "rank"_a);
+  m.def("fold_experts", &plan::fold_experts, "grid"_a, "name"_a, "from_"_a, "expert"_a, "data_first"_a);
 
   py::enum_<Purpose>(m, "Purpose")
       .value("REDUCE", Purpose::kReduce)
@@ -72,34 +71,33 @@ DS_BINDINGS(m) {
       .value("PIPE_GRADS", Purpose::kPipeGrads)
       .value("EXPERTS", Purpose::kExperts)
       .value("CONTROL", Purpose::kControl);
-  py::class_<Job, comm::JobPtr>(m, "Job").def(py::init(&make_job), py::arg("rank"), py::arg("world"), py::arg("open"));
+  py::class_<Job, comm::JobPtr>(m, "Job").def(py::init(&make_job), "rank"_a, "world"_a, "open"_a);
   py::class_<ProcessMesh, comm::ProcessMeshPtr>(m, "ProcessMesh")
-      .def(py::init(&ProcessMesh::adopt), py::arg("own"), py::arg("job"))
-      .def(py::init<ProcessGrid, comm::JobPtr, std::vector<int>>(), py::arg("grid"), py::arg("job"),
-           py::arg("ranks") = std::vector<int>())
+      .def(py::init(&ProcessMesh::adopt), "own"_a, "job"_a)
+      .def(py::init<ProcessGrid, comm::JobPtr, std::vector<int>>(), "grid"_a, "job"_a, "ranks"_a = std::vector<int>())
       .def(
           "fold",
           [](ProcessMesh& mesh, const std::string& name, const Axes& from, const std::vector<AxisArgs>& to) {
             mesh.fold(name, from, axes_of(to));
           },
-          py::arg("name"), py::arg("from_"), py::arg("to"))
+          "name"_a, "from_"_a, "to"_a)
       .def_property_readonly("has_grid", &ProcessMesh::has_grid)
-      .def("size", &ProcessMesh::size, py::arg("axes"))
-      .def("rank", &ProcessMesh::rank, py::arg("axes"))
+      .def("size", &ProcessMesh::size, "axes"_a)
+      .def("rank", &ProcessMesh::rank, "axes"_a)
       .def(
-          "ranks", [](const ProcessMesh& mesh, const Axes& axes) { return mesh.sub(axes).ranks; }, py::arg("axes"))
+          "ranks", [](const ProcessMesh& mesh, const Axes& axes) { return mesh.sub(axes).ranks; }, "axes"_a)
       .def(
           "communicator",
           [](ProcessMesh& mesh, const Axes& axes, Purpose purpose) {
             return mesh.communicator(mesh.sub(axes), purpose);
           },
-          py::arg("axes"), py::arg("purpose"))
+          "axes"_a, "purpose"_a)
       .def(
           "over",
           [](ProcessMesh& mesh, const std::vector<int>& ranks, int place, Purpose purpose) {
             return mesh.communicator({ranks, place}, purpose);
           },
-          py::arg("ranks"), py::arg("place"), py::arg("purpose"));
+          "ranks"_a, "place"_a, "purpose"_a);
 }
 
 }  // namespace ds::bindings

@@ -1,12 +1,14 @@
 // Each file of this room contributes to the module by itself: a new binding is a new file, no list to edit.
 //
-//   DS_BINDINGS(m) { m.def("answer", [] { return 42; }); }
+//   DS_BINDINGS(m) { m.def("answer", [](int more) { return 42 + more; }, "more"_a = 0); }
 //
 // One DS_BINDINGS per file. Order between files is unspecified, so a base class and what derives from it share one.
 #pragma once
 #include <pybind11/pybind11.h>
 
 #include <vector>
+
+using namespace pybind11::literals;  // NOLINT: "name"_a, an argument of a function for Python
 
 namespace ds::bindings {
 

@@ -11,12 +11,12 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <numeric>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "base/thread_pool.h"
 #include "bindings/kernel_call.h"
 #include "bindings/registry.h"
@@ -194,7 +194,7 @@ class RouteOps {
   static void check_groups(const at::Tensor& x, const std::vector<int64_t>& rows, std::vector<at::Tensor>& weights,
                            std::vector<at::Tensor>& biases) {
     if (weights.empty() || weights.size() != rows.size() || (!biases.empty() && biases.size() != rows.size()) ||
-        std::accumulate(rows.begin(), rows.end(), int64_t{0}) != x.size(0))
+        sum_of(rows) != x.size(0))
       fail(ErrorKind::kValue, "a grouped product of ", x.size(0),
            " rows takes counts that add up to them, and a weight ", "for each; got ", rows.size(), " counts, ",
            weights.size(), " weights, ", biases.size(), " biases");
@@ -260,32 +260,29 @@ class RouteOps {
 DS_BINDINGS(m) {
   using namespace ds::bindings;
   py::class_<TensorRoutes>(m, "RoutePlan", "Which of the experts' rows each choice of a token gets (route_plan.h).")
-      .def(py::init<const at::Tensor&, int64_t, int64_t, bool, const c10::optional<at::Tensor>&>(), py::arg("experts"),
-           py::arg("num_experts"), py::arg("capacity") = -1, py::arg("choices_first") = false,
-           py::arg("priority") = py::none())
+      .def(py::init<const at::Tensor&, int64_t, int64_t, bool, const c10::optional<at::Tensor>&>(), "experts"_a,
+           "num_experts"_a, "capacity"_a = -1, "choices_first"_a = false, "priority"_a = py::none())
       .def_property_readonly("wanted", &TensorRoutes::wanted)
       .def_property_readonly("kept", &TensorRoutes::kept)
       .def("location", &TensorRoutes::location)
-      .def("slots", &TensorRoutes::slots, py::arg("capacity") = -1)
-      .def("sources", &TensorRoutes::sources, py::arg("capacity") = -1);
+      .def("slots", &TensorRoutes::slots, "capacity"_a = -1)
+      .def("sources", &TensorRoutes::sources, "capacity"_a = -1);
   m.def(
       "plan_arrivals",
       [](const std::vector<int64_t>& counts, int64_t ranks, int64_t experts) {
         const ds::plan::ArrivalPlan plan = ds::plan::plan_arrivals(counts, ranks, experts);
         return py::make_tuple(plan.from_rank, plan.of_expert, int_tensor(plan.order, at::kCPU));
       },
-      py::arg("counts"), py::arg("ranks"), py::arg("experts"),
+      "counts"_a, "ranks"_a, "experts"_a,
       "(rows from each rank, rows of each expert, which arrived row each row expert by expert is)");
   py::class_<RouteOps>(m, "RouteOps", "Kernels of a mixture of experts (kernels/routes.h) over tensors.")
-      .def(py::init<int, bool>(), py::arg("threads"), py::arg("torch_products") = false)
-      .def("topk_gate", &RouteOps::topk_gate, py::arg("logits"), py::arg("k"), py::arg("select") = py::none())
-      .def("permute_rows", &RouteOps::permute_rows, py::arg("src"), py::arg("index"), py::arg("divisor") = 1,
-           py::arg("weight") = py::none())
-      .def("combine_rows", &RouteOps::combine_rows, py::arg("src"), py::arg("slots"), py::arg("weight") = py::none())
-      .def("dot_rows", &RouteOps::dot_rows, py::arg("src"), py::arg("grad"), py::arg("slots"))
-      .def("grouped_linear", &RouteOps::grouped_linear, py::arg("x"), py::arg("rows"), py::arg("weights"),
-           py::arg("biases") = std::vector<at::Tensor>())
-      .def("grouped_linear_grads", &RouteOps::grouped_linear_grads, py::arg("x"), py::arg("grad"), py::arg("rows"),
-           py::arg("weights"), py::arg("wants_x"), py::arg("wants_weights"), py::arg("biased"),
-           py::arg("stacked") = false);
+      .def(py::init<int, bool>(), "threads"_a, "torch_products"_a = false)
+      .def("topk_gate", &RouteOps::topk_gate, "logits"_a, "k"_a, "select"_a = py::none())
+      .def("permute_rows", &RouteOps::permute_rows, "src"_a, "index"_a, "divisor"_a = 1, "weight"_a = py::none())
+      .def("combine_rows", &RouteOps::combine_rows, "src"_a, "slots"_a, "weight"_a = py::none())
+      .def("dot_rows", &RouteOps::dot_rows, "src"_a, "grad"_a, "slots"_a)
+      .def("grouped_linear", &RouteOps::grouped_linear, "x"_a, "rows"_a, "weights"_a,
+           "biases"_a = std::vector<at::Tensor>())
+      .def("grouped_linear_grads", &RouteOps::grouped_linear_grads, "x"_a, "grad"_a, "rows"_a, "weights"_a, "wants_x"_a,
+           "wants_weights"_a, "biased"_a, "stacked"_a = false);
 }

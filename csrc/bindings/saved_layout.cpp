@@ -10,14 +10,12 @@ using ds::plan::SavedLayout;
 
 DS_BINDINGS(m) {
   py::class_<SavedLayout>(m, "SavedLayout")
-      .def_static("flat", &SavedLayout::flat, py::arg("numels"), py::arg("partitions"), py::arg("ranks"),
-                  py::arg("origin"))
-      .def_static("sliced", &SavedLayout::sliced, py::arg("numels"), py::arg("units"), py::arg("ranks"),
-                  py::arg("origin"))
-      .def_static("sub_grouped", &SavedLayout::sub_grouped, py::arg("numels"), py::arg("most"), py::arg("ranks"))
+      .def_static("flat", &SavedLayout::flat, "numels"_a, "partitions"_a, "ranks"_a, "origin"_a)
+      .def_static("sliced", &SavedLayout::sliced, "numels"_a, "units"_a, "ranks"_a, "origin"_a)
+      .def_static("sub_grouped", &SavedLayout::sub_grouped, "numels"_a, "most"_a, "ranks"_a)
       .def("units", &SavedLayout::units)
-      .def("unit", &SavedLayout::unit, py::arg("param"))
-      .def("place_in_unit", &SavedLayout::place_in_unit, py::arg("param"))
+      .def("unit", &SavedLayout::unit, "param"_a)
+      .def("place_in_unit", &SavedLayout::place_in_unit, "param"_a)
       // [(first element within the parameter, numel, rank, first element within the unit's tensor)]
       .def(
           "runs",
@@ -28,6 +26,6 @@ DS_BINDINGS(m) {
             }
             return found;
           },
-          py::arg("param"));
-  m.def("writers_of", &ds::plan::writers_of, py::arg("numels"), py::arg("count"));
+          "param"_a);
+  m.def("writers_of", &ds::plan::writers_of, "numels"_a, "count"_a);
 }

@@ -43,7 +43,7 @@ DS_BINDINGS(m) {
       .def(py::init([](comm::CommunicatorPtr communicator) {
              return std::make_shared<SequenceExchange>(std::move(communicator));
            }),
-           py::arg("communicator"))
+           "communicator"_a)
       .def(
           "to_heads",
           [](SequenceExchange& self, const std::vector<at::Tensor>& parts, std::vector<int64_t> tokens, HeadRuns heads,
@@ -51,8 +51,7 @@ DS_BINDINGS(m) {
             return self.to_heads(parts,
                                  sequence_layout(std::move(tokens), std::move(heads), sequence_dim, heads_first));
           },
-          py::arg("parts"), py::arg("tokens"), py::arg("heads"), py::arg("sequence_dim"), py::arg("heads_first"),
-          Unlocked())
+          "parts"_a, "tokens"_a, "heads"_a, "sequence_dim"_a, "heads_first"_a, Unlocked())
       .def(
           "to_sequence",
           [](SequenceExchange& self, const std::vector<at::Tensor>& wholes, std::vector<int64_t> tokens, HeadRuns heads,
@@ -60,8 +59,7 @@ DS_BINDINGS(m) {
             return self.to_sequence(wholes,
                                     sequence_layout(std::move(tokens), std::move(heads), sequence_dim, heads_first));
           },
-          py::arg("wholes"), py::arg("tokens"), py::arg("heads"), py::arg("sequence_dim"), py::arg("heads_first"),
-          Unlocked())
+          "wholes"_a, "tokens"_a, "heads"_a, "sequence_dim"_a, "heads_first"_a, Unlocked())
       .def(
           "start_to_heads",
           [](SequenceExchange& self, const std::vector<at::Tensor>& parts, std::vector<int64_t> tokens, HeadRuns heads,
@@ -70,7 +68,7 @@ DS_BINDINGS(m) {
             parallel::Exchanged made = self.start_to_heads(parts, *layout, true);
             return StartedExchange(std::move(made.tensors), std::move(made.work));
           },
-          py::arg("parts"), py::arg("tokens"), py::arg("heads"), py::arg("sequence_dim"), Unlocked())
+          "parts"_a, "tokens"_a, "heads"_a, "sequence_dim"_a, Unlocked())
       .def(
           "start_to_sequence",
           [](SequenceExchange& self, const std::vector<at::Tensor>& wholes, std::vector<int64_t> tokens, HeadRuns heads,
@@ -79,14 +77,14 @@ DS_BINDINGS(m) {
             parallel::Exchanged made = self.start_to_sequence(wholes, *layout, true);
             return StartedExchange(std::move(made.tensors), std::move(made.work));
           },
-          py::arg("wholes"), py::arg("tokens"), py::arg("heads"), py::arg("sequence_dim"), Unlocked())
+          "wholes"_a, "tokens"_a, "heads"_a, "sequence_dim"_a, Unlocked())
       // give, take: lists of tensors for each rank.
       .def(
           "start_views",
           [](SequenceExchange& self, const TensorsOfRanks& give, const TensorsOfRanks& take) {
             return self.start_views(views_of(give), views_of(take));
           },
-          py::arg("give"), py::arg("take"), Unlocked())
+          "give"_a, "take"_a, Unlocked())
       .def_property_readonly("communicator", &SequenceExchange::communicator)
       .def_property_readonly("calls", &SequenceExchange::calls)
       .def_property_readonly("elements", &SequenceExchange::elements);

@@ -148,8 +148,7 @@ DS_BINDINGS(m) {
              swap_classes(*param, available, released);
              return param;
            }),
-           py::arg("tensor"), py::arg("name"), py::arg("parts"), py::arg("rank"), py::arg("available"),
-           py::arg("released"))
+           "tensor"_a, "name"_a, "parts"_a, "rank"_a, "available"_a, "released"_a)
       .def("copy_for",
            [](const ShardedParam& param, const at::Tensor& tensor, const py::object& available,
               const py::object& released) {
@@ -192,9 +191,9 @@ DS_BINDINGS(m) {
                [](const PyConfig& config, const at::Device& device, const std::string& remote, bool pinned, int rank) {
                  zero::RemoteOptions options = zero::remote_options(config.config, remote, pinned, rank);
                  options.offload.host_numel = 0;
-                 return std::make_unique<zero::RemoteSlices>(device, options.place, options.offload, options.files);
+                 return std::make_unique<zero::RemoteSlices>(device, options.placement, options.offload, options.files);
                }),
-           py::arg("config"), py::arg("device"), py::arg("remote"), py::arg("pinned"), py::arg("rank"))
+           "config"_a, "device"_a, "remote"_a, "pinned"_a, "rank"_a)
       .def(
           "take", [](zero::RemoteSlices& slices, const ShardedParamPtr& param) { slices.take(*param); }, Unlocked())
       .def("exit_guard", [](zero::RemoteSlices& slices) { return ExitGuard{slices.storage()}; })
@@ -205,7 +204,7 @@ DS_BINDINGS(m) {
              return std::make_shared<ParamGatherer>(
                  std::vector<ShardedParamPtr>{}, zero::collective_source(communicator(group)), zero::GathererOptions{});
            }),
-           py::arg("group"))
+           "group"_a)
       .def(
           "acquire", [](ParamGatherer& g, const std::vector<ShardedParamPtr>& params) { g.acquire(raw(params)); },
           Unlocked())
@@ -238,7 +237,7 @@ DS_BINDINGS(m) {
       .def(py::init([](const std::shared_ptr<zero::Engine>& engine, int32_t unit) {
         return EnterHook{{engine, unit}};
       }))
-      .def("__call__", &EnterHook::operator(), py::arg("module"), py::arg("args"), py::arg("kwargs") = py::none())
+      .def("__call__", &EnterHook::operator(), "module"_a, "args"_a, "kwargs"_a = py::none())
       .def("__deepcopy__", [](const EnterHook& hook, const py::dict&) {
         return EnterHook{{{}, hook.unit}};
       });

@@ -1,4 +1,4 @@
-// What the bindings of the engine and of sharded parameters share.
+// Types that the bindings of the engine and of sharded parameters share.
 #pragma once
 #include <Python.h>
 
@@ -12,7 +12,7 @@ namespace ds::bindings {
 // Over a torch process group; None: one process.
 comm::CommunicatorPtr communicator(const pybind11::object& group, comm::GlooBy gloo_by = comm::GlooBy::kTransfers);
 
-// What the end of the process asks for where nobody has ended what has this storage. Keeps nothing of it.
+// Cleans up a storage that still exists when the process ends. Does not keep the storage alive.
 struct ExitGuard {
   std::weak_ptr<storage::ShardStorage> storage;
 };

@@ -17,7 +17,7 @@ DS_BINDINGS(m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<SplitBackward>(m, "SplitBackward")
       .def(py::init<const std::vector<at::Tensor>&, std::vector<at::Tensor>, const std::vector<at::Tensor>&>(),
-           py::arg("outputs"), py::arg("grads"), py::arg("inputs"))
+           "outputs"_a, "grads"_a, "inputs"_a)
       .def("run_inputs", &SplitBackward::run_inputs, Unlocked())
       .def("run_weights", &SplitBackward::run_weights, Unlocked())
       .def_property_readonly("nothing_left", &SplitBackward::nothing_left);

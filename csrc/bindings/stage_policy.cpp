@@ -1,4 +1,4 @@
-// What a ZeRO stage decides, read-only: csrc/zero/stage_policy.h.
+// The decisions of a ZeRO stage, read-only: csrc/zero/stage_policy.h.
 #include "zero/stage_policy.h"
 
 #include <pybind11/pybind11.h>
@@ -20,7 +20,6 @@ DS_BINDINGS(m) {
       .def_property_readonly("shards_states", &StagePolicy::shards_states)
       .def_property_readonly("reduces_each_micro_step",
                              [](const StagePolicy& policy) { return policy.reduce == ReduceAt::kMicroStep; })
-      .def_readonly("grads_on_params", &StagePolicy::grads_on_params)
       .def_readonly("saved", &StagePolicy::saved);
-  m.def("stage_policy", &stage_policy, py::return_value_policy::reference, py::arg("stage"));
+  m.def("stage_policy", &stage_policy, py::return_value_policy::reference, "stage"_a);
 }

@@ -1,4 +1,4 @@
-// What is kept of each parameter, by the name that Python gives it.
+// The kinds of state that each parameter has, by their names in Python.
 #pragma once
 #include <string>
 

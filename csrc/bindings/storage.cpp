@@ -71,8 +71,7 @@ struct SwapFolder {
 
 DS_BINDINGS(m) {
   py::class_<SwapFolder>(m, "SwapFolder", "A folder for files of this run alone, below one of the user.")
-      .def(py::init<const std::string&, const std::string&, const std::string&>(), py::arg("key"), py::arg("base"),
-           py::arg("below"))
+      .def(py::init<const std::string&, const std::string&, const std::string&>(), "key"_a, "base"_a, "below"_a)
       .def_readonly("path", &SwapFolder::path);
   py::class_<Placement>(m, "Placement", "Where a plane rests.")
       .def(py::init([](const std::string& rest, bool pinned, const std::string& folder) {
@@ -82,7 +81,7 @@ DS_BINDINGS(m) {
              made.folder = folder;
              return made;
            }),
-           py::arg("rest"), py::arg("pinned") = false, py::arg("folder") = "")
+           "rest"_a, "pinned"_a = false, "folder"_a = "")
       .def_property_readonly("rest", [](const Placement& place) { return name_of(place.rest); })
       .def(
           "__eq__", [](const Placement& a, const Placement& b) { return a == b; }, py::is_operator());
@@ -92,27 +91,25 @@ DS_BINDINGS(m) {
         const TierRate rate = known_rate(rates_folder(), device, rest);
         return std::make_pair(rate.read, rate.write);
       },
-      py::arg("device"), py::arg("rest"), Unlocked());
+      "device"_a, "rest"_a, Unlocked());
   py::class_<ShardStorage, std::shared_ptr<ShardStorage>>(m, "ShardStorage", "Memory in tiers.")
-      .def(py::init([](const at::Device& device) { return std::make_shared<ShardStorage>(device); }), py::arg("device"))
+      .def(py::init([](const at::Device& device) { return std::make_shared<ShardStorage>(device); }), "device"_a)
       .def(
           "adopt",
           [](ShardStorage& storage, const std::string& name, const at::Tensor& tensor) {
             const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
             return storage.add(name, bytes, at::kByte, {}, {}, flat_view(tensor, 0, at::kByte, bytes)).number;
           },
-          py::arg("name"), py::arg("tensor"),
-          "A plane of all memory behind a tensor; the tensor stays valid over moves.")
+          "name"_a, "tensor"_a, "A plane of all memory behind a tensor; the tensor stays valid over moves.")
       .def(
           "move",
           [](ShardStorage& storage, const std::vector<int32_t>& planes, const Placement& placement, bool wait_each) {
             storage.move(planes_of(planes), placement, wait_each);
           },
-          py::arg("planes"), py::arg("placement"), py::arg("wait_each") = false, Unlocked(),
+          "planes"_a, "placement"_a, "wait_each"_a = false, Unlocked(),
           "Their memory is there when the call returns, and no longer where it was.")
       .def(
-          "placement", [](const ShardStorage& storage, int32_t plane) { return storage.placement({plane}); },
-          py::arg("plane"))
+          "placement", [](const ShardStorage& storage, int32_t plane) { return storage.placement({plane}); }, "plane"_a)
       .def(
           "addresses",
           [](const ShardStorage& storage, int32_t plane) {
@@ -121,10 +118,10 @@ DS_BINDINGS(m) {
               found.push_back(reinterpret_cast<uintptr_t>(memory.storage().data()));
             return found;
           },
-          py::arg("plane"), "Where the memory behind its parts begins.")
+          "plane"_a, "Where the memory behind its parts begins.")
       .def_property_readonly("device", &ShardStorage::device)
       .def(
-          "remove", [](ShardStorage& storage, int32_t plane) { storage.remove({plane}); }, py::arg("plane"), Unlocked())
+          "remove", [](ShardStorage& storage, int32_t plane) { storage.remove({plane}); }, "plane"_a, Unlocked())
       .def("report", &report_of, "What has rested, moved and been waited for, by medium.")
       .def("usage", &usage_of, "Bytes by medium; what was to be pinned and is not.");
 }

@@ -1,4 +1,4 @@
-// What tensors in a value are called in messages and manifests.
+// The names of tensors in a value, for messages and manifests.
 #pragma once
 #include <pybind11/pybind11.h>
 

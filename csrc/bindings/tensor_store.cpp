@@ -15,14 +15,14 @@ DS_BINDINGS(m) {
       .def(py::init([](const at::Device& device, const Placement& place, int at_once) {
              return std::make_shared<TensorStore>(device, place, FileAccess{}, at_once);
            }),
-           py::arg("device"), py::arg("place"), py::arg("at_once") = 2)
-      .def("put", &TensorStore::put, py::arg("tensor"), Unlocked(), "A number; the copy is made beside the device.")
-      .def("get", &TensorStore::get, py::arg("number"), Unlocked(), "A copy on the device.")
-      .def("prefetch", &TensorStore::prefetch, py::arg("number"), Unlocked(), "It is the next to be asked for.")
-      .def("drop", &TensorStore::drop, py::arg("number"), Unlocked(), "Nobody asks for it again.")
-      .def_static("copy_bytes", &TensorStore::copy_bytes, py::arg("bytes"), "Of the device, for one copy of a tensor.")
+           "device"_a, "place"_a, "at_once"_a = 2)
+      .def("put", &TensorStore::put, "tensor"_a, Unlocked(), "A number; the copy is made beside the device.")
+      .def("get", &TensorStore::get, "number"_a, Unlocked(), "A copy on the device.")
+      .def("prefetch", &TensorStore::prefetch, "number"_a, Unlocked(), "It is the next to be asked for.")
+      .def("drop", &TensorStore::drop, "number"_a, Unlocked(), "Nobody asks for it again.")
+      .def_static("copy_bytes", &TensorStore::copy_bytes, "bytes"_a, "Of the device, for one copy of a tensor.")
       .def_static(
-          "room", [](int64_t largest) { return TensorStore::room(largest); }, py::arg("largest"),
+          "room", [](int64_t largest) { return TensorStore::room(largest); }, "largest"_a,
           "Of the device, for all copies.")
       .def_property_readonly("waiting", &TensorStore::waiting)
       .def_property_readonly("device", &TensorStore::device)

@@ -62,7 +62,7 @@ std::vector<size_t> bring_home(Engine& engine, const py::list& rows) {
 DS_BINDINGS(m) {
   py::class_<WriteContext>(
       m, "WriteContext", "A context in which masters or shards are changed by all ranks; it closes on exceptions, too.")
-      .def(py::init([](const std::shared_ptr<Engine>& engine) { return WriteContext{engine}; }), py::arg("core"))
+      .def(py::init([](const std::shared_ptr<Engine>& engine) { return WriteContext{engine}; }), "core"_a)
       .def("__enter__", &WriteContext::enter, Unlocked())
       .def("__exit__", [](WriteContext& context, const py::object& type, const py::object&, const py::object&) {
         const bool failed = !type.is_none();
@@ -71,21 +71,20 @@ DS_BINDINGS(m) {
       });
 
   m.def(
-      "bring_home", &bring_home, py::arg("core"), py::arg("rows"),
+      "bring_home", &bring_home, "core"_a, "rows"_a,
       "Parameters whose data somebody has replaced return to the flat buffer, with the new values. Of rows (dict of a "
       "module, name, the parameter that was there): the numbers of those where another one is there now.");
-  m.def("adopt_writes", &adopt_writes, Unlocked(), py::arg("core"),
+  m.def("adopt_writes", &adopt_writes, Unlocked(), "core"_a,
         "Masters take what the user has written into the weights. All ranks call it.");
   m.def(
       "take_value",
       [](Engine& engine, size_t param, const at::Tensor& value) { engine.writes().bring_home(param, value); },
-      Unlocked(), py::arg("core"), py::arg("param"), py::arg("value"),
-      "The parameter takes the values of a tensor like it.");
+      Unlocked(), "core"_a, "param"_a, "value"_a, "The parameter takes the values of a tensor like it.");
   m.def(
-      "follow_moves", [](Engine& engine) { engine.params().follow_moves(); }, py::arg("core"),
+      "follow_moves", [](Engine& engine) { engine.params().follow_moves(); }, "core"_a,
       "After planes of parameters have moved.");
   m.def(
-      "flat_params", [](Engine& engine) { return engine.params().flat_params(); }, py::arg("core"),
+      "flat_params", [](Engine& engine) { return engine.params().flat_params(); }, "core"_a,
       "The buffers in which whole parameters lie.");
 }
 

@@ -1,4 +1,4 @@
-// What looks after the groups of a process: it lends the core the interpreter, to say where the process is.
+// The watch over the communicators of a process. The core gets the interpreter, to report the line that runs.
 #include <Python.h>
 
 #include <torch/csrc/utils/pybind.h>
@@ -47,7 +47,7 @@ py::dict described(const comm::Watched& group, const comm::Flight& flight) {
 
 DS_BINDINGS(m) {
   using comm::Watch;
-  m.def("process_ended", &process_ended, py::arg("pid"));
+  m.def("process_ended", &process_ended, "pid"_a);
   m.def("host_id", &comm::host_id);  // equal for processes that may share memory and know each other's numbers
   py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
       .def(py::init([](py::function stacks, py::function warn) {
@@ -72,7 +72,7 @@ DS_BINDINGS(m) {
                if (watch->here()) without_lock([watch] { delete watch; });
              });
            }),
-           py::arg("stacks"), py::arg("warn"))
+           "stacks"_a, "warn"_a)
       .def("flights",
            [](const Watch& watch) {
              py::list all;
@@ -83,8 +83,7 @@ DS_BINDINGS(m) {
       .def("stop", &Watch::stop, py::call_guard<py::gil_scoped_release>());
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<comm::StoreKeeper>(m, "StoreKeeper")
-      .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>(), py::arg("store"), py::arg("rank"), py::arg("world"),
-           Unlocked())
+      .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>(), "store"_a, "rank"_a, "world"_a, Unlocked())
       .def("goodbye", &comm::StoreKeeper::goodbye, Unlocked())
       .def_property_readonly("said_goodbye", &comm::StoreKeeper::said_goodbye)
       .def("wait", &comm::StoreKeeper::wait, Unlocked());
@@ -94,7 +93,7 @@ DS_BINDINGS(m) {
              return comm::GroupFacts{std::move(name),   job_rank,     std::move(watch),
                                      std::move(stores), without_lock, std::move(log)};
            }),
-           py::arg("name"), py::arg("job_rank"), py::arg("watch"), py::arg("store_watch"), py::arg("log"));
+           "name"_a, "job_rank"_a, "watch"_a, "store_watch"_a, "log"_a);
 }
 
 }  // namespace ds::bindings

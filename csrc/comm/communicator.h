@@ -7,12 +7,12 @@
 // orders the current stream behind the collective instead of blocking the host. All ranks end with the same bits. Calls
 // may come from any thread, one at a time.
 #pragma once
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "comm/calls/op.h"
 #include "comm/shared_memory/peer_memory.h"
 #include "comm/calls/work.h"
@@ -74,7 +74,7 @@ class Communicator {
   // The process is about to end, or nobody needs it: lets go of what it is carried by, and cannot be used any more.
   virtual void leave() {}
   // How long a rank waits for others, where the transport bounds that itself.
-  virtual void set_timeout(std::chrono::milliseconds) {}
+  virtual void set_timeout(milliseconds) {}
   // Ends what is under way here, as far as the transport can, and makes further calls fail. From any thread.
   virtual void abort(const std::string& why) noexcept { (void)why; }
   // Without decorators: for calls that are nobody's business, as those by which ranks meet.

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "comm/transports/local_communicator.h"
 
 namespace ds::comm {
@@ -38,7 +39,7 @@ Job::Job(int rank, int world, Open open) : rank_(rank), world_(world), open_(std
 CommunicatorPtr Job::open(const SubMesh& members, Purpose purpose) {
   const auto& ranks = members.ranks;
   auto sorted = ranks;
-  std::sort(sorted.begin(), sorted.end());
+  sort(sorted);
   if (sorted.empty() || sorted.front() < 0 || sorted.back() >= world_ ||
       std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
     fail(ErrorKind::kValue, "the ranks [", text_of(ranks), "] are no group of a job of ", world_,
@@ -50,7 +51,7 @@ CommunicatorPtr Job::open(const SubMesh& members, Purpose purpose) {
   const std::string group = std::string(name_of(purpose)) + "/" + text_of(ranks);
   int number;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     number = opened_[group]++;
   }
   return open_("mesh/" + group + "/" + std::to_string(number), members);
@@ -77,11 +78,11 @@ ProcessMesh::ProcessMesh(std::map<std::string, std::vector<int>> own, JobPtr job
 
 ProcessMeshPtr ProcessMesh::adopt(std::map<std::string, std::vector<int>> own, JobPtr job) {
   for (const auto& [axis, ranks] : own)
-    if (std::find(ranks.begin(), ranks.end(), job->rank()) == ranks.end())
+    if (!contains(ranks, job->rank()))
       fail(ErrorKind::kValue, "rank ", job->rank(), " is not among the ranks [", text_of(ranks),
            "] that it was given for ", axis, ": each rank gives the group that it is in");
   const std::vector<int> alone{job->rank()};
-  own.insert({"sp", alone});  // what the lists leave of the job trains other weights
+  own.insert({"sp", alone});  // the ranks that the lists leave out train other weights
   if (auto grid = plan::ProcessGrid::suggested(job->world(), job->rank(), own))
     return std::make_shared<ProcessMesh>(std::move(*grid), std::move(job));
   for (const char* axis : {"pp", "dp", "tp"}) own.insert({axis, alone});
@@ -128,7 +129,7 @@ SubMesh ProcessMesh::sub(const Axes& axes) const {
     if (!own_.count(joined)) grid(("a list along " + joined).c_str());
     found.ranks = own_.at(joined);
   }
-  found.rank = static_cast<int>(std::find(found.ranks.begin(), found.ranks.end(), job_->rank()) - found.ranks.begin());
+  found.rank = static_cast<int>(index_of(found.ranks, job_->rank()));
   return found;
 }
 

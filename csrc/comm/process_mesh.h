@@ -31,7 +31,7 @@ struct SubMesh {
 enum class Purpose { kReduce, kGather, kPipe, kPipeGrads, kExperts, kControl };
 const char* name_of(Purpose purpose);
 
-// What this process knows of the job that it is in, shared by all meshes over it: how its ranks reach each other.
+// The job as this process knows it, shared by all meshes over it: how its ranks reach each other.
 class Job {
  public:
   // Makes a communicator of `members`, who all call it. They give equal keys, and no two communicators share one: the

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <optional>
 
+#include "base/ranges.h"
 #include "config/nearest.h"
 #include "config/text.h"
 
@@ -173,7 +174,7 @@ CheckResult check_list(const Field& field, const Value& value, bool lenient_text
       v.problem = at + v.problem;
       return v;
     }
-    if (field.unique_items && std::find(out.begin(), out.end(), *v.value) != out.end()) continue;
+    if (field.unique_items && contains(out, *v.value)) continue;
     out.push_back(std::move(*v.value));
   }
   return accept(std::move(out));

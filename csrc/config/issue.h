@@ -15,7 +15,7 @@ struct Issue {
   std::string code;                // stable word for tests and tools: "unknown_key", "not_built", ...
   std::vector<std::string> paths;  // the keys that cause it; the first is the one to change
   std::string text;                // names key, value and what is allowed
-  std::string suggestion;          // what to write instead; may be empty
+  std::string suggestion;          // the text to write instead; may be empty
   std::string full() const { return suggestion.empty() ? text : text + " " + suggestion; }
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/ranges.h"
 #include "config/check.h"
 #include "config/rules.h"
 #include "config/nearest.h"
@@ -20,7 +21,7 @@ std::vector<std::string> names_of(const std::vector<Field>& fields) {
   for (const Field& f : fields) {
     if (f.is_wildcard()) continue;
     out.push_back(f.name);
-    out.insert(out.end(), f.aliases.begin(), f.aliases.end());
+    append(out, f.aliases);
   }
   return out;
 }
@@ -89,8 +90,7 @@ class Resolver {
         continue;
       }
       if (!field->is_wildcard()) {
-        const auto first =
-            std::find_if(seen.begin(), seen.end(), [field](const auto& entry) { return entry.first == field; });
+        const auto first = find_if(seen, [field](const auto& entry) { return entry.first == field; });
         if (first == seen.end()) {
           seen.emplace_back(field, item.key());
         } else {

@@ -24,8 +24,8 @@ struct Options {
   bool strict_top_level = false;  // DS_STRICT_CONFIG=1
   bool sections_only = false;     // leave out the rules that make sense for a whole configuration only
   std::unordered_map<std::string, std::string> environment;  // variables that are set, by name: Field::environment
-  // What Field::or_other() admits, by path: class names of torch.optim, which this room cannot know. A path that is
-  // absent admits every text.
+  // The texts that Field::or_other() admits, by path: class names of torch.optim, which this room cannot know. A path
+  // that is absent admits every text.
   std::unordered_map<std::string, std::vector<std::string>> other_names;
 };
 

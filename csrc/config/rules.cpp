@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/ranges.h"
+
 namespace ds::config {
 
 namespace {
@@ -16,7 +18,7 @@ class ConfigRuleContext : public RuleContext {
     return value && !value->is_null() && source != Source::kDefault && source != Source::kAuto;
   }
   bool refused(const std::string& path) const override {
-    return std::any_of(config_.issues().begin(), config_.issues().end(), [&](const Issue& one) {
+    return any_of(config_.issues(), [&](const Issue& one) {
       return one.severity == Severity::kError && std::count(one.paths.begin(), one.paths.end(), path) > 0;
     });
   }

@@ -1,7 +1,8 @@
 #include "config/schema.h"
 
-#include <algorithm>
 #include <set>
+
+#include "base/ranges.h"
 
 namespace ds::config {
 
@@ -45,7 +46,7 @@ Schema build(Root root) {
   for (const Registered& chapter : chapters()) {
     if (chapter.root == root) mine.push_back(chapter);
   }
-  std::sort(mine.begin(), mine.end(), [](const Registered& a, const Registered& b) { return a.order < b.order; });
+  sort(mine, [](const Registered& a, const Registered& b) { return a.order < b.order; });
   Schema out;
   out.root = section("", "the configuration", {});
   out.root.validated = root != Root::kTraining;

@@ -17,7 +17,7 @@ namespace ds::config {
 
 enum class Root { kTraining, kInference, kRaggedInference };
 
-// What a cross-section rule sees: resolved values by dotted path, defaults filled in. A key that was refused reads
+// The input of a cross-section rule: resolved values by dotted path, defaults filled in. A key that was refused reads
 // as its default.
 class RuleContext {
  public:

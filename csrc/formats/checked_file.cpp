@@ -15,7 +15,7 @@ namespace ds::formats {
 namespace {
 
 constexpr uint64_t kHugePage = 2 << 20;
-constexpr uint64_t kPiece = 8 << 20;  // what one thread takes at a time: whole huge pages
+constexpr uint64_t kPiece = 8 << 20;  // bytes that one thread takes at a time: whole huge pages
 
 // Most of the time of a read into fresh memory goes into its pages, one fault for each: 512 times fewer are left.
 void ask_for_huge_pages(const io::Range& range) {

@@ -1,5 +1,4 @@
-// What a file that is not what it claims to be makes these readers throw. Each kind has an exception of its own in
-// Python.
+// The errors that readers throw for a file with wrong contents. Each kind has an exception of its own in Python.
 #pragma once
 #include <sstream>
 #include <stdexcept>

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/ranges.h"
 #include "base/sizes.h"
 #include "formats/format_error.h"
 #include "formats/pickle_names.h"
@@ -120,7 +121,7 @@ Ref GraphBuilder::tuple(const Ref* items, size_t count, Kind kind) {
   node.count = static_cast<uint32_t>(count);
   need(graph_.parts.size() + count < kNoRef, "more objects than any checkpoint has");
   const std::vector<Ref> kept(items, items + count);  // they may lie in `parts`
-  graph_.parts.insert(graph_.parts.end(), kept.begin(), kept.end());
+  append(graph_.parts, kept);
   return add(node);
 }
 
@@ -146,7 +147,7 @@ Ref GraphBuilder::object(Call call, Ref global, const Ref* arguments, size_t cou
     node.index = static_cast<uint32_t>(graph_.contents.size());
     graph_.contents.emplace_back();
   }
-  graph_.parts.insert(graph_.parts.end(), parts.begin(), parts.end());
+  append(graph_.parts, parts);
   return add(node);
 }
 

@@ -3,6 +3,7 @@
 #include <map>
 #include <utility>
 
+#include "base/ranges.h"
 #include "formats/format_error.h"
 #include "formats/plain_rules.h"
 
@@ -13,7 +14,7 @@ using Path = std::pair<std::string_view, std::string_view>;
 
 struct Table {
   Table() {
-    for (std::vector<Rule> part : {plain_rules(), tensor_rules()}) rules.insert(rules.end(), part.begin(), part.end());
+    for (std::vector<Rule> part : {plain_rules(), tensor_rules()}) append(rules, part);
     for (size_t i = 0; i < rules.size(); ++i) by_path.emplace(Path{rules[i].module, rules[i].name}, i);
   }
   std::vector<Rule> rules;

@@ -13,8 +13,12 @@ struct Rule {
   std::string_view module, name;
   // The node that a call with these arguments gives; Complaint for arguments it must not have. nullptr: no call.
   Ref (*call)(GraphBuilder&, Ref global, const Ref* arguments, size_t count);
-  enum State : uint8_t { kNoState, kAttributes, kOwnState } state = kNoState;  // what BUILD may give an instance
-  bool cheap_key = false;                                                      // as in Global
+  enum State : uint8_t {
+    kNoState,
+    kAttributes,
+    kOwnState
+  } state = kNoState;      // the state that BUILD may give an instance
+  bool cheap_key = false;  // as in Global
 };
 
 const Rule& rule_at(uint16_t index);

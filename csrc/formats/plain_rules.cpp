@@ -3,6 +3,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "base/ranges.h"
 #include "formats/format_error.h"
 #include "formats/graph_builder.h"
 #include "formats/text_forms.h"
@@ -65,7 +66,7 @@ std::vector<Ref> pairs_for(const Builder& b, const Ref* a, size_t n) {
     need(is_any(b, pair, {Kind::kList, Kind::kTuple}), "a mapping of something else");
     const std::vector<Ref> both = copied(b, pair);
     need(both.size() == 2, "a mapping of no pairs");
-    pairs.insert(pairs.end(), both.begin(), both.end());
+    append(pairs, both);
   }
   return pairs;
 }

@@ -45,7 +45,8 @@ class PreparedFile {
   virtual FileRecord write(io::Files& files, const std::string& path, const io::StreamOptions& options,
                            io::Staging& staging) const = 0;
 
-  // In the order of the file. Who changes the tensors before it is written puts copies of equal size there.
+  // In the order of the file. A caller that changes the tensors before the file is written puts copies of equal size
+  // there.
   std::vector<io::SourcePtr> sources;
 
   // The record of the file; of several tensors with a name, the first. `places`: of each source.

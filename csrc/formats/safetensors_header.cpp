@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <tuple>
 
+#include "base/ranges.h"
 #include "formats/format_error.h"
 #include "formats/text_forms.h"
 
@@ -23,13 +24,13 @@ constexpr int kDeepest = 8;
 // Keeps names in their order; refuses what the library would take silently: names that appear twice, and depth.
 nlohmann::ordered_json parse(const CheckedFile& file, const std::string& text) {
   std::vector<std::vector<std::string>> keys;
-  const auto watch = [&](int depth, nlohmann::json::parse_event_t event, nlohmann::ordered_json& item) {
+  const auto on_item = [&](int depth, nlohmann::json::parse_event_t event, nlohmann::ordered_json& item) {
     using Event = nlohmann::json::parse_event_t;
     if (depth > kDeepest) bad_header(file, "its header cannot be read (it is nested ", depth, " deep)");
     if (event == Event::object_start) keys.emplace_back();
     if (event == Event::object_end) {
       std::vector<std::string>& names = keys.back();
-      std::sort(names.begin(), names.end());
+      sort(names);
       if (std::adjacent_find(names.begin(), names.end()) != names.end()) {
         bad_header(file, "its header cannot be read (a name appears twice)");
       }
@@ -39,7 +40,7 @@ nlohmann::ordered_json parse(const CheckedFile& file, const std::string& text) {
     return true;
   };
   try {
-    return nlohmann::ordered_json::parse(text, watch);
+    return nlohmann::ordered_json::parse(text, on_item);
   } catch (const nlohmann::json::exception& error) {
     bad_header(file, "its header cannot be read (", error.what(), ")");
   }
@@ -116,7 +117,7 @@ SafetensorsHeader read_safetensors_header(const CheckedFile& file, const std::fu
       found.metadata.emplace_back(key, text.is_string() ? text.get<std::string>() : text.dump());
   }
   for (const SafetensorsEntry& entry : found.tensors) order.push_back(&entry);
-  std::sort(order.begin(), order.end(), [](const SafetensorsEntry* a, const SafetensorsEntry* b) {
+  sort(order, [](const SafetensorsEntry* a, const SafetensorsEntry* b) {
     return std::tie(a->offset, a->bytes, a->name) < std::tie(b->offset, b->bytes, b->name);
   });
   for (size_t i = 1; i < order.size(); ++i) {

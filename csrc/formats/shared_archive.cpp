@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "io/crc32.h"
 #include "io/descriptor.h"
 #include "io/file_error.h"
@@ -16,7 +17,7 @@
 namespace ds::formats {
 namespace {
 
-constexpr uint64_t kBlock = 4096;  // what a part begins at a multiple of
+constexpr uint64_t kBlock = 4096;  // parts begin at multiples of it
 
 uint64_t round_up(uint64_t value) { return (value + kBlock - 1) / kBlock * kBlock; }
 
@@ -93,7 +94,7 @@ FileRecord complete_archive(const std::string& path, const TorchZipFile& file, c
   const std::vector<io::ZipEntry>& entries = layout.entries();
   std::vector<uint32_t> sums(entries.size());
   std::vector<uint64_t> lengths(entries.size());
-  std::sort(runs.begin(), runs.end(), [](const WrittenRun& a, const WrittenRun& b) {
+  sort(runs, [](const WrittenRun& a, const WrittenRun& b) {
     return std::tie(a.entry, a.offset) < std::tie(b.entry, b.offset);
   });
   for (const WrittenRun& run : runs) {

@@ -27,8 +27,8 @@ struct WrittenRun {
   uint32_t crc32;
 };
 
-// Where `count` writers part the file. The first `texts` entries are no tensors but the first writer's, and the last
-// two are left to the end.
+// The offsets at which `count` writers divide the file. The first `texts` entries are no tensors and belong to the
+// first writer; the last two are written at the end.
 class ArchiveCuts {
  public:
   ArchiveCuts(std::vector<io::ZipEntry> entries, size_t texts, size_t count);

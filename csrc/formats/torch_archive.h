@@ -37,7 +37,6 @@ class TorchArchive {
 
   // The bytes that Python's own machine would read from, for files that may do as they please.
   std::string_view structure() const { return structure_; }
-  uint64_t structure_begin() const { return begin_; }
   // For that machine: the place of a storage. DamagedPickle, DamagedZip.
   StoragePlace place(const StoredMemory& memory);
   // Legacy: behind the structure, which ends at `position`, stand the storages.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/ranges.h"
 #include "formats/format_error.h"
 #include "formats/text_forms.h"
 #include "io/crc32.h"
@@ -76,7 +77,7 @@ End find_end(const CheckedFile& file) {
 
 // The 64-bit values that replace those which are full, in their order.
 void take_wide(const CheckedFile& file, const std::string& extra, std::initializer_list<uint64_t*> values) {
-  const bool full = std::any_of(values.begin(), values.end(), [](const uint64_t* value) { return *value == kFull; });
+  const bool full = any_of(values, [](const uint64_t* value) { return *value == kFull; });
   for (size_t at = 0; full && at + 4 <= extra.size();) {
     const uint16_t kind = little<uint16_t>(extra, at), length = little<uint16_t>(extra, at + 2);
     size_t body = at + 4;
@@ -145,9 +146,8 @@ void ZipDirectory::check_places(uint64_t directory_offset) {
   std::vector<const std::string*> order;
   order.reserve(names_.size());
   for (const std::string& name : names_) order.push_back(&name);
-  std::sort(order.begin(), order.end(), [this](const std::string* a, const std::string* b) {
-    return entries_.at(*a).header < entries_.at(*b).header;
-  });
+  sort(order,
+       [this](const std::string* a, const std::string* b) { return entries_.at(*a).header < entries_.at(*b).header; });
   uint64_t last_end = 0;
   const std::string* last = nullptr;
   for (const std::string* name : order) {

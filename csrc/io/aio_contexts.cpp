@@ -23,7 +23,7 @@ AioContexts::~AioContexts() {
 
 io_context* AioContexts::take(int depth) {
   const int room = room_for(depth);
-  std::lock_guard<std::mutex> guard(lock_);
+  std::lock_guard guard(lock_);
   if (owner_ != getpid()) {
     free_.clear();
     owner_ = getpid();
@@ -39,7 +39,7 @@ io_context* AioContexts::take(int depth) {
 }
 
 void AioContexts::give_back(io_context* context, int depth) {
-  std::lock_guard<std::mutex> guard(lock_);
+  std::lock_guard guard(lock_);
   if (owner_ == getpid()) free_[room_for(depth)].push_back(context);
 }
 

@@ -22,7 +22,7 @@ class AsyncFile {
   // whole blocks and gets less.
   virtual void submit_read(char* buffer, size_t bytes, uint64_t offset, size_t least) = 0;
 
-  // Where AsyncOptions::batched holds transfers back: starts them, in one call of the system. wait() does so, too.
+  // Starts the transfers that AsyncOptions::batched holds back, in one system call. wait() does so, too.
   virtual void flush() {}
 
   // Waits until one more transfer is complete, short ones completed too, and returns its buffer; null when nothing is
@@ -38,7 +38,7 @@ class AsyncFile {
 struct AsyncOptions {
   Backend backend = Backend::kAuto;
   bool batched = false;  // submit_... only prepares, see AsyncFile::flush
-  int threads = 1;       // where threads transfer; 1: one after the other, in order
+  int threads = 1;       // if threads transfer; 1: one transfer after the other, in order
 };
 
 // For a file opened with O_DIRECT (`direct`) what the options name, and of kAuto the first that works here; without

@@ -26,7 +26,7 @@ struct StatxFacts {
 static_assert(sizeof(StatxFacts) == 256);
 constexpr unsigned kStatxDirect = 0x2000;  // STATX_DIOALIGN
 
-// What O_DIRECT wants of addresses: kernels from 6.1 on say it, the others are given whole blocks. `usable`: whether
+// The alignment that O_DIRECT needs. Kernels from 6.1 on report it; for others it is a whole block. `usable`: whether
 // offsets in multiples of kBlockBytes will do.
 size_t address_multiple_of(int number, bool* usable) {
   StatxFacts facts = {};

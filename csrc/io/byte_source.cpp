@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::io {
 namespace {
@@ -43,11 +44,11 @@ JoinedSource::JoinedSource(std::vector<SourcePtr> parts) : parts_(std::move(part
 }
 
 bool JoinedSource::in_place() const {
-  return std::all_of(parts_.begin(), parts_.end(), [](const SourcePtr& part) { return part->in_place(); });
+  return all_of(parts_, [](const SourcePtr& part) { return part->in_place(); });
 }
 
 bool JoinedSource::on_device() const {
-  return std::any_of(parts_.begin(), parts_.end(), [](const SourcePtr& part) { return part->on_device(); });
+  return any_of(parts_, [](const SourcePtr& part) { return part->on_device(); });
 }
 
 void JoinedSource::each(Staging& staging, const TakePiece& take) const {

@@ -50,7 +50,7 @@ struct Memory {
   DS_FOLDS void put(size_t at, __m128i bytes) { _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), bytes); }
   void rest(size_t at, const char* bytes, size_t count) {
     memcpy(to + at, bytes, count);
-    _mm_sfence();  // who is told that the bytes are there finds them
+    _mm_sfence();  // other threads see the bytes before they are told of them
   }
 };
 

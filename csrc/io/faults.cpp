@@ -75,13 +75,13 @@ void Faults::arm(const std::string& order) {
     begin = end + 1;
     if (begin == order.size()) refuse(order);  // a comma at the end
   }
-  std::lock_guard<std::mutex> guard(lock_);
+  std::lock_guard guard(lock_);
   orders_ = std::move(orders);
   for (long long& seen : seen_) seen = 0;
 }
 
 Faults::CheckResult Faults::count(Call call) {
-  std::lock_guard<std::mutex> guard(lock_);
+  std::lock_guard guard(lock_);
   const long long seen = ++seen_[static_cast<int>(call)];
   for (const Order& order : orders_) {
     if (order.call == call && (seen == order.at || (order.onwards && seen > order.at))) return order.verdict;

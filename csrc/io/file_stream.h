@@ -81,7 +81,7 @@ class FileStream {
   const char* method_;
   char* buffer_ = nullptr;
   size_t filled_ = 0;
-  uint64_t written_;  // where the next buffer goes
+  uint64_t written_;  // the offset of the next buffer
   Sum total_;
 };
 

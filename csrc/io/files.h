@@ -51,8 +51,8 @@ class Files {
   ssize_t read_some(const Descriptor& file, void* data, size_t bytes, uint64_t offset);
 
   // At least `least` of the `bytes` at `offset`, of which the first `done` are there already; short reads and
-  // interruptions go on. Who reads with O_DIRECT asks for whole blocks, and by `least` for what the file has. Throws
-  // FileError, ENODATA where the file ends before.
+  // interruptions go on. A read with O_DIRECT asks for whole blocks, and by `least` for the bytes that the file has.
+  // Throws FileError, ENODATA where the file ends before.
   void read_all(const Descriptor& file, const std::string& path, void* data, size_t bytes, uint64_t offset,
                 size_t least, size_t done = 0);
 

@@ -70,7 +70,7 @@ std::shared_ptr<LockedPool::Block> LockedPool::allocate(size_t bytes) {
     fail(ErrorKind::kRuntime, whole, " bytes of memory cannot be page-locked (", strerror(code), "): ", why, ".");
   }
   auto block = std::make_shared<Block>(shared_from_this(), static_cast<char*>(memory), whole);
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   locked_.emplace(block->data(), whole);
   bytes_ += whole;
   peak_ = std::max(peak_, bytes_);
@@ -79,7 +79,7 @@ std::shared_ptr<LockedPool::Block> LockedPool::allocate(size_t bytes) {
 
 bool LockedPool::holds(const void* data, size_t bytes) const {
   const auto* first = static_cast<const char*>(data);
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   auto after = locked_.upper_bound(first);
   if (after == locked_.begin()) return false;
   const auto& [begin, size] = *--after;
@@ -88,7 +88,7 @@ bool LockedPool::holds(const void* data, size_t bytes) const {
 
 bool LockedPool::release(const void* data) {
   const auto* first = static_cast<const char*>(data);
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   auto after = locked_.upper_bound(first);
   if (after == locked_.begin()) return false;
   --after;
@@ -100,7 +100,7 @@ bool LockedPool::release(const void* data) {
 }
 
 void LockedPool::unlock(const char* data) {
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   const auto found = locked_.find(data);
   if (found == locked_.end()) return;
   bytes_ -= found->second;
@@ -108,17 +108,17 @@ void LockedPool::unlock(const char* data) {
 }
 
 size_t LockedPool::locked_bytes() const {
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   return bytes_;
 }
 
 size_t LockedPool::peak_bytes() const {
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   return peak_;
 }
 
 size_t LockedPool::blocks() const {
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   return locked_.size();
 }
 

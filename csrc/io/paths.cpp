@@ -81,7 +81,7 @@ void check_links(const Recorded& recorded, const std::vector<std::string>& parts
   for (const std::string& part : parts) {
     at += (at == "/" ? "" : "/") + part;
     struct stat found;
-    if (::lstat(at.c_str(), &found) != 0) return;  // what is not there has no links in it
+    if (::lstat(at.c_str(), &found) != 0) return;  // a missing path has no links in it
     if (!S_ISLNK(found.st_mode)) continue;
     const std::string target = real_path(at);
     if (target.empty()) recorded.refuse("is or goes through a link that leads nowhere (" + shown(at) + ")");

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "io/aligned_pool.h"
 #include "io/faults.h"
 #include "io/file_error.h"
@@ -80,7 +81,7 @@ void QueuedFile::take_completions(bool block) {
   scratch_.clear();
   collect(scratch_, block);
   busy_ -= scratch_.size();
-  collected_.insert(collected_.end(), scratch_.begin(), scratch_.end());
+  append(collected_, scratch_);
 }
 
 char* QueuedFile::wait() { return take(true); }
@@ -124,7 +125,7 @@ char* QueuedFile::complete(const Completion& completion) {
 void QueuedFile::drain() {
   try {
     while (busy_ > 0) take_completions(true);
-  } catch (const std::exception&) {  // who waited has had the error; the context is destroyed instead
+  } catch (const std::exception&) {  // the waiting caller has had the error; the context is destroyed instead
   }
 }
 

@@ -15,7 +15,7 @@
 namespace ds::io {
 namespace {
 
-constexpr uint64_t kPiece = 16 << 20;  // what one thread takes at a time
+constexpr uint64_t kPiece = 16 << 20;  // bytes that one thread takes at a time
 constexpr uint64_t kScratch = 1 << 20;
 
 // A part of one range, small enough that threads share large ranges.

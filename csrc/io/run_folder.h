@@ -2,10 +2,10 @@
 //
 // [Note: whose files they are]
 // A run that is killed removes nothing. So each user of a folder holds a lock (flock) on a file of its own there, which
-// the kernel gives up with the process, whatever ends it. Who opens the folder looks at the lock files that it finds:
-// one that nobody holds is of a dead run, and when there is no living one, whatever files that run has left are
-// removed. The lock file's name says of which process it is: others of this process may use the folder, too (a second
-// engine); another process that lives may not, and its files are never touched.
+// the kernel gives up with the process, whatever ends it. A process that opens the folder looks at the lock files that
+// it finds: one that nobody holds is of a dead run, and when there is no living one, whatever files that run has left
+// are removed. The lock file's name says of which process it is: others of this process may use the folder, too (a
+// second engine); another process that lives may not, and its files are never touched.
 #pragma once
 #include <memory>
 #include <string>

@@ -1,9 +1,9 @@
 // Files that end with the process that made them: buffers that rest on a drive.
 //
 // [Note: whose file is it]
-// A file is locked (flock) by its process for as long as that lives, whatever ends it. Whoever makes one in a folder
-// also removes those of this user there that nobody has locked: they were left behind by a process that was killed. A
-// file system without locks keeps all of them. That nobody but its run uses a folder is for its user to say
+// A file is locked (flock) by its process for as long as that lives, whatever ends it. A process that makes one in a
+// folder also removes those of this user there that nobody has locked: they were left behind by a process that was
+// killed. A file system without locks keeps all of them. That nobody but its run uses a folder is for its user to say
 // (io/run_folder.h).
 #pragma once
 #include <string>

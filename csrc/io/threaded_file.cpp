@@ -21,7 +21,7 @@ class ThreadedFile : public AsyncFile {
 
   ~ThreadedFile() override {
     {
-      std::lock_guard<std::mutex> guard(lock_);
+      std::lock_guard guard(lock_);
       ending_ = true;
     }
     changed_.notify_all();
@@ -49,7 +49,7 @@ class ThreadedFile : public AsyncFile {
 
   void add(const Request& request) {
     {
-      std::lock_guard<std::mutex> guard(lock_);
+      std::lock_guard guard(lock_);
       waiting_.push_back(request);
       ++busy_;
     }
@@ -57,7 +57,7 @@ class ThreadedFile : public AsyncFile {
   }
 
   char* take(bool block) {
-    std::unique_lock<std::mutex> guard(lock_);
+    std::unique_lock guard(lock_);
     if (busy_ == 0) return nullptr;
     if (block) done_changed_.wait(guard, [this] { return error_ || !done_.empty(); });
     if (error_) std::rethrow_exception(error_);
@@ -69,7 +69,7 @@ class ThreadedFile : public AsyncFile {
   }
 
   void run() {
-    std::unique_lock<std::mutex> guard(lock_);
+    std::unique_lock guard(lock_);
     for (;;) {
       changed_.wait(guard, [this] { return ending_ || !waiting_.empty(); });
       if (ending_) return;

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "io/aligned_pool.h"
 #include "io/file_error.h"
 
@@ -113,8 +114,7 @@ class SpanTransfer {
       --busy;
       if (remote == nullptr) return;
       if (reads_) {
-        const auto place =
-            std::find_if(places.begin(), places.end(), [&](const auto& entry) { return entry.first == buffer; });
+        const auto place = find_if(places, [&](const auto& entry) { return entry.first == buffer; });
         const uint64_t at = place->second;
         *place = places.back();
         places.pop_back();

@@ -32,7 +32,7 @@ class RemoteMemory {
 
 struct Span {
   char* host = nullptr;            // the bytes, or
-  RemoteMemory* remote = nullptr;  // who has them
+  RemoteMemory* remote = nullptr;  // the memory's owner
   uint64_t begin = 0;              // their first byte there
   uint64_t bytes = 0;
 };

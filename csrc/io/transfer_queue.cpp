@@ -17,7 +17,7 @@ struct TransferQueue::Ticket::State {
 };
 
 void TransferQueue::Ticket::wait() const {
-  std::unique_lock<std::mutex> guard(state_->lock);
+  std::unique_lock guard(state_->lock);
   state_->changed.wait(guard, [this] { return state_->ended; });
   if (state_->error) std::rethrow_exception(state_->error);
 }
@@ -34,7 +34,7 @@ TransferQueue::~TransferQueue() {
     return;
   }
   {
-    std::lock_guard<std::mutex> guard(lock_);
+    std::lock_guard guard(lock_);
     ending_ = true;
   }
   added_.notify_all();
@@ -60,7 +60,7 @@ TransferQueue::StatePtr TransferQueue::add(Request request, bool counted) {
   state->counted = counted;
   state->parts_left = parts.size();
   {
-    std::lock_guard<std::mutex> guard(lock_);
+    std::lock_guard guard(lock_);
     start_threads();
     for (const auto& [begin, bytes] : parts) waiting_.push_back({state, begin - offset, bytes});
     if (counted) {
@@ -87,7 +87,7 @@ TransferQueue::Ticket TransferQueue::start(Request request, bool counted) {
 }
 
 void TransferQueue::work() {
-  std::unique_lock<std::mutex> guard(lock_);
+  std::unique_lock guard(lock_);
   for (;;) {
     added_.wait(guard, [this] { return ending_ || !waiting_.empty(); });
     if (waiting_.empty()) return;
@@ -108,7 +108,7 @@ void TransferQueue::work() {
 
 void TransferQueue::end_part(const StatePtr& operation, std::exception_ptr error) {
   {
-    std::lock_guard<std::mutex> guard(operation->lock);
+    std::lock_guard guard(operation->lock);
     if (error && !operation->error) operation->error = error;
     if (--operation->parts_left > 0) return;
   }
@@ -122,13 +122,13 @@ void TransferQueue::end_part(const StatePtr& operation, std::exception_ptr error
   operation->request = {};  // memory and files are the caller's again before it learns so
   error = operation->error;
   {
-    std::lock_guard<std::mutex> guard(operation->lock);
+    std::lock_guard guard(operation->lock);
     operation->ended = true;
   }
   operation->changed.notify_all();
   if (!operation->counted) return;
   {
-    std::lock_guard<std::mutex> guard(lock_);
+    std::lock_guard guard(lock_);
     --on_the_way_;
     if (error && !error_) error_ = error;
   }
@@ -136,7 +136,7 @@ void TransferQueue::end_part(const StatePtr& operation, std::exception_ptr error
 }
 
 int64_t TransferQueue::wait() {
-  std::unique_lock<std::mutex> guard(lock_);
+  std::unique_lock guard(lock_);
   if (counted_ > 0 && !owner_.here()) {
     fail(ErrorKind::kRuntime, "what this handle transfers ends in the process that made it, not in its fork");
   }
@@ -148,7 +148,7 @@ int64_t TransferQueue::wait() {
 }
 
 int64_t TransferQueue::pending() const {
-  std::lock_guard<std::mutex> guard(lock_);
+  std::lock_guard guard(lock_);
   return counted_;
 }
 

@@ -18,7 +18,7 @@ class UringFile : public QueuedFile {
 
   ~UringFile() override {
     try {
-      flush();  // what is prepared stands in the ring: the next file would start it
+      flush();  // prepared requests stay in the ring: the next file would start them
     } catch (const std::exception&) {
     }
     drain();
@@ -96,7 +96,7 @@ std::unique_ptr<AsyncFile> open_uring(Files& files, const Descriptor& file, cons
 namespace ds::io {
 
 std::unique_ptr<AsyncFile> open_uring(Files& files, const Descriptor&, const std::string&, int depth, bool) {
-  return files.uring_rings().take(depth), nullptr;  // which remembers why
+  return files.uring_rings().take(depth), nullptr;  // the pool remembers the reason
 }
 
 }  // namespace ds::io

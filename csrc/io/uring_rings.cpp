@@ -46,7 +46,7 @@ UringRings::~UringRings() {
 
 std::unique_ptr<io_uring> UringRings::take(int depth) {
   const int entries = ring_entries(depth);
-  std::lock_guard<std::mutex> guard(lock_);
+  std::lock_guard guard(lock_);
   if (owner_ != getpid()) {
     for (auto& [other, rings] : free_) {
       for (auto& ring : rings) static_cast<void>(ring.release());
@@ -76,7 +76,7 @@ std::unique_ptr<io_uring> UringRings::take(int depth) {
 }
 
 void UringRings::give_back(std::unique_ptr<io_uring> ring, int depth) {
-  std::lock_guard<std::mutex> guard(lock_);
+  std::lock_guard guard(lock_);
   if (owner_ == getpid()) {
     free_[ring_entries(depth)].push_back(std::move(ring));
   } else {
@@ -88,7 +88,7 @@ void UringRings::give_back(std::unique_ptr<io_uring> ring, int depth) {
 
 UringRings::~UringRings() = default;
 std::unique_ptr<io_uring> UringRings::take(int depth) {
-  std::lock_guard<std::mutex> guard(lock_);
+  std::lock_guard guard(lock_);
   refused_ = "built without liburing";
   return nullptr;
 }
@@ -97,7 +97,7 @@ void UringRings::give_back(std::unique_ptr<io_uring> ring, int depth) {}
 #endif
 
 std::string UringRings::why_not() const {
-  std::lock_guard<std::mutex> guard(lock_);
+  std::lock_guard guard(lock_);
   return refused_;
 }
 

@@ -9,7 +9,8 @@
 
 namespace ds::kernels {
 
-// [batch, heads, tokens, size]: the features of a token are neighbours, the rest lies so many elements apart.
+// [batch, heads, tokens, size]: the features of a token are neighbours; the members are the distances of the others, in
+// elements.
 struct AttentionOperand {
   const void* data;
   int64_t batch, head, token;

@@ -6,7 +6,7 @@ namespace ds::kernels {
 
 struct StepScale {
   double norm;       // 2-norm of the true (unscaled) gradients; inf or nan when they are not finite
-  float grad_scale;  // what each stored gradient is multiplied by: unscaling and clipping in one factor
+  float grad_scale;  // factor of each stored gradient: unscaling and clipping in one
   int32_t skip;      // not 0: the update must not touch anything; one of the two below
 };
 

@@ -15,8 +15,8 @@ struct PhiloxBits {
   uint32_t word[4];
 };
 
-constexpr uint32_t kPhiloxA = 0xd2511f53u, kPhiloxB = 0xcd9e8d57u;       // what words are multiplied by
-constexpr uint32_t kPhiloxLow = 0x9e3779b9u, kPhiloxHigh = 0xbb67ae85u;  // what the key grows by in each round
+constexpr uint32_t kPhiloxA = 0xd2511f53u, kPhiloxB = 0xcd9e8d57u;       // factors of words
+constexpr uint32_t kPhiloxLow = 0x9e3779b9u, kPhiloxHigh = 0xbb67ae85u;  // added to the key in each round
 constexpr int kPhiloxRounds = 10;
 
 DS_HOST_DEVICE static inline PhiloxBits philox(PhiloxBits counter, uint64_t seed) {
@@ -37,7 +37,7 @@ DS_HOST_DEVICE static inline PhiloxBits philox(PhiloxBits counter, uint64_t seed
 struct AttentionDropout {
   uint64_t seed;
   uint32_t below;             // dropped where the random bits are less, so with a probability of below / 2^32
-  float kept;                 // what the others are multiplied by; 0: there is no dropout
+  float kept;                 // factor of the others; 0: there is no dropout
   uint32_t head, query, key;  // numbers of a block's first ones in the whole attention
 };
 

@@ -14,7 +14,7 @@ namespace ds::optim {
 
 struct Hyperparameter {
   std::string name;  // "lr", "beta1"; booleans are 0 or 1
-  double fallback;   // where a caller gives none
+  double fallback;   // for callers that give none
 };
 
 // One walk over the segments by one update kernel.

@@ -19,7 +19,7 @@ at::Tensor ResultMemory::take(const std::vector<int64_t>& sizes, const std::vect
   if (!options.device().is_cpu() || bytes < kLeast) return at::empty_strided(sizes, strides, options);
   at::Tensor memory;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     for (auto it = free_.begin(); it != free_.end() && !memory.defined(); ++it)
       if (it->numel() == bytes) {
         memory = std::move(*it);
@@ -38,7 +38,7 @@ at::Tensor ResultMemory::take(const std::vector<int64_t>& sizes, const std::vect
 }
 
 void ResultMemory::give(at::Tensor bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (free_.size() == kMost) free_.erase(free_.begin());
   free_.push_back(std::move(bytes));
 }

@@ -6,12 +6,12 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
-#include <algorithm>
 #include <numeric>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::parallel {
 
@@ -128,7 +128,7 @@ class ExchangeBackward : public torch::autograd::Node {
 
 bool wants_grad(const std::vector<at::Tensor>& tensors) {
   if (!c10::GradMode::is_enabled()) return false;
-  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) { return tensor.requires_grad(); });
+  return any_of(tensors, [](const at::Tensor& tensor) { return tensor.requires_grad(); });
 }
 
 // `results` with the node that computes the gradients of `inputs`, where those want some.
@@ -189,7 +189,7 @@ Exchanged SequenceExchange::start_to_sequence(const std::vector<at::Tensor>& who
   const std::string facts = agreed(wholes, layout);
   const int me = communicator_->rank(), ranks = communicator_->size();
   Exchanged made;
-  std::vector<at::Tensor> received;  // where copies come, or the result itself
+  std::vector<at::Tensor> received;  // buffers of copies, or the result itself
   const auto fresh = [&](size_t i, int64_t heads) {
     return memory_->take(sizes_with(wholes[i], layout, layout.cut.tokens(me), heads), in_order(wholes[i].dim()),
                          wholes[i].options());

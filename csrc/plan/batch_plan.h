@@ -11,7 +11,7 @@ struct BatchRequest {
   std::optional<int64_t> micro;         // samples per rank and forward
   std::optional<int64_t> accumulation;  // forwards per optimizer step
   int64_t world = 1;                    // data-parallel ranks
-  std::string world_source;             // where that number came from, for messages: "torch.distributed"
+  std::string world_source;             // the origin of that number, for messages: "torch.distributed"
 };
 
 struct BatchPlan {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/ranges.h"
+
 namespace ds::plan {
 
 namespace {
@@ -35,7 +37,7 @@ GatherAct GatherSchedule::toward_end() const {
 std::optional<GatherAct> GatherSchedule::ahead(const Params& soon) const {
   if (!on_schedule()) return {};
   const Params& next = schedule_[cursor_];
-  if (!std::all_of(next.begin(), next.end(), [&](int32_t param) { return has(soon, param); })) return {};
+  if (!all_of(next, [&](int32_t param) { return has(soon, param); })) return {};
   return GatherAct{false, cursor_, kWanted};
 }
 
@@ -82,7 +84,7 @@ void GatherSchedule::close() {
   for (size_t entry = 0; entry < cursor_; ++entry)
     if (wanted_[entry]) next.push_back(schedule_[entry]);
   const bool diverged = !following_ || turn_ || !agreed_.empty();
-  next.insert(next.end(), agreed_.begin(), agreed_.end());
+  append(next, agreed_);
   open_ = following_ = false;
   cursor_ = read_ = 0;
   turn_.reset();

@@ -5,11 +5,11 @@
 // act is an exchange: every rank says what it wants or that it wants nothing, and the union is gathered with
 // everybody's help. Where the union is the first entry of the schedule that was learned from an earlier cycle, all
 // ranks go on with that schedule: an entry is one collective, issued by each rank when it gets there, and carries one
-// note of each rank. Who needs a later entry *serves* those before it: gathers and drops. Who needs what the rest of
-// the schedule does not have says so in its next note. Everybody has read the notes of entry k before it issues entry k
-// + lag, so all ranks leave the schedule at the same entry, and agree by exchanges from there to the end of the cycle.
-// A rank that is through serves the rest, and then goes on with exchanges until nobody wants anything: that ends the
-// cycle.
+// note of each rank. A rank that needs a later entry *serves* those before it: gathers and drops. A rank that needs
+// parameters that the rest of the schedule does not have says so in its next note. Everybody has read the notes of
+// entry k before it issues entry k + lag, so all leave the schedule at the same entry, and agree by exchanges from
+// there to the end of the cycle. A rank that is through serves the rest, and then goes on with exchanges until nobody
+// wants anything: that ends the cycle.
 //
 // Everything here follows from what all ranks have seen, in the same order; no clock, no tensor, no communication.
 #pragma once
@@ -31,7 +31,8 @@ class GatherSchedule {
   using Params = std::vector<int32_t>;  // numbers of parameters, alike on all ranks; ascending
   static constexpr uint8_t kWanted = 1, kDiverged = 2;
 
-  // Notes are read at most `lag` entries late (at least 1): so many gathers may be under way at one time.
+  // Notes are read at most `lag` entries late (at least 1): that is the number of gathers that may be under way at one
+  // time.
   explicit GatherSchedule(int lag) : lag_(static_cast<size_t>(lag)) {}
 
   // The next act of this rank on its way to `missing` (not empty): what it waits for and has not started.
@@ -66,7 +67,7 @@ class GatherSchedule {
   std::vector<Params> schedule_;
   bool trusted_ = true;            // the schedule is followed where its first entry fits
   int divergences_ = 0;            // cycles in a row
-  std::vector<Params> candidate_;  // what the last diverging cycle gathered
+  std::vector<Params> candidate_;  // the gathers of the last diverging cycle
 
   // Of the cycle that runs.
   bool open_ = false;           // somebody has wanted something

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::plan {
 
@@ -94,7 +95,7 @@ int64_t LengthCurve::miss(const LengthSample& found) const {
   check_like_first(found);
   int64_t most = 0;
   for (const std::vector<int64_t>& parts : found.moments) {
-    most = std::max(most, std::accumulate(parts.begin(), parts.end(), int64_t{0}));
+    most = std::max(most, sum_of(parts));
   }
   const Wide off = static_cast<Wide>(peak(found.length)) - most;
   return static_cast<int64_t>(ceil_div((off < 0 ? -off : off) * 1000, std::max<int64_t>(most, 1)));

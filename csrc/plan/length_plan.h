@@ -1,11 +1,11 @@
 // The longest sequence that fits: peak bytes against length, from samples of a few lengths. Integers only.
 //
-// What a step holds grows with the length like a polynomial of second degree: states do not grow, activations grow with
-// it, scores of attention that are there as a whole with its square. So the peak of each *moment* of the step (forward
-// of a layer, its backward, the loss) at three lengths gives that of every length, and the peak of the step is that of
-// the largest moment: at a length that was never tried another moment may be it.
+// The memory of a step grows with the length like a polynomial of second degree: states do not grow, activations grow
+// with it, scores of attention that are there as a whole with its square. So the peak of each *moment* of the step
+// (forward of a layer, its backward, the loss) at three lengths gives that of every length, and the peak of the step is
+// that of the largest moment: at a length that was never tried another moment may be it.
 //
-// Where memory does something else (a buffer that is full from some length on, a cache that begins at another), no
+// If memory grows in another way (a buffer that is full from some length on, a cache that begins at another), no
 // polynomial goes through all lengths. Hence more samples than three: each length belongs to the polynomial through its
 // neighbours, and a further sample tells how far off the one that goes on from the last three is.
 #pragma once
@@ -31,7 +31,7 @@ class LengthCurve {
   // By part, at the largest moment; never below zero.
   std::vector<int64_t> parts(int64_t length) const;
   int64_t peak(int64_t length) const;
-  int64_t moment(int64_t length) const;  // which one is the largest
+  int64_t moment(int64_t length) const;  // the number of the largest one
 
   // How far peak() is off at a sample that is none of this curve, in thousandths of what was found there, rounded up.
   // Throws ErrorKind::kValue where it has other parts.

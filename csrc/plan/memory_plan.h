@@ -12,7 +12,7 @@ namespace ds::plan {
 
 // Bytes per element of each state; 0 where there is no such buffer (fp32 training keeps no separate master weights).
 struct StateWidths {
-  int64_t param;   // what the model computes with
+  int64_t param;   // of the weights that the model computes with
   int64_t grad;    // the accumulated gradient
   int64_t master;  // fp32 copy of a 16-bit parameter
   int64_t slots;   // all states of the optimizer together: 8 for Adam

@@ -173,7 +173,7 @@ class RankCheck {
          " never happens");
   }
 
-  // Whose buffer it is, and what it still needs it for.
+  // The micro-batch that owns the buffer, and the passes for which it still needs it.
   std::string describe(const PipeProgress* of) const {
     const int place = static_cast<int>(of - progress_.data());
     const int micro = place % shape_.micro_batches, chunk = place / shape_.micro_batches;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "plan/pipe_schedule.h"
 
 namespace ds::plan {
@@ -34,7 +35,7 @@ void check_costs(const PipePlan& plan, const PipeCosts& costs) {
         fail(ErrorKind::kValue, "part ", i, " of the pipeline takes ", time,
              " seconds: times are finite and at least 0");
     std::vector<int64_t> all{part.activation_bytes, part.weight_bytes, part.output_bytes, part.state_bytes};
-    all.insert(all.end(), part.pass_bytes.begin(), part.pass_bytes.end());
+    append(all, part.pass_bytes);
     for (const int64_t bytes : all)
       if (bytes < 0)
         fail(ErrorKind::kValue, "part ", i, " of the pipeline has ", bytes, " bytes: there are none below 0");

@@ -24,7 +24,7 @@ struct PipePart {
   int64_t weight_bytes = 0;      // kept between the two halves of a backward
   int64_t output_bytes = 0;      // go to the next part; the gradient that comes back has as many
   int64_t state_bytes = 0;       // parameters, gradients, optimizer states: always there
-  // What a pass needs at the most while it runs, with what its micro-batch keeps; by PipeOp, kForward to
+  // The most bytes that a pass needs while it runs, with those that its micro-batch keeps; by PipeOp, kForward to
   // kBackwardWeight. 0: no more than what is kept before and after it.
   std::array<int64_t, 4> pass_bytes{};
 };

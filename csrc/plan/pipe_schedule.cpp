@@ -4,6 +4,7 @@
 #include <deque>
 
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::plan {
 namespace {
@@ -206,7 +207,6 @@ const std::vector<PipeScheduleKind>& pipe_schedule_kinds() {
   return kinds;
 }
 
-const PipeScheduleKind& pipe_schedule_kind(const std::string& name) { return pipe_entry(name).kind; }
 
 PipePlan pipe_schedule(const std::string& name, int stages, int chunks, int micro_batches, PipePlacement placement) {
   const PipeScheduleEntry& entry = pipe_entry(name);
@@ -226,8 +226,7 @@ PipePlan pipe_schedule(const std::string& name, int stages, int chunks, int micr
   std::vector<std::vector<PipeAct>> computing;
   for (int rank = 0; rank < stages; ++rank) {
     std::vector<PipeAct> acts = entry.make(rank, stages, chunks, padded).acts;
-    acts.erase(std::remove_if(acts.begin(), acts.end(), [&](const PipeAct& act) { return act.micro >= micro_batches; }),
-               acts.end());
+    erase_if(acts, [&](const PipeAct& act) { return act.micro >= micro_batches; });
     computing.push_back(std::move(acts));
   }
   return pipe_plan(name, shape, entry.kind.trains, computing);

@@ -29,10 +29,9 @@ struct PipeScheduleKind {
 
 // The known schedules. ErrorKind::kValue lists all of them for an unknown name.
 const std::vector<PipeScheduleKind>& pipe_schedule_kinds();
-const PipeScheduleKind& pipe_schedule_kind(const std::string& name);
 
-// ErrorKind::kValue where there is no such schedule, or it does not go with so many chunks. `placement` is that of
-// inference, which evaluates what another schedule trains; the others have their own.
+// Throws ErrorKind::kValue for an unknown schedule, or one that cannot have this number of chunks. `placement` is that
+// of inference, which evaluates what another schedule trains; the others have their own.
 PipePlan pipe_schedule(const std::string& name, int stages, int chunks, int micro_batches,
                        PipePlacement placement = PipePlacement::kLoop);
 

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <vector>
 
+#include "base/ranges.h"
+
 namespace ds::plan {
 
 namespace {
@@ -42,7 +44,7 @@ class Costs {
       ends[2 + 2 * k] = shares[k].file;
       ends[3 + 2 * k] = std::min(1.0, shares[k].file + shares[k].host);
     }
-    std::sort(ends.begin(), ends.end());
+    sort(ends);
     std::array<double, 3> sums = {};
     for (size_t i = 0; i + 1 < ends.size(); ++i) {
       const double width = ends[i + 1] - ends[i];

@@ -1,10 +1,9 @@
 #include "plan/process_grid.h"
 
-#include <algorithm>
-#include <numeric>
 #include <sstream>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "base/sizes.h"
 
 namespace ds::plan {
@@ -41,7 +40,7 @@ void check_divides(int size, int whole, const std::string& key, const std::strin
 std::vector<int> fitted(int whole, const std::vector<Axis>& axes, const std::string& of) {
   std::vector<int> sizes;
   int left = whole, open = -1, product = 1;
-  const bool all_given = std::none_of(axes.begin(), axes.end(), [](const Axis& axis) { return axis.size == 0; });
+  const bool all_given = none_of(axes, [](const Axis& axis) { return axis.size == 0; });
   for (size_t i = 0; i < axes.size(); ++i) {
     if (axes[i].size == 0) {
       if (open >= 0)
@@ -60,10 +59,6 @@ std::vector<int> fitted(int whole, const std::vector<Axis>& axes, const std::str
   return sizes;
 }
 
-bool among(const std::vector<std::string>& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
-}
-
 std::string joined(const std::vector<std::string>& names) {
   std::string text;
   for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
@@ -78,8 +73,7 @@ Axes split_text(const std::string& names) {
 }
 
 std::string ranks_along(const Axes& axes) {
-  const bool data =
-      std::all_of(axes.begin(), axes.end(), [](const auto& axis) { return axis == "dp" || axis == "sp"; });
+  const bool data = all_of(axes, [](const auto& axis) { return axis == "dp" || axis == "sp"; });
   return data ? "data-parallel ranks" : "ranks along " + joined(axes);
 }
 
@@ -91,7 +85,7 @@ ProcessGrid::ProcessGrid(int world, std::vector<Axis> axes) : world_(world) {
   Numbering names;
   int stride = world;
   for (size_t i = 0; i < axes.size(); ++i) {
-    if (among(names, axes[i].name))
+    if (contains(names, axes[i].name))
       fail(ErrorKind::kValue, "the axis ", axes[i].name, " is given twice: give each axis a name of its own");
     names.push_back(axes[i].name);
     stride /= sizes[i];
@@ -108,14 +102,13 @@ std::optional<ProcessGrid> ProcessGrid::suggested(int world, int rank, const std
   int product = 1;
   for (const auto& [name, ranks] : own) {
     const Axes axes = split_text(name);
-    if (!std::all_of(axes.begin(), axes.end(), [&](const auto& axis) { return among(order, axis); }))
-      return std::nullopt;
+    if (!all_of(axes, [&](const auto& axis) { return contains(order, axis); })) return std::nullopt;
     if (axes.size() > 1) continue;
     if (ranks.empty()) return std::nullopt;
     if (!sizes::multiply(product, static_cast<int>(ranks.size()), &product)) return std::nullopt;
   }
   if (world % product != 0) return std::nullopt;
-  for (const std::string& rest : order) {  // which axis has what the lists leave
+  for (const std::string& rest : order) {  // the axis of the ranks that the lists leave
     if (own.count(rest) && product != world) continue;
     std::vector<Axis> axes;
     for (const std::string& name : order) {
@@ -124,8 +117,7 @@ std::optional<ProcessGrid> ProcessGrid::suggested(int world, int rank, const std
       if (given == own.end() && name == rest) axes.back().size = world / product;
     }
     ProcessGrid grid(world, axes);
-    if (std::all_of(own.begin(), own.end(),
-                    [&](const auto& given) { return grid.list(split_text(given.first), rank) == given.second; }))
+    if (all_of(own, [&](const auto& given) { return grid.list(split_text(given.first), rank) == given.second; }))
       return grid;
   }
   return std::nullopt;
@@ -140,7 +132,7 @@ void ProcessGrid::fold(const std::string& name, const Axes& from, const std::vec
   const auto sizes = fitted(size(from), to, ranks_along(from));
   Numbering made;
   for (const std::string& axis : old)
-    if (!among(from, axis)) made.push_back(axis);
+    if (!contains(from, axis)) made.push_back(axis);
   for (const Axis& axis : to) {
     if (has(name + "." + axis.name))
       fail(ErrorKind::kValue, "the axis ", name, ".", axis.name, " exists already: give it another name");
@@ -168,8 +160,7 @@ const ProcessGrid::Numbering& ProcessGrid::numbering_of(const Axes& axes) const 
     fail(ErrorKind::kValue, "there is no axis ", axis, ": the grid has ", joined(known));
   }
   for (const Numbering& numbering : numberings_)
-    if (std::all_of(axes.begin(), axes.end(), [&](const auto& axis) { return among(numbering, axis); }))
-      return numbering;
+    if (all_of(axes, [&](const auto& axis) { return contains(numbering, axis); })) return numbering;
   fail(ErrorKind::kValue, "the axes ", joined(axes),
        " overlap: an axis and what it was split or folded into do not go together; ask for one of them");
 }
@@ -194,7 +185,7 @@ int ProcessGrid::coordinate(const std::string& axis, int rank) const {
 
 int ProcessGrid::place(const Axes& axes, int rank) const {
   const RankList members = list(axes, rank);
-  return static_cast<int>(std::find(members.begin(), members.end(), rank) - members.begin());
+  return static_cast<int>(index_of(members, rank));
 }
 
 RankList ProcessGrid::list(const Axes& axes, int rank) const {
@@ -202,11 +193,10 @@ RankList ProcessGrid::list(const Axes& axes, int rank) const {
   check(rank);
   std::vector<const RankList*> same;
   for (const std::string& axis : numbering)
-    if (!among(axes, axis)) same.push_back(&coordinates_.at(axis));
+    if (!contains(axes, axis)) same.push_back(&coordinates_.at(axis));
   RankList members;
   for (int other = 0; other < world_; ++other)
-    if (std::all_of(same.begin(), same.end(), [&](const RankList* of) { return (*of)[other] == (*of)[rank]; }))
-      members.push_back(other);
+    if (all_of(same, [&](const RankList* of) { return (*of)[other] == (*of)[rank]; })) members.push_back(other);
   return members;
 }
 
@@ -216,7 +206,7 @@ RankLists ProcessGrid::lists(const Axes& axes) const {
   for (int rank = 0; rank < world_; ++rank) {
     RankList shared;
     for (const std::string& axis : numbering)
-      if (!among(axes, axis)) shared.push_back(coordinates_.at(axis)[rank]);
+      if (!contains(axes, axis)) shared.push_back(coordinates_.at(axis)[rank]);
     found[shared].push_back(rank);
   }
   RankLists lists;

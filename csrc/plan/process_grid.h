@@ -1,4 +1,4 @@
-// Which ranks of a job share what: axes with sizes, and the lists of ranks along any of them.
+// The grid of a job's ranks: axes with sizes, and the lists of ranks along any of them.
 //
 // Ranks are numbered row by row over the axes, outer to inner: with (pp 2, dp 2, tp 2) ranks 0 and 1 differ in tp, 0
 // and 2 in dp, 0 and 4 in pp. A fold gives the ranks along some axes other coordinates: dp x sp as edp x ep. A split is
@@ -19,7 +19,7 @@ using RankLists = std::vector<RankList>;
 struct Axis {
   std::string name;
   int size = 1;     // 0: what the others leave
-  std::string key;  // what its size is called where the user gives it; "": its name
+  std::string key;  // the name of its size in the user's configuration; "": its own name
 };
 
 class ProcessGrid {

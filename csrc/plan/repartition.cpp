@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "base/sizes.h"
 
 namespace ds::plan {
@@ -31,8 +32,8 @@ Repartition repartition(const std::vector<OwnedRun>& runs, int64_t size, int32_t
       at = stop;
     }
   }
-  for (const auto& gives : to) made.give.insert(made.give.end(), gives.begin(), gives.end());
-  for (const auto& takes : from) made.take.insert(made.take.end(), takes.begin(), takes.end());
+  for (const auto& gives : to) append(made.give, gives);
+  for (const auto& takes : from) append(made.take, takes);
   return made;
 }
 

@@ -26,8 +26,8 @@ struct Take {
 };
 
 struct Repartition {
-  std::vector<Give> give;            // what `rank` sends, peer by peer
-  std::vector<Take> take;            // what it receives, peer by peer
+  std::vector<Give> give;            // the runs that `rank` sends, peer by peer
+  std::vector<Take> take;            // the runs that it receives, peer by peer
   std::vector<int64_t> give_numels;  // to each peer, itself included
   std::vector<int64_t> take_numels;  // from each peer
 };

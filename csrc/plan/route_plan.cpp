@@ -53,7 +53,7 @@ RoutePlan plan_routes(const int32_t* experts, size_t n, const RouteRules& rules,
   const auto each_in_order = [&](const auto& visit) {
     for (size_t i = 0; i < n; ++i) visit(rules.choices_first ? i % tokens * k + i / tokens : i);
   };
-  std::vector<char> stays;  // where an expert has to choose
+  std::vector<char> stays;  // for experts that have to choose
   if (priority != nullptr && rules.capacity >= 0) {
     stays.assign(n, 0);
     std::vector<std::vector<int32_t>> of_expert(rules.experts);

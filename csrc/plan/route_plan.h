@@ -1,4 +1,4 @@
-// Which rows of a mixture of experts go where, as integers: tokens choose experts, experts keep some of what chose
+// The routes of a mixture of experts, as integers: tokens choose experts, experts keep some of what chose
 // them, ranks exchange what experts of theirs have kept.
 //
 // An *assignment* is one choice of one token: number token * k + choice. A *row* is a kept assignment's copy of its

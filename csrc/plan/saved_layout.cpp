@@ -1,10 +1,10 @@
 #include "plan/saved_layout.h"
 
 #include <algorithm>
-#include <numeric>
 #include <string>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "base/sizes.h"
 #include "plan/shard_map.h"
 
@@ -44,7 +44,7 @@ SavedLayout SavedLayout::flat(const std::vector<std::vector<int64_t>>& numels, c
 }
 
 SavedLayout SavedLayout::partitioned(const std::vector<int64_t>& numels, int32_t ranks) {
-  const int64_t total = std::accumulate(numels.begin(), numels.end(), int64_t{0});
+  const int64_t total = sum_of(numels);
   const int64_t even = 2 * int64_t{ranks};
   return flat({numels}, {(total + even - 1) / even * 2}, ranks, "a parameter group");
 }
@@ -124,7 +124,7 @@ std::vector<SavedRun> SavedLayout::runs(size_t param) const {
 }
 
 std::vector<int32_t> writers_of(const std::vector<int64_t>& numels, int32_t count) {
-  const int64_t total = std::accumulate(numels.begin(), numels.end(), int64_t{0});
+  const int64_t total = sum_of(numels);
   std::vector<int32_t> found;
   found.reserve(numels.size());
   int64_t at = 0;

@@ -14,7 +14,7 @@ namespace ds::plan {
 struct SavedRun {
   int64_t param_offset;  // first element within the parameter
   int64_t numel;         // > 0
-  int32_t rank;          // whose file
+  int32_t rank;          // of the file
   int64_t begin;         // first element within the unit's tensor
 };
 
@@ -66,8 +66,8 @@ class SavedLayout {
   std::vector<Place> places_;
 };
 
-// Which of `count` ranks that have the same tensors writes each of them: about the same number of elements for each
-// rank, neighbours together. `numels`: of the tensors.
+// For each tensor, the one of `count` ranks with the same tensors that writes it: about the same number of elements for
+// each rank, neighbours together. `numels`: of the tensors.
 std::vector<int32_t> writers_of(const std::vector<int64_t>& numels, int32_t count);
 
 }  // namespace ds::plan

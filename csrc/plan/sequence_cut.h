@@ -1,4 +1,4 @@
-// Which tokens and heads are where while ranks exchange parts of a sequence with all heads for the whole of it with
+// The tokens and heads of each rank while ranks exchange parts of a sequence with all heads for the whole sequence with
 // some heads (Ulysses). Integers only.
 #pragma once
 #include <cstddef>
@@ -30,7 +30,7 @@ class SequenceCut {
   bool copied(size_t tensor) const { return stacked_heads(tensor) != all_heads_[tensor]; }
   int64_t stacked_heads(size_t tensor) const;  // copies counted each
 
-  // What `reader` has of the tokens of `holder`: in the holder's part, which has all heads...
+  // The tokens of `holder` that `reader` has: in the holder's part, which has all heads...
   SequenceBox in_part(size_t tensor, int holder, int reader) const;
   // ... in the reader's whole sequence, which has its heads...
   SequenceBox in_whole(size_t tensor, int holder, int reader) const;

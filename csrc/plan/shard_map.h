@@ -1,4 +1,4 @@
-// Which elements of which parameter live where: the one table that reducing, norms, stepping, offload and
+// The owner of each element of each parameter: the one table that reducing, norms, stepping, offload and
 // checkpoints walk. They never ask for the ZeRO stage; a stage is only another table.
 //
 // Two index spaces. The *shard space* is what one rank owns: shard_numel elements on every rank. The *full space* is

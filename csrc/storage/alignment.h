@@ -14,7 +14,7 @@ inline int64_t whole_blocks(int64_t bytes) {
   return static_cast<int64_t>(io::round_up(static_cast<size_t>(bytes), io::kBlockBytes));
 }
 
-// Of memory in which so many bytes can begin and end so, wherever it lies.
+// The size of memory that has room for that many aligned bytes at any address.
 inline int64_t copy_bytes(int64_t bytes) { return whole_blocks(bytes) + kAlignment; }
 
 // Of the first aligned byte in it.

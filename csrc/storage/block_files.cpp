@@ -34,18 +34,18 @@ FileList::FileList(std::string folder, const std::vector<std::string>& names, st
     : folder_(std::move(folder)), names_(names), owned_(std::move(owned)), paths_(names.size()) {}
 
 std::string FileList::made(size_t block) {
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   if (paths_[block].empty()) paths_[block] = make_file(folder_, names_[block]);
   return paths_[block];
 }
 
 std::string FileList::path(size_t block) const {
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   return paths_[block];
 }
 
 void FileList::discard(size_t block) noexcept {
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   if (owner_.here() && !paths_[block].empty()) ::unlink(paths_[block].c_str());
   paths_[block].clear();
 }

@@ -6,8 +6,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "io/aligned_pool.h"
 #include "io/file_error.h"
@@ -60,9 +60,9 @@ void BufferedWriter::await(Half& half) {
   if (!half.ticket) return;
   const io::TransferQueue::Ticket ticket = *half.ticket;
   half.ticket.reset();
-  const auto start = std::chrono::steady_clock::now();
+  const auto start = Clock::now();
   ticket.wait();
-  waited_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  waited_ += seconds_since(start);
 }
 
 void BufferedWriter::adopt_position() {

@@ -64,7 +64,7 @@ class BufferedWriter {
   const at::Tensor memory_;
   const WriterShare share_;
   std::shared_ptr<io::BlockFile> file_;
-  io::Descriptor lent_;   // what descriptor() gave out
+  io::Descriptor lent_;   // the result of descriptor()
   bool is_lent_ = false;  // and nothing was written here since
   Half halves_[2];
   uint64_t capacity_ = 0;  // of a half

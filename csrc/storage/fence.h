@@ -5,9 +5,10 @@
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <algorithm>
 #include <memory>
 #include <vector>
+
+#include "base/ranges.h"
 
 namespace ds::storage {
 
@@ -51,7 +52,7 @@ class Fences {
   void add(const FencePtr& fence) {
     if (!fence) return;
     const auto same = [&](const FencePtr& other) { return other->stream() == fence->stream(); };
-    all_.erase(std::remove_if(all_.begin(), all_.end(), same), all_.end());
+    erase_if(all_, same);
     all_.push_back(fence);
   }
   void wait(const at::Tensor& memory) const {

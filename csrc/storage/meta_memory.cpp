@@ -11,7 +11,7 @@ struct MetaMemory::Count {
   int64_t live = 0, peak = 0;
 
   void add(int64_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard lock(mutex);
     live += bytes;
     peak = std::max(peak, live);
   }
@@ -41,21 +41,21 @@ void MetaMemory::tie(const at::Tensor& tensor, bool counts) {
       {nullptr, new Counted{count_, bytes}, &Counted::release, tensor.device()});
 }
 
-void MetaMemory::watch(const at::Tensor& tensor) { tie(tensor, true); }
+void MetaMemory::track(const at::Tensor& tensor) { tie(tensor, true); }
 void MetaMemory::ignore(const at::Tensor& tensor) { tie(tensor, false); }
 
 int64_t MetaMemory::live() const {
-  std::lock_guard<std::mutex> lock(count_->mutex);
+  std::lock_guard lock(count_->mutex);
   return count_->live;
 }
 
 int64_t MetaMemory::peak() const {
-  std::lock_guard<std::mutex> lock(count_->mutex);
+  std::lock_guard lock(count_->mutex);
   return count_->peak;
 }
 
 void MetaMemory::reset_peak() {
-  std::lock_guard<std::mutex> lock(count_->mutex);
+  std::lock_guard lock(count_->mutex);
   count_->peak = count_->live;
 }
 

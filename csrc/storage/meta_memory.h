@@ -1,4 +1,4 @@
-// Bytes that tensors on the meta device, which have no memory, would take: each storage is counted from watch() until
+// Bytes that tensors on the meta device, which have no memory, would take: each storage is counted from track() until
 // it is released, by whatever has held it: autograd, its graph, Python.
 #pragma once
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@ namespace ds::storage {
 class MetaMemory {
  public:
   MetaMemory();
-  void watch(const at::Tensor& tensor);   // once for each storage; tensors of other devices are none of them
+  void track(const at::Tensor& tensor);   // once for each storage; tensors of other devices are none of them
   void ignore(const at::Tensor& tensor);  // its storage is never counted: weights
   int64_t live() const;
   int64_t peak() const;  // the most since the last reset_peak()

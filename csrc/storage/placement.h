@@ -20,8 +20,8 @@ enum class Access {
 using Cuts = std::vector<int64_t>;
 
 struct Placement {
-  Medium rest = Medium::kDevice;  // where blocks are between leases
-  Medium work = Medium::kDevice;  // where the blocks are that `host_share` leaves out
+  Medium rest = Medium::kDevice;  // the medium of blocks between leases
+  Medium work = Medium::kDevice;  // the medium of the blocks that `host_share` leaves out
   bool pinned = false;            // host memory that a device copies from and to by itself
   double host_share = 1.0;        // of the elements, in whole blocks from the first on: they rest at `rest`
   std::string folder;             // of kFile: it exists

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "storage/alignment.h"
 
 namespace ds::storage {
 
@@ -19,9 +20,26 @@ std::pair<int32_t, int32_t> Plane::blocks_of(plan::Range range) const {
   return {static_cast<int32_t>(first - blocks.begin()), static_cast<int32_t>(last - blocks.begin()) + 1};
 }
 
+void Plane::swap_parts(std::vector<PlanePart>& next) {
+  std::swap(parts, next);
+  for (size_t p = 0; p < parts.size(); ++p) {
+    for (int32_t b = parts[p].first; b < parts[p].end; ++b) blocks[b].part = static_cast<int32_t>(p);
+  }
+}
+
+StagingPtr Plane::new_copy(int32_t first, int32_t end, Medium at) const {
+  auto staging = std::make_shared<Staging>();
+  staging->medium = at;
+  staging->first = first;
+  staging->end = end;
+  staging->user = user;
+  staging->bytes = copy_bytes(bytes(first, end));
+  return staging;
+}
+
 const PlanePart* Plane::resting(int32_t first, int32_t end, Medium at) const {
   if (first == end) return nullptr;
-  const PlanePart& part = parts[blocks[first].part];
+  const PlanePart& part = part_of(first);
   return part.medium == at && end <= part.end && part.memory.defined() ? &part : nullptr;
 }
 
@@ -54,8 +72,8 @@ std::vector<PlanePart> plan_parts(const Plane& plane, const Placement& placement
     if (!(share >= 0.0 && share <= 1.0))
       fail(ErrorKind::kValue, "plane '", plane.name, "': a share is from 0 to 1, not ", share);
   }
-  const auto count = static_cast<int32_t>(plane.blocks.size());
-  const auto within = [&](double share) {  // so many blocks from the first on
+  const int32_t count = plane.block_count();
+  const auto within = [&](double share) {  // number of blocks, from the first on
     int32_t fitting = 0;
     while (fitting < count &&
            static_cast<double>(plane.blocks[fitting].end) <= share * static_cast<double>(plane.numel) + 0.5) {

@@ -13,6 +13,7 @@
 #include "storage/failure.h"
 #include "storage/fence.h"
 #include "storage/tier.h"
+#include "storage/usage.h"
 
 namespace ds::storage {
 
@@ -42,7 +43,8 @@ struct Staging {
   int64_t bytes = 0;   // that are counted
   at::Tensor memory;   // these bytes
   int64_t offset = 0;  // of the first block in them: aligned
-  int32_t user = 0;    // whose limit and idle memory it has
+  int32_t user = 0;    // its limit and its idle memory are those of this user of scratch
+  int64_t MediumUsage::*kind = &MediumUsage::staged;
   bool fetching = false;
   FencePtr ready;
 };
@@ -72,6 +74,12 @@ struct Plane {
 
   // The blocks that a range touches, as [first, end).
   std::pair<int32_t, int32_t> blocks_of(plan::Range range) const;
+  int32_t block_count() const { return static_cast<int32_t>(blocks.size()); }
+  const PlanePart& part_of(int32_t block) const { return parts[blocks[block].part]; }
+  // Gives the blocks to these parts; the old parts are in `next` afterwards.
+  void swap_parts(std::vector<PlanePart>& next);
+  // A copy of these blocks, without memory yet.
+  StagingPtr new_copy(int32_t first, int32_t end, Medium at) const;
   bool covers(plan::Range range, int32_t block) const {
     return range.begin <= blocks[block].begin && range.end >= blocks[block].end;
   }

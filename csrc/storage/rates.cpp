@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "io/descriptor.h"
 #include "io/own_folder.h"
 #include "storage/shard_storage.h"
@@ -80,7 +81,7 @@ Pair kept(const std::string& folder, const std::string& name, const char* what, 
   return found;
 }
 
-// Of host memory, read and written by so many threads at a time: bytes per second, the best of three.
+// The rate at which threads read and write host memory: bytes per second, the best of three.
 double copy_rate(int threads) {
   constexpr size_t kBytes = size_t{64} << 20;
   std::vector<char> from(kBytes, 1), to(kBytes, 2);
@@ -163,8 +164,7 @@ int known_threads(const std::string& folder, int most) {
     for (int count = 1; count < 2 * most; count *= 2) rates[std::min(count, most)] = copy_rate(std::min(count, most));
     double best = 0;
     for (const auto& [count, found] : rates) best = std::max(best, found);
-    const auto first =
-        std::find_if(rates.begin(), rates.end(), [&](const auto& one) { return one.second >= 0.9 * best; });
+    const auto first = find_if(rates, [&](const auto& one) { return one.second >= 0.9 * best; });
     return Pair{static_cast<double>(first->first), first->second};
   });
   return std::clamp(static_cast<int>(threads), 1, most);

@@ -18,19 +18,19 @@ struct TierRate {
 TierRate measure_rate(c10::Device device, const Placement& rest, const FileAccess& files = {},
                       int64_t bytes = int64_t{64} << 20);
 
-// What a file in `folder` says of this machine, this kind of device and, of files, this drive; else measured and
-// written there, by one process at a time: ranks that start together do not measure each other. Where the file cannot
-// be written, or is not this user's own, it is measured each time.
+// Reads the rates of this machine, this kind of device and, for files, this drive from a file in `folder`. Without an
+// entry it measures them and writes them there, one process at a time: ranks that start together do not measure each
+// other. If the file cannot be written, or is not this user's own, it measures each time.
 TierRate known_rate(const std::string& folder, c10::Device device, const Placement& rest, const FileAccess& files = {});
 
 // The fewest threads, of at most `most`, that bring host memory to nine tenths of its rate. Kept in a file as above.
 int known_threads(const std::string& folder, int most);
 
-// Bytes per second that so many threads, or a device, copy within that memory. Kept in a file as above.
+// The bytes per second that `threads` threads, or a device, copy within its memory. Kept in a file as above.
 double known_copy_rate(const std::string& folder, c10::Device device, int threads);
 
-// Where the files are: ~/.cache/deepspeed/rates, or below XDG_CACHE_HOME. Without HOME the home folder of this user in
-// the list of users counts; without that it is an empty text, and everything is measured each time.
+// The folder of the files: ~/.cache/deepspeed/rates, or below XDG_CACHE_HOME. Without HOME the home folder of this user
+// in the list of users counts; without that it is an empty text, and everything is measured each time.
 std::string rates_folder();
 
 }  // namespace ds::storage

@@ -1,13 +1,13 @@
-// Memory that has been given back and waits for who needs as much again: fresh pages cost more than what is copied into
-// them.
+// Memory that has been given back and is kept for the next request of the same size: fresh pages cost more than the
+// copy into them.
 //
-// [Note: what waits here]
-// Buffers of exactly the size that was asked for, at most so many bytes of them; what comes beyond that returns to
-// torch's allocator, oldest first, so that gathering a whole model once leaves no whole model behind.
+// [Note: idle memory]
+// Buffers keep exactly the size that was asked for. Above the limit the oldest return to torch's allocator, so that
+// gathering a whole model once leaves no whole model behind.
 //
 // [Note: streams]
 // A buffer is given back when the host is through with it; what has been launched on the stream that was current then
-// may still read it. Who takes it on that stream is behind that by itself, who takes it on another one waits for it on
+// may still read it. A user on that stream is behind that work by itself; a user on another stream waits for it on
 // the device.
 #pragma once
 #include <ATen/core/Tensor.h>
@@ -24,18 +24,18 @@ class ScratchPool {
  public:
   explicit ScratchPool(int64_t limit = 0) : limit_(limit) {}
 
-  // Undefined where there is none of so many bytes on the device. Contents are whatever was there.
+  // A buffer of exactly `bytes` on the device; undefined if there is none. Its contents are arbitrary.
   at::Tensor take(int64_t bytes, c10::Device device);
   // From torch's allocator where there is none. Keeps room for two of them.
   at::Tensor take(int64_t numel, const at::TensorOptions& options);
   // All memory of a tensor to which nobody else refers; an undefined one is ignored.
   void give(const at::Tensor& memory);
-  // Frees the oldest until at most so many bytes wait.
+  // Frees the oldest until at most `bytes` are idle.
   void trim(int64_t bytes = 0);
 
   int64_t idle_bytes() const { return idle_bytes_; }
   int64_t limit() const { return limit_; }  // of idle bytes
-  // Keeps two of so many bytes: of a unit of buffers that are taken together, one is in use and one on its way.
+  // Keeps two buffers of `bytes`: of a unit of buffers that are taken together, one is in use and one on its way.
   void keep_two_of(int64_t bytes) { need_room_for(2 * bytes); }
   void need_room_for(int64_t bytes) { limit_ = std::max(limit_, bytes); }
 

@@ -8,15 +8,13 @@
 
 namespace ds::storage {
 
-Lease::Lease(Lease&& other) noexcept { *this = std::move(other); }
-
 Lease& Lease::operator=(Lease&& other) noexcept {
   if (this == &other) return *this;
   release();
   state_ = std::move(other.state_);
   data_ = std::move(other.data_);
   staging_ = std::move(other.staging_);
-  plane_ = other.plane_;
+  plane_ = std::move(other.plane_);
   first_ = other.first_;
   end_ = other.end_;
   access_ = other.access_;
@@ -26,7 +24,7 @@ Lease& Lease::operator=(Lease&& other) noexcept {
 void Lease::release() noexcept {
   if (!state_) return;
   const std::shared_ptr<StorageState> state = std::move(state_);
-  state->release(*this);
+  state->leases.release(*this);
 }
 
 at::Tensor as_tensor(Lease lease) {
@@ -38,7 +36,7 @@ at::Tensor as_tensor(Lease lease) {
 
 ShardStorage::ShardStorage(c10::Device device, Budget budget, FileAccess files) {
   if (!files.files) files.files = std::make_shared<io::Files>();
-  state_ = std::make_shared<StorageState>(device, std::move(budget), files);
+  state_ = std::make_shared<StorageState>(device, budget, files);
 }
 ShardStorage::~ShardStorage() { state_->close(); }
 
@@ -48,51 +46,86 @@ PlaneId ShardStorage::add(std::string name, int64_t numel, at::ScalarType type, 
 }
 PlaneId ShardStorage::add(std::string name, int64_t numel, at::ScalarType type, const Placement& placement, Cuts cuts,
                           const PlaneExtras& extras) {
-  return {state_->add(std::move(name), numel, type, placement, cuts, extras)};
+  return {state_->planes.add(std::move(name), numel, type, placement, cuts, extras)};
 }
 void ShardStorage::remove(PlaneId plane) { state_->remove(plane.number); }
-Lease ShardStorage::acquire(PlaneId plane, plan::Range range, Access access, Medium at) {
-  return state_->acquire(plane.number, range, access, at);
-}
 void ShardStorage::discard(PlaneId plane, plan::Range range) { state_->discard(plane.number, range); }
-void ShardStorage::prefetch(PlaneId plane, plan::Range range, Medium at) { state_->prefetch(plane.number, range, at); }
-bool ShardStorage::here(PlaneId plane, plan::Range range, Medium at) const {
-  return state_->here(plane.number, range, at);
-}
-std::optional<Medium> ShardStorage::resting(PlaneId plane, plan::Range range) const {
-  return state_->resting(plane.number, range);
-}
-Lease ShardStorage::scratch(int64_t numel, at::ScalarType type, Medium at, ScratchUser user) {
-  return state_->scratch(numel, type, at, user.number);
-}
-bool ShardStorage::has_room(Medium at, int64_t bytes) const { return state_->has_room(at, bytes); }
-ScratchUser ShardStorage::add_scratch_user(bool keeps) { return {state_->add_scratch_user(keeps)}; }
-void ShardStorage::limit_scratch(Medium at, int64_t bytes, ScratchUser user) {
-  state_->limit_scratch(at, bytes, user.number);
-}
-void ShardStorage::keep_scratch(Medium at, int64_t bytes, ScratchUser user) {
-  state_->keep_scratch(at, bytes, user.number);
-}
-ScratchUsage ShardStorage::scratch_usage(Medium at, ScratchUser user) const {
-  return state_->scratch_usage(at, user.number);
-}
-void ShardStorage::trim(ScratchUser user) { state_->trim(user.number); }
-void ShardStorage::trim() { state_->trim(-1); }
-at::Tensor ShardStorage::resident(PlaneId plane) {
-  return state_->resident(plane.number, state_->all_of(plane.number));
-}
-at::Tensor ShardStorage::resident(PlaneId plane, plan::Range range) { return state_->resident(plane.number, range); }
-void ShardStorage::limit(Medium medium, int64_t bytes) { state_->limit(medium, bytes); }
-void ShardStorage::at_exit() noexcept { state_->at_exit(); }
 void ShardStorage::move(const std::vector<PlaneId>& planes, const Placement& placement, bool wait_each) {
   std::vector<int32_t> numbers;
   for (const PlaneId plane : planes) numbers.push_back(plane.number);
   state_->move(std::move(numbers), placement, wait_each);
 }
-Placement ShardStorage::placement(PlaneId plane) const { return state_->placement(plane.number); }
-std::vector<at::Tensor> ShardStorage::memory(PlaneId plane) const { return state_->memory(plane.number); }
-void ShardStorage::settle() { state_->settle(); }
-Usage ShardStorage::usage() const { return state_->usage(); }
-c10::Device ShardStorage::device() const { return state_->device(); }
+
+// ---- leases -------------------------------------------------------------------------------------------------------
+
+Lease ShardStorage::acquire(PlaneId plane, plan::Range range, Access access, Medium at) {
+  Lease lease = state_->leases.acquire(plane.number, range, access, at);
+  lease.state_ = state_;
+  return lease;
+}
+Lease ShardStorage::scratch(int64_t numel, at::ScalarType type, Medium at, ScratchUser user) {
+  Lease lease = state_->leases.scratch(numel, type, at, user.number);
+  lease.state_ = state_;
+  return lease;
+}
+void ShardStorage::prefetch(PlaneId plane, plan::Range range, Medium at) {
+  state_->prefetches.prefetch(plane.number, range, at);
+}
+bool ShardStorage::here(PlaneId plane, plan::Range range, Medium at) const {
+  return state_->prefetches.here(plane.number, range, at);
+}
+
+// ---- planes -------------------------------------------------------------------------------------------------------
+
+std::optional<Medium> ShardStorage::resting(PlaneId plane, plan::Range range) const {
+  const auto lock = state_->lock.hold();
+  const PlanePtr found = state_->planes.find(plane.number);
+  const auto [first, end] = found->blocks_of(range);
+  const PlanePart& part = found->part_of(first);
+  const bool whole = part.memory.defined() && end <= part.end;
+  return whole ? std::optional<Medium>(part.medium) : std::nullopt;
+}
+at::Tensor ShardStorage::resident(PlaneId plane) {
+  const auto lock = state_->lock.hold();
+  return state_->planes.resident(plane.number, {0, state_->planes.find(plane.number)->numel});
+}
+at::Tensor ShardStorage::resident(PlaneId plane, plan::Range range) {
+  const auto lock = state_->lock.hold();
+  return state_->planes.resident(plane.number, range);
+}
+Placement ShardStorage::placement(PlaneId plane) const {
+  const auto lock = state_->lock.hold();
+  return state_->planes.find(plane.number)->placement;
+}
+std::vector<at::Tensor> ShardStorage::memory(PlaneId plane) const {
+  const auto lock = state_->lock.hold();
+  std::vector<at::Tensor> found;
+  for (const PlanePart& part : state_->planes.find(plane.number)->parts)
+    if (part.memory.defined()) found.push_back(part.memory);
+  return found;
+}
+
+// ---- memory -------------------------------------------------------------------------------------------------------
+
+bool ShardStorage::has_room(Medium at, int64_t bytes) const { return state_->memory.has_room(at, bytes); }
+void ShardStorage::limit(Medium medium, int64_t bytes) { state_->memory.limit(medium, bytes); }
+ScratchUser ShardStorage::add_scratch_user(bool keeps) { return state_->memory.add_scratch_user(keeps); }
+void ShardStorage::limit_scratch(Medium at, int64_t bytes, ScratchUser user) {
+  state_->memory.limit_scratch(at, bytes, user.number);
+}
+void ShardStorage::keep_scratch(Medium at, int64_t bytes, ScratchUser user) {
+  state_->memory.keep_scratch(at, bytes, user.number);
+}
+ScratchUsage ShardStorage::scratch_usage(Medium at, ScratchUser user) const {
+  return state_->memory.scratch_usage(at, user.number);
+}
+void ShardStorage::trim(ScratchUser user) { state_->memory.trim(user.number); }
+void ShardStorage::trim() { state_->memory.trim(-1); }
+void ShardStorage::settle() { state_->background.settle(); }
+void ShardStorage::at_exit() noexcept {
+  for (const auto& tier : state_->tiers) tier->at_exit();
+}
+Usage ShardStorage::usage() const { return state_->memory.usage(); }
+c10::Device ShardStorage::device() const { return state_->device; }
 
 }  // namespace ds::storage

@@ -2,19 +2,20 @@
 //
 // [Note: planes]
 // A *plane* is one buffer of elements, masters of one space for example. It rests in a tier and is moved in *blocks*,
-// between the cuts that it was added with. Who works on a range acquires a *lease* of it where the work is done. Where
-// the range rests there already, the lease is a view; otherwise a copy, fetched before acquire() returns and written
-// back, in the background, after the lease has gone.
+// between the cuts that it was added with. A caller that works on a range acquires a *lease* of it in the medium where
+// it works. If the range rests there already, the lease is a view; otherwise a copy, fetched before acquire() returns
+// and written back, in the background, after the lease has gone.
 //
 // [Note: exclusion]
 // Leases of the same block: many kRead ones, or one of the others, and that one ends when its write back has. acquire()
-// waits for what is in its way; who holds a lease and asks for another one that excludes it waits for ever.
+// waits until no lease excludes it. A caller that holds a lease and asks for another one that excludes it waits for
+// ever.
 //
 // [Note: budget]
-// What a lease, a prefetch or a plane takes of a medium is counted before it is allocated. Where that is more than the
-// budget, idle scratch goes first, then what was prefetched and nobody has taken, then acquire() waits for transfers
-// that will free memory by themselves. When nothing of that is left, it gets its memory all the same, and
-// Usage::over_budget counts it: a budget never makes a run stop.
+// The bytes of a lease, a prefetch or a plane are counted before they are allocated. Above the budget, idle scratch is
+// freed first, then prefetched copies that nobody has taken are dropped, then acquire() waits for transfers that will
+// free memory by themselves. If none is left, it gets its memory all the same, and Usage::over_budget counts it: a
+// budget never makes a run stop.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -33,14 +34,15 @@
 
 namespace ds::storage {
 
-class StorageState;
+struct Plane;
 struct Staging;
+struct StorageState;
 
 struct PlaneId {
   int32_t number = -1;
 };
 
-// Whose idle scratch waits apart from that of others. The first one is everybody's.
+// A user with idle scratch of its own. The first one is shared by everybody.
 struct ScratchUser {
   int32_t number = 0;
 };
@@ -54,14 +56,14 @@ struct PlaneExtras {
   // made. Where another plane has that file, a number is added. As many as blocks, or none.
   std::vector<std::string> block_files{};
   std::shared_ptr<io::RunFolder> folder{};  // for as long as a block may rest in a file
-  ScratchUser copies{};                     // whose limit and idle memory the copies of its blocks have
+  ScratchUser copies{};                     // copies of its blocks use the limit and idle memory of this user
 };
 
 // Move only; any thread may release it, and it may outlive the ShardStorage.
 class Lease {
  public:
   Lease() = default;
-  Lease(Lease&& other) noexcept;
+  Lease(Lease&& other) noexcept = default;
   Lease& operator=(Lease&& other) noexcept;
   ~Lease() { release(); }
 
@@ -74,11 +76,12 @@ class Lease {
   void release() noexcept;
 
  private:
-  friend class StorageState;
+  friend class Leases;
+  friend class ShardStorage;
   std::shared_ptr<StorageState> state_;
   at::Tensor data_;
-  std::shared_ptr<Staging> staging_;  // the copy, or the scratch; null: a view of what rests
-  int32_t plane_ = -1;                // -1: scratch
+  std::shared_ptr<Staging> staging_;  // the copy, or the scratch; null: a view of the plane's own memory
+  std::shared_ptr<Plane> plane_;      // null: scratch
   int32_t first_ = 0, end_ = 0;       // blocks
   Access access_ = Access::kRead;
 };
@@ -121,7 +124,7 @@ class ShardStorage {
 
   // Memory for somebody's own use, of no plane; contents are whatever was there.
   Lease scratch(int64_t numel, at::ScalarType type, Medium at, ScratchUser user = {});
-  // Whether so many bytes more would fit into the budget, without anybody waiting.
+  // Whether `bytes` more fit into the budget now, without waiting.
   bool has_room(Medium at, int64_t bytes) const;
   // Not `keeps`: what it gives back returns to torch's allocator at once.
   ScratchUser add_scratch_user(bool keeps = true);

@@ -117,7 +117,7 @@ bool TensorIo::by_cufile(const at::Tensor& tensor) const {
   if (!cufile_) return false;
   if (!tensor.is_cpu()) return true;
   const auto* first = static_cast<const char*>(tensor.data_ptr());
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   for (const auto& [memory, bytes] : registered_) {
     if (first >= memory && first + bytes_of(tensor) <= memory + bytes) return true;
   }
@@ -208,7 +208,7 @@ bool TensorIo::free_locked(const at::Tensor& tensor) { return tensor.is_cpu() &&
 bool TensorIo::is_pinned(const at::Tensor& tensor) const {
   if (!tensor.is_cpu()) {
     const auto* first = static_cast<const char*>(tensor.data_ptr());
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::lock_guard guard(lock_);
     for (const auto& [memory, bytes] : registered_) {
       if (first >= memory && first + bytes_of(tensor) <= memory + bytes) return true;
     }
@@ -235,13 +235,13 @@ bool TensorIo::pin_device(const at::Tensor& tensor) {
   const auto* memory = static_cast<const char*>(tensor.data_ptr());
   const auto bytes = static_cast<size_t>(bytes_of(tensor));
   {
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::lock_guard guard(lock_);
     if (!registered_.emplace(memory, bytes).second) return false;
   }
   try {
     library.add(memory, bytes);
   } catch (...) {
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::lock_guard guard(lock_);
     registered_.erase({memory, bytes});
     throw;
   }
@@ -252,7 +252,7 @@ bool TensorIo::unpin_device(const at::Tensor& tensor) {
   io::CuFile& library = cufile("unpin_device_tensor");
   const auto* memory = static_cast<const char*>(tensor.data_ptr());
   {
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::lock_guard guard(lock_);
     if (registered_.erase({memory, static_cast<size_t>(bytes_of(tensor))}) == 0) return false;
   }
   library.remove(memory);

@@ -14,7 +14,7 @@
 
 namespace ds::storage {
 
-// What reads and writes tensors. Tensors of a device pass through host memory, block by block, unless cuFile moves
+// Reads and writes tensors. Tensors of a device pass through host memory, block by block, unless cuFile moves
 // them. Any thread at any time; the interpreter's lock is not needed.
 class TensorIo {
  public:

@@ -42,8 +42,8 @@ TensorStore::Block TensorStore::block_for(int64_t bytes) {
   return found;
 }
 
-// Copies on their way take no more of the device than so many of the largest tensor: who puts faster than they leave
-// waits for the oldest.
+// Limits the device memory of copies on their way to a multiple of the largest tensor: a caller that puts faster than
+// they leave waits for the oldest.
 void TensorStore::make_room(int64_t bytes) {
   if (bytes <= largest_ || place_.rest == Medium::kDevice) return;
   largest_ = bytes;
@@ -55,20 +55,20 @@ int64_t TensorStore::put(const at::Tensor& tensor) {
   Waiting made{{}, tensor.sizes().vec(), tensor.scalar_type(), bytes};
   if (bytes > 0) {
     {
-      const std::lock_guard<std::mutex> guard(lock_);
+      const std::lock_guard guard(lock_);
       make_room(bytes);
       made.block = block_for(bytes);
     }
     Lease lease = storage_->acquire(made.block.plane, made.block.range, Access::kWrite, Medium::kDevice);
     lease.data().view(made.type).view(made.sizes).copy_(tensor.detach());
   }
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   waiting_.emplace(next_, std::move(made));
   return next_++;
 }
 
 TensorStore::Waiting TensorStore::find(int64_t number) const {
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   const auto found = waiting_.find(number);
   if (found == waiting_.end()) fail(ErrorKind::kValue, "No tensor ", number, " waits here: it has been dropped.");
   return found->second;
@@ -90,7 +90,7 @@ void TensorStore::prefetch(int64_t number) {
 }
 
 void TensorStore::drop(int64_t number) {
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   const auto found = waiting_.find(number);
   if (found == waiting_.end()) return;
   if (found->second.bytes > 0) blocks_[found->second.bytes].free.push_back(found->second.block);
@@ -98,7 +98,7 @@ void TensorStore::drop(int64_t number) {
 }
 
 int64_t TensorStore::waiting() const {
-  const std::lock_guard<std::mutex> guard(lock_);
+  const std::lock_guard guard(lock_);
   return static_cast<int64_t>(waiting_.size());
 }
 

@@ -1,9 +1,9 @@
 #include "storage/tier.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::storage {
 namespace {
@@ -22,11 +22,9 @@ std::vector<Entry>& registered() {
 // Those of the enumeration first, the others by name: numbers do not depend on the order of linking.
 std::vector<Entry> in_order() {
   const std::vector<std::string> first = {"device", "host", "file"};
-  const auto place = [&](const Entry& entry) {
-    return std::find(first.begin(), first.end(), entry.name) - first.begin();
-  };
+  const auto place = [&](const Entry& entry) { return index_of(first, entry.name); };
   std::vector<Entry> entries = registered();
-  std::sort(entries.begin(), entries.end(), [&](const Entry& a, const Entry& b) {
+  sort(entries, [&](const Entry& a, const Entry& b) {
     return std::make_pair(place(a), a.name) < std::make_pair(place(b), b.name);
   });
   return entries;
@@ -52,8 +50,8 @@ std::string name_of(Medium medium) {
   return number < entries.size() ? entries[number].name : "tier " + std::to_string(number);
 }
 
-std::vector<std::unique_ptr<Tier>> make_tiers(const TierContext& context) {
-  std::vector<std::unique_ptr<Tier>> tiers;
+Tiers make_tiers(const TierContext& context) {
+  Tiers tiers;
   for (const Entry& entry : in_order()) tiers.push_back(entry.factory(context));
   return tiers;
 }

@@ -26,11 +26,11 @@ class Part {
 
   // The whole of a block. `data` is host memory, aligned to io::kBlockBytes and as long as whole blocks of that size;
   // the bytes behind the block may be overwritten. They throw what went wrong, with a name and an offset.
-  // Where `any_address`, the data may be anywhere, and nothing behind it is touched.
+  // If `any_address`, the data may have any address, and nothing behind it is touched.
   virtual bool any_address() const { return false; }
   virtual void read(size_t block, char* data);
   virtual void write(size_t block, char* data);
-  // Where `reaches_device`: the same to and from byte `offset` of memory of a device, on which nothing is under way.
+  // If `reaches_device`: the same to and from byte `offset` of memory of a device, on which nothing is under way.
   virtual bool reaches_device() const { return false; }
   virtual void read_device(size_t block, const at::Tensor& memory, int64_t offset);
   virtual void write_device(size_t block, const at::Tensor& memory, int64_t offset);
@@ -65,6 +65,7 @@ struct TierContext {
   c10::Device device;
   FileAccess files;
 };
+using Tiers = std::vector<std::unique_ptr<Tier>>;  // by Medium
 using TierFactory = std::unique_ptr<Tier> (*)(const TierContext& context);
 
 // const TierRegistration registration("remote", &make_remote): every ShardStorage has the tier, and
@@ -77,8 +78,8 @@ struct TierRegistration {
 Medium medium_named(const std::string& name);
 std::string name_of(Medium medium);
 
-// One of each, by Medium.
-std::vector<std::unique_ptr<Tier>> make_tiers(const TierContext& context);
+// One of each.
+Tiers make_tiers(const TierContext& context);
 
 // Memory that is there: parts of the device and of the host.
 class MemoryPart : public Part {

@@ -10,7 +10,7 @@ TransferThreads::~TransferThreads() {
     return;
   }
   {
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::lock_guard guard(lock_);
     ending_ = true;
   }
   changed_.notify_all();
@@ -20,7 +20,7 @@ TransferThreads::~TransferThreads() {
 void TransferThreads::add(std::function<void()> job) {
   if (!owner_.here()) return job();
   {
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::lock_guard guard(lock_);
     jobs_.push_back(std::move(job));
     if (static_cast<int>(jobs_.size()) > idle_ && static_cast<int>(threads_.size()) < wanted_)
       threads_.emplace_back([this] { run(); });
@@ -29,7 +29,7 @@ void TransferThreads::add(std::function<void()> job) {
 }
 
 void TransferThreads::run() {
-  std::unique_lock<std::mutex> guard(lock_);
+  std::unique_lock guard(lock_);
   for (;;) {
     ++idle_;
     changed_.wait(guard, [this] { return ending_ || !jobs_.empty(); });

@@ -1,19 +1,20 @@
 // Adds the time of its own life to a number of seconds.
 #pragma once
-#include <chrono>
+
+#include "base/clock.h"
 
 namespace ds::storage {
 
 class Waited {
  public:
   explicit Waited(double& seconds) : seconds_(seconds) {}
-  ~Waited() { seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+  ~Waited() { seconds_ += seconds_since(begin_); }
   Waited(const Waited&) = delete;
   Waited& operator=(const Waited&) = delete;
 
  private:
   double& seconds_;
-  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  const Clock::time_point begin_ = Clock::now();
 };
 
 }  // namespace ds::storage

@@ -159,13 +159,13 @@ void DeviceContext::reserve(int64_t bytes) {
 }
 
 void DeviceContext::note_failure(const std::string& what) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (failure_.empty()) failure_ = what;
   failed_.store(true, std::memory_order_release);
 }
 
 std::string DeviceContext::take_failure() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   failed_.store(false, std::memory_order_release);
   return std::exchange(failure_, {});
 }

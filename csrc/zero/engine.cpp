@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "plan/memory_plan.h"
 #include "zero/spaces/rules/space_rule.h"
 
@@ -94,8 +95,7 @@ ShardSourcePtr Engine::shard_source() {
   std::vector<GatherGroup> groups;
   for (auto& [ranks, params] : store_.sharded_groups())
     groups.push_back({ranks.shard, params, peers_.empty() ? nullptr : peers_[groups.size()]});
-  bool shared = !peers_.empty() &&
-                std::all_of(peers_.begin(), peers_.end(), [](const auto& memory) { return memory != nullptr; });
+  bool shared = !peers_.empty() && all_of(peers_, [](const auto& memory) { return memory != nullptr; });
   if (groups.size() > 1 && everyone->size() > 1) {
     const at::Tensor without =
         at::full({1}, shared ? 0 : 1, at::TensorOptions().dtype(at::kInt).device(store_.device()));
@@ -156,7 +156,7 @@ void Engine::meet_where_files_are() const {
     const Placements& places = space.key.places;
     return places.master.in_files() || places.grad.in_files() || places.slot.in_files() || places.lp.in_files();
   };
-  if (std::none_of(store_.spaces().begin(), store_.spaces().end(), in_files)) return;
+  if (none_of(store_.spaces(), in_files)) return;
   store_.storage()->settle();
   ranks_.data_parallel->barrier();
 }

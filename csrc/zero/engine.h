@@ -18,8 +18,8 @@ namespace ds::zero {
 // Create with std::make_shared. Calls come from one thread; only the hooks come from autograd's.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `others`: stage 3: sharded parameters that are not trained. Who makes one where something rests in files tells the
-  // other ranks of an error (tell_ranks): they wait in here until all have made their files.
+  // `others`: stage 3: sharded parameters that are not trained. A caller that makes one with something in files tells
+  // the other ranks of an error (tell_ranks): they wait in here until all have made their files.
   Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> others, const EngineOptions& options,
          EngineRanks ranks);
   ~Engine();
@@ -30,7 +30,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // what has failed in a thread of its strategy.
   StepReport step(const StepInputs& inputs);
 
-  // Which native optimizer updates each parameter group; see Stepper::set_rules. Fails where the strategy cannot.
+  // Sets the native optimizer of each parameter group; see Stepper::set_rules. Fails where the strategy cannot.
   void set_rules(std::vector<const optim::Rule*> by_group);
   // Before a backward after which the next step follows, what that step will be told, as far as it is known.
   void expect(const StepInputs& inputs);
@@ -43,7 +43,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   BackwardSession& backward() { return backward_; }
   StateAccess& states() { return states_; }
-  UserWrites& writes() { return writes_; }               // what the user has written into the weights
+  UserWrites& writes() { return writes_; }               // values that the user has written into the weights
   ParamGatherer* gatherer() { return gatherer_.get(); }  // null below stage 3
   ParamStore& params() { return store_; }
   GradReducer& grads() { return grads_; }

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "config/resolver.h"
 #include "io/swap_files.h"
 #include "storage/rates.h"
@@ -102,30 +103,30 @@ void place_states(const config::Config& config, int job_rank, EngineOptions& opt
   const std::string section = "zero_optimization.offload_optimizer.";
   const auto device = key<std::string>(config, section + "device");
   if (device == "none" || !options.policy.shards_states()) return;
-  storage::Placement place;
-  place.rest = device == "cpu" ? storage::Medium::kHost : storage::Medium::kFile;
-  place.pinned = key<bool>(config, section + "pin_memory");
-  place.host_share = key<double>(config, section + "ratio");
-  const bool steps_tensors = std::find(options.rules.begin(), options.rules.end(), nullptr) != options.rules.end();
-  if (place.rest == storage::Medium::kFile && steps_tensors) {
+  storage::Placement placement;
+  placement.rest = device == "cpu" ? storage::Medium::kHost : storage::Medium::kFile;
+  placement.pinned = key<bool>(config, section + "pin_memory");
+  placement.host_share = key<double>(config, section + "ratio");
+  const bool steps_tensors = contains(options.rules, nullptr);
+  if (placement.rest == storage::Medium::kFile && steps_tensors) {
     // An optimizer that is not native updates tensors: masters and gradients stay in memory, and its own states go to
     // files between steps (python/deepspeed/zero/optimizers/states_in_files.py).
-    place.rest = storage::Medium::kHost;
-    place.host_share = 1.0;
+    placement.rest = storage::Medium::kHost;
+    placement.host_share = 1.0;
   }
   Swapping& swapping = options.swapping;
   swapping.leaving_rows = state_buffers(config);
   if (options.policy.shards_params())
     swapping.bucket_numel = std::max<int64_t>(1, key<int64_t>(config, "zero_optimization.sub_group_size"));
-  if (place.rest == storage::Medium::kFile) {
+  if (placement.rest == storage::Medium::kFile) {
     swapping.own_folder = true;
-    place.folder = folder_of_states(config, job_rank, options.policy);
+    placement.folder = folder_of_states(config, job_rank, options.policy);
     swapping.buffer_count = state_buffers(config);
     swapping.reads_ahead = key<bool>(config, section + "pipeline_read");
     swapping.writes_behind = key<bool>(config, section + "pipeline_write");
     swapping.fast_init = key<bool>(config, section + "fast_init");
   }
-  options.places = {place, place, place, {}};
+  options.places = {placement, placement, placement, {}};
 }
 
 // Slices of parameters rest where `offload_param` says (stage 3).
@@ -136,7 +137,7 @@ void place_params(const config::Config& config, const RunFacts& facts, EngineOpt
   options.swapping.bucket_numel = std::max<int64_t>(1, key<int64_t>(config, "zero_optimization.sub_group_size"));
   const RemoteOptions remote =
       remote_options(config, device, key<bool>(config, section + "pin_memory"), facts.job_rank);
-  options.places.lp = remote.place;
+  options.places.lp = remote.placement;
   options.param_offload = remote.offload;
 }
 
@@ -164,13 +165,13 @@ int64_t interval(const config::Config& config, const std::string& path) {
   return found.is_number() ? found.get<int64_t>() : 0;
 }
 
-// What is stepped when, and on how many threads beside the training.
+// The elements that a step updates at once, and the threads that update the others beside the training.
 void choose_strategy(const config::Config& config, const RunFacts& facts, EngineOptions& options) {
   const std::string zero = "zero_optimization.", offload = zero + "offload_optimizer.", flow = zero + "zenflow.";
   const auto share = [&](double of) { return std::max(1, static_cast<int>(facts.threads * of)); };
   if (!key_value(config, zero + "zenflow").is_null()) {
     options.strategy = "zenflow";
-    options.places.grad = {};  // what is chosen is updated on the device at once
+    options.places.grad = {};  // the chosen elements are updated on the device at once
     options.step.threads = share(1.0 - key<double>(config, flow + "pt_reserved_cores_perc"));
     ZenFlowOptions& made = options.step.zenflow;
     const auto select = key<std::string>(config, flow + "select_strategy");
@@ -230,8 +231,8 @@ EngineOptions engine_options(const config::Config& config, const RunFacts& facts
 RemoteOptions remote_options(const config::Config& config, const std::string& device, bool pinned, int rank) {
   const std::string section = "zero_optimization.offload_param.";
   RemoteOptions remote;
-  remote.place.rest = remote.place.work = device == "cpu" ? storage::Medium::kHost : storage::Medium::kFile;
-  remote.place.pinned = pinned;
+  remote.placement.rest = remote.placement.work = device == "cpu" ? storage::Medium::kHost : storage::Medium::kFile;
+  remote.placement.pinned = pinned;
   remote.offload.rank = rank;
   remote.files = file_access(config);
   if (device == "cpu") return remote;
@@ -246,7 +247,7 @@ RemoteOptions remote_options(const config::Config& config, const std::string& de
     fail(ErrorKind::kValue, section,
          "buffer_count is 0: parameters on NVMe pass through at least one buffer. Set it "
          "to 2 or more, so that one is read while another is used");
-  remote.place.folder = io::swap_folder(section + "nvme_path", *base, "zero_stage_3");
+  remote.placement.folder = io::swap_folder(section + "nvme_path", *base, "zero_stage_3");
   return remote;
 }
 

@@ -1,5 +1,5 @@
-// What an engine does, from the resolved configuration and the facts of this run. The only place that reads a key for
-// the engine: a new one costs its Field line in csrc/config and the line here that reads it.
+// The options of an engine, from the resolved configuration and the facts of this run. The only place that reads a key
+// for the engine: a new one costs its Field line in csrc/config and the line here that reads it.
 #pragma once
 #include <optional>
 #include <string>
@@ -34,8 +34,8 @@ struct EngineOptions {
   StagePolicy policy = stage_policy(0);
   int threads = 1;
   c10::optional<at::ScalarType> grad_dtype;
-  OptimizerRules rules;             // whose states `memory` has to have room for
-  Placements places;                // where masters, gradients, optimizer states and slices of parameters rest
+  OptimizerRules rules;             // `memory` needs room for their states
+  Placements places;                // of masters, gradients, optimizer states and slices of parameters
   std::optional<TierBytes> memory;  // instead of `places`: they are found with what there is of each
   ParamOffload param_offload;
   Swapping swapping;  // how what rests elsewhere comes and goes
@@ -43,7 +43,7 @@ struct EngineOptions {
   storage::Budget budget;  // of all memory that the engine has, by medium
   ReducerOptions reducer;
   GatherOptions gather;
-  std::string strategy = "plain";                 // what a step updates at once, see strategies/
+  std::string strategy = "plain";                 // the elements that a step updates at once, see strategies/
   StrategyOptions step;                           // of that strategy
   int64_t allgather_bucket_numel = INT64_MAX;     // limit of a gather after the step
   GathererOptions gatherer;                       // stage 3
@@ -52,9 +52,9 @@ struct EngineOptions {
 
 EngineOptions engine_options(const config::Config& config, const RunFacts& facts);
 
-// Where slices go that leave the device before there is an engine. `device`: "cpu" or "nvme".
+// The placement of slices that leave the device before there is an engine. `device`: "cpu" or "nvme".
 struct RemoteOptions {
-  storage::Placement place;
+  storage::Placement placement;
   ParamOffload offload;
   storage::FileAccess files;
 };

@@ -1,4 +1,4 @@
-// What goes wrong on one rank alone: the others wait for it in a collective, or will, and are told.
+// Failures of one rank alone: the others wait for it in a collective, or will, and are told.
 #pragma once
 #include <exception>
 #include <functional>

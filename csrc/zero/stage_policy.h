@@ -1,4 +1,4 @@
-// What a ZeRO stage decides. The one place that knows stage numbers: the engine is assembled from the answers, and
+// The decisions of a ZeRO stage. Only this file knows stage numbers: the engine is assembled from the answers, and
 // Python reads them (`deepspeed._native._C.stage_policy`).
 #pragma once
 

@@ -1,4 +1,4 @@
-// What a call fails with. Included as "../error_of.h" by the tests of any room.
+// The texts of errors that calls fail with. Included as "../error_of.h" by the tests of any room.
 #pragma once
 #include <gtest/gtest.h>
 
@@ -7,6 +7,12 @@
 #include "base/error.h"
 
 namespace ds {
+
+// EXPECT_TRUE(says(text, part)): a failed test prints both.
+inline testing::AssertionResult says(const std::string& text, const std::string& part) {
+  if (text.find(part) != std::string::npos) return testing::AssertionSuccess() << "'" << part << "' is in: " << text;
+  return testing::AssertionFailure() << "'" << part << "' is not in: " << text;
+}
 
 // The text of the ds::Error that `call` throws; "no error" when it comes back.
 template <typename Call>

@@ -96,7 +96,6 @@ comm/transports/c10d_communicator.cpp C10dCommunicator | overrides each virtual 
 comm/calls/c10d_backend.cpp C10dBackend | overrides each virtual function of c10d::Backend
 config/field.h Field | one method for each thing that can be said about a key
 formats/graph_builder.h GraphBuilder | a visitor: one method for each kind of pickled value
-storage/storage_state.h StorageState | the state under one lock: who may take it apart must take the lock apart
 zero/gradients/grad_reducer.h GradReducer | one reduction: hooks' entries, order of buckets and wires share its state
 zero/gathers/param_gatherer.h ParamGatherer | uses, holders, prefetch and order of gathers share one table of units
 zero/spaces/param_store.h ParamStore | questions about spaces and places that every part of the core asks

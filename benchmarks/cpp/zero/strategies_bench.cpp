@@ -39,7 +39,7 @@ class SlowPart : public storage::Part {
 
  private:
   void pause(size_t bytes) {
-    const std::lock_guard<std::mutex> turn(bus_);
+    const std::lock_guard turn(bus_);
     std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(static_cast<double>(bytes) / kBytesPerMs));
   }
   std::mutex bus_;

@@ -11,6 +11,8 @@
 #include <map>
 #include <utility>
 
+#include "base/ranges.h"
+
 namespace ds::comm {
 
 namespace {
@@ -55,7 +57,7 @@ std::string different_calls(std::string text, const std::vector<RankCall>& calls
 }  // namespace
 
 std::string mismatch(const std::vector<RankCall>& calls, const Record& mine, int64_t number) {
-  if (std::all_of(calls.begin(), calls.end(), [&](const RankCall& each) { return fits(each.call, mine); })) return "";
+  if (all_of(calls, [&](const RankCall& each) { return fits(each.call, mine); })) return "";
   return different_calls("the ranks of a group call different collectives:", calls, number);
 }
 
@@ -68,7 +70,7 @@ std::string unbalanced(const std::vector<RankCall>& calls, int64_t number) {
 }
 
 const Flight* oldest_open(const std::vector<Flight>& flights) {
-  const auto found = std::find_if(flights.begin(), flights.end(), [](const Flight& each) { return !each.end_us; });
+  const auto found = find_if(flights, [](const Flight& each) { return !each.end_us; });
   return found == flights.end() ? nullptr : &*found;
 }
 
@@ -83,7 +85,7 @@ std::string place_of(const std::vector<Flight>& flights) {
 }
 
 void Board::warn(const std::string& text) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   warnings_.push_back(name_.empty() ? text : "group " + name_ + ": " + text);
   has_warnings_ = true;
 }
@@ -92,7 +94,7 @@ void Board::look(const DiagnosticCallbacks& callbacks) {
   if (!has_warnings_.exchange(false)) return;
   std::vector<std::string> texts;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     texts = std::exchange(warnings_, {});
   }
   for (const std::string& text : texts)

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "comm/boards/watch.h"
 
 namespace ds::comm {
@@ -35,7 +36,7 @@ const Flight* oldest_open(const std::vector<Flight>& flights);  // null: none is
 
 class Board : public Watched {
  public:
-  static constexpr std::chrono::milliseconds kAnswer{2000};  // how long ranks have to say where they are
+  static constexpr milliseconds kAnswer{2000};  // how long ranks have to say where they are
 
   Board(int rank, const GroupFacts& facts);
 

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <numeric>
+
+#include "base/ranges.h"
 
 namespace ds::comm {
 
@@ -33,8 +34,6 @@ int passes(const std::string& name) {
   const auto found = known.find(name);
   return found == known.end() ? -1 : found->second;
 }
-
-double sum_of(const Times& values) { return std::accumulate(values.begin(), values.end(), 0.0); }
 
 std::string fixed(double value) {
   char text[64];
@@ -70,7 +69,7 @@ std::string readable_size(double bytes) {
 
 double trimmed_mean(Times values, double share) {
   if (values.empty()) return 0.0;
-  std::sort(values.begin(), values.end());
+  sort(values);
   auto cut = static_cast<size_t>(static_cast<double>(values.size()) * share);
   if (2 * cut >= values.size()) cut = 0;
   const Times kept(values.begin() + static_cast<int64_t>(cut), values.end() - static_cast<int64_t>(cut));

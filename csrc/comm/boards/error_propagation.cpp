@@ -2,11 +2,11 @@
 
 #include <unistd.h>
 
-#include <chrono>
 #include <sstream>
 #include <thread>
 #include <utility>
 
+#include "base/clock.h"
 #include "comm/boards/record.h"
 #include "comm/shared_memory/shared_segments.h"
 
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kLookUs = 250'000;
 constexpr int64_t kEndsUs = 500'000;
-constexpr std::chrono::milliseconds kDelivery(1500);
+constexpr milliseconds kDelivery(1500);
 
 std::string string_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 std::vector<uint8_t> value_of(const std::string& text) { return {text.begin(), text.end()}; }
@@ -57,14 +57,14 @@ void ErrorPropagation::leave() noexcept {
 }
 
 std::string ErrorPropagation::error() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   return error_;
 }
 
 void ErrorPropagation::receive(const std::string& why) {
   OnError on_error;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (!error_.empty()) return;
     error_ = why;
     on_error = std::exchange(on_error_, nullptr);
@@ -78,11 +78,10 @@ void ErrorPropagation::receive(const std::string& why) {
 }
 
 void ErrorPropagation::await_delivery() {
-  const auto deadline = std::chrono::steady_clock::now() + kDelivery;
+  const auto deadline = Clock::now() + kDelivery;
   try {
-    while (store_->add("received", 0) + ended_ < static_cast<int64_t>(names_.size()) &&
-           std::chrono::steady_clock::now() < deadline)
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    while (store_->add("received", 0) + ended_ < static_cast<int64_t>(names_.size()) && Clock::now() < deadline)
+      std::this_thread::sleep_for(milliseconds(20));
   } catch (const std::exception&) {  // the store has gone
     return;
   }
@@ -96,7 +95,7 @@ std::string ErrorPropagation::report_or(const std::string& why, const std::strin
       store_->set("why", value_of(why));
       store_->add("reported", 1);
     } else {
-      store_->wait({"why"}, std::chrono::milliseconds(1000));
+      store_->wait({"why"}, milliseconds(1000));
     }
     receive(string_of(store_->get("why")));
   } catch (const std::exception&) {  // the store has gone
@@ -119,12 +118,12 @@ void ErrorPropagation::meet(int rank, const std::string& who) {
   pids_[rank] = host == host_ ? file.pid : -1;
   if (host != host_) return;
   const auto page = PlacePage::of(file);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   pages_[rank] = page;
 }
 
 std::string ErrorPropagation::where() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   std::string found;
   for (size_t rank = 0; rank < pages_.size(); ++rank) {
     const std::string place = pages_[rank] ? pages_[rank]->text(place_names_) : "";
@@ -145,13 +144,13 @@ int ErrorPropagation::ended_rank() {
 // The store ends before its process does: the kernel closes the sockets of one that is killed first.
 bool ErrorPropagation::keeper_ends() const {
   if (keeper_ < 0 || rank_ == keeper_ || pids_[keeper_] <= 0) return false;
-  for (int64_t until = now_us() + kEndsUs; now_us() < until; std::this_thread::sleep_for(std::chrono::milliseconds(2)))
+  for (int64_t until = now_us() + kEndsUs; now_us() < until; std::this_thread::sleep_for(milliseconds(2)))
     if (process_ended(pids_[keeper_])) return true;
   return false;
 }
 
 std::string ErrorPropagation::place_text(int rank) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   return pages_[rank] ? pages_[rank]->text(place_names_) : "";
 }
 
@@ -162,7 +161,7 @@ void ErrorPropagation::see_keeper() {
     store_->set("place", value_of(place));
   } else if (pids_[keeper_] < 0) {
     const std::string place = string_of(store_->get("place"));
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     keepers_place_ = place;
   }
 }
@@ -171,7 +170,7 @@ std::string ErrorPropagation::without_store() const {
   const std::string gone = "the job's store";
   if (keeper_ < 0) return "the pipeline failed: " + gone + " has gone";
   std::string place = place_text(keeper_);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   if (place.empty()) place = keepers_place_;
   return "the pipeline failed: " + names_[keeper_] + " has ended in the middle of a batch" +
          (place.empty() ? "" : ", last seen in " + place) + ": " + gone + ", which its process had, has gone";

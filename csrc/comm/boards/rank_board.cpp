@@ -2,11 +2,11 @@
 
 #include <unistd.h>
 
-#include <chrono>
 #include <cstring>
 #include <thread>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/process.h"
 
 namespace ds::comm {
@@ -90,7 +90,7 @@ std::vector<RankView> RankBoard::views() {
     each.pid = segments_->pid(rank);
     page(rank)->asked.store(1, std::memory_order_release);
   }
-  const auto deadline = std::chrono::steady_clock::now() + kAnswer;
+  const auto deadline = Clock::now() + kAnswer;
   const auto silent = [&] {
     for (int rank = 0; rank < size; ++rank)
       if (page(rank)->watched == kSomebody && !page(rank)->answered.load(std::memory_order_acquire) &&
@@ -98,8 +98,7 @@ std::vector<RankView> RankBoard::views() {
         return true;
     return false;
   };
-  while (silent() && std::chrono::steady_clock::now() < deadline)
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  while (silent() && Clock::now() < deadline) std::this_thread::sleep_for(milliseconds(5));
   for (int rank = 0; rank < size; ++rank) {
     found[rank].stack = stack_of(rank);
     found[rank].flights = page(rank)->ring.read();

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "comm/calls/op.h"
 
 namespace ds::comm {
@@ -40,8 +41,7 @@ bool gives_what_is_taken(const std::vector<Record>& records);
 
 // Microseconds of the clock that all processes of a host share.
 inline int64_t now_us() {
-  return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+  return std::chrono::duration_cast<std::chrono::microseconds>(Clock::now().time_since_epoch()).count();
 }
 
 }  // namespace ds::comm

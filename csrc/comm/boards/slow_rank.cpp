@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "base/ranges.h"
+
 namespace ds::comm {
 
 std::string SlowRank::note(const std::vector<int64_t>& came_us) {
@@ -13,7 +15,7 @@ std::string SlowRank::note(const std::vector<int64_t>& came_us) {
   for (size_t rank = 0; rank < came_us.size(); ++rank)
     if (static_cast<int>(rank) != last) before = std::max(before, came_us[rank]);
   const int64_t now = came_us[last];
-  if (since_us_ == 0) {  // what was before the first collective is nobody's fault
+  if (since_us_ == 0) {  // time before the first collective counts for no rank
     since_us_ = now;
     return "";
   }
@@ -35,7 +37,7 @@ std::string SlowRank::note(const std::vector<int64_t>& came_us) {
         100.0 * static_cast<double>(*worst) / static_cast<double>(window));
     text = line;
   }
-  std::fill(waited_us_.begin(), waited_us_.end(), 0);
+  fill(waited_us_, 0);
   since_us_ = now;
   count_ = 0;
   return text;

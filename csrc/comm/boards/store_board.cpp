@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "comm/shared_memory/shared_segments.h"
 
@@ -17,8 +18,8 @@ namespace {
 
 constexpr int64_t kPollUs = 500'000;
 constexpr int64_t kSuspiciousUs = 1'000'000;
-constexpr std::chrono::milliseconds kHeard{1200};  // how long the one who has found out waits until the others know
-constexpr size_t kPosted = 32;                     // flights that a rank posts
+constexpr milliseconds kHeard{1200};  // how long the one who has found out waits until the others know
+constexpr size_t kPosted = 32;        // flights that a rank posts
 constexpr size_t kMostStack = 12 * 1024;
 
 using Bytes = std::vector<uint8_t>;
@@ -28,11 +29,11 @@ std::string text_of(const Bytes& bytes) { return {bytes.begin(), bytes.end()}; }
 
 // Whether it has come about in time.
 template <typename Done>
-bool within(std::chrono::milliseconds most, const Done& done) {
-  const auto deadline = std::chrono::steady_clock::now() + most;
+bool within(milliseconds most, const Done& done) {
+  const auto deadline = Clock::now() + most;
   while (!done()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    if (Clock::now() > deadline) return false;
+    std::this_thread::sleep_for(milliseconds(50));
   }
   return true;
 }
@@ -85,7 +86,7 @@ struct StoreBoard::Place {
   }
 };
 
-StoreBoard::StoreBoard(Store store, int rank, int size, std::chrono::milliseconds timeout, std::string transport,
+StoreBoard::StoreBoard(Store store, int rank, int size, milliseconds timeout, std::string transport,
                        const GroupFacts& facts)
     : Board(rank, facts),
       size_(size),
@@ -100,25 +101,25 @@ StoreBoard::StoreBoard(Store store, int rank, int size, std::chrono::millisecond
 }
 
 StoreBoard::Store StoreBoard::store() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   if (!store_) fail(ErrorKind::kRuntime, "Rank 0 of the job has ended; nobody knows more.");
   return store_;
 }
 
 std::string StoreBoard::failed() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   return failed_;
 }
 
 void StoreBoard::on_failure(std::function<void(const std::string&)> told) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   told_ = std::move(told);
 }
 
 void StoreBoard::set_failed(const std::string& why) {
   std::function<void(const std::string&)> told;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (!failed_.empty()) return;
     failed_ = why;
     told = std::exchange(told_, nullptr);
@@ -138,12 +139,12 @@ int64_t StoreBoard::enter(const Record& call) {
 }
 
 void StoreBoard::wait_begins() {
-  const std::lock_guard<std::mutex> lock(waits_mutex_);
+  const std::lock_guard lock(waits_mutex_);
   if (waits_++ == 0) waiting_since_us_ = now_us();
 }
 
 void StoreBoard::wait_ends() {
-  const std::lock_guard<std::mutex> lock(waits_mutex_);
+  const std::lock_guard lock(waits_mutex_);
   waiting_since_us_ = --waits_ > 0 ? now_us() : 0;
 }
 
@@ -227,7 +228,7 @@ void StoreBoard::look(const DiagnosticCallbacks& callbacks) {
   next_look_us_ = now_us() + kPollUs;
   Store store;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (!store_) return;
     store = store_;
     callbacks_ = callbacks;
@@ -246,7 +247,7 @@ void StoreBoard::look(const DiagnosticCallbacks& callbacks) {
     }
     if (waits && failed().empty()) judge(store);
   } catch (const std::exception&) {  // the store has gone, and with it the job; its threads may run hot (torch 1.13)
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     store_.reset();
   }
 }
@@ -298,7 +299,7 @@ std::vector<RankView> StoreBoard::views() {
   DiagnosticCallbacks callbacks;
   bool others_answer;  // the watch's thread, as for every rank that asks: it sees the stack of this one, too
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     callbacks = callbacks_;
     others_answer = looking_ != std::thread::id() && looking_ != std::this_thread::get_id();
   }

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/process.h"
 #include "comm/boards/board.h"
 #include "comm/c10d_compat.h"
@@ -26,8 +27,7 @@ class StoreBoard : public Board {
   using Store = c10::intrusive_ptr<c10d::Store>;
 
   // `store`: of this group alone. `timeout`: how long strict ranks wait for each other. `transport`: for flights.
-  StoreBoard(Store store, int rank, int size, std::chrono::milliseconds timeout, std::string transport,
-             const GroupFacts& facts);
+  StoreBoard(Store store, int rank, int size, milliseconds timeout, std::string transport, const GroupFacts& facts);
 
   // This rank begins a call; its number, for ended(). Throws on every rank alike when the group has failed before.
   int64_t enter(const Record& call);
@@ -62,7 +62,7 @@ class StoreBoard : public Board {
   Store store() const;  // fails when it has gone
 
   const int size_;
-  const std::chrono::milliseconds timeout_;
+  const milliseconds timeout_;
   const std::string transport_;
   const bool strict_;
   const std::string host_;  // host_id(), as it was when this was made

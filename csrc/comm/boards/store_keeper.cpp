@@ -6,13 +6,14 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "comm/shared_memory/shared_segments.h"
 
 namespace ds::comm {
 
 namespace {
 
-constexpr std::chrono::milliseconds kStoreNap(20);
+constexpr milliseconds kStoreNap(20);
 constexpr std::string_view kGone("gone");  // in place of a host and a process
 
 std::string place_of(int rank) { return "deepspeed/process/" + std::to_string(rank); }
@@ -51,10 +52,9 @@ void StoreKeeper::wait() {
 }
 
 void StoreKeeper::keep() {
-  const auto deadline = std::chrono::steady_clock::now() + kMost;
+  const auto deadline = Clock::now() + kMost;
   try {
-    while (!ending_ && std::chrono::steady_clock::now() < deadline && !all_gone())
-      std::this_thread::sleep_for(kStoreNap);
+    while (!ending_ && Clock::now() < deadline && !all_gone()) std::this_thread::sleep_for(kStoreNap);
   } catch (const std::exception&) {  // the store is not this process's, and has ended
     ending_ = true;
   }

@@ -1,4 +1,4 @@
-// The job's store lives in the process of its rank 0. Whoever comes to its end later still needs it: to make groups, to
+// The job's store lives in the process of its rank 0. Ranks that end later still need it: to make groups, to
 // hear where others are. So every rank says goodbye when it is done, and rank 0 keeps the store until all have.
 #pragma once
 #include <atomic>

@@ -2,14 +2,14 @@
 
 #include <unistd.h>
 
-#include <algorithm>
+#include "base/clock.h"
+#include "base/ranges.h"
 
 namespace ds::comm {
 
 void Watch::add(std::weak_ptr<Watched> group) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  groups_.erase(std::remove_if(groups_.begin(), groups_.end(), [](const auto& each) { return each.expired(); }),
-                groups_.end());
+  std::lock_guard lock(mutex_);
+  erase_if(groups_, [](const auto& each) { return each.expired(); });
   groups_.push_back(std::move(group));
   if (ending_ || pid_ == getpid()) return;
   if (thread_.joinable()) thread_.detach();  // it stayed in the parent
@@ -19,7 +19,7 @@ void Watch::add(std::weak_ptr<Watched> group) {
 
 std::vector<std::shared_ptr<Watched>> Watch::groups() const {
   std::vector<std::shared_ptr<Watched>> found;
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   for (const auto& each : groups_)
     if (auto group = each.lock()) found.push_back(std::move(group));
   return found;
@@ -32,7 +32,7 @@ void Watch::stop() {
     return;
   }
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     ending_ = true;
   }
   changed_.notify_all();
@@ -42,8 +42,8 @@ void Watch::stop() {
 void Watch::serve() {
   for (;;) {
     {
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait_for(lock, std::chrono::milliseconds(100), [this] { return ending_; });
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, milliseconds(100), [this] { return ending_; });
       if (ending_) return;
     }
     for (const auto& group : groups()) group->look(callbacks_);

@@ -1,10 +1,11 @@
 #include "comm/calls/c10d_backend.h"
 
-#include <algorithm>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/process.h"
+#include "base/ranges.h"
 #include "comm/calls/script_calls.h"
 
 namespace ds::comm {
@@ -154,7 +155,7 @@ class C10dBackend : public compat::BackendBase {
     return run(std::move(calls), options);
   }
   bool supportsCoalescing() const { return false; }
-  void setTimeout(std::chrono::milliseconds timeout) { communicator_->set_timeout(timeout); }
+  void setTimeout(milliseconds timeout) { communicator_->set_timeout(timeout); }
 
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return number_; }
@@ -164,7 +165,7 @@ class C10dBackend : public compat::BackendBase {
     if (!other_) fail(ErrorKind::kNotImplemented, "the backend ", name_, " carries dense tensors in host memory only");
     return *other_;
   }
-  static bool carries(const Tensors& tensors) { return std::all_of(tensors.begin(), tensors.end(), dense_on_host); }
+  static bool carries(const Tensors& tensors) { return all_of(tensors, dense_on_host); }
 
   template <typename T>
   const T& only(const std::vector<T>& list) const {

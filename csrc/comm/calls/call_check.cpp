@@ -1,8 +1,7 @@
 #include "comm/calls/call_check.h"
 
-#include <numeric>
-
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::comm {
 
@@ -48,10 +47,10 @@ void check_peer(Verb verb, int peer, int rank, int size) {
     fail(ErrorKind::kValue, verb_name(verb), ": rank ", peer, " is this rank itself");
 }
 
-int64_t sum_of(const char* verb, const Counts& counts) {
+int64_t checked_sum(const char* verb, const Counts& counts) {
   for (const int64_t count : counts)
     if (count < 0) fail(ErrorKind::kValue, verb, ": a count is ", count, ": counts are 0 or more");
-  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  return sum_of(counts);
 }
 
 // `mine` is one of n parts of `whole`, which only some ranks have.
@@ -64,7 +63,7 @@ void check_part(const char* verb, const at::Tensor& whole, const at::Tensor& min
   }
   if (static_cast<int>(counts.size()) != n)
     fail(ErrorKind::kValue, verb, ": ", counts.size(), " counts for ", n, " ranks");
-  const int64_t sum = sum_of(verb, counts);
+  const int64_t sum = checked_sum(verb, counts);
   if (counts[rank] != mine.numel())
     fail(ErrorKind::kValue, verb, ": rank ", rank, " has ", mine.numel(), " elements, its count is ", counts[rank]);
   if (whole.defined() && whole.numel() != sum)
@@ -78,7 +77,7 @@ void check_cut(const char* verb, const at::Tensor& whole, const Counts& counts, 
            " equal parts: give the counts");
     return;
   }
-  if (static_cast<int>(counts.size()) != n || sum_of(verb, counts) != whole.numel())
+  if (static_cast<int>(counts.size()) != n || checked_sum(verb, counts) != whole.numel())
     fail(ErrorKind::kValue, verb, ": the counts of the ", side, " must be ", n, " numbers that add up to its ",
          whole.numel(), " elements");
 }
@@ -114,7 +113,7 @@ void check_splits(const Tensors& tensors, const Counts& splits, int n, const cha
     if (first % n != 0)
       fail(ErrorKind::kValue, "all_to_all_single: the first dimension of the ", side, ", ", first,
            ", cannot be divided by ", n, " ranks; give the split sizes");
-  } else if (static_cast<int>(splits.size()) != n || sum_of("all_to_all_single", splits) != first) {
+  } else if (static_cast<int>(splits.size()) != n || checked_sum("all_to_all_single", splits) != first) {
     fail(ErrorKind::kValue, "all_to_all_single: the split sizes of the ", side, " must be ", n,
          " numbers that add up to its first dimension, ", first);
   }

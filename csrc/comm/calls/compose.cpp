@@ -57,7 +57,7 @@ at::Tensor ScratchPool::take(int64_t numel, const at::TensorOptions& options) {
   const auto type = c10::typeMetaToScalarType(options.dtype());
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(type));
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     for (auto it = free_.begin(); it != free_.end(); ++it) {
       if (it->numel() != bytes) continue;
       at::Tensor found = std::move(*it);
@@ -70,7 +70,7 @@ at::Tensor ScratchPool::take(int64_t numel, const at::TensorOptions& options) {
 
 void ScratchPool::give(const at::Tensor& tensor) {
   if (!tensor.device().is_cpu()) return;
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   free_.push_back(tensor.view(at::kByte));
   if (free_.size() > kMost) free_.erase(free_.begin());
 }

@@ -8,7 +8,9 @@
 #include <optional>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::comm {
 
@@ -35,7 +37,7 @@ class PendingCall {
 
   bool completed() {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard lock(mutex_);
       if (done_ || taken_ || !work_->ready()) return done_ && (!finished_ || finished_->query());
       taken_ = true;
     }
@@ -43,10 +45,10 @@ class PendingCall {
     return !finished_ || finished_->query();
   }
 
-  void wait(std::chrono::milliseconds timeout) {
+  void wait(milliseconds timeout) {
     const bool limited = timeout.count() > 0;
-    const auto deadline = std::chrono::steady_clock::now() + timeout;
-    std::unique_lock<std::mutex> lock(mutex_);
+    const auto deadline = Clock::now() + timeout;
+    std::unique_lock lock(mutex_);
     while (!done_) {
       if (!taken_ && (!limited || work_->ready())) {
         taken_ = true;
@@ -55,7 +57,7 @@ class PendingCall {
         lock.lock();
       } else if (!limited) {
         changed_.wait(lock);
-      } else if (std::chrono::steady_clock::now() > deadline) {
+      } else if (Clock::now() > deadline) {
         fail(ErrorKind::kRuntime, "Operation timed out!");
       } else {
         changed_.wait_for(lock, kPoll);
@@ -67,18 +69,18 @@ class PendingCall {
 
   void wait_for_any_end() {
     try {
-      wait(std::chrono::milliseconds(0));
+      wait(milliseconds(0));
     } catch (...) {  // the future has it
       return;
     }
   }
 
   bool succeeded() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     return done_ && !error_;
   }
   std::exception_ptr error() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     return error_;
   }
   const Tensors& results() const { return results_; }
@@ -86,7 +88,7 @@ class PendingCall {
   // And whether somebody has to wait for the call now.
   std::pair<c10::intrusive_ptr<Future>, bool> future() {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard lock(mutex_);
       if (future_) return {future_, false};
       const auto type = c10::ListType::create(c10::TensorType::get());
       future_ = device_ ? c10::make_intrusive<Future>(type, std::vector<c10::Device>{*device_})
@@ -128,7 +130,7 @@ class PendingCall {
     work_.reset();
     c10::intrusive_ptr<Future> asked;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard lock(mutex_);
       error_ = error;
       done_ = true;
       asked = future_;
@@ -167,7 +169,7 @@ class ScriptWork : public c10d::Work {
   }
   bool isSuccess() const override { return call_->succeeded(); }
   std::exception_ptr exception() const override { return call_->error(); }
-  bool wait(std::chrono::milliseconds timeout) override {
+  bool wait(milliseconds timeout) override {
     call_->wait(timeout);
     return true;
   }
@@ -209,7 +211,7 @@ FutureThread::~FutureThread() {
   if (!thread_.joinable()) return;
   bool idle = false;
   if (owner_.here()) {  // else it is the parent's
-    const std::lock_guard<std::mutex> lock(queue_->mutex);
+    const std::lock_guard lock(queue_->mutex);
     queue_->ending = true;
     idle = !queue_->busy && queue_->waits.empty();
     queue_->changed.notify_all();
@@ -218,14 +220,14 @@ FutureThread::~FutureThread() {
 }
 
 void FutureThread::add(std::function<void()> wait) {
-  const std::lock_guard<std::mutex> lock(queue_->mutex);
+  const std::lock_guard lock(queue_->mutex);
   queue_->waits.push_back(std::move(wait));
   if (!thread_.joinable()) thread_ = std::thread([queue = queue_] { serve(queue); });
   queue_->changed.notify_one();
 }
 
 void FutureThread::serve(const std::shared_ptr<Queue>& queue) {
-  std::unique_lock<std::mutex> lock(queue->mutex);
+  std::unique_lock lock(queue->mutex);
   for (;;) {
     queue->changed.wait(lock, [&] { return !queue->waits.empty() || queue->ending; });
     if (queue->waits.empty()) return;
@@ -252,15 +254,15 @@ c10::intrusive_ptr<c10d::Work> ScriptCalls::handle(std::vector<ListCall> calls) 
   Tensors results;
   std::vector<WorkPtr> works;
   {
-    const std::lock_guard<std::mutex> lock(issuing_);
+    const std::lock_guard lock(issuing_);
     for (ListCall& each : calls) {
-      results.insert(results.end(), each.out.begin(), each.out.end());
+      append(results, each.out);
       works.push_back(run_call(*communicator_, std::move(each)));
     }
   }
   WorkPtr work = works.size() == 1 ? works[0] : std::make_shared<JoinedWork>(std::move(works));
   auto pending = std::make_shared<PendingCall>(std::move(work), std::move(results));
-  if (!detached) pending->wait(std::chrono::milliseconds(0));
+  if (!detached) pending->wait(milliseconds(0));
   return c10::make_intrusive<ScriptWork>(type, std::move(pending), blocking_region_, futures_);
 }
 

@@ -21,7 +21,7 @@ class FutureThread {
   FutureThread() = default;
   FutureThread(const FutureThread&) = delete;
   ~FutureThread();                       // does not wait for what is left: that goes on and ends by itself
-  void add(std::function<void()> wait);  // which throws nothing
+  void add(std::function<void()> wait);  // it throws nothing
 
  private:
   struct Queue {

@@ -1,5 +1,6 @@
 // The base class of decorators: all but start() is that of the inner Communicator, under the same rank, size and name.
 #pragma once
+#include "base/clock.h"
 #include "comm/communicator.h"
 
 namespace ds::comm {
@@ -17,7 +18,7 @@ class ForwardingCommunicator : public Communicator {
   PeerMemoryPtr peer_memory(int64_t bytes) override { return inner_->peer_memory(bytes); }
   CommunicatorPtr among(const std::vector<int>& ranks) override { return inner_->among(ranks); }
   void leave() override { inner_->leave(); }
-  void set_timeout(std::chrono::milliseconds timeout) override { inner_->set_timeout(timeout); }
+  void set_timeout(milliseconds timeout) override { inner_->set_timeout(timeout); }
   void abort(const std::string& why) noexcept override { inner_->abort(why); }
   Communicator& bare() override { return inner_->bare(); }
 

@@ -3,9 +3,10 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <chrono>
 #include <thread>
 #include <utility>
+
+#include "base/clock.h"
 
 namespace ds::comm {
 
@@ -23,12 +24,12 @@ WorkPtr LoggedCommunicator::start(const Op& op) {
   if (!scope.outermost()) return inner_->run(op);
   const at::Tensor& own = op.own();
   finish_device(own.device());  // so that earlier work of the device is not counted
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = Clock::now();
   inner_->run(op)->wait();
   finish_device(own.device());
-  const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - begin;
+  const double ms = 1e3 * seconds_since(begin);
   const at::Tensor& passed = op.verb == Verb::kReduceScatter ? op.in : own;
-  log_->add({verb_name(op.verb), "engine", static_cast<int64_t>(passed.nbytes()), ms.count(), size()});
+  log_->add({verb_name(op.verb), "engine", static_cast<int64_t>(passed.nbytes()), ms, size()});
   return std::make_shared<DoneWork>();
 }
 

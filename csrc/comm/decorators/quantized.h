@@ -25,7 +25,7 @@ class Codec {
 };
 using CodecPtr = std::shared_ptr<const Codec>;
 
-// 8-bit integers, symmetric around zero, with a scale for each block of so many elements: the largest becomes 127.
+// 8-bit integers, symmetric around zero, with a scale for each `block` elements: the largest becomes 127.
 // `scales`: kFloat, or kHalf for half their bytes, where elements up to 8e6 in size fit.
 CodecPtr blockwise_int8(int64_t block = 2048, at::ScalarType scales = at::kFloat);
 

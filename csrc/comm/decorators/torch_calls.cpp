@@ -3,11 +3,11 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
-#include <chrono>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "comm/c10d_compat.h"
 #include "comm/decorators/logged.h"
@@ -60,7 +60,7 @@ struct Observed : at::ObserverContext {
   const TorchOp& op;
   LoggedCall call;
   std::optional<c10::Device> device;
-  std::chrono::steady_clock::time_point begin;
+  Clock::time_point begin;
 };
 
 void add_bytes(const c10::IValue& value, Observed& into) {
@@ -85,7 +85,7 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
   if (known == std::end(kOps)) return nullptr;
   CallLogPtr log;
   {
-    const std::lock_guard<std::mutex> lock(listening().mutex);
+    const std::lock_guard lock(listening().mutex);
     log = listening().log;
   }
   if (!log || !log->on()) return nullptr;
@@ -98,7 +98,7 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
   for (const c10::IValue& each : inputs)
     if (is_a(each, "c10d.ProcessGroup")) made->call.ranks = each.toCustomClass<c10d::ProcessGroup>()->getSize();
   if (made->device) finish_device(*made->device);
-  made->begin = std::chrono::steady_clock::now();
+  made->begin = Clock::now();
   return made;
 }
 
@@ -112,8 +112,8 @@ void ends(const at::RecordFunction& function, at::ObserverContext* context) {
   } catch (const std::exception&) {  // the script gets this error from its own wait
     return;
   }
-  const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - observed->begin;
-  observed->call.ms = ms.count();
+  const double ms = 1e3 * seconds_since(observed->begin);
+  observed->call.ms = ms;
   observed->log->add(std::move(observed->call));
 }
 
@@ -121,7 +121,7 @@ void ends(const at::RecordFunction& function, at::ObserverContext* context) {
 
 TorchCalls::TorchCalls(CallLogPtr log) {
   {
-    const std::lock_guard<std::mutex> lock(listening().mutex);
+    const std::lock_guard lock(listening().mutex);
     if (listening().log) fail(ErrorKind::kRuntime, "calls of torch.distributed go to another log already");
     listening().log = std::move(log);
   }
@@ -133,7 +133,7 @@ TorchCalls::TorchCalls(CallLogPtr log) {
 
 TorchCalls::~TorchCalls() {
   at::removeCallback(handle_);
-  const std::lock_guard<std::mutex> lock(listening().mutex);
+  const std::lock_guard lock(listening().mutex);
   listening().log.reset();
 }
 

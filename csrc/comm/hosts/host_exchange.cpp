@@ -2,11 +2,11 @@
 
 #include <ATen/Functions.h>
 
-#include <algorithm>
 #include <numeric>
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "comm/calls/compose.h"
 
 namespace ds::comm {
@@ -25,10 +25,6 @@ int64_t elements_in(const std::vector<StridedView>& views) {
   int64_t numel = 0;
   for (const StridedView& view : views) numel += view.numel();
   return numel;
-}
-
-void append(std::vector<StridedView>& to, const std::vector<StridedView>& views) {
-  to.insert(to.end(), views.begin(), views.end());
 }
 
 // The next `numel` elements of `flat`.

@@ -4,13 +4,13 @@
 #include <thread>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/error.h"
 
 namespace ds::comm {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
 constexpr int kSpins = 100;
 constexpr std::chrono::microseconds kNap{100};
 
@@ -65,7 +65,7 @@ std::shared_ptr<NcclComm> NcclComm::join(NcclLibraryPtr library, const nccl::Uni
 
 void NcclComm::leave() noexcept {
   if (!owner_.here()) return;
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (!comm_ || depth_ > 0) return;
   try {
     if (place_.quiesce && !place_.quiesce()) comm_ = nullptr;
@@ -75,7 +75,7 @@ void NcclComm::leave() noexcept {
 }
 
 void NcclComm::close() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (!comm_) return;
   if (depth_ > 0) fail(ErrorKind::kRuntime, who(), " cannot be closed inside a group: leave the group first.");
   if (place_.quiesce && !place_.quiesce()) return static_cast<void>(comm_ = nullptr);
@@ -89,13 +89,13 @@ void NcclComm::close() {
 }
 
 bool NcclComm::closed() const {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return comm_ == nullptr;
 }
 
 void NcclComm::abort(const std::string& reason) {
   abort_asked_ = true;  // whoever waits in settle() lets go of the lock
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (comm_ && problem_.empty()) problem_ = who() + " was aborted: " + reason;
   drop();
 }
@@ -144,7 +144,7 @@ void NcclComm::settle(nccl::Result result) {
 }
 
 void NcclComm::check() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (!problem_.empty()) fail(ErrorKind::kRuntime, problem_);
   if (!comm_) fail(ErrorKind::kRuntime, who(), " is closed: make another one.");
   if (depth_ > 0) return;  // asked when the group began
@@ -161,7 +161,7 @@ void NcclComm::start(const std::string& what) {
 
 template <typename Call>
 void NcclComm::run(const char* what, size_t count, nccl::DataType type, const Call& call) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (count == 0) return check();
   start(std::string(what) + " of " + std::to_string(count) + " x " + nccl_type_name(type));
   const nccl::Result result = call(library_->calls());
@@ -270,7 +270,7 @@ void NcclComm::all_to_all(const void* in, const std::vector<size_t>& in_counts, 
 }
 
 void NcclComm::grouped(const std::function<void()>& body) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   check();
   const nccl::Calls& calls = library_->calls();
   settle(calls.group_start());
@@ -300,7 +300,7 @@ nccl::Result NcclComm::leave_group() noexcept {
 
 void* NcclComm::register_memory(void* data, size_t bytes) {
   const nccl::BufferCalls& calls = library_->buffer_calls();
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   start("registering " + std::to_string(bytes) + " bytes of memory");
   void* handle = nullptr;
   settle(calls.comm_register(comm_, data, bytes, &handle));
@@ -310,7 +310,7 @@ void* NcclComm::register_memory(void* data, size_t bytes) {
 }
 
 void NcclComm::deregister_memory(void* handle) noexcept {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (registered_.erase(handle) > 0 && comm_) library_->buffer_calls().comm_deregister(comm_, handle);
 }
 

@@ -12,7 +12,6 @@
 // for it; all further calls repeat that error. Other ranks learn of it from NCCL, or when their timeout has passed.
 #pragma once
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -21,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/process.h"
 #include "comm/nccl/nccl_library.h"
 
@@ -33,7 +33,7 @@ struct NcclPlace {
   std::string name;  // for messages
   int rank = 0;
   int size = 1;
-  std::chrono::milliseconds timeout{30 * 60 * 1000};
+  milliseconds timeout{30 * 60 * 1000};
   // Waits until the device has done what streams hold; called before memory or a communicator is given back. False: the
   // process is ending, and things are left to its end. Any thread.
   std::function<bool()> quiesce;

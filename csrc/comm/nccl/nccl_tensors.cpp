@@ -1,9 +1,9 @@
 #include "comm/nccl/nccl_tensors.h"
 
-#include <numeric>
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "comm/boards/record.h"
 
 namespace ds::comm {
@@ -94,8 +94,7 @@ std::vector<int64_t> NcclTensors::parts(const char* what, const char* name, cons
            " equal parts, one for each rank; pass ", name, ".");
     return {};
   }
-  bool fit =
-      static_cast<int64_t>(splits->size()) == n && std::accumulate(splits->begin(), splits->end(), int64_t{0}) == numel;
+  bool fit = static_cast<int64_t>(splits->size()) == n && sum_of(*splits) == numel;
   std::string text;
   for (const int64_t each : *splits) {
     fit = fit && each >= 0;
@@ -171,7 +170,7 @@ void NcclTensors::gather_packed(const std::vector<Tensor>& outputs, const std::v
   same_numel(what, {"output_scales", outputs[1]}, inputs[1].numel() * nccl_->size());
   const std::vector<Op> both{{Verb::kAllGather, inputs[0], outputs[0]}, {Verb::kAllGather, inputs[1], outputs[1]}};
   if (grouping_) {
-    group_.insert(group_.end(), both.begin(), both.end());
+    append(group_, both);
   } else {
     calls_->run_all(both)->wait();
   }

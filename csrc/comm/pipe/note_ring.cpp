@@ -12,13 +12,15 @@
 #include <cstring>
 #include <string>
 
+#include "base/clock.h"
+
 namespace ds::comm {
 
 namespace {
 
 constexpr uint32_t kSender = 4;
 
-void sleep_on(std::atomic<uint32_t>& word, uint32_t seen, uint32_t waiter, std::chrono::milliseconds moment) {
+void sleep_on(std::atomic<uint32_t>& word, uint32_t seen, uint32_t waiter, milliseconds moment) {
   timespec until{};
   clock_gettime(CLOCK_MONOTONIC, &until);
   const int64_t nanoseconds = until.tv_nsec + std::chrono::nanoseconds(moment).count();
@@ -42,7 +44,7 @@ void NoteRing::put(const PipeNote& note) {
   wake_on(sent_, caller_waits_.load() ? kCaller : kThread);
 }
 
-bool NoteRing::done(int64_t number, std::chrono::milliseconds moment) const {
+bool NoteRing::done(int64_t number, milliseconds moment) const {
   uint32_t seen = done_.load();
   if (reached(seen, low(number)) || moment.count() == 0) return reached(seen, low(number));
   sender_waits_ = 1;
@@ -52,7 +54,7 @@ bool NoteRing::done(int64_t number, std::chrono::milliseconds moment) const {
   return reached(done_.load(), low(number));
 }
 
-bool NoteRing::arrived(int64_t number, Waiter waiter, std::chrono::milliseconds moment) const {
+bool NoteRing::arrived(int64_t number, Waiter waiter, milliseconds moment) const {
   uint32_t seen = sent_.load();
   if (reached(seen, low(number)) || moment.count() == 0) return reached(seen, low(number));
   if (waiter == kCaller) caller_waits_ = 1;

@@ -5,12 +5,12 @@
 // only that one is woken, so a message costs one switch of threads.
 #pragma once
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 
+#include "base/clock.h"
 #include "comm/pipe/pipe_message.h"
 #include "comm/shared_memory/shared_file.h"
 
@@ -20,12 +20,12 @@ class NoteRing {
  public:
   static constexpr uint32_t kSlots = 4;  // notes that have not been taken back, at most
   enum Waiter : uint32_t { kThread = 1, kCaller = 2 };
-  using Deadline = std::chrono::steady_clock::time_point;
+  using Deadline = Clock::time_point;
 
   // ---- sender ----
   void put(const PipeNote& note);  // the caller has waited until fewer than kSlots are not done
   // Whether the receiver has all of note `number` (from 0); waits a moment for it.
-  bool done(int64_t number, std::chrono::milliseconds moment) const;
+  bool done(int64_t number, milliseconds moment) const;
 
   // Of either: nothing comes or goes any more, and why. All waits return. The first text counts.
   void close(const std::string& why);
@@ -33,7 +33,7 @@ class NoteRing {
 
   // ---- receiver ----
   // Whether note `number` is there; waits a moment for it.
-  bool arrived(int64_t number, Waiter waiter, std::chrono::milliseconds moment) const;
+  bool arrived(int64_t number, Waiter waiter, milliseconds moment) const;
   const PipeNote& note(int64_t number) const { return slots_[number % kSlots]; }
   void finish(int64_t number);        // its note and what it offers are not needed any more
   void wake(uint32_t waiters) const;  // of this process: arrived() returns

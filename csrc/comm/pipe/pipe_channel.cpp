@@ -9,6 +9,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "comm/pipe/peer_reads.h"
 #include "comm/shared_memory/shared_segments.h"
@@ -30,7 +31,7 @@ PipeChannel::PipeChannel(CommunicatorPtr activations, CommunicatorPtr grads, Pip
     find_readers();
 }
 
-// Each rank shows a word of its memory and its rings. Who can read the one and open the other says so.
+// Each rank shows a word of its memory and its rings. A rank that can read the word and open the rings says so.
 void PipeChannel::find_readers() {
   Communicator& all = *communicators_[0];
   const int rank = all.rank(), size = all.size();
@@ -80,14 +81,14 @@ PipeChannel::~PipeChannel() {
 }
 
 std::string PipeChannel::failed() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   return failed_;
 }
 
 void PipeChannel::abort(const std::string& why) {
   std::vector<PipeInbox*> inboxes;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (!failed_.empty()) return;
     failed_ = why.empty() ? "it was not said why" : why;
     for (auto& [key, inbox] : inboxes_) inboxes.push_back(inbox.get());
@@ -107,7 +108,7 @@ void PipeChannel::refuse_if_failed() const {
 }
 
 PipeInbox& PipeChannel::inbox(PipeStream stream, int from) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   if (!failed_.empty()) fail(ErrorKind::kRuntime, failed_);
   auto& found = inboxes_[{stream, from}];
   const auto index = static_cast<size_t>(stream);
@@ -144,12 +145,12 @@ void PipeChannel::wait_for(Sent& sent, int to) {
   try {
     for (const WorkPtr& work : sent.works) work->wait();
     if (!sent.ring) return;
-    const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
-    while (!sent.ring->done(sent.number, std::chrono::milliseconds(20))) {
+    const auto deadline = Clock::now() + options_.timeout;
+    while (!sent.ring->done(sent.number, milliseconds(20))) {
       refuse_if_failed();
       const std::string closed = sent.ring->closed();
       if (!closed.empty()) fail(ErrorKind::kRuntime, closed);
-      if (std::chrono::steady_clock::now() > deadline)
+      if (Clock::now() > deadline)
         fail(ErrorKind::kRuntime, "stage ", to, " of the pipeline has not taken message ", sent.number, " within ",
              options_.timeout.count() / 1000, " s (comm.timeout)");
     }
@@ -213,7 +214,7 @@ void PipeChannel::send_note(Sent& sent, PipeStream stream, int to, PipeNote note
   if (!fits) first.push_back(travels(described.data(), note.described));
   sent.held.insert(sent.held.begin(), first.begin(), first.end());
   const auto index = static_cast<size_t>(stream);
-  const std::lock_guard<std::mutex> lock(issuing_[index]);
+  const std::lock_guard lock(issuing_[index]);
   for (const at::Tensor& tensor : sent.held) sent.works.push_back(communicators_[index]->send(tensor, to));
 }
 

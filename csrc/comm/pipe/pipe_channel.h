@@ -30,6 +30,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/process.h"
 #include "comm/communicator.h"
 #include "comm/pipe/note_ring.h"
@@ -41,12 +42,12 @@ namespace ds::comm {
 enum class PipeStream : uint8_t { kActivations, kGrads };
 
 struct PipeChannelOptions {
-  c10::Device device = at::kCPU;       // where tensors are received
-  c10::Device note_device = at::kCPU;  // where notes can travel
-  int bound = 2;                       // messages of a stream that are on their way
-  int ahead = 2;                       // messages of a stream that have come and have not been asked for
-  bool direct = true;                  // messages are read out of the sender's memory, where they can be
-  std::chrono::milliseconds timeout{std::chrono::minutes(30)};  // of a message that does not come, or is not taken
+  c10::Device device = at::kCPU;                   // of received tensors
+  c10::Device note_device = at::kCPU;              // of notes
+  int bound = 2;                                   // messages of a stream that are on their way
+  int ahead = 2;                                   // messages of a stream that have come and have not been asked for
+  bool direct = true;                              // messages are read out of the sender's memory, where they can be
+  milliseconds timeout{std::chrono::minutes(30)};  // of a message that does not come, or is not taken
 };
 
 struct PipeTraffic {
@@ -77,7 +78,7 @@ class PipeChannel {
   struct Sent {
     std::vector<WorkPtr> works;
     std::vector<at::Tensor> held;
-    std::vector<char> offered;  // what the note has no room for
+    std::vector<char> offered;  // the part for which the note has no room
     NoteRing* ring = nullptr;
     int64_t number = 0;  // there
   };

@@ -5,11 +5,11 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "comm/pipe/peer_reads.h"
 #include "comm/pipe/pipe_channel.h"
@@ -18,8 +18,8 @@ namespace ds::comm {
 
 namespace {
 
-constexpr size_t kChunkBytes = 2 << 20;            // copied at a time, by one thread
-constexpr std::chrono::milliseconds kMoment(200);  // how long a waiter sleeps before it looks whether all has ended
+constexpr size_t kChunkBytes = 2 << 20;  // copied at a time, by one thread
+constexpr milliseconds kMoment(200);     // how long a waiter sleeps before it looks whether all has ended
 
 at::Tensor bytes_at(void* data, int64_t size) {
   return at::from_blob(data, {size}, at::TensorOptions().dtype(at::kByte));
@@ -64,11 +64,11 @@ PipeMessage PipeInbox::take() {
 void PipeInbox::await(Lock& lock) {
   const auto over = [&] { return !ready_.empty() || !ended_.empty(); };
   if (!source_.ring) return changed_.wait(lock, over);
-  const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
+  const auto deadline = Clock::now() + options_.timeout;
   while (!over()) {
     if (busy_) {
       if (!help(lock)) changed_.wait_for(lock, kMoment);
-    } else if (!take_next(lock, NoteRing::kCaller) && std::chrono::steady_clock::now() > deadline && !over()) {
+    } else if (!take_next(lock, NoteRing::kCaller) && Clock::now() > deadline && !over()) {
       fail(ErrorKind::kRuntime, "message ", received_, " of ", source_.what, " from stage ", source_.from,
            " of the pipeline has not come within ", options_.timeout.count() / 1000, " s (comm.timeout)");
     }
@@ -147,7 +147,7 @@ bool PipeInbox::take_next(Lock& lock, NoteRing::Waiter waiter) {
 }
 
 WorkPtr PipeInbox::start(const at::Tensor& tensor) {
-  const std::lock_guard<std::mutex> lock(source_.issuing);
+  const std::lock_guard lock(source_.issuing);
   return source_.communicator->recv(tensor, source_.from);
 }
 

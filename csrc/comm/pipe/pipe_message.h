@@ -33,8 +33,8 @@ struct PipeNote {
   int64_t sequence = 0;   // of the stream, from 0
   int64_t described = 0;  // bytes that describe the pieces, and the addresses of tensors that are read there
   uint32_t packed = 0;
-  uint32_t tensors = 0;   // so many addresses
-  uint64_t offer = 0;     // where those bytes are in the sender's memory, if they do not fit; 0: they follow, or fit
+  uint32_t tensors = 0;   // number of addresses
+  uint64_t offer = 0;     // address of those bytes in the sender's memory, if they do not fit; 0: they follow, or fit
   char text[kRoom] = {};  // these bytes, where they fit
 };
 static_assert(sizeof(PipeNote) == PipeNote::kBytes);

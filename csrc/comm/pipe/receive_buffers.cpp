@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 
-#include <algorithm>
+#include "base/ranges.h"
 
 namespace ds::comm {
 
@@ -25,9 +25,7 @@ at::Tensor ReceiveBuffers::take(at::IntArrayRef sizes, at::ScalarType type) {
     made.set_(best->storage, 0, sizes);
     return made;
   }
-  kept_.erase(std::remove_if(kept_.begin(), kept_.end(),
-                             [&](const Kept& one) { return one.taken + kIdle < calls_ && free(one); }),
-              kept_.end());
+  erase_if(kept_, [&](const Kept& one) { return one.taken + kIdle < calls_ && free(one); });
   at::Tensor made = at::empty(sizes, options);
   kept_.push_back({made.storage(), calls_});
   return made;

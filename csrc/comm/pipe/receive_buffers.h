@@ -11,7 +11,7 @@ namespace ds::comm {
 class ReceiveBuffers {
  public:
   static constexpr int64_t kSmallest = 64 * 1024;  // bytes: below, the allocator does it
-  static constexpr int64_t kIdle = 64;             // of these are let go that so many calls of take() have not needed
+  static constexpr int64_t kIdle = 64;             // calls of take() after which an unused one is freed
 
   // A contiguous tensor on the host, not filled.
   at::Tensor take(at::IntArrayRef sizes, at::ScalarType type);

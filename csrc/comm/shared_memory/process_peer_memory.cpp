@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/process.h"
 #include "comm/shared_memory/shared_segments.h"
@@ -41,7 +42,7 @@ class ProcessPeerMemory : public PeerMemory {
   void publish() override { header(rank_)->version.fetch_add(1, std::memory_order_release); }
 
   void await(int64_t version) override {
-    const auto since = std::chrono::steady_clock::now();
+    const auto since = Clock::now();
     for (int rank = 0; rank < segments_->size(); ++rank) {
       for (int64_t round = 0; header(rank)->version.load(std::memory_order_acquire) < version; ++round) {
         if (round < 200) {

@@ -33,7 +33,7 @@ int64_t host_id() {
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   struct stat space {};
   const bool told =
-      stat("/proc/self/ns/pid", &space) == 0 && !boot.empty();  // where /proc/<pid> would be somebody else
+      stat("/proc/self/ns/pid", &space) == 0 && !boot.empty();  // in another namespace /proc/<pid> is another process
   if (!told) boot += nonce_of_process();
   const char* wish = std::getenv("DS_HOST_ID");
   const std::string text = boot + std::to_string(space.st_ino) + (wish ? wish : "");

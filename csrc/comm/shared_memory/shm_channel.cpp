@@ -12,14 +12,13 @@
 #include <cstring>
 #include <new>
 
+#include "base/clock.h"
 #include "base/cores.h"
 #include "base/error.h"
 
 namespace ds::comm {
 
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // Rank 0 tells the user when it has waited this long, and goes on waiting.
 constexpr std::chrono::seconds kWorthALine(10);
@@ -62,8 +61,7 @@ struct ShmChannel::Line {
   char why[1024];
 };
 
-ShmChannel::ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds timeout,
-                       GroupFacts facts)
+ShmChannel::ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, milliseconds timeout, GroupFacts facts)
     : rank_(rank),
       segments_(std::move(segments)),
       board_(std::make_shared<RankBoard>(rank, segments_, 4096, facts)),
@@ -215,7 +213,7 @@ void ShmChannel::look_after(int rank, Clock::time_point since, const std::string
   };
   if (!segments_->alive(rank)) lost("has ended");
   if (theirs->closed.load()) lost("has destroyed its process group");
-  const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - since);
+  const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - since);
   if (waited >= timeout_.load())
     lost("has not come for " + std::to_string(std::chrono::duration_cast<std::chrono::seconds>(waited).count()) + " s");
 }

@@ -15,13 +15,13 @@
 // barrier of k + 1, into which every other rank goes only when it has read record k.
 #pragma once
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "comm/boards/rank_board.h"
 #include "comm/boards/record.h"
 #include "comm/boards/slow_rank.h"
@@ -30,9 +30,9 @@ namespace ds::comm {
 
 class ShmChannel {
  public:
-  static constexpr int64_t kBytes = 4096 + RankBoard::kBytes;  // what it needs at the start of each segment
+  static constexpr int64_t kBytes = 4096 + RankBoard::kBytes;  // that it needs at the start of each segment
 
-  ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds timeout, GroupFacts facts);
+  ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, milliseconds timeout, GroupFacts facts);
   ~ShmChannel();
 
   // Enters a collective: records it, meets the others, fails on every rank alike when they are not at the same one, or
@@ -46,8 +46,8 @@ class ShmChannel {
   int64_t entered() const { return entered_; }
   // For whoever waits for `rank` by other means, several times a second, since `since`: fails when it cannot come any
   // more or is overdue, or when another rank has given up. From any thread.
-  void look_after(int rank, std::chrono::steady_clock::time_point since, const std::string& what);
-  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }  // from any thread
+  void look_after(int rank, Clock::time_point since, const std::string& what);
+  void set_timeout(milliseconds timeout) { timeout_ = timeout; }  // from any thread
 
   // This rank cannot go on: the others stop, too, with this text, and everybody says where it is.
   [[noreturn]] void give_up(const std::string& why);
@@ -60,7 +60,7 @@ class ShmChannel {
   bool is_here(int rank, uint32_t count) const;
   void wait_for(int rank, uint32_t count);
   void wait_for_last(uint32_t count);
-  void still_missing(int rank, std::chrono::steady_clock::time_point since);
+  void still_missing(int rank, Clock::time_point since);
   std::string waiting_in() const;
   void note_arrivals();
 
@@ -68,7 +68,7 @@ class ShmChannel {
   std::shared_ptr<SharedSegments> segments_;
   std::shared_ptr<RankBoard> board_;
   std::shared_ptr<Watch> watch_;
-  std::atomic<std::chrono::milliseconds> timeout_;
+  std::atomic<milliseconds> timeout_;
   const bool checks_;  // DS_COMM_FINGERPRINTS=0: no comparison and no flight record, to measure what they cost
   int spins_;
   bool crowded_ = false;  // on some rank ranks outnumber cores; known in the first barrier

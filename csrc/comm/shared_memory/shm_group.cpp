@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "comm/calls/rank_order_reduction.h"
 
@@ -51,8 +52,8 @@ int64_t ShmGroup::exchange_memory(int size, int64_t message) {
   return 4 * others * std::min(lane, message);  // two turns, of what it gives and of what it takes
 }
 
-std::unique_ptr<ShmGroup> ShmGroup::create(int rank, int size, const Rendezvous& rendezvous,
-                                           std::chrono::milliseconds timeout, const GroupFacts& facts) {
+std::unique_ptr<ShmGroup> ShmGroup::create(int rank, int size, const Rendezvous& rendezvous, milliseconds timeout,
+                                           const GroupFacts& facts) {
   // Lanes of one element each must fit.
   const auto counts = 2 * static_cast<size_t>(size) * sizeof(int64_t);
   const int64_t bytes = ShmChannel::kBytes + 2 * static_cast<int64_t>(slot_bytes(size) + counts);
@@ -63,7 +64,7 @@ std::unique_ptr<ShmGroup> ShmGroup::create(int rank, int size, const Rendezvous&
   return made;
 }
 
-ShmGroup::ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds timeout,
+ShmGroup::ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, milliseconds timeout,
                    const GroupFacts& facts)
     : rank_(rank),
       size_(size),

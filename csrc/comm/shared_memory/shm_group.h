@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "base/clock.h"
 #include "comm/calls/reduce_op.h"
 #include "comm/shared_memory/shm_channel.h"
 #include "comm/shared_memory/strided_parts.h"
@@ -30,8 +31,8 @@ class ShmGroup {
   // from rank to rank.
   static int64_t exchange_memory(int size, int64_t message);
   // Collective, see SharedSegments::create; null on all ranks where it is impossible.
-  static std::unique_ptr<ShmGroup> create(int rank, int size, const Rendezvous& rendezvous,
-                                          std::chrono::milliseconds timeout, const GroupFacts& facts = {});
+  static std::unique_ptr<ShmGroup> create(int rank, int size, const Rendezvous& rendezvous, milliseconds timeout,
+                                          const GroupFacts& facts = {});
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -65,8 +66,7 @@ class ShmGroup {
   void agree(const Record& call);
 
  private:
-  ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds timeout,
-           const GroupFacts& facts);
+  ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, milliseconds timeout, const GroupFacts& facts);
 
   void exchange(const RowsOfRanks& rows, const std::vector<int64_t>& take, const std::vector<int64_t>& give,
                 c10::ScalarType type, const std::string& tag);

@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include "base/clock.h"
+
 namespace ds::comm {
 
 namespace {
@@ -20,14 +22,14 @@ ShmQueue::~ShmQueue() {
   }
   group_->channel().set_timeout(std::chrono::seconds(2));
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     ending_ = true;
   }
   changed_.notify_all();
   // A task that ends may hold the last reference to a tensor of Python's, which goes only with the interpreter's lock.
   group_->in_blocking_region([this] {
     if (thread_.joinable()) thread_.join();
-    std::lock_guard<std::mutex> running(running_);
+    std::lock_guard running(running_);
     while (run_next()) {
     }
   });
@@ -38,11 +40,11 @@ ShmQueue::TaskPtr ShmQueue::submit(std::function<void(ShmGroup&)> run, Start sta
   auto task = std::make_shared<Task>();
   task->run_ = std::move(run);
   task->after_ = std::move(after);
-  if (start == Start::kPerhapsLater) task->due_ = std::chrono::steady_clock::now() + kNap;
-  std::lock_guard<std::mutex> lock(mutex_);
+  if (start == Start::kPerhapsLater) task->due_ = Clock::now() + kNap;
+  std::lock_guard lock(mutex_);
   waiting_.push_back(task);
   if (start != Start::kByWaiting) {
-    background_ = waiting_.size();  // what stands before it has to run first
+    background_ = waiting_.size();  // tasks before it have to run first
     if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
     if (start == Start::kSoon || asleep_) changed_.notify_one();
   }
@@ -52,7 +54,7 @@ ShmQueue::TaskPtr ShmQueue::submit(std::function<void(ShmGroup&)> run, Start sta
 bool ShmQueue::run_next() {
   TaskPtr task;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (waiting_.empty()) return false;
     task = std::move(waiting_.front());
     waiting_.pop_front();
@@ -72,26 +74,24 @@ bool ShmQueue::run_next() {
 
 void ShmQueue::complete(const TaskPtr& task) {
   while (!task->done()) {
-    std::lock_guard<std::mutex> running(running_);
+    std::lock_guard running(running_);
     if (!task->done()) run_next();
   }
   if (task->error_) std::rethrow_exception(task->error_);
 }
 
 void ShmQueue::drain() {
-  std::lock_guard<std::mutex> running(running_);
+  std::lock_guard running(running_);
   while (run_next()) {
   }
 }
 
-bool ShmQueue::due() const {
-  return background_ > 0 && (ending_ || waiting_.front()->due_ <= std::chrono::steady_clock::now());
-}
+bool ShmQueue::due() const { return background_ > 0 && (ending_ || waiting_.front()->due_ <= Clock::now()); }
 
 void ShmQueue::serve() {
   for (;;) {
     {
-      std::unique_lock<std::mutex> lock(mutex_);
+      std::unique_lock lock(mutex_);
       // While collectives come in quick succession the thread only dozes, and nobody has to wake it.
       for (int naps = 0; naps < kNaps && !due() && !ending_; ++naps) {
         changed_.wait_for(lock, kNap);
@@ -103,10 +103,10 @@ void ShmQueue::serve() {
       if (background_ == 0) return;
       if (!due()) continue;
     }
-    std::lock_guard<std::mutex> running(running_);
+    std::lock_guard running(running_);
     bool mine;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      std::lock_guard lock(mutex_);
       mine = due();  // somebody may have been faster
     }
     if (mine) run_next();

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/clock.h"
 #include "comm/shared_memory/shm_group.h"
 
 namespace ds::comm {
@@ -28,7 +29,7 @@ class ShmQueue {
     std::function<void(ShmGroup&)> run_;
     std::function<void(std::exception_ptr)> after_;
     std::exception_ptr error_;
-    std::chrono::steady_clock::time_point due_;  // when the background may take it
+    Clock::time_point due_;  // when the background may take it
     std::atomic<bool> done_{false};
   };
   using TaskPtr = std::shared_ptr<Task>;

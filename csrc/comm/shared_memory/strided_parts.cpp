@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::comm {
 
@@ -81,7 +82,7 @@ void StridedParts::unpack(const at::Tensor& flat) const {
 
 Op strided_all_to_all(const std::shared_ptr<const StridedParts>& parts, const std::string& tag, bool detached) {
   const auto placeholder = [&](const std::vector<int64_t>& counts) {
-    return parts->some().as_strided({std::accumulate(counts.begin(), counts.end(), int64_t{0})}, {0});
+    return parts->some().as_strided({sum_of(counts)}, {0});
   };
   Op op;
   op.verb = Verb::kAllToAll;

@@ -2,14 +2,15 @@
 
 #include <ATen/Functions.h>
 
-#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <mutex>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/process.h"
+#include "base/ranges.h"
 #include "comm/c10d_compat.h"
 #include "comm/shared_memory/process_peer_memory.h"
 
@@ -54,7 +55,7 @@ bool gloo_carries(at::ScalarType type) {
 using Handle = decltype(std::declval<c10d::ProcessGroup>().barrier());
 
 // The host waits this long for an operation of gloo before it checks whether the group was aborted.
-constexpr std::chrono::milliseconds kSlice(500);
+constexpr milliseconds kSlice(500);
 
 class C10dWork;
 
@@ -66,7 +67,7 @@ struct Ending {
   std::vector<std::weak_ptr<C10dWork>> under_way;
 
   [[noreturn]] void refuse() {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard lock(mutex);
     fail(ErrorKind::kRuntime, "the group has been aborted: ", why);
   }
 };
@@ -81,7 +82,7 @@ class C10dWork : public Work {
       : kind_(kind), handles_(std::move(handles)), finish_(std::move(finish)), ending_(std::move(ending)) {}
 
   bool ready() override {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     for (const Handle& handle : handles_)
       if (!handle->isCompleted()) return false;
     return true;
@@ -91,11 +92,11 @@ class C10dWork : public Work {
     const auto finish = std::exchange(finish_, nullptr);
     std::vector<Handle> handles;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      std::lock_guard lock(mutex_);
       handles = handles_;
     }
     const auto forget = [this] {
-      std::lock_guard<std::mutex> lock(mutex_);
+      std::lock_guard lock(mutex_);
       handles_.clear();
     };
     try {
@@ -110,7 +111,7 @@ class C10dWork : public Work {
 
   void abort() noexcept {
     if (kind_ != Kind::kTransfers) return;
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     for (const Handle& handle : handles_) {
       try {
         handle->abort();
@@ -163,7 +164,7 @@ class C10dCommunicator : public Communicator {
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region,
                    std::vector<int> members)
       : C10dCommunicator(std::move(group), std::move(blocking_region), GlooBy::kTransfers) {
-    rank_ = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
+    rank_ = static_cast<int>(index_of(members, rank_));
     size_ = static_cast<int>(members.size());
     members_ = std::move(members);
     first_tag_ += 1 << 26;
@@ -189,7 +190,7 @@ class C10dCommunicator : public Communicator {
   void abort(const std::string& why) noexcept override {
     std::vector<std::weak_ptr<C10dWork>> under_way;
     {
-      std::lock_guard<std::mutex> lock(ending_->mutex);
+      std::lock_guard lock(ending_->mutex);
       if (ending_->asked.exchange(true)) return;
       ending_->why = why;
       under_way.swap(ending_->under_way);
@@ -356,9 +357,9 @@ class C10dCommunicator : public Communicator {
   WorkPtr under_way(C10dWork::Kind kind, std::vector<Handle> handles, std::function<void()> finish) {
     auto made = std::make_shared<C10dWork>(kind, std::move(handles), std::move(finish), ending_);
     if (kind != C10dWork::Kind::kTransfers) return made;
-    std::lock_guard<std::mutex> lock(ending_->mutex);
+    std::lock_guard lock(ending_->mutex);
     auto& all = ending_->under_way;
-    all.erase(std::remove_if(all.begin(), all.end(), [](const auto& each) { return each.expired(); }), all.end());
+    erase_if(all, [](const auto& each) { return each.expired(); });
     all.push_back(made);
     if (ending_->asked) made->abort();
     return made;

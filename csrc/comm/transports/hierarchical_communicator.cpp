@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "comm/hosts/host_exchange.h"
 #include "comm/hosts/hosts.h"
@@ -325,8 +326,8 @@ std::vector<int64_t> hosts_of_all(Communicator& inner, int64_t host) {
   return {all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + all.numel()};
 }
 
-CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, std::chrono::milliseconds timeout,
-                                          const GroupFacts& facts, int64_t host, ByHosts what) {
+CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, milliseconds timeout, const GroupFacts& facts,
+                                          int64_t host, ByHosts what) {
   Tree tree;
   tree.hosts = group_by_host(hosts_of_all(inner->bare(), host), inner->rank());
   const auto& here = tree.hosts.ranks[tree.hosts.mine];

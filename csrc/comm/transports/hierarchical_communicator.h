@@ -8,8 +8,8 @@
 // hosts that are at different collectives stop with a message instead of mixing them up. Of an all_to_all, even or
 // uneven, one message with rows goes from each host to each other one (host_exchange.h), and the same bits arrive.
 #pragma once
-#include <chrono>
 
+#include "base/clock.h"
 #include "comm/communicator.h"
 #include "comm/boards/watch.h"
 
@@ -22,8 +22,8 @@ enum class ByHosts { kAll, kExchanges };
 // Collective over `inner`. `host`: where this rank is, see host_id(). Null on all ranks where all are on one host or
 // each is on its own, where some host has no shared memory for its ranks, or where `inner` has no groups of
 // leaders.
-CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, std::chrono::milliseconds timeout,
-                                          const GroupFacts& facts, int64_t host, ByHosts what = ByHosts::kAll);
+CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, milliseconds timeout, const GroupFacts& facts,
+                                          int64_t host, ByHosts what = ByHosts::kAll);
 
 // host_id() of every rank, by rank. Collective.
 std::vector<int64_t> hosts_of_all(Communicator& group, int64_t host);

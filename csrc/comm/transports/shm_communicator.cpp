@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "base/clock.h"
 #include "comm/shared_memory/process_peer_memory.h"
 #include "comm/shared_memory/shm_work.h"
 #include "comm/transports/hierarchical_communicator.h"
@@ -41,12 +42,12 @@ class ShmCommunicator : public Communicator {
     return inner_->run_all(ops);
   }
   PeerMemoryPtr peer_memory(int64_t bytes) override {
-    return process_peer_memory(*this, bytes, [queue = queue_](int rank, std::chrono::steady_clock::time_point since) {
+    return process_peer_memory(*this, bytes, [queue = queue_](int rank, Clock::time_point since) {
       queue->group().channel().look_after(rank, since, "the values of its parameters");
     });
   }
   void leave() override { inner_->leave(); }
-  void set_timeout(std::chrono::milliseconds timeout) override { queue_->group().channel().set_timeout(timeout); }
+  void set_timeout(milliseconds timeout) override { queue_->group().channel().set_timeout(timeout); }
   void abort(const std::string& why) noexcept override {
     queue_->group().channel().stop(why);
     inner_->abort(why);
@@ -123,7 +124,7 @@ bool unwanted(const Communicator& inner) {
   return inner.size() == 1 || (wish && std::string(wish) == "0");
 }
 
-CommunicatorPtr in_shared_memory(CommunicatorPtr inner, std::chrono::milliseconds timeout, const GroupFacts& facts) {
+CommunicatorPtr in_shared_memory(CommunicatorPtr inner, milliseconds timeout, const GroupFacts& facts) {
   auto group = ShmGroup::create(inner->rank(), inner->size(), rendezvous_over(inner->bare()), timeout, facts);
   if (!group) return inner;
   return std::make_shared<ShmCommunicator>(std::move(inner), std::move(group));
@@ -131,14 +132,13 @@ CommunicatorPtr in_shared_memory(CommunicatorPtr inner, std::chrono::millisecond
 
 }  // namespace
 
-CommunicatorPtr shm_communicator(CommunicatorPtr inner, std::chrono::milliseconds timeout, const GroupFacts& facts) {
+CommunicatorPtr shm_communicator(CommunicatorPtr inner, milliseconds timeout, const GroupFacts& facts) {
   if (unwanted(*inner)) return inner;
   if (auto made = hierarchical_communicator(inner, timeout, facts, host_id())) return made;
   return in_shared_memory(std::move(inner), timeout, facts);
 }
 
-CommunicatorPtr one_host_communicator(CommunicatorPtr inner, std::chrono::milliseconds timeout,
-                                      const GroupFacts& facts) {
+CommunicatorPtr one_host_communicator(CommunicatorPtr inner, milliseconds timeout, const GroupFacts& facts) {
   if (unwanted(*inner)) return inner;
   const std::vector<int64_t> hosts = hosts_of_all(inner->bare(), host_id());
   for (const int64_t host : hosts)
@@ -146,7 +146,7 @@ CommunicatorPtr one_host_communicator(CommunicatorPtr inner, std::chrono::millis
   return in_shared_memory(std::move(inner), timeout, facts);
 }
 
-CommunicatorPtr exchanges_by_hosts(CommunicatorPtr inner, std::chrono::milliseconds timeout, const GroupFacts& facts) {
+CommunicatorPtr exchanges_by_hosts(CommunicatorPtr inner, milliseconds timeout, const GroupFacts& facts) {
   if (unwanted(*inner)) return inner;
   const auto made = hierarchical_communicator(inner, timeout, facts, host_id(), ByHosts::kExchanges);
   return made ? made : inner;

@@ -2,7 +2,6 @@
 
 #include <ATen/Functions.h>
 
-#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -10,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "comm/calls/compose.h"
 #include "comm/boards/record.h"
 
@@ -38,7 +38,7 @@ class Meeting {
   explicit Meeting(int size) : size_(size), ops_(size), calls_(size) {}
 
   void meet(int rank, const Op& op) {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return broken_ || !leaving_; });
     if (broken_) fail_broken();
     ops_[rank] = op;
@@ -69,7 +69,7 @@ class Meeting {
   }
 
   void send(int from, int to, const at::Tensor& tensor) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (broken_) fail_broken();
     Mailbox& box = mail_[{from, to}];
     box.messages.push_back(tensor.clone());
@@ -78,11 +78,11 @@ class Meeting {
   }
   // The number of the message that it will take.
   int64_t expect(int from, int to) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     return mail_[{from, to}].expected++;
   }
   void take(int from, int to, int64_t number, const at::Tensor& tensor) {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock lock(mutex_);
     Mailbox& box = mail_[{from, to}];
     changed_.wait(lock, [&] { return broken_ || box.sent > number; });
     if (box.sent <= number) fail_broken();
@@ -96,7 +96,7 @@ class Meeting {
   }
 
   std::shared_ptr<SharedRegions> shared_regions(int rank, int64_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (!regions_) {
       regions_ = std::make_shared<SharedRegions>();
       regions_->regions.resize(size_);
@@ -106,19 +106,19 @@ class Meeting {
     return regions_;
   }
   void forget_regions() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     regions_.reset();
   }
 
   std::shared_ptr<Meeting> among(const std::vector<int>& ranks) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     auto& made = subsets_[ranks];
     if (!made) made = std::make_shared<Meeting>(static_cast<int>(ranks.size()));
     return made;
   }
 
   void leave_for_good(const std::string& why = "another rank has left the group") {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (!broken_) why_ = why;
     broken_ = true;
     changed_.notify_all();
@@ -192,21 +192,21 @@ class ThreadPeerMemory : public PeerMemory {
  public:
   ThreadPeerMemory(std::shared_ptr<SharedRegions> shared, int rank) : shared_(std::move(shared)), rank_(rank) {}
   ~ThreadPeerMemory() override {
-    std::lock_guard<std::mutex> lock(shared_->mutex);
+    std::lock_guard lock(shared_->mutex);
     shared_->closed = true;
     shared_->changed.notify_all();
   }
   at::Tensor region(int rank) override {
-    std::lock_guard<std::mutex> lock(shared_->mutex);
+    std::lock_guard lock(shared_->mutex);
     return shared_->regions[rank];
   }
   void publish() override {
-    std::lock_guard<std::mutex> lock(shared_->mutex);
+    std::lock_guard lock(shared_->mutex);
     ++shared_->versions[rank_];
     shared_->changed.notify_all();
   }
   void await(int64_t version) override {
-    std::unique_lock<std::mutex> lock(shared_->mutex);
+    std::unique_lock lock(shared_->mutex);
     const auto ready = [&] {
       for (int64_t theirs : shared_->versions)
         if (theirs < version) return false;
@@ -274,7 +274,7 @@ class ThreadCommunicator : public Communicator {
   }
   void abort(const std::string& why) noexcept override { meeting_->leave_for_good(why); }
   CommunicatorPtr among(const std::vector<int>& ranks) override {
-    const auto mine = std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin();
+    const auto mine = index_of(ranks, rank_);
     return std::make_shared<ThreadCommunicator>(meeting_->among(ranks), static_cast<int>(mine),
                                                 static_cast<int>(ranks.size()), false);
   }

@@ -1,6 +1,6 @@
 #include "config/sections/optimizer_params.h"
 
-#include <algorithm>
+#include "base/ranges.h"
 
 namespace ds::config {
 
@@ -34,7 +34,7 @@ using namespace optimizer_field;
 using Fields = std::vector<Field>;
 
 Fields operator+(Fields a, const Fields& b) {
-  a.insert(a.end(), b.begin(), b.end());
+  append(a, b);
   return a;
 }
 
@@ -134,7 +134,7 @@ std::vector<Literal> optimizer_types() {
   std::vector<std::string> names = {"Adam",       "AdamW", "Adagrad", "Lamb",   "OneBitAdam", "ZeroOneAdam",
                                     "OneBitLamb", "Lion",  "Muon",    "MuAdam", "MuAdamW",    "MuSGD"};
   for (const Registered& type : registered())
-    if (std::find(names.begin(), names.end(), type.name) == names.end()) names.push_back(type.name);
+    if (!contains(names, type.name)) names.push_back(type.name);
   return {names.begin(), names.end()};
 }
 
@@ -142,8 +142,7 @@ std::vector<Literal> optimizer_types_not_built() {
   std::vector<Literal> missing;
   for (const Literal& type : optimizer_types()) {
     const auto& name = std::get<std::string>(type.value);
-    const bool here =
-        std::any_of(registered().begin(), registered().end(), [&](const Registered& one) { return one.name == name; });
+    const bool here = any_of(registered(), [&](const Registered& one) { return one.name == name; });
     if (!here && name != "Adam" && name != "AdamW") missing.push_back(type);
   }
   return missing;

@@ -1,5 +1,6 @@
 #include "config/sections/zero.h"
 
+#include "base/ranges.h"
 #include "config/schema.h"
 
 namespace ds::config {
@@ -222,7 +223,7 @@ Field zero_section(std::string name, std::string doc) {
           .no_effect("the momentum rests where the other states do"),
       leaf_module(),
   };
-  out.fields.insert(out.fields.end(), rest.begin(), rest.end());
+  append(out.fields, rest);
   return out;
 }
 

@@ -18,10 +18,10 @@ struct Adagrad {
 
   template <class D, class V>
   static HWY_INLINE void step(D d, V& p, V* s, V g, const Constants& c) {
-    g = hn::Add(g, hn::Mul(hn::Set(d, c.weight_decay), p));
-    s[0] = hn::Add(s[0], hn::Mul(g, g));
-    const V root = hn::Add(hn::Sqrt(s[0]), hn::Set(d, c.eps));
-    p = hn::Sub(p, hn::Div(hn::Mul(hn::Set(d, c.lr), g), root));
+    g = Add(g, Mul(Set(d, c.weight_decay), p));
+    s[0] = Add(s[0], Mul(g, g));
+    const V root = Add(Sqrt(s[0]), Set(d, c.eps));
+    p = Sub(p, Div(Mul(Set(d, c.lr), g), root));
   }
 };
 

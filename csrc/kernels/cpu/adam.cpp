@@ -19,13 +19,13 @@ struct Adam {
   template <class D, class V>
   static HWY_INLINE void step(D d, V& p, V* s, V g, const Constants& c) {
     V first = s[0], second = s[1];
-    g = hn::Add(g, hn::Mul(hn::Set(d, c.decay_grad), p));
-    first = hn::Add(first, hn::Mul(hn::Set(d, c.move1), hn::Sub(g, first)));
-    second = hn::Add(second, hn::Mul(hn::Set(d, c.move2), hn::Sub(hn::Mul(g, g), second)));
-    const V root = hn::Add(hn::Mul(hn::Sqrt(second), hn::Set(d, c.inv_sqrt_correct)), hn::Set(d, c.eps));
-    V change = hn::Div(hn::Mul(hn::Set(d, c.step_size), first), root);
-    change = hn::Add(change, hn::Mul(hn::Set(d, c.decay_param), p));
-    p = hn::Sub(p, change);
+    g = Add(g, Mul(Set(d, c.decay_grad), p));
+    first = Add(first, Mul(Set(d, c.move1), Sub(g, first)));
+    second = Add(second, Mul(Set(d, c.move2), Sub(Mul(g, g), second)));
+    const V root = Add(Mul(Sqrt(second), Set(d, c.inv_sqrt_correct)), Set(d, c.eps));
+    V change = Div(Mul(Set(d, c.step_size), first), root);
+    change = Add(change, Mul(Set(d, c.decay_param), p));
+    p = Sub(p, change);
     s[0] = first;
     s[1] = second;
   }

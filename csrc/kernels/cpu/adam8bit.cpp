@@ -11,22 +11,22 @@
 
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
-namespace hn = hwy::HWY_NAMESPACE;
+using namespace hwy::HWY_NAMESPACE;
 
 // Constants of the levels: a shuffle where a vector holds them all.
 template <class D>
 struct Levels {
-  Levels(D d, const float* constants) : constants(constants), all(hn::Load(d, constants)) {}
+  Levels(D d, const float* constants) : constants(constants), all(Load(d, constants)) {}
   template <class I>
-  HWY_INLINE hn::Vec<D> pick(D d, I levels) const {
-    if constexpr (hn::MaxLanes(D()) >= kCodeLevels) {
-      return hn::TableLookupLanes(all, hn::IndicesFromVec(d, levels));
+  HWY_INLINE Vec<D> pick(D d, I levels) const {
+    if constexpr (MaxLanes(D()) >= kCodeLevels) {
+      return TableLookupLanes(all, IndicesFromVec(d, levels));
     } else {
-      return hn::GatherIndex(d, constants, levels);
+      return GatherIndex(d, constants, levels);
     }
   }
   const float* constants;
-  hn::Vec<D> all;
+  Vec<D> all;
 };
 
 // Added to a float below 2^22 it leaves the nearest whole number in the low bits: cheaper than a conversion, which
@@ -36,67 +36,67 @@ constexpr int32_t kWholeBits = 0x4b400000;
 
 // x[i] = values[codes[i]] * max, for kCodeBlock elements.
 void decode_block(const CodeBook& book, const unsigned char* codes, float max, float* x) {
-  const hn::ScalableTag<float> d;
-  const hn::RebindToSigned<decltype(d)> di;
-  const hn::Rebind<uint8_t, decltype(d)> d8;
+  const ScalableTag<float> d;
+  const RebindToSigned<decltype(d)> di;
+  const Rebind<uint8_t, decltype(d)> d8;
   const Levels<decltype(d)> offset(d, book.offset), slope(d, book.slope);
-  const auto zero = hn::Set(di, book.zero), below = hn::Set(di, book.ranks_below);
-  const auto least = hn::Set(di, 127 + book.ranks_below);
-  const auto factor = hn::Set(d, max);
-  for (size_t i = 0; i < kCodeBlock; i += hn::Lanes(d)) {
-    const auto steps = hn::Sub(hn::PromoteTo(di, hn::LoadU(d8, codes + i)), zero);
-    const auto rank = hn::BitCast(di, hn::ConvertTo(d, hn::Add(hn::Abs(steps), below)));
-    const auto level = hn::And(hn::Sub(hn::ShiftRight<23>(rank), least), hn::Set(di, kCodeLevels - 1));
-    const auto part = hn::BitCast(d, hn::Or(hn::And(rank, hn::Set(di, 0x7fffff)), hn::Set(di, 0x3f800000)));
-    const auto size = hn::Add(offset.pick(d, level), hn::Mul(slope.pick(d, level), part));
-    const auto sign = hn::BitCast(d, hn::And(steps, hn::Set(di, INT32_MIN)));
-    const auto value = hn::IfThenZeroElse(hn::RebindMask(d, hn::Eq(steps, hn::Zero(di))), hn::Or(size, sign));
-    hn::Store(hn::Mul(value, factor), d, x + i);
+  const auto zero = Set(di, book.zero), below = Set(di, book.ranks_below);
+  const auto least = Set(di, 127 + book.ranks_below);
+  const auto factor = Set(d, max);
+  for (size_t i = 0; i < kCodeBlock; i += Lanes(d)) {
+    const auto steps = Sub(PromoteTo(di, LoadU(d8, codes + i)), zero);
+    const auto rank = BitCast(di, ConvertTo(d, Add(Abs(steps), below)));
+    const auto level = And(Sub(ShiftRight<23>(rank), least), Set(di, kCodeLevels - 1));
+    const auto part = BitCast(d, Or(And(rank, Set(di, 0x7fffff)), Set(di, 0x3f800000)));
+    const auto size = Add(offset.pick(d, level), Mul(slope.pick(d, level), part));
+    const auto sign = BitCast(d, And(steps, Set(di, INT32_MIN)));
+    const auto value = IfThenZeroElse(RebindMask(d, Eq(steps, Zero(di))), Or(size, sign));
+    Store(Mul(value, factor), d, x + i);
   }
 }
 
 // The maximum (into *max) and the codes of kCodeBlock elements.
 void encode_block(const CodeBook& book, const float* x, unsigned char* codes, float* max) {
-  const hn::ScalableTag<float> d;
-  const hn::RebindToSigned<decltype(d)> di;
-  const hn::Rebind<uint8_t, decltype(d)> d8;
-  const size_t lanes = hn::Lanes(d);
+  const ScalableTag<float> d;
+  const RebindToSigned<decltype(d)> di;
+  const Rebind<uint8_t, decltype(d)> d8;
+  const size_t lanes = Lanes(d);
   // Bits of absolute values are in the order of the numbers, and those of NaN above all.
-  const auto absolute = hn::Set(di, 0x7fffffff);
-  auto most = hn::Zero(di), most2 = hn::Zero(di);  // two, so that neither waits for the other
+  const auto absolute = Set(di, 0x7fffffff);
+  auto most = Zero(di), most2 = Zero(di);  // two, so that neither waits for the other
   for (size_t i = 0; i < kCodeBlock; i += 2 * lanes) {
-    most = hn::Max(most, hn::And(hn::BitCast(di, hn::Load(d, x + i)), absolute));
-    most2 = hn::Max(most2, hn::And(hn::BitCast(di, hn::Load(d, x + i + lanes)), absolute));
+    most = Max(most, And(BitCast(di, Load(d, x + i)), absolute));
+    most2 = Max(most2, And(BitCast(di, Load(d, x + i + lanes)), absolute));
   }
-  const int32_t top = hn::GetLane(hn::MaxOfLanes(di, hn::Max(most, most2)));
+  const int32_t top = GetLane(MaxOfLanes(di, Max(most, most2)));
   float largest;
   __builtin_memcpy(&largest, &top, sizeof largest);
   *max = largest;
-  const auto zero = hn::Set(di, book.zero);
+  const auto zero = Set(di, book.zero);
   if (!(largest > 0 && largest < __builtin_inff())) {
-    for (size_t i = 0; i < kCodeBlock; i += lanes) hn::StoreU(hn::DemoteTo(d8, zero), d8, codes + i);
+    for (size_t i = 0; i < kCodeBlock; i += lanes) StoreU(DemoteTo(d8, zero), d8, codes + i);
     return;
   }
   const Levels<decltype(d)> until(d, book.until), scale(d, book.scale), bias(d, book.bias), last(d, book.last);
-  const auto divisor = hn::Set(d, largest), least = hn::Set(d, book.from[0]);
-  const auto start = hn::Set(di, book.zero - book.ranks_below - kWholeBits), whole_bits = hn::Set(di, kWholeBits);
+  const auto divisor = Set(d, largest), least = Set(d, book.from[0]);
+  const auto start = Set(di, book.zero - book.ranks_below - kWholeBits), whole_bits = Set(di, kWholeBits);
   // The bits of a float, as a number, are its logarithm but for an error of 0.086 * 2^23. A decade's level begins
   // between 0 and 0.28 above the power of ten: a guess that is half a decade late is right or one too low.
-  const auto decades = hn::Set(d, 0.30103f / (1 << 23)), late = hn::Set(d, 7 - 127 * 0.30103f - 1.0f);
-  const auto whole = hn::Set(d, kWhole);
+  const auto decades = Set(d, 0.30103f / (1 << 23)), late = Set(d, 7 - 127 * 0.30103f - 1.0f);
+  const auto whole = Set(d, kWhole);
   for (size_t i = 0; i < kCodeBlock; i += lanes) {
-    const auto y = hn::Div(hn::Load(d, x + i), divisor);
-    const auto size = hn::Abs(y);
-    const auto bits = hn::ConvertTo(d, hn::BitCast(di, size));
-    const auto guess = hn::Add(hn::Add(hn::Mul(bits, decades), late), whole);
-    auto level = hn::Max(hn::Sub(hn::BitCast(di, guess), whole_bits), hn::Zero(di));
-    const auto higher = hn::RebindMask(di, hn::Ge(size, until.pick(d, level)));
-    level = hn::IfThenElse(higher, hn::Add(level, hn::Set(di, 1)), level);
-    const auto place = hn::Add(hn::Mul(size, scale.pick(d, level)), bias.pick(d, level));
-    const auto rank = hn::CopySignToAbs(hn::Min(place, last.pick(d, level)), y);
-    const auto code = hn::Add(start, hn::BitCast(di, hn::Add(rank, whole)));
-    const auto none = hn::RebindMask(di, hn::Lt(size, least));
-    hn::StoreU(hn::DemoteTo(d8, hn::IfThenElse(none, zero, code)), d8, codes + i);  // -1, not in the book, becomes 0
+    const auto y = Div(Load(d, x + i), divisor);
+    const auto size = Abs(y);
+    const auto bits = ConvertTo(d, BitCast(di, size));
+    const auto guess = Add(Add(Mul(bits, decades), late), whole);
+    auto level = Max(Sub(BitCast(di, guess), whole_bits), Zero(di));
+    const auto higher = RebindMask(di, Ge(size, until.pick(d, level)));
+    level = IfThenElse(higher, Add(level, Set(di, 1)), level);
+    const auto place = Add(Mul(size, scale.pick(d, level)), bias.pick(d, level));
+    const auto rank = CopySignToAbs(Min(place, last.pick(d, level)), y);
+    const auto code = Add(start, BitCast(di, Add(rank, whole)));
+    const auto none = RebindMask(di, Lt(size, least));
+    StoreU(DemoteTo(d8, IfThenElse(none, zero, code)), d8, codes + i);  // -1, not in the book, becomes 0
   }
 }
 

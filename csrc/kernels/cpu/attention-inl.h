@@ -1,4 +1,4 @@
-// What both directions of attention of blocks share: tiles of scores whose columns are queries, so that maxima, sums
+// Code that forward and backward of attention share: tiles of scores whose columns are queries, so that maxima, sums
 // and masks are vectors of queries, and whose rows are as the products want them (kernels/cpu/gemm-inl.h). A *panel* is
 // as many queries as two registers hold; a *group*, some panels for which keys and values are packed once.
 #ifndef DS_KERNELS_CPU_ATTENTION_TILES
@@ -41,36 +41,36 @@ class Floats {
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
 
-inline int64_t panel_width() { return 2 * static_cast<int64_t>(hn::Lanes(hn::ScalableTag<float>())); }
+inline int64_t panel_width() { return 2 * static_cast<int64_t>(Lanes(ScalableTag<float>())); }
 inline int64_t whole_rows(int64_t n) { return (n + kTileRows - 1) / kTileRows * kTileRows; }
 
 // exp(x) for x below 88; 0 below -87.3. A nan stays one. Cody and Waite's reduction, Cephes' polynomial.
-template <class D, class V = hn::Vec<D>>
+template <class D, class V = Vec<D>>
 HWY_INLINE V exp_of(D d, V x) {
-  const hn::RebindToSigned<D> whole;
-  const V n = hn::Round(hn::Mul(x, hn::Set(d, 1.44269504088896341f)));
-  const V r = hn::MulAdd(n, hn::Set(d, 2.12194440e-4f), hn::MulAdd(n, hn::Set(d, -0.693359375f), x));
-  V p = hn::MulAdd(hn::Set(d, 1.9875691500e-4f), r, hn::Set(d, 1.3981999507e-3f));
-  p = hn::MulAdd(p, r, hn::Set(d, 8.3334519073e-3f));
-  p = hn::MulAdd(p, r, hn::Set(d, 4.1665795894e-2f));
-  p = hn::MulAdd(p, r, hn::Set(d, 1.6666665459e-1f));
-  p = hn::MulAdd(p, r, hn::Set(d, 5.0000001201e-1f));
-  const V y = hn::Add(hn::MulAdd(p, hn::Mul(r, r), r), hn::Set(d, 1.0f));
-  const auto power = hn::ShiftLeft<23>(hn::Add(hn::ConvertTo(whole, n), hn::Set(whole, 127)));
-  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(d, -87.3f)), hn::Mul(y, hn::BitCast(d, power)));
+  const RebindToSigned<D> whole;
+  const V n = Round(Mul(x, Set(d, 1.44269504088896341f)));
+  const V r = MulAdd(n, Set(d, 2.12194440e-4f), MulAdd(n, Set(d, -0.693359375f), x));
+  V p = MulAdd(Set(d, 1.9875691500e-4f), r, Set(d, 1.3981999507e-3f));
+  p = MulAdd(p, r, Set(d, 8.3334519073e-3f));
+  p = MulAdd(p, r, Set(d, 4.1665795894e-2f));
+  p = MulAdd(p, r, Set(d, 1.6666665459e-1f));
+  p = MulAdd(p, r, Set(d, 5.0000001201e-1f));
+  const V y = Add(MulAdd(p, Mul(r, r), r), Set(d, 1.0f));
+  const auto power = ShiftLeft<23>(Add(ConvertTo(whole, n), Set(whole, 127)));
+  return IfThenZeroElse(Lt(x, Set(d, -87.3f)), Mul(y, BitCast(d, power)));
 }
 
 // tanh(x); near 0 by Cephes' polynomial, since 1 - exp(-2x) would lose digits.
-template <class D, class V = hn::Vec<D>>
+template <class D, class V = Vec<D>>
 HWY_INLINE V tanh_of(D d, V x) {
-  const V one = hn::Set(d, 1.0f), size = hn::Abs(x), square = hn::Mul(x, x);
-  const V e = exp_of(d, hn::Mul(size, hn::Set(d, -2.0f)));
-  const V far = hn::CopySignToAbs(hn::Div(hn::Sub(one, e), hn::Add(one, e)), x);
-  V p = hn::MulAdd(hn::Set(d, -5.70498872745e-3f), square, hn::Set(d, 2.06390887954e-2f));
-  p = hn::MulAdd(p, square, hn::Set(d, -5.37397155531e-2f));
-  p = hn::MulAdd(p, square, hn::Set(d, 1.33314422036e-1f));
-  p = hn::MulAdd(p, square, hn::Set(d, -3.33332819422e-1f));
-  return hn::IfThenElse(hn::Lt(size, hn::Set(d, 0.625f)), hn::MulAdd(hn::Mul(p, square), x, x), far);
+  const V one = Set(d, 1.0f), size = Abs(x), square = Mul(x, x);
+  const V e = exp_of(d, Mul(size, Set(d, -2.0f)));
+  const V far = CopySignToAbs(Div(Sub(one, e), Add(one, e)), x);
+  V p = MulAdd(Set(d, -5.70498872745e-3f), square, Set(d, 2.06390887954e-2f));
+  p = MulAdd(p, square, Set(d, -5.37397155531e-2f));
+  p = MulAdd(p, square, Set(d, 1.33314422036e-1f));
+  p = MulAdd(p, square, Set(d, -3.33332819422e-1f));
+  return IfThenElse(Lt(size, Set(d, 0.625f)), MulAdd(Mul(p, square), x, x), far);
 }
 
 // The keys [begin, end) of a tile of `keys` that begins at `start`, which a panel of queries [row, row + count) looks
@@ -103,18 +103,18 @@ inline void multiply_keys(const float* a, const float* scores, int64_t keys, flo
 
 // Scores that have been multiplied by scale / soft_cap.
 inline void cap_scores(float* scores, float cap, Seen seen) {
-  const hn::ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), wide = 2 * lanes;
+  const ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;
   for (int64_t i = seen.begin * wide; i < seen.end * wide; i += lanes)
-    hn::StoreU(hn::Mul(tanh_of(d, hn::LoadU(d, scores + i)), hn::Set(d, cap)), d, scores + i);
+    StoreU(Mul(tanh_of(d, LoadU(d, scores + i)), Set(d, cap)), d, scores + i);
 }
 
 // -inf where a query may not look. False: none of them sees any of these keys. `spare`: of a tile.
 inline bool mask_scores(const AttentionShape& s, int64_t batch, int64_t row, int64_t count, int64_t start, Seen seen,
                         float* scores, float* spare) {
-  const hn::ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), wide = 2 * lanes;
-  const auto never = hn::Set(d, -INFINITY);
+  const ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;
+  const auto never = Set(d, -INFINITY);
   if (seen.partly) {
     HWY_ALIGN float first[cpu::kPadding], stop[cpu::kPadding];
     for (int64_t i = 0; i < wide; ++i) {
@@ -123,12 +123,12 @@ inline bool mask_scores(const AttentionShape& s, int64_t batch, int64_t row, int
       stop[i] = static_cast<float>(cpu::most(cpu::least(run.stop - start, seen.end), 0));
     }
     for (int64_t part = 0; part < wide; part += lanes) {
-      const auto from = hn::LoadU(d, first + part), to = hn::LoadU(d, stop + part);
+      const auto from = LoadU(d, first + part), to = LoadU(d, stop + part);
       for (int64_t j = seen.begin; j < seen.end; ++j) {
-        const auto here = hn::Set(d, static_cast<float>(j));
-        const auto in = hn::And(hn::Ge(here, from), hn::Lt(here, to));
+        const auto here = Set(d, static_cast<float>(j));
+        const auto in = And(Ge(here, from), Lt(here, to));
         float* at = scores + j * wide + part;
-        hn::StoreU(hn::IfThenElse(in, hn::LoadU(d, at), never), d, at);
+        StoreU(IfThenElse(in, LoadU(d, at), never), d, at);
       }
     }
   }
@@ -139,8 +139,7 @@ inline bool mask_scores(const AttentionShape& s, int64_t batch, int64_t row, int
   if (s.looks_query == 0) {
     for (int64_t j = seen.begin; j < seen.end; ++j) {
       any = any || looks[j] != 0;
-      for (int64_t part = 0; part < wide && looks[j] == 0; part += lanes)
-        hn::StoreU(never, d, scores + j * wide + part);
+      for (int64_t part = 0; part < wide && looks[j] == 0; part += lanes) StoreU(never, d, scores + j * wide + part);
     }
     return any;
   }
@@ -154,53 +153,52 @@ inline bool mask_scores(const AttentionShape& s, int64_t batch, int64_t row, int
   pack(spare, looks + seen.begin, count, seen.end - seen.begin, s.looks_query, int64_t{1}, wide);
   for (int64_t i = 0; i < (seen.end - seen.begin) * wide; i += lanes) {
     float* at = scores + seen.begin * wide + i;
-    hn::StoreU(hn::IfThenElse(hn::Eq(hn::LoadU(d, spare + i), hn::Zero(d)), never, hn::LoadU(d, at)), d, at);
+    StoreU(IfThenElse(Eq(LoadU(d, spare + i), Zero(d)), never, LoadU(d, at)), d, at);
   }
   return any;
 }
 
 // The high halves of products.
-template <class D, class V = hn::Vec<D>>
+template <class D, class V = Vec<D>>
 HWY_INLINE V high_product(D d, V a, uint32_t b) {
 #if HWY_TARGET == HWY_SCALAR
-  return hn::Set(d, static_cast<uint32_t>((uint64_t{hn::GetLane(a)} * b) >> 32));
+  return Set(d, static_cast<uint32_t>((uint64_t{GetLane(a)} * b) >> 32));
 #else
-  const hn::RepartitionToWide<D> wide;
-  const auto times = hn::Set(d, b);
-  const auto even = hn::MulEven(a, times),
-             odd = hn::MulEven(hn::BitCast(d, hn::ShiftRight<32>(hn::BitCast(wide, a))), times);
-  return hn::BitCast(d, hn::Or(hn::ShiftRight<32>(even), hn::And(odd, hn::Set(wide, 0xffffffff00000000u))));
+  const RepartitionToWide<D> wide;
+  const auto times = Set(d, b);
+  const auto even = MulEven(a, times), odd = MulEven(BitCast(d, ShiftRight<32>(BitCast(wide, a))), times);
+  return BitCast(d, Or(ShiftRight<32>(even), And(odd, Set(wide, 0xffffffff00000000u))));
 #endif
 }
 
-// What the probabilities of a panel are multiplied by, kernels/philox.h in vectors of queries. False: by 1.
+// The factors of the probabilities of a panel, kernels/philox.h in vectors of queries. False: by 1.
 inline bool drop_factors(const AttentionShape& s, int64_t batch, int64_t head, int64_t row, int64_t start, Seen seen,
                          float* factors) {
   if (s.dropout.kept == 0) return false;
-  const hn::ScalableTag<float> d;
-  const hn::RebindToUnsigned<decltype(d)> bits;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), wide = 2 * lanes;
-  const auto below = hn::Set(bits, s.dropout.below);
-  const auto kept = hn::Set(d, s.dropout.kept);
+  const ScalableTag<float> d;
+  const RebindToUnsigned<decltype(d)> bits;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;
+  const auto below = Set(bits, s.dropout.below);
+  const auto kept = Set(d, s.dropout.kept);
   for (int64_t part = 0; part < wide; part += lanes) {
-    const auto query = hn::Iota(bits, s.dropout.query + static_cast<uint32_t>(row + part));
+    const auto query = Iota(bits, s.dropout.query + static_cast<uint32_t>(row + part));
     auto a = query, b = query, c = query, e = query;
     for (int64_t j = seen.begin; j < seen.end; ++j) {
       const uint32_t key = s.dropout.key + static_cast<uint32_t>(start + j);
       if (j == seen.begin || key % 4 == 0) {
-        a = query, b = hn::Set(bits, key / 4), c = hn::Set(bits, s.dropout.head + static_cast<uint32_t>(head)),
-        e = hn::Set(bits, static_cast<uint32_t>(batch));
+        a = query, b = Set(bits, key / 4), c = Set(bits, s.dropout.head + static_cast<uint32_t>(head)),
+        e = Set(bits, static_cast<uint32_t>(batch));
         uint32_t low = static_cast<uint32_t>(s.dropout.seed), high = static_cast<uint32_t>(s.dropout.seed >> 32);
         for (int round = 0; round < kPhiloxRounds; ++round) {
-          const auto first = hn::Mul(a, hn::Set(bits, kPhiloxA)), second = hn::Mul(c, hn::Set(bits, kPhiloxB));
+          const auto first = Mul(a, Set(bits, kPhiloxA)), second = Mul(c, Set(bits, kPhiloxB));
           const auto from_a = high_product(bits, a, kPhiloxA), from_c = high_product(bits, c, kPhiloxB);
-          a = hn::Xor(hn::Xor(from_c, b), hn::Set(bits, low)), b = second;
-          c = hn::Xor(hn::Xor(from_a, e), hn::Set(bits, high)), e = first;
+          a = Xor(Xor(from_c, b), Set(bits, low)), b = second;
+          c = Xor(Xor(from_a, e), Set(bits, high)), e = first;
           low += kPhiloxLow, high += kPhiloxHigh;
         }
       }
       const auto word = key % 4 == 0 ? a : key % 4 == 1 ? b : key % 4 == 2 ? c : e;
-      hn::StoreU(hn::IfThenZeroElse(hn::RebindMask(d, hn::Lt(word, below)), kept), d, factors + j * wide + part);
+      StoreU(IfThenZeroElse(RebindMask(d, Lt(word, below)), kept), d, factors + j * wide + part);
     }
   }
   return true;
@@ -208,20 +206,20 @@ inline bool drop_factors(const AttentionShape& s, int64_t batch, int64_t head, i
 
 // Of a panel.
 inline void multiply_by(const float* factors, float* scores, Seen seen) {
-  const hn::ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), wide = 2 * lanes;
+  const ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;
   for (int64_t i = seen.begin * wide; i < seen.end * wide; i += lanes)
-    hn::StoreU(hn::Mul(hn::LoadU(d, scores + i), hn::LoadU(d, factors + i)), d, scores + i);
+    StoreU(Mul(LoadU(d, scores + i), LoadU(d, factors + i)), d, scores + i);
 }
 
 // The panels of rows [row, row + count) of x, multiplied: [panel][size][queries].
 template <class T>
 void pack_rows(float* packed, const T* x, int64_t token, int64_t row, int64_t count, int64_t size, float scale) {
-  const hn::ScalableTag<float> d;
+  const ScalableTag<float> d;
   const int64_t wide = panel_width(), lanes = wide / 2, all = (count + wide - 1) / wide * wide * size;
   pack(packed, x + row * token, count, size, token, int64_t{1}, wide);
   for (int64_t i = 0; i < all && scale != 1; i += lanes)
-    hn::StoreU(hn::Mul(hn::LoadU(d, packed + i), hn::Set(d, scale)), d, packed + i);
+    StoreU(Mul(LoadU(d, packed + i), Set(d, scale)), d, packed + i);
 }
 
 }  // namespace ds::kernels::HWY_NAMESPACE

@@ -23,32 +23,31 @@ namespace ds::kernels::HWY_NAMESPACE {
 
 // Scores to exponentials: a panel's largest scores, totals and sums of values grow by one tile.
 inline void take_exponentials(float* scores, Seen seen, float* largest, float* total, float* sums, int64_t size) {
-  const hn::ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), wide = 2 * lanes;
+  const ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;
   for (int64_t part = 0; part < wide; part += lanes) {
-    const auto before = hn::LoadU(d, largest + part);
+    const auto before = LoadU(d, largest + part);
     auto high = before, other = before;
     int64_t j = seen.begin;
     for (; j + 2 <= seen.end; j += 2) {
-      high = hn::Max(high, hn::LoadU(d, scores + j * wide + part));
-      other = hn::Max(other, hn::LoadU(d, scores + (j + 1) * wide + part));
+      high = Max(high, LoadU(d, scores + j * wide + part));
+      other = Max(other, LoadU(d, scores + (j + 1) * wide + part));
     }
-    if (j < seen.end) high = hn::Max(high, hn::LoadU(d, scores + j * wide + part));
-    high = hn::Max(high, other);
+    if (j < seen.end) high = Max(high, LoadU(d, scores + j * wide + part));
+    high = Max(high, other);
     // Of a row that has seen nothing yet: any number will do.
-    const auto level = hn::IfThenElse(hn::Eq(high, hn::Set(d, -INFINITY)), hn::Zero(d), high);
-    const auto shrink = exp_of(d, hn::Sub(before, level));
-    auto sum = hn::Mul(hn::LoadU(d, total + part), shrink);
+    const auto level = IfThenElse(Eq(high, Set(d, -INFINITY)), Zero(d), high);
+    const auto shrink = exp_of(d, Sub(before, level));
+    auto sum = Mul(LoadU(d, total + part), shrink);
     for (j = seen.begin; j < seen.end; ++j) {
-      const auto p = exp_of(d, hn::Sub(hn::LoadU(d, scores + j * wide + part), level));
-      sum = hn::Add(sum, p);
-      hn::StoreU(p, d, scores + j * wide + part);
+      const auto p = exp_of(d, Sub(LoadU(d, scores + j * wide + part), level));
+      sum = Add(sum, p);
+      StoreU(p, d, scores + j * wide + part);
     }
-    hn::StoreU(hn::IfThenElse(hn::Eq(sum, sum), high, sum), d, largest + part);  // a nan is not forgotten
-    hn::StoreU(sum, d, total + part);
-    if (hn::AllTrue(d, hn::Eq(before, high))) continue;
-    for (int64_t f = 0; f < size; ++f)
-      hn::StoreU(hn::Mul(hn::LoadU(d, sums + f * wide + part), shrink), d, sums + f * wide + part);
+    StoreU(IfThenElse(Eq(sum, sum), high, sum), d, largest + part);  // a nan is not forgotten
+    StoreU(sum, d, total + part);
+    if (AllTrue(d, Eq(before, high))) continue;
+    for (int64_t f = 0; f < size; ++f) StoreU(Mul(LoadU(d, sums + f * wide + part), shrink), d, sums + f * wide + part);
   }
 }
 
@@ -127,8 +126,8 @@ void attention_merge(const AttentionState& into, const AttentionState& from, int
   float* to = static_cast<float*>(into.sum) + row * size;
   const float* more = static_cast<const float*>(from.sum) + row * size;
   each_element(static_cast<size_t>(size), [&](auto d, size_t i) HWY_ATTR {
-    const auto kept = hn::Mul(hn::LoadU(d, to + i), hn::Set(d, keep));
-    hn::StoreU(hn::Add(kept, hn::Mul(hn::LoadU(d, more + i), hn::Set(d, add))), d, to + i);
+    const auto kept = Mul(LoadU(d, to + i), Set(d, keep));
+    StoreU(Add(kept, Mul(LoadU(d, more + i), Set(d, add))), d, to + i);
   });
 }
 

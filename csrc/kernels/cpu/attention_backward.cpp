@@ -32,22 +32,22 @@ namespace ds::kernels::HWY_NAMESPACE {
 // scaled. `factors`: of dropout, or null.
 inline void take_gradients(const AttentionShape& s, float* scores, float* grads, Seen seen, const float* lse,
                            const float* row_sum, const float* factors) {
-  const hn::ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), wide = 2 * lanes;
-  const auto scale = hn::Set(d, s.scale), cap = hn::Set(d, s.soft_cap), one = hn::Set(d, 1.0f);
+  const ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d)), wide = 2 * lanes;
+  const auto scale = Set(d, s.scale), cap = Set(d, s.soft_cap), one = Set(d, 1.0f);
   for (int64_t part = 0; part < wide; part += lanes) {
-    const auto level = hn::LoadU(d, lse + part), less = hn::LoadU(d, row_sum + part);
+    const auto level = LoadU(d, lse + part), less = LoadU(d, row_sum + part);
     for (int64_t j = seen.begin; j < seen.end; ++j) {
       float *score = scores + j * wide + part, *grad = grads + j * wide + part;
-      const auto x = hn::LoadU(d, score), p = exp_of(d, hn::Sub(x, level));
-      const auto kept = factors == nullptr ? one : hn::LoadU(d, factors + j * wide + part);
-      auto down = hn::Mul(hn::Mul(p, hn::Sub(hn::Mul(hn::LoadU(d, grad), kept), less)), scale);
+      const auto x = LoadU(d, score), p = exp_of(d, Sub(x, level));
+      const auto kept = factors == nullptr ? one : LoadU(d, factors + j * wide + part);
+      auto down = Mul(Mul(p, Sub(Mul(LoadU(d, grad), kept), less)), scale);
       if (s.soft_cap > 0) {
-        const auto t = hn::Div(hn::Max(x, hn::Neg(cap)), cap);  // where nobody looks, x is -inf and p is 0
-        down = hn::Mul(down, hn::Sub(one, hn::Mul(t, t)));
+        const auto t = Div(Max(x, Neg(cap)), cap);  // for masked keys x is -inf and p is 0
+        down = Mul(down, Sub(one, Mul(t, t)));
       }
-      hn::StoreU(hn::Mul(p, kept), d, score);
-      hn::StoreU(down, d, grad);
+      StoreU(Mul(p, kept), d, score);
+      StoreU(down, d, grad);
     }
   }
 }

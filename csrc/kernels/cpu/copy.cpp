@@ -13,8 +13,8 @@ namespace ds::kernels::HWY_NAMESPACE {
 template <bool kAdd, class Dst, class Src>
 void copy_elements(Dst* dst, const Src* src, size_t n, float scale) {
   each_element(n, [&](auto d, size_t i) HWY_ATTR {
-    auto v = hn::Mul(load(d, src + i), hn::Set(d, scale));
-    if constexpr (kAdd) v = hn::Add(load(d, dst + i), v);
+    auto v = Mul(load(d, src + i), Set(d, scale));
+    if constexpr (kAdd) v = Add(load(d, dst + i), v);
     store(d, v, dst + i);
   });
 }

@@ -1,5 +1,5 @@
-// What matrix products are made of: panels that stay in the caches, and a tile of the result that lives in registers
-// while it is summed up. Included once per instruction set, as kernels/cpu/convert-inl.h is.
+// The building blocks of matrix products: panels that stay in the caches, and a tile of the result that lives in
+// registers while it is summed up. Included once per instruction set, as kernels/cpu/convert-inl.h is.
 #ifndef DS_KERNELS_CPU_GEMM_PADDING
 #define DS_KERNELS_CPU_GEMM_PADDING
 #include <cstdint>
@@ -29,10 +29,10 @@ constexpr int kTileRows = 6;
 
 // Bytes of a mask, for pack().
 template <class D>
-HWY_INLINE hn::Vec<D> load(D d, const uint8_t* p) {
-  const hn::Rebind<uint8_t, D> bytes;
-  const hn::RebindToSigned<D> whole;
-  return hn::ConvertTo(d, hn::PromoteTo(whole, hn::LoadU(bytes, p)));
+HWY_INLINE Vec<D> load(D d, const uint8_t* p) {
+  const Rebind<uint8_t, D> bytes;
+  const RebindToSigned<D> whole;
+  return ConvertTo(d, PromoteTo(whole, LoadU(bytes, p)));
 }
 
 inline float plain(uint8_t x) { return x; }
@@ -43,14 +43,14 @@ inline float plain(Bf16 x) { return to_float(x); }
 // packed[p * wide + i] = x[i * along + p] for four i's, which are read side by side.
 template <class T>
 void pack_four(float* packed, const T* x, int64_t depth, int64_t along, int64_t wide) {
-  const hn::ScalableTag<float> d;
-  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  const ScalableTag<float> d;
+  const auto lanes = static_cast<int64_t>(Lanes(d));
   HWY_ALIGN float mixed[4 * cpu::kPadding];
   int64_t p = 0;
   for (; p + lanes <= depth; p += lanes) {
     const T* from = x + p;
-    hn::StoreInterleaved4(load(d, from), load(d, from + along), load(d, from + 2 * along), load(d, from + 3 * along), d,
-                          mixed);
+    StoreInterleaved4(load(d, from), load(d, from + along), load(d, from + 2 * along), load(d, from + 3 * along), d,
+                      mixed);
     for (int64_t q = 0; q < lanes; ++q) __builtin_memcpy(packed + (p + q) * wide, mixed + 4 * q, 4 * sizeof(float));
   }
   for (; p < depth; ++p)
@@ -62,8 +62,8 @@ void pack_four(float* packed, const T* x, int64_t depth, int64_t along, int64_t 
 // order, as far as that goes: with few rows of a, packing b is most of the work.
 template <class T>
 void pack(float* packed, const T* x, int64_t count, int64_t depth, int64_t along, int64_t across, int64_t wide) {
-  const hn::ScalableTag<float> d;
-  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  const ScalableTag<float> d;
+  const auto lanes = static_cast<int64_t>(Lanes(d));
   if (along == 1) {
     for (int64_t p = 0; p < depth; ++p) {
       const T* from = x + p * across;
@@ -71,7 +71,7 @@ void pack(float* packed, const T* x, int64_t count, int64_t depth, int64_t along
       for (int64_t first = 0; first < count; first += wide, to += wide * depth) {
         const int64_t here = count - first < wide ? count - first : wide;
         int64_t i = 0;
-        for (; i + lanes <= here; i += lanes) hn::StoreU(load(d, from + first + i), d, to + i);
+        for (; i + lanes <= here; i += lanes) StoreU(load(d, from + first + i), d, to + i);
         for (; i < here; ++i) to[i] = plain(from[first + i]);
         for (; i < wide; ++i) to[i] = 0;
       }
@@ -92,40 +92,40 @@ void pack(float* packed, const T* x, int64_t count, int64_t depth, int64_t along
 // c's; with `fresh` = in the place of +=.
 inline void add_tile(const float* a, const float* b, int64_t depth, float* c, int64_t stride, int64_t rows,
                      int64_t columns, bool fresh) {
-  const hn::ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  hn::Vec<decltype(d)> left[kTileRows], right[kTileRows];
+  const ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(Lanes(d));
+  Vec<decltype(d)> left[kTileRows], right[kTileRows];
 #pragma GCC unroll 12
-  for (int i = 0; i < kTileRows; ++i) left[i] = right[i] = hn::Zero(d);
+  for (int i = 0; i < kTileRows; ++i) left[i] = right[i] = Zero(d);
   for (int64_t p = 0; p < depth; ++p, a += kTileRows, b += 2 * lanes) {
-    const auto x = hn::LoadU(d, b), y = hn::LoadU(d, b + lanes);
+    const auto x = LoadU(d, b), y = LoadU(d, b + lanes);
 #pragma GCC unroll 12
     for (int i = 0; i < kTileRows; ++i) {
-      const auto z = hn::Set(d, a[i]);
-      left[i] = hn::MulAdd(z, x, left[i]);
-      right[i] = hn::MulAdd(z, y, right[i]);
+      const auto z = Set(d, a[i]);
+      left[i] = MulAdd(z, x, left[i]);
+      right[i] = MulAdd(z, y, right[i]);
     }
   }
   if (fresh && rows == kTileRows && columns == 2 * lanes) {
 #pragma GCC unroll 12
     for (int i = 0; i < kTileRows; ++i, c += stride) {
-      hn::StoreU(left[i], d, c);
-      hn::StoreU(right[i], d, c + lanes);
+      StoreU(left[i], d, c);
+      StoreU(right[i], d, c + lanes);
     }
     return;
   }
   if (rows == kTileRows && columns == 2 * lanes) {
 #pragma GCC unroll 12
     for (int i = 0; i < kTileRows; ++i, c += stride) {
-      hn::StoreU(hn::Add(hn::LoadU(d, c), left[i]), d, c);
-      hn::StoreU(hn::Add(hn::LoadU(d, c + lanes), right[i]), d, c + lanes);
+      StoreU(Add(LoadU(d, c), left[i]), d, c);
+      StoreU(Add(LoadU(d, c + lanes), right[i]), d, c + lanes);
     }
     return;
   }
   HWY_ALIGN float whole[kTileRows * cpu::kPadding];
   for (int i = 0; i < kTileRows; ++i) {
-    hn::StoreU(left[i], d, whole + i * 2 * lanes);
-    hn::StoreU(right[i], d, whole + i * 2 * lanes + lanes);
+    StoreU(left[i], d, whole + i * 2 * lanes);
+    StoreU(right[i], d, whole + i * 2 * lanes + lanes);
   }
   for (int64_t i = 0; i < rows; ++i, c += stride)
     for (int64_t j = 0; j < columns; ++j) c[j] = (fresh ? 0.0f : c[j]) + whole[i * 2 * lanes + j];

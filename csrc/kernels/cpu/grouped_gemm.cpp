@@ -25,7 +25,7 @@ namespace ds::kernels::HWY_NAMESPACE {
 template <class T>
 void add_columns(const GemmGroup& g, GemmForm form, int64_t first, int64_t columns, float* c, int64_t stride,
                  float* packed_a, float* packed_b, bool fresh) {
-  const int64_t wide = 2 * static_cast<int64_t>(hn::Lanes(hn::ScalableTag<float>()));
+  const int64_t wide = 2 * static_cast<int64_t>(Lanes(ScalableTag<float>()));
   const int64_t a_row = form.a_turned ? 1 : g.k, a_depth = form.a_turned ? g.m : 1;
   const int64_t b_column = form.b_turned ? g.k : 1, b_depth = form.b_turned ? 1 : g.n;
   const T *a = static_cast<const T*>(g.a), *b = static_cast<const T*>(g.b) + first * b_column;
@@ -60,7 +60,7 @@ void columns_of(const GemmGroup& g, GemmForm form, int64_t first, int64_t column
   if constexpr (!kDirect)
     for (int64_t i = 0; i < g.m; ++i)
       each_element(columns,
-                   [&](auto d, size_t j) HWY_ATTR { store(d, hn::LoadU(d, sums + i * columns + j), c + i * g.n + j); });
+                   [&](auto d, size_t j) HWY_ATTR { store(d, LoadU(d, sums + i * columns + j), c + i * g.n + j); });
 }
 
 void gemm_columns(const GemmGroup& g, GemmForm form, DType dtype, int64_t first, int64_t columns, float* sums,

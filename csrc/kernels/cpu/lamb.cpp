@@ -17,27 +17,27 @@ namespace ds::kernels::HWY_NAMESPACE {
 
 template <class D, class V>
 HWY_INLINE V direction(D d, V p, V m, V v, const LambConstants& c) {
-  const V root = hn::Add(hn::Sqrt(hn::Add(v, hn::Set(d, c.eps_inside))), hn::Set(d, c.eps_outside));
-  return hn::Add(hn::Div(m, root), hn::Mul(hn::Set(d, c.decay), p));
+  const V root = Add(Sqrt(Add(v, Set(d, c.eps_inside))), Set(d, c.eps_outside));
+  return Add(Div(m, root), Mul(Set(d, c.decay), p));
 }
 
 // Adds the squares of x[i] to lanes[i % kSumLanes], in increasing i.
 inline void add_squares(const float* x, size_t n, double* lanes) {
-  const hn::ScalableTag<double> d;
-  const hn::Rebind<float, decltype(d)> narrow;
-  constexpr size_t kWidth = hn::MaxLanes(hn::ScalableTag<double>());
+  const ScalableTag<double> d;
+  const Rebind<float, decltype(d)> narrow;
+  constexpr size_t kWidth = MaxLanes(ScalableTag<double>());
   constexpr size_t kRegisters = kSumLanes / kWidth;
-  hn::Vec<decltype(d)> sums[kRegisters];
-  for (size_t r = 0; r < kRegisters; ++r) sums[r] = hn::LoadU(d, lanes + r * kWidth);
+  Vec<decltype(d)> sums[kRegisters];
+  for (size_t r = 0; r < kRegisters; ++r) sums[r] = LoadU(d, lanes + r * kWidth);
   size_t i = 0;
   for (; i + kSumLanes <= n; i += kSumLanes) {
 #pragma GCC unroll 16
     for (size_t r = 0; r < kRegisters; ++r) {
-      const auto wide = hn::PromoteTo(d, hn::LoadU(narrow, x + i + r * kWidth));
-      sums[r] = hn::MulAdd(wide, wide, sums[r]);  // the square is exact: fused or not, the sum is rounded once
+      const auto wide = PromoteTo(d, LoadU(narrow, x + i + r * kWidth));
+      sums[r] = MulAdd(wide, wide, sums[r]);  // the square is exact: fused or not, the sum is rounded once
     }
   }
-  for (size_t r = 0; r < kRegisters; ++r) hn::StoreU(sums[r], d, lanes + r * kWidth);
+  for (size_t r = 0; r < kRegisters; ++r) StoreU(sums[r], d, lanes + r * kWidth);
   for (size_t lane = 0; i < n; ++i, ++lane) lanes[lane] += static_cast<double>(x[i]) * x[i];
 }
 
@@ -47,11 +47,11 @@ void moments_elements(const UpdateRange& r, const Grad* grad, LambConstants c, f
   float *const m = r.states[0], *const v = r.states[1];
   const float grad_scale = r.grad_scale;
   each_element(r.n, [&](auto d, size_t i) HWY_ATTR {
-    const auto g = hn::Mul(load(d, grad + i), hn::Set(d, grad_scale));
+    const auto g = Mul(load(d, grad + i), Set(d, grad_scale));
     auto first = load(d, m + i);
     auto second = load(d, v + i);
-    first = hn::Add(first, hn::Mul(hn::Set(d, c.move1), hn::Sub(g, first)));
-    second = hn::Add(second, hn::Mul(hn::Set(d, c.move2), hn::Sub(hn::Mul(g, g), second)));
+    first = Add(first, Mul(Set(d, c.move1), Sub(g, first)));
+    second = Add(second, Mul(Set(d, c.move2), Sub(Mul(g, g), second)));
     store(d, first, m + i);
     store(d, second, v + i);
     store(d, direction(d, load(d, p + i), first, second, c), update + i);
@@ -73,8 +73,8 @@ void weight_elements(const UpdateRange& r, Lp* lp, LambConstants c, float rate) 
   const float *const m = r.states[0], *const v = r.states[1];
   each_element(r.n, [&](auto d, size_t i) HWY_ATTR {
     const auto old = load(d, p + i);
-    const auto change = hn::Mul(hn::Set(d, rate), direction(d, old, load(d, m + i), load(d, v + i), c));
-    const auto next = hn::Sub(old, change);
+    const auto change = Mul(Set(d, rate), direction(d, old, load(d, m + i), load(d, v + i), c));
+    const auto next = Sub(old, change);
     store(d, next, p + i);
     store(d, next, lp + i);
   });

@@ -18,13 +18,13 @@ struct Lion {
 
   template <class D, class V>
   static HWY_INLINE void step(D d, V& p, V* s, V g, const Constants& k) {
-    const V away = hn::Sub(g, s[0]), zero = hn::Zero(d), lr = hn::Set(d, k.lr);
-    const V c = hn::Add(s[0], hn::Mul(hn::Set(d, k.move1), away));
-    const V up = hn::IfThenElseZero(hn::Gt(c, zero), lr);
-    const V down = hn::IfThenElseZero(hn::Lt(c, zero), lr);
-    const V signed_lr = hn::IfThenElse(hn::Eq(c, c), hn::Sub(up, down), c);
-    p = hn::Sub(p, hn::Add(signed_lr, hn::Mul(hn::Set(d, k.decay), p)));
-    s[0] = hn::Add(s[0], hn::Mul(hn::Set(d, k.move2), away));
+    const V away = Sub(g, s[0]), zero = Zero(d), lr = Set(d, k.lr);
+    const V c = Add(s[0], Mul(Set(d, k.move1), away));
+    const V up = IfThenElseZero(Gt(c, zero), lr);
+    const V down = IfThenElseZero(Lt(c, zero), lr);
+    const V signed_lr = IfThenElse(Eq(c, c), Sub(up, down), c);
+    p = Sub(p, Add(signed_lr, Mul(Set(d, k.decay), p)));
+    s[0] = Add(s[0], Mul(Set(d, k.move2), away));
   }
 };
 

@@ -47,6 +47,18 @@ const Loaded& cuda() {
   return loaded;
 }
 
+// On the CPU, those of the instruction set that was chosen for the kernel table.
+template <typename Table>
+const Table* find_table(uint32_t abi, const char* device, const Table* (*of_cpu)(uint32_t, const char*),
+                        const Table* (*Loaded::*of_cuda)(uint32_t)) {
+  if (std::strcmp(device, "cpu") == 0) {
+    const KernelTable* chosen = ds_cpu_kernels(kKernelAbi);
+    return chosen != nullptr ? of_cpu(abi, chosen->isa) : nullptr;
+  }
+  if (std::strcmp(device, "cuda") != 0 || cuda().*of_cuda == nullptr) return nullptr;
+  return (cuda().*of_cuda)(abi);
+}
+
 }  // namespace
 }  // namespace ds::kernels
 
@@ -59,21 +71,11 @@ const KernelTable* ds_kernels(uint32_t abi, const char* device) {
 }
 
 const RouteKernels* ds_route_kernels(uint32_t abi, const char* device) {
-  if (std::strcmp(device, "cpu") == 0) {
-    const KernelTable* chosen = ds_cpu_kernels(kKernelAbi);
-    return chosen != nullptr ? ds_cpu_route_kernels_isa(abi, chosen->isa) : nullptr;
-  }
-  if (std::strcmp(device, "cuda") != 0) return nullptr;
-  return cuda().routes != nullptr ? cuda().routes(abi) : nullptr;
+  return find_table(abi, device, &ds_cpu_route_kernels_isa, &Loaded::routes);
 }
 
 const AttentionKernels* ds_attention_kernels(uint32_t abi, const char* device) {
-  if (std::strcmp(device, "cpu") == 0) {
-    const KernelTable* chosen = ds_cpu_kernels(kKernelAbi);
-    return chosen != nullptr ? ds_cpu_attention_kernels_isa(abi, chosen->isa) : nullptr;
-  }
-  if (std::strcmp(device, "cuda") != 0) return nullptr;
-  return cuda().attention != nullptr ? cuda().attention(abi) : nullptr;
+  return find_table(abi, device, &ds_cpu_attention_kernels_isa, &Loaded::attention);
 }
 
 const char* ds_kernels_error(uint32_t abi, const char* device) {

@@ -18,11 +18,11 @@ void momentum_elements(const UpdateRange& r, const Grad* grad, MuonConstants c) 
   float *const m = r.states[0], *const out = r.scratch;
   const float grad_scale = r.grad_scale;
   each_element(r.n, [&](auto d, size_t i) HWY_ATTR {
-    const auto g = hn::Mul(load(d, grad + i), hn::Set(d, grad_scale));
+    const auto g = Mul(load(d, grad + i), Set(d, grad_scale));
     auto momentum = load(d, m + i);
-    momentum = hn::Add(momentum, hn::Mul(hn::Set(d, c.move), hn::Sub(g, momentum)));
+    momentum = Add(momentum, Mul(Set(d, c.move), Sub(g, momentum)));
     store(d, momentum, m + i);
-    if (c.nesterov) momentum = hn::Add(g, hn::Mul(hn::Set(d, c.beta), hn::Sub(momentum, g)));
+    if (c.nesterov) momentum = Add(g, Mul(Set(d, c.beta), Sub(momentum, g)));
     store(d, momentum, out + i);
   });
 }
@@ -38,8 +38,8 @@ void weight_elements(const UpdateRange& r, Lp* lp, MuonConstants c) {
   const float* const update = r.scratch;
   each_element(r.n, [&](auto d, size_t i) HWY_ATTR {
     const auto old = load(d, p + i);
-    const auto change = hn::Add(hn::Mul(hn::Set(d, c.lr), load(d, update + i)), hn::Mul(hn::Set(d, c.decay), old));
-    const auto next = hn::Sub(old, change);
+    const auto change = Add(Mul(Set(d, c.lr), load(d, update + i)), Mul(Set(d, c.decay), old));
+    const auto next = Sub(old, change);
     store(d, next, p + i);
     store(d, next, lp + i);
   });

@@ -14,12 +14,12 @@ HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
 
 template <class D, class T>
-HWY_INLINE hn::Vec<D> load_wide(D d, const T* p) {
-  return hn::PromoteTo(d, load(hn::Rebind<float, D>(), p));
+HWY_INLINE Vec<D> load_wide(D d, const T* p) {
+  return PromoteTo(d, load(Rebind<float, D>(), p));
 }
 template <class D>
-HWY_INLINE hn::Vec<D> load_wide(D d, const double* p) {
-  return hn::LoadU(d, p);
+HWY_INLINE Vec<D> load_wide(D d, const double* p) {
+  return LoadU(d, p);
 }
 
 inline double load_one(const double* p) { return *p; }
@@ -30,25 +30,25 @@ inline double load_one(const Fp16* p) { return to_float(*p); }
 // Lane i of the note is lane i % N of register i / N: every vector width adds the same numbers in the same order.
 template <class T>
 double block_elements(const T* data, size_t n) {
-  const hn::ScalableTag<double> d;
-  constexpr size_t kWidth = hn::MaxLanes(hn::ScalableTag<double>());
+  const ScalableTag<double> d;
+  constexpr size_t kWidth = MaxLanes(ScalableTag<double>());
   constexpr size_t kRegisters = kSumLanes / kWidth;
-  hn::Vec<decltype(d)> sums[kRegisters];
-  for (size_t r = 0; r < kRegisters; ++r) sums[r] = hn::Zero(d);
+  Vec<decltype(d)> sums[kRegisters];
+  for (size_t r = 0; r < kRegisters; ++r) sums[r] = Zero(d);
   size_t i = 0;
   for (; i + kSumLanes <= n; i += kSumLanes) {
 #pragma GCC unroll 16
     for (size_t r = 0; r < kRegisters; ++r) {
       const auto x = load_wide(d, data + i + r * kWidth);
       if constexpr (std::is_same_v<T, double>) {
-        sums[r] = hn::Add(sums[r], hn::Mul(x, x));
+        sums[r] = Add(sums[r], Mul(x, x));
       } else {
-        sums[r] = hn::MulAdd(x, x, sums[r]);  // the square is exact: fused or not, the sum is rounded once
+        sums[r] = MulAdd(x, x, sums[r]);  // the square is exact: fused or not, the sum is rounded once
       }
     }
   }
   double lanes[kSumLanes];
-  for (size_t r = 0; r < kRegisters; ++r) hn::StoreU(sums[r], d, lanes + r * kWidth);
+  for (size_t r = 0; r < kRegisters; ++r) StoreU(sums[r], d, lanes + r * kWidth);
   for (size_t lane = 0; i < n; ++i, ++lane) {
     const double x = load_one(data + i);
     lanes[lane] += x * x;

@@ -14,8 +14,7 @@ namespace ds::kernels::HWY_NAMESPACE {
 
 template <class T>
 void scaled_row(T* out, const T* src, size_t width, float weight) {
-  each_element(width,
-               [&](auto d, size_t i) HWY_ATTR { store(d, hn::Mul(load(d, src + i), hn::Set(d, weight)), out + i); });
+  each_element(width, [&](auto d, size_t i) HWY_ATTR { store(d, Mul(load(d, src + i), Set(d, weight)), out + i); });
 }
 
 // Rows lie where no hardware looks ahead: asks for the one that is two turns away.
@@ -53,11 +52,11 @@ void permute_range(void* out, const void* src, DType dtype, size_t width, const 
 template <class T>
 void combined_row(T* out, const T* src, size_t width, size_t k, const int32_t* slot, const float* weight) {
   each_element(width, [&](auto d, size_t i) HWY_ATTR {
-    auto sum = hn::Zero(d);
+    auto sum = Zero(d);
     for (size_t j = 0; j < k; ++j) {
       if (slot[j] < 0) continue;
       const auto x = load(d, src + static_cast<size_t>(slot[j]) * width + i);
-      sum = hn::Add(sum, weight == nullptr ? x : hn::Mul(x, hn::Set(d, weight[j])));
+      sum = Add(sum, weight == nullptr ? x : Mul(x, Set(d, weight[j])));
     }
     store(d, sum, out + i);
   });
@@ -87,18 +86,18 @@ void combine_range(void* out, const void* src, DType dtype, size_t width, size_t
 
 template <class T>
 float dot(const T* a, const T* b, size_t width) {
-  const hn::ScalableTag<float> d;
-  const size_t lanes = hn::Lanes(d);
-  auto x = hn::Zero(d), y = x;  // two sums hide the latency of the addition
+  const ScalableTag<float> d;
+  const size_t lanes = Lanes(d);
+  auto x = Zero(d), y = x;  // two sums hide the latency of the addition
   size_t i = 0;
   for (; i + 2 * lanes <= width; i += 2 * lanes) {
-    x = hn::MulAdd(load(d, a + i), load(d, b + i), x);
-    y = hn::MulAdd(load(d, a + i + lanes), load(d, b + i + lanes), y);
+    x = MulAdd(load(d, a + i), load(d, b + i), x);
+    y = MulAdd(load(d, a + i + lanes), load(d, b + i + lanes), y);
   }
   float rest = 0;
-  const hn::CappedTag<float, 1> one;
-  for (; i < width; ++i) rest += hn::GetLane(hn::Mul(load(one, a + i), load(one, b + i)));
-  return hn::GetLane(hn::SumOfLanes(d, hn::Add(x, y))) + rest;
+  const CappedTag<float, 1> one;
+  for (; i < width; ++i) rest += GetLane(Mul(load(one, a + i), load(one, b + i)));
+  return GetLane(SumOfLanes(d, Add(x, y))) + rest;
 }
 
 void dot_range(float* out, const void* src, const void* grad, DType dtype, size_t width, size_t k, const int32_t* slot,

@@ -21,8 +21,7 @@ namespace ds::kernels::HWY_NAMESPACE {
 template <class T>
 void scale_elements(T* data, size_t n, float factor) {
   // d is a full register of fp32, however wide that is here; for the last few elements a single one.
-  each_element(n,
-               [&](auto d, size_t i) HWY_ATTR { store(d, hn::Mul(load(d, data + i), hn::Set(d, factor)), data + i); });
+  each_element(n, [&](auto d, size_t i) HWY_ATTR { store(d, Mul(load(d, data + i), Set(d, factor)), data + i); });
 }
 
 void scale_range(void* data, DType dtype, size_t begin, size_t end, float factor) {

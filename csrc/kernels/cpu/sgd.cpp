@@ -18,13 +18,13 @@ struct Sgd {
 
   template <class D, class V>
   static HWY_INLINE void step(D d, V& p, V* s, V g, const Constants& c) {
-    g = hn::Add(g, hn::Mul(hn::Set(d, c.weight_decay), p));
+    g = Add(g, Mul(Set(d, c.weight_decay), p));
     if (c.buffered) {
-      const V change = hn::Sub(hn::Mul(hn::Set(d, c.gain), g), hn::Mul(hn::Set(d, c.leak), s[0]));
-      s[0] = hn::Add(s[0], change);
-      g = c.look_ahead != 0 ? hn::Add(g, hn::Mul(hn::Set(d, c.look_ahead), s[0])) : s[0];
+      const V change = Sub(Mul(Set(d, c.gain), g), Mul(Set(d, c.leak), s[0]));
+      s[0] = Add(s[0], change);
+      g = c.look_ahead != 0 ? Add(g, Mul(Set(d, c.look_ahead), s[0])) : s[0];
     }
-    p = hn::Sub(p, hn::Mul(hn::Set(d, c.lr), g));
+    p = Sub(p, Mul(Set(d, c.lr), g));
   }
 };
 

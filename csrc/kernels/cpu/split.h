@@ -23,8 +23,8 @@ void split(const Launch& launch, size_t n, const Body& body) {
 }
 
 // Calls body(s, begin, end) for pieces of every segment s, balanced by elements, not by segments: a pool of four gets
-// through one large tensor as evenly as through a thousand small ones. `width`: what is counted are blocks of so many
-// elements.
+// through one large tensor as evenly as through a thousand small ones. `width`: elements of
+// the blocks that are counted.
 template <typename AnySegment, typename Body>
 void split_segments(const Launch& launch, const AnySegment* segments, size_t count, const Body& body,
                     size_t width = 1) {

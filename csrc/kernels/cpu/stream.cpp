@@ -9,34 +9,33 @@
 
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
-namespace hn = hwy::HWY_NAMESPACE;
+using namespace hwy::HWY_NAMESPACE;
 
 // The last few elements do not matter here and are left out.
 template <int kUpdates, bool kWrite>
 void stream_loop(const Stream& s, size_t begin, size_t end) {
-  const hn::ScalableTag<float> d;
-  const size_t lanes = hn::Lanes(d);
-  const auto keep = hn::Set(d, 0.999f);
+  const ScalableTag<float> d;
+  const size_t lanes = Lanes(d);
+  const auto keep = Set(d, 0.999f);
   for (size_t i = begin; i + lanes <= end; i += lanes) {
-    const auto x = hn::LoadU(d, s.read + i);
-    for (int k = 0; k < kUpdates; ++k)
-      hn::StoreU(hn::MulAdd(keep, hn::LoadU(d, s.update[k] + i), x), d, s.update[k] + i);
-    if constexpr (kWrite) hn::StoreU(x, d, s.write + i);
+    const auto x = LoadU(d, s.read + i);
+    for (int k = 0; k < kUpdates; ++k) StoreU(MulAdd(keep, LoadU(d, s.update[k] + i), x), d, s.update[k] + i);
+    if constexpr (kWrite) StoreU(x, d, s.write + i);
   }
 }
 
 float stream_range(const Stream& s, size_t begin, size_t end) {
-  const hn::ScalableTag<float> d;
-  const size_t lanes = hn::Lanes(d);
+  const ScalableTag<float> d;
+  const size_t lanes = Lanes(d);
   if (s.update[0] == nullptr && s.write == nullptr) {
-    auto a = hn::Zero(d), b = a, c = a, e = a;  // four sums hide the latency of the addition
+    auto a = Zero(d), b = a, c = a, e = a;  // four sums hide the latency of the addition
     for (size_t i = begin; i + 4 * lanes <= end; i += 4 * lanes) {
-      a = hn::Add(a, hn::LoadU(d, s.read + i));
-      b = hn::Add(b, hn::LoadU(d, s.read + i + lanes));
-      c = hn::Add(c, hn::LoadU(d, s.read + i + 2 * lanes));
-      e = hn::Add(e, hn::LoadU(d, s.read + i + 3 * lanes));
+      a = Add(a, LoadU(d, s.read + i));
+      b = Add(b, LoadU(d, s.read + i + lanes));
+      c = Add(c, LoadU(d, s.read + i + 2 * lanes));
+      e = Add(e, LoadU(d, s.read + i + 3 * lanes));
     }
-    return hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(a, b), hn::Add(c, e))));
+    return GetLane(SumOfLanes(d, Add(Add(a, b), Add(c, e))));
   }
   const int updates = (s.update[0] != nullptr) + (s.update[1] != nullptr) + (s.update[2] != nullptr);
   switch (2 * updates + (s.write != nullptr)) {

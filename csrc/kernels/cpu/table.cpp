@@ -2,7 +2,6 @@
 #include "kernels/table.h"
 
 #include <cstdlib>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -54,21 +53,18 @@ KernelTable isa_table(Isa isa) {
 
 // Everything there is, made once.
 struct Tables {
-  KernelTable ref = ref_table();
-  std::vector<Isa> built;
-  KernelTable by_isa[kIsaCount];
+  IsaTables<KernelTable> all = {ref_table(), {}};
   const KernelTable* chosen = nullptr;
   std::string error;  // why nothing is chosen
 
   Tables() {
+    std::vector<Isa> built;
     for (int i = 0; i < kIsaCount; ++i) {
-      const Isa isa = static_cast<Isa>(i);
-      if (!cpu::built(isa)) continue;
-      built.push_back(isa);
-      by_isa[i] = isa_table(isa);
+      all.by_isa[i] = isa_table(static_cast<Isa>(i));
+      if (cpu::built(static_cast<Isa>(i))) built.push_back(static_cast<Isa>(i));
     }
     try {
-      chosen = &by_isa[static_cast<int>(select_isa(built, std::getenv("DS_FORCE_ISA")))];
+      chosen = &all.by_isa[static_cast<int>(select_isa(built, std::getenv("DS_FORCE_ISA")))];
     } catch (const Error& e) {
       error = e.what();
     }
@@ -97,10 +93,5 @@ const char* ds_cpu_kernels_error(uint32_t abi) {
 }
 
 const KernelTable* ds_cpu_kernels_isa(uint32_t abi, const char* isa) {
-  if (abi != kKernelAbi) return nullptr;
-  if (std::strcmp(isa, "ref") == 0) return &tables().ref;
-  for (ds::Isa built : tables().built)
-    if (std::strcmp(isa, ds::isa_name(built)) == 0 && ds::cpu_has(built))
-      return &tables().by_isa[static_cast<int>(built)];
-  return nullptr;
+  return abi == kKernelAbi ? tables().all.find(isa) : nullptr;
 }

@@ -1,4 +1,4 @@
-// Which of Highway's targets are built, and how their bodies become entries of a table. Include it before
+// The targets of Highway that are built, and how their bodies become entries of a table. Include it before
 // hwy/foreach_target.h. [Note: dispatch] tells the whole story; cpu/scale.cpp shows it.
 //
 // [Note: dispatch]

@@ -14,7 +14,7 @@ namespace ds::kernels::HWY_NAMESPACE {
 
 struct NoLp {};
 template <class D>
-HWY_INLINE void store(D, hn::Vec<D>, NoLp*) {}
+HWY_INLINE void store(D, Vec<D>, NoLp*) {}
 
 template <class Rule, class Grad, class Lp>
 void update_elements(const UpdateRange& r, const Grad* grad, Lp* lp, const typename Rule::Constants& c) {
@@ -26,9 +26,9 @@ void update_elements(const UpdateRange& r, const Grad* grad, Lp* lp, const typen
   for (int k = 0; k < Rule::kStates; ++k) states[k] = r.states[k];
   each_element(r.n, [&](auto d, size_t i) HWY_ATTR {
     auto weight = load(d, p + i);
-    hn::Vec<decltype(d)> s[Rule::kStates];
+    Vec<decltype(d)> s[Rule::kStates];
     for (int k = 0; k < Rule::kStates; ++k) s[k] = load(d, states[k] + i);
-    Rule::step(d, weight, s, hn::Mul(load(d, grad + i), hn::Set(d, grad_scale)), constants);
+    Rule::step(d, weight, s, Mul(load(d, grad + i), Set(d, grad_scale)), constants);
     for (int k = 0; k < Rule::kStates; ++k) store(d, s[k], states[k] + i);
     store(d, weight, p + i);
     store(d, weight, lp + i);

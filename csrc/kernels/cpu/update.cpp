@@ -14,28 +14,28 @@ namespace ds::kernels::HWY_NAMESPACE {
 
 template <class D32, class V>
 HWY_INLINE V mixed(D32 d, V x) {
-  x = hn::Xor(x, hn::ShiftRight<16>(x));
-  x = hn::Mul(x, hn::Set(d, 0x7feb352du));
-  x = hn::Xor(x, hn::ShiftRight<15>(x));
-  x = hn::Mul(x, hn::Set(d, 0x846ca68bu));
-  return hn::Xor(x, hn::ShiftRight<16>(x));
+  x = Xor(x, ShiftRight<16>(x));
+  x = Mul(x, Set(d, 0x7feb352du));
+  x = Xor(x, ShiftRight<15>(x));
+  x = Mul(x, Set(d, 0x846ca68bu));
+  return Xor(x, ShiftRight<16>(x));
 }
 
 // random_bf16 of [Note: random rounding] for elements first, first + 1, ...
 void random_bf16_range(uint16_t* dst, const float* src, size_t n, RandomKey key, uint32_t first) {
   each_element(n, [&](auto d, size_t i) HWY_ATTR {
-    const hn::RebindToUnsigned<decltype(d)> d32;
-    const hn::RebindToSigned<decltype(d)> s32;
-    const auto u = hn::BitCast(d32, hn::LoadU(d, src + i));
-    auto random = hn::Xor(hn::Iota(d32, first + static_cast<uint32_t>(i)), hn::Set(d32, key.low));
-    random = mixed(d32, hn::Xor(mixed(d32, random), hn::Set(d32, key.high)));
-    const auto rounded = hn::ShiftRight<16>(hn::Add(u, hn::And(random, hn::Set(d32, 0xffffu))));
-    const auto magnitude = hn::BitCast(s32, hn::And(u, hn::Set(d32, 0x7fffffffu)));
-    const auto high = hn::ShiftRight<16>(u);
-    const auto nan = hn::RebindMask(d32, hn::Gt(magnitude, hn::Set(s32, 0x7f800000)));
-    const auto special = hn::RebindMask(d32, hn::Gt(magnitude, hn::Set(s32, 0x7f7fffff)));
-    const auto kept = hn::IfThenElse(nan, hn::Or(high, hn::Set(d32, 0x40u)), high);
-    store_low_halves(d32, hn::IfThenElse(special, kept, rounded), dst + i);
+    const RebindToUnsigned<decltype(d)> d32;
+    const RebindToSigned<decltype(d)> s32;
+    const auto u = BitCast(d32, LoadU(d, src + i));
+    auto random = Xor(Iota(d32, first + static_cast<uint32_t>(i)), Set(d32, key.low));
+    random = mixed(d32, Xor(mixed(d32, random), Set(d32, key.high)));
+    const auto rounded = ShiftRight<16>(Add(u, And(random, Set(d32, 0xffffu))));
+    const auto magnitude = BitCast(s32, And(u, Set(d32, 0x7fffffffu)));
+    const auto high = ShiftRight<16>(u);
+    const auto nan = RebindMask(d32, Gt(magnitude, Set(s32, 0x7f800000)));
+    const auto special = RebindMask(d32, Gt(magnitude, Set(s32, 0x7f7fffff)));
+    const auto kept = IfThenElse(nan, Or(high, Set(d32, 0x40u)), high);
+    store_low_halves(d32, IfThenElse(special, kept, rounded), dst + i);
   });
 }
 

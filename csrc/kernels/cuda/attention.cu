@@ -147,8 +147,8 @@ __global__ void merge_kernel(AttentionState into, AttentionState from, size_t ro
   if (lane == 0) *largest = high, *total = all;
 }
 
-// What both backward kernels find of one query and one key: what the value was multiplied by, and the gradient of the
-// score before it was capped and scaled.
+// The values that both backward kernels compute for one query and one key: the factor of the value, and the gradient of
+// the score before it was capped and scaled.
 template <typename Acc>
 struct Pair {
   Acc probability, score;

@@ -1,8 +1,7 @@
 // The memory of the device that computes.
 #include <ATen/ops/empty.h>
 
-#include <numeric>
-
+#include "base/ranges.h"
 #include "storage/tier.h"
 
 namespace ds::storage {
@@ -13,7 +12,7 @@ class DeviceTier : public Tier {
   explicit DeviceTier(c10::Device device) : device_(device) {}
 
   std::unique_ptr<Part> open(const PartSpec& spec) override {
-    const int64_t bytes = std::accumulate(spec.block_bytes.begin(), spec.block_bytes.end(), int64_t{0});
+    const int64_t bytes = sum_of(spec.block_bytes);
     return std::make_unique<MemoryPart>(allocate(bytes));
   }
   at::Tensor allocate(int64_t bytes) override {

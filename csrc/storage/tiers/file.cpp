@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "io/aligned_pool.h"
 #include "io/async_file.h"
 #include "io/swap_files.h"
@@ -98,10 +99,10 @@ class FileTier : public Tier {
     io::check(access_.transfers);
   }
   std::unique_ptr<Part> open(const PartSpec& spec) override {
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::lock_guard guard(lock_);
     const auto ended = [](const auto& file) { return file.expired(); };
-    opened_.erase(std::remove_if(opened_.begin(), opened_.end(), ended), opened_.end());
-    lists_.erase(std::remove_if(lists_.begin(), lists_.end(), ended), lists_.end());
+    erase_if(opened_, ended);
+    erase_if(lists_, ended);
     if (!spec.block_files.empty()) {
       auto part = std::make_unique<BlockFiles>(access_, queue_, spec);
       lists_.push_back(part->list());
@@ -113,7 +114,7 @@ class FileTier : public Tier {
     return part;
   }
   void at_exit() noexcept override {
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::lock_guard guard(lock_);
     for (const auto& one : opened_)
       if (const auto file = one.lock()) file->remove();
     for (const auto& one : lists_)

@@ -4,8 +4,8 @@
 
 #include <exception>
 #include <mutex>
-#include <numeric>
 
+#include "base/ranges.h"
 #include "storage/tier.h"
 
 namespace ds::storage {
@@ -16,14 +16,14 @@ class HostTier : public Tier {
   explicit HostTier(c10::Device device) : device_(device) {}
 
   std::unique_ptr<Part> open(const PartSpec& spec) override {
-    const int64_t bytes = std::accumulate(spec.block_bytes.begin(), spec.block_bytes.end(), int64_t{0});
+    const int64_t bytes = sum_of(spec.block_bytes);
     return std::make_unique<MemoryPart>(empty(bytes, spec.placement.pinned));
   }
   // Memory that a device often copies to and from.
   at::Tensor allocate(int64_t bytes) override { return empty(bytes, !device_.is_cpu()); }
 
   void report(Usage& usage) const override {
-    const std::lock_guard<std::mutex> guard(lock_);
+    const std::lock_guard guard(lock_);
     usage.unpinned_bytes = unpinned_bytes_;
     usage.unpinned_reason = reason_;
   }
@@ -40,7 +40,7 @@ class HostTier : public Tier {
       } catch (const std::exception& error) {
         reason = error.what();
       }
-      const std::lock_guard<std::mutex> guard(lock_);
+      const std::lock_guard guard(lock_);
       unpinned_bytes_ += bytes;
       if (reason_.empty()) reason_ = reason;
     }

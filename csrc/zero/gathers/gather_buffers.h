@@ -1,7 +1,7 @@
 // Memory of gathered parameters: scratch leases of the engine's storage, counted by its usage(). A buffer comes back
 // when nobody refers to its memory any more, a view that autograd has saved included.
 //
-// [Note: what waits here]
+// [Note: idle memory]
 // Memory for the two largest units: one is in use, one on its way. What comes back beyond that returns to torch's
 // allocator, so that gathering a whole model once leaves no whole model behind.
 #pragma once
@@ -28,7 +28,7 @@ class GatherBuffers {
   void keep_two_of(int64_t bytes);
   void trim();
   int64_t idle_bytes() const;
-  c10::Device device() const { return storage_->device(); }  // where there is a storage
+  c10::Device device() const { return storage_->device(); }  // only with a storage
 
  private:
   void need(c10::Device device);

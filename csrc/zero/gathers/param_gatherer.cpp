@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "base/ranges.h"
+
 namespace ds::zero {
 
 ParamGatherer::ParamGatherer(std::vector<ShardedParamPtr> params, ShardSourcePtr source, GathererOptions options)
@@ -33,7 +35,7 @@ int32_t ParamGatherer::add_unit(std::string name, std::vector<ShardedParamPtr> p
 
 void ParamGatherer::extend_unit(int32_t index, ShardedParamPtr param) {
   Unit& unit = units_.at(index);
-  if (std::find(unit.params.begin(), unit.params.end(), param.get()) != unit.params.end()) return;
+  if (contains(unit.params, param.get())) return;
   unit.params.push_back(param.get());
   unit.numel += param->numel();
   allow_pool(unit);
@@ -152,7 +154,7 @@ std::vector<ShardedParam*> ParamGatherer::wanted_next() const {
   int64_t numel = 0;
   for (size_t i = cursor_; i < trace_.size(); ++i) {
     for (ShardedParam* param : units_[trace_[i]].params) {
-      if (param->available() || std::find(result.begin(), result.end(), param) != result.end()) continue;
+      if (param->available() || contains(result, param)) continue;
       numel += param->numel();
       if (numel > options_.prefetch_numel || live_ + numel > options_.max_live_numel) return result;
       result.push_back(param);
@@ -201,11 +203,11 @@ void ParamGatherer::leave(int32_t index, const std::vector<at::Tensor>& outputs)
     use.reset();
   }
   if (!use) return;
-  watch_outputs(use, outputs);
+  hook_outputs(use, outputs);
   let_go(use->params, wanted_soon(index));
 }
 
-void ParamGatherer::watch_outputs(const UsePtr& use, const std::vector<at::Tensor>& outputs) {
+void ParamGatherer::hook_outputs(const UsePtr& use, const std::vector<at::Tensor>& outputs) {
   const std::weak_ptr<bool> alive = alive_;
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad()) continue;
@@ -227,7 +229,7 @@ void ParamGatherer::start_backward_use(const UsePtr& use) {
   hold(use->params);
   if (c10::GradMode::is_enabled()) {  // create_graph: what runs now saves the parameters for another backward
     hold(use->params);
-    saved_again_.insert(saved_again_.end(), use->params.begin(), use->params.end());
+    append(saved_again_, use->params);
     creates_graph_ = true;
   }
   if (use->inputs > 0) return;
@@ -262,7 +264,7 @@ void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
   for (const UsePtr& use : running_) let_go(use->params, false);
   running_.clear();
   if (whole_ && !whole_->params.empty()) {
-    watch_outputs(whole_, outputs);
+    hook_outputs(whole_, outputs);
     let_go(whole_->params, false);
   }
   whole_.reset();
@@ -329,7 +331,7 @@ bool ParamGatherer::touch(ShardedParam& param) {
   use->params.push_back(&param);
   if (use->unit >= 0) {
     Unit& unit = units_[use->unit];
-    if (std::find(unit.params.begin(), unit.params.end(), &param) == unit.params.end()) {
+    if (!contains(unit.params, &param)) {
       unit.params.push_back(&param);
       unit.numel += param.numel();
       allow_pool(unit);

@@ -109,7 +109,7 @@ class ParamGatherer {
   std::vector<ShardedParam*> wanted_next() const;
   void start_backward_use(const UsePtr& use);
   void end_backward_use(const UsePtr& use);
-  void watch_outputs(const UsePtr& use, const std::vector<at::Tensor>& outputs);
+  void hook_outputs(const UsePtr& use, const std::vector<at::Tensor>& outputs);
   void reset_uses();
   void forget_saved_again();
 

@@ -2,8 +2,7 @@
 
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
-
+#include "base/ranges.h"
 #include "zero/gathers/sources/staged_gather.h"
 
 namespace ds::zero {
@@ -11,7 +10,7 @@ namespace ds::zero {
 std::vector<ShardedParam*> ShardSource::absent(const std::vector<ShardedParam*>& params) {
   std::vector<ShardedParam*> result;
   for (ShardedParam* param : params)
-    if (!param->available() && std::find(result.begin(), result.end(), param) == result.end()) result.push_back(param);
+    if (!param->available() && !contains(result, param)) result.push_back(param);
   return result;
 }
 

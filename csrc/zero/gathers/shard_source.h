@@ -34,14 +34,14 @@ struct GatherGroup {
 
 class ShardSource {
  public:
-  // What gathered values lie in; null while there is no engine.
+  // `storage`: the memory of gathered values; null while there is no engine.
   explicit ShardSource(std::shared_ptr<storage::ShardStorage> storage) : buffers_(std::move(storage)) {}
   virtual ~ShardSource() = default;
   // All of `params` are available afterwards. `ahead` are wanted soon: a source that has to wait for transfers starts
   // them now.
   virtual void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) = 0;
   virtual bool looks_ahead() const { return false; }
-  virtual void forget_ahead() {}  // what was started ahead is not wanted any more
+  virtual void forget_ahead() {}  // gathers that were started ahead are not needed any more
   // A hint: they are wanted soon. Slices that rest elsewhere are fetched.
   virtual void expect(const std::vector<ShardedParam*>& params) { prefetch(params); }
   // Available parameters take the values that the shards have now, in place. Every rank calls it for the same ones.

@@ -3,7 +3,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
+#include "base/ranges.h"
 
 namespace ds::zero {
 
@@ -61,7 +61,7 @@ void AccumulatorHooks::clear() {
     hooked.accumulator->del_post_hook(hooked.fired);
     auto& before = hooked.accumulator->pre_hooks();
     const auto is_ours = [&](const auto& hook) { return hook.get() == hooked.released; };
-    if (hooked.released) before.erase(std::remove_if(before.begin(), before.end(), is_ours), before.end());
+    if (hooked.released) erase_if(before, is_ours);
   }
   hooks_.clear();
 }

@@ -60,7 +60,7 @@ Audit::Audit(const std::shared_ptr<Engine>& engine, comm::CommunicatorPtr ranks,
 Engine& Audit::engine() const {
   const auto alive = engine_.lock();
   if (!alive) fail(ErrorKind::kRuntime, "the engine that is audited has ended");
-  return *alive;  // whose step this is called from
+  return *alive;  // its step makes this call
 }
 
 void Audit::fail_step(const std::string& text) const {
@@ -84,7 +84,7 @@ void Audit::add(size_t param, const at::Tensor& grad) {
 
 at::Tensor Audit::master(size_t param) const { return engine().states().full(StateKind::kMaster, 0, param); }
 
-// What any rank has.
+// Averages the gradients that any rank has.
 void Audit::average_gradients() {
   const ParamStore& params = engine().params();
   if (!ranks_) {
@@ -175,7 +175,7 @@ void Audit::after_step(bool stepped, double norm) {
       compare("after a skipped step the weight", param, master(param), before_[param].weight);
     } else if (!step_.groups.empty() && finite && before_[param].grad.defined()) {
       const at::Tensor expected = updated(param);
-      // What the rule makes of a difference between gradients, in the step that it adds to the weight.
+      // The change that the rule makes of a difference between gradients, in the step that it adds to the weight.
       const double more = (group(param).magnification - 1) * norm_of(expected - before_[param].weight);
       compare("the updated weight", param, master(param), expected, norm_of(expected) + more);
     }

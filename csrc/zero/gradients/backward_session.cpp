@@ -130,7 +130,7 @@ at::Tensor BackwardSession::hook_input(const at::Tensor& input) {
   return inside;
 }
 
-void BackwardSession::watch_outputs(const std::vector<at::Tensor>& outputs) {
+void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs) {
   if (user_backward_) abort();  // it raised half-way: its callback never ran
   const std::weak_ptr<BackwardSession> weak = self_();
   const auto entered = [weak](const at::Tensor& grad) -> at::Tensor {

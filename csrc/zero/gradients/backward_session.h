@@ -34,9 +34,9 @@ class BackwardSession {
   bool abort();
 
   // A backward that the user runs on what forward returned: `outputs` get hooks that call the two above by themselves.
-  // What the latest plan says counts: whether that backward reduces, and the factor (loss scale over accumulation
+  // The latest plan counts. It says whether that backward reduces, and the factor (loss scale over accumulation
   // steps) that the gradients are multiplied by as they come in.
-  void watch_outputs(const std::vector<at::Tensor>& outputs);
+  void hook_outputs(const std::vector<at::Tensor>& outputs);
   // Of tensors that came into the model from elsewhere in the graph: what the gradients leave through, which divides
   // by that factor again.
   at::Tensor hook_input(const at::Tensor& input);
@@ -50,7 +50,7 @@ class BackwardSession {
     register_hooks();
     outer_factor_ = 1.0;
     plan(reduce, factor);
-    watch_outputs(outputs);
+    hook_outputs(outputs);
   }
 
   void finish();  // before a step: what backwards have left is reduced
@@ -60,7 +60,7 @@ class BackwardSession {
   bool join(bool reduce);
   void stepped() { had_user_backward_ = false; }
   void clear_grads();
-  // What the user, or a backward without hooks, has left in .grad is this rank's contribution from now on.
+  // Takes the gradients that the user, or a backward without hooks, has left in .grad as this rank's contribution.
   void adopt_grads();
   void release() { hooks_.clear(); }
 

@@ -108,9 +108,9 @@ void BucketReduction::collect(GradBucket& bucket) {
   bucket.enter(leave_device(bucket) ? BucketState::kLeaving : BucketState::kReceived);
 }
 
-// What is here and rests elsewhere goes there while the backward runs. The first of a row is written in the background;
-// what is to be added waits on the host until the backward has ended: one that raises leaves the row as it was. Returns
-// whether the row is on its way.
+// Moves a received row to its placement while the backward runs. The first sum of a row is written in the background; a
+// sum that is added to it waits on the host until the backward has ended: one that raises leaves the row as it was.
+// Returns whether the row is on its way.
 bool BucketReduction::leave_device(GradBucket& bucket) {
   const Buffer& grad = space(bucket).grad;
   const plan::Range row = space(bucket).row_in(grad, bucket.plan);

@@ -21,7 +21,7 @@ class BucketReduction {
         alone_(store.everyone().alone()),
         memory_(*store.storage()) {}
 
-  // What gradients are multiplied by before the sum over the ranks, and the sum after it.
+  // The factors of gradients before the sum over the ranks, and of the sum after it.
   float before(const GradBucket& bucket) const {
     return alone(bucket) ? 1.0f : static_cast<float>(options_.predivide) * ranks(bucket).scale_before;
   }

@@ -1,5 +1,5 @@
-// What ranks tell each other when a backward has ended: which parameters any of them has used, what came too late for
-// its bucket, and who could not compute its gradients.
+// The flags that ranks exchange when a backward has ended: the parameters that any of them has used, the gradients that
+// came too late for their buckets, and the ranks that could not compute their gradients.
 //
 // Parameters of one set of ranks travel together; the failures travel to every rank of the engine, with the set of
 // everyone. Where all spaces have the same ranks, as those of dense parameters do, that is one all-reduce.

@@ -1,4 +1,4 @@
-// Who is told of reduced gradients while backward still runs.
+// A listener for gradients that are reduced while backward still runs.
 #pragma once
 #include <cstdint>
 #include <vector>

@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::zero {
 
@@ -32,7 +33,7 @@ std::vector<std::pair<int64_t, int64_t>> gaps_of(const plan::ShardMap& map, cons
   std::vector<std::pair<int64_t, int64_t>> taken, gaps;
   for (size_t e = map.first[bucket.plan.first_param]; e < map.first[bucket.plan.last_param + 1]; ++e)
     taken.emplace_back(map.extents[e].full_offset - bucket.begin, map.extents[e].numel);
-  std::sort(taken.begin(), taken.end());
+  sort(taken);
   taken.emplace_back(bucket.numel, 0);
   int64_t next = 0;
   for (const auto& [offset, numel] : taken) {

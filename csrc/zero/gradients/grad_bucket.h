@@ -55,7 +55,7 @@ struct GradBucket : BucketFacts {
   int32_t late = 0;       // gradients that came after it had left, over all ranks
   at::Tensor before{};    // kArrived: the row's values of earlier backwards
   at::Tensor slots{};     // `numel` elements
-  at::Tensor wire{};      // what travels when it is not the slots themselves
+  at::Tensor wire{};      // the buffer that travels when it is not the slots themselves
   at::Tensor received{};  // this rank's row of the sum
   comm::WorkPtr work{};
 

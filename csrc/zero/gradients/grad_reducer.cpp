@@ -3,11 +3,11 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::zero {
 
@@ -30,8 +30,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOption
       options_(options),
       reduction_(store, device, options_),
       buckets_(grad_buckets(store)),
-      stays_(std::all_of(buckets_.begin(), buckets_.end(),
-                         [&](const GradBucket& bucket) { return reduction_.summed(bucket); })),
+      stays_(all_of(buckets_, [&](const GradBucket& bucket) { return reduction_.summed(bucket); })),
       bucket_of_(store.size()),
       filled_(store.size()),
       used_(store.size()),
@@ -88,7 +87,7 @@ void GradReducer::undo_sum(const GradBucket& bucket) {
 void GradReducer::make_room() {
   if (!store_.grad_buffer_aliased()) return;
   const auto holds = [](const GradBucket& bucket) { return bucket.row_holds && !bucket.in_place; };
-  if (std::any_of(buckets_.begin(), buckets_.end(), holds)) store_.split_grad_buffer();
+  if (any_of(buckets_, holds)) store_.split_grad_buffer();
 }
 
 void GradReducer::absorb(size_t param, const at::Tensor& grad) {
@@ -102,7 +101,7 @@ void GradReducer::absorb(size_t param, const at::Tensor& grad) {
 }
 
 void GradReducer::on_grad(size_t param) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   at::Tensor& held = store_.spec(param).tensor.mutable_grad();
   if (!held.defined()) return;
   nonfinite_.note(param, held);
@@ -243,7 +242,7 @@ void GradReducer::exchange_flags() {
   }
 }
 
-// What has not left yet, and what all ranks have to tell each other.
+// Reduces the buckets that have not left yet, and exchanges the flags of all ranks.
 void GradReducer::reduce_rest() {
   while (next_bucket_ < buckets_.size()) launch(buckets_[next_bucket_++]);
   exchange_flags();
@@ -257,7 +256,7 @@ void GradReducer::reduce_rest() {
     changes(bucket);
     reduction_.add_late(bucket, slots_, late_);
   }
-  std::fill(late_.begin(), late_.end(), at::Tensor());
+  fill(late_, at::Tensor());
   for (size_t param = 0; param < store_.size(); ++param)
     if (!bucket_of(param).in_place) filled_[param] = SlotState::kEmpty;  // it is in the reduced gradients
 }
@@ -322,7 +321,7 @@ bool GradReducer::abort() {
   }
   for (SlotState& slot : filled_)
     if (slot == SlotState::kCurrent) slot = SlotState::kEmpty;
-  std::fill(late_.begin(), late_.end(), at::Tensor());
+  fill(late_, at::Tensor());
   views_.attach(filled_);
   phase_ = Phase::kIdle;
   return lost;
@@ -345,7 +344,7 @@ void GradReducer::join() {
   grad_uses_.forget_last(learned);
 }
 
-// What the user has left in .grad; where gradients are sharded that is this rank's contribution to the sum.
+// Takes what the user has left in .grad; if gradients are sharded, it is this rank's contribution to the sum.
 void GradReducer::adopt_user_grads() {
   views_.adopt(filled_, [this](size_t param, const at::Tensor& grad) {
     GradBucket& bucket = bucket_of(param);
@@ -416,8 +415,8 @@ void GradReducer::clear() {
     bucket.enter(BucketState::kFilling);
     bucket.row_holds = false;
   }
-  std::fill(filled_.begin(), filled_.end(), SlotState::kEmpty);
-  std::fill(used_.begin(), used_.end(), 0);
+  fill(filled_, SlotState::kEmpty);
+  fill(used_, 0);
   store_.alias_grad_buffer();
   views_.detach();
   dirty_ = false;

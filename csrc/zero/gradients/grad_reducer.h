@@ -26,7 +26,7 @@
 // (BucketState); an illegal transition is an error.
 //
 // [Note: memory during backward]
-// Where gradients are sharded, whole ones exist only between their backward and their reduction: buckets leave as early
+// If gradients are sharded, whole ones exist only between their backward and their reduction: buckets leave as early
 // as they can, from the first backward on (each parameter is taken to fire once, what comes later is late), and their
 // slots are free again as soon as they have been sent. What has arrived waits in `received` until the backward has
 // ended: one that raises leaves nothing behind.
@@ -100,7 +100,7 @@ class GradReducer {
  private:
   enum class Phase { kIdle, kAccumulating, kReducing };
   enum class Arrivals { kUnwanted, kWanted, kTold };  // kTold: until the next backward or the step
-  // What a backward that raised had launched, with the memory that is still being read and written.
+  // A collective that a backward had launched before it raised, with the memory that it still reads and writes.
   struct Abandoned {
     comm::WorkPtr work;
     at::Tensor slots, wire, received;

@@ -9,7 +9,7 @@ void GradSlots::put(size_t param, const at::Tensor& slots, int64_t begin, const 
                     bool add) {
   const ParamSpec& spec = store_.spec(param);
   const plan::ShardMap& map = store_.space_of(param).map;
-  const auto index = static_cast<size_t>(store_.place(param).index);
+  const auto index = store_.position(param).index;
   const at::IntArrayRef sizes = spec.sizes(), strides = spec.strides();
   // Nearly every gradient: dense, in the parameter's memory order, of a dtype that kernels know. No tensor is made for
   // it, since that would cost several times what a small gradient does.
@@ -52,14 +52,14 @@ void GradSlots::put(size_t param, const at::Tensor& slots, int64_t begin, const 
 
 void GradSlots::zero(size_t param, const at::Tensor& slots, int64_t begin) {
   const plan::ShardMap& map = store_.space_of(param).map;
-  const auto index = static_cast<size_t>(store_.place(param).index);
+  const auto index = store_.position(param).index;
   for (size_t e = map.first[index]; e < map.first[index + 1]; ++e)
     slots.narrow(0, map.extents[e].full_offset - begin, map.extents[e].numel).zero_();
 }
 
 void GradSlots::scale(size_t param, const at::Tensor& slots, int64_t begin, float factor) {
   const plan::ShardMap& map = store_.space_of(param).map;
-  const auto index = static_cast<size_t>(store_.place(param).index);
+  const auto index = store_.position(param).index;
   for (size_t e = map.first[index]; e < map.first[index + 1]; ++e) {
     const at::Tensor slot = slots.narrow(0, map.extents[e].full_offset - begin, map.extents[e].numel);
     device_.copy(slot, slot, factor);

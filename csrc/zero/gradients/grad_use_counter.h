@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::zero {
 
@@ -19,12 +20,11 @@ class GradUseCounter {
  public:
   explicit GradUseCounter(size_t params) : fires_(params), expected_(params) {}
 
-  void begin() { std::fill(fires_.begin(), fires_.end(), 0); }
+  void begin() { fill(fires_, 0); }
   int32_t fired(size_t param) { return ++fires_[param]; }
   bool any() const {
-    return std::any_of(fires_.begin(), fires_.end(), [](int32_t n) { return n > 0; });
+    return any_of(fires_, [](int32_t n) { return n > 0; });
   }
-  int32_t fires(size_t param) const { return fires_[param]; }        // in the running backward
   int32_t expected(size_t param) const { return expected_[param]; }  // the most in an earlier one
   // How often it will have fired when its bucket may leave; nothing is known: 1 where buckets are `eager`, else 0.
   int32_t wanted(size_t param, bool eager) const { return learned_ ? expected_[param] : eager; }
@@ -36,7 +36,7 @@ class GradUseCounter {
   bool has_learned() const { return learned_; }
   void forget_last(bool had_learned) { learned_ = had_learned; }  // an empty backward teaches nothing
 
-  // What has been learned, for a run that goes on later: empty before the first backward. A sum is rounded differently
+  // The learned counts, for a run that is resumed later: empty before the first backward. A sum is rounded differently
   // when a gradient comes late, so a resumed run that has to learn again would not have the same bits.
   std::vector<int32_t> learned() const { return learned_ ? expected_ : std::vector<int32_t>(); }
   void set_learned(const std::vector<int32_t>& expected) {

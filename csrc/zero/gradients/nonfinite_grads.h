@@ -1,4 +1,4 @@
-// Which parameters this rank has had gradients of that were inf or nan, before any reduction spread them.
+// The parameters whose gradients on this rank were inf or nan, before any reduction spread them.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -13,7 +13,7 @@ struct ReducerOptions {
   bool scatter = true;                       // sharded: reduce each row to its owner alone; false: all-reduce
   double predivide = 1.0;                    // gradients are multiplied by this before the sum over ranks
   double postscale = 1.0;                    // and by this after it
-  c10::optional<at::ScalarType> comm_dtype;  // what travels; unset: the buffers' own
+  c10::optional<at::ScalarType> comm_dtype;  // of the buffers that travel; unset: their own
   bool find_nonfinite_grads = false;         // remember which local gradients were not finite
   // Backward may wait for an earlier reduction. Not where ranks wait for each other in other ways meanwhile.
   bool waits = true;

@@ -15,7 +15,7 @@ at::Tensor touched_rows(const at::Tensor& grad);
 at::Tensor as_sparse(const at::Tensor& grad);
 
 // `grad` becomes its sum over the ranks, times `scale`. What travels, as `wire`, are numbers and values of touched
-// rows, from every rank to every rank; where they are so many that this costs more than an all-reduce, it is one. Rows
+// rows, from every rank to every rank; if that costs more than an all-reduce, it is an all-reduce. Rows
 // are added in rank order: every rank gets the same bits. All ranks call it, for a tensor of the same shape.
 void reduce_rows(comm::Communicator& communicator, const at::Tensor& grad, float scale, at::ScalarType wire,
                  const std::string& tag);

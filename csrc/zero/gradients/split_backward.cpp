@@ -14,6 +14,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/ranges.h"
 #include "zero/torch_compat.h"
 
 namespace ds::zero {
@@ -27,7 +28,7 @@ using torch::autograd::variable_list;
 using NodePtr = std::shared_ptr<Node>;
 using Leaves = std::unordered_set<Node*>;
 
-// What came into a boundary, kept by the hook that hangs on it.
+// Keeps the gradients that came into a boundary, as a hook of it.
 class KeepingHook : public torch::autograd::FunctionPreHook {
  public:
   explicit KeepingHook(std::shared_ptr<variable_list> kept) : kept_(std::move(kept)) {}
@@ -81,8 +82,7 @@ class Graph {
   bool is_boundary(Node* node) const {
     if (!to_input(node)) return false;
     const auto& edges = node->next_edges();
-    return std::any_of(edges.begin(), edges.end(),
-                       [this](const Edge& edge) { return edge.is_valid() && to_weights_alone(edge.function.get()); });
+    return any_of(edges, [this](const Edge& edge) { return edge.is_valid() && to_weights_alone(edge.function.get()); });
   }
 
   // Leaves below the edges of `node` that lead to weights alone; below the node itself where it does so.
@@ -168,7 +168,7 @@ struct SplitBackward::Halves {
     std::shared_ptr<variable_list> grads = std::make_shared<variable_list>();
   };
 
-  edge_list roots, first, later;  // where it starts; leaves of each half
+  edge_list roots, first, later;  // of the backward; leaves of each half
   variable_list grads;
   std::vector<Boundary> boundaries;
   edge_list weight_roots;  // roots that lead to weights alone
@@ -193,7 +193,7 @@ SplitBackward::SplitBackward(const std::vector<at::Tensor>& outputs, std::vector
   halves.whole = halves.first.empty();  // nobody waits
   if (halves.whole) return;
   const auto& nodes = graph.nodes();
-  halves.whole_first = std::any_of(nodes.begin(), nodes.end(), [](const NodePtr& node) { return recomputes(*node); });
+  halves.whole_first = any_of(nodes, [](const NodePtr& node) { return recomputes(*node); });
   if (halves.whole_first) return;
 
   const Leaves early = early_weights(graph);

@@ -11,7 +11,7 @@ namespace ds::zero {
 class WireBuffers {
  public:
   explicit WireBuffers(storage::ShardStorage& storage) : storage_(storage), user_(storage.add_scratch_user()) {
-    // What was lent at one time is wanted again in the next backward.
+    // The next backward needs the same memory again.
     storage_.keep_scratch(storage::Medium::kDevice, INT64_MAX, user_);
   }
 

@@ -90,7 +90,7 @@ plan::PlaceRates machine_rates(c10::Device device, bool pinned, const std::strin
     rates.file_read = drive.read;
     rates.file_write = drive.write;
   }
-  // What is copied is read and written.
+  // A copy reads and writes each byte.
   rates.host_step = 2 * storage::known_copy_rate(kept, at::kCPU, threads);
   rates.device_step = 2 * storage::known_copy_rate(kept, device, threads);
   return rates;

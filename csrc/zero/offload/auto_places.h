@@ -1,5 +1,5 @@
-// Where masters, gradients and optimizer states rest when the user says how much memory there is, and not where they
-// are to be: so that a step takes the least time (plan/place_plan.h).
+// The placements of masters, gradients and optimizer states for a user who gives the size of the memory and no
+// placements: those with which a step takes the least time (plan/place_plan.h).
 #pragma once
 #include <cstdint>
 #include <string>
@@ -31,7 +31,7 @@ plan::PlaceNeed place_need(const StateBytes& need, const TierBytes& have);
 // what is missing.
 Placements auto_places(const StateBytes& need, const TierBytes& have);
 
-// What this machine reaches, measured once and kept (storage/rates.h). `device`: on which the model computes.
+// The rates of this machine, measured once and kept (storage/rates.h). `device`: on which the model computes.
 plan::PlaceRates machine_rates(c10::Device device, bool pinned, const std::string& folder,
                                const storage::FileAccess& files, int threads);
 

@@ -12,34 +12,36 @@ using storage::Medium;
 
 namespace {
 
-bool in_files(const storage::Placement& place) { return place.rest == Medium::kFile || place.work == Medium::kFile; }
+bool in_files(const storage::Placement& placement) {
+  return placement.rest == Medium::kFile || placement.work == Medium::kFile;
+}
 
 }  // namespace
 
-OffloadedParams::OffloadedParams(std::shared_ptr<storage::ShardStorage> storage, const storage::Placement& place,
+OffloadedParams::OffloadedParams(std::shared_ptr<storage::ShardStorage> storage, const storage::Placement& placement,
                                  const ParamOffload& options, int64_t largest)
     : storage_(std::move(storage)),
-      place_(place),
+      placement_(placement),
       options_(options),
       largest_(largest),
       host_left_(options.host_numel) {
-  if (!in_files(place_)) return;
-  folder_ = param_folders(place_.folder, options_.rank);
+  if (!in_files(placement_)) return;
+  folder_ = param_folders(placement_.folder, options_.rank);
   copies_ = storage_->add_scratch_user();
 }
 
 // As many of the first blocks as there is room for rest on the host.
 storage::Placement OffloadedParams::placed(const storage::Cuts& ends) {
-  storage::Placement place = place_;
-  if (!in_files(place) || ends.empty()) return place;
+  storage::Placement placement = placement_;
+  if (!in_files(placement) || ends.empty()) return placement;
   int64_t fitting = 0;
   for (const int64_t end : ends)
     if (end <= host_left_) fitting = end;
   host_left_ -= fitting;
-  place.rest = Medium::kHost;
-  place.work = Medium::kFile;
-  place.host_share = static_cast<double>(fitting) / static_cast<double>(ends.back());
-  return place;
+  placement.rest = Medium::kHost;
+  placement.work = Medium::kFile;
+  placement.host_share = static_cast<double>(fitting) / static_cast<double>(ends.back());
+  return placement;
 }
 
 storage::PlaneId OffloadedParams::add(const char* name, const std::vector<Slice>& slices, int64_t numel,
@@ -63,12 +65,12 @@ storage::PlaneId OffloadedParams::add(const char* name, const std::vector<Slice>
     if (folder_)
       extras.block_files.push_back(param_file(type, options_.rank, slices[i].param->id, slices[i].param->name()));
   }
-  const storage::Placement place = placed(ends);
+  const storage::Placement placement = placed(ends);
   int64_t largest = 0;  // of those in files
   const ShardedParam* widest = nullptr;
   for (size_t i = 0; folder_ && i < slices.size(); ++i) {
     const int64_t room = ends[i] - slices[i].begin;
-    if (static_cast<double>(ends[i]) <= place.host_share * static_cast<double>(numel) + 0.5 || room <= largest)
+    if (static_cast<double>(ends[i]) <= placement.host_share * static_cast<double>(numel) + 0.5 || room <= largest)
       continue;
     widest = slices[i].param;
     largest = room;
@@ -84,7 +86,7 @@ storage::PlaneId OffloadedParams::add(const char* name, const std::vector<Slice>
     limit_ = std::max(limit_, options_.buffers > INT64_MAX / 4 / one ? INT64_MAX / 4 : options_.buffers * one);
     storage_->limit_scratch(Medium::kHost, limit_, copies_);
   }
-  const storage::PlaneId plane = storage_->add(name, numel, type, place, ends, extras);
+  const storage::PlaneId plane = storage_->add(name, numel, type, placement, ends, extras);
   for (size_t i = 0; i < slices.size(); ++i)
     slices[i].param->move_shard(SliceHome{storage_, plane, {slices[i].begin, ends[i]}, alone});
   return plane;

@@ -18,7 +18,7 @@ class OffloadedParams {
   };
 
   // `largest`: elements that the largest slice of all takes, where that is known.
-  OffloadedParams(std::shared_ptr<storage::ShardStorage> storage, const storage::Placement& place,
+  OffloadedParams(std::shared_ptr<storage::ShardStorage> storage, const storage::Placement& placement,
                   const ParamOffload& options, int64_t largest = 0);
 
   // Adds a plane and moves the slices there, one after the other. `memory`: undefined, or what the plane rests in.
@@ -35,7 +35,7 @@ class OffloadedParams {
   storage::Placement placed(const storage::Cuts& ends);
 
   const std::shared_ptr<storage::ShardStorage> storage_;
-  const storage::Placement place_;
+  const storage::Placement placement_;
   const ParamOffload options_;
   const int64_t largest_;
   int64_t host_left_;                      // elements that may still rest on the host

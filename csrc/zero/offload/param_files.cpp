@@ -4,6 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/ranges.h"
+
 namespace ds::zero {
 
 namespace {
@@ -24,7 +26,7 @@ std::shared_ptr<io::RunFolder> param_folders(const std::string& root, int rank) 
 std::string param_file(at::ScalarType type, int rank, int64_t id, const std::string& name) {
   std::string number = id < 0 ? name : std::to_string(id);
   std::replace(number.begin(), number.end(), '/', '_');
-  const auto found = std::find_if(kTypes.begin(), kTypes.end(), [&](const auto& one) { return one.first == type; });
+  const auto found = find_if(kTypes, [&](const auto& one) { return one.first == type; });
   const std::string type_name = found == kTypes.end() ? c10::toString(type) : found->second;
   return params_folder(type_name, rank) + "/" + number + "_param.tensor.swp";
 }

@@ -1,6 +1,6 @@
-// Where the buffers of training rest between the moments in which somebody works on them.
+// The placements of the buffers of training between the moments in which they are used.
 //
-// Nobody but this says where they are: gathers, the step, checkpoints and users acquire leases, wherever a buffer
+// Only this file decides them: gathers, the step, checkpoints and users acquire leases, wherever a buffer
 // rests. A step computes where the masters of a bucket rest, or on the host where nobody can compute (files): what lies
 // elsewhere is copied there and back.
 #pragma once
@@ -12,10 +12,10 @@ namespace ds::zero {
 
 enum class StateKind { kMaster, kGrad, kSlot };
 
-// What else there is to say of parameters that rest elsewhere than on the device.
+// Options of parameters that do not rest on the device.
 struct ParamOffload {
   int64_t host_numel = INT64_MAX;  // elements that rest on the host, the first ones, where the others rest in files
-  // Of parameters in files: their copies on the host are in so many buffers of so many elements, never more.
+  // Of parameters in files: the number of buffers for their copies on the host, and the elements of each.
   int64_t buffers = INT64_MAX, buffer_numel = INT64_MAX;
   int rank = 0;  // of the job: names the folder of files
 
@@ -43,8 +43,8 @@ struct Placements {
 // How a step fetches what rests elsewhere.
 struct Swapping {
   int64_t bucket_numel = INT64_MAX;  // elements of a bucket, at most
-  // Of files: so many rows of the largest bucket may be in the host's memory at a time, for each of: the bucket that is
-  // worked on, the one that is read ahead, the one that is being written. 0: no limit.
+  // Of files: the number of rows of the largest bucket that may be in the host's memory at a time: for the bucket that
+  // is worked on, the one that is read ahead and the one that is being written, each. 0: no limit.
   int64_t buffer_count = 0;
   // So many rows of reduced gradients may be on their way from the device to where they rest; the backward waits for
   // the first of them to be there before another one leaves. 0: no limit.

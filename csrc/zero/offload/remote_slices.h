@@ -8,10 +8,10 @@ namespace ds::zero {
 
 class RemoteSlices {
  public:
-  RemoteSlices(c10::Device device, const storage::Placement& place, const ParamOffload& options,
+  RemoteSlices(c10::Device device, const storage::Placement& placement, const ParamOffload& options,
                const storage::FileAccess& files)
       : storage_(std::make_shared<storage::ShardStorage>(device, storage::Budget{}, files)),
-        params_(storage_, place, options) {}
+        params_(storage_, placement, options) {}
 
   // Its slice rests there from now on, until an engine gives it another place.
   void take(ShardedParam& param) {

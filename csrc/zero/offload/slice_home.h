@@ -1,4 +1,4 @@
-// Where the slice of a sharded parameter rests that the computing device has no memory for: whole blocks of a plane.
+// The home of a slice that does not rest on the computing device: whole blocks of a plane.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -15,8 +15,8 @@ struct SliceHome {
   plan::Range range;   // the slice, and padding behind it
   bool alone = false;  // the plane has nothing else
 
-  // Where its elements are leased: where they rest, so that nothing is copied before the slice is; on the host where
-  // nobody can address them; at the device where that is another one, which fetches them by itself.
+  // The medium at which its elements are leased: that in which they rest, so that nothing is copied before the slice
+  // is; the host if they cannot be addressed there; the device if that is another one, which fetches them by itself.
   storage::Medium medium() const {
     if (!storage->device().is_cpu()) return storage::Medium::kDevice;
     return storage->resting(plane, range).value_or(storage::Medium::kHost);

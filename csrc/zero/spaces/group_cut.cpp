@@ -5,16 +5,14 @@
 
 #include <algorithm>
 #include <exception>
-#include <numeric>
 #include <utility>
 
+#include "base/ranges.h"
 #include "zero/states/spooled_partition.h"
 
 namespace ds::zero {
 
 namespace {
-
-int64_t total(const std::vector<int64_t>& numels) { return std::accumulate(numels.begin(), numels.end(), int64_t{0}); }
 
 // The first parameter of a group, or of the next one that has any.
 size_t first_of(const ParamStore& store, int32_t group) {
@@ -44,7 +42,7 @@ GroupCut::GroupCut(const ParamStore& store, StateAccess& states, int32_t group)
     while (piece < pieces.size() && pieces[piece].param < static_cast<int64_t>(param)) ++piece;
     const ParamSpace& space = store.space_of(param);
     if (space.key.dtype == at::kDouble) type = at::kDouble;
-    const auto index = static_cast<size_t>(store.place(param).index);
+    const auto index = store.position(param).index;
     for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
       const plan::Extent& extent = space.map.extents[e];
       runs.push_back(
@@ -58,7 +56,7 @@ GroupCut::GroupCut(const ParamStore& store, StateAccess& states, int32_t group)
 
 std::vector<int64_t> GroupCut::numels_in_row() const {
   std::vector<int64_t> found;
-  for (size_t param = first_; param < last_; ++param) found.push_back(in_row(param) ? store_.place(param).numel : 0);
+  for (size_t param = first_; param < last_; ++param) found.push_back(in_row(param) ? store_.position(param).numel : 0);
   return found;
 }
 
@@ -72,7 +70,7 @@ at::Tensor GroupCut::partition(const std::vector<at::Tensor>& pieces) const {
   at::NoGradGuard no_grad;
   const at::Tensor made = at::zeros({size_}, options_);
   if (size_ == 0) return made.cpu();  // nobody has anything to give
-  const at::Tensor given = at::empty({total(plan_.give_numels)}, options_);
+  const at::Tensor given = at::empty({sum_of(plan_.give_numels)}, options_);
   int64_t at = 0;
   for (const plan::Give& give : plan_.give) {
     const at::Tensor to = given.narrow(0, at, give.numel);
@@ -87,7 +85,7 @@ at::Tensor GroupCut::partition(const std::vector<at::Tensor>& pieces) const {
   comm::Communicator& ranks = *store_.everyone().shard;
   at::Tensor taken = given;
   if (ranks.size() > 1) {
-    taken = at::empty({total(plan_.take_numels)}, options_);
+    taken = at::empty({sum_of(plan_.take_numels)}, options_);
     ranks.all_to_all(given, plan_.give_numels, taken, plan_.take_numels, "a partition of a checkpoint")->wait();
   }
   at = 0;
@@ -127,7 +125,7 @@ std::optional<std::vector<GroupCut::Part>> GroupCut::in_pieces(const std::vector
   return parts;
 }
 
-// What goes wrong on this rank is kept until the exchanges are over: the others wait for it there.
+// Keeps an error of this rank until the exchanges are over: the other ranks wait for this one there.
 class Collecting {
  public:
   Collecting(const std::string& folder, int64_t numel, at::ScalarType type, const std::shared_ptr<io::Files>& files) {
@@ -158,19 +156,19 @@ class Collecting {
   std::exception_ptr failed_;
 };
 
-// Where files of that kind are; "": it does not rest in files.
+// The folder of files of that kind; "" if it does not rest in files.
 std::string GroupCut::folder_of(StateKind kind, int slot) const {
   for (size_t param = first_; param < last_; ++param) {
     if (!in_row(param)) continue;
-    const Buffer* from = states_.buffer_of(kind, slot, store_.place(param).space);
+    const Buffer* from = states_.buffer_of(kind, slot, store_.position(param).space);
     if (from == nullptr || !from->exists()) continue;
-    const storage::Placement place = store_.storage()->placement(from->plane);
-    if (place.in_files()) return place.folder;
+    const storage::Placement placement = store_.storage()->placement(from->plane);
+    if (placement.in_files()) return placement.folder;
   }
   return "";
 }
 
-// A row of the bucket is held, and leaves in so many steps that nobody gets much more than a row at once.
+// Holds a row of the bucket and sends it in steps, so that no rank gets much more than a row at once.
 void GroupCut::exchange_bucket(const ParamSpace& space, int32_t bucket, const Buffer& from, Collecting& into) const {
   constexpr int64_t kSmall = 1 << 14;
   comm::Communicator& ranks = *store_.everyone().shard;
@@ -209,7 +207,7 @@ void GroupCut::exchange_bucket(const ParamSpace& space, int32_t bucket, const Bu
     }
     at::Tensor arrived = given.data();
     if (ranks.size() > 1) {
-      arrived = taken.data().narrow(0, 0, total(plan.take_numels));
+      arrived = taken.data().narrow(0, 0, sum_of(plan.take_numels));
       ranks
           .all_to_all(given.data().narrow(0, 0, at), plan.give_numels, arrived, plan.take_numels,
                       "a part of a checkpoint")
@@ -227,8 +225,8 @@ void GroupCut::exchange_bucket(const ParamSpace& space, int32_t bucket, const Bu
 void GroupCut::exchange_whole(size_t param, const Buffer& from, Collecting& into) const {
   const ParamSpec& spec = store_.spec(param);
   const ParamSpace& space = store_.space_of(param);
-  const at::Tensor flat = at::zeros({store_.place(param).numel}, options_);
-  const auto index = static_cast<size_t>(store_.place(param).index);
+  const at::Tensor flat = at::zeros({store_.position(param).numel}, options_);
+  const auto index = store_.position(param).index;
   for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
     const plan::Extent& extent = space.map.extents[e];
     if (extent.rank != space.rank()) continue;
@@ -273,7 +271,7 @@ io::SourcePtr GroupCut::source(std::shared_ptr<const void> owner, StateKind kind
     const auto in_group = [&](int32_t param) {
       return static_cast<size_t>(param) >= first_ && static_cast<size_t>(param) < last_ && in_row(param);
     };
-    if (std::none_of(space.params.begin(), space.params.end(), in_group)) continue;
+    if (none_of(space.params, in_group)) continue;
     const Buffer* from = states_.buffer_of(kind, slot, static_cast<int32_t>(s));
     if (from == nullptr || !from->exists()) continue;
     for (size_t b = 0; b < space.map.buckets.size(); ++b) exchange_bucket(space, static_cast<int32_t>(b), *from, made);

@@ -30,7 +30,7 @@ struct SpaceKey {
   int32_t param_group;
   at::ScalarType dtype;
   SpaceRanks ranks;
-  Placements places;  // where its buffers rest
+  Placements places;  // of its buffers
 };
 
 inline bool operator==(const SpaceKey& a, const SpaceKey& b) {
@@ -53,7 +53,7 @@ struct ParamSpace {
   std::vector<Buffer> slots;  // optimizer states, fp32, created by the stepper
 
   const SpaceRanks& ranks() const { return key.ranks; }
-  int64_t rank() const { return key.ranks.shard->rank(); }  // whose shard this is
+  int64_t rank() const { return key.ranks.shard->rank(); }  // the owner of this shard
   bool has_masters() const { return !master.is(lp); }       // apart from lp
   // The reduced gradients lie among the local ones.
   bool grad_aliased() const { return !in_place && local.exists() && grad.full; }

@@ -1,4 +1,4 @@
-// What the engine is told of a parameter.
+// The description of a parameter that the engine gets.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -23,7 +23,7 @@ struct ParamSpec {
   int32_t order;                      // position in the module: later ones get their gradients earlier
   ShardedParamPtr sharded = nullptr;  // stage 3: the parameter's shard; `tensor` is sharded->tensor()
   GradForm form = GradForm::kDense;
-  std::string rule = "dense";  // which ranks it is spread over, see space_rules/
+  std::string rule = "dense";  // of the ranks over which it is spread, see spaces/rules/
   std::string copied_along{};  // axis along which an earlier rank trains a copy of it, see add_model_ranks(); or ""
   at::Tensor home = {};        // its place in the flat buffer; undefined for a sharded one. `tensor` may leave it
 

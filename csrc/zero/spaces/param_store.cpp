@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "io/paths.h"
 
 namespace ds::zero {
@@ -54,7 +55,7 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
     : specs_(std::move(specs)),
       others_(std::move(others)),
       options_(options),
-      places_(specs_.size()),
+      positions_(specs_.size()),
       device_(common_device(specs_, others_)),
       storage_(std::make_shared<storage::ShardStorage>(device_, options_.budget, options_.files)) {
   at::NoGradGuard no_grad;
@@ -70,20 +71,18 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
            "; only floating point parameters can be optimised");
     const SpaceKey key{spec.group, spec.tensor.scalar_type(),
                        options_.ranks_of ? options_.ranks_of(spec) : options_.everyone, options_.places};
-    const auto found =
-        std::find_if(spaces_.begin(), spaces_.end(), [&](const ParamSpace& space) { return space.key == key; });
-    places_[param].space = static_cast<int32_t>(found - spaces_.begin());
+    const auto found = find_if(spaces_, [&](const ParamSpace& space) { return space.key == key; });
+    positions_[param].space = static_cast<int32_t>(found - spaces_.begin());
     if (found == spaces_.end()) spaces_.emplace_back(key);
-    places_[param].index = static_cast<int32_t>(space_of(param).params.size());
+    positions_[param].index = space_of(param).params.size();
     space_of(param).params.push_back(static_cast<int32_t>(param));
   }
   sets_.push_back({options_.everyone, {}, {}});
   for (size_t s = 0; s < spaces_.size(); ++s) {
-    auto set = std::find_if(sets_.begin(), sets_.end(),
-                            [&](const SpaceSet& known) { return reduce_alike(known.ranks, spaces_[s].ranks()); });
+    auto set = find_if(sets_, [&](const SpaceSet& known) { return reduce_alike(known.ranks, spaces_[s].ranks()); });
     if (set == sets_.end()) set = sets_.insert(set, {spaces_[s].ranks(), {}, {}});
     set->spaces.push_back(s);
-    set->params.insert(set->params.end(), spaces_[s].params.begin(), spaces_[s].params.end());
+    append(set->params, spaces_[s].params);
   }
   for (ParamSpace& space : spaces_) plan_space(space);
   if (options_.policy.shards_params()) {
@@ -94,7 +93,7 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
     // A buffer is a row of fp32, aligned. One more is for the parameters on their way back.
     const Swapping& swapping = options_.swapping;
     const int64_t row = largest_row() * 4 + 2 * int64_t{4096};
-    // What rests there and what slices of parameters pass through is counted apart.
+    // Planes that rest there, and the buffers of slices of parameters, are counted apart.
     const int64_t others = storage_->usage()[1].resting + (offloaded_ ? offloaded_->limit() : 0);
     const int64_t rows = row * (swapping.buffer_count + 1) * (1 + swapping.reads_ahead + swapping.writes_behind);
     host_limit_ = rows > INT64_MAX / 2 - others ? 0 : rows + others;
@@ -105,17 +104,17 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
     limit_leaving();
   }
   const Placements& rest = options_.places;
-  for (const storage::Placement& place : {rest.master, rest.grad, rest.slot})
-    if (options_.swapping.own_folder && place.in_files() && !state_folder_) state_folder_ = owned(place.folder);
+  for (const storage::Placement& placement : {rest.master, rest.grad, rest.slot})
+    if (options_.swapping.own_folder && placement.in_files() && !state_folder_) state_folder_ = owned(placement.folder);
   for (ParamSpace& space : spaces_) build_space(space);
   for (size_t param = 0; param < specs_.size(); ++param) {
     const ParamSpace& space = space_of(param);
-    const auto index_in_space = static_cast<size_t>(places_[param].index);
-    if (space.in_place && places_[param].numel == 0)
-      pieces_.push_back({static_cast<int32_t>(param), places_[param].space, 0, 0, SIZE_MAX});
+    const auto index_in_space = positions_[param].index;
+    if (space.in_place && positions_[param].numel == 0)
+      pieces_.push_back({static_cast<int32_t>(param), positions_[param].space, 0, 0, SIZE_MAX});
     for (size_t e = space.map.first[index_in_space]; e < space.map.first[index_in_space + 1]; ++e)
       if (space.map.extents[e].rank == space.rank())
-        pieces_.push_back({static_cast<int32_t>(param), places_[param].space, space.map.extents[e].param_offset,
+        pieces_.push_back({static_cast<int32_t>(param), positions_[param].space, space.map.extents[e].param_offset,
                            space.map.extents[e].numel, e});
   }
 }
@@ -128,7 +127,7 @@ void ParamStore::plan_space(ParamSpace& space) {
     const ParamSpec& spec = specs_[param];
     by_rows.push_back(spec.form != GradForm::kDense);
     numels.push_back(spec.numel());
-    places_[param].numel = numels.back();
+    positions_[param].numel = numels.back();
   }
   const int64_t parts = space.ranks().shard->size();
   const bool alone = options_.everyone.alone() && !policy.shards_params() && !space.key.places.moves_grads();
@@ -170,7 +169,7 @@ void ParamStore::fill_masters(ParamSpace& space) {
 // ---- buffers ------------------------------------------------------------------------------------------------------
 
 storage::PlaneId ParamStore::add_plane(const ParamSpace& space, const char* name, const Buffer& buffer,
-                                       const storage::Placement& place, storage::PlaneExtras extras) {
+                                       const storage::Placement& placement, storage::PlaneExtras extras) {
   storage::Cuts cuts;
   for (const plan::Bucket& bucket : space.map.buckets) {
     const plan::Range row = space.row_in(buffer, bucket);
@@ -178,13 +177,12 @@ storage::PlaneId ParamStore::add_plane(const ParamSpace& space, const char* name
     cuts.push_back(row.end);
   }
   cuts.push_back(buffer.numel);
-  std::sort(cuts.begin(), cuts.end());
-  cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+  sort_unique(cuts);
   if (cuts.front() == 0) cuts.erase(cuts.begin());
   const int64_t before = rest_on_host();
-  widen(buffer.bytes());  // what rests there is not counted among the buffers
-  if (place.in_files()) extras.folder = state_folder_;
-  const storage::PlaneId added = storage_->add(name, buffer.numel, buffer.dtype, place, std::move(cuts), extras);
+  widen(buffer.bytes());  // planes that rest there are not counted among the buffers
+  if (placement.in_files()) extras.folder = state_folder_;
+  const storage::PlaneId added = storage_->add(name, buffer.numel, buffer.dtype, placement, std::move(cuts), extras);
   widen(rest_on_host() - before - buffer.bytes());
   return added;
 }
@@ -208,18 +206,19 @@ void ParamStore::widen(int64_t bytes) {
 }
 
 Buffer ParamStore::make_buffer(const ParamSpace& space, const char* name, at::ScalarType dtype, bool full,
-                               const storage::Placement& place, storage::ScratchUser copies) {
+                               const storage::Placement& placement, storage::ScratchUser copies) {
   Buffer made;
   made.dtype = dtype;
   made.full = full;
   made.numel = full ? space.map.full_numel() : space.map.shard_numel;
-  made.plane = add_plane(space, name, made, place, {{}, {}, {}, copies});
+  made.plane = add_plane(space, name, made, placement, {{}, {}, {}, copies});
   if (storage_->resting(made.plane, {0, made.numel}) == storage::Medium::kDevice) {
     made.data = storage_->resident(made.plane);
     made.data.zero_();
     return made;
   }
-  if (options_.swapping.fast_init && place.rest == storage::Medium::kFile && place.host_share == 1.0) return made;
+  if (options_.swapping.fast_init && placement.rest == storage::Medium::kFile && placement.host_share == 1.0)
+    return made;
   for (const plan::Bucket& bucket : space.map.buckets)
     lease(made, space.row_in(made, bucket), storage::Access::kWrite).data().zero_();
   return made;
@@ -303,14 +302,14 @@ void ParamStore::adopt_params(ParamSpace& space) {
 
 at::Tensor ParamStore::view(size_t param, const at::Tensor& full) const {
   const ParamSpec& spec = specs_[param];
-  const int64_t offset = space_of(param).map.offsets[places_[param].index];
+  const int64_t offset = space_of(param).map.offsets[positions_[param].index];
   return full.as_strided(spec.sizes(), spec.strides(), full.storage_offset() + offset);
 }
 
 plan::Range ParamStore::range_of(const Piece& piece, const Buffer& buffer) const {
   if (piece.numel == 0) return {0, 0};
   const ParamSpace& space = spaces_[piece.space];
-  const int64_t begin = space.in_place ? space.map.offsets[places_[piece.param].index]
+  const int64_t begin = space.in_place ? space.map.offsets[positions_[piece.param].index]
                                        : space.offset_in(buffer, space.map.extents[piece.extent]);
   return {begin, begin + piece.numel};
 }
@@ -325,8 +324,7 @@ at::Tensor ParamStore::piece_view(const Piece& piece, const Buffer& buffer) cons
   if (buffer.data.defined()) return shaped(piece, buffer.data.narrow(0, range.begin, range.numel()));
   if (range.numel() > 0 && !storage_->resting(buffer.plane, range))
     return shaped(piece, at::empty({range.numel()}, at::TensorOptions().device(at::kMeta).dtype(buffer.dtype)));
-  const storage::Lease arrived =
-      lease(buffer, range, storage::Access::kRead);  // what is being written back is waited for
+  const storage::Lease arrived = lease(buffer, range, storage::Access::kRead);  // waits until the range is written back
   return shaped(piece, storage_->resident(buffer.plane, range));
 }
 
@@ -338,7 +336,7 @@ std::pair<storage::Lease, at::Tensor> ParamStore::piece_lease(const Piece& piece
 }
 
 bool ParamStore::alone() const {
-  return std::all_of(sets_.begin(), sets_.end(), [](const SpaceSet& set) { return set.ranks.alone(); });
+  return all_of(sets_, [](const SpaceSet& set) { return set.ranks.alone(); });
 }
 
 int64_t ParamStore::largest_row() const {
@@ -360,7 +358,7 @@ void ParamStore::drop_local() {
 }
 
 bool ParamStore::grad_buffer_aliased() const {
-  return std::any_of(spaces_.begin(), spaces_.end(), [](const ParamSpace& space) { return space.grad_aliased(); });
+  return any_of(spaces_, [](const ParamSpace& space) { return space.grad_aliased(); });
 }
 
 void ParamStore::split_grad_buffer() {

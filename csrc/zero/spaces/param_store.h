@@ -26,9 +26,9 @@ struct SpaceSet {
   std::vector<int32_t> params;
 };
 
-struct ParamPlace {
+struct ParamPosition {
   int32_t space;
-  int32_t index;  // within the space
+  size_t index;  // within the space
   int64_t numel;
 };
 
@@ -52,8 +52,8 @@ struct StoreOptions {
   storage::Budget budget;                                // of all memory that the engine has
   SpaceRanks everyone;                                   // reaches all ranks of the engine
   std::function<SpaceRanks(const ParamSpec&)> ranks_of;  // unset: everyone
-  // Memory for the shards of sharded parameters where they rest on the device, or on the host beside a CPU: so many
-  // bytes, among these ranks.
+  // Allocates memory for the shards of sharded parameters that rest on the device, or on the host beside a CPU: bytes,
+  // device, and the ranks that share it.
   std::function<at::Tensor(int64_t, c10::Device, const comm::CommunicatorPtr&)> allocate;
 };
 
@@ -66,9 +66,9 @@ class ParamStore {
 
   size_t size() const { return specs_.size(); }
   const ParamSpec& spec(size_t param) const { return specs_[param]; }
-  const ParamPlace& place(size_t param) const { return places_[param]; }
-  ParamSpace& space_of(size_t param) { return spaces_[places_[param].space]; }
-  const ParamSpace& space_of(size_t param) const { return spaces_[places_[param].space]; }
+  const ParamPosition& position(size_t param) const { return positions_[param]; }
+  ParamSpace& space_of(size_t param) { return spaces_[positions_[param].space]; }
+  const ParamSpace& space_of(size_t param) const { return spaces_[positions_[param].space]; }
   std::vector<ParamSpace>& spaces() { return spaces_; }
   const std::vector<ParamSpace>& spaces() const { return spaces_; }
   const c10::Device& device() const { return device_; }
@@ -90,13 +90,14 @@ class ParamStore {
 
   // See [Note: a storage for each parameter]. Whether the data of a parameter is its place in the flat buffer.
   bool at_home(size_t param) const;
-  // Its place takes the value, and the parameter returns there. Who refers to the old data keeps what it held. Fails
+  // Its place takes the value, and the parameter returns there. References to the old data keep the old values. Fails
   // for another shape or dtype, and names the parameter.
   void bring_home(size_t param, const at::Tensor& value);
   void follow_moves();                          // after planes of parameters have moved
   std::vector<at::Tensor> flat_params() const;  // the buffers in which whole parameters lie
 
-  // What this rank owns, by parameter and then by offset. In place: one piece for every parameter, empty or not.
+  // The pieces that this rank owns, by parameter and then by offset. In place: one piece for every parameter, empty or
+  // not.
   const std::vector<Piece>& pieces() const { return pieces_; }
   // The piece in a buffer: in the parameter's shape where its space is in place, one-dimensional otherwise. Of a piece
   // in a file nothing but shape and type: a tensor of the device "meta".
@@ -108,7 +109,7 @@ class ParamStore {
   // A buffer of a space: blocks end where this rank's row of a bucket begins or ends. Its contents are zero.
   // `copies`: whose limit and idle memory the copies of its blocks have.
   Buffer make_buffer(const ParamSpace& space, const char* name, at::ScalarType dtype, bool full,
-                     const storage::Placement& place = {}, storage::ScratchUser copies = {});
+                     const storage::Placement& placement = {}, storage::ScratchUser copies = {});
   void drop(Buffer& buffer);  // waits for its leases
   // Elements of it, leased where they rest, or copied to the host where nobody can compute.
   storage::Lease lease(const Buffer& buffer, plan::Range range, storage::Access access) const;
@@ -118,7 +119,7 @@ class ParamStore {
   void need_local();
   void drop_local();
 
-  // Where states are sharded and gradients are not (stage 1), the reduced gradients lie in this rank's rows of the
+  // If states are sharded and gradients are not (stage 1), the reduced gradients lie in this rank's rows of the
   // local buffer, which costs no memory of their own. split_grad_buffer() moves them out, before more local gradients
   // come; alias_grad_buffer() forgets them and gives that memory back.
   bool grad_buffer_aliased() const;
@@ -156,7 +157,7 @@ class ParamStore {
   void build_space(ParamSpace& space);
   void fill_masters(ParamSpace& space);
   storage::PlaneId add_plane(const ParamSpace& space, const char* name, const Buffer& buffer,
-                             const storage::Placement& place, storage::PlaneExtras extras);
+                             const storage::Placement& placement, storage::PlaneExtras extras);
   Buffer copied(const ParamSpace& space, const char* name, const Buffer& from, at::ScalarType dtype);
   void adopt_params(ParamSpace& space);
   at::ScalarType grad_type(const ParamSpace& space) const;
@@ -173,7 +174,7 @@ class ParamStore {
   std::vector<ParamSpec> specs_;
   std::vector<ShardedParamPtr> others_;
   StoreOptions options_;
-  std::vector<ParamPlace> places_;
+  std::vector<ParamPosition> positions_;
   std::vector<ParamSpace> spaces_;
   std::vector<SpaceSet> sets_;
   std::vector<Piece> pieces_;

@@ -44,7 +44,7 @@ at::Tensor view_of_own(const at::Tensor& flat, int64_t offset, int64_t numel, at
 
 void ParamStore::make_home(size_t param, at::IntArrayRef sizes, at::IntArrayRef strides) {
   const ParamSpace& space = space_of(param);
-  const auto index = static_cast<size_t>(places_[param].index);
+  const auto index = positions_[param].index;
   specs_[param].home = view_of_own(space.lp.data, space.map.offsets[index], space.map.numels[index], sizes, strides);
 }
 
@@ -55,8 +55,8 @@ void ParamStore::follow_moves() {
     const ParamSpace& space = space_of(param);
     const bool here = space.lp.data.storage().nbytes() > 0;
     c10::StorageImpl* storage = home.storage().unsafeGetStorageImpl();
-    storage->set_data_ptr_noswap(part_of(space.lp.data, space.map.offsets[places_[param].index]));
-    storage->set_nbytes(here ? static_cast<size_t>(places_[param].numel) * home.element_size() : size_t{0});
+    storage->set_data_ptr_noswap(part_of(space.lp.data, space.map.offsets[positions_[param].index]));
+    storage->set_nbytes(here ? static_cast<size_t>(positions_[param].numel) * home.element_size() : size_t{0});
   }
 }
 
@@ -80,9 +80,9 @@ bool ParamStore::at_home(size_t param) const {
 // Its memory is the buffer's: share_memory_() puts other memory there.
 bool ParamStore::home_is_here(size_t param) const {
   const ParamSpace& space = space_of(param);
-  const int64_t offset = space.map.offsets[places_[param].index];
+  const int64_t offset = space.map.offsets[positions_[param].index];
   const bool away = space.lp.data.storage().nbytes() == 0;
-  return away || places_[param].numel == 0 || specs_[param].home.data_ptr() == address(space.lp.data, offset);
+  return away || positions_[param].numel == 0 || specs_[param].home.data_ptr() == address(space.lp.data, offset);
 }
 
 void ParamStore::bring_home(size_t param, const at::Tensor& value) {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "zero/spaces/param_store.h"
 
 namespace ds::zero {
@@ -76,7 +77,7 @@ void ParamStore::place_shards() {
         for (size_t i = 0; i < space->params.size(); ++i)
           if (const size_t first = space->map.first[i]; first != space->map.first[i + 1])
             slices.push_back({specs_[space->params[i]].sharded.get(), space->map.extents[first].shard_offset});
-        std::sort(slices.begin(), slices.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+        sort(slices, [](const auto& a, const auto& b) { return a.begin < b.begin; });
         space->lp.plane = offloaded_->add("parameters", slices, space->lp.numel, space->lp.dtype, memory);
         continue;
       }
@@ -104,7 +105,7 @@ std::vector<ShardedParamPtr> ParamStore::sharded_params() const {
   std::vector<ShardedParamPtr> result;
   for (const ParamSpec& spec : specs_)
     if (spec.sharded) result.push_back(spec.sharded);
-  result.insert(result.end(), others_.begin(), others_.end());
+  append(result, others_);
   return result;
 }
 
@@ -112,7 +113,7 @@ std::vector<std::pair<SpaceRanks, std::vector<ShardedParamPtr>>> ParamStore::sha
   std::vector<std::pair<SpaceRanks, std::vector<ShardedParamPtr>>> groups = {{options_.everyone, {}}};
   const auto add = [&](const SpaceRanks& ranks, const ShardedParamPtr& param) {
     const auto same = [&](const auto& group) { return same_ranks(group.first.shard, ranks.shard); };
-    auto found = std::find_if(groups.begin(), groups.end(), same);
+    auto found = find_if(groups, same);
     if (found == groups.end()) found = groups.insert(found, {ranks, {}});
     found->second.push_back(param);
   };

@@ -41,7 +41,7 @@ class ShardedParam {
   int64_t slice_numel() const { return slice_; }
   at::ScalarType dtype() const { return dtype_; }
   int64_t slice_bytes() const { return slice_ * static_cast<int64_t>(c10::elementSize(dtype_)); }
-  const c10::Device& device() const { return device_; }  // where it is gathered
+  const c10::Device& device() const { return device_; }  // the device on which it is gathered
   int64_t padded_numel() const { return slice_ * parts_; }
   // Elements of this rank's slice that are not padding, and where they start within the parameter.
   int64_t own_begin() const { return std::min(rank_ * slice_, numel_); }
@@ -92,7 +92,7 @@ class ShardedParam {
   int holders = 0;
   bool persistent = false;
   std::function<void(ParamStatus)> on_status;  // called after each change
-  // What on_status takes each time, held as long as the result lives: for changes of several parameters together.
+  // Holds the resources of on_status as long as the result lives: for changes of several parameters together.
   std::function<std::shared_ptr<void>()> hold_for_status;
 
  private:

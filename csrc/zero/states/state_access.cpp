@@ -110,8 +110,8 @@ at::Tensor StateAccess::local_grad(size_t param) {
   const ParamSpec& spec = store_.spec(param);
   const ParamSpace& space = store_.space_of(param);
   const at::ScalarType type = space.local.dtype == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor flat = at::zeros({store_.place(param).numel}, space.local.data.options().dtype(type));
-  const auto index = static_cast<size_t>(store_.place(param).index);
+  const at::Tensor flat = at::zeros({store_.position(param).numel}, space.local.data.options().dtype(type));
+  const auto index = store_.position(param).index;
   for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
     const plan::Extent& extent = space.map.extents[e];
     flat.narrow(0, extent.param_offset, extent.numel)
@@ -132,7 +132,7 @@ at::Tensor StateAccess::full(StateKind kept, int slot, size_t param) {
     return store_.view(param, from.data).to(type, /*non_blocking=*/false, /*copy=*/true);
   const ParamSpec& spec = store_.spec(param);
   const at::Tensor flat =
-      at::zeros({store_.place(param).numel}, at::TensorOptions().device(store_.device()).dtype(type));
+      at::zeros({store_.position(param).numel}, at::TensorOptions().device(store_.device()).dtype(type));
   for (const plan::Extent& extent : own_extents(param)) {
     const int64_t begin = space.offset_in(from, extent);
     flat.narrow(0, extent.param_offset, extent.numel)
@@ -146,7 +146,7 @@ at::Tensor StateAccess::full(StateKind kept, int slot, size_t param) {
 
 std::vector<plan::Extent> StateAccess::own_extents(size_t param) const {
   const ParamSpace& space = store_.space_of(param);
-  const auto index = static_cast<size_t>(store_.place(param).index);
+  const auto index = store_.position(param).index;
   std::vector<plan::Extent> own;
   for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e)
     if (space.map.extents[e].rank == space.rank()) own.push_back(space.map.extents[e]);
@@ -156,8 +156,8 @@ std::vector<plan::Extent> StateAccess::own_extents(size_t param) const {
 void StateAccess::set_full(StateKind kept, int slot, size_t param, const at::Tensor& value) {
   at::NoGradGuard no_grad;
   const ParamSpec& spec = store_.spec(param);
-  if (value.numel() != store_.place(param).numel)
-    fail(ErrorKind::kValue, "parameter '", spec.name, "' has ", store_.place(param).numel, " elements, the value ",
+  if (value.numel() != store_.position(param).numel)
+    fail(ErrorKind::kValue, "parameter '", spec.name, "' has ", store_.position(param).numel, " elements, the value ",
          value.numel());
   const at::Tensor flat = device_.flattened(value.to(store_.device()), spec.sizes(), spec.strides());
   ParamSpace& space = store_.space_of(param);
@@ -173,7 +173,7 @@ void StateAccess::set_full(StateKind kept, int slot, size_t param, const at::Ten
   if (found == nullptr)
     fail(ErrorKind::kValue, "parameter '", spec.name, "' has no optimizer state '", slot_names()[slot], "'");
   const Buffer& to = *found;
-  const auto index = static_cast<size_t>(store_.place(param).index);
+  const auto index = store_.position(param).index;
   const auto set = [&](const Buffer& buffer, const plan::Extent& extent) {
     const int64_t begin = space.offset_in(buffer, extent);
     store_.lease(buffer, {begin, begin + extent.numel}, storage::Access::kUpdate)
@@ -212,7 +212,7 @@ at::Tensor StateAccess::full_of(const std::vector<at::Tensor>& own, size_t param
     visit_own(own, param, [&](const Piece&, const at::Tensor& tensor) { whole = tensor.detach().clone(); });
     return whole;
   }
-  const int64_t numel = store_.place(param).numel;
+  const int64_t numel = store_.position(param).numel;
   const at::ScalarType type = space.key.dtype == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor flat = at::zeros({numel + 1}, at::TensorOptions().device(store_.device()).dtype(type));
   const at::Tensor bits = flat.view(type == at::kDouble ? at::kLong : at::kInt);  // summed as in full()
@@ -278,7 +278,7 @@ void StateAccess::finish_step() {
 WriteScope::~WriteScope() {
   try {
     close();
-  } catch (const std::exception&) {  // who has opened the scope hears of the first error
+  } catch (const std::exception&) {  // the caller that opened the scope gets the first error
   }
 }
 

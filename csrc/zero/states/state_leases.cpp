@@ -19,18 +19,18 @@ void StateLeases::hold(const std::vector<std::pair<const ParamSpace*, const Buff
     for (const Buffer& slot : space.slots) add(space, slot);
   }
   for (const auto& [space, buffer] : more) add(*space, *buffer);
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   held_.push_back(std::move(leases));
 }
 
 void StateLeases::let_go() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (!held_.empty()) held_.pop_back();  // of whom does not matter: each is of everything
   changed_.notify_all();
 }
 
 void StateLeases::wait() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return held_.empty(); });
 }
 

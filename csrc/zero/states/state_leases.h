@@ -12,13 +12,13 @@ namespace ds::zero {
 
 class StateLeases {
  public:
-  explicit StateLeases(const ParamStore& store) : store_(store) {}  // which outlives it
+  explicit StateLeases(const ParamStore& store) : store_(store) {}  // the store outlives it
 
   // Read leases of all masters and states that there are, until let_go(), which another thread may call. May be nested.
   // `more`: of these buffers, too.
   void hold(const std::vector<std::pair<const ParamSpace*, const Buffer*>>& more = {});
   void let_go();
-  // Until nobody holds them. Who hands out memory in which somebody could change states waits first; who acquires them
+  // Until nobody holds them. A caller that hands out memory of states waits first; a caller that acquires them
   // waits in any case.
   void wait();
 

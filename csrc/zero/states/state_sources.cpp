@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/ranges.h"
+
 namespace ds::zero {
 
 std::shared_ptr<StateSource> StateSources::padded(std::shared_ptr<const void> owner, StateKind kind, int slot,
@@ -45,10 +47,8 @@ bool StateSources::rest_in_files() const {
   const auto in_files = [&](const Buffer& buffer) {
     return buffer.exists() && store_.storage()->placement(buffer.plane).in_files();
   };
-  const auto any = [&](const ParamSpace& space) {
-    return in_files(space.master) || std::any_of(space.slots.begin(), space.slots.end(), in_files);
-  };
-  return std::any_of(store_.spaces().begin(), store_.spaces().end(), any);
+  const auto any = [&](const ParamSpace& space) { return in_files(space.master) || any_of(space.slots, in_files); };
+  return any_of(store_.spaces(), any);
 }
 
 }  // namespace ds::zero

@@ -1,4 +1,4 @@
-// What a checkpoint writes of masters and states: read from where they rest when it is written down.
+// The masters and states of a checkpoint, read from their placements when the file is written.
 #pragma once
 #include <memory>
 #include <vector>

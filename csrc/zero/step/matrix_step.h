@@ -15,7 +15,7 @@
 
 namespace ds::zero {
 
-// Which rank computes each of `costs`: the most expensive first, each to the rank with the least so far.
+// The rank that computes each of `costs`: the most expensive first, each to the rank with the least so far.
 std::vector<int> spread_costs(const std::vector<int64_t>& costs, int ranks);
 
 // `row`: this rank's row of the bucket, fp32. The parts of `used` parameters are replaced by their orthogonalisation,

@@ -38,7 +38,7 @@ struct NewtonSchulz {
   // any strides) with its orthogonalisation times sqrt(max(1, rows / columns)). Zeros stay zeros; a matrix with an inf
   // or nan becomes nan. Ranks that pass the same bits need not get the same bits: one of them computes.
   void apply(const at::Tensor& update) const;
-  // What a rule that orthogonalises says in its hyperparameters ns_steps and gram.
+  // The settings of a rule that orthogonalises: its hyperparameters ns_steps and gram.
   static NewtonSchulz of(const optim::Values& hyper);
 
   // Floating-point operations of apply(), for spreading matrices over ranks.

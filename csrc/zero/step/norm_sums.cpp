@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/ranges.h"
+
 namespace ds::zero {
 
 NormSums::NormSums(const ParamStore& store, at::Tensor total)
@@ -12,27 +14,24 @@ NormSums::NormSums(const ParamStore& store, at::Tensor total)
   add_lists(store.everyone().norm_over, total_);
   for (const ParamSpace& space : store.spaces()) {
     const std::vector<NormRanks>& over = space.ranks().norm_over;
-    const bool counts = std::all_of(over.begin(), over.end(), [](const NormRanks& one) { return one.first; });
+    const bool counts = all_of(over, [](const NormRanks& one) { return one.first; });
     const auto number = static_cast<int64_t>(of_space_.size());
     of_space_.push_back(counts ? add_lists(over, others_.narrow(0, number, 1)) : at::Tensor());
   }
-  if (std::all_of(lists_.begin(), lists_.end(), [](const Lists& one) { return one.joining.empty(); }))
-    others_ = at::Tensor();
+  if (all_of(lists_, [](const Lists& one) { return one.joining.empty(); })) others_ = at::Tensor();
   std::stable_sort(lists_.begin(), lists_.end(),
                    [](const Lists& a, const Lists& b) { return a.over.size() > b.over.size(); });
 }
 
 // Returns where a sum with these lists is: in `sum`, or in that of an earlier space with the same.
 at::Tensor NormSums::add_lists(std::vector<NormRanks> over, const at::Tensor& sum) {
-  over.erase(std::remove_if(over.begin(), over.end(), [](const NormRanks& one) { return one.ranks->size() == 1; }),
-             over.end());
+  erase_if(over, [](const NormRanks& one) { return one.ranks->size() == 1; });
   for (bool whole = true;; whole = false) {
-    const auto same = std::find_if(lists_.begin(), lists_.end(), [&](const Lists& one) { return one.over == over; });
+    const auto same = find_if(lists_, [&](const Lists& one) { return one.over == over; });
     if (same != lists_.end()) {
       // That sum is first added up over longer lists; this one joins it after their calls.
-      const bool comes = std::any_of(lists_.begin(), lists_.end(), [&](const Lists& one) {
-        return one.over.size() > over.size() && one.sum.is_same(same->sum);
-      });
+      const bool comes =
+          any_of(lists_, [&](const Lists& one) { return one.over.size() > over.size() && one.sum.is_same(same->sum); });
       if (whole && !comes) return same->sum.narrow(0, 0, 1);
       same->joining.push_back(sum);
       return sum;

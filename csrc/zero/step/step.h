@@ -13,7 +13,7 @@
 namespace ds::zero {
 
 struct StepInputs {
-  float loss_scale = 1.0f;  // gradients are so many times too large
+  float loss_scale = 1.0f;  // the factor by which gradients are too large
   float max_norm = 0.0f;    // they are clipped to; 0: not
   bool check = false;       // gradients that are not finite skip the step
   bool name_nonfinite =
@@ -34,7 +34,7 @@ struct StepReport {
   double norm;       // of the unscaled gradients over all ranks
   float grad_scale;  // factor of unscaling and clipping
   bool skipped;      // gradients were not finite, nothing was touched
-  // Where the norm is not finite: names of parameters whose gradients on this rank are "inf" or "nan".
+  // If the norm is not finite: names of parameters whose gradients on this rank are "inf" or "nan".
   std::vector<std::pair<std::string, std::string>> nonfinite{};
   // Parameters into which the user has written since the last step, see [Note: what the user has written counts]; of
   // which this rank owns something.

@@ -28,8 +28,8 @@ void StepGather::finish() {
   for (const ParamSpace& space : store_.spaces()) arrive(space, {0, space.lp.numel});
 }
 
-// What was computed elsewhere is written back in the background: a reader waits for it. What does not rest in memory
-// nobody reads but by leases of its own.
+// Rows that were computed elsewhere are written back in the background: a reader waits for them. Rows that do not rest
+// in memory are read by leases only.
 void StepGather::arrive(const ParamSpace& space, plan::Range range) const {
   if (store_.storage()->resting(space.lp.plane, range)) store_.lease(space.lp, range, storage::Access::kRead);
 }

@@ -1,8 +1,7 @@
 #include "zero/step/step_places.h"
 
-#include <algorithm>
-
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::zero {
 
@@ -27,8 +26,7 @@ storage::Medium StepPlaces::of_pass(const ParamSpace& space, const optim::Rule& 
 
 bool StepPlaces::hold_all(const ParamSpace& space, const Buffer& grad, int32_t bucket, storage::Medium at) const {
   const auto there = [&](const Buffer& buffer) { return resting(space, buffer, bucket) == at; };
-  return there(space.master) && there(grad) && there(space.lp) &&
-         std::all_of(space.slots.begin(), space.slots.end(), there);
+  return there(space.master) && there(grad) && there(space.lp) && all_of(space.slots, there);
 }
 
 // Masters, gradients and states of a bucket are in memory together.

@@ -1,4 +1,4 @@
-// Where an optimizer step works.
+// The memory in which an optimizer step works.
 //
 // Masters, states, gradients and parameters are leased where the masters of a
 // bucket rest, or on the host where nobody can compute (files); on the device
@@ -30,7 +30,7 @@ class StepPlaces {
   // The device has found another one, which kernels of the host need, too.
   void share_step_scale();
 
-  // Where a pass of the rule works. `scaled`: by a factor that is on the
+  // The medium in which a pass of the rule works. `scaled`: by a factor that is on the
   // device.
   storage::Medium of_pass(const ParamSpace& space, const optim::Rule& rule, bool scaled, int32_t bucket) const;
   // Whether everything that an update needs rests there, in one piece.
@@ -44,11 +44,11 @@ class StepPlaces {
                   storage::Medium at) const {
     return LeasedRow(*store_.storage(), space, buffer, bucket, access, at);
   }
-  // Where it rests; on the host where nobody can compute.
+  // A lease in the medium in which the buffer rests; on the host if kernels cannot address it.
   LeasedRow lease_at_rest(const ParamSpace& space, const Buffer& buffer, int32_t bucket, storage::Access access) const {
     return lease(space, buffer, bucket, access, resting(space, buffer, bucket).value_or(storage::Medium::kHost));
   }
-  // What was computed elsewhere is here, where it rests in memory.
+  // Waits until rows that were computed elsewhere are written back to memory.
   void arrive(const ParamSpace& space) const;
   // Weights of a bucket may be on their way back while the next one is stepped.
   bool travel(const ParamSpace& space) const { return space.has_masters() && !space.master.data.defined(); }

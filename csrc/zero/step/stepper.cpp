@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "kernels/sum_order.h"
 #include "zero/step/matrix_step.h"
 
@@ -24,7 +25,7 @@ Stepper::Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather)
 
 // ---- norm ---------------------------------------------------------------------------------------------------------
 
-// What the step needs of memory, before the ranks agree that it can be made: states, and the scratch of all kernels.
+// Allocates the memory of the step before the ranks agree that it can be made: states, and the scratch of all kernels.
 void Stepper::prepare() {
   try {
     for (ParamSpace& space : store_.spaces()) ensure_slots(space);
@@ -107,7 +108,7 @@ void Stepper::set_rules(std::vector<const optim::Rule*> by_group) {
   slot_names_.clear();
   for (const optim::Rule* rule : rules_)
     for (const std::string& name : rule->slots)
-      if (std::find(slot_names_.begin(), slot_names_.end(), name) == slot_names_.end()) slot_names_.push_back(name);
+      if (!contains(slot_names_, name)) slot_names_.push_back(name);
   for (ParamSpace& space : store_.spaces()) {
     for (Buffer& slot : space.slots) store_.drop(slot);
     space.slots.clear();
@@ -121,9 +122,8 @@ void Stepper::update(const GradReducer& grads, const std::vector<UpdatePart>& pa
   if (hyper.size() != rules_.size())
     fail(ErrorKind::kValue, "update: hyperparameters of ", hyper.size(), " groups for ", rules_.size());
   const auto in_parts = [&](const ParamSpace& space) {
-    return std::any_of(parts.begin(), parts.end(), [&](const UpdatePart& part) {
-      return part.takes != nullptr && (!part.cuts || part.cuts(space));
-    });
+    return any_of(parts,
+                  [&](const UpdatePart& part) { return part.takes != nullptr && (!part.cuts || part.cuts(space)); });
   };
   std::vector<Turn> turns;
   int sums = 0;
@@ -240,12 +240,12 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
     rows.lp = lease(space.lp, fills ? storage::Access::kWrite : storage::Access::kUpdate);
     if (fills) rows.lp.narrow(bucket, first[0].end, space.map.buckets[bucket].shard_end).zero_();
   }
-  // What nobody takes would be old in a later step.
+  // A prefetched copy that nobody takes would be old in a later step.
   const auto is_next = [&](size_t e) {
     const int32_t i = space.map.extents[e].param;
     return space.map.bucket_of[i] == bucket - 1 && used(space.params[i]) && (!part.takes || part.takes(space, e));
   };
-  if (!view && bucket > 0 && std::any_of(space.owned.begin(), space.owned.end(), is_next))
+  if (!view && bucket > 0 && any_of(space.owned, is_next))
     places_.prefetch(space, grad_buffer, bucket - 1, places_.of_pass(space, rule, part.scale != nullptr, bucket - 1));
 
   if (turn.scratch.data.defined()) rows.scratch = turn.scratch.data.data_ptr<float>();

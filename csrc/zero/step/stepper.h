@@ -24,7 +24,7 @@ class Stepper {
   // skip.
   void norm(const GradReducer& grads, float loss_scale, float max_norm, bool check);
 
-  // Which native optimizer updates each parameter group, hence which slots there are. Before anything about slots.
+  // Sets the native optimizer of each parameter group, and with it the slots. Called before anything about slots.
   void set_rules(std::vector<const optim::Rule*> by_group);
   const optim::Rule& rule(int32_t group) const { return *rules_.at(group); }
   // Updates go on beside the training: the end of a step does not wait until masters and states are at rest.
@@ -52,7 +52,7 @@ class Stepper {
   // The buffer of a slot, zero at first; null where the group's rule has no such slot.
   const Buffer* slot(ParamSpace& space, int slot);
   const at::Tensor& steps() const { return steps_; }  // float, one per parameter, on the CPU: updates it has seen
-  // What the last update() summed over whole parameters, fp64, a row for each; undefined where no rule does.
+  // The sums of the last update() over whole parameters, fp64, a row for each; undefined if no rule makes any.
   const at::Tensor& sums() const { return sums_; }
 
  private:
@@ -61,7 +61,7 @@ class Stepper {
     at::Tensor data;
     int64_t origin = 0;
   };
-  // What an update does in one space.
+  // The work of an update in one space.
   struct Turn {
     ParamSpace& space;
     const optim::Rule& rule;

@@ -2,6 +2,8 @@
 
 #include <iterator>
 
+#include "base/ranges.h"
+
 namespace ds::zero {
 
 RunsByCount runs_by_count(const ParamSpace& space, const UpdateChoice& choice) {
@@ -17,7 +19,7 @@ RunsByCount runs_by_count(const ParamSpace& space, const UpdateChoice& choice) {
         },
         choice.apart);
     const auto elsewhere = [&](const UpdateRun& run) { return choice.bucket >= 0 && run.bucket != choice.bucket; };
-    mine.erase(std::remove_if(mine.begin(), mine.end(), elsewhere), mine.end());
+    erase_if(mine, elsewhere);
     found = mine.empty() ? by_count.erase(found) : std::next(found);
   }
   return by_count;

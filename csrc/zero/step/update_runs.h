@@ -42,7 +42,7 @@ std::vector<UpdateRun> owned_runs(const ParamSpace& space, Keep keep, bool apart
 // By how many updates the parameters have seen: bias correction depends on it.
 using RunsByCount = std::map<float, std::vector<UpdateRun>>;
 
-// What an update takes. A bucket of -1 stands for all of them.
+// The elements that an update takes. A bucket of -1 stands for all of them.
 struct UpdateChoice {
   int32_t bucket = -1;
   std::function<bool(size_t param)> used;
@@ -52,7 +52,7 @@ struct UpdateChoice {
 };
 RunsByCount runs_by_count(const ParamSpace& space, const UpdateChoice& choice);
 
-// Where it reads and writes.
+// The rows that it reads and writes.
 struct UpdateRows {
   LeasedRow master, grad, lp;  // lp: none where nothing else takes the new values
   std::vector<LeasedRow> slots;

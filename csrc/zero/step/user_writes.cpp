@@ -3,9 +3,8 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
-
 #include "base/error.h"
+#include "base/ranges.h"
 
 namespace ds::zero {
 
@@ -54,7 +53,7 @@ std::vector<size_t> UserWrites::found() {
     if (!spec.sharded && !store_.space_of(param).has_masters()) continue;
     if (!came_home_[param] && versions_[param] == version_of(spec.tensor)) continue;
     if (spec.sharded && !spec.sharded->available()) {
-      know(param);  // what was written went with the gathered values, and what was kept of it is in the slices
+      know(param);  // the written values were dropped with the gathered ones, unless they are in the slices
     } else {
       written.push_back(param);
     }
@@ -69,7 +68,7 @@ void UserWrites::adopt() {
   before_change_();
   for (size_t param : written) {
     const std::string& name = store_.spec(param).name;
-    if (adopt(param) && std::find(names_.begin(), names_.end(), name) == names_.end()) names_.push_back(name);
+    if (adopt(param) && !contains(names_, name)) names_.push_back(name);
     know(param);
   }
 }
@@ -86,7 +85,7 @@ bool UserWrites::adopt(size_t param) {
     changed = spec.sharded->write_back();
   }
   if (!space.has_masters()) return changed;
-  const auto index = static_cast<size_t>(store_.place(param).index);
+  const auto index = store_.position(param).index;
   for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
     const plan::Extent& extent = space.map.extents[e];
     if (extent.rank != space.rank()) continue;

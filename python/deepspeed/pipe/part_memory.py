@@ -31,7 +31,7 @@ class _Allocating(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for one in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(one, torch.Tensor):
-                self.memory.watch(one)
+                self.memory.track(one)
         return out
 
 

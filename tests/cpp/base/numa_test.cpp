@@ -96,7 +96,7 @@ TEST(NumaOrder, WorkersStayOnTheirNodeAndTheCallerIsLeftAlone) {
   pool.parallel_for(4, 1, [&](size_t begin, size_t) {
     ++seen[begin];
     {
-      std::lock_guard<std::mutex> lock(mutex);
+      std::lock_guard lock(mutex);
       where[std::this_thread::get_id()] = allowed();
     }
     ++arrived;  // nobody leaves before all are here, so that each thread has one

@@ -5,6 +5,8 @@
 
 #include <limits>
 
+#include "../error_of.h"
+
 namespace ds::sizes {
 namespace {
 
@@ -15,24 +17,13 @@ TEST(Sizes, ProductsAndSumsThatFitAreThose) {
   EXPECT_EQ(rounded_up<size_t>("bytes", 4096, 4096), 4096u);
 }
 
-template <typename Work>
-std::string refused(Work work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kValue);
-    return error.what();
-  }
-  return "nothing was refused";
-}
-
 TEST(Sizes, OthersAreRefused) {
   constexpr size_t kMost = std::numeric_limits<size_t>::max();
-  EXPECT_EQ(refused([] { product<size_t>("bytes of x", (size_t{1} << 62) + 16, 4); }),
+  EXPECT_EQ(error_of(ErrorKind::kValue, [] { product<size_t>("bytes of x", (size_t{1} << 62) + 16, 4); }),
             "bytes of x: 4611686018427387920 x 4 is more than an integer here can hold");
-  EXPECT_NE(refused([] { product<int>("n", 1 << 20, 1, 1 << 20); }).find("n: "), std::string::npos);
-  EXPECT_NE(refused([] { sum<size_t>("n", kMost, 1); }).find("n: "), std::string::npos);
-  EXPECT_NE(refused([] { rounded_up<size_t>("n", kMost, 4096); }).find("n: "), std::string::npos);
+  EXPECT_TRUE(says(error_of(ErrorKind::kValue, [] { product<int>("n", 1 << 20, 1, 1 << 20); }), "n: "));
+  EXPECT_TRUE(says(error_of(ErrorKind::kValue, [] { sum<size_t>("n", kMost, 1); }), "n: "));
+  EXPECT_TRUE(says(error_of(ErrorKind::kValue, [] { rounded_up<size_t>("n", kMost, 4096); }), "n: "));
 }
 
 }  // namespace

@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "../error_of.h"
+#include "../on_threads.h"
 #include "base/error.h"
 
 namespace ds {
@@ -42,7 +44,7 @@ TEST_P(ThreadPoolTest, TheSplitIsAlwaysTheSame) {
     std::mutex mutex;
     std::set<std::pair<size_t, size_t>> chunks;
     pool.parallel_for(100003, 64, [&](size_t begin, size_t end) {
-      std::lock_guard<std::mutex> lock(mutex);
+      std::lock_guard lock(mutex);
       chunks.emplace(begin, end);
     });
     return chunks;
@@ -74,18 +76,14 @@ TEST_P(ThreadPoolTest, RethrowsTheFirstExceptionAndWorksAgain) {
 
 TEST_P(ThreadPoolTest, CallersOnSeveralThreadsTakeTurns) {
   ThreadPool pool(GetParam());
-  std::vector<std::thread> callers;
   std::atomic<int> wrong{0};
-  for (int c = 0; c < 4; ++c) {
-    callers.emplace_back([&] {
-      for (int round = 0; round < 200; ++round) {
-        std::atomic<size_t> sum{0};
-        pool.parallel_for(257, 1, [&](size_t begin, size_t end) { sum += end - begin; });
-        if (sum != 257) ++wrong;
-      }
-    });
-  }
-  for (std::thread& caller : callers) caller.join();
+  on_threads(4, [&](int) {
+    for (int round = 0; round < 200; ++round) {
+      std::atomic<size_t> sum{0};
+      pool.parallel_for(257, 1, [&](size_t begin, size_t end) { sum += end - begin; });
+      if (sum != 257) ++wrong;
+    }
+  });
   EXPECT_EQ(wrong, 0);
 }
 
@@ -125,7 +123,7 @@ TEST(ThreadPool, UsesItsThreads) {
   std::atomic<int> arrived{0};
   pool.parallel_for(3, 1, [&](size_t, size_t) {
     {
-      std::lock_guard<std::mutex> lock(mutex);
+      std::lock_guard lock(mutex);
       ids.insert(std::this_thread::get_id());
     }
     // Nobody leaves before three threads are here, so no thread can take two chunks.
@@ -138,13 +136,7 @@ TEST(ThreadPool, UsesItsThreads) {
 
 TEST(ThreadPool, RefusesNoThreads) {
   for (int threads : {0, -1}) {
-    try {
-      ThreadPool pool(threads);
-      FAIL() << "no error for " << threads;
-    } catch (const Error& e) {
-      EXPECT_EQ(e.kind(), ErrorKind::kValue);
-      EXPECT_NE(std::string(e.what()).find("at least 1 thread"), std::string::npos) << e.what();
-    }
+    EXPECT_TRUE(says(error_of(ErrorKind::kValue, [&] { ThreadPool pool(threads); }), "at least 1 thread"));
   }
 }
 

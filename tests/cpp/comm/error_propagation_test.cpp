@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "../error_of.h"
 #include "comm/shared_memory/shared_segments.h"
 
 namespace ds::comm {
@@ -78,7 +79,7 @@ TEST(ErrorPropagation, AProcessThatEndedIsReported) {
     ranks.look();
     EXPECT_EQ(ranks.told.count(0), goodbye ? 0u : 1u);
     if (goodbye) continue;
-    EXPECT_NE(ranks.told[0].find("stage 2 (process " + std::to_string(child) + ") has ended"), std::string::npos);
+    EXPECT_TRUE(says(ranks.told[0], "stage 2 (process " + std::to_string(child) + ") has ended"));
   }
 }
 
@@ -129,9 +130,7 @@ TEST(ErrorPropagation, SaysWhereAKilledProcessWas) {
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
   ranks.look();
-  EXPECT_NE(ranks.told[0].find("has ended in the middle of a batch, in " + place + "; stage 0 has seen it first"),
-            std::string::npos)
-      << ranks.told[0];
+  EXPECT_TRUE(says(ranks.told[0], "has ended in the middle of a batch, in " + place + "; stage 0 has seen it first"));
   for (const int end : {there[0], there[1], here[0], here[1]}) close(end);
 }
 

@@ -12,6 +12,8 @@
 #include <set>
 #include <thread>
 
+#include "../error_of.h"
+#include "../on_threads.h"
 #include "base/error.h"
 #include "comm/hosts/hosts.h"
 #include "comm/shared_memory/strided_parts.h"
@@ -25,13 +27,10 @@ using namespace std::chrono_literals;
 template <typename Body>
 void on_hosts(const std::vector<int64_t>& hosts, Body body) {
   auto inners = thread_communicators(static_cast<int>(hosts.size()));
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < hosts.size(); ++rank)
-    threads.emplace_back([&, rank] {
-      auto made = hierarchical_communicator(inners[rank], 20s, {}, hosts[rank]);
-      body(static_cast<int>(rank), made);
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(hosts.size(), [&](int rank) {
+    auto made = hierarchical_communicator(inners[rank], 20s, {}, hosts[rank]);
+    body(static_cast<int>(rank), made);
+  });
 }
 
 at::Tensor given(int round, int rank, int64_t numel, at::ScalarType type) {
@@ -147,12 +146,10 @@ TEST(Hierarchical, HostsAtDifferentCollectivesStop) {
   });
   unsetenv("DS_COMM_TRACE_DIR");
   for (const std::string& text : texts) {
-    EXPECT_NE(
-        text.find("the hosts call different collectives: that of rank 0 all_reduce(10 x float32, sum) of \"first\"; "
-                  "that of rank 2 all_reduce(10 x float32, sum) of \"second\""),
-        std::string::npos)
-        << text;
-    EXPECT_NE(text.find("could not be written"), std::string::npos) << text;
+    EXPECT_TRUE(says(text,
+                     "the hosts call different collectives: that of rank 0 all_reduce(10 x float32, sum) of \"first\"; "
+                     "that of rank 2 all_reduce(10 x float32, sum) of \"second\""));
+    EXPECT_TRUE(says(text, "could not be written"));
   }
 }
 
@@ -183,7 +180,7 @@ class Network : public Communicator {
   WorkPtr start(const Op& op) override {
     const int from = members_[rank()], to = op.verb == Verb::kSend ? members_[op.peer] : from;
     if (hosts_[from] != hosts_[to] && op.in.scalar_type() != at::kByte && op.in.scalar_type() != at::kLong) {
-      std::lock_guard<std::mutex> lock(counts_->mutex);
+      std::lock_guard lock(counts_->mutex);
       ++counts_->rows[{from, to}];
     }
     return inner_->run(op);
@@ -322,11 +319,7 @@ TEST(Hierarchical, ForScriptsOnlyExchangesGoByHosts) {
   const auto counted = std::make_shared<Messages>();
   const auto inners = thread_communicators(4);
   std::vector<CommunicatorPtr> made(4);
-  const auto on_ranks = [&](const auto& body) {
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < 4; ++rank) threads.emplace_back([&body, rank] { body(rank); });
-    for (auto& thread : threads) thread.join();
-  };
+  const auto on_ranks = [&](const auto& body) { on_threads(4, body); };
   on_ranks([&](int rank) {
     const CommunicatorPtr network =
         std::make_shared<Network>(inners[rank], std::vector<int>{0, 1, 2, 3}, layout, counted);
@@ -368,9 +361,8 @@ TEST(Hierarchical, HostsThatGiveWhatNobodyTakesStop) {
   });
   unsetenv("DS_COMM_TRACE_DIR");
   for (const std::string& text : texts)
-    EXPECT_NE(text.find("the ranks on the host of rank 0 give 7 elements to those on the host of rank 2, which take 4"),
-              std::string::npos)
-        << text;
+    EXPECT_TRUE(
+        says(text, "the ranks on the host of rank 0 give 7 elements to those on the host of rank 2, which take 4"));
 }
 
 }  // namespace

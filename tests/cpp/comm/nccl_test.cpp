@@ -10,6 +10,7 @@
 #include <cstring>
 #include <thread>
 
+#include "../on_threads.h"
 #include "../error_of.h"
 #include "base/error.h"
 #include "comm/nccl/nccl_memory.h"
@@ -58,15 +59,11 @@ class Nccl : public testing::Test {
   template <typename Body>
   void on_ranks(int size, Body body) {
     const nccl::UniqueId id = library->make_id();
-    std::vector<std::thread> threads;
-    threads.reserve(static_cast<size_t>(size));
-    for (int rank = 0; rank < size; ++rank)
-      threads.emplace_back([&, rank] {
-        const NcclCommPtr comm = join(id, rank, size);
-        body(rank, *comm);
-        comm->close();
-      });
-    for (auto& thread : threads) thread.join();
+    on_threads(size, [&](int rank) {
+      const NcclCommPtr comm = join(id, rank, size);
+      body(rank, *comm);
+      comm->close();
+    });
   }
 
   NcclLibraryPtr library;
@@ -74,7 +71,7 @@ class Nccl : public testing::Test {
 };
 
 void expect_parts(const std::string& text, std::initializer_list<const char*> parts) {
-  for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << part << " is missing in: " << text;
+  for (const char* part : parts) EXPECT_TRUE(says(text, part)) << part << " is missing in: " << text;
 }
 
 // Element i of rank r: small numbers that every type holds.
@@ -308,20 +305,16 @@ TEST_F(Nccl, AbortFromAnotherThreadFreesWhoWaits) {
 
 TEST_F(Nccl, RanksThatDifferFailWithNcclsError) {
   const nccl::UniqueId id = library->make_id();
-  std::vector<std::thread> threads;
-  threads.reserve(2);
   std::atomic<int> failed{0};
-  for (int rank = 0; rank < 2; ++rank)
-    threads.emplace_back([&, rank] {
-      const NcclCommPtr comm = join(id, rank, 2);
-      std::vector<float> values(3);
-      try {
-        comm->all_reduce(values.data(), values.data(), rank == 0 ? 2 : 3, nccl::kFloat32, nccl::kSum, nullptr);
-      } catch (const Error&) {
-        ++failed;
-      }
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(2, [&](int rank) {
+    const NcclCommPtr comm = join(id, rank, 2);
+    std::vector<float> values(3);
+    try {
+      comm->all_reduce(values.data(), values.data(), rank == 0 ? 2 : 3, nccl::kFloat32, nccl::kSum, nullptr);
+    } catch (const Error&) {
+      ++failed;
+    }
+  });
   EXPECT_EQ(failed, 2);
 }
 

@@ -7,8 +7,8 @@
 
 #include <cmath>
 #include <limits>
-#include <thread>
 
+#include "../on_threads.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 
@@ -33,9 +33,7 @@ double rounding(at::ScalarType type, double size) {
 template <typename Body>
 void on_threads(int size, const Body& body) {
   const auto all = thread_communicators(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) threads.emplace_back([&, rank] { body(rank, all[rank]); });
-  for (auto& thread : threads) thread.join();
+  on_threads(size, [&](int rank) { body(rank, all[rank]); });
 }
 
 class Quantized : public testing::TestWithParam<std::tuple<int, at::ScalarType, at::ScalarType>> {};

@@ -14,6 +14,7 @@
 #include <random>
 #include <thread>
 
+#include "../on_threads.h"
 #include "../error_of.h"
 #include "base/error.h"
 #include "comm/shared_memory/process_peer_memory.h"
@@ -29,17 +30,14 @@ template <typename Body>
 void on_ranks(int size, Body body, std::chrono::milliseconds timeout = 60s,
               const std::function<DiagnosticCallbacks(int)>& callbacks = nullptr) {
   auto inners = thread_communicators(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      GroupFacts facts;
-      facts.name = "tried";
-      if (callbacks) facts.watch = std::make_shared<Watch>(callbacks(rank));
-      auto group = ShmGroup::create(rank, size, rendezvous_over(*inners[rank]), timeout, facts);
-      ASSERT_TRUE(group);
-      body(rank, std::move(group));
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(size, [&](int rank) {
+    GroupFacts facts;
+    facts.name = "tried";
+    if (callbacks) facts.watch = std::make_shared<Watch>(callbacks(rank));
+    auto group = ShmGroup::create(rank, size, rendezvous_over(*inners[rank]), timeout, facts);
+    ASSERT_TRUE(group);
+    body(rank, std::move(group));
+  });
 }
 
 // What rank `rank` gives in round `round`: whole numbers, so that sums are exact in every order.
@@ -274,12 +272,12 @@ TEST(ShmGroup, DifferentCallsAreNamedOnEveryRank) {
         group->all_reduce(values, rank == 2 ? 4 : 8, at::kFloat, ReduceOp::kSum);
       }
     });
-    EXPECT_NE(error_of([&] { group->barrier(); }).find("has failed before"), std::string::npos);
+    EXPECT_TRUE(says(error_of([&] { group->barrier(); }), "has failed before"));
   });
   for (const std::string& text : texts) {
-    EXPECT_NE(text.find("rank 0 all_reduce(8 x float32, sum)"), std::string::npos) << text;
-    EXPECT_NE(text.find("rank 1 broadcast(8 x float32, root 0)"), std::string::npos) << text;
-    EXPECT_NE(text.find("rank 2 all_reduce(4 x float32, sum)"), std::string::npos) << text;
+    EXPECT_TRUE(says(text, "rank 0 all_reduce(8 x float32, sum)"));
+    EXPECT_TRUE(says(text, "rank 1 broadcast(8 x float32, root 0)"));
+    EXPECT_TRUE(says(text, "rank 2 all_reduce(4 x float32, sum)"));
   }
 }
 
@@ -301,8 +299,8 @@ TEST(ShmGroup, AMissingRankIsNamed) {
   const bool first = texts[0].find("rank 1 (process") == 0, second = texts[2].find("rank 1 (process") == 0;
   EXPECT_TRUE(first || second);  // the other may hear of it from its neighbour
   for (int rank : {0, 2}) {
-    EXPECT_NE(texts[rank].find("has not come"), std::string::npos) << texts[rank];
-    EXPECT_NE(texts[rank].find("barrier()"), std::string::npos) << texts[rank];
+    EXPECT_TRUE(says(texts[rank], "has not come"));
+    EXPECT_TRUE(says(texts[rank], "barrier()"));
   }
 }
 
@@ -313,8 +311,8 @@ TEST(ShmGroup, ARankThatLeavesIsNamed) {
     if (rank == 1) return;
     text = error_of([&] { group->barrier(); });
   });
-  EXPECT_NE(text.find("rank 1 (process"), std::string::npos) << text;
-  EXPECT_NE(text.find("has destroyed its process group"), std::string::npos) << text;
+  EXPECT_TRUE(says(text, "rank 1 (process"));
+  EXPECT_TRUE(says(text, "has destroyed its process group"));
 }
 
 TEST(ShmGroup, AFailureSaysWhereEveryRankIs) {
@@ -334,19 +332,18 @@ TEST(ShmGroup, AFailureSaysWhereEveryRankIs) {
       },
       60s, callbacks);
   for (const std::string& text : texts) {
-    EXPECT_NE(text.find("rank 1 broadcast(7 x float32, root 0) of \"second.bias\""), std::string::npos) << text;
-    EXPECT_NE(text.find("in broadcast(8 x float32, root 0) of \"second.bias\", number 2, for"), std::string::npos)
-        << text;
-    EXPECT_NE(text.find("\n    line two of rank 0"), std::string::npos) << text;
-    EXPECT_NE(text.find("\n    line two of rank 1"), std::string::npos) << text;
-    EXPECT_NE(text.find("no interpreter answers there"), std::string::npos) << text;
-    EXPECT_NE(text.find("The last collectives of all ranks are in /tmp/shm_group_test_"), std::string::npos) << text;
+    EXPECT_TRUE(says(text, "rank 1 broadcast(7 x float32, root 0) of \"second.bias\""));
+    EXPECT_TRUE(says(text, "in broadcast(8 x float32, root 0) of \"second.bias\", number 2, for"));
+    EXPECT_TRUE(says(text, "\n    line two of rank 0"));
+    EXPECT_TRUE(says(text, "\n    line two of rank 1"));
+    EXPECT_TRUE(says(text, "no interpreter answers there"));
+    EXPECT_TRUE(says(text, "The last collectives of all ranks are in /tmp/shm_group_test_"));
   }
   const auto files = traces.texts();
   ASSERT_EQ(files.size(), 3u);
   for (const std::string& file : files) {
-    EXPECT_NE(file.find("\"tag\": \"first.weight\""), std::string::npos) << file;
-    EXPECT_NE(file.find("\"state\": \"under way\""), std::string::npos) << file;
+    EXPECT_TRUE(says(file, "\"tag\": \"first.weight\""));
+    EXPECT_TRUE(says(file, "\"state\": \"under way\""));
   }
 }
 
@@ -358,8 +355,7 @@ TEST(ShmGroup, TagsThatDifferAreAMismatch) {
     group->all_reduce(values, 8, at::kFloat, ReduceOp::kSum, rank ? "" : "a");  // not everybody knows
     texts[rank] = error_of([&] { group->all_reduce(values, 8, at::kFloat, ReduceOp::kSum, rank ? "b" : "a"); });
   });
-  for (const std::string& text : texts)
-    EXPECT_NE(text.find("rank 1 all_reduce(8 x float32, sum) of \"b\""), std::string::npos) << text;
+  for (const std::string& text : texts) EXPECT_TRUE(says(text, "rank 1 all_reduce(8 x float32, sum) of \"b\""));
 }
 
 TEST(ShmGroup, AnInterpreterThatDoesNotAnswerIsNamed) {
@@ -382,8 +378,8 @@ TEST(ShmGroup, AnInterpreterThatDoesNotAnswerIsNamed) {
         while (!over) std::this_thread::sleep_for(5ms);
       },
       300ms, callbacks);
-  EXPECT_NE(texts[0].find("it does not answer: its interpreter is busy"), std::string::npos) << texts[0];
-  EXPECT_NE(texts[0].find("has not entered any collective"), std::string::npos) << texts[0];
+  EXPECT_TRUE(says(texts[0], "it does not answer: its interpreter is busy"));
+  EXPECT_TRUE(says(texts[0], "has not entered any collective"));
 }
 
 TEST(FlightRing, KeepsTheLast256) {

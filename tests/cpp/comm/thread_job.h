@@ -6,9 +6,9 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "../on_threads.h"
 #include "comm/process_mesh.h"
 #include "comm/transports/thread_communicator.h"
 
@@ -18,7 +18,7 @@ namespace ds::comm {
 class Meeting {
  public:
   CommunicatorPtr open(const std::string& key, const SubMesh& members) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     auto& made = made_[key];
     if (made.empty()) made = thread_communicators(members.size());
     ++openings;
@@ -43,10 +43,7 @@ inline JobPtr job_of(int rank, int world, Meeting& meeting) {
 
 inline void on_ranks_of_job(int world, const std::function<void(int, JobPtr)>& body) {
   Meeting meeting;
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world; ++rank)
-    threads.emplace_back([&, rank] { body(rank, job_of(rank, world, meeting)); });
-  for (auto& thread : threads) thread.join();
+  on_threads(world, [&](int rank) { body(rank, job_of(rank, world, meeting)); });
 }
 
 }  // namespace ds::comm

@@ -5,10 +5,10 @@
 #include <functional>
 #include <set>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
+#include "../on_threads.h"
 #include "comm/nccl/nccl_library.h"
 #include "comm/transports/hierarchical_communicator.h"
 #include "comm/transports/local_communicator.h"
@@ -77,10 +77,7 @@ inline void on_transport(const std::string& transport, int size, const Body& bod
   const auto between_threads = thread_communicators(size);
   nccl::UniqueId id;
   if (transport == "nccl") id = NcclLibrary::open(std::string(DS_FAKE_NCCL_FOLDER) + "/libfake_nccl.so")->make_id();
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] { body(rank, *make(transport, between_threads[rank], id)); });
-  for (auto& thread : threads) thread.join();
+  on_threads(size, [&](int rank) { body(rank, *make(transport, between_threads[rank], id)); });
 }
 
 }  // namespace ds::comm::testing_transports

@@ -10,8 +10,9 @@
 
 #include <condition_variable>
 #include <cstdlib>
-#include <thread>
 
+#include "../error_of.h"
+#include "../on_threads.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 
@@ -35,7 +36,7 @@ class BlindCommunicator : public Communicator {
   bool carries(const Op&) const override { return true; }
   PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
   void abort(const std::string& why) noexcept override {
-    std::lock_guard<std::mutex> lock(meeting_->mutex);
+    std::lock_guard lock(meeting_->mutex);
     aborted_ = why;
     meeting_->changed.notify_all();
   }
@@ -48,14 +49,14 @@ class BlindCommunicator : public Communicator {
       Meet(BlindCommunicator& owner, std::string key) : owner(owner), key(std::move(key)) {}
       void wait() override {
         Meeting& all = *owner.meeting_;
-        std::unique_lock<std::mutex> lock(all.mutex);
+        std::unique_lock lock(all.mutex);
         all.changed.wait(lock, [&] { return all.here[key] == owner.size_ || !owner.aborted_.empty(); });
         if (all.here[key] != owner.size_) fail(ErrorKind::kRuntime, "aborted");
       }
       BlindCommunicator& owner;
       const std::string key;
     };
-    std::lock_guard<std::mutex> lock(meeting_->mutex);
+    std::lock_guard lock(meeting_->mutex);
     const std::string key = std::to_string(++number_) + " " + verb_name(op.verb);
     ++meeting_->here[key];
     meeting_->changed.notify_all();
@@ -74,35 +75,18 @@ using Body = std::function<void(int rank, Communicator&, StoreBoard&)>;
 void on_boards(int size, const Body& body, int timeout_s = 30) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto meeting = std::make_shared<Meeting>();
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      DiagnosticCallbacks callbacks;
-      callbacks.stacks = [rank] { return "in the script of rank " + std::to_string(rank); };
-      Watch watch(callbacks);
-      GroupFacts facts;
-      facts.name = "tested";
-      const auto board =
-          std::make_shared<StoreBoard>(store, rank, size, std::chrono::seconds(timeout_s), "blind", facts);
-      watch.add(board);
-      const auto communicator = watched(std::make_shared<BlindCommunicator>(rank, size, meeting), board);
-      body(rank, *communicator, *board);
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(size, [&](int rank) {
+    DiagnosticCallbacks callbacks;
+    callbacks.stacks = [rank] { return "in the script of rank " + std::to_string(rank); };
+    Watch watch(callbacks);
+    GroupFacts facts;
+    facts.name = "tested";
+    const auto board = std::make_shared<StoreBoard>(store, rank, size, std::chrono::seconds(timeout_s), "blind", facts);
+    watch.add(board);
+    const auto communicator = watched(std::make_shared<BlindCommunicator>(rank, size, meeting), board);
+    body(rank, *communicator, *board);
+  });
 }
-
-std::string error_in(const std::function<void()>& call, ErrorKind kind = ErrorKind::kRuntime) {
-  try {
-    call();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), kind);
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 class Boards : public testing::TestWithParam<int> {};
 
@@ -111,7 +95,7 @@ TEST_P(Boards, RanksThatCallDifferentThingsAllFailWithWhereTheyAre) {
     const at::Tensor ten = at::ones({10});
     communicator.all_reduce(ten, ReduceOp::kSum)->wait();
     const auto began = std::chrono::steady_clock::now();
-    const std::string text = error_in([&] {
+    const std::string text = error_of(ErrorKind::kRuntime, [&] {
       if (rank == 1) {
         communicator.broadcast(ten, 0, "late")->wait();
       } else {
@@ -122,28 +106,28 @@ TEST_P(Boards, RanksThatCallDifferentThingsAllFailWithWhereTheyAre) {
     for (const char* part : {"call different collectives:", "rank 1 broadcast(10 x float32, root 0) of \"late\"",
                              "Number 2 of this group", "in all_reduce(10 x float32, sum), number 2, for",
                              "in the script of rank 1", "The last collectives of all ranks are in"})
-      EXPECT_TRUE(has(text, part)) << part << " is not in " << text;
+      EXPECT_TRUE(says(text, part));
     bool other = false;  // which of them was seen to call the other thing depends on who came first
     for (int named = 0; named < GetParam(); ++named)
-      other |= named != 1 && has(text, "rank " + std::to_string(named) + " all_reduce(10 x float32, sum)");
+      other |= named != 1 && says(text, "rank " + std::to_string(named) + " all_reduce(10 x float32, sum)");
     EXPECT_TRUE(other) << text;
-    EXPECT_TRUE(has(error_in([&] { communicator.barrier(); }), "has failed before"));
+    EXPECT_TRUE(says(error_of(ErrorKind::kRuntime, [&] { communicator.barrier(); }), "has failed before"));
   });
 }
 
 TEST_P(Boards, WhatBreaksOnOneRankIsToldToAll) {
   on_boards(GetParam(), [](int rank, Communicator& communicator, StoreBoard&) {
     const at::Tensor one = at::ones({1});
-    const std::string text =
-        error_in([&] { communicator.all_reduce(one, ReduceOp::kSum, rank == 0 ? "broken" : "")->wait(); });
-    EXPECT_TRUE(has(text, "all_reduce(1 x float32, sum) of \"broken\" failed on rank 0: the cable is gone")) << text;
+    const std::string text = error_of(
+        ErrorKind::kRuntime, [&] { communicator.all_reduce(one, ReduceOp::kSum, rank == 0 ? "broken" : "")->wait(); });
+    EXPECT_TRUE(says(text, "all_reduce(1 x float32, sum) of \"broken\" failed on rank 0: the cable is gone"));
   });
 }
 
 TEST_P(Boards, ACallThatItsCallerGotWrongBreaksNothing) {
   on_boards(GetParam(), [](int, Communicator& communicator, StoreBoard& board) {
     const at::Tensor one = at::ones({1});
-    error_in([&] { communicator.all_reduce(one, ReduceOp::kSum, "refused"); }, ErrorKind::kValue);
+    error_of(ErrorKind::kValue, [&] { communicator.all_reduce(one, ReduceOp::kSum, "refused"); });
     communicator.barrier();
     communicator.all_reduce(one, ReduceOp::kSum);  // nobody waits
     const auto flights = board.flights();
@@ -163,20 +147,20 @@ TEST(WatchedCommunicator, StrictRanksCompareBeforeTheyStart) {
   setenv("DS_COMM_FINGERPRINTS", "strict", 1);
   on_boards(3, [](int rank, Communicator& communicator, StoreBoard&) {
     for (int i = 0; i < 5; ++i) communicator.barrier();
-    const std::string text =
-        error_in([&] { communicator.all_reduce(at::ones({rank == 2 ? 3 : 4}), ReduceOp::kSum)->wait(); });
-    EXPECT_TRUE(has(text,
-                    "rank 0 all_reduce(4 x float32, sum); rank 1 all_reduce(4 x float32, sum); rank 2 "
-                    "all_reduce(3 x float32, sum)"))
+    const std::string text = error_of(
+        ErrorKind::kRuntime, [&] { communicator.all_reduce(at::ones({rank == 2 ? 3 : 4}), ReduceOp::kSum)->wait(); });
+    EXPECT_TRUE(says(text,
+                     "rank 0 all_reduce(4 x float32, sum); rank 1 all_reduce(4 x float32, sum); rank 2 "
+                     "all_reduce(3 x float32, sum)"))
         << text;
   });
   on_boards(3, [](int rank, Communicator& communicator, StoreBoard&) {
     // Rank r gives rank s s + 1 elements; as many in all are taken by rank 2, others from each.
     const std::vector<int64_t> give{1, 2, 3}, take(3, rank + 1), wrong{2, 3, 4};
-    const std::string text = error_in([&] {
+    const std::string text = error_of(ErrorKind::kRuntime, [&] {
       communicator.all_to_all(at::ones({6}), give, at::ones({3 * (rank + 1)}), rank == 2 ? wrong : take)->wait();
     });
-    EXPECT_TRUE(has(text, "a rank gives another one more or less than that one takes from it (split sizes)")) << text;
+    EXPECT_TRUE(says(text, "a rank gives another one more or less than that one takes from it (split sizes)"));
   });
   unsetenv("DS_COMM_FINGERPRINTS");
 }
@@ -195,26 +179,22 @@ TEST(StoreBoard, AProcessNumberOfAnotherHostIsNotAskedFor) {
   const std::string who(told.begin(), told.end());
   const std::string ended = std::to_string(child) + who.substr(who.find(' '));
   store->set("who1", std::vector<uint8_t>(ended.begin(), ended.end()));
-  EXPECT_TRUE(has(board.give_up("tested"), "rank 1: does not answer"));
+  EXPECT_TRUE(says(board.give_up("tested"), "rank 1: does not answer"));
 }
 
 TEST(WatchedCommunicator, TransfersGoByUnseen) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto plain = thread_communicators(2);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < 2; ++rank)
-    threads.emplace_back([&, rank] {
-      const auto board =
-          std::make_shared<StoreBoard>(store, rank, 2, std::chrono::seconds(30), "threads", GroupFacts());
-      const auto communicator = watched(plain[rank], board);
-      const at::Tensor tensor = at::full({3}, rank);
-      if (rank == 0) communicator->send(tensor, 1)->wait();
-      if (rank == 1) communicator->recv(tensor, 0)->wait();
-      EXPECT_EQ(tensor.sum().item<int64_t>(), 0);
-      communicator->barrier();
-      EXPECT_EQ(board->flights().size(), 1u);
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(2, [&](int rank) {
+    const auto board = std::make_shared<StoreBoard>(store, rank, 2, std::chrono::seconds(30), "threads", GroupFacts());
+    const auto communicator = watched(plain[rank], board);
+    const at::Tensor tensor = at::full({3}, rank);
+    if (rank == 0) communicator->send(tensor, 1)->wait();
+    if (rank == 1) communicator->recv(tensor, 0)->wait();
+    EXPECT_EQ(tensor.sum().item<int64_t>(), 0);
+    communicator->barrier();
+    EXPECT_EQ(board->flights().size(), 1u);
+  });
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "../error_of.h"
 #include "config/nearest.h"
 #include "config/render.h"
 
@@ -112,7 +113,7 @@ TEST(Resolver, AVariableOverridesItsKey) {
   options.environment["DS_AUDIT"] = "2";
   const Config on = resolved("{}", options);
   EXPECT_EQ(*on.find(path), 2);
-  EXPECT_NE(explain(on, schema(Root::kTraining)).find("environment: DS_AUDIT"), std::string::npos);
+  EXPECT_TRUE(says(explain(on, schema(Root::kTraining)), "environment: DS_AUDIT"));
   options.environment["DS_AUDIT"] = "two";
   EXPECT_EQ(codes(resolved("{}", options), Severity::kError), Words{"environment"});
   options.environment["DS_AUDIT"] = "";
@@ -144,7 +145,7 @@ TEST(Resolver, NumbersInQuotesAreReadInValidatedSectionsWithAWarning) {
 TEST(Resolver, BothNamesOfADeprecatedKeyAreAnAssertion) {
   ErrorKind kind = ErrorKind::kConfig;
   const Config config = resolved("{\"zero_optimization\": {\"cpu_offload\": true, \"offload_optimizer\": {}}}");
-  EXPECT_NE(config.complaint(&kind).find("deprecated name"), std::string::npos);
+  EXPECT_TRUE(says(config.complaint(&kind), "deprecated name"));
   EXPECT_EQ(kind, ErrorKind::kAssertion);
 }
 
@@ -193,7 +194,7 @@ TEST(Render, DocsNameEveryKeyAndSchemaIsJson) {
   const std::string text = docs();
   for (const char* part :
        {"## ZeRO", "### `fp16`", "`offload_optimizer.pipeline_read`", "Rules between keys", "*Deprecated: use"}) {
-    EXPECT_NE(text.find(part), std::string::npos) << part;
+    EXPECT_TRUE(says(text, part)) << part;
   }
   EXPECT_NO_THROW(Value::parse(json_schema(schema(Root::kTraining))));
 }
@@ -203,9 +204,9 @@ TEST(Render, ExplainShowsEveryParameterOfAnOptimizer) {
       "{\"optimizer\": {\"type\": \"Adam\",\n\"params\": {\n\"lr\": 1e-3,\n\"weight_decay\": 0}},\n"
       "\"scheduler\": {\"type\": \"StepLR\", \"params\": {\n\"step_size\": 3}}}";
   const std::string out = non_default(resolved(text), schema(Root::kTraining));
-  EXPECT_NE(out.find("optimizer.params.lr = 0.001 (line 3)\n"), std::string::npos) << out;
-  EXPECT_NE(out.find("optimizer.params.weight_decay = 0 (line 4)\n"), std::string::npos) << out;
-  EXPECT_NE(out.find("scheduler.params.step_size = 3 (line 6)"), std::string::npos) << out;  // a class of torch
+  EXPECT_TRUE(says(out, "optimizer.params.lr = 0.001 (line 3)\n"));
+  EXPECT_TRUE(says(out, "optimizer.params.weight_decay = 0 (line 4)\n"));
+  EXPECT_TRUE(says(out, "scheduler.params.step_size = 3 (line 6)"));  // a class of torch
 }
 
 TEST(Render, ExplainShowsOriginsAndConflicts) {
@@ -215,7 +216,7 @@ TEST(Render, ExplainShowsOriginsAndConflicts) {
   const std::string text = explain(config, schema(Root::kTraining));
   for (const char* part : {"zero_optimization.stage", "line 2", "default, \"auto\" on line 2", "Conflicts",
                            "known, not built yet: DeepCompile", "derived: zero_optimization.stage = 1"}) {
-    EXPECT_NE(text.find(part), std::string::npos) << part;
+    EXPECT_TRUE(says(text, part)) << part;
   }
 }
 

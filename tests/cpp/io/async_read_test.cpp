@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 
+#include "../error_of.h"
 #include "folder.h"
 #include "io/aligned_pool.h"
 #include "io/async_file.h"
@@ -94,9 +95,7 @@ TEST_P(Reads, AFaultNamesFileOffsetAndBytes) {
       EXPECT_EQ(e.offset(), static_cast<uint64_t>(5 - n) * kPiece);
       EXPECT_EQ(e.bytes(), kPiece);
       const std::string place = "(" + std::to_string(kPiece) + " bytes at byte " + std::to_string(e.offset()) + ")";
-      EXPECT_NE(std::string(e.what()).find("read of " + path_ + " failed: Input/output error " + place),
-                std::string::npos)
-          << e.what();
+      EXPECT_TRUE(says(e.what(), "read of " + path_ + " failed: Input/output error " + place));
     }
   }
 }
@@ -113,7 +112,7 @@ TEST_P(Reads, AFileThatEndsTooEarlyIsAnError) {
       EXPECT_EQ(e.code(), ENODATA);
       EXPECT_EQ(e.offset(), 4 * kPiece);
       EXPECT_EQ(e.bytes(), kPiece);
-      EXPECT_NE(std::string(e.what()).find(path_ + " failed: the file ends at byte "), std::string::npos) << e.what();
+      EXPECT_TRUE(says(e.what(), path_ + " failed: the file ends at byte "));
     }
   }
 }
@@ -153,8 +152,7 @@ TEST_P(Reads, WriteFaultsNameThePlaceToo) {
     EXPECT_EQ(e.code(), ENOSPC);
     EXPECT_EQ(e.offset(), kPiece);
     EXPECT_EQ(e.bytes(), kPiece);
-    EXPECT_NE(std::string(e.what()).find("The file needs " + std::to_string(2 * kPiece) + " bytes"), std::string::npos)
-        << e.what();
+    EXPECT_TRUE(says(e.what(), "The file needs " + std::to_string(2 * kPiece) + " bytes"));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <gtest/gtest.h>
 
+#include "../error_of.h"
 #include "base/error.h"
 #include "folder.h"
 #include "io/file_error.h"
@@ -51,11 +52,9 @@ TEST(CuFile, MovesBytesInPiecesOfItsOwn) {
 }
 
 TEST(CuFile, SaysWhyItCannotBeUsed) {
-  EXPECT_NE(refusal("/none/libcufile.so").find("GPUDirect storage cannot be used: /none/libcufile.so"),
-            std::string::npos);
-  EXPECT_NE(refusal(fake("fake_cufile_no_driver")).find("cuFileDriverOpen gave cuFile error 5001, CUDA error 100"),
-            std::string::npos);
-  EXPECT_NE(refusal(fake("fake_cufile_broken")).find("has no function cuFileWrite"), std::string::npos);
+  EXPECT_TRUE(says(refusal("/none/libcufile.so"), "GPUDirect storage cannot be used: /none/libcufile.so"));
+  EXPECT_TRUE(says(refusal(fake("fake_cufile_no_driver")), "cuFileDriverOpen gave cuFile error 5001, CUDA error 100"));
+  EXPECT_TRUE(says(refusal(fake("fake_cufile_broken")), "has no function cuFileWrite"));
 }
 
 }  // namespace

@@ -6,8 +6,9 @@
 #include <sys/stat.h>
 
 #include <csignal>
-#include <thread>
 
+#include "../error_of.h"
+#include "../on_threads.h"
 #include "folder.h"
 #include "io/file_error.h"
 
@@ -188,9 +189,9 @@ TEST(FileStream, EveryFaultIsAnErrorThatNamesTheFileAndLeavesNone) {
           } catch (const FileError& e) {
             ++faults;
             EXPECT_EQ(e.code(), action == std::string("eio") ? EIO : ENOSPC);
-            EXPECT_NE(std::string(e.what()).find(folder / "x"), std::string::npos) << e.what();
+            EXPECT_TRUE(says(e.what(), folder / "x"));
             if (e.code() == ENOSPC) {
-              EXPECT_NE(std::string(e.what()).find("bytes are free"), std::string::npos) << e.what();
+              EXPECT_TRUE(says(e.what(), "bytes are free"));
             }
             EXPECT_EQ(folder.entries(), 0u) << call << n;
           }
@@ -210,7 +211,7 @@ TEST(FileStream, AFullDiskIsAnErrorBeforeAnythingIsWritten) {
     FAIL() << "a petabyte in memory";
   } catch (const FileError& e) {
     EXPECT_EQ(e.code(), ENOSPC);
-    EXPECT_NE(std::string(e.what()).find("needs 1125899906842624 bytes"), std::string::npos) << e.what();
+    EXPECT_TRUE(says(e.what(), "needs 1125899906842624 bytes"));
   }
   EXPECT_EQ(folder.entries(), 0u);
 }
@@ -290,17 +291,12 @@ TEST(FileStream, LeavesNoDescriptorOpen) {
 TEST(FileStream, SeveralAtATime) {
   const Folder folder;
   Files files;
-  std::vector<std::thread> threads;
-  threads.reserve(8);
-  for (int i = 0; i < 8; ++i) {
-    threads.emplace_back([&, i] {
-      const std::string text = random_bytes(3000000, static_cast<unsigned>(i));
-      FileStream stream(files, folder / std::to_string(i), text.size(), small(1 << 19, 2, 2));
-      stream.write(text.data(), text.size());
-      stream.finish();
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  on_threads(8, [&](int i) {
+    const std::string text = random_bytes(3000000, static_cast<unsigned>(i));
+    FileStream stream(files, folder / std::to_string(i), text.size(), small(1 << 19, 2, 2));
+    stream.write(text.data(), text.size());
+    stream.finish();
+  });
   for (int i = 0; i < 8; ++i)
     EXPECT_EQ(content(folder / std::to_string(i)), random_bytes(3000000, static_cast<unsigned>(i)));
 }

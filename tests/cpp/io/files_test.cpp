@@ -5,6 +5,7 @@
 
 #include <csignal>
 
+#include "../error_of.h"
 #include "folder.h"
 #include "forbid.h"
 #include "io/faults.h"
@@ -184,8 +185,8 @@ TEST(Files, ErrorsNameBothFiles) {
       FAIL();
     } catch (const FileError& e) {
       EXPECT_EQ(e.code(), ENOENT);
-      EXPECT_NE(std::string(e.what()).find("none"), std::string::npos);
-      EXPECT_NE(std::string(e.what()).find(folder / "b"), std::string::npos);
+      EXPECT_TRUE(says(e.what(), "none"));
+      EXPECT_TRUE(says(e.what(), folder / "b"));
     }
   }
   EXPECT_THROW(files.sync_directory(folder / "none"), FileError);

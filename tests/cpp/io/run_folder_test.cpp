@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
+#include "../error_of.h"
 #include "base/error.h"
 #include "folder.h"
 #include "io/swap_files.h"
@@ -69,13 +70,8 @@ TEST(RunFolder, FilesOfALivingRunAreNeverTouchedAndThoseOfAKilledOneGo) {
   const Folder disk;
   const std::string root = disk / "zero_stage_3";
   OtherRun other(root);
-  try {
-    const RunFolder folder(root, "rank0", kOwned);
-    FAIL() << "two runs in one folder";
-  } catch (const Error& error) {
-    const std::string text = error.what();
-    EXPECT_NE(text.find(root + " is in use: process " + std::to_string(other.pid())), std::string::npos) << text;
-  }
+  EXPECT_TRUE(says(error_of([&] { const RunFolder folder(root, "rank0", kOwned); }),
+                   root + " is in use: process " + std::to_string(other.pid())));
   const RunFolder neighbour(root, "rank1", {"float32params/rank1"});  // another rank's has nothing to do with it
   for (const std::string& sub : kOwned) EXPECT_TRUE(there(root + "/" + sub + "/1_param.tensor.swp"));
   other.kill();
@@ -111,12 +107,8 @@ TEST(RunFolder, OwnsNoFolderWhereThereAreSwapFiles) {
 
 TEST(RunFolder, FoldersThatCannotBeUsedAreNamed) {
   const Folder disk;
-  try {
-    const RunFolder folder(disk / "missing/zero_stage_3", "rank0", kOwned);
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find(disk / "missing"), std::string::npos) << error.what();
-  }
+  EXPECT_TRUE(says(error_of([&] { const RunFolder folder(disk / "missing/zero_stage_3", "rank0", kOwned); }),
+                   disk / "missing"));
 }
 
 // A lock that cannot be opened may be held: nothing is removed. Here it is no file; a user who is not root meets it as
@@ -126,13 +118,8 @@ TEST(RunFolder, ALockThatCannotBeOpenedIsHeld) {
   const std::string root = disk / "zero_stage_3";
   std::filesystem::create_directories(root + "/.rank0.1-1.lock.abcdef");
   leave_files(root);
-  try {
-    const RunFolder folder(root, "rank0", kOwned);
-    FAIL() << "nobody knows whether that lock is held";
-  } catch (const Error& error) {
-    const std::string text = error.what();
-    EXPECT_NE(text.find("counts as in use: its lock file .rank0.1-1.lock.abcdef cannot be opened"), std::string::npos);
-  }
+  EXPECT_TRUE(says(error_of([&] { const RunFolder folder(root, "rank0", kOwned); }),
+                   "counts as in use: its lock file .rank0.1-1.lock.abcdef cannot be opened"));
   for (const std::string& sub : kOwned) EXPECT_TRUE(there(root + "/" + sub + "/1_param.tensor.swp"));
 }
 

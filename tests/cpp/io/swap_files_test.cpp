@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "../error_of.h"
 #include "folder.h"
 #include "io/file_error.h"
 
@@ -24,7 +25,7 @@ TEST(SwapFiles, EndWithTheirOwner) {
     const SwapFile file(folder.path(), "optimizer states/0");
     path = file.path();
     EXPECT_TRUE(there(path));
-    EXPECT_NE(path.find("/optimizer_states_0."), std::string::npos) << path;
+    EXPECT_TRUE(says(path, "/optimizer_states_0."));
     EXPECT_EQ(path.substr(path.size() - 11), SwapFile::kSuffix);
   }
   EXPECT_FALSE(there(path));
@@ -63,7 +64,7 @@ TEST(SwapFiles, FoldersOfUsersAreMadeWithTheirParents) {
     try {
       swap_folder("section.key", base, "a/b");
     } catch (const FileError& error) {
-      EXPECT_NE(std::string(error.what()).find("section.key = \"" + base + "\""), std::string::npos) << error.what();
+      EXPECT_TRUE(says(error.what(), "section.key = \"" + base + "\""));
       return error.code();
     }
     return 0;
@@ -108,7 +109,7 @@ TEST(SwapFiles, LinksAreRefusedAndWhatTheyPointToStays) {
   } catch (const FileError& error) {
     EXPECT_EQ(error.code(), ELOOP);
     const std::string named = "section.key: the folder " + folder.path() + "/zero_stage_3";
-    EXPECT_NE(std::string(error.what()).find(named), std::string::npos) << error.what();
+    EXPECT_TRUE(says(error.what(), named));
   }
   EXPECT_EQ(other.entries(), 0u);
 }

@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "../on_threads.h"
 #include "base/error.h"
 #include "io/aligned_pool.h"
 
@@ -93,17 +94,13 @@ TEST(TransferQueue, ManyThreadsShareOne) {
   TransferQueue queue(3);
   std::atomic<int64_t> counted{0};
   std::atomic<uint64_t> moved{0};
-  std::vector<std::thread> users;
-  for (int user = 0; user < 4; ++user) {
-    users.emplace_back([&] {
-      for (int i = 0; i < 50; ++i) {
-        queue.start(request(3 * kBlockBytes, [&](uint64_t, uint64_t bytes) { moved += bytes; }));
-        queue.run(request(kBlockBytes, [&](uint64_t, uint64_t bytes) { moved += bytes; }));
-        if (i % 10 == 0) counted += queue.wait();
-      }
-    });
-  }
-  for (std::thread& user : users) user.join();
+  on_threads(4, [&](int) {
+    for (int i = 0; i < 50; ++i) {
+      queue.start(request(3 * kBlockBytes, [&](uint64_t, uint64_t bytes) { moved += bytes; }));
+      queue.run(request(kBlockBytes, [&](uint64_t, uint64_t bytes) { moved += bytes; }));
+      if (i % 10 == 0) counted += queue.wait();
+    }
+  });
   counted += queue.wait();
   EXPECT_EQ(counted, 200);
   EXPECT_EQ(moved, 4 * 50 * 4 * kBlockBytes);

@@ -9,6 +9,7 @@
 
 #include <random>
 
+#include "../error_of.h"
 #include "folder.h"
 #include "io/aligned_pool.h"
 #include "io/file_error.h"
@@ -139,7 +140,7 @@ TEST_P(Transfers, ErrorsNamePathOffsetAndBytes) {
       EXPECT_EQ(error.path(), path_);
       EXPECT_GT(error.bytes(), 0u);
       EXPECT_LE(error.offset() + error.bytes(), text.size() + kBlockBytes);
-      EXPECT_NE(std::string(error.what()).find(path_), std::string::npos);
+      EXPECT_TRUE(says(error.what(), path_));
     }
   }
   files_.inject(with("open:99:eio"));
@@ -165,7 +166,7 @@ TEST_P(Transfers, AFileThatEndsTooEarlySaysWhere) {
       FAIL() << bytes;
     } catch (const FileError& error) {
       EXPECT_EQ(error.code(), ENODATA);
-      EXPECT_NE(std::string(error.what()).find("ends at byte 50000"), std::string::npos) << error.what();
+      EXPECT_TRUE(says(error.what(), "ends at byte 50000"));
     }
   }
 }
@@ -203,12 +204,10 @@ TEST(Transfer, ComparingNamesTheByteThatDiffers) {
   BlockFile file(files, folder / "x", Mode::kRead);
   compare_span(file, {text.data(), nullptr, 0, text.size()}, 0);
   text[2500000] ^= 1;
-  try {
-    compare_span(file, {text.data() + 100, nullptr, 0, text.size() - 100}, 100);
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("byte 2500000 of the file is not byte 2499900"), std::string::npos);
-  }
+  EXPECT_TRUE(says(error_of([&] {
+                     compare_span(file, {text.data() + 100, nullptr, 0, text.size() - 100}, 100);
+                   }),
+                   "byte 2500000 of the file is not byte 2499900"));
 }
 
 TEST(Transfer, PartsMeetAtBlocks) {
@@ -245,9 +244,9 @@ TEST(Transfer, OptionsOutOfRangeAreNamed) {
     return "";
   };
   EXPECT_EQ(message([](TransferOptions& o) {}), "");
-  EXPECT_NE(message([](TransferOptions& o) { o.block_bytes = 0; }).find("block_size"), std::string::npos);
-  EXPECT_NE(message([](TransferOptions& o) { o.queue_depth = 0; }).find("queue_depth"), std::string::npos);
-  EXPECT_NE(message([](TransferOptions& o) { o.queue_depth = 5000; }).find("4096"), std::string::npos);
+  EXPECT_TRUE(says(message([](TransferOptions& o) { o.block_bytes = 0; }), "block_size"));
+  EXPECT_TRUE(says(message([](TransferOptions& o) { o.queue_depth = 0; }), "queue_depth"));
+  EXPECT_TRUE(says(message([](TransferOptions& o) { o.queue_depth = 5000; }), "4096"));
 }
 
 TEST(BlockFile, AFullDiskIsAnErrorBeforeTheFirstByte) {

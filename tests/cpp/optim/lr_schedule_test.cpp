@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "../error_of.h"
 #include "base/error.h"
 
 namespace ds::optim {
@@ -57,13 +58,11 @@ TEST(LrSchedule, StairsAreCountedInIntegers) {
 }
 
 TEST(LrSchedule, WrongParametersAreNamed) {
-  try {
-    OneCycleLr({0.1}, {0.2, 0.3}, 0, CycleShape{1, 1, 0, 0, 0});
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kValue);
-    EXPECT_NE(std::string(error.what()).find("cycle_min_lr and cycle_max_lr have 1 and 2 values"), std::string::npos);
-  }
+  EXPECT_TRUE(says(error_of(ErrorKind::kValue,
+                            [&] {
+                              OneCycleLr({0.1}, {0.2, 0.3}, 0, CycleShape{1, 1, 0, 0, 0});
+                            }),
+                   "cycle_min_lr and cycle_max_lr have 1 and 2 values"));
   EXPECT_THROW(warmup_curve("Log"), Error);
   EXPECT_THROW(LrRangeTest({0.1}, 0, 1, false), Error);
   EXPECT_THROW(LrRangeTest({INFINITY}, 1, 1, false), Error);

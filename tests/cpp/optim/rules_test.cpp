@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "../error_of.h"
 #include "../kernels/device.h"
 #include "base/error.h"
 
@@ -220,12 +221,7 @@ TEST(RulesTest, RandomRoundingIsRightOnAverage) {
 }
 
 TEST(RulesTest, UnknownNamesAreErrors) {
-  try {
-    find_rule("adamm");
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("adam"), std::string::npos);
-  }
+  EXPECT_TRUE(says(error_of([&] { find_rule("adamm"); }), "adam"));
   EXPECT_EQ(ref_table().find_update("adamm"), nullptr);
 }
 

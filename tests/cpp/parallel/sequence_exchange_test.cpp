@@ -8,8 +8,8 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <random>
-#include <thread>
 
+#include "../on_threads.h"
 #include "../error_of.h"
 #include "comm/transports/hierarchical_communicator.h"
 #include "comm/transports/shm_communicator.h"
@@ -24,17 +24,14 @@ using plan::SequenceCut;
 void with_ranks(const std::string& transport, int size,
                 const std::function<void(int, const comm::CommunicatorPtr&)>& body) {
   const auto between = comm::thread_communicators(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      auto made = between[rank];
-      if (transport == "shm") made = comm::shm_communicator(made, std::chrono::seconds(600));
-      if (transport == "hierarchical")
-        made = comm::hierarchical_communicator(made, std::chrono::seconds(600), {}, rank % 2);
-      ASSERT_TRUE(made);
-      body(rank, made);
-    });
-  for (auto& thread : threads) thread.join();
+  on_threads(size, [&](int rank) {
+    auto made = between[rank];
+    if (transport == "shm") made = comm::shm_communicator(made, std::chrono::seconds(600));
+    if (transport == "hierarchical")
+      made = comm::hierarchical_communicator(made, std::chrono::seconds(600), {}, rank % 2);
+    ASSERT_TRUE(made);
+    body(rank, made);
+  });
 }
 
 struct Case {
@@ -247,10 +244,9 @@ TEST(SequenceExchange, RefusesWhatDoesNotFit) {
     const auto told = [&](const std::vector<at::Tensor>& parts) {
       return error_of([&] { exchange.start_to_heads(parts, layout, false); });
     };
-    EXPECT_NE(told({right}).find("an exchange of 2 tensors among 2 ranks got 1 tensors"), std::string::npos);
-    EXPECT_NE(told({right, at::zeros({1, 3, 4, 3})}).find("tensor 1 of an exchange has shape [1, 3, 4, 3]"),
-              std::string::npos);
-    EXPECT_NE(told({right, right.to(at::kDouble)}).find("make them one dtype"), std::string::npos);
+    EXPECT_TRUE(says(told({right}), "an exchange of 2 tensors among 2 ranks got 1 tensors"));
+    EXPECT_TRUE(says(told({right, at::zeros({1, 3, 4, 3})}), "tensor 1 of an exchange has shape [1, 3, 4, 3]"));
+    EXPECT_TRUE(says(told({right, right.to(at::kDouble)}), "make them one dtype"));
   });
 }
 
@@ -277,8 +273,8 @@ TEST(SequenceExchange, RanksThatDisagreeHearOfEachOther) {
                            : exchange.start_to_heads(given(mine.tokens, mine.heads), layout, false);
           made.work->wait();
         });
-        EXPECT_NE(told.find("sequence [2, 8, 4+4, 3]"), std::string::npos) << rank << told;
-        EXPECT_NE(told.find("sequence " + wrong.text), std::string::npos) << rank << told;
+        EXPECT_TRUE(says(told, "sequence [2, 8, 4+4, 3]")) << rank << told;
+        EXPECT_TRUE(says(told, "sequence " + wrong.text)) << rank << told;
       });
 }
 

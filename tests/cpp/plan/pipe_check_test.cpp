@@ -4,6 +4,7 @@
 
 #include <random>
 
+#include "../error_of.h"
 #include "base/error.h"
 #include "pipe_machine.h"
 #include "plan/pipe_schedule.h"
@@ -55,7 +56,7 @@ TEST(PipeCheck, RandomCorruptionsAreFound) {
                                           << plan.shape.micro_batches << "\ncheck: " << says << "\nmachine: " << runs;
     ++(says.empty() ? fine : broken);
     if (!says.empty()) {
-      EXPECT_NE(says.find("rank "), std::string::npos) << says;
+      EXPECT_TRUE(says(says, "rank "));
     }
   }
   EXPECT_GT(broken, 20000);
@@ -90,11 +91,9 @@ TEST(PipeCheck, SaysWhereAndWhat) {
 
   plan = two_stages();
   plan.ranks[0][place(plan, 0, PipeOp::kSendActivation, 0)].peer = 0;
-  EXPECT_NE(
-      verdict(plan).find("rank 0, step 1, SendActivation(micro 0, chunk 0, buffer 0, to rank 0): the next part of "
-                         "the model is on rank 1"),
-      std::string::npos)
-      << verdict(plan);
+  EXPECT_TRUE(says(verdict(plan),
+                   "rank 0, step 1, SendActivation(micro 0, chunk 0, buffer 0, to rank 0): the next part of "
+                   "the model is on rank 1"));
 }
 
 TEST(PipeCheck, StreamsArriveInTheOrderInWhichTheyWereSent) {
@@ -134,8 +133,8 @@ TEST(PipeCheck, DeadlocksAreFound) {
 TEST(PipeCheck, WrongNumbersOfLists) {
   PipePlan plan = two_stages();
   plan.ranks.pop_back();
-  EXPECT_NE(verdict(plan).find("instructions for 1 ranks"), std::string::npos);
-  EXPECT_NE(verdict(two_stages(), 0).find("room for at least one message"), std::string::npos);
+  EXPECT_TRUE(says(verdict(plan), "instructions for 1 ranks"));
+  EXPECT_TRUE(says(verdict(two_stages(), 0), "room for at least one message"));
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ class PipeMachine {
       threads.emplace_back([this, rank, seed] {
         std::mt19937 random(seed + static_cast<unsigned>(rank));
         const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-        std::unique_lock<std::mutex> lock(mutex_);
+        std::unique_lock lock(mutex_);
         while (!ended(rank)) {
           if (!step(static_cast<int>(rank)) && changed_.wait_until(lock, until) == std::cv_status::timeout)
             wrong("rank " + std::to_string(rank) + " has waited for 20 s");

@@ -10,6 +10,7 @@
 #include <string>
 #include <tuple>
 
+#include "../error_of.h"
 #include "base/error.h"
 
 namespace ds::plan {
@@ -192,13 +193,7 @@ TEST(SavedLayout, PlacesCountTheParametersOfAUnit) {
 }
 
 void expect_refused(const std::function<void()>& make, const std::string& part) {
-  try {
-    make();
-    FAIL() << "accepted";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kValue);
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-  }
+  EXPECT_TRUE(says(error_of(ErrorKind::kValue, [&] { make(); }), part));
 }
 
 TEST(SavedLayout, WhatDoesNotFitIsNamed) {

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <functional>
 
+#include "../error_of.h"
 #include "io/file_error.h"
 #include "planes.h"
 
@@ -31,8 +32,8 @@ class StorageFaults : public testing::TestWithParam<const char*> {
       call();
     } catch (const io::FileError& e) {
       EXPECT_EQ(e.path().find(folder_ / "grads."), 0u) << e.path();
-      EXPECT_NE(std::string(e.what()).find(e.path()), std::string::npos) << e.what();
-      EXPECT_NE(std::string(e.what()).find("byte " + std::to_string(e.offset())), std::string::npos) << e.what();
+      EXPECT_TRUE(says(e.what(), e.path()));
+      EXPECT_TRUE(says(e.what(), "byte " + std::to_string(e.offset())));
       return e;
     }
     ADD_FAILURE() << "no error";
@@ -71,9 +72,8 @@ TEST_P(StorageFaults, SettleTellsOfAll) {
   write({0, 2548}, 0);
   const io::FileError error = error_of([&] { storage_.settle(); });
   EXPECT_EQ(error.offset(), 0u);
-  EXPECT_NE(std::string(error.what()).find("2 more blocks could not be written back"), std::string::npos)
-      << error.what();
-  EXPECT_NE(std::string(error.what()).find("(4096 bytes at byte 8192)"), std::string::npos) << error.what();
+  EXPECT_TRUE(says(error.what(), "2 more blocks could not be written back"));
+  EXPECT_TRUE(says(error.what(), "(4096 bytes at byte 8192)"));
 }
 
 TEST_P(StorageFaults, AReadThatFailsIsToldByAcquire) {
@@ -110,7 +110,7 @@ TEST_P(StorageFaults, AFileThatWasCutIsNamed) {
   EXPECT_EQ(error.path(), path);
   EXPECT_EQ(error.offset(), 8192u);
   EXPECT_EQ(error.bytes(), 2000u);
-  EXPECT_NE(std::string(error.what()).find("the file ends at byte 9192"), std::string::npos) << error.what();
+  EXPECT_TRUE(says(error.what(), "the file ends at byte 9192"));
 }
 
 TEST_P(StorageFaults, AMoveThatFailsLeavesEverythingWhereItIs) {

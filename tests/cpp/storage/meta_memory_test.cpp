@@ -15,19 +15,19 @@ TEST(MetaMemory, CountsStoragesUntilTheyAreReleased) {
   MetaMemory memory;
   at::Tensor kept, weight = meta(1000);
   memory.ignore(weight);
-  memory.watch(weight.view({10, 100}));
+  memory.track(weight.view({10, 100}));
   {
     const at::Tensor made = meta(6);
-    memory.watch(made);
-    memory.watch(made);
+    memory.track(made);
+    memory.track(made);
     kept = made.view({2, 3});
-    memory.watch(kept);
+    memory.track(kept);
   }
   EXPECT_EQ(memory.live(), 24);
   {
     const at::Tensor other = meta(100);
-    memory.watch(other);
-    memory.watch(at::ones({5}));  // has memory of its own
+    memory.track(other);
+    memory.track(at::ones({5}));  // has memory of its own
     EXPECT_EQ(memory.live(), 424);
   }
   EXPECT_EQ(memory.live(), 24);
@@ -40,7 +40,7 @@ TEST(MetaMemory, CountsStoragesUntilTheyAreReleased) {
 
 TEST(MetaMemory, TensorsMayOutliveIt) {
   at::Tensor made = meta(6);
-  { MetaMemory().watch(made); }
+  { MetaMemory().track(made); }
   made.reset();
 }
 

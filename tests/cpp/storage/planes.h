@@ -34,13 +34,4 @@ inline bool holds(const at::Tensor& data, float first) {
   return true;
 }
 
-inline std::string text_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception& e) {
-    return e.what();
-  }
-  return "nothing was thrown";
-}
-
 }  // namespace ds::storage

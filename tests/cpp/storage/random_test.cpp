@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <functional>
 #include <random>
-#include <thread>
 
+#include "../on_threads.h"
 #include "planes.h"
 
 namespace ds::storage {
@@ -84,12 +84,8 @@ void run(unsigned seed, int threads, int steps, Budget budget) {
     storage.acquire(plane.id, {0, numel}, Access::kWrite, Medium::kHost).data().zero_();
     planes.push_back(std::move(plane));
   }
-  std::vector<std::thread> workers;
-  for (int i = 0; i < threads; ++i) {
-    workers.emplace_back(
-        [&, i] { work(storage, planes, folder.path(), seed * 100 + static_cast<unsigned>(i), steps); });
-  }
-  for (std::thread& worker : workers) worker.join();
+  on_threads(threads,
+             [&](int i) { work(storage, planes, folder.path(), seed * 100 + static_cast<unsigned>(i), steps); });
   storage.settle();
   for (const Modelled& plane : planes) {
     const auto numel = static_cast<int64_t>(plane.values.size());

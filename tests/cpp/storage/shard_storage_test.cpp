@@ -6,6 +6,7 @@
 #include <functional>
 #include <future>
 
+#include "../error_of.h"
 #include "planes.h"
 
 namespace ds::storage {
@@ -143,7 +144,7 @@ TEST(ShardStorage, ALastingViewOutlivesMoves) {
     EXPECT_EQ(mine.storage().nbytes(), 0u);
     EXPECT_EQ(lasting.storage().nbytes(), 0u);
     EXPECT_EQ(storage.usage()[0].resting, 0);
-    EXPECT_NE(text_of([&] { storage.resident(own); }), "nothing was thrown");
+    EXPECT_NE(error_of([&] { storage.resident(own); }), "no error");
     EXPECT_TRUE(holds(storage.acquire(own, {0, 300}, Access::kRead, Medium::kDevice).data(), 9));
     storage.move({own, adopted}, at_rest(Medium::kDevice));
     storage.move(own, at_rest(Medium::kDevice));  // is there
@@ -154,7 +155,7 @@ TEST(ShardStorage, ALastingViewOutlivesMoves) {
   }
   const at::Tensor large = at::zeros({100});
   const PlaneId part = storage.add("part", 50, at::kFloat, {}, {}, large.narrow(0, 0, 50));
-  EXPECT_NE(text_of([&] { storage.move(part, at_rest(Medium::kHost)); }).find("'part' cannot move"), std::string::npos);
+  EXPECT_TRUE(says(error_of([&] { storage.move(part, at_rest(Medium::kHost)); }), "'part' cannot move"));
   EXPECT_EQ(large.storage().nbytes(), 400u);
   storage.remove(adopted);
   EXPECT_TRUE(holds(mine, 2));
@@ -304,7 +305,7 @@ TEST(ShardStorage, ErrorsNameThePlane) {
   ShardStorage storage(kCpu);
   const PlaneId plane = storage.add("masters.fp32", 10, at::kFloat, {}, {3, 10});
   const auto told = [](const std::function<void()>& call, const std::string& expected) {
-    EXPECT_NE(text_of(call).find(expected), std::string::npos) << text_of(call);
+    EXPECT_TRUE(says(error_of(call), expected));
   };
   told(
       [&] {

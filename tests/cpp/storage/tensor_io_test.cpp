@@ -15,8 +15,8 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <thread>
 
+#include "../on_threads.h"
 #include "io/file_error.h"
 #include "storage/buffered_writer.h"
 
@@ -109,20 +109,16 @@ TEST_F(TensorFiles, ErrorsOfTheBackgroundComeFromWait) {
 
 TEST_F(TensorFiles, SeveralThreadsShareAHandle) {
   const auto io = handle(2);
-  std::vector<std::thread> users;
-  for (int user = 0; user < 4; ++user) {
-    users.emplace_back([&, user] {
-      for (int i = 0; i < 10; ++i) {
-        const at::Tensor tensor = at::arange(user * 1000, user * 1000 + 9999, at::kLong);
-        const std::string file = path(std::to_string(user));
-        io->write(tensor, {file}, i % 2 ? How::kWait : How::kAlone, false);
-        const at::Tensor back = at::zeros_like(tensor);
-        io->read(back, {file}, How::kWait, false);
-        EXPECT_TRUE(at::equal(back, tensor));
-      }
-    });
-  }
-  for (std::thread& user : users) user.join();
+  on_threads(4, [&](int user) {
+    for (int i = 0; i < 10; ++i) {
+      const at::Tensor tensor = at::arange(user * 1000, user * 1000 + 9999, at::kLong);
+      const std::string file = path(std::to_string(user));
+      io->write(tensor, {file}, i % 2 ? How::kWait : How::kAlone, false);
+      const at::Tensor back = at::zeros_like(tensor);
+      io->read(back, {file}, How::kWait, false);
+      EXPECT_TRUE(at::equal(back, tensor));
+    }
+  });
 }
 
 TEST_F(TensorFiles, LockedTensorsOfAllHandles) {

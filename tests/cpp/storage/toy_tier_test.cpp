@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "../error_of.h"
 #include "planes.h"
 #include "storage/tier.h"
 
@@ -39,8 +40,7 @@ TEST(AToyTier, IsATierLikeTheOthers) {
   EXPECT_EQ(toy, static_cast<Medium>(3));
   EXPECT_EQ(name_of(toy), "toy");
   EXPECT_EQ(medium_named("host"), Medium::kHost);
-  EXPECT_NE(text_of([] { medium_named("tape"); }).find("no memory tier 'tape'; there are device, host, file, toy"),
-            std::string::npos);
+  EXPECT_TRUE(says(error_of([] { medium_named("tape"); }), "no memory tier 'tape'; there are device, host, file, toy"));
   Budget budget;
   budget.bytes[toy] = 20000;
   ShardStorage storage(c10::Device(at::kCPU), budget);
@@ -58,8 +58,7 @@ TEST(AToyTier, IsATierLikeTheOthers) {
   EXPECT_EQ(usage[3].over_budget, 0);
   storage.add("y", 1, at::kFloat, at_rest(toy));
   EXPECT_EQ(storage.usage()[3].over_budget, 1);
-  EXPECT_NE(text_of([&] { storage.scratch(1, at::kFloat, toy); }).find("nobody can work in the tier 'toy'"),
-            std::string::npos);
+  EXPECT_TRUE(says(error_of([&] { storage.scratch(1, at::kFloat, toy); }), "nobody can work in the tier 'toy'"));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include "../error_of.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "optim/rule.h"
@@ -64,7 +65,7 @@ TEST(AutoPlaces, SaysWhatIsMissing) {
     EXPECT_EQ(
         std::string(error.what()).find("zero_optimization.placement: optimizer states of this rank need 800 bytes"), 0u)
         << error.what();
-    EXPECT_NE(std::string(error.what()).find("All of its states are 1400 bytes"), std::string::npos) << error.what();
+    EXPECT_TRUE(says(error.what(), "All of its states are 1400 bytes"));
   }
 }
 
@@ -86,7 +87,7 @@ TEST(AutoPlaces, CountsTheStatesOfTheRule) {
       const Engine engine(specs, {}, options, {comm::thread_communicators(1)[0]});
       return true;
     } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("zero_optimization.placement: "), std::string::npos) << error.what();
+      EXPECT_TRUE(says(error.what(), "zero_optimization.placement: "));
       return false;
     }
   };

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include "../error_of.h"
 #include "../io/folder.h"
 #include "base/error.h"
 #include "config/document.h"
@@ -111,7 +112,7 @@ TEST(EngineOptions, HowFilesAreReadAndWritten) {
     complaint = error.what();
   }
   EXPECT_EQ(complaint.find("aio.use_gds cannot be: "), 0u) << complaint;
-  EXPECT_NE(complaint.find("libcufile_that_is_not_there.so"), std::string::npos) << complaint;
+  EXPECT_TRUE(says(complaint, "libcufile_that_is_not_there.so"));
 }
 
 TEST(EngineOptions, OverlapsUnlessTheUserSaysNo) {

@@ -8,12 +8,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <thread>
 
+#include "../error_of.h"
+#include "../on_threads.h"
 #include "base/error.h"
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
+#include "small_engine.h"
 
 namespace ds::zero {
 namespace {
@@ -86,48 +88,41 @@ void compare(const Case& c, int steps, double tolerance) {
 
   auto comms = comm::thread_communicators(c.world, c.peer_memory);
   auto gather_comms = comm::thread_communicators(c.world);
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < c.world; ++rank) {
-    ranks.emplace_back([&, rank] {
-      Model model;
-      EngineOptions options;
-      options.policy = stage_policy(c.stage);
-      options.gatherer.persistence_numel = 11;  // some stay gathered, some do not
-      options.reducer.bucket_numel = c.bucket;
-      options.reducer.overlap = c.overlap;
-      options.reducer.predivide = 1.0f / c.world;
-      auto engine = std::make_shared<Engine>(model.specs(c.groups, c.stage == 3 ? c.world : 0, rank),
-                                             std::vector<ShardedParamPtr>{}, options,
-                                             EngineRanks{comms[rank], [own = gather_comms[rank]] { return own; }});
-      use_adam(*engine, c.groups);
-      // The whole loss as one module; its parts are tested in param_gatherer_test.
-      const int32_t unit = c.stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
-      const int micro = kBatch / c.world / c.accumulate;
-      for (int step = 0; step < steps; ++step) {
-        const bool optional = step % 3 != 1;
-        for (int part = 0; part < c.accumulate; ++part) {
-          engine->backward().register_hooks();
-          const at::Tensor input = batch(step).narrow(0, (rank * c.accumulate + part) * micro, micro);
-          if (unit >= 0) engine->gatherer()->begin_forward();
-          if (unit >= 0) engine->gatherer()->enter(unit, {});
-          const at::Tensor loss = model.loss(input, optional) / c.accumulate;
-          if (unit >= 0) engine->gatherer()->leave(unit, {loss});
-          if (unit >= 0) engine->gatherer()->end_forward({loss});
-          engine->backward().begin(part + 1 == c.accumulate || c.stage >= 2);
-          loss.backward();
-          engine->backward().end();
-        }
-        const StepReport report = engine->step(adam_inputs(0.05f, false, c.groups));
-        EXPECT_NEAR(report.norm, norms[step], 1e-5 * norms[step]) << "rank " << rank << " step " << step;
+  on_threads(c.world, [&](int rank) {
+    Model model;
+    EngineOptions options;
+    options.policy = stage_policy(c.stage);
+    options.gatherer.persistence_numel = 11;  // some stay gathered, some do not
+    options.reducer.bucket_numel = c.bucket;
+    options.reducer.overlap = c.overlap;
+    options.reducer.predivide = 1.0f / c.world;
+    auto engine = engine_of(model.specs(c.groups, c.stage == 3 ? c.world : 0, rank), options,
+                            {comms[rank], [own = gather_comms[rank]] { return own; }});
+    use_adam(*engine, c.groups);
+    // The whole loss as one module; its parts are tested in param_gatherer_test.
+    const int32_t unit = c.stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
+    const int micro = kBatch / c.world / c.accumulate;
+    for (int step = 0; step < steps; ++step) {
+      const bool optional = step % 3 != 1;
+      for (int part = 0; part < c.accumulate; ++part) {
+        engine->backward().register_hooks();
+        const at::Tensor input = batch(step).narrow(0, (rank * c.accumulate + part) * micro, micro);
+        if (unit >= 0) engine->gatherer()->begin_forward();
+        if (unit >= 0) engine->gatherer()->enter(unit, {});
+        const at::Tensor loss = model.loss(input, optional) / c.accumulate;
+        if (unit >= 0) engine->gatherer()->leave(unit, {loss});
+        if (unit >= 0) engine->gatherer()->end_forward({loss});
+        run_backward(*engine, loss, part + 1 == c.accumulate || c.stage >= 2);
       }
-      if (unit >= 0) engine->gatherer()->enter(unit, {});
-      for (size_t i = 0; i < model.params.size(); ++i)
-        EXPECT_LE((model.params[i] - reference.params[i]).abs().max().item<double>(), tolerance)
-            << "stage " << c.stage << " world " << c.world << " accumulate " << c.accumulate << " rank " << rank
-            << " parameter " << i;
-    });
-  }
-  for (auto& rank : ranks) rank.join();
+      const StepReport report = engine->step(adam_inputs(0.05f, false, c.groups));
+      EXPECT_NEAR(report.norm, norms[step], 1e-5 * norms[step]) << "rank " << rank << " step " << step;
+    }
+    if (unit >= 0) engine->gatherer()->enter(unit, {});
+    for (size_t i = 0; i < model.params.size(); ++i)
+      EXPECT_LE((model.params[i] - reference.params[i]).abs().max().item<double>(), tolerance)
+          << "stage " << c.stage << " world " << c.world << " accumulate " << c.accumulate << " rank " << rank
+          << " parameter " << i;
+  });
 }
 
 TEST(Engine, EqualsPlainTraining) {
@@ -150,28 +145,21 @@ TEST(Engine, RanksMayUseDifferentParameters) {
   auto comms = comm::thread_communicators(3);
   std::vector<at::Tensor> grads(3);
   std::vector<char> used(3);  // not bool: ranks write their own at the same time
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < 3; ++rank) {
-    ranks.emplace_back([&, rank] {
-      Model model;
-      EngineOptions options;
-      options.reducer.predivide = 1.0f / 3;
-      options.reducer.bucket_numel = 1;
-      auto engine =
-          std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
-      for (int round = 0; round < 3; ++round) {
-        engine->backward().clear_grads();
-        engine->backward().register_hooks();
-        engine->backward().begin(true);
-        model.loss(batch(0), rank == (round + 1) % 3).backward();
-        engine->backward().end();
-      }
-      grads[rank] = model.params[3].grad().clone();
-      used[rank] = engine->grads().used(3) && !engine->grads().used(4);
-      EXPECT_FALSE(model.params[4].grad().defined());
-    });
-  }
-  for (auto& rank : ranks) rank.join();
+  on_threads(3, [&](int rank) {
+    Model model;
+    EngineOptions options;
+    options.reducer.predivide = 1.0f / 3;
+    options.reducer.bucket_numel = 1;
+    auto engine = engine_of(model.specs(), options, {comms[rank]});
+    for (int round = 0; round < 3; ++round) {
+      engine->backward().clear_grads();
+      engine->backward().register_hooks();
+      run_backward(*engine, model.loss(batch(0), rank == (round + 1) % 3));
+    }
+    grads[rank] = model.params[3].grad().clone();
+    used[rank] = engine->grads().used(3) && !engine->grads().used(4);
+    EXPECT_FALSE(model.params[4].grad().defined());
+  });
   Model lone;
   lone.loss(batch(0), true).backward();
   for (int rank = 0; rank < 3; ++rank) {
@@ -183,130 +171,103 @@ TEST(Engine, RanksMayUseDifferentParameters) {
 // A parameter fires once, then suddenly twice after its bucket has left: the late gradient is not lost.
 TEST(Engine, LateGradientsArriveInASecondRound) {
   auto comms = comm::thread_communicators(2);
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < 2; ++rank) {
-    ranks.emplace_back([&, rank] {
-      at::Tensor early = at::ones({4}).set_requires_grad(true), late = at::ones({4}).set_requires_grad(true);
-      EngineOptions options;
-      options.reducer.bucket_numel = 1;
-      options.reducer.predivide = 0.5f;
-      auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{early, "early", 0, 0}, {late, "late", 0, 1}},
-                                             std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
-      for (int round = 0; round < 2; ++round) {
-        engine->backward().clear_grads();
-        engine->backward().register_hooks();
-        engine->backward().begin(true);
-        (late.sum() * 2).backward();
-        early.sum().backward();
-        engine->backward().end();
-        EXPECT_EQ(engine->grads().counts().late, 0);
-      }
-      EXPECT_GT(engine->grads().counts().overlapped, 0);
+  on_threads(2, [&](int rank) {
+    at::Tensor early = at::ones({4}).set_requires_grad(true), late = at::ones({4}).set_requires_grad(true);
+    EngineOptions options;
+    options.reducer.bucket_numel = 1;
+    options.reducer.predivide = 0.5f;
+    auto engine = engine_of({{early, "early", 0, 0}, {late, "late", 0, 1}}, options, {comms[rank]});
+    for (int round = 0; round < 2; ++round) {
       engine->backward().clear_grads();
+      engine->backward().register_hooks();
       engine->backward().begin(true);
       (late.sum() * 2).backward();
       early.sum().backward();
-      if (rank == 1) (late.sum() * 10).backward();
       engine->backward().end();
-      EXPECT_EQ(engine->grads().counts().late, 1);
-      EXPECT_TRUE(at::allclose(late.grad(), at::full({4}, 7.0f)));
-      EXPECT_TRUE(at::allclose(early.grad(), at::full({4}, 1.0f)));
-    });
-  }
-  for (auto& rank : ranks) rank.join();
+      EXPECT_EQ(engine->grads().counts().late, 0);
+    }
+    EXPECT_GT(engine->grads().counts().overlapped, 0);
+    engine->backward().clear_grads();
+    engine->backward().begin(true);
+    (late.sum() * 2).backward();
+    early.sum().backward();
+    if (rank == 1) (late.sum() * 10).backward();
+    engine->backward().end();
+    EXPECT_EQ(engine->grads().counts().late, 1);
+    EXPECT_TRUE(at::allclose(late.grad(), at::full({4}, 7.0f)));
+    EXPECT_TRUE(at::allclose(early.grad(), at::full({4}, 1.0f)));
+  });
 }
 
 TEST(Engine, PlainBackwardOnOutputsTrainsToo) {
   auto comms = comm::thread_communicators(2);
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < 2; ++rank) {
-    ranks.emplace_back([&, rank] {
-      Model model;
-      EngineOptions options;
-      options.reducer.predivide = 0.5f;
-      auto engine =
-          std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
-      engine->backward().register_hooks();
-      engine->backward().plan(true, 3.0);
-      const at::Tensor out = model.loss(batch(rank), true);
-      engine->backward().watch_outputs({out});
-      (out * 2).backward();
-      EXPECT_FALSE(engine->grads().active());
-      Model a, b;
-      (a.loss(batch(0), true) * 6).backward();
-      (b.loss(batch(1), true) * 6).backward();
-      for (size_t i = 0; i < 4; ++i)
-        EXPECT_TRUE(at::allclose(model.params[i].grad(), (a.params[i].grad() + b.params[i].grad()) / 2, 1e-5, 1e-7))
-            << i;
-    });
-  }
-  for (auto& rank : ranks) rank.join();
+  on_threads(2, [&](int rank) {
+    Model model;
+    EngineOptions options;
+    options.reducer.predivide = 0.5f;
+    auto engine = engine_of(model.specs(), options, {comms[rank]});
+    engine->backward().register_hooks();
+    engine->backward().plan(true, 3.0);
+    const at::Tensor out = model.loss(batch(rank), true);
+    engine->backward().hook_outputs({out});
+    (out * 2).backward();
+    EXPECT_FALSE(engine->grads().active());
+    Model a, b;
+    (a.loss(batch(0), true) * 6).backward();
+    (b.loss(batch(1), true) * 6).backward();
+    for (size_t i = 0; i < 4; ++i)
+      EXPECT_TRUE(at::allclose(model.params[i].grad(), (a.params[i].grad() + b.params[i].grad()) / 2, 1e-5, 1e-7)) << i;
+  });
 }
 
 // Nobody announced this backward; the step reduces what it finds.
 TEST(Engine, UnannouncedBackwardIsReducedAtTheStep) {
   auto comms = comm::thread_communicators(2);
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < 2; ++rank) {
-    ranks.emplace_back([&, rank] {
-      Model model;
-      EngineOptions options;
-      options.reducer.predivide = 0.5f;
-      auto engine =
-          std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
-      engine->backward().register_hooks();
-      model.loss(batch(rank), true).backward();
-      model.loss(batch(rank), true).backward();
-      engine->backward().finish();
-      Model a, b;
-      (a.loss(batch(0), true) * 2).backward();
-      (b.loss(batch(1), true) * 2).backward();
-      for (size_t i = 0; i < 4; ++i)
-        EXPECT_TRUE(at::allclose(model.params[i].grad(), (a.params[i].grad() + b.params[i].grad()) / 2, 1e-5, 1e-7))
-            << i;
-    });
-  }
-  for (auto& rank : ranks) rank.join();
+  on_threads(2, [&](int rank) {
+    Model model;
+    EngineOptions options;
+    options.reducer.predivide = 0.5f;
+    auto engine = engine_of(model.specs(), options, {comms[rank]});
+    engine->backward().register_hooks();
+    model.loss(batch(rank), true).backward();
+    model.loss(batch(rank), true).backward();
+    engine->backward().finish();
+    Model a, b;
+    (a.loss(batch(0), true) * 2).backward();
+    (b.loss(batch(1), true) * 2).backward();
+    for (size_t i = 0; i < 4; ++i)
+      EXPECT_TRUE(at::allclose(model.params[i].grad(), (a.params[i].grad() + b.params[i].grad()) / 2, 1e-5, 1e-7)) << i;
+  });
 }
 
 TEST(Engine, TwoBackwardsBeforeAStepAddUp) {
   auto comms = comm::thread_communicators(2);
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < 2; ++rank) {
-    ranks.emplace_back([&, rank] {
-      Model model;
-      EngineOptions options;
-      options.reducer.predivide = 0.5f;
-      auto engine =
-          std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
-      for (int round = 0; round < 2; ++round) {
-        engine->backward().register_hooks();
-        engine->backward().begin(true);
-        model.loss(batch(2 * round + rank), true).backward();
-        engine->backward().end();
-      }
-      Model whole;
-      for (int i = 0; i < 4; ++i) (whole.loss(batch(i), true) / 2).backward();
-      for (size_t i = 0; i < 4; ++i)
-        EXPECT_TRUE(at::allclose(model.params[i].grad(), whole.params[i].grad(), 1e-5, 1e-7)) << i;
-    });
-  }
-  for (auto& rank : ranks) rank.join();
+  on_threads(2, [&](int rank) {
+    Model model;
+    EngineOptions options;
+    options.reducer.predivide = 0.5f;
+    auto engine = engine_of(model.specs(), options, {comms[rank]});
+    for (int round = 0; round < 2; ++round) {
+      engine->backward().register_hooks();
+      run_backward(*engine, model.loss(batch(2 * round + rank), true));
+    }
+    Model whole;
+    for (int i = 0; i < 4; ++i) (whole.loss(batch(i), true) / 2).backward();
+    for (size_t i = 0; i < 4; ++i)
+      EXPECT_TRUE(at::allclose(model.params[i].grad(), whole.params[i].grad(), 1e-5, 1e-7)) << i;
+  });
 }
 
 TEST(Engine, AFailedBackwardLeavesNothingBehind) {
   Model model;
-  auto engine = std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, EngineOptions{},
-                                         EngineRanks{comm::local_communicator()});
+  auto engine = engine_of(model.specs());
   engine->backward().register_hooks();
   engine->backward().begin(true);
   at::Tensor loss = model.loss(batch(0), true);
   loss.backward();
   EXPECT_FALSE(engine->backward().abort());
   EXPECT_FALSE(engine->grads().any());
-  engine->backward().begin(true);
-  model.loss(batch(1), true).backward();
-  engine->backward().end();
+  run_backward(*engine, model.loss(batch(1), true));
   Model lone;
   lone.loss(batch(1), true).backward();
   EXPECT_TRUE(at::allclose(model.params[0].grad(), lone.params[0].grad()));
@@ -314,12 +275,9 @@ TEST(Engine, AFailedBackwardLeavesNothingBehind) {
 
 TEST(Engine, UsersMayEditReplaceAndDropGradients) {
   Model model;
-  auto engine = std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, EngineOptions{},
-                                         EngineRanks{comm::local_communicator()});
+  auto engine = engine_of(model.specs());
   engine->backward().register_hooks();
-  engine->backward().begin(true);
-  model.loss(batch(0), true).backward();
-  engine->backward().end();
+  run_backward(*engine, model.loss(batch(0), true));
   {
     at::NoGradGuard no_grad;
     model.params[0].mutable_grad().zero_();
@@ -348,36 +306,29 @@ TEST(Engine, SixteenBitGradientsAreSummedInFp32AndRoundedOnce) {
       }
       for (int stage : {0, 1, 2}) {
         auto comms = comm::thread_communicators(world);
-        std::vector<std::thread> ranks;
-        for (int rank = 0; rank < world; ++rank) {
-          ranks.emplace_back([&, rank] {
-            at::Tensor weight = at::ones({kNumel}, type).set_requires_grad(true);
-            EngineOptions options;
-            options.policy = stage_policy(stage);
-            options.reducer.bucket_numel = 100;
-            options.reducer.predivide = 1.0f / static_cast<float>(world);
-            auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}},
-                                                   std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
-            use_adam(*engine);
-            engine->backward().begin(true);
-            (weight * own[rank]).sum().backward();
-            engine->backward().end();
-            EXPECT_EQ(engine->params().spaces()[0].grad.data.scalar_type(), type);
-            EXPECT_TRUE(at::equal(engine->states().full(StateKind::kGrad, 0, 0), sum.to(type).to(at::kFloat)))
-                << "stage " << stage << " world " << world;
-            EXPECT_EQ(weight.grad().defined(), stage == 0 || world == 1);
-            if (stage == 0) {
-              at::NoGradGuard no_grad;
-              weight.mutable_grad().zero_();
-              weight.mutable_grad().narrow(0, 0, 9).fill_(2.0f);
-            }
-            const StepReport report = engine->step(adam_inputs(0.0f, true));
-            if (stage == 0) {
-              EXPECT_NEAR(report.norm, 6.0, 1e-6);
-            }
-          });
-        }
-        for (auto& rank : ranks) rank.join();
+        on_threads(world, [&](int rank) {
+          at::Tensor weight = at::ones({kNumel}, type).set_requires_grad(true);
+          EngineOptions options;
+          options.policy = stage_policy(stage);
+          options.reducer.bucket_numel = 100;
+          options.reducer.predivide = 1.0f / static_cast<float>(world);
+          auto engine = engine_of({{weight, "w", 0, 0}}, options, {comms[rank]});
+          use_adam(*engine);
+          run_backward(*engine, (weight * own[rank]).sum());
+          EXPECT_EQ(engine->params().spaces()[0].grad.data.scalar_type(), type);
+          EXPECT_TRUE(at::equal(engine->states().full(StateKind::kGrad, 0, 0), sum.to(type).to(at::kFloat)))
+              << "stage " << stage << " world " << world;
+          EXPECT_EQ(weight.grad().defined(), stage == 0 || world == 1);
+          if (stage == 0) {
+            at::NoGradGuard no_grad;
+            weight.mutable_grad().zero_();
+            weight.mutable_grad().narrow(0, 0, 9).fill_(2.0f);
+          }
+          const StepReport report = engine->step(adam_inputs(0.0f, true));
+          if (stage == 0) {
+            EXPECT_NEAR(report.norm, 6.0, 1e-6);
+          }
+        });
       }
     }
   }
@@ -386,13 +337,8 @@ TEST(Engine, SixteenBitGradientsAreSummedInFp32AndRoundedOnce) {
 // The type may change between backwards: what is there comes along.
 TEST(Engine, TheTypeOfGradientsMayChange) {
   at::Tensor weight = at::ones({5}, at::kBFloat16).set_requires_grad(true);
-  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
-                                         EngineOptions{}, EngineRanks{comm::local_communicator()});
-  const auto backward = [&] {
-    engine->backward().begin(true);
-    (weight * 1.0078125f).sum().backward();
-    engine->backward().end();
-  };
+  auto engine = engine_of({{weight, "w", 0, 0}});
+  const auto backward = [&] { run_backward(*engine, (weight * 1.0078125f).sum()); };
   backward();
   engine->grads().set_grad_dtype(at::kFloat);
   EXPECT_FALSE(weight.grad().defined());
@@ -409,15 +355,12 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
     at::Tensor weight = at::ones({5}, type).set_requires_grad(true);
     EngineOptions options;
     options.grad_dtype = at::kFloat;
-    auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
-                                           options, EngineRanks{comm::local_communicator()});
+    auto engine = engine_of({{weight, "w", 0, 0}}, options);
     use_adam(*engine);
     engine->backward().register_hooks();
     // 1 + 256 x 2^-9 is 1.5 in fp32; in bf16 each addend would be rounded away.
     for (int part = 0; part <= 256; ++part) {
-      engine->backward().begin(part == 256);
-      (weight * (part == 0 ? 1.0 : 1.0 / 512)).sum().backward();
-      engine->backward().end();
+      run_backward(*engine, (weight * (part == 0 ? 1.0 : 1.0 / 512)).sum(), part == 256);
     }
     EXPECT_TRUE(at::equal(engine->params().grad_view(0), at::full({5}, 1.5f)));
     EXPECT_FALSE(weight.grad().defined());
@@ -432,16 +375,13 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
 
 TEST(Engine, AnOverflowChangesNothing) {
   at::Tensor weight = at::ones({5}).set_requires_grad(true);
-  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
-                                         EngineOptions{}, EngineRanks{comm::local_communicator()});
+  auto engine = engine_of({{weight, "w", 0, 0}});
   use_adam(*engine);
   engine->backward().register_hooks();
   for (double factor : {1.0, HUGE_VAL, std::nan("")}) {
     const at::Tensor before = weight.detach().clone();
     const at::Tensor steps = engine->stepper().steps().clone();
-    engine->backward().begin(true);
-    (weight * factor).sum().backward();
-    engine->backward().end();
+    run_backward(*engine, (weight * factor).sum());
     StepInputs inputs = adam_inputs(0.0f, true);
     inputs.name_nonfinite = true;
     inputs.scaler = {{}, {}};
@@ -467,13 +407,9 @@ TEST(Engine, AnOverflowChangesNothing) {
 // After a schedule that raises, and a question for parameters without gradients, all is as before.
 TEST(Engine, AStepThatIsRefusedChangesNothing) {
   at::Tensor weight = at::ones({5}).set_requires_grad(true), other = at::ones({2}).set_requires_grad(true);
-  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}, {other, "other", 0, 1}},
-                                         std::vector<ShardedParamPtr>{}, EngineOptions{},
-                                         EngineRanks{comm::local_communicator()});
+  auto engine = engine_of({{weight, "w", 0, 0}, {other, "other", 0, 1}});
   use_adam(*engine);
-  engine->backward().begin(true);
-  weight.sum().backward();
-  engine->backward().end();
+  run_backward(*engine, weight.sum());
   StepInputs raising = adam_inputs();
   raising.before_update = [] { fail(ErrorKind::kRuntime, "the schedule is broken"); };
   EXPECT_THROW(engine->step(raising), Error);
@@ -488,14 +424,11 @@ TEST(Engine, AStepThatIsRefusedChangesNothing) {
 TEST(Engine, MemoryOrderOfParametersIsKept) {
   at::Tensor image = at::randn({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast).set_requires_grad(true);
   const at::Tensor values = image.detach().clone();
-  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{image, "image", 0, 0}}, std::vector<ShardedParamPtr>{},
-                                         EngineOptions{}, EngineRanks{comm::local_communicator()});
+  auto engine = engine_of({{image, "image", 0, 0}});
   EXPECT_TRUE(image.is_contiguous(at::MemoryFormat::ChannelsLast));
   EXPECT_TRUE(at::equal(image.detach(), values));
   engine->backward().register_hooks();
-  engine->backward().begin(true);
-  (image * values).sum().backward();
-  engine->backward().end();
+  run_backward(*engine, (image * values).sum());
   EXPECT_TRUE(at::equal(image.grad(), values));
   engine->release();
   EXPECT_TRUE(at::equal(image.detach(), values));
@@ -519,12 +452,8 @@ TEST(Engine, LooksAtTheDeviceOfAllParameters) {
   options.policy = stage_policy(3);
   const std::vector<ShardedParamPtr> others = {std::make_shared<ShardedParam>(here, "here", 1, 0),
                                                std::make_shared<ShardedParam>(there, "there", 1, 0)};
-  try {
-    Engine({}, others, options, {comm::local_communicator()});
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("'here' on cpu, 'there' on meta"), std::string::npos) << error.what();
-  }
+  EXPECT_TRUE(says(error_of([&] { Engine({}, others, options, {comm::local_communicator()}); }),
+                   "'here' on cpu, 'there' on meta"));
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
+#include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
 
@@ -80,21 +81,26 @@ class Player : public GradArrivals {
     for (int i = 0; i < kParams; ++i) {
       weights_.push_back(at::zeros({4 + 2 * i}).set_requires_grad(true));
       specs.push_back({weights_[i], "w" + std::to_string(i), 0, i});
+      if (setting.stage == 3)
+        specs[i].sharded = std::make_shared<ShardedParam>(weights_[i], specs[i].name, setting.world, rank_);
     }
     EngineOptions options;
     options.policy = stage_policy(setting.stage);
+    options.gatherer.persistence_numel = 7;  // two parameters stay whole
     options.reducer.bucket_numel = kBucket;
     options.reducer.overlap = setting.overlap;
     options.reducer.waits = setting.waits;
     options.reducer.predivide = setting.sums ? 1.0 : 1.0 / setting.world;
     if (setting.on_host) options.places.grad.rest = storage::Medium::kHost;
-    engine_ = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, EngineRanks{ranks});
+    engine_ = engine_of(specs, options, {ranks});
     in_place_ = engine_->params().space_of(0).in_place;
     grads().tell(this);
   }
 
   void play_sequence() {
     const int events = 1 + below(8);
+    const bool gathers = setting_.stage == 3 && below(2) == 0;  // parameters are whole; else they are slices
+    if (gathers) engine_->gatherer()->acquire(sharded());
     for (int event = 0; event < events; ++event) {
       switch (below(6)) {
         case 0: backward(false); break;
@@ -106,6 +112,7 @@ class Player : public GradArrivals {
     finish();
     check();
     clear();
+    if (gathers) engine_->gatherer()->release(sharded());
   }
 
   // GradArrivals: which buckets have been told and not been withdrawn.
@@ -120,6 +127,11 @@ class Player : public GradArrivals {
   void withdrawn() override { told_.clear(); }
 
  private:
+  std::vector<ShardedParam*> sharded() const {
+    std::vector<ShardedParam*> params;
+    for (const ShardedParamPtr& param : engine_->gatherer()->params()) params.push_back(param.get());
+    return params;
+  }
   GradReducer& grads() { return engine_->grads(); }
   int below(int count) { return static_cast<int>(random_() % static_cast<unsigned>(count)); }
   bool holds_nothing() const {
@@ -149,7 +161,7 @@ class Player : public GradArrivals {
   }
   // Another integer for each gradient; a mean over up to four ranks is exact.
   static double value(int rank, int number) { return 4.0 * (1 + rank + 5 * number); }
-  at::Tensor gradient(int param, double value) { return at::full_like(weights_[param], value).detach(); }
+  at::Tensor gradient(int param, double value) { return at::full({4 + 2 * param}, value); }
   void come(int param, double value) {
     weights_[param].mutable_grad() = gradient(param, value);
     grads().on_grad(param);
@@ -264,7 +276,7 @@ TEST(GradStates, RandomSequencesReduceEveryGradientOnce) {
   for (int played = 0; played < wanted && !testing::Test::HasFailure(); played += kBatch) {
     const auto coin = [&] { return random() % 2 == 0; };
     const int world = std::array<int, 4>{1, 1, 2, 4}[random() % 4];
-    const int stage = static_cast<int>(random() % 3);
+    const int stage = static_cast<int>(random() % 4);
     const Setting setting{world, stage, coin(), coin(), stage > 0 && random() % 3 == 0, coin(), coin()};
     const unsigned seed = random();
     const auto comms = comm::thread_communicators(world);

@@ -11,8 +11,11 @@
 #include <utility>
 #include <vector>
 
+#include "../error_of.h"
+#include "../on_threads.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
+#include "small_engine.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
@@ -71,8 +74,7 @@ struct Rank {
     options.reducer.predivide = 1.0f / kWorld;
     ParamSpec spec{weight, "weight", 0, 0};
     if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", kWorld, rank);
-    engine = std::make_shared<Engine>(std::vector<ParamSpec>{spec}, std::vector<ShardedParamPtr>{}, options,
-                                      EngineRanks{group, [gathers] { return gathers; }});
+    engine = engine_of({spec}, options, {group, [gathers] { return gathers; }});
     engine->stepper().set_rules({&optim::find_rule("adam")});
   }
 
@@ -104,13 +106,10 @@ std::string failure_of(const std::function<void()>& call) {
 
 void on_ranks(int stage, const std::function<void(Rank&)>& body) {
   auto groups = comm::thread_communicators(kWorld), gathers = comm::thread_communicators(kWorld);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kWorld; ++rank)
-    threads.emplace_back([&, rank] {
-      Rank made(stage, rank, groups[rank], gathers[rank]);
-      body(made);
-    });
-  for (std::thread& thread : threads) thread.join();
+  on_threads(kWorld, [&](int rank) {
+    Rank made(stage, rank, groups[rank], gathers[rank]);
+    body(made);
+  });
 }
 
 class KernelFailures : public testing::TestWithParam<int> {};
@@ -118,8 +117,7 @@ class KernelFailures : public testing::TestWithParam<int> {};
 TEST_P(KernelFailures, InAHookEveryRankDropsTheGradients) {
   on_ranks(GetParam(), [](Rank& one) {
     const std::string said = failure_of([&] { one.backward(one.rank == 1); });
-    EXPECT_NE(said.find(one.rank == 1 ? "[rank 1] invalid configuration argument" : "rank 1 could not compute"),
-              std::string::npos)
+    EXPECT_TRUE(says(said, one.rank == 1 ? "[rank 1] invalid configuration argument" : "rank 1 could not compute"))
         << one.rank << ": " << said;
     EXPECT_FALSE(one.engine->grads().any());
     one.backward(false);  // and goes on
@@ -133,8 +131,7 @@ TEST_P(KernelFailures, ANormWithoutMemoryUpdatesNothingAnywhere) {
     one.backward(false);
     orders().no_memory = one.rank == 1;
     const std::string said = failure_of([&] { one.step(); });
-    EXPECT_NE(said.find(one.rank == 1 ? "[rank 1] a kernel had no memory for its" : "rank 1 could not compute"),
-              std::string::npos)
+    EXPECT_TRUE(says(said, one.rank == 1 ? "[rank 1] a kernel had no memory for its" : "rank 1 could not compute"))
         << one.rank << ": " << said;
     EXPECT_TRUE(at::equal(one.weight.detach(), at::ones({3000})));
     EXPECT_EQ(one.engine->stepper().steps()[0].item<float>(), 0.0f);
@@ -166,7 +163,7 @@ TEST(TorchScratch, SaysWhyThereIsNone) {
   EXPECT_NE(scratch.allocate(64), nullptr);
   EXPECT_EQ(scratch.error(), "");
   EXPECT_EQ(scratch.allocate(size_t{1} << 60), nullptr);
-  EXPECT_NE(scratch.error().find("1152921504606846976 bytes of scratch on cpu: "), std::string::npos);
+  EXPECT_TRUE(says(scratch.error(), "1152921504606846976 bytes of scratch on cpu: "));
   const at::Tensor reserved = at::empty({128}, at::kByte);
   TorchScratch first(at::kCPU, reserved);
   EXPECT_EQ(first.allocate(128), reserved.data_ptr());

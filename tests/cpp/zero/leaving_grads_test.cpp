@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
+#include "small_engine.h"
 #include "storage/tier.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
@@ -86,8 +87,7 @@ Seen train(int stage, at::ScalarType type, const storage::Placement& place, int6
   options.places = {place, place, place};
   options.reducer.bucket_numel = kNumel;
   options.swapping.leaving_rows = leaving;
-  const auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options,
-                                               EngineRanks{comm::thread_communicators(1)[0]});
+  const auto engine = engine_of(specs, options, {comm::thread_communicators(1)[0]});
   use_adam(*engine);
   const storage::ShardStorage& storage = *engine->params().storage();
   Seen seen;
@@ -99,9 +99,7 @@ Seen train(int stage, at::ScalarType type, const storage::Placement& place, int6
       const at::Tensor x = values(10 * step + i, {kNumel}).to(type);
       loss = loss + at::tanh((weights[i] * x).to(at::kFloat)).square().sum();
     }
-    engine->backward().begin(true);
-    loss.backward();
-    engine->backward().end();
+    run_backward(*engine, loss);
     if (slow) {
       EXPECT_GE(gate.writes, 2) << "nothing has been written slowly";
       // What no one waits for is seen by those who write it.

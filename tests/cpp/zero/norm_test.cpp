@@ -12,6 +12,7 @@
 #include "../error_of.h"
 #include "comm/transports/local_communicator.h"
 #include "plain_adamw.h"
+#include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
 #include "zero/step/norm_sums.h"
@@ -109,7 +110,7 @@ void compare(const Case& c, const Whole& whole, int rank, const comm::JobPtr& jo
   EngineOptions options;
   options.policy = stage_policy(c.stage);
   options.reducer.predivide = 1.0 / (c.dp * c.sp);
-  const auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, ranks);
+  const auto engine = engine_of(specs, options, ranks);
   use_adam(*engine);
   engine->backward().begin(true);
   at::Tensor loss = at::zeros({});
@@ -175,9 +176,9 @@ TEST(Norm, SpacesShareCalls) {
   EXPECT_EQ(store.sets().size(), 2u);  // a copy travels with all others
   const NormSums sums(store, at::zeros({3}, at::kDouble));
   EXPECT_EQ(sums.calls(), 4u);  // data-parallel and expert-parallel ranks, then slices and stages once
-  EXPECT_EQ(sums.of(store.place(0).space).data_ptr(), sums.total().data_ptr());
-  EXPECT_TRUE(sums.of(store.place(1).space).defined());
-  EXPECT_FALSE(sums.of(store.place(3).space).defined());
+  EXPECT_EQ(sums.of(store.position(0).space).data_ptr(), sums.total().data_ptr());
+  EXPECT_TRUE(sums.of(store.position(1).space).defined());
+  EXPECT_FALSE(sums.of(store.position(3).space).defined());
   specs = {{at::ones({2}).set_requires_grad(true), "w", 0, 0}};
   specs[0].copied_along = "dp";
   EXPECT_EQ(error_of([&] { Engine(specs, {}, options, ranks); }),

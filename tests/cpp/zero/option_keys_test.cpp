@@ -5,6 +5,7 @@
 
 #include <sstream>
 
+#include "../error_of.h"
 #include "../io/folder.h"
 #include "config/render.h"
 #include "config/resolver.h"
@@ -197,17 +198,16 @@ TEST(OptionKeys, AMarkIsTold) {
     if (issue.code == "no_effect") told.push_back(issue.paths.at(0) + ": " + issue.text);
   }
   ASSERT_EQ(told.size(), 2u);
-  EXPECT_NE(told[0].find("zero_optimization.contiguous_gradients = true (line 1) is accepted and has no effect here, "
-                         "because gradients always"),
-            std::string::npos)
-      << told[0];
+  EXPECT_TRUE(says(told[0],
+                   "zero_optimization.contiguous_gradients = true (line 1) is accepted and has no effect here, "
+                   "because gradients always"));
   EXPECT_EQ(told[1].find("datastates_ckpt.mine: "), 0u) << told[1];
   const std::string explained = config::explain(config, schema);
-  EXPECT_NE(explained.find("line 1; accepted, no effect here, because gradients always"), std::string::npos);
-  EXPECT_NE(explained.find("default; accepted, no effect here, because every bucket belongs"), std::string::npos);
-  EXPECT_NE(explained.find("line 1; accepted, no effect here, because snapshots are"), std::string::npos);
-  EXPECT_NE(config::docs().find("*Accepted, no effect here, because gradients always"), std::string::npos);
-  EXPECT_NE(config::json_schema(schema).find("\"x-ds-no-effect\": \"because gradients always"), std::string::npos);
+  EXPECT_TRUE(says(explained, "line 1; accepted, no effect here, because gradients always"));
+  EXPECT_TRUE(says(explained, "default; accepted, no effect here, because every bucket belongs"));
+  EXPECT_TRUE(says(explained, "line 1; accepted, no effect here, because snapshots are"));
+  EXPECT_TRUE(says(config::docs(), "*Accepted, no effect here, because gradients always"));
+  EXPECT_TRUE(says(config::json_schema(schema), "\"x-ds-no-effect\": \"because gradients always"));
 }
 
 }  // namespace

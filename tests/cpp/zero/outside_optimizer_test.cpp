@@ -7,7 +7,7 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "comm/transports/local_communicator.h"
+#include "small_engine.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
@@ -18,14 +18,11 @@ TEST(OutsideOptimizer, IsCalledInTheStep) {
   at::Tensor weight = at::ones({4}, at::kBFloat16).set_requires_grad(true);
   EngineOptions options;
   options.grad_dtype = at::kFloat;
-  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
-                                         options, EngineRanks{comm::local_communicator()});
+  auto engine = engine_of({{weight, "w", 0, 0}}, options);
   engine->states().refresh_master();
   int called = 0;
   for (double factor : {1.0, HUGE_VAL}) {
-    engine->backward().begin(true);
-    (weight * 4.0 * factor).sum().backward();
-    engine->backward().end();
+    run_backward(*engine, (weight * 4.0 * factor).sum());
     StepInputs inputs;
     inputs.loss_scale = 2.0f;
     inputs.max_norm = 1.0f;
@@ -52,12 +49,9 @@ TEST(OutsideOptimizer, MayTryAgainAfterAFailure) {
     at::Tensor weight = at::ones({4}, dtype).set_requires_grad(true);
     EngineOptions options;
     options.grad_dtype = at::kFloat;
-    auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
-                                           options, EngineRanks{comm::local_communicator()});
+    auto engine = engine_of({{weight, "w", 0, 0}}, options);
     engine->states().refresh_master();
-    engine->backward().begin(true);
-    (weight * 4.0).sum().backward();
-    engine->backward().end();
+    run_backward(*engine, (weight * 4.0).sum());
     StepInputs inputs;
     inputs.loss_scale = 2.0f;
     inputs.max_norm = 1.0f;

@@ -5,12 +5,14 @@
 #include <gtest/gtest.h>
 
 #include <random>
-#include <thread>
 
+#include "../error_of.h"
+#include "../on_threads.h"
 #include "base/error.h"
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
+#include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
 #include "zero/spaces/group_cut.h"
@@ -129,7 +131,7 @@ std::shared_ptr<Engine> make_engine(const Case& c, const std::vector<at::Tensor>
   options.reducer.overlap = c.overlap;
   options.reducer.predivide = 1.0 / c.world;  // of experts, too: by all ranks, not by those that have the expert
   options.gatherer.persistence_numel = c.bucket == 20 ? 15 : 0;  // the expert stays gathered, or nothing does
-  return std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, ranks);
+  return engine_of(specs, options, ranks);
 }
 
 // A checkpoint's row of the group has the dense parameters end to end, as if there were no expert between them.
@@ -149,72 +151,65 @@ void compare(const Case& c, int steps) {
   const Trained reference = in_one_process(c, steps);
   const Groups groups(c);
   const bool exact = c.type == at::kFloat;
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < c.world; ++rank) {
-    threads.emplace_back([&, rank] {
-      const int expert = rank % kExperts, group = rank / kExperts;
-      const EngineRanks ranks = groups.of_rank(rank);
-      std::vector<at::Tensor> params;
-      for (const at::Tensor& value : {dense_weight(0), expert_weight(expert), dense_weight(1)})
-        params.push_back(value.detach().to(c.type).set_requires_grad(true));
-      const auto engine = make_engine(c, params, ranks);
-      ASSERT_EQ(engine->params().spaces().size(), 2u);
-      use_adam(*engine);
-      ParamGatherer* gatherer = engine->gatherer();
-      if (gatherer) {
-        EXPECT_STREQ(gatherer->source().name(), c.peers ? "peer memory" : "scheduled collectives");
-        for (const ShardedParamPtr& param : engine->params().sharded_params())
-          gatherer->add_unit(param->name(), {param});
+  on_threads(c.world, [&](int rank) {
+    const int expert = rank % kExperts, group = rank / kExperts;
+    const EngineRanks ranks = groups.of_rank(rank);
+    std::vector<at::Tensor> params;
+    for (const at::Tensor& value : {dense_weight(0), expert_weight(expert), dense_weight(1)})
+      params.push_back(value.detach().to(c.type).set_requires_grad(true));
+    const auto engine = make_engine(c, params, ranks);
+    ASSERT_EQ(engine->params().spaces().size(), 2u);
+    use_adam(*engine);
+    ParamGatherer* gatherer = engine->gatherer();
+    if (gatherer) {
+      EXPECT_STREQ(gatherer->source().name(), c.peers ? "peer memory" : "scheduled collectives");
+      for (const ShardedParamPtr& param : engine->params().sharded_params()) gatherer->add_unit(param->name(), {param});
+    }
+    const auto with = [&](int index, const auto& loss_of) {
+      if (gatherer) gatherer->enter(index, {});
+      const at::Tensor loss = loss_of(params[index]);
+      if (gatherer) gatherer->leave(index, {loss});
+      return loss.to(at::kFloat);
+    };
+    for (int step = 0; step < steps; ++step) {
+      for (int part = 0; part < c.accumulate; ++part) {
+        if (gatherer) gatherer->begin_forward();
+        at::Tensor loss = with(0, [&](const at::Tensor& w) { return dense_loss(w, step, rank, part); }) +
+                          with(2, [&](const at::Tensor& w) { return dense_loss(w, step, rank, part + 5); });
+        for (int source = group * kExperts; source < (group + 1) * kExperts; ++source)
+          if (routed(c, step, source, expert))
+            loss = loss + with(1, [&](const at::Tensor& w) { return expert_loss(w, step, source, part); });
+        if (gatherer) gatherer->end_forward({loss});
+        run_backward(*engine, loss / c.accumulate,
+                     c.each || part + 1 == c.accumulate || engine->policy().reduce == ReduceAt::kMicroStep);
       }
-      const auto with = [&](int index, const auto& loss_of) {
-        if (gatherer) gatherer->enter(index, {});
-        const at::Tensor loss = loss_of(params[index]);
-        if (gatherer) gatherer->leave(index, {loss});
-        return loss.to(at::kFloat);
-      };
-      for (int step = 0; step < steps; ++step) {
-        for (int part = 0; part < c.accumulate; ++part) {
-          if (gatherer) gatherer->begin_forward();
-          at::Tensor loss = with(0, [&](const at::Tensor& w) { return dense_loss(w, step, rank, part); }) +
-                            with(2, [&](const at::Tensor& w) { return dense_loss(w, step, rank, part + 5); });
-          for (int source = group * kExperts; source < (group + 1) * kExperts; ++source)
-            if (routed(c, step, source, expert))
-              loss = loss + with(1, [&](const at::Tensor& w) { return expert_loss(w, step, source, part); });
-          if (gatherer) gatherer->end_forward({loss});
-          engine->backward().begin(c.each || part + 1 == c.accumulate ||
-                                   engine->policy().reduce == ReduceAt::kMicroStep);
-          (loss / c.accumulate).backward();
-          engine->backward().end();
-        }
-        EXPECT_EQ(engine->grads().used(1), routed(c, step, 0, expert)) << "step " << step;
-        const StepReport report = engine->step(adam_inputs(kMaxNorm));
-        EXPECT_NEAR(report.norm, reference.norms[step], (exact ? 1e-5 : 2e-2) * reference.norms[step])
-            << "rank " << rank << " step " << step;
-      }
-      const std::vector<at::Tensor> expected = {reference.params[0], reference.params[2 + expert], reference.params[1]};
-      const auto values = [&](size_t i) {
-        if (!gatherer) return params[i].detach();
-        const std::vector<ShardedParam*> one = {engine->params().spec(i).sharded.get()};
-        gatherer->acquire(one);
-        const at::Tensor found = params[i].detach().clone();
-        gatherer->release(one);
-        return found;
-      };
-      for (size_t i = 0; i < params.size(); ++i) {
-        const at::Tensor collected = engine->states().full(StateKind::kMaster, 0, i), now = values(i);
-        EXPECT_LE((collected - expected[i]).abs().max().item<double>(), exact ? 2e-6 : 2e-2)
-            << "stage " << c.stage << " world " << c.world << " rank " << rank << " parameter " << i;
-        EXPECT_TRUE(at::equal(collected.to(c.type), now)) << i;
-      }
-      if (c.stage == 1 || c.stage == 2) check_cut(*engine, c.world, rank);
-      // Everybody who has it does.
-      engine->states().set_full(StateKind::kMaster, 0, 1, at::ones({7, 2}) * (expert + 3));
-      engine->states().finish_step();
-      engine->stepper().publish();
-      EXPECT_TRUE(at::equal(values(1), (at::ones({7, 2}) * (expert + 3)).to(c.type)));
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+      EXPECT_EQ(engine->grads().used(1), routed(c, step, 0, expert)) << "step " << step;
+      const StepReport report = engine->step(adam_inputs(kMaxNorm));
+      EXPECT_NEAR(report.norm, reference.norms[step], (exact ? 1e-5 : 2e-2) * reference.norms[step])
+          << "rank " << rank << " step " << step;
+    }
+    const std::vector<at::Tensor> expected = {reference.params[0], reference.params[2 + expert], reference.params[1]};
+    const auto values = [&](size_t i) {
+      if (!gatherer) return params[i].detach();
+      const std::vector<ShardedParam*> one = {engine->params().spec(i).sharded.get()};
+      gatherer->acquire(one);
+      const at::Tensor found = params[i].detach().clone();
+      gatherer->release(one);
+      return found;
+    };
+    for (size_t i = 0; i < params.size(); ++i) {
+      const at::Tensor collected = engine->states().full(StateKind::kMaster, 0, i), now = values(i);
+      EXPECT_LE((collected - expected[i]).abs().max().item<double>(), exact ? 2e-6 : 2e-2)
+          << "stage " << c.stage << " world " << c.world << " rank " << rank << " parameter " << i;
+      EXPECT_TRUE(at::equal(collected.to(c.type), now)) << i;
+    }
+    if (c.stage == 1 || c.stage == 2) check_cut(*engine, c.world, rank);
+    // Everybody who has it does.
+    engine->states().set_full(StateKind::kMaster, 0, 1, at::ones({7, 2}) * (expert + 3));
+    engine->states().finish_step();
+    engine->stepper().publish();
+    EXPECT_TRUE(at::equal(values(1), (at::ones({7, 2}) * (expert + 3)).to(c.type)));
+  });
 }
 
 TEST(ParamSpace, ExpertsEqualOneProcess) {
@@ -253,27 +248,23 @@ TEST(ParamSpace, RandomBranchesOfExperts) {
     for (int world : {2, 4, 8}) {
       const Case c{3, world, 1, 1000000, false, false, peers};
       const Groups groups(c);
-      std::vector<std::thread> threads;
-      for (int rank = 0; rank < world; ++rank) {
-        threads.emplace_back([&, rank] {
-          const std::vector<at::Tensor> params = {dense_weight(0), expert_weight(rank % kExperts), dense_weight(1)};
-          const std::vector<at::Tensor> before = {dense_weight(0), expert_weight(rank % kExperts), dense_weight(1)};
-          const auto engine = make_engine(c, params, groups.of_rank(rank));
-          std::mt19937 random(rank);
-          for (int step = 0; step < 200; ++step) {
-            for (int call = 0; call < 6; ++call) {
-              const auto which = step / 20 % 2 == 0 ? call % 3 : static_cast<int>(random() % 3);
-              if (step / 20 % 2 != 0 && random() % 4 == 0) continue;
-              ShardedParam* param = engine->params().spec(which).sharded.get();
-              engine->gatherer()->source().gather({param}, {});
-              ASSERT_TRUE(at::equal(params[which].detach(), before[which].detach()));
-              param->release();
-            }
-            engine->gatherer()->source().drain();
+      on_threads(world, [&](int rank) {
+        const std::vector<at::Tensor> params = {dense_weight(0), expert_weight(rank % kExperts), dense_weight(1)};
+        const std::vector<at::Tensor> before = {dense_weight(0), expert_weight(rank % kExperts), dense_weight(1)};
+        const auto engine = make_engine(c, params, groups.of_rank(rank));
+        std::mt19937 random(rank);
+        for (int step = 0; step < 200; ++step) {
+          for (int call = 0; call < 6; ++call) {
+            const auto which = step / 20 % 2 == 0 ? call % 3 : static_cast<int>(random() % 3);
+            if (step / 20 % 2 != 0 && random() % 4 == 0) continue;
+            ShardedParam* param = engine->params().spec(which).sharded.get();
+            engine->gatherer()->source().gather({param}, {});
+            ASSERT_TRUE(at::equal(params[which].detach(), before[which].detach()));
+            param->release();
           }
-        });
-      }
-      for (std::thread& thread : threads) thread.join();
+          engine->gatherer()->source().drain();
+        }
+      });
     }
   }
 }
@@ -308,10 +299,10 @@ std::string complaint(const std::vector<ParamSpec>& specs, const EngineOptions& 
 TEST(ParamSpace, NamesWhatIsMissing) {
   std::vector<ParamSpec> specs = {{at::ones({2}).set_requires_grad(true), "w", 0, 0}};
   specs[0].rule = "no such rule";
-  EXPECT_NE(complaint(specs, {}, {comm::local_communicator()}).find("'no such rule'"), std::string::npos);
+  EXPECT_TRUE(says(complaint(specs, {}, {comm::local_communicator()}), "'no such rule'"));
   specs[0].rule = "test experts";
   const std::string text = complaint(specs, {}, {comm::local_communicator()});
-  EXPECT_NE(text.find("'edp'"), std::string::npos) << text;
+  EXPECT_TRUE(says(text, "'edp'"));
   EngineOptions options;
   options.policy = stage_policy(3);
   EngineRanks ranks{comm::thread_communicators(2)[0]};

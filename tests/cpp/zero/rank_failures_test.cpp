@@ -3,10 +3,12 @@
 #include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
 
+#include "../error_of.h"
 #include "../io/folder.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
+#include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
 #include "zero/step/strategies/background.h"
@@ -52,7 +54,7 @@ std::vector<std::string> errors_of(const std::string& strategy, int stage, const
       weights.push_back(values(i, {60 + i, 6}).set_requires_grad(true));
       specs.push_back({weights[i], "w" + std::to_string(i), 0, i});
     }
-    auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
+    auto engine = engine_of(specs, options, {comms[rank]});
     use_adam(*engine);
     comms[rank]->barrier();
     try {
@@ -84,9 +86,9 @@ TEST(RankFailures, FilesOfOneRankEndTheStepOnAll) {
     for (const char* order : {"read:1+:eio", "write:2+:enospc"}) {
       const std::vector<std::string> errors = errors_of(strategy, strategy[0] == 'z' ? 1 : 2, order);
       for (int rank = 0; rank < kWorld; ++rank) {
-        EXPECT_NE(errors[rank].find("/rank1/"), std::string::npos) << strategy << " " << order << ": " << errors[rank];
+        EXPECT_TRUE(says(errors[rank], "/rank1/")) << strategy << " " << order << ": " << errors[rank];
         if (rank != 1) {
-          EXPECT_NE(errors[rank].find("data-parallel rank 1 could not go on"), std::string::npos)
+          EXPECT_TRUE(says(errors[rank], "data-parallel rank 1 could not go on"))
               << strategy << " " << order << ": " << errors[rank];
         }
       }
@@ -95,7 +97,7 @@ TEST(RankFailures, FilesOfOneRankEndTheStepOnAll) {
 
 void expect_of_rank_1(const std::vector<std::string>& errors, const std::string& what) {
   for (int rank = 0; rank < kWorld; ++rank) {
-    EXPECT_NE(errors[rank].find("/rank1/"), std::string::npos) << what << ": " << errors[rank];
+    EXPECT_TRUE(says(errors[rank], "/rank1/")) << what << ": " << errors[rank];
     EXPECT_EQ(errors[rank].find("data-parallel rank 1 could not go on") == std::string::npos, rank == 1)
         << what << ": " << errors[rank];
   }
@@ -156,7 +158,7 @@ TEST(RankFailures, ThreadsBesideTheTrainingFailAsThisRankAlone) {
     }
     return "";
   });
-  EXPECT_NE(said[0].find("rank 1 could not go on: a thread"), std::string::npos) << said[0];
+  EXPECT_TRUE(says(said[0], "rank 1 could not go on: a thread"));
 }
 
 }  // namespace

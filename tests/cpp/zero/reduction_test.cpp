@@ -3,10 +3,10 @@
 #include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
 
-#include <thread>
-
+#include "../on_threads.h"
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/thread_communicator.h"
+#include "small_engine.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
@@ -23,11 +23,9 @@ at::Tensor reduced(int stage, int backwards, double before, double after, const 
   ParamSpec spec{weight, "weight", 0, 0};
   const int rank = ranks.data_parallel->rank();
   if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", ranks.data_parallel->size(), rank);
-  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{spec}, std::vector<ShardedParamPtr>{}, options, ranks);
+  auto engine = engine_of({spec}, options, ranks);
   for (int step = 0; step < backwards; ++step) {
-    engine->backward().begin(true);
-    (weight * static_cast<double>(step + rank + 1)).sum().backward();
-    engine->backward().end();
+    run_backward(*engine, (weight * static_cast<double>(step + rank + 1)).sum());
   }
   engine->backward().finish();
   return engine->states().full(StateKind::kGrad, 0, 0);
@@ -47,16 +45,12 @@ TEST(Reduction, ASecondOneAddsToTheFirst) {
   for (int stage : {0, 1, 2}) {
     for (const auto& [before, after] : {std::pair(0.25, 1.0), std::pair(0.5, 0.5), std::pair(1.0, 1.0)}) {
       const auto comms = comm::thread_communicators(kWorld);
-      std::vector<std::thread> threads;
-      for (int rank = 0; rank < kWorld; ++rank) {
-        threads.emplace_back([&, rank, before = before, after = after] {
-          const at::Tensor found = reduced(stage, 2, before, after, {comms[rank]});
-          const double sum = (1 + 2 + 3 + 4) + (2 + 3 + 4 + 5);
-          EXPECT_TRUE(at::allclose(found, at::ones({40}) * (sum * before * after)))
-              << "stage " << stage << " before " << before << " after " << after << ": " << found[0].item<float>();
-        });
-      }
-      for (std::thread& thread : threads) thread.join();
+      on_threads(kWorld, [&, before = before, after = after](int rank) {
+        const at::Tensor found = reduced(stage, 2, before, after, {comms[rank]});
+        const double sum = (1 + 2 + 3 + 4) + (2 + 3 + 4 + 5);
+        EXPECT_TRUE(at::allclose(found, at::ones({40}) * (sum * before * after)))
+            << "stage " << stage << " before " << before << " after " << after << ": " << found[0].item<float>();
+      });
     }
   }
 }

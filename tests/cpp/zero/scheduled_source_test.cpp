@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <functional>
 #include <random>
-#include <thread>
 
+#include "../on_threads.h"
 #include "comm/transports/thread_communicator.h"
 #include "zero/gathers/sources/staged_gather.h"
 #include "zero/gathers/shard_source.h"
@@ -15,9 +15,7 @@ namespace {
 
 void on_ranks(int world, const std::function<void(int, comm::CommunicatorPtr)>& body) {
   auto comms = comm::thread_communicators(world);
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < world; ++rank) ranks.emplace_back([&, rank] { body(rank, comms[rank]); });
-  for (auto& rank : ranks) rank.join();
+  on_threads(world, [&](int rank) { body(rank, comms[rank]); });
 }
 
 std::shared_ptr<storage::ShardStorage> memory() {

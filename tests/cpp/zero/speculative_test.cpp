@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
+#include "small_engine.h"
 #include "training_rank.h"
 #include "storage/tier.h"
 #include "zero/engine.h"
@@ -183,16 +184,12 @@ struct One {
     options.places = places;
     options.strategy = "speculative";
     options.reducer.bucket_numel = 1;
-    engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}, {second, "v", 0, 1}},
-                                      std::vector<ShardedParamPtr>{}, options,
-                                      EngineRanks{comm::thread_communicators(1)[0]});
+    engine = engine_of({{weight, "w", 0, 0}, {second, "v", 0, 1}}, options, {comm::thread_communicators(1)[0]});
     use_adam(*engine);
   }
   void backward(double factor = 1e-3) {
     engine->strategy().expect(adam_inputs(1.0f));
-    engine->backward().begin(true);
-    ((weight + second) * factor).sum().backward();
-    engine->backward().end();
+    run_backward(*engine, ((weight + second) * factor).sum());
   }
   at::Tensor master() { return engine->states().full(StateKind::kMaster, 0, 1); }
 };

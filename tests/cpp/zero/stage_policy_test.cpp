@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "../error_of.h"
 #include "base/error.h"
 
 namespace ds::zero {
@@ -33,12 +34,7 @@ TEST(StagePolicy, WhatFollowsFromTheCuts) {
 
 TEST(StagePolicy, OtherStagesDoNotExist) {
   for (int stage : {-1, 4}) {
-    try {
-      stage_policy(stage);
-      FAIL() << stage;
-    } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("zero_optimization.stage " + std::to_string(stage)), std::string::npos);
-    }
+    EXPECT_TRUE(says(error_of([&] { stage_policy(stage); }), "zero_optimization.stage " + std::to_string(stage)));
   }
 }
 

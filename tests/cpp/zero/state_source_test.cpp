@@ -7,9 +7,11 @@
 #include <cstring>
 #include <filesystem>
 
+#include "../error_of.h"
 #include "../io/folder.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
+#include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
 #include "zero/spaces/group_cut.h"
@@ -36,8 +38,7 @@ TEST(StateSource, BringsRowsAsTheyAreWritten) {
   options.reducer.bucket_numel = 4 * kNumel;  // several pieces in a row
   options.swapping.buffer_count = 4;
   options.swapping.reads_ahead = options.swapping.writes_behind = false;
-  const auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options,
-                                               EngineRanks{comm::thread_communicators(1)[0]});
+  const auto engine = engine_of(specs, options, {comm::thread_communicators(1)[0]});
   use_adam(*engine);
   GroupCut cut(engine->params(), engine->states(), 0);
   for (const StateKind kind : {StateKind::kMaster, StateKind::kSlot}) {
@@ -115,8 +116,7 @@ std::vector<std::string> saved(int world, const Given& given) {
     options.files.files = std::make_shared<io::Files>();
     options.reducer.bucket_numel = 3 * given.numel;
     options.swapping.buffer_count = 4;
-    const auto engine =
-        std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
+    const auto engine = engine_of(specs, options, {comms[rank]});
     use_adam(*engine, 2);
     for (int i = 0; i < kWeights; ++i)
       for (int slot = 0; slot < 2; ++slot)
@@ -185,8 +185,7 @@ TEST(StateSource, SavesOfSeveralRanksHoldAFewRows) {
     options.reducer.bucket_numel = 2 * kNumel;
     options.swapping.buffer_count = 1;
     options.swapping.reads_ahead = options.swapping.writes_behind = false;
-    const auto engine =
-        std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
+    const auto engine = engine_of(specs, options, {comms[rank]});
     const int64_t plane = kWeights * kNumel / kWorld * 4;
     GroupCut cut(engine->params(), engine->states(), 0);
     const auto source = cut.source(engine, StateKind::kMaster, 0, cut.owned());
@@ -208,7 +207,7 @@ TEST(StateSource, WhatOneRankCannotKeepEndsItsOwnSaveAlone) {
     Given given;
     given.order = order;
     const std::vector<std::string> said = saved(3, given);
-    EXPECT_NE(said[1].find("/rank1/"), std::string::npos) << order << ": " << said[1];
+    EXPECT_TRUE(says(said[1], "/rank1/")) << order << ": " << said[1];
     EXPECT_EQ(said[0] + said[2], "") << order;
   }
 }

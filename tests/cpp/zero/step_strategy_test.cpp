@@ -6,11 +6,12 @@
 #include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
 
-#include <thread>
-
+#include "../error_of.h"
+#include "../on_threads.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
+#include "small_engine.h"
 
 namespace ds::zero {
 namespace {
@@ -125,64 +126,57 @@ TEST(StepStrategy, ExtentsMayBeUpdatedLater) {
   for (int stage : {0, 1, 2, 3}) {
     for (int world : {1, 2, 3}) {
       const auto comms = comm::thread_communicators(world), gathers = comm::thread_communicators(world);
-      std::vector<std::thread> ranks;
-      for (int rank = 0; rank < world; ++rank) {
-        ranks.emplace_back([&, rank] {
-          OddExtentsLater::settled = 0;
-          const auto params = parameters();
-          EngineOptions options;
-          options.policy = stage_policy(stage);
-          options.strategy = "test odd extents later";
-          options.reducer.bucket_numel = 200;
-          options.reducer.predivide = 1.0 / world;
-          std::vector<ParamSpec> specs;
-          for (int i = 0; i < kParams; ++i) {
-            specs.push_back({params[i], "p" + std::to_string(i), 0, i});
-            if (stage == 3)
-              specs.back().sharded = std::make_shared<ShardedParam>(params[i], specs.back().name, world, rank);
+      on_threads(world, [&](int rank) {
+        OddExtentsLater::settled = 0;
+        const auto params = parameters();
+        EngineOptions options;
+        options.policy = stage_policy(stage);
+        options.strategy = "test odd extents later";
+        options.reducer.bucket_numel = 200;
+        options.reducer.predivide = 1.0 / world;
+        std::vector<ParamSpec> specs;
+        for (int i = 0; i < kParams; ++i) {
+          specs.push_back({params[i], "p" + std::to_string(i), 0, i});
+          if (stage == 3)
+            specs.back().sharded = std::make_shared<ShardedParam>(params[i], specs.back().name, world, rank);
+        }
+        auto engine = engine_of(specs, options, {comms[rank], [own = gathers[rank]] { return own; }});
+        use_adam(*engine);
+        const int32_t unit = stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
+        for (int step = 0; step < kSteps; ++step) {
+          if (unit >= 0) engine->gatherer()->begin_forward();
+          if (unit >= 0) engine->gatherer()->enter(unit, {});
+          at::Tensor loss = at::zeros({});
+          for (int i = 0; i < kParams; ++i)
+            if (uses(i, step)) loss = loss + (params[i] * gradient(i, step)).sum();
+          if (unit >= 0) engine->gatherer()->leave(unit, {loss});
+          if (unit >= 0) engine->gatherer()->end_forward({loss});
+          run_backward(*engine, loss);
+          EXPECT_FALSE(engine->step(adam_inputs(kMaxNorm, true)).skipped);
+        }
+        EXPECT_EQ(OddExtentsLater::settled, 0);  // no step asks for it
+        int64_t delayed = 0;
+        for (int i = 0; i < kParams; ++i) {
+          at::Tensor expected = at_once[i].detach().clone();
+          const ParamSpace& space = engine->params().space_of(i);
+          const auto index = engine->params().position(i).index;
+          for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
+            if (!OddExtentsLater::later(e)) continue;
+            const plan::Extent& extent = space.map.extents[e];
+            expected.narrow(0, extent.param_offset, extent.numel)
+                .copy_(later[i].detach().narrow(0, extent.param_offset, extent.numel));
+            delayed += extent.numel;
           }
-          auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options,
-                                                 EngineRanks{comms[rank], [own = gathers[rank]] { return own; }});
-          use_adam(*engine);
-          const int32_t unit = stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
-          for (int step = 0; step < kSteps; ++step) {
-            if (unit >= 0) engine->gatherer()->begin_forward();
-            if (unit >= 0) engine->gatherer()->enter(unit, {});
-            at::Tensor loss = at::zeros({});
-            for (int i = 0; i < kParams; ++i)
-              if (uses(i, step)) loss = loss + (params[i] * gradient(i, step)).sum();
-            if (unit >= 0) engine->gatherer()->leave(unit, {loss});
-            if (unit >= 0) engine->gatherer()->end_forward({loss});
-            engine->backward().begin(true);
-            loss.backward();
-            engine->backward().end();
-            EXPECT_FALSE(engine->step(adam_inputs(kMaxNorm, true)).skipped);
+          const at::Tensor got = engine->states().full(StateKind::kMaster, 0, i);
+          EXPECT_LE((got - expected).abs().max().item<double>(), 2e-6)
+              << "stage " << stage << " world " << world << " rank " << rank << " parameter " << i;
+          if (stage < 3) {
+            EXPECT_TRUE(at::equal(got, params[i].detach()));
           }
-          EXPECT_EQ(OddExtentsLater::settled, 0);  // no step asks for it
-          int64_t delayed = 0;
-          for (int i = 0; i < kParams; ++i) {
-            at::Tensor expected = at_once[i].detach().clone();
-            const ParamSpace& space = engine->params().space_of(i);
-            const auto index = static_cast<size_t>(engine->params().place(i).index);
-            for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
-              if (!OddExtentsLater::later(e)) continue;
-              const plan::Extent& extent = space.map.extents[e];
-              expected.narrow(0, extent.param_offset, extent.numel)
-                  .copy_(later[i].detach().narrow(0, extent.param_offset, extent.numel));
-              delayed += extent.numel;
-            }
-            const at::Tensor got = engine->states().full(StateKind::kMaster, 0, i);
-            EXPECT_LE((got - expected).abs().max().item<double>(), 2e-6)
-                << "stage " << stage << " world " << world << " rank " << rank << " parameter " << i;
-            if (stage < 3) {
-              EXPECT_TRUE(at::equal(got, params[i].detach()));
-            }
-          }
-          EXPECT_GT(delayed, 0);
-          EXPECT_EQ(OddExtentsLater::settled, kParams);  // each look at the masters
-        });
-      }
-      for (std::thread& rank : ranks) rank.join();
+        }
+        EXPECT_GT(delayed, 0);
+        EXPECT_EQ(OddExtentsLater::settled, kParams);  // each look at the masters
+      });
     }
   }
 }
@@ -191,13 +185,10 @@ TEST(StepStrategy, RulesOfWholeParametersTakeNoParts) {
   at::Tensor weight = at::ones({5}).set_requires_grad(true);
   EngineOptions options;
   options.strategy = "test odd extents later";
-  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
-                                         options, EngineRanks{comm::thread_communicators(1)[0]});
+  auto engine = engine_of({{weight, "w", 0, 0}}, options, {comm::thread_communicators(1)[0]});
   const optim::Rule& lamb = optim::find_rule("lamb");
   engine->stepper().set_rules({&lamb});
-  engine->backward().begin(true);
-  weight.sum().backward();
-  engine->backward().end();
+  run_backward(*engine, weight.sum());
   StepInputs inputs;
   for (const optim::Hyperparameter& one : lamb.hyper) inputs.hyper.resize(1), inputs.hyper[0].push_back(one.fallback);
   EXPECT_THROW(engine->step(inputs), Error);
@@ -207,14 +198,10 @@ TEST(StepStrategy, AnUnknownNameIsRefused) {
   at::Tensor weight = at::ones({5}).set_requires_grad(true);
   EngineOptions options;
   options.strategy = "none such";
-  try {
-    Engine made({{weight, "w", 0, 0}}, {}, options, EngineRanks{comm::thread_communicators(1)[0]});
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what())
-                  .find("there is no step strategy 'none such'; there are: plain, speculative, test odd"),
-              std::string::npos);
-  }
+  EXPECT_TRUE(says(error_of([&] {
+                     Engine made({{weight, "w", 0, 0}}, {}, options, EngineRanks{comm::thread_communicators(1)[0]});
+                   }),
+                   "there is no step strategy 'none such'; there are: plain, speculative, test odd"));
 }
 
 }  // namespace

@@ -5,9 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "../on_threads.h"
 #include "comm/communicator.h"
 
 namespace ds::zero {
@@ -23,9 +23,7 @@ inline at::Tensor values(double seed, at::IntArrayRef sizes, at::ScalarType type
 template <typename Result, typename Train>
 std::vector<Result> on_ranks(int world, const Train& train) {
   std::vector<Result> results(world);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world; ++rank) threads.emplace_back([&, rank] { results[rank] = train(rank); });
-  for (std::thread& thread : threads) thread.join();
+  on_threads(world, [&](int rank) { results[rank] = train(rank); });
   return results;
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "small_engine.h"
 #include "trained_ranks.h"
 #include "zero/engine.h"
 
@@ -40,7 +41,7 @@ struct TrainingRank {
     options.reducer.bucket_numel = bucket;
     options.reducer.predivide = 1.0 / ranks->size();
     options.gatherer.persistence_numel = 13;
-    engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, EngineRanks{ranks});
+    engine = engine_of(specs, options, {ranks});
     engine->set_rules({&rule});
     if (engine->gatherer()) unit_ = engine->gatherer()->add_unit("all", engine->params().sharded_params());
   }
@@ -65,9 +66,7 @@ struct TrainingRank {
 
   // `last`: of the micro-steps of a step.
   void backward(const at::Tensor& loss, bool last) {
-    engine->backward().begin(last || engine->policy().reduce == ReduceAt::kMicroStep);
-    loss.backward();
-    engine->backward().end();
+    run_backward(*engine, loss, last || engine->policy().reduce == ReduceAt::kMicroStep);
   }
 
   std::vector<double> hyper(double lr) const {

@@ -63,7 +63,7 @@ class PeerSource : public ShardSource {
     take_full(here);
   }
 
-  void refresh(const std::vector<ShardedParam*>& params) override {  // where there are none, who gathers next waits
+  void refresh(const std::vector<ShardedParam*>& params) override {  // without any, the next gather waits
     at::NoGradGuard no_grad;
     await(params);
     for (ShardedParam* param : params) copy(*param, param->buffer());

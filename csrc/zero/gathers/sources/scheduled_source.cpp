@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "plan/gather_schedule.h"
 #include "zero/gathers/sources/staged_gather.h"
 #include "zero/gathers/shard_source.h"
@@ -96,7 +97,7 @@ class ScheduledSource : public ShardSource {
     at::Tensor take(const ShardedParam& param) {
       for (const auto& part : parts_) {
         const auto& params = part->params();
-        if (std::find(params.begin(), params.end(), &param) != params.end()) return part->take(param);
+        if (contains(params, &param)) return part->take(param);
       }
       fail(ErrorKind::kRuntime, "parameter '", param.name(), "' is not in this gather");
     }
@@ -124,8 +125,7 @@ class ScheduledSource : public ShardSource {
         fail(ErrorKind::kRuntime, "parameter '", param->name(), "' does not belong to this engine");
       result.push_back(found->second);
     }
-    std::sort(result.begin(), result.end());
-    result.erase(std::unique(result.begin(), result.end()), result.end());
+    sort_unique(result);
     return result;
   }
 
@@ -155,13 +155,13 @@ class ScheduledSource : public ShardSource {
 
   // Their slices are.
   bool here(const GatherSchedule::Params& entry) const {
-    return std::all_of(entry.begin(), entry.end(), [&](int32_t index) { return params_[index]->here(); });
+    return all_of(entry, [&](int32_t index) { return params_[index]->here(); });
   }
 
   // Everybody says what it wants, everybody helps. False when nobody wanted anything.
   bool exchange(const GatherSchedule::Params& wanted, const GatherSchedule::Params& hints) {
     GatherSchedule::Params wants = wanted;
-    wants.insert(wants.end(), hints.begin(), hints.end());
+    append(wants, hints);
     wants.resize(std::min(wants.size(), static_cast<size_t>(kWants)));
     at::Tensor host = at::full({ranks_[0]->size(), kWants}, -1, at::kInt);
     std::copy(wants.begin(), wants.end(), host.data_ptr<int32_t>() + ranks_[0]->rank() * kWants);
@@ -170,8 +170,7 @@ class ScheduledSource : public ShardSource {
     ++exchanges_;
     host = shared.to(at::kCPU);
     GatherSchedule::Params all(host.data_ptr<int32_t>(), host.data_ptr<int32_t>() + host.numel());
-    std::sort(all.begin(), all.end());
-    all.erase(std::unique(all.begin(), all.end()), all.end());
+    sort_unique(all);
     if (!all.empty() && all.front() < 0) all.erase(all.begin());
     if (!all.empty()) keep(start_gather(all, std::nullopt), wants);
     return schedule_.exchanged(all);

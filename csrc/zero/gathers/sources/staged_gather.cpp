@@ -4,10 +4,11 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <algorithm>
 #include <chrono>
 #include <thread>
 #include <utility>
+
+#include "base/ranges.h"
 
 namespace ds::zero {
 
@@ -109,7 +110,7 @@ const std::vector<uint8_t>& StagedGather::notes() {
 at::Tensor StagedGather::take(const ShardedParam& param) {
   at::NoGradGuard no_grad;
   arrive();
-  const auto index = static_cast<size_t>(std::find(params_.begin(), params_.end(), &param) - params_.begin());
+  const auto index = static_cast<size_t>(index_of(params_, &param));
   if (!buffers_.empty()) return std::exchange(buffers_[index], at::Tensor());
   const at::Tensor buffer =
       in_place_ ? param.buffer() : memory_.take(param.padded_numel(), param.dtype(), param.device());

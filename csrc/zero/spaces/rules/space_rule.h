@@ -1,4 +1,5 @@
-// Which ranks a parameter is spread over: rules by name. Adding a rule is adding a file with a SpaceRuleRegistration.
+// The ranks over which a parameter is spread: rules by name. Adding a rule is adding a file with a
+// SpaceRuleRegistration.
 #pragma once
 #include <string>
 
@@ -18,7 +19,7 @@ struct SpaceRuleRegistration {
   explicit SpaceRuleRegistration(SpaceRule rule);
 };
 
-// What stands behind a dot in `name` is the rule's own business. Fails with the names that there are.
+// Only the rule itself reads the text behind a dot in `name`. Fails with the names that there are.
 const SpaceRule& find_space_rule(const std::string& name);
 
 // Of parameters that every data-parallel rank computes with: a stage shards over them or replicates over them.

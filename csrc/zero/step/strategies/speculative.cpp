@@ -16,9 +16,9 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "zero/step/strategies/background.h"
 #include "zero/step/strategies/step_strategy.h"
@@ -55,7 +55,7 @@ class Speculative : public StepStrategy, public GradArrivals {
         host_(c10::Device(at::kCPU), std::max(1, parts.options.threads)),
         copies_(store_.storage()->add_scratch_user()),
         confirmed_(store_.spaces().size()) {
-    // What one backward needs is wanted again in the next.
+    // The next backward needs the same memory again.
     store_.storage()->keep_scratch(Medium::kHost, INT64_MAX, copies_);
   }
 
@@ -244,7 +244,7 @@ class Speculative : public StepStrategy, public GradArrivals {
   void withdraw() {
     at::NoGradGuard no_grad;
     for (const auto& ahead : ahead_) {
-      ahead->done.wait();  // what it threw has changed nothing
+      ahead->done.wait();  // an error of it has changed nothing
       undo(*ahead);
     }
     ahead_.clear();
@@ -252,9 +252,9 @@ class Speculative : public StepStrategy, public GradArrivals {
 
   // Throws what the thread threw, when all that it did is undone.
   void wait() {
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     for (const auto& ahead : ahead_) ahead->done.wait();
-    waited_ms_ += std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+    waited_ms_ += 1e3 * seconds_since(begin);
     try {
       for (const auto& ahead : ahead_) ahead->done.get();
     } catch (...) {

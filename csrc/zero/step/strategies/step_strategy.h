@@ -1,4 +1,4 @@
-// Which of the elements that a rank owns are updated in a step, and which later.
+// The choice of the elements that a step updates at once, and of those that are updated later.
 //
 // A step has one norm and one decision: whether it is skipped, and the factor that unscales and clips. Then its
 // strategy names the parts of the update that are made now. What a part leaves out may be put by (its gradient, with
@@ -72,7 +72,7 @@ class StepStrategy {
   virtual void expect(const StepInputs& inputs) {}
   virtual GradArrivals* arrivals() { return nullptr; }
 
-  // What it keeps for each element, as further optimizer states: fp32, of this rank's shard.
+  // The values that it keeps for each element, as further optimizer states: fp32, of this rank's shard.
   virtual std::vector<std::string> state_names() const { return {}; }
   virtual const Buffer* state(const ParamSpace& space, size_t number) { return nullptr; }
   virtual Counters counters() { return {}; }
@@ -85,7 +85,7 @@ class StepStrategy {
   virtual std::map<std::string, double> figures() const { return {}; }
 };
 
-// What a strategy works with; all but `options` outlives it.
+// The objects that a strategy works with; all but `options` outlive it.
 struct StrategyParts {
   ParamStore& store;
   DeviceContext& device;

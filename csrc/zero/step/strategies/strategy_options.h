@@ -1,4 +1,4 @@
-// What the configuration says to strategies of the step.
+// The options of the strategies of the step, from the configuration.
 #pragma once
 #include <cstdint>
 

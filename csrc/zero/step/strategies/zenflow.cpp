@@ -30,11 +30,12 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <optional>
 
+#include "base/clock.h"
 #include "base/error.h"
+#include "base/ranges.h"
 #include "zero/step/strategies/background.h"
 #include "zero/step/strategies/step_strategy.h"
 #include "zero/step/strategies/zenflow_choice.h"
@@ -48,7 +49,7 @@ using storage::Access;
 using storage::Medium;
 
 constexpr int64_t kLongestInterval = 16;
-constexpr int64_t kStepsPerChoice = 100;  // where no epoch is known
+constexpr int64_t kStepsPerChoice = 100;  // if no epoch is known
 
 storage::Placement on_host() {
   storage::Placement place;
@@ -100,7 +101,7 @@ class ZenFlow : public StepStrategy {
   std::vector<UpdatePart> parts(const StepInputs& inputs) override {
     at::NoGradGuard no_grad;
     const kernels::StepScale scale = device_.read_step_scale();
-    if (scale.skip) return {UpdatePart{}};  // which does nothing
+    if (scale.skip) return {UpdatePart{}};  // this part does nothing
     weights_kept_ = false;
     if (made_ < options_.warm_up) {
       ++made_;
@@ -117,7 +118,7 @@ class ZenFlow : public StepStrategy {
       add_rest(scale.grad_scale);
       if (ends(inputs, scale)) update_rest(inputs);
     }
-    UpdatePart none;  // which counts the parameters' steps
+    UpdatePart none;  // this part counts the parameters' steps
     none.takes = [](const ParamSpace&, size_t) { return false; };
     return {none};
   }
@@ -249,10 +250,10 @@ class ZenFlow : public StepStrategy {
   }
 
   void wait() {
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     adder_.wait();
     updater_.wait();
-    waited_ms_ += std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+    waited_ms_ += 1e3 * seconds_since(begin);
   }
 
   void choose() {
@@ -271,8 +272,7 @@ class ZenFlow : public StepStrategy {
     for (size_t param = 0; param < store_.size(); ++param) late_used_[param] |= grads_.used(param) ? 1 : 0;
     const auto runs_of = [&](const ParamSpace& space, int32_t bucket) {
       auto runs = owned_runs(space, [&](size_t, size_t param) { return grads_.used(param); });
-      runs.erase(std::remove_if(runs.begin(), runs.end(), [&](const UpdateRun& run) { return run.bucket != bucket; }),
-                 runs.end());
+      erase_if(runs, [&](const UpdateRun& run) { return run.bucket != bucket; });
       return runs;
     };
     if (!options_.overlap) {
@@ -337,7 +337,7 @@ class ZenFlow : public StepStrategy {
   }
 
   void update_rest(const StepInputs& inputs) {
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     if (options_.overlap) updater_.wait();
     publish();
     const auto work = [this, used = late_used_, steps = late_steps_.clone(), hyper = inputs.hyper, front = front_] {
@@ -362,7 +362,7 @@ class ZenFlow : public StepStrategy {
       work();
       publish();
     }
-    waited_ms_ += std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+    waited_ms_ += 1e3 * seconds_since(begin);
   }
 
   // Chosen elements are updated with the others: in the planes lie old values of theirs, which nobody uses.

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "base/ranges.h"
 #include "zero/step/stepper.h"
 
 namespace ds::zero {
@@ -35,7 +36,7 @@ std::vector<int64_t> largest(const double* sums, int64_t count, double ratio) {
   std::partial_sort(order.begin(), order.begin() + wanted, order.end(),
                     [&](int64_t a, int64_t b) { return value(a) != value(b) ? value(a) > value(b) : a < b; });
   order.resize(wanted);
-  std::sort(order.begin(), order.end());
+  sort(order);
   return order;
 }
 
@@ -110,7 +111,7 @@ void ZenFlowChoice::set_columns(std::vector<std::vector<int64_t>> columns) {
   locate();
 }
 
-// Where the chosen elements lie in the rows of this rank.
+// Finds the chosen elements in the rows of this rank.
 void ZenFlowChoice::locate() {
   for (const ParamSpace& space : store_.spaces()) {
     std::vector<std::vector<int64_t>> positions(space.map.buckets.size());
@@ -209,7 +210,7 @@ void ZenFlowChoice::update(const StepInputs& inputs, const GradReducer& grads, c
     const auto grad_bytes = static_cast<int64_t>(c10::elementSize(space.grad.dtype));
     for (const Part& part : parts_[s]) {
       const auto used = [&](const Run& run) { return grads.used(run.param); };
-      if (std::none_of(part.runs.begin(), part.runs.end(), used)) continue;
+      if (none_of(part.runs, used)) continue;
       at::Tensor grad;
       {
         const LeasedRow row(*store_.storage(), space, space.grad, part.bucket, Access::kRead, Medium::kDevice);

@@ -1,4 +1,4 @@
-// Which elements ZenFlow updates in every step, and their masters and states while it does.
+// The elements that ZenFlow updates in every step, with their masters and states.
 //
 // [Note: what is chosen]
 // Of a parameter with two dimensions or more the columns with the largest sums of magnitudes of the gradient, over all
@@ -42,8 +42,8 @@ class ZenFlowChoice {
   void take();
   void put_back();
 
-  // One update of what is chosen of the parameters with a gradient, which have seen so many updates; the model's
-  // weights follow. Only while it is taken.
+  // One update of the chosen elements of the parameters with a gradient; the model's weights follow. `steps`: the
+  // updates that each parameter has had. Only while the choice is taken.
   void update(const StepInputs& inputs, const GradReducer& grads, const float* steps);
   // Of the chosen gradients of the last update, as they came, with their loss scale; not yet added up over ranks.
   const NormSums& squares() const { return squares_; }
@@ -61,7 +61,7 @@ class ZenFlowChoice {
     size_t param;
     int64_t begin, end;  // among the chosen of the bucket
   };
-  // What is chosen of a bucket.
+  // The chosen elements of a bucket.
   struct Part {
     size_t space;
     int32_t bucket;
@@ -81,7 +81,7 @@ class ZenFlowChoice {
   DeviceContext& device_;
   Stepper& stepper_;
   const double ratio_;
-  const storage::Medium at_;             // where what is taken is updated
+  const storage::Medium at_;             // the medium in which the chosen elements are updated
   std::unique_ptr<DeviceContext> host_;  // its kernels, where that is not the engine's device
   std::vector<int64_t> widths_;          // columns of each parameter; 0: it is chosen whole
   std::vector<std::vector<int64_t>> columns_;

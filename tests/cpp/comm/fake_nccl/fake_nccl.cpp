@@ -259,7 +259,7 @@ int failure(const char* function) {
 }
 
 int perform(const std::vector<Queued>& calls) {
-  std::unique_lock<std::mutex> lock(state().mutex);
+  std::unique_lock lock(state().mutex);
   int result = kOk;
   for (const Queued& queued : calls)
     if (queued.call.what == "send") post(queued);
@@ -277,7 +277,7 @@ int perform(const std::vector<Queued>& calls) {
 
 int enqueue(const char* function, Comm* comm, Call call, int peer = -1) {
   {
-    const std::lock_guard<std::mutex> lock(state().mutex);
+    const std::lock_guard lock(state().mutex);
     if (const int told = failure(function)) return told;
     if (!state().alive.count(comm)) return kInvalidArgument;
     ++state().counts[function];
@@ -302,7 +302,7 @@ FAKE int ncclGetVersion(int* version) {
 }
 
 FAKE int ncclGetUniqueId(Id* id) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   if (const int told = failure("ncclGetUniqueId")) return told;
   std::memset(id->bytes, 0, sizeof(id->bytes));
   const std::string text = "fake " + std::to_string(++state().ids);
@@ -325,7 +325,7 @@ FAKE const char* ncclGetErrorString(int result) {
 FAKE const char* ncclGetLastError(Comm*) { return state().last_error.c_str(); }
 
 FAKE int ncclCommInitRankConfig(Comm** made, int size, Id id, int rank, Config* config) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   if (const int told = failure("ncclCommInitRankConfig")) return told;
   if (config->magic != 0xcafebeef || config->version < 21400 || config->blocking != 0) return kInvalidArgument;
   auto& world = state().worlds[id.bytes];
@@ -341,7 +341,7 @@ FAKE int ncclCommInitRankConfig(Comm** made, int size, Id id, int rank, Config* 
 }
 
 FAKE int ncclCommGetAsyncError(Comm* comm, int* result) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   if (!state().alive.count(comm)) return kInvalidArgument;
   if (comm->async_error != kOk) {
     *result = comm->async_error;
@@ -353,7 +353,7 @@ FAKE int ncclCommGetAsyncError(Comm* comm, int* result) {
 }
 
 FAKE int ncclCommFinalize(Comm* comm) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   if (const int told = failure("ncclCommFinalize")) return told;
   if (!state().alive.count(comm)) return kInvalidArgument;
   ++state().counts["finalized"];
@@ -362,7 +362,7 @@ FAKE int ncclCommFinalize(Comm* comm) {
 }
 
 static int end(Comm* comm, const char* how) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   if (!state().alive.erase(comm)) return kInvalidArgument;
   for (const Queued& queued : group)
     if (queued.comm == comm) std::abort();  // a real NCCL would touch freed memory at the end of the group
@@ -388,7 +388,7 @@ FAKE int ncclGroupEnd() {
   if (group_depth == 0) return kInvalidUsage;
   if (--group_depth > 0) return kOk;
   {
-    const std::lock_guard<std::mutex> lock(state().mutex);
+    const std::lock_guard lock(state().mutex);
     ++state().counts["groups"];
     if (const int told = failure("ncclGroupEnd")) {
       group.clear();
@@ -424,20 +424,20 @@ FAKE int ncclRecv(void* out, size_t count, int type, int peer, Comm* comm, void*
 
 #ifndef FAKE_NCCL_OLD
 FAKE int ncclMemAlloc(void** made, size_t bytes) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   if (const int told = failure("ncclMemAlloc")) return told;
   *made = std::malloc(bytes);
   state().memory[*made] = bytes;
   return kOk;
 }
 FAKE int ncclMemFree(void* memory) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   if (!state().memory.erase(memory)) return kInvalidArgument;
   std::free(memory);
   return kOk;
 }
 FAKE int ncclCommRegister(Comm* comm, void* memory, size_t bytes, void** handle) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   if (const int told = failure("ncclCommRegister")) return told;
   if (!state().alive.count(comm) || !memory || !bytes) return kInvalidArgument;
   *handle = std::malloc(1);
@@ -446,7 +446,7 @@ FAKE int ncclCommRegister(Comm* comm, void* memory, size_t bytes, void** handle)
   return kOk;
 }
 FAKE int ncclCommDeregister(Comm* comm, void* handle) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   if (!state().alive.count(comm) || !comm->registered.erase(handle)) return kInvalidArgument;
   std::free(handle);
   ++state().counts["deregistrations"];
@@ -460,27 +460,27 @@ FAKE int ncclCommDeregister(Comm* comm, void* handle) {
 // Of "alive", "memory" (both now); "created", "finalized", "destroyed", "aborted", "groups", "registrations",
 // "deregistrations", "registrations lost", and names of functions (so far).
 FAKE int64_t fake_nccl_count(const char* what) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   if (std::strcmp(what, "alive") == 0) return static_cast<int64_t>(state().alive.size());
   if (std::strcmp(what, "memory") == 0) return static_cast<int64_t>(state().memory.size());
   return state().counts[what];
 }
 FAKE void fake_nccl_fail(const char* function, int result) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   state().failures[function] = result;
 }
 // As if the library's own threads had found it, for all communicators there are.
 FAKE void fake_nccl_async_error(int result) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   state().last_error = "told to fail later";
   for (Comm* comm : state().alive) comm->async_error = result;
 }
 FAKE void fake_nccl_busy(int times) {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   state().busy = times;
 }
 FAKE void fake_nccl_reset() {
-  const std::lock_guard<std::mutex> lock(state().mutex);
+  const std::lock_guard lock(state().mutex);
   state().counts.clear();
   state().failures.clear();
   state().last_error.clear();

@@ -1,0 +1,30 @@
+// The lock that all parts of a ShardStorage share.
+#pragma once
+#include <condition_variable>
+#include <mutex>
+
+namespace ds::storage {
+
+class StorageLock {
+ public:
+  using Held = std::unique_lock<std::mutex>;
+
+  Held hold() { return Held(mutex_); }
+  // Until anything changes: blocks, the memory that is used, jobs in the background.
+  void wait(Held& held) {
+    ++waiting_;
+    changed_.wait(held);
+    --waiting_;
+  }
+  // With the lock.
+  void changed() {
+    if (waiting_ > 0) changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int waiting_ = 0;
+};
+
+}  // namespace ds::storage
