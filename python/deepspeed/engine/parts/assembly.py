@@ -19,12 +19,12 @@ from deepspeed.published.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimi
 from deepspeed.published.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.core import build_core
+from deepspeed.zero.engine_links import EngineLink
 from deepspeed.zero.gathers.model import cast_sharded, detach, move_module, shard_model, take_over
-from deepspeed.zero.optimizers.fused_state import FusedState, can_fuse
 from deepspeed.zero.optimizers.stepping import Stepping
 from deepspeed.zero.parameters.param_ranks import SavedNames, broadcast_own_buffers, ranks_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
-from deepspeed.zero.states.param_states import CoreLink, WholeParams
+from deepspeed.zero.states.param_states import WholeParams
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -110,21 +110,16 @@ class Assembly:
                 clip=engine.gradient_clipping(),
                 rank=engine.global_rank,
             )
-            if can_fuse(optimizer, trained):
-                optimizer.fused_state = FusedState(engine.core, optimizer, trained, engine.stepping.step)
-                engine.stepping.fused = optimizer.fused_state
         if not zero:
             self.whole = WholeParams(engine.core, engine.stepping, trained)
         for param in engine.module.parameters():
-            param._ds_core = CoreLink(engine.core)
+            param._ds_core = EngineLink(engine.core)
 
     def release(self):
         """The work of ``destroy``: afterwards the parameters refer to no engine."""
         engine = self.engine
         if engine.core is None:
             return
-        if hasattr(engine.basic_optimizer, "fused_state"):
-            engine.basic_optimizer.fused_state = None
         if self.whole is not None:
             self.whole.unlink()
         for param in engine.module.parameters():

@@ -86,7 +86,7 @@ def _spread_whole(params, rank):
     """Every rank gets that rank's values of parameters that lie whole on all of them."""
     values, cores = {}, {}
     for param in params:
-        core = param._ds_core.core
+        core = param._ds_core.target
         if core is None:
             continue
         values[id(param)] = own = param.detach().clone(memory_format=torch.contiguous_format)

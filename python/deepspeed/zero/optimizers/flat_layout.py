@@ -72,7 +72,7 @@ class InnerStates:
         groups_of = [index for index, group in enumerate(optimizer.bit16_groups) for _ in group]
         self.kinds = [[] for _ in optimizer.bit16_groups]
         self.scalars = {}  # of each parameter, by its number
-        if stepping.fused is not None:
+        if stepping.fused:
             own, kept = optimizer.optimizer, optimizer.core.strategy_states()
             self.kinds = [[*own.slots_of(group), *kept] for group in own.param_groups]
             return
@@ -124,7 +124,7 @@ class InnerStates:
         if differ:
             found[PARAM_SCALARS] = differ
         step = next((scalars["step"] for scalars in kept if "step" in scalars), None)
-        if step is not None or self.optimizer.stepping.fused is not None:
+        if step is not None or self.optimizer.stepping.fused:
             most = max(steps, default=0)
             found["step"] = torch.full_like(step, most) if torch.is_tensor(step) else most
             if len(set(steps)) > 1:

@@ -108,7 +108,7 @@ class Restore:
     def states(self):
         """Moments, steps and hyperparameters."""
         self._groups()
-        if self.stepping.fused is not None:
+        if self.stepping.fused:
             self._native_states()
         else:
             self._client_states()
@@ -124,7 +124,7 @@ class Restore:
     def _groups(self):
         for group, values, options in zip(self.optimizer.param_groups, self.saved.param_groups(), self.options):
             left = {"names", "params"}
-            if self.stepping.fused is not None and "step" not in group:  # FusedAdam has it in its groups, others do not
+            if self.stepping.fused and "step" not in group:  # FusedAdam has it in its groups, others do not
                 left.add("step")
             group.update({key: value for key, value in values.items() if key not in left})
             group.update(options)
@@ -139,7 +139,7 @@ class Restore:
 
     def _check_states(self):
         found = {}
-        if self.stepping.fused is not None:
+        if self.stepping.fused:
             for _, index, offset, numel, own in self._native_slots():
                 if index not in found:
                     found[index] = self._pieces_of(index, list(own))

@@ -54,12 +54,12 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         self._names = names
         self.dp_process_group = core_options.get("data_parallel")
         self._start(core, names, check, rank, CreateLossScaler(self.low_precision_dtype, *scaler_args), clip_grad)
-        if self.stepping.fused is None and self.rests_in_files():
+        if not self.stepping.fused and self.rests_in_files():
             raise ZeRORuntimeException(
                 f"{type(init_optimizer).__name__} cannot update masters that rest in files: use an optimizer of "
                 "deepspeed.ops, or give zero_optimization.placement more memory"
             )
-        if engine is not None and engine.zero_nvme_offload_optimizer() and self.stepping.fused is None:
+        if engine is not None and engine.zero_nvme_offload_optimizer() and not self.stepping.fused:
             self.stepping.in_files = self._states_in_files(engine)
         self._link(self._params)
         for name, param in zip(names, self._params):
@@ -192,7 +192,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     # ---- state -----------------------------------------------------------------------------------------------------
     def _steps(self):
         """Updates that each parameter has seen, on every rank alike."""
-        if self.stepping.fused is not None:
+        if self.stepping.fused:
             return [int(step) for step in self.core.steps()]
         steps = torch.zeros(len(self._params), device=self.core_device)
         for master, (index, _, _) in zip(self.stepping.masters, self.core.pieces()):

@@ -1,7 +1,6 @@
 """The optimizer object of ZeRO stage 3: every parameter is cut into slices, one for each rank."""
 
 import os
-import weakref
 
 import torch
 
@@ -10,6 +9,7 @@ from deepspeed._native import _C
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.formats import torch_archive
 from deepspeed.zero.core import writing
+from deepspeed.zero.engine_links import EngineLink
 from deepspeed.zero.optimizers.flat_layout import InnerStates
 from deepspeed.zero.optimizers.flat_states import with_states
 from deepspeed.zero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -44,7 +44,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         super().__init__(*args, **core_options)
         self.parameter_offload = gathering(self.core)
         for param in self._params:
-            param._z3_optimizer = _Weak(self)
+            param._z3_optimizer = _OptimizerLink(self)
 
     @property
     def dtype(self):
@@ -90,7 +90,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         run = self._sub_groups()[position]
         masters = [m for m, (index, _, _) in zip(self.stepping.masters, self.core.pieces()) if index in run]
         kept = self._states_of_masters(masters)
-        if self.stepping.fused is not None:  # known on a rank that owns nothing of these parameters, too
+        if self.stepping.fused:  # known on a rank that owns nothing of these parameters, too
             kept = {**dict.fromkeys(self.state_names()), "step": max(int(self.core.steps()[index]) for index in run)}
         whole = {name: self._flat_sub_groups(self.own_tensors(name))[position] for name in kept if name != "step"}
         return {**kept, **whole}
@@ -209,17 +209,8 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         super().destroy()
 
 
-class _Weak:
-    """Stands for the optimizer on a parameter and does not keep it; a copied model does not copy it."""
-
-    def __init__(self, optimizer):
-        self.__dict__["_optimizer"] = weakref.ref(optimizer)
+class _OptimizerLink(EngineLink):
+    """Stands for the optimizer on a parameter."""
 
     def __getattr__(self, name):
-        return getattr(self.__dict__["_optimizer"](), name)
-
-    def __deepcopy__(self, memo):
-        return None
-
-    def __reduce__(self):
-        return (type(None), ())
+        return getattr(self.target, name)

@@ -2,8 +2,11 @@
 
 import math
 
+import torch
+
 from deepspeed import _native
 from deepspeed.log import log_dist, logger
+from deepspeed.ops.by_name import is_native
 from deepspeed.zero.errors import UnusedParameterError
 
 
@@ -23,18 +26,15 @@ class Stepping:
     the parameters themselves in fp32 where nothing is sharded, fp32 views of the core's buffers otherwise. ``scaler``
     is the loss scaler or None. ``check``: gradients that are not finite skip the step. ``clip`` is the maximum
     2-norm, 0 for none.
+
+    ``fused``: the core makes the update of an optimizer of ours (``ops.native_optimizer``) in one pass over its flat
+    buffers. The optimizer object stays what users know: ``param_groups`` that schedulers write to, ``state`` with the
+    states of each parameter, ``state_dict`` and ``load_state_dict``. Its attribute ``fused_state`` is this object.
     """
 
     def __init__(self, core, optimizer, masters, names, scaler=None, check=False, clip=0.0, rank=0):
-        self.core = core
-        self.optimizer = optimizer
-        self.masters = masters
-        self.names = names
-        self.scaler = scaler
-        self.check = check
-        self.clip = clip
-        self.rank = rank
-        self.fused = None
+        self.core, self.optimizer, self.masters, self.names = core, optimizer, masters, names
+        self.scaler, self.check, self.clip, self.rank = scaler, check, clip, rank
         self.in_files = None  # StatesInFiles of an optimizer that is not native
         self.need_all = False  # a parameter without a gradient is an error
         self.move = None  # of the learning-rate schedule, which the next step makes
@@ -45,13 +45,29 @@ class Stepping:
         self._told_of_writes = False
         optimizer.add_param_group = refuse_group
         self._sizes = self._sizes_of_groups()
+        self.fused = is_native(optimizer) and all(master.dtype == torch.float32 for master in masters)
+        if self.fused:
+            self._install()
+
+    def _install(self):
+        optimizer = self.optimizer
+        optimizer.check_engine()
+        self.core.set_rules([optimizer.rule_of(group) for group in optimizer.param_groups])
+        if optimizer.stochastic_rounding:
+            logger.warning(
+                f"{type(optimizer).__name__}: stochastic_rounding has no effect in this engine, which keeps fp32 "
+                "masters: nothing is lost there, and the model's 16-bit weights are the masters rounded to nearest."
+            )
+        optimizer.state.update(self._views())
+        optimizer.fused_state = self
 
     def _sizes_of_groups(self):
         return [len(group["params"]) for group in self.optimizer.param_groups]
 
     def release(self):
         """The optimizer belongs to no engine any more."""
-        self.fused = None
+        if self.fused:
+            self.fused, self.optimizer.fused_state = False, None
         vars(self.optimizer).pop("add_param_group", None)
 
     @property
@@ -66,7 +82,7 @@ class Stepping:
         not skipped, before anything changes: what it raises leaves all as it was, and the gradients in place.
         """
         self.move, self._made = move, False
-        return self.step if self.fused is None else self.optimizer.step
+        return self.optimizer.step if self.fused else self.step
 
     def end(self):
         """Returns True when the weights were updated, False when the step was skipped."""
@@ -114,7 +130,7 @@ class Stepping:
 
     def expect(self):
         """Before a backward after which a step follows: some strategies of the step begin with it meanwhile."""
-        if self.fused is not None and self.core.expects_steps:
+        if self.fused and self.core.expects_steps:
             self.core.expect_step(self._inputs(None))
 
     def _inputs(self, move):
@@ -128,10 +144,11 @@ class Stepping:
         rules = getattr(self.scaler, "rules_and_state", lambda: None)()
         if rules is not None:
             inputs.set_scaler(*rules)
-        if self.fused is None:
-            inputs.set_outside(self.masters, (self.in_files or self.optimizer).step)
+        if self.fused:
+            groups, optimizer = self.optimizer.param_groups, self.optimizer
+            inputs.groups = [(optimizer.rule_of(group), optimizer.rule_args(group)) for group in groups]
         else:
-            inputs.groups = self.fused.groups()
+            inputs.set_outside(self.masters, (self.in_files or self.optimizer).step)
         return inputs
 
     def _refuse_unused(self, most=5):
@@ -158,3 +175,41 @@ class Stepping:
             logger.warning(f"[Rank {self.rank}] gradient overflow: {text}.")
         else:
             log_dist("gradient overflow on another rank, which names the parameter.", ranks=[0])
+
+    # ---- states of an optimizer of ours ------------------------------------------------------------------------------
+    def _views(self):
+        kept = set(self.core.strategy_states())  # they are the engine's, not the optimizer's
+        names, steps = [name for name in self.core.slot_names() if name not in kept], self.core.steps()
+        slots = [self.core.slots(number) for number in range(len(names))]
+        for place, (param, (index, _, _)) in enumerate(zip(self.masters, self.core.pieces())):
+            own = {name: slot[place] for name, slot in zip(names, slots) if slot[place] is not None}
+            yield param, {"step": steps[index], **own}
+
+    def read(self, place, state):
+        """``state``, of parameter number ``place``, with copies of what lies in files and has no memory."""
+        slots = {name: number for number, name in enumerate(self.core.slot_names())}
+        return {
+            name: self.core.piece_tensor("slot", slots[name], place) if name in slots and value.is_meta else value
+            for name, value in state.items()
+        }
+
+    def adopt(self):
+        """Takes what ``load_state_dict`` put into ``optimizer.state`` into the flat buffers."""
+        slots = {name: number for number, name in enumerate(self.core.slot_names())}
+        for place, (param, views) in enumerate(self._views()):
+            loaded = self.optimizer.state.get(param, {})
+            for name, view in views.items():
+                if name in loaded and name != "step" and loaded[name].numel() != view.numel():
+                    raise ValueError(
+                        f"optimizer state '{name}' has shape {tuple(loaded[name].shape)} where the parameter has "
+                        f"{tuple(view.shape)}: the checkpoint is of another model or of other parameter groups"
+                    )
+                if name == "step":
+                    view.fill_(float(loaded.get(name, 0)))
+                    continue
+                with self.core.piece("slot", slots[name], place, "write") as own:
+                    if name in loaded:
+                        own.copy_(loaded[name].reshape(view.shape))
+                    else:
+                        own.zero_()
+            self.optimizer.state[param] = views

@@ -5,7 +5,6 @@ import torch
 from deepspeed.ops.by_name import rules_of
 from deepspeed.zero.core import build_core
 from deepspeed.zero.optimizers.base_optimizer import DeepSpeedOptimizer
-from deepspeed.zero.optimizers.fused_state import FusedState, can_fuse
 from deepspeed.zero.optimizers.stepping import Stepping, refuse_group
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -49,9 +48,6 @@ class WrappedOptimizer(DeepSpeedOptimizer):
         self.stepping = Stepping(
             core, self.optimizer, masters, names, scaler=scaler, check=check, clip=clip_grad, rank=rank
         )
-        if can_fuse(self.optimizer, masters):
-            self.stepping.fused = FusedState(core, self.optimizer, masters, self.stepping.step)
-            self.optimizer.fused_state = self.stepping.fused
 
     def _take_masters(self):
         """Puts the masters that this rank owns in the place of the parameters in the inner optimizer."""

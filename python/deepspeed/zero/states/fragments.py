@@ -3,10 +3,11 @@
 import dataclasses
 
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+from deepspeed.zero.engine_links import NotCopied
 
 
 @dataclasses.dataclass
-class EngineFragment(tensor_fragment):
+class EngineFragment(NotCopied, tensor_fragment):
     """A ``tensor_fragment`` whose fp32 piece, states and gradient are views of the native core's buffers, or copies of
     what lies in files, where ``get_hp_fragment`` and the like read and ``put_optim_state_fragment`` writes.
 
@@ -66,12 +67,6 @@ class EngineFragment(tensor_fragment):
         """The reduced gradient of the fragment, or None; times the loss scale."""
         found = [view for _, _, view in self.link.pieces("grad")]
         return found[0] if found else None
-
-    def __deepcopy__(self, memo):
-        return None  # a copied model is not trained by this engine
-
-    def __reduce__(self):
-        return (type(None), ())
 
 
 def put_fragments(optimizer):

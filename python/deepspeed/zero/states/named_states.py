@@ -65,13 +65,13 @@ def _kept_in_files(stepping):
     core = stepping.core
     if not core.rest_in_files():
         return {}
-    slots = core.slot_names() if stepping.fused is not None else ()
+    slots = core.slot_names() if stepping.fused else ()
     return {MASTER: ("master", 0), **{kind: ("slot", slot) for slot, kind in enumerate(slots)}}
 
 
 def _states(stepping, place, master, without):
     """``(states with a value for each element, others)`` of a piece, by name. ``without``: names that are left out."""
-    if stepping.fused is not None:
+    if stepping.fused:
         core = stepping.core
         slots = {
             kind: core.piece_tensor("slot", number, place)
@@ -101,7 +101,7 @@ def _placed(param, offset, tensor):
 
 def steps_of(stepping):
     """Updates of each parameter where the core counts them; None where an optimizer keeps them among its states."""
-    return [int(step) for step in stepping.core.steps()] if stepping.fused is not None else None
+    return [int(step) for step in stepping.core.steps()] if stepping.fused else None
 
 
 def groups_of_params(optimizer_groups):
@@ -132,7 +132,7 @@ class OwnedStates:
 
     def expected_bytes(self):
         """About the bytes of all of it, rather too many than too few."""
-        core, kinds = self._stepping.core, 2 if self._stepping.fused is None else 0
+        core, kinds = self._stepping.core, 0 if self._stepping.fused else 2
         return 4 * sum(numel for _, _, numel in core.pieces()) * (1 + max(len(core.slot_names()), kinds))
 
     def tensors(self):

@@ -5,11 +5,10 @@ A *kind* is "fp32", "grad" or the name of an optimizer state. States of a native
 another one are its own tensors, one for each piece, and the core collects and spreads them in the same way.
 """
 
-import weakref
-
 import torch
 
 from deepspeed.config.sections import OffloadStateTypeEnum
+from deepspeed.zero.engine_links import EngineLink
 from deepspeed.zero.optimizers.states_in_files import split_states
 from deepspeed.zero.parameters import pickled_params  # noqa: F401  (registers how parameters are pickled)
 
@@ -35,14 +34,14 @@ class ParamStates:
 
     def state_names(self):
         """Names of the optimizer's states that have one value for each element of a parameter."""
-        if self.stepping.fused is not None:
+        if self.stepping.fused:
             return list(self.core.slot_names())
         state = self.stepping.optimizer.state
         return sorted({name for master in state for name in split_states(state[master], master)[0]})
 
     def _slot(self, kind):
         """Number of state ``kind`` of a native optimizer, None where it has none of that name or another one steps."""
-        names = list(self.core.slot_names()) if self.stepping.fused is not None else []
+        names = list(self.core.slot_names()) if self.stepping.fused else []
         return names.index(kind) if kind in names else None
 
     def own_tensors(self, kind):
@@ -70,7 +69,7 @@ class ParamStates:
         kept = self._kept(kind)
         if kept is not None:
             return self.core.piece_tensor(*kept, number)
-        if self.stepping.fused is not None:
+        if self.stepping.fused:
             return None
         master = self.stepping.masters[number]
         value = self.stepping.optimizer.state.get(master, {}).get(kind)
@@ -148,7 +147,7 @@ class ParamStates:
     def make_state(self, index, name):
         """State ``name`` of this rank's piece of a parameter, zeros if a torch optimizer has not made it yet; None
         where this rank owns nothing of it, or a native optimizer has no such state."""
-        if self.stepping.fused is None:
+        if not self.stepping.fused:
             for master, (param, _, _) in zip(self.stepping.masters, self.core.pieces()):
                 if param == index:
                     return self.stepping.optimizer.state[master].setdefault(name, torch.zeros_like(master))
@@ -170,43 +169,14 @@ class WholeParams(ParamStates):
         return self.stepping.loss_scale
 
 
-class CoreLink:
-    """Link from a whole parameter of a model, trained or not, to the core of the engine that has the model; None after
-    the engine has ended."""
+class ParamLink(EngineLink):
+    """From a parameter to the owner of its masters, gradients and states; see utils.tensor_fragment."""
 
-    def __init__(self, core):
-        self._core = weakref.ref(core)
-
-    @property
-    def core(self):
-        return self._core()
-
-    def __deepcopy__(self, memo):
-        return None  # a copied model has no engine
-
-    def __reduce__(self):
-        return (type(None), ())
-
-
-class ParamLink:
-    """From a parameter to the owner of its masters, gradients and states; see utils.tensor_fragment.
-
-    ``owner`` is None when that has ended: a link does not keep it, since it holds the core, which holds the parameters.
-    """
+    owner = EngineLink.target
 
     def __init__(self, owner, index):
-        self._owner = weakref.ref(owner)
+        super().__init__(owner)
         self.index = index
-
-    @property
-    def owner(self):
-        return self._owner()
-
-    def __deepcopy__(self, memo):
-        return None  # a copied model is not trained by this engine
-
-    def __reduce__(self):
-        return (type(None), ())
 
     def _living(self, kind):
         owner = self.owner
