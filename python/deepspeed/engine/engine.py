@@ -19,13 +19,14 @@ from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.arguments import find_device_index, find_local_rank
 from deepspeed.engine.build_scheduler import build_scheduler
 from deepspeed.engine.finalizers import unlink_when_dropped
-from deepspeed.engine.members import answers_from, engine_parts, run_hooks
+from deepspeed.engine.members import engine_parts, run_hooks
 from deepspeed.engine.mesh import ranks_of
 from deepspeed.host.blas import blas_warning
 from deepspeed.host.product_error import product_warning
 from deepspeed.log import log_dist, set_log_level_from_string, warning_once
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.sequence import gradients
+from deepspeed.utils.forwarding import answers_from
 from deepspeed.utils.module_attributes import attribute_or_that_of_module
 
 DeepSpeedOptimizerCallable = Callable[[Union[Iterable[torch.nn.Parameter], Dict[str, Iterable]]], torch.optim.Optimizer]

@@ -15,7 +15,7 @@ from deepspeed.pipe.micro_batch import BUFFERS, Column, MicroBatch
 from deepspeed.pipe.place import MICRO_BATCH
 from deepspeed.pipe.profile import tensors_of
 from deepspeed.pipe.schedule import kind_of
-from deepspeed.zero.nested import cast_floats, move_to_device
+from deepspeed.zero.nested import cast_floats, move_to_device, replace
 
 _PASSES = {ops.ForwardPass, ops.BackwardPass, ops.BackwardInputPass, ops.BackwardWeightPass}
 
@@ -171,7 +171,10 @@ class Execution:
             held.output_tensors = held.outputs
             after = self._record_of(held.part + 1, held.number)
             if after is not None:
-                after.inputs = _detached(held.outputs)
+                # Leaves with the same values, with which another part of this stage computes.
+                after.inputs = replace(
+                    held.outputs, torch.is_tensor, lambda one: one.detach().requires_grad_(one.requires_grad)
+                )
         if not torch.is_grad_enabled():
             held.free_inputs()
 
@@ -298,13 +301,6 @@ class Execution:
         finally:
             self.at_boundary = False
         self.engine.micro_steps += self.engine.micro_batches - 1
-
-
-def _detached(value):
-    """Leaves with the same values, with which another part of this stage computes."""
-    if isinstance(value, tuple):
-        return tuple(_detached(one) for one in value)
-    return value.detach().requires_grad_(value.requires_grad)
 
 
 # Of each instruction the member of an engine that runs it.

@@ -11,6 +11,7 @@ from deepspeed.log import warning_once
 from deepspeed.pipe import schedule
 from deepspeed.pipe.planning import NOT_SPLIT, plan
 from deepspeed.pipe.profile import tensors_of
+from deepspeed.zero.nested import replace
 
 
 @pipeline_parts.add("_plans")
@@ -218,11 +219,7 @@ class FixedSchedule:
 
 def shapes_of(inputs):
     """The same, of shapes and types alone, which can be sent; None for None."""
-    if isinstance(inputs, tuple):
-        return tuple(shapes_of(one) for one in inputs)
-    if not isinstance(inputs, torch.Tensor):
-        return inputs
-    return torch.empty(inputs.shape, dtype=inputs.dtype, device="meta")
+    return replace(inputs, torch.is_tensor, lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
 
 
 def _shapes_of_labels(labels):

@@ -43,7 +43,7 @@ class FlatOptimizer(ShardedOptimizer):
         states, masters = {}, []
 
         def take(group, kind, numel):
-            kept = self._kept(kind) if in_pieces else None
+            kept = self.stepping.kept().get(kind) if in_pieces else None
             found = layout.source(group, self.core, kept, numel) if kept is not None else None
             if found is not None:
                 return found

@@ -75,7 +75,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         """``_flat_sub_groups`` of dense parameters in files, read when it is written down."""
         found = []
         for run in self._sub_groups(dense=True):
-            source = self.core.slice_source(*self._kept(kind), run)
+            source = self.core.slice_source(*self.stepping.kept()[kind], run)
             found.append(TensorOfPieces.of_source(source.bytes // 4, torch.float32, source))
         return found
 

@@ -8,6 +8,7 @@ from deepspeed import _native
 from deepspeed.log import log_dist, logger
 from deepspeed.ops.by_name import is_native
 from deepspeed.zero.errors import UnusedParameterError
+from deepspeed.zero.optimizers.states_in_files import is_each
 
 
 def refuse_group(param_group):
@@ -176,10 +177,26 @@ class Stepping:
         else:
             log_dist("gradient overflow on another rank, which names the parameter.", ranks=[0])
 
-    # ---- states of an optimizer of ours ------------------------------------------------------------------------------
+    # ---- what is kept of each piece ----------------------------------------------------------------------------------
+    def kept(self):
+        """dict: kind -> the arguments by which the core knows what it keeps of each piece: "fp32" (masters), "grad",
+        and the states of an optimizer of ours."""
+        slots = self.core.slot_names() if self.fused else ()
+        states = {name: ("slot", number) for number, name in enumerate(slots)}
+        return {"fp32": ("master", 0), "grad": ("grad", 0), **states}
+
+    def own(self, kind, number):
+        """The tensor of a kind of this rank's piece ``number``: a view, of what lies in files a copy. None without."""
+        kept = self.kept().get(kind)
+        if kept is not None:
+            return self.core.piece_tensor(*kept, number)
+        master = self.masters[number]
+        value = None if self.fused else self.optimizer.state.get(master, {}).get(kind)
+        return value if is_each(value, master) else None
+
     def _views(self):
-        kept = set(self.core.strategy_states())  # they are the engine's, not the optimizer's
-        names, steps = [name for name in self.core.slot_names() if name not in kept], self.core.steps()
+        apart = set(self.core.strategy_states())  # they are the engine's, not the optimizer's
+        names, steps = [name for name in self.core.slot_names() if name not in apart], self.core.steps()
         slots = [self.core.slots(number) for number in range(len(names))]
         for place, (param, (index, _, _)) in enumerate(zip(self.masters, self.core.pieces())):
             own = {name: slot[place] for name, slot in zip(names, slots) if slot[place] is not None}
@@ -187,27 +204,26 @@ class Stepping:
 
     def read(self, place, state):
         """``state``, of parameter number ``place``, with copies of what lies in files and has no memory."""
-        slots = {name: number for number, name in enumerate(self.core.slot_names())}
+        kept = self.kept()
         return {
-            name: self.core.piece_tensor("slot", slots[name], place) if name in slots and value.is_meta else value
-            for name, value in state.items()
+            name: self.own(name, place) if name in kept and value.is_meta else value for name, value in state.items()
         }
 
     def adopt(self):
         """Takes what ``load_state_dict`` put into ``optimizer.state`` into the flat buffers."""
-        slots = {name: number for number, name in enumerate(self.core.slot_names())}
+        kept = self.kept()
         for place, (param, views) in enumerate(self._views()):
             loaded = self.optimizer.state.get(param, {})
             for name, view in views.items():
-                if name in loaded and name != "step" and loaded[name].numel() != view.numel():
+                if name == "step":
+                    view.fill_(float(loaded.get(name, 0)))
+                    continue
+                if name in loaded and loaded[name].numel() != view.numel():
                     raise ValueError(
                         f"optimizer state '{name}' has shape {tuple(loaded[name].shape)} where the parameter has "
                         f"{tuple(view.shape)}: the checkpoint is of another model or of other parameter groups"
                     )
-                if name == "step":
-                    view.fill_(float(loaded.get(name, 0)))
-                    continue
-                with self.core.piece("slot", slots[name], place, "write") as own:
+                with self.core.piece(*kept[name], place, "write") as own:
                     if name in loaded:
                         own.copy_(loaded[name].reshape(view.shape))
                     else:
