@@ -9,6 +9,7 @@ from deepspeed import comm as dist
 from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed.zero.optimizers.states_in_files import split_states
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.states.named_states import groups_of_params
 
 
 def per_element(value):
@@ -69,7 +70,7 @@ class InnerStates:
     def __init__(self, optimizer):
         self.optimizer = optimizer
         stepping = optimizer.stepping
-        groups_of = [index for index, group in enumerate(optimizer.bit16_groups) for _ in group]
+        groups_of = groups_of_params(optimizer.bit16_groups)
         self.kinds = [[] for _ in optimizer.bit16_groups]
         self.scalars = {}  # of each parameter, by its number
         if stepping.fused:

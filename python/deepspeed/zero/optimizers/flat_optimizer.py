@@ -19,6 +19,7 @@ class FlatOptimizer(ShardedOptimizer):
     """
 
     saved_form = None
+    ds_version = __version__
 
     def __init__(self, *args, partition_grads, elastic_checkpoint, **core_options):
         self.stage = 2 if partition_grads else 1
@@ -147,7 +148,3 @@ class FlatOptimizer(ShardedOptimizer):
     def scaled_global_norm(self, norm_type=2):
         """2-norm of the gradients of the last step, times the loss scale."""
         return None if self.stepping.norm is None else self.stepping.norm * self.loss_scale
-
-    @property
-    def ds_version(self):
-        return __version__

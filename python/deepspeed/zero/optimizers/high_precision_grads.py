@@ -2,21 +2,17 @@
 
 import torch
 
+from deepspeed.utils.forwarding import forwarded
+
 
 class HighPrecisionGrads:
     """Mixed into an optimizer of ZeRO stage 1, whose parameters are "lp"; fp32 masters and gradients are "hp"."""
 
-    @property
-    def bf16_groups(self):
-        return self.bit16_groups
+    bf16_groups = forwarded("bit16_groups", False)
 
     def create_grad_acc_hooks(self):
         """From now on a gradient is added to the fp32 ones, and ``.grad`` freed, as soon as backward has made it."""
         self.core.forwarded([], False, 1.0)
-
-    def backward_prologue(self):
-        """Before a backward that somebody else runs: ``.grad`` of an earlier one counts, and is free afterwards."""
-        super().backward_prologue()
 
     def backward_epilogue(self, update_hp_grads=True, clear_lp_grads=False, **bwd_kwargs):
         """After it. Without ``update_hp_grads`` what lies in ``.grad`` stays there."""
@@ -82,7 +78,3 @@ class HighPrecisionGrads:
     def zero_grad(self, set_to_none=True):
         self.clear_lp_grads(set_to_none=True)
         super().zero_grad(set_to_none=set_to_none)
-
-    def update_lp_params(self):
-        """The model's weights take the masters' values, on every rank."""
-        self.core.publish()

@@ -6,6 +6,7 @@ are views of the core's flat buffers.
 
 import torch
 
+from deepspeed.utils.forwarding import forwarded
 from deepspeed.zero.optimizers.restore import Restore, restore_scaler
 from deepspeed.zero.optimizers.wrapped_optimizer import WrappedOptimizer
 
@@ -29,9 +30,7 @@ class MasterOptimizer(WrappedOptimizer):
         self.fp16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
         self._start(*self._take_core(engine), loss_scale_config.loss_scaler, clip_grad)
 
-    @property
-    def bit16_groups(self):
-        return self.fp16_groups
+    bit16_groups = forwarded("fp16_groups", False)
 
     @property
     def fp32_groups_flat(self):

@@ -23,6 +23,7 @@ from deepspeed.zero.optimizers.restore import Restore
 from deepspeed.zero.optimizers.states_in_files import StatesInFiles
 from deepspeed.zero.optimizers.wrapped_optimizer import DTYPES, WrappedOptimizer
 from deepspeed.zero.parameters.param_ranks import ranks_of
+from deepspeed.zero.states.named_states import groups_of_params
 from deepspeed.zero.states.param_states import ParamStates
 
 
@@ -131,8 +132,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     @property
     def averaged_gradients(self):
         """dict: group -> list of this rank's pieces of the reduced gradients (views; copies of what lies in files)."""
-        groups = [index for index, group in enumerate(self.bit16_groups) for _ in group]
-        used = self.core.used()
+        groups, used = groups_of_params(self.bit16_groups), self.core.used()
         found = {index: [] for index in range(len(self.bit16_groups))}
         for (param, _, _), grad in zip(self.core.pieces(), self.core.grads(copies=True)):
             if used[param]:

@@ -8,6 +8,7 @@ from deepspeed import comm as dist
 from deepspeed._native import _C
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.formats import torch_archive
+from deepspeed.utils.forwarding import forwarded
 from deepspeed.zero.core import writing
 from deepspeed.zero.engine_links import EngineLink
 from deepspeed.zero.optimizers.flat_layout import InnerStates
@@ -15,7 +16,7 @@ from deepspeed.zero.optimizers.flat_states import with_states
 from deepspeed.zero.optimizers.sharded_optimizer import ShardedOptimizer
 from deepspeed.zero.parameters.param_ranks import ranks_of
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
-from deepspeed.zero.states.named_states import OWN_PARAMS, own_params
+from deepspeed.zero.states.named_states import OWN_PARAMS, groups_of_params, own_params
 from deepspeed.zero.states.param_values import ParamValues
 
 
@@ -46,13 +47,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         for param in self._params:
             param._z3_optimizer = _OptimizerLink(self)
 
-    @property
-    def dtype(self):
-        return self.low_precision_dtype
-
-    @property
-    def fp16_groups(self):
-        return self.bit16_groups
+    dtype, fp16_groups = forwarded("low_precision_dtype", False), forwarded("bit16_groups", False)
 
     @property
     def partition_count(self):
@@ -111,15 +106,16 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         inner, steps = {}, self._steps()
         kept = InnerStates(self)
         states = {name: flats(name) for name in sorted({kind for kinds in kept.kinds for kind in kinds})}
-        groups_of = [index for index, group in enumerate(self.bit16_groups) for _ in group]
-        for position, run in enumerate(self._sub_groups(dense=True)):
-            group = groups_of[run[0]]
+        groups_of = groups_of_params(self.bit16_groups)
+        runs = self._sub_groups(dense=True)
+        places = [groups_of[run[0]] for run in runs]
+        for position, (group, run) in enumerate(zip(places, runs)):
             inner[position] = kept.of_group(group, run, [steps[index] for index in run])
             inner[position].update({kind: states[kind][position] for kind in kept.kinds[group]})
-        groups, position = [], 0
-        for args, group in zip(self._group_args(), self._runs_of_groups()):
-            groups.append({**args, "params": list(range(position, position + group))})
-            position += group
+        groups = [
+            {**args, "params": [place for place, own in enumerate(places) if own == number]}
+            for number, args in enumerate(self._group_args())
+        ]
         own = own_params(self.stepping, self.bit16_groups, in_pieces=in_pieces)
         return {
             "zero_stage": ZeroStageEnum(self.stage),
@@ -129,14 +125,6 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
             "fp32_flat_groups": flats("fp32"),
             **({} if own is None else {OWN_PARAMS: own}),
         }
-
-    def _runs_of_groups(self):
-        counts, runs, index = [], self._sub_groups(dense=True), 0
-        starts = {run[0] for run in runs}
-        for group in self.bit16_groups:
-            counts.append(sum(1 for i in range(index, index + len(group)) if i in starts))
-            index += len(group)
-        return counts
 
     def load_state_dict(
         self,

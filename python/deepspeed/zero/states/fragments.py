@@ -4,6 +4,7 @@ import dataclasses
 
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from deepspeed.zero.engine_links import NotCopied
+from deepspeed.zero.states.named_states import groups_of_params
 
 
 @dataclasses.dataclass
@@ -72,7 +73,7 @@ class EngineFragment(NotCopied, tensor_fragment):
 def put_fragments(optimizer):
     """Gives every parameter of a sharded optimizer ``_hp_mapping`` (None where this rank owns nothing of it) and
     ``_dp_group``."""
-    groups = [index for index, group in enumerate(optimizer.bit16_groups) for _ in group]
+    groups = groups_of_params(optimizer.bit16_groups)
     for param in optimizer._params:
         param._hp_mapping = None
         param._dp_group = optimizer.dp_process_group
