@@ -97,16 +97,13 @@ class ModuleHooks:
         if any(not p.ds_persist for p in params):
             unit = self.core.gatherer.add_unit(type(module).__name__, [p.ds_handle for p in params])
             module.__dict__["_ds_hook_unit"] = HookUnit(self.core, unit)
-            self._hook(module, unit)
+            self._hook_enter(module, unit)
+            self._hook_leave(module, unit)
         if whole:
             return
         for child in module.children():
             if child.__dict__.get("_ds_hook_unit") is None:
                 self._install(child)
-
-    def _hook(self, module, unit):
-        self._hook_enter(module, unit)
-        self._hook_leave(module, unit)
 
     def _hook_enter(self, module, unit):
         enter = _native._C.EnterHook(self.core, unit)

@@ -78,7 +78,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
     def fp32_partitioned_groups_flat(self):
         """One flat fp32 tensor (a copy) for each sub-group: this rank's slices of the masters, padding included.
         ``optimizer.optimizer.state[flat]`` has their states, padded alike, and "step"."""
-        flats = enumerate(self._followed(self._flat_sub_groups(self.own_tensors("fp32"))))
+        flats = enumerate(self._flat_sub_groups(self.own_tensors("fp32")))
         return [with_states(flat, self, "_states_of_sub_group", position) for position, flat in flats]
 
     def _states_of_sub_group(self, position):

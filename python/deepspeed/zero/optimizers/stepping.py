@@ -20,6 +20,12 @@ def refuse_group(param_group):
     )
 
 
+def _first(texts, most=3):
+    """The first ones, and how many follow."""
+    texts = list(texts)
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
 class Stepping:
     """Runs the step of ``optimizer`` on the gradients in ``core``.
 
@@ -113,10 +119,9 @@ class Stepping:
         self.overflow = report.skipped
         if report.written and not self._told_of_writes:
             self._told_of_writes = True
-            names = ", ".join(f"'{name}'" for name in report.written[:3])
-            names += f" and {len(report.written) - 3} more" if len(report.written) > 3 else ""
             logger.info(
-                f"[Rank {self.rank}] the weights of {names} were changed outside of the optimizer: the fp32 masters "
+                f"[Rank {self.rank}] the weights of {_first(map(repr, report.written))} were changed outside of the "
+                "optimizer: the fp32 masters "
                 "take the new values, which all ranks have to write alike. This is said once."
             )
         if not math.isfinite(report.norm):
@@ -161,10 +166,9 @@ class Stepping:
                 "deepspeed.initialize), or set zero_optimization.ignore_unused_parameters to true"
             )
 
-    def _explain_overflow(self, nonfinite, most=3):
+    def _explain_overflow(self, nonfinite):
         """Says which gradients were not finite, on the rank that produced them."""
-        text = ", ".join(f"parameter '{name}' has {kind}" for name, kind in nonfinite[:most])
-        text += f" and {len(nonfinite) - most} more" if len(nonfinite) > most else ""
+        text = _first(f"parameter '{name}' has {kind}" for name, kind in nonfinite)
         if not self.check:
             if not self._warned_not_finite:
                 self._warned_not_finite = True

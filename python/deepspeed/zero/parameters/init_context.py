@@ -16,6 +16,7 @@ from deepspeed.config.getters import resolved_sections
 from deepspeed.config.read import read
 from deepspeed.config.sections import OffloadDeviceEnum
 from deepspeed.log import logger
+from deepspeed.utils.forwarding import answers_from, forwarded
 from deepspeed.zero.gathers.gathered import GatheredParameters
 from deepspeed.zero.parameters import sharded_parameter as sharding
 from deepspeed.zero.parameters.initializers import follow_initializers
@@ -73,15 +74,13 @@ class InsertPostInitMethodToModuleSubClasses:
         self.dtype = dtype if dtype is not None else _dtype_of(ds_config)
 
     def __enter__(self):
-        if not self.enabled:
-            return self
-        self.patch_init_and_builtins()
+        if self.enabled:
+            self.patch_init_and_builtins()
         return self
 
     def __exit__(self, exc_type, exc_value, traceback):
-        if not self.enabled:
-            return
-        self.unpatch_init_and_builtins()
+        if self.enabled:
+            self.unpatch_init_and_builtins()
 
     def patch_init_and_builtins(self):
         _nesting.contexts.append(self)
@@ -97,6 +96,7 @@ class InsertPostInitMethodToModuleSubClasses:
         raise NotImplementedError
 
 
+@answers_from({"get_partition_rank": "access.rank", "get_dp_process_group": "access.group"})
 class Init(InsertPostInitMethodToModuleSubClasses):
     """Inside the context, and for ``module`` if one is given, parameters become shards over ``data_parallel_group``.
 
@@ -112,6 +112,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     counts. ``tensor_overrides``: which of dtype and device the context decides; default both. Parameters are gathered
     again inside ``GatheredParameters`` or when an engine runs the model.
     """
+
+    num_partitions = forwarded("access.world", False, "Ranks that share one copy of a parameter.")
+    ds_process_group = forwarded("access.group", False)
 
     def __init__(
         self,
@@ -229,22 +232,6 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 
     def get_partition_dp_group(self, param):
         return param.ds_process_group
-
-    def get_partition_rank(self):
-        """This rank's number within the group that parameters are sharded over."""
-        return self.access.rank
-
-    @property
-    def num_partitions(self):
-        """Ranks that share one copy of a parameter."""
-        return self.access.world
-
-    def get_dp_process_group(self):
-        return self.access.group
-
-    @property
-    def ds_process_group(self):
-        return self.access.group
 
     def _post_init_method(self, module):
         self._leave_meta(module)
