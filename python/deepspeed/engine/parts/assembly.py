@@ -77,7 +77,7 @@ class Assembly:
         engine.basic_optimizer = optimizer
         engine.trained_groups = [list(group["params"]) for group in groups]
         trained = [param for group in engine.trained_groups for param in group]
-        managed = {id(param) for param in trained}
+        managed = set(map(id, trained))
         engine._unmanaged = [param for param in engine.module.parameters() if id(param) not in managed]
         checks.check_grad_dtype(engine)
         policy, zero = engine._stage_policy, engine.zero_optimization()
@@ -184,12 +184,13 @@ class Assembly:
         engine = self.engine
         if engine.parallel.dp_world_size == 1:
             return
-        params = list(engine.module.parameters())
-        for param in params:
-            if ranks_of(param) is not None:  # others train something else in its place
+        dense = []
+        for param in engine.module.parameters():
+            if ranks_of(param) is None:
+                dense.append(param)
+            else:  # others train something else in its place
                 copies = ranks_of(param).copies
                 dist.broadcast(param.detach(), dist.get_global_rank(copies, 0), group=copies)
-        dense = [param for param in params if ranks_of(param) is None]
         tensors = [t.detach() for t in (*dense, *broadcast_own_buffers(engine.module))]
         if engine.core is not None:
             engine.core.broadcast(tensors, 0)

@@ -4,6 +4,7 @@ Several parts of the model may be on one stage (``virtual_stages``): then instru
 micro-batch (``micro``), and with whom they exchange (``peer``). Without that they are about the only part, in order.
 """
 
+import collections
 import functools
 
 import torch
@@ -98,20 +99,18 @@ class Execution:
     def _begin_schedule(self, commands):
         """Says what will be received. Returns the last backward if gradients are reduced while it runs: where nothing
         follows it."""
-        counts, last, splits = {}, None, False
-        for command in commands:
-            kind = kind_of(command)
-            if kind in ("RecvActivation", "RecvGrad"):
-                key = (kind == "RecvGrad", command.kwargs.get("peer", self.engine._messages.neighbour(kind)))
-                counts[key] = counts.get(key, 0) + 1
-            elif kind in ("BackwardPass", "BackwardWeightPass"):
-                last = command
-            elif kind == "BackwardInputPass":
-                splits = True
-        if splits:
+        kinds, neighbour = [(kind_of(command), command) for command in commands], self.engine._messages.neighbour
+        if any(kind == "BackwardInputPass" for kind, _ in kinds):
             self.engine._plans.prepare_split()
-        for (grads, peer), count in counts.items():
+        received = collections.Counter(
+            (kind == "RecvGrad", command.kwargs.get("peer", neighbour(kind)))
+            for kind, command in kinds
+            if kind in ("RecvActivation", "RecvGrad")
+        )
+        for (grads, peer), count in received.items():
             self.engine._links.channel.expect(grads, peer, count)
+        backwards = [command for kind, command in kinds if kind in ("BackwardPass", "BackwardWeightPass")]
+        last = backwards[-1] if backwards else None
         # Gradients of tied weights are added up over stages before the reduction; sharded ones after it, so that none
         # stay whole.
         waits = bool(self.engine.module.tied_comms) and not self.engine._stage_policy.shards_grads
@@ -138,10 +137,8 @@ class Execution:
         """The record of a micro-batch on ``part``; None where that part is on another stage."""
         if self.engine.module.pipe_shape.rank_of(part) != self.engine.stage_id:
             return None
-        for held in self.records:
-            if held.number == number and held.part == part:
-                return held
-        return self._ahead.setdefault((part, number), MicroBatch(part, number))
+        here = (held for held in self.records if held.number == number and held.part == part)
+        return next(here, None) or self._ahead.setdefault((part, number), MicroBatch(part, number))
 
     # ---- inputs ------------------------------------------------------------------------------------------------------
     @member

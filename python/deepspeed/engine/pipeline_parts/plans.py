@@ -82,9 +82,8 @@ class Plans:
         """This stage's part of the schedule of the configuration."""
         key = ("train", micro_batches)
         if key not in self._schedules:
-            shape, name = self.engine.module.pipe_shape, self._name
-            if name == "auto":
-                name = self._fastest(micro_batches)
+            shape = self.engine.module.pipe_shape
+            name = self._fastest(micro_batches) if self._name == "auto" else self._name
             native = _native._C.pipe.schedule(name, shape.stages, shape.chunks, micro_batches)
             if shape.chunks > 1 and native.shape.placement != shape.placement:
                 raise ValueError(

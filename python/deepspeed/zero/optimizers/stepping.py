@@ -121,8 +121,8 @@ class Stepping:
             self._told_of_writes = True
             logger.info(
                 f"[Rank {self.rank}] the weights of {_first(map(repr, report.written))} were changed outside of the "
-                "optimizer: the fp32 masters "
-                "take the new values, which all ranks have to write alike. This is said once."
+                "optimizer: the fp32 masters take the new values, which all ranks have to write alike. This is said "
+                "once."
             )
         if not math.isfinite(report.norm):
             self._explain_overflow(report.nonfinite)
