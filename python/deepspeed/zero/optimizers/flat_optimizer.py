@@ -18,7 +18,6 @@ class FlatOptimizer(ShardedOptimizer):
     ``saved_form(shards, shapes)`` makes a ``SavedState`` of them.
     """
 
-    saved_form = None
     ds_version = __version__
 
     def __init__(self, *args, partition_grads, elastic_checkpoint, **core_options):
@@ -88,24 +87,6 @@ class FlatOptimizer(ShardedOptimizer):
         ]
         steps = [state["step"] for state in lean if "step" in state]
         return {"base_optimizer_state": lean, "base_optimizer_state_step": max(steps, default=0)}
-
-    def load_state_dict(
-        self,
-        state_dict_list,
-        load_optimizer_states=True,
-        load_from_fp32_weights=False,
-        checkpoint_folder=None,
-        load_serial=None,
-        param_shapes=None,
-    ):
-        """``state_dict_list`` holds the shards of all ranks that saved, in rank order; any number of them.
-
-        Without ``load_from_fp32_weights`` the masters are taken from the model's own weights. Raises ValueError where
-        groups or sizes do not fit.
-        """
-        saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
-        saved = self.saved_form(saved, param_shapes or self._shapes())
-        self._restore(saved, load_optimizer_states, load_from_fp32_weights)
 
     def get_bit16_param_group(self, group_no):
         """The parameters of a group, as the model computes with them."""

@@ -5,6 +5,7 @@ optimizer may be inside. Source of the method: Rajbhandari et al., "ZeRO: Memory
 Parameter Models" (SC 2020), section 5.
 """
 
+import os
 import weakref
 
 import torch
@@ -35,7 +36,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     dynamic, and arguments of the dynamic one. ``clip_grad``: the largest 2-norm of all gradients, 0 for any.
     """
 
-    stage = None
+    saved_form = stage = None
     partition_gradients = True
     _engine = None
 
@@ -208,6 +209,32 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         named = [[(next(called), param) for param in group] for group in self.bit16_groups]
         return [{name: getattr(p, "ds_shape", p.shape) for name, p in group if ranks_of(p) is None} for group in named]
 
+    def load_state_dict(
+        self,
+        state_dict_list,
+        load_optimizer_states=True,
+        load_from_fp32_weights=False,
+        checkpoint_folder=None,
+        load_serial=None,
+        param_shapes=None,
+    ):
+        """``state_dict_list`` holds what all ranks have saved, in rank order; any number of ranks may have saved.
+
+        Without ``load_from_fp32_weights`` the masters are taken from the model's own weights. Raises ValueError where
+        groups or sizes do not fit. ``load_serial``: a tensor that this rank has received from the one before it on its
+        machine (``zero_optimization.pipeline_loading_checkpoint``); it goes on to the next one when everything is read.
+        """
+        saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
+        self._restore(
+            self.saved_form(self._of_all_ranks(saved), param_shapes or self._shapes()),
+            load_optimizer_states,
+            load_from_fp32_weights,
+            when_read=None if load_serial is None else lambda: _hand_on(load_serial),
+        )
+
+    def _of_all_ranks(self, saved):
+        return saved
+
     def _restore(self, saved, with_states, with_masters, when_read=None):
         """Takes a ``SavedState``; masters from the model's weights unless ``with_masters``. Every rank calls it.
         ``when_read()`` is called when nothing more is read."""
@@ -251,3 +278,11 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
 
 def _end_to_end(tensors):
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
+
+
+def _hand_on(serial):
+    """The next rank of this machine may load."""
+    serial += 1
+    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    if dist.get_local_rank() != local_size - 1 and dist.get_rank() + 1 < dist.get_world_size():
+        dist.send(serial, dist.get_rank() + 1)

@@ -20,13 +20,6 @@ from deepspeed.zero.states.named_states import OWN_PARAMS, groups_of_params, own
 from deepspeed.zero.states.param_values import ParamValues
 
 
-def _hand_on(serial):
-    """The next rank of this machine may load."""
-    serial += 1
-    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
-    if dist.get_local_rank() != local_size - 1 and dist.get_rank() + 1 < dist.get_world_size():
-        dist.send(serial, dist.get_rank() + 1)
-
 class SlicedOptimizer(ParamValues, ShardedOptimizer):
     """Parameters, gradients and states are slices; modules gather what they need while they run.
 
@@ -36,7 +29,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
     ``own_slices(shard, rank, count)`` stands for shards of which only one is here.
     """
 
-    saved_form = own_slices = None
+    own_slices = None
     stage = 3
 
     def __init__(self, module, *args, sub_group_size, gathering, **core_options):
@@ -126,31 +119,11 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
             **({} if own is None else {OWN_PARAMS: own}),
         }
 
-    def load_state_dict(
-        self,
-        state_dict_list,
-        load_optimizer_states=True,
-        load_from_fp32_weights=False,
-        checkpoint_folder=None,
-        load_serial=None,
-        param_shapes=None,
-    ):
-        """``state_dict_list`` holds the slices of all ranks that saved, in rank order.
-
-        Any number of ranks may have saved; a rank may also pass nothing but its own slices, of as many ranks. Without
-        ``load_from_fp32_weights`` the masters are taken from the model's weights. Raises ValueError where sizes do not
-        fit. ``load_serial``: a tensor that this rank has received from the one before it on its machine
-        (``zero_optimization.pipeline_loading_checkpoint``); it goes on to the next one when everything is read.
-        """
-        saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
+    def _of_all_ranks(self, saved):
+        """A rank may also pass nothing but its own slices, of as many ranks."""
         if len(saved) == 1 and self.partition_count > 1 and saved[0].get("partition_count") == self.partition_count:
-            saved = self.own_slices(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
-        self._restore(
-            self.saved_form(saved, param_shapes or self._shapes()),
-            load_optimizer_states,
-            load_from_fp32_weights,
-            when_read=None if load_serial is None else lambda: _hand_on(load_serial),
-        )
+            return self.own_slices(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
+        return saved
 
     # ---- universal checkpoints ---------------------------------------------------------------------------------------
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir):

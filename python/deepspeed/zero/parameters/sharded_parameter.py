@@ -63,18 +63,31 @@ gather_while_building = None
 
 
 class ShardAccess:
-    """The native gatherer of the parameters of a group of ranks, and that group."""
+    """The native gatherer of the parameters of a group of ranks, and that group.
 
-    core = None  # the engine's, while there is one
+    ``core``: of the engine that has the parameters, whose gatherer is used as long as somebody holds that. Parameters
+    have a ``ShardAccess`` as an attribute, and the core holds its parameters: it must not be held from here.
+    """
 
-    def __init__(self, gatherer, group, world, rank, copies=None):
-        self.gatherer = gatherer
-        self.group = group
+    def __init__(self, gatherer, group, world, rank, copies=None, core=None):
+        self._gatherer, self._core = gatherer, weakref.ref(core) if core is not None else lambda: None
+        self.group, self.world, self.rank = group, world, rank
         self.copies = copies if copies is not None else group  # every rank that trains the same parameters
-        self.world = world
-        self.rank = rank
         self.efficient_linear = False  # see zero.linear
         self.give_up = None  # see zero.model.take_over
+
+    def through(self, core):
+        """The same through the ``core`` of an engine."""
+        return ShardAccess(self._gatherer, self.group, self.world, self.rank, self.copies, core)
+
+    @property
+    def core(self):
+        return self._core()
+
+    @property
+    def gatherer(self):
+        core = self._core()
+        return self._gatherer if core is None else core.gatherer
 
     @classmethod
     def of_group(cls, group=None, copies=None):
@@ -95,30 +108,6 @@ class ShardAccess:
     def writing(self):
         """A context in which all ranks change slices."""
         return writing(self.core)
-
-
-class EngineAccess(ShardAccess):
-    """The same through the ``core`` of an engine, for as long as somebody holds that; through ``plain`` afterwards.
-
-    Parameters have it as an attribute, and the core holds its parameters: it must not be held from here.
-    """
-
-    def __init__(self, plain, core):
-        self._plain, self._core = plain, weakref.ref(core)
-        super().__init__(plain.gatherer, plain.group, plain.world, plain.rank, plain.copies)
-
-    @property
-    def core(self):
-        return self._core()
-
-    @property
-    def gatherer(self):
-        core = self._core()
-        return self._plain.gatherer if core is None else core.gatherer
-
-    @gatherer.setter
-    def gatherer(self, value):
-        self._plain.gatherer = value
 
 
 _ids = itertools.count()
