@@ -1,5 +1,6 @@
 """``zero.Init``: parameters are sharded as they are created, so that no rank ever holds the whole model."""
 
+import contextlib
 import enum
 import functools
 import os
@@ -52,9 +53,8 @@ class _Nesting(threading.local):
     """Contexts that are open in this thread, innermost last, and what they have patched."""
 
     def __init__(self):
-        self.contexts = []
-        self.constructing = []
-        self.undo = []
+        self.contexts, self.constructing = [], []
+        self.patches = contextlib.ExitStack()
 
 
 _nesting = _Nesting()
@@ -90,7 +90,7 @@ class InsertPostInitMethodToModuleSubClasses:
     def unpatch_init_and_builtins(self):
         _nesting.contexts.remove(self)
         if not _nesting.contexts:
-            _unpatch()
+            _nesting.patches.close()
 
     def _post_init_method(self, module):
         raise NotImplementedError
@@ -337,8 +337,14 @@ def _follow(cls):
         _nesting.contexts[-1]._post_init_method(module)
 
     wrapper._ds_wrapped = init
-    cls.__init__ = wrapper
-    _nesting.undo.append(lambda: setattr(cls, "__init__", init))
+    _put(cls, "__init__", wrapper)
+
+
+def _put(cls, name, value):
+    """Replaces an attribute of a class as long as contexts are open."""
+    had, before = name in vars(cls), vars(cls).get(name)
+    _nesting.patches.callback(*((setattr, cls, name, before) if had else (delattr, cls, name)))
+    setattr(cls, name, value)
 
 
 def _patch():
@@ -353,30 +359,13 @@ def _patch():
             super(torch.nn.Module, cls).__init_subclass__(**kwargs)
         _follow(cls)
 
-    torch.nn.Module.__init_subclass__ = classmethod(follow_new)
-    apply, to_empty = torch.nn.Module.apply, torch.nn.Module.to_empty
-    torch.nn.Module.to_empty = _to_empty
+    _put(torch.nn.Module, "__init_subclass__", classmethod(follow_new))
+    _put(torch.nn.Module, "to_empty", _to_empty)
     if getattr(_nesting.contexts[0], "override_module_apply", True):
-        torch.nn.Module.apply = _gathering_apply(apply)
-
+        _put(torch.nn.Module, "apply", _gathering_apply(torch.nn.Module.apply))
     # Constructors often initialise parameters of modules that are complete and sharded already.
     sharding.gather_while_building = lambda params: GatheredParameters(list(params), modifier_rank=0)
-
-    def undo():
-        sharding.gather_while_building = None
-        if original is not None:
-            torch.nn.Module.__init_subclass__ = original
-        else:
-            del torch.nn.Module.__init_subclass__
-        torch.nn.Module.apply, torch.nn.Module.to_empty = apply, to_empty
-
-    _nesting.undo.append(undo)
-
-
-def _unpatch():
-    for undo in reversed(_nesting.undo):
-        undo()
-    _nesting.undo.clear()
+    _nesting.patches.callback(setattr, sharding, "gather_while_building", None)
 
 
 def _to_empty(module, *, device, recurse=True):
