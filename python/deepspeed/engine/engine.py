@@ -98,6 +98,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self.sparse_tensor_module_names = set(self._assembly.sparse_embeddings())
         self._assembly.place_model(dont_change_device)
         self._assembly.make_optimizer(model_parameters)
+        checks.check_step_strategy(self)
         checks.tell_of_unpinned(self)
         checks.tell_of_drives(self)
         self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)

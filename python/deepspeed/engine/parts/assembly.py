@@ -64,10 +64,6 @@ class Assembly:
                 move_module(module, engine.device)
 
     def make_optimizer(self, model_parameters):
-        self._make_optimizer(model_parameters)
-        checks.check_step_strategy(self.engine)
-
-    def _make_optimizer(self, model_parameters):
         engine = self.engine
         optimizer = build_optimizer(
             engine._config, engine.module, model_parameters, engine.client_optimizer, engine.zero_use_cpu_optimizer()

@@ -156,10 +156,12 @@ class Restore:
     def _pieces_of(self, index, kinds):
         name = self.names[index]
         found = {kind: self.saved.pieces(name, kind) for kind in kinds}
+        if not self.stepping.fused:
+            return found
         have = [kind for kind in self.saved.state_names() if self.saved.pieces(name, kind)]
         # What a strategy of the step keeps beside the optimizer's states may be of one of the two runs alone.
         apart = {*self.core.strategy_states(), *STRATEGY_STATES}
-        if self.stepping.fused and have and set(have) - apart != set(kinds) - apart and _numel(self.params[index]):
+        if have and set(have) - apart != set(kinds) - apart and _numel(self.params[index]):
             raise ValueError(
                 f"{self.saved.origin()} has the states {', '.join(have)} of parameter '{name}', and "
                 f"{type(self.optimizer).__name__} keeps {', '.join(kinds)}: it is of another optimizer. Use that "

@@ -189,14 +189,15 @@ class Stepping:
         states = {name: ("slot", number) for number, name in enumerate(slots)}
         return {"fp32": ("master", 0), "grad": ("grad", 0), **states}
 
-    def own(self, kind, number):
-        """The tensor of a kind of this rank's piece ``number``: a view, of what lies in files a copy. None without."""
+    def own(self, kind, numbers):
+        """The tensors of a kind of this rank's pieces with these ``numbers``, None where there is none: views, of what
+        lies in files copies."""
         kept = self.kept().get(kind)
         if kept is not None:
-            return self.core.piece_tensor(*kept, number)
-        master = self.masters[number]
-        value = None if self.fused else self.optimizer.state.get(master, {}).get(kind)
-        return value if is_each(value, master) else None
+            return [self.core.piece_tensor(*kept, number) for number in numbers]
+        masters, states = [self.masters[number] for number in numbers], {} if self.fused else self.optimizer.state
+        found = [(states.get(master, {}).get(kind), master) for master in masters]
+        return [value if is_each(value, master) else None for value, master in found]
 
     def _views(self):
         apart = set(self.core.strategy_states())  # they are the engine's, not the optimizer's
@@ -210,7 +211,8 @@ class Stepping:
         """``state``, of parameter number ``place``, with copies of what lies in files and has no memory."""
         kept = self.kept()
         return {
-            name: self.own(name, place) if name in kept and value.is_meta else value for name, value in state.items()
+            name: self.own(name, [place])[0] if name in kept and value.is_meta else value
+            for name, value in state.items()
         }
 
     def adopt(self):

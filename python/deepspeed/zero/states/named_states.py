@@ -136,7 +136,7 @@ def own_params(stepping, groups, takes=None, in_pieces=False):
     """
     params, group_of = [param for group in groups for param in group], groups_of_params(groups)
     takes = takes or (lambda index: ranks_of(params[index]) is not None)
-    taken = [index for index in range(len(params)) if takes(index)]
+    taken = list(filter(takes, range(len(params))))
     if not taken:
         return None
     found, steps, tensors = named_states(stepping, params, takes, in_pieces), steps_of(stepping), {}

@@ -41,7 +41,7 @@ class ParamStates:
     def own_tensors(self, kind):
         """This rank's tensors of a kind, one for each of its pieces, None where there is none: views, of what lies in
         files copies."""
-        return [self.stepping.own(kind, number) for number in range(len(self.stepping.masters))]
+        return self.stepping.own(kind, range(len(self.stepping.masters)))
 
     def rests_in_files(self):
         """Whether masters or optimizer states rest in files (``offload_optimizer.device`` nvme)."""
@@ -50,7 +50,7 @@ class ParamStates:
     def _values(self, kind, masters):
         """A kind of these of this rank's pieces."""
         numbers = {id(master): number for number, master in enumerate(self.stepping.masters)}
-        return [self.stepping.own(kind, numbers[id(master)]) for master in masters]
+        return self.stepping.own(kind, [numbers[id(master)] for master in masters])
 
     def _keep(self, kind, number, values):
         # A state in a file was read as a copy, which goes back.
@@ -66,16 +66,17 @@ class ParamStates:
     def own_pieces(self, index, kind):
         """``[(offset, numel, tensor)]`` of what this rank has of parameter ``index``: views, of what lies in files
         copies, which ``set_own_pieces`` writes."""
-        found = [(offset, numel, self.stepping.own(kind, n)) for n, offset, numel in self._numbers_of(index, kind)]
-        return [piece for piece in found if piece[2] is not None]
+        pieces = self._numbers_of(index, kind)
+        own = self.stepping.own(kind, [number for number, _, _ in pieces])
+        return [(offset, numel, one) for (_, offset, numel), one in zip(pieces, own) if one is not None]
 
     def set_own_pieces(self, index, kind, flat):
         """This rank's pieces of parameter ``index`` take the elements of ``flat``, one piece after the other."""
         begin, kept = 0, self.stepping.kept().get(kind)
         native = kept is not None
         for number, _, numel in self._numbers_of(index, kind):
-            held = self.core.piece(*kept, number, "write") if native else nullcontext(self.stepping.own(kind, number))
-            with held as own:
+            held = self.core.piece(*kept, number, "write") if native else self.stepping.own(kind, [number])[0]
+            with held if native else nullcontext(held) as own:
                 if own is None:
                     continue
                 own.copy_(flat[begin : begin + numel].reshape(own.shape))
