@@ -87,7 +87,7 @@ def whole(engine):
             value = safe_get_full_optimizer_state(param, kind)
             if value is not None and value.numel():
                 found[name, kind] = value.contiguous()
-    if engine.stepping.fused is not None:
+    if engine.stepping.fused:
         found["steps"] = engine.core.steps().clone()
     found["groups"] = [
         {k: v for k, v in group.items() if k in ("lr", "betas", "weight_decay")}

@@ -170,7 +170,7 @@ def body_entries(rank, world, stage, accumulate):
     engine = make_engine(stage, accumulate)
     train(engine, rank, 2)
     counter = Counting(engine.core)
-    engine.core = engine.stepping.core = engine.stepping.fused.core = counter
+    engine.core = engine.stepping.core = counter
     if hasattr(engine.optimizer, "core"):
         engine.optimizer.core = counter
     bring_home = _native._C.bring_home

@@ -142,7 +142,7 @@ def body_parity(rank, world, case, stage, narrow):
             own = plain.optimizer.state[master].get("sum") if own is None else own
             worst = max(worst, relative(found, own))
         assert safe_get_full_optimizer_state(p, "no_such_state") is None
-    assert engine.optimizer is engine.basic_optimizer or engine.optimizer.stepping.fused is not None
+    assert engine.optimizer is engine.basic_optimizer or engine.optimizer.stepping.fused
     assert engine._auditing.audit is None  # two steps were compared with whole tensors
     return worst
 

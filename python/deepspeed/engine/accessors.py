@@ -7,7 +7,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed.engine.accessor_table import PATHS
-from deepspeed.engine.members import answers_from
+from deepspeed.utils.forwarding import answers_from
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -55,7 +55,7 @@ def check_step_strategy(engine):
     offload = zero.offload_optimizer
     key = "zenflow" if zero.zenflow is not None else "offload_optimizer.super_offload"
     wanted = zero.zenflow is not None or (offload is not None and offload.super_offload)
-    if wanted and engine.stepping is not None and engine.stepping.fused is None:
+    if wanted and engine.stepping is not None and not engine.stepping.fused:
         raise ValueError(
             f"zero_optimization.{key} needs an optimizer whose step the engine makes, and "
             f"{type(engine.basic_optimizer).__name__} makes its own: use deepspeed.ops.adam.DeepSpeedCPUAdam, name the "

@@ -19,13 +19,14 @@ from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.arguments import find_device_index, find_local_rank
 from deepspeed.engine.build_scheduler import build_scheduler
 from deepspeed.engine.finalizers import unlink_when_dropped
-from deepspeed.engine.members import answers_from, engine_parts, run_hooks
+from deepspeed.engine.members import engine_parts, run_hooks
 from deepspeed.engine.mesh import ranks_of
 from deepspeed.host.blas import blas_warning
 from deepspeed.host.product_error import product_warning
 from deepspeed.log import log_dist, set_log_level_from_string, warning_once
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.sequence import gradients
+from deepspeed.utils.forwarding import answers_from
 from deepspeed.utils.module_attributes import attribute_or_that_of_module
 
 DeepSpeedOptimizerCallable = Callable[[Union[Iterable[torch.nn.Parameter], Dict[str, Iterable]]], torch.optim.Optimizer]
@@ -58,12 +59,9 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         super().__init__()
         if dist_init_required and not dist.is_initialized():
             dist.init_distributed(dist_backend=get_accelerator().communication_backend_name())
-        self.client_optimizer = optimizer
-        self.client_lr_scheduler = lr_scheduler
-        self.training_data = training_data
-        self.collate_fn = collate_fn
-        self.mpu = mpu
-        self.mesh_device = mesh_device
+        self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
+        self.training_data, self.collate_fn = training_data, collate_fn
+        self.mpu, self.mesh_device = mpu, mesh_device
         self._config = (
             config_class if config_class is not None else DeepSpeedConfig(config, mpu, mesh_device=mesh_device)
         )
@@ -83,20 +81,16 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         if self.seq_parallel_group is not None:
             gradients.train_on(self, self.seq_parallel_group)
         self._parts.make(self)
-        self.global_steps = 0  # steps at an accumulation boundary, skipped ones included
-        self.global_samples = 0
-        self.micro_steps = 0
-        self.skipped_steps = 0
-        self.gas_boundary_ctr = 0  # as global_steps, since this engine was made
+        # Steps at an accumulation boundary, skipped ones included; and the same since this engine was made.
+        self.global_steps = self.gas_boundary_ctr = 0
+        self.global_samples = self.micro_steps = self.skipped_steps = 0
         # The mean of the losses given to backward since the last step, on this rank, each over the accumulation steps:
         # their sum up to now. None where there was none.
         self.losses = None
         self.loaded_engine_state = {}
         self.loaded_checkpoint_dp_world_size = None
         self.checkpoint_engine = make_engine(self._config)
-        self.core = None
-        self.stepping = None
-        self.optimizer = self.basic_optimizer = None
+        self.core = self.stepping = self.optimizer = self.basic_optimizer = None
         self.module = model
 
         model_parameters = self._experts.find(model_parameters)
@@ -104,6 +98,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self.sparse_tensor_module_names = set(self._assembly.sparse_embeddings())
         self._assembly.place_model(dont_change_device)
         self._assembly.make_optimizer(model_parameters)
+        checks.check_step_strategy(self)
         checks.tell_of_unpinned(self)
         checks.tell_of_drives(self)
         self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)

@@ -1,4 +1,4 @@
-"""The public members of the engine class: from the parts that an engine holds, and from tables of accessors.
+"""The public members of the engine class that the parts of an engine bring.
 
 A part is an object that an engine makes for itself. What its class marks with ``@member`` is a member of the engine,
 too, which hands on to the part. Parts call each other's members through the engine, so that subclasses and clients who
@@ -20,8 +20,9 @@ Every rank runs all of them, in one order, so they may communicate.
 
 import functools
 import importlib
-import operator
 import pkgutil
+
+from deepspeed.utils.forwarding import forwarded, put
 
 HOOKS = (
     "start", "before_micro_step", "before_step", "after_micro_step", "after_step", "failed_step", "before_save",
@@ -92,10 +93,10 @@ def run_hooks(engine, hook, *args):
 
 def _bring_members(cls, name, part):
     for key in getattr(part, "engine_attributes", ()):
-        _put(cls, key, _attribute(name, key), f"a part ({part.__name__})")
+        put(cls, key, forwarded(f"{name}.{key}"), f"a part ({part.__name__})")
     for key, value in vars(part).items():
         if getattr(_function_of(value), "engine_member", False):
-            _put(cls, key, _handed_on(name, key, value), f"a part ({part.__name__})")
+            put(cls, key, _handed_on(name, key, value), f"a part ({part.__name__})")
 
 
 def _function_of(value):
@@ -106,52 +107,10 @@ def _handed_on(part, name, value):
     if isinstance(value, staticmethod):
         return value
     if isinstance(value, property):
-        return _attribute(part, name, value.fset is not None, value.__doc__)
+        return forwarded(f"{part}.{name}", value.fset is not None, value.__doc__)
 
     @functools.wraps(value)
     def method(self, *args, **kwargs):
         return getattr(getattr(self, part), name)(*args, **kwargs)
 
     return method
-
-
-def _attribute(part, name, written=True, doc=None):
-    def write(self, new):
-        setattr(getattr(self, part), name, new)
-
-    return property(operator.attrgetter(f"{part}.{name}"), write if written else None, doc=doc)
-
-
-def answers_from(paths, below=None):
-    """Class decorator: a method for each name, which returns what lies at its path below an attribute of the object, or
-    in the object itself. A path is ``"section.key"``, or ``(path, value)`` where the section may be None: the value
-    stands for what is in it."""
-
-    def add(cls):
-        for name, path in paths.items():
-            path, *default = (path,) if isinstance(path, str) else path
-            _put(cls, name, _accessor(cls, name, path if below is None else f"{below}.{path}", default), "the table")
-        return cls
-
-    return add
-
-
-def _accessor(cls, name, path, default):
-    parts = path.split(".")
-
-    def accessor(self):
-        value = self
-        for part in parts:
-            if value is None and default:
-                return default[0]
-            value = value[part] if isinstance(value, dict) else getattr(value, part)
-        return value
-
-    accessor.__name__, accessor.__qualname__, accessor.__module__ = name, f"{cls.__name__}.{name}", cls.__module__
-    accessor.__doc__ = f"``{path}`` of the engine.".replace("``_config.", "``config.")
-    return accessor
-
-
-def _put(cls, name, value, place):
-    assert name not in vars(cls), f"{name} is in {place} and in {cls.__name__}"
-    setattr(cls, name, value)

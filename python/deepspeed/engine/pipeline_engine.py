@@ -10,6 +10,7 @@ from deepspeed.log import log_dist
 from deepspeed.pipe.failures import PipelineError
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.ranks import PipelineRanks
+from deepspeed.utils.forwarding import answers_from
 
 _DTYPES = [
     torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16, torch.uint8,
@@ -17,6 +18,10 @@ _DTYPES = [
 ]  # fmt: skip
 
 
+# Gradients are reduced for the step during the last backward of a batch, and the step.
+@answers_from(
+    {"get_pipeline_parallel_rank": "stage_id", "is_gradient_accumulation_boundary": "_execution.at_boundary"}
+)
 @pipeline_parts.compose(parts)
 class PipelineEngine(DeepSpeedEngine):
     """Trains the stages of a ``PipelineModule``: ``train_batch()`` stands for forward, backward and step of
@@ -147,14 +152,6 @@ class PipelineEngine(DeepSpeedEngine):
     @property
     def _last_stage(self):
         return self.module.pipe_shape.rank_of(self._execution.last_part)
-
-    def get_pipeline_parallel_rank(self):
-        """This rank's stage."""
-        return self.stage_id
-
-    def is_gradient_accumulation_boundary(self):
-        """Whether gradients are being reduced for the step: during the last backward of a batch, and the step."""
-        return self._execution.at_boundary
 
     def set_train_batch_size(self, train_batch_size):
         super().set_train_batch_size(train_batch_size)

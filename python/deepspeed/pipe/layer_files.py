@@ -60,11 +60,8 @@ class LayerFiles:
     def save_state_dict(self, save_dir, checkpoint_engine, exclude_frozen_params=False):
         """Writes a file for each layer of this stage that has a state; the copies of the stage share the work. A tied
         layer is in the file of its first appearance, and in those of others that call the module itself."""
-        copies, copy = (
-            self._grid.get_sequence_data_parallel_world_size(),
-            self._grid.get_sequence_data_parallel_rank(),
-        )
-        offsets = partition_uniform(len(self.forward_funcs), copies)
+        copy = self._grid.get_sequence_data_parallel_rank()
+        offsets = partition_uniform(len(self.forward_funcs), self._grid.get_sequence_data_parallel_world_size())
         os.makedirs(save_dir, exist_ok=True)
         for local in range(offsets[copy], offsets[copy + 1]):
             module = self._modules_by_place[local]

@@ -1,7 +1,6 @@
 """The work of each layer of a pipeline for a micro-batch, found with meta tensors, which take no memory and no time."""
 
 import copy
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed._compat import TORCH2
-from deepspeed.pipe.layers import LayerSpec, TiedLayerSpec, built_on_meta, describe
+from deepspeed.pipe.layers import LayerSpec, built_on_meta, call_of, describe
 from deepspeed.pipe.profile import tensors_of
+from deepspeed.zero.nested import replace
 
 ELEMENTWISE = 8  # operations that writing one element costs as much as, where no matrices are multiplied
 
@@ -53,8 +53,7 @@ class _Counting(TorchDispatchMode):
             self.work.backward_input += product if weights else 2 * product
             self.work.backward_weight += product if own else 0
         elif isinstance(out, torch.Tensor) and name not in _FREE:
-            known = {_memory(one) for one in operands}
-            if _memory(out) not in known:
+            if _memory(out) not in {_memory(one) for one in operands}:
                 self.work.forward += ELEMENTWISE * out.numel()
                 self.work.backward_input += ELEMENTWISE * out.numel()
         return out
@@ -76,14 +75,11 @@ def _product(name, operands, out):
 
 def on_meta(value):
     """The same inputs, without values."""
-
-    def one(tensor):
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        made = torch.empty_like(tensor, device="meta")
-        return made.requires_grad_(made.is_floating_point())
-
-    return tuple(one(part) for part in value) if isinstance(value, tuple) else one(value)
+    return replace(
+        value,
+        torch.is_tensor,
+        lambda one: torch.empty_like(one, device="meta").requires_grad_(one.is_floating_point()),
+    )
 
 
 def _module(layer):
@@ -91,22 +87,17 @@ def _module(layer):
         return built_on_meta(layer).to("meta")
     if not isinstance(layer, nn.Module):
         return None
-    tensors = [*layer.parameters(), *layer.buffers()]
     memo = {}
-    for tensor in tensors:
+    for tensor in (*layer.parameters(), *layer.buffers()):
         bare = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
     return copy.deepcopy(layer, memo)
 
 
 def on_meta_call(layer):
     """A function that runs ``layer`` on meta tensors, and the layer's module or None."""
     module = _module(layer)
-    run = layer if module is None else module
-    if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
-        run = functools.partial(layer.forward_fn, module)
-    return run, module
+    return call_of(layer, module), module
 
 
 def _one_layer(run, module, inputs):

@@ -1,5 +1,7 @@
 """Layers of a pipeline before they are built: each rank builds its own ones only."""
 
+import functools
+
 import torch
 from torch import nn
 
@@ -73,6 +75,13 @@ def class_name(layer):
 def describe(place, layer):
     """``"layer 3 (Linear)"``."""
     return f"layer {place} ({class_name(layer)})"
+
+
+def call_of(layer, module):
+    """What runs ``layer``, of which ``module`` is built, or None for a function."""
+    if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
+        return functools.partial(layer.forward_fn, module)
+    return layer if module is None else module
 
 
 def built_on_meta(spec):

@@ -14,15 +14,17 @@ from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.comm import mesh
 from deepspeed.log import log_dist
 from deepspeed.pipe.layer_files import LayerFiles
-from deepspeed.pipe.layers import LayerSpec, TiedLayerSpec, as_layers, describe
+from deepspeed.pipe.layers import LayerSpec, TiedLayerSpec, as_layers, call_of, describe
 from deepspeed.pipe.partitioning import partition
 from deepspeed.pipe.place import LAYER, Place
 from deepspeed.pipe.profile import profile_layers, tensors_of
 from deepspeed.pipe.recompute import segments
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
+from deepspeed.utils.forwarding import answers_from
 from deepspeed.utils.seeds import set_random_seed
 
 
+@answers_from({"topology": "_topo", "mpu": "_grid", "num_pipeline_stages": "num_stages"})
 class PipelineModule(LayerFiles, nn.Module):
     """Cuts ``layers`` into stages. Each layer is called with what the one before it returned: a tensor, or a tuple of
     tensors. Every rank of the job makes one, after ``deepspeed.init_distributed()``.
@@ -147,40 +149,23 @@ class PipelineModule(LayerFiles, nn.Module):
         part = next(part for part in range(len(self.parts) - 1) if layer_idx < self.parts[part + 1])
         return self.pipe_shape.rank_of(part)
 
-    def topology(self):
-        """The ``ProcessTopology``."""
-        return self._topo
-
-    def mpu(self):
-        """The ``PipelineParallelGrid``."""
-        return self._grid
-
-    def num_pipeline_stages(self):
-        """Stages."""
-        return self.num_stages
-
     # ---- layers of this stage ----------------------------------------------------------------------------------------
     def _build(self, number, layer):
         if isinstance(layer, PipelineModule):
             raise NotImplementedError(f"layer {number} is a PipelineModule: give its layers themselves")
         if self.seed_layers:
             self.seed_fn(self.base_seed + number)
-        call, module, name = layer, None, str(number)
+        module, name = None, str(number)
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self.tied_modules:
                 self.tied_modules[layer.key] = layer.build()
                 self.tied_weight_attrs[layer.key] = layer.tied_weight_attr
-            call = module = self.tied_modules[layer.key]
-            if layer.forward_fn is not None:
-                call = functools.partial(layer.forward_fn, module)
-        elif isinstance(layer, LayerSpec):
-            call = module = layer.build()
-            self.add_module(name, module)
-        elif isinstance(layer, nn.Module):
-            module = layer
+            module = self.tied_modules[layer.key]
+        elif isinstance(layer, (LayerSpec, nn.Module)):
+            module = layer.build() if isinstance(layer, LayerSpec) else layer
             self.add_module(name, module)
         self.fwd_map[name] = len(self.forward_funcs)
-        self.forward_funcs.append(call)
+        self.forward_funcs.append(call_of(layer, module))
         self._modules_by_place.append(module)
 
     def compile(self, *args, **kwargs):

@@ -11,6 +11,7 @@ from deepspeed._native import _C
 from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.pipe.profile import tensors_of
 from deepspeed.pipe.recompute import segments
+from deepspeed.zero.nested import replace
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,14 @@ class _Facts(NamedTuple):
 
 def facts_of(value):
     """Shapes and types of what passes between parts; other things as they are."""
-    if isinstance(value, tuple):
-        return [facts_of(one) for one in value]
-    return _Facts(tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, torch.Tensor) else value
+    return replace(value, torch.is_tensor, lambda one: _Facts(tuple(one.shape), one.dtype, one.requires_grad))
 
 
 def _made(facts):
-    if isinstance(facts, list):
-        return tuple(_made(one) for one in facts)
-    if not isinstance(facts, _Facts):
-        return facts
-    return torch.empty(facts.shape, dtype=facts.dtype, device="meta").requires_grad_(facts.wants_grad)
+    def made(one):
+        return torch.empty(one.shape, dtype=one.dtype, device="meta").requires_grad_(one.wants_grad)
+
+    return replace(facts, lambda one: isinstance(one, _Facts), made)
 
 
 class _Part:

@@ -1,7 +1,6 @@
 """Measured costs of the layers of a pipeline, which are built one at a time, on one micro-batch."""
 
 import copy
-import functools
 import time
 from dataclasses import dataclass
 
@@ -10,7 +9,8 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe.layers import LayerSpec, TiedLayerSpec, describe
+from deepspeed.pipe.layers import LayerSpec, call_of, describe
+from deepspeed.zero.nested import replace
 
 
 @dataclass(frozen=True)
@@ -35,29 +35,18 @@ def tensors_of(value):
 
 def _fresh(value, device):
     """The same inputs, as if they had just been received."""
-
-    def one(tensor):
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        return tensor.detach().to(device).clone().requires_grad_(tensor.is_floating_point())
-
-    return tuple(one(part) for part in value) if isinstance(value, tuple) else one(value)
-
-
-def _runnable(layer, device):
-    if isinstance(layer, LayerSpec):
-        module = layer.build().to(device)
-        if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
-            return functools.partial(layer.forward_fn, module), module
-        return module, module
-    if isinstance(layer, nn.Module):
-        module = copy.deepcopy(layer).to(device)  # running statistics of the model stay as they are
-        return module, module
-    return layer, None
+    return replace(
+        value, torch.is_tensor, lambda one: one.detach().to(device).clone().requires_grad_(one.is_floating_point())
+    )
 
 
 def _one_layer(layer, inputs, device, repeats):
-    run, module = _runnable(layer, device)
+    module = None
+    if isinstance(layer, LayerSpec):
+        module = layer.build().to(device)
+    elif isinstance(layer, nn.Module):
+        module = copy.deepcopy(layer).to(device)  # running statistics of the model stay as they are
+    run = call_of(layer, module)
     own = {parameter.data_ptr() for parameter in module.parameters()} if module is not None else set()
     forward, backward, kept, out = [], [], {}, None
     for _ in range(repeats + 1):  # the first one warms up

@@ -25,6 +25,7 @@ from deepspeed.pipe.instructions import (  # noqa: F401
     SendActivation,
     SendGrad,
 )
+from deepspeed.utils.forwarding import forwarded
 
 _PASSES = ("ForwardPass", "BackwardPass", "BackwardInputPass", "BackwardWeightPass")
 _MESSAGES = ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
@@ -39,11 +40,8 @@ class PipeSchedule(ABC):
     def __init__(self, micro_batches, stages, stage_id):
         if not 0 <= stage_id < stages:
             raise ValueError(f"stage_id {stage_id}: a pipeline of {stages} stages has 0 to {stages - 1}")
-        self.micro_batches = micro_batches
-        self.stages = stages
-        self.stage_id = stage_id
-        self.prev_stage = stage_id - 1
-        self.next_stage = stage_id + 1
+        self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
+        self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
         self._steps = None
 
     @abstractmethod
@@ -54,20 +52,9 @@ class PipeSchedule(ABC):
         """Buffers that the instructions number: at most one for each micro-batch."""
         return self.micro_batches
 
-    @property
-    def stage(self):
-        """This stage's number."""
-        return self.stage_id
-
-    @property
-    def num_stages(self):
-        """Stages of the pipeline."""
-        return self.stages
-
-    @property
-    def num_micro_batches(self):
-        """Micro-batches of a batch."""
-        return self.micro_batches
+    stage = forwarded("stage_id", False, "This stage's number.")
+    num_stages = forwarded("stages", False, "Stages of the pipeline.")
+    num_micro_batches = forwarded("micro_batches", False, "Micro-batches of a batch.")
 
     @property
     def is_first_stage(self):
@@ -100,7 +87,8 @@ class PipeSchedule(ABC):
 
 
 class PlannedSchedule(PipeSchedule):
-    """The native schedule called ``name``, one part of the model on each stage."""
+    """The native schedule called ``name``, one part of the model on each stage. The last step of one that trains
+    reduces gradients and updates."""
 
     name = None
 
@@ -115,6 +103,7 @@ class PlannedSchedule(PipeSchedule):
     def steps(self):
         shape = self.plan.shape
         first, last = shape.rank_of(0), shape.rank_of(shape.stages * shape.chunks - 1)
+        steps = []
         for slot in self.plan.slots(self.stage_id):
             step = []
             for act in slot:
@@ -125,7 +114,10 @@ class PlannedSchedule(PipeSchedule):
                     step.append(LoadMicroBatch(act.buffer, **where))
                 peer = {"peer": act.peer} if where and act.op in _MESSAGES else {}
                 step.append(getattr(instructions, act.op)(act.buffer, **where, **peer))
-            yield step
+            steps.append(step)
+        if self.plan.trains:
+            steps[-1] += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+        yield from steps
 
     def _where(self, act):
         """With one part on each stage instructions say their buffer only, as clients' do."""
@@ -133,16 +125,11 @@ class PlannedSchedule(PipeSchedule):
 
 
 class NativeSchedule(PlannedSchedule):
-    """The instructions of one stage in ``plan``. The last step of a stage that trains reduces gradients and updates."""
+    """The instructions of one stage in ``plan``."""
 
     def __init__(self, plan, stage_id):
         super().__init__(plan.shape.micro_batches, plan.shape.stages, stage_id)
         self.plan = plan
-
-    def steps(self):
-        *steps, last = super().steps()
-        yield from steps
-        yield [*last, ReduceTiedGrads(), ReduceGrads(), OptimizerStep()] if self.plan.trains else last
 
 
 class InferenceSchedule(PlannedSchedule):
@@ -155,11 +142,6 @@ class TrainSchedule(PlannedSchedule):
     """One forward, one backward (1F1B); the last step reduces gradients and updates."""
 
     name = "1f1b"
-
-    def steps(self):
-        *steps, last = super().steps()
-        yield from steps
-        yield [*last, ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
 
 
 class DataParallelSchedule(PipeSchedule):

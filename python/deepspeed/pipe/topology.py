@@ -6,6 +6,7 @@ from collections import namedtuple
 
 from deepspeed import comm as dist
 from deepspeed.comm import mesh, mesh_views
+from deepspeed.utils.forwarding import answers_from, forwarded
 
 
 class ProcessTopology:
@@ -125,38 +126,32 @@ def _even_topology(world):
     return PipeDataParallelTopology(stages, copies)
 
 
-class SequenceRanks:
-    """The members of a ``PipelineParallelGrid`` for ranks that share sequences, as ``deepspeed.sequence`` names
-    them."""
-
-    sequence_source = "the topology of the PipelineModule (its axis 'sequence')"  # for errors of the configuration
-
-    def get_sequence_parallel_rank(self):
-        """Place among the ranks that share sequences."""
-        return self._sequence.rank
-
-    def get_sequence_parallel_world_size(self):
-        """Ranks that share sequences; 1 where the topology has no axis "sequence"."""
-        return self._sequence.size
-
-    def get_sequence_parallel_group(self):
-        """torch's group of the ranks that share sequences."""
-        return self._sequence.group
-
-    def get_sequence_data_parallel_rank(self):
-        """Place among all ranks that have the weights of this one."""
-        return self._same_weights.rank
-
-    def get_sequence_data_parallel_world_size(self):
-        """Ranks that have the weights of this one: copies, times those that share sequences."""
-        return self._same_weights.size
-
-    def get_sequence_data_parallel_group(self):
-        """torch's group of the ranks that have the weights of this one."""
-        return self._same_weights.group
+# Groups of a grid as Megatron's mpu names them: each has a rank, a size and a group.
+_GROUPS = {
+    "pipe_parallel": "_pipe",
+    "data_parallel": "_data",
+    "model_parallel": "_model",
+    "slice_parallel": "_slice",
+    "tensor_model_parallel": "_slice",
+    "sequence_parallel": "_sequence",
+    "sequence_data_parallel": "_same_weights",  # copies, times the ranks that share sequences
+}
+_PARTS = {"rank": "rank", "world_size": "size", "group": "group"}
 
 
-class PipelineParallelGrid(SequenceRanks):
+@answers_from(
+    {
+        **{f"get_{name}_{part}": f"{held}.{at}" for name, held in _GROUPS.items() for part, at in _PARTS.items()},
+        "get_pipeline_model_parallel_rank": "_pipe.rank",
+        "get_pipeline_model_parallel_world_size": "_pipe.size",
+        "get_data_parallel_group_ranks": "_data.ranks",
+        "get_data_parallel_id": "data_parallel_id",
+        "get_stage_id": "stage_id",
+        "get_global_rank": "global_rank",
+        "topology": "_topo",
+    }
+)
+class PipelineParallelGrid:
     """The groups of this rank: an ``mpu`` of the ranks of ``process_group`` (None: all) in ``topology`` (None:
     stages and copies by the prime factors of their number).
 
@@ -164,6 +159,8 @@ class PipelineParallelGrid(SequenceRanks):
     layer, and "model" all ranks of one copy. A topology may have an axis "sequence", too: ranks that share sequences.
     Groups are made here, by their members; every rank makes a grid.
     """
+
+    sequence_source = "the topology of the PipelineModule (its axis 'sequence')"  # for errors of the configuration
 
     def __init__(self, topology=None, process_group=None):
         if not dist.is_initialized():
@@ -206,15 +203,11 @@ class PipelineParallelGrid(SequenceRanks):
         return copies * self.pipe_parallel_size * self.slice_parallel_size == self.world_size
 
     # Ranks of this rank's groups, and the groups.
-    pp_group = property(lambda self: self._pipe.ranks)
-    pp_proc_group = property(lambda self: self._pipe.group)
-    dp_group = property(lambda self: self._data.ranks)
-    dp_proc_group = property(lambda self: self._data.group)
-    slice_group = property(lambda self: self._slice.ranks)
-    slice_proc_group = property(lambda self: self._slice.group)
-    ds_model_proc_group = property(lambda self: self._model.group)
-    ds_model_rank = property(lambda self: self._model.rank)
-    ds_model_world_size = property(lambda self: self._model.size)
+    pp_group, pp_proc_group = forwarded("_pipe.ranks", False), forwarded("_pipe.group", False)
+    dp_group, dp_proc_group = forwarded("_data.ranks", False), forwarded("_data.group", False)
+    slice_group, slice_proc_group = forwarded("_slice.ranks", False), forwarded("_slice.group", False)
+    ds_model_proc_group = forwarded("_model.group", False)
+    ds_model_rank, ds_model_world_size = forwarded("_model.rank", False), forwarded("_model.size", False)
 
     def _lists(self, axis):
         return [[self._ranks[rank] for rank in ranks] for ranks in self._topo.get_axis_comm_lists(axis)]
@@ -235,83 +228,7 @@ class PipelineParallelGrid(SequenceRanks):
         pairs = [[ranks[i], ranks[(i + 1) % len(ranks)]] for ranks in self.pipe_groups for i in range(len(ranks))]
         return sorted(pairs)
 
-    def get_stage_id(self):
-        """This rank's stage."""
-        return self.stage_id
-
-    def get_data_parallel_id(self):
-        """Which copy this rank is of."""
-        return self.data_parallel_id
-
     def stage_to_global(self, stage_id, **kwargs):
         """The rank of stage ``stage_id`` whose other coordinates are this rank's, or ``kwargs``."""
         coordinate = self._topo.get_coord(self.global_rank)._asdict()
         return self._ranks[self._topo.get_rank(**{**coordinate, **kwargs, "pipe": stage_id})]
-
-    def topology(self):
-        """The ``ProcessTopology``."""
-        return self._topo
-
-    # ---- as Megatron's mpu names them --------------------------------------------------------------------------------
-    def get_global_rank(self):
-        """This rank's place in the grid."""
-        return self.global_rank
-
-    def get_pipe_parallel_rank(self):
-        """The stage."""
-        return self._pipe.rank
-
-    def get_pipe_parallel_world_size(self):
-        """Stages."""
-        return self._pipe.size
-
-    def get_pipe_parallel_group(self):
-        """torch's group of the stages."""
-        return self._pipe.group
-
-    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
-    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
-
-    def get_data_parallel_rank(self):
-        """Place among the copies of this stage."""
-        return self._data.rank
-
-    def get_data_parallel_world_size(self):
-        """Copies."""
-        return self._data.size
-
-    def get_data_parallel_group(self):
-        """torch's group of the copies."""
-        return self._data.group
-
-    def get_data_parallel_group_ranks(self):
-        """Ranks of the copies."""
-        return self._data.ranks
-
-    def get_model_parallel_rank(self):
-        """Place among all ranks of this copy: stages and slices."""
-        return self._model.rank
-
-    def get_model_parallel_world_size(self):
-        """Ranks of a copy."""
-        return self._model.size
-
-    def get_model_parallel_group(self):
-        """torch's group of a copy."""
-        return self._model.group
-
-    def get_slice_parallel_rank(self):
-        """Place among the slices of a layer."""
-        return self._slice.rank
-
-    def get_slice_parallel_world_size(self):
-        """Slices."""
-        return self._slice.size
-
-    def get_slice_parallel_group(self):
-        """torch's group of the slices."""
-        return self._slice.group
-
-    get_tensor_model_parallel_rank = get_slice_parallel_rank
-    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
-    get_tensor_model_parallel_group = get_slice_parallel_group

@@ -51,7 +51,7 @@ class Audit:
     def before_step(self):
         """Gradients are reduced; nothing has been updated."""
         engine, optimizer, groups = self.engine, self.engine.basic_optimizer, []
-        if engine.stepping.fused is not None:
+        if engine.stepping.fused:
             found = optimizer.param_groups
             groups = [(optimizer.rule_of(g), optimizer.rule_args(g), optimizer.magnification(g)) for g in found]
         self._run(

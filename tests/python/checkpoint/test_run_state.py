@@ -25,7 +25,6 @@ from deepspeed.checkpoint.write.save import save_checkpoint
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.zero.core import build_core, writing
-from deepspeed.zero.optimizers.fused_state import FusedState
 from deepspeed.zero.states.named_states import OwnedStates
 from deepspeed.zero.parameters.param_ranks import ModuleTensors
 from deepspeed.zero.optimizers.restore import Restore
@@ -70,7 +69,6 @@ def made(seed, **more):
     names = {id(param): name for name, param in module.named_parameters()}
     core, called = build_core(optimizer.param_groups, config=config.native, names=names)
     stepping = Stepping(core, optimizer, trained, called)
-    stepping.fused = optimizer.fused_state = FusedState(core, optimizer, trained, stepping.step)
     for number in range(len(core.slot_names())):
         for slot in core.slots(number):
             slot.uniform_()

@@ -7,7 +7,7 @@ import pytest
 from deepspeed import DeepSpeedEngine
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import ConfigAccessors
-from deepspeed.engine.members import answers_from
+from deepspeed.utils.forwarding import answers_from
 
 
 class Engine(ConfigAccessors):

@@ -19,12 +19,12 @@ from deepspeed.published.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimi
 from deepspeed.published.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.core import build_core
+from deepspeed.zero.engine_links import EngineLink
 from deepspeed.zero.gathers.model import cast_sharded, detach, move_module, shard_model, take_over
-from deepspeed.zero.optimizers.fused_state import FusedState, can_fuse
 from deepspeed.zero.optimizers.stepping import Stepping
 from deepspeed.zero.parameters.param_ranks import SavedNames, broadcast_own_buffers, ranks_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
-from deepspeed.zero.states.param_states import CoreLink, WholeParams
+from deepspeed.zero.states.param_states import WholeParams
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -64,10 +64,6 @@ class Assembly:
                 move_module(module, engine.device)
 
     def make_optimizer(self, model_parameters):
-        self._make_optimizer(model_parameters)
-        checks.check_step_strategy(self.engine)
-
-    def _make_optimizer(self, model_parameters):
         engine = self.engine
         optimizer = build_optimizer(
             engine._config, engine.module, model_parameters, engine.client_optimizer, engine.zero_use_cpu_optimizer()
@@ -77,7 +73,7 @@ class Assembly:
         engine.basic_optimizer = optimizer
         engine.trained_groups = [list(group["params"]) for group in groups]
         trained = [param for group in engine.trained_groups for param in group]
-        managed = {id(param) for param in trained}
+        managed = set(map(id, trained))
         engine._unmanaged = [param for param in engine.module.parameters() if id(param) not in managed]
         checks.check_grad_dtype(engine)
         policy, zero = engine._stage_policy, engine.zero_optimization()
@@ -110,21 +106,16 @@ class Assembly:
                 clip=engine.gradient_clipping(),
                 rank=engine.global_rank,
             )
-            if can_fuse(optimizer, trained):
-                optimizer.fused_state = FusedState(engine.core, optimizer, trained, engine.stepping.step)
-                engine.stepping.fused = optimizer.fused_state
         if not zero:
             self.whole = WholeParams(engine.core, engine.stepping, trained)
         for param in engine.module.parameters():
-            param._ds_core = CoreLink(engine.core)
+            param._ds_core = EngineLink(engine.core)
 
     def release(self):
         """The work of ``destroy``: afterwards the parameters refer to no engine."""
         engine = self.engine
         if engine.core is None:
             return
-        if hasattr(engine.basic_optimizer, "fused_state"):
-            engine.basic_optimizer.fused_state = None
         if self.whole is not None:
             self.whole.unlink()
         for param in engine.module.parameters():
@@ -189,12 +180,13 @@ class Assembly:
         engine = self.engine
         if engine.parallel.dp_world_size == 1:
             return
-        params = list(engine.module.parameters())
-        for param in params:
-            if ranks_of(param) is not None:  # others train something else in its place
+        dense = []
+        for param in engine.module.parameters():
+            if ranks_of(param) is None:
+                dense.append(param)
+            else:  # others train something else in its place
                 copies = ranks_of(param).copies
                 dist.broadcast(param.detach(), dist.get_global_rank(copies, 0), group=copies)
-        dense = [param for param in params if ranks_of(param) is None]
         tensors = [t.detach() for t in (*dense, *broadcast_own_buffers(engine.module))]
         if engine.core is not None:
             engine.core.broadcast(tensors, 0)

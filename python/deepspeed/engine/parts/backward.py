@@ -70,7 +70,9 @@ class Backward:
         if trains:
             inputs, kwargs = cross_engine_scaling.with_graph_hooks(engine.core, inputs, kwargs)
         try:
-            engine.progress.start_forward()
+            engine.progress.begin("forward")
+            if engine.training:
+                engine.progress.throughput.start()
             with engine._experts.counting(), engine._long_sequences.offloading():
                 outputs = engine.module(*inputs, **kwargs)
         except BaseException:
@@ -78,7 +80,7 @@ class Backward:
                 engine.core.gatherer.abandon_forward()
             raise
         finally:
-            engine.progress.end_forward()
+            engine.progress.end("forward")
         if trains:
             found = [t for t in tensors_within(outputs) if t.requires_grad]
             self.noticed = bool(found or self.noticed)
@@ -113,10 +115,10 @@ class Backward:
         if parts > 1:
             loss = loss / parts
         try:
-            engine.progress.start_backward()
+            engine.progress.begin("backward")
             self._run(loss, scale, parts, retain_graph)
         finally:
-            engine.progress.end_backward()
+            engine.progress.end("backward")
         self.seen = True
         mean = loss.detach().mean()
         engine.losses = mean if engine.losses is None else engine.losses + mean

@@ -150,7 +150,8 @@ class ExpertLayers:
         rows = torch.cat([layer.deepspeed_moe.statistics.take() for layer in self.layers.values()])
         if engine.parallel.dp_world_size > 1:
             dist.all_reduce(rows, group=engine.parallel.dp_group)
-        for (name, layer), row in zip(self.layers.items(), rows.cpu().split(self._lengths()), strict=True):
+        lengths = [len(layer.deepspeed_moe.statistics.row) for layer in self.layers.values()]
+        for (name, layer), row in zip(self.layers.items(), rows.cpu().split(lengths), strict=True):
             self._last[name] = summary(row, layer.num_experts, engine.parallel.dp_world_size)
             counts = row[: layer.num_experts]
             if getattr(layer.deepspeed_moe.gate, "balance", "") == "bias" and engine.was_step_applied():
@@ -158,9 +159,6 @@ class ExpertLayers:
             self._name_idle(name, counts)
         if engine.monitor.enabled and engine.global_rank == 0:
             engine.monitor.write_events(self._events())
-
-    def _lengths(self):
-        return [len(layer.deepspeed_moe.statistics.row) for layer in self.layers.values()]
 
     def _name_idle(self, name, counts):
         bound, idle = self.engine._config.moe_config.idle_steps, self._idle[name]

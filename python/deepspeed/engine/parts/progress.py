@@ -15,8 +15,12 @@ from deepspeed.utils.timer import (
     ThroughputTimer,
 )
 
-_GLOBAL = (FORWARD_GLOBAL_TIMER, BACKWARD_GLOBAL_TIMER, STEP_GLOBAL_TIMER)
-_MICRO = (FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER)
+# Of each phase of a micro-step its timers: of this one alone, and of all up to the boundary.
+_TIMERS = {
+    "forward": (FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER),
+    "backward": (BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER),
+    "step": (STEP_MICRO_TIMER, STEP_GLOBAL_TIMER),
+}
 
 
 @engine_parts.add("progress")
@@ -36,43 +40,24 @@ class Progress:
             monitor_memory=False,
         )
 
-    def _start(self, *names):
-        for name in names:
-            self.timers(name).start()
-
-    def _stop(self, *names):
-        for name in names:
-            timer = self.timers(name)
-            if timer.started_:  # else its start has failed
-                timer.stop()
-
     def _see_memory(self, where):
         if self.memory:
             see_memory_usage(f"Engine {where}", force=True)
 
-    def start_forward(self):
-        self._see_memory("before forward")
-        if self.engine.training:
-            self.throughput.start()
-        if self.breakdown:
-            self._start(FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER)
+    def begin(self, phase):
+        self._see_memory(f"before {phase}")
+        for name in _TIMERS[phase] if self.breakdown else ():
+            self.timers(name).start()
 
-    def end_forward(self):
-        """After a forward, also one that has raised."""
-        if self.breakdown:
-            self._stop(FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER)
-        self._see_memory("after forward")
+    def _stop(self, phase):
+        for timer in map(self.timers, _TIMERS[phase]) if self.breakdown else ():
+            if timer.started_:  # else its start has failed
+                timer.stop()
 
-    def start_backward(self):
-        self._see_memory("before backward")
-        if self.breakdown:
-            self._start(BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER)
-
-    def end_backward(self):
-        """After a backward, also one that has raised."""
-        if self.breakdown:
-            self._stop(BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER)
-        self._see_memory("after backward")
+    def end(self, phase):
+        """After a phase, also one that has raised."""
+        self._stop(phase)
+        self._see_memory(f"after {phase}")
 
     def tell_of_loss(self):
         """After a backward."""
@@ -84,25 +69,20 @@ class Progress:
         return self.engine.monitor.enabled and self.engine.global_rank == 0
 
     def before_micro_step(self, boundary):
-        self._see_memory("before step")
-        if self.breakdown:
-            self._start(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER)
+        self.begin("step")
 
     def failed_step(self):
-        self._stop_step()
-
-    def _stop_step(self):
-        if self.breakdown:
-            self._stop(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER)
+        self._stop("step")
 
     def after_micro_step(self, boundary):
         engine = self.engine
         self.throughput.stop(global_step=boundary, report_speed=boundary)
-        self._stop_step()
+        self._stop("step")
         if self.breakdown:
-            self.timers.log(list(_MICRO), memory_breakdown=engine.memory_breakdown())
+            self.timers.log([micro for micro, _ in _TIMERS.values()], memory_breakdown=engine.memory_breakdown())
             if boundary:
-                self.timers.log(list(_GLOBAL), normalizer=engine.gradient_accumulation_steps())
+                steps = engine.gradient_accumulation_steps()
+                self.timers.log([whole for _, whole in _TIMERS.values()], normalizer=steps)
         self._see_memory("after step")
         if boundary and self._monitored():
             events = [("Train/Samples/lr", engine.get_lr()[0], engine.global_samples)]

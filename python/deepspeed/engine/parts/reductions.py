@@ -10,13 +10,6 @@ from deepspeed.engine.members import engine_parts, member
 from deepspeed.engine.sparse_tensor import SparseTensor
 
 
-def _by_dtype(tensors):
-    groups = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
-    return groups.values()
-
-
 @engine_parts.add("_reductions")
 class Reductions:
     """A part of the engine. ``dp_world_size`` None is the size of ``dp_group``; results are means over the ranks, sums
@@ -70,10 +63,8 @@ class Reductions:
     def allreduce_and_copy(self, small_bucket, dp_group, dp_world_size=None):
         """Reduces the tensors of ``small_bucket`` (one dtype) in place, in one collective."""
         flat = self.engine.allreduce_bucket(small_bucket, dp_group, dp_world_size)
-        offset = 0
-        for tensor in small_bucket:
-            tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
-            offset += tensor.numel()
+        for tensor, mean in zip(small_bucket, flat.split([tensor.numel() for tensor in small_bucket])):
+            tensor.copy_(mean.view_as(tensor))
 
     @member
     def allreduce_no_retain(self, bucket, dp_group, numel_per_bucket=500000000, dp_world_size=None):
@@ -101,7 +92,9 @@ class Reductions:
         if group is None or self.engine.parallel.dp_world_size == 1:
             return
         sparse = [grad for grad in grads if isinstance(grad, SparseTensor)]
-        for bucket in _by_dtype([grad for grad in grads if not isinstance(grad, SparseTensor)]):
+        dense = [grad for grad in grads if not isinstance(grad, SparseTensor)]
+        for dtype in dict.fromkeys(grad.dtype for grad in dense):
+            bucket = [grad for grad in dense if grad.dtype == dtype]
             self.engine.allreduce_no_retain(bucket, group, numel_per_bucket=elements_per_buffer)
         if sparse:
             self.engine.sparse_allreduce_no_retain(sparse, group)

@@ -12,21 +12,11 @@ class Steps:
 
     def __init__(self, engine):
         self.engine = engine
-        self.applied = False
-        self.norm = None
+        self.applied = False  # whether the last step has changed weights
+        self.norm = None  # 2-norm of the gradients of the last step, before clipping; None before the first step
         self.ends_later = False  # the owner of the engine's schedule calls ``end``
         self._open = False  # a step at a boundary is done, and ``after_step`` has not run
         self.micro_steps = 0  # calls of step since the last one at a boundary
-
-    @member
-    def get_global_grad_norm(self):
-        """2-norm of the gradients of the last step, before clipping; None before the first step."""
-        return self.norm
-
-    @member
-    def was_step_applied(self):
-        """True when the last step() changed weights."""
-        return self.applied
 
     @member
     def loss_scale(self):

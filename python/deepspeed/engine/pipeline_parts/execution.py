@@ -4,6 +4,7 @@ Several parts of the model may be on one stage (``virtual_stages``): then instru
 micro-batch (``micro``), and with whom they exchange (``peer``). Without that they are about the only part, in order.
 """
 
+import collections
 import functools
 
 import torch
@@ -15,7 +16,7 @@ from deepspeed.pipe.micro_batch import BUFFERS, Column, MicroBatch
 from deepspeed.pipe.place import MICRO_BATCH
 from deepspeed.pipe.profile import tensors_of
 from deepspeed.pipe.schedule import kind_of
-from deepspeed.zero.nested import cast_floats, move_to_device
+from deepspeed.zero.nested import cast_floats, move_to_device, replace
 
 _PASSES = {ops.ForwardPass, ops.BackwardPass, ops.BackwardInputPass, ops.BackwardWeightPass}
 
@@ -98,20 +99,18 @@ class Execution:
     def _begin_schedule(self, commands):
         """Says what will be received. Returns the last backward if gradients are reduced while it runs: where nothing
         follows it."""
-        counts, last, splits = {}, None, False
-        for command in commands:
-            kind = kind_of(command)
-            if kind in ("RecvActivation", "RecvGrad"):
-                key = (kind == "RecvGrad", command.kwargs.get("peer", self.engine._messages.neighbour(kind)))
-                counts[key] = counts.get(key, 0) + 1
-            elif kind in ("BackwardPass", "BackwardWeightPass"):
-                last = command
-            elif kind == "BackwardInputPass":
-                splits = True
-        if splits:
+        kinds, neighbour = [(kind_of(command), command) for command in commands], self.engine._messages.neighbour
+        if any(kind == "BackwardInputPass" for kind, _ in kinds):
             self.engine._plans.prepare_split()
-        for (grads, peer), count in counts.items():
+        received = collections.Counter(
+            (kind == "RecvGrad", command.kwargs.get("peer", neighbour(kind)))
+            for kind, command in kinds
+            if kind in ("RecvActivation", "RecvGrad")
+        )
+        for (grads, peer), count in received.items():
             self.engine._links.channel.expect(grads, peer, count)
+        backwards = [command for kind, command in kinds if kind in ("BackwardPass", "BackwardWeightPass")]
+        last = backwards[-1] if backwards else None
         # Gradients of tied weights are added up over stages before the reduction; sharded ones after it, so that none
         # stay whole.
         waits = bool(self.engine.module.tied_comms) and not self.engine._stage_policy.shards_grads
@@ -138,10 +137,8 @@ class Execution:
         """The record of a micro-batch on ``part``; None where that part is on another stage."""
         if self.engine.module.pipe_shape.rank_of(part) != self.engine.stage_id:
             return None
-        for held in self.records:
-            if held.number == number and held.part == part:
-                return held
-        return self._ahead.setdefault((part, number), MicroBatch(part, number))
+        here = (held for held in self.records if held.number == number and held.part == part)
+        return next(here, None) or self._ahead.setdefault((part, number), MicroBatch(part, number))
 
     # ---- inputs ------------------------------------------------------------------------------------------------------
     @member
@@ -171,7 +168,10 @@ class Execution:
             held.output_tensors = held.outputs
             after = self._record_of(held.part + 1, held.number)
             if after is not None:
-                after.inputs = _detached(held.outputs)
+                # Leaves with the same values, with which another part of this stage computes.
+                after.inputs = replace(
+                    held.outputs, torch.is_tensor, lambda one: one.detach().requires_grad_(one.requires_grad)
+                )
         if not torch.is_grad_enabled():
             held.free_inputs()
 
@@ -298,13 +298,6 @@ class Execution:
         finally:
             self.at_boundary = False
         self.engine.micro_steps += self.engine.micro_batches - 1
-
-
-def _detached(value):
-    """Leaves with the same values, with which another part of this stage computes."""
-    if isinstance(value, tuple):
-        return tuple(_detached(one) for one in value)
-    return value.detach().requires_grad_(value.requires_grad)
 
 
 # Of each instruction the member of an engine that runs it.

@@ -32,10 +32,9 @@ class Failures:
         return [kind.__name__ for kind in kinds]
 
     def stand_at(self, command, words):
-        given = command.kwargs
-        micro = given.get("micro")
+        micro = command.kwargs.get("micro")
         if micro is None:
-            micro = self._number_in(given.get("buffer_id"), -1)
+            micro = self._number_in(command.kwargs.get("buffer_id"), -1)
         words[INSTRUCTION] = self._instruction_numbers.get(type(command), 0)
         words[MICRO_BATCH], words[LAYER] = micro + 1, 0
 

@@ -57,7 +57,6 @@ class Losses:
                 f"eval_batch(reduce_output={how!r}): the model returned something else than a tensor, of which there "
                 f"is no {'mean' if how == 'avg' else 'sum'}; pass reduce_output=None"
             )
-        total = outputs[0].float() if outputs[0].dtype in (torch.float16, torch.bfloat16) else outputs[0].clone()
-        for one in outputs[1:]:
-            total = total + one
+        first = outputs[0].float() if outputs[0].dtype in (torch.float16, torch.bfloat16) else outputs[0].clone()
+        total = sum(outputs[1:], first)
         return self._over_copies(total / len(outputs) if how == "avg" else total, how)

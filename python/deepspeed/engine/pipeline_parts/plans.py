@@ -11,6 +11,7 @@ from deepspeed.log import warning_once
 from deepspeed.pipe import schedule
 from deepspeed.pipe.planning import NOT_SPLIT, plan
 from deepspeed.pipe.profile import tensors_of
+from deepspeed.zero.nested import replace
 
 
 @pipeline_parts.add("_plans")
@@ -81,9 +82,8 @@ class Plans:
         """This stage's part of the schedule of the configuration."""
         key = ("train", micro_batches)
         if key not in self._schedules:
-            shape, name = self.engine.module.pipe_shape, self._name
-            if name == "auto":
-                name = self._fastest(micro_batches)
+            shape = self.engine.module.pipe_shape
+            name = self._fastest(micro_batches) if self._name == "auto" else self._name
             native = _native._C.pipe.schedule(name, shape.stages, shape.chunks, micro_batches)
             if shape.chunks > 1 and native.shape.placement != shape.placement:
                 raise ValueError(
@@ -218,11 +218,7 @@ class FixedSchedule:
 
 def shapes_of(inputs):
     """The same, of shapes and types alone, which can be sent; None for None."""
-    if isinstance(inputs, tuple):
-        return tuple(shapes_of(one) for one in inputs)
-    if not isinstance(inputs, torch.Tensor):
-        return inputs
-    return torch.empty(inputs.shape, dtype=inputs.dtype, device="meta")
+    return replace(inputs, torch.is_tensor, lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
 
 
 def _shapes_of_labels(labels):

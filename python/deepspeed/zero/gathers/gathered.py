@@ -22,22 +22,13 @@ class GatheredParameters:
     def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
         self.enabled = bool(enabled)
         self.modifier_rank = modifier_rank
-        self.params, self._whole = [], []
-        if not self.enabled:
-            return
-        seen = set()
-        for param in _flatten(params):
-            if id(param) in seen:
-                continue
-            seen.add(id(param))
-            if sharding.is_sharded(param):
-                self.params.append(param)
-            elif modifier_rank is not None and getattr(param, "_ds_core", None) is not None:
-                self._whole.append(param)
-        self.params.sort(key=lambda param: param.ds_id)  # a set has another order on each rank, gathers need the same
-        if fwd_module is not None:
-            for param in self.params:
-                register_external_parameter(fwd_module, param)
+        given = list(dict.fromkeys(_flatten(params))) if self.enabled else []
+        # A set has another order on each rank, gathers need the same.
+        self.params = sorted(filter(sharding.is_sharded, given), key=lambda param: param.ds_id)
+        # Those that have a core and are whole on every rank.
+        self._whole = [param for param in given if not sharding.is_sharded(param) and hasattr(param, "_ds_core")]
+        for param in self.params if fwd_module is not None else ():
+            register_external_parameter(fwd_module, param)
         if modifier_rank is not None and self.params:
             copies = self.params[0].ds_access.copies
             world = dist.get_world_size(copies) if copies is not None else 1
@@ -84,22 +75,19 @@ class GatheredParameters:
 
 def _spread_whole(params, rank):
     """Every rank gets that rank's values of parameters that lie whole on all of them."""
-    values, cores = {}, {}
-    for param in params:
-        core = param._ds_core.core
-        if core is None:
-            continue
-        values[id(param)] = own = param.detach().clone(memory_format=torch.contiguous_format)
+    living = [(param, param._ds_core) for param in params if param._ds_core and param._ds_core.target]
+    values, cores = [], {}
+    for param, link in living:
+        values.append(param.detach().clone(memory_format=torch.contiguous_format))
         if ranks_of(param) is not None:
             copies = ranks_of(param).copies
-            dist.broadcast(own, dist.get_global_rank(copies, rank), group=copies)
+            dist.broadcast(values[-1], dist.get_global_rank(copies, rank), group=copies)
         else:
-            cores.setdefault(id(core), (core, []))[1].append(own)
-    for core, tensors in cores.values():
+            cores.setdefault(link.target, []).append(values[-1])
+    for core, tensors in cores.items():
         core.broadcast(tensors, rank)
-    for param in params:
-        if id(param) in values:
-            param.detach().copy_(values[id(param)])
+    for (param, _), value in zip(living, values):
+        param.detach().copy_(value)
 
 
 def _flatten(params):

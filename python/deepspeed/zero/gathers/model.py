@@ -25,7 +25,7 @@ class ModelAccess:
     def attach(self, module, core, give_up=None):
         """From now on the engine's core gathers them. ``give_up``: a method of an engine that does not train; another
         engine for the model calls it first, see ``take_over``."""
-        attached = {id(plain): sharding.EngineAccess(plain, core) for plain in [self.access, *self.own.values()]}
+        attached = {id(plain): plain.through(core) for plain in [self.access, *self.own.values()]}
         for access in attached.values():
             access.give_up = weakref.WeakMethod(give_up) if give_up is not None else None
         for name, param in module.named_parameters():
@@ -38,8 +38,7 @@ def take_over(module):
     about to move. trl computes a reference that way before it trains the same model. The old engine can still be
     called."""
     for access in {id(p.ds_access): p.ds_access for p in module.parameters() if sharding.is_sharded(p)}.values():
-        give_up = access.give_up() if access.give_up is not None else None
-        if give_up is not None:
+        if access.give_up is not None and (give_up := access.give_up()) is not None:
             give_up()
 
 
@@ -79,11 +78,12 @@ def shard_model(module, parallel, group):
                 )
             continue
         if spread:
-            values = param.data.contiguous()
-            if access is made.access:
-                dist.broadcast(values, source, group=parallel.dp_group)
-            else:
-                dist.broadcast(values, access.source_rank(0), group=access.copies)
+            values, dense = param.data.contiguous(), access is made.access
+            dist.broadcast(
+                values,
+                source if dense else access.source_rank(0),
+                group=parallel.dp_group if dense else access.copies,
+            )
             if values.data_ptr() != param.data_ptr():
                 param.data.copy_(values)
         sharding.shard(param, access, name)

@@ -1,31 +1,15 @@
 """Gathering of a sharded model: a model's parameters come while its modules run."""
 
+import types
 import weakref
 
+from deepspeed.utils.forwarding import answers_from, forwarded
 from deepspeed.zero.gathers import linear
 from deepspeed.zero.gathers.module_hooks import ModuleHooks, unit_parameters
 from deepspeed.zero.parameters.sharded_parameter import _acquire, _release, is_sharded
 
 
-class _Coordinator:
-    """The learned order of modules, as callers know it: it is a hint and always valid."""
-
-    def is_invalid_trace(self):
-        return False
-
-    def is_complete_trace(self):
-        return True
-
-    def is_record_trace(self):
-        return False
-
-    def _invalidate_trace(self):
-        pass
-
-    def reset_step(self):
-        pass
-
-
+@answers_from({"get_param_coordinator": "param_coordinator"})
 class ModelGathering:
     """Gathers a sharded model's parameters while its modules run. ``engine.optimizer`` itself without an optimizer.
 
@@ -37,7 +21,14 @@ class ModelGathering:
         self.module = module
         self.core = core
         self.dp_process_group = dp_process_group
-        self.param_coordinator = _Coordinator()
+        # The learned order of modules, as callers know it: it is a hint and always valid.
+        self.param_coordinator = types.SimpleNamespace(
+            is_invalid_trace=lambda: False,
+            is_complete_trace=lambda: True,
+            is_record_trace=lambda: False,
+            _invalidate_trace=lambda: None,
+            reset_step=lambda: None,
+        )
         self.hooks = ModuleHooks(core, granularity)
         self.granularity = granularity
         self.backward_hooks = []
@@ -55,14 +46,8 @@ class ModelGathering:
                 param.ds_access.efficient_linear = True
         self.setup_zero_stage3_hooks()
 
-    @property
-    def forward_hooks(self):
-        """Handles of the hooks on modules; a caller may remove them and empty the list."""
-        return self.hooks.forward_hooks
-
-    @forward_hooks.setter
-    def forward_hooks(self, value):
-        self.hooks.forward_hooks = list(value)
+    # Handles of the hooks on modules; a caller may remove them and empty the list.
+    forward_hooks = forwarded("hooks.forward_hooks")
 
     def setup_zero_stage3_hooks(self):
         for module in self.module.modules():
@@ -78,9 +63,6 @@ class ModelGathering:
             self.hooks._install(module)
 
     _register_hooks_recursively = _register_deepspeed_module
-
-    def get_param_coordinator(self):
-        return self.param_coordinator
 
     def empty_partition_cache(self):
         """Releases gathered parameters that nobody holds, and the memory kept for gathering."""
@@ -102,13 +84,9 @@ class ModelGathering:
             )
         _release(held.pop())
 
-    def pre_sub_module_backward_function(self, sub_module):
-        """The same before the backward of ``sub_module``."""
-        self.pre_sub_module_forward_function(sub_module)
-
-    def post_sub_module_backward_function(self, sub_module):
-        """The same after it."""
-        self.post_sub_module_forward_function(sub_module)
+    # The same before and after the backward of a module.
+    pre_sub_module_backward_function = pre_sub_module_forward_function
+    post_sub_module_backward_function = post_sub_module_forward_function
 
     def mark_persistent_parameters(self, param_threshold, model_threshold):
         """Parameters below ``param_threshold`` elements stay gathered, up to ``model_threshold`` elements in all; the

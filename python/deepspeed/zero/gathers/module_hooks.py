@@ -2,13 +2,13 @@
 
 import copyreg
 import inspect
-import weakref
 
 import torch
 
 from deepspeed import _native
 from deepspeed._compat import forward_hooks_take_kwargs
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
+from deepspeed.zero.engine_links import EngineLink
 from deepspeed.zero.nested import tensors_within
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
@@ -47,23 +47,16 @@ def _refuse_constant_inputs(module, args, kwargs=None):
         )
 
 
-class HookUnit:
-    """The parameters of one module that are gathered together. Does not hold the engine: the module may outlive it."""
+class HookUnit(EngineLink):
+    """The parameters of one module that are gathered together."""
 
     def __init__(self, core, index):
-        self._core = weakref.ref(core)
+        super().__init__(core)
         self.index = index
 
     def extend(self, param):
-        core = self._core()
-        if core is not None:
-            core.gatherer.extend_unit(self.index, param.ds_handle)
-
-    def __deepcopy__(self, memo):
-        return None  # a copied module has no engine
-
-    def __reduce__(self):
-        return (type(None), ())
+        if self.target is not None:
+            self.target.gatherer.extend_unit(self.index, param.ds_handle)
 
 
 def unit_parameters(module, granularity=0):
@@ -104,16 +97,13 @@ class ModuleHooks:
         if any(not p.ds_persist for p in params):
             unit = self.core.gatherer.add_unit(type(module).__name__, [p.ds_handle for p in params])
             module.__dict__["_ds_hook_unit"] = HookUnit(self.core, unit)
-            self._hook(module, unit)
+            self._hook_enter(module, unit)
+            self._hook_leave(module, unit)
         if whole:
             return
         for child in module.children():
             if child.__dict__.get("_ds_hook_unit") is None:
                 self._install(child)
-
-    def _hook(self, module, unit):
-        self._hook_enter(module, unit)
-        self._hook_leave(module, unit)
 
     def _hook_enter(self, module, unit):
         enter = _native._C.EnterHook(self.core, unit)

@@ -1,5 +1,7 @@
 """A linear layer as a grid of smaller ones, so that stage 3 gathers one tile at a time instead of the whole weight."""
 
+import functools
+
 import torch
 
 from deepspeed.zero.partition import partition_uniform
@@ -36,11 +38,8 @@ class TiledLinear(torch.nn.Module):
         for what, splits, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
             if not 1 <= splits <= features:
                 raise RuntimeError(f"{what}_splits must be between 1 and {what}_features = {features}, got {splits}.")
-        self.in_features = in_features
-        self.out_features = out_features
-        self.use_bias = bias
-        self.in_splits = in_splits
-        self.out_splits = out_splits
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits
         self.in_parts = list(partition_uniform(num_items=in_features, num_parts=in_splits))
@@ -58,12 +57,9 @@ class TiledLinear(torch.nn.Module):
     def forward(self, input_):
         """``input_``: (..., in_features), or the list of its parts. Returns (..., out_features), or the list."""
         inputs = self._split(input_)
-        outputs = []
-        for row in self.linears:
-            total = None
-            for tile, part in zip(row, inputs):
-                total = self._add(total, tile(part))
-            outputs.append(total)
+        outputs = [
+            functools.reduce(self._add, (tile(part) for tile, part in zip(row, inputs))) for row in self.linears
+        ]
         return self._combine(outputs) if self.combine_out_splits else outputs
 
     def _split(self, input_):
@@ -83,7 +79,7 @@ class TiledLinear(torch.nn.Module):
         return parts
 
     def _add(self, total, result):
-        return result if total is None else total + result
+        return total + result
 
     def _combine(self, outputs):
         return torch.cat(outputs, dim=-1)
@@ -118,8 +114,6 @@ class TiledLinearReturnBias(TiledLinear):
     Returns the same pair; the bias is None where no tile has one."""
 
     def _add(self, total, result):
-        if total is None:
-            return tuple(result)
         output = total[0] + result[0]
         if total[1] is None or result[1] is None:
             return output, result[1] if total[1] is None else total[1]

@@ -45,28 +45,58 @@ def check_device(device, folder=None):
     return device
 
 
+# Of each kind the core's planes, whose tensors have the same memory. contiguous_grad_buffer has none: the buckets of a
+# reduction are taken when a backward starts and given back when it ends.
+_PLANES = {
+    OffloadStateTypeEnum.optim_states: "slots",
+    OffloadStateTypeEnum.hp_params: "master",
+    OffloadStateTypeEnum.lp_params: "lp",
+    OffloadStateTypeEnum.lp_grads: "grad",
+}
+
+
 class OffloadedStates:
-    """The states that are away.
+    """The states of a sharded ``optimizer`` that are away. Its buffers are planes of the native core's storage; other
+    memory is made a plane while it is away. ``even_on_host``: host memory moves to the host as well (for tests)."""
 
-    ``storage``: the engine's. ``planes_of`` maps a kind to a function that lists the numbers of its planes,
-    ``tensors_of`` to one that lists the tensors whose memory is of that kind, those of the planes and others; the
-    others are made planes while they are away. ``folder``: for files, or None. ``moved()`` is called after each move of
-    planes. ``even_on_host``: move host memory to the host as well (for tests).
-    """
+    even_on_host = False
 
-    def __init__(
-        self, storage, planes_of, tensors_of, folder=None, trim=lambda: None, moved=lambda: None, even_on_host=False
-    ):
-        self.storage = storage
-        self.planes_of = planes_of
-        self.tensors_of = tensors_of
-        self.folder = folder
-        self.trim = trim
-        self.moved = moved
-        self.even_on_host = even_on_host
+    def __init__(self, optimizer):
+        self.optimizer, self.core, self.storage = optimizer, optimizer.core, optimizer.core.storage
+        section = optimizer.engine.zero_offload_optimizer() if optimizer.engine is not None else None
+        path = getattr(section, "nvme_path", None)
+        self.folder = None if path is None else str(path)  # for files
         self.away = {}  # kind -> [(plane, bytes, where it was, whether it was made for this)]
         self._in_files = False
         self._listed = {}  # tensors of every kind while something is away: no view can be made of what is not there
+
+    def _list(self, kind):
+        """The tensors whose memory is of a kind, those of the planes and others."""
+        kinds, core = OffloadStateTypeEnum, self.core
+        listed = {
+            kinds.optim_states: self._optimizer_states,
+            kinds.hp_params: core.masters,
+            kinds.lp_params: self._low_precision,
+            kinds.lp_grads: core.grads,
+        }
+        return list(listed.get(kind, list)())
+
+    def _low_precision(self):
+        optimizer = self.optimizer
+        params = optimizer._params if optimizer.engine is None else list(optimizer.engine.module.parameters())
+        slices = [p.ds_handle for p in params if hasattr(p, "ds_handle") and not p.ds_handle.offloaded]
+        trained = {id(p) for p in optimizer._params}  # they lie in the core's buffers
+        others = [p.detach() for p in params if not hasattr(p, "ds_handle") and id(p) not in trained]
+        return [h.shard for h in slices] + _C.flat_params(self.core) + others
+
+    def _optimizer_states(self):
+        return [
+            value
+            for state in self.optimizer.optimizer.state.values()
+            if not isinstance(state, StatesOfMaster)  # in files already
+            for value in state.values()
+            if torch.is_tensor(value) and value.dim() > 0
+        ]
 
     def offload(self, include=None, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=False):
         """Copies the memory of the chosen kinds there and gives it back to the accelerator.
@@ -80,9 +110,9 @@ class OffloadedStates:
             return
         to_files = device == OffloadDeviceEnum.nvme
         if not self.away:
-            self._listed = {kind: list(self.tensors_of[kind]()) for kind in ALL}
+            self._listed = {kind: self._list(kind) for kind in ALL}
         if OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
-            self.trim()
+            self.core.trim_wire()
         leaving, taken = {}, {number for planes in self.away.values() for number, *_ in planes}
         for kind in ALL:
             tensors = [t for t in self._listed[kind] if t.device.type != "cpu" or self.even_on_host or to_files]
@@ -100,7 +130,7 @@ class OffloadedStates:
         except Exception:
             self._forget(leaving)
             raise
-        self.moved()
+        _C.follow_moves(self.core)
         self.away.update(leaving)
         self._in_files = to_files
         usage = self.storage.usage()
@@ -110,7 +140,7 @@ class OffloadedStates:
     def _leaving(self, kind, tensors, taken, to_files):
         """``[(plane, bytes, placement, made)]`` of what moves. Memory that two kinds share goes with the first."""
         found, from_device = [], self.even_on_host or to_files or self.storage.device.type != "cpu"
-        for plane, size in self.planes_of[kind]():
+        for plane, size in self.core.planes(_PLANES[kind]) if kind in _PLANES else ():
             place, addresses = self.storage.placement(plane), self.storage.addresses(plane)
             moves = from_device if place.rest == "device" else to_files and place.rest == "host"
             if size and moves and not taken.intersection([plane, *addresses]):
@@ -143,7 +173,7 @@ class OffloadedStates:
             place = left[0][2]
             self.storage.move([number for number, _, to, _ in left if to == place], place, not non_blocking)
             left = [one for one in left if not one[2] == place]
-        self.moved()
+        _C.follow_moves(self.core)
         get_accelerator().synchronize()
         away, self.away = self.away, {}
         self._forget(away)
@@ -162,7 +192,7 @@ class OffloadedStates:
         return any(t.numel() and not t.is_meta and not storage_of(t).nbytes() for t in self._tensors(kind))
 
     def _tensors(self, kind):
-        return self._listed[kind] if self.away else self.tensors_of[kind]()
+        return self._listed[kind] if self.away else self._list(kind)
 
     def devices(self, kind):
         """The devices on which the memory of a kind is now, as a set, which may be empty. "meta": in files."""
@@ -170,56 +200,6 @@ class OffloadedStates:
         if self._is_away(kind):
             return {torch.device("meta" if self._in_files else "cpu")}
         return {tensor.device for tensor in self._tensors(kind) if tensor.numel()}
-
-
-def states_of(optimizer):
-    """The ``OffloadedStates`` of a sharded optimizer. Its buffers are the native core's."""
-    core = optimizer.core
-
-    def low_precision():
-        engine = optimizer.engine
-        params = optimizer._params if engine is None else list(engine.module.parameters())
-        slices = [p.ds_handle for p in params if hasattr(p, "ds_handle") and not p.ds_handle.offloaded]
-        trained = {id(p) for p in optimizer._params}  # they lie in the core's buffers
-        others = [p.detach() for p in params if not hasattr(p, "ds_handle") and id(p) not in trained]
-        return [h.shard for h in slices] + _C.flat_params(core) + others
-
-    def states():
-        return [
-            value
-            for state in optimizer.optimizer.state.values()
-            if not isinstance(state, StatesOfMaster)  # in files already
-            for value in state.values()
-            if torch.is_tensor(value) and value.dim() > 0
-        ]
-
-    def planes(what):
-        return lambda: core.planes(what)
-
-    kind, engine = OffloadStateTypeEnum, optimizer.engine
-    section = engine.zero_offload_optimizer() if engine is not None else None
-    path = getattr(section, "nvme_path", None)
-    return OffloadedStates(
-        core.storage,
-        {
-            kind.optim_states: planes("slots"),
-            kind.hp_params: planes("master"),
-            kind.lp_params: planes("lp"),
-            kind.lp_grads: planes("grad"),
-            # The buckets of a reduction are taken when a backward starts and given back when it ends.
-            kind.contiguous_grad_buffer: list,
-        },
-        {
-            kind.optim_states: states,
-            kind.hp_params: core.masters,
-            kind.lp_params: low_precision,
-            kind.lp_grads: core.grads,
-            kind.contiguous_grad_buffer: list,
-        },
-        folder=None if path is None else str(path),
-        trim=core.trim_wire,
-        moved=lambda: _C.follow_moves(core),
-    )
 
 
 def get_state_devices(model, state):

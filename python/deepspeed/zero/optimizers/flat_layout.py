@@ -9,6 +9,7 @@ from deepspeed import comm as dist
 from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed.zero.optimizers.states_in_files import split_states
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.states.named_states import groups_of_params
 
 
 def per_element(value):
@@ -69,14 +70,14 @@ class InnerStates:
     def __init__(self, optimizer):
         self.optimizer = optimizer
         stepping = optimizer.stepping
-        groups_of = [index for index, group in enumerate(optimizer.bit16_groups) for _ in group]
+        groups_of = groups_of_params(optimizer.bit16_groups)
         self.kinds = [[] for _ in optimizer.bit16_groups]
         self.scalars = {}  # of each parameter, by its number
-        if stepping.fused is not None:
+        if stepping.fused:
             own, kept = optimizer.optimizer, optimizer.core.strategy_states()
             self.kinds = [[*own.slots_of(group), *kept] for group in own.param_groups]
             return
-        cut = [{} for _ in optimizer.bit16_groups]  # of each group: name -> whether it is cut, wherever it is
+        cut = [{} for _ in self.kinds]  # of each group: name -> whether it is cut, wherever it is
         for master, (index, _, _) in zip(stepping.masters, optimizer.core.pieces(), strict=True):
             group, states = groups_of[index], optimizer.optimizer.state.get(master, {})
             names, others = split_states(states, master)
@@ -124,7 +125,7 @@ class InnerStates:
         if differ:
             found[PARAM_SCALARS] = differ
         step = next((scalars["step"] for scalars in kept if "step" in scalars), None)
-        if step is not None or self.optimizer.stepping.fused is not None:
+        if step is not None or self.optimizer.stepping.fused:
             most = max(steps, default=0)
             found["step"] = torch.full_like(step, most) if torch.is_tensor(step) else most
             if len(set(steps)) > 1:

@@ -18,7 +18,7 @@ class FlatOptimizer(ShardedOptimizer):
     ``saved_form(shards, shapes)`` makes a ``SavedState`` of them.
     """
 
-    saved_form = None
+    ds_version = __version__
 
     def __init__(self, *args, partition_grads, elastic_checkpoint, **core_options):
         self.stage = 2 if partition_grads else 1
@@ -43,7 +43,7 @@ class FlatOptimizer(ShardedOptimizer):
         states, masters = {}, []
 
         def take(group, kind, numel):
-            kept = self._kept(kind) if in_pieces else None
+            kept = self.stepping.kept().get(kind) if in_pieces else None
             found = layout.source(group, self.core, kept, numel) if kept is not None else None
             if found is not None:
                 return found
@@ -88,24 +88,6 @@ class FlatOptimizer(ShardedOptimizer):
         steps = [state["step"] for state in lean if "step" in state]
         return {"base_optimizer_state": lean, "base_optimizer_state_step": max(steps, default=0)}
 
-    def load_state_dict(
-        self,
-        state_dict_list,
-        load_optimizer_states=True,
-        load_from_fp32_weights=False,
-        checkpoint_folder=None,
-        load_serial=None,
-        param_shapes=None,
-    ):
-        """``state_dict_list`` holds the shards of all ranks that saved, in rank order; any number of them.
-
-        Without ``load_from_fp32_weights`` the masters are taken from the model's own weights. Raises ValueError where
-        groups or sizes do not fit.
-        """
-        saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
-        saved = self.saved_form(saved, param_shapes or self._shapes())
-        self._restore(saved, load_optimizer_states, load_from_fp32_weights)
-
     def get_bit16_param_group(self, group_no):
         """The parameters of a group, as the model computes with them."""
         return self.bit16_groups[group_no]
@@ -147,7 +129,3 @@ class FlatOptimizer(ShardedOptimizer):
     def scaled_global_norm(self, norm_type=2):
         """2-norm of the gradients of the last step, times the loss scale."""
         return None if self.stepping.norm is None else self.stepping.norm * self.loss_scale
-
-    @property
-    def ds_version(self):
-        return __version__

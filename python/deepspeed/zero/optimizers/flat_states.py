@@ -17,12 +17,6 @@ class StatesByFlatTensor(collections.defaultdict):
     """The inner optimizer's state. A flat tensor of masters is no entry: its states are made when it is asked for, as
     copies."""
 
-    @classmethod
-    def follow(cls, optimizer):
-        """Puts one in the place of ``optimizer.state``, with the same entries."""
-        if not isinstance(optimizer.state, cls):
-            optimizer.state = cls(dict, optimizer.state)
-
     def __missing__(self, key):
         found, make = _makers.get(id(key), (None, None))
         return make() if found is not None and found() is key else super().__missing__(key)
@@ -33,6 +27,8 @@ class StatesByFlatTensor(collections.defaultdict):
 
 def with_states(flat, owner, method, *args):
     """``flat``, for which ``owner.method(*args)`` gives the states: a dict with "step" and flat tensors."""
+    if not isinstance(owner.optimizer.state, StatesByFlatTensor):
+        owner.optimizer.state = StatesByFlatTensor(dict, owner.optimizer.state)
     owner = weakref.ref(owner)
 
     def make():

@@ -1,22 +1,20 @@
 """Gradients on their way from bf16 (``param.grad``) to fp32, for training loops that run backward themselves."""
 
+import contextlib
+
 import torch
+
+from deepspeed.utils.forwarding import forwarded
 
 
 class HighPrecisionGrads:
     """Mixed into an optimizer of ZeRO stage 1, whose parameters are "lp"; fp32 masters and gradients are "hp"."""
 
-    @property
-    def bf16_groups(self):
-        return self.bit16_groups
+    bf16_groups = forwarded("bit16_groups", False)
 
     def create_grad_acc_hooks(self):
         """From now on a gradient is added to the fp32 ones, and ``.grad`` freed, as soon as backward has made it."""
         self.core.forwarded([], False, 1.0)
-
-    def backward_prologue(self):
-        """Before a backward that somebody else runs: ``.grad`` of an earlier one counts, and is free afterwards."""
-        super().backward_prologue()
 
     def backward_epilogue(self, update_hp_grads=True, clear_lp_grads=False, **bwd_kwargs):
         """After it. Without ``update_hp_grads`` what lies in ``.grad`` stays there."""
@@ -27,7 +25,7 @@ class HighPrecisionGrads:
     @torch.no_grad()
     def update_hp_grads(self, clear_lp_grads=False):
         """Adds what plain backwards have left in ``.grad`` to the fp32 gradients of this rank, and frees it."""
-        self._take_lp_grads(range(len(self._params)))
+        self._take_lp_grads(self._params)
 
     @torch.no_grad()
     def accumulate_hp_grads_and_remove_lp(self, lp_param, group_idx, param_idx):
@@ -35,24 +33,29 @@ class HighPrecisionGrads:
         index = sum(len(group) for group in self.bit16_groups[:group_idx]) + param_idx
         if not 0 <= index < len(self._params) or self._params[index] is not lp_param:
             raise ValueError(f"the parameter {tuple(lp_param.shape)} is not number {param_idx} of group {group_idx}")
-        self._take_lp_grads([index])
+        self._take_lp_grads([lp_param])
 
     def _take_lp_grads(self, wanted):
         wanted = set(wanted)
-        others = {p: p.grad for i, p in enumerate(self._params) if i not in wanted and p.grad is not None}
-        for param in others:
-            param.grad = None
-        if self.partition_count[0] == 1:
-            # One rank: its gradients are the reduced ones, which .grad would replace.
-            used = self.core.used()
-            for number, (index, _, _) in enumerate(self.core.pieces()):
-                param = self._params[index]
-                if param.grad is not None and used[index]:
-                    with self.core.piece("grad", 0, number, "update") as grad:
-                        grad.add_(param.grad.reshape(grad.shape))
-                    param.grad = None
-        self.core.adopt_grads()
-        for param, grad in others.items():
+        with self._kept_apart(param for param in self._params if param not in wanted):
+            if self.partition_count[0] == 1:
+                # One rank: its gradients are the reduced ones, which .grad would replace.
+                used = self.core.used()
+                for number, (index, _, _) in enumerate(self.core.pieces()):
+                    param = self._params[index]
+                    if param.grad is not None and used[index]:
+                        with self.core.piece("grad", 0, number, "update") as grad:
+                            grad.add_(param.grad.reshape(grad.shape))
+                        param.grad = None
+            self.core.adopt_grads()
+
+    @contextlib.contextmanager
+    def _kept_apart(self, params):
+        """Inside, ``params`` have no ``.grad``; they get it back."""
+        grads = {param: param.grad for param in params if param.grad is not None}
+        self.free_grad_in_param_list(grads)
+        yield
+        for param, grad in grads.items():
             param.grad = grad
 
     def get_grads_for_reduction(self):
@@ -65,10 +68,8 @@ class HighPrecisionGrads:
 
     def clear_hp_grads(self):
         """Forgets the fp32 gradients; what lies in ``.grad`` stays."""
-        kept = {param: param.grad for param in self._params if param.grad is not None}
-        self.core.clear_grads()
-        for param, grad in kept.items():
-            param.grad = grad
+        with self._kept_apart(self._params):
+            self.core.clear_grads()
 
     @torch.no_grad()
     def clear_lp_grads(self, set_to_none=False):
@@ -82,7 +83,3 @@ class HighPrecisionGrads:
     def zero_grad(self, set_to_none=True):
         self.clear_lp_grads(set_to_none=True)
         super().zero_grad(set_to_none=set_to_none)
-
-    def update_lp_params(self):
-        """The model's weights take the masters' values, on every rank."""
-        self.core.publish()

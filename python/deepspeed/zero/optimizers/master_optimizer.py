@@ -6,6 +6,7 @@ are views of the core's flat buffers.
 
 import torch
 
+from deepspeed.utils.forwarding import forwarded
 from deepspeed.zero.optimizers.restore import Restore, restore_scaler
 from deepspeed.zero.optimizers.wrapped_optimizer import WrappedOptimizer
 
@@ -20,7 +21,7 @@ class MasterOptimizer(WrappedOptimizer):
 
     saved_form = None
 
-    flat = True
+    masters_key = "fp32_groups_flat"  # of the saved state
 
     def __init__(self, init_optimizer, engine, loss_scale_config, low_precision_dtype, clip_grad):
         self.optimizer = init_optimizer
@@ -29,9 +30,7 @@ class MasterOptimizer(WrappedOptimizer):
         self.fp16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
         self._start(*self._take_core(engine), loss_scale_config.loss_scaler, clip_grad)
 
-    @property
-    def bit16_groups(self):
-        return self.fp16_groups
+    bit16_groups = forwarded("fp16_groups", False)
 
     @property
     def fp32_groups_flat(self):
@@ -46,7 +45,7 @@ class MasterOptimizer(WrappedOptimizer):
         """The keys of the 16-bit wrapper without ZeRO: flat fp32 groups and the inner state over them."""
         state = {
             "optimizer_state_dict": self._inner_state_dict(),
-            "fp32_groups_flat" if self.flat else "fp32_groups": self._saved_masters(),
+            self.masters_key: self._saved_masters(),
             "clip_grad": self.clip_grad,
         }
         if self.needs_scaler():
@@ -76,10 +75,9 @@ class MasterOptimizer(WrappedOptimizer):
 
     def load_state_dict(self, state_dict, load_optimizer_states=True):
         """Inverse of ``state_dict``. Raises ValueError naming the group when sizes do not fit."""
-        masters_key = "fp32_groups_flat" if self.flat else "fp32_groups"
-        if masters_key not in state_dict:
+        if self.masters_key not in state_dict:
             raise ValueError(
-                f"the saved optimizer has no '{masters_key}' (its keys: {', '.join(sorted(state_dict))}): it was "
+                f"the saved optimizer has no '{self.masters_key}' (its keys: {', '.join(sorted(state_dict))}): it was "
                 "saved by a run "
                 "with another precision or another kind of optimizer. Load it with load_optimizer_states=False, or "
                 "use the config it was saved with."
@@ -101,7 +99,7 @@ class MasterOptimizer(WrappedOptimizer):
 class UnfusedMasterOptimizer(MasterOptimizer):
     """The same for optimizers other than ``FusedAdam``: their state is kept parameter by parameter, as they made it."""
 
-    flat = False
+    masters_key = "fp32_groups"
 
     def _saved_masters(self):
         return [[m.detach().clone() for m in group] for group in self.fp32_groups]

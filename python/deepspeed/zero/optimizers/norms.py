@@ -23,33 +23,27 @@ def _listed(parameters):
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _counted_here(p, mpu):
-    """A parameter that every model-parallel rank holds whole counts on the first of them only."""
-    return is_model_parallel_parameter(p) or mpu is None or _model_parallel_rank(mpu) == 0
-
-
 def _model_parallel_rank(mpu):
     names = ("get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank")
     return next(getattr(mpu, name)() for name in names if hasattr(mpu, name))
 
 
-def _norm(tensors, counted, norm_type, mpu):
-    """Norm over `tensors` of this rank and its model-parallel peers: a float, inf and nan included."""
-    device = tensors[0].device if tensors else torch.device("cpu")
+def _norm(tensors, norm_type, mpu):
+    """Norm over ``tensors``, pairs of a parameter and its tensor, of this rank and its model-parallel peers: a float,
+    inf and nan included. A parameter that every model-parallel rank holds whole counts on the first of them only."""
+    device = next((tensor.device for _, tensor in tensors), torch.device("cpu"))
     norm_type = float(norm_type)
     if norm_type == math.inf:
         total = torch.zeros((), device=device, dtype=torch.float)
-        for tensor in tensors:
+        for _, tensor in tensors:
             total = torch.maximum(total, tensor.detach().abs().max().float()) if tensor.numel() else total
-        op = dist.ReduceOp.MAX
     else:
         total = torch.zeros((), device=device, dtype=torch.double if device.type == "cpu" else torch.float)
-        for tensor, here in zip(tensors, counted):
-            if here:
+        for p, tensor in tensors:
+            if is_model_parallel_parameter(p) or mpu is None or _model_parallel_rank(mpu) == 0:
                 total += tensor.detach().float().norm(norm_type).to(total.dtype) ** norm_type
-        op = dist.ReduceOp.SUM
     if mpu is not None:
-        total = total.reshape(1)
+        total, op = total.reshape(1), dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
         dist.all_reduce(total, op=op, group=mpu.get_model_parallel_group())
     total = total.item()
     return total if norm_type == math.inf else total ** (1.0 / norm_type)
@@ -65,15 +59,13 @@ def get_grad_norm(parameters, norm_type=2, mpu=None):
 
 
 def _grad_norm(parameters, norm_type, mpu):
-    with_grad = [p for p in parameters if p.grad is not None]
-    grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in with_grad]
-    return _norm(grads, [_counted_here(p, mpu) for p in with_grad], norm_type, mpu)
+    grads = [(p, p.grad) for p in parameters if p.grad is not None]
+    return _norm([(p, g.coalesce().values() if g.is_sparse else g) for p, g in grads], norm_type, mpu)
 
 
 def get_weight_norm(parameters, norm_type=2, mpu=None):
     """Norm of all parameters as of one vector, a float; -1.0 where it is inf or nan."""
-    parameters = _listed(parameters)
-    norm = _norm([p.data for p in parameters], [_counted_here(p, mpu) for p in parameters], norm_type, mpu)
+    norm = _norm([(p, p.data) for p in _listed(parameters)], norm_type, mpu)
     return norm if math.isfinite(norm) else -1.0
 
 

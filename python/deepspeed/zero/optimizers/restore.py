@@ -44,7 +44,7 @@ class Restore:
             for _, index, offset, numel in self._owned():
                 pieces = self.saved.pieces(self.names[index], "fp32")
                 if pieces and numel:
-                    self._check_filled(index, offset, numel, pieces, "the fp32 weight")
+                    self._fill(numel, index, offset, pieces, "the fp32 weight")
         if states:
             self._check_groups()
             self._check_states()
@@ -65,29 +65,21 @@ class Restore:
 
     @torch.no_grad()
     def _fill(self, target, index, offset, pieces, what):
-        param = self.params[index]
-        begin = saved_part(param)[0]
-        if self._in_rows(index):
+        """The piece of a parameter from ``offset`` on; of a ``target`` that is a number of elements it is only checked
+        that they are there."""
+        param, checks = self.params[index], isinstance(target, int)
+        begin, numel = saved_part(param)[0], target if checks else target.numel()
+        if checks and self._in_rows(index):
+            filled = self.saved.check_pieces(pieces, begin + offset, numel)
+        elif checks:
+            filled = min(self.saved.check_pieces(pieces, begin, param.numel()), numel)
+        elif self._in_rows(index):
             filled = self.saved.read_into(target, pieces, begin + offset)
         else:  # pieces are in the order of memory, files in that of rows
             whole = torch.zeros(param.shape, dtype=target.dtype, device=target.device)
-            filled = min(self.saved.read_into(whole, pieces, begin), target.numel())
-            if target.shape == param.shape:
-                target.copy_(whole)
-            else:
-                target.copy_(in_memory_order(whole, param)[offset : offset + target.numel()].reshape(target.shape))
-        self._refuse_short(index, offset, target.numel(), filled, what)
-
-    def _check_filled(self, index, offset, numel, pieces, what):
-        param = self.params[index]
-        begin = saved_part(param)[0]
-        if self._in_rows(index):
-            filled = self.saved.check_pieces(pieces, begin + offset, numel)
-        else:
-            filled = min(self.saved.check_pieces(pieces, begin, param.numel()), numel)
-        self._refuse_short(index, offset, numel, filled, what)
-
-    def _refuse_short(self, index, offset, numel, filled, what):
+            filled = min(self.saved.read_into(whole, pieces, begin), numel)
+            own = whole if target.shape == param.shape else in_memory_order(whole, param)[offset : offset + numel]
+            target.copy_(own.reshape(target.shape))
         if filled != numel:
             raise ValueError(
                 f"{self.saved.origin()}: {what} of parameter '{self.names[index]}' has {filled} of the {numel} "
@@ -108,7 +100,7 @@ class Restore:
     def states(self):
         """Moments, steps and hyperparameters."""
         self._groups()
-        if self.stepping.fused is not None:
+        if self.stepping.fused:
             self._native_states()
         else:
             self._client_states()
@@ -124,46 +116,35 @@ class Restore:
     def _groups(self):
         for group, values, options in zip(self.optimizer.param_groups, self.saved.param_groups(), self.options):
             left = {"names", "params"}
-            if self.stepping.fused is not None and "step" not in group:  # FusedAdam has it in its groups, others do not
+            if self.stepping.fused and "step" not in group:  # FusedAdam has it in its groups, others do not
                 left.add("step")
             group.update({key: value for key, value in values.items() if key not in left})
             group.update(options)
 
-    def _native_slots(self):
-        """``(number, index, offset, numel, {name of a state -> its slot})`` of the pieces that this rank owns."""
-        kinds = self.core.slot_names()
-        slots = [self.core.slots(number) for number in range(len(kinds))]  # which there are
-        for place, index, offset, numel in self._owned():
-            own = {kind: number for number, kind in enumerate(kinds) if slots[number][place] is not None}
-            yield place, index, offset, numel, own
+    def _saved_states(self):
+        """``(number, index, offset, numel, {kind -> saved pieces})`` of the pieces that this rank owns."""
+        found, kinds, fused = {}, self.saved.state_names(), self.stepping.fused
+        slots = {kind: self.core.slots(number) for number, kind in enumerate(self.core.slot_names() if fused else ())}
+        for number, index, offset, numel in self._owned():
+            if index not in found:
+                if fused:  # which there are of this parameter
+                    kinds = [kind for kind, own in slots.items() if own[number] is not None]
+                found[index] = self._pieces_of(index, kinds)
+            yield number, index, offset, numel, found[index]
 
     def _check_states(self):
-        found = {}
-        if self.stepping.fused is not None:
-            for _, index, offset, numel, own in self._native_slots():
-                if index not in found:
-                    found[index] = self._pieces_of(index, list(own))
-                for kind in own if numel else ():
-                    if found[index][kind]:
-                        self._check_filled(index, offset, numel, found[index][kind], f"state '{kind}'")
-            return
-        for _, index, offset, numel in self._owned():
-            if self.names[index] not in self.saved.shapes():
-                continue
-            for kind in self.saved.state_names() if numel else ():
-                pieces = self.saved.pieces(self.names[index], kind)
+        for _, index, offset, numel, found in self._saved_states():
+            for kind, pieces in found.items() if numel else ():
                 if pieces:
-                    self._check_filled(index, offset, numel, pieces, f"state '{kind}'")
+                    self._fill(numel, index, offset, pieces, f"state '{kind}'")
 
     def _native_states(self):
-        found = {}
-        for place, index, offset, numel, own in self._native_slots():
-            if index not in found:
-                found[index] = self._pieces_of(index, list(own))
-            for kind, position in own.items() if numel else ():
-                with self.core.piece("slot", position, place, "write") as target:
-                    if found[index][kind]:
-                        self._fill(target, index, offset, found[index][kind], f"state '{kind}'")
+        kept = self.stepping.kept()
+        for number, index, offset, numel, found in self._saved_states():
+            for kind, pieces in found.items() if numel else ():
+                with self.core.piece(*kept[kind], number, "write") as target:
+                    if pieces:
+                        self._fill(target, index, offset, pieces, f"state '{kind}'")
                     else:
                         target.zero_()
         steps = torch.zeros(len(self.params), dtype=torch.float32)
@@ -175,6 +156,8 @@ class Restore:
     def _pieces_of(self, index, kinds):
         name = self.names[index]
         found = {kind: self.saved.pieces(name, kind) for kind in kinds}
+        if not self.stepping.fused:
+            return found
         have = [kind for kind in self.saved.state_names() if self.saved.pieces(name, kind)]
         # What a strategy of the step keeps beside the optimizer's states may be of one of the two runs alone.
         apart = {*self.core.strategy_states(), *STRATEGY_STATES}
@@ -187,29 +170,24 @@ class Restore:
         return found
 
     def _client_states(self):
-        state = self.optimizer.state
-        shapes, kinds = self.saved.shapes(), self.saved.state_names()
-        for number, index, offset, numel in self._owned():
-            name, master = self.names[index], self.stepping.masters[number]
-            if name not in shapes:
-                state.pop(master, None)
-                continue
-            own = {key: _own(value) for key, value in self.saved.scalars(name).items()}
-            for kind in kinds:
-                pieces = self.saved.pieces(name, kind)
-                if pieces or not numel:
-                    own[kind] = torch.zeros_like(master.detach())
-                if pieces and numel:
-                    self._fill(own[kind], index, offset, pieces, f"state '{kind}'")
+        state, shapes = self.optimizer.state, self.saved.shapes()
+        for number, index, offset, numel, found in self._saved_states():
+            name, master, own = self.names[index], self.stepping.masters[number], {}
+            if name in shapes:
+                own = {key: _own(value) for key, value in self.saved.scalars(name).items()}
+                for kind, pieces in found.items():
+                    if pieces or not numel:
+                        own[kind] = torch.zeros_like(master.detach())
+                    if pieces and numel:
+                        self._fill(own[kind], index, offset, pieces, f"state '{kind}'")
             if own:
                 state[master] = own
                 if self.stepping.in_files is not None:
                     self.stepping.in_files.rest([master])
             else:
                 state.pop(master, None)
-        if hasattr(
-            self.optimizer, "__setstate__"
-        ):  # torch's optimizers turn states of older versions into theirs there
+        # torch's optimizers turn states of older versions into theirs there.
+        if hasattr(self.optimizer, "__setstate__"):
             self.optimizer.__setstate__({"state": state, "param_groups": self.optimizer.param_groups})
 
     # ---- the optimizer as a whole ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ optimizer may be inside. Source of the method: Rajbhandari et al., "ZeRO: Memory
 Parameter Models" (SC 2020), section 5.
 """
 
+import os
 import weakref
 
 import torch
@@ -16,13 +17,14 @@ from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import CreateLossScaler
 from deepspeed.zero.core import writing
 from deepspeed.zero.errors import ZeRORuntimeException
-from deepspeed.zero.offload.offload_states import states_of
+from deepspeed.zero.offload.offload_states import OffloadedStates
 from deepspeed.zero.optimizers.base_optimizer import ZeROOptimizer
-from deepspeed.zero.optimizers.flat_states import StatesByFlatTensor, with_states
+from deepspeed.zero.optimizers.flat_states import with_states
 from deepspeed.zero.optimizers.restore import Restore
 from deepspeed.zero.optimizers.states_in_files import StatesInFiles
 from deepspeed.zero.optimizers.wrapped_optimizer import DTYPES, WrappedOptimizer
 from deepspeed.zero.parameters.param_ranks import ranks_of
+from deepspeed.zero.states.named_states import groups_of_params
 from deepspeed.zero.states.param_states import ParamStates
 
 
@@ -34,7 +36,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     dynamic, and arguments of the dynamic one. ``clip_grad``: the largest 2-norm of all gradients, 0 for any.
     """
 
-    stage = None
+    saved_form = stage = None
     partition_gradients = True
     _engine = None
 
@@ -54,18 +56,17 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         self._names = names
         self.dp_process_group = core_options.get("data_parallel")
         self._start(core, names, check, rank, CreateLossScaler(self.low_precision_dtype, *scaler_args), clip_grad)
-        if self.stepping.fused is None and self.rests_in_files():
+        if not self.stepping.fused and self.rests_in_files():
             raise ZeRORuntimeException(
                 f"{type(init_optimizer).__name__} cannot update masters that rest in files: use an optimizer of "
                 "deepspeed.ops, or give zero_optimization.placement more memory"
             )
-        if engine is not None and engine.zero_nvme_offload_optimizer() and self.stepping.fused is None:
+        if engine is not None and engine.zero_nvme_offload_optimizer() and not self.stepping.fused:
             self.stepping.in_files = self._states_in_files(engine)
         self._link(self._params)
         for name, param in zip(names, self._params):
             self.param_names.setdefault(param, name)
-        self.states = states_of(self)
-        StatesByFlatTensor.follow(self.optimizer)
+        self.states = OffloadedStates(self)
 
     def _states_in_files(self, engine):
         zero, rank = engine._config.zero_config, dist.get_rank() if dist.is_initialized() else 0
@@ -108,47 +109,40 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         ``optimizer.optimizer.state[flat]`` has their states, and "step"."""
         return [
             with_states(_end_to_end(self._values("fp32", group)), self, "_states_of_masters", group)
-            for group in self._followed(self.fp32_groups)
+            for group in self.fp32_groups
         ]
-
-    def _followed(self, flats):
-        StatesByFlatTensor.follow(self.optimizer)
-        return flats
 
     def _states_of_masters(self, masters):
         """The states of ``masters``, each end to end, and the number of updates that the most updated one has seen."""
         kept = [self.optimizer.state.get(master, {}) for master in masters]
         if not any(kept):
             return {}
-        names = [name for name in self.state_names() if any(name in state for state in kept)]
-        states = {}
-        for name in names:
-            values = self._values(name, masters)
-            values = [torch.zeros_like(m) if value is None else value for m, value in zip(masters, values)]
-            states[name] = _end_to_end(values)
-        return {"step": max(int(state.get("step", 0)) for state in kept), **states}
+        found = {"step": max(int(state.get("step", 0)) for state in kept)}
+        for name in self.state_names():
+            if any(name in state for state in kept):
+                values = zip(masters, self._values(name, masters))
+                found[name] = _end_to_end([torch.zeros_like(m) if value is None else value for m, value in values])
+        return found
 
     @property
     def averaged_gradients(self):
         """dict: group -> list of this rank's pieces of the reduced gradients (views; copies of what lies in files)."""
-        groups = [index for index, group in enumerate(self.bit16_groups) for _ in group]
-        used = self.core.used()
-        found = {index: [] for index in range(len(self.bit16_groups))}
-        for (param, _, _), grad in zip(self.core.pieces(), self.core.grads(copies=True)):
-            if used[param]:
-                found[groups[param]].append(grad)
-        return found
+        groups, used = groups_of_params(self.bit16_groups), self.core.used()
+        own = zip(self.core.pieces(), self.core.grads(copies=True))
+        named = [(groups[param], grad) for (param, _, _), grad in own if used[param]]
+        return {number: [grad for group, grad in named if group == number] for number in range(len(self.bit16_groups))}
 
     def check_overflow(self, partition_gradients=True):
         """Whether the reduced gradients hold an inf or nan on any rank. Every rank calls it."""
-        bad = self.has_overflow_partitioned_grads_serial()
-        if self.dp_process_group is None:
-            self.stepping.overflow = bad
-            return bad
-        flag = torch.tensor([float(bad)], device=self.core_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
-        self.stepping.overflow = bool(flag.item())
+        self.stepping.overflow = bool(self._most([float(self.has_overflow_partitioned_grads_serial())]).item())
         return self.stepping.overflow
+
+    def _most(self, values):
+        """A tensor: of each of the ``values`` the largest that a rank has."""
+        values = torch.tensor(values, device=self.core_device)
+        if self.dp_process_group is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.dp_process_group)
+        return values
 
     has_overflow = check_overflow
 
@@ -159,8 +153,8 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     def sequential_execution(self, function, message, group=None):
         """Runs ``function()`` on one rank of ``group`` (None: the data-parallel one) after the other, in rank order.
         Raises what it raised here, after all had their turn."""
-        group = self.dp_process_group if group is None else group
-        count, mine, error = (1, 0, None) if group is None else (dist.get_world_size(group), dist.get_rank(group), None)
+        group, error = self.dp_process_group if group is None else group, None
+        count, mine = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         if mine == 0:
             logger.info(message)
         for turn in range(count):
@@ -192,14 +186,12 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     # ---- state -----------------------------------------------------------------------------------------------------
     def _steps(self):
         """Updates that each parameter has seen, on every rank alike."""
-        if self.stepping.fused is not None:
+        if self.stepping.fused:
             return [int(step) for step in self.core.steps()]
-        steps = torch.zeros(len(self._params), device=self.core_device)
+        steps = [0.0] * len(self._params)
         for master, (index, _, _) in zip(self.stepping.masters, self.core.pieces()):
             steps[index] = float(self.optimizer.state.get(master, {}).get("step", 0))
-        if self.dp_process_group is not None:
-            dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self.dp_process_group)
-        return [int(step) for step in steps]
+        return [int(step) for step in self._most(steps)]
 
     def _group_args(self):
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
@@ -216,6 +208,32 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         called = iter(self._names)
         named = [[(next(called), param) for param in group] for group in self.bit16_groups]
         return [{name: getattr(p, "ds_shape", p.shape) for name, p in group if ranks_of(p) is None} for group in named]
+
+    def load_state_dict(
+        self,
+        state_dict_list,
+        load_optimizer_states=True,
+        load_from_fp32_weights=False,
+        checkpoint_folder=None,
+        load_serial=None,
+        param_shapes=None,
+    ):
+        """``state_dict_list`` holds what all ranks have saved, in rank order; any number of ranks may have saved.
+
+        Without ``load_from_fp32_weights`` the masters are taken from the model's own weights. Raises ValueError where
+        groups or sizes do not fit. ``load_serial``: a tensor that this rank has received from the one before it on its
+        machine (``zero_optimization.pipeline_loading_checkpoint``); it goes on to the next one when everything is read.
+        """
+        saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
+        self._restore(
+            self.saved_form(self._of_all_ranks(saved), param_shapes or self._shapes()),
+            load_optimizer_states,
+            load_from_fp32_weights,
+            when_read=None if load_serial is None else lambda: _hand_on(load_serial),
+        )
+
+    def _of_all_ranks(self, saved):
+        return saved
 
     def _restore(self, saved, with_states, with_masters, when_read=None):
         """Takes a ``SavedState``; masters from the model's weights unless ``with_masters``. Every rank calls it.
@@ -260,3 +278,11 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
 
 def _end_to_end(tensors):
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
+
+
+def _hand_on(serial):
+    """The next rank of this machine may load."""
+    serial += 1
+    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    if dist.get_local_rank() != local_size - 1 and dist.get_rank() + 1 < dist.get_world_size():
+        dist.send(serial, dist.get_rank() + 1)

@@ -1,7 +1,6 @@
 """The optimizer object of ZeRO stage 3: every parameter is cut into slices, one for each rank."""
 
 import os
-import weakref
 
 import torch
 
@@ -9,22 +8,16 @@ from deepspeed import comm as dist
 from deepspeed._native import _C
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.formats import torch_archive
+from deepspeed.utils.forwarding import forwarded
 from deepspeed.zero.core import writing
+from deepspeed.zero.engine_links import EngineLink
 from deepspeed.zero.optimizers.flat_layout import InnerStates
 from deepspeed.zero.optimizers.flat_states import with_states
 from deepspeed.zero.optimizers.sharded_optimizer import ShardedOptimizer
 from deepspeed.zero.parameters.param_ranks import ranks_of
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
-from deepspeed.zero.states.named_states import OWN_PARAMS, own_params
+from deepspeed.zero.states.named_states import OWN_PARAMS, groups_of_params, own_params
 from deepspeed.zero.states.param_values import ParamValues
-
-
-def _hand_on(serial):
-    """The next rank of this machine may load."""
-    serial += 1
-    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
-    if dist.get_local_rank() != local_size - 1 and dist.get_rank() + 1 < dist.get_world_size():
-        dist.send(serial, dist.get_rank() + 1)
 
 
 class SlicedOptimizer(ParamValues, ShardedOptimizer):
@@ -36,7 +29,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
     ``own_slices(shard, rank, count)`` stands for shards of which only one is here.
     """
 
-    saved_form = own_slices = None
+    own_slices = None
     stage = 3
 
     def __init__(self, module, *args, sub_group_size, gathering, **core_options):
@@ -45,15 +38,9 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         super().__init__(*args, **core_options)
         self.parameter_offload = gathering(self.core)
         for param in self._params:
-            param._z3_optimizer = _Weak(self)
+            param._z3_optimizer = _OptimizerLink(self)
 
-    @property
-    def dtype(self):
-        return self.low_precision_dtype
-
-    @property
-    def fp16_groups(self):
-        return self.bit16_groups
+    dtype, fp16_groups = forwarded("low_precision_dtype", False), forwarded("bit16_groups", False)
 
     @property
     def partition_count(self):
@@ -76,7 +63,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         """``_flat_sub_groups`` of dense parameters in files, read when it is written down."""
         found = []
         for run in self._sub_groups(dense=True):
-            source = self.core.slice_source(*self._kept(kind), run)
+            source = self.core.slice_source(*self.stepping.kept()[kind], run)
             found.append(TensorOfPieces.of_source(source.bytes // 4, torch.float32, source))
         return found
 
@@ -84,14 +71,14 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
     def fp32_partitioned_groups_flat(self):
         """One flat fp32 tensor (a copy) for each sub-group: this rank's slices of the masters, padding included.
         ``optimizer.optimizer.state[flat]`` has their states, padded alike, and "step"."""
-        flats = enumerate(self._followed(self._flat_sub_groups(self.own_tensors("fp32"))))
+        flats = enumerate(self._flat_sub_groups(self.own_tensors("fp32")))
         return [with_states(flat, self, "_states_of_sub_group", position) for position, flat in flats]
 
     def _states_of_sub_group(self, position):
         run = self._sub_groups()[position]
         masters = [m for m, (index, _, _) in zip(self.stepping.masters, self.core.pieces()) if index in run]
         kept = self._states_of_masters(masters)
-        if self.stepping.fused is not None:  # known on a rank that owns nothing of these parameters, too
+        if self.stepping.fused:  # known on a rank that owns nothing of these parameters, too
             kept = {**dict.fromkeys(self.state_names()), "step": max(int(self.core.steps()[index]) for index in run)}
         whole = {name: self._flat_sub_groups(self.own_tensors(name))[position] for name in kept if name != "step"}
         return {**kept, **whole}
@@ -112,15 +99,16 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         inner, steps = {}, self._steps()
         kept = InnerStates(self)
         states = {name: flats(name) for name in sorted({kind for kinds in kept.kinds for kind in kinds})}
-        groups_of = [index for index, group in enumerate(self.bit16_groups) for _ in group]
-        for position, run in enumerate(self._sub_groups(dense=True)):
-            group = groups_of[run[0]]
+        groups_of = groups_of_params(self.bit16_groups)
+        runs = self._sub_groups(dense=True)
+        places = [groups_of[run[0]] for run in runs]
+        for position, (group, run) in enumerate(zip(places, runs)):
             inner[position] = kept.of_group(group, run, [steps[index] for index in run])
             inner[position].update({kind: states[kind][position] for kind in kept.kinds[group]})
-        groups, position = [], 0
-        for args, group in zip(self._group_args(), self._runs_of_groups()):
-            groups.append({**args, "params": list(range(position, position + group))})
-            position += group
+        groups = [
+            {**args, "params": [place for place, own in enumerate(places) if own == number]}
+            for number, args in enumerate(self._group_args())
+        ]
         own = own_params(self.stepping, self.bit16_groups, in_pieces=in_pieces)
         return {
             "zero_stage": ZeroStageEnum(self.stage),
@@ -131,39 +119,11 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
             **({} if own is None else {OWN_PARAMS: own}),
         }
 
-    def _runs_of_groups(self):
-        counts, runs, index = [], self._sub_groups(dense=True), 0
-        starts = {run[0] for run in runs}
-        for group in self.bit16_groups:
-            counts.append(sum(1 for i in range(index, index + len(group)) if i in starts))
-            index += len(group)
-        return counts
-
-    def load_state_dict(
-        self,
-        state_dict_list,
-        load_optimizer_states=True,
-        load_from_fp32_weights=False,
-        checkpoint_folder=None,
-        load_serial=None,
-        param_shapes=None,
-    ):
-        """``state_dict_list`` holds the slices of all ranks that saved, in rank order.
-
-        Any number of ranks may have saved; a rank may also pass nothing but its own slices, of as many ranks. Without
-        ``load_from_fp32_weights`` the masters are taken from the model's weights. Raises ValueError where sizes do not
-        fit. ``load_serial``: a tensor that this rank has received from the one before it on its machine
-        (``zero_optimization.pipeline_loading_checkpoint``); it goes on to the next one when everything is read.
-        """
-        saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
+    def _of_all_ranks(self, saved):
+        """A rank may also pass nothing but its own slices, of as many ranks."""
         if len(saved) == 1 and self.partition_count > 1 and saved[0].get("partition_count") == self.partition_count:
-            saved = self.own_slices(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
-        self._restore(
-            self.saved_form(saved, param_shapes or self._shapes()),
-            load_optimizer_states,
-            load_from_fp32_weights,
-            when_read=None if load_serial is None else lambda: _hand_on(load_serial),
-        )
+            return self.own_slices(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
+        return saved
 
     # ---- universal checkpoints ---------------------------------------------------------------------------------------
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir):
@@ -210,17 +170,8 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         super().destroy()
 
 
-class _Weak:
-    """Stands for the optimizer on a parameter and does not keep it; a copied model does not copy it."""
-
-    def __init__(self, optimizer):
-        self.__dict__["_optimizer"] = weakref.ref(optimizer)
+class _OptimizerLink(EngineLink):
+    """Stands for the optimizer on a parameter."""
 
     def __getattr__(self, name):
-        return getattr(self.__dict__["_optimizer"](), name)
-
-    def __deepcopy__(self, memo):
-        return None
-
-    def __reduce__(self):
-        return (type(None), ())
+        return getattr(self.target, name)

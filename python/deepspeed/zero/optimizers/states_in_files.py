@@ -6,7 +6,7 @@ of two parts at a time, while the masters and gradients stay on the host. Each e
 everywhere under ZeRO, so the results are those of one call.
 """
 
-import collections.abc
+import collections
 
 import torch
 
@@ -15,79 +15,74 @@ from deepspeed import _native
 _MOST = 1 << 22  # elements of a part that has several masters
 
 
-class StatesOfMaster(collections.abc.MutableMapping):
+class _InFile:
+    """The state with number ``number`` in ``store``, as long as this object lives."""
+
+    def __init__(self, store, number):
+        self._store, self._number = store, number
+
+    def get(self):
+        return self._store.get(self._number)
+
+    def prefetch(self):
+        self._store.prefetch(self._number)
+
+    def __del__(self):
+        self._store.drop(self._number)
+
+
+class StatesOfMaster(collections.UserDict):
     """The value of ``optimizer.state[master]`` between steps. A state with a value for each element is in a file:
     reading it gives a copy, and writing it writes the file. Other values are kept as they are."""
 
     def __init__(self, store, master, values):
-        self._store, self._shape, self._values = store, master.shape, {}
-        self.update(values)
-
-    def _in_file(self, value):
-        return torch.is_tensor(value) and value.shape == self._shape and value.dim() > 0
+        self._store, self._master = store, master
+        super().__init__(values)
 
     def __getitem__(self, key):
-        value = self._values[key]
-        return self._store.get(value.number) if isinstance(value, _Number) else value
+        value = self.data[key]
+        return value.get() if isinstance(value, _InFile) else value
 
     def __setitem__(self, key, value):
-        made = _Number(self._store.put(value.detach().cpu())) if self._in_file(value) else value
-        self._drop(key)
-        self._values[key] = made
+        in_file = is_each(value, self._master)
+        self.data[key] = _InFile(self._store, self._store.put(value.detach().cpu())) if in_file else value
 
-    def __delitem__(self, key):
-        if key not in self._values:
-            raise KeyError(key)
-        self._drop(key)
-
-    def __iter__(self):
-        return iter(self._values)
-
-    def __len__(self):
-        return len(self._values)
-
-    def __contains__(self, key):
-        return key in self._values
+    def __copy__(self):
+        return dict(self)
 
     def __reduce__(self):  # whoever copies or pickles it gets plain states
         return (dict, (dict(self),))
 
     def names(self):
         """Names of the states that are in files."""
-        return [key for key, value in self._values.items() if isinstance(value, _Number)]
+        return [key for key, value in self.data.items() if isinstance(value, _InFile)]
 
     def others(self):
         """dict: name -> value of what is not in files."""
-        return {key: value for key, value in self._values.items() if not isinstance(value, _Number)}
+        return {key: value for key, value in self.data.items() if not isinstance(value, _InFile)}
+
+    def in_memory(self):
+        """A dict with copies beside the master of what is in files."""
+        own = self._master
+        return {key: value.to(own.device) if is_each(value, own) else value for key, value in self.items()}
 
     def prefetch(self):
         """Begins to read."""
-        for value in self._values.values():
-            if isinstance(value, _Number):
-                self._store.prefetch(value.number)
+        for name in self.names():
+            self.data[name].prefetch()
 
-    def __del__(self):
-        for key in list(self._values):
-            self._drop(key)
 
-    def _drop(self, key):
-        before = self._values.pop(key, None)
-        if isinstance(before, _Number):
-            self._store.drop(before.number)
+def is_each(value, master):
+    """Whether a state of ``master`` has one number for each of its elements."""
+    return torch.is_tensor(value) and value.shape == master.shape and value.dim() > 0
 
 
 def split_states(states, master):
     """``(names of states with a value for each element, the others by name)`` of ``master``."""
     if isinstance(states, StatesOfMaster):
         return states.names(), states.others()
-    whole = {key for key, value in states.items() if torch.is_tensor(value) and value.dim() > 0}
-    names = [key for key in states if key in whole and states[key].shape == master.shape]
+    names = [key for key, value in states.items() if is_each(value, master)]
     return names, {key: value for key, value in states.items() if key not in names}
-
-
-class _Number:
-    def __init__(self, number):
-        self.number = number
 
 
 class StatesInFiles:
@@ -124,25 +119,13 @@ class StatesInFiles:
                 group["params"] = params
 
     def _step_part(self, masters, later):
-        state = self._optimizer.state
-        for master in masters:
-            if isinstance(state.get(master), StatesOfMaster):
-                state[master] = self._read(state[master], master)
-        self._prefetch(later)
+        self._optimizer.state.update((master, states.in_memory()) for master, states in self._in_files(masters))
+        for _, states in self._in_files(master for own in later for master in own):
+            states.prefetch()
         try:
             self._optimizer.step()
         finally:
             self.rest(masters)
-
-    @staticmethod
-    def _read(states, master):
-        return {key: value.to(master.device) if states._in_file(value) else value for key, value in states.items()}
-
-    def _prefetch(self, part):
-        for master in (master for own in part for master in own):
-            states = self._optimizer.state.get(master)
-            if isinstance(states, StatesOfMaster):
-                states.prefetch()
 
     def _parts(self, groups):
         """Lists of masters with gradients, one for each group, of so many elements in all."""
@@ -158,9 +141,13 @@ class StatesInFiles:
                 held += master.numel()
         return parts or [[[] for _ in groups]]
 
+    def _in_files(self, masters):
+        """``[(master, its StatesOfMaster)]`` of those that have some."""
+        found = [(master, self._optimizer.state.get(master)) for master in masters]
+        return [(master, states) for master, states in found if isinstance(states, StatesOfMaster)]
+
     def close(self):
         """States in files end with their files."""
-        state = self._optimizer.state
-        for master in [master for master, states in state.items() if isinstance(states, StatesOfMaster)]:
-            del state[master]
+        for master, _ in self._in_files(list(self._optimizer.state)):
+            del self._optimizer.state[master]
         self._store = self._folder = None

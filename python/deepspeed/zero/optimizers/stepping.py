@@ -2,9 +2,13 @@
 
 import math
 
+import torch
+
 from deepspeed import _native
 from deepspeed.log import log_dist, logger
+from deepspeed.ops.by_name import is_native
 from deepspeed.zero.errors import UnusedParameterError
+from deepspeed.zero.optimizers.states_in_files import is_each
 
 
 def refuse_group(param_group):
@@ -16,6 +20,12 @@ def refuse_group(param_group):
     )
 
 
+def _first(texts, most=3):
+    """The first ones, and how many follow."""
+    texts = list(texts)
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
 class Stepping:
     """Runs the step of ``optimizer`` on the gradients in ``core``.
 
@@ -23,18 +33,15 @@ class Stepping:
     the parameters themselves in fp32 where nothing is sharded, fp32 views of the core's buffers otherwise. ``scaler``
     is the loss scaler or None. ``check``: gradients that are not finite skip the step. ``clip`` is the maximum
     2-norm, 0 for none.
+
+    ``fused``: the core makes the update of an optimizer of ours (``ops.native_optimizer``) in one pass over its flat
+    buffers. The optimizer object stays what users know: ``param_groups`` that schedulers write to, ``state`` with the
+    states of each parameter, ``state_dict`` and ``load_state_dict``. Its attribute ``fused_state`` is this object.
     """
 
     def __init__(self, core, optimizer, masters, names, scaler=None, check=False, clip=0.0, rank=0):
-        self.core = core
-        self.optimizer = optimizer
-        self.masters = masters
-        self.names = names
-        self.scaler = scaler
-        self.check = check
-        self.clip = clip
-        self.rank = rank
-        self.fused = None
+        self.core, self.optimizer, self.masters, self.names = core, optimizer, masters, names
+        self.scaler, self.check, self.clip, self.rank = scaler, check, clip, rank
         self.in_files = None  # StatesInFiles of an optimizer that is not native
         self.need_all = False  # a parameter without a gradient is an error
         self.move = None  # of the learning-rate schedule, which the next step makes
@@ -45,13 +52,29 @@ class Stepping:
         self._told_of_writes = False
         optimizer.add_param_group = refuse_group
         self._sizes = self._sizes_of_groups()
+        self.fused = is_native(optimizer) and all(master.dtype == torch.float32 for master in masters)
+        if self.fused:
+            self._install()
+
+    def _install(self):
+        optimizer = self.optimizer
+        optimizer.check_engine()
+        self.core.set_rules([optimizer.rule_of(group) for group in optimizer.param_groups])
+        if optimizer.stochastic_rounding:
+            logger.warning(
+                f"{type(optimizer).__name__}: stochastic_rounding has no effect in this engine, which keeps fp32 "
+                "masters: nothing is lost there, and the model's 16-bit weights are the masters rounded to nearest."
+            )
+        optimizer.state.update(self._views())
+        optimizer.fused_state = self
 
     def _sizes_of_groups(self):
         return [len(group["params"]) for group in self.optimizer.param_groups]
 
     def release(self):
         """The optimizer belongs to no engine any more."""
-        self.fused = None
+        if self.fused:
+            self.fused, self.optimizer.fused_state = False, None
         vars(self.optimizer).pop("add_param_group", None)
 
     @property
@@ -66,7 +89,7 @@ class Stepping:
         not skipped, before anything changes: what it raises leaves all as it was, and the gradients in place.
         """
         self.move, self._made = move, False
-        return self.step if self.fused is None else self.optimizer.step
+        return self.optimizer.step if self.fused else self.step
 
     def end(self):
         """Returns True when the weights were updated, False when the step was skipped."""
@@ -96,11 +119,10 @@ class Stepping:
         self.overflow = report.skipped
         if report.written and not self._told_of_writes:
             self._told_of_writes = True
-            names = ", ".join(f"'{name}'" for name in report.written[:3])
-            names += f" and {len(report.written) - 3} more" if len(report.written) > 3 else ""
             logger.info(
-                f"[Rank {self.rank}] the weights of {names} were changed outside of the optimizer: the fp32 masters "
-                "take the new values, which all ranks have to write alike. This is said once."
+                f"[Rank {self.rank}] the weights of {_first(map(repr, report.written))} were changed outside of the "
+                "optimizer: the fp32 masters take the new values, which all ranks have to write alike. This is said "
+                "once."
             )
         if not math.isfinite(report.norm):
             self._explain_overflow(report.nonfinite)
@@ -114,7 +136,7 @@ class Stepping:
 
     def expect(self):
         """Before a backward after which a step follows: some strategies of the step begin with it meanwhile."""
-        if self.fused is not None and self.core.expects_steps:
+        if self.fused and self.core.expects_steps:
             self.core.expect_step(self._inputs(None))
 
     def _inputs(self, move):
@@ -128,10 +150,11 @@ class Stepping:
         rules = getattr(self.scaler, "rules_and_state", lambda: None)()
         if rules is not None:
             inputs.set_scaler(*rules)
-        if self.fused is None:
-            inputs.set_outside(self.masters, (self.in_files or self.optimizer).step)
+        if self.fused:
+            groups, optimizer = self.optimizer.param_groups, self.optimizer
+            inputs.groups = [(optimizer.rule_of(group), optimizer.rule_args(group)) for group in groups]
         else:
-            inputs.groups = self.fused.groups()
+            inputs.set_outside(self.masters, (self.in_files or self.optimizer).step)
         return inputs
 
     def _refuse_unused(self, most=5):
@@ -143,10 +166,9 @@ class Stepping:
                 "deepspeed.initialize), or set zero_optimization.ignore_unused_parameters to true"
             )
 
-    def _explain_overflow(self, nonfinite, most=3):
+    def _explain_overflow(self, nonfinite):
         """Says which gradients were not finite, on the rank that produced them."""
-        text = ", ".join(f"parameter '{name}' has {kind}" for name, kind in nonfinite[:most])
-        text += f" and {len(nonfinite) - most} more" if len(nonfinite) > most else ""
+        text = _first(f"parameter '{name}' has {kind}" for name, kind in nonfinite)
         if not self.check:
             if not self._warned_not_finite:
                 self._warned_not_finite = True
@@ -158,3 +180,58 @@ class Stepping:
             logger.warning(f"[Rank {self.rank}] gradient overflow: {text}.")
         else:
             log_dist("gradient overflow on another rank, which names the parameter.", ranks=[0])
+
+    # ---- what is kept of each piece ----------------------------------------------------------------------------------
+    def kept(self):
+        """dict: kind -> the arguments by which the core knows what it keeps of each piece: "fp32" (masters), "grad",
+        and the states of an optimizer of ours."""
+        slots = self.core.slot_names() if self.fused else ()
+        states = {name: ("slot", number) for number, name in enumerate(slots)}
+        return {"fp32": ("master", 0), "grad": ("grad", 0), **states}
+
+    def own(self, kind, numbers):
+        """The tensors of a kind of this rank's pieces with these ``numbers``, None where there is none: views, of what
+        lies in files copies."""
+        kept = self.kept().get(kind)
+        if kept is not None:
+            return [self.core.piece_tensor(*kept, number) for number in numbers]
+        masters, states = [self.masters[number] for number in numbers], {} if self.fused else self.optimizer.state
+        found = [(states.get(master, {}).get(kind), master) for master in masters]
+        return [value if is_each(value, master) else None for value, master in found]
+
+    def _views(self):
+        apart = set(self.core.strategy_states())  # they are the engine's, not the optimizer's
+        names, steps = [name for name in self.core.slot_names() if name not in apart], self.core.steps()
+        slots = [self.core.slots(number) for number in range(len(names))]
+        for place, (param, (index, _, _)) in enumerate(zip(self.masters, self.core.pieces())):
+            own = {name: slot[place] for name, slot in zip(names, slots) if slot[place] is not None}
+            yield param, {"step": steps[index], **own}
+
+    def read(self, place, state):
+        """``state``, of parameter number ``place``, with copies of what lies in files and has no memory."""
+        kept = self.kept()
+        return {
+            name: self.own(name, [place])[0] if name in kept and value.is_meta else value
+            for name, value in state.items()
+        }
+
+    def adopt(self):
+        """Takes what ``load_state_dict`` put into ``optimizer.state`` into the flat buffers."""
+        kept = self.kept()
+        for place, (param, views) in enumerate(self._views()):
+            loaded = self.optimizer.state.get(param, {})
+            for name, view in views.items():
+                if name == "step":
+                    view.fill_(float(loaded.get(name, 0)))
+                    continue
+                if name in loaded and loaded[name].numel() != view.numel():
+                    raise ValueError(
+                        f"optimizer state '{name}' has shape {tuple(loaded[name].shape)} where the parameter has "
+                        f"{tuple(view.shape)}: the checkpoint is of another model or of other parameter groups"
+                    )
+                with self.core.piece(*kept[name], place, "write") as own:
+                    if name in loaded:
+                        own.copy_(loaded[name].reshape(view.shape))
+                    else:
+                        own.zero_()
+            self.optimizer.state[param] = views

@@ -3,9 +3,9 @@
 import torch
 
 from deepspeed.ops.by_name import rules_of
+from deepspeed.utils.forwarding import forwarded
 from deepspeed.zero.core import build_core
 from deepspeed.zero.optimizers.base_optimizer import DeepSpeedOptimizer
-from deepspeed.zero.optimizers.fused_state import FusedState, can_fuse
 from deepspeed.zero.optimizers.stepping import Stepping, refuse_group
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -49,22 +49,14 @@ class WrappedOptimizer(DeepSpeedOptimizer):
         self.stepping = Stepping(
             core, self.optimizer, masters, names, scaler=scaler, check=check, clip=clip_grad, rank=rank
         )
-        if can_fuse(self.optimizer, masters):
-            self.stepping.fused = FusedState(core, self.optimizer, masters, self.stepping.step)
-            self.optimizer.fused_state = self.stepping.fused
 
     def _take_masters(self):
         """Puts the masters that this rank owns in the place of the parameters in the inner optimizer."""
-        groups_of = {}
-        index = 0
-        for position, group in enumerate(self.optimizer.param_groups):
-            for param in group["params"]:
-                groups_of[index] = (position, param)
-                index += 1
-        self.fp32_groups = [[] for _ in self.optimizer.param_groups]
-        state = self.optimizer.state
-        for (param_index, offset, numel), tensor in zip(self.core.pieces(), self.core.masters()):
-            position, param = groups_of[param_index]
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        rows = [(position, param) for position, group in enumerate(groups) for param in group["params"]]
+        self.fp32_groups = [[] for _ in groups]
+        for (index, offset, numel), tensor in zip(self.core.pieces(), self.core.masters()):
+            position, param = rows[index]
             master = torch.nn.Parameter(tensor, requires_grad=param.requires_grad)
             if param in state:
                 state[master] = {
@@ -74,31 +66,15 @@ class WrappedOptimizer(DeepSpeedOptimizer):
                     for key, value in state[param].items()
                 }
             self.fp32_groups[position].append(master)
-        for _, param in groups_of.values():
+        for _, param in rows:
             state.pop(param, None)
-        for group, masters in zip(self.optimizer.param_groups, self.fp32_groups):
+        for group, masters in zip(groups, self.fp32_groups):
             group["params"] = masters
 
     # ---- what users read -------------------------------------------------------------------------------------------
-    @property
-    def param_groups(self):
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value):
-        self.optimizer.param_groups = value
-
-    @property
-    def state(self):
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value):
-        self.optimizer.state = value
-
-    @property
-    def overflow(self):
-        return self.stepping.overflow
+    param_groups, state = forwarded("optimizer.param_groups"), forwarded("optimizer.state")
+    overflow, _global_grad_norm = forwarded("stepping.overflow", False), forwarded("stepping.norm", False)
+    clip_grad = forwarded("stepping.clip")
 
     @property
     def loss_scale(self):
@@ -113,18 +89,6 @@ class WrappedOptimizer(DeepSpeedOptimizer):
     @property
     def dynamic_loss_scale(self):
         return bool(self.loss_scaler.dynamic)
-
-    @property
-    def clip_grad(self):
-        return self.stepping.clip
-
-    @clip_grad.setter
-    def clip_grad(self, value):
-        self.stepping.clip = value
-
-    @property
-    def _global_grad_norm(self):
-        return self.stepping.norm
 
     def needs_scaler(self):
         """True when a loss must be scaled before a backward that the user runs."""
@@ -178,17 +142,14 @@ class WrappedOptimizer(DeepSpeedOptimizer):
 
     # ---- state -----------------------------------------------------------------------------------------------------
     def _scaler_state(self):
-        state = {
-            "dynamic_loss_scale": self.dynamic_loss_scale,
+        scaler, dynamic = self.loss_scaler, self.dynamic_loss_scale
+        kept = ("last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis") if dynamic else ()
+        return {
+            "dynamic_loss_scale": dynamic,
             "cur_scale": self.loss_scale,
-            "cur_iter": getattr(self.loss_scaler, "cur_iter", 0),
+            "cur_iter": getattr(scaler, "cur_iter", 0),
+            **{name: getattr(scaler, name) for name in kept},
         }
-        if self.dynamic_loss_scale:
-            state["last_overflow_iter"] = self.loss_scaler.last_overflow_iter
-            state["scale_factor"] = self.loss_scaler.scale_factor
-            state["scale_window"] = self.loss_scaler.scale_window
-            state["cur_hysteresis"] = self.loss_scaler.cur_hysteresis
-        return state
 
     def destroy(self):
         if self.stepping.in_files is not None:

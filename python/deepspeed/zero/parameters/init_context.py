@@ -1,5 +1,6 @@
 """``zero.Init``: parameters are sharded as they are created, so that no rank ever holds the whole model."""
 
+import contextlib
 import enum
 import functools
 import os
@@ -16,6 +17,7 @@ from deepspeed.config.getters import resolved_sections
 from deepspeed.config.read import read
 from deepspeed.config.sections import OffloadDeviceEnum
 from deepspeed.log import logger
+from deepspeed.utils.forwarding import answers_from, forwarded
 from deepspeed.zero.gathers.gathered import GatheredParameters
 from deepspeed.zero.parameters import sharded_parameter as sharding
 from deepspeed.zero.parameters.initializers import follow_initializers
@@ -51,9 +53,8 @@ class _Nesting(threading.local):
     """Contexts that are open in this thread, innermost last, and what they have patched."""
 
     def __init__(self):
-        self.contexts = []
-        self.constructing = []
-        self.undo = []
+        self.contexts, self.constructing = [], []
+        self.patches = contextlib.ExitStack()
 
 
 _nesting = _Nesting()
@@ -73,15 +74,13 @@ class InsertPostInitMethodToModuleSubClasses:
         self.dtype = dtype if dtype is not None else _dtype_of(ds_config)
 
     def __enter__(self):
-        if not self.enabled:
-            return self
-        self.patch_init_and_builtins()
+        if self.enabled:
+            self.patch_init_and_builtins()
         return self
 
     def __exit__(self, exc_type, exc_value, traceback):
-        if not self.enabled:
-            return
-        self.unpatch_init_and_builtins()
+        if self.enabled:
+            self.unpatch_init_and_builtins()
 
     def patch_init_and_builtins(self):
         _nesting.contexts.append(self)
@@ -91,12 +90,13 @@ class InsertPostInitMethodToModuleSubClasses:
     def unpatch_init_and_builtins(self):
         _nesting.contexts.remove(self)
         if not _nesting.contexts:
-            _unpatch()
+            _nesting.patches.close()
 
     def _post_init_method(self, module):
         raise NotImplementedError
 
 
+@answers_from({"get_partition_rank": "access.rank", "get_dp_process_group": "access.group"})
 class Init(InsertPostInitMethodToModuleSubClasses):
     """Inside the context, and for ``module`` if one is given, parameters become shards over ``data_parallel_group``.
 
@@ -112,6 +112,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     counts. ``tensor_overrides``: which of dtype and device the context decides; default both. Parameters are gathered
     again inside ``GatheredParameters`` or when an engine runs the model.
     """
+
+    num_partitions = forwarded("access.world", False, "Ranks that share one copy of a parameter.")
+    ds_process_group = forwarded("access.group", False)
 
     def __init__(
         self,
@@ -230,22 +233,6 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     def get_partition_dp_group(self, param):
         return param.ds_process_group
 
-    def get_partition_rank(self):
-        """This rank's number within the group that parameters are sharded over."""
-        return self.access.rank
-
-    @property
-    def num_partitions(self):
-        """Ranks that share one copy of a parameter."""
-        return self.access.world
-
-    def get_dp_process_group(self):
-        return self.access.group
-
-    @property
-    def ds_process_group(self):
-        return self.access.group
-
     def _post_init_method(self, module):
         self._leave_meta(module)
         self._convert(module.named_parameters(recurse=False), type(module).__name__)
@@ -350,8 +337,14 @@ def _follow(cls):
         _nesting.contexts[-1]._post_init_method(module)
 
     wrapper._ds_wrapped = init
-    cls.__init__ = wrapper
-    _nesting.undo.append(lambda: setattr(cls, "__init__", init))
+    _put(cls, "__init__", wrapper)
+
+
+def _put(cls, name, value):
+    """Replaces an attribute of a class as long as contexts are open."""
+    had, before = name in vars(cls), vars(cls).get(name)
+    _nesting.patches.callback(*((setattr, cls, name, before) if had else (delattr, cls, name)))
+    setattr(cls, name, value)
 
 
 def _patch():
@@ -366,30 +359,13 @@ def _patch():
             super(torch.nn.Module, cls).__init_subclass__(**kwargs)
         _follow(cls)
 
-    torch.nn.Module.__init_subclass__ = classmethod(follow_new)
-    apply, to_empty = torch.nn.Module.apply, torch.nn.Module.to_empty
-    torch.nn.Module.to_empty = _to_empty
+    _put(torch.nn.Module, "__init_subclass__", classmethod(follow_new))
+    _put(torch.nn.Module, "to_empty", _to_empty)
     if getattr(_nesting.contexts[0], "override_module_apply", True):
-        torch.nn.Module.apply = _gathering_apply(apply)
-
+        _put(torch.nn.Module, "apply", _gathering_apply(torch.nn.Module.apply))
     # Constructors often initialise parameters of modules that are complete and sharded already.
     sharding.gather_while_building = lambda params: GatheredParameters(list(params), modifier_rank=0)
-
-    def undo():
-        sharding.gather_while_building = None
-        if original is not None:
-            torch.nn.Module.__init_subclass__ = original
-        else:
-            del torch.nn.Module.__init_subclass__
-        torch.nn.Module.apply, torch.nn.Module.to_empty = apply, to_empty
-
-    _nesting.undo.append(undo)
-
-
-def _unpatch():
-    for undo in reversed(_nesting.undo):
-        undo()
-    _nesting.undo.clear()
+    _nesting.patches.callback(setattr, sharding, "gather_while_building", None)
 
 
 def _to_empty(module, *, device, recurse=True):

@@ -48,8 +48,3 @@ class MiCS_Init(Init):
             enabled=enabled,
             dtype=dtype,
         )
-
-    @property
-    def num_partitions(self):
-        """Ranks that share one copy of the model."""
-        return self.access.world

@@ -13,6 +13,7 @@ import sys
 import torch
 
 from deepspeed.log import print_rank, warning_once
+from deepspeed.zero.nested import tensors_in
 
 # What may be asked of a parameter whose values are elsewhere: facts about the object, not about its values.
 HARMLESS = {
@@ -99,7 +100,7 @@ class ReleasedData(torch.Tensor):
             return run_plainly(func, args, kwargs)
         if isinstance(given, ReleasedData) and only_copies(name, args, kwargs):
             return empty_result(func, args, kwargs, given.ds_name, given.ds_full_shape)
-        data = next(_released_data_in((args, kwargs)))
+        data = next(one for one in tensors_in((args, kwargs)) if isinstance(one, ReleasedData))
         raise RuntimeError(untouchable(data.ds_name, data.ds_full_shape, name))
 
     def __deepcopy__(self, memo):
@@ -111,16 +112,6 @@ class ReleasedData(torch.Tensor):
         """Pickled it is a plain empty tensor, which any process can read."""
         warn_of_empty("pickling", self.ds_name, self.ds_full_shape)
         return run_plainly(torch.empty, (0,), {"dtype": self.dtype, "device": self.device}).__reduce_ex__(protocol)
-
-
-def _released_data_in(item):
-    if isinstance(item, ReleasedData):
-        yield item
-    elif isinstance(item, (list, tuple)):
-        for value in item:
-            yield from _released_data_in(value)
-    elif isinstance(item, dict):
-        yield from _released_data_in(list(item.values()))
 
 
 def as_released(tensor, name, shape):

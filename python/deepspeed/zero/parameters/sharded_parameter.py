@@ -17,7 +17,9 @@ from deepspeed import comm as dist
 from deepspeed.comm import held, mesh_views
 from deepspeed.config.sections import OffloadDeviceEnum
 from deepspeed.zero.core import writing
+from deepspeed.utils.forwarding import forwarded
 from deepspeed.zero.gathers.recomputed import keep_values_in_recomputed_segments
+from deepspeed.zero.nested import tensors_in
 from deepspeed.zero.parameters.own_slice import OwnSlice
 from deepspeed.zero.parameters.released_data import (
     ACCESSORS,
@@ -61,18 +63,31 @@ gather_while_building = None
 
 
 class ShardAccess:
-    """The native gatherer of the parameters of a group of ranks, and that group."""
+    """The native gatherer of the parameters of a group of ranks, and that group.
 
-    core = None  # the engine's, while there is one
+    ``core``: of the engine that has the parameters, whose gatherer is used as long as somebody holds that. Parameters
+    have a ``ShardAccess`` as an attribute, and the core holds its parameters: it must not be held from here.
+    """
 
-    def __init__(self, gatherer, group, world, rank, copies=None):
-        self.gatherer = gatherer
-        self.group = group
+    def __init__(self, gatherer, group, world, rank, copies=None, core=None):
+        self._gatherer, self._core = gatherer, weakref.ref(core) if core is not None else lambda: None
+        self.group, self.world, self.rank = group, world, rank
         self.copies = copies if copies is not None else group  # every rank that trains the same parameters
-        self.world = world
-        self.rank = rank
         self.efficient_linear = False  # see zero.linear
         self.give_up = None  # see zero.model.take_over
+
+    def through(self, core):
+        """The same through the ``core`` of an engine."""
+        return ShardAccess(self._gatherer, self.group, self.world, self.rank, self.copies, core)
+
+    @property
+    def core(self):
+        return self._core()
+
+    @property
+    def gatherer(self):
+        core = self._core()
+        return self._gatherer if core is None else core.gatherer
 
     @classmethod
     def of_group(cls, group=None, copies=None):
@@ -93,30 +108,6 @@ class ShardAccess:
     def writing(self):
         """A context in which all ranks change slices."""
         return writing(self.core)
-
-
-class EngineAccess(ShardAccess):
-    """The same through the ``core`` of an engine, for as long as somebody holds that; through ``plain`` afterwards.
-
-    Parameters have it as an attribute, and the core holds its parameters: it must not be held from here.
-    """
-
-    def __init__(self, plain, core):
-        self._plain, self._core = plain, weakref.ref(core)
-        super().__init__(plain.gatherer, plain.group, plain.world, plain.rank, plain.copies)
-
-    @property
-    def core(self):
-        return self._core()
-
-    @property
-    def gatherer(self):
-        core = self._core()
-        return self._plain.gatherer if core is None else core.gatherer
-
-    @gatherer.setter
-    def gatherer(self, value):
-        self._plain.gatherer = value
 
 
 _ids = itertools.count()
@@ -140,9 +131,9 @@ class ShardedParameter(torch.nn.Parameter):
     def ds_shape(self):
         return torch.Size(self.ds_handle.sizes)
 
-    @property
-    def ds_numel(self):
-        return self.ds_handle.numel
+    ds_numel, ds_persist = forwarded("ds_handle.numel", False), forwarded("ds_handle.persistent", False)
+    ds_world_size = forwarded("ds_handle.parts", False)
+    ds_process_group = ds_zero_param_process_group = forwarded("ds_access.group", False)
 
     @property
     def ds_tensor(self):
@@ -170,22 +161,6 @@ class ShardedParameter(torch.nn.Parameter):
     @ds_tensor.setter
     def ds_tensor(self, values):
         self.ds_tensor.take(values)
-
-    @property
-    def ds_persist(self):
-        return self.ds_handle.persistent
-
-    @property
-    def ds_process_group(self):
-        return self.ds_access.group
-
-    @property
-    def ds_zero_param_process_group(self):
-        return self.ds_access.group
-
-    @property
-    def ds_world_size(self):
-        return self.ds_handle.parts
 
     def all_gather(self, param_list=None, async_op=False, hierarchy=0):
         """Gathers this parameter, or all of ``param_list``, until ``partition`` is called."""
@@ -266,13 +241,14 @@ class ReleasedParameter(ShardedParameter):
         given = first_of(args, kwargs)
         if name in CONVERTING and not isinstance(given, ReleasedParameter):
             return run_plainly(func, args, kwargs)  # another tensor, which becomes like the parameter
-        for param in _released_in((args, kwargs)):
+        released = [one for one in tensors_in((args, kwargs)) if isinstance(one, ReleasedParameter)]
+        for param in released:
             handle = param.ds_handle
             if param.ds_access.gatherer.touch(handle):
                 continue
             copied = param is given and only_copies(name, args, kwargs)
             if gather_while_building is not None and not (copied and name in EMPTY_WHILE_BUILDING):
-                with gather_while_building(_released_in((args, kwargs))):
+                with gather_while_building(released):
                     return func(*args, **kwargs)
             if copied:
                 return empty_result(func, args, kwargs, handle.name, tuple(param.ds_shape))
@@ -283,17 +259,6 @@ class ReleasedParameter(ShardedParameter):
 def _released_data(param):
     with torch._C.DisableTorchFunction():
         return as_released(param.data, param.ds_handle.name, tuple(param.ds_shape))
-
-
-def _released_in(item):
-    if isinstance(item, ReleasedParameter):
-        yield item
-    elif isinstance(item, (list, tuple)):
-        for value in item:
-            yield from _released_in(value)
-    elif isinstance(item, dict):
-        for value in item.values():
-            yield from _released_in(value)
 
 
 def _dress(param, handle, access):
@@ -334,29 +299,29 @@ def shard(param, access, name=None):
 
 
 def _by_access(params):
+    """``[(access, its params)]``."""
     groups = {}
     for param in params:
-        groups.setdefault(id(param.ds_access), (param.ds_access, []))[1].append(param.ds_handle)
-    return groups.values()
+        groups.setdefault(id(param.ds_access), (param.ds_access, []))[1].append(param)
+    return list(groups.values())
 
 
 def _acquire(params):
-    for access, handles in _by_access(params):
-        access.gatherer.acquire(handles)
+    for access, own in _by_access(params):
+        access.gatherer.acquire([param.ds_handle for param in own])
 
 
 def _release(params):
-    for access, handles in _by_access(params):
-        access.gatherer.release(handles)
+    for access, own in _by_access(params):
+        access.gatherer.release([param.ds_handle for param in own])
 
 
 def write_back(params):
     """Slices, and masters where there are any, take the gathered values. Every rank calls it with the same values."""
-    for access in {id(param.ds_access): param.ds_access for param in params}.values():
+    for access, own in _by_access(params):
         with access.writing():
-            for param in params:
-                if param.ds_access is access:
-                    _write_back(param)
+            for param in own:
+                _write_back(param)
 
 
 def _write_back(param):

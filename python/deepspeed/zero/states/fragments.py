@@ -3,10 +3,12 @@
 import dataclasses
 
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+from deepspeed.zero.engine_links import NotCopied
+from deepspeed.zero.states.named_states import groups_of_params
 
 
 @dataclasses.dataclass
-class EngineFragment(tensor_fragment):
+class EngineFragment(NotCopied, tensor_fragment):
     """A ``tensor_fragment`` whose fp32 piece, states and gradient are views of the native core's buffers, or copies of
     what lies in files, where ``get_hp_fragment`` and the like read and ``put_optim_state_fragment`` writes.
 
@@ -67,17 +69,11 @@ class EngineFragment(tensor_fragment):
         found = [view for _, _, view in self.link.pieces("grad")]
         return found[0] if found else None
 
-    def __deepcopy__(self, memo):
-        return None  # a copied model is not trained by this engine
-
-    def __reduce__(self):
-        return (type(None), ())
-
 
 def put_fragments(optimizer):
     """Gives every parameter of a sharded optimizer ``_hp_mapping`` (None where this rank owns nothing of it) and
     ``_dp_group``."""
-    groups = [index for index, group in enumerate(optimizer.bit16_groups) for _ in group]
+    groups = groups_of_params(optimizer.bit16_groups)
     for param in optimizer._params:
         param._hp_mapping = None
         param._dp_group = optimizer.dp_process_group

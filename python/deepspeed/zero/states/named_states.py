@@ -5,12 +5,11 @@ import dataclasses
 
 import torch
 
-from deepspeed.zero.optimizers.flat_layout import per_element
+from deepspeed.zero.optimizers.states_in_files import split_states
 from deepspeed.zero.parameters.param_ranks import ranks_of, saved_part
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
-MASTER = "fp32"  # kind of the fp32 weights that are trained
 OWN_PARAMS = "own_params"  # key of an optimizer's saved state: parameters that only some ranks train
 
 
@@ -27,30 +26,33 @@ class NamedStates:
 def named_states(stepping, params, takes, in_pieces=True):
     """``NamedStates`` of the parameters for whose number ``takes`` is true, views of what is trained. ``params``: of
     all groups, end to end. ``in_pieces``: what rests in files is a ``TensorOfPieces``, and not a copy."""
-    found = NamedStates({}, {}, {})
-    kinds = _kept_in_files(stepping) if in_pieces else {}
-    for place, (index, offset, numel) in enumerate(stepping.core.pieces()):
+    found, core = NamedStates({}, {}, {}), stepping.core
+    in_files = in_pieces and core.rest_in_files()
+    kept = {kind: at for kind, at in stepping.kept().items() if kind != "grad"}
+    for place, (index, offset, numel) in enumerate(core.pieces()):
         if not numel or not takes(index):
             continue
-        name, param = stepping.names[index], params[index]
-        in_files = {kind: stepping.core.piece_in_file(*kept, place) for kind, kept in kinds.items()}
-        in_files = {kind: meta for kind, meta in in_files.items() if meta is not None and meta.dtype == torch.float32}
-        states, scalars = _states(stepping, place, stepping.masters[place], in_files)
-        if MASTER not in in_files:
-            states = {MASTER: stepping.core.piece_tensor("master", 0, place), **states}
-        if scalars:
-            found.scalars[name] = scalars
-        for kind, tensor in states.items():
-            at, value = _placed(param, offset, tensor.detach())
-            found.tensors[kind, name, at] = value
-        for kind, meta in in_files.items():
-            at, value = _placed(param, offset, meta)
-            if value.is_contiguous():
-                source = stepping.core.piece_source(*kinds[kind], place)
+        name, param, master = stepping.names[index], params[index], stepping.masters[place]
+        for kind, at in kept.items():
+            meta = core.piece_in_file(*at, place) if in_files else None
+            begin, value = None, None
+            if meta is not None and meta.dtype == torch.float32:
+                begin, value = _placed(param, offset, meta)
+            if value is not None and value.is_contiguous():
+                source = core.piece_source(*at, place)
                 value = TensorOfPieces.of_source(value.numel(), value.dtype, source, value.shape)
-            else:
-                value = _placed(param, offset, stepping.core.piece_tensor(*kinds[kind], place))[1]
-            found.tensors[kind, name, at] = value
+            elif (tensor := core.piece_tensor(*at, place)) is not None:
+                begin, value = _placed(param, offset, tensor.detach())
+            if value is not None:
+                found.tensors[kind, name, begin] = value
+        if not stepping.fused:
+            states = stepping.optimizer.state.get(master, {})
+            names, scalars = split_states(states, master)
+            for kind in names:
+                begin, value = _placed(param, offset, states[kind].detach())
+                found.tensors[kind, name, begin] = value
+            if scalars:
+                found.scalars[name] = scalars
         if numel < _numel(param) and not is_sharded(param) and not param.is_contiguous():
             found.strides[name] = list(param.stride())
     return found
@@ -58,32 +60,6 @@ def named_states(stepping, params, takes, in_pieces=True):
 
 def _numel(param):
     return param.ds_numel if is_sharded(param) else param.numel()
-
-
-def _kept_in_files(stepping):
-    """dict: kind -> ``(kept, slot)`` as the core knows it, of kinds of which pieces may rest in files."""
-    core = stepping.core
-    if not core.rest_in_files():
-        return {}
-    slots = core.slot_names() if stepping.fused is not None else ()
-    return {MASTER: ("master", 0), **{kind: ("slot", slot) for slot, kind in enumerate(slots)}}
-
-
-def _states(stepping, place, master, without):
-    """``(states with a value for each element, others)`` of a piece, by name. ``without``: names that are left out."""
-    if stepping.fused is not None:
-        core = stepping.core
-        slots = {
-            kind: core.piece_tensor("slot", number, place)
-            for number, kind in enumerate(core.slot_names())
-            if kind not in without
-        }
-        return {kind: tensor for kind, tensor in slots.items() if tensor is not None}, {}
-    states, scalars = {}, {}
-    for kind, value in stepping.optimizer.state.get(master, {}).items():
-        whole = torch.is_tensor(value) and value.shape == master.shape and per_element(value)
-        (states if whole else scalars)[kind] = value
-    return states, scalars
 
 
 def _placed(param, offset, tensor):
@@ -101,7 +77,7 @@ def _placed(param, offset, tensor):
 
 def steps_of(stepping):
     """Updates of each parameter where the core counts them; None where an optimizer keeps them among its states."""
-    return [int(step) for step in stepping.core.steps()] if stepping.fused is not None else None
+    return [int(step) for step in stepping.core.steps()] if stepping.fused else None
 
 
 def groups_of_params(optimizer_groups):
@@ -132,7 +108,7 @@ class OwnedStates:
 
     def expected_bytes(self):
         """About the bytes of all of it, rather too many than too few."""
-        core, kinds = self._stepping.core, 2 if self._stepping.fused is None else 0
+        core, kinds = self._stepping.core, 0 if self._stepping.fused else 2
         return 4 * sum(numel for _, _, numel in core.pieces()) * (1 + max(len(core.slot_names()), kinds))
 
     def tensors(self):
@@ -160,7 +136,7 @@ def own_params(stepping, groups, takes=None, in_pieces=False):
     """
     params, group_of = [param for group in groups for param in group], groups_of_params(groups)
     takes = takes or (lambda index: ranks_of(params[index]) is not None)
-    taken = [index for index in range(len(params)) if takes(index)]
+    taken = list(filter(takes, range(len(params))))
     if not taken:
         return None
     found, steps, tensors = named_states(stepping, params, takes, in_pieces), steps_of(stepping), {}

@@ -5,11 +5,12 @@ A *kind* is "fp32", "grad" or the name of an optimizer state. States of a native
 another one are its own tensors, one for each piece, and the core collects and spreads them in the same way.
 """
 
-import weakref
+from contextlib import nullcontext
 
 import torch
 
 from deepspeed.config.sections import OffloadStateTypeEnum
+from deepspeed.zero.engine_links import EngineLink
 from deepspeed.zero.optimizers.states_in_files import split_states
 from deepspeed.zero.parameters import pickled_params  # noqa: F401  (registers how parameters are pickled)
 
@@ -30,25 +31,17 @@ class ParamStates:
             if getattr(getattr(param, "_ds_link", None), "owner", None) is self:
                 del param._ds_link
 
-    def _is_state(self, value, master):
-        return torch.is_tensor(value) and value.shape == master.shape and value.dim() > 0
-
     def state_names(self):
         """Names of the optimizer's states that have one value for each element of a parameter."""
-        if self.stepping.fused is not None:
+        if self.stepping.fused:
             return list(self.core.slot_names())
         state = self.stepping.optimizer.state
         return sorted({name for master in state for name in split_states(state[master], master)[0]})
 
-    def _slot(self, kind):
-        """Number of state ``kind`` of a native optimizer, None where it has none of that name or another one steps."""
-        names = list(self.core.slot_names()) if self.stepping.fused is not None else []
-        return names.index(kind) if kind in names else None
-
     def own_tensors(self, kind):
         """This rank's tensors of a kind, one for each of its pieces, None where there is none: views, of what lies in
         files copies."""
-        return [self._own(kind, number) for number in range(len(self.stepping.masters))]
+        return self.stepping.own(kind, range(len(self.stepping.masters)))
 
     def rests_in_files(self):
         """Whether masters or optimizer states rest in files (``offload_optimizer.device`` nvme)."""
@@ -57,24 +50,7 @@ class ParamStates:
     def _values(self, kind, masters):
         """A kind of these of this rank's pieces."""
         numbers = {id(master): number for number, master in enumerate(self.stepping.masters)}
-        return [self._own(kind, numbers[id(master)]) for master in masters]
-
-    def _kept(self, kind):
-        """``(kept, slot)`` by which the core knows a kind; None of what another optimizer keeps."""
-        if kind in ("fp32", "grad"):
-            return {"fp32": "master", "grad": "grad"}[kind], 0
-        slot = self._slot(kind)
-        return None if slot is None else ("slot", slot)
-
-    def _own(self, kind, number):
-        kept = self._kept(kind)
-        if kept is not None:
-            return self.core.piece_tensor(*kept, number)
-        if self.stepping.fused is not None:
-            return None
-        master = self.stepping.masters[number]
-        value = self.stepping.optimizer.state.get(master, {}).get(kind)
-        return value if self._is_state(value, master) else None
+        return self.stepping.own(kind, [numbers[id(master)] for master in masters])
 
     def _keep(self, kind, number, values):
         # A state in a file was read as a copy, which goes back.
@@ -90,24 +66,21 @@ class ParamStates:
     def own_pieces(self, index, kind):
         """``[(offset, numel, tensor)]`` of what this rank has of parameter ``index``: views, of what lies in files
         copies, which ``set_own_pieces`` writes."""
-        found = [(offset, numel, self._own(kind, n)) for n, offset, numel in self._numbers_of(index, kind)]
-        return [piece for piece in found if piece[2] is not None]
+        pieces = self._numbers_of(index, kind)
+        own = self.stepping.own(kind, [number for number, _, _ in pieces])
+        return [(offset, numel, one) for (_, offset, numel), one in zip(pieces, own) if one is not None]
 
     def set_own_pieces(self, index, kind, flat):
         """This rank's pieces of parameter ``index`` take the elements of ``flat``, one piece after the other."""
-        begin, kept = 0, self._kept(kind)
+        begin, kept = 0, self.stepping.kept().get(kind)
+        native = kept is not None
         for number, _, numel in self._numbers_of(index, kind):
-            values = flat[begin : begin + numel]
-            if kept is not None:
-                with self.core.piece(*kept, number, "write") as own:
-                    if own is None:
-                        continue
-                    own.copy_(values.reshape(own.shape))
-            else:
-                own = self._own(kind, number)
+            held = self.core.piece(*kept, number, "write") if native else self.stepping.own(kind, [number])[0]
+            with held if native else nullcontext(held) as own:
                 if own is None:
                     continue
-                own.copy_(values.reshape(own.shape))
+                own.copy_(flat[begin : begin + numel].reshape(own.shape))
+            if not native:
                 self._keep(kind, number, own)
             begin += numel
 
@@ -117,38 +90,32 @@ class ParamStates:
         Every rank calls it. None for a gradient that no rank has, and for a state that does not exist. Inside
         ``no_sync`` a gradient that has not been reduced is this rank's own.
         """
-        if kind == "fp32":
-            return self.core.full("master", 0, index)
-        if kind == "grad":
-            grad = self.core.full("grad", 0, index)
-            if grad is None and self.engine is not None and self.engine.inside_no_sync_ctxt:
-                grad = self.core.local_grad(index)
-            return grad if grad is None or self.loss_scale == 1.0 else grad / self.loss_scale
-        slot = self._slot(kind)
-        if slot is not None:  # as it lies: reading does not wait for others who read
-            return self.core.full("slot", slot, index)
-        return self.core.full_of(self.own_tensors(kind), index)
+        kept = self.stepping.kept().get(kind)
+        if kept is None:
+            return self.core.full_of(self.own_tensors(kind), index)
+        found = self.core.full(*kept, index)  # as it lies: reading does not wait for others who read
+        if kind != "grad":
+            return found
+        if found is None and self.engine is not None and self.engine.inside_no_sync_ctxt:
+            found = self.core.local_grad(index)
+        return found if found is None or self.loss_scale == 1.0 else found / self.loss_scale
 
     def set_full_tensor(self, index, kind, value):
         """Every rank passes the same ``value``, in the parameter's shape; each takes what it owns of it."""
-        value = value.detach()
-        if kind == "fp32":
-            self.core.set_full("master", 0, index, value)
-        elif kind == "grad":
-            self.core.set_full("grad", 0, index, value.float() * self.loss_scale)
-        elif self._slot(kind) is not None:
-            self.core.set_full("slot", self._slot(kind), index, value)
-        else:
-            own = self.own_tensors(kind)
-            self.core.set_full_of(own, index, value)
-            for number, _, _ in self._numbers_of(index, kind):
-                if own[number] is not None:
-                    self._keep(kind, number, own[number])
+        value, kept = value.detach(), self.stepping.kept().get(kind)
+        if kept is not None:
+            self.core.set_full(*kept, index, value.float() * self.loss_scale if kind == "grad" else value)
+            return
+        own = self.own_tensors(kind)
+        self.core.set_full_of(own, index, value)
+        for number, _, _ in self._numbers_of(index, kind):
+            if own[number] is not None:
+                self._keep(kind, number, own[number])
 
     def make_state(self, index, name):
         """State ``name`` of this rank's piece of a parameter, zeros if a torch optimizer has not made it yet; None
         where this rank owns nothing of it, or a native optimizer has no such state."""
-        if self.stepping.fused is None:
+        if not self.stepping.fused:
             for master, (param, _, _) in zip(self.stepping.masters, self.core.pieces()):
                 if param == index:
                     return self.stepping.optimizer.state[master].setdefault(name, torch.zeros_like(master))
@@ -170,43 +137,14 @@ class WholeParams(ParamStates):
         return self.stepping.loss_scale
 
 
-class CoreLink:
-    """Link from a whole parameter of a model, trained or not, to the core of the engine that has the model; None after
-    the engine has ended."""
+class ParamLink(EngineLink):
+    """From a parameter to the owner of its masters, gradients and states; see utils.tensor_fragment."""
 
-    def __init__(self, core):
-        self._core = weakref.ref(core)
-
-    @property
-    def core(self):
-        return self._core()
-
-    def __deepcopy__(self, memo):
-        return None  # a copied model has no engine
-
-    def __reduce__(self):
-        return (type(None), ())
-
-
-class ParamLink:
-    """From a parameter to the owner of its masters, gradients and states; see utils.tensor_fragment.
-
-    ``owner`` is None when that has ended: a link does not keep it, since it holds the core, which holds the parameters.
-    """
+    owner = EngineLink.target
 
     def __init__(self, owner, index):
-        self._owner = weakref.ref(owner)
+        super().__init__(owner)
         self.index = index
-
-    @property
-    def owner(self):
-        return self._owner()
-
-    def __deepcopy__(self, memo):
-        return None  # a copied model is not trained by this engine
-
-    def __reduce__(self):
-        return (type(None), ())
 
     def _living(self, kind):
         owner = self.owner

@@ -4,6 +4,7 @@ The functions of ``deepspeed.utils.tensor_fragment`` do the same and say more ab
 """
 
 from deepspeed.utils import param_access
+from deepspeed.zero.states.named_states import groups_of_params
 
 
 class ParamValues:
@@ -24,47 +25,36 @@ class ParamValues:
             raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained by this optimizer")
         return link
 
-    def get_full_hp_param(self, param, optim_state_key=None):
+    def _access(self, how, param, key, *value):
+        """The function of ``param_access`` for the fp32 value (``key`` None), the gradient ("grad") or a state."""
         self._linked(param)
-        if optim_state_key is None:
-            return param_access.safe_get_full_fp32_param(param)
-        return param_access.safe_get_full_optimizer_state(param, optim_state_key)
+        kinds = {None: ("fp32_param",), "grad": ("grad",)}
+        kind, *keys = kinds.get(key, ("optimizer_state", key))
+        return getattr(param_access, f"safe_{how}_{kind}")(param, *value, *keys)
+
+    def get_full_hp_param(self, param, optim_state_key=None):
+        return self._access("get_full", param, optim_state_key)
 
     def set_full_hp_param(self, value, param, optim_state_key=None):
-        self._linked(param)
-        if optim_state_key is None:
-            param_access.safe_set_full_fp32_param(param, value)
-        else:
-            param_access.safe_set_full_optimizer_state(param, value, optim_state_key)
+        self._access("set_full", param, optim_state_key, value)
 
     def get_fp32_grad_for_param(self, param):
-        self._linked(param)
-        return param_access.safe_get_full_grad(param)
+        return self._access("get_full", param, "grad")
 
     def set_fp32_grad_for_param(self, value, param):
-        self._linked(param)
-        param_access.safe_set_full_grad(param, value)
+        self._access("set_full", param, "grad", value)
 
     def get_local_fp32_param(self, param, optim_state_key=None):
-        self._linked(param)
-        if optim_state_key is None:
-            return param_access.safe_get_local_fp32_param(param)
-        return param_access.safe_get_local_optimizer_state(param, optim_state_key)
+        return self._access("get_local", param, optim_state_key)
 
     def set_local_hp_param(self, value, param, optim_state_key=None):
-        self._linked(param)
-        if optim_state_key is None:
-            param_access.safe_set_local_fp32_param(param, value)
-        else:
-            param_access.safe_set_local_optimizer_state(param, value, optim_state_key)
+        self._access("set_local", param, optim_state_key, value)
 
     def get_local_fp32_grad_for_param(self, param):
-        self._linked(param)
-        return param_access.safe_get_local_grad(param)
+        return self._access("get_local", param, "grad")
 
     def set_local_grad_for_param(self, value, param):
-        self._linked(param)
-        param_access.safe_set_local_grad(param, value)
+        self._access("set_local", param, "grad", value)
 
     def update_fp32_grad_for_param_vectorized(self, update_func, param_list):
         for param in param_list:
@@ -86,10 +76,9 @@ class ParamValues:
 
         Parameters without a gradient are left out, on all ranks alike.
         """
-        groups = [index for index, group in enumerate(self.bit16_groups) for _ in group]
         grads, used, found = self.core.grads(copies=True), self.core.used(), {}
         device = next((grad.device for grad in grads if grad is not None), self.core_device)
-        for param, group in enumerate(groups):
+        for param, group in enumerate(groups_of_params(self.bit16_groups)):
             if used[param]:
                 found.setdefault(group, {})[param] = self.core.padded_slices(grads, [param]).to(device)
         return found

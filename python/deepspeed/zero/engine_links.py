@@ -1,0 +1,25 @@
+"""Links from parameters and modules of a model to their engine."""
+
+import weakref
+
+
+class NotCopied:
+    """Copied and pickled models have no engine: they have None in the place of such an object."""
+
+    def __deepcopy__(self, memo):
+        return None
+
+    def __reduce__(self):
+        return (type(None), ())
+
+
+class EngineLink(NotCopied):
+    """A link to ``target``, which is None after it has ended. The link does not keep it: it holds the core, which holds
+    the parameters."""
+
+    def __init__(self, target):
+        self._target = weakref.ref(target)
+
+    @property
+    def target(self):
+        return self._target()
