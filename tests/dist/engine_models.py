@@ -177,8 +177,6 @@ def adam_like(model):
 
 
 # ---- small models on rows of six numbers ---------------------------------------------------------------------------
-
-
 def six(rank, step):
     """Two rows of six numbers for a step of a rank."""
     return torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank))

@@ -27,15 +27,14 @@ from deepspeed.module_inject.auto_ep_presets import registry
 from deepspeed.moe.ep_repack import repack_expert_weights
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from hf_like_moe import CONFIGS, EXPERTS, FORMS, INNER, WIDTH, Model, TopKRouter, model_of
 from moe_models import values
 from runs import engine_of
 from sampling import every_case
 
+
 # ---- training --------------------------------------------------------------------------------------------------------
-
-
 def training_body(rank, world, cases, expected):
     for family, form, stage, ep_size, more in cases:
         losses, params = expected[family, form]
@@ -102,8 +101,6 @@ def test_whatever_the_script_gives_to_be_optimised():
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def checkpoint_body(rank, world, folder, expected, earlier):
     losses, params = expected
     family = "deepseek_v3"
@@ -169,7 +166,13 @@ def test_models_built_inside_of_zero_init():
     assert run_ranks(4, sharded_body, expected, init=True) == [True] * 4
 
 
-def frozen_body(rank, world, folder):
+SPEC = types.SimpleNamespace(
+    expert_storage="module_list", expert_w1_name="w1", expert_w2_name="w2", expert_w3_name="w3"
+)
+
+
+@on_ranks(2, init=True)
+def test_frozen_experts(rank, world, folder):
     def build(ep_size, **more):
         model = model_of("mixtral")
         for name, param in model.named_parameters():
@@ -190,21 +193,10 @@ def frozen_body(rank, world, folder):
         other.module.model.layers[0].block_sparse_moe.experts.w1.zero_()
     other.load_checkpoint(folder)
     assert torch.equal(other.module.model.layers[0].block_sparse_moe.experts.w1, whole[0])
-    return steps_of(engine, rank, 1, first=1) == pytest.approx(steps_of(other, rank, 1, first=1), abs=1e-6)
-
-
-SPEC = types.SimpleNamespace(
-    expert_storage="module_list", expert_w1_name="w1", expert_w2_name="w2", expert_w3_name="w3"
-)
-
-
-def test_frozen_experts(tmp_path):
-    assert run_ranks(2, frozen_body, str(tmp_path), init=True) == [True, True]
+    assert steps_of(engine, rank, 1, first=1) == pytest.approx(steps_of(other, rank, 1, first=1), abs=1e-6)
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
-
-
 def replaced(family, settings=None, **more):
     model = model_of(family, **more)
     auto = AutoEP(model, settings or AutoEPConfig(enabled=True))

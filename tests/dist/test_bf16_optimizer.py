@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from harness import run_ranks
+from harness import on_ranks
 from runs import take_step
 from zero_training import Deep, batch, loss_of, seeded, start
 
@@ -40,7 +40,9 @@ def reference(world):
     return masters
 
 
-def body_by_hand(rank, world, adam):
+@pytest.mark.parametrize("world, adam", [(1, "torch"), (2, "ours")])
+@on_ranks(init=True)
+def test_made_by_hand(rank, world, adam):
     model = seeded(Deep).bfloat16()
     inner = (deepspeed.ops.adam.FusedAdam if adam == "ours" else torch.optim.Adam)(model.parameters(), lr=LR)
     names = {param: name for name, param in model.named_parameters()}
@@ -90,12 +92,8 @@ def body_by_hand(rank, world, adam):
         assert torch.equal(optimizer.single_partition_of_fp32_groups[0], before) and float(before.abs().sum()) > 0
 
 
-@pytest.mark.parametrize("world, adam", [(1, "torch"), (2, "ours")])
-def test_made_by_hand(world, adam):
-    run_ranks(world, body_by_hand, adam, init=True)
-
-
-def body_engine(rank, world, folder):
+@on_ranks(2)
+def test_made_by_the_engine(rank, world, folder):
     more = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     engine = start(seeded(Deep), 1, world, MICRO, **copy.deepcopy(more))
     assert type(engine.optimizer) is BF16_Optimizer
@@ -112,10 +110,6 @@ def body_engine(rank, world, folder):
     for stage, grad in ((2, "fp32"), (1, None)):
         other = start(seeded(Deep), stage, world, bf16={"enabled": True}, data_types={"grad_accum_dtype": grad})
         assert not isinstance(other.optimizer, BF16_Optimizer)
-
-
-def test_made_by_the_engine(tmp_path):
-    run_ranks(2, body_engine, str(tmp_path))
 
 
 @pytest.mark.parametrize(

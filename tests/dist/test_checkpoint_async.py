@@ -18,7 +18,7 @@ from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.checkpoint.write.background import SnapshotSave
 from engine_models import net_engine, train_engine
-from harness import RankError, run_ranks
+from harness import RankError, on_ranks, run_ranks
 from test_checkpoint_crash import mark, marks
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -238,8 +238,11 @@ def wide_net():
     return torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.Linear(1024, 512))
 
 
-def body_bound(rank, world, folder, gib):
+@pytest.mark.parametrize("mib", [None, 16, 20, 6, 1])
+@on_ranks(1)
+def test_the_cache_is_bounded(rank, world, mib, folder):
     """A model file of 4 MiB and an optimizer file of 12 MiB for each save."""
+    gib = None if mib is None else mib / 1024
     engine = make_engine(world, 1, model=wide_net(), host_cache_size=gib)
     cache = engine.checkpoint_engine.cache
     for step in range(1, 5):
@@ -252,20 +255,18 @@ def body_bound(rank, world, folder, gib):
         engine.load_checkpoint(folder, tag=f"global_step{step}")
         found.append(marks(engine))
         assert verify.verify_folder(os.path.join(folder, f"global_step{step}")) == []
-    return found, cache.peak_bytes, cache.limit_bytes
+    peak = cache.peak_bytes
+    limit = cache.limit_bytes
+    assert found == [[1.0], [2.0], [3.0], [4.0]]
+    assert limit == (None if mib is None else mib << 20)
+    assert mib is None or peak <= limit
+    assert peak > 0
 
 
-@pytest.mark.parametrize("mib", [None, 16, 20, 6, 1])
-def test_the_cache_is_bounded(mib, tmp_path):
-    gib = None if mib is None else mib / 1024
-    for found, peak, limit in run_ranks(1, body_bound, str(tmp_path), gib):
-        assert found == [[1.0], [2.0], [3.0], [4.0]]
-        assert limit == (None if mib is None else mib << 20)
-        assert mib is None or peak <= limit
-        assert peak > 0
-
-
-def body_expected(rank, world, folder, stage, wide):
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(1)
+def test_memory_for_the_first_save_is_there_before_it(rank, world, stage, wide, folder):
     engine = make_engine(world, stage, model=wide_net() if wide else None)
     engine.checkpoint_engine.behind.drain()
     held = engine.checkpoint_engine.cache.held_bytes
@@ -273,19 +274,14 @@ def body_expected(rank, world, folder, stage, wide):
     engine.save_checkpoint(folder, tag="a")
     engine.checkpoint_engine.wait()
     files = verify.read(os.path.join(folder, "a"))["files"]
-    return held, max(record["bytes"] for record in files.values()), engine.checkpoint_engine.cache.held_bytes
+    assert held >= max(record["bytes"] for record in files.values())
+    if wide and stage > 0:  # at stage 0 there are no moments before the first step
+        # Each of the files that count has found its block.
+        assert engine.checkpoint_engine.cache.held_bytes - held < 1 << 20
 
 
-@pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_memory_for_the_first_save_is_there_before_it(stage, wide, tmp_path):
-    for held, largest, later in run_ranks(1, body_expected, str(tmp_path), stage, wide):
-        assert held >= largest
-        if wide and stage > 0:  # at stage 0 there are no moments before the first step
-            assert later - held < 1 << 20  # of the files that count, each found its block
-
-
-def body_waits(rank, world, folder):
+@on_ranks(1)
+def test_the_next_save_waits_while_the_cache_is_full(rank, world, folder):
     engine = make_engine(world, 1, model=wide_net(), host_cache_size=17 / 1024)
     with Hold() as hold:
         engine.save_checkpoint(folder, tag="a")
@@ -294,12 +290,7 @@ def body_waits(rank, world, folder):
         engine.save_checkpoint(folder, tag="b")
         waited = time.monotonic() - began
     engine.checkpoint_engine.wait()
-    return waited, names.latest_tag(folder)
-
-
-def test_the_next_save_waits_while_the_cache_is_full(tmp_path):
-    for waited, latest in run_ranks(1, body_waits, str(tmp_path)):
-        assert waited > 0.4 and latest == "b"
+    assert waited > 0.4 and names.latest_tag(folder) == "b"
 
 
 def body_order(rank, world, folder):
@@ -327,7 +318,8 @@ def test_saves_in_flight_keep_their_order_and_keep_last(world, tmp_path):
         assert latest == "global_step5" and value == [7.0]
 
 
-def body_two_engines(rank, world, folder):
+@on_ranks(2)
+def test_two_engines_in_one_folder(rank, world, folder):
     engines = [make_engine(world, 1), make_engine(world, 0)]
     for number, engine in enumerate(engines):
         mark(engine, number + 1)
@@ -339,12 +331,8 @@ def body_two_engines(rank, world, folder):
     for number, engine in enumerate(engines):
         engine.load_checkpoint(folder, tag=f"engine{number}")
         found.append(marks(engine))
-    return found, sorted(name for name in os.listdir(folder) if name.startswith(".")), len(background._unsettled)
-
-
-def test_two_engines_in_one_folder(tmp_path):
-    for found, hidden, unsettled in run_ranks(2, body_two_engines, str(tmp_path)):
-        assert found == [[1.0], [2.0]] and hidden == [] and unsettled == 0
+    assert found == [[1.0], [2.0]] and len(background._unsettled) == 0
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
 
 
 def body_killed(rank, world, folder, fault):
@@ -419,27 +407,21 @@ def test_the_end_of_the_program_waits_for_the_last_save(fault, tmp_path):
         assert verify.verify_folder(str(tmp_path / "out" / "t")) == []
 
 
-def body_nodes(rank, world, folder):
+@on_ranks(2)
+def test_disks_of_nodes_are_written_at_once(rank, world, folder):
     os.environ["CROSS_RANK"] = str(rank)
     own = os.path.join(folder, f"disk{rank}")
     engine = make_engine(world, 1, use_node_local_storage=True)
     engine.save_checkpoint(own, tag="t")
-    return sorted(os.listdir(own))
+    assert sorted(os.listdir(own)) == ["latest", "t", "zero_to_fp32.py"]
 
 
-def test_disks_of_nodes_are_written_at_once(tmp_path):
-    assert run_ranks(2, body_nodes, str(tmp_path)) == [["latest", "t", "zero_to_fp32.py"]] * 2
-
-
-def body_registry(rank, world, folder):
+@on_ranks(1)
+def test_datastates_takes_its_own_size(rank, world, folder):
     engine = make_engine(world, 1, {"datastates_ckpt": {"host_cache_size": 2}})
     made = engine.checkpoint_engine
     assert type(made) is DataStatesCheckpointEngine and isinstance(made, AsyncCheckpointEngine)
-    return made.cache.limit_bytes
-
-
-def test_datastates_takes_its_own_size(tmp_path):
-    assert run_ranks(1, body_registry, str(tmp_path)) == [2 << 30]
+    assert made.cache.limit_bytes == 2 << 30
 
 
 def test_the_manifest_tells_when_the_copy_was_made(tmp_path):

@@ -14,7 +14,7 @@ from deepspeed.comm import mesh
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.zero.parameters.param_ranks import ParamRanks, SavedNames
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from models import Numbered, waves
 from runs import NATIVE, engine_of, go_on, load_or_error, save_midway, settings, states_of, take_step
 
@@ -281,7 +281,9 @@ def load_weights_only(rank, world, degree, folder):
     return {named(name): value.tolist() for name, value in engine.module.state_dict().items()}
 
 
-def through_the_optimizer(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, init=True)
+def test_states_of_the_optimizer_object(rank, world, stage):
     engine, train_one = make(rank, world, 2, stage)
     train_one()
     train_one()
@@ -291,8 +293,3 @@ def through_the_optimizer(rank, world, stage):
     assert states(engine) != before
     engine.optimizer.load_state_dict(shards, load_from_fp32_weights=True)
     assert states(engine) == before
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_states_of_the_optimizer_object(stage):
-    run_ranks(2, through_the_optimizer, stage, init=True)

@@ -13,7 +13,7 @@ from deepspeed.formats import weight_files
 from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import make_net
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import engine_of, moments, weights
 from test_checkpoint import PRECISIONS, repeat, run
 from test_zero_checkpoint import make_engine
@@ -121,16 +121,13 @@ def test_each_slice_of_mics_comes_from_the_first_group_of_ranks(tmp_path):
         assert torch.equal(saved[name], value) and torch.equal(whole[name], value), name
 
 
-def body_not_partitioned(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_nothing_to_consolidate(rank, world, stage):
     engine = make_engine(world, stage, {})[0]
     for function in (engine._zero3_consolidated_16bit_state_dict, engine._consolidated_16bit_state_dict):
         with pytest.raises(ValueError):
             function(exclude_frozen_parameters=True)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_nothing_to_consolidate(stage):
-    run_ranks(2, body_not_partitioned, stage)
 
 
 def body_full_disk(rank, world, folder, stage, after):

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.layouts import saved_state
 from deepspeed.checkpoint.read import storage
 from deepspeed.utils import safe_get_full_optimizer_state
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import engine_of, weights
 from runs import identical as equal
 from runs import moments as moments_of
@@ -200,7 +200,8 @@ def exchanges():
     return sum(flight["tag"] == "a partition of a checkpoint" for flight in dist.flight_record())
 
 
-def body_in_memory(rank, world):
+@on_ranks(2, init=True)
+def test_shards_in_memory_and_how_many_collectives_make_them(rank, world):
     for stage in (1, 2, 3):
         engine = trained(stage, rank)
         fp32 = masters(engine)
@@ -235,11 +236,6 @@ def body_in_memory(rank, world):
             other.optimizer.load_state_dict(broken, load_from_fp32_weights=True)
         for one in (other, engine):
             one.destroy()
-    return True
-
-
-def test_shards_in_memory_and_how_many_collectives_make_them():
-    assert run_ranks(2, body_in_memory, init=True) == [True, True]
 
 
 def body_elastic(rank, world, folder):

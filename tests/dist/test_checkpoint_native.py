@@ -19,7 +19,7 @@ from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.formats.safetensors_file import read_safetensors
 from engine_models import config, loss_of, make_net, net_engine
-from harness import RankError, run_ranks
+from harness import RankError, on_ranks, run_ranks
 from mpu import two_by_two
 from runs import engine_of, moments, take_step, weights
 from runs import identical as same
@@ -188,7 +188,9 @@ def test_both_formats_hold_the_same(stage, tmp_path):
 
 
 # ---- flags of load_checkpoint, client_state --------------------------------------------------------------------------
-def body_flags(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_flags_of_load_checkpoint(rank, world, stage, folder):
     engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
     train(engine, repeat(loader), 2)
     engine.save_checkpoint(folder, tag="all")
@@ -217,19 +219,14 @@ def body_flags(rank, world, folder, stage):
     with pytest.raises(RuntimeError, match=r"missing \['more.weight', 'more.bias'\]"):
         other.load_checkpoint(folder, tag="all", load_module_only=True)
     other.load_checkpoint(folder, tag="all", load_module_only=True, load_module_strict=False)
-    return True
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_flags_of_load_checkpoint(stage, tmp_path):
-    assert all(run_ranks(2, body_flags, str(tmp_path), stage))
 
 
 class Mine:
     pass
 
 
-def body_not_plain(rank, world, folder):
+@on_ranks(2)
+def test_what_only_a_pickle_could_hold_stops_all_ranks_before_anything_is_written(rank, world, folder):
     engine, _, _, _ = make_engine(world, 1, NATIVE)
     engine.save_checkpoint(folder, tag="a")
     state = {"ok": (1, {"x"})} if rank else {"ok": 1, "mine": [0, Mine()]}
@@ -240,11 +237,7 @@ def body_not_plain(rank, world, folder):
         engine.save_checkpoint(folder, tag="b", client_state=sparse)
     engine.save_checkpoint(folder, tag="c", client_state={"ok": (1, {"x"}), "n": {3: None}})
     assert engine.load_checkpoint(folder)[1]["ok"] == (1, {"x"})
-    return sorted(os.listdir(folder))
-
-
-def test_what_only_a_pickle_could_hold_stops_all_ranks_before_anything_is_written(tmp_path):
-    assert run_ranks(2, body_not_plain, str(tmp_path)) == [["a", "c", "latest"]] * 2
+    assert sorted(os.listdir(folder)) == ["a", "c", "latest"]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -441,16 +434,13 @@ class WritesPickles:
         return True
 
 
-def body_foreign(rank, world, folder):
+@on_ranks(2)
+def test_an_engine_that_pickles_is_refused(rank, world, folder):
     engine, _, _, _ = make_engine(world, 1, NATIVE)
     engine.checkpoint_engine = WritesPickles()
     with pytest.raises((ValueError, RuntimeError), match="WritesPickles.*format"):
         engine.save_checkpoint(folder, tag="b")
-    return os.listdir(folder)
-
-
-def test_an_engine_that_pickles_is_refused(tmp_path):
-    assert run_ranks(2, body_foreign, str(tmp_path)) == [[], []]
+    assert os.listdir(folder) == []
 
 
 # ---- ranks that own the same, that own slices of the model, that die ------------------------------------------------

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.zero.optimizers.restore import Restore
 from engine_models import batch, loss_of, make_net, saving_engine
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import take_step, weights
 from test_checkpoint_crash import mark, marks
 
@@ -175,16 +175,13 @@ def test_ranks_share_the_writing_of_what_all_have(stage, tmp_path):
     assert name in one[0] and name not in one[1]  # one host
 
 
-def body_different(rank, world, folder):
+@on_ranks(2)
+def test_shared_files_are_those_of_the_first_rank(rank, world, folder):
     engine = saving_engine(world, 0, writer={"data_parallel": "REPLICA"})
     with pytest.raises(RuntimeError, match="rank 1: .*has other tensors here than on rank 0: .*data_parallel to null"):
         engine.save_checkpoint(folder, client_state={"mine": torch.ones(rank + 1)})
     engine.save_checkpoint(folder, client_state={"mine": rank})
-    return engine.load_checkpoint(folder)[1]["mine"]
-
-
-def test_shared_files_are_those_of_the_first_rank(tmp_path):
-    assert run_ranks(2, body_different, str(tmp_path)) == [0, 0]
+    assert engine.load_checkpoint(folder)[1]["mine"] == 0
 
 
 def body_stream(rank, world, folder, how):
@@ -256,7 +253,9 @@ def test_loading_in_turn_is_for_stage_3(tmp_path):
     assert background.drain_all() is None
 
 
-def body_elastic(rank, world, folder, client):
+@pytest.mark.parametrize("client", [False, True], ids=["our optimizer", "torch's optimizer"])
+@on_ranks(2)
+def test_the_elastic_form_goes_on_and_converts(rank, world, client, folder):
     """Saves in the old form, and loads it again and as a universal checkpoint; the run goes on as it would have."""
 
     def start(elastic, **checkpoint):
@@ -284,9 +283,3 @@ def body_elastic(rank, world, folder, client):
     universal = start(False, load_universal=True)
     universal.load_checkpoint(folder, tag="universal")
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(train(universal, 3), straight))
-    return True
-
-
-@pytest.mark.parametrize("client", [False, True], ids=["our optimizer", "torch's optimizer"])
-def test_the_elastic_form_goes_on_and_converts(client, tmp_path):
-    assert run_ranks(2, body_elastic, str(tmp_path), client) == [True, True]

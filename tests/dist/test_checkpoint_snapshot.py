@@ -17,7 +17,7 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import KEEP_GATHERED, dtype_of, engine_of, settings
 from runs import train as train_on
 
@@ -42,7 +42,15 @@ def meets(function):
     return thread, not thread.is_alive()
 
 
-def writers_wait(rank, world, stage, client_optimizer):
+def gather_and_write(weight):
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.add_(1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("client_optimizer", [False, True])
+@on_ranks(1)
+def test_what_changes_states_waits_for_the_copies(rank, world, stage, client_optimizer):
     engine = make_engine(stage, client_optimizer=client_optimizer)
     train(engine)
     weight = engine.module[0].weight
@@ -73,18 +81,10 @@ def writers_wait(rank, world, stage, client_optimizer):
     engine.destroy()
 
 
-def gather_and_write(weight):
-    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
-        weight.add_(1)
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("client_optimizer", [False, True])
-def test_what_changes_states_waits_for_the_copies(stage, client_optimizer):
-    run_ranks(1, writers_wait, stage, client_optimizer)
-
-
-def memory_of_states(rank, world, stage, bf16):
+@pytest.mark.parametrize("bf16", [False, True])
+@on_ranks(1)
+def test_which_memory_is_the_engines_own(rank, world, stage, bf16):
     engine = make_engine(stage, bf16)
     train(engine)
     states = HeldStates(engine._checkpoints.run_state())
@@ -102,18 +102,13 @@ def memory_of_states(rank, world, stage, bf16):
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("bf16", [False, True])
-def test_which_memory_is_the_engines_own(stage, bf16):
-    run_ranks(1, memory_of_states, stage, bf16)
-
-
 def slow_copies():
     made = snapshots._copy
     return mock.patch.object(snapshots, "_copy", lambda *args: (time.sleep(0.2), made(*args)))
 
 
-def a_step_between(rank, world, folder):
+@on_ranks(1)
+def test_a_step_between_does_not_reach_the_file(rank, world, folder):
     engine = make_engine()
     engine.checkpoint_engine = AsyncCheckpointEngine()
     train(engine, 2)
@@ -126,10 +121,6 @@ def a_step_between(rank, world, folder):
     found = [safe_get_full_fp32_param(weight), safe_get_full_optimizer_state(weight, "exp_avg")]
     assert all(torch.equal(one, other) for one, other in zip(expected, found))
     engine.destroy()
-
-
-def test_a_step_between_does_not_reach_the_file(tmp_path):
-    run_ranks(1, a_step_between, str(tmp_path))
 
 
 def somebody_writes(rank, world, folder):

@@ -6,7 +6,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm import ReduceOp
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -103,17 +103,6 @@ def _reduce_scatter(rank, world):
                 same(found, expected)
 
 
-def _low_precision_sums_are_wide(rank, world):
-    # 256 + 1 + 1 is 258 in fp32; bf16 additions would lose both ones.
-    mine = torch.full((world,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
-    found = mine.clone()
-    dist.all_reduce(found)
-    assert found.tolist() == [258.0] * world
-    part = torch.empty(1, dtype=torch.bfloat16)
-    dist.reduce_scatter_tensor(part, mine)
-    assert part.tolist() == [258.0]
-
-
 def _large(rank, world):
     for count in (1 << 16, (1 << 16) + 1):
         for dtype in (torch.float32, torch.bfloat16):
@@ -205,22 +194,6 @@ def _all_to_all(rank, world):
             same(found, values(10 * r + rank, (rank + 1, 2), dtype))
 
 
-def _point_to_point(rank, world):
-    for dtype in DTYPES:
-        mine, found = values(rank, (5,), dtype), torch.empty(5, dtype=dtype)
-        after, before = (rank + 1) % world, (rank - 1) % world
-        works = [dist.isend(mine, after, tag=3), dist.irecv(found, before, tag=3)]
-        for work in works:
-            work.wait()
-        same(found, values(before, (5,), dtype))
-        if rank == 0:
-            dist.send(mine, 1)
-        elif rank == 1:
-            found = torch.empty(5, dtype=dtype)
-            assert dist.recv(found) == 0
-            same(found, values(0, (5,), dtype))
-
-
 def _objects(rank, world):
     found = [None] * world
     dist.all_gather_object(found, {"rank": rank, "text": "x" * rank})
@@ -261,20 +234,6 @@ def _meeting(rank, world):
     dist.monitored_barrier()
 
 
-def _bad_input(rank, world):
-    with pytest.raises(ValueError, match="7 elements.*must have 8"):
-        dist.reduce_scatter_tensor(torch.empty(4), torch.empty(7))
-    with pytest.raises(ValueError, match="output has 7.*must have 8"):
-        dist.all_gather_into_tensor(torch.empty(7), torch.empty(4))
-    across = torch.full((4, 3), float(rank), dtype=torch.bfloat16).t()
-    dist.broadcast(across, 0)
-    assert not across.any()
-    with pytest.raises(ValueError, match="not a reduction"):
-        dist.all_reduce(torch.empty(2), op=ReduceOp.UNUSED)
-    with pytest.raises(ValueError, match="not a reduction"):
-        dist.all_reduce(torch.empty(2), op="sum")
-
-
 @BOTH
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
@@ -299,26 +258,55 @@ def test_collective(body, world, init):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_point_to_point(world):
-    run_ranks(world, _point_to_point, init="gloo")
+@on_ranks(init="gloo")
+def test_point_to_point(rank, world):
+    for dtype in DTYPES:
+        mine, found = values(rank, (5,), dtype), torch.empty(5, dtype=dtype)
+        after, before = (rank + 1) % world, (rank - 1) % world
+        works = [dist.isend(mine, after, tag=3), dist.irecv(found, before, tag=3)]
+        for work in works:
+            work.wait()
+        same(found, values(before, (5,), dtype))
+        if rank == 0:
+            dist.send(mine, 1)
+        elif rank == 1:
+            found = torch.empty(5, dtype=dtype)
+            assert dist.recv(found) == 0
+            same(found, values(0, (5,), dtype))
 
 
 @BOTH
-def test_low_precision_sums_are_wide(init):
-    run_ranks(3, _low_precision_sums_are_wide, init=init)
+@on_ranks(3, given=["init"])
+def test_low_precision_sums_are_wide(rank, world):
+    # 256 + 1 + 1 is 258 in fp32; bf16 additions would lose both ones.
+    mine = torch.full((world,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    found = mine.clone()
+    dist.all_reduce(found)
+    assert found.tolist() == [258.0] * world
+    part = torch.empty(1, dtype=torch.bfloat16)
+    dist.reduce_scatter_tensor(part, mine)
+    assert part.tolist() == [258.0]
 
 
 @BOTH
-def test_bad_input(init):
-    run_ranks(2, _bad_input, init=init)
+@on_ranks(2, given=["init"])
+def test_bad_input(rank, world):
+    with pytest.raises(ValueError, match="7 elements.*must have 8"):
+        dist.reduce_scatter_tensor(torch.empty(4), torch.empty(7))
+    with pytest.raises(ValueError, match="output has 7.*must have 8"):
+        dist.all_gather_into_tensor(torch.empty(7), torch.empty(4))
+    across = torch.full((4, 3), float(rank), dtype=torch.bfloat16).t()
+    dist.broadcast(across, 0)
+    assert not across.any()
+    with pytest.raises(ValueError, match="not a reduction"):
+        dist.all_reduce(torch.empty(2), op=ReduceOp.UNUSED)
+    with pytest.raises(ValueError, match="not a reduction"):
+        dist.all_reduce(torch.empty(2), op="sum")
 
 
 @BOTH
-def test_torchs_own_operations_are_accepted(init):
-    run_ranks(2, _torch_ops, init=init)
-
-
-def _torch_ops(rank, world):
+@on_ranks(2, given=["init"])
+def test_torchs_own_operations_are_accepted(rank, world):
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
         ours, theirs = values(rank, (4,), torch.bfloat16), values(rank, (4,), torch.bfloat16)
         dist.all_reduce(ours, getattr(ReduceOp, name))

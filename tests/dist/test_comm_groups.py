@@ -5,7 +5,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.utils import groups
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import total
 
 
@@ -126,14 +126,11 @@ def _secondary(rank, world):
         groups._create_zero_param_parallel_group(3)
 
 
-def _together(rank, world, body):
+@pytest.mark.parametrize("body", [_tensor, _sequence, _experts, _split_experts, _secondary])
+@on_ranks(4, init="gloo")
+def test_groups(rank, world, body):
     body(rank, world)
     dist.barrier()  # rank 0 has the store in which members of other groups may still meet
-
-
-@pytest.mark.parametrize("body", [_tensor, _sequence, _experts, _split_experts, _secondary])
-def test_groups(body):
-    run_ranks(4, _together, body, init="gloo")
 
 
 def test_lists_of_experts():

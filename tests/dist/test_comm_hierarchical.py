@@ -9,7 +9,7 @@ import torch
 
 from deepspeed import comm as dist
 from engine_models import net_engine, train_engine
-from harness import RankError, run_ranks
+from harness import RankError, on_ranks, run_ranks
 from moe_models import batch, moe_net
 from runs import DTYPES, weight_list
 
@@ -76,7 +76,8 @@ def experts_over(hosts, rank, drop, memory="1"):
     return [out.detach(), x.grad, *(p.grad for p in net.layer.deepspeed_moe.experts.parameters())], carried
 
 
-def experts_everywhere(rank, world):
+@on_ranks(4, init=True)
+def test_rows_of_experts_go_by_hosts_with_the_same_bits(rank, world):
     for drop in (False, True):
         wanted, (_, calls) = experts_over("aaaa", rank, drop)
         for hosts, memory in (("aabb", "1"), ("abab", "1"), ("abca", "1"), ("abcd", "1"), ("abab", "0")):
@@ -85,11 +86,8 @@ def experts_everywhere(rank, world):
             # By hosts: on each the counts, what goes to its leader, what stays, and what comes from the leader.
             by_hosts = hosts != "abcd" and memory == "1"
             assert (gloo, shm) == (calls, 4 * calls if by_hosts else 0), (hosts, calls)
-    return calls  # of the last, with dropping
-
-
-def test_rows_of_experts_go_by_hosts_with_the_same_bits():
-    assert run_ranks(4, experts_everywhere, init=True) == [8] * 4  # two parts of rows, to and fro, and their gradients
+    # of the last, with dropping
+    assert calls == 8  # two parts of rows, to and fro, and their gradients
 
 
 def a_rank_of_another_host_dies(rank, world, folder):

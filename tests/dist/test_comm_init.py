@@ -12,14 +12,15 @@ import torch
 import deepspeed.comm.comm as comm_module
 from deepspeed import comm as dist
 from deepspeed.utils import groups
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from mpu import two_by_two
 from sampling import every_case
 
 pytestmark = pytest.mark.dist
 
 
-def _by_environment(rank, world):
+@on_ranks(3)
+def test_by_environment(rank, world):
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match="no process group yet"):
         dist.get_rank()
@@ -32,14 +33,10 @@ def _by_environment(rank, world):
     dist.init_distributed(dist_backend="gloo")  # again: nothing happens
     dist.destroy_process_group()
     assert not dist.is_initialized() and comm_module.cdb is None
-    return True
 
 
-def test_by_environment():
-    assert run_ranks(3, _by_environment) == [True] * 3
-
-
-def _rejoin(rank, world, folder):
+@on_ranks(2, env=dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")))
+def test_by_file_and_again(rank, world, folder):
     for turn in range(2):
         dist.init_distributed(
             init_method=f"file://{folder}/meet{turn}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
@@ -49,21 +46,14 @@ def _rejoin(rank, world, folder):
         dist.destroy_process_group()
 
 
-def test_by_file_and_again(tmp_path):
-    env = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"))
-    run_ranks(2, _rejoin, str(tmp_path), env=env)
-
-
-def _explicit_rank(rank, world):
+@on_ranks(2, env={"RANK": None, "WORLD_SIZE": None})
+def test_rank_and_size_may_be_arguments(rank, world):
     dist.init_distributed(rank=rank, world_size=world, verbose=False)
     assert dist.get_rank() == rank
 
 
-def test_rank_and_size_may_be_arguments():
-    run_ranks(2, _explicit_rank, env={"RANK": None, "WORLD_SIZE": None})
-
-
-def _adopts(rank, world):
+@on_ranks(2, init="gloo")
+def test_a_group_that_exists_is_used(rank, world):
     dist.init_distributed(dist_init_required=False)
     assert dist.get_rank() == rank
     half = torch.ones(2, dtype=torch.bfloat16)
@@ -71,19 +61,13 @@ def _adopts(rank, world):
     assert half.tolist() == [1.0, 1.0]
 
 
-def test_a_group_that_exists_is_used():
-    run_ranks(2, _adopts, init="gloo")
-
-
-def _adopts_unasked(rank, world):
+@on_ranks(2, init="gloo")
+def test_a_group_that_exists_is_used_even_without_init(rank, world):
     assert dist.is_initialized() and dist.get_world_size() == world
 
 
-def test_a_group_that_exists_is_used_even_without_init():
-    run_ranks(2, _adopts_unasked, init="gloo")
-
-
-def _subgroups(rank, world):
+@on_ranks(3, init="gloo")
+def test_subgroups(rank, world):
     pair = dist.new_group([0, 2])
     single = dist.new_group([1])
     mine = pair if rank in (0, 2) else single
@@ -114,12 +98,9 @@ def _subgroups(rank, world):
         assert x.tolist() == [1.0, 1.0]
 
 
-def test_subgroups():
-    run_ranks(3, _subgroups, init="gloo")
-
-
 # ---- deepspeed.utils.groups ---------------------------------------------------------------------------------------
-def _groups(rank, world):
+@on_ranks(4, init="gloo")
+def test_groups_with_and_without_mpu(rank, world):
     groups.clear()
     assert groups.get_data_parallel_world_size() == world and groups.get_data_parallel_rank() == rank
     assert groups._get_data_parallel_group() is dist.get_world_group()
@@ -140,10 +121,6 @@ def _groups(rank, world):
         groups._get_expert_parallel_group("ep_size_2")
     groups.clear()
     assert groups.mpu is None
-
-
-def test_groups_with_and_without_mpu():
-    run_ranks(4, _groups, init="gloo")
 
 
 def _mesh(rank, world):
@@ -170,15 +147,13 @@ def _finds_its_port_taken():
             dist.init_distributed(verbose=False)
 
 
-def _busy(rank, world):
+@on_ranks(1)
+def test_busy_port_names_the_port_and_the_fix(rank, world):
     _finds_its_port_taken()
 
 
-def test_busy_port_names_the_port_and_the_fix():
-    run_ranks(1, _busy)
-
-
-def _second_try(rank, world):
+@on_ranks(2, timeout=20)
+def test_a_rank_whose_first_try_failed_joins_at_the_second(rank, world):
     meeting_point = os.environ["MASTER_PORT"]
     if rank == 0:
         _finds_its_port_taken()
@@ -186,11 +161,7 @@ def _second_try(rank, world):
     dist.init_distributed(verbose=False)
     one = torch.ones(1)
     dist.all_reduce(one)
-    return one.item()
-
-
-def test_a_rank_whose_first_try_failed_joins_at_the_second():
-    assert run_ranks(2, _second_try, timeout=20) == [2.0, 2.0]
+    assert one.item() == 2.0
 
 
 LEAVING = """

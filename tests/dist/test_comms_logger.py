@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from deepspeed._compat import TORCH2
 from deepspeed.comm import comms_log
 from engine_models import config, make_net, train_engine
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import engine_of
 
 
@@ -37,7 +37,9 @@ def off():
     dist.reset_log()
 
 
-def _counts(rank, world):
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks(init=True)
+def test_what_is_counted(rank, world):
     fresh()
     x, parts = torch.ones(8), [torch.ones(8) for _ in range(world)]
     for _ in range(3):
@@ -85,15 +87,11 @@ def _counts(rank, world):
     off()
     dist.all_reduce(x)
     torch.distributed.all_reduce(x)
-    return not dist.has_comm_data() and dist.get_comm_operation_count() == 0
+    assert not dist.has_comm_data() and dist.get_comm_operation_count() == 0
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_what_is_counted(world):
-    assert all(run_ranks(world, _counts, init=True))
-
-
-def _filters(rank, world):
+@on_ranks(2, init=True)
+def test_filters_groups_and_callers(rank, world):
     x = torch.ones(8)
     fresh(prof_all=False, prof_ops=["broadcast"])
     dist.all_reduce(x)
@@ -119,11 +117,6 @@ def _filters(rank, world):
         "broadcast | [Caller Func: somebody]": {32: 1},
     }
     off()
-    return True
-
-
-def test_filters_groups_and_callers():
-    assert all(run_ranks(2, _filters, init=True))
 
 
 def _raw(rank, world, backend, raw):
@@ -223,7 +216,9 @@ def test_a_line_for_each_operation_on_rank_0():
     assert "comm op" not in second and "tput_avg" not in second
 
 
-def _engine(rank, world, stage):
+@pytest.mark.parametrize("stage, names", [(0, ["all_reduce"]), (2, ["all_gather", "all_reduce", "reduce_scatter"])])
+@on_ranks(2)
+def test_what_the_engine_sends_is_in_the_log(rank, world, stage, names):
     off()
     settings = {"stage": stage, "reduce_bucket_size": 10**6, "stage3_param_persistence_threshold": 10**6}
     made = config(world, 1, zero_optimization=settings, comms_logger={"enabled": True})
@@ -250,41 +245,30 @@ def _engine(rank, world, stage):
     assert not dist.has_comm_data()
     # Waiting for each operation changes no bit.
     assert all(torch.equal(a, b) for a, b in zip(weights, engine.module.parameters(), strict=True))
-    return sorted(found)
+    assert sorted(found) == names
 
 
-@pytest.mark.parametrize("stage, names", [(0, ["all_reduce"]), (2, ["all_gather", "all_reduce", "reduce_scatter"])])
-def test_what_the_engine_sends_is_in_the_log(stage, names):
-    assert run_ranks(2, _engine, stage) == [names] * 2
-
-
-def _stage_3(rank, world):
+@on_ranks(2)
+def test_stage_3_too(rank, world):
     made = config(world, 1, zero_optimization={"stage": 3}, comms_logger={"enabled": True})
     engine = engine_of(make_net(), made)
     train_engine(engine, 2, rank, world)
     found = dist.get_logged_comm_ops()
     off()
-    return "reduce_scatter" in found
+    assert "reduce_scatter" in found
 
 
-def test_stage_3_too():
-    assert all(run_ranks(2, _stage_3))
-
-
-def _missing(rank, world):
+@on_ranks(2, init=True)
+def test_a_monitored_barrier_names_who_is_missing(rank, world):
     if rank == 0:
         with pytest.raises(RuntimeError, match="[Rr]ank 1"):
             dist.monitored_barrier(timeout=datetime.timedelta(seconds=1))
     else:
         time.sleep(2)
-    return True
 
 
-def test_a_monitored_barrier_names_who_is_missing():
-    assert all(run_ranks(2, _missing, init=True))
-
-
-def _init_context(rank, world):
+@on_ranks(2, init=True)
+def test_gathers_before_there_is_an_engine(rank, world):
     fresh()
     with deepspeed.zero.Init(dtype=torch.float32):
         model = torch.nn.Linear(8, 8)
@@ -292,8 +276,4 @@ def _init_context(rank, world):
         pass
     found = dist.get_logged_comm_ops()
     off()
-    return any("all_gather" in name for name in found)
-
-
-def test_gathers_before_there_is_an_engine():
-    assert all(run_ranks(2, _init_context, init=True))
+    assert any("all_gather" in name for name in found)

@@ -5,11 +5,12 @@ import torch
 
 import pipe_models as models
 from engine_models import batch, loss_of, net_engine
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import weight_list
 
 
-def refuses(rank, world):
+@on_ranks(1, init=True)
+def test_what_is_refused(rank, world):
     engine = net_engine(world)
     for wrong in (torch.ones(2), torch.ones(1, 3), 1.0):
         with pytest.raises(AssertionError, match="scalar tensor"):
@@ -26,10 +27,6 @@ def refuses(rank, world):
         models.engine_of("plain", 1, world, 2, managed_gradient_accumulation=False)
     with pytest.raises(AssertionError, match="coalesce_grad_reduction is not supported with pipeline parallelism"):
         models.engine_of("plain", 1, world, 2).coalesce_grad_reduction()
-
-
-def test_what_is_refused():
-    run_ranks(1, refuses, init=True)
 
 
 def with_one_loss(rank, world, stage, calls):

@@ -12,7 +12,7 @@ from deepspeed.engine.members import HOOKS, engine_parts, member
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from engine_models import batch, config, loss_of, make_net
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 STEPS, MICRO = 3, 2
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
@@ -93,7 +93,8 @@ class Failing(torch.optim.lr_scheduler.StepLR):
         super().step(*args, **kwargs)
 
 
-def body_fails(rank, world):
+@on_ranks(1, init=True, fresh=True)
+def test_a_step_that_raises(rank, world):
     add_part()
     made = config(world, 1, zero_optimization={"stage": 1})
     engine = deepspeed.initialize(model=make_net(), config=made, lr_scheduler=lambda it: Failing(it, 1))[0]
@@ -103,11 +104,7 @@ def body_fails(rank, world):
     engine.lr_scheduler.fails = True
     with pytest.raises(RuntimeError, match="this schedule fails"):
         engine.step()
-    return engine.hooks_told()
-
-
-def test_a_step_that_raises():
-    assert run_ranks(1, body_fails, init=True, fresh=True) == [["before_micro_step", "before_step", "failed_step"]]
+    assert engine.hooks_told() == ["before_micro_step", "before_step", "failed_step"]
 
 
 # ---- the way to the core ---------------------------------------------------------------------------------------------
@@ -142,7 +139,10 @@ OPTIMIZERS = {
 }
 
 
-def body_way(rank, world, stage, name):
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(1, init=True)
+def test_the_way_to_the_core(rank, world, stage, name):
     net = make_net()
     made = config(world, 1, zero_optimization={"stage": stage}, zero_allow_untested_optimizer=True)
     del made["optimizer"]
@@ -164,11 +164,5 @@ def body_way(rank, world, stage, name):
         engine.basic_optimizer.step = step
         step()  # a step of the engine that changes no counters
         assert len(core.ways) == 2 and engine.global_steps == 1
-    return ways
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_way_to_the_core(stage, name):
-    [[way]] = run_ranks(1, body_way, stage, name, init=True)
+    [way] = ways
     assert way[0] == "method" and len(way) <= 4, way

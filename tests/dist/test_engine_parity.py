@@ -11,7 +11,7 @@ import torch
 
 import deepspeed
 from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import engine_of, take_step
 
 STEPS = 50
@@ -54,19 +54,16 @@ def test_fp32_equals_plain_training(world, accumulate, user_backward):
     check_fp32(results, losses, norms)
 
 
-def body_against_fp32(rank, world):
+@on_ranks(2)
+def test_closer_to_the_truth_than_plain_fp32(rank, world):
     model = make_net()
     engine = engine_of(model, config(world, 2))
     train_engine(engine, STEPS, rank, world)
     _, _, exact = train_plain(STEPS, adamw)
     _, _, plain = train_plain(STEPS, adamw, dtype=torch.float32)
-    return difference(model, plain), difference(model, exact), difference(plain, exact)
-
-
-def test_closer_to_the_truth_than_plain_fp32():
-    for to_plain, ours, plains in run_ranks(2, body_against_fp32):
-        assert ours < plains
-        assert to_plain < plains + 1e-6
+    plains = difference(plain, exact)
+    assert difference(model, exact) < plains
+    assert difference(model, plain) < plains + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -182,7 +179,8 @@ def test_torch_optimizer_by_name():
     check_fp32(run_ranks(2, body_torch_by_name), losses, norms)
 
 
-def body_no_sync(rank, world):
+@on_ranks(2)
+def test_no_sync_and_several_backwards_before_a_step(rank, world):
     model = make_net()
     engine = engine_of(model, config(world, 1, size=8))
     reference = make_net().double()
@@ -198,14 +196,11 @@ def body_no_sync(rank, world):
         loss_of(reference(tokens % 5, extra=uses_extra(step)), targets).backward()
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         optimizer.step()
-    return difference(model, reference)
+    assert difference(model, reference) < 1e-6
 
 
-def test_no_sync_and_several_backwards_before_a_step():
-    assert max(run_ranks(2, body_no_sync)) < 1e-6
-
-
-def body_boundary_by_hand(rank, world):
+@on_ranks(2)
+def test_boundaries_set_by_the_caller(rank, world):
     model = make_net()
     engine = engine_of(model, config(world, 4, size=16))
     reference = make_net().double()
@@ -223,14 +218,11 @@ def body_boundary_by_hand(rank, world):
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         optimizer.step()
     assert engine.global_steps == 6
-    return difference(model, reference)
+    assert difference(model, reference) < 1e-6
 
 
-def test_boundaries_set_by_the_caller():
-    assert max(run_ranks(2, body_boundary_by_hand)) < 1e-6
-
-
-def body_two_engines(rank, world):
+@on_ranks(2)
+def test_two_engines_in_one_process(rank, world):
     """A generator and a discriminator: the first one's loss runs through the second, whose gradients do not count."""
     models, plain = (
         [make_net(seed=1), torch.nn.Linear(5, 1)],
@@ -270,14 +262,12 @@ def body_two_engines(rank, world):
                 optimizers[0].step()
             for p in (models if run == 0 else plain)[1].parameters():
                 p.requires_grad_(True)
-    return max(difference(m, p) for m, p in zip(models, plain))
+    assert max(difference(m, p) for m, p in zip(models, plain)) < 1e-6
 
 
-def test_two_engines_in_one_process():
-    assert max(run_ranks(2, body_two_engines)) < 1e-6
-
-
-def body_checkpointed(rank, world, reentrant):
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(2)
+def test_activation_checkpointing_of_a_shared_module(rank, world, reentrant):
     from torch.utils.checkpoint import checkpoint
 
     class Twice(torch.nn.Module):
@@ -309,13 +299,7 @@ def body_checkpointed(rank, world, reentrant):
         reference(x.double().requires_grad_(True), again).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         optimizer.step()
-    return difference(model, reference), late
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_of_a_shared_module(reentrant):
-    for gap, _ in run_ranks(2, body_checkpointed, reentrant):
-        assert gap < 1e-6
+    assert difference(model, reference) < 1e-6
 
 
 def test_all_ranks_start_from_rank_zero():

@@ -10,7 +10,7 @@ import torch
 import deepspeed
 from deepspeed.config import cli
 from deepspeed.utils import safe_get_full_grad
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from logs import logged
 from runs import engine_of, take_step, with_fp16
 from zero_models import BETAS, DECAY, LR, data, engine_config, loss_of, make, reduced_mean, relative
@@ -45,7 +45,10 @@ def shrink(params):
 
 
 # ---- .grad at stage 0, and the rounding of the sum over ranks -------------------------------------------------------
-def body_edit(rank, world, dtype):
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks()
+def test_what_is_done_to_grad_counts_as_in_a_plain_process(rank, world, dtype):
     scale = SCALE if dtype == "fp16" else 1.0
     model = make("plain").to(DTYPES[dtype])
     plain = copy.deepcopy(model)
@@ -77,14 +80,8 @@ def body_edit(rank, world, dtype):
         assert all(p.grad is None for p in params.values())
         for name, p in params.items():
             assert relative(deepspeed.utils.safe_get_full_fp32_param(p), masters[name]) < 1e-6, (step, name)
-    return dict(engine.core.held_bytes())
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_is_done_to_grad_counts_as_in_a_plain_process(world, dtype):
-    for held in run_ranks(world, body_edit, dtype):
-        assert held["grad"] == held["lp"] and not held["local"], "two bytes for each parameter"
+    held = dict(engine.core.held_bytes())
+    assert held["grad"] == held["lp"] and not held["local"], "two bytes for each parameter"
 
 
 # ---- every value that the configuration allows ----------------------------------------------------------------------
@@ -155,28 +152,22 @@ def test_all_types_to_keep_and_to_send():
     check_kinds(KINDS)
 
 
-def body_double(rank, world):
+@on_ranks(1)
+def test_gradients_in_fp64_stay_so(rank, world):
     model = torch.nn.Linear(3, 3).double()
     made = engine_config(0, 1, 1, "fp32", data_types={"grad_accum_dtype": "bf16"})
     with pytest.raises(ValueError, match='grad_accum_dtype "bf16": parameter .weight. is float64, and its gradients'):
         deepspeed.initialize(model=model, config=made)
 
 
-def test_gradients_in_fp64_stay_so():
-    run_ranks(1, body_double)
-
-
 # ---- accumulation that changes on the way ----------------------------------------------------------------------------
-def body_told(rank, world):
+@on_ranks(1)
+def test_who_has_no_grad_is_told(rank, world):
     deepspeed.logger.setLevel("INFO")
     with logged() as said:
         for accumulate in (1, 2):
             start(make("plain"), 0, world, accumulate)
-    return [text for text in said if "have no .grad between backward and step" in text]
-
-
-def test_who_has_no_grad_is_told():
-    (told,) = run_ranks(1, body_told)
+    told = [text for text in said if "have no .grad between backward and step" in text]
     assert len(told) == 1 and "gradient_accumulation_steps is 2" in told[0] and "safe_set_full_grad" in told[0]
 
 
@@ -291,7 +282,9 @@ def test_inside_no_sync_the_gradient_is_this_ranks_own(stage):
         assert all(torch.equal(first[name], second[name]) for name in first), "reduced: equal on all ranks"
 
 
-def body_samples(rank, world):
+@on_ranks(2)
+def test_samples_that_were_seen_are_counted(rank, world):
+    """Two of each micro-batch on two ranks: 4 samples for each micro-step."""
     counts = []
     for managed in (True, False):
         engine = start(make("plain"), 0, world, 2, "fp32", managed_gradient_accumulation=managed)
@@ -305,12 +298,7 @@ def body_samples(rank, world):
             if not managed:
                 engine.step()
         counts.append((engine.global_steps, engine.global_samples))
-    return counts
-
-
-def test_samples_that_were_seen_are_counted():
-    """Two of each micro-batch on two ranks: 4 samples for each micro-step."""
-    assert run_ranks(2, body_samples) == [[(3, 24), (3, 28)]] * 2
+    assert counts == [(3, 24), (3, 28)]
 
 
 # ---- ds_config explain ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import ProcessTopology
 from deepspeed.utils import groups
 from deepspeed.zero.parameters.param_ranks import ParamRanks
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from mpu import two_by_two
 
 AXES = ("pp", "dp", "sp", "tp")
@@ -35,7 +35,8 @@ def pipeline(*axes):
     return PipelineModule(layers=layers, topology=ProcessTopology(axes, [2] * len(axes)), loss_fn=nn.MSELoss())
 
 
-def axes_body(rank, world):
+@on_ranks(4, init="gloo", timeout=60)
+def test_every_engine_has_four_axes(rank, world):
     pair, across, alone = [rank - rank % 2, rank - rank % 2 + 1], [rank % 2, rank % 2 + 2], [rank]
     assert lists(start(nn.Linear(4, 4))) == {"pp": alone, "dp": [0, 1, 2, 3], "sp": alone, "tp": alone}
     engine = start(nn.Linear(4, 4), sequence_parallel_size=2)
@@ -49,10 +50,6 @@ def axes_body(rank, world):
     assert lists(engine) == {"pp": pair, "dp": alone, "sp": across, "tp": alone}
 
 
-def test_every_engine_has_four_axes():
-    run_ranks(4, axes_body, init="gloo", timeout=60)
-
-
 # ---- experts ---------------------------------------------------------------------------------------------------------
 def with_experts(copies, kinds, dense=1):
     """The layers from number ``dense`` on are experts."""
@@ -63,7 +60,8 @@ def with_experts(copies, kinds, dense=1):
     return start(model)
 
 
-def folds_body(rank, world):
+@on_ranks(4, init="gloo", timeout=60)
+def test_experts_are_folds(rank, world):
     pair, across = [rank - rank % 2, rank - rank % 2 + 1], [rank % 2, rank % 2 + 2]
     for copies, kinds in ((across, pair), (pair, across)):
         native = with_experts(copies, kinds).parallel.mesh
@@ -72,10 +70,6 @@ def folds_body(rank, world):
         with_experts([rank, 3 - rank] if rank < 2 else [3 - rank, rank], pair)
     with pytest.raises(ValueError, match="is not the 4 data-parallel ranks there are"):
         with_experts([rank], pair)
-
-
-def test_experts_are_folds():
-    run_ranks(4, folds_body, init="gloo", timeout=60)
 
 
 def mismatch_body(rank, world):

@@ -9,7 +9,7 @@ from deepspeed import comm as dist
 from deepspeed.moe import exchange
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from moe_models import (
     WIDTH,
     Net,
@@ -173,7 +173,9 @@ HALF = {"fp16": {"enabled": True, "hysteresis": 1}, "bf16": {"enabled": True, "c
 FP16 = pytest.mark.skipif(not deepspeed.get_accelerator().is_fp16_supported(), reason="no fp16 on this device")
 
 
-def overflow_body(rank, world, kind):
+@pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=FP16)])
+@on_ranks(2, init=True)
+def test_overflow_in_one_expert_skips_all(rank, world, kind):
     net = moe_net(rank, 4, 2, 1, False, False)
     engine = engine_of(net, config(world, 2, **{kind: HALF[kind]}))
     if rank == 1:
@@ -184,15 +186,12 @@ def overflow_body(rank, world, kind):
     take_step(engine, engine(batch(0, rank).to(torch.float16 if kind == "fp16" else torch.bfloat16)).float())
     assert not engine.was_step_applied() and engine.skipped_steps == 1
     assert engine.loss_scale() < scale or kind == "bf16"
-    return all(torch.equal(a, safe_get_full_fp32_param(p)) for a, p in zip(before, net.parameters(), strict=True))
+    assert all(torch.equal(a, safe_get_full_fp32_param(p)) for a, p in zip(before, net.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=FP16)])
-def test_overflow_in_one_expert_skips_all(kind):
-    assert run_ranks(2, overflow_body, kind, init=True) == [True, True]
-
-
-def half_body(rank, world, kind, stage):
+@pytest.mark.parametrize("kind, stage", [("bf16", 1), ("bf16", 3), pytest.param("fp16", 2, marks=FP16)])
+@on_ranks(2, init=True)
+def test_half_precision_with_accumulation_learns(rank, world, kind, stage):
     net = moe_net(rank, 4, 2, 2, False, True)
     more = {"gradient_accumulation_steps": 2, kind: {"enabled": True}}
     engine = engine_of(net, config(world, stage, **more))
@@ -200,13 +199,7 @@ def half_body(rank, world, kind, stage):
     losses = []
     for _ in range(8):
         losses.append(take_step(engine, engine(batch(0, rank).to(dtype)).float()))
-    return losses
-
-
-@pytest.mark.parametrize("kind, stage", [("bf16", 1), ("bf16", 3), pytest.param("fp16", 2, marks=FP16)])
-def test_half_precision_with_accumulation_learns(kind, stage):
-    for losses in run_ranks(2, half_body, kind, stage, init=True):
-        assert losses[0] == losses[1] and losses[-1] < losses[0]
+    assert losses[0] == losses[1] and losses[-1] < losses[0]
 
 
 def statistics_body(rank, world, drop):
@@ -295,7 +288,8 @@ def test_a_rank_that_skips_a_layer_is_named_with_it():
     assert other == "skipped" and text.startswith("MoE layer 'layer': ") and "rank 1" in text
 
 
-def uneven_body(rank, world):
+@on_ranks(2, init=True)
+def test_ranks_with_all_experts_need_nobody(rank, world):
     """Without others' experts there is no collective: ranks may run different numbers of forwards."""
     net = moe_net(0, 4, 1, 2, False, False)
     engine = engine_of(net, config(world))
@@ -303,23 +297,14 @@ def uneven_body(rank, world):
     for step in range(3 * rank):
         engine(batch(step, rank))
     dist.barrier()
-    return True
 
 
-def test_ranks_with_all_experts_need_nobody():
-    assert run_ranks(2, uneven_body, init=True) == [True, True]
-
-
-def size_body(rank, world):
+@on_ranks(2, init=True)
+def test_more_ranks_for_experts_than_there_are(rank, world):
     with pytest.raises(
         ValueError, match=r"MoE layer 'layer' shares its 8 experts among ep_size=4 ranks; this job has 2"
     ):
         deepspeed.initialize(model=Net(moe_layer(8, 4, 1, False, False)), config=config(world))
-    return True
-
-
-def test_more_ranks_for_experts_than_there_are():
-    assert run_ranks(2, size_body, init=True) == [True, True]
 
 
 def others_body(rank, world):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.utils import CheckOverflow, PartitionedTensor, clip_grad_norm_, get_grad_norm, get_weight_norm
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 
 class ModelParallel:
@@ -19,7 +19,9 @@ class ModelParallel:
         return dist.get_rank()
 
 
-def _split_model(rank, world_size, norm_type):
+@pytest.mark.parametrize("norm_type", [1, 2, float("inf")])
+@on_ranks(2, init=True)
+def test_norms_of_a_split_model(rank, world_size, norm_type):
     torch.manual_seed(0)
     whole, shared = torch.randn(world_size * 3, 2), torch.randn(5)
     piece = torch.nn.Parameter(whole[rank * 3 : rank * 3 + 3].clone())
@@ -33,15 +35,9 @@ def _split_model(rank, world_size, norm_type):
     grad = get_grad_norm(params, norm_type, ModelParallel())
     clipped = clip_grad_norm_(params, 0.5, norm_type, ModelParallel())
     after = get_grad_norm(params, norm_type, ModelParallel())
-    return expected, weight, grad, clipped, after
-
-
-@pytest.mark.parametrize("norm_type", [1, 2, float("inf")])
-def test_norms_of_a_split_model(norm_type):
-    for expected, weight, grad, clipped, after in run_ranks(2, _split_model, norm_type, init=True):
-        assert weight == pytest.approx(expected, rel=1e-6)
-        assert grad == clipped == pytest.approx(2 * expected, rel=1e-6)
-        assert after == pytest.approx(0.5, rel=1e-5)
+    assert weight == pytest.approx(expected, rel=1e-6)
+    assert grad == clipped == pytest.approx(2 * expected, rel=1e-6)
+    assert after == pytest.approx(0.5, rel=1e-5)
 
 
 def _experts(rank, world_size):

@@ -28,7 +28,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 from engine_models import batch, loss_of, make_net, net_engine, train_engine
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import engine_of, moments, take_step, weight_list
 from test_checkpoint_universal import to_universal
 
@@ -95,7 +95,8 @@ def test_equals_training_without_offload(tmp_path, where, stage, dtype, accumula
 
 
 # ---- keys ---------------------------------------------------------------------------------------------------------
-def body_keys(rank, world, folder):
+@on_ranks(2)
+def test_keys_and_classes(rank, world, folder):
     engine = make_engine(world, 2, {"device": "cpu"}, optimizer="Adam")
     assert engine.zero_use_cpu_optimizer() and engine.zero_cpu_offload() and not engine.zero_nvme_offload_optimizer()
     assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_partial_offload() == 1.0
@@ -109,14 +110,10 @@ def body_keys(rank, world, folder):
     assert len(files) >= 2 and all(name.endswith(".tensor.swp") for name in files)
     engine.destroy()
     assert type(make_engine(world, 2, {"device": "none"}, optimizer="Adam").basic_optimizer) is FusedAdam
-    return True
 
 
-def test_keys_and_classes(tmp_path):
-    assert all(run_ranks(2, body_keys, str(tmp_path)))
-
-
-def body_clients(rank, world, folder):
+@on_ranks(2)
+def test_optimizers_of_clients(rank, world, folder):
     def initialize(make, offload, **more):
         model = make_net()
         optimizer = make([p for p in model.parameters() if p.requires_grad])
@@ -131,15 +128,13 @@ def body_clients(rank, world, folder):
         engine = initialize(torch.optim.AdamW, offload, zero_force_ds_cpu_optimizer=False, bf16={"enabled": True})
         train_engine(engine, 3, rank, world)
         results.append(everything(engine))
-    return same(*results)
-
-
-def test_optimizers_of_clients(tmp_path):
-    assert all(run_ranks(2, body_clients, str(tmp_path)))
+    assert same(*results)
 
 
 # ---- values of parameters -----------------------------------------------------------------------------------------
-def body_values(rank, world, folder, where, stage):
+@pytest.mark.parametrize("where, stage", [("cpu", 2), ("nvme", 1), ("nvme", 3), ("mixed", 2)])
+@on_ranks(2)
+def test_values_are_read_and_set_where_they_rest(rank, world, where, stage, folder):
     results = []
     for offload in (None, on(folder, where)):
         engine = make_engine(world, stage, offload, bf16={"enabled": True})
@@ -163,16 +158,23 @@ def body_values(rank, world, folder, where, stage):
         engine.step()
         results.append([*everything(engine), *[g for g in grads if g is not None]])
         engine.destroy()
-    return same(*results)
-
-
-@pytest.mark.parametrize("where, stage", [("cpu", 2), ("nvme", 1), ("nvme", 3), ("mixed", 2)])
-def test_values_are_read_and_set_where_they_rest(tmp_path, where, stage):
-    assert all(run_ranks(2, body_values, str(tmp_path), where, stage))
+    assert same(*results)
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
-def body_checkpoint(rank, world, folder, before, after, save_format):
+@pytest.mark.sample("values", 5)
+@pytest.mark.parametrize("save_format", ["torch", "safetensors", "async"])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((3, "nvme"), (3, "none")),
+        ((2, "nvme"), (2, "cpu")),
+        ((1, "cpu"), (3, "nvme")),
+        ((3, "ratio 0.3"), (1, "mixed")),
+    ],
+)
+@on_ranks(2)
+def test_checkpoints_of_any_placement_into_any_other(rank, world, before, after, save_format, folder):
     """Training that goes on from a checkpoint of another placement and stage."""
     checkpoint = {"async": True} if save_format == "async" else {"writer": {"format": save_format}}
     more = {"bf16": {"enabled": True}, "checkpoint": checkpoint}
@@ -203,22 +205,6 @@ def body_checkpoint(rank, world, folder, before, after, save_format):
     assert gap < 1e-4 or stage == next_stage and gap == 0, gap
     for engine in (plain, first, second, again):
         engine.destroy()
-    return True
-
-
-@pytest.mark.sample("values", 5)
-@pytest.mark.parametrize("save_format", ["torch", "safetensors", "async"])
-@pytest.mark.parametrize(
-    "before, after",
-    [
-        ((3, "nvme"), (3, "none")),
-        ((2, "nvme"), (2, "cpu")),
-        ((1, "cpu"), (3, "nvme")),
-        ((3, "ratio 0.3"), (1, "mixed")),
-    ],
-)
-def test_checkpoints_of_any_placement_into_any_other(tmp_path, before, after, save_format):
-    assert all(run_ranks(2, body_checkpoint, str(tmp_path), before, after, save_format))
 
 
 def body_universal(rank, world, folder, stage):
@@ -246,7 +232,8 @@ def test_universal_checkpoints_load_into_files(tmp_path, stage):
     assert all(run_ranks(2, body_universal, str(tmp_path), stage))
 
 
-def body_made(rank, world, folder):
+@on_ranks(2)
+def test_a_folder_that_is_missing_is_made_and_its_drive_named(rank, world, folder):
     path = os.path.join(folder, "not/there/yet")
     said = []
     with mock.patch.object(checks, "log_dist", lambda text, ranks=None: said.append(text)):
@@ -257,15 +244,11 @@ def body_made(rank, world, folder):
     assert os.stat(os.path.join(path, "zero_stage_3")).st_mode & 0o777 == 0o700
     assert all(os.stat(file).st_mode & 0o777 == 0o600 for file in files_below(path))
     engine.destroy()
-    return True
-
-
-def test_a_folder_that_is_missing_is_made_and_its_drive_named(tmp_path):
-    assert all(run_ranks(2, body_made, str(tmp_path)))
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------
-def body_bad(rank, world, folder):
+@on_ranks(1)
+def test_what_cannot_work_is_refused_with_numbers(rank, world, folder):
     file = os.path.join(folder, "file")
     with open(file, "w"):
         pass
@@ -287,11 +270,6 @@ def body_bad(rank, world, folder):
         make_engine(world, 3, {**on(folder, "nvme"), "buffer_count": 3})
     with pytest.raises(ValueError, match="stage"):
         make_engine(world, 0, {"device": "cpu"})
-    return True
-
-
-def test_what_cannot_work_is_refused_with_numbers(tmp_path):
-    assert all(run_ranks(1, body_bad, str(tmp_path)))
 
 
 def body_blocked(rank, world, folder, zero):
@@ -356,7 +334,9 @@ def test_states_wait_in_files(tmp_path, stage, where):
 
 
 # ---- memory instead of places -------------------------------------------------------------------------------------
-def body_auto(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_memory_decides_where_states_rest(rank, world, stage, folder):
     found = []
     for device, host in ((None, None), (1000, 1200), (0, 0)):
         gib = {"device_gb": device and device / 2**30, "host_gb": host and host / 2**30} if host is not None else {}
@@ -372,12 +352,7 @@ def body_auto(rank, world, folder, stage):
         make_engine(world, stage, zero={"placement": {"auto": True, "host_gb": 0}})
     with pytest.raises(ValueError, match="both say where"):
         make_engine(world, stage, {"device": "cpu"}, zero={"placement": {"auto": True}})
-    return same(found[0], found[1]) and same(found[0], found[2])
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_memory_decides_where_states_rest(tmp_path, stage):
-    assert all(run_ranks(2, body_auto, str(tmp_path), stage))
+    assert same(found[0], found[1]) and same(found[0], found[2])
 
 
 # ---- what is told -------------------------------------------------------------------------------------------------
@@ -391,7 +366,8 @@ class Events:
         self.seen += events
 
 
-def body_report(rank, world, folder):
+@on_ranks(2)
+def test_report_and_plan(rank, world, folder):
     engine = make_engine(world, 2, on(folder, "nvme"))
     engine.monitor = Events()
     train_engine(engine, 1, rank, world)
@@ -416,11 +392,6 @@ def body_report(rank, world, folder):
     tiers = plain.offload_report()["tiers"]
     assert tiers["file"]["resting_bytes"] == tiers["host"]["resting_bytes"] == 0
     assert tiers["device"]["resting_bytes"] > 0
-    return True
-
-
-def test_report_and_plan(tmp_path):
-    assert all(run_ranks(2, body_report, str(tmp_path)))
 
 
 def body_plan(rank, world, folder):

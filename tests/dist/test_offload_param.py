@@ -20,7 +20,7 @@ from deepspeed.utils import (
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import batch, make_net, net_engine, train_engine
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import take_step, with_fp16
 from runs import weight_list as values
 
@@ -48,7 +48,9 @@ def same(a, b):
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
-def body_training(rank, world, folder, bf16, accumulate):
+@pytest.mark.parametrize("world, bf16, accumulate", [(1, True, 1), (1, False, 2), (2, True, 2), (2, False, 1)])
+@on_ranks(init=True)
+def test_training_is_equal_to_the_bit(rank, world, bf16, accumulate, folder):
     results = []
     for offload in (None, {"device": "cpu"}, nvme(folder), nvme(folder, max_in_cpu=500)):
         engine = make(world, offload, accumulate=accumulate, bf16={"enabled": bf16}, gradient_clipping=0.1)
@@ -66,12 +68,6 @@ def body_training(rank, world, folder, bf16, accumulate):
         del engine, param
         gc.collect()  # files go with the parameters, which a circle of Python objects may hold
     assert all(same(results[0], other) for other in results[1:])
-    return True
-
-
-@pytest.mark.parametrize("world, bf16, accumulate", [(1, True, 1), (1, False, 2), (2, True, 2), (2, False, 1)])
-def test_training_is_equal_to_the_bit(world, bf16, accumulate, tmp_path):
-    assert all(run_ranks(world, body_training, str(tmp_path), bf16, accumulate, init=True))
 
 
 def body_init_fails(rank, world, folder):
@@ -156,7 +152,9 @@ def test_fp16_is_equal_to_the_bit(world, tmp_path):
 
 
 # ---- zero.Init, and what is asked of parameters -------------------------------------------------------------------
-def body_init(rank, world, folder, remote):
+@pytest.mark.parametrize("world, remote", [(1, "nvme"), (2, "cpu"), (2, "nvme")])
+@on_ranks(init=True)
+def test_parameters_go_where_they_rest_as_they_are_made(rank, world, remote, folder):
     torch.manual_seed(3)
     section = {"stage": 3, "offload_param": nvme(folder) if remote == "nvme" else {"device": "cpu"}}
     with deepspeed.zero.Init(
@@ -190,15 +188,10 @@ def body_init(rank, world, folder, remote):
     with deepspeed.zero.GatheredParameters([param]):
         assert bool((param == 0.75).all())
     train_engine(engine, 1, rank, world, start=2)
-    return True
 
 
-@pytest.mark.parametrize("world, remote", [(1, "nvme"), (2, "cpu"), (2, "nvme")])
-def test_parameters_go_where_they_rest_as_they_are_made(world, remote, tmp_path):
-    assert all(run_ranks(world, body_init, str(tmp_path), remote, init=True))
-
-
-def body_inference(rank, world, folder):
+@on_ranks(2, init=True)
+def test_inference_without_an_optimizer(rank, world, folder):
     model = make_net()
     x = batch(0)[0]
     with torch.no_grad():
@@ -208,15 +201,11 @@ def body_inference(rank, world, folder):
         with torch.no_grad():
             assert torch.equal(engine(x), expected)
     assert engine.core.storage.usage()["device"] < sum(p.ds_numel for p in model.parameters()) * 4
-    return True
-
-
-def test_inference_without_an_optimizer(tmp_path):
-    assert all(run_ranks(2, body_inference, str(tmp_path), init=True))
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
-def body_checkpoints(rank, world, folder):
+@on_ranks(2, init=True)
+def test_checkpoints_are_those_of_a_run_without(rank, world, folder):
     saved = []
     for number, offload in enumerate((None, nvme(folder))):
         engine = make(world, offload, bf16={"enabled": True})
@@ -236,11 +225,6 @@ def body_checkpoints(rank, world, folder):
         train_engine(engine, 2, rank, world, start=2)
         assert same(saved[0], values(engine)), number
         engine.destroy()
-    return True
-
-
-def test_checkpoints_are_those_of_a_run_without(tmp_path):
-    assert all(run_ranks(2, body_checkpoints, str(tmp_path), init=True))
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
@@ -346,7 +330,8 @@ def test_a_file_that_is_cut_is_an_error_of_all_ranks(tmp_path):  # gone: tests/c
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------
-def body_refused(rank, world, folder):
+@on_ranks(1, init=True)
+def test_bad_input_is_named_with_what_would_work(rank, world, folder):
     def error(kind, offload):
         with pytest.raises(kind) as raised:
             make(world, offload)
@@ -364,8 +349,3 @@ def body_refused(rank, world, folder):
         deepspeed.zero.Init(remote_device="nvme", config_dict_or_path={"zero_optimization": {"stage": 3}})
     with pytest.raises(ValueError, match="remote_device is None, 'none', 'cpu' or 'nvme', not 'disk'"):
         deepspeed.zero.Init(remote_device="disk")
-    return True
-
-
-def test_bad_input_is_named_with_what_would_work(tmp_path):
-    assert all(run_ranks(1, body_refused, str(tmp_path), init=True))

@@ -15,7 +15,7 @@ import pipe_models as models
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.schedule import SendActivation, TrainSchedule
 from deepspeed.runtime.pipe import schedule as published_schedule
-from harness import RankError, run_ranks
+from harness import RankError, on_ranks, run_ranks
 from sampling import every_case
 
 MICRO_BATCHES, SOON = 4, 5.0
@@ -123,7 +123,8 @@ class Shortened(TrainSchedule):
             yield [one for one in step if not (isinstance(one, SendActivation) and number == 2)]
 
 
-def _bad_input(rank, world):
+@on_ranks(2, init=True)
+def test_bad_input(rank, world):
     engine = engine_of(2, 1, models.Block)
     good = list(models.batches("plain", 1, MICRO_BATCHES, 0))
     for name in ("forward", "backward", "step"):
@@ -153,15 +154,6 @@ def _bad_input(rank, world):
         deepspeed.initialize(model=engine.module, mpu=engine.grid, config=models.config_of(4))
 
 
-def test_bad_input():
-    run_ranks(2, _bad_input, init=True)
-
-
-def _bad_items(rank, world, cases):
-    for case, match in cases:
-        _bad_item(case, match)
-
-
 def _bad_item(case, match):
     module = {
         "no pair": lambda: engine_of(2, 1, models.Block),
@@ -179,11 +171,13 @@ def _bad_item(case, match):
         engine.eval_batch(data) if case == "no loss" else engine.train_batch(data)
 
 
-def test_bad_items():
+@on_ranks(2, init=True)
+def test_bad_items(rank, world):
     cases = [
         ("no pair", "the data iterator gave a tuple of 1: a micro-batch is a pair"),
         ("no scalar", r"stage 1, rank 1.*loss_fn returned a tensor of shape \(2, 3\): train_batch.. needs a scalar"),
         ("no loss", r"stage 1, rank 1.*TypeError: eval_batch.*the loss is tuple.*pass bcast_loss=False"),
         ("no tensor", r"stage 0, rank 0, layer 0 \(<lambda>\), micro-batch 0.*returned str"),
     ]
-    run_ranks(2, _bad_items, cases, init=True)
+    for case, match in cases:
+        _bad_item(case, match)

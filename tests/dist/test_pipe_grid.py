@@ -8,11 +8,12 @@ from deepspeed.pipe.topology import (
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
 )
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import total
 
 
-def _stages_and_copies(rank, world):
+@on_ranks(4, init=True)
+def test_stages_and_copies(rank, world):
     topology = PipeDataParallelTopology(num_pp=2, num_dp=2)
     for grid in (PipelineParallelGrid(topology), PipelineParallelGrid()):
         assert grid._is_grid_valid() and grid.topology().dims == [2, 2] and grid.get_global_rank() == rank
@@ -31,20 +32,13 @@ def _stages_and_copies(rank, world):
         assert grid.stage_to_global(stage_id=0) == rank % 2
 
 
-def test_stages_and_copies():
-    run_ranks(4, _stages_and_copies, init=True)
-
-
-def _three_axes(rank, world):
+@on_ranks(4, init=True)
+def test_three_axes(rank, world):
     grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
     assert grid.slice_group == [rank // 2 * 2, rank // 2 * 2 + 1] and grid.pp_group == [rank % 2, rank % 2 + 2]
     assert total(grid.get_tensor_model_parallel_group(), rank) == sum(grid.slice_group)
     assert total(grid.get_model_parallel_group(), rank) == 6 and grid.get_model_parallel_rank() == rank
     assert grid.get_data_parallel_world_size() == 1 and grid.get_tensor_model_parallel_rank() == rank % 2
-
-
-def test_three_axes():
-    run_ranks(4, _three_axes, init=True)
 
 
 def _some_ranks(rank, world):

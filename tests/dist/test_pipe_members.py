@@ -12,7 +12,7 @@ import pipe_models as models
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import engine_of
 
 MICRO_BATCHES = 4
@@ -33,7 +33,24 @@ class Counting:
         return next(self.items)
 
 
-def _members(rank, world):
+@on_ranks(3, init=True)
+def test_plan_and_measured(rank, world):
+    engine = models.engine_of("plain", world, world, MICRO_BATCHES)
+    x, y = models.micro_batch("plain", 0, 0, 0)
+    with pytest.raises(RuntimeError, match="does not know the inputs yet"):
+        engine.pipe_plan()
+    for batch in range(10):
+        engine.train_batch(itertools.repeat((x, y)))
+        plan = engine.pipe_plan()
+        assert plan.schedule == "1f1b" and len(plan.stages) == world and (plan.measured is None) == (batch < 9)
+    measured = engine.pipe_plan().measured
+    assert measured["seconds"] > 0 and 0 <= measured["bubble"] < 1
+    sent = MICRO_BATCHES * x.numel() * 4 * ((rank > 0) + (rank < world - 1))
+    assert measured["bytes_sent"] == plan.stages[rank].bytes_sent == sent
+
+
+@on_ranks(3, init=True)
+def test_members(rank, world):
     engine = models.engine_of("plain", world, world, MICRO_BATCHES)
     assert isinstance(engine, deepspeed.PipelineEngine) and isinstance(engine, deepspeed.DeepSpeedEngine)
     assert engine.is_first_stage() == (rank == 0) and engine.is_last_stage() == (rank == world - 1)
@@ -65,29 +82,6 @@ def _members(rank, world):
         last = engine.train_batch(itertools.repeat((x, y))).item()
     assert last < one
     engine.destroy()
-
-
-def _is_measured(rank, world):
-    engine = models.engine_of("plain", world, world, MICRO_BATCHES)
-    x, y = models.micro_batch("plain", 0, 0, 0)
-    with pytest.raises(RuntimeError, match="does not know the inputs yet"):
-        engine.pipe_plan()
-    for batch in range(10):
-        engine.train_batch(itertools.repeat((x, y)))
-        plan = engine.pipe_plan()
-        assert plan.schedule == "1f1b" and len(plan.stages) == world and (plan.measured is None) == (batch < 9)
-    measured = engine.pipe_plan().measured
-    assert measured["seconds"] > 0 and 0 <= measured["bubble"] < 1
-    sent = MICRO_BATCHES * x.numel() * 4 * ((rank > 0) + (rank < world - 1))
-    assert measured["bytes_sent"] == plan.stages[rank].bytes_sent == sent
-
-
-def test_plan_and_measured():
-    run_ranks(3, _is_measured, init=True)
-
-
-def test_members():
-    run_ranks(3, _members, init=True)
 
 
 def _evaluates(rank, world, stages, down_and_up=False):
@@ -241,7 +235,9 @@ class ClientsEngine(PipelineEngine):
 ClientsEngine._INSTRUCTION_MAP.update({BackwardOnlyPass: _split, WeightPass: _weights})
 
 
-def _clients(rank, world, kind):
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+@on_ranks(2, init=True)
+def test_clients_schedule(rank, world, kind):
     module = models.module_of(kind, world, world)
     config = models.config_of(MICRO_BATCHES)
     engine = ClientsEngine(args=None, model=module, mpu=module.mpu(), config=config)
@@ -263,11 +259,6 @@ def _clients(rank, world, kind):
 
     with pytest.raises(RuntimeError, match="does not know the instruction Unknown"):
         engine._exec_schedule(Odd(MICRO_BATCHES, world, rank))
-
-
-@pytest.mark.parametrize("kind", ["plain", "tied"])
-def test_clients_schedule(kind):
-    run_ranks(2, _clients, kind, init=True)
 
 
 # ---- precisions ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import TORCH2
 
 WIDTH = 6
@@ -106,7 +106,8 @@ def test_parts_are_the_model(ranks, stages, virtual, placement, parts, local):
     assert run_ranks(ranks, _parts, stages, virtual, placement, init=True) == [(parts, own) for own in local]
 
 
-def _recomputed(rank, world):
+@on_ranks(1, init=True)
+def test_recomputed_segments(rank, world):
     calls = []
 
     def counting(function, *args):
@@ -141,16 +142,13 @@ def _recomputed(rank, world):
         module.set_checkpoint_interval(-1)
 
 
-def test_recomputed_segments():
-    run_ranks(1, _recomputed, init=True)
-
-
 class Noise(nn.Module):
     def forward(self, x):
         return x + torch.rand(1)
 
 
-def _seeded_micro_batches(rank, world):
+@on_ranks(1, init=True)
+def test_seeds(rank, world):
     module = PipelineModule([Noise(), Noise()], num_stages=1, seed_layers=True, base_seed=50)
     zero = torch.zeros(1)
     found = [module(zero).item() for _ in range(2)]
@@ -161,10 +159,6 @@ def _seeded_micro_batches(rank, world):
     seen = []
     PipelineModule(specs(2), num_stages=1, seed_layers=True, seed_fn=seen.append, base_seed=10)
     assert seen == [10, 11, 12]
-
-
-def test_seeds():
-    run_ranks(1, _seeded_micro_batches, init=True)
 
 
 def logits(module, x):
@@ -205,7 +199,8 @@ def test_tied_layers():
     assert middle is None and torch.equal(first, last)
 
 
-def _files(rank, world, folder):
+@on_ranks(4, init=True)
+def test_layer_files(rank, world, folder):
     torch.manual_seed(rank)
     engine = TorchCheckpointEngine()
     saved = PipelineModule(tied_layers(), num_stages=2, partition_method="uniform")
@@ -243,18 +238,11 @@ def _files(rank, world, folder):
     assert list(torch.load(os.path.join(folder, "frozen", "layer_00-model_states.pt"))) == ["bias"]
 
 
-def test_layer_files(tmp_path):
-    run_ranks(4, _files, str(tmp_path), init=True)
-
-
-def _sliced_names(rank, world):
+@on_ranks(2, init=True)
+def test_names_of_slices(rank, world):
     module = PipelineModule([nn.Linear(2, 2)], topology=PipeModelDataParallelTopology(1, 2, 1))
     assert module.ckpt_layer_path("x", 0) == f"x/layer_00-model_0{rank}-model_states.pt"
     assert module.mpu().get_slice_parallel_rank() == rank
-
-
-def test_names_of_slices():
-    run_ranks(2, _sliced_names, init=True)
 
 
 class SlowWithoutParameters(nn.Module):
@@ -277,7 +265,8 @@ def test_profile_is_agreed_by_all_ranks():
     assert first == second and first[2] == [0, 3, 5]
 
 
-def _bad_input(rank, world):
+@on_ranks(3, init=True)
+def test_bad_input(rank, world):
     with pytest.raises(RuntimeError, match="PipelineModule needs num_stages= or topology="):
         PipelineModule(specs())
     with pytest.raises(RuntimeError, match="num_stages 2 does not divide the 3 ranks of the job"):
@@ -301,10 +290,6 @@ def _bad_input(rank, world):
             inner.compile()
     assert inner.get_additional_losses() is None
     assert deepspeed.PipelineModule is PipelineModule
-
-
-def test_bad_input():
-    run_ranks(3, _bad_input, init=True)
 
 
 def test_without_a_job():

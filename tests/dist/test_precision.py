@@ -8,7 +8,7 @@ import torch
 import deepspeed
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from logs import logged
 from runs import engine_of, take_step
 
@@ -88,7 +88,11 @@ def test_bf16_with_a_torch_optimizer():
     assert [(a + b) / 2 for a, b in zip(first, second)] == pytest.approx(expected, rel=0.02)
 
 
-def body_wrapper(rank, world, kind):
+@pytest.mark.parametrize("kind, flat", [("Adam", True), ("Lamb", False), ("Lion", False)])
+@on_ranks(1)
+def test_only_adam_is_saved_flat(rank, world, kind, flat):
+    """What published checkpoints hold, and the classes that scripts ask for."""
+    name = "FP16_Optimizer" if flat else "FP16_UnfusedOptimizer"
     made = config(world, 1, bf16={"enabled": True}, optimizer={"type": kind, "params": {"lr": 0.01}})
     model = make_net()
     engine, wrapped, _, _ = deepspeed.initialize(model=model, config=made)
@@ -100,14 +104,7 @@ def body_wrapper(rank, world, kind):
             master.data.zero_()
     wrapped.load_state_dict(saved)
     assert masters == [float(m.double().sum()) for group in wrapped.fp32_groups for m in group]
-    return type(wrapped).__name__, "fp32_groups_flat" in saved, "fp32_groups" in saved
-
-
-@pytest.mark.parametrize("kind, flat", [("Adam", True), ("Lamb", False), ("Lion", False)])
-def test_only_adam_is_saved_flat(kind, flat):
-    """What published checkpoints hold, and the classes that scripts ask for."""
-    name = "FP16_Optimizer" if flat else "FP16_UnfusedOptimizer"
-    assert run_ranks(1, body_wrapper, kind) == [(name, flat, not flat)]
+    assert (type(wrapped).__name__, "fp32_groups_flat" in saved, "fp32_groups" in saved) == (name, flat, not flat)
 
 
 def test_the_unfused_wrapper_takes_its_published_arguments():
@@ -225,12 +222,8 @@ def body_fp16_norms(rank, world, fp16):
 
 @needs_fp16
 @pytest.mark.parametrize("by_scale", [False, True], ids=["loss.backward", "engine.scale"])
-def test_fp16_with_a_backward_of_the_user(by_scale):
-    first, second = run_ranks(1, body_user_fp16, by_scale)[0]
-    assert first == pytest.approx(second, rel=1e-6)
-
-
-def body_user_fp16(rank, world, by_scale):
+@on_ranks(1)
+def test_fp16_with_a_backward_of_the_user(rank, world, by_scale):
     made = config(1, 2, fp16={"enabled": True, "initial_scale_power": 10})
     models = [make_net(), make_net()]
     engines = [engine_of(m, copy.deepcopy(made)) for m in models]
@@ -243,16 +236,13 @@ def body_user_fp16(rank, world, by_scale):
             loss = loss_of(engines[1](tokens[part]), targets[part])
             (engines[1].scale(loss) if by_scale else loss).backward()
             engines[1].step()
-    return [[float(p.detach().double().sum()) for p in m.parameters()] for m in models]
+    first, second = [[float(p.detach().double().sum()) for p in m.parameters()] for m in models]
+    assert first == pytest.approx(second, rel=1e-6)
 
 
-def test_mixed_dtypes_in_one_model():
+@on_ranks(1)
+def test_mixed_dtypes_in_one_model(rank, world):
     """A bf16 layer in an fp32 model trains with a master of its own, without being asked for."""
-    (moved,) = run_ranks(1, body_mixed)
-    assert all(moved)
-
-
-def body_mixed(rank, world):
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4).bfloat16()})
     before = [p.detach().clone() for p in model.parameters()]
@@ -268,7 +258,7 @@ def body_mixed(rank, world):
     engine = engine_of(Both(), config(1))
     for _ in range(3):
         take_step(engine, engine(torch.ones(2, 4)))
-    return [not torch.equal(a, b.detach()) for a, b in zip(before, model.parameters())]
+    assert all(not torch.equal(a, b.detach()) for a, b in zip(before, model.parameters()))
 
 
 def test_difference_notices(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 from deepspeed.sequence import weighted_loss
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from sequence_models import Tiny, mean_loss, part, refusals
 
 
@@ -27,7 +27,8 @@ def adapter(batches, rank, world, **more):
     )
 
 
-def body_turns(rank, world):
+@on_ranks(2, init=True)
+def test_each_rank_in_turn(rank, world):
     lengths = [4, 8]
     batches = [batch_of(rank, step, lengths[(step + rank) % 2]) for step in range(2)]
     for index, one in enumerate(batches):
@@ -59,11 +60,6 @@ def body_turns(rank, world):
             assert torch.equal(one["inputs_embeds"], embeds[:, cut])
             assert one["places"].shape == (3, length // world)
             assert one["attention_mask"].shape == (2, length // world)
-    return True
-
-
-def test_each_rank_in_turn():
-    assert all(run_ranks(2, body_turns, init=True))
 
 
 def body_padded(rank, world):
@@ -110,10 +106,6 @@ def wrong_loader(rank, world, what):
     return [len(one) for one in adapter(gone() if what == "fails" and rank == 0 else batches * 2, rank, world)]
 
 
-def body_wrong(rank, world, cases):
-    return refusals(cases, lambda what: wrong_loader(rank, world, what))
-
-
 BAD = {
     "length": ("ValueError", "rank 1: .*2 sequences of 5 tokens cannot be cut into 2 equal parts.*pad=True"),
     "end": ("RuntimeError", r"do not end together: those of ranks \[0\] of 2 have ended"),
@@ -123,7 +115,8 @@ BAD = {
 }
 
 
-def test_every_rank_raises():
-    for found in run_ranks(2, body_wrong, list(BAD), init=True, timeout=60):
-        for (kind, text), (what, (error, words)) in zip(found, BAD.items()):
-            assert kind == error and re.search(f"(?s){words}", text), (what, kind, text)
+@on_ranks(2, init=True, timeout=60)
+def test_every_rank_raises(rank, world):
+    found = refusals(list(BAD), lambda what: wrong_loader(rank, world, what))
+    for (kind, text), (what, (error, words)) in zip(found, BAD.items()):
+        assert kind == error and re.search(f"(?s){words}", text), (what, kind, text)

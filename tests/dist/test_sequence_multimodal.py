@@ -14,7 +14,7 @@ from deepspeed.sequence import (
     detect_model_sp_info,
 )
 from deepspeed.sequence.layer import DistributedAttention
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from sequence_models import attend, part, refusals, worst
 
 WIDTH = 8
@@ -132,13 +132,10 @@ def body_fusion(rank, world, kind):
     )
 
 
-def body_fusions(rank, world):
-    return max(body_fusion(rank, world, kind) for kind in ("llava", "intern", "qwen"))
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_fusion(world):
-    assert max(run_ranks(world, body_fusions, init=True)) < 1e-12
+@on_ranks(init=True)
+def test_fusion(rank, world):
+    assert max(body_fusion(rank, world, kind) for kind in ("llava", "intern", "qwen")) < 1e-12
 
 
 def bad_fusion(what):
@@ -155,10 +152,6 @@ def bad_fusion(what):
     )
 
 
-def body_bad_fusion(rank, world, cases):
-    return refusals(cases, bad_fusion)
-
-
 BAD = {
     "count": "4 visual features for 3 image tokens",
     "shape": "do not belong to text_embeds",
@@ -167,10 +160,11 @@ BAD = {
 }
 
 
-def test_bad_fusion():
-    for found in run_ranks(2, body_bad_fusion, list(BAD), init=True, timeout=60):
-        for (kind, text), (what, words) in zip(found, BAD.items()):
-            assert kind == "ValueError" and words in text, (what, kind, text)
+@on_ranks(2, init=True, timeout=60)
+def test_bad_fusion(rank, world):
+    found = refusals(list(BAD), bad_fusion)
+    for (kind, text), (what, words) in zip(found, BAD.items()):
+        assert kind == "ValueError" and words in text, (what, kind, text)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -208,7 +202,8 @@ class MyAttention(torch.nn.Module):
         return hidden_states
 
 
-def body_wrap(rank, world):
+@on_ranks(2, init=True)
+def test_wrapped(rank, world):
     model, group = Multimodal(), dist.get_world_group()
     assert auto_wrap_model_for_sp(model, group) is model
     assert all(type(one) is UlyssesSPViTAttention and one.has_cls_token for one in model.vision_tower.layers)
@@ -219,8 +214,4 @@ def body_wrap(rank, world):
         auto_wrap_model_for_sp(torch.nn.Linear(1, 1), group)
     with pytest.raises(ValueError, match="'0' takes no query, key and value"):
         auto_wrap_model_for_sp(torch.nn.Sequential(MyAttention()), group)
-    return worst([(found, part(attend(*whole, "causal"), rank, world, 1))])
-
-
-def test_wrapped():
-    assert max(run_ranks(2, body_wrap, init=True)) < 1e-12
+    assert worst([(found, part(attend(*whole, "causal"), rank, world, 1))]) < 1e-12

@@ -14,7 +14,7 @@ from deepspeed.sequence import gradients, weighted_loss
 from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import engine_of, settings, take_step, weight_list
 from sampling import every_case, sample
 from sequence_models import Tiny, attend, batch_of, mean_loss, vocab_loss, worst
@@ -62,13 +62,6 @@ def ways(rank, world, way):
     return start(Tiny(), config, **more)
 
 
-def body_groups(rank, world):
-    for way in ("mpu", "mesh", "key", "both keys"):
-        check_groups(rank, world, way)
-        groups.clear()
-    return True
-
-
 def check_groups(rank, world, way):
     engine = ways(rank, world, way)
     assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (4, 2, 1)
@@ -91,8 +84,11 @@ def check_groups(rank, world, way):
     engine.destroy()
 
 
-def test_groups_and_batch_sizes():
-    assert all(run_ranks(4, body_groups, timeout=60))
+@on_ranks(4, timeout=60)
+def test_groups_and_batch_sizes(rank, world):
+    for way in ("mpu", "mesh", "key", "both keys"):
+        check_groups(rank, world, way)
+        groups.clear()
 
 
 class NotEnough:
@@ -207,7 +203,8 @@ def test_bf16():
     check(2, [(stage, 2, "weighted", 1, False, {"bf16": {"enabled": True}}) for stage in (0, 2, 3)], 3e-2)
 
 
-def body_engines(rank, world):
+@on_ranks(2, init=True, timeout=60)
+def test_two_engines_on_one_group(rank, world):
     """The rule holds while some engine trains on the group."""
     group, found = dist.get_world_group(), [gradients.summed_in(dist.get_world_group())]
     first = start(shared_model(), config_of(1, sequence_parallel_size=2))
@@ -219,15 +216,18 @@ def body_engines(rank, world):
     gc.collect()
     found.append(gradients.summed_in(group))
     groups.clear()
-    return found
-
-
-def test_two_engines_on_one_group():
-    assert run_ranks(2, body_engines, init=True, timeout=60) == [[False, True, True, False]] * 2
+    assert found == [False, True, True, False]
 
 
 # ---- losses by themselves --------------------------------------------------------------------------------------------
-def body_vocab(rank, world):
+
+
+VOCAB_SIZE = 11
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks(init=True)
+def test_cross_entropy_of_a_shared_sequence(rank, world):
     """Without an engine: each rank the part of its own gradient."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(8, 2, VOCAB_SIZE, generator=generator, dtype=torch.float32).requires_grad_()
@@ -240,28 +240,17 @@ def body_vocab(rank, world):
     (found * weights).sum().backward()
     with pytest.raises(ValueError, match="need targets of shape"):
         vocab_sequence_parallel_cross_entropy(mine, target[:1], dist.get_world_group())
-    return worst([(found, expected), (mine.grad, logits.grad.chunk(world)[rank])])
+    assert worst([(found, expected), (mine.grad, logits.grad.chunk(world)[rank])]) < 1e-6
 
 
-VOCAB_SIZE = 11
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_cross_entropy_of_a_shared_sequence(world):
-    assert max(run_ranks(world, body_vocab, init=True)) < 1e-6
-
-
-def body_no_labels(rank, world):
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(init=True)
+def test_a_sequence_without_labels_has_the_loss_0(rank, world):
     labels = torch.full((2, 3), -100)
     logits = torch.randn(2, 3, 5, requires_grad=True)
     loss = weighted_loss(mean_loss(logits, labels), labels, dist.get_world_group())
     loss.backward()
-    return [loss.item(), float(logits.grad.abs().max())]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_sequence_without_labels_has_the_loss_0(world):
-    assert run_ranks(world, body_no_labels, init=True) == [[0.0, 0.0]] * world
+    assert [loss.item(), float(logits.grad.abs().max())] == [0.0, 0.0]
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF,
 from deepspeed.sequence import parallel_state, weighted_loss
 from deepspeed.sequence.hf_attention import configure_model
 from deepspeed.utils import groups
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import take_step, weight_list
 from sequence_models import sgd_engine
 
@@ -68,7 +68,10 @@ def family_model(family):
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
 
-def body_family(rank, world, family, kind):
+@pytest.mark.parametrize("kind", ["causal", "packed", "padded"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3"])
+@on_ranks(2, init=True, timeout=90)
+def test_families(rank, world, family, kind):
     plain, model, batch = family_model(family), family_model(family), batch_of(kind)
     labels = batch.pop("labels")
     register(model, world, core_attn_implementation=model.config._attn_implementation)
@@ -83,13 +86,7 @@ def body_family(rank, world, family, kind):
     for name, param in model.named_parameters():
         dist.all_reduce(param.grad)
         gaps.append(float((param.grad - wanted[name]).abs().max()))
-    return max(gaps)
-
-
-@pytest.mark.parametrize("kind", ["causal", "packed", "padded"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3"])
-def test_families(family, kind):
-    assert max(run_ranks(2, body_family, family, kind, init=True, timeout=90)) < 1e-4
+    assert max(gaps) < 1e-4
 
 
 def batch_of(kind, step=0, rank=0):
@@ -121,7 +118,14 @@ def grads_of(model):
     return {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
-def body_equal(rank, world, kind, heads, kv, window, checkpoint):
+@pytest.mark.sample("values", 10)
+@pytest.mark.parametrize("checkpoint", ["", "reentrant", "no reentrant"])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("heads, kv", [(4, 4), (4, 2), (6, 3), (5, 1), (2, 2)])
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["causal", "packed", "padded", "uneven labels"])
+@on_ranks(init=True, timeout=90)
+def test_equals_one_process(rank, world, kind, heads, kv, window, checkpoint):
     plain, model = model_of(heads, kv, window), model_of(heads, kv, window)
     batches = [batch_of(kind, 0, owner) for owner in range(world)]
     mpu = register(model, world)
@@ -155,17 +159,7 @@ def body_equal(rank, world, kind, heads, kv, window, checkpoint):
         for name, param in model.named_parameters():
             dist.all_reduce(param.grad)  # every rank's loss is that of the whole sequence
             gaps.append(float((param.grad / world - wanted[name]).abs().max()))
-    return max(gaps)
-
-
-@pytest.mark.sample("values", 10)
-@pytest.mark.parametrize("checkpoint", ["", "reentrant", "no reentrant"])
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("heads, kv", [(4, 4), (4, 2), (6, 3), (5, 1), (2, 2)])
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["causal", "packed", "padded", "uneven labels"])
-def test_equals_one_process(kind, world, heads, kv, window, checkpoint):
-    assert max(run_ranks(world, body_equal, kind, heads, kv, window, checkpoint, init=True, timeout=90)) < 2e-5
+    assert max(gaps) < 2e-5
 
 
 def body_name(rank, world, folder):
@@ -198,7 +192,8 @@ class Wrapped:
         return self.model
 
 
-def body_arguments(rank, world):
+@on_ranks(2, init=True, timeout=90)
+def test_arguments(rank, world):
     assert register(model_of(), 1) is None
     assert register(Wrapped(model_of()), world) is parallel_state
     cases = [
@@ -220,14 +215,11 @@ def body_arguments(rank, world):
         model(**mine, attention_mask=odd)
     with pytest.raises(ValueError, match="a cache of keys does not know"):
         model.generate(mine["input_ids"], max_new_tokens=2, use_cache=True, do_sample=False)
-    return True
 
 
-def test_arguments():
-    assert all(run_ranks(2, body_arguments, init=True, timeout=90))
-
-
-def body_train(rank, world, stage):
+@pytest.mark.parametrize("stage, world", [(0, 2), (1, 4), (2, 2), (3, 4)])
+@on_ranks(init=True, timeout=120)
+def test_training(rank, world, stage):
     """An engine on shared sequences against one process: SGD, a batch of each rank in turn."""
     plain, model = model_of(), model_of()
     mpu = register(model, 2)
@@ -253,12 +245,7 @@ def body_train(rank, world, stage):
     assert replica == rank // 2
     engine.destroy()
     groups.clear()
-    return gap
-
-
-@pytest.mark.parametrize("stage, world", [(0, 2), (1, 4), (2, 2), (3, 4)])
-def test_training(stage, world):
-    assert max(run_ranks(world, body_train, stage, init=True, timeout=120)) < 1e-5
+    assert gap < 1e-5
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -279,7 +266,19 @@ def test_tiles(shifted):
     assert max(float((param.grad - wanted[name]).abs().max()) for name, param in model.named_parameters()) < 1e-5
 
 
-def body_configured(rank, world, method, heads, kv, chunk, checkpoint):
+@pytest.mark.parametrize(
+    "world, method, heads, kv, chunk, checkpoint",
+    [
+        (2, "ring", 4, 2, 0, "no reentrant"),
+        (2, "ulysses", 5, 1, 0, ""),
+        (2, "auto", 4, 2, 5, "reentrant"),
+        (1, "auto", 4, 2, 5, ""),
+        (4, "both", 4, 2, 0, "reentrant"),
+        (4, "auto", 2, 2, 0, ""),
+    ],
+)
+@on_ranks(init=True, timeout=90)
+def test_methods_and_chunks(rank, world, method, heads, kv, chunk, checkpoint):
     """As the section ``sequence_parallel`` says: logits and gradients of one process."""
     plain, model, batch = model_of(heads, kv), model_of(heads, kv).train(), batch_of("causal")
     made = configure_model(model, dist.get_world_group(), method=method, chunk=chunk)
@@ -295,23 +294,7 @@ def body_configured(rank, world, method, heads, kv, chunk, checkpoint):
     for name, param in model.named_parameters():
         dist.all_reduce(param.grad)
         gaps.append(float((param.grad - wanted[name]).abs().max()))
-    return max(gaps), made._ring is not None
-
-
-@pytest.mark.parametrize(
-    "world, method, heads, kv, chunk, checkpoint",
-    [
-        (2, "ring", 4, 2, 0, "no reentrant"),
-        (2, "ulysses", 5, 1, 0, ""),
-        (2, "auto", 4, 2, 5, "reentrant"),
-        (1, "auto", 4, 2, 5, ""),
-        (4, "both", 4, 2, 0, "reentrant"),
-        (4, "auto", 2, 2, 0, ""),
-    ],
-)
-def test_methods_and_chunks(world, method, heads, kv, chunk, checkpoint):
-    for gap, ring in run_ranks(world, body_configured, method, heads, kv, chunk, checkpoint, init=True, timeout=90):
-        assert gap < 1e-4 and ring == (method in ("ring", "both") or heads < world)
+    assert max(gaps) < 1e-4 and (made._ring is not None) == (method in ("ring", "both") or heads < world)
 
 
 def body_blocks(rank, world, kind, window, method, chunk):
@@ -363,7 +346,9 @@ def test_the_dropout_of_rings_and_chunks_does_not_know_the_cut():
         assert max(gaps) < 1e-4
 
 
-def body_no_positions(rank, world, how):
+@pytest.mark.parametrize("how", ["registered", "configured"])
+@on_ranks(2, init=True, timeout=90)
+def test_a_model_without_positions_is_refused(rank, world, how):
     model, batch = model_of(), batch_of("causal")
     if how == "registered":
         register(model, world)
@@ -374,12 +359,8 @@ def body_no_positions(rank, world, how):
         model(input_ids=tokens)
     with pytest.raises(ValueError, match="LlamaForCausalLM was called without position_ids"):
         model(tokens, None, None)
-    return model_of()(input_ids=tokens).logits.shape  # another model of the process
-
-
-@pytest.mark.parametrize("how", ["registered", "configured"])
-def test_a_model_without_positions_is_refused(how):
-    assert run_ranks(2, body_no_positions, how, init=True, timeout=90) == [(2, LENGTH // 2, 31)] * 2
+    # another model of the process
+    assert model_of()(input_ids=tokens).logits.shape == (2, LENGTH // 2, 31)
 
 
 def sdpa_attention_forward(module, query, key, value, attention_mask, scaling=None, s_aux=None, **more):
@@ -408,7 +389,9 @@ def gpt_oss():
     return model
 
 
-def body_sinks(rank, world, method, chunk):
+@pytest.mark.parametrize("method, chunk", [("ulysses", 0), ("ring", 0), ("auto", 5)])
+@on_ranks(2, init=True, timeout=90)
+def test_sinks_of_gpt_oss(rank, world, method, chunk):
     plain, model, batch = gpt_oss(), gpt_oss(), batch_of("causal")
     configure_model(model, dist.get_world_group(), method=method, chunk=chunk)
     batch.pop("labels")
@@ -421,12 +404,7 @@ def body_sinks(rank, world, method, chunk):
     for name, param in model.named_parameters():
         dist.all_reduce(param.grad)
         gaps.append(float((param.grad - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1.0)))
-    return max(gaps)
-
-
-@pytest.mark.parametrize("method, chunk", [("ulysses", 0), ("ring", 0), ("auto", 5)])
-def test_sinks_of_gpt_oss(method, chunk):
-    assert max(run_ranks(2, body_sinks, method, chunk, init=True, timeout=90)) < 1e-4
+    assert max(gaps) < 1e-4
 
 
 def test_what_a_model_will_need():
@@ -442,14 +420,11 @@ def test_what_a_model_will_need():
     assert "gradient_checkpointing" in str(found[0]) and "2 ranks" in str(found[0])
 
 
-def body_auto(rank, world):
+@on_ranks(2, init=True, timeout=90)
+def test_auto_wrap(rank, world):
     """By the group: models that were not wrapped stay as they are."""
     model, plain, batch = model_of(), model_of(), batch_of("packed")
     assert deepspeed.sequence.auto_wrap_model_for_sp(model, dist.get_world_group()) is model
     mine = {name: value.chunk(world, 1)[rank] for name, value in batch.items() if name != "labels"}
     expected = plain(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-    return float((model(**mine).logits - expected.chunk(world, 1)[rank]).abs().max())
-
-
-def test_auto_wrap():
-    assert max(run_ranks(2, body_auto, init=True, timeout=90)) < 1e-5
+    assert float((model(**mine).logits - expected.chunk(world, 1)[rank]).abs().max()) < 1e-5

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import deepspeed
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import engine_of, take_step
 
 ROWS, WIDTH, STEPS = 40, 4, 3
@@ -135,7 +135,8 @@ def test_only_touched_rows_travel():
     assert dense > 4000 * 8 * 4 and rows < 1000
 
 
-def body_average(rank, world):
+@on_ranks(2)
+def test_sums_in_place_of_means(rank, world):
     """As DeepSpeed's own test of sparse gradients has it: sums are means times the number of ranks."""
     torch.manual_seed(0)
     model = Bags(True)
@@ -154,10 +155,6 @@ def body_average(rank, world):
         assert torch.allclose(found[1][name], world * mean, rtol=1e-6, atol=0) and bool((mean != 0).any()), name
 
 
-def test_sums_in_place_of_means():
-    run_ranks(2, body_average)
-
-
 class NoRates(torch.optim.Optimizer):
     """Adam and SparseAdam behind groups without ``lr``, as DeepSpeed's own tests of sparse gradients have it."""
 
@@ -169,7 +166,13 @@ class NoRates(torch.optim.Optimizer):
     step = Lazy.step
 
 
-def body_no_rates(rank, world, sparse):
+def dense(tensor):
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@on_ranks(2)
+def test_sums_after_grads_were_dropped_and_groups_without_lr(rank, world, sparse):
     torch.manual_seed(0)
     model = Bags(sparse)
     config = {"train_batch_size": world, "steps_per_print": 1, "sparse_gradients": True}
@@ -197,15 +200,6 @@ def body_no_rates(rank, world, sparse):
         assert torch.equal(mine, other)
 
 
-def dense(tensor):
-    return tensor.to_dense() if tensor.is_sparse else tensor
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-def test_sums_after_grads_were_dropped_and_groups_without_lr(sparse):
-    run_ranks(2, body_no_rates, sparse)
-
-
 class OneTable(torch.nn.Module):
     def __init__(self, has_table):
         super().__init__()
@@ -217,7 +211,8 @@ class OneTable(torch.nn.Module):
 KINDS = [(False, False), (True, False), (True, True)]  # has a table, sparse_gradients
 
 
-def body_names(rank, world, folder):
+@on_ranks(2)
+def test_names_of_sparse_embeddings_without_an_optimizer_and_after_a_load(rank, world, folder):
     """As DeepSpeed's own test of checkpoints has it, without an optimizer."""
 
     def engine(has_table, sparse):
@@ -237,10 +232,6 @@ def body_names(rank, world, folder):
             )  # fmt: skip
             wanted = source.sparse_tensor_module_names if has_table and other[0] else own
             assert target.sparse_tensor_module_names == wanted, (has_table, sparse, other)
-
-
-def test_names_of_sparse_embeddings_without_an_optimizer_and_after_a_load(tmp_path):
-    run_ranks(2, body_names, str(tmp_path))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

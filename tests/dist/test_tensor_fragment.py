@@ -21,7 +21,7 @@ from deepspeed.utils import (
 )
 from deepspeed.zero.states.param_states import WholeParams
 from engine_models import adam_like, batch, config, loss_of, make_net, train_engine
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import DTYPES, engine_of
 
 STAGES = [0, 1, 2, 3]
@@ -148,7 +148,9 @@ def before_the_second_step(rank, world, stage, precision, optimizer):
     return engine, params
 
 
-def body_set(rank, world, stage, precision, optimizer):
+@pytest.mark.parametrize("stage, precision, optimizer", CASES)
+@on_ranks(2)
+def test_what_is_set_is_what_the_next_step_uses(rank, world, stage, precision, optimizer):
     engine, params = before_the_second_step(rank, world, stage, precision, optimizer)
     wanted = {}
     torch.manual_seed(5)
@@ -189,11 +191,6 @@ def body_set(rank, world, stage, precision, optimizer):
         expected = weight * (1 - LR * DECAY) - LR * update
         assert torch.allclose(safe_get_full_fp32_param(p).double(), expected, rtol=1e-4, atol=1e-5), name
         assert torch.equal(weight_of(p), safe_get_full_fp32_param(p).to(p.dtype)), name
-
-
-@pytest.mark.parametrize("stage, precision, optimizer", CASES)
-def test_what_is_set_is_what_the_next_step_uses(stage, precision, optimizer):
-    run_ranks(2, body_set, stage, precision, optimizer)
 
 
 def body_local(rank, world, stage, precision, optimizer):
@@ -267,7 +264,9 @@ def test_parts_of_ranks(stage, precision, optimizer):
                 assert (values.count(base), values.count(base + 1)) == own, (name, base)
 
 
-def body_update(rank, world, stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_update_of_all_gradients(rank, world, stage):
     engine = start(world, stage, "fp32", "AdamW")
     one_backward(engine, rank, world)
     params = list(trained(engine).values())
@@ -289,12 +288,10 @@ def body_update(rank, world, stage):
         assert after is None if grad is None else torch.equal(after, 2 * grad)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_update_of_all_gradients(stage):
-    run_ranks(2, body_update, stage)
-
-
-def body_frozen(rank, world, stage, precision):
+@on_ranks(2)
+def test_frozen_parameters(rank, world, stage, precision):
     engine = start(world, stage, precision, "AdamW")
     frozen = next(p for p in engine.module.parameters() if not p.requires_grad)
     assert safe_get_full_grad(frozen) is None and safe_get_full_optimizer_state(frozen, "exp_avg") is None
@@ -302,12 +299,6 @@ def body_frozen(rank, world, stage, precision):
     assert safe_get_local_grad(frozen) is None and safe_get_local_optimizer_state(frozen, "exp_avg") is None
     with pytest.raises(ValueError, match="no fp32 value to set"):
         safe_set_full_fp32_param(frozen, torch.zeros(12, 12))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_frozen_parameters(stage, precision):
-    run_ranks(2, body_frozen, stage, precision)
 
 
 def body_accumulation(rank, world, stage):

@@ -8,7 +8,7 @@ import torch
 import deepspeed
 from deepspeed.zero.core import writing
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import engine_of, settings, take_step
 
 
@@ -44,7 +44,10 @@ def value_of(param):
 
 
 # ---- param.data = tensor -------------------------------------------------------------------------------------------
-def replaced(rank, world, stage, dtype):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2, init=True)
+def test_replaced_data_is_trained(rank, world, stage, dtype):
     engine = made_engine(stage, dtype, rate=0.1)
     weight = engine.module.first.weight
     for _ in range(2):
@@ -55,16 +58,11 @@ def replaced(rank, world, stage, dtype):
         assert (once - 0.25).abs().max() < 0.2
         step(engine, rank)
         assert not torch.equal(weight, once)
-    return True
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_replaced_data_is_trained(stage, dtype):
-    assert run_ranks(2, replaced, stage, dtype, init=True) == [True, True]
-
-
-def other_form(rank, world, stage):
+@on_ranks(1, init=True)
+def test_another_shape_or_dtype_is_an_error(rank, world, stage):
     engine = made_engine(stage)
     weight = engine.module.first.weight
     kept, x = weight.data, torch.zeros(2, 6)
@@ -77,15 +75,10 @@ def other_form(rank, world, stage):
         weight.data = kept
     step(engine)
     assert torch.equal(weight, kept)
-    return True
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_another_shape_or_dtype_is_an_error(stage):
-    assert run_ranks(1, other_form, stage, init=True) == [True]
-
-
-def there_and_back(rank, world):
+@on_ranks(1, init=True)
+def test_a_dtype_and_back_keeps_training(rank, world):
     """Autograd forgets the accumulator of a parameter whose data change their dtype, and with it the engine's hook."""
     engine = made_engine(1, rate=0.1)
     step(engine)
@@ -94,14 +87,11 @@ def there_and_back(rank, world):
     before = engine.module.first.weight.detach().clone()
     step(engine)
     assert not torch.equal(engine.module.first.weight, before)
-    return True
 
 
-def test_a_dtype_and_back_keeps_training():
-    assert run_ranks(1, there_and_back, init=True) == [True]
-
-
-def swapped(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(1, init=True)
+def test_who_puts_averages_in_and_takes_them_out_has_the_old_weights_again(rank, world, stage):
     engine = made_engine(stage, rate=0.1)
     step(engine)
     params = [p for p in engine.module.parameters() if p.requires_grad]
@@ -117,12 +107,6 @@ def swapped(rank, world, stage):
     with torch.no_grad():
         engine(torch.ones(2, 6))
     assert all(torch.equal(p, v) for p, v in zip(params, values))
-    return True
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_who_puts_averages_in_and_takes_them_out_has_the_old_weights_again(stage):
-    assert run_ranks(1, swapped, stage, init=True) == [True]
 
 
 def new_parameter(rank, world, stage):
@@ -193,7 +177,10 @@ def test_only_written_elements_change(stage, dtype, offload, tmp_path, monkeypat
     assert run_ranks(2, in_place, stage, dtype, offload, init=True) == [True, True]
 
 
-def one_rank_edits(rank, world, stage, dtype):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2, init=True)
+def test_edits_of_one_rank_reach_all(rank, world, stage, dtype):
     engine = made_engine(stage, dtype)
     module = engine.module
     edited = [module.first.weight, module.frozen.bias, module.last.bias]
@@ -202,17 +189,12 @@ def one_rank_edits(rank, world, stage, dtype):
             for number, param in enumerate(edited):
                 param.fill_(number + 0.5)
     step(engine, rank)
-    return [value_of(param).unique().tolist() for param in edited]
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_edits_of_one_rank_reach_all(stage, dtype):
-    assert run_ranks(2, one_rank_edits, stage, dtype, init=True) == [[[0.5], [1.5], [2.5]]] * 2
+    assert [value_of(param).unique().tolist() for param in edited] == [[0.5], [1.5], [2.5]]
 
 
 # ---- a write that fails --------------------------------------------------------------------------------------------
-def failed_write(rank, world):
+@on_ranks(2, init=True)
+def test_writes_after_a_failed_one_are_seen(rank, world):
     engine = made_engine(3)
     step(engine, rank)
     core, weight = engine.core, engine.module.first.weight
@@ -225,15 +207,14 @@ def failed_write(rank, world):
         engine.optimizer.load_state_dict([states] * world, load_from_fp32_weights=True)
     with torch.no_grad(), deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
         weight.fill_(0.125)
-    return value_of(weight).unique().tolist()
-
-
-def test_writes_after_a_failed_one_are_seen():
-    assert run_ranks(2, failed_write, init=True) == [[0.125]] * 2
+    assert value_of(weight).unique().tolist() == [0.125]
 
 
 # ---- pickling ------------------------------------------------------------------------------------------------------
-def pickled(rank, world, stage, dtype):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2, init=True)
+def test_a_trained_module_is_pickled(rank, world, stage):
+    dtype = "bf16"
     engine = made_engine(stage, dtype, rate=0.1)
     step(engine, rank)
     x = torch.randn(2, 6)
@@ -250,12 +231,6 @@ def pickled(rank, world, stage, dtype):
     assert all(type(param) is torch.nn.Parameter for param in loaded.parameters())
     again = made_engine(stage, dtype)
     again.destroy()
-    return True
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_trained_module_is_pickled(stage):
-    assert run_ranks(2, pickled, stage, "bf16", init=True) == [True, True]
 
 
 def sizes(rank, world, stage):

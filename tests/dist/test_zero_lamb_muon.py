@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import deepspeed
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from lamb_muon_models import LAMB, Grid, Reference, make, start, train, worst_gap
 from runs import take_step, weights, with_fp16
 
@@ -64,15 +64,6 @@ def test_accumulated_micro_batches(kind, stage):
         assert gap < BOUNDS[kind, "fp32"] and norm < 1e-4
 
 
-def body_ways(rank, world, kind, stage, zero):
-    engine = start(kind, stage, zero=zero)
-    reference = Reference(make(), kind, torch.float32)
-    train(engine, 3, rank, world)
-    for step in range(3):
-        reference.step(step, world)
-    return worst_gap(weights(engine), dict(reference.model.named_parameters()))
-
-
 @KIND
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -85,12 +76,19 @@ def body_ways(rank, world, kind, stage, zero):
     ],
     ids=lambda zero: ",".join(zero),
 )
-def test_ways_to_communicate_are_equal_and_the_audit_agrees(kind, stage, zero):
-    for gap in run_ranks(2, body_ways, kind, stage, zero):
-        assert gap < BOUNDS[kind, "fp32"]
+@on_ranks(2)
+def test_ways_to_communicate_are_equal_and_the_audit_agrees(rank, world, kind, stage, zero):
+    engine = start(kind, stage, zero=zero)
+    reference = Reference(make(), kind, torch.float32)
+    train(engine, 3, rank, world)
+    for step in range(3):
+        reference.step(step, world)
+    assert worst_gap(weights(engine), dict(reference.model.named_parameters())) < BOUNDS[kind, "fp32"]
 
 
-def body_init(rank, world, kind):
+@KIND
+@on_ranks(2)
+def test_models_made_under_zero_init(rank, world, kind):
     """A model that is sharded while it is built: matrices have no shape of their own then."""
     with deepspeed.zero.Init(dtype=torch.float32):
         model = make()
@@ -98,18 +96,9 @@ def body_init(rank, world, kind):
     groups = [(group.get("use_muon"), len(group["params"])) for group in engine.basic_optimizer.param_groups]
     train(engine, 2, rank, world)
     state = "momentum_buffer" if kind == "Muon" else "exp_avg"
-    return (
-        groups,
-        deepspeed.utils.safe_get_full_optimizer_state(model.wide.weight, state).shape,
-        all(bool(value.isfinite().all()) for value in weights(engine).values()),
-    )
-
-
-@KIND
-def test_models_made_under_zero_init(kind):
-    for groups, shape, finite in run_ranks(2, body_init, kind):
-        assert shape == (24, 6) and finite
-        assert [use for use, _ in groups] == ([True, False] if kind == "Muon" else [None])
+    assert deepspeed.utils.safe_get_full_optimizer_state(model.wide.weight, state).shape == (24, 6)
+    assert all(bool(value.isfinite().all()) for value in weights(engine).values())
+    assert [use for use, _ in groups] == ([True, False] if kind == "Muon" else [None])
 
 
 def body_states(rank, world, kind, stage):
@@ -151,7 +140,11 @@ def body_states_of_two(rank, world, kind, stage):
     return found
 
 
-def body_checkpoint(rank, world, kind, stage, dtype, folder):
+@KIND
+@STAGE
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@on_ranks(2)
+def test_a_checkpoint_goes_on_bit_by_bit(rank, world, kind, stage, dtype, folder):
     engine = start(kind, stage, dtype=dtype)
     train(engine, 3, rank, world)
     engine.save_checkpoint(folder, tag="three")
@@ -161,15 +154,8 @@ def body_checkpoint(rank, world, kind, stage, dtype, folder):
     again.load_checkpoint(folder, tag="three")
     train(again, 3, rank, world, first=3)
     found = weights(again)
-    return {name: torch.equal(found[name], value) for name, value in expected.items()}
-
-
-@KIND
-@STAGE
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_checkpoint_goes_on_bit_by_bit(kind, stage, dtype, tmp_path):
-    for result in run_ranks(2, body_checkpoint, kind, stage, dtype, str(tmp_path)):
-        assert all(result.values()), [name for name, same in result.items() if not same]
+    result = {name: torch.equal(found[name], value) for name, value in expected.items()}
+    assert all(result.values()), [name for name, same in result.items() if not same]
 
 
 def body_overflow(rank, world, kind, stage):
@@ -302,7 +288,9 @@ def test_bad_parameters_name_the_key(kind, params, word):
     assert name in ("ValueError", "DeepSpeedConfigError") and word in text, (name, text)
 
 
-def body_client(rank, world, stage):
+@STAGE
+@on_ranks(2)
+def test_optimizers_of_the_script(rank, world, stage):
     """Optimizers that the script makes, and flags that it sets."""
     from deepspeed.ops.lamb import FusedLamb  # noqa: PLC0415 - a rank of its own
     from deepspeed.ops.muon import MuonWithAuxAdam  # noqa: PLC0415
@@ -322,11 +310,5 @@ def body_client(rank, world, stage):
         refused = ""
     except ValueError as error:
         refused = str(error)
-    return kinds, state, refused
-
-
-@STAGE
-def test_optimizers_of_the_script(stage):
-    for kinds, state, refused in run_ranks(2, body_client, stage):
-        assert kinds == [True, False] and state
-        assert "gradient_clipping" in refused
+    assert kinds == [True, False] and state
+    assert "gradient_clipping" in refused

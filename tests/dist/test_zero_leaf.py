@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepspeed.utils import set_z3_leaf_modules
-from harness import run_ranks
+from harness import on_ranks
 from runs import engine_of, settings, take_step
 
 
@@ -28,7 +28,8 @@ class Net(torch.nn.Module):
         return self.experts(self.lead(x), torch.ones(4)).sum()
 
 
-def body(rank, world):
+@on_ranks(2)
+def test_a_leaf_module_needs_an_input_with_a_gradient(rank, world):
     def start(experts_first):
         model = Net(experts_first)
         set_z3_leaf_modules(model, [Experts])
@@ -46,8 +47,3 @@ def body(rank, world):
     take_step(engine, engine(x.clone().requires_grad_()))
     engine.module.experts.requires_grad_(False)
     engine(x)
-    return True
-
-
-def test_a_leaf_module_needs_an_input_with_a_gradient():
-    assert all(run_ranks(2, body))

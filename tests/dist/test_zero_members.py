@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.offload_states import get_state_devices
 from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
 from engine_models import batch, loss_of, make_net, net_engine, train_engine
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import take_step
 from runs import weight_list as values
 
@@ -23,7 +23,9 @@ def make_engine(world, stage, model=None, accumulate=1, **more):
 
 
 # ---- offload_states ---------------------------------------------------------------------------------------------
-def body_offload(rank, world, stage, bf16):
+@pytest.mark.parametrize("stage, bf16", [(1, True), (2, False), (2, True), (3, True)])
+@on_ranks(2)
+def test_states_go_and_come_back_bit_by_bit(rank, world, stage, bf16):
     results = []
     for away in (False, True):
         engine = make_engine(world, stage, bf16={"enabled": bf16})
@@ -59,15 +61,11 @@ def body_offload(rank, world, stage, bf16):
         train_engine(engine, 2, rank, world, start=2)
         results.append(values(engine))
         engine.destroy()
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("stage, bf16", [(1, True), (2, False), (2, True), (3, True)])
-def test_states_go_and_come_back_bit_by_bit(stage, bf16):
-    assert all(run_ranks(2, body_offload, stage, bf16))
-
-
-def body_offload_on_host(rank, world):
+@on_ranks(2)
+def test_on_a_cpu_nothing_moves(rank, world):
     engine = make_engine(world, 2)
     train_engine(engine, 1, rank, world)
     engine.offload_states()
@@ -83,11 +81,6 @@ def body_offload_on_host(rank, world):
         engine.offload_states(device=OffloadDeviceEnum.nvme)
     with pytest.raises(AssertionError, match="needs ZeRO"):
         make_engine(world, 0).offload_states()
-    return True
-
-
-def test_on_a_cpu_nothing_moves():
-    assert all(run_ranks(2, body_offload_on_host))
 
 
 # ---- fragments and values ---------------------------------------------------------------------------------------
@@ -134,7 +127,8 @@ def test_fragments_are_views_of_what_this_rank_owns(stage):
     assert sum(run_ranks(2, body_fragments, stage)) == numel
 
 
-def body_values(rank, world):
+@on_ranks(2)
+def test_values_asked_of_the_stage_3_optimizer(rank, world):
     engine = make_engine(world, 3)
     optimizer = engine.optimizer
     engine.backward(loss_of(engine(batch(0)[0]), batch(0)[1]))
@@ -168,14 +162,11 @@ def body_values(rank, world):
     optimizer.sequential_execution(lambda: turns.append(rank), "one by one")
     assert turns == [rank]
     engine.step()
-    return True
 
 
-def test_values_asked_of_the_stage_3_optimizer():
-    assert all(run_ranks(2, body_values))
-
-
-def body_foreign_backward(rank, world, stage, accumulate):
+@pytest.mark.parametrize("stage, accumulate", [(1, 1), (1, 2), (2, 2), (3, 1)])
+@on_ranks(2)
+def test_a_backward_between_prologue_and_epilogue(rank, world, stage, accumulate):
     results = []
     for by_hand in (False, True):
         engine = make_engine(world, stage, accumulate=accumulate)
@@ -192,16 +183,12 @@ def body_foreign_backward(rank, world, stage, accumulate):
             engine.step()
         results.append(values(engine))
         engine.destroy()
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("stage, accumulate", [(1, 1), (1, 2), (2, 2), (3, 1)])
-def test_a_backward_between_prologue_and_epilogue(stage, accumulate):
-    assert all(run_ranks(2, body_foreign_backward, stage, accumulate))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # ---- stage 3: gathering by hand ---------------------------------------------------------------------------------
-def body_by_hand(rank, world):
+@on_ranks(2)
+def test_gathering_by_hand_and_persistence(rank, world):
     engine = make_engine(world, 3)
     offload = engine.parameter_offload
     first = engine.module.first
@@ -228,11 +215,7 @@ def body_by_hand(rank, world):
     assert sum(p.ds_numel for p in few) <= 20 and first.weight.shape == torch.Size([0])
     reference = make_engine(world, 3)
     train_engine(reference, 2, rank, world)
-    return all(torch.equal(a, b) for a, b in zip(found, values(reference), strict=True))
-
-
-def test_gathering_by_hand_and_persistence():
-    assert all(run_ranks(2, body_by_hand))
+    assert all(torch.equal(a, b) for a, b in zip(found, values(reference), strict=True))
 
 
 class Peeking(torch.nn.Module):
@@ -247,7 +230,8 @@ class Peeking(torch.nn.Module):
         return torch.nn.functional.linear(self.out(self.embed(tokens)), self.embed._parameters["weight"])
 
 
-def body_ordered_dict(rank, world):
+@on_ranks(2)
+def test_a_dict_that_gathers_what_is_looked_up(rank, world):
     torch.manual_seed(0)
     engine = make_engine(world, 3, Peeking())
     for module in engine.module.modules():
@@ -259,11 +243,6 @@ def body_ordered_dict(rank, world):
     take_step(engine, out.square().mean())
     copied = copy.deepcopy(engine.module)
     assert list(copied.embed._parameters) == ["weight"]
-    return True
-
-
-def test_a_dict_that_gathers_what_is_looked_up():
-    assert all(run_ranks(2, body_ordered_dict))
 
 
 # ---- outputs of any class ---------------------------------------------------------------------------------------
@@ -303,7 +282,9 @@ def same_results(first, second):
     return all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(first[1], second[1], strict=True))
 
 
-def body_answers(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_plain_backward_on_objects_of_any_class(rank, world, stage):
     results = []
     for user_backward in (False, True):
         engine = make_engine(world, stage, Answering(Answer), accumulate=2)
@@ -323,12 +304,6 @@ def body_answers(rank, world, stage):
         engine.zero_grad()
         engine(batch(0)[0])
         take_step(engine, loss_of(Closed.kept[0](), batch(0)[1]))
-    return True
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_plain_backward_on_objects_of_any_class(stage):
-    assert all(run_ranks(2, body_answers, stage))
 
 
 class Chained(torch.nn.Module):
@@ -345,7 +320,9 @@ class Chained(torch.nn.Module):
         return {"loss": loss, "logits": logits, "hidden": [hidden, hidden], "again": loss}
 
 
-def body_chained(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_outputs_computed_from_each_other_get_the_factor_once(rank, world, stage):
     results = []
     for user_backward in (False, True):
         torch.manual_seed(0)
@@ -357,16 +334,12 @@ def body_chained(rank, world, stage):
             take_step(engine, loss, user_backward)
         results.append((engine.get_global_grad_norm(), values(engine)))
         engine.destroy()
-    return same_results(*results)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_outputs_computed_from_each_other_get_the_factor_once(stage):
-    assert all(run_ranks(2, body_chained, stage))
+    assert same_results(*results)
 
 
 # ---- reductions of lists ----------------------------------------------------------------------------------------
-def body_reductions(rank, world):
+@on_ranks(2)
+def test_reductions_of_lists_of_tensors(rank, world):
     engine = make_engine(world, 1)
     group = engine.data_parallel_group
     make = lambda: [torch.full((3,), float(rank)), torch.full((2, 2), float(10 * rank))]  # noqa: E731
@@ -389,8 +362,3 @@ def body_reductions(rank, world):
     assert sparse.orig_dense_tensor.tolist() == [[4.0] * 2, [0.5] * 2, [1.0] * 2, [0.0] * 2]
     rows = engine.sparse_all_gather(torch.arange(rank + 1), group)
     assert [row.tolist() for row in rows] == [[0], [0, 1]]
-    return True
-
-
-def test_reductions_of_lists_of_tensors():
-    assert all(run_ranks(2, body_reductions))

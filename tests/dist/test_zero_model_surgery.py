@@ -6,7 +6,7 @@ from torch.nn.utils import parametrize
 
 import deepspeed
 from engine_models import assert_like_sgd, six, square_losses
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from models import NormAndDirection
 from runs import engine_of, take_step
 
@@ -47,7 +47,8 @@ def test_parametrized_modules():
     assert_like_sgd(model, sharded)
 
 
-def facts(rank, world):
+@on_ranks(2, init=True)
+def test_facts_of_parameters_that_are_elsewhere(rank, world):
     with deepspeed.zero.Init(dtype=torch.bfloat16):
         layer = torch.nn.Linear(4, 3)
     weight, bias = layer.weight, layer.bias
@@ -68,11 +69,6 @@ def facts(rank, world):
         copy = torch.nn.Parameter(weight, requires_grad=False)
         assert type(copy) is torch.nn.Parameter and not copy.requires_grad and torch.equal(copy, weight)
     assert type(torch.nn.Parameter(torch.ones(2))) is torch.nn.Parameter and torch.nn.Parameter().shape == (0,)
-    return True
-
-
-def test_facts_of_parameters_that_are_elsewhere():
-    assert run_ranks(2, facts, init=True) == [True, True]
 
 
 class Project(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch
 
 import deepspeed
 from engine_models import adam_like, config, difference, loss_of, make_net, net_engine, train_engine, train_plain
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import engine_of
 from runs import weights as whole
 
@@ -16,7 +16,9 @@ def make_engine(world, model=None, **zero):
     return net_engine(world, 3, model=model, zero={"stage3_param_persistence_threshold": 20, **zero})
 
 
-def body_load(rank, world, before_engine):
+@pytest.mark.parametrize("before_engine", [False, True], ids=["in the engine", "in zero.Init"])
+@on_ranks(2)
+def test_load_state_dict_with_whole_tensors(rank, world, before_engine):
     wanted = make_net(seed=3)
     if before_engine:
         with deepspeed.zero.Init(dtype=torch.float32):
@@ -41,15 +43,12 @@ def body_load(rank, world, before_engine):
     found = copy.deepcopy(wanted).float()
     for (_, mine), value in zip(found.named_parameters(), whole(engine.module).values()):
         mine.data.copy_(value)
-    return difference(found, reference)
+    assert difference(found, reference) < 1e-6
 
 
-@pytest.mark.parametrize("before_engine", [False, True], ids=["in the engine", "in zero.Init"])
-def test_load_state_dict_with_whole_tensors(before_engine):
-    assert all(gap < 1e-6 for gap in run_ranks(2, body_load, before_engine))
-
-
-def body_load_on_one_rank(rank, world, persistent):
+@pytest.mark.parametrize("persistent", [False, True])
+@on_ranks(2, timeout=30)
+def test_the_modifier_may_load_a_state_dict_alone(rank, world, persistent):
     zero = {"stage3_param_persistence_threshold": 1000 if persistent else 0}
     engine = make_engine(world, torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), **zero)
     module = engine.module
@@ -60,12 +59,6 @@ def body_load_on_one_rank(rank, world, persistent):
     with deepspeed.zero.GatheredParameters(params):
         assert all(bool((p == 3.0).all()) for p in params)
     assert all(bool((deepspeed.utils.safe_get_full_fp32_param(p) == 3.0).all()) for p in params)
-    return True
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_the_modifier_may_load_a_state_dict_alone(persistent):
-    assert all(run_ranks(2, body_load_on_one_rank, persistent, timeout=30))
 
 
 def body_generation(rank, world):
@@ -140,7 +133,8 @@ def test_unknown_optimizers_need_consent():
     assert run_ranks(2, body_untested, True) == [True, True]
 
 
-def body_inference(rank, world):
+@on_ranks(2)
+def test_a_model_without_an_optimizer_is_gathered_and_run(rank, world):
     made = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20},
@@ -153,14 +147,13 @@ def body_inference(rank, world):
         for _ in range(1 + 2 * rank):
             out = engine(tokens)
     assert all(p.numel() == 0 or p.ds_persist for p in engine.module.parameters())
-    return torch.equal(out, make_net()(tokens))
+    assert torch.equal(out, make_net()(tokens))
 
 
-def test_a_model_without_an_optimizer_is_gathered_and_run():
-    assert run_ranks(2, body_inference) == [True, True]
-
-
-def body_mics(rank, world, size, init):
+@pytest.mark.parametrize("init", [False, True], ids=["plain model", "MiCS_Init"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks(4)
+def test_mics_equals_plain_training(rank, world, size, init):
     zero = {"mics_shard_size": size, "reduce_bucket_size": 300}
     model = make_net()
     if init:
@@ -181,13 +174,7 @@ def body_mics(rank, world, size, init):
             engine.module.first.bias.data.fill_(7.0)
     with deepspeed.zero.GatheredParameters(engine.module.first.bias):
         assert bool((engine.module.first.bias == 7).all())
-    return difference(found, reference)
-
-
-@pytest.mark.parametrize("init", [False, True], ids=["plain model", "MiCS_Init"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_mics_equals_plain_training(size, init):
-    assert all(gap < 1e-6 for gap in run_ranks(4, body_mics, size, init))
+    assert difference(found, reference) < 1e-6
 
 
 def body_mics_size(rank, world):
@@ -199,12 +186,18 @@ def test_a_mics_size_that_does_not_fit_is_named():
         run_ranks(4, body_mics_size)
 
 
-def body_agreed(rank, world, stage_zero):
+@pytest.mark.parametrize(
+    "zero",
+    [{}, {"stage3_prefetch_bucket_size": 0}, {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}],
+    ids=["default", "no prefetch", "nothing kept"],
+)
+@on_ranks(2)
+def test_ranks_without_shared_memory_agree_on_gathers(rank, world, zero):
     import os
 
     os.environ["DS_PEER_MEMORY"] = "0"
     try:
-        engine = make_engine(world, **stage_zero)
+        engine = make_engine(world, **zero)
     finally:
         del os.environ["DS_PEER_MEMORY"]
     assert engine.core.gatherer.source == "scheduled collectives"
@@ -213,16 +206,7 @@ def body_agreed(rank, world, stage_zero):
     for mine, value in zip(found.parameters(), whole(engine.module).values()):
         mine.data.copy_(value)
     engine.core.gatherer.drain()
-    return difference(found, train_plain(5, adam_like)[2])
-
-
-@pytest.mark.parametrize(
-    "zero",
-    [{}, {"stage3_prefetch_bucket_size": 0}, {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}],
-    ids=["default", "no prefetch", "nothing kept"],
-)
-def test_ranks_without_shared_memory_agree_on_gathers(zero):
-    assert all(gap < 1e-6 for gap in run_ranks(2, body_agreed, zero))
+    assert difference(found, train_plain(5, adam_like)[2]) < 1e-6
 
 
 class Branches(torch.nn.Module):
@@ -237,7 +221,8 @@ class Branches(torch.nn.Module):
         return self.layers[1 + self.rank](self.layers[0](x)).sum()
 
 
-def body_gathered_after_branches(rank, world):
+@on_ranks(2, timeout=60)
+def test_what_ranks_gather_together_does_not_depend_on_their_branches(rank, world):
     import os
 
     os.environ["DS_PEER_MEMORY"] = "0"
@@ -257,14 +242,12 @@ def body_gathered_after_branches(rank, world):
         # What was started ahead and given up is not on its way any more.
         assert {int(param.ds_status.value) for param in engine.module.parameters()} == {2}
         engine.step()
-    return True
 
 
-def test_what_ranks_gather_together_does_not_depend_on_their_branches():
-    assert run_ranks(2, body_gathered_after_branches, timeout=60) == [True, True]
-
-
-def body_memory_format(rank, world, stage, client):
+@pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "AdamW of torch"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_memory_formats_are_not_confused(rank, world, stage, client):
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     made = {
@@ -281,13 +264,7 @@ def body_memory_format(rank, world, stage, client):
     grad = deepspeed.utils.safe_get_full_grad(conv.weight)
     engine.step()
     state = deepspeed.utils.safe_get_full_optimizer_state(conv.weight, "exp_avg")
-    return float((state - 0.1 * grad).abs().max() / grad.abs().max())
-
-
-@pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "AdamW of torch"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_memory_formats_are_not_confused(stage, client):
-    assert all(gap < 1e-6 for gap in run_ranks(2, body_memory_format, stage, client))
+    assert float((state - 0.1 * grad).abs().max() / grad.abs().max()) < 1e-6
 
 
 class InitialisesChildren(torch.nn.Module):
