@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 
 import deepspeed
@@ -128,6 +129,12 @@ def total(group, value):
     x = torch.tensor([float(value)])
     deepspeed.comm.all_reduce(x, group=group)
     return int(x)
+
+
+def must_raise(error, words, call, *args, **given):
+    """``call`` raises ``error`` with a text in which ``words`` are found."""
+    with pytest.raises(error, match=words):
+        call(*args, **given)
 
 
 def identical(a, b):

@@ -9,7 +9,7 @@ from deepspeed import checkpointing
 from deepspeed.activation_checkpointing import settings
 from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
 from harness import on_ranks, run_ranks
-from runs import engine_of, take_step
+from runs import engine_of, must_raise, take_step
 from tensor_parallel import AddedUp, Copied
 
 WIDTH, ROWS, LAYERS = 24, 5, 4
@@ -128,8 +128,7 @@ def test_ranks_with_different_activations_are_told(rank, world):
     try:
         checkpointing.configure(Mpu(), partition_activations=True)
         x = torch.full((4, 4), 1.0 + rank, requires_grad=True)
-        with pytest.raises(RuntimeError, match="same activation on every model-parallel rank"):
-            checkpoint(torch.sin, x)
+        must_raise(RuntimeError, "same activation on every model-parallel rank", checkpoint, torch.sin, x)
     finally:
         settings.forget()
 

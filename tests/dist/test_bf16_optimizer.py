@@ -12,7 +12,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from harness import on_ranks
-from runs import take_step
+from runs import must_raise, take_step
 from zero_training import Deep, batch, loss_of, seeded, start
 
 STEPS, MICRO, LR = 3, 2, 1e-2
@@ -118,5 +118,6 @@ def test_made_by_the_engine(rank, world, folder):
 )
 def test_bad_input(args, text):
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.float16 if not args else torch.bfloat16))
-    with pytest.raises((NotImplementedError, ValueError), match=text):
-        BF16_Optimizer(torch.optim.SGD([param], lr=1), {}, None, **args)
+    must_raise(
+        (NotImplementedError, ValueError), text, BF16_Optimizer, torch.optim.SGD([param], lr=1), {}, None, **args
+    )

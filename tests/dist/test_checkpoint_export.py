@@ -14,7 +14,7 @@ from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import make_net
 from harness import on_ranks, run_ranks
-from runs import engine_of, moments, weights
+from runs import engine_of, moments, must_raise, weights
 from test_checkpoint import PRECISIONS, repeat, run
 from test_zero_checkpoint import make_engine
 
@@ -67,8 +67,7 @@ def body_16bit(rank, world, folder, stage, precision):
     run(engine, repeat(loader), 1)
     assert engine.save_16bit_model(folder) is True
     assert engine.save_16bit_model(folder, "model.safetensors", exclude_frozen_parameters=True) is True
-    with pytest.raises(ValueError, match="needs a directory"):
-        engine.save_16bit_model("")
+    must_raise(ValueError, "needs a directory", engine.save_16bit_model, "")
     run(engine, repeat(loader), 1)  # and the run goes on
     return None
 

@@ -13,7 +13,7 @@ from deepspeed.checkpoint.layouts import saved_state
 from deepspeed.checkpoint.read import storage
 from deepspeed.utils import safe_get_full_optimizer_state
 from harness import on_ranks, run_ranks
-from runs import engine_of, weights
+from runs import engine_of, must_raise, weights
 from runs import identical as equal
 from runs import moments as moments_of
 
@@ -135,8 +135,13 @@ def body_frozen_and_strict(rank, world, root):
 
         # Another model.
         larger = make_other(stage, extra=True)
-        with pytest.raises(RuntimeError, match=r"does not fit the model: missing \['extra.weight', 'extra.bias'\]"):
-            larger.load_checkpoint(folder, tag="whole")
+        must_raise(
+            RuntimeError,
+            r"does not fit the model: missing \['extra.weight', 'extra.bias'\]",
+            larger.load_checkpoint,
+            folder,
+            tag="whole",
+        )
         larger.load_checkpoint(folder, tag="whole", load_module_strict=False, load_optimizer_states=False)
         found = weights(larger)
         assert equal({name: found[name] for name in lp}, lp)
@@ -145,16 +150,21 @@ def body_frozen_and_strict(rank, world, root):
         words = (
             r"/whole does not fit the model: 'a.weight' was saved with shape \(13, 7\), the model has \(15, 7\).*Build"
         )
-        with pytest.raises(RuntimeError, match=f"{stage}{words}"):
-            wider.load_checkpoint(folder, tag="whole")
+        must_raise(RuntimeError, f"{stage}{words}", wider.load_checkpoint, folder, tag="whole")
         wider.destroy()
         sgd = make_other(stage, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
-        with pytest.raises(ValueError, match="has the states exp_avg, exp_avg_sq .* keeps .*another optimizer"):
-            sgd.load_checkpoint(folder, tag="whole")
+        must_raise(
+            ValueError,
+            "has the states exp_avg, exp_avg_sq .* keeps .*another optimizer",
+            sgd.load_checkpoint,
+            folder,
+            tag="whole",
+        )
         sgd.destroy()
         one_group = make_other(stage, groups=1)
-        with pytest.raises(ValueError, match="2 parameter groups, this run's optimizer has 1"):
-            one_group.load_checkpoint(folder, tag="whole")
+        must_raise(
+            ValueError, "2 parameter groups, this run's optimizer has 1", one_group.load_checkpoint, folder, tag="whole"
+        )
         one_group.destroy()
     return True
 
@@ -232,8 +242,7 @@ def test_shards_in_memory_and_how_many_collectives_make_them(rank, world):
         key = "single_partition_of_fp32_groups" if stage < 3 else "fp32_flat_groups"
         for shard in broken:
             shard[key] = [flat[: flat.numel() // 2] for flat in shard[key]]
-        with pytest.raises(ValueError, match="elements"):
-            other.optimizer.load_state_dict(broken, load_from_fp32_weights=True)
+        must_raise(ValueError, "elements", other.optimizer.load_state_dict, broken, load_from_fp32_weights=True)
         for one in (other, engine):
             one.destroy()
 

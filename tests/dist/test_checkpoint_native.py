@@ -21,7 +21,7 @@ from deepspeed.formats.safetensors_file import read_safetensors
 from engine_models import config, loss_of, make_net, net_engine
 from harness import RankError, on_ranks, run_ranks
 from mpu import two_by_two
-from runs import engine_of, moments, take_step, weights
+from runs import engine_of, moments, must_raise, take_step, weights
 from runs import identical as same
 from test_checkpoint import PRECISIONS, repeat, seed_all
 from test_zero_checkpoint import comparable, make_engine
@@ -216,8 +216,14 @@ def test_flags_of_load_checkpoint(rank, world, stage, folder):
     wrong = make_net()
     wrong.more = torch.nn.Linear(2, 2)
     other = net_engine(world, model=wrong, **NATIVE)
-    with pytest.raises(RuntimeError, match=r"missing \['more.weight', 'more.bias'\]"):
-        other.load_checkpoint(folder, tag="all", load_module_only=True)
+    must_raise(
+        RuntimeError,
+        r"missing \['more.weight', 'more.bias'\]",
+        other.load_checkpoint,
+        folder,
+        tag="all",
+        load_module_only=True,
+    )
     other.load_checkpoint(folder, tag="all", load_module_only=True, load_module_strict=False)
 
 
@@ -230,11 +236,23 @@ def test_what_only_a_pickle_could_hold_stops_all_ranks_before_anything_is_writte
     engine, _, _, _ = make_engine(world, 1, NATIVE)
     engine.save_checkpoint(folder, tag="a")
     state = {"ok": (1, {"x"})} if rank else {"ok": 1, "mine": [0, Mine()]}
-    with pytest.raises(NotPlain, match=r"rank 0: client_state\.mine\.1 is a .*Mine.*writer"):
-        engine.save_checkpoint(folder, tag="b", client_state=state)
+    must_raise(
+        NotPlain,
+        r"rank 0: client_state\.mine\.1 is a .*Mine.*writer",
+        engine.save_checkpoint,
+        folder,
+        tag="b",
+        client_state=state,
+    )
     sparse = {"t": torch.ones(2).to_sparse()} if rank == 0 else {}
-    with pytest.raises(NotPlain, match=r"rank 0: client_state\.t is a tensor of .*sparse"):
-        engine.save_checkpoint(folder, tag="b", client_state=sparse)
+    must_raise(
+        NotPlain,
+        r"rank 0: client_state\.t is a tensor of .*sparse",
+        engine.save_checkpoint,
+        folder,
+        tag="b",
+        client_state=sparse,
+    )
     engine.save_checkpoint(folder, tag="c", client_state={"ok": (1, {"x"}), "n": {3: None}})
     assert engine.load_checkpoint(folder)[1]["ok"] == (1, {"x"})
     assert sorted(os.listdir(folder)) == ["a", "c", "latest"]
@@ -438,8 +456,7 @@ class WritesPickles:
 def test_an_engine_that_pickles_is_refused(rank, world, folder):
     engine, _, _, _ = make_engine(world, 1, NATIVE)
     engine.checkpoint_engine = WritesPickles()
-    with pytest.raises((ValueError, RuntimeError), match="WritesPickles.*format"):
-        engine.save_checkpoint(folder, tag="b")
+    must_raise((ValueError, RuntimeError), "WritesPickles.*format", engine.save_checkpoint, folder, tag="b")
     assert os.listdir(folder) == []
 
 

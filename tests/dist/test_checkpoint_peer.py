@@ -11,7 +11,7 @@ import peer_model
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import run_ranks
-from runs import moments, weights
+from runs import moments, must_raise, weights
 
 GROUPS = [
     {"a.weight": (13, 7), "b.weight": (13, 13), "o.weight": (3, 13)},
@@ -187,11 +187,15 @@ def test_states_that_lay_on_nvme_load_from_their_copies(tmp_path):
                 assert torch.equal(value, expected[("fp32", "b.weight" if name == "c.weight" else name)]), name
     rank1 = os.path.join(folder, "global_step4", "offloaded_tensors", "rank1")
     os.truncate(os.path.join(rank1, "40_42.tensor.swp"), 100)
-    with pytest.raises(ValueError, match="40_42.tensor.swp has 100 bytes, .* 131 elements take 524: it was cut"):
-        get_fp32_state_dict_from_zero_checkpoint(folder)
+    must_raise(
+        ValueError,
+        "40_42.tensor.swp has 100 bytes, .* 131 elements take 524: it was cut",
+        get_fp32_state_dict_from_zero_checkpoint,
+        folder,
+    )
     os.unlink(os.path.join(rank1, "40_42.tensor.swp"))
-    with pytest.raises(FileNotFoundError, match="rank1 has no file of the masters"):
-        get_fp32_state_dict_from_zero_checkpoint(folder)
+    must_raise(FileNotFoundError, "rank1 has no file of the masters", get_fp32_state_dict_from_zero_checkpoint, folder)
     shutil.rmtree(rank1)
-    with pytest.raises(FileNotFoundError, match="offloaded_tensors/rank1, are not there"):
-        get_fp32_state_dict_from_zero_checkpoint(folder)
+    must_raise(
+        FileNotFoundError, "offloaded_tensors/rank1, are not there", get_fp32_state_dict_from_zero_checkpoint, folder
+    )

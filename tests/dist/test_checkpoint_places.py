@@ -17,7 +17,7 @@ from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.zero.optimizers.restore import Restore
 from engine_models import batch, loss_of, make_net, saving_engine
 from harness import on_ranks, run_ranks
-from runs import take_step, weights
+from runs import must_raise, take_step, weights
 from test_checkpoint_crash import mark, marks
 
 NO_RENAME = "rename:1+:enosys,exchange:1+:enosys,truncate:1+:enotsup"
@@ -112,8 +112,7 @@ def body_in_place(rank, world, folder, how):
     if rank == 0:
         open(os.path.join(folder, "latest"), "w").close()  # torn: without renames it is written like any other file
     deepspeed.comm.barrier()
-    with pytest.raises(RuntimeError, match="latest is empty.*complete are: t"):
-        engine.load_checkpoint(folder)
+    must_raise(RuntimeError, "latest is empty.*complete are: t", engine.load_checkpoint, folder)
     return found, left, sorted(os.listdir(folder))
 
 
@@ -178,8 +177,13 @@ def test_ranks_share_the_writing_of_what_all_have(stage, tmp_path):
 @on_ranks(2)
 def test_shared_files_are_those_of_the_first_rank(rank, world, folder):
     engine = saving_engine(world, 0, writer={"data_parallel": "REPLICA"})
-    with pytest.raises(RuntimeError, match="rank 1: .*has other tensors here than on rank 0: .*data_parallel to null"):
-        engine.save_checkpoint(folder, client_state={"mine": torch.ones(rank + 1)})
+    must_raise(
+        RuntimeError,
+        "rank 1: .*has other tensors here than on rank 0: .*data_parallel to null",
+        engine.save_checkpoint,
+        folder,
+        client_state={"mine": torch.ones(rank + 1)},
+    )
     engine.save_checkpoint(folder, client_state={"mine": rank})
     assert engine.load_checkpoint(folder)[1]["mine"] == 0
 
@@ -243,8 +247,7 @@ def test_ranks_of_a_machine_load_one_after_the_other(tmp_path):
 def body_no_turns(rank, world, folder):
     engine = saving_engine(world, 2, zero={"pipeline_loading_checkpoint": True})
     engine.save_checkpoint(folder)
-    with pytest.raises(AssertionError, match="Only stage3 support for pipeline checkpoint loading"):
-        engine.load_checkpoint(folder)
+    must_raise(AssertionError, "Only stage3 support for pipeline checkpoint loading", engine.load_checkpoint, folder)
     return engine.load_checkpoint(folder, load_optimizer_states=False)[0] is not None
 
 

@@ -11,7 +11,7 @@ import peer_model
 from deepspeed.checkpoint.layouts import names
 from harness import on_ranks
 from models import two_layers
-from runs import KEEP_GATHERED, engine_of, moments, settings, weights
+from runs import KEEP_GATHERED, engine_of, moments, must_raise, settings, weights
 from runs import identical as equal
 from runs import train as train_on
 
@@ -259,8 +259,7 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank, world, stage
         other = make_peer(stage, **options)
         peer_model.train(other, 1, rank)
         before = whole(other), everything(other)
-        with pytest.raises(Exception, match=words):
-            other.load_checkpoint(place, tag=tag)
+        must_raise(Exception, words, other.load_checkpoint, place, tag=tag)
         assert equal(whole(other), before[0]) and everything(other) == before[1], case
         assert other.loaded_checkpoint_dp_world_size is None and other.loaded_engine_state == {}, case
         peer_model.train(other, 1, rank, first=1)

@@ -18,7 +18,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from harness import on_ranks, run_ranks
-from runs import KEEP_GATHERED, dtype_of, engine_of, settings
+from runs import KEEP_GATHERED, dtype_of, engine_of, must_raise, settings
 from runs import train as train_on
 
 
@@ -97,8 +97,7 @@ def test_which_memory_is_the_engines_own(rank, world, stage, bf16):
     assert all(covered(tensor) == own_masters for tensor in engine.core.masters())
     assert not any(covered(param) for param in engine.module.parameters() if param.numel())
     engine.core.slots(0)[0].add_(1)
-    with pytest.raises(RuntimeError, match="checkpoint_engine.wait"):
-        states.check_unchanged()
+    must_raise(RuntimeError, "checkpoint_engine.wait", states.check_unchanged)
     engine.destroy()
 
 
@@ -133,8 +132,7 @@ def somebody_writes(rank, world, folder):
     with slow_copies():
         engine.save_checkpoint(folder, tag="torn")
         moment.zero_()
-        with pytest.raises(RuntimeError, match="torn.*written to, by other means"):
-            engine.checkpoint_engine.wait()
+        must_raise(RuntimeError, "torn.*written to, by other means", engine.checkpoint_engine.wait)
     engine.destroy()
 
 

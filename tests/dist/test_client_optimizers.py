@@ -11,7 +11,7 @@ import peer_model
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from harness import on_ranks
 from models import two_layers
-from runs import KEEP_GATHERED, dtype_of, engine_of, settings, take_step
+from runs import KEEP_GATHERED, dtype_of, engine_of, must_raise, settings, take_step
 from runs import weight_list as weights
 
 
@@ -130,13 +130,11 @@ def test_another_group_is_refused_by_name_at_every_stage(rank, world):
                 engine = make_engine(stage, client, dtype)
                 more = {"params": [torch.nn.Parameter(torch.ones(3))]}
                 for optimizer in (engine.optimizer, engine.basic_optimizer, made[0]):
-                    with pytest.raises(RuntimeError, match=words):
-                        optimizer.add_param_group(dict(more))
+                    must_raise(RuntimeError, words, optimizer.add_param_group, dict(more))
                 train(engine, 1, rank)
                 groups = engine.basic_optimizer.param_groups
                 groups.append({**groups[0], **more})
-                with pytest.raises(RuntimeError, match=words):
-                    train(engine, 1, rank)
+                must_raise(RuntimeError, words, train, engine, 1, rank)
                 groups.pop()
                 engine.step()
                 assert engine.global_steps == 2
@@ -145,8 +143,7 @@ def test_another_group_is_refused_by_name_at_every_stage(rank, world):
                 for optimizer in (made[0], copy):  # of no engine any more
                     optimizer.add_param_group(dict(more))
     alone = [torch.nn.Parameter(torch.ones(3))]
-    with pytest.raises(RuntimeError, match=words):
-        DeepSpeedZeroOptimizer(sgd(alone), {}, None, {}).add_param_group({"params": []})
+    must_raise(RuntimeError, words, DeepSpeedZeroOptimizer(sgd(alone), {}, None, {}).add_param_group, {"params": []})
 
 
 # ---- steps that raise ----------------------------------------------------------------------------------------------

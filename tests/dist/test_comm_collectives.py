@@ -7,6 +7,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.comm import ReduceOp
 from harness import on_ranks, run_ranks
+from runs import must_raise
 
 pytestmark = pytest.mark.dist
 
@@ -127,8 +128,7 @@ def _coalesced(rank, world):
     dist.all_gather_coalesced(outputs, inputs, async_op=True).wait()
     for n, found in zip((2, 5), outputs, strict=True):
         same(found, torch.cat([values(r, (n,), torch.bfloat16) for r in range(world)]))
-    with pytest.raises(ValueError, match="1 outputs for 2 inputs"):
-        dist.all_gather_coalesced(outputs[:1], inputs)
+    must_raise(ValueError, "1 outputs for 2 inputs", dist.all_gather_coalesced, outputs[:1], inputs)
 
 
 # ---- data movement ------------------------------------------------------------------------------------------------
@@ -291,17 +291,13 @@ def test_low_precision_sums_are_wide(rank, world):
 @BOTH
 @on_ranks(2, given=["init"])
 def test_bad_input(rank, world):
-    with pytest.raises(ValueError, match="7 elements.*must have 8"):
-        dist.reduce_scatter_tensor(torch.empty(4), torch.empty(7))
-    with pytest.raises(ValueError, match="output has 7.*must have 8"):
-        dist.all_gather_into_tensor(torch.empty(7), torch.empty(4))
+    must_raise(ValueError, "7 elements.*must have 8", dist.reduce_scatter_tensor, torch.empty(4), torch.empty(7))
+    must_raise(ValueError, "output has 7.*must have 8", dist.all_gather_into_tensor, torch.empty(7), torch.empty(4))
     across = torch.full((4, 3), float(rank), dtype=torch.bfloat16).t()
     dist.broadcast(across, 0)
     assert not across.any()
-    with pytest.raises(ValueError, match="not a reduction"):
-        dist.all_reduce(torch.empty(2), op=ReduceOp.UNUSED)
-    with pytest.raises(ValueError, match="not a reduction"):
-        dist.all_reduce(torch.empty(2), op="sum")
+    must_raise(ValueError, "not a reduction", dist.all_reduce, torch.empty(2), op=ReduceOp.UNUSED)
+    must_raise(ValueError, "not a reduction", dist.all_reduce, torch.empty(2), op="sum")
 
 
 @BOTH

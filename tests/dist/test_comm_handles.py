@@ -9,6 +9,7 @@ import torch
 
 from deepspeed import comm as dist
 from harness import on_ranks
+from runs import must_raise
 
 pytestmark = pytest.mark.dist
 
@@ -77,8 +78,7 @@ def test_a_handle_has_torchs_members(rank, world):
         same(work.get_future().value(), outputs, expected)
         assert work.synchronize() is None
         for source in (work.source_rank, work._source_rank):
-            with pytest.raises(RuntimeError, match="recv"):
-                source()
+            must_raise(RuntimeError, "recv", source)
         if hasattr(work, "boxed"):
             assert torch.distributed.Work.unbox(work.boxed()).is_completed()
         # Asked, not waited for: what is completed is in place.
@@ -120,8 +120,7 @@ def test_a_wait_with_a_timeout_leaves_the_call_under_way(rank, world):
     if rank == 0:
         work = dist.all_reduce(x, async_op=True)
         future = work.get_future()
-        with pytest.raises(RuntimeError, match="Operation timed out"):
-            work.wait(timedelta(milliseconds=100))
+        must_raise(RuntimeError, "Operation timed out", work.wait, timedelta(milliseconds=100))
         assert not work.is_completed() and not work.is_success() and not future.done()
         torch.distributed.distributed_c10d._get_default_store().set("go", "on")
         assert work.wait(timedelta(seconds=20)) and future.wait()[0] is x

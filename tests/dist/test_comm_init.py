@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import groups
 from harness import on_ranks, run_ranks
 from mpu import two_by_two
+from runs import must_raise
 from sampling import every_case
 
 pytestmark = pytest.mark.dist
@@ -22,8 +23,7 @@ pytestmark = pytest.mark.dist
 @on_ranks(3)
 def test_by_environment(rank, world):
     assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match="no process group yet"):
-        dist.get_rank()
+    must_raise(RuntimeError, "no process group yet", dist.get_rank)
     dist.init_distributed(verbose=False)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_local_rank()) == (rank, world, rank)
     assert torch.distributed.get_backend() == "gloo"
@@ -117,16 +117,16 @@ def test_groups_with_and_without_mpu(rank, world):
     groups.set_tensor_model_parallel_world_size(8)
     groups.set_tensor_model_parallel_rank(5)
     assert (groups.get_tensor_model_parallel_world_size(), groups.get_tensor_model_parallel_rank()) == (8, 5)
-    with pytest.raises(RuntimeError, match="_create_expert_and_data_parallel"):
-        groups._get_expert_parallel_group("ep_size_2")
+    must_raise(RuntimeError, "_create_expert_and_data_parallel", groups._get_expert_parallel_group, "ep_size_2")
     groups.clear()
     assert groups.mpu is None
 
 
 def _mesh(rank, world):
     if not hasattr(torch.distributed, "init_device_mesh"):
-        with pytest.raises(RuntimeError, match="torch 2.2"):
-            dist.initialize_mesh_device((2, 1), ("data_parallel", "sequence_parallel"))
+        must_raise(
+            RuntimeError, "torch 2.2", dist.initialize_mesh_device, (2, 1), ("data_parallel", "sequence_parallel")
+        )
         return "refused"
     mesh = dist.initialize_mesh_device((2, 1), ("data_parallel", "sequence_parallel"))
     assert dist.get_world_size(mesh.get_group("data_parallel")) == 2
@@ -143,8 +143,7 @@ def _finds_its_port_taken():
         taken.bind(("", 0))
         taken.listen(1)
         os.environ["MASTER_PORT"] = port = str(taken.getsockname()[1])
-        with pytest.raises(RuntimeError, match=f"port {port}.*--master_port"):
-            dist.init_distributed(verbose=False)
+        must_raise(RuntimeError, f"port {port}.*--master_port", dist.init_distributed, verbose=False)
 
 
 @on_ranks(1)

@@ -14,6 +14,7 @@ import deepspeed
 from deepspeed import comm
 from deepspeed.checkpoint.read import node_local
 from harness import on_ranks, run_ranks
+from runs import must_raise
 
 LIMIT_S, WRONG = 5.0, 1
 # verb -> the arguments of its call: tensors of one rank, of all ranks together and of each rank
@@ -128,8 +129,7 @@ def test_dtypes_that_differ_on_one_rank_are_refused(rank, world, backend):
         lambda: comm.scatter(one, [narrow] * world, 0) if rank == 0 else fail_as_rank_0_does(),
     ):
         # torch itself checks lists: 1.13 raises RuntimeError, 2.x raises ValueError.
-        with pytest.raises((TypeError, RuntimeError, ValueError), match="dtype"):
-            call()
+        must_raise((TypeError, RuntimeError, ValueError), "dtype", call)
     comm.all_reduce(one)
     assert one.tolist() == [2.0] * 4
 
@@ -152,8 +152,7 @@ def test_coalesced_calls_give_a_handle_and_the_first_error(rank, world):
         work = backend.allgather_into_tensor_coalesced(
             [torch.zeros(bad * world), torch.zeros(world)], [torch.ones(bad), torch.ones(1)]
         )
-        with pytest.raises(RuntimeError, match="call different collectives"):
-            work.wait()
+        must_raise(RuntimeError, "call different collectives", work.wait)
 
 
 # ---- files that ranks send each other --------------------------------------------------------------------------------

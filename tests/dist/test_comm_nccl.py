@@ -17,6 +17,7 @@ from deepspeed.comm import mesh, nccl_join
 from deepspeed.comm.nccl import NcclCommunicator
 from fake_nccl import Orders, build
 from harness import on_ranks, run_ranks
+from runs import must_raise
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,7 @@ def test_one_communicator_for_each_group(rank, world, folder):
     x = torch.full((3,), float(rank))
     comm.all_reduce(x)
     assert x.tolist() == [rank] * 3
-    with pytest.raises(ValueError, match="no member of the group"):
-        NcclCommunicator(groups[1 - rank], device="cpu", library=path)
+    must_raise(ValueError, "no member of the group", NcclCommunicator, groups[1 - rank], device="cpu", library=path)
     comm.close()
     assert Orders(path).count("destroyed") == 1
 
@@ -75,8 +75,7 @@ def test_a_rank_that_does_not_come_ends_the_timeout(rank, world, folder):
 
 @on_ranks(1, init=True, env={"DS_ACCELERATOR": "cpu"}, fresh=True)
 def test_without_a_gpu_it_says_so(rank, world):
-    with pytest.raises(ValueError, match="a library but no device"):
-        NcclCommunicator(library="x")
+    must_raise(ValueError, "a library but no device", NcclCommunicator, library="x")
     with pytest.raises(RuntimeError) as error:
         NcclCommunicator()
     text = str(error.value)
@@ -85,8 +84,7 @@ def test_without_a_gpu_it_says_so(rank, world):
 
 @on_ranks(1)
 def test_a_process_group_comes_first(rank, world):
-    with pytest.raises(RuntimeError, match="call deepspeed.init_distributed"):
-        NcclCommunicator(device="cpu", library="x")
+    must_raise(RuntimeError, "call deepspeed.init_distributed", NcclCommunicator, device="cpu", library="x")
 
 
 # ---- as an engine's transport ----------------------------------------------------------------------------------------
@@ -103,8 +101,14 @@ def test_engines_of_nccl_jobs_call_it_directly(rank, world, folder):
     assert (alone.name, alone.size) == ("nccl", 1) and x.tolist() == [rank] * 3
     alone.leave()
     assert Orders(path).count("created") == 1 and Orders(path).count("alive") == 0
-    with pytest.raises(RuntimeError, match=f'mesh/reduce/0,1/0", rank {rank} of 2: joining failed'):
-        mesh._open("nccl", "mesh/reduce/0,1/0", [0, 1])
+    must_raise(
+        RuntimeError,
+        f'mesh/reduce/0,1/0", rank {rank} of 2: joining failed',
+        mesh._open,
+        "nccl",
+        "mesh/reduce/0,1/0",
+        [0, 1],
+    )
 
 
 def _threads(size, body):

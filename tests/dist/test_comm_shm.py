@@ -17,7 +17,7 @@ import deepspeed.comm
 from engine_models import config, make_net, train_engine
 from harness import RankError, on_ranks, run_ranks
 from logs import logged
-from runs import engine_of
+from runs import engine_of, must_raise
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -84,8 +84,7 @@ def test_odds_and_ends(rank, world):
         value = torch.tensor([2 + rank])
         dist.all_reduce(value, op=getattr(dist.ReduceOp, op))
         assert value.item() == expected, op
-    with pytest.raises((RuntimeError, TypeError), match="bitwise and"):
-        dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)
+    must_raise((RuntimeError, TypeError), "bitwise and", dist.all_reduce, torch.ones(2), op=dist.ReduceOp.BAND)
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     deepspeed.init_distributed(dist_backend="shm")
@@ -181,8 +180,7 @@ def default_timeouts(rank, world):
     deepspeed.init_distributed(dist_backend="shm", config={"comm": {"timeout": 600}})
     begin = time.monotonic()
     if rank == 0:
-        with pytest.raises(RuntimeError, match="has not come for 1 s"):
-            dist.barrier()
+        must_raise(RuntimeError, "has not come for 1 s", dist.barrier)
         return time.monotonic() - begin
     time.sleep(3.5)
     return 0.0

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from harness import on_ranks, run_ranks
+from runs import must_raise
 
 VERBS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all", "gather", "scatter", "ring")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.uint8, torch.int16, torch.float64)
@@ -124,8 +125,7 @@ def refusals(rank, world):
         (("all_gather", torch.ones(2), torch.ones(3)), "all_gather: 3 elements for 2 rows of 2"),
         (("broadcast", None, torch.ones(2), ([], []), "sum", 7), "there is no rank 7 in a group of 2 ranks"),
     ):
-        with pytest.raises(ValueError, match=text):
-            comm.run(*arguments)
+        must_raise(ValueError, text, comm.run, *arguments)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent():

@@ -17,7 +17,7 @@ from deepspeed._compat import TORCH2
 from deepspeed.comm import comms_log
 from engine_models import config, make_net, train_engine
 from harness import on_ranks, run_ranks
-from runs import engine_of
+from runs import engine_of, must_raise
 
 
 def counts():
@@ -261,8 +261,7 @@ def test_stage_3_too(rank, world):
 @on_ranks(2, init=True)
 def test_a_monitored_barrier_names_who_is_missing(rank, world):
     if rank == 0:
-        with pytest.raises(RuntimeError, match="[Rr]ank 1"):
-            dist.monitored_barrier(timeout=datetime.timedelta(seconds=1))
+        must_raise(RuntimeError, "[Rr]ank 1", dist.monitored_barrier, timeout=datetime.timedelta(seconds=1))
     else:
         time.sleep(2)
 

@@ -13,6 +13,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from engine_models import batch, config, loss_of, make_net
 from harness import on_ranks, run_ranks
+from runs import must_raise
 
 STEPS, MICRO = 3, 2
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
@@ -102,8 +103,7 @@ def test_a_step_that_raises(rank, world):
     engine.backward(loss_of(engine(tokens), targets))
     engine._told.calls.clear()
     engine.lr_scheduler.fails = True
-    with pytest.raises(RuntimeError, match="this schedule fails"):
-        engine.step()
+    must_raise(RuntimeError, "this schedule fails", engine.step)
     assert engine.hooks_told() == ["before_micro_step", "before_step", "failed_step"]
 
 
@@ -158,8 +158,7 @@ def test_the_way_to_the_core(rank, world, stage, name):
     if name != "torch":
         engine.basic_optimizer.step = lambda: None
         engine.backward(loss_of(engine(tokens), targets))
-        with pytest.raises(RuntimeError, match=r"\.step\(\) was replaced by one that makes no update"):
-            engine.step()
+        must_raise(RuntimeError, r"\.step\(\) was replaced by one that makes no update", engine.step)
         assert engine.global_steps == 1 and core.ways == ways
         engine.basic_optimizer.step = step
         step()  # a step of the engine that changes no counters

@@ -16,7 +16,7 @@ from engine_models import batch, config, loss_of, make_net, train_engine
 from harness import on_ranks, run_ranks
 from logs import logged
 from mpu import two_by_two
-from runs import engine_of, take_step
+from runs import engine_of, must_raise, take_step
 
 
 def test_signatures():
@@ -184,8 +184,14 @@ def test_local_rank_and_device_rank_of_the_arguments(rank, world):
         engine = engine_of(make_net(), config(world), args=args)
     assert selected[-1] == rank + 3 and engine.local_rank == rank and not hasattr(args, "local_rank")
     for wrong, words in ((rank + 1, f"but the environment has LOCAL_RANK={rank}"), ("0", "must be a number")):
-        with pytest.raises(AssertionError, match=words):
-            deepspeed.initialize(args=argparse.Namespace(local_rank=wrong), model=make_net(), config=config(world))
+        must_raise(
+            AssertionError,
+            words,
+            deepspeed.initialize,
+            args=argparse.Namespace(local_rank=wrong),
+            model=make_net(),
+            config=config(world),
+        )
 
 
 @on_ranks(1)

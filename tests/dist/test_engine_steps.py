@@ -8,7 +8,7 @@ import torch
 
 from harness import on_ranks, run_ranks
 from logs import logged
-from runs import engine_of, settings, take_step
+from runs import engine_of, must_raise, settings, take_step
 from runs import weight_list as weights
 
 LR, SAMPLES = 0.1, 2  # per rank and micro-step
@@ -123,10 +123,13 @@ def test_a_step_that_does_not_fit_the_schedule_moves_nothing(rank, world):
     engine = start(0, sgd, plateau)
     engine(inputs(0, rank)).backward()  # not engine.backward: the engine does not know the loss
     before = weights(engine)
-    with pytest.raises(TypeError, match="needs `metrics`"):
-        engine.step()
-    with pytest.raises(TypeError, match=r"lr_kwargs=\{'epochs': 3\}\) does not fit ReduceLROnPlateau.step"):
-        engine.step(lr_kwargs={"epochs": 3})
+    must_raise(TypeError, "needs `metrics`", engine.step)
+    must_raise(
+        TypeError,
+        r"lr_kwargs=\{'epochs': 3\}\) does not fit ReduceLROnPlateau.step",
+        engine.step,
+        lr_kwargs={"epochs": 3},
+    )
     assert all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (0, 0, 0)
     engine.step(lr_kwargs={"metrics": 0.5})

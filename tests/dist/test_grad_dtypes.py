@@ -12,7 +12,7 @@ from deepspeed.config import cli
 from deepspeed.utils import safe_get_full_grad
 from harness import on_ranks, run_ranks
 from logs import logged
-from runs import engine_of, take_step, with_fp16
+from runs import engine_of, must_raise, take_step, with_fp16
 from zero_models import BETAS, DECAY, LR, data, engine_config, loss_of, make, reduced_mean, relative
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -156,8 +156,13 @@ def test_all_types_to_keep_and_to_send():
 def test_gradients_in_fp64_stay_so(rank, world):
     model = torch.nn.Linear(3, 3).double()
     made = engine_config(0, 1, 1, "fp32", data_types={"grad_accum_dtype": "bf16"})
-    with pytest.raises(ValueError, match='grad_accum_dtype "bf16": parameter .weight. is float64, and its gradients'):
-        deepspeed.initialize(model=model, config=made)
+    must_raise(
+        ValueError,
+        'grad_accum_dtype "bf16": parameter .weight. is float64, and its gradients',
+        deepspeed.initialize,
+        model=model,
+        config=made,
+    )
 
 
 # ---- accumulation that changes on the way ----------------------------------------------------------------------------
@@ -267,8 +272,7 @@ def body_no_sync(rank, world, stage, dtype):
             for p, other in zip(engine.module.parameters(), twin.parameters()):
                 found = safe_get_full_grad(p)
                 assert found.dtype == torch.float32 and relative(found, other.grad) < ROUNDING[dtype]
-        with pytest.raises(AssertionError, match="It is illegal to call Engine.step.. inside no_sync context manager"):
-            engine.step()
+        must_raise(AssertionError, "It is illegal to call Engine.step.. inside no_sync context manager", engine.step)
     backward(engine, 2, rank, dtype)
     whole = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
     engine.step()

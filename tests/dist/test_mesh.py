@@ -9,7 +9,7 @@ from deepspeed.comm import held, mesh, mesh_views
 from deepspeed.utils import groups
 from harness import on_ranks
 from mpu import Mpu
-from runs import total
+from runs import must_raise, total
 from tensor_parallel import AddedUp
 from zero_training import WIDTH, Deep, Reference, below, beside, gap, seeded, start, train_beside
 
@@ -124,8 +124,7 @@ class Part(torch.nn.Module):
 def test_an_axis_of_somebody_else(rank, world, stage):
     groups.clear()
     if stage == 0:
-        with pytest.raises(ValueError, match="train_branches 3 does not divide the 4 ranks: use one of 1, 2, 4"):
-            Branches(3)
+        must_raise(ValueError, "train_branches 3 does not divide the 4 ranks: use one of 1, 2, 4", Branches, 3)
     branches = Branches(2)
     whole = Whole(2)
     reference = Reference(whole)

@@ -14,6 +14,7 @@ from deepspeed.utils import groups
 from deepspeed.zero.parameters.param_ranks import ParamRanks
 from harness import on_ranks, run_ranks
 from mpu import two_by_two
+from runs import must_raise
 
 AXES = ("pp", "dp", "sp", "tp")
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
@@ -66,10 +67,14 @@ def test_experts_are_folds(rank, world):
     for copies, kinds in ((across, pair), (pair, across)):
         native = with_experts(copies, kinds).parallel.mesh
         assert native.ranks(["experts.edp"]) == copies and native.ranks(["experts.ep"]) == kinds
-    with pytest.raises(ValueError, match=r"which is no grid of the ranks \[0, 1, 2, 3\] with the same dense weights"):
-        with_experts([rank, 3 - rank] if rank < 2 else [3 - rank, rank], pair)
-    with pytest.raises(ValueError, match="is not the 4 data-parallel ranks there are"):
-        with_experts([rank], pair)
+    must_raise(
+        ValueError,
+        r"which is no grid of the ranks \[0, 1, 2, 3\] with the same dense weights",
+        with_experts,
+        [rank, 3 - rank] if rank < 2 else [3 - rank, rank],
+        pair,
+    )
+    must_raise(ValueError, "is not the 4 data-parallel ranks there are", with_experts, [rank], pair)
 
 
 def mismatch_body(rank, world):

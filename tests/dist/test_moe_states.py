@@ -12,7 +12,7 @@ from harness import on_ranks
 from hf_like_moe import EXPERTS, model_of
 from hf_like_moe import WIDTH as HF_WIDTH
 from moe_models import batch, moe_net, values
-from runs import engine_of, settings, take_step
+from runs import engine_of, must_raise, settings, take_step
 
 LAYER = "layer.deepspeed_moe.experts.deepspeed_experts"
 
@@ -88,10 +88,20 @@ def test_stacked_experts_alone(rank, world, folder):
     with pytest.raises(ValueError, match="'model.layers.0.mlp' was saved with 8 experts, the model's has 4"):
         about["num_experts"] = 8
         other.load_moe_state_dict(folder, "one", found, False, model=other.module, autoep_layers=[about])
-    with pytest.raises(ValueError, match="pass model=, whose layers"):
-        DeepSpeedEngine.load_moe_state_dict(folder, "one", found, False)
-    with pytest.raises(ValueError, match="autoep_layers= is compared with .* pass model=, or leave autoep_layers= out"):
-        DeepSpeedEngine.load_moe_state_dict(folder, "one", found, True, num_experts=EXPERTS, autoep_layers=[about])
+    must_raise(
+        ValueError, "pass model=, whose layers", DeepSpeedEngine.load_moe_state_dict, folder, "one", found, False
+    )
+    must_raise(
+        ValueError,
+        "autoep_layers= is compared with .* pass model=, or leave autoep_layers= out",
+        DeepSpeedEngine.load_moe_state_dict,
+        folder,
+        "one",
+        found,
+        True,
+        num_experts=EXPERTS,
+        autoep_layers=[about],
+    )
 
 
 def half_frozen(rank, ep_size):

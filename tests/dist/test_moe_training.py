@@ -25,7 +25,7 @@ from moe_models import (
     values,
 )
 from mpu import two_by_two
-from runs import engine_of, settings, take_step
+from runs import engine_of, must_raise, settings, take_step
 
 ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 
@@ -301,10 +301,13 @@ def test_ranks_with_all_experts_need_nobody(rank, world):
 
 @on_ranks(2, init=True)
 def test_more_ranks_for_experts_than_there_are(rank, world):
-    with pytest.raises(
-        ValueError, match=r"MoE layer 'layer' shares its 8 experts among ep_size=4 ranks; this job has 2"
-    ):
-        deepspeed.initialize(model=Net(moe_layer(8, 4, 1, False, False)), config=config(world))
+    must_raise(
+        ValueError,
+        r"MoE layer 'layer' shares its 8 experts among ep_size=4 ranks; this job has 2",
+        deepspeed.initialize,
+        model=Net(moe_layer(8, 4, 1, False, False)),
+        config=config(world),
+    )
 
 
 def others_body(rank, world):

@@ -29,7 +29,7 @@ from deepspeed.utils import (
 )
 from engine_models import batch, loss_of, make_net, net_engine, train_engine
 from harness import on_ranks, run_ranks
-from runs import engine_of, moments, take_step, weight_list
+from runs import engine_of, moments, must_raise, take_step, weight_list
 from test_checkpoint_universal import to_universal
 
 DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}  # fp16: tests/cpp/zero/placements_test.cpp
@@ -120,8 +120,7 @@ def test_optimizers_of_clients(rank, world, folder):
         return make_engine(world, 2, offload, model=model, optimizer=optimizer, **more)
 
     for make in (torch.optim.AdamW, FusedAdam):
-        with pytest.raises(ZeRORuntimeException, match="zero_force_ds_cpu_optimizer"):
-            initialize(make, {"device": "cpu"})
+        must_raise(ZeRORuntimeException, "zero_force_ds_cpu_optimizer", initialize, make, {"device": "cpu"})
     assert type(initialize(DeepSpeedCPUAdam, {"device": "cpu"}).basic_optimizer) is DeepSpeedCPUAdam
     results = []
     for offload in (None, {"device": "cpu"}):
@@ -252,24 +251,35 @@ def test_what_cannot_work_is_refused_with_numbers(rank, world, folder):
     file = os.path.join(folder, "file")
     with open(file, "w"):
         pass
-    with pytest.raises(NotADirectoryError, match="nvme_path.*is no folder"):
-        make_engine(world, 3, {"device": "nvme", "nvme_path": file})
+    must_raise(
+        NotADirectoryError, "nvme_path.*is no folder", make_engine, world, 3, {"device": "nvme", "nvme_path": file}
+    )
     if os.geteuid() != 0:  # who may write everywhere
         os.mkdir(os.path.join(folder, "locked"), 0o555)
-        with pytest.raises(PermissionError, match="nvme_path.*cannot be written to"):
-            make_engine(world, 3, {"device": "nvme", "nvme_path": os.path.join(folder, "locked")})
+        must_raise(
+            PermissionError,
+            "nvme_path.*cannot be written to",
+            make_engine,
+            world,
+            3,
+            {"device": "nvme", "nvme_path": os.path.join(folder, "locked")},
+        )
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # no room for a file
     try:
-        with pytest.raises(OSError, match="tensor.swp failed: File too large.*ulimit -f"):
-            make_engine(world, 3, on(folder, "nvme"))
+        must_raise(OSError, "tensor.swp failed: File too large.*ulimit -f", make_engine, world, 3, on(folder, "nvme"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert files_below(folder) == [file]
-    with pytest.raises(ValueError, match="buffer_count = 3 is too small: 'adam' keeps 2 states.*Set it to 4"):
-        make_engine(world, 3, {**on(folder, "nvme"), "buffer_count": 3})
-    with pytest.raises(ValueError, match="stage"):
-        make_engine(world, 0, {"device": "cpu"})
+    must_raise(
+        ValueError,
+        "buffer_count = 3 is too small: 'adam' keeps 2 states.*Set it to 4",
+        make_engine,
+        world,
+        3,
+        {**on(folder, "nvme"), "buffer_count": 3},
+    )
+    must_raise(ValueError, "stage", make_engine, world, 0, {"device": "cpu"})
 
 
 def body_blocked(rank, world, folder, zero):
@@ -348,10 +358,17 @@ def test_memory_decides_where_states_rest(rank, world, stage, folder):
         if device is not None:
             assert tiers["file"]["resting_bytes"] > 0 and (tiers["host"]["resting_bytes"] > 0) == (host > 0)
         engine.destroy()
-    with pytest.raises(ValueError, match="placement: .* of this rank need .* bytes"):
-        make_engine(world, stage, zero={"placement": {"auto": True, "host_gb": 0}})
-    with pytest.raises(ValueError, match="both say where"):
-        make_engine(world, stage, {"device": "cpu"}, zero={"placement": {"auto": True}})
+    must_raise(
+        ValueError,
+        "placement: .* of this rank need .* bytes",
+        make_engine,
+        world,
+        stage,
+        zero={"placement": {"auto": True, "host_gb": 0}},
+    )
+    must_raise(
+        ValueError, "both say where", make_engine, world, stage, {"device": "cpu"}, zero={"placement": {"auto": True}}
+    )
     assert same(found[0], found[1]) and same(found[0], found[2])
 
 

@@ -21,7 +21,7 @@ from deepspeed.utils import (
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import batch, make_net, net_engine, train_engine
 from harness import on_ranks, run_ranks
-from runs import take_step, with_fp16
+from runs import must_raise, take_step, with_fp16
 from runs import weight_list as values
 
 
@@ -345,7 +345,16 @@ def test_bad_input_is_named_with_what_would_work(rank, world, folder):
     size = int(said.split("set it to at least ")[1].split()[0])
     make(world, nvme(folder, buffer_size=size)).destroy()
     assert "buffer_count is 0" in error(ValueError, nvme(folder, buffer_count=0))
-    with pytest.raises(ValueError, match="nvme_path"):
-        deepspeed.zero.Init(remote_device="nvme", config_dict_or_path={"zero_optimization": {"stage": 3}})
-    with pytest.raises(ValueError, match="remote_device is None, 'none', 'cpu' or 'nvme', not 'disk'"):
-        deepspeed.zero.Init(remote_device="disk")
+    must_raise(
+        ValueError,
+        "nvme_path",
+        deepspeed.zero.Init,
+        remote_device="nvme",
+        config_dict_or_path={"zero_optimization": {"stage": 3}},
+    )
+    must_raise(
+        ValueError,
+        "remote_device is None, 'none', 'cpu' or 'nvme', not 'disk'",
+        deepspeed.zero.Init,
+        remote_device="disk",
+    )

@@ -6,7 +6,7 @@ import torch
 import pipe_models as models
 from deepspeed.utils import RepeatingLoader
 from harness import on_ranks, run_ranks
-from runs import engine_of
+from runs import engine_of, must_raise
 
 MICRO_BATCHES = 2
 
@@ -42,8 +42,7 @@ def test_an_evaluation_leaves_the_loader_and_its_position(rank, world, kind, fol
     loader = engine.training_dataloader
     engine.train_batch()
     engine.eval_batch(iter(evaluated))
-    with pytest.raises(RuntimeError, match=r"eval_batch\(\) on stage . has no data"):
-        engine.eval_batch(None)
+    must_raise(RuntimeError, r"eval_batch\(\) on stage . has no data", engine.eval_batch, None)
     assert engine.training_dataloader is loader and engine.module.training
     engine.train_batch()
     engine.save_checkpoint(folder)

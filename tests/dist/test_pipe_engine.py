@@ -5,6 +5,7 @@ import torch
 
 import pipe_models as models
 from harness import on_ranks, run_ranks
+from runs import must_raise
 
 BATCHES, MICRO_BATCHES = 2, 4
 
@@ -90,8 +91,9 @@ def test_recomputed(kind, schedule, reentrant):
 def _choice(world, limit):
     engine = models.engine_of("plain", 2, world, 8, pipeline={"schedule": "auto", "memory_limit": limit})
     if limit == 1:
-        with pytest.raises((ValueError, RuntimeError), match="memory_limit|bytes"):
-            engine.train_batch(models.batches("plain", 1, 8, 0))
+        must_raise(
+            (ValueError, RuntimeError), "memory_limit|bytes", engine.train_batch, models.batches("plain", 1, 8, 0)
+        )
         return None
     losses = [engine.train_batch(models.batches("plain", 1, 8, 0)).item() for _ in range(2)]
     assert losses[1] < losses[0]

@@ -16,6 +16,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.schedule import SendActivation, TrainSchedule
 from deepspeed.runtime.pipe import schedule as published_schedule
 from harness import RankError, on_ranks, run_ranks
+from runs import must_raise
 from sampling import every_case
 
 MICRO_BATCHES, SOON = 4, 5.0
@@ -128,30 +129,37 @@ def test_bad_input(rank, world):
     engine = engine_of(2, 1, models.Block)
     good = list(models.batches("plain", 1, MICRO_BATCHES, 0))
     for name in ("forward", "backward", "step"):
-        with pytest.raises(RuntimeError, match=f"a pipeline has no {name}.. of one rank"):
-            getattr(engine, name)(torch.ones(1))
+        must_raise(RuntimeError, f"a pipeline has no {name}.. of one rank", getattr(engine, name), torch.ones(1))
     with pytest.raises(RuntimeError, match="inside of torch.no_grad"), torch.no_grad():
         engine.train_batch(iter(good))
-    with pytest.raises(RuntimeError, match=f"stage {rank} has no data: pass data_iter="):
-        engine.train_batch()
-    with pytest.raises(NotImplementedError, match="reduce_output='max'.: 'avg', 'sum' or None"):
-        engine.eval_batch(iter(good), reduce_output="max")
+    must_raise(RuntimeError, f"stage {rank} has no data: pass data_iter=", engine.train_batch)
+    must_raise(
+        NotImplementedError,
+        "reduce_output='max'.: 'avg', 'sum' or None",
+        engine.eval_batch,
+        iter(good),
+        reduce_output="max",
+    )
     with mock.patch.object(published_schedule, "TrainSchedule", Shortened):
-        with pytest.raises(ValueError, match="pipeline schedule Shortened, rank 0"):
-            engine.train_batch(iter(good))
+        must_raise(ValueError, "pipeline schedule Shortened, rank 0", engine.train_batch, iter(good))
     assert engine.train_batch(iter(good)).item() > 0
 
     def refused(match, kind=ValueError, options=None, **sections):
-        with pytest.raises(kind, match=match):
-            models.engine_of("plain", 2, 2, 4, options=options, **sections)
+        must_raise(kind, match, models.engine_of, "plain", 2, 2, 4, options=options, **sections)
 
     refused("pipeline.stages is 3, but the PipelineModule has 2", pipeline={"stages": 3})
     refused("pipeline.partition is 'uniformly', but the PipelineModule", pipeline={"partition": "uniformly"})
     refused("pipeline.schedule", deepspeed.DeepSpeedConfigError, pipeline={"schedule": "1f2b"})
     refused("zb-v", pipeline={"schedule": "zb-v"})
     refused("placement='v'", options={"virtual_stages": 2}, pipeline={"schedule": "zb-v"})
-    with pytest.raises(AssertionError, match="leave mpu= out"):
-        deepspeed.initialize(model=engine.module, mpu=engine.grid, config=models.config_of(4))
+    must_raise(
+        AssertionError,
+        "leave mpu= out",
+        deepspeed.initialize,
+        model=engine.module,
+        mpu=engine.grid,
+        config=models.config_of(4),
+    )
 
 
 def _bad_item(case, match):

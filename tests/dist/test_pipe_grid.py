@@ -1,7 +1,5 @@
 """PipelineParallelGrid: an mpu with stages, copies and slices."""
 
-import pytest
-
 from deepspeed import comm as dist
 from deepspeed.pipe.topology import (
     PipeDataParallelTopology,
@@ -9,7 +7,7 @@ from deepspeed.pipe.topology import (
     PipeModelDataParallelTopology,
 )
 from harness import on_ranks, run_ranks
-from runs import total
+from runs import must_raise, total
 
 
 @on_ranks(4, init=True)
@@ -48,8 +46,13 @@ def _some_ranks(rank, world):
     grid = PipelineParallelGrid(PipeDataParallelTopology(2, 1), process_group=half)
     assert grid.get_stage_id() == grid.get_global_rank() == rank - 1 and grid.pp_group == [1, 2]
     assert grid.stage_to_global(1) == 2 and total(grid.get_pipe_parallel_group(), rank) == 3
-    with pytest.raises(ValueError, match=r"PipeDataParallelTopology\(pipe=3, data=1\) has 3 ranks, but there are 2"):
-        PipelineParallelGrid(PipeDataParallelTopology(3, 1), process_group=half)
+    must_raise(
+        ValueError,
+        r"PipeDataParallelTopology\(pipe=3, data=1\) has 3 ranks, but there are 2",
+        PipelineParallelGrid,
+        PipeDataParallelTopology(3, 1),
+        process_group=half,
+    )
 
 
 def test_ranks_of_a_group():

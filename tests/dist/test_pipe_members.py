@@ -13,7 +13,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from harness import on_ranks, run_ranks
-from runs import engine_of
+from runs import engine_of, must_raise
 
 MICRO_BATCHES = 4
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
@@ -37,8 +37,7 @@ class Counting:
 def test_plan_and_measured(rank, world):
     engine = models.engine_of("plain", world, world, MICRO_BATCHES)
     x, y = models.micro_batch("plain", 0, 0, 0)
-    with pytest.raises(RuntimeError, match="does not know the inputs yet"):
-        engine.pipe_plan()
+    must_raise(RuntimeError, "does not know the inputs yet", engine.pipe_plan)
     for batch in range(10):
         engine.train_batch(itertools.repeat((x, y)))
         plan = engine.pipe_plan()
@@ -257,8 +256,9 @@ def test_clients_schedule(rank, world, kind):
         def steps(self):
             yield [Unknown()]
 
-    with pytest.raises(RuntimeError, match="does not know the instruction Unknown"):
-        engine._exec_schedule(Odd(MICRO_BATCHES, world, rank))
+    must_raise(
+        RuntimeError, "does not know the instruction Unknown", engine._exec_schedule, Odd(MICRO_BATCHES, world, rank)
+    )
 
 
 # ---- precisions ------------------------------------------------------------------------------------------------------

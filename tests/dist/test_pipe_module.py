@@ -14,7 +14,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from harness import on_ranks, run_ranks
-from runs import TORCH2
+from runs import TORCH2, must_raise
 
 WIDTH = 6
 
@@ -84,11 +84,9 @@ def _parts(rank, world, stages, virtual, placement):
         for layer in [*reference(), scaled]:
             wanted = layer(wanted)
     assert torch.equal(found, wanted)
-    with pytest.raises(IndexError, match="there is no layer 6: the pipeline has 6"):
-        module.stage_owner(6)
+    must_raise(IndexError, "there is no layer 6: the pipeline has 6", module.stage_owner, 6)
     if virtual > 1:
-        with pytest.raises(ValueError, match="this stage has 2 parts of the model: say which"):
-            module(inputs())
+        must_raise(ValueError, "this stage has 2 parts of the model: say which", module, inputs())
     return module.partitions(), module.local_layers
 
 
@@ -138,8 +136,7 @@ def test_recomputed_segments(rank, world):
     module.set_checkpoint_interval(0)
     module(inputs())
     assert calls == [1] and module.is_checkpointable_results == []
-    with pytest.raises(ValueError, match="activation_checkpoint_interval -1"):
-        module.set_checkpoint_interval(-1)
+    must_raise(ValueError, "activation_checkpoint_interval -1", module.set_checkpoint_interval, -1)
 
 
 class Noise(nn.Module):
@@ -227,8 +224,13 @@ def test_layer_files(rank, world, folder):
         os.remove(os.path.join(folder, names[1]))
     dist.barrier()
     if 1 in saved.local_layers:
-        with pytest.raises(FileNotFoundError, match="layer 1 of the pipeline is not in this checkpoint .* none"):
-            saved.load_state_dir(folder, engine)
+        must_raise(
+            FileNotFoundError,
+            "layer 1 of the pipeline is not in this checkpoint .* none",
+            saved.load_state_dir,
+            folder,
+            engine,
+        )
     else:
         saved.load_state_dir(folder, engine)
     frozen = PipelineModule([nn.Linear(2, 2)], num_stages=1)
@@ -255,8 +257,9 @@ def _profiled(rank, world):
     layers = [LayerSpec(SlowWithoutParameters), *[LayerSpec(Block, WIDTH) for _ in range(4)]]
     by_time = PipelineModule(layers, num_stages=2, partition_method="profile", profile_input=inputs())
     assert len(by_time.layer_costs) == 5 and by_time.layer_costs[0].forward >= 0.03  # the mean
-    with pytest.raises(ValueError, match="'profile' needs profile_input="):
-        PipelineModule(layers, num_stages=2, partition_method="profile")
+    must_raise(
+        ValueError, "'profile' needs profile_input=", PipelineModule, layers, num_stages=2, partition_method="profile"
+    )
     return by_time.partitions(), by_time.layer_costs, PipelineModule(layers, num_stages=2).partitions()
 
 
@@ -267,31 +270,39 @@ def test_profile_is_agreed_by_all_ranks():
 
 @on_ranks(3, init=True)
 def test_bad_input(rank, world):
-    with pytest.raises(RuntimeError, match="PipelineModule needs num_stages= or topology="):
-        PipelineModule(specs())
-    with pytest.raises(RuntimeError, match="num_stages 2 does not divide the 3 ranks of the job"):
-        PipelineModule(specs(), num_stages=2)
-    with pytest.raises(ValueError, match="3 parts of the pipeline .* for 2 layers"):
-        PipelineModule(specs(1), num_stages=3)
-    with pytest.raises(ValueError, match='there is no placement "w"'):
-        PipelineModule(specs(), num_stages=3, placement="w")
-    with pytest.raises(ValueError, match="checkpointable_layers is 'Block': give a list of class names"):
-        PipelineModule(specs(), num_stages=3, checkpointable_layers="Block")
+    must_raise(RuntimeError, "PipelineModule needs num_stages= or topology=", PipelineModule, specs())
+    must_raise(
+        RuntimeError, "num_stages 2 does not divide the 3 ranks of the job", PipelineModule, specs(), num_stages=2
+    )
+    must_raise(ValueError, "3 parts of the pipeline .* for 2 layers", PipelineModule, specs(1), num_stages=3)
+    must_raise(ValueError, 'there is no placement "w"', PipelineModule, specs(), num_stages=3, placement="w")
+    must_raise(
+        ValueError,
+        "checkpointable_layers is 'Block': give a list of class names",
+        PipelineModule,
+        specs(),
+        num_stages=3,
+        checkpointable_layers="Block",
+    )
     text = PipelineModule([lambda x: "text", scaled, scaled], num_stages=3)
     if rank == 0:
-        with pytest.raises(TypeError, match=r"layer 0 \(<lambda>\) is the last of stage 0 and returned str"):
-            text(torch.ones(1))
+        must_raise(TypeError, r"layer 0 \(<lambda>\) is the last of stage 0 and returned str", text, torch.ones(1))
     inner = PipelineModule([scaled] * 3, num_stages=3)
     if rank == 0:
-        with pytest.raises(NotImplementedError, match="layer 0 is a PipelineModule: give its layers themselves"):
-            inner._build(0, inner)
+        must_raise(
+            NotImplementedError, "layer 0 is a PipelineModule: give its layers themselves", inner._build, 0, inner
+        )
     if not TORCH2:
-        with pytest.raises(RuntimeError, match="needs torch 2.0 or later"):
-            inner.compile()
+        must_raise(RuntimeError, "needs torch 2.0 or later", inner.compile)
     assert inner.get_additional_losses() is None
     assert deepspeed.PipelineModule is PipelineModule
 
 
 def test_without_a_job():
-    with pytest.raises(RuntimeError, match=r"PipelineModule needs a job: call deepspeed.init_distributed\(\) first"):
-        PipelineModule(specs(), num_stages=1)
+    must_raise(
+        RuntimeError,
+        r"PipelineModule needs a job: call deepspeed.init_distributed\(\) first",
+        PipelineModule,
+        specs(),
+        num_stages=1,
+    )

@@ -10,7 +10,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
 from harness import on_ranks, run_ranks
 from logs import logged
-from runs import engine_of, take_step
+from runs import engine_of, must_raise, take_step
 
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
 needs_fp16 = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
@@ -111,8 +111,7 @@ def test_the_unfused_wrapper_takes_its_published_arguments():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5)
     wrapped = FP16_UnfusedOptimizer(optimizer, dynamic_loss_scale=True, dynamic_loss_args=None, fused_lamb_legacy=True)
     assert wrapped.loss_scale_config.dynamic_loss_scale
-    with pytest.raises(TypeError, match="initial_dynamic_scale"):
-        FP16_UnfusedOptimizer(optimizer, initial_dynamic_scale=4)
+    must_raise(TypeError, "initial_dynamic_scale", FP16_UnfusedOptimizer, optimizer, initial_dynamic_scale=4)
 
 
 class Poisoned(torch.nn.Module):

@@ -16,6 +16,7 @@ from deepspeed.sequence.fpdt_layer import (
 )
 from deepspeed.sequence.layer import apply_rotary_pos_emb
 from harness import on_ranks, run_ranks
+from runs import must_raise
 from sampling import every_case, sample
 from sequence_models import attend, worst
 
@@ -50,8 +51,19 @@ def test_every_token_is_somewhere_and_chunks_are_shared():
             assert torch.cat(of_chunk).tolist() == list(range(start, min(start + chunk, length)))
     for length, chunk, world in [(9, 4, 2), (8, 3, 2), (8, 1, 2)]:
         arguments = types.SimpleNamespace(ds_sequence_parallel_fpdt_chunk_size=chunk)
-        with pytest.raises(ValueError, match="both must be multiples of the ranks"):
-            FPDT_InputConstruct(torch.zeros(1, length), None, None, None, None, arguments, world, 0)
+        must_raise(
+            ValueError,
+            "both must be multiples of the ranks",
+            FPDT_InputConstruct,
+            torch.zeros(1, length),
+            None,
+            None,
+            None,
+            None,
+            arguments,
+            world,
+            0,
+        )
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -167,10 +179,8 @@ def test_layer(rank, world, return_bias):
     if return_bias:
         assert found[1] is second[1]
         found = found[0] + found[1]
-    with pytest.raises(ValueError, match="FPDT computes causal attention"):
-        made(cut(x, 8, world, rank), ~mask, None, None)
-    with pytest.raises(ValueError, match="inference_params must be None"):
-        made(cut(x, 8, world, rank), None, {}, None)
+    must_raise(ValueError, "FPDT computes causal attention", made, cut(x, 8, world, rank), ~mask, None, None)
+    must_raise(ValueError, "inference_params must be None", made, cut(x, 8, world, rank), None, {}, None)
     assert worst([(found, cut(expected, 8, world, rank))]) < 1e-11
 
 
@@ -210,6 +220,5 @@ def test_loss(rank, world):
     found.backward(upper)
     dist.all_reduce(own.grad)
     if world > 1:
-        with pytest.raises(ValueError, match="they must be"):
-            FPDT_LogitsLoss.apply(mine, labels, own, rank, world, group, 5)
+        must_raise(ValueError, "they must be", FPDT_LogitsLoss.apply, mine, labels, own, rank, world, group, 5)
     assert worst([(found, expected), (mine.grad, hidden.grad.chunk(world)[rank]), (own.grad, weight.grad)]) < 1e-12

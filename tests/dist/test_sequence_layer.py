@@ -17,6 +17,7 @@ from deepspeed.sequence.layer import (
 )
 from deepspeed.utils import groups
 from harness import on_ranks, run_ranks
+from runs import must_raise
 from sampling import every_case, sample
 from sequence_models import attend, part, projections, refusals, worst
 
@@ -37,8 +38,7 @@ def test_heads_are_whole_and_copied_only_where_they_are_read():
                 assert [first + head for head in plan.kv_of_queries(rank)] == read
                 if plan.repeats(rank):
                     assert read == [head for head in range(first, end) for _ in range(plan.repeats(rank))]
-    with pytest.raises(ValueError, match="6 query heads and 4 key/value heads"):
-        HeadPlan(6, 4, 2)
+    must_raise(ValueError, "6 query heads and 4 key/value heads", HeadPlan, 6, 4, 2)
 
 
 def attention_case(rank, world, heads, kv, causal, batch_dim, joined, stream):

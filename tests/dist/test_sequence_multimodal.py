@@ -15,6 +15,7 @@ from deepspeed.sequence import (
 )
 from deepspeed.sequence.layer import DistributedAttention
 from harness import on_ranks, run_ranks
+from runs import must_raise
 from sequence_models import attend, part, refusals, worst
 
 WIDTH = 8
@@ -210,8 +211,18 @@ def test_wrapped(rank, world):
     assert type(model.language_model[0]) is DistributedAttention
     whole = [normal(2, 4, 4, 3, seed=seed) for seed in range(3)]
     found = model.language_model[0](*(part(x, rank, world, 1) for x in whole), 0)
-    with pytest.raises(ValueError, match="has no attention that sequence parallelism knows"):
-        auto_wrap_model_for_sp(torch.nn.Linear(1, 1), group)
-    with pytest.raises(ValueError, match="'0' takes no query, key and value"):
-        auto_wrap_model_for_sp(torch.nn.Sequential(MyAttention()), group)
+    must_raise(
+        ValueError,
+        "has no attention that sequence parallelism knows",
+        auto_wrap_model_for_sp,
+        torch.nn.Linear(1, 1),
+        group,
+    )
+    must_raise(
+        ValueError,
+        "'0' takes no query, key and value",
+        auto_wrap_model_for_sp,
+        torch.nn.Sequential(MyAttention()),
+        group,
+    )
     assert worst([(found, part(attend(*whole, "causal"), rank, world, 1))]) < 1e-12

@@ -15,7 +15,7 @@ from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entro
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from harness import on_ranks, run_ranks
-from runs import engine_of, settings, take_step, weight_list
+from runs import engine_of, must_raise, settings, take_step, weight_list
 from sampling import every_case, sample
 from sequence_models import Tiny, attend, batch_of, mean_loss, vocab_loss, worst
 
@@ -75,8 +75,7 @@ def check_groups(rank, world, way):
     if way == "mesh":
         names = engine.mesh_device.mesh_dim_names
         assert tuple(names) == ("data_parallel", "sequence_parallel")
-        with pytest.raises(ValueError, match="has made groups of 2 ranks"):
-            parallel_state_sp.initialize_sequence_parallel(4)
+        must_raise(ValueError, "has made groups of 2 ranks", parallel_state_sp.initialize_sequence_parallel, 4)
     if way == "mpu":
         assert parallel_state_sp.get_model_parallel_rank is parallel_state_sp.get_sequence_parallel_rank
         assert parallel_state_sp.get_data_parallel_world_size() == 2
@@ -238,8 +237,14 @@ def test_cross_entropy_of_a_shared_sequence(rank, world):
     mine = logits.detach().chunk(world)[rank].clone().requires_grad_()
     found = vocab_sequence_parallel_cross_entropy(mine, target.chunk(world)[rank], dist.get_world_group())
     (found * weights).sum().backward()
-    with pytest.raises(ValueError, match="need targets of shape"):
-        vocab_sequence_parallel_cross_entropy(mine, target[:1], dist.get_world_group())
+    must_raise(
+        ValueError,
+        "need targets of shape",
+        vocab_sequence_parallel_cross_entropy,
+        mine,
+        target[:1],
+        dist.get_world_group(),
+    )
     assert worst([(found, expected), (mine.grad, logits.grad.chunk(world)[rank])]) < 1e-6
 
 

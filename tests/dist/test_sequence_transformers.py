@@ -12,7 +12,7 @@ from deepspeed.sequence import parallel_state, weighted_loss
 from deepspeed.sequence.hf_attention import configure_model
 from deepspeed.utils import groups
 from harness import on_ranks, run_ranks
-from runs import take_step, weight_list
+from runs import must_raise, take_step, weight_list
 from sequence_models import sgd_engine
 
 MISSING = importlib.util.find_spec("transformers") is None
@@ -172,8 +172,7 @@ def body_name(rank, world, folder):
     mine = {name: value.chunk(world, 1)[dist.get_rank(group)] for name, value in whole.items() if name != "labels"}
     gap = float((model(**mine).logits - expected.chunk(world, 1)[dist.get_rank(group)]).abs().max())
     assert float((model.eval()(**whole).logits - expected).abs().max()) < 1e-5  # disable_in_eval
-    with pytest.raises(ValueError, match="has 12 tokens in a batch of 2.*told seq_length=12, 6 on each rank"):
-        model.train()(**whole)
+    must_raise(ValueError, "has 12 tokens in a batch of 2.*told seq_length=12, 6 on each rank", model.train(), **whole)
     return gap
 
 
@@ -205,16 +204,22 @@ def test_arguments(rank, world):
         ({"model": 7}, "model_name_or_path is a int"),
     ]
     for more, words in cases:
-        with pytest.raises(ValueError, match="(?s)" + words):
-            register(**{"model": model_of(), "world": world, **more})
+        must_raise(ValueError, "(?s)" + words, register, **{"model": model_of(), "world": world, **more})
     model = model_of()
     register(model, world)
     mine = {name: value.chunk(world, 1)[rank] for name, value in batch_of("causal").items() if name != "labels"}
     with pytest.raises(ValueError, match="the model's attention mask is none of"):
         odd = torch.rand(2, 1, LENGTH // world, LENGTH // world, generator=torch.Generator().manual_seed(1)) > 0.5
         model(**mine, attention_mask=odd)
-    with pytest.raises(ValueError, match="a cache of keys does not know"):
-        model.generate(mine["input_ids"], max_new_tokens=2, use_cache=True, do_sample=False)
+    must_raise(
+        ValueError,
+        "a cache of keys does not know",
+        model.generate,
+        mine["input_ids"],
+        max_new_tokens=2,
+        use_cache=True,
+        do_sample=False,
+    )
 
 
 @pytest.mark.parametrize("stage, world", [(0, 2), (1, 4), (2, 2), (3, 4)])
@@ -355,10 +360,8 @@ def test_a_model_without_positions_is_refused(rank, world, how):
     else:
         configure_model(model, dist.get_world_group())
     tokens = batch["input_ids"].chunk(world, 1)[rank]
-    with pytest.raises(ValueError, match="LlamaForCausalLM was called without position_ids"):
-        model(input_ids=tokens)
-    with pytest.raises(ValueError, match="LlamaForCausalLM was called without position_ids"):
-        model(tokens, None, None)
+    must_raise(ValueError, "LlamaForCausalLM was called without position_ids", model, input_ids=tokens)
+    must_raise(ValueError, "LlamaForCausalLM was called without position_ids", model, tokens, None, None)
     # another model of the process
     assert model_of()(input_ids=tokens).logits.shape == (2, LENGTH // 2, 31)
 

@@ -5,7 +5,7 @@ import torch
 
 import deepspeed
 from harness import on_ranks, run_ranks
-from runs import engine_of, take_step
+from runs import engine_of, must_raise, take_step
 
 ROWS, WIDTH, STEPS = 40, 4, 3
 
@@ -237,8 +237,13 @@ def test_names_of_sparse_embeddings_without_an_optimizer_and_after_a_load(rank, 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sharded_stages_are_refused(stage):
     config = {"train_batch_size": 1, "sparse_gradients": True, "zero_optimization": {"stage": stage}}
-    with pytest.raises(deepspeed.config.DeepSpeedConfigError, match="sparse_gradients.*stage.*Use stage 0"):
-        deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
+    must_raise(
+        deepspeed.config.DeepSpeedConfigError,
+        "sparse_gradients.*stage.*Use stage 0",
+        deepspeed.initialize,
+        model=torch.nn.Linear(2, 2),
+        config=config,
+    )
 
 
 def body_bf16(rank, world, on):

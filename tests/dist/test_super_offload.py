@@ -5,7 +5,7 @@ import torch
 
 import deepspeed
 from harness import on_ranks, run_ranks
-from runs import DTYPES, dtype_of, take_step, weights
+from runs import DTYPES, dtype_of, must_raise, take_step, weights
 from test_zenflow import everything, same
 from zero_models import CLIP, LR
 from zero_training import Deep, batch, loss_of, seeded, start
@@ -81,16 +81,21 @@ def test_it_needs_a_place(device, named):
         "optimizer": {"type": "AdamW", "params": {"lr": LR}},
         "zero_optimization": {"stage": 2, "offload_optimizer": section},
     }
-    with pytest.raises(Exception, match=named):
-        deepspeed.initialize(model=Deep(), config=config)
+    must_raise(Exception, named, deepspeed.initialize, model=Deep(), config=config)
 
 
 def body_foreign(rank, world):
     model = Deep()
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}
     config = {"train_batch_size": 1, "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}
-    with pytest.raises(ValueError, match="super_offload"):
-        deepspeed.initialize(model=model, config=config, optimizer=torch.optim.AdamW(model.parameters()))
+    must_raise(
+        ValueError,
+        "super_offload",
+        deepspeed.initialize,
+        model=model,
+        config=config,
+        optimizer=torch.optim.AdamW(model.parameters()),
+    )
     return len(weights(make(1, True)))
 
 

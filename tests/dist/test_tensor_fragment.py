@@ -22,7 +22,7 @@ from deepspeed.utils import (
 from deepspeed.zero.states.param_states import WholeParams
 from engine_models import adam_like, batch, config, loss_of, make_net, train_engine
 from harness import on_ranks, run_ranks
-from runs import DTYPES, engine_of
+from runs import DTYPES, engine_of, must_raise
 
 STAGES = [0, 1, 2, 3]
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
@@ -163,14 +163,14 @@ def test_what_is_set_is_what_the_next_step_uses(rank, world, stage, precision, o
         safe_set_full_fp32_param(p, weight)
         safe_set_full_grad(p, grad)
         if safe_get_full_optimizer_state(p, "exp_avg") is None:
-            with pytest.raises(ValueError, match="no optimizer state 'exp_avg' to set"):
-                safe_set_full_optimizer_state(p, first, "exp_avg")
+            must_raise(
+                ValueError, "no optimizer state 'exp_avg' to set", safe_set_full_optimizer_state, p, first, "exp_avg"
+            )
             wanted[name] = (weight, grad, torch.zeros(shape), torch.zeros(shape))
         else:
             safe_set_full_optimizer_state(p, first, "exp_avg")
             safe_set_full_optimizer_state(p, second.flatten(), "exp_avg_sq")
-        with pytest.raises(ValueError, match="cannot take a value of shape"):
-            safe_set_full_grad(p, torch.zeros(shape.numel() + 1))
+        must_raise(ValueError, "cannot take a value of shape", safe_set_full_grad, p, torch.zeros(shape.numel() + 1))
     for name, p in params.items():
         weight, grad, first, second = wanted[name]
         assert torch.equal(safe_get_full_fp32_param(p), weight), name
@@ -233,8 +233,7 @@ def body_local(rank, world, stage, precision, optimizer):
         if grad is not None:
             safe_set_local_grad(p, torch.full_like(grad, mark + 10.0))
         elif parts[name]:
-            with pytest.raises(ValueError, match="no gradient to set"):
-                safe_set_local_grad(p, torch.zeros(parts[name]))
+            must_raise(ValueError, "no gradient to set", safe_set_local_grad, p, torch.zeros(parts[name]))
         state = safe_get_local_optimizer_state(p, "exp_avg")
         if state is not None:
             safe_set_local_optimizer_state(p, torch.full_like(state, mark + 20.0), "exp_avg")
@@ -243,8 +242,13 @@ def body_local(rank, world, stage, precision, optimizer):
         kept = (safe_get_full_fp32_param(p), safe_get_full_grad(p), safe_get_full_optimizer_state(p, "exp_avg"))
         assert torch.equal(weight_of(p), kept[0].to(p.dtype)), name
         found[name] = [t.flatten().tolist() if t is not None else None for t in kept]
-        with pytest.raises(ValueError, match="this rank's part has .* elements, the value 1000"):
-            safe_set_local_fp32_param(p, torch.zeros(1000))
+        must_raise(
+            ValueError,
+            "this rank's part has .* elements, the value 1000",
+            safe_set_local_fp32_param,
+            p,
+            torch.zeros(1000),
+        )
     return parts, found
 
 
@@ -297,8 +301,7 @@ def test_frozen_parameters(rank, world, stage, precision):
     assert safe_get_full_grad(frozen) is None and safe_get_full_optimizer_state(frozen, "exp_avg") is None
     assert safe_get_full_fp32_param(frozen) is None and safe_get_local_fp32_param(frozen) is None
     assert safe_get_local_grad(frozen) is None and safe_get_local_optimizer_state(frozen, "exp_avg") is None
-    with pytest.raises(ValueError, match="no fp32 value to set"):
-        safe_set_full_fp32_param(frozen, torch.zeros(12, 12))
+    must_raise(ValueError, "no fp32 value to set", safe_set_full_fp32_param, frozen, torch.zeros(12, 12))
 
 
 def body_accumulation(rank, world, stage):

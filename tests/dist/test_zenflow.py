@@ -14,7 +14,7 @@ from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
 from deepspeed.runtime.zenflow.zenflow_utils import _split_affinity
 from deepspeed.utils import safe_get_full_fp32_param
 from harness import on_ranks
-from runs import dtype_of, initialized, settings, take_step
+from runs import dtype_of, initialized, must_raise, settings, take_step
 from runs import weight_list as weights
 from zero_models import BETAS, DECAY, LR, clip
 from zero_training import ROWS, Deep, batch, loss_of, seeded, start
@@ -264,8 +264,7 @@ def test_a_choice_for_each_epoch(rank, world):
             take_step(engine, loss_of(engine(x), target))
     assert engine.core.strategy_figures()["choices"] == 3
     engine = make(2, {"select_strategy": "epoch"})
-    with pytest.raises(ValueError, match="steps_per_epoch"):
-        train(engine, rank, world, 0, 1)
+    must_raise(ValueError, "steps_per_epoch", train, engine, rank, world, 0, 1)
     assert engine.zenflow_config().select_strategy == "epoch"
 
 
@@ -285,8 +284,7 @@ def test_bad_sections_are_refused(flow, zero, named):
         "optimizer": {"type": "AdamW", "params": {"lr": LR}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": flow, **zero},
     }
-    with pytest.raises(Exception, match=named):
-        deepspeed.initialize(model=Deep(), config=config)
+    must_raise(Exception, named, deepspeed.initialize, model=Deep(), config=config)
 
 
 @on_ranks(1)
@@ -294,10 +292,21 @@ def test_optimizers_that_cannot_be_cut(rank, world):
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {}}
     config = {"train_batch_size": 1, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     model = Deep()
-    with pytest.raises(ValueError, match="DeepSpeedCPUAdam"):
-        deepspeed.initialize(model=model, config=config, optimizer=torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ValueError, match="lamb"):
-        deepspeed.initialize(model=Deep(), config={**config, "optimizer": {"type": "Lamb", "params": {"lr": 0.1}}})
+    must_raise(
+        ValueError,
+        "DeepSpeedCPUAdam",
+        deepspeed.initialize,
+        model=model,
+        config=config,
+        optimizer=torch.optim.AdamW(model.parameters()),
+    )
+    must_raise(
+        ValueError,
+        "lamb",
+        deepspeed.initialize,
+        model=Deep(),
+        config={**config, "optimizer": {"type": "Lamb", "params": {"lr": 0.1}}},
+    )
     model = Deep()
     engine = deepspeed.initialize(model=model, config=config, optimizer=DeepSpeedCPUAdam(model.parameters()))[0]
     assert type(engine.basic_optimizer).__name__ == "DeepSpeedCPUAdam"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness import on_ranks, run_ranks
-from runs import take_step, weight_list, weights
+from runs import must_raise, take_step, weight_list, weights
 from sampling import every_case
 from zero_models import make, outputs_of, relative
 from zero_training import STAGES, WIDTH, Deep, batch, below, beside, gap, loss_of, seeded, start, train_beside
@@ -165,8 +165,7 @@ def test_training_goes_on_after_a_forward_that_raised_on_one_rank(rank, world, s
             released = [p for p in model.parameters() if p.numel() == 0]
             assert bool(released) == (stage == 3)
             for param in released:  # nothing runs any more: a touch is an error again
-                with pytest.raises(RuntimeError, match="GatheredParameters"):
-                    param.norm()
+                must_raise(RuntimeError, "GatheredParameters", param.norm)
         train_beside(engine, reference, rank, world, [step])
     below(gap(engine, reference))
 

@@ -7,7 +7,7 @@ import torch
 
 import deepspeed
 from harness import on_ranks, run_ranks
-from runs import engine_of, take_step
+from runs import engine_of, must_raise, take_step
 
 contexts_of_devices = pytest.mark.skipif(
     not hasattr(torch.device("cpu"), "__enter__"), reason="this torch has no `with torch.device(...)`"
@@ -128,9 +128,13 @@ def test_parameters_made_on_the_meta_device(rank, world, how):
 def test_a_model_left_on_the_meta_device_is_refused_by_name(stage):
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     model = torch.nn.Sequential(torch.nn.Linear(3, 4, device="meta"))
-    with pytest.raises(ValueError, match=r"parameter '0.weight' \(4, 3\) is on the meta device.*to_empty"):
-        deepspeed.initialize(model=model, config=config)
+    must_raise(
+        ValueError,
+        r"parameter '0.weight' \(4, 3\) is on the meta device.*to_empty",
+        deepspeed.initialize,
+        model=model,
+        config=config,
+    )
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
     model[0].running_mean = model[0].running_mean.to("meta")
-    with pytest.raises(ValueError, match="buffer '0.running_mean'"):
-        deepspeed.initialize(model=model, config=config)
+    must_raise(ValueError, "buffer '0.running_mean'", deepspeed.initialize, model=model, config=config)

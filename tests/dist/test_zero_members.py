@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
 from engine_models import batch, loss_of, make_net, net_engine, train_engine
 from harness import on_ranks, run_ranks
-from runs import take_step
+from runs import must_raise, take_step
 from runs import weight_list as values
 
 
@@ -43,18 +43,13 @@ def test_states_go_and_come_back_bit_by_bit(rank, world, stage, bf16):
             assert get_state_devices(engine, OffloadStateTypeEnum.contiguous_grad_buffer) == set()
             param = next(p for p in engine.module.parameters() if p.requires_grad)
             engine._backward.seen = True
-            with pytest.raises(RuntimeError, match="engine.step.*reload_states"):
-                engine.step()
-            with pytest.raises(RuntimeError, match="save_checkpoint.*reload_states"):
-                engine.save_checkpoint("/nowhere")
-            with pytest.raises(RuntimeError, match="reload_states"):
-                deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg")
+            must_raise(RuntimeError, "engine.step.*reload_states", engine.step)
+            must_raise(RuntimeError, "save_checkpoint.*reload_states", engine.save_checkpoint, "/nowhere")
+            must_raise(RuntimeError, "reload_states", deepspeed.utils.safe_get_full_optimizer_state, param, "exp_avg")
             engine._backward.seen = False
             if stage < 3:
-                with pytest.raises(RuntimeError, match="engine.forward.*lp_params"):
-                    engine(batch(0)[0])
-                with pytest.raises(RuntimeError, match="hp_params"):
-                    safe_get_full_fp32_param(param)
+                must_raise(RuntimeError, "engine.forward.*lp_params", engine, batch(0)[0])
+                must_raise(RuntimeError, "hp_params", safe_get_full_fp32_param, param)
             engine.offload_states(include=set(kinds), pin_memory=False)  # again: nothing more to move
             engine.reload_states()
             assert not engine.optimizer.states.away
@@ -73,14 +68,10 @@ def test_on_a_cpu_nothing_moves(rank, world):
     assert get_state_devices(engine, OffloadStateTypeEnum.hp_params) == {torch.device("cpu")}
     train_engine(engine, 1, rank, world, start=1)  # nothing is missing
     engine.reload_states()
-    with pytest.raises(ValueError, match="include= takes optim_states"):
-        engine.offload_states(include=["gradients"])
-    with pytest.raises(TypeError, match="include="):
-        engine.offload_states(include=OffloadStateTypeEnum.lp_grads)
-    with pytest.raises(ValueError, match="offload_optimizer"):
-        engine.offload_states(device=OffloadDeviceEnum.nvme)
-    with pytest.raises(AssertionError, match="needs ZeRO"):
-        make_engine(world, 0).offload_states()
+    must_raise(ValueError, "include= takes optim_states", engine.offload_states, include=["gradients"])
+    must_raise(TypeError, "include=", engine.offload_states, include=OffloadStateTypeEnum.lp_grads)
+    must_raise(ValueError, "offload_optimizer", engine.offload_states, device=OffloadDeviceEnum.nvme)
+    must_raise(AssertionError, "needs ZeRO", make_engine(world, 0).offload_states)
 
 
 # ---- fragments and values ---------------------------------------------------------------------------------------
@@ -111,8 +102,7 @@ def body_fragments(rank, world, stage):
         mapping.update_lp()
         assert bool((param.detach().reshape(-1)[part][:numel] == 2.0).all())
         owned += numel
-        with pytest.raises(ValueError, match="exp_avg_sq"):
-            mapping.get_optim_state_fragment("momentum")
+        must_raise(ValueError, "exp_avg_sq", mapping.get_optim_state_fragment, "momentum")
     copied = copy.deepcopy(engine.module)
     assert all(getattr(p, "_hp_mapping", None) is None for p in copied.parameters())
     params = list(engine.module.parameters())
@@ -155,8 +145,9 @@ def test_values_asked_of_the_stage_3_optimizer(rank, world):
     optimizer.update_fp32_grad_for_param_vectorized(lambda grad, _: torch.zeros_like(grad), [param])
     assert not optimizer.get_fp32_grad_for_param(param).any()
     assert optimizer.get_full_hp_param(param, "exp_avg").shape == param.ds_shape
-    with pytest.raises(ValueError, match="not trained by this optimizer"):
-        optimizer.get_full_hp_param(torch.nn.Parameter(torch.zeros(2)))
+    must_raise(
+        ValueError, "not trained by this optimizer", optimizer.get_full_hp_param, torch.nn.Parameter(torch.zeros(2))
+    )
     assert not optimizer.has_overflow_partitioned_grads_serial()
     turns = []
     optimizer.sequential_execution(lambda: turns.append(rank), "one by one")
@@ -202,8 +193,7 @@ def test_gathering_by_hand_and_persistence(rank, world):
     offload.post_sub_module_backward_function(first)
     offload.empty_partition_cache()
     assert first.weight.shape == torch.Size([0])
-    with pytest.raises(RuntimeError, match="pre_sub_module"):
-        offload.post_sub_module_forward_function(first)
+    must_raise(RuntimeError, "pre_sub_module", offload.post_sub_module_forward_function, first)
 
     before = {p.ds_id for p in engine.module.parameters() if p.ds_persist}
     stay = offload.mark_persistent_parameters(param_threshold=145, model_threshold=10**9)
@@ -299,8 +289,7 @@ def test_a_plain_backward_on_objects_of_any_class(rank, world, stage):
     if stage < 3:
         engine(batch(0)[0])
         loss_of(Closed.kept[0](), batch(0)[1]).backward()
-        with pytest.raises(RuntimeError, match=r"Call engine\.backward\(loss\) instead"):
-            engine.step()
+        must_raise(RuntimeError, r"Call engine\.backward\(loss\) instead", engine.step)
         engine.zero_grad()
         engine(batch(0)[0])
         take_step(engine, loss_of(Closed.kept[0](), batch(0)[1]))

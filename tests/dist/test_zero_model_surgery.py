@@ -8,7 +8,7 @@ import deepspeed
 from engine_models import assert_like_sgd, six, square_losses
 from harness import on_ranks, run_ranks
 from models import NormAndDirection
-from runs import engine_of, take_step
+from runs import engine_of, must_raise, take_step
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -59,10 +59,16 @@ def test_facts_of_parameters_that_are_elsewhere(rank, world):
 
     # transformers makes a tied head's bias as long as its weight has rows, which are 0 here for both.
     bias.data = torch.nn.functional.pad(bias.data, (0, weight.shape[0] - bias.shape[0]), "constant", 0)
-    with pytest.raises(RuntimeError, match="pad: the values of parameter 'Linear.bias'.*not on this rank"):
-        torch.nn.functional.pad(bias.data, (0, 2))
-    with pytest.raises(RuntimeError, match="Parameter: the values of parameter 'Linear.weight'.*not on this rank"):
-        torch.nn.Parameter(weight)
+    must_raise(
+        RuntimeError,
+        "pad: the values of parameter 'Linear.bias'.*not on this rank",
+        torch.nn.functional.pad,
+        bias.data,
+        (0, 2),
+    )
+    must_raise(
+        RuntimeError, "Parameter: the values of parameter 'Linear.weight'.*not on this rank", torch.nn.Parameter, weight
+    )
 
     with deepspeed.zero.GatheredParameters([weight, bias]):
         assert bias.shape == (3,)

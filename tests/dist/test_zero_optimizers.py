@@ -11,7 +11,7 @@ from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.sgd import FusedSGD
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from harness import on_ranks
-from runs import take_step, weights
+from runs import must_raise, take_step, weights
 from test_lion import lion
 from zero_models import clip, relative
 from zero_training import Deep, batch, loss_of, seeded, start
@@ -175,8 +175,15 @@ def test_eight_bit_states_work_without_zero_and_are_refused_with_it(rank, world,
         return Adam8bit(params, lr=3e-3, min_8bit_size=16)
 
     for stage in (1, 3):
-        with pytest.raises(ValueError, match="Adam8bit packs the states.*use FusedAdam.*stage.: 0"):
-            make_engine(seeded(Deep), build, stage, narrow)
+        must_raise(
+            ValueError,
+            "Adam8bit packs the states.*use FusedAdam.*stage.: 0",
+            make_engine,
+            seeded(Deep),
+            build,
+            stage,
+            narrow,
+        )
     losses = []
     engine = make_engine(seeded(Deep), build, 0, narrow)
     for _ in range(40):

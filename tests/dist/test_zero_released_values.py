@@ -5,13 +5,13 @@ import copy
 import io
 import logging
 
-import pytest
 import torch
 
 import deepspeed
 from deepspeed.log import logger
 from engine_models import assert_like_sgd, square_losses
 from harness import on_ranks, run_ranks
+from runs import must_raise
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -99,8 +99,7 @@ def test_copies_and_looks_are_empty_and_computing_raises(rank, world):
     for compute in COMPUTES:
         for given in (layer.weight, layer.weight.data, layer.state_dict()["weight"]):
             said = r"values of parameter 'Linear.weight' \(3, 4\) are not on this rank"
-            with pytest.raises(RuntimeError, match=said):
-                compute(given)
+            must_raise(RuntimeError, said, compute, given)
     # Another tensor takes only what it needs to know.
     assert torch.ones(2).to(layer.weight.half()).dtype == torch.float16
     assert torch.ones(2, dtype=torch.int64).type_as(layer.weight).tolist() == [1.0, 1.0]

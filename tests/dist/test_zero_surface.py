@@ -8,7 +8,7 @@ import torch
 import deepspeed
 from engine_models import adam_like, config, difference, loss_of, make_net, net_engine, train_engine, train_plain
 from harness import on_ranks, run_ranks
-from runs import engine_of
+from runs import engine_of, must_raise
 from runs import weights as whole
 
 
@@ -282,8 +282,13 @@ def body_children(rank, world):
     torch.manual_seed(rank)
     with deepspeed.zero.Init(dtype=torch.float32):
         model = InitialisesChildren()
-    with pytest.raises(RuntimeError, match="layers.1.weight|Linear.weight.*GatheredParameters"):
-        torch.nn.init.constant_(model.layers[1].weight, 5.0)  # outside it is an error again
+    must_raise(
+        RuntimeError,
+        "layers.1.weight|Linear.weight.*GatheredParameters",
+        torch.nn.init.constant_,
+        model.layers[1].weight,
+        5.0,
+    )  # outside it is an error again
     found = whole(model)
     assert bool((found["layers.0.weight"] == 1).all()) and bool((found["layers.1.weight"] == 2).all())
     return found["layers.0.bias"].tolist()
