@@ -131,6 +131,13 @@ def total(group, value):
     return int(x)
 
 
+def together(*values):
+    """What all ranks bring, in the order of the ranks: a value of each, or a tuple."""
+    found = [None] * deepspeed.comm.get_world_size()
+    deepspeed.comm.all_gather_object(found, values if len(values) > 1 else values[0])
+    return found
+
+
 def must_raise(error, words, call, *args, **given):
     """``call`` raises ``error`` with a text in which ``words`` are found."""
     with pytest.raises(error, match=words):

@@ -4,17 +4,15 @@ import contextlib
 import io
 
 from deepspeed.comm import bench
-from harness import run_ranks
+from harness import on_ranks
+from runs import together
 
 
-def measured(rank, world):
+@on_ranks(2, env={"DS_ACCELERATOR": "cpu"})
+def test_ds_bench_measures_every_operation(rank, world):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert bench.main("--scan --maxsize 3 --trials 1 --warmups 0 --bw-unit GBps --raw".split()) == 0
-    return said.getvalue()
-
-
-def test_ds_bench_measures_every_operation():
-    said, other = run_ranks(2, measured, env={"DS_ACCELERATOR": "cpu"})
+    said, other = together(said.getvalue())
     assert other == ""
     for name in bench.OPS:
         assert f"---- {name} on 2 rank(s), float ----" in said

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.checkpoint.write.background import SnapshotSave
 from engine_models import net_engine, train_engine
 from harness import RankError, on_ranks, run_ranks
+from runs import together
 from test_checkpoint_crash import mark, marks
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -180,7 +181,9 @@ def test_a_failure_is_told_to_all_ranks_and_harms_nothing(world, stage, fault, h
         assert old == [1.0] and new == [3.0]
 
 
-def body_failure_while_training(rank, world, folder):
+@pytest.mark.slow
+@on_ranks(2, timeout=120)
+def test_ranks_stop_at_the_same_step(rank, world, folder):
     """The failure comes at any moment of a loop: both ranks must leave it at the same step."""
     engine = make_engine(world, 1)
     told = []
@@ -199,12 +202,7 @@ def body_failure_while_training(rank, world, folder):
             else:
                 told.append(None)
         file_writer.inject_fault("")
-    return told
-
-
-@pytest.mark.slow
-def test_ranks_stop_at_the_same_step(tmp_path):
-    first, second = run_ranks(2, body_failure_while_training, str(tmp_path), timeout=120)
+    first, second = together(told)
     assert first == second and None not in first
 
 

@@ -16,7 +16,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from deepspeed.zero.parameters.param_ranks import ParamRanks, SavedNames
 from harness import on_ranks, run_ranks
 from models import Numbered, waves
-from runs import NATIVE, engine_of, go_on, load_or_error, save_midway, settings, states_of, take_step
+from runs import NATIVE, engine_of, go_on, load_or_error, save_midway, settings, states_of, take_step, together
 
 EXPERTS, WIDTH = 4, 6
 
@@ -178,18 +178,15 @@ def test_fp32_weights_of_the_whole_model(stage, tmp_path):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def save_16bit(rank, world, degree, stage, folder):
-    engine, _ = make(rank, world, degree, stage)
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(4, init=True)
+def test_weights_of_all_experts_in_one_file(rank, world, stage, tmp_path, folder):
+    engine, _ = make(rank, world, 2, stage)
     engine._config.zero_config.gather_16bit_weights_on_model_save = True
     engine.save_16bit_model(folder, "model.bin")
     named = SavedNames(engine.module)
     whole = {named(name): safe_get_full_fp32_param(param).tolist() for name, param in engine.module.named_parameters()}
-    return whole
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_weights_of_all_experts_in_one_file(stage, tmp_path):
-    expected = run_ranks(4, save_16bit, 2, stage, str(tmp_path), init=True)
+    expected = together(whole)
     found = torch.load(str(tmp_path / "model.bin"))
     for rank, one in enumerate(expected):
         rows = slice(2 * (rank % 2), 2 * (rank % 2) + 2)

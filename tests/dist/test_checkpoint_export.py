@@ -14,7 +14,7 @@ from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import make_net
 from harness import on_ranks, run_ranks
-from runs import engine_of, moments, must_raise, weights
+from runs import engine_of, moments, must_raise, together, weights
 from test_checkpoint import PRECISIONS, repeat, run
 from test_zero_checkpoint import make_engine
 
@@ -129,7 +129,10 @@ def test_nothing_to_consolidate(rank, world, stage):
             function(exclude_frozen_parameters=True)
 
 
-def body_full_disk(rank, world, folder, stage, after):
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_a_full_disk_on_rank_0_is_everybodys_error(rank, world, stage, after, tmp_path, folder):
     engine, _, loader, _ = make_engine(world, stage, {})
     written, chunks = [], weight_files.StoredWeight.chunks
 
@@ -143,13 +146,7 @@ def body_full_disk(rank, world, folder, stage, after):
         engine.save_16bit_model(folder)
     run(engine, repeat(loader), 1)
     assert engine.save_16bit_model(folder, "after.bin") is True
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("after", [0, 5])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_full_disk_on_rank_0_is_everybodys_error(stage, after, tmp_path):
-    said = run_ranks(2, body_full_disk, str(tmp_path), stage, after)
+    said = together(str(raised.value))
     assert said[0] == said[1]
     assert "rank 0" in said[0] and "pytorch_model.bin" in said[0] and "No space left" in said[0]
     assert os.listdir(tmp_path) == ["after.bin"]

@@ -21,7 +21,7 @@ from deepspeed.formats.safetensors_file import read_safetensors
 from engine_models import config, loss_of, make_net, net_engine
 from harness import RankError, on_ranks, run_ranks
 from mpu import two_by_two
-from runs import engine_of, moments, must_raise, take_step, weights
+from runs import engine_of, moments, must_raise, take_step, together, weights
 from runs import identical as same
 from test_checkpoint import PRECISIONS, repeat, seed_all
 from test_zero_checkpoint import comparable, make_engine
@@ -316,16 +316,13 @@ def test_retention_leaves_the_last_one_whole(tmp_path):
     assert verify.verify_folder(entries[0].folder) == []
 
 
-def body_files(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_what_is_in_the_files(rank, world, stage, tmp_path, folder):
     engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
     train(engine, repeat(loader), 1)
     engine.save_checkpoint(folder, tag="t", client_state={"table": torch.arange(4)})
-    return {name: first for name, (_, first, _) in moments(engine).items()}
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_what_is_in_the_files(stage, tmp_path):
-    first = run_ranks(2, body_files, str(tmp_path), stage)[0]
+    first = together({name: first for name, (_, first, _) in moments(engine).items()})[0]
     names = {name for name in os.listdir(tmp_path / "t") if not name.startswith("frozen_")}
     assert names == {
         "checkpoint.json", "checkpoint_manifest.json", "rank_00000.json", "rank_00000.safetensors", "rank_00001.json",
@@ -489,19 +486,16 @@ def grid_engine(rank, seed, stage):
     return engine_of(make_net(seed=seed), made, mpu=two_by_two(rank))
 
 
-def body_grid(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(4, init=True)
+def test_model_parallel_ranks_keep_theirs(rank, world, stage, tmp_path, folder):
     engine = grid_engine(rank, 10 + rank % 2, stage)
     engine.save_checkpoint(folder, tag="t", client_state={"mine": rank % 2})
     saved = weights(engine)
     fresh = grid_engine(rank, 20, stage)
     _, client_state = fresh.load_checkpoint(folder)
     assert client_state["mine"] == rank % 2
-    return same(saved, weights(fresh)), saved["frozen.weight"]
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_model_parallel_ranks_keep_theirs(stage, tmp_path):
-    found = run_ranks(4, body_grid, str(tmp_path), stage, init=True)
+    found = together(same(saved, weights(fresh)), saved["frozen.weight"])
     assert all(equal for equal, _ in found) and not torch.equal(found[0][1], found[1][1])
     assert {"checkpoint.json", "checkpoint_mp_rank_01.json"} < set(os.listdir(tmp_path / "t"))
     assert len(list(tmp_path.glob("t/frozen_*"))) == 2 and verify.verify_folder(str(tmp_path / "t")) == []

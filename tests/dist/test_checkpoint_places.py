@@ -17,7 +17,7 @@ from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.zero.optimizers.restore import Restore
 from engine_models import batch, loss_of, make_net, saving_engine
 from harness import on_ranks, run_ranks
-from runs import must_raise, take_step, weights
+from runs import must_raise, take_step, together, weights
 from test_checkpoint_crash import mark, marks
 
 NO_RENAME = "rename:1+:enosys,exchange:1+:enosys,truncate:1+:enotsup"
@@ -209,7 +209,8 @@ def test_files_without_an_archive(how, tmp_path):
     deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
 
 
-def body_turns(rank, world, folder):
+@on_ranks(2)
+def test_ranks_of_a_machine_load_one_after_the_other(rank, world, folder):
     engine = saving_engine(world, 3, zero={"pipeline_loading_checkpoint": True})
     mark(engine, 2)
     engine.save_checkpoint(folder)
@@ -234,11 +235,7 @@ def body_turns(rank, world, folder):
     with contextlib.suppress(KeyError):
         os.environ.pop("LOCAL_SIZE")
     engine.optimizer.load_state_dict([shard], load_from_fp32_weights=True, load_serial=serial)
-    return times[0], found, serial.item()
-
-
-def test_ranks_of_a_machine_load_one_after_the_other(tmp_path):
-    found = run_ranks(2, body_turns, str(tmp_path))
+    found = together(times[0], found, serial.item())
     for (_, end), (begin, _) in zip([f[0] for f in found], [f[0] for f in found[1:]]):
         assert end <= begin
     assert [f[1] for f in found] == [[2.0]] * 2 and [f[2] for f in found] == [1.0, 2.0]

@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 from engine_models import net_engine, train_engine
 from harness import RankError, on_ranks, run_ranks
 from moe_models import batch, moe_net
-from runs import DTYPES, weight_list
+from runs import DTYPES, together, weight_list
 
 HOSTS = "abab"
 
@@ -42,18 +42,15 @@ def test_three_hosts_with_different_numbers_of_ranks_in_bf16():
         assert torch.equal(values, tree[0][2]) and torch.equal(values, repeated)  # the same bits everywhere, every time
 
 
-def by_hand(rank, world):
+@on_ranks(4)
+def test_calls_of_a_script_go_over_gloo_between_hosts_and_through_memory_inside(rank, world):
     os.environ["DS_HOST_ID"] = HOSTS[rank]
     dist.init_distributed(dist_backend="gloo", verbose=False)
     neighbours = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
     values = [torch.full((5,), rank + 1.0, dtype=torch.bfloat16) for _ in range(2)]
     dist.all_reduce(values[0])
     dist.all_reduce(values[1], group=neighbours)
-    return [v[0].item() for v in values], [flight["transport"] for flight in dist.flight_record()]
-
-
-def test_calls_of_a_script_go_over_gloo_between_hosts_and_through_memory_inside():
-    found = run_ranks(4, by_hand)
+    found = together([v[0].item() for v in values], [flight["transport"] for flight in dist.flight_record()])
     assert [values for values, _ in found] == [[10.0, 4.0], [10.0, 6.0]] * 2
     assert [transports for _, transports in found] == [["gloo", "shm"]] * 4
 

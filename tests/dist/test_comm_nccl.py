@@ -17,7 +17,7 @@ from deepspeed.comm import mesh, nccl_join
 from deepspeed.comm.nccl import NcclCommunicator
 from fake_nccl import Orders, build
 from harness import on_ranks, run_ranks
-from runs import must_raise
+from runs import must_raise, together
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +42,13 @@ def test_one_communicator_for_each_group(rank, world, folder):
     assert Orders(path).count("destroyed") == 1
 
 
-def _one_lacks_it(rank, world, path):
+@on_ranks(2, init=True)
+def test_all_ranks_name_the_one_that_has_no_nccl(rank, world, folder):
     with pytest.raises(RuntimeError) as error:
-        NcclCommunicator(device="cpu", library=path if rank == 0 else "/nowhere/libnccl.so.2")
-    return str(error.value)
-
-
-def test_all_ranks_name_the_one_that_has_no_nccl(folder):
-    first, second = run_ranks(2, _one_lacks_it, str(folder / "libfake_nccl.so"), init=True)
+        NcclCommunicator(
+            device="cpu", library=str(folder / "libfake_nccl.so") if rank == 0 else "/nowhere/libnccl.so.2"
+        )
+    first, second = together(str(error.value))
     assert first == second and "rank 1: RuntimeError: NCCL cannot be opened from /nowhere/libnccl.so.2" in first
     assert "'all ranks' cannot be made" in first and "rank 0:" not in first
 

@@ -17,7 +17,7 @@ import deepspeed.comm
 from engine_models import config, make_net, train_engine
 from harness import RankError, on_ranks, run_ranks
 from logs import logged
-from runs import engine_of, must_raise
+from runs import engine_of, must_raise, together
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -116,7 +116,8 @@ def test_odds_and_ends(rank, world):
     dist.barrier()
 
 
-def with_ddp(rank, world):
+@on_ranks(2)
+def test_ddp_on_it_equals_one_process(rank, world):
     deepspeed.init_distributed(dist_backend="shm")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
@@ -133,11 +134,7 @@ def with_ddp(rank, world):
         for optimizer in optimizers:
             optimizer.step()
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), plain.parameters()))
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def test_ddp_on_it_equals_one_process():
-    first, second = run_ranks(2, with_ddp)
+    first, second = together([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
@@ -191,7 +188,9 @@ def test_the_environment_sets_the_patience_of_torchs_groups():
     assert 1.5 <= run_ranks(2, default_timeouts, fresh=True)[0] < 3.4
 
 
-def slow_engine(rank, world):
+@pytest.mark.alone
+@on_ranks(3)
+def test_a_slow_rank_is_named_once_and_waited_for(rank, world):
     value = torch.zeros(100)
     with logged(logging.WARNING) as lines:
         deepspeed.init_distributed(dist_backend="shm")
@@ -201,12 +200,7 @@ def slow_engine(rank, world):
             value.fill_(float(time.monotonic() - begin > 8))
             dist.broadcast(value, 0)
         time.sleep(0.3)
-    return lines
-
-
-@pytest.mark.alone
-def test_a_slow_rank_is_named_once_and_waited_for():
-    first, second, third = run_ranks(3, slow_engine)
+    first, second, third = together(lines)
     assert (second, third) == ([], []) and len(first) == 1
     assert "rank 1 is slow" in first[0] and "have waited" in first[0]
 

@@ -13,10 +13,10 @@ import torch
 import deepspeed
 from deepspeed.monitor.monitor import Monitor, MonitorMaster
 from engine_models import batch, config, loss_of, make_net, train_engine
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 from logs import logged
 from mpu import two_by_two
-from runs import engine_of, must_raise, take_step
+from runs import engine_of, must_raise, take_step, together
 
 
 def test_signatures():
@@ -151,7 +151,8 @@ def test_more_members(rank, world, stage):
     engine.destroy()
 
 
-def body_reduced_by_hand(rank, world):
+@on_ranks(2)
+def test_backward_without_its_reduction(rank, world):
     engine = engine_of(make_net(), config(world))
     tokens, targets = batch(0)
     mine = slice(4 * rank, 4 * rank + 4)
@@ -165,11 +166,7 @@ def body_reduced_by_hand(rank, world):
         engine.zero_grad()
     (early, reduced), (local, late) = found
     assert torch.equal(early, reduced) and torch.allclose(late, reduced) and not torch.allclose(local, late)
-    return reduced.tolist()
-
-
-def test_backward_without_its_reduction():
-    first, second = run_ranks(2, body_reduced_by_hand)
+    first, second = together(reduced.tolist())
     assert first == second
 
 
@@ -237,14 +234,11 @@ class Numbers(torch.utils.data.Dataset):
         return torch.tensor([float(index)])
 
 
-def body_data(rank, world):
+@on_ranks(2)
+def test_training_data_is_cut_into_parts(rank, world):
     made = config(world)
     _, _, loader, _ = deepspeed.initialize(model=make_net(), training_data=Numbers(), config=made)
-    return [int(v) for part in loader for v in part], len(loader)
-
-
-def test_training_data_is_cut_into_parts():
-    (first, batches), (second, _) = run_ranks(2, body_data)
+    (first, batches), (second, _) = together([int(v) for part in loader for v in part], len(loader))
     assert batches == 2
     assert set(first) | set(second) == set(range(13))
     assert len(set(first) & set(second)) <= 1  # 13 samples do not divide by 2: one is repeated

@@ -12,7 +12,7 @@ import torch
 import deepspeed
 from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
 from harness import on_ranks, run_ranks
-from runs import engine_of, take_step
+from runs import engine_of, take_step, together
 
 STEPS = 50
 
@@ -302,16 +302,15 @@ def test_activation_checkpointing_of_a_shared_module(rank, world, reentrant):
     assert difference(model, reference) < 1e-6
 
 
-def test_all_ranks_start_from_rank_zero():
-    first, second, third = run_ranks(3, body_start)
-    assert first == second == third
-
-
-def body_start(rank, world):
+@on_ranks(3)
+def test_all_ranks_start_from_rank_zero(rank, world):
     made = config(1)
     made.update(train_batch_size=3, train_micro_batch_size_per_gpu=1)
     model = make_net(seed=rank)
     with torch.no_grad():
         model.count += rank
     deepspeed.initialize(model=model, config=made)
-    return [float(p.detach().double().sum()) for p in model.parameters()], model.count.tolist()
+    first, second, third = together(
+        [float(p.detach().double().sum()) for p in model.parameters()], model.count.tolist()
+    )
+    assert first == second == third

@@ -1,5 +1,7 @@
 """Every engine has one mesh with the axes pp, dp, sp and tp, and experts are a fold of it."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -12,11 +14,12 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import ProcessTopology
 from deepspeed.utils import groups
 from deepspeed.zero.parameters.param_ranks import ParamRanks
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 from mpu import two_by_two
-from runs import must_raise
+from runs import must_raise, together
 
 AXES = ("pp", "dp", "sp", "tp")
+COMPARED = {"DS_SHM_COLLECTIVES": "0", "DS_COMM_FINGERPRINTS": "strict"}
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
 
 
@@ -77,7 +80,9 @@ def test_experts_are_folds(rank, world):
     must_raise(ValueError, "is not the 4 data-parallel ranks there are", with_experts, [rank], pair)
 
 
-def mismatch_body(rank, world):
+@on_ranks(4, init="gloo", env=COMPARED, timeout=120)
+def test_a_mismatch_between_experts_is_named(rank, world, folder):
+    os.environ["DS_COMM_TRACE_DIR"] = folder
     engine = with_experts([rank % 2, rank % 2 + 2], [rank - rank % 2, rank - rank % 2 + 1], dense=0)
     own = engine.parallel.mesh.communicator(["experts.edp"], Purpose.EXPERTS)
     if rank == 3:
@@ -88,12 +93,7 @@ def mismatch_body(rank, world):
             engine.backward(engine(torch.ones(2, 4)).sum())
             engine.step()
     dist.barrier()
-    return str(error.value) if rank % 2 else ""
-
-
-def test_a_mismatch_between_experts_is_named(tmp_path):
-    env = {"DS_SHM_COLLECTIVES": "0", "DS_COMM_FINGERPRINTS": "strict", "DS_COMM_TRACE_DIR": str(tmp_path)}
-    _, one, _, three = run_ranks(4, mismatch_body, init="gloo", env=env, timeout=120)
+    _, one, _, three = together(str(error.value) if rank % 2 else "")
     for text in (one, three):  # rank 3 of the job is rank 1 of its group
         assert "call different collectives: rank 0 all_reduce(" in text, text
         assert 'rank 1 all_reduce(7 x float32, sum) of "planted". (Number 1 of this group.)' in text

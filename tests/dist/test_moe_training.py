@@ -25,7 +25,7 @@ from moe_models import (
     values,
 )
 from mpu import two_by_two
-from runs import engine_of, must_raise, settings, take_step
+from runs import engine_of, must_raise, settings, take_step, together
 
 ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 
@@ -202,7 +202,9 @@ def test_half_precision_with_accumulation_learns(rank, world, kind, stage):
     assert losses[0] == losses[1] and losses[-1] < losses[0]
 
 
-def statistics_body(rank, world, drop):
+@pytest.mark.parametrize("drop", [False, True])
+@on_ranks(2, init=True)
+def test_statistics(rank, world, drop):
     net = moe_net(rank, 8, 2, 2, drop, False, 1.0)
     engine = engine_of(net, config(world))
     assert engine.moe_statistics() == {}
@@ -212,12 +214,7 @@ def statistics_body(rank, world, drop):
     engine(batch(0, rank))
     figures = engine.moe_statistics()
     assert list(figures) == ["layer"]
-    return figures["layer"], counts.tolist()
-
-
-@pytest.mark.parametrize("drop", [False, True])
-def test_statistics(drop):
-    (figures, first), (other, second) = run_ranks(2, statistics_body, drop, init=True)
+    (figures, first), (other, second) = together(figures["layer"], counts.tolist())
     counts = [a + b for a, b in zip(first, second, strict=True)]
     assert figures == other | {"exchange_ms": figures["exchange_ms"]} and figures["tokens_per_expert"] == counts
     assert figures["tokens"] == 16 and 0 < figures["router_entropy"] < 2.1
@@ -230,7 +227,8 @@ def test_statistics(drop):
         assert figures["exchange_ms"] > 0
 
 
-def balance_body(rank, world, tmp):
+@on_ranks(2, init=True)
+def test_a_bias_balances_experts(rank, world):
     torch.manual_seed(1)
     layer = moe_layer(4, 2, 1, False, False, balance="bias")
     net = Net(layer)
@@ -245,16 +243,13 @@ def balance_body(rank, world, tmp):
         take_step(engine, engine(batch(step, rank)))
         shares.append(engine.moe_statistics()["layer"]["busiest_over_mean"])
     assert float(layer.deepspeed_moe.l_aux) == 0
-    return shares, gate.expert_bias.tolist()
-
-
-def test_a_bias_balances_experts(tmp_path):
-    (shares, bias), other = run_ranks(2, balance_body, str(tmp_path), init=True)
+    (shares, bias), other = together(shares, gate.expert_bias.tolist())
     assert other == (shares, bias) or list(other) == [shares, bias]
     assert shares[0] == 4 and max(shares[-8:]) < 3 and bias[0] < min(bias[1:])
 
 
-def scope_body(rank, world):
+@on_ranks(2, init=True)
+def test_the_loss_may_look_at_all_ranks_tokens(rank, world):
     nets = {scope: moe_layer(4, 1, 2, False, False, aux_scope=scope) for scope in ("rank", "batch")}
     losses = {}
     for scope, layer in nets.items():
@@ -264,11 +259,7 @@ def scope_body(rank, world):
     whole = moe_layer(4, 1, 2, False, False)
     fill(whole, 3)
     everything = whole(torch.cat([batch(0, r) for r in range(world)]))[1].item()
-    return losses["batch"], everything
-
-
-def test_the_loss_may_look_at_all_ranks_tokens():
-    results = run_ranks(2, scope_body, init=True)
+    results = together(losses["batch"], everything)
     mean = sum(found for found, _ in results) / 2
     assert mean == pytest.approx(results[0][1], rel=1e-6)
 
@@ -310,7 +301,8 @@ def test_more_ranks_for_experts_than_there_are(rank, world):
     )
 
 
-def others_body(rank, world):
+@on_ranks(2, init=True)
+def test_a_tokens_output_is_its_own(rank, world):
     """The output of a token, whatever the other rank's tokens are."""
     net = moe_net(rank, 4, 2, 2, False, True)
     net.layer.set_deepspeed_parallelism()
@@ -318,11 +310,7 @@ def others_body(rank, world):
     for seed in range(4):
         x = batch(0, 0) if rank == 0 else values(seed, 5 * seed, WIDTH)
         outputs.append(net.layer(x)[0].tolist())
-    return outputs
-
-
-def test_a_tokens_output_is_its_own():
-    first, *others = run_ranks(2, others_body, init=True)[0]
+    first, *others = together(outputs)[0]
     for other in others:
         assert torch.allclose(torch.tensor(first), torch.tensor(other), rtol=0, atol=1e-6)
 

@@ -21,7 +21,7 @@ from deepspeed.utils import (
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import batch, make_net, net_engine, train_engine
 from harness import on_ranks, run_ranks
-from runs import must_raise, take_step, with_fp16
+from runs import must_raise, take_step, together, with_fp16
 from runs import weight_list as values
 
 
@@ -306,7 +306,8 @@ def test_files_end_with_their_run_and_those_of_a_living_one_are_its_own(tmp_path
 
 
 # ---- faults -------------------------------------------------------------------------------------------------------
-def body_cut(rank, world, folder):
+@on_ranks(2, init=True)
+def test_a_file_that_is_cut_is_an_error_of_all_ranks(rank, world, folder):  # gone: tests/cpp/zero/param_offload_test.cpp
     engine = make(world, nvme(folder))
     train_engine(engine, 1, rank, world)
     torch.distributed.barrier()
@@ -318,11 +319,7 @@ def body_cut(rank, world, folder):
         train_engine(engine, 2, rank, world, start=1)
     except (OSError, RuntimeError) as error:
         said = error
-    return type(said).__name__, str(said), time.monotonic() - began
-
-
-def test_a_file_that_is_cut_is_an_error_of_all_ranks(tmp_path):  # gone: tests/cpp/zero/param_offload_test.cpp
-    results = run_ranks(2, body_cut, str(tmp_path), init=True)
+    results = together(type(said).__name__, str(said), time.monotonic() - began)
     assert all("float32params/rank1/" in text for _, text, _ in results), results
     assert "data-parallel rank 1 could not go on" in results[0][1]
     assert results[1][0] == "OSError", results[1]

@@ -5,8 +5,8 @@ import torch
 
 import pipe_models as models
 from deepspeed.utils import RepeatingLoader
-from harness import on_ranks, run_ranks
-from runs import engine_of, must_raise
+from harness import on_ranks
+from runs import engine_of, must_raise, together
 
 MICRO_BATCHES = 2
 
@@ -77,16 +77,13 @@ class Drawn(torch.utils.data.Dataset):
         return noise, noise
 
 
-def draws(rank, world):
+@on_ranks(4, init=True)
+def test_stages_draw_the_same_numbers_and_copies_others(rank, world):
+    """Ranks 0 and 2 are the stages of one copy, 1 and 3 those of the other; each rank has a seed of its own."""
     torch.manual_seed(rank)
     engine = engine_of(models.module_of("plain", 2, world), models.config_of(MICRO_BATCHES), training_data=None)
     loader = engine.deepspeed_io(Drawn(), num_local_io_workers=2)
-    return [[inputs.tolist() for inputs, _ in loader] for _ in range(2)]
-
-
-def test_stages_draw_the_same_numbers_and_copies_others():
-    """Ranks 0 and 2 are the stages of one copy, 1 and 3 those of the other; each rank has a seed of its own."""
-    found = run_ranks(4, draws, init=True)
+    found = together([[inputs.tolist() for inputs, _ in loader] for _ in range(2)])
     assert found[0] == found[2] and found[1] == found[3] and found[0] != found[1] and found[0][0] != found[0][1]
 
 

@@ -13,7 +13,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from harness import on_ranks, run_ranks
-from runs import engine_of, must_raise
+from runs import engine_of, must_raise, together
 
 MICRO_BATCHES = 4
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
@@ -163,7 +163,8 @@ class Samples(torch.utils.data.Dataset):
         return torch.randn(4, models.WIDTH, generator=generator), torch.randn(4, models.WIDTH, generator=generator)
 
 
-def _loads(rank, world):
+@on_ranks(2, init=True)
+def test_training_data(rank, world):
     module = models.module_of("plain", 2, world)
     engine, _, loader, _ = deepspeed.initialize(
         model=module, config=models.config_of(MICRO_BATCHES), training_data=Samples()
@@ -171,11 +172,7 @@ def _loads(rank, world):
     assert loader is not None
     losses = [engine.train_batch().item() for _ in range(12)]  # three epochs: the loader repeats itself
     assert losses[-1] < losses[0]
-    return losses
-
-
-def test_training_data():
-    first, *others = run_ranks(2, _loads, init=True)
+    first, *others = together(losses)
     assert all(one == first for one in others)
 
 
@@ -299,15 +296,12 @@ def test_fp16(stage, copies, kind):
     _check_narrow(run_ranks(2 * copies, _narrow, sections, torch.float16, stage, kind, init=True), kind)
 
 
-def _without_weights(rank, world):
+@on_ranks(4, init=True)
+def test_stages_without_weights(rank, world):
     layers = [nn.Tanh(), nn.Linear(models.WIDTH, models.WIDTH), nn.Tanh(), torch.relu]
     module = PipelineModule(layers, num_stages=4, loss_fn=models.loss_of("plain"), partition_method="uniform")
     engine = engine_of(module, models.config_of(MICRO_BATCHES, gradient_clipping=0.1))
     losses = [engine.train_batch(models.batches("plain", 1, MICRO_BATCHES, 0)).item() for _ in range(3)]
     assert losses[2] < losses[0]
-    return losses
-
-
-def test_stages_without_weights():
-    first, *others = run_ranks(4, _without_weights, init=True)
+    first, *others = together(losses)
     assert all(one == first for one in others)

@@ -14,7 +14,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from harness import on_ranks, run_ranks
-from runs import TORCH2, must_raise
+from runs import TORCH2, must_raise, together
 
 WIDTH = 6
 
@@ -253,18 +253,17 @@ class SlowWithoutParameters(nn.Module):
         return x + 1
 
 
-def _profiled(rank, world):
+@on_ranks(2, init=True)
+def test_profile_is_agreed_by_all_ranks(rank, world):
     layers = [LayerSpec(SlowWithoutParameters), *[LayerSpec(Block, WIDTH) for _ in range(4)]]
     by_time = PipelineModule(layers, num_stages=2, partition_method="profile", profile_input=inputs())
     assert len(by_time.layer_costs) == 5 and by_time.layer_costs[0].forward >= 0.03  # the mean
     must_raise(
         ValueError, "'profile' needs profile_input=", PipelineModule, layers, num_stages=2, partition_method="profile"
     )
-    return by_time.partitions(), by_time.layer_costs, PipelineModule(layers, num_stages=2).partitions()
-
-
-def test_profile_is_agreed_by_all_ranks():
-    first, second = run_ranks(2, _profiled, init=True)
+    first, second = together(
+        by_time.partitions(), by_time.layer_costs, PipelineModule(layers, num_stages=2).partitions()
+    )
     assert first == second and first[2] == [0, 3, 5]
 
 

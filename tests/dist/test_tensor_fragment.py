@@ -22,7 +22,7 @@ from deepspeed.utils import (
 from deepspeed.zero.states.param_states import WholeParams
 from engine_models import adam_like, batch, config, loss_of, make_net, train_engine
 from harness import on_ranks, run_ranks
-from runs import DTYPES, engine_of, must_raise
+from runs import DTYPES, engine_of, must_raise, together
 
 STAGES = [0, 1, 2, 3]
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
@@ -98,7 +98,9 @@ def close(a, b, precision):
     return float((a.double() - b.double()).norm()) <= limit * float(b.double().norm())
 
 
-def body_get(rank, world, stage, precision, optimizer):
+@pytest.mark.parametrize("stage, precision, optimizer", CASES)
+@on_ranks(2)
+def test_whole_tensors_are_those_of_one_process(rank, world, stage, precision, optimizer):
     engine = start(world, stage, precision, optimizer)
     params, reference = trained(engine), dict(plain(precision).named_parameters())
     for name, p in params.items():
@@ -131,12 +133,7 @@ def body_get(rank, world, stage, precision, optimizer):
         update = grad / (grad.abs() + EPS)
         assert torch.allclose(full, before[name] * (1 - LR * DECAY) - LR * update, rtol=1e-4, atol=1e-6), name
         assert torch.equal(weight_of(p), full.to(p.dtype)), name
-    return {name: safe_get_full_fp32_param(p) for name, p in params.items()}
-
-
-@pytest.mark.parametrize("stage, precision, optimizer", CASES)
-def test_whole_tensors_are_those_of_one_process(stage, precision, optimizer):
-    first, second = run_ranks(2, body_get, stage, precision, optimizer)
+    first, second = together({name: safe_get_full_fp32_param(p) for name, p in params.items()})
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -193,7 +190,9 @@ def test_what_is_set_is_what_the_next_step_uses(rank, world, stage, precision, o
         assert torch.equal(weight_of(p), safe_get_full_fp32_param(p).to(p.dtype)), name
 
 
-def body_local(rank, world, stage, precision, optimizer):
+@pytest.mark.parametrize("stage, precision, optimizer", CASES)
+@on_ranks(2)
+def test_parts_of_ranks(rank, world, stage, precision, optimizer):
     engine, params = before_the_second_step(rank, world, stage, precision, optimizer)
     parts = {}
     for name, p in params.items():
@@ -249,12 +248,7 @@ def body_local(rank, world, stage, precision, optimizer):
             p,
             torch.zeros(1000),
         )
-    return parts, found
-
-
-@pytest.mark.parametrize("stage, precision, optimizer", CASES)
-def test_parts_of_ranks(stage, precision, optimizer):
-    (parts_0, found_0), (parts_1, found_1) = run_ranks(2, body_local, stage, precision, optimizer)
+    (parts_0, found_0), (parts_1, found_1) = together(parts, found)
     assert found_0 == found_1, "all ranks see the same whole tensors"
     assert any(parts_0[name] and parts_1[name] for name in parts_0), "some parameter is cut"
     for name, (weight, grad, state) in found_0.items():

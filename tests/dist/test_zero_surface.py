@@ -8,7 +8,7 @@ import torch
 import deepspeed
 from engine_models import adam_like, config, difference, loss_of, make_net, net_engine, train_engine, train_plain
 from harness import on_ranks, run_ranks
-from runs import engine_of, must_raise
+from runs import engine_of, must_raise, together
 from runs import weights as whole
 
 
@@ -61,7 +61,8 @@ def test_the_modifier_may_load_a_state_dict_alone(rank, world, persistent):
     assert all(bool((deepspeed.utils.safe_get_full_fp32_param(p) == 3.0).all()) for p in params)
 
 
-def body_generation(rank, world):
+@on_ranks(2)
+def test_generation_gathers_once_and_training_goes_on(rank, world):
     engine = make_engine(world)
     tokens = torch.arange(6).reshape(1, 6) + rank
     with deepspeed.zero.unwrap_model_for_generation(engine) as model, torch.no_grad():
@@ -72,11 +73,7 @@ def body_generation(rank, world):
         assert torch.equal(out, make_net()(tokens))
     losses, _ = train_engine(engine, 3, rank, world)
     expected, _, _ = train_plain(3, adam_like)
-    return losses, expected
-
-
-def test_generation_gathers_once_and_training_goes_on():
-    results = run_ranks(2, body_generation)
+    results = together(losses, expected)
     for step in range(3):
         assert sum(r[0][step] for r in results) / 2 == pytest.approx(results[0][1][step], rel=1e-6)
 
@@ -278,7 +275,8 @@ class InitialisesChildren(torch.nn.Module):
             torch.nn.init.normal_(layer.bias)
 
 
-def body_children(rank, world):
+@on_ranks(2)
+def test_constructors_may_initialise_sharded_children(rank, world):
     torch.manual_seed(rank)
     with deepspeed.zero.Init(dtype=torch.float32):
         model = InitialisesChildren()
@@ -291,11 +289,7 @@ def body_children(rank, world):
     )  # outside it is an error again
     found = whole(model)
     assert bool((found["layers.0.weight"] == 1).all()) and bool((found["layers.1.weight"] == 2).all())
-    return found["layers.0.bias"].tolist()
-
-
-def test_constructors_may_initialise_sharded_children():
-    first, second = run_ranks(2, body_children)
+    first, second = together(found["layers.0.bias"].tolist())
     assert first == second and any(first)
 
 
