@@ -307,7 +307,8 @@ def test_files_end_with_their_run_and_those_of_a_living_one_are_its_own(tmp_path
 
 # ---- faults -------------------------------------------------------------------------------------------------------
 @on_ranks(2, init=True)
-def test_a_file_that_is_cut_is_an_error_of_all_ranks(rank, world, folder):  # gone: tests/cpp/zero/param_offload_test.cpp
+def test_a_file_that_is_cut_is_an_error_of_all_ranks(rank, world, folder):
+    """A file that is gone: tests/cpp/zero/param_offload_test.cpp."""
     engine = make(world, nvme(folder))
     train_engine(engine, 1, rank, world)
     torch.distributed.barrier()
