@@ -1,6 +1,8 @@
 """Every collective of deepspeed.comm, over gloo and through shared memory, against plain loops: dtypes x reductions x
 world sizes x shapes."""
 
+import functools
+
 import pytest
 import torch
 
@@ -25,22 +27,18 @@ def values(rank, shape, dtype):
     return ((torch.arange(count) * 3 + rank * 2 + 1) % 5).reshape(shape).to(dtype)
 
 
+PAIRWISE = {
+    ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.PRODUCT: torch.mul, ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum, ReduceOp.BAND: torch.bitwise_and, ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}  # fmt: skip
+
+
 def reference(contributions, op):
     """The reduction by a loop over ranks in exact arithmetic."""
     dtype = contributions[0].dtype
-    total = contributions[0].to(torch.float64 if dtype.is_floating_point else torch.int64)
-    for one in contributions[1:]:
-        one = one.to(total.dtype)
-        if op in (ReduceOp.SUM, ReduceOp.AVG):
-            total = total + one
-        elif op is ReduceOp.PRODUCT:
-            total = total * one
-        elif op is ReduceOp.MIN:
-            total = torch.minimum(total, one)
-        elif op is ReduceOp.MAX:
-            total = torch.maximum(total, one)
-        else:
-            total = {"BAND": total & one, "BOR": total | one, "BXOR": total ^ one}[op.name]
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    total = functools.reduce(PAIRWISE[op], [one.to(wide) for one in contributions])
     if op is ReduceOp.AVG and dtype != torch.bool:
         total = total / len(contributions) if dtype.is_floating_point else total // len(contributions)
     return (total != 0) if dtype == torch.bool else total.to(dtype)
@@ -52,6 +50,9 @@ def reductions(dtype):
 
 
 def same(found, expected):
+    """Two tensors, or two lists of tensors of one shape."""
+    if isinstance(found, list):
+        found, expected = torch.stack(found), torch.stack(expected)
     assert found.dtype == expected.dtype and found.shape == expected.shape
     assert torch.equal(found, expected), f"{found} is not {expected}"
 
@@ -142,13 +143,11 @@ def _movement(rank, world):
                 same(found, everyones[src])
             found = [torch.empty(shape, dtype=dtype) for _ in range(world)]
             dist.all_gather(found, everyones[rank])
-            for one, wanted in zip(found, everyones, strict=True):
-                same(one, wanted)
+            same(found, everyones)
             found = [torch.empty(shape, dtype=dtype) for _ in range(world)]
             dist.gather(everyones[rank], found if rank == world - 1 else None, dst=world - 1)
             if rank == world - 1:
-                for one, wanted in zip(found, everyones, strict=True):
-                    same(one, wanted)
+                same(found, everyones)
             found = torch.empty(shape, dtype=dtype)
             dist.scatter(found, everyones if rank == 0 else None, src=0)
             same(found, everyones[rank])
@@ -190,8 +189,7 @@ def _all_to_all(rank, world):
         inputs = [values(10 * rank + r, (r + 1, 2), dtype) for r in range(world)]
         outputs = [torch.empty(rank + 1, 2, dtype=dtype) for _ in range(world)]
         dist.all_to_all(outputs, inputs)
-        for r, found in enumerate(outputs):
-            same(found, values(10 * r + rank, (rank + 1, 2), dtype))
+        same(outputs, [values(10 * r + rank, (rank + 1, 2), dtype) for r in range(world)])
 
 
 def _objects(rank, world):

@@ -118,16 +118,14 @@ class WideNet(torch.nn.Module):
         return x
 
 
-def body_fp16(rank, world, folder):
-    with with_fp16():
-        return compare_fp16(rank, world, folder)
-
-
-def compare_fp16(rank, world, folder):
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(init=True)
+def test_fp16_is_equal_to_the_bit(rank, world, folder):
     results = []
     for offload in (None, {"device": "cpu"}, nvme(folder), nvme(folder, max_in_cpu=200)):
         fp16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
-        engine = make(world, offload, model=WideNet(), fp16=fp16, gradient_clipping=0.1)
+        with with_fp16():
+            engine = make(world, offload, model=WideNet(), fp16=fp16, gradient_clipping=0.1)
         for step in range(6):
             generator = torch.Generator().manual_seed(10 * step + rank)
             take_step(engine, engine(torch.randn(4, 12, generator=generator)).square().mean() * 4)
@@ -143,12 +141,6 @@ def compare_fp16(rank, world, folder):
         gc.collect()
     assert results[0][0].dtype == torch.float16
     assert all(same(results[0], other) for other in results[1:])
-    return True
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_fp16_is_equal_to_the_bit(world, tmp_path):
-    assert all(run_ranks(world, body_fp16, str(tmp_path), init=True))
 
 
 # ---- zero.Init, and what is asked of parameters -------------------------------------------------------------------

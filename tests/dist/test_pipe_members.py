@@ -1,5 +1,6 @@
 """What scripts and clients call of a PipelineEngine: evaluation, data, schedules of their own, precisions."""
 
+import functools
 import itertools
 from unittest import mock
 
@@ -12,8 +13,8 @@ import pipe_models as models
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from harness import on_ranks, run_ranks
-from runs import engine_of, must_raise, together
+from harness import on_ranks
+from runs import DTYPES, engine_of, must_raise, together
 
 MICRO_BATCHES = 4
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
@@ -83,7 +84,11 @@ def test_members(rank, world):
     engine.destroy()
 
 
-def _evaluates(rank, world, stages, down_and_up=False):
+@pytest.mark.parametrize(
+    "stages, world, down_and_up", [(1, 1, False), (2, 2, False), (2, 4, False), (3, 3, False), (2, 2, True)]
+)
+@on_ranks(init=True)
+def test_eval_batch(rank, world, stages, down_and_up):
     options = {"options": {"virtual_stages": 2, "placement": "v"}, "pipeline": {"schedule": "zb-v"}}
     engine = models.engine_of("plain", stages, world, MICRO_BATCHES, **(options if down_and_up else {}))
     assert engine.is_last_stage() == (engine.stage_id == (0 if down_and_up else stages - 1))
@@ -95,10 +100,7 @@ def _evaluates(rank, world, stages, down_and_up=False):
     layers = models.built("plain", state)
 
     def output(item):
-        x = item[0]
-        for layer in layers:
-            x = layer(x)
-        return x
+        return functools.reduce(lambda x, layer: layer(x), layers, item[0])
 
     with torch.no_grad():
         logits = [output(item) for item in own]
@@ -127,9 +129,7 @@ def _evaluates(rank, world, stages, down_and_up=False):
         close(pair[0], everything[0] / MICRO_BATCHES / copies)
         close(pair[1], everything / MICRO_BATCHES / copies)
     found = engine.eval_batch(iter(own), reduce_output=None)
-    assert len(found) == MICRO_BATCHES
-    for one, wanted in zip(found, losses):
-        close(one, wanted)
+    close(torch.stack(found), torch.stack(losses))
     found, outputs = engine.eval_batch(iter(own[:1]), return_logits=True, num_micro_batches=1)
     assert (outputs is not None) == last
     if last:
@@ -137,21 +137,10 @@ def _evaluates(rank, world, stages, down_and_up=False):
     found = engine.eval_batch(iter(own), compute_loss=False, reduce_output=None)
     assert (found is not None) == last
     if last:
-        assert len(found) == MICRO_BATCHES
-        for one, wanted in zip(found, logits):
-            close(one, wanted)
+        close(torch.stack(found), torch.stack(logits))
     after = models.parameters_of(engine)
     assert engine.data_iterator is kept and all(torch.equal(before[name], after[name]) for name in before)
     assert engine.train_batch(iter(own)).item() > 0
-
-
-@pytest.mark.parametrize("stages, world", [(1, 1), (2, 2), (2, 4), (3, 3)])
-def test_eval_batch(stages, world):
-    run_ranks(world, _evaluates, stages, init=True)
-
-
-def test_eval_batch_down_and_up():
-    run_ranks(2, _evaluates, 2, True, init=True)
 
 
 class Samples(torch.utils.data.Dataset):
@@ -259,41 +248,27 @@ def test_clients_schedule(rank, world, kind):
 
 
 # ---- precisions ------------------------------------------------------------------------------------------------------
-def _narrow(rank, world, sections, dtype, stage, kind):
-    engine = models.engine_of(kind, 2, world, MICRO_BATCHES, stage, **sections)
+FP16_ON_CPU = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+@pytest.mark.parametrize("stage, world", [(0, 2), (1, 4), (2, 4), (3, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=FP16_ON_CPU)])
+@pytest.mark.sample
+@on_ranks(init=True)
+def test_sixteen_bits(rank, world, dtype, stage, kind):
+    narrow = {"fp16": {"enabled": True, "initial_scale_power": 8}} if dtype == torch.float16 else DTYPES["bf16"]
+    engine = models.engine_of(kind, 2, world, MICRO_BATCHES, stage, gradient_clipping=0.5, **narrow)
     copy = engine.grid.get_data_parallel_rank()
     data = models.batches(kind, 4, MICRO_BATCHES, copy, dtype)
     losses = [engine.train_batch(data).item() for _ in range(4)]
     wanted, _ = models.plain(kind, 4, MICRO_BATCHES, world // 2, clip=0.5)
     assert all(abs(a - b) < 0.05 * max(1.0, abs(b)) for a, b in zip(losses, wanted)), (losses, wanted)
-    state = models.parameters_of(engine)
-    return losses, state, float(engine.loss_scale()), engine.skipped_steps
-
-
-def _check_narrow(found, kind):
-    assert all(losses == found[0][0] for losses, *_ in found)
-    assert len({(scale, skipped) for *_, scale, skipped in found}) == 1
+    found = together((losses, float(engine.loss_scale()), engine.skipped_steps), models.parameters_of(engine))
+    assert all(told == found[0][0] for told, _ in found)
     if kind == "tied":
-        tied = [state[name] for _, state, *_ in found for name in ("0.weight", "7.weight") if name in state]
+        tied = [state[name] for _, state in found for name in ("0.weight", "7.weight") if name in state]
         assert all(torch.equal(one, tied[0]) for one in tied)
-
-
-@pytest.mark.parametrize("kind", ["plain", "tied"])
-@pytest.mark.parametrize("stage, copies", [(0, 1), (1, 2), (2, 2), (3, 2)])
-@pytest.mark.sample("values")
-def test_bf16(stage, copies, kind):
-    sections = {"bf16": {"enabled": True}, "gradient_clipping": 0.5}
-    _check_narrow(run_ranks(2 * copies, _narrow, sections, torch.bfloat16, stage, kind, init=True), kind)
-
-
-@pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
-@pytest.mark.parametrize("kind", ["plain", "tied"])
-@pytest.mark.parametrize("stage, copies", [(0, 1), (1, 2), (2, 2), (3, 2)])
-@pytest.mark.sample("values")
-def test_fp16(stage, copies, kind):
-    fp16 = {"enabled": True, "initial_scale_power": 8}
-    sections = {"fp16": fp16, "gradient_clipping": 0.5}
-    _check_narrow(run_ranks(2 * copies, _narrow, sections, torch.float16, stage, kind, init=True), kind)
 
 
 @on_ranks(4, init=True)
