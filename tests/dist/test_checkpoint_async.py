@@ -1,5 +1,6 @@
 """Saves that are copied at once and written while training goes on."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -30,72 +32,63 @@ def make_engine(world, stage, section=None, model=None, **checkpoint):
     return net_engine(world, stage, model=model, **more)
 
 
-class Hold:
-    """The background thread writes nothing until it is let go."""
+@contextlib.contextmanager
+def hold():
+    """The background thread writes nothing until it is let go: ``set()`` of the value does that."""
+    gate, original = threading.Event(), SnapshotSave._write_one
 
-    def __init__(self):
-        self.gate = threading.Event()
-        self.original = SnapshotSave._write_one
+    def held(self, *args):
+        gate.wait(60)
+        original(self, *args)
 
-    def __enter__(self):
-        gate, original = self.gate, self.original
-
-        def held(self, *args):
-            gate.wait(60)
-            original(self, *args)
-
-        SnapshotSave._write_one = held
-        return self
-
-    def go(self):
-        self.gate.set()
-
-    def __exit__(self, *_):
-        self.gate.set()
-        SnapshotSave._write_one = self.original
+    with mock.patch.object(SnapshotSave, "_write_one", held):
+        try:
+            yield gate
+        finally:
+            gate.set()
 
 
-def body_leak(rank, world, folder, stage, section):
+OTHER_SECTIONS = [  # that ask for it
+    {"datastates_ckpt": {"host_cache_size": 1}},
+    {"checkpoint": {"writer": {"decoupled": True, "io_buffer_size": 4096, "io_buffer_double": False}}},
+]
+
+
+@pytest.mark.parametrize(
+    "world, stage, section",
+    [
+        *((world, stage, None) for world, stage in ((1, 0), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3))),
+        *((1, 1, section) for section in OTHER_SECTIONS),
+    ],
+)
+@on_ranks()
+def test_what_changes_after_the_save_is_not_in_it(rank, world, stage, section, folder):
     engine = make_engine(world, stage, section)
     assert engine.checkpoint_engine.is_decoupled()
     train_engine(engine, 2, rank, world)
     mark(engine, 7)
     client_state = {"list": [1], "tensor": torch.ones(3)}
-    with Hold() as hold:
+    with hold() as gate:
         assert engine.save_checkpoint(folder, client_state=client_state) is True
-        left = sorted(os.listdir(folder))
+        left = os.listdir(folder)
+        assert "latest" not in left and "global_step7" not in left
         client_state["list"].append(2)
         client_state["tensor"].zero_()
         mark(engine, 8)
         train_engine(engine, 1, rank, world)
-        hold.go()
+        gate.set()
         engine.checkpoint_engine.wait()
     dist.barrier()
     other = make_engine(world, stage, section)
     _, state = other.load_checkpoint(folder)
     assert verify.verify_folder(os.path.join(folder, "global_step7")) == []
-    return left, marks(other), other.global_steps, state["list"], state["tensor"].tolist(), sorted(os.listdir(folder))
+    assert (marks(other), other.global_steps) == ([7.0], 7)
+    assert (state["list"], state["tensor"].tolist()) == ([1], [1.0] * 3)
+    assert not hidden(folder)
 
 
-@pytest.mark.parametrize("world, stage", [(1, 0), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3)])
-def test_what_changes_after_the_save_is_not_in_it(world, stage, tmp_path):
-    for left, value, steps, in_list, tensor, found in run_ranks(world, body_leak, str(tmp_path), stage, None):
-        assert "latest" not in left and "global_step7" not in left
-        assert (value, steps, in_list, tensor) == ([7.0], 7, [1], [1.0] * 3)
-        assert not [name for name in found if name.startswith(".")]
-
-
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"datastates_ckpt": {"host_cache_size": 1}},
-        {"checkpoint": {"writer": {"decoupled": True, "io_buffer_size": 4096, "io_buffer_double": False}}},
-    ],
-    ids=["datastates", "decoupled"],
-)
-def test_other_sections_that_ask_for_it(section, tmp_path):
-    for _, value, *_ in run_ranks(1, body_leak, str(tmp_path), 1, section):
-        assert value == [7.0]
+def hidden(folder):
+    return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
 def body_same_files(rank, world, folder, stage):
@@ -119,43 +112,6 @@ def test_the_files_are_those_of_a_save_at_once(stage, tmp_path):
         ]
 
 
-def body_failure(rank, world, folder, stage, fault, how):
-    engine = make_engine(world, stage)
-    mark(engine, 1)
-    engine.save_checkpoint(folder, tag="a")
-    engine.checkpoint_engine.wait()
-    train_engine(engine, 1, rank, world)
-    if rank == world - 1:
-        file_writer.inject_fault(fault)
-    engine.save_checkpoint(folder, tag="b")
-    engine.checkpoint_engine.behind.drain()
-    file_writer.inject_fault("")
-    text = None
-    try:
-        if how == "step":
-            train_engine(engine, 1, rank, world)
-        elif how == "save":
-            engine.save_checkpoint(folder, tag="c")
-        elif how == "load":
-            engine.load_checkpoint(folder)
-        elif how == "wait":
-            engine.checkpoint_engine.wait()
-        else:
-            engine.destroy()
-    except OSError as error:
-        text = f"{error.errno} {error}"
-    if how == "destroy":
-        return text, sorted(os.listdir(folder)), [1.0], [3.0]
-    train_engine(engine, 1, rank, world)  # all ranks are at the same step, so they can go on
-    left = sorted(os.listdir(folder))
-    engine.load_checkpoint(folder)
-    old = marks(engine)
-    mark(engine, 3)
-    engine.save_checkpoint(folder, tag="b")
-    engine.load_checkpoint(folder)
-    return text, left, old, marks(engine)
-
-
 @pytest.mark.parametrize(
     "world, stage, fault, how",
     [
@@ -170,15 +126,42 @@ def body_failure(rank, world, folder, stage, fault, how):
         (1, 2, "write:1:eio", "destroy"),
     ],
 )
-def test_a_failure_is_told_to_all_ranks_and_harms_nothing(world, stage, fault, how, tmp_path):
-    results = run_ranks(world, body_failure, str(tmp_path), stage, fault, how)
-    assert len({result[0] for result in results}) == 1
-    for text, left, old, new in results:
-        number, words = ("28", "No space") if fault.endswith("enospc") else ("5", "error")
-        assert text is not None and text.startswith(number) and words in text
-        assert f"rank {world - 1}: " in text and "is not saved" in text and "unharmed" in text
-        assert [name for name in left if name not in ("latest", "zero_to_fp32.py")] == ["a"]
-        assert old == [1.0] and new == [3.0]
+@on_ranks()
+def test_a_failure_is_told_to_all_ranks_and_harms_nothing(rank, world, stage, fault, how, folder):
+    engine = make_engine(world, stage)
+    mark(engine, 1)
+    engine.save_checkpoint(folder, tag="a")
+    engine.checkpoint_engine.wait()
+    train_engine(engine, 1, rank, world)
+    if rank == world - 1:
+        file_writer.inject_fault(fault)
+    engine.save_checkpoint(folder, tag="b")
+    engine.checkpoint_engine.behind.drain()
+    file_writer.inject_fault("")
+    calls = {
+        "step": lambda: train_engine(engine, 1, rank, world),
+        "save": lambda: engine.save_checkpoint(folder, tag="c"),
+        "load": lambda: engine.load_checkpoint(folder),
+        "wait": engine.checkpoint_engine.wait,
+        "destroy": engine.destroy,
+    }
+    with pytest.raises(OSError) as error:
+        calls[how]()
+    told = f"{error.value.errno} {error.value}"
+    number, words = ("28", "No space") if fault.endswith("enospc") else ("5", "error")
+    assert told.startswith(number) and words in told and len(set(together(told))) == 1
+    assert f"rank {world - 1}: " in told and "is not saved" in told and "unharmed" in told
+    if how != "destroy":
+        train_engine(engine, 1, rank, world)  # all ranks are at the same step, so they can go on
+    assert [name for name in sorted(os.listdir(folder)) if name not in ("latest", "zero_to_fp32.py")] == ["a"]
+    if how != "destroy":
+        dist.barrier()
+        engine.load_checkpoint(folder)
+        assert marks(engine) == [1.0]
+        mark(engine, 3)
+        engine.save_checkpoint(folder, tag="b")
+        engine.load_checkpoint(folder)
+        assert marks(engine) == [3.0]
 
 
 @pytest.mark.slow
@@ -188,11 +171,11 @@ def test_ranks_stop_at_the_same_step(rank, world, folder):
     engine = make_engine(world, 1)
     told = []
     for trial in range(6):
-        with Hold() as hold:
+        with hold() as gate:
             if rank == 1:
                 file_writer.inject_fault("write:1:enospc")
             engine.save_checkpoint(folder, tag="a")
-            threading.Timer(0.003 * trial * (rank + 1), hold.go).start()
+            threading.Timer(0.003 * trial * (rank + 1), gate.set).start()
             for step in range(400):
                 try:
                     train_engine(engine, 1, rank, world)
@@ -211,25 +194,18 @@ class Unwilling:
         raise TypeError("this object cannot be saved")
 
 
-def body_no_pickle(rank, world, folder):
+@on_ranks(2)
+def test_what_cannot_be_pickled_is_told_at_once(rank, world, folder):
     engine = make_engine(world, 1)
-    state = {"x": Unwilling()} if rank == 0 else {}
-    try:
-        engine.save_checkpoint(folder, tag="t", client_state=state)
-    except RuntimeError as error:
-        text = str(error)
+    with pytest.raises(RuntimeError, match="rank 0: TypeError: this object cannot be saved") as error:
+        engine.save_checkpoint(folder, tag="t", client_state={"x": Unwilling()} if rank == 0 else {})
+    assert "is not saved" in str(error.value)
     dist.barrier()
-    hidden = [name for name in os.listdir(folder) if name.startswith(".")]
+    assert not hidden(folder)
     engine.save_checkpoint(folder, tag="t")
     engine.checkpoint_engine.wait()
     dist.barrier()
-    return text, hidden + sorted(name for name in os.listdir(folder) if name.startswith("."))
-
-
-def test_what_cannot_be_pickled_is_told_at_once(tmp_path):
-    for text, hidden in run_ranks(2, body_no_pickle, str(tmp_path)):
-        assert "rank 0: TypeError: this object cannot be saved" in text and "is not saved" in text
-        assert hidden == []
+    assert not hidden(folder)
 
 
 def wide_net():
@@ -281,9 +257,9 @@ def test_memory_for_the_first_save_is_there_before_it(rank, world, stage, wide, 
 @on_ranks(1)
 def test_the_next_save_waits_while_the_cache_is_full(rank, world, folder):
     engine = make_engine(world, 1, model=wide_net(), host_cache_size=17 / 1024)
-    with Hold() as hold:
+    with hold() as gate:
         engine.save_checkpoint(folder, tag="a")
-        threading.Timer(0.5, hold.go).start()
+        threading.Timer(0.5, gate.set).start()
         began = time.monotonic()
         engine.save_checkpoint(folder, tag="b")
         waited = time.monotonic() - began
@@ -293,13 +269,13 @@ def test_the_next_save_waits_while_the_cache_is_full(rank, world, folder):
 
 def body_order(rank, world, folder):
     engine = make_engine(world, 2, keep_last=2)
-    with Hold() as hold:
+    with hold() as gate:
         for step in range(1, 6):
             mark(engine, step)
             engine.save_checkpoint(folder)
         mark(engine, 6)
         early = sorted(os.listdir(folder))
-        hold.go()
+        gate.set()
         engine.checkpoint_engine.wait()
     engine.save_checkpoint(folder, tag="global_step5")  # over one that is there, twice in a row
     mark(engine, 7)
@@ -330,7 +306,7 @@ def test_two_engines_in_one_folder(rank, world, folder):
         engine.load_checkpoint(folder, tag=f"engine{number}")
         found.append(marks(engine))
     assert found == [[1.0], [2.0]] and len(background._unsettled) == 0
-    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    assert not hidden(folder)
 
 
 def body_killed(rank, world, folder, fault):
@@ -362,7 +338,7 @@ def test_killed_while_the_background_writes(world, fault, tmp_path):
     assert run_ranks(1, body_load, str(tmp_path)) == [[1.0]]
     run_ranks(world, body_killed, str(tmp_path), "")
     assert run_ranks(1, body_load, str(tmp_path)) == [[2.0]]
-    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+    assert not hidden(tmp_path)
 
 
 SCRIPT = """

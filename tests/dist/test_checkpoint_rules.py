@@ -73,25 +73,23 @@ def test_a_window_that_was_saved_in_its_middle_starts_anew(rank, world, stage, f
         other.destroy()
 
 
+@pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_gradients_that_were_accumulated_before_a_load_are_forgotten(rank, world, folder):
-    for stage in range(4):
-        place = os.path.join(folder, str(stage))
-        engine, batches = make_windowed(stage)
-        micro_steps(engine, batches, 4)
-        engine.save_checkpoint(place, tag="boundary")
-        for flags in ({}, {"load_optimizer_states": False}, {"load_module_only": True}):
-            results = []
-            for pending in (0, 2):
-                engine.load_checkpoint(place, tag="boundary")
-                micro_steps(engine, iter([(torch.ones(2, 7), torch.ones(2))] * 4), pending)
-                engine.load_checkpoint(place, tag="boundary", **flags)
-                assert engine.micro_steps == 4 and engine.losses is None, (stage, flags)
-                micro_steps(engine, iter([(torch.ones(2, 7), torch.ones(2))] * 4), 4)
-                assert engine.global_steps == 2, (stage, flags)
-                results.append(whole(engine))
-            assert equal(*results), (stage, flags)
-        engine.destroy()
+def test_gradients_that_were_accumulated_before_a_load_are_forgotten(rank, world, folder, stage):
+    engine, batches = make_windowed(stage)
+    micro_steps(engine, batches, 4)
+    engine.save_checkpoint(folder, tag="boundary")
+    for flags in ({}, {"load_optimizer_states": False}, {"load_module_only": True}):
+        results = []
+        for pending in (0, 2):
+            engine.load_checkpoint(folder, tag="boundary")
+            micro_steps(engine, iter([(torch.ones(2, 7), torch.ones(2))] * 4), pending)
+            engine.load_checkpoint(folder, tag="boundary", **flags)
+            assert engine.micro_steps == 4 and engine.losses is None, (stage, flags)
+            micro_steps(engine, iter([(torch.ones(2, 7), torch.ones(2))] * 4), 4)
+            assert engine.global_steps == 2, (stage, flags)
+            results.append(whole(engine))
+        assert equal(*results), (stage, flags)
 
 
 # ---- the configuration wins ----------------------------------------------------------------------------------------
@@ -232,20 +230,19 @@ def everything(engine):
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank, world, stage, folder):
-    place = os.path.join(folder, str(stage))
     engine = make_peer(stage)
     peer_model.train(engine, 2, rank)
     for tag in ("whole", "broken run", "short"):
-        engine.save_checkpoint(place, tag=tag)
+        engine.save_checkpoint(folder, tag=tag)
     engine.destroy()
     torch.distributed.barrier()
     if rank == 0:
-        with open(names.RUN_STATES.path(os.path.join(place, "broken run"), rank=1), "r+b") as file:
+        with open(names.RUN_STATES.path(os.path.join(folder, "broken run"), rank=1), "r+b") as file:
             file.truncate(100)
         for tag in ("broken run", "short"):
-            for file in os.listdir(os.path.join(place, tag)):
+            for file in os.listdir(os.path.join(folder, tag)):
                 if file.endswith(".json") or (tag == "short" and "rank_1_mp_rank_00_optim" in file):
-                    os.unlink(os.path.join(place, tag, file))
+                    os.unlink(os.path.join(folder, tag, file))
     torch.distributed.barrier()
     adagrad = {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}}
     cases = {
@@ -259,7 +256,7 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank, world, stage
         other = make_peer(stage, **options)
         peer_model.train(other, 1, rank)
         before = whole(other), everything(other)
-        must_raise(Exception, words, other.load_checkpoint, place, tag=tag)
+        must_raise(Exception, words, other.load_checkpoint, folder, tag=tag)
         assert equal(whole(other), before[0]) and everything(other) == before[1], case
         assert other.loaded_checkpoint_dp_world_size is None and other.loaded_engine_state == {}, case
         peer_model.train(other, 1, rank, first=1)

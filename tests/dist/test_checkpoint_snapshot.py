@@ -78,7 +78,6 @@ def test_what_changes_states_waits_for_the_copies(rank, world, stage, client_opt
     engine.core.hold_states()
     assert meets(lambda: safe_get_full_optimizer_state(weight, name))[1] or client_optimizer
     engine.core.release_states()
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -98,7 +97,6 @@ def test_which_memory_is_the_engines_own(rank, world, stage, bf16):
     assert not any(covered(param) for param in engine.module.parameters() if param.numel())
     engine.core.slots(0)[0].add_(1)
     must_raise(RuntimeError, "checkpoint_engine.wait", states.check_unchanged)
-    engine.destroy()
 
 
 def slow_copies():
@@ -119,7 +117,6 @@ def test_a_step_between_does_not_reach_the_file(rank, world, folder):
         engine.load_checkpoint(folder)
     found = [safe_get_full_fp32_param(weight), safe_get_full_optimizer_state(weight, "exp_avg")]
     assert all(torch.equal(one, other) for one, other in zip(expected, found))
-    engine.destroy()
 
 
 def somebody_writes(rank, world, folder):

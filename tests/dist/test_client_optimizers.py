@@ -54,60 +54,56 @@ def mixed(params):
     return Mixed([{"params": params[::2]}, {"params": params[1::2], "full": False}])
 
 
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
 @on_ranks(2)
-def test_states_that_differ_between_groups_and_parameters_are_saved(rank, world, folder):
-    for stage in range(4):
-        for dtype in ("fp32", "bf16"):
-            place = os.path.join(folder, f"{stage}{dtype}")
-            engine = make_engine(stage, mixed, dtype)
-            engine.module[2].bias.requires_grad_(False)  # of one group: it has seen fewer updates than the other
-            train(engine, 1, rank)
-            engine.module[2].bias.requires_grad_(True)
-            train(engine, 2, rank, first=1)
-            engine.save_checkpoint(place)
-            train(engine, 2, rank, first=3)
-            other = make_engine(stage, mixed, dtype, seed=7)
-            other.load_checkpoint(place)
-            train(other, 2, rank, first=3)
-            assert all(torch.equal(a, b) for a, b in zip(weights(engine), weights(other), strict=True)), (stage, dtype)
-            other.destroy()
-            engine.destroy()
+def test_states_that_differ_between_groups_and_parameters_are_saved(rank, world, folder, stage, dtype):
+    engine = make_engine(stage, mixed, dtype)
+    engine.module[2].bias.requires_grad_(False)  # of one group: it has seen fewer updates than the other
+    train(engine, 1, rank)
+    engine.module[2].bias.requires_grad_(True)
+    train(engine, 2, rank, first=1)
+    engine.save_checkpoint(folder)
+    train(engine, 2, rank, first=3)
+    other = make_engine(stage, mixed, dtype, seed=7)
+    other.load_checkpoint(folder)
+    train(other, 2, rank, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(weights(engine), weights(other), strict=True)), (stage, dtype)
 
 
 def keys_of(engine):
     return [sorted(group) for group in engine.basic_optimizer.state_dict()["param_groups"]]
 
 
+@pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_groups_have_the_same_keys_before_a_save_and_after_a_load(rank, world, folder):
-    for stage in range(4):
-        source = peer_model.folder(stage, "fp32")  # of another implementation, whose groups count steps
-        for optimizer in (None, lambda groups: torch.optim.AdamW(groups, lr=0.01)):
-            engine = peer_model.make_engine(peer_model.what(stage, "fp32")["config"], optimizer=optimizer)
-            before = keys_of(engine)
-            if optimizer is None:
-                engine.load_checkpoint(source)
-                assert keys_of(engine) == before, stage
-            place = os.path.join(folder, f"{stage}{optimizer is None}")
-            peer_model.train(engine, 1, rank)
-            engine.save_checkpoint(place)
-            other = peer_model.make_engine(peer_model.what(stage, "fp32")["config"], optimizer=optimizer)
-            other.load_checkpoint(place)
-            assert keys_of(other) == keys_of(engine) == before, stage
-            other.destroy()
-            engine.destroy()
-
-
-@on_ranks(2)
-def test_states_made_before_the_first_step_have_the_dtype_of_masters(rank, world):
-    for stage in range(4):
-        engine = make_engine(stage, lambda params: torch.optim.Adagrad(params, lr=0.1), "bf16")
-        before = weights(engine)
-        train(engine, 1, rank)
-        assert not any(torch.equal(a, b) for a, b in zip(before, weights(engine))), stage
-        sums = [state["sum"] for state in engine.basic_optimizer.state.values()]
-        assert sums and all(one.dtype == torch.float32 for one in sums), stage
+def test_groups_have_the_same_keys_before_a_save_and_after_a_load(rank, world, folder, stage):
+    source = peer_model.folder(stage, "fp32")  # of another implementation, whose groups count steps
+    for optimizer in (None, lambda groups: torch.optim.AdamW(groups, lr=0.01)):
+        engine = peer_model.make_engine(peer_model.what(stage, "fp32")["config"], optimizer=optimizer)
+        before = keys_of(engine)
+        if optimizer is None:
+            engine.load_checkpoint(source)
+            assert keys_of(engine) == before, stage
+        place = os.path.join(folder, f"{stage}{optimizer is None}")
+        peer_model.train(engine, 1, rank)
+        engine.save_checkpoint(place)
+        other = peer_model.make_engine(peer_model.what(stage, "fp32")["config"], optimizer=optimizer)
+        other.load_checkpoint(place)
+        assert keys_of(other) == keys_of(engine) == before, stage
+        other.destroy()
         engine.destroy()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_states_made_before_the_first_step_have_the_dtype_of_masters(rank, world, stage):
+    engine = make_engine(stage, lambda params: torch.optim.Adagrad(params, lr=0.1), "bf16")
+    before = weights(engine)
+    train(engine, 1, rank)
+    assert not any(torch.equal(a, b) for a, b in zip(before, weights(engine))), stage
+    sums = [state["sum"] for state in engine.basic_optimizer.state.values()]
+    assert sums and all(one.dtype == torch.float32 for one in sums), stage
 
 
 # ---- groups --------------------------------------------------------------------------------------------------------
@@ -172,12 +168,12 @@ def end_of(stage, dtype, rank, failures):
     return found
 
 
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
 @on_ranks(2)
-def test_a_step_that_raised_may_be_repeated(rank, world):
-    for stage in range(4):
-        for dtype in ("fp32", "bf16"):
-            straight, norm, steps = end_of(stage, dtype, rank, 0)
-            retried, again, later = end_of(stage, dtype, rank, 2)
-            assert steps == later == 2 and norm == pytest.approx(again, rel=1e-5), (stage, dtype)
-            for a, b in zip(straight, retried, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+def test_a_step_that_raised_may_be_repeated(rank, world, stage, dtype):
+    straight, norm, steps = end_of(stage, dtype, rank, 0)
+    retried, again, later = end_of(stage, dtype, rank, 2)
+    assert steps == later == 2 and norm == pytest.approx(again, rel=1e-5), (stage, dtype)
+    for a, b in zip(straight, retried, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)

@@ -83,11 +83,11 @@ def check_groups(rank, world, way):
     engine.destroy()
 
 
+@pytest.mark.parametrize("way", ("mpu", "mesh", "key", "both keys"))
 @on_ranks(4, timeout=60)
-def test_groups_and_batch_sizes(rank, world):
-    for way in ("mpu", "mesh", "key", "both keys"):
-        check_groups(rank, world, way)
-        groups.clear()
+def test_groups_and_batch_sizes(rank, world, way):
+    check_groups(rank, world, way)
+    groups.clear()
 
 
 class NotEnough:

@@ -72,9 +72,14 @@ def family_model(family):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3"])
 @on_ranks(2, init=True, timeout=90)
 def test_families(rank, world, family, kind):
-    plain, model, batch = family_model(family), family_model(family), batch_of(kind)
-    labels = batch.pop("labels")
+    plain, model = family_model(family), family_model(family)
     register(model, world, core_attn_implementation=model.config._attn_implementation)
+    assert gap_of(rank, world, plain, model, batch_of(kind)) < 1e-4
+
+
+def gap_of(rank, world, plain, model, batch):
+    """The largest difference of a logit, and of a gradient that is summed over the ranks, to those of one process."""
+    labels = batch.pop("labels")
     expected = plain(**batch).logits
     upper = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4)) * (labels != -100)[..., None]
     (expected * upper).sum().backward()
@@ -82,11 +87,14 @@ def test_families(rank, world, family, kind):
     logits, kept = model(**mine).logits, labels.chunk(world, 1)[rank] != -100
     (logits * upper.chunk(world, 1)[rank]).sum().backward()
     gap = (logits - expected.chunk(world, 1)[rank])[kept].abs()
-    gaps, wanted = [float(gap.max()) if gap.numel() else 0.0], grads_of(plain)
-    for name, param in model.named_parameters():
+    return max(float(gap.max()) if gap.numel() else 0.0, grad_gap(model, grads_of(plain)))
+
+
+def grad_gap(model, wanted, losses=1):
+    """``losses``: how many ranks have the loss of the whole sequence."""
+    for param in model.parameters():
         dist.all_reduce(param.grad)
-        gaps.append(float((param.grad - wanted[name]).abs().max()))
-    assert max(gaps) < 1e-4
+    return max(float((param.grad / losses - wanted[name]).abs().max()) for name, param in model.named_parameters())
 
 
 def batch_of(kind, step=0, rank=0):
@@ -156,9 +164,7 @@ def test_equals_one_process(rank, world, kind, heads, kv, window, checkpoint):
     for loss, wanted in reversed(deferred):  # the backward of a forward that was not the last one
         model.zero_grad()
         loss.backward()
-        for name, param in model.named_parameters():
-            dist.all_reduce(param.grad)  # every rank's loss is that of the whole sequence
-            gaps.append(float((param.grad / world - wanted[name]).abs().max()))
+        gaps.append(grad_gap(model, wanted, losses=world))
     assert max(gaps) < 2e-5
 
 
@@ -285,52 +291,29 @@ def test_tiles(shifted):
 @on_ranks(init=True, timeout=90)
 def test_methods_and_chunks(rank, world, method, heads, kv, chunk, checkpoint):
     """As the section ``sequence_parallel`` says: logits and gradients of one process."""
-    plain, model, batch = model_of(heads, kv), model_of(heads, kv).train(), batch_of("causal")
+    plain, model = model_of(heads, kv), model_of(heads, kv).train()
     made = configure_model(model, dist.get_world_group(), method=method, chunk=chunk)
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
-    expected = plain(input_ids=batch["input_ids"]).logits
-    upper = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4))
-    (expected * upper).sum().backward()
-    mine = {name: batch[name].chunk(world, 1)[rank] for name in ("input_ids", "position_ids")}
-    logits = model(**mine).logits
-    (logits * upper.chunk(world, 1)[rank]).sum().backward()
-    gaps, wanted = [float((logits - expected.chunk(world, 1)[rank]).abs().max())], grads_of(plain)
-    for name, param in model.named_parameters():
-        dist.all_reduce(param.grad)
-        gaps.append(float((param.grad - wanted[name]).abs().max()))
-    assert max(gaps) < 1e-4 and (made._ring is not None) == (method in ("ring", "both") or heads < world)
-
-
-def body_blocks(rank, world, kind, window, method, chunk):
-    """Masks of blocks: padding, documents and windows in a ring and in chunks."""
-    plain, model, batch = model_of(4, 2, window), model_of(4, 2, window).train(), batch_of(kind)
-    made = configure_model(model, dist.get_world_group(), method=method, chunk=chunk)
-    labels = batch.pop("labels")
-    expected = plain(**batch).logits
-    upper = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4)) * (labels != -100)[..., None]
-    (expected * upper).sum().backward()
-    logits = model(**{name: value.chunk(world, 1)[rank] for name, value in batch.items()}).logits
-    (logits * upper.chunk(world, 1)[rank]).sum().backward()
-    gap = (logits - expected.chunk(world, 1)[rank])[labels.chunk(world, 1)[rank] != -100].abs()
-    gaps, wanted = [float(gap.max()) if gap.numel() else 0.0], grads_of(plain)
-    for name, param in model.named_parameters():
-        dist.all_reduce(param.grad)
-        gaps.append(float((param.grad - wanted[name]).abs().max()))
-    return max(gaps), made._ring is not None
+    assert gap_of(rank, world, plain, model, batch_of("causal")) < 1e-4
+    assert (made._ring is not None) == (method in ("ring", "both") or heads < world)
 
 
 @pytest.mark.parametrize("kind, window", [("packed", None), ("padded", None), ("causal", 4), ("packed", 4)])
 @pytest.mark.parametrize("world, method, chunk", [(2, "ring", 0), (2, "auto", 4), (1, "auto", 5)])
-def test_masks_by_blocks(world, method, chunk, kind, window):
-    for gap, ring in run_ranks(world, body_blocks, kind, window, method, chunk, init=True, timeout=90):
-        assert gap < 1e-4 and ring == (method == "ring")
+@on_ranks(init=True, timeout=90)
+def test_masks_by_blocks(rank, world, method, chunk, kind, window):
+    """Masks of blocks: padding, documents and windows in a ring and in chunks."""
+    plain, model = model_of(4, 2, window), model_of(4, 2, window).train()
+    made = configure_model(model, dist.get_world_group(), method=method, chunk=chunk)
+    assert gap_of(rank, world, plain, model, batch_of(kind)) < 1e-4 and (made._ring is not None) == (method == "ring")
 
 
-def body_dropout(rank, world, *ways):
+@on_ranks(2, init=True, timeout=90)
+def test_the_dropout_of_rings_and_chunks_does_not_know_the_cut(rank, world):
     """Logits and gradients, where every layer drops probabilities: those of the first way."""
     found, batch = [], batch_of("packed")
-    for method, chunk in ways:
+    for method, chunk in (("ring", 0), ("auto", 4), ("auto", 5)):
         model = model_of().train()
         for layer in model.model.layers:
             layer.self_attn.attention_dropout = 0.3
@@ -343,12 +326,7 @@ def body_dropout(rank, world, *ways):
             dist.all_reduce(grad)
         found.append([logits.detach(), *grads])
         assert (made._ring is not None) == (method == "ring")
-    return [max(float((a - b).abs().max()) for a, b in zip(one, found[0])) for one in found]
-
-
-def test_the_dropout_of_rings_and_chunks_does_not_know_the_cut():
-    for gaps in run_ranks(2, body_dropout, ("ring", 0), ("auto", 4), ("auto", 5), init=True, timeout=90):
-        assert max(gaps) < 1e-4
+    assert max(float((a - b).abs().max()) for one in found for a, b in zip(one, found[0])) < 1e-4
 
 
 @pytest.mark.parametrize("how", ["registered", "configured"])

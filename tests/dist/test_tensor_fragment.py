@@ -21,7 +21,7 @@ from deepspeed.utils import (
 )
 from deepspeed.zero.states.param_states import WholeParams
 from engine_models import adam_like, batch, config, loss_of, make_net, train_engine
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 from runs import DTYPES, engine_of, must_raise, together
 
 STAGES = [0, 1, 2, 3]
@@ -298,7 +298,9 @@ def test_frozen_parameters(rank, world, stage, precision):
     must_raise(ValueError, "no fp32 value to set", safe_set_full_fp32_param, frozen, torch.zeros(12, 12))
 
 
-def body_accumulation(rank, world, stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_gradients_are_whole_after_the_last_micro_step(rank, world, stage):
     engine = start(world, stage, "fp32", "AdamW", accumulate=2)
     tokens, targets = batch(0)
     found = []
@@ -307,15 +309,8 @@ def body_accumulation(rank, world, stage):
         engine.backward(loss_of(engine(tokens[mine]), targets[mine]))
         found.append(safe_get_full_grad(engine.module.out.weight))
         engine.step()
-    return found
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradients_are_whole_after_the_last_micro_step(stage):
-    expected = plain("fp32", world=4).out.weight.grad
-    ranks = run_ranks(2, body_accumulation, stage)
-    for early, whole in ranks:
-        assert close(whole, expected, "fp32")
-        assert (early is None) == (stage == 1)
+    early, whole = found
+    assert close(whole, plain("fp32", world=4).out.weight.grad, "fp32")
+    assert (early is None) == (stage == 1)
     if stage != 1:
-        assert torch.equal(ranks[0][0], ranks[1][0]) == (stage >= 2)
+        assert torch.equal(*together(early)) == (stage >= 2)

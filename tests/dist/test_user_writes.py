@@ -8,7 +8,7 @@ import torch
 import deepspeed
 from deepspeed.zero.core import writing
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 from runs import engine_of, must_raise, settings, take_step
 
 
@@ -107,25 +107,26 @@ def test_who_puts_averages_in_and_takes_them_out_has_the_old_weights_again(rank,
     assert all(torch.equal(p, v) for p, v in zip(params, values))
 
 
-def new_parameter(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(1, init=True)
+def test_new_parameters_in_a_module(rank, world, stage):
     engine = made_engine(stage)
     layer, old = engine.module.first, engine.module.first.weight
     layer.weight = torch.nn.Parameter(torch.full((40, 6), 0.5))
     if stage == 3:
         must_raise(RuntimeError, "'first.weight' was replaced .*assign=False", engine, torch.zeros(2, 6))
-        return True
-    step(engine)
-    assert layer.weight is old and torch.equal(old, torch.full((40, 6), 0.5))
-    return True
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_new_parameters_in_a_module(stage):
-    assert run_ranks(1, new_parameter, stage, init=True) == [True]
+    else:
+        step(engine)
+        assert layer.weight is old and torch.equal(old, torch.full((40, 6), 0.5))
 
 
 # ---- writes in place -----------------------------------------------------------------------------------------------
-def loaded(rank, world, stage, dtype, offload):
+BESIDE = [(0, "bf16", False), *((stage, dtype, dtype == "fp32") for stage in (1, 2, 3) for dtype in ("bf16", "fp32"))]
+
+
+@pytest.mark.parametrize("stage, dtype, offload", BESIDE)
+@on_ranks(2, init=True)
+def test_loaded_weights_stay(rank, world, stage, dtype, offload):
     engine = made_engine(stage, dtype, offload)
     step(engine, rank)
     shapes = {"first.weight": (40, 6), "first.bias": (40,), "last.weight": (1, 40), "last.bias": (1,)}
@@ -135,18 +136,11 @@ def loaded(rank, world, stage, dtype, offload):
     for param in (engine.module.first.weight, engine.module.last.bias):
         assert torch.equal(value_of(param), torch.full_like(value_of(param), 0.375))
         assert deepspeed.utils.safe_get_full_fp32_param(param).unique().tolist() == [0.375]
-    return True
-
-
-BESIDE = [(0, "bf16", False), *((stage, dtype, dtype == "fp32") for stage in (1, 2, 3) for dtype in ("bf16", "fp32"))]
 
 
 @pytest.mark.parametrize("stage, dtype, offload", BESIDE)
-def test_loaded_weights_stay(stage, dtype, offload):
-    assert run_ranks(2, loaded, stage, dtype, offload, init=True) == [True, True]
-
-
-def in_place(rank, world, stage, dtype, offload):
+@on_ranks(2, init=True)
+def test_only_written_elements_change(rank, world, stage, dtype, offload, folder):
     engine = made_engine(stage, dtype, offload, rate=1e-4, stage3_param_persistence_threshold=10**6)
     step(engine, rank)  # masters are no values of bf16 from here on
     param = engine.module.first.weight
@@ -162,16 +156,9 @@ def in_place(rank, world, stage, dtype, offload):
     assert torch.equal(value_of(param)[0].float(), torch.full((6,), 2.0))
     with torch.no_grad():
         param[0].fill_(3.0)
-    engine.save_checkpoint("saved")
+    engine.save_checkpoint(folder)
     after = deepspeed.utils.safe_get_full_fp32_param(param)
     assert torch.equal(after[0], torch.full((6,), 3.0))
-    return True
-
-
-@pytest.mark.parametrize("stage, dtype, offload", BESIDE)
-def test_only_written_elements_change(stage, dtype, offload, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run_ranks(2, in_place, stage, dtype, offload, init=True) == [True, True]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -226,11 +213,13 @@ def test_a_trained_module_is_pickled(rank, world, stage):
     with torch.no_grad():
         assert torch.equal(loaded(x), expected)
     assert all(type(param) is torch.nn.Parameter for param in loaded.parameters())
-    again = made_engine(stage, dtype)
-    again.destroy()
+    made_engine(stage, dtype).destroy()
 
 
-def sizes(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(1, init=True)
+def test_a_part_of_a_model_is_saved_alone(rank, world, stage):
+    """40 + 1 numbers of 4 bytes and what torch.save adds; the model has 1,961."""
     engine = made_engine(stage)
     step(engine)
 
@@ -240,10 +229,4 @@ def sizes(rank, world, stage):
         return len(file.getvalue())
 
     last = engine.module.last
-    return [size(last), size(last.state_dict()), size(last.weight), size(last.weight.detach())]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_part_of_a_model_is_saved_alone(stage):
-    """40 + 1 numbers of 4 bytes and what torch.save adds; the model has 1,961."""
-    assert max(run_ranks(1, sizes, stage, init=True)[0]) < 4000
+    assert max(map(size, (last, last.state_dict(), last.weight, last.weight.detach()))) < 4000

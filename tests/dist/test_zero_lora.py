@@ -41,4 +41,3 @@ def test_adapters_with_checkpoints(rank, world, stage, reentrant):
                 assert torch.allclose(safe_get_full_grad(ours), theirs.grad, atol=1e-6), name
         optimizer.step()
         engine.step()
-    engine.destroy()

@@ -1,19 +1,36 @@
 """What users do with a model at ZeRO stage 3, beside training it."""
 
-import copy
-
 import pytest
 import torch
 
 import deepspeed
-from engine_models import adam_like, config, difference, loss_of, make_net, net_engine, train_engine, train_plain
-from harness import on_ranks, run_ranks
-from runs import engine_of, must_raise, together
+from engine_models import (
+    adam_like,
+    batch,
+    config,
+    difference,
+    loss_of,
+    make_net,
+    net_engine,
+    train_engine,
+    train_plain,
+    uses_extra,
+)
+from harness import on_ranks
+from runs import engine_of, must_raise, settings, together
 from runs import weights as whole
 
 
 def make_engine(world, model=None, **zero):
     return net_engine(world, 3, model=model, zero={"stage3_param_persistence_threshold": 20, **zero})
+
+
+def whole_model(engine):
+    """The trained weights in a model of one process."""
+    found = make_net()
+    for mine, value in zip(found.parameters(), whole(engine.module).values()):
+        mine.data.copy_(value)
+    return found
 
 
 @pytest.mark.parametrize("before_engine", [False, True], ids=["in the engine", "in zero.Init"])
@@ -32,18 +49,13 @@ def test_load_state_dict_with_whole_tensors(rank, world, before_engine):
     train_engine(engine, 3, rank, world)
     reference = wanted.double()
     optimizer = adam_like(reference)
-    from engine_models import batch, uses_extra
-
     for step in range(3):
         tokens, targets = batch(step)
         optimizer.zero_grad(set_to_none=True)
         loss_of(reference(tokens, extra=uses_extra(step)), targets).backward()
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         optimizer.step()
-    found = copy.deepcopy(wanted).float()
-    for (_, mine), value in zip(found.named_parameters(), whole(engine.module).values()):
-        mine.data.copy_(value)
-    assert difference(found, reference) < 1e-6
+    assert difference(whole_model(engine), reference) < 1e-6
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -78,9 +90,10 @@ def test_generation_gathers_once_and_training_goes_on(rank, world):
         assert sum(r[0][step] for r in results) / 2 == pytest.approx(results[0][1][step], rel=1e-6)
 
 
-def body_coalesce(rank, world, stage):
-    from engine_models import batch, uses_extra
-
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_several_backwards_are_reduced_once(rank, world, stage):
+    numel = sum(p.numel() for p in make_net().parameters() if p.requires_grad)
     engine = make_engine(world, stage=stage)
     tokens, targets = batch(0)
     part = tokens.shape[0] // world // 2
@@ -92,42 +105,26 @@ def body_coalesce(rank, world, stage):
             engine.backward(loss / 2)
     sent = engine.core.traffic()["elements"]
     engine.step()
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return sent, difference(engine.module, train_plain(1, adam_like)[2])
+    assert difference(whole_model(engine), train_plain(1, adam_like)[2]) < 1e-6
+    assert 0 < sent < (2.5 if stage == 0 else 1.5) * numel  # padding of small tensors included
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_several_backwards_are_reduced_once(stage):
-    numel = sum(p.numel() for p in make_net().parameters() if p.requires_grad)
-    for sent, gap in run_ranks(2, body_coalesce, stage):
-        assert gap < 1e-6
-        assert 0 < sent < (2.5 if stage == 0 else 1.5) * numel  # padding of small tensors included
-
-
-def body_unused(rank, world):
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError])
+@on_ranks(2)
+def test_an_unused_parameter_can_be_an_error(rank, world, kind):
     engine = make_engine(world, ignore_unused_parameters=False)
-    train_engine(engine, 1, rank, world)
+    must_raise(kind, "never.weight.*ignore_unused_parameters", train_engine, engine, 1, rank, world)
 
 
-def test_an_unused_parameter_can_be_an_error():
-    for kind in (RuntimeError, AssertionError):
-        with pytest.raises(kind, match="never.weight.*ignore_unused_parameters"):
-            run_ranks(2, body_unused)
+@on_ranks(2)
+def test_unknown_optimizers_need_consent(rank, world):
+    def untested(allow):
+        model = make_net()
+        optimizer = torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        engine_of(model, config(world, zero_optimization={"stage": 2}, zero_allow_untested_optimizer=allow), optimizer)
 
-
-def body_untested(rank, world, allow):
-    made = config(world, 1, zero_optimization={"stage": 2}, zero_allow_untested_optimizer=allow)
-    del made["optimizer"]
-    model = make_net()
-    optimizer = torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    deepspeed.initialize(model=model, optimizer=optimizer, config=made)
-    return True
-
-
-def test_unknown_optimizers_need_consent():
-    with pytest.raises(AssertionError, match="zero_allow_untested_optimizer"):
-        run_ranks(2, body_untested, False)
-    assert run_ranks(2, body_untested, True) == [True, True]
+    must_raise(AssertionError, "zero_allow_untested_optimizer", untested, False)
+    untested(True)
 
 
 @on_ranks(2)
@@ -161,9 +158,7 @@ def test_mics_equals_plain_training(rank, world, size, init):
     engine = make_engine(world, model, **zero)
     assert engine.module.first.weight.ds_world_size == size
     losses, norms = train_engine(engine, 5, rank, world)
-    found = make_net()
-    for mine, value in zip(found.parameters(), whole(engine.module).values()):
-        mine.data.copy_(value)
+    found = whole_model(engine)
     expected, expected_norms, reference = train_plain(5, adam_like)
     assert norms == pytest.approx(expected_norms, rel=1e-5)
     with deepspeed.zero.GatheredParameters(engine.module.first.bias, modifier_rank=3):
@@ -174,13 +169,9 @@ def test_mics_equals_plain_training(rank, world, size, init):
     assert difference(found, reference) < 1e-6
 
 
-def body_mics_size(rank, world):
-    make_engine(world, mics_shard_size=3)
-
-
-def test_a_mics_size_that_does_not_fit_is_named():
-    with pytest.raises(ValueError, match="mics_shard_size 3 does not divide.*1, 2, 4"):
-        run_ranks(4, body_mics_size)
+@on_ranks(4)
+def test_a_mics_size_that_does_not_fit_is_named(rank, world):
+    must_raise(ValueError, "mics_shard_size 3 does not divide.*1, 2, 4", make_engine, world, mics_shard_size=3)
 
 
 @pytest.mark.parametrize(
@@ -188,20 +179,12 @@ def test_a_mics_size_that_does_not_fit_is_named():
     [{}, {"stage3_prefetch_bucket_size": 0}, {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}],
     ids=["default", "no prefetch", "nothing kept"],
 )
-@on_ranks(2)
+@on_ranks(2, env={"DS_PEER_MEMORY": "0"})
 def test_ranks_without_shared_memory_agree_on_gathers(rank, world, zero):
-    import os
-
-    os.environ["DS_PEER_MEMORY"] = "0"
-    try:
-        engine = make_engine(world, **zero)
-    finally:
-        del os.environ["DS_PEER_MEMORY"]
+    engine = make_engine(world, **zero)
     assert engine.core.gatherer.source == "scheduled collectives"
     losses, norms = train_engine(engine, 5, rank, world)
-    found = make_net()
-    for mine, value in zip(found.parameters(), whole(engine.module).values()):
-        mine.data.copy_(value)
+    found = whole_model(engine)
     engine.core.gatherer.drain()
     assert difference(found, train_plain(5, adam_like)[2]) < 1e-6
 
@@ -218,15 +201,9 @@ class Branches(torch.nn.Module):
         return self.layers[1 + self.rank](self.layers[0](x)).sum()
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=60, env={"DS_PEER_MEMORY": "0"})
 def test_what_ranks_gather_together_does_not_depend_on_their_branches(rank, world):
-    import os
-
-    os.environ["DS_PEER_MEMORY"] = "0"
-    try:
-        engine = make_engine(world, Branches(rank), stage3_param_persistence_threshold=0)
-    finally:
-        del os.environ["DS_PEER_MEMORY"]
+    engine = make_engine(world, Branches(rank), stage3_param_persistence_threshold=0)
     for _ in range(3):
         loss = engine(torch.ones(1, 8))
         for when in ("after forward", "after backward"):
@@ -247,15 +224,8 @@ def test_what_ranks_gather_together_does_not_depend_on_their_branches(rank, worl
 def test_memory_formats_are_not_confused(rank, world, stage, client):
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-    made = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
     optimizer = torch.optim.AdamW(conv.parameters(), lr=0.1) if client else None
-    if not client:
-        made["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
-    engine = deepspeed.initialize(model=conv, optimizer=optimizer, config=made)[0]
+    engine = engine_of(conv, settings(stage, rate=0.1, gradient_clipping=0.0), optimizer)
     torch.manual_seed(rank)
     engine.backward(engine(torch.randn(2, 3, 5, 5)).square().sum())
     grad = deepspeed.utils.safe_get_full_grad(conv.weight)
