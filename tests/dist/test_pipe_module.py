@@ -65,7 +65,18 @@ def run_pipe(module, x):
     return x
 
 
-def _parts(rank, world, stages, virtual, placement):
+@pytest.mark.parametrize(
+    "world, stages, virtual, placement, parts, local",
+    [
+        (1, 1, 1, "loop", [0, 6], [[0, 1, 2, 3, 4, 5]]),
+        (2, 2, 1, "loop", [0, 3, 6], [[0, 1, 2], [3, 4, 5]]),
+        (4, 2, 1, "loop", [0, 3, 6], [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]),
+        (2, 2, 2, "loop", [0, 2, 4, 5, 6], [[0, 1, 4], [2, 3, 5]]),
+        (2, 2, 2, "v", [0, 2, 4, 5, 6], [[0, 1, 5], [2, 3, 4]]),
+    ],
+)
+@on_ranks(init=True)
+def test_parts_are_the_model(rank, world, stages, virtual, placement, parts, local):
     Block.built.clear()
     module = PipelineModule(
         specs(), num_stages=stages, seed_layers=True, virtual_stages=virtual, placement=placement,
@@ -87,21 +98,7 @@ def _parts(rank, world, stages, virtual, placement):
     must_raise(IndexError, "there is no layer 6: the pipeline has 6", module.stage_owner, 6)
     if virtual > 1:
         must_raise(ValueError, "this stage has 2 parts of the model: say which", module, inputs())
-    return module.partitions(), module.local_layers
-
-
-@pytest.mark.parametrize(
-    "ranks, stages, virtual, placement, parts, local",
-    [
-        (1, 1, 1, "loop", [0, 6], [[0, 1, 2, 3, 4, 5]]),
-        (2, 2, 1, "loop", [0, 3, 6], [[0, 1, 2], [3, 4, 5]]),
-        (4, 2, 1, "loop", [0, 3, 6], [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]),
-        (2, 2, 2, "loop", [0, 2, 4, 5, 6], [[0, 1, 4], [2, 3, 5]]),
-        (2, 2, 2, "v", [0, 2, 4, 5, 6], [[0, 1, 5], [2, 3, 4]]),
-    ],
-)
-def test_parts_are_the_model(ranks, stages, virtual, placement, parts, local):
-    assert run_ranks(ranks, _parts, stages, virtual, placement, init=True) == [(parts, own) for own in local]
+    assert module.partitions() == parts and module.local_layers == local[rank]
 
 
 @on_ranks(1, init=True)

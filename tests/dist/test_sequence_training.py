@@ -62,7 +62,9 @@ def ways(rank, world, way):
     return start(Tiny(), config, **more)
 
 
-def check_groups(rank, world, way):
+@pytest.mark.parametrize("way", ["mpu", "mesh", "key", "both keys"])
+@on_ranks(4, timeout=60)
+def test_groups_and_batch_sizes(rank, world, way):
     engine = ways(rank, world, way)
     assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (4, 2, 1)
     assert engine.train_batch_size() == 4 and engine.sequence_parallel_size == 2
@@ -81,12 +83,6 @@ def check_groups(rank, world, way):
         assert parallel_state_sp.get_data_parallel_world_size() == 2
         assert parallel_state_sp.get_sequence_data_parallel_world_size() == 4
     engine.destroy()
-
-
-@pytest.mark.parametrize("way", ("mpu", "mesh", "key", "both keys"))
-@on_ranks(4, timeout=60)
-def test_groups_and_batch_sizes(rank, world, way):
-    check_groups(rank, world, way)
     groups.clear()
 
 
@@ -99,13 +95,10 @@ class NotEnough:
     get_sequence_parallel_world_size = lambda self: 2
 
 
-def body_half_an_mpu(rank, world):
-    start(Tiny(), config_of(1), mpu=NotEnough())
-
-
-def test_an_mpu_without_the_ranks_of_zero_is_refused():
-    with pytest.raises(AttributeError, match="no get_sequence_data_parallel_group"):
-        run_ranks(2, body_half_an_mpu, init=True)
+@on_ranks(2, init=True)
+def test_an_mpu_without_the_ranks_of_zero_is_refused(rank, world):
+    given = Tiny(), config_of(1)
+    must_raise(AttributeError, "no get_sequence_data_parallel_group", start, *given, mpu=NotEnough())
 
 
 # ---- one gradient ----------------------------------------------------------------------------------------------------

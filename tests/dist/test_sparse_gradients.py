@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import deepspeed
-from harness import on_ranks, run_ranks
-from runs import engine_of, must_raise, take_step
+from harness import on_ranks
+from runs import engine_of, must_raise, take_step, together
 
 ROWS, WIDTH, STEPS = 40, 4, 3
 
@@ -69,7 +69,20 @@ OPTIMIZERS = {
 CLIP = {"AdamW": 0.5, "SparseAdam": 0}  # torch does not clip sparse gradients
 
 
-def body(rank, world, accumulate, sparse, optimizer, more):
+@pytest.mark.parametrize(
+    "world, accumulate, sparse, optimizer, more, bound",
+    [
+        (1, 2, True, "AdamW", {}, 2e-6),
+        (2, 1, True, "AdamW", {}, 2e-6),
+        (3, 2, False, "AdamW", {}, 2e-6),
+        (3, 1, True, "SparseAdam", {}, 2e-6),
+        (1, 1, True, "SparseAdam", {}, 2e-6),
+        # Sixteen bits travel, and accumulate in fp32.
+        (2, 2, False, "AdamW", {"communication_data_type": "bf16"}, 2e-2),
+    ],
+)
+@on_ranks()
+def test_equals_one_dense_process(rank, world, accumulate, sparse, optimizer, more, bound):
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -90,25 +103,9 @@ def body(rank, world, accumulate, sparse, optimizer, more):
         for micro in range(accumulate):
             take_step(engine, engine(tokens_of(step, world * micro + rank)))
     reference = plain_process(optimizer, world * accumulate)
-    wanted, worst = dict(reference.named_parameters()), 0.0
-    for name, param in engine.module.named_parameters():
-        worst = max(worst, float((param.detach().float() - wanted[name]).abs().max()))
-    return worst
-
-
-@pytest.mark.parametrize(
-    "world, accumulate, sparse, optimizer",
-    [(1, 2, True, "AdamW"), (2, 1, True, "AdamW"), (3, 2, False, "AdamW"), (3, 1, True, "SparseAdam"),
-     (1, 1, True, "SparseAdam")],
-)  # fmt: skip
-def test_equals_one_dense_process(world, accumulate, sparse, optimizer):
-    worst = run_ranks(world, body, accumulate, sparse, optimizer, {})
-    assert max(worst) < 2e-6 and len(set(worst)) == 1
-
-
-def test_sixteen_bits_travel_and_accumulate_in_fp32():
-    worst = run_ranks(2, body, 2, False, "AdamW", {"communication_data_type": "bf16"})
-    assert max(worst) < 2e-2 and len(set(worst)) == 1
+    pairs = zip(engine.module.parameters(), reference.parameters(), strict=True)
+    worst = together(max(float((mine.detach().float() - wanted).abs().max()) for mine, wanted in pairs))
+    assert max(worst) < bound and len(set(worst)) == 1
 
 
 def embedding_engine(rows, on, **more):
@@ -123,15 +120,15 @@ def embedding_engine(rows, on, **more):
     return engine_of(model, config)
 
 
-def body_bytes(rank, world, on):
-    engine = embedding_engine(4000, on)
-    engine.core.reset_traffic()
-    take_step(engine, engine(torch.tensor([7, 3999, rank])).sum())
-    return engine.core.traffic()["bytes"]
+@on_ranks(2)
+def test_only_touched_rows_travel(rank, world):
+    def sent(on):
+        engine = embedding_engine(4000, on)
+        engine.core.reset_traffic()
+        take_step(engine, engine(torch.tensor([7, 3999, rank])).sum())
+        return engine.core.traffic()["bytes"]
 
-
-def test_only_touched_rows_travel():
-    dense, rows = run_ranks(2, body_bytes, False)[0], run_ranks(2, body_bytes, True)[0]
+    dense, rows = map(sent, (False, True))
     assert dense > 4000 * 8 * 4 and rows < 1000
 
 
@@ -246,15 +243,13 @@ def test_sharded_stages_are_refused(stage):
     )
 
 
-def body_bf16(rank, world, on):
-    engine = embedding_engine(60, on, bf16={"enabled": True})
-    for step in range(2):
-        take_step(engine, engine(torch.tensor([7, 59, step + rank])).sum())
-    return [deepspeed.utils.safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+@on_ranks(2)
+def test_bf16_with_fp32_masters(rank, world):
+    def masters(on):
+        engine = embedding_engine(60, on, bf16={"enabled": True})
+        for step in range(2):
+            take_step(engine, engine(torch.tensor([7, 59, step + rank])).sum())
+        return [deepspeed.utils.safe_get_full_fp32_param(param) for param in engine.module.parameters()]
 
-
-def test_bf16_with_fp32_masters():
-    dense, rows = (run_ranks(2, body_bf16, on) for on in (False, True))
-    for rank in range(2):
-        for one, other in zip(dense[rank], rows[rank]):
-            assert one.dtype == torch.float32 and torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+    for one, other in zip(masters(False), masters(True)):
+        assert one.dtype == torch.float32 and torch.allclose(one, other, rtol=1e-5, atol=1e-6)

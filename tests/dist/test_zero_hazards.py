@@ -9,17 +9,21 @@ import hashlib
 import pytest
 import torch
 
-from harness import on_ranks, run_ranks
-from runs import must_raise, take_step, weight_list, weights
+from harness import on_ranks
+from runs import must_raise, take_step, together, weight_list, weights
 from sampling import every_case
 from zero_models import make, outputs_of, relative
 from zero_training import STAGES, WIDTH, Deep, batch, below, beside, gap, loss_of, seeded, start, train_beside
 
 
 # ---- one result, always --------------------------------
-def body_repeat(rank, world, stage, runs):
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(timeout=120)
+def test_many_runs_have_one_result(rank, world, stage):
     found = []
-    for _ in range(runs):
+    for _ in range(50 if every_case() else 10):
         model = make("unused")
         engine = start(model, stage, world, 2, zero={"overlap_comm": True, "reduce_bucket_size": 30})
         for step in range(3):
@@ -32,15 +36,7 @@ def body_repeat(rank, world, stage, runs):
             digest.update(value.numpy().tobytes())
         found.append(digest.hexdigest())
         engine.destroy()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("stage", STAGES)
-def test_many_runs_have_one_result(stage, world):
-    results = run_ranks(world, body_repeat, stage, 50 if every_case() else 10, timeout=120)
-    assert len({digest for found in results for digest in found}) == 1
+    assert len({digest for digests in together(found) for digest in digests}) == 1
 
 
 # ---- ranks that do not do the same --------------------------------
