@@ -3,9 +3,6 @@
 import contextlib
 import json
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from unittest import mock
@@ -21,10 +18,9 @@ from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.checkpoint.write.background import SnapshotSave
 from engine_models import net_engine, train_engine
 from harness import RankError, on_ranks, run_ranks
+from processes import launched
 from runs import together
 from test_checkpoint_crash import mark, marks
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def make_engine(world, stage, section=None, model=None, **checkpoint):
@@ -365,12 +361,7 @@ assert not os.path.exists("out/t")
 
 @pytest.mark.parametrize("fault", ["", "write:1:enospc"])
 def test_the_end_of_the_program_waits_for_the_last_save(fault, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), "OMP_NUM_THREADS": "1", "FAULT": fault}
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
-    command += ["--master_port", str(20000 + os.getpid() % 9000), str(script)]
-    out = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    out = launched(SCRIPT, tmp_path, timeout=120, FAULT=fault, OMP_NUM_THREADS="1")
     if fault:
         told = [line for line in (out.stderr + out.stdout).splitlines() if "at the end of the program" in line]
         assert len(told) == 2 and all("rank 1: " in line and "is not saved" in line for line in told)

@@ -40,7 +40,7 @@ def body_second(rank, world, folder, stage, tag, victim):
     engine = saving_engine(world, stage)
     mark(engine, 2)
     if rank != victim:
-        os.environ.pop("DS_IO_FAULT", None)
+        file_writer.inject_fault("")
     engine.save_checkpoint(folder, tag=tag)
 
 
@@ -60,7 +60,7 @@ def kill_everywhere(folder, world, stage, tag, operation, points):
         run_ranks(world, body_first, folder, stage)
         fault = {"DS_IO_FAULT": f"{operation}:{n}:kill"}
         try:
-            run_ranks(world, body_second, folder, stage, tag, world - 1, env=fault, fresh=True)
+            run_ranks(world, body_second, folder, stage, tag, world - 1, env=fault)
             finished = True
         except (RankError, RuntimeError, OSError):
             finished = False

@@ -105,15 +105,12 @@ def test_consolidated_state_dict(precision, tmp_path):
         assert whole[name].dtype == value.dtype and torch.equal(whole[name], value), name
 
 
-def body_mics(rank, world, folder):
+@on_ranks(4)
+def test_each_slice_of_mics_comes_from_the_first_group_of_ranks(rank, world, tmp_path, folder):
     engine, _, loader, _ = make_engine(world, 3, PRECISIONS["bf16"], mics_shard_size=2)
     run(engine, repeat(loader), 1)
     assert engine.save_16bit_model(folder) is True
-    return weights(engine), engine._zero3_consolidated_16bit_state_dict()
-
-
-def test_each_slice_of_mics_comes_from_the_first_group_of_ranks(tmp_path):
-    (expected, whole), *others = run_ranks(4, body_mics, str(tmp_path))
+    (expected, whole), *others = together(weights(engine), engine._zero3_consolidated_16bit_state_dict())
     assert [state for _, state in others] == [None] * 3
     saved = torch.load(tmp_path / "pytorch_model.bin")
     for name, value in expected.items():

@@ -165,7 +165,9 @@ def test_an_optimizer_of_torch_takes_what_ours_has_saved(tmp_path):
     assert all(run_ranks(2, body_other_optimizer, str(tmp_path)))
 
 
-def body_between_formats(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_both_formats_hold_the_same(rank, world, stage, folder):
     engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
     seed_all(1)
     train(engine, repeat(loader), 2)
@@ -176,15 +178,11 @@ def body_between_formats(rank, world, folder, stage):
     other.save_checkpoint(folder, tag="native")  # takes the place of the other format's files
     last, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE}, seed=4)
     last.load_checkpoint(folder, tag="torch")
-    same_state = same(comparable(engine.optimizer.state_dict()), comparable(last.optimizer.state_dict()))
-    return same_state and same(weights(engine), weights(last))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_both_formats_hold_the_same(stage, tmp_path):
-    assert all(run_ranks(2, body_between_formats, str(tmp_path), stage))
-    assert not [name for name in os.listdir(tmp_path / "native") if name.endswith((".safetensors", "checkpoint.json"))]
-    assert verify.verify_folder(str(tmp_path / "native")) == []
+    assert same(comparable(engine.optimizer.state_dict()), comparable(last.optimizer.state_dict()))
+    assert same(weights(engine), weights(last))
+    native = os.path.join(folder, "native")
+    assert not [name for name in os.listdir(native) if name.endswith((".safetensors", "checkpoint.json"))]
+    assert verify.verify_folder(native) == []
 
 
 # ---- flags of load_checkpoint, client_state --------------------------------------------------------------------------
@@ -259,7 +257,9 @@ def test_what_only_a_pickle_could_hold_stops_all_ranks_before_anything_is_writte
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-def body_frozen(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_frozen_weights_are_stored_once(rank, world, stage, tmp_path, folder):
     engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
     batches, names = repeat(loader), []
     for tag in ("a", "b", "c", "d", "e"):
@@ -280,12 +280,7 @@ def body_frozen(rank, world, folder, stage):
         names.append({os.path.basename(p): os.stat(p).st_ino for p in glob.glob(f"{folder}/{tag}/frozen_*")})
         if tag == "d":
             engine._checkpoints.memo.get("frozen files", {"sound": set()})["sound"].clear()
-    return names, weights(engine)["frozen.weight"]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_frozen_weights_are_stored_once(stage, tmp_path):
-    (a, b, c, d, e), frozen = run_ranks(2, body_frozen, str(tmp_path), stage)[0]
+    (a, b, c, d, e), frozen = together(names, weights(engine)["frozen.weight"])[0]
     assert len(a) == (2 if stage == 3 else 1)
     assert a == b and not set(a.values()) & set(c.values()) and not set(a) & set(c)
     assert c == d and set(e) == set(d) and not set(e.values()) & set(d.values())
@@ -299,19 +294,16 @@ def test_frozen_weights_are_stored_once(stage, tmp_path):
     assert torch.equal(value.view(frozen.shape), frozen)
 
 
-def body_keep_last(rank, world, folder):
+@on_ranks(2)
+def test_retention_leaves_the_last_one_whole(rank, world, folder):
     made = {"checkpoint": {"writer": {"format": "safetensors"}, "keep_last": 1}}
     engine, _, _, _ = make_engine(world, 1, made)
     for tag in ("a", "b", "c"):
         engine.save_checkpoint(folder, tag=tag)
     fresh, _, _, _ = make_engine(world, 1, made, seed=8)
     fresh.load_checkpoint(folder)
-    return same(weights(engine), weights(fresh))
-
-
-def test_retention_leaves_the_last_one_whole(tmp_path):
-    assert all(run_ranks(2, body_keep_last, str(tmp_path)))
-    entries = cli.checkpoints_of(str(tmp_path))
+    assert same(weights(engine), weights(fresh))
+    entries = cli.checkpoints_of(folder)
     assert [(entry.tag, entry.state) for entry in entries] == [("c", "complete")]
     assert verify.verify_folder(entries[0].folder) == []
 
@@ -409,7 +401,9 @@ def test_tools_read_it(stage, tmp_path, capsys):
     assert all(run_ranks(1, body_universal, universal, stage))
 
 
-def body_background(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_written_in_the_background(rank, world, stage, folder, tmp_path):
     made = {"checkpoint": {"async": True, "writer": {"format": "safetensors"}}}
     engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **made})
     batches = repeat(loader)
@@ -421,12 +415,7 @@ def body_background(rank, world, folder, stage):
     engine.destroy()  # waits for the last save
     fresh, _, _, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE}, seed=4)
     fresh.load_checkpoint(folder)
-    return same(saved, (weights(fresh), comparable(fresh.optimizer.state_dict())))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_written_in_the_background(stage, tmp_path):
-    assert all(run_ranks(2, body_background, str(tmp_path), stage))
+    assert same(saved, (weights(fresh), comparable(fresh.optimizer.state_dict())))
     frozen = [{os.stat(path).st_ino for path in tmp_path.glob(f"{tag}/frozen_*")} for tag in "ab"]
     assert frozen[0] == frozen[1] != set()
     assert not any(verify.verify_folder(str(tmp_path / tag)) for tag in "ab")

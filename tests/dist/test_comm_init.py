@@ -12,8 +12,9 @@ import torch
 import deepspeed.comm.comm as comm_module
 from deepspeed import comm as dist
 from deepspeed.utils import groups
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 from mpu import two_by_two
+from processes import launched
 from runs import must_raise
 from sampling import every_case
 
@@ -122,20 +123,14 @@ def test_groups_with_and_without_mpu(rank, world):
     assert groups.mpu is None
 
 
-def _mesh(rank, world):
-    if not hasattr(torch.distributed, "init_device_mesh"):
-        must_raise(
-            RuntimeError, "torch 2.2", dist.initialize_mesh_device, (2, 1), ("data_parallel", "sequence_parallel")
-        )
-        return "refused"
-    mesh = dist.initialize_mesh_device((2, 1), ("data_parallel", "sequence_parallel"))
-    assert dist.get_world_size(mesh.get_group("data_parallel")) == 2
-    assert dist.get_world_size(mesh.get_group("sequence_parallel")) == 1
-    return "made"
-
-
-def test_device_mesh():
-    assert len(set(run_ranks(2, _mesh, init="gloo"))) == 1
+@on_ranks(2, init="gloo")
+def test_device_mesh(rank, world):
+    axes = (2, 1), ("data_parallel", "sequence_parallel")
+    if hasattr(torch.distributed, "init_device_mesh"):
+        mesh = dist.initialize_mesh_device(*axes)
+        assert [dist.get_world_size(mesh.get_group(name)) for name in axes[1]] == [2, 1]
+    else:
+        must_raise(RuntimeError, "torch 2.2", dist.initialize_mesh_device, *axes)
 
 
 def _finds_its_port_taken():
@@ -191,12 +186,8 @@ engine.step()
 
 def test_a_script_that_ends_with_a_live_engine_ends_well(tmp_path):
     # torch 2.x: gloo's threads must not run into the end of the process, whoever still holds the group.
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
     for _ in range(4 if every_case() else 1):
-        command = [sys.executable, "-m", "deepspeed.launcher", "--num_accelerators", "2", str(script)]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = launched(SCRIPT, tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -219,9 +210,5 @@ if rank > 0:
 
 @pytest.mark.parametrize("end", ["destroyed", "just ends"])
 def test_ranks_make_groups_after_rank_0_has_come_to_its_end(end, tmp_path):
-    script = tmp_path / "late.py"
-    script.write_text(LATE)
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-    command = [sys.executable, "-m", "deepspeed.launcher", "--num_accelerators", "3", str(script), end]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = launched(LATE, tmp_path, end, ranks=3)
     assert done.returncode == 0 and done.stdout.count("made 2.0") == 2, done.stdout + done.stderr[-3000:]

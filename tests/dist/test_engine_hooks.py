@@ -12,8 +12,8 @@ from deepspeed.engine.members import HOOKS, engine_parts, member
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from engine_models import batch, config, loss_of, make_net
-from harness import on_ranks, run_ranks
-from runs import must_raise
+from harness import on_ranks
+from runs import must_raise, together
 
 STEPS, MICRO = 3, 2
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
@@ -41,7 +41,19 @@ def add_part():
     return Told
 
 
-def body_hooks(rank, world, kind, stage, accumulate, zero, folder):
+def expected(kind, accumulate):
+    calls = []
+    for step in range(STEPS):
+        for _ in range(accumulate - 1 if kind == "plain" else 0):
+            calls += [("before_micro_step", (False, step)), ("after_micro_step", (False, step))]
+        calls += [("before_micro_step", (True, step)), ("before_step", (step,))]
+        calls += [("after_micro_step", (True, step + 1)), ("after_step", (step + 1,))]
+    return calls
+
+
+@pytest.mark.parametrize("kind, stage, accumulate, zero", KINDS)
+@on_ranks(2, init=True, fresh=True)
+def test_a_part_from_another_file_hears_of_each_hook_once(rank, world, kind, stage, accumulate, zero, folder):
     part = add_part()
     if kind == "pipeline":
         engine = models.engine_of("plain", world, world, accumulate, stage)
@@ -64,22 +76,7 @@ def body_hooks(rank, world, kind, stage, accumulate, zero, folder):
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)
     engine.destroy()
-    return calls, engine.hooks_told()
-
-
-def expected(kind, accumulate):
-    calls = []
-    for step in range(STEPS):
-        for _ in range(accumulate - 1 if kind == "plain" else 0):
-            calls += [("before_micro_step", (False, step)), ("after_micro_step", (False, step))]
-        calls += [("before_micro_step", (True, step)), ("before_step", (step,))]
-        calls += [("after_micro_step", (True, step + 1)), ("after_step", (step + 1,))]
-    return calls
-
-
-@pytest.mark.parametrize("kind, stage, accumulate, zero", KINDS)
-def test_a_part_from_another_file_hears_of_each_hook_once(kind, stage, accumulate, zero, tmp_path):
-    found = run_ranks(2, body_hooks, kind, stage, accumulate, zero, str(tmp_path), init=True, fresh=True)
+    found = together(calls, engine.hooks_told())
     for calls, others in found:
         assert calls == expected(kind, accumulate)
         assert others == ["before_save", "after_load", "stop"]

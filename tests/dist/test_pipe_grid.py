@@ -6,7 +6,7 @@ from deepspeed.pipe.topology import (
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
 )
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 from runs import must_raise, total
 
 
@@ -39,7 +39,8 @@ def test_three_axes(rank, world):
     assert grid.get_data_parallel_world_size() == 1 and grid.get_tensor_model_parallel_rank() == rank % 2
 
 
-def _some_ranks(rank, world):
+@on_ranks(3, init=True)
+def test_ranks_of_a_group(rank, world):
     half = dist.new_group([1, 2])
     if rank == 0:
         return
@@ -53,7 +54,3 @@ def _some_ranks(rank, world):
         PipeDataParallelTopology(3, 1),
         process_group=half,
     )
-
-
-def test_ranks_of_a_group():
-    run_ranks(3, _some_ranks, init=True)

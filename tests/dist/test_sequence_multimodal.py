@@ -37,7 +37,10 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def body_vision(rank, world, has_cls, pair):
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("has_cls, pair", [(True, False), (False, True)])
+@on_ranks(init=True)
+def test_vision_attention(rank, world, has_cls, pair):
     attn, plain = ToyVisionAttention(pair), ToyVisionAttention()
     made = UlyssesSPViTAttention(attn, dist.get_world_group(), has_cls_token=has_cls)
     first = int(has_cls)
@@ -60,13 +63,7 @@ def body_vision(rank, world, has_cls, pair):
         pairs.append((mine, other))
     dist.all_reduce(attn.qkv.weight.grad)
     pairs.append((attn.qkv.weight.grad, plain.qkv.weight.grad))
-    return worst(pairs)
-
-
-@pytest.mark.parametrize("has_cls, pair", [(True, False), (False, True)])
-def test_vision_attention(has_cls, pair):
-    for world in (1, 2, 3):
-        assert max(run_ranks(world, body_vision, has_cls, pair, init=True)) < 1e-12
+    assert worst(pairs) < 1e-12
 
 
 def body_lengths(rank, world):
