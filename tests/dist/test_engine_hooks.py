@@ -120,7 +120,7 @@ class Watched:
 
     def step(self, inputs):
         frame, way = sys._getframe(1), []
-        while frame.f_code.co_name != "body_way":
+        while frame.f_code.co_name != "test_the_way_to_the_core":
             if frame.f_code.co_filename.startswith(OWN):
                 way.insert(0, frame.f_code.co_name)
             frame = frame.f_back
