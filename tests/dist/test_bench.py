@@ -18,3 +18,6 @@ def test_ds_bench_measures_every_operation():
     assert other == ""
     for name in bench.OPS:
         assert f"---- {name} on 2 rank(s), float ----" in said
+    rows = said.split("---- all_reduce")[1].split("----")[1].strip().splitlines()
+    assert rows[0] == "Size\tDuration\tThroughput (GBps)\tBusBW (GBps)"
+    assert [row.split("\t")[0] for row in rows[1:]] == ["4", "8", "16", "32"]
