@@ -90,6 +90,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if id(item) not in gone]
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """The path of the test's own folder as a string, as functions of a script get it."""
+    return str(tmp_path)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_job_is_left():
     """A file whose tests start a job of one rank here leaves neither its process group nor its variables to others."""

@@ -1,6 +1,21 @@
 """Processes that a test has started, or that they have."""
 
+import os
+import subprocess
+import sys
+import textwrap
 import time
+
+
+def launched(script, folder, *arguments, ranks=2, timeout=60, **env):
+    """Runs the text of a script with the launcher, on ranks of this machine and in ``folder``: a CompletedProcess.
+    ``env``: more variables."""
+    path = os.path.join(folder, "script.py")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(textwrap.dedent(script))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place), **env}
+    command = [sys.executable, "-m", "deepspeed.launcher", "--num_accelerators", str(ranks), path, *arguments]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=timeout)
 
 
 def running(pid):

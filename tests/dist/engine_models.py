@@ -1,7 +1,5 @@
 """Models and data that the engine tests share, and one plain PyTorch process to compare with."""
 
-import copy
-
 import pytest
 import torch
 
@@ -41,9 +39,7 @@ def make_net(sparse=False, seed=0):
 
 def batch(step, size=8):
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(0, 17, (size, 6), generator=generator)
-    targets = torch.randint(0, 5, (size, 6), generator=generator)
-    return tokens, targets
+    return tuple(torch.randint(0, kinds, (size, 6), generator=generator) for kinds in (17, 5))
 
 
 def _wide(t):
@@ -134,10 +130,7 @@ def train_engine(engine, steps, rank, world, user_backward=False, start=0, size=
 
 def step_losses(engine, batches, loss_of=lambda out: out):
     """The losses of steps on ``batches``; ``loss_of`` what the model makes of one."""
-    losses = []
-    for one in batches:
-        losses.append(take_step(engine, loss_of(engine(one))))
-    return losses
+    return [take_step(engine, loss_of(engine(one))) for one in batches]
 
 
 def elastic_step(engine, size=8):
@@ -158,17 +151,8 @@ def elastic_step(engine, size=8):
 
 def difference(model, reference):
     """Largest relative difference of a parameter, in the 2-norm of the parameter."""
-    worst = 0.0
-    for (_, a), (_, b) in zip(model.named_parameters(), reference.named_parameters()):
-        gap = float(
-            (a.detach().double().cpu() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(1e-12)
-        )
-        worst = max(worst, gap)
-    return worst
-
-
-def clone_of(model):
-    return copy.deepcopy(model)
+    pairs = [[p.detach().double().cpu() for p in pair] for pair in zip(model.parameters(), reference.parameters())]
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs)
 
 
 def adam_like(model):
@@ -177,8 +161,6 @@ def adam_like(model):
 
 
 # ---- small models on rows of six numbers ---------------------------------------------------------------------------
-
-
 def six(rank, step):
     """Two rows of six numbers for a step of a rank."""
     return torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank))

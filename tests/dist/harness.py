@@ -10,6 +10,10 @@
     def test_sum():
         assert run_ranks(2, body, 10.0, init=True) == [[10.0] * 3] * 2
 
+    @on_ranks(2, init=True)                     # a test that needs nothing from the ranks but that they succeed
+    def test_of_each_rank(rank, world):
+        assert comm.get_rank() == rank
+
 A server process imports torch once (see rank_worker.py) and forks a worker where one is missing; workers are kept, so a
 two-rank test costs hundredths of a second. Every run gets a fresh MASTER_PORT, the environment and the working folder
 of the test, and ends with the process groups destroyed. A run that fails in any way, or leaves something that holds a
@@ -18,6 +22,8 @@ process group, costs its workers: the next run gets new ones.
 
 import atexit
 import errno
+import functools
+import inspect
 import multiprocessing.connection
 import os
 import pickle
@@ -250,6 +256,30 @@ def run_ranks(world_size, fn, *args, timeout=60, init=False, env=None, fresh=Fal
         for worker in workers:
             if worker not in kept and worker not in gone:
                 _pool.end(worker)
+
+
+def on_ranks(world_size=None, given=(), **options):
+    """Makes the function below it a test that every rank runs. Its first two parameters are the rank and the number of
+    ranks, which pytest gives where ``world_size`` is None; pytest gives the others, too. ``options`` are those of
+    run_ranks; ``given`` names the ones that parameters of the test give. A value that a rank returns is not looked at.
+    """
+
+    def decorate(fn):
+        _, world, *rest = inspect.signature(fn).parameters
+        chosen = [world] if world_size is None else []
+
+        @functools.wraps(fn)
+        def test(**values):
+            more = {name: values[name] for name in given}
+            run_ranks(world_size or values[world], fn, *(values[name] for name in rest), **options, **more)
+
+        names = dict.fromkeys([*chosen, *rest, *given])
+        kind = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        test.on_ranks = fn
+        return test
+
+    return decorate
 
 
 def _fresh_workers(count):

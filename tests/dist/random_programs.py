@@ -120,8 +120,6 @@ def config_of(made, folder):
 
 
 # ---- plain PyTorch -------------------------------------------------------------------------------------------------
-
-
 class Plain:
     """The model with fp32 weights, of which it computes with copies in ``dtype``."""
 
@@ -194,8 +192,6 @@ class Plain:
 
 
 # ---- both ----------------------------------------------------------------------------------------------------------
-
-
 class Run:
     """One program on this rank."""
 
@@ -403,8 +399,6 @@ def run_programs(rank, world, programs, folder):
 
 
 # ---- a failure in few lines ----------------------------------------------------------------------------------------
-
-
 def shrunk(program, fails):
     """The program with as few operations and as plain a configuration as still ``fails(program)``."""
     made, operations = program

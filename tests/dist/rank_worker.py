@@ -225,7 +225,7 @@ def _find(task):
     found = module
     for part in task["qualname"].split("."):
         found = getattr(found, part)
-    return found
+    return getattr(found, "on_ranks", found)
 
 
 def _load(name, path):

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 
 import deepspeed
@@ -128,6 +129,19 @@ def total(group, value):
     x = torch.tensor([float(value)])
     deepspeed.comm.all_reduce(x, group=group)
     return int(x)
+
+
+def together(*values):
+    """What all ranks bring, in the order of the ranks: a value of each, or a tuple."""
+    found = [None] * deepspeed.comm.get_world_size()
+    deepspeed.comm.all_gather_object(found, values if len(values) > 1 else values[0])
+    return found
+
+
+def must_raise(error, words, call, *args, **given):
+    """``call`` raises ``error`` with a text in which ``words`` are found."""
+    with pytest.raises(error, match=words):
+        call(*args, **given)
 
 
 def identical(a, b):

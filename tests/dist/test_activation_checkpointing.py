@@ -8,8 +8,8 @@ import deepspeed
 from deepspeed import checkpointing
 from deepspeed.activation_checkpointing import settings
 from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
-from harness import run_ranks
-from runs import engine_of, take_step
+from harness import on_ranks, run_ranks
+from runs import engine_of, must_raise, take_step
 from tensor_parallel import AddedUp, Copied
 
 WIDTH, ROWS, LAYERS = 24, 5, 4
@@ -122,22 +122,19 @@ def test_sizes_that_do_not_divide_and_bf16(world, rows, dtype):
         assert whole == LAYERS * rows * WIDTH * size and sharded == LAYERS * shard * size
 
 
-def body_different(rank, world):
+@on_ranks(2, init=True)
+def test_ranks_with_different_activations_are_told(rank, world):
     settings.forget()
     try:
         checkpointing.configure(Mpu(), partition_activations=True)
         x = torch.full((4, 4), 1.0 + rank, requires_grad=True)
-        with pytest.raises(RuntimeError, match="same activation on every model-parallel rank"):
-            checkpoint(torch.sin, x)
+        must_raise(RuntimeError, "same activation on every model-parallel rank", checkpoint, torch.sin, x)
     finally:
         settings.forget()
 
 
-def test_ranks_with_different_activations_are_told():
-    run_ranks(2, body_different, init=True)
-
-
-def body_nested(rank, world):
+@on_ranks(2, init=True)
+def test_nested_segments_with_shards(rank, world):
     settings.forget()
     try:
         layers, x = build(rank, world)
@@ -157,10 +154,6 @@ def body_nested(rank, world):
         settings.forget()
 
 
-def test_nested_segments_with_shards():
-    run_ranks(2, body_nested, init=True)
-
-
 class Tokens(torch.nn.Module):
     """Everything in segments, the embedding too, whose input are token ids; one layer is used twice."""
 
@@ -177,7 +170,9 @@ class Tokens(torch.nn.Module):
         return self.head(hidden)
 
 
-def body_engine(rank, world, reentrant):
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
+@on_ranks(2)
+def test_training_with_the_engine(rank, world, reentrant):
     settings.forget()
     weights = []
     for call in (plainly, checkpoint if reentrant else non_reentrant_checkpoint):
@@ -198,10 +193,5 @@ def body_engine(rank, world, reentrant):
                 take_step(engine, F.cross_entropy(engine(ids, call).reshape(-1, 5), ids.reshape(-1) % 5))
         weights.append(torch.cat([p.detach().reshape(-1) for p in engine.module.parameters()]))
         engine.destroy()
-    return float((weights[0] - weights[1]).abs().max()), float(weights[0].abs().max())
-
-
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
-def test_training_with_the_engine(reentrant):
-    for gap, size in run_ranks(2, body_engine, reentrant):
-        assert gap < 1e-5 * size  # the twice used layer adds its gradients in another order
+    # The twice used layer adds its gradients in another order.
+    assert (weights[0] - weights[1]).abs().max() < 1e-5 * weights[0].abs().max()

@@ -27,15 +27,14 @@ from deepspeed.module_inject.auto_ep_presets import registry
 from deepspeed.moe.ep_repack import repack_expert_weights
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from hf_like_moe import CONFIGS, EXPERTS, FORMS, INNER, WIDTH, Model, TopKRouter, model_of
 from moe_models import values
-from runs import engine_of
+from runs import engine_of, must_raise
 from sampling import every_case
 
+
 # ---- training --------------------------------------------------------------------------------------------------------
-
-
 def training_body(rank, world, cases, expected):
     for family, form, stage, ep_size, more in cases:
         losses, params = expected[family, form]
@@ -102,8 +101,6 @@ def test_whatever_the_script_gives_to_be_optimised():
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def checkpoint_body(rank, world, folder, expected, earlier):
     losses, params = expected
     family = "deepseek_v3"
@@ -169,7 +166,13 @@ def test_models_built_inside_of_zero_init():
     assert run_ranks(4, sharded_body, expected, init=True) == [True] * 4
 
 
-def frozen_body(rank, world, folder):
+SPEC = types.SimpleNamespace(
+    expert_storage="module_list", expert_w1_name="w1", expert_w2_name="w2", expert_w3_name="w3"
+)
+
+
+@on_ranks(2, init=True)
+def test_frozen_experts(rank, world, folder):
     def build(ep_size, **more):
         model = model_of("mixtral")
         for name, param in model.named_parameters():
@@ -178,8 +181,9 @@ def frozen_body(rank, world, folder):
 
     engine = build(2)
     steps_of(engine, rank, 1)
-    with pytest.raises(ValueError, match="block_sparse_moe.experts.w1' has ranks of its own.*safetensors"):
-        engine.save_checkpoint(folder)
+    must_raise(
+        ValueError, "block_sparse_moe.experts.w1' has ranks of its own.*safetensors", engine.save_checkpoint, folder
+    )
     whole = repack_expert_weights(model_of("mixtral").model.layers[0].block_sparse_moe.experts, SPEC, 0, 1)
     native = {"checkpoint": {"writer": {"format": "safetensors"}}}
     engine = build(2, **native)
@@ -190,21 +194,10 @@ def frozen_body(rank, world, folder):
         other.module.model.layers[0].block_sparse_moe.experts.w1.zero_()
     other.load_checkpoint(folder)
     assert torch.equal(other.module.model.layers[0].block_sparse_moe.experts.w1, whole[0])
-    return steps_of(engine, rank, 1, first=1) == pytest.approx(steps_of(other, rank, 1, first=1), abs=1e-6)
-
-
-SPEC = types.SimpleNamespace(
-    expert_storage="module_list", expert_w1_name="w1", expert_w2_name="w2", expert_w3_name="w3"
-)
-
-
-def test_frozen_experts(tmp_path):
-    assert run_ranks(2, frozen_body, str(tmp_path), init=True) == [True, True]
+    assert steps_of(engine, rank, 1, first=1) == pytest.approx(steps_of(other, rank, 1, first=1), abs=1e-6)
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
-
-
 def replaced(family, settings=None, **more):
     model = model_of(family, **more)
     auto = AutoEP(model, settings or AutoEPConfig(enabled=True))
@@ -306,8 +299,7 @@ def test_a_router_that_cannot_be_asked_is_named(kind, error, monkeypatch):
     told = []
     monkeypatch.setattr("deepspeed.log.logger.warning", lambda text, *args, **kwargs: told.append(text % args))
     if error is None:  # a mistake of its own is nobody's secret
-        with pytest.raises(AttributeError, match="no_such_part"):
-            auto.replace_moe_layers(specs, 1, 0)
+        must_raise(AttributeError, "no_such_part", auto.replace_moe_layers, specs, 1, 0)
         return
     made = auto.replace_moe_layers(specs, 1, 0)
     assert {one.spec.router_logits_capture_mode for one in made.values()} == {specs[0].router_logits_capture_mode}
@@ -338,40 +330,65 @@ def test_names_and_patterns_of_ones_own():
 def test_what_cannot_be_replaced():
     model, specs, auto = replaced("mixtral")
     model.model.layers[0].block_sparse_moe.experts[1].w1.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="layers.0.block_sparse_moe.*some of its experts are frozen"):
-        auto.replace_moe_layers(specs, 1, 0)
-    with pytest.raises(ValueError, match="4 experts cannot be shared by ep_size=3"):
-        repack_expert_weights(model.model.layers[1].block_sparse_moe.experts, specs[1], 0, 3)
+    must_raise(
+        ValueError, "layers.0.block_sparse_moe.*some of its experts are frozen", auto.replace_moe_layers, specs, 1, 0
+    )
+    must_raise(
+        ValueError,
+        "4 experts cannot be shared by ep_size=3",
+        repack_expert_weights,
+        model.model.layers[1].block_sparse_moe.experts,
+        specs[1],
+        0,
+        3,
+    )
     model = model_of("mixtral")
     for block in model.model.layers:
         block.block_sparse_moe.experts[0].w2 = nn.Linear(INNER, WIDTH)
-    with pytest.raises(ValueError, match="layers.0.block_sparse_moe' have more than w1, w2 and w3: w2.bias"):
-        AutoEP(model, AutoEPConfig()).ep_parser()
+    must_raise(
+        ValueError,
+        "layers.0.block_sparse_moe' have more than w1, w2 and w3: w2.bias",
+        AutoEP(model, AutoEPConfig()).ep_parser,
+    )
     model, _, _ = replaced("mixtral")
     for block in model.model.layers:
         block.block_sparse_moe.experts[0].act_fn = nn.GELU()
-    with pytest.raises(ValueError, match="silu is built"):
-        AutoEP(model, AutoEPConfig()).ep_parser()
+    must_raise(ValueError, "silu is built", AutoEP(model, AutoEPConfig()).ep_parser)
     noisy = model_of("mixtral")
     noisy.model.layers[1].block_sparse_moe.jitter_noise = 0.1
-    with pytest.raises(ValueError, match="layers.1.block_sparse_moe' multiplies tokens by noise"):
-        AutoEP(noisy, AutoEPConfig()).ep_parser()
+    must_raise(
+        ValueError, "layers.1.block_sparse_moe' multiplies tokens by noise", AutoEP(noisy, AutoEPConfig()).ep_parser
+    )
     model.config.model_type = "gpt_oss"
     words = "not support model_type 'gpt_oss': its experts have biases.*; supported: mixtral"
-    with pytest.raises(ValueError, match=words):
-        AutoEP(model, AutoEPConfig())
-    with pytest.raises(ValueError, match="no layer of the model fits. Name a preset_model"):
-        AutoEP(nn.Linear(2, 2), AutoEPConfig()).ep_parser()
-    with pytest.raises(ValueError, match="have no 'first'; they have w1.weight"):
-        AutoEP(model_of("mixtral"), AutoEPConfig(expert_w1="first")).ep_parser()
-    with pytest.raises(ValueError, match="has_shared_experts: layer 'model.layers.0.block_sparse_moe'"):
-        AutoEP(model_of("mixtral"), AutoEPConfig(has_shared_experts=True)).ep_parser()
+    must_raise(ValueError, words, AutoEP, model, AutoEPConfig())
+    must_raise(
+        ValueError, "no layer of the model fits. Name a preset_model", AutoEP(nn.Linear(2, 2), AutoEPConfig()).ep_parser
+    )
+    must_raise(
+        ValueError,
+        "have no 'first'; they have w1.weight",
+        AutoEP(model_of("mixtral"), AutoEPConfig(expert_w1="first")).ep_parser,
+    )
+    must_raise(
+        ValueError,
+        "has_shared_experts: layer 'model.layers.0.block_sparse_moe'",
+        AutoEP(model_of("mixtral"), AutoEPConfig(has_shared_experts=True)).ep_parser,
+    )
     nan = model_of("mixtral")
     AutoEP(nan, AutoEPConfig()).replace_moe_layer(specs[0], 1, 0)
-    with pytest.raises(ValueError, match="layers.0.block_sparse_moe.*token 1 are not numbers"):
-        nan.model.layers[0].block_sparse_moe(torch.tensor([[1.0] * WIDTH, [float("nan")] * WIDTH]))
-    with pytest.raises(ValueError, match="ep_size=2, and no groups"):
-        AutoEP(model_of("mixtral"), AutoEPConfig()).replace_moe_layer(specs[0], 2, 0)(torch.zeros(1, WIDTH))
+    must_raise(
+        ValueError,
+        "layers.0.block_sparse_moe.*token 1 are not numbers",
+        nan.model.layers[0].block_sparse_moe,
+        torch.tensor([[1.0] * WIDTH, [float("nan")] * WIDTH]),
+    )
+    must_raise(
+        ValueError,
+        "ep_size=2, and no groups",
+        AutoEP(model_of("mixtral"), AutoEPConfig()).replace_moe_layer(specs[0], 2, 0),
+        torch.zeros(1, WIDTH),
+    )
 
 
 @pytest.mark.parametrize(
@@ -385,8 +402,7 @@ def test_what_cannot_be_replaced():
     ],
 )
 def test_sections_that_are_wrong(section, text):
-    with pytest.raises(ValueError, match=text):
-        parse_autoep_config(section)
+    must_raise(ValueError, text, parse_autoep_config, section)
 
 
 def test_ranks_that_cannot_share_experts_so():
@@ -399,8 +415,7 @@ def test_ranks_that_cannot_share_experts_so():
         ((8, 1, 2, 1), {}, "tp_size=2"),
         ((8, 1, 1, 1), {"deepcompile_enabled": True}, "DeepCompile"),
     ):
-        with pytest.raises(ValueError, match=text):
-            validate_autoep_config(made, *sizes, **more)
+        must_raise(ValueError, text, validate_autoep_config, made, *sizes, **more)
     spec = replaced("mixtral")[1][0]
     for change, text in (
         ({"num_experts": 6}, "6 experts, which 4 ranks cannot share evenly"),
@@ -409,8 +424,9 @@ def test_ranks_that_cannot_share_experts_so():
         ({"num_expert_groups": 2}, "num_limited_groups: must be set"),
         ({"unsupported_router_bias_names": ("b",)}, "its router has b"),
     ):
-        with pytest.raises(ValueError, match=text):
-            validate_autoep_post_detection(made, [types.SimpleNamespace(**{**vars(spec), **change})])
+        must_raise(
+            ValueError, text, validate_autoep_post_detection, made, [types.SimpleNamespace(**{**vars(spec), **change})]
+        )
 
 
 def test_published_functions():
@@ -438,13 +454,11 @@ def test_published_functions():
     assert _resolve_route_scale(AutoEPConfig(), None) == 1.0
     assert classify_fused_gate_up_layout((4, 10, 6), (4, 6, 5)) == "out_in"
     assert classify_fused_gate_up_layout((4, 6, 10), (4, 5, 6)) == "in_out"
-    with pytest.raises(ValueError, match="are neither"):
-        classify_fused_gate_up_layout((4, 6, 10), (4, 6, 10))
+    must_raise(ValueError, "are neither", classify_fused_gate_up_layout, (4, 6, 10), (4, 6, 10))
     assert set(PRESET_MODELS) == {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"}
     assert registry.preset_name_for_hf_model_type("deepseek_v3") == "deepseek_v3"
     assert registry.preset_name_for_hf_model_type("llama") is registry.unsupported_preset_for_hf_model_type("llama")
-    with pytest.raises(ValueError, match="no preset adapter 'x'"):
-        get_preset_adapter("x")
+    must_raise(ValueError, "no preset adapter 'x'", get_preset_adapter, "x")
     for found, wanted in (
         (AutoEP, "(model, config)"),
         (AutoEP.replace_moe_layer, "(self, spec, ep_size, ep_rank)"),

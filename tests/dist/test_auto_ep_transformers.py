@@ -12,7 +12,7 @@ from deepspeed.module_inject.auto_ep import AutoEP, source_state_dict
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from deepspeed.moe.ep_repack import repack_expert_weights
 from deepspeed.utils import safe_get_full_grad
-from harness import run_ranks
+from harness import on_ranks
 from runs import engine_of
 
 MISSING = importlib.util.find_spec("transformers") is None
@@ -74,8 +74,16 @@ def gradients_of_all(family, world):
     return [loss.item() for loss in losses], grads
 
 
-def body(rank, world, cases):
-    for family, stage, recomputed in cases:
+CASES = [
+    ("mixtral", 3, False), ("qwen2_moe", 2, True), ("qwen3_moe", 1, False), ("deepseek_v2", 3, False),
+    ("deepseek_v3", 0, False), ("deepseek_v3", 2, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(init=True, timeout=240)
+def test_losses_and_gradients_are_those_of_the_unchanged_model(rank, world):
+    for family, stage, recomputed in CASES:
         losses, expected = gradients_of_all(family, world)
         model = model_of(family)
         if recomputed:
@@ -107,18 +115,6 @@ def body(rank, world, cases):
             torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
         engine.step()
         engine.destroy()
-    return True
-
-
-CASES = [
-    ("mixtral", 3, False), ("qwen2_moe", 2, True), ("qwen3_moe", 1, False), ("deepseek_v2", 3, False),
-    ("deepseek_v3", 0, False), ("deepseek_v3", 2, True),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_losses_and_gradients_are_those_of_the_unchanged_model(world):
-    assert run_ranks(world, body, CASES, init=True, timeout=240) == [True] * world
 
 
 @pytest.mark.parametrize("family", SIZES)
@@ -146,17 +142,13 @@ def test_what_a_model_returns_records_and_saves(family, tmp_path):
     torch.testing.assert_close(again(**batch(0), **wants).loss, b.loss)
 
 
-def served_body(rank, world):
-    for family in ("mixtral", "deepseek_v3"):
-        own = model_of(family, output_router_logits=False).eval()
-        rows = batch(0)["input_ids"]
-        more = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-        expected = own.generate(rows, **more).tolist()
-        model = model_of(family, output_router_logits=False)
-        served = deepspeed.init_inference(model, dtype=torch.float32, ep_size=world)
-        assert served.module.generate(rows, **more).tolist() == expected
-    return True
-
-
-def test_generation_with_shared_experts():
-    assert run_ranks(2, served_body, init=True) == [True, True]
+@pytest.mark.parametrize("family", ("mixtral", "deepseek_v3"))
+@on_ranks(2, init=True)
+def test_generation_with_shared_experts(rank, world, family):
+    own = model_of(family, output_router_logits=False).eval()
+    rows = batch(0)["input_ids"]
+    more = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = own.generate(rows, **more).tolist()
+    model = model_of(family, output_router_logits=False)
+    served = deepspeed.init_inference(model, dtype=torch.float32, ep_size=world)
+    assert served.module.generate(rows, **more).tolist() == expected

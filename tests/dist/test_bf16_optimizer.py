@@ -11,8 +11,8 @@ from deepspeed import comm as dist
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from harness import run_ranks
-from runs import take_step
+from harness import on_ranks
+from runs import must_raise, take_step
 from zero_training import Deep, batch, loss_of, seeded, start
 
 STEPS, MICRO, LR = 3, 2, 1e-2
@@ -40,7 +40,9 @@ def reference(world):
     return masters
 
 
-def body_by_hand(rank, world, adam):
+@pytest.mark.parametrize("world, adam", [(1, "torch"), (2, "ours")])
+@on_ranks(init=True)
+def test_made_by_hand(rank, world, adam):
     model = seeded(Deep).bfloat16()
     inner = (deepspeed.ops.adam.FusedAdam if adam == "ours" else torch.optim.Adam)(model.parameters(), lr=LR)
     names = {param: name for name, param in model.named_parameters()}
@@ -90,12 +92,8 @@ def body_by_hand(rank, world, adam):
         assert torch.equal(optimizer.single_partition_of_fp32_groups[0], before) and float(before.abs().sum()) > 0
 
 
-@pytest.mark.parametrize("world, adam", [(1, "torch"), (2, "ours")])
-def test_made_by_hand(world, adam):
-    run_ranks(world, body_by_hand, adam, init=True)
-
-
-def body_engine(rank, world, folder):
+@on_ranks(2)
+def test_made_by_the_engine(rank, world, folder):
     more = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     engine = start(seeded(Deep), 1, world, MICRO, **copy.deepcopy(more))
     assert type(engine.optimizer) is BF16_Optimizer
@@ -114,15 +112,12 @@ def body_engine(rank, world, folder):
         assert not isinstance(other.optimizer, BF16_Optimizer)
 
 
-def test_made_by_the_engine(tmp_path):
-    run_ranks(2, body_engine, str(tmp_path))
-
-
 @pytest.mark.parametrize(
     "args, text",
     [({"norm_type": 1}, "norm_type 1"), ({"graph_harvesting": True}, "graph_harvesting"), ({}, "is fp16")],
 )
 def test_bad_input(args, text):
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.float16 if not args else torch.bfloat16))
-    with pytest.raises((NotImplementedError, ValueError), match=text):
-        BF16_Optimizer(torch.optim.SGD([param], lr=1), {}, None, **args)
+    must_raise(
+        (NotImplementedError, ValueError), text, BF16_Optimizer, torch.optim.SGD([param], lr=1), {}, None, **args
+    )

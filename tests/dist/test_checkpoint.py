@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.checkpoint.layouts.names import latest_tag
 from engine_models import loss_of, make_net, net_run, saving_engine
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import DTYPES, take_step, weights
 from runs import identical as same
 
@@ -65,12 +66,16 @@ def seed_all(seed):
     torch.manual_seed(seed)
 
 
-def body_resume(rank, world, folder, precision, client):
+@pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
+@pytest.mark.parametrize("precision", sorted(PRECISIONS))
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_resumes_bit_by_bit(rank, world, precision, client, folder):
     def sgd(params):
         return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
     optimizer = sgd if client else None
-    engine, _, loader, _ = make_engine(world, precision, optimizer=optimizer)
+    engine, _, loader, _ = make_engine(world, PRECISIONS[precision], optimizer=optimizer)
     seed_all(7 + rank)
     batches = repeat(loader)
     run(engine, batches, 5)
@@ -78,24 +83,13 @@ def body_resume(rank, world, folder, precision, client):
     straight = run(engine, batches, 6)
 
     seed_all(99)
-    engine, _, loader, _ = make_engine(world, precision, seed=5, optimizer=optimizer)
+    engine, _, loader, _ = make_engine(world, PRECISIONS[precision], seed=5, optimizer=optimizer)
     path, client_state = engine.load_checkpoint(folder)
     resumed = run(engine, repeat(loader), 6)
     assert path.endswith("mp_rank_00_model_states.pt")
-    return same(straight, resumed), client_state["epoch"], client_state["best"], straight[0], resumed[0]
-
-
-@pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
-@pytest.mark.parametrize("precision", sorted(PRECISIONS))
-@pytest.mark.parametrize("world", [1, 2])
-def test_resumes_bit_by_bit(world, precision, client, tmp_path):
-    for equal, epoch, best, straight, resumed in run_ranks(
-        world, body_resume, str(tmp_path), PRECISIONS[precision], client
-    ):
-        assert straight == resumed
-        assert equal
-        assert (epoch, best) == (3, 0.5)
-    assert (tmp_path / "latest").read_text() == "0.25"
+    assert straight[0] == resumed[0]
+    assert same(straight, resumed)
+    assert (client_state["epoch"], client_state["best"]) == (3, 0.5) and latest_tag(folder) == "0.25"
 
 
 MODEL_KEYS = {
@@ -228,7 +222,8 @@ def test_another_world_size(tmp_path):
         assert same(run_ranks(1, body_other_world, str(tmp_path), only_module)[0], saved)
 
 
-def body_round_trip(rank, world, folder):
+@on_ranks(1)
+def test_a_loaded_client_state_may_be_saved_again(rank, world, folder):
     engine, _, loader, _ = make_engine(world, {})
     run(engine, repeat(loader), 1)
     engine.save_checkpoint(folder, tag="first", client_state={"note": "kept", "global_samples": 77})
@@ -240,13 +235,9 @@ def body_round_trip(rank, world, folder):
     state["note"] = "new"
     engine.save_checkpoint(folder, tag="second", client_state=state)
     _, again = engine.load_checkpoint(folder, tag="second")
-    return again["note"], again["global_samples"], engine.global_samples
-
-
-def test_a_loaded_client_state_may_be_saved_again(tmp_path):
-    note, saved, counted = run_ranks(1, body_round_trip, str(tmp_path))[0]
-    assert note == "new"
-    assert saved == counted == 77 + 16  # ... but old values of the engine's do not replace new ones
+    assert again["note"] == "new"
+    # ... but old values of the engine's do not replace new ones
+    assert again["global_samples"] == engine.global_samples == 77 + 16
 
 
 def body_tags(rank, world, folder, mode):

@@ -1,12 +1,11 @@
 """Saves that are copied at once and written while training goes on."""
 
+import contextlib
 import json
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +17,10 @@ from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.checkpoint.write.background import SnapshotSave
 from engine_models import net_engine, train_engine
-from harness import RankError, run_ranks
+from harness import RankError, on_ranks, run_ranks
+from processes import launched
+from runs import together
 from test_checkpoint_crash import mark, marks
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def make_engine(world, stage, section=None, model=None, **checkpoint):
@@ -29,72 +28,63 @@ def make_engine(world, stage, section=None, model=None, **checkpoint):
     return net_engine(world, stage, model=model, **more)
 
 
-class Hold:
-    """The background thread writes nothing until it is let go."""
+@contextlib.contextmanager
+def hold():
+    """The background thread writes nothing until it is let go: ``set()`` of the value does that."""
+    gate, original = threading.Event(), SnapshotSave._write_one
 
-    def __init__(self):
-        self.gate = threading.Event()
-        self.original = SnapshotSave._write_one
+    def held(self, *args):
+        gate.wait(60)
+        original(self, *args)
 
-    def __enter__(self):
-        gate, original = self.gate, self.original
-
-        def held(self, *args):
-            gate.wait(60)
-            original(self, *args)
-
-        SnapshotSave._write_one = held
-        return self
-
-    def go(self):
-        self.gate.set()
-
-    def __exit__(self, *_):
-        self.gate.set()
-        SnapshotSave._write_one = self.original
+    with mock.patch.object(SnapshotSave, "_write_one", held):
+        try:
+            yield gate
+        finally:
+            gate.set()
 
 
-def body_leak(rank, world, folder, stage, section):
+OTHER_SECTIONS = [  # that ask for it
+    {"datastates_ckpt": {"host_cache_size": 1}},
+    {"checkpoint": {"writer": {"decoupled": True, "io_buffer_size": 4096, "io_buffer_double": False}}},
+]
+
+
+@pytest.mark.parametrize(
+    "world, stage, section",
+    [
+        *((world, stage, None) for world, stage in ((1, 0), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3))),
+        *((1, 1, section) for section in OTHER_SECTIONS),
+    ],
+)
+@on_ranks()
+def test_what_changes_after_the_save_is_not_in_it(rank, world, stage, section, folder):
     engine = make_engine(world, stage, section)
     assert engine.checkpoint_engine.is_decoupled()
     train_engine(engine, 2, rank, world)
     mark(engine, 7)
     client_state = {"list": [1], "tensor": torch.ones(3)}
-    with Hold() as hold:
+    with hold() as gate:
         assert engine.save_checkpoint(folder, client_state=client_state) is True
-        left = sorted(os.listdir(folder))
+        left = os.listdir(folder)
+        assert "latest" not in left and "global_step7" not in left
         client_state["list"].append(2)
         client_state["tensor"].zero_()
         mark(engine, 8)
         train_engine(engine, 1, rank, world)
-        hold.go()
+        gate.set()
         engine.checkpoint_engine.wait()
     dist.barrier()
     other = make_engine(world, stage, section)
     _, state = other.load_checkpoint(folder)
     assert verify.verify_folder(os.path.join(folder, "global_step7")) == []
-    return left, marks(other), other.global_steps, state["list"], state["tensor"].tolist(), sorted(os.listdir(folder))
+    assert (marks(other), other.global_steps) == ([7.0], 7)
+    assert (state["list"], state["tensor"].tolist()) == ([1], [1.0] * 3)
+    assert not hidden(folder)
 
 
-@pytest.mark.parametrize("world, stage", [(1, 0), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3)])
-def test_what_changes_after_the_save_is_not_in_it(world, stage, tmp_path):
-    for left, value, steps, in_list, tensor, found in run_ranks(world, body_leak, str(tmp_path), stage, None):
-        assert "latest" not in left and "global_step7" not in left
-        assert (value, steps, in_list, tensor) == ([7.0], 7, [1], [1.0] * 3)
-        assert not [name for name in found if name.startswith(".")]
-
-
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"datastates_ckpt": {"host_cache_size": 1}},
-        {"checkpoint": {"writer": {"decoupled": True, "io_buffer_size": 4096, "io_buffer_double": False}}},
-    ],
-    ids=["datastates", "decoupled"],
-)
-def test_other_sections_that_ask_for_it(section, tmp_path):
-    for _, value, *_ in run_ranks(1, body_leak, str(tmp_path), 1, section):
-        assert value == [7.0]
+def hidden(folder):
+    return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
 def body_same_files(rank, world, folder, stage):
@@ -118,43 +108,6 @@ def test_the_files_are_those_of_a_save_at_once(stage, tmp_path):
         ]
 
 
-def body_failure(rank, world, folder, stage, fault, how):
-    engine = make_engine(world, stage)
-    mark(engine, 1)
-    engine.save_checkpoint(folder, tag="a")
-    engine.checkpoint_engine.wait()
-    train_engine(engine, 1, rank, world)
-    if rank == world - 1:
-        file_writer.inject_fault(fault)
-    engine.save_checkpoint(folder, tag="b")
-    engine.checkpoint_engine.behind.drain()
-    file_writer.inject_fault("")
-    text = None
-    try:
-        if how == "step":
-            train_engine(engine, 1, rank, world)
-        elif how == "save":
-            engine.save_checkpoint(folder, tag="c")
-        elif how == "load":
-            engine.load_checkpoint(folder)
-        elif how == "wait":
-            engine.checkpoint_engine.wait()
-        else:
-            engine.destroy()
-    except OSError as error:
-        text = f"{error.errno} {error}"
-    if how == "destroy":
-        return text, sorted(os.listdir(folder)), [1.0], [3.0]
-    train_engine(engine, 1, rank, world)  # all ranks are at the same step, so they can go on
-    left = sorted(os.listdir(folder))
-    engine.load_checkpoint(folder)
-    old = marks(engine)
-    mark(engine, 3)
-    engine.save_checkpoint(folder, tag="b")
-    engine.load_checkpoint(folder)
-    return text, left, old, marks(engine)
-
-
 @pytest.mark.parametrize(
     "world, stage, fault, how",
     [
@@ -169,27 +122,56 @@ def body_failure(rank, world, folder, stage, fault, how):
         (1, 2, "write:1:eio", "destroy"),
     ],
 )
-def test_a_failure_is_told_to_all_ranks_and_harms_nothing(world, stage, fault, how, tmp_path):
-    results = run_ranks(world, body_failure, str(tmp_path), stage, fault, how)
-    assert len({result[0] for result in results}) == 1
-    for text, left, old, new in results:
-        number, words = ("28", "No space") if fault.endswith("enospc") else ("5", "error")
-        assert text is not None and text.startswith(number) and words in text
-        assert f"rank {world - 1}: " in text and "is not saved" in text and "unharmed" in text
-        assert [name for name in left if name not in ("latest", "zero_to_fp32.py")] == ["a"]
-        assert old == [1.0] and new == [3.0]
+@on_ranks()
+def test_a_failure_is_told_to_all_ranks_and_harms_nothing(rank, world, stage, fault, how, folder):
+    engine = make_engine(world, stage)
+    mark(engine, 1)
+    engine.save_checkpoint(folder, tag="a")
+    engine.checkpoint_engine.wait()
+    train_engine(engine, 1, rank, world)
+    if rank == world - 1:
+        file_writer.inject_fault(fault)
+    engine.save_checkpoint(folder, tag="b")
+    engine.checkpoint_engine.behind.drain()
+    file_writer.inject_fault("")
+    calls = {
+        "step": lambda: train_engine(engine, 1, rank, world),
+        "save": lambda: engine.save_checkpoint(folder, tag="c"),
+        "load": lambda: engine.load_checkpoint(folder),
+        "wait": engine.checkpoint_engine.wait,
+        "destroy": engine.destroy,
+    }
+    with pytest.raises(OSError) as error:
+        calls[how]()
+    told = f"{error.value.errno} {error.value}"
+    number, words = ("28", "No space") if fault.endswith("enospc") else ("5", "error")
+    assert told.startswith(number) and words in told and len(set(together(told))) == 1
+    assert f"rank {world - 1}: " in told and "is not saved" in told and "unharmed" in told
+    if how != "destroy":
+        train_engine(engine, 1, rank, world)  # all ranks are at the same step, so they can go on
+    assert [name for name in sorted(os.listdir(folder)) if name not in ("latest", "zero_to_fp32.py")] == ["a"]
+    if how != "destroy":
+        dist.barrier()
+        engine.load_checkpoint(folder)
+        assert marks(engine) == [1.0]
+        mark(engine, 3)
+        engine.save_checkpoint(folder, tag="b")
+        engine.load_checkpoint(folder)
+        assert marks(engine) == [3.0]
 
 
-def body_failure_while_training(rank, world, folder):
+@pytest.mark.slow
+@on_ranks(2, timeout=120)
+def test_ranks_stop_at_the_same_step(rank, world, folder):
     """The failure comes at any moment of a loop: both ranks must leave it at the same step."""
     engine = make_engine(world, 1)
     told = []
     for trial in range(6):
-        with Hold() as hold:
+        with hold() as gate:
             if rank == 1:
                 file_writer.inject_fault("write:1:enospc")
             engine.save_checkpoint(folder, tag="a")
-            threading.Timer(0.003 * trial * (rank + 1), hold.go).start()
+            threading.Timer(0.003 * trial * (rank + 1), gate.set).start()
             for step in range(400):
                 try:
                     train_engine(engine, 1, rank, world)
@@ -199,12 +181,7 @@ def body_failure_while_training(rank, world, folder):
             else:
                 told.append(None)
         file_writer.inject_fault("")
-    return told
-
-
-@pytest.mark.slow
-def test_ranks_stop_at_the_same_step(tmp_path):
-    first, second = run_ranks(2, body_failure_while_training, str(tmp_path), timeout=120)
+    first, second = together(told)
     assert first == second and None not in first
 
 
@@ -213,33 +190,29 @@ class Unwilling:
         raise TypeError("this object cannot be saved")
 
 
-def body_no_pickle(rank, world, folder):
+@on_ranks(2)
+def test_what_cannot_be_pickled_is_told_at_once(rank, world, folder):
     engine = make_engine(world, 1)
-    state = {"x": Unwilling()} if rank == 0 else {}
-    try:
-        engine.save_checkpoint(folder, tag="t", client_state=state)
-    except RuntimeError as error:
-        text = str(error)
+    with pytest.raises(RuntimeError, match="rank 0: TypeError: this object cannot be saved") as error:
+        engine.save_checkpoint(folder, tag="t", client_state={"x": Unwilling()} if rank == 0 else {})
+    assert "is not saved" in str(error.value)
     dist.barrier()
-    hidden = [name for name in os.listdir(folder) if name.startswith(".")]
+    assert not hidden(folder)
     engine.save_checkpoint(folder, tag="t")
     engine.checkpoint_engine.wait()
     dist.barrier()
-    return text, hidden + sorted(name for name in os.listdir(folder) if name.startswith("."))
-
-
-def test_what_cannot_be_pickled_is_told_at_once(tmp_path):
-    for text, hidden in run_ranks(2, body_no_pickle, str(tmp_path)):
-        assert "rank 0: TypeError: this object cannot be saved" in text and "is not saved" in text
-        assert hidden == []
+    assert not hidden(folder)
 
 
 def wide_net():
     return torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.Linear(1024, 512))
 
 
-def body_bound(rank, world, folder, gib):
+@pytest.mark.parametrize("mib", [None, 16, 20, 6, 1])
+@on_ranks(1)
+def test_the_cache_is_bounded(rank, world, mib, folder):
     """A model file of 4 MiB and an optimizer file of 12 MiB for each save."""
+    gib = None if mib is None else mib / 1024
     engine = make_engine(world, 1, model=wide_net(), host_cache_size=gib)
     cache = engine.checkpoint_engine.cache
     for step in range(1, 5):
@@ -252,20 +225,18 @@ def body_bound(rank, world, folder, gib):
         engine.load_checkpoint(folder, tag=f"global_step{step}")
         found.append(marks(engine))
         assert verify.verify_folder(os.path.join(folder, f"global_step{step}")) == []
-    return found, cache.peak_bytes, cache.limit_bytes
+    peak = cache.peak_bytes
+    limit = cache.limit_bytes
+    assert found == [[1.0], [2.0], [3.0], [4.0]]
+    assert limit == (None if mib is None else mib << 20)
+    assert mib is None or peak <= limit
+    assert peak > 0
 
 
-@pytest.mark.parametrize("mib", [None, 16, 20, 6, 1])
-def test_the_cache_is_bounded(mib, tmp_path):
-    gib = None if mib is None else mib / 1024
-    for found, peak, limit in run_ranks(1, body_bound, str(tmp_path), gib):
-        assert found == [[1.0], [2.0], [3.0], [4.0]]
-        assert limit == (None if mib is None else mib << 20)
-        assert mib is None or peak <= limit
-        assert peak > 0
-
-
-def body_expected(rank, world, folder, stage, wide):
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(1)
+def test_memory_for_the_first_save_is_there_before_it(rank, world, stage, wide, folder):
     engine = make_engine(world, stage, model=wide_net() if wide else None)
     engine.checkpoint_engine.behind.drain()
     held = engine.checkpoint_engine.cache.held_bytes
@@ -273,44 +244,34 @@ def body_expected(rank, world, folder, stage, wide):
     engine.save_checkpoint(folder, tag="a")
     engine.checkpoint_engine.wait()
     files = verify.read(os.path.join(folder, "a"))["files"]
-    return held, max(record["bytes"] for record in files.values()), engine.checkpoint_engine.cache.held_bytes
+    assert held >= max(record["bytes"] for record in files.values())
+    if wide and stage > 0:  # at stage 0 there are no moments before the first step
+        # Each of the files that count has found its block.
+        assert engine.checkpoint_engine.cache.held_bytes - held < 1 << 20
 
 
-@pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_memory_for_the_first_save_is_there_before_it(stage, wide, tmp_path):
-    for held, largest, later in run_ranks(1, body_expected, str(tmp_path), stage, wide):
-        assert held >= largest
-        if wide and stage > 0:  # at stage 0 there are no moments before the first step
-            assert later - held < 1 << 20  # of the files that count, each found its block
-
-
-def body_waits(rank, world, folder):
+@on_ranks(1)
+def test_the_next_save_waits_while_the_cache_is_full(rank, world, folder):
     engine = make_engine(world, 1, model=wide_net(), host_cache_size=17 / 1024)
-    with Hold() as hold:
+    with hold() as gate:
         engine.save_checkpoint(folder, tag="a")
-        threading.Timer(0.5, hold.go).start()
+        threading.Timer(0.5, gate.set).start()
         began = time.monotonic()
         engine.save_checkpoint(folder, tag="b")
         waited = time.monotonic() - began
     engine.checkpoint_engine.wait()
-    return waited, names.latest_tag(folder)
-
-
-def test_the_next_save_waits_while_the_cache_is_full(tmp_path):
-    for waited, latest in run_ranks(1, body_waits, str(tmp_path)):
-        assert waited > 0.4 and latest == "b"
+    assert waited > 0.4 and names.latest_tag(folder) == "b"
 
 
 def body_order(rank, world, folder):
     engine = make_engine(world, 2, keep_last=2)
-    with Hold() as hold:
+    with hold() as gate:
         for step in range(1, 6):
             mark(engine, step)
             engine.save_checkpoint(folder)
         mark(engine, 6)
         early = sorted(os.listdir(folder))
-        hold.go()
+        gate.set()
         engine.checkpoint_engine.wait()
     engine.save_checkpoint(folder, tag="global_step5")  # over one that is there, twice in a row
     mark(engine, 7)
@@ -327,7 +288,8 @@ def test_saves_in_flight_keep_their_order_and_keep_last(world, tmp_path):
         assert latest == "global_step5" and value == [7.0]
 
 
-def body_two_engines(rank, world, folder):
+@on_ranks(2)
+def test_two_engines_in_one_folder(rank, world, folder):
     engines = [make_engine(world, 1), make_engine(world, 0)]
     for number, engine in enumerate(engines):
         mark(engine, number + 1)
@@ -339,12 +301,8 @@ def body_two_engines(rank, world, folder):
     for number, engine in enumerate(engines):
         engine.load_checkpoint(folder, tag=f"engine{number}")
         found.append(marks(engine))
-    return found, sorted(name for name in os.listdir(folder) if name.startswith(".")), len(background._unsettled)
-
-
-def test_two_engines_in_one_folder(tmp_path):
-    for found, hidden, unsettled in run_ranks(2, body_two_engines, str(tmp_path)):
-        assert found == [[1.0], [2.0]] and hidden == [] and unsettled == 0
+    assert found == [[1.0], [2.0]] and len(background._unsettled) == 0
+    assert not hidden(folder)
 
 
 def body_killed(rank, world, folder, fault):
@@ -376,7 +334,7 @@ def test_killed_while_the_background_writes(world, fault, tmp_path):
     assert run_ranks(1, body_load, str(tmp_path)) == [[1.0]]
     run_ranks(world, body_killed, str(tmp_path), "")
     assert run_ranks(1, body_load, str(tmp_path)) == [[2.0]]
-    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+    assert not hidden(tmp_path)
 
 
 SCRIPT = """
@@ -403,12 +361,7 @@ assert not os.path.exists("out/t")
 
 @pytest.mark.parametrize("fault", ["", "write:1:enospc"])
 def test_the_end_of_the_program_waits_for_the_last_save(fault, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), "OMP_NUM_THREADS": "1", "FAULT": fault}
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
-    command += ["--master_port", str(20000 + os.getpid() % 9000), str(script)]
-    out = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    out = launched(SCRIPT, tmp_path, timeout=120, FAULT=fault, OMP_NUM_THREADS="1")
     if fault:
         told = [line for line in (out.stderr + out.stdout).splitlines() if "at the end of the program" in line]
         assert len(told) == 2 and all("rank 1: " in line and "is not saved" in line for line in told)
@@ -419,27 +372,21 @@ def test_the_end_of_the_program_waits_for_the_last_save(fault, tmp_path):
         assert verify.verify_folder(str(tmp_path / "out" / "t")) == []
 
 
-def body_nodes(rank, world, folder):
+@on_ranks(2)
+def test_disks_of_nodes_are_written_at_once(rank, world, folder):
     os.environ["CROSS_RANK"] = str(rank)
     own = os.path.join(folder, f"disk{rank}")
     engine = make_engine(world, 1, use_node_local_storage=True)
     engine.save_checkpoint(own, tag="t")
-    return sorted(os.listdir(own))
+    assert sorted(os.listdir(own)) == ["latest", "t", "zero_to_fp32.py"]
 
 
-def test_disks_of_nodes_are_written_at_once(tmp_path):
-    assert run_ranks(2, body_nodes, str(tmp_path)) == [["latest", "t", "zero_to_fp32.py"]] * 2
-
-
-def body_registry(rank, world, folder):
+@on_ranks(1)
+def test_datastates_takes_its_own_size(rank, world, folder):
     engine = make_engine(world, 1, {"datastates_ckpt": {"host_cache_size": 2}})
     made = engine.checkpoint_engine
     assert type(made) is DataStatesCheckpointEngine and isinstance(made, AsyncCheckpointEngine)
-    return made.cache.limit_bytes
-
-
-def test_datastates_takes_its_own_size(tmp_path):
-    assert run_ranks(1, body_registry, str(tmp_path)) == [2 << 30]
+    assert made.cache.limit_bytes == 2 << 30
 
 
 def test_the_manifest_tells_when_the_copy_was_made(tmp_path):

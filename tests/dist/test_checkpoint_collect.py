@@ -10,8 +10,8 @@ from torch import nn
 import deepspeed
 from deepspeed.checkpoint.write import background, save
 from engine_models import batch, config, loss_of, make_net
-from harness import run_ranks
-from runs import engine_of, take_step
+from harness import on_ranks
+from runs import engine_of, take_step, together
 
 
 class Schedule:
@@ -76,7 +76,13 @@ def failing_file(kind, rank):
     return original, states
 
 
-def body_save(rank, world, folder, stage, checkpoint):
+@pytest.mark.sample("values")
+@pytest.mark.parametrize(
+    "checkpoint", [{}, {"async": True}, {"write_in_place": True}], ids=["now", "async", "in place"]
+)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2, init=True)
+def test_what_raises_on_one_rank_is_an_error_on_all(rank, world, stage, checkpoint, folder):
     engine = make_engine(world, stage, checkpoint)
     tokens, targets = batch(0)
     take_step(engine, loss_of(engine(tokens[rank::world]), targets[rank::world]))
@@ -107,16 +113,7 @@ def body_save(rank, world, folder, stage, checkpoint):
     engine.checkpoint_engine.wait()
     deepspeed.comm.barrier()
     assert engine.load_checkpoint(folder, tag="after")[0] is not None
-    return found
-
-
-@pytest.mark.sample("values")
-@pytest.mark.parametrize(
-    "checkpoint", [{}, {"async": True}, {"write_in_place": True}], ids=["now", "async", "in place"]
-)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_what_raises_on_one_rank_is_an_error_on_all(stage, checkpoint, tmp_path):
-    told = run_ranks(2, body_save, str(tmp_path), stage, checkpoint, init=True)
+    told = together(found)
     words = {"schedule": "a value of the schedule", "module": "an extra state", "value": "the generator is gone"}
     for what in told[0]:
         kind, bad = what.split()
@@ -129,7 +126,8 @@ def test_what_raises_on_one_rank_is_an_error_on_all(stage, checkpoint, tmp_path)
             assert f"rank {bad}: " in text and words[kind] in text, (what, rank, name, text)
 
 
-def body_load(rank, world, folder):
+@on_ranks(2, init=True)
+def test_what_raises_on_one_rank_while_loading(rank, world, folder):
     engine = make_engine(world, 1, {})
     engine.save_checkpoint(folder)
     engine.lr_scheduler.fails = rank == 1
@@ -144,11 +142,7 @@ def body_load(rank, world, folder):
         with open(os.path.join(own, "latest"), "w") as file:
             file.write("../../elsewhere")
     found.append(raised(engine.load_checkpoint, own))
-    return found
-
-
-def test_what_raises_on_one_rank_while_loading(tmp_path):
-    told = run_ranks(2, body_load, str(tmp_path), init=True)
+    told = together(found)
     assert told[1][0][0] == "KeyError" and "rank 1: KeyError" in told[0][0][1], told
     assert all("rank 1 sees no checkpoint" in found[1][1] for found in told), told
     assert told[1][2][0] == "ValueError" and "latest has the name '../../elsewhere'" in told[1][2][1], told

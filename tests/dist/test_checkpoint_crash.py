@@ -10,7 +10,7 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.write import file_writer
 from engine_models import saving_engine
-from harness import RankError, run_ranks
+from harness import RankError, on_ranks, run_ranks
 from runs import weights
 
 
@@ -40,7 +40,7 @@ def body_second(rank, world, folder, stage, tag, victim):
     engine = saving_engine(world, stage)
     mark(engine, 2)
     if rank != victim:
-        os.environ.pop("DS_IO_FAULT", None)
+        file_writer.inject_fault("")
     engine.save_checkpoint(folder, tag=tag)
 
 
@@ -60,7 +60,7 @@ def kill_everywhere(folder, world, stage, tag, operation, points):
         run_ranks(world, body_first, folder, stage)
         fault = {"DS_IO_FAULT": f"{operation}:{n}:kill"}
         try:
-            run_ranks(world, body_second, folder, stage, tag, world - 1, env=fault, fresh=True)
+            run_ranks(world, body_second, folder, stage, tag, world - 1, env=fault)
             finished = True
         except (RankError, RuntimeError, OSError):
             finished = False
@@ -100,18 +100,19 @@ def test_a_killed_rank_leaves_the_old_one(operation, n, tmp_path):
     assert kill_everywhere(str(tmp_path), 2, 3, "b", operation, [n]) == [1]
 
 
-def body_error(rank, world, folder, stage, fault):
+@pytest.mark.parametrize("fault", ["write:1:enospc", "write:2:eio", "fsync:1:eio", "open:2:enospc"])
+@pytest.mark.parametrize("world, stage", [(1, 0), (2, 1), (2, 3)])
+@on_ranks()
+def test_an_error_is_told_to_all_ranks_and_harms_nothing(rank, world, stage, fault, folder):
     engine = saving_engine(world, stage)
     mark(engine, 1)
     engine.save_checkpoint(folder, tag="a")
     mark(engine, 2)
     if rank == world - 1:
         file_writer.inject_fault(fault)
-    text = None
-    try:
+    with pytest.raises(OSError) as error:
         engine.save_checkpoint(folder, tag="b")
-    except OSError as error:
-        text = f"{error.errno} {error}"
+    text = f"{error.value.errno} {error.value}"
     file_writer.inject_fault("")
     left = sorted(os.listdir(folder))
     engine.load_checkpoint(folder)
@@ -119,23 +120,16 @@ def body_error(rank, world, folder, stage, fault):
     mark(engine, 3)
     engine.save_checkpoint(folder, tag="b")
     engine.load_checkpoint(folder)
-    return text, left, old, marks(engine)
+    number, words = ("28", "No space") if fault.endswith("enospc") else ("5", "error")
+    assert text.startswith(number) and words in text
+    assert f"rank {world - 1}: " in text and ("states.pt" in text or "state.pt" in text)
+    assert "is not saved" in text and "unharmed" in text
+    assert [name for name in left if name not in ("latest", "zero_to_fp32.py")] == ["a"]
+    assert old == [1.0] and marks(engine) == [3.0]
 
 
-@pytest.mark.parametrize("fault", ["write:1:enospc", "write:2:eio", "fsync:1:eio", "open:2:enospc"])
-@pytest.mark.parametrize("world, stage", [(1, 0), (2, 1), (2, 3)])
-def test_an_error_is_told_to_all_ranks_and_harms_nothing(world, stage, fault, tmp_path):
-    for text, left, old, new in run_ranks(world, body_error, str(tmp_path), stage, fault):
-        assert text is not None
-        number, words = ("28", "No space") if fault.endswith("enospc") else ("5", "error")
-        assert text.startswith(number) and words in text
-        assert f"rank {world - 1}: " in text and ("states.pt" in text or "state.pt" in text)
-        assert "is not saved" in text and "unharmed" in text
-        assert [name for name in left if name not in ("latest", "zero_to_fp32.py")] == ["a"]
-        assert old == [1.0] and new == [3.0]
-
-
-def body_keep(rank, world, folder):
+@on_ranks(2)
+def test_keep_last(rank, world, folder):
     engine = saving_engine(world, 1, keep_last=2)
     for step in range(1, 6):
         mark(engine, step)
@@ -143,28 +137,18 @@ def body_keep(rank, world, folder):
     os.makedirs(os.path.join(folder, "mine"), exist_ok=True)
     mark(engine, 6)
     engine.save_checkpoint(folder)
-    return sorted(os.listdir(folder))
+    assert sorted(os.listdir(folder)) == ["global_step5", "global_step6", "latest", "mine", "zero_to_fp32.py"]
 
 
-def test_keep_last(tmp_path):
-    for found in run_ranks(2, body_keep, str(tmp_path)):
-        assert found == ["global_step5", "global_step6", "latest", "mine", "zero_to_fp32.py"]
-
-
-def body_foreign(rank, world, folder):
+@on_ranks(1)
+def test_files_of_others_in_the_folder_stay(rank, world, folder, tmp_path):
     engine = saving_engine(world, 0)
     engine.save_checkpoint(folder, tag="t")
-    if rank == 0:
-        os.makedirs(os.path.join(folder, "t", "tokenizer"))
-        for name in ("config.json", "tokenizer/vocab.txt", "zero_pp_rank_7_mp_rank_00_optim_states.pt"):
-            with open(os.path.join(folder, "t", name), "w") as file:
-                file.write(name)
+    (tmp_path / "t" / "tokenizer").mkdir()
+    for name in ("config.json", "tokenizer/vocab.txt", "zero_pp_rank_7_mp_rank_00_optim_states.pt"):
+        (tmp_path / "t" / name).write_text(name)
     engine.save_checkpoint(folder, tag="t")
     engine.save_checkpoint(folder, tag="t")
-
-
-def test_files_of_others_in_the_folder_stay(tmp_path):
-    run_ranks(1, body_foreign, str(tmp_path))
     found = {
         os.path.relpath(os.path.join(root, f), tmp_path / "t") for root, _, fs in os.walk(tmp_path / "t") for f in fs
     }

@@ -14,9 +14,9 @@ from deepspeed.comm import mesh
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.zero.parameters.param_ranks import ParamRanks, SavedNames
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from models import Numbered, waves
-from runs import NATIVE, engine_of, go_on, load_or_error, save_midway, settings, states_of, take_step
+from runs import NATIVE, engine_of, go_on, load_or_error, save_midway, settings, states_of, take_step, together
 
 EXPERTS, WIDTH = 4, 6
 
@@ -178,18 +178,15 @@ def test_fp32_weights_of_the_whole_model(stage, tmp_path):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def save_16bit(rank, world, degree, stage, folder):
-    engine, _ = make(rank, world, degree, stage)
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(4, init=True)
+def test_weights_of_all_experts_in_one_file(rank, world, stage, tmp_path, folder):
+    engine, _ = make(rank, world, 2, stage)
     engine._config.zero_config.gather_16bit_weights_on_model_save = True
     engine.save_16bit_model(folder, "model.bin")
     named = SavedNames(engine.module)
     whole = {named(name): safe_get_full_fp32_param(param).tolist() for name, param in engine.module.named_parameters()}
-    return whole
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_weights_of_all_experts_in_one_file(stage, tmp_path):
-    expected = run_ranks(4, save_16bit, 2, stage, str(tmp_path), init=True)
+    expected = together(whole)
     found = torch.load(str(tmp_path / "model.bin"))
     for rank, one in enumerate(expected):
         rows = slice(2 * (rank % 2), 2 * (rank % 2) + 2)
@@ -281,7 +278,9 @@ def load_weights_only(rank, world, degree, folder):
     return {named(name): value.tolist() for name, value in engine.module.state_dict().items()}
 
 
-def through_the_optimizer(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, init=True)
+def test_states_of_the_optimizer_object(rank, world, stage):
     engine, train_one = make(rank, world, 2, stage)
     train_one()
     train_one()
@@ -291,8 +290,3 @@ def through_the_optimizer(rank, world, stage):
     assert states(engine) != before
     engine.optimizer.load_state_dict(shards, load_from_fp32_weights=True)
     assert states(engine) == before
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_states_of_the_optimizer_object(stage):
-    run_ranks(2, through_the_optimizer, stage, init=True)

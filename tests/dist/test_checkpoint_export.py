@@ -13,8 +13,8 @@ from deepspeed.formats import weight_files
 from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import make_net
-from harness import run_ranks
-from runs import engine_of, moments, weights
+from harness import on_ranks, run_ranks
+from runs import engine_of, moments, must_raise, together, weights
 from test_checkpoint import PRECISIONS, repeat, run
 from test_zero_checkpoint import make_engine
 
@@ -67,8 +67,7 @@ def body_16bit(rank, world, folder, stage, precision):
     run(engine, repeat(loader), 1)
     assert engine.save_16bit_model(folder) is True
     assert engine.save_16bit_model(folder, "model.safetensors", exclude_frozen_parameters=True) is True
-    with pytest.raises(ValueError, match="needs a directory"):
-        engine.save_16bit_model("")
+    must_raise(ValueError, "needs a directory", engine.save_16bit_model, "")
     run(engine, repeat(loader), 1)  # and the run goes on
     return None
 
@@ -106,34 +105,31 @@ def test_consolidated_state_dict(precision, tmp_path):
         assert whole[name].dtype == value.dtype and torch.equal(whole[name], value), name
 
 
-def body_mics(rank, world, folder):
+@on_ranks(4)
+def test_each_slice_of_mics_comes_from_the_first_group_of_ranks(rank, world, tmp_path, folder):
     engine, _, loader, _ = make_engine(world, 3, PRECISIONS["bf16"], mics_shard_size=2)
     run(engine, repeat(loader), 1)
     assert engine.save_16bit_model(folder) is True
-    return weights(engine), engine._zero3_consolidated_16bit_state_dict()
-
-
-def test_each_slice_of_mics_comes_from_the_first_group_of_ranks(tmp_path):
-    (expected, whole), *others = run_ranks(4, body_mics, str(tmp_path))
+    (expected, whole), *others = together(weights(engine), engine._zero3_consolidated_16bit_state_dict())
     assert [state for _, state in others] == [None] * 3
     saved = torch.load(tmp_path / "pytorch_model.bin")
     for name, value in expected.items():
         assert torch.equal(saved[name], value) and torch.equal(whole[name], value), name
 
 
-def body_not_partitioned(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_nothing_to_consolidate(rank, world, stage):
     engine = make_engine(world, stage, {})[0]
     for function in (engine._zero3_consolidated_16bit_state_dict, engine._consolidated_16bit_state_dict):
         with pytest.raises(ValueError):
             function(exclude_frozen_parameters=True)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_nothing_to_consolidate(stage):
-    run_ranks(2, body_not_partitioned, stage)
-
-
-def body_full_disk(rank, world, folder, stage, after):
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_a_full_disk_on_rank_0_is_everybodys_error(rank, world, stage, after, tmp_path, folder):
     engine, _, loader, _ = make_engine(world, stage, {})
     written, chunks = [], weight_files.StoredWeight.chunks
 
@@ -147,13 +143,7 @@ def body_full_disk(rank, world, folder, stage, after):
         engine.save_16bit_model(folder)
     run(engine, repeat(loader), 1)
     assert engine.save_16bit_model(folder, "after.bin") is True
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("after", [0, 5])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_full_disk_on_rank_0_is_everybodys_error(stage, after, tmp_path):
-    said = run_ranks(2, body_full_disk, str(tmp_path), stage, after)
+    said = together(str(raised.value))
     assert said[0] == said[1]
     assert "rank 0" in said[0] and "pytorch_model.bin" in said[0] and "No space left" in said[0]
     assert os.listdir(tmp_path) == ["after.bin"]

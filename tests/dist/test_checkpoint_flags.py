@@ -12,8 +12,8 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.layouts import saved_state
 from deepspeed.checkpoint.read import storage
 from deepspeed.utils import safe_get_full_optimizer_state
-from harness import run_ranks
-from runs import engine_of, weights
+from harness import on_ranks, run_ranks
+from runs import engine_of, must_raise, together, weights
 from runs import identical as equal
 from runs import moments as moments_of
 
@@ -39,124 +39,67 @@ def fresh(stage):
     return peer_model.make_engine(config(stage), seed=9)
 
 
-def body_flags(rank, world, root):
-    for stage in range(4):
-        folder = os.path.join(root, str(stage))
-        engine = trained(stage, rank, folder, client_state={"epoch": 7})
-        lp, fp32 = weights(engine), masters(engine)
-        assert engine._get_optimizer_ckpt_name(folder, "t", 3) == os.path.join(
-            folder, "t", "expp_rank_3_mp_rank_00_optim_states.pt"
-        )
-        shapes = engine._get_zero_param_shapes()
-        assert (shapes is None) == (stage == 0)
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_what_is_loaded_and_what_is_left(rank, world, stage, folder):
+    engine = trained(stage, rank, folder, client_state={"epoch": 7})
+    lp, fp32 = weights(engine), masters(engine)
+    assert engine._get_optimizer_ckpt_name(folder, "t", 3) == os.path.join(
+        folder, "t", "expp_rank_3_mp_rank_00_optim_states.pt"
+    )
+    shapes = engine._get_zero_param_shapes()
+    assert (shapes is None) == (stage == 0)
 
-        # Without optimizer states: weights and masters, nothing else of the optimizer; counters and schedule do come.
-        other = fresh(stage)
-        other._get_optimizer_ckpt_name = None
-        _, client_state = other.load_checkpoint(folder, load_optimizer_states=False)
-        assert equal(weights(other), lp)
-        if stage > 0:
-            assert equal(masters(other), fp32)
-        assert other.core.steps().tolist() == [0] * 8 and other.global_steps == 3
-        assert other.lr_scheduler.last_batch_iteration == 2
-        assert client_state["epoch"] == 7 and "lr_scheduler" not in client_state and "optimizer" in client_state
-        other.destroy()
+    # Without optimizer states: weights and masters, nothing else of the optimizer; counters and schedule do come.
+    other = fresh(stage)
+    other._get_optimizer_ckpt_name = None
+    _, client_state = other.load_checkpoint(folder, load_optimizer_states=False)
+    assert equal(weights(other), lp)
+    if stage > 0:
+        assert equal(masters(other), fp32)
+    assert other.core.steps().tolist() == [0] * 8 and other.global_steps == 3
+    assert other.lr_scheduler.last_batch_iteration == 2
+    assert client_state["epoch"] == 7 and "lr_scheduler" not in client_state and "optimizer" in client_state
+    other.destroy()
 
-        # Without the schedule: it is handed back.
-        other = fresh(stage)
-        _, client_state = other.load_checkpoint(folder, load_lr_scheduler_states=False)
-        assert other.lr_scheduler.last_batch_iteration == -1 or other.lr_scheduler.last_batch_iteration == 0
-        assert client_state["lr_scheduler"] == {"last_batch_iteration": 2} and "optimizer" not in client_state
-        assert other.core.steps().tolist() == [3] * 8 and equal(masters(other), fp32)
-        other.destroy()
+    # Without the schedule: it is handed back.
+    other = fresh(stage)
+    _, client_state = other.load_checkpoint(folder, load_lr_scheduler_states=False)
+    assert other.lr_scheduler.last_batch_iteration == -1 or other.lr_scheduler.last_batch_iteration == 0
+    assert client_state["lr_scheduler"] == {"last_batch_iteration": 2} and "optimizer" not in client_state
+    assert other.core.steps().tolist() == [3] * 8 and equal(masters(other), fp32)
+    other.destroy()
 
-        # The module alone: masters are the weights.
-        other = fresh(stage)
-        _, client_state = other.load_checkpoint(folder, load_module_only=True)
-        assert equal(weights(other), lp) and other.global_steps == 0
-        assert equal(masters(other), {name: lp[name].float() for name in fp32})
-        assert set(client_state) > {"optimizer", "lr_scheduler", "global_steps", "dp_world_size", "epoch"}
-        assert "module" not in client_state
-        other.destroy()
+    # The module alone: masters are the weights.
+    other = fresh(stage)
+    _, client_state = other.load_checkpoint(folder, load_module_only=True)
+    assert equal(weights(other), lp) and other.global_steps == 0
+    assert equal(masters(other), {name: lp[name].float() for name in fp32})
+    assert set(client_state) > {"optimizer", "lr_scheduler", "global_steps", "dp_world_size", "epoch"}
+    assert "module" not in client_state
+    other.destroy()
 
-        # custom_load_fn gets whole parameters and the whole module.
-        def keep_bias(src, dst):
-            assert src["a.weight"].shape == dst.a.weight.shape == (13, 7)
-            assert src["c.weight"].shape == (13, 13) and src["f.weight"].shape == (13, 13)
-            with torch.no_grad():
-                dst.a.weight.copy_(src["a.weight"] * 2)
+    # custom_load_fn gets whole parameters and the whole module.
+    def keep_bias(src, dst):
+        assert src["a.weight"].shape == dst.a.weight.shape == (13, 7)
+        assert src["c.weight"].shape == (13, 13) and src["f.weight"].shape == (13, 13)
+        with torch.no_grad():
+            dst.a.weight.copy_(src["a.weight"] * 2)
 
-        other = fresh(stage)
-        before = weights(other)
-        other.load_checkpoint(folder, load_module_only=True, custom_load_fn=keep_bias)
-        now = weights(other)
-        assert torch.equal(now["a.weight"].float(), lp["a.weight"].float() * 2)
-        assert torch.equal(now["a.bias"], before["a.bias"])
-        assert torch.equal(masters(other)["a.weight"], lp["a.weight"].float() * 2)
-        other.destroy()
+    other = fresh(stage)
+    before = weights(other)
+    other.load_checkpoint(folder, load_module_only=True, custom_load_fn=keep_bias)
+    now = weights(other)
+    assert torch.equal(now["a.weight"].float(), lp["a.weight"].float() * 2)
+    assert torch.equal(now["a.bias"], before["a.bias"])
+    assert torch.equal(masters(other)["a.weight"], lp["a.weight"].float() * 2)
+    other.destroy()
 
-        # load_from_fp32_weights: false takes the weights, where there are any.
-        other = peer_model.make_engine(config(stage, load_from_fp32_weights=False), seed=9)
-        other.load_checkpoint(folder)
-        wanted = fp32 if stage == 3 else {name: lp[name].float() for name in fp32}
-        assert equal(masters(other), wanted) and other.core.steps().tolist() == [3] * 8
-        other.destroy()
-        engine.destroy()
-    return True
-
-
-def test_what_is_loaded_and_what_is_left(tmp_path):
-    assert run_ranks(2, body_flags, str(tmp_path)) == [True, True]
-
-
-def body_frozen_and_strict(rank, world, root):
-    for stage in range(4):
-        folder = os.path.join(root, str(stage))
-        engine = trained(stage, rank, folder, tag="whole")
-        engine.save_checkpoint(folder, tag="trained", exclude_frozen_parameters=True)
-        lp = weights(engine)
-        other = fresh(stage)
-        before = weights(other)
-        other.load_checkpoint(folder, tag="trained")
-        now = weights(other)
-        assert equal(
-            {k: v for k, v in now.items() if k != "f.weight"}, {k: v for k, v in lp.items() if k != "f.weight"}
-        )
-        assert torch.equal(now["f.weight"], before["f.weight"])
-        # Two engines in one folder: each has its tag.
-        other.save_checkpoint(folder, tag="other")
-        third = fresh(stage)
-        third.load_checkpoint(folder, tag="whole")
-        assert equal(weights(third), lp)
-        third.load_checkpoint(folder)
-        assert equal(weights(third), now)
-        for one in (third, other, engine):
-            one.destroy()
-
-        # Another model.
-        larger = make_other(stage, extra=True)
-        with pytest.raises(RuntimeError, match=r"does not fit the model: missing \['extra.weight', 'extra.bias'\]"):
-            larger.load_checkpoint(folder, tag="whole")
-        larger.load_checkpoint(folder, tag="whole", load_module_strict=False, load_optimizer_states=False)
-        found = weights(larger)
-        assert equal({name: found[name] for name in lp}, lp)
-        larger.destroy()
-        wider = make_other(stage, width=15)
-        words = (
-            r"/whole does not fit the model: 'a.weight' was saved with shape \(13, 7\), the model has \(15, 7\).*Build"
-        )
-        with pytest.raises(RuntimeError, match=f"{stage}{words}"):
-            wider.load_checkpoint(folder, tag="whole")
-        wider.destroy()
-        sgd = make_other(stage, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
-        with pytest.raises(ValueError, match="has the states exp_avg, exp_avg_sq .* keeps .*another optimizer"):
-            sgd.load_checkpoint(folder, tag="whole")
-        sgd.destroy()
-        one_group = make_other(stage, groups=1)
-        with pytest.raises(ValueError, match="2 parameter groups, this run's optimizer has 1"):
-            one_group.load_checkpoint(folder, tag="whole")
-        one_group.destroy()
-    return True
+    # load_from_fp32_weights: false takes the weights, where there are any.
+    other = peer_model.make_engine(config(stage, load_from_fp32_weights=False), seed=9)
+    other.load_checkpoint(folder)
+    wanted = fp32 if stage == 3 else {name: lp[name].float() for name in fp32}
+    assert equal(masters(other), wanted) and other.core.steps().tolist() == [3] * 8
 
 
 class Other(peer_model.PeerNet):
@@ -179,20 +122,58 @@ def make_other(stage, extra=False, width=13, groups=2, optimizer=None):
     return engine_of(net, made, model_parameters=parts if groups == 2 else params)
 
 
-def test_frozen_weights_strictness_and_what_does_not_fit(tmp_path):
-    assert run_ranks(2, body_frozen_and_strict, str(tmp_path)) == [True, True]
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_frozen_weights_strictness_and_what_does_not_fit(rank, world, stage, folder):
+    engine = trained(stage, rank, folder, tag="whole")
+    engine.save_checkpoint(folder, tag="trained", exclude_frozen_parameters=True)
+    lp = weights(engine)
+    other = fresh(stage)
+    before = weights(other)
+    other.load_checkpoint(folder, tag="trained")
+    now = weights(other)
+    assert equal({k: v for k, v in now.items() if k != "f.weight"}, {k: v for k, v in lp.items() if k != "f.weight"})
+    assert torch.equal(now["f.weight"], before["f.weight"])
+    # Two engines in one folder: each has its tag.
+    other.save_checkpoint(folder, tag="other")
+    third = fresh(stage)
+    third.load_checkpoint(folder, tag="whole")
+    assert equal(weights(third), lp)
+    third.load_checkpoint(folder)
+    assert equal(weights(third), now)
+    for one in (third, other, engine):
+        one.destroy()
 
-
-def counting(module, name):
-    """Puts a function that counts its calls in the place of ``module.name``: ``(calls so far, how to undo it)``."""
-    real, calls = getattr(module, name), []
-
-    def count(*args, **kwargs):
-        calls.append(args)
-        return real(*args, **kwargs)
-
-    setattr(module, name, count)
-    return calls, lambda: setattr(module, name, real)
+    # Another model.
+    larger = make_other(stage, extra=True)
+    must_raise(
+        RuntimeError,
+        r"does not fit the model: missing \['extra.weight', 'extra.bias'\]",
+        larger.load_checkpoint,
+        folder,
+        tag="whole",
+    )
+    larger.load_checkpoint(folder, tag="whole", load_module_strict=False, load_optimizer_states=False)
+    found = weights(larger)
+    assert equal({name: found[name] for name in lp}, lp)
+    larger.destroy()
+    wider = make_other(stage, width=15)
+    words = r"/whole does not fit the model: 'a.weight' was saved with shape \(13, 7\), the model has \(15, 7\).*Build"
+    must_raise(RuntimeError, words, wider.load_checkpoint, folder, tag="whole")
+    wider.destroy()
+    sgd = make_other(stage, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
+    must_raise(
+        ValueError,
+        "has the states exp_avg, exp_avg_sq .* keeps .*another optimizer",
+        sgd.load_checkpoint,
+        folder,
+        tag="whole",
+    )
+    sgd.destroy()
+    one_group = make_other(stage, groups=1)
+    must_raise(
+        ValueError, "2 parameter groups, this run's optimizer has 1", one_group.load_checkpoint, folder, tag="whole"
+    )
 
 
 def exchanges():
@@ -200,46 +181,36 @@ def exchanges():
     return sum(flight["tag"] == "a partition of a checkpoint" for flight in dist.flight_record())
 
 
-def body_in_memory(rank, world):
-    for stage in (1, 2, 3):
-        engine = trained(stage, rank)
-        fp32 = masters(engine)
-        engine.core.reset_traffic()
-        before = exchanges()
-        mine = engine.optimizer.state_dict()
-        # One exchange for each group and kind: two groups; masters and two moments. Stage 3 needs none. No other calls.
-        assert exchanges() - before == engine.core.traffic()["calls"] == (6 if stage < 3 else 0)
-        shards = [None] * world
-        torch.distributed.all_gather_object(shards, mine)
-        moments = {
-            n: safe_get_full_optimizer_state(p, "exp_avg")
-            for n, p in engine.module.named_parameters()
-            if p.requires_grad
-        }
-        other = fresh(stage)
-        other.optimizer.load_state_dict(shards, load_optimizer_states=True, load_from_fp32_weights=True)
-        assert equal(masters(other), fp32) and other.core.steps().tolist() == [3] * 8
-        for name, param in other.module.named_parameters():
-            if param.requires_grad:
-                assert torch.equal(safe_get_full_optimizer_state(param, "exp_avg"), moments[name])
-        if stage == 3:  # a rank's own slices are enough for it
-            third = fresh(stage)
-            third.optimizer.load_state_dict([mine], load_from_fp32_weights=True)
-            assert equal(masters(third), fp32)
-            third.destroy()
-        broken = [{**shard} for shard in shards]
-        key = "single_partition_of_fp32_groups" if stage < 3 else "fp32_flat_groups"
-        for shard in broken:
-            shard[key] = [flat[: flat.numel() // 2] for flat in shard[key]]
-        with pytest.raises(ValueError, match="elements"):
-            other.optimizer.load_state_dict(broken, load_from_fp32_weights=True)
-        for one in (other, engine):
-            one.destroy()
-    return True
-
-
-def test_shards_in_memory_and_how_many_collectives_make_them():
-    assert run_ranks(2, body_in_memory, init=True) == [True, True]
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2, init=True)
+def test_shards_in_memory_and_how_many_collectives_make_them(rank, world, stage):
+    engine = trained(stage, rank)
+    fp32 = masters(engine)
+    engine.core.reset_traffic()
+    before = exchanges()
+    mine = engine.optimizer.state_dict()
+    # One exchange for each group and kind: two groups; masters and two moments. Stage 3 needs none. No other calls.
+    assert exchanges() - before == engine.core.traffic()["calls"] == (6 if stage < 3 else 0)
+    shards = together(mine)
+    moments = {
+        n: safe_get_full_optimizer_state(p, "exp_avg") for n, p in engine.module.named_parameters() if p.requires_grad
+    }
+    other = fresh(stage)
+    other.optimizer.load_state_dict(shards, load_optimizer_states=True, load_from_fp32_weights=True)
+    assert equal(masters(other), fp32) and other.core.steps().tolist() == [3] * 8
+    for name, param in other.module.named_parameters():
+        if param.requires_grad:
+            assert torch.equal(safe_get_full_optimizer_state(param, "exp_avg"), moments[name])
+    if stage == 3:  # a rank's own slices are enough for it
+        third = fresh(stage)
+        third.optimizer.load_state_dict([mine], load_from_fp32_weights=True)
+        assert equal(masters(third), fp32)
+        third.destroy()
+    broken = [{**shard} for shard in shards]
+    key = "single_partition_of_fp32_groups" if stage < 3 else "fp32_flat_groups"
+    for shard in broken:
+        shard[key] = [flat[: flat.numel() // 2] for flat in shard[key]]
+    must_raise(ValueError, "elements", other.optimizer.load_state_dict, broken, load_from_fp32_weights=True)
 
 
 def body_elastic(rank, world, folder):
@@ -275,14 +246,12 @@ def body_ranges(rank, world, folder):
     found = []
     for saved, loaded in [(2, 3), (3, 1), (3, 3)]:
         engine = fresh(loaded)
-        calls, undo = counting(saved_state.Range, "fill")  # asked first, for each range
-        try:
+        real = saved_state.Range.fill  # asked first, for each range
+        with mock.patch.object(saved_state.Range, "fill", autospec=True, side_effect=real) as fill:
             engine.load_checkpoint(os.path.join(folder, str(saved)))
-        finally:
-            undo()
         owned = sum(numel for _, _, numel in engine.core.pieces())
         frozen = 57 if loaded == 3 else 169  # of 13 x 13: slices for three ranks
-        found.append((sum(target.numel() for _, target, _ in calls), 3 * owned + frozen))
+        found.append((sum(call.args[1].numel() for call in fill.call_args_list), 3 * owned + frozen))
         engine.destroy()
     return found
 

@@ -19,9 +19,9 @@ from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.formats.safetensors_file import read_safetensors
 from engine_models import config, loss_of, make_net, net_engine
-from harness import RankError, run_ranks
+from harness import RankError, on_ranks, run_ranks
 from mpu import two_by_two
-from runs import engine_of, moments, take_step, weights
+from runs import engine_of, moments, must_raise, take_step, together, weights
 from runs import identical as same
 from test_checkpoint import PRECISIONS, repeat, seed_all
 from test_zero_checkpoint import comparable, make_engine
@@ -165,7 +165,9 @@ def test_an_optimizer_of_torch_takes_what_ours_has_saved(tmp_path):
     assert all(run_ranks(2, body_other_optimizer, str(tmp_path)))
 
 
-def body_between_formats(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_both_formats_hold_the_same(rank, world, stage, folder):
     engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
     seed_all(1)
     train(engine, repeat(loader), 2)
@@ -176,19 +178,17 @@ def body_between_formats(rank, world, folder, stage):
     other.save_checkpoint(folder, tag="native")  # takes the place of the other format's files
     last, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE}, seed=4)
     last.load_checkpoint(folder, tag="torch")
-    same_state = same(comparable(engine.optimizer.state_dict()), comparable(last.optimizer.state_dict()))
-    return same_state and same(weights(engine), weights(last))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_both_formats_hold_the_same(stage, tmp_path):
-    assert all(run_ranks(2, body_between_formats, str(tmp_path), stage))
-    assert not [name for name in os.listdir(tmp_path / "native") if name.endswith((".safetensors", "checkpoint.json"))]
-    assert verify.verify_folder(str(tmp_path / "native")) == []
+    assert same(comparable(engine.optimizer.state_dict()), comparable(last.optimizer.state_dict()))
+    assert same(weights(engine), weights(last))
+    native = os.path.join(folder, "native")
+    assert not [name for name in os.listdir(native) if name.endswith((".safetensors", "checkpoint.json"))]
+    assert verify.verify_folder(native) == []
 
 
 # ---- flags of load_checkpoint, client_state --------------------------------------------------------------------------
-def body_flags(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_flags_of_load_checkpoint(rank, world, stage, folder):
     engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
     train(engine, repeat(loader), 2)
     engine.save_checkpoint(folder, tag="all")
@@ -214,41 +214,52 @@ def body_flags(rank, world, folder, stage):
     wrong = make_net()
     wrong.more = torch.nn.Linear(2, 2)
     other = net_engine(world, model=wrong, **NATIVE)
-    with pytest.raises(RuntimeError, match=r"missing \['more.weight', 'more.bias'\]"):
-        other.load_checkpoint(folder, tag="all", load_module_only=True)
+    must_raise(
+        RuntimeError,
+        r"missing \['more.weight', 'more.bias'\]",
+        other.load_checkpoint,
+        folder,
+        tag="all",
+        load_module_only=True,
+    )
     other.load_checkpoint(folder, tag="all", load_module_only=True, load_module_strict=False)
-    return True
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_flags_of_load_checkpoint(stage, tmp_path):
-    assert all(run_ranks(2, body_flags, str(tmp_path), stage))
 
 
 class Mine:
     pass
 
 
-def body_not_plain(rank, world, folder):
+@on_ranks(2)
+def test_what_only_a_pickle_could_hold_stops_all_ranks_before_anything_is_written(rank, world, folder):
     engine, _, _, _ = make_engine(world, 1, NATIVE)
     engine.save_checkpoint(folder, tag="a")
     state = {"ok": (1, {"x"})} if rank else {"ok": 1, "mine": [0, Mine()]}
-    with pytest.raises(NotPlain, match=r"rank 0: client_state\.mine\.1 is a .*Mine.*writer"):
-        engine.save_checkpoint(folder, tag="b", client_state=state)
+    must_raise(
+        NotPlain,
+        r"rank 0: client_state\.mine\.1 is a .*Mine.*writer",
+        engine.save_checkpoint,
+        folder,
+        tag="b",
+        client_state=state,
+    )
     sparse = {"t": torch.ones(2).to_sparse()} if rank == 0 else {}
-    with pytest.raises(NotPlain, match=r"rank 0: client_state\.t is a tensor of .*sparse"):
-        engine.save_checkpoint(folder, tag="b", client_state=sparse)
+    must_raise(
+        NotPlain,
+        r"rank 0: client_state\.t is a tensor of .*sparse",
+        engine.save_checkpoint,
+        folder,
+        tag="b",
+        client_state=sparse,
+    )
     engine.save_checkpoint(folder, tag="c", client_state={"ok": (1, {"x"}), "n": {3: None}})
     assert engine.load_checkpoint(folder)[1]["ok"] == (1, {"x"})
-    return sorted(os.listdir(folder))
-
-
-def test_what_only_a_pickle_could_hold_stops_all_ranks_before_anything_is_written(tmp_path):
-    assert run_ranks(2, body_not_plain, str(tmp_path)) == [["a", "c", "latest"]] * 2
+    assert sorted(os.listdir(folder)) == ["a", "c", "latest"]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-def body_frozen(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_frozen_weights_are_stored_once(rank, world, stage, tmp_path, folder):
     engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
     batches, names = repeat(loader), []
     for tag in ("a", "b", "c", "d", "e"):
@@ -269,12 +280,7 @@ def body_frozen(rank, world, folder, stage):
         names.append({os.path.basename(p): os.stat(p).st_ino for p in glob.glob(f"{folder}/{tag}/frozen_*")})
         if tag == "d":
             engine._checkpoints.memo.get("frozen files", {"sound": set()})["sound"].clear()
-    return names, weights(engine)["frozen.weight"]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_frozen_weights_are_stored_once(stage, tmp_path):
-    (a, b, c, d, e), frozen = run_ranks(2, body_frozen, str(tmp_path), stage)[0]
+    (a, b, c, d, e), frozen = together(names, weights(engine)["frozen.weight"])[0]
     assert len(a) == (2 if stage == 3 else 1)
     assert a == b and not set(a.values()) & set(c.values()) and not set(a) & set(c)
     assert c == d and set(e) == set(d) and not set(e.values()) & set(d.values())
@@ -288,33 +294,27 @@ def test_frozen_weights_are_stored_once(stage, tmp_path):
     assert torch.equal(value.view(frozen.shape), frozen)
 
 
-def body_keep_last(rank, world, folder):
+@on_ranks(2)
+def test_retention_leaves_the_last_one_whole(rank, world, folder):
     made = {"checkpoint": {"writer": {"format": "safetensors"}, "keep_last": 1}}
     engine, _, _, _ = make_engine(world, 1, made)
     for tag in ("a", "b", "c"):
         engine.save_checkpoint(folder, tag=tag)
     fresh, _, _, _ = make_engine(world, 1, made, seed=8)
     fresh.load_checkpoint(folder)
-    return same(weights(engine), weights(fresh))
-
-
-def test_retention_leaves_the_last_one_whole(tmp_path):
-    assert all(run_ranks(2, body_keep_last, str(tmp_path)))
-    entries = cli.checkpoints_of(str(tmp_path))
+    assert same(weights(engine), weights(fresh))
+    entries = cli.checkpoints_of(folder)
     assert [(entry.tag, entry.state) for entry in entries] == [("c", "complete")]
     assert verify.verify_folder(entries[0].folder) == []
 
 
-def body_files(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_what_is_in_the_files(rank, world, stage, tmp_path, folder):
     engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
     train(engine, repeat(loader), 1)
     engine.save_checkpoint(folder, tag="t", client_state={"table": torch.arange(4)})
-    return {name: first for name, (_, first, _) in moments(engine).items()}
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_what_is_in_the_files(stage, tmp_path):
-    first = run_ranks(2, body_files, str(tmp_path), stage)[0]
+    first = together({name: first for name, (_, first, _) in moments(engine).items()})[0]
     names = {name for name in os.listdir(tmp_path / "t") if not name.startswith("frozen_")}
     assert names == {
         "checkpoint.json", "checkpoint_manifest.json", "rank_00000.json", "rank_00000.safetensors", "rank_00001.json",
@@ -401,7 +401,9 @@ def test_tools_read_it(stage, tmp_path, capsys):
     assert all(run_ranks(1, body_universal, universal, stage))
 
 
-def body_background(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_written_in_the_background(rank, world, stage, folder, tmp_path):
     made = {"checkpoint": {"async": True, "writer": {"format": "safetensors"}}}
     engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **made})
     batches = repeat(loader)
@@ -413,12 +415,7 @@ def body_background(rank, world, folder, stage):
     engine.destroy()  # waits for the last save
     fresh, _, _, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE}, seed=4)
     fresh.load_checkpoint(folder)
-    return same(saved, (weights(fresh), comparable(fresh.optimizer.state_dict())))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_written_in_the_background(stage, tmp_path):
-    assert all(run_ranks(2, body_background, str(tmp_path), stage))
+    assert same(saved, (weights(fresh), comparable(fresh.optimizer.state_dict())))
     frozen = [{os.stat(path).st_ino for path in tmp_path.glob(f"{tag}/frozen_*")} for tag in "ab"]
     assert frozen[0] == frozen[1] != set()
     assert not any(verify.verify_folder(str(tmp_path / tag)) for tag in "ab")
@@ -441,16 +438,12 @@ class WritesPickles:
         return True
 
 
-def body_foreign(rank, world, folder):
+@on_ranks(2)
+def test_an_engine_that_pickles_is_refused(rank, world, folder):
     engine, _, _, _ = make_engine(world, 1, NATIVE)
     engine.checkpoint_engine = WritesPickles()
-    with pytest.raises((ValueError, RuntimeError), match="WritesPickles.*format"):
-        engine.save_checkpoint(folder, tag="b")
-    return os.listdir(folder)
-
-
-def test_an_engine_that_pickles_is_refused(tmp_path):
-    assert run_ranks(2, body_foreign, str(tmp_path)) == [[], []]
+    must_raise((ValueError, RuntimeError), "WritesPickles.*format", engine.save_checkpoint, folder, tag="b")
+    assert os.listdir(folder) == []
 
 
 # ---- ranks that own the same, that own slices of the model, that die ------------------------------------------------
@@ -482,19 +475,16 @@ def grid_engine(rank, seed, stage):
     return engine_of(make_net(seed=seed), made, mpu=two_by_two(rank))
 
 
-def body_grid(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(4, init=True)
+def test_model_parallel_ranks_keep_theirs(rank, world, stage, tmp_path, folder):
     engine = grid_engine(rank, 10 + rank % 2, stage)
     engine.save_checkpoint(folder, tag="t", client_state={"mine": rank % 2})
     saved = weights(engine)
     fresh = grid_engine(rank, 20, stage)
     _, client_state = fresh.load_checkpoint(folder)
     assert client_state["mine"] == rank % 2
-    return same(saved, weights(fresh)), saved["frozen.weight"]
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_model_parallel_ranks_keep_theirs(stage, tmp_path):
-    found = run_ranks(4, body_grid, str(tmp_path), stage, init=True)
+    found = together(same(saved, weights(fresh)), saved["frozen.weight"])
     assert all(equal for equal, _ in found) and not torch.equal(found[0][1], found[1][1])
     assert {"checkpoint.json", "checkpoint_mp_rank_01.json"} < set(os.listdir(tmp_path / "t"))
     assert len(list(tmp_path.glob("t/frozen_*"))) == 2 and verify.verify_folder(str(tmp_path / "t")) == []

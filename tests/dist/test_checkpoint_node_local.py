@@ -6,11 +6,13 @@ import pytest
 
 from deepspeed.checkpoint.read import verify
 from engine_models import batch, loss_of, net_engine
-from harness import run_ranks
-from runs import train
+from harness import on_ranks
+from runs import together, train
 
 
-def body(rank, world, folder, saved_stage, loaded_stage):
+@pytest.mark.parametrize("saved, loaded", [(0, 0), (2, 2), (3, 3), (3, 1)])
+@on_ranks(4)
+def test_every_node_its_own_disk(rank, world, saved, loaded, folder):
     os.environ["CROSS_RANK"] = str(rank // 2)  # two nodes of two ranks
     disk = os.path.join(folder, f"disk{rank // 2}")
     on_nodes = {"use_node_local_storage": True}
@@ -19,21 +21,16 @@ def body(rank, world, folder, saved_stage, loaded_stage):
         tokens, targets = batch(step)
         return loss_of(engine(tokens), targets)
 
-    engine = net_engine(world, saved_stage, checkpoint=on_nodes)
+    engine = net_engine(world, saved, checkpoint=on_nodes)
     train(engine, loss_at, 2)
     engine.save_checkpoint(disk)
     straight = train(engine, loss_at, 2)
     files = sorted(verify.read(os.path.join(disk, "global_step2"))["files"])
     assert verify.verify_folder(os.path.join(disk, "global_step2")) == []
-    engine = net_engine(world, loaded_stage, checkpoint=on_nodes)
+    engine = net_engine(world, loaded, checkpoint=on_nodes)
     path, _ = engine.load_checkpoint(disk)
     assert path.startswith(disk)
-    return files, sorted(os.listdir(disk)), straight == train(engine, loss_at, 2)
-
-
-@pytest.mark.parametrize("saved, loaded", [(0, 0), (2, 2), (3, 3), (3, 1)])
-def test_every_node_its_own_disk(saved, loaded, tmp_path):
-    results = run_ranks(4, body, str(tmp_path), saved, loaded)
+    results = together(files, sorted(os.listdir(disk)), straight == train(engine, loss_at, 2))
     for rank, (files, entries, equal) in enumerate(results):
         node = rank // 2
         assert entries == ["global_step2", "latest"] + ["zero_to_fp32.py"] * (saved > 0)

@@ -10,8 +10,8 @@ import torch
 import peer_model
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from harness import run_ranks
-from runs import moments, weights
+from harness import on_ranks, run_ranks
+from runs import moments, must_raise, together, weights
 
 GROUPS = [
     {"a.weight": (13, 7), "b.weight": (13, 13), "o.weight": (3, 13)},
@@ -72,10 +72,13 @@ def check(engine, stage, dtype, expected, where):
     assert torch.equal(engine.module.count, torch.arange(3.0))
 
 
-def body_load(rank, world, kinds, targets):
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks()
+def test_they_load_at_any_number_of_ranks_and_stage(rank, world):
     """Every checkpoint into every target: (stage, precision), with the losses of the next step."""
+    targets = [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")]
     found = {}
-    for stage, dtype in kinds:
+    for stage, dtype in peer_model.KINDS:
         seen, expected = peer_model.what(stage, dtype), expectation(stage, dtype)
         for to_stage, to_dtype in targets:
             where = (stage, dtype, to_stage, to_dtype, world)
@@ -90,13 +93,7 @@ def body_load(rank, world, kinds, targets):
             check(engine, stage, dtype, expected, where)
             found[where] = float(peer_model.loss(engine, 4, rank).detach())
             engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_they_load_at_any_number_of_ranks_and_stage(world):
-    targets = [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")]
-    found = run_ranks(world, body_load, peer_model.KINDS, targets)[0]
+    found = together(found)[0]
     assert len(found) == len(peer_model.KINDS) * len(targets)
     for (stage, dtype, _, to_dtype, _), value in found.items():
         wanted = peer_model.what(stage, dtype)["next_loss_rank0"]
@@ -187,11 +184,15 @@ def test_states_that_lay_on_nvme_load_from_their_copies(tmp_path):
                 assert torch.equal(value, expected[("fp32", "b.weight" if name == "c.weight" else name)]), name
     rank1 = os.path.join(folder, "global_step4", "offloaded_tensors", "rank1")
     os.truncate(os.path.join(rank1, "40_42.tensor.swp"), 100)
-    with pytest.raises(ValueError, match="40_42.tensor.swp has 100 bytes, .* 131 elements take 524: it was cut"):
-        get_fp32_state_dict_from_zero_checkpoint(folder)
+    must_raise(
+        ValueError,
+        "40_42.tensor.swp has 100 bytes, .* 131 elements take 524: it was cut",
+        get_fp32_state_dict_from_zero_checkpoint,
+        folder,
+    )
     os.unlink(os.path.join(rank1, "40_42.tensor.swp"))
-    with pytest.raises(FileNotFoundError, match="rank1 has no file of the masters"):
-        get_fp32_state_dict_from_zero_checkpoint(folder)
+    must_raise(FileNotFoundError, "rank1 has no file of the masters", get_fp32_state_dict_from_zero_checkpoint, folder)
     shutil.rmtree(rank1)
-    with pytest.raises(FileNotFoundError, match="offloaded_tensors/rank1, are not there"):
-        get_fp32_state_dict_from_zero_checkpoint(folder)
+    must_raise(
+        FileNotFoundError, "offloaded_tensors/rank1, are not there", get_fp32_state_dict_from_zero_checkpoint, folder
+    )

@@ -16,8 +16,8 @@ from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.zero.optimizers.restore import Restore
 from engine_models import batch, loss_of, make_net, saving_engine
-from harness import run_ranks
-from runs import take_step, weights
+from harness import on_ranks, run_ranks
+from runs import must_raise, take_step, together, weights
 from test_checkpoint_crash import mark, marks
 
 NO_RENAME = "rename:1+:enosys,exchange:1+:enosys,truncate:1+:enotsup"
@@ -27,7 +27,9 @@ BAD_TAGS = ["", " ", ".", "..", "../out", "a/../../out", "a/../b", "a//b", "./a"
             "zero_to_fp32.py", ".a.saving", "self"]  # fmt: skip
 
 
-def body_tags(rank, world, folder):
+@on_ranks(2)
+def test_tags_that_are_no_folders_of_their_own_are_refused(rank, world, folder):
+    folder = os.path.join(folder, "save")
     engine = saving_engine(world, 0)
     mark(engine, 1)
     for tag in ("one", "runs/two", 3.5):
@@ -51,15 +53,10 @@ def body_tags(rank, world, folder):
     assert before == after
     for tag in ("one", "runs/two", 3.5, None):
         assert engine.load_checkpoint(folder, tag=tag)[0] is not None
-    return True
 
 
-def test_tags_that_are_no_folders_of_their_own_are_refused(tmp_path):
-    (tmp_path / "save").mkdir()
-    assert run_ranks(2, body_tags, str(tmp_path / "save")) == [True, True]
-
-
-def body_links(rank, world, folder):
+@on_ranks(2)
+def test_links_are_followed_as_often_as_one_likes(rank, world, folder):
     engine = saving_engine(world, 2)
     save_dir = os.path.join(folder, "link")
     if rank == 0:
@@ -77,25 +74,24 @@ def body_links(rank, world, folder):
         for tag in ("a", "t"):
             path, _ = engine.load_checkpoint(save_dir, tag=tag)
             assert path.startswith(os.path.join(save_dir, tag)) and marks(engine) == [float(step)]
-    return sorted(os.listdir(folder)), sorted(os.listdir(save_dir)), os.path.islink(os.path.join(save_dir, "t"))
+    assert sorted(os.listdir(folder)) == ["big", "disk", "link"]
+    assert sorted(os.listdir(save_dir)) == ["a", "latest", "t", "zero_to_fp32.py"]
+    assert os.path.islink(os.path.join(save_dir, "t")) and os.path.exists(os.path.join(folder, "big", verify.NAME))
+    assert os.path.realpath(save_dir) == os.path.realpath(os.path.join(folder, "disk", "not", "there", "yet"))
 
 
-def test_links_are_followed_as_often_as_one_likes(tmp_path):
-    for above, tags, is_link in run_ranks(2, body_links, str(tmp_path)):
-        assert above == ["big", "disk", "link"] and tags == ["a", "latest", "t", "zero_to_fp32.py"] and is_link
-    assert os.path.realpath(tmp_path / "link") == str(tmp_path / "disk" / "not" / "there" / "yet")
-    assert (tmp_path / "big" / verify.NAME).exists()
-
-
-def body_in_place(rank, world, folder, how):
+@pytest.mark.parametrize("how", [{"write_in_place": True, "writer": {"data_parallel": "REPLICA"}}, {}, {"async": True}])
+@on_ranks(2)
+def test_in_place(rank, world, how, folder):
+    folder = os.path.join(folder, "save")
+    os.makedirs(folder, exist_ok=True)
     engine = saving_engine(world, 1, **how)
     file_writer.inject_fault("" if "write_in_place" in how else NO_RENAME)
-    found = []
     for step in (1, 2):
         mark(engine, step)
         engine.save_checkpoint(folder, tag="t")
         engine.load_checkpoint(folder)
-        found.append(marks(engine))
+        assert marks(engine) == [float(step)]
     file_writer.inject_fault("write:1+:enospc," + NO_RENAME)
     mark(engine, 3)
     try:
@@ -104,26 +100,17 @@ def body_in_place(rank, world, folder, how):
             engine.checkpoint_engine.wait()
     finally:
         file_writer.inject_fault("")
-    left = sorted(os.listdir(folder))
+    assert "t" not in os.listdir(folder)
     deepspeed.comm.barrier()
     engine.save_checkpoint(folder, tag="t")
     engine.load_checkpoint(folder)
-    found.append(marks(engine))
+    assert marks(engine) == [3.0]
     if rank == 0:
         open(os.path.join(folder, "latest"), "w").close()  # torn: without renames it is written like any other file
     deepspeed.comm.barrier()
-    with pytest.raises(RuntimeError, match="latest is empty.*complete are: t"):
-        engine.load_checkpoint(folder)
-    return found, left, sorted(os.listdir(folder))
-
-
-@pytest.mark.parametrize("how", [{"write_in_place": True, "writer": {"data_parallel": "REPLICA"}}, {}, {"async": True}])
-def test_in_place(how, tmp_path):
-    (tmp_path / "save").mkdir()
-    for found, left, after in run_ranks(2, body_in_place, str(tmp_path / "save"), how):
-        assert found == [[1.0], [2.0], [3.0]]
-        assert "t" not in left and after == ["latest", "t", "zero_to_fp32.py"]
-    assert verify.verify_folder(str(tmp_path / "save" / "t")) == []
+    must_raise(RuntimeError, "latest is empty.*complete are: t", engine.load_checkpoint, folder)
+    assert sorted(os.listdir(folder)) == ["latest", "t", "zero_to_fp32.py"]
+    assert verify.verify_folder(os.path.join(folder, "t")) == []
 
 
 def contents(folder):
@@ -175,40 +162,40 @@ def test_ranks_share_the_writing_of_what_all_have(stage, tmp_path):
     assert name in one[0] and name not in one[1]  # one host
 
 
-def body_different(rank, world, folder):
+@on_ranks(2)
+def test_shared_files_are_those_of_the_first_rank(rank, world, folder):
     engine = saving_engine(world, 0, writer={"data_parallel": "REPLICA"})
-    with pytest.raises(RuntimeError, match="rank 1: .*has other tensors here than on rank 0: .*data_parallel to null"):
-        engine.save_checkpoint(folder, client_state={"mine": torch.ones(rank + 1)})
+    must_raise(
+        RuntimeError,
+        "rank 1: .*has other tensors here than on rank 0: .*data_parallel to null",
+        engine.save_checkpoint,
+        folder,
+        client_state={"mine": torch.ones(rank + 1)},
+    )
     engine.save_checkpoint(folder, client_state={"mine": rank})
-    return engine.load_checkpoint(folder)[1]["mine"]
+    assert engine.load_checkpoint(folder)[1]["mine"] == 0
 
 
-def test_shared_files_are_those_of_the_first_rank(tmp_path):
-    assert run_ranks(2, body_different, str(tmp_path)) == [0, 0]
-
-
-def body_stream(rank, world, folder, how):
+@pytest.mark.parametrize("how", [{}, {"async": True}, {"writer": {"type": "PYTHON"}}])
+@on_ranks(2)
+def test_files_without_an_archive(rank, world, how, folder, tmp_path):
     engine = saving_engine(world, 2, checkpoint_serialization=False, **how)
     mark(engine, 4)
     engine.save_checkpoint(folder, tag="t")
     engine.load_checkpoint(folder)
     assert engine.checkpoint_serialization_enabled() is False
-    return marks(engine)
-
-
-@pytest.mark.parametrize("how", [{}, {"async": True}, {"writer": {"type": "PYTHON"}}])
-def test_files_without_an_archive(how, tmp_path):
-    assert run_ranks(2, body_stream, str(tmp_path), how) == [[4.0], [4.0]]
+    assert marks(engine) == [4.0]
     paths = list((tmp_path / "t").glob("*_states.pt"))
     assert len(paths) == 3 and verify.verify_folder(str(tmp_path / "t")) == []
     for path in paths:
         assert path.read_bytes()[:2] == b"\x80\x02"  # a pickle, and no zip archive
     module = torch.load(tmp_path / "t" / "mp_rank_00_model_states.pt")["module"]
     assert all(bool((module[key] == 4).all()) for key, _ in make_net(seed=0).named_parameters())
-    deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
 
 
-def body_turns(rank, world, folder):
+@on_ranks(2)
+def test_ranks_of_a_machine_load_one_after_the_other(rank, world, folder):
     engine = saving_engine(world, 3, zero={"pipeline_loading_checkpoint": True})
     mark(engine, 2)
     engine.save_checkpoint(folder)
@@ -233,30 +220,24 @@ def body_turns(rank, world, folder):
     with contextlib.suppress(KeyError):
         os.environ.pop("LOCAL_SIZE")
     engine.optimizer.load_state_dict([shard], load_from_fp32_weights=True, load_serial=serial)
-    return times[0], found, serial.item()
-
-
-def test_ranks_of_a_machine_load_one_after_the_other(tmp_path):
-    found = run_ranks(2, body_turns, str(tmp_path))
+    found = together(times[0], found, serial.item())
     for (_, end), (begin, _) in zip([f[0] for f in found], [f[0] for f in found[1:]]):
         assert end <= begin
     assert [f[1] for f in found] == [[2.0]] * 2 and [f[2] for f in found] == [1.0, 2.0]
 
 
-def body_no_turns(rank, world, folder):
+@on_ranks(1)
+def test_loading_in_turn_is_for_stage_3(rank, world, folder):
     engine = saving_engine(world, 2, zero={"pipeline_loading_checkpoint": True})
     engine.save_checkpoint(folder)
-    with pytest.raises(AssertionError, match="Only stage3 support for pipeline checkpoint loading"):
-        engine.load_checkpoint(folder)
-    return engine.load_checkpoint(folder, load_optimizer_states=False)[0] is not None
-
-
-def test_loading_in_turn_is_for_stage_3(tmp_path):
-    assert run_ranks(1, body_no_turns, str(tmp_path)) == [True]
+    must_raise(AssertionError, "Only stage3 support for pipeline checkpoint loading", engine.load_checkpoint, folder)
+    assert engine.load_checkpoint(folder, load_optimizer_states=False)[0] is not None
     assert background.drain_all() is None
 
 
-def body_elastic(rank, world, folder, client):
+@pytest.mark.parametrize("client", [False, True], ids=["our optimizer", "torch's optimizer"])
+@on_ranks(2)
+def test_the_elastic_form_goes_on_and_converts(rank, world, client, folder):
     """Saves in the old form, and loads it again and as a universal checkpoint; the run goes on as it would have."""
 
     def start(elastic, **checkpoint):
@@ -284,9 +265,3 @@ def body_elastic(rank, world, folder, client):
     universal = start(False, load_universal=True)
     universal.load_checkpoint(folder, tag="universal")
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(train(universal, 3), straight))
-    return True
-
-
-@pytest.mark.parametrize("client", [False, True], ids=["our optimizer", "torch's optimizer"])
-def test_the_elastic_form_goes_on_and_converts(client, tmp_path):
-    assert run_ranks(2, body_elastic, str(tmp_path), client) == [True, True]

@@ -9,9 +9,9 @@ import torch
 import deepspeed
 import peer_model
 from deepspeed.checkpoint.layouts import names
-from harness import run_ranks
+from harness import on_ranks
 from models import two_layers
-from runs import KEEP_GATHERED, engine_of, moments, settings, weights
+from runs import KEEP_GATHERED, engine_of, moments, must_raise, settings, weights
 from runs import identical as equal
 from runs import train as train_on
 
@@ -25,8 +25,6 @@ def whole(engine):
 
 
 # ---- accumulation windows ------------------------------------------------------------------------------------------
-
-
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return 22  # over 2 ranks 6 micro-batches of 2: windows of 4 go over the end of an epoch
@@ -53,7 +51,9 @@ def micro_steps(engine, batches, count, until="step"):
     return seen
 
 
-def body_window(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_window_that_was_saved_in_its_middle_starts_anew(rank, world, stage, folder):
     engine, batches = make_windowed(stage)
     micro_steps(engine, batches, 4)
     engine.save_checkpoint(folder, tag="boundary")
@@ -71,37 +71,25 @@ def body_window(rank, world, folder, stage):
         assert micro_steps(other, again, 4) == begun, tag
         assert other.global_steps == 2 and equal(whole(other), straight), tag
         other.destroy()
-    return True
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_window_that_was_saved_in_its_middle_starts_anew(stage, tmp_path):
-    assert run_ranks(2, body_window, str(tmp_path), stage) == [True, True]
-
-
-def body_pending(rank, world, folder):
-    for stage in range(4):
-        place = os.path.join(folder, str(stage))
-        engine, batches = make_windowed(stage)
-        micro_steps(engine, batches, 4)
-        engine.save_checkpoint(place, tag="boundary")
-        for flags in ({}, {"load_optimizer_states": False}, {"load_module_only": True}):
-            results = []
-            for pending in (0, 2):
-                engine.load_checkpoint(place, tag="boundary")
-                micro_steps(engine, iter([(torch.ones(2, 7), torch.ones(2))] * 4), pending)
-                engine.load_checkpoint(place, tag="boundary", **flags)
-                assert engine.micro_steps == 4 and engine.losses is None, (stage, flags)
-                micro_steps(engine, iter([(torch.ones(2, 7), torch.ones(2))] * 4), 4)
-                assert engine.global_steps == 2, (stage, flags)
-                results.append(whole(engine))
-            assert equal(*results), (stage, flags)
-        engine.destroy()
-    return True
-
-
-def test_gradients_that_were_accumulated_before_a_load_are_forgotten(tmp_path):
-    assert run_ranks(2, body_pending, str(tmp_path)) == [True, True]
+@on_ranks(2)
+def test_gradients_that_were_accumulated_before_a_load_are_forgotten(rank, world, folder, stage):
+    engine, batches = make_windowed(stage)
+    micro_steps(engine, batches, 4)
+    engine.save_checkpoint(folder, tag="boundary")
+    for flags in ({}, {"load_optimizer_states": False}, {"load_module_only": True}):
+        results = []
+        for pending in (0, 2):
+            engine.load_checkpoint(folder, tag="boundary")
+            micro_steps(engine, iter([(torch.ones(2, 7), torch.ones(2))] * 4), pending)
+            engine.load_checkpoint(folder, tag="boundary", **flags)
+            assert engine.micro_steps == 4 and engine.losses is None, (stage, flags)
+            micro_steps(engine, iter([(torch.ones(2, 7), torch.ones(2))] * 4), 4)
+            assert engine.global_steps == 2, (stage, flags)
+            results.append(whole(engine))
+        assert equal(*results), (stage, flags)
 
 
 # ---- the configuration wins ----------------------------------------------------------------------------------------
@@ -157,7 +145,8 @@ def train(engine, steps):
     train_on(engine, lambda step, micro: engine(torch.tensor([(step + micro) % 9, 3])).pow(2).mean(), steps)
 
 
-def body_configured(rank, world, folder):
+@on_ranks(2)
+def test_the_configuration_wins_over_what_was_saved(rank, world, folder):
     for stage in range(4):
         place = os.path.join(folder, str(stage))
         engine = make_configured(stage)
@@ -193,16 +182,9 @@ def body_configured(rank, world, folder):
             other.load_checkpoint(place, tag="scheduled")
             assert group("lr")(other) == pytest.approx(factor * rate), (stage, change)
             other.destroy()
-    return True
-
-
-def test_the_configuration_wins_over_what_was_saved(tmp_path):
-    assert run_ranks(2, body_configured, str(tmp_path)) == [True, True]
 
 
 # ---- loads that fail -----------------------------------------------------------------------------------------------
-
-
 class Schedule:
     """A schedule of somebody else, which cannot load on one rank."""
 
@@ -245,21 +227,22 @@ def everything(engine):
     return groups, counters, engine.lr_scheduler.count, torch.get_rng_state().tolist(), engine.core.steps().tolist()
 
 
-def body_failing(rank, world, folder, stage):
-    place = os.path.join(folder, str(stage))
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank, world, stage, folder):
     engine = make_peer(stage)
     peer_model.train(engine, 2, rank)
     for tag in ("whole", "broken run", "short"):
-        engine.save_checkpoint(place, tag=tag)
+        engine.save_checkpoint(folder, tag=tag)
     engine.destroy()
     torch.distributed.barrier()
     if rank == 0:
-        with open(names.RUN_STATES.path(os.path.join(place, "broken run"), rank=1), "r+b") as file:
+        with open(names.RUN_STATES.path(os.path.join(folder, "broken run"), rank=1), "r+b") as file:
             file.truncate(100)
         for tag in ("broken run", "short"):
-            for file in os.listdir(os.path.join(place, tag)):
+            for file in os.listdir(os.path.join(folder, tag)):
                 if file.endswith(".json") or (tag == "short" and "rank_1_mp_rank_00_optim" in file):
-                    os.unlink(os.path.join(place, tag, file))
+                    os.unlink(os.path.join(folder, tag, file))
     torch.distributed.barrier()
     adagrad = {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}}
     cases = {
@@ -273,15 +256,8 @@ def body_failing(rank, world, folder, stage):
         other = make_peer(stage, **options)
         peer_model.train(other, 1, rank)
         before = whole(other), everything(other)
-        with pytest.raises(Exception, match=words):
-            other.load_checkpoint(place, tag=tag)
+        must_raise(Exception, words, other.load_checkpoint, folder, tag=tag)
         assert equal(whole(other), before[0]) and everything(other) == before[1], case
         assert other.loaded_checkpoint_dp_world_size is None and other.loaded_engine_state == {}, case
         peer_model.train(other, 1, rank, first=1)
         other.destroy()
-    return True
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(stage, tmp_path):
-    assert run_ranks(2, body_failing, str(tmp_path), stage) == [True, True]

@@ -13,7 +13,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from harness import run_ranks
-from runs import NATIVE, engine_of, moments, settings
+from runs import NATIVE, engine_of, moments, must_raise, settings
 from tensor_parallel import AddedUp, Copied
 
 LAYERS, WIDTH, HIDDEN, MICRO_BATCHES = 3, 4, 8, 2
@@ -146,12 +146,22 @@ def test_any_number_of_slices_reads_it(before, native, world, stages, slices, af
 
 def _refused(rank, world, folder):
     engine = make(rank, world, 1, 1, 1, told=False)
-    with pytest.raises((ValueError, RuntimeError), match=r"along which dimension parameter '\d\.up' is cut: set its"):
-        engine.load_checkpoint(folder, tag="t")
+    must_raise(
+        (ValueError, RuntimeError),
+        r"along which dimension parameter '\d\.up' is cut: set its",
+        engine.load_checkpoint,
+        folder,
+        tag="t",
+    )
     for param in engine.module.parameters():
         param.tensor_model_parallel = False
-    with pytest.raises((ValueError, RuntimeError), match="differs among the 2 tensor-parallel ranks that saved it"):
-        engine.load_checkpoint(folder, tag="t")
+    must_raise(
+        (ValueError, RuntimeError),
+        "differs among the 2 tensor-parallel ranks that saved it",
+        engine.load_checkpoint,
+        folder,
+        tag="t",
+    )
 
 
 def test_what_nobody_says_is_refused(tmp_path):

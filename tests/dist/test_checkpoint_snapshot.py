@@ -17,8 +17,8 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from harness import run_ranks
-from runs import KEEP_GATHERED, dtype_of, engine_of, settings
+from harness import on_ranks, run_ranks
+from runs import KEEP_GATHERED, dtype_of, engine_of, must_raise, settings
 from runs import train as train_on
 
 
@@ -42,7 +42,15 @@ def meets(function):
     return thread, not thread.is_alive()
 
 
-def writers_wait(rank, world, stage, client_optimizer):
+def gather_and_write(weight):
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.add_(1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("client_optimizer", [False, True])
+@on_ranks(1)
+def test_what_changes_states_waits_for_the_copies(rank, world, stage, client_optimizer):
     engine = make_engine(stage, client_optimizer=client_optimizer)
     train(engine)
     weight = engine.module[0].weight
@@ -70,21 +78,12 @@ def writers_wait(rank, world, stage, client_optimizer):
     engine.core.hold_states()
     assert meets(lambda: safe_get_full_optimizer_state(weight, name))[1] or client_optimizer
     engine.core.release_states()
-    engine.destroy()
-
-
-def gather_and_write(weight):
-    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
-        weight.add_(1)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("client_optimizer", [False, True])
-def test_what_changes_states_waits_for_the_copies(stage, client_optimizer):
-    run_ranks(1, writers_wait, stage, client_optimizer)
-
-
-def memory_of_states(rank, world, stage, bf16):
+@pytest.mark.parametrize("bf16", [False, True])
+@on_ranks(1)
+def test_which_memory_is_the_engines_own(rank, world, stage, bf16):
     engine = make_engine(stage, bf16)
     train(engine)
     states = HeldStates(engine._checkpoints.run_state())
@@ -97,15 +96,7 @@ def memory_of_states(rank, world, stage, bf16):
     assert all(covered(tensor) == own_masters for tensor in engine.core.masters())
     assert not any(covered(param) for param in engine.module.parameters() if param.numel())
     engine.core.slots(0)[0].add_(1)
-    with pytest.raises(RuntimeError, match="checkpoint_engine.wait"):
-        states.check_unchanged()
-    engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("bf16", [False, True])
-def test_which_memory_is_the_engines_own(stage, bf16):
-    run_ranks(1, memory_of_states, stage, bf16)
+    must_raise(RuntimeError, "checkpoint_engine.wait", states.check_unchanged)
 
 
 def slow_copies():
@@ -113,7 +104,8 @@ def slow_copies():
     return mock.patch.object(snapshots, "_copy", lambda *args: (time.sleep(0.2), made(*args)))
 
 
-def a_step_between(rank, world, folder):
+@on_ranks(1)
+def test_a_step_between_does_not_reach_the_file(rank, world, folder):
     engine = make_engine()
     engine.checkpoint_engine = AsyncCheckpointEngine()
     train(engine, 2)
@@ -125,11 +117,6 @@ def a_step_between(rank, world, folder):
         engine.load_checkpoint(folder)
     found = [safe_get_full_fp32_param(weight), safe_get_full_optimizer_state(weight, "exp_avg")]
     assert all(torch.equal(one, other) for one, other in zip(expected, found))
-    engine.destroy()
-
-
-def test_a_step_between_does_not_reach_the_file(tmp_path):
-    run_ranks(1, a_step_between, str(tmp_path))
 
 
 def somebody_writes(rank, world, folder):
@@ -142,8 +129,7 @@ def somebody_writes(rank, world, folder):
     with slow_copies():
         engine.save_checkpoint(folder, tag="torn")
         moment.zero_()
-        with pytest.raises(RuntimeError, match="torn.*written to, by other means"):
-            engine.checkpoint_engine.wait()
+        must_raise(RuntimeError, "torn.*written to, by other means", engine.checkpoint_engine.wait)
     engine.destroy()
 
 

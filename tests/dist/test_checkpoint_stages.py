@@ -11,10 +11,10 @@ from deepspeed.comm import mesh
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.zero.parameters.param_ranks import SavedLayers, SavedNames
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from models import Numbered, waves
 from mpu import Mpu
-from runs import NATIVE, dtype_of, engine_of, go_on, load_or_error, save_midway, settings, take_step
+from runs import NATIVE, dtype_of, engine_of, go_on, load_or_error, save_midway, settings, take_step, together
 
 LAYERS, WIDTH = 6, 5
 
@@ -159,17 +159,16 @@ def test_a_file_that_is_gone_is_named(lost, tmp_path):
         assert lost in text
 
 
-def save_16bit(rank, world, stages, copies, stage, folder):
-    engine, _ = make(rank, stages, copies, stage)
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(4, init=True)
+def test_weights_of_all_stages_in_one_file(rank, world, stage, tmp_path, folder):
+    engine, _ = make(rank, 2, 2, stage)
     engine._config.zero_config.gather_16bit_weights_on_model_save = True
     engine.save_16bit_model(folder, "model.bin")
     named = SavedNames(engine.module)
-    return {named(name): safe_get_full_fp32_param(param).tolist() for name, param in engine.module.named_parameters()}
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_weights_of_all_stages_in_one_file(stage, tmp_path):
-    expected = run_ranks(4, save_16bit, 2, 2, stage, str(tmp_path), init=True)
+    expected = together(
+        {named(name): safe_get_full_fp32_param(param).tolist() for name, param in engine.module.named_parameters()}
+    )
     found = torch.load(str(tmp_path / "model.bin"))
     assert all(torch.equal(found[name], torch.tensor(value)) for one in expected for name, value in one.items())
     assert found["4.number"].tolist() == [4.0]

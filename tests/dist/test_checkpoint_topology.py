@@ -174,8 +174,6 @@ def test_four_ranks_to_any_number_and_any_stage_to_any(world, saved):
 
 
 # ---- optimizers ----------------------------------------------------------------------------------------------------
-
-
 def sgd(groups):
     return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
 
@@ -222,8 +220,6 @@ def test_every_optimizer(world, turn, tmp_path):
 
 
 # ---- the same topology ---------------------------------------------------------------------------------------------
-
-
 def body_straight(rank, world, folder, kinds, steps, resumed):
     found = []
     for stage, precision in kinds:

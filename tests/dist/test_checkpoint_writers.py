@@ -19,6 +19,7 @@ from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheck
 from engine_models import net_engine, saving_engine
 from harness import run_ranks
 from logs import logged
+from runs import must_raise
 from test_checkpoint_crash import mark, marks
 
 
@@ -68,13 +69,16 @@ def test_sizes_and_options_arrive():
     ],
 )
 def test_what_does_not_go_together_is_refused(sections, words):
-    with pytest.raises(DeepSpeedConfigError, match="(?i)" + words.replace(".", r"\.")):
-        resolved(**sections)
+    must_raise(DeepSpeedConfigError, "(?i)" + words.replace(".", r"\."), resolved, **sections)
 
 
 def test_an_unknown_engine_lists_the_known_ones():
-    with pytest.raises(UnknownNameError, match="no checkpoint engine named 'fats'.*async.*Did you mean 'fast'"):
-        make_engine(resolved(checkpoint={"engine": "fats"}))
+    must_raise(
+        UnknownNameError,
+        "no checkpoint engine named 'fats'.*async.*Did you mean 'fast'",
+        make_engine,
+        resolved(checkpoint={"engine": "fats"}),
+    )
 
 
 class Incomplete:
@@ -87,8 +91,7 @@ class Incomplete:
 
 def test_what_is_no_engine_is_refused(monkeypatch):
     monkeypatch.setattr(ENGINES, "get", lambda name: Incomplete)
-    with pytest.raises(TypeError, match="has no create, load, commit"):
-        make_engine(resolved())
+    must_raise(TypeError, "has no create, load, commit", make_engine, resolved())
 
 
 def test_an_entry_point_joins(monkeypatch):
@@ -238,6 +241,5 @@ def test_commit_tells_what_went_wrong(tmp_path):
     engine = DecoupledCheckpointEngine()
     engine.create("t")
     engine.save({"x": torch.ones(3)}, str(tmp_path / "no folder" / "x.pt"))
-    with pytest.raises(OSError, match="no folder"):
-        engine.commit("t")
+    must_raise(OSError, "no folder", engine.commit, "t")
     assert engine.commit("t") is True

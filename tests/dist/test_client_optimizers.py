@@ -9,9 +9,9 @@ import torch
 import deepspeed
 import peer_model
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from harness import run_ranks
+from harness import on_ranks
 from models import two_layers
-from runs import KEEP_GATHERED, dtype_of, engine_of, settings, take_step
+from runs import KEEP_GATHERED, dtype_of, engine_of, must_raise, settings, take_step
 from runs import weight_list as weights
 
 
@@ -27,8 +27,6 @@ def train(engine, steps, rank, first=0):
 
 
 # ---- states --------------------------------------------------------------------------------------------------------
-
-
 class Mixed(torch.optim.Optimizer):
     """``sum`` has a value for each element in one group, and is one number, another for each parameter, in the other;
     with ``mean`` it is the other way round. ``decay`` is a tensor of one element; ``seen`` is a number."""
@@ -56,82 +54,65 @@ def mixed(params):
     return Mixed([{"params": params[::2]}, {"params": params[1::2], "full": False}])
 
 
-def body_mixed(rank, world, folder):
-    for stage in range(4):
-        for dtype in ("fp32", "bf16"):
-            place = os.path.join(folder, f"{stage}{dtype}")
-            engine = make_engine(stage, mixed, dtype)
-            engine.module[2].bias.requires_grad_(False)  # of one group: it has seen fewer updates than the other
-            train(engine, 1, rank)
-            engine.module[2].bias.requires_grad_(True)
-            train(engine, 2, rank, first=1)
-            engine.save_checkpoint(place)
-            train(engine, 2, rank, first=3)
-            other = make_engine(stage, mixed, dtype, seed=7)
-            other.load_checkpoint(place)
-            train(other, 2, rank, first=3)
-            assert all(torch.equal(a, b) for a, b in zip(weights(engine), weights(other), strict=True)), (stage, dtype)
-            other.destroy()
-            engine.destroy()
-    return True
-
-
-def test_states_that_differ_between_groups_and_parameters_are_saved(tmp_path):
-    assert run_ranks(2, body_mixed, str(tmp_path)) == [True, True]
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+@on_ranks(2)
+def test_states_that_differ_between_groups_and_parameters_are_saved(rank, world, folder, stage, dtype):
+    engine = make_engine(stage, mixed, dtype)
+    engine.module[2].bias.requires_grad_(False)  # of one group: it has seen fewer updates than the other
+    train(engine, 1, rank)
+    engine.module[2].bias.requires_grad_(True)
+    train(engine, 2, rank, first=1)
+    engine.save_checkpoint(folder)
+    train(engine, 2, rank, first=3)
+    other = make_engine(stage, mixed, dtype, seed=7)
+    other.load_checkpoint(folder)
+    train(other, 2, rank, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(weights(engine), weights(other), strict=True)), (stage, dtype)
 
 
 def keys_of(engine):
     return [sorted(group) for group in engine.basic_optimizer.state_dict()["param_groups"]]
 
 
-def body_keys(rank, world, folder):
-    for stage in range(4):
-        source = peer_model.folder(stage, "fp32")  # of another implementation, whose groups count steps
-        for optimizer in (None, lambda groups: torch.optim.AdamW(groups, lr=0.01)):
-            engine = peer_model.make_engine(peer_model.what(stage, "fp32")["config"], optimizer=optimizer)
-            before = keys_of(engine)
-            if optimizer is None:
-                engine.load_checkpoint(source)
-                assert keys_of(engine) == before, stage
-            place = os.path.join(folder, f"{stage}{optimizer is None}")
-            peer_model.train(engine, 1, rank)
-            engine.save_checkpoint(place)
-            other = peer_model.make_engine(peer_model.what(stage, "fp32")["config"], optimizer=optimizer)
-            other.load_checkpoint(place)
-            assert keys_of(other) == keys_of(engine) == before, stage
-            other.destroy()
-            engine.destroy()
-    return True
-
-
-def test_groups_have_the_same_keys_before_a_save_and_after_a_load(tmp_path):
-    assert run_ranks(2, body_keys, str(tmp_path)) == [True, True]
-
-
-def body_adagrad(rank, world):
-    for stage in range(4):
-        engine = make_engine(stage, lambda params: torch.optim.Adagrad(params, lr=0.1), "bf16")
-        before = weights(engine)
-        train(engine, 1, rank)
-        assert not any(torch.equal(a, b) for a, b in zip(before, weights(engine))), stage
-        sums = [state["sum"] for state in engine.basic_optimizer.state.values()]
-        assert sums and all(one.dtype == torch.float32 for one in sums), stage
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_groups_have_the_same_keys_before_a_save_and_after_a_load(rank, world, folder, stage):
+    source = peer_model.folder(stage, "fp32")  # of another implementation, whose groups count steps
+    for optimizer in (None, lambda groups: torch.optim.AdamW(groups, lr=0.01)):
+        engine = peer_model.make_engine(peer_model.what(stage, "fp32")["config"], optimizer=optimizer)
+        before = keys_of(engine)
+        if optimizer is None:
+            engine.load_checkpoint(source)
+            assert keys_of(engine) == before, stage
+        place = os.path.join(folder, f"{stage}{optimizer is None}")
+        peer_model.train(engine, 1, rank)
+        engine.save_checkpoint(place)
+        other = peer_model.make_engine(peer_model.what(stage, "fp32")["config"], optimizer=optimizer)
+        other.load_checkpoint(place)
+        assert keys_of(other) == keys_of(engine) == before, stage
+        other.destroy()
         engine.destroy()
-    return True
 
 
-def test_states_made_before_the_first_step_have_the_dtype_of_masters():
-    assert run_ranks(2, body_adagrad) == [True, True]
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_states_made_before_the_first_step_have_the_dtype_of_masters(rank, world, stage):
+    engine = make_engine(stage, lambda params: torch.optim.Adagrad(params, lr=0.1), "bf16")
+    before = weights(engine)
+    train(engine, 1, rank)
+    assert not any(torch.equal(a, b) for a, b in zip(before, weights(engine))), stage
+    sums = [state["sum"] for state in engine.basic_optimizer.state.values()]
+    assert sums and all(one.dtype == torch.float32 for one in sums), stage
 
 
 # ---- groups --------------------------------------------------------------------------------------------------------
-
-
 def sgd(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-def body_groups(rank, world):
+@on_ranks(1)
+def test_another_group_is_refused_by_name_at_every_stage(rank, world):
     words = "add_param_group: the optimizer belongs to an engine.*Pass the group before deepspeed.initialize"
     for stage in range(4):
         for dtype in ("fp32", "bf16"):
@@ -145,13 +126,11 @@ def body_groups(rank, world):
                 engine = make_engine(stage, client, dtype)
                 more = {"params": [torch.nn.Parameter(torch.ones(3))]}
                 for optimizer in (engine.optimizer, engine.basic_optimizer, made[0]):
-                    with pytest.raises(RuntimeError, match=words):
-                        optimizer.add_param_group(dict(more))
+                    must_raise(RuntimeError, words, optimizer.add_param_group, dict(more))
                 train(engine, 1, rank)
                 groups = engine.basic_optimizer.param_groups
                 groups.append({**groups[0], **more})
-                with pytest.raises(RuntimeError, match=words):
-                    train(engine, 1, rank)
+                must_raise(RuntimeError, words, train, engine, 1, rank)
                 groups.pop()
                 engine.step()
                 assert engine.global_steps == 2
@@ -160,18 +139,10 @@ def body_groups(rank, world):
                 for optimizer in (made[0], copy):  # of no engine any more
                     optimizer.add_param_group(dict(more))
     alone = [torch.nn.Parameter(torch.ones(3))]
-    with pytest.raises(RuntimeError, match=words):
-        DeepSpeedZeroOptimizer(sgd(alone), {}, None, {}).add_param_group({"params": []})
-    return True
-
-
-def test_another_group_is_refused_by_name_at_every_stage():
-    assert run_ranks(1, body_groups) == [True]
+    must_raise(RuntimeError, words, DeepSpeedZeroOptimizer(sgd(alone), {}, None, {}).add_param_group, {"params": []})
 
 
 # ---- steps that raise ----------------------------------------------------------------------------------------------
-
-
 class Stubborn(torch.optim.SGD):
     failures = 0
 
@@ -197,16 +168,12 @@ def end_of(stage, dtype, rank, failures):
     return found
 
 
-def body_raises(rank, world):
-    for stage in range(4):
-        for dtype in ("fp32", "bf16"):
-            straight, norm, steps = end_of(stage, dtype, rank, 0)
-            retried, again, later = end_of(stage, dtype, rank, 2)
-            assert steps == later == 2 and norm == pytest.approx(again, rel=1e-5), (stage, dtype)
-            for a, b in zip(straight, retried, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    return True
-
-
-def test_a_step_that_raised_may_be_repeated():
-    assert run_ranks(2, body_raises) == [True, True]
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+@on_ranks(2)
+def test_a_step_that_raised_may_be_repeated(rank, world, stage, dtype):
+    straight, norm, steps = end_of(stage, dtype, rank, 0)
+    retried, again, later = end_of(stage, dtype, rank, 2)
+    assert steps == later == 2 and norm == pytest.approx(again, rel=1e-5), (stage, dtype)
+    for a, b in zip(straight, retried, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)

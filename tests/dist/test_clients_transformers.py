@@ -108,8 +108,6 @@ def test_trainer_with_a_lora(model_folder, plain, stage):
 
 
 # ---- accelerate: saving as its documentation says ------------------------------------------------------------
-
-
 def save_tied(rank, world, folder):
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DeepSpeedPlugin
@@ -153,8 +151,6 @@ def test_save_pretrained_of_tied_weights(model_folder):
 
 
 # ---- trl -----------------------------------------------------------------------------------------------------
-
-
 def prefer(rank, world, folder, stage, precompute):
     import datasets
     import trl

@@ -1,12 +1,15 @@
 """Every collective of deepspeed.comm, over gloo and through shared memory, against plain loops: dtypes x reductions x
 world sizes x shapes."""
 
+import functools
+
 import pytest
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm import ReduceOp
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from runs import must_raise
 
 pytestmark = pytest.mark.dist
 
@@ -24,22 +27,18 @@ def values(rank, shape, dtype):
     return ((torch.arange(count) * 3 + rank * 2 + 1) % 5).reshape(shape).to(dtype)
 
 
+PAIRWISE = {
+    ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.PRODUCT: torch.mul, ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum, ReduceOp.BAND: torch.bitwise_and, ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}  # fmt: skip
+
+
 def reference(contributions, op):
     """The reduction by a loop over ranks in exact arithmetic."""
     dtype = contributions[0].dtype
-    total = contributions[0].to(torch.float64 if dtype.is_floating_point else torch.int64)
-    for one in contributions[1:]:
-        one = one.to(total.dtype)
-        if op in (ReduceOp.SUM, ReduceOp.AVG):
-            total = total + one
-        elif op is ReduceOp.PRODUCT:
-            total = total * one
-        elif op is ReduceOp.MIN:
-            total = torch.minimum(total, one)
-        elif op is ReduceOp.MAX:
-            total = torch.maximum(total, one)
-        else:
-            total = {"BAND": total & one, "BOR": total | one, "BXOR": total ^ one}[op.name]
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    total = functools.reduce(PAIRWISE[op], [one.to(wide) for one in contributions])
     if op is ReduceOp.AVG and dtype != torch.bool:
         total = total / len(contributions) if dtype.is_floating_point else total // len(contributions)
     return (total != 0) if dtype == torch.bool else total.to(dtype)
@@ -51,6 +50,9 @@ def reductions(dtype):
 
 
 def same(found, expected):
+    """Two tensors, or two lists of tensors of one shape."""
+    if isinstance(found, list):
+        found, expected = torch.stack(found), torch.stack(expected)
     assert found.dtype == expected.dtype and found.shape == expected.shape
     assert torch.equal(found, expected), f"{found} is not {expected}"
 
@@ -103,17 +105,6 @@ def _reduce_scatter(rank, world):
                 same(found, expected)
 
 
-def _low_precision_sums_are_wide(rank, world):
-    # 256 + 1 + 1 is 258 in fp32; bf16 additions would lose both ones.
-    mine = torch.full((world,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
-    found = mine.clone()
-    dist.all_reduce(found)
-    assert found.tolist() == [258.0] * world
-    part = torch.empty(1, dtype=torch.bfloat16)
-    dist.reduce_scatter_tensor(part, mine)
-    assert part.tolist() == [258.0]
-
-
 def _large(rank, world):
     for count in (1 << 16, (1 << 16) + 1):
         for dtype in (torch.float32, torch.bfloat16):
@@ -138,8 +129,7 @@ def _coalesced(rank, world):
     dist.all_gather_coalesced(outputs, inputs, async_op=True).wait()
     for n, found in zip((2, 5), outputs, strict=True):
         same(found, torch.cat([values(r, (n,), torch.bfloat16) for r in range(world)]))
-    with pytest.raises(ValueError, match="1 outputs for 2 inputs"):
-        dist.all_gather_coalesced(outputs[:1], inputs)
+    must_raise(ValueError, "1 outputs for 2 inputs", dist.all_gather_coalesced, outputs[:1], inputs)
 
 
 # ---- data movement ------------------------------------------------------------------------------------------------
@@ -153,13 +143,11 @@ def _movement(rank, world):
                 same(found, everyones[src])
             found = [torch.empty(shape, dtype=dtype) for _ in range(world)]
             dist.all_gather(found, everyones[rank])
-            for one, wanted in zip(found, everyones, strict=True):
-                same(one, wanted)
+            same(found, everyones)
             found = [torch.empty(shape, dtype=dtype) for _ in range(world)]
             dist.gather(everyones[rank], found if rank == world - 1 else None, dst=world - 1)
             if rank == world - 1:
-                for one, wanted in zip(found, everyones, strict=True):
-                    same(one, wanted)
+                same(found, everyones)
             found = torch.empty(shape, dtype=dtype)
             dist.scatter(found, everyones if rank == 0 else None, src=0)
             same(found, everyones[rank])
@@ -201,24 +189,7 @@ def _all_to_all(rank, world):
         inputs = [values(10 * rank + r, (r + 1, 2), dtype) for r in range(world)]
         outputs = [torch.empty(rank + 1, 2, dtype=dtype) for _ in range(world)]
         dist.all_to_all(outputs, inputs)
-        for r, found in enumerate(outputs):
-            same(found, values(10 * r + rank, (rank + 1, 2), dtype))
-
-
-def _point_to_point(rank, world):
-    for dtype in DTYPES:
-        mine, found = values(rank, (5,), dtype), torch.empty(5, dtype=dtype)
-        after, before = (rank + 1) % world, (rank - 1) % world
-        works = [dist.isend(mine, after, tag=3), dist.irecv(found, before, tag=3)]
-        for work in works:
-            work.wait()
-        same(found, values(before, (5,), dtype))
-        if rank == 0:
-            dist.send(mine, 1)
-        elif rank == 1:
-            found = torch.empty(5, dtype=dtype)
-            assert dist.recv(found) == 0
-            same(found, values(0, (5,), dtype))
+        same(outputs, [values(10 * r + rank, (rank + 1, 2), dtype) for r in range(world)])
 
 
 def _objects(rank, world):
@@ -261,20 +232,6 @@ def _meeting(rank, world):
     dist.monitored_barrier()
 
 
-def _bad_input(rank, world):
-    with pytest.raises(ValueError, match="7 elements.*must have 8"):
-        dist.reduce_scatter_tensor(torch.empty(4), torch.empty(7))
-    with pytest.raises(ValueError, match="output has 7.*must have 8"):
-        dist.all_gather_into_tensor(torch.empty(7), torch.empty(4))
-    across = torch.full((4, 3), float(rank), dtype=torch.bfloat16).t()
-    dist.broadcast(across, 0)
-    assert not across.any()
-    with pytest.raises(ValueError, match="not a reduction"):
-        dist.all_reduce(torch.empty(2), op=ReduceOp.UNUSED)
-    with pytest.raises(ValueError, match="not a reduction"):
-        dist.all_reduce(torch.empty(2), op="sum")
-
-
 @BOTH
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
@@ -299,26 +256,51 @@ def test_collective(body, world, init):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_point_to_point(world):
-    run_ranks(world, _point_to_point, init="gloo")
+@on_ranks(init="gloo")
+def test_point_to_point(rank, world):
+    for dtype in DTYPES:
+        mine, found = values(rank, (5,), dtype), torch.empty(5, dtype=dtype)
+        after, before = (rank + 1) % world, (rank - 1) % world
+        works = [dist.isend(mine, after, tag=3), dist.irecv(found, before, tag=3)]
+        for work in works:
+            work.wait()
+        same(found, values(before, (5,), dtype))
+        if rank == 0:
+            dist.send(mine, 1)
+        elif rank == 1:
+            found = torch.empty(5, dtype=dtype)
+            assert dist.recv(found) == 0
+            same(found, values(0, (5,), dtype))
 
 
 @BOTH
-def test_low_precision_sums_are_wide(init):
-    run_ranks(3, _low_precision_sums_are_wide, init=init)
+@on_ranks(3, given=["init"])
+def test_low_precision_sums_are_wide(rank, world):
+    # 256 + 1 + 1 is 258 in fp32; bf16 additions would lose both ones.
+    mine = torch.full((world,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    found = mine.clone()
+    dist.all_reduce(found)
+    assert found.tolist() == [258.0] * world
+    part = torch.empty(1, dtype=torch.bfloat16)
+    dist.reduce_scatter_tensor(part, mine)
+    assert part.tolist() == [258.0]
 
 
 @BOTH
-def test_bad_input(init):
-    run_ranks(2, _bad_input, init=init)
+@on_ranks(2, given=["init"])
+def test_bad_input(rank, world):
+    must_raise(ValueError, "7 elements.*must have 8", dist.reduce_scatter_tensor, torch.empty(4), torch.empty(7))
+    must_raise(ValueError, "output has 7.*must have 8", dist.all_gather_into_tensor, torch.empty(7), torch.empty(4))
+    across = torch.full((4, 3), float(rank), dtype=torch.bfloat16).t()
+    dist.broadcast(across, 0)
+    assert not across.any()
+    must_raise(ValueError, "not a reduction", dist.all_reduce, torch.empty(2), op=ReduceOp.UNUSED)
+    must_raise(ValueError, "not a reduction", dist.all_reduce, torch.empty(2), op="sum")
 
 
 @BOTH
-def test_torchs_own_operations_are_accepted(init):
-    run_ranks(2, _torch_ops, init=init)
-
-
-def _torch_ops(rank, world):
+@on_ranks(2, given=["init"])
+def test_torchs_own_operations_are_accepted(rank, world):
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
         ours, theirs = values(rank, (4,), torch.bfloat16), values(rank, (4,), torch.bfloat16)
         dist.all_reduce(ours, getattr(ReduceOp, name))

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed import comm
-from harness import RankError, run_ranks
+from harness import RankError, on_ranks, run_ranks
+from runs import must_raise
 
 PATIENCE_S = 5.0
 GLOO = {"DS_SHM_COLLECTIVES": "0"}
@@ -42,8 +43,7 @@ def faulty(rank, world, fault, folder):
             comm.all_reduce(torch.ones(10))
     except RuntimeError as error:
         text = str(error)
-        with pytest.raises(RuntimeError, match="has failed before"):
-            comm.barrier()
+        must_raise(RuntimeError, "has failed before", comm.barrier)
     with open(os.path.join(folder, str(rank)), "w", encoding="utf-8") as file:
         file.write(f"{time.monotonic() - began:.3f} {text}")
     time.sleep(0.5)  # the others want to know where this rank is
@@ -96,7 +96,10 @@ def test_a_slow_rank_is_waited_for(strict, tmp_path):
     assert [text for _, text in told(tmp_path)] == ["fine"] * 3
 
 
-def recorded(rank, world):
+@on_ranks(2, init=True, env=GLOO)
+def test_the_flight_record_has_them(rank, world):
+    calls = ["all_reduce(3 x float32, sum)", "all_gather(3 x bfloat16)", "broadcast(2 x float32, root 1)"]
+    expected = [(call, "done") for call in [*calls, "all_reduce(4 x float32, sum)"]]
     sub = dist.new_group([0, 1])
     comm.all_reduce(torch.ones(3))
     comm.all_gather_into_tensor(torch.empty(6, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16), group=sub)
@@ -105,13 +108,7 @@ def recorded(rank, world):
     handle.wait()
     flights = comm.flight_record()[-4:]
     assert len({f["group"] for f in flights}) == 2
-    return [(f["call"], f["state"]) for f in flights]
-
-
-def test_the_flight_record_has_them():
-    calls = ["all_reduce(3 x float32, sum)", "all_gather(3 x bfloat16)", "broadcast(2 x float32, root 1)"]
-    expected = [(call, "done") for call in [*calls, "all_reduce(4 x float32, sum)"]]
-    assert run_ranks(2, recorded, init=True, env=GLOO) == [expected] * 2
+    assert [(f["call"], f["state"]) for f in flights] == expected
 
 
 # ---- the memory beside gloo: every call is compared, without asking for it ------------------------------------------
@@ -141,7 +138,9 @@ def test_in_memory_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
         assert PATIENCE_S <= seconds < PATIENCE_S + 5
 
 
-def memory_recorded(rank, world):
+@on_ranks(3, init=True)
+def test_groups_of_deepspeed_comm_have_memory_beside_them(rank, world):
+    gathered, sent = ("all_gather", 3, "done"), ("broadcast", 2, "done")
     sub = comm.new_group([0, 1])
     assert comm.new_group([2]) is not sub
     if rank < 2:
@@ -152,9 +151,4 @@ def memory_recorded(rank, world):
     assert dist.get_backend() == comm.get_backend() == "gloo" and x.tolist() == [3.0] * 5
     flights = comm.flight_record()
     comm.destroy_process_group(sub if rank < 2 else None)
-    return [(f["op"], f["numel"], f["state"]) for f in flights]
-
-
-def test_groups_of_deepspeed_comm_have_memory_beside_them():
-    gathered, sent = ("all_gather", 3, "done"), ("broadcast", 2, "done")
-    assert run_ranks(3, memory_recorded, init=True) == [[gathered, sent], [gathered, sent], [sent]]
+    assert [(f["op"], f["numel"], f["state"]) for f in flights] == ([gathered, sent], [gathered, sent], [sent])[rank]

@@ -5,8 +5,8 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.utils import groups
-from harness import run_ranks
-from runs import total
+from harness import on_ranks, run_ranks
+from runs import must_raise, total
 
 
 def members(group):
@@ -26,10 +26,8 @@ def _tensor(rank, world):
     assert (groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()) == (2, rank // 2)
     assert groups._create_model_parallel(2) == (data, tensor)  # made once
     groups.clear()
-    with pytest.raises(ValueError, match="3 does not divide the 4 ranks: use one of 1, 2, 4"):
-        groups._init_tp_mesh_device(3)
-    with pytest.raises(ValueError, match="leave data_parallel_size out, or give 2"):
-        groups._init_tp_mesh_device(2, 4)
+    must_raise(ValueError, "3 does not divide the 4 ranks: use one of 1, 2, 4", groups._init_tp_mesh_device, 3)
+    must_raise(ValueError, "leave data_parallel_size out, or give 2", groups._init_tp_mesh_device, 2, 4)
     assert groups.get_data_parallel_world_size() == 4
     groups.clear()
 
@@ -48,8 +46,12 @@ def _sequence(rank, world):
     if hasattr(torch.distributed, "init_device_mesh"):
         groups._use_mesh(dist.initialize_mesh_device((2, 2), ("data_parallel", "sequence_parallel")))
         assert (groups._get_sequence_parallel_world_size(), groups.get_data_parallel_world_size()) == (2, 2)
-        with pytest.raises(ValueError, match="'data_parallel', 'sequence_parallel' are needed"):
-            groups._use_mesh(dist.initialize_mesh_device((2, 2), ("a", "b")))
+        must_raise(
+            ValueError,
+            "'data_parallel', 'sequence_parallel' are needed",
+            groups._use_mesh,
+            dist.initialize_mesh_device((2, 2), ("a", "b")),
+        )
     groups.clear()
 
 
@@ -82,14 +84,16 @@ def _experts(rank, world):
     assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
     assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == pair
     groups.clear()
-    with pytest.raises(ValueError, match="expert_parallel_size 4 does not divide the 2 data-parallel ranks"):
-        groups._create_expert_and_data_parallel(4, mp_size=2)
-    with pytest.raises(NotImplementedError, match="AutoEP"):
-        groups._create_expert_and_data_parallel(2, folding_spec={})
-    with pytest.raises(ValueError, match="mp_mode"):
-        groups._create_expert_and_data_parallel(2, mp_mode="pp")
-    with pytest.raises(RuntimeError, match="no expert groups yet"):
-        groups._get_max_expert_size()
+    must_raise(
+        ValueError,
+        "expert_parallel_size 4 does not divide the 2 data-parallel ranks",
+        groups._create_expert_and_data_parallel,
+        4,
+        mp_size=2,
+    )
+    must_raise(NotImplementedError, "AutoEP", groups._create_expert_and_data_parallel, 2, folding_spec={})
+    must_raise(ValueError, "mp_mode", groups._create_expert_and_data_parallel, 2, mp_mode="pp")
+    must_raise(RuntimeError, "no expert groups yet", groups._get_max_expert_size)
     groups._create_expert_and_data_parallel(2, mp_size=2)
     assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
     groups.clear()
@@ -107,8 +111,7 @@ def _split_experts(rank, world):
     assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
     groups.clear()
     assert groups._get_expert_model_parallel_world_size() == 1
-    with pytest.raises(ValueError, match="neither"):
-        groups._create_expert_data_and_model_parallel(2, object())
+    must_raise(ValueError, "neither", groups._create_expert_data_and_model_parallel, 2, object())
 
 
 def _secondary(rank, world):
@@ -122,18 +125,14 @@ def _secondary(rank, world):
     assert groups._get_zero_param_intra_parallel_rank_in_mygroup() == rank % 2
     assert groups._get_zero_param_intra_parallel_group_world_size() == 2
     groups.clear()
-    with pytest.raises(ValueError, match="zero_hpz_partition_size 3"):
-        groups._create_zero_param_parallel_group(3)
-
-
-def _together(rank, world, body):
-    body(rank, world)
-    dist.barrier()  # rank 0 has the store in which members of other groups may still meet
+    must_raise(ValueError, "zero_hpz_partition_size 3", groups._create_zero_param_parallel_group, 3)
 
 
 @pytest.mark.parametrize("body", [_tensor, _sequence, _experts, _split_experts, _secondary])
-def test_groups(body):
-    run_ranks(4, _together, body, init="gloo")
+@on_ranks(4, init="gloo")
+def test_groups(rank, world, body):
+    body(rank, world)
+    dist.barrier()  # rank 0 has the store in which members of other groups may still meet
 
 
 def test_lists_of_experts():
@@ -147,8 +146,7 @@ def test_lists_of_experts():
         [[0], [2], [4], [6], [1], [3], [5], [7], [8], [10], [12], [14], [9], [11], [13], [15]],
     )
     assert lists(8, 1, 4, 1, True) == ([[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]])
-    with pytest.raises(ValueError, match="pipeline_parallel_size 3 does not divide the 16 ranks"):
-        lists(16, 2, 4, 3)
+    must_raise(ValueError, "pipeline_parallel_size 3 does not divide the 16 ranks", lists, 16, 2, 4, 3)
     for world, tensor, expert, pipe in ((16, 2, 4, 2), (24, 2, 3, 2), (8, 1, 8, 1)):
         for first in (False, True):
             for kind in lists(world, tensor, expert, pipe, first):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from harness import run_ranks
+from harness import on_ranks
+from runs import must_raise
 
 pytestmark = pytest.mark.dist
 
@@ -64,7 +65,9 @@ def until(condition):
         time.sleep(0.001)
 
 
-def _members(rank, world):
+@BOTH
+@on_ranks(WORLD, given=["init"])
+def test_a_handle_has_torchs_members(rank, world):
     for verb in VERBS:
         work, outputs, expected = started(verb, rank)
         assert isinstance(work, torch.distributed.Work)
@@ -75,8 +78,7 @@ def _members(rank, world):
         same(work.get_future().value(), outputs, expected)
         assert work.synchronize() is None
         for source in (work.source_rank, work._source_rank):
-            with pytest.raises(RuntimeError, match="recv"):
-                source()
+            must_raise(RuntimeError, "recv", source)
         if hasattr(work, "boxed"):
             assert torch.distributed.Work.unbox(work.boxed()).is_completed()
         # Asked, not waited for: what is completed is in place.
@@ -87,11 +89,8 @@ def _members(rank, world):
 
 
 @BOTH
-def test_a_handle_has_torchs_members(init):
-    run_ranks(WORLD, _members, init=init)
-
-
-def _futures(rank, world):
+@on_ranks(WORLD, given=["init"])
+def test_a_future_ends_though_nobody_waits_for_the_handle(rank, world):
     for verb in VERBS:
         work, outputs, expected = started(verb, rank)
         future = work.get_future()
@@ -115,17 +114,13 @@ def _futures(rank, world):
 
 
 @BOTH
-def test_a_future_ends_though_nobody_waits_for_the_handle(init):
-    run_ranks(WORLD, _futures, init=init)
-
-
-def _timeouts(rank, world):
+@on_ranks(WORLD, given=["init"])
+def test_a_wait_with_a_timeout_leaves_the_call_under_way(rank, world):
     x = torch.ones(4)
     if rank == 0:
         work = dist.all_reduce(x, async_op=True)
         future = work.get_future()
-        with pytest.raises(RuntimeError, match="Operation timed out"):
-            work.wait(timedelta(milliseconds=100))
+        must_raise(RuntimeError, "Operation timed out", work.wait, timedelta(milliseconds=100))
         assert not work.is_completed() and not work.is_success() and not future.done()
         torch.distributed.distributed_c10d._get_default_store().set("go", "on")
         assert work.wait(timedelta(seconds=20)) and future.wait()[0] is x
@@ -136,11 +131,8 @@ def _timeouts(rank, world):
 
 
 @BOTH
-def test_a_wait_with_a_timeout_leaves_the_call_under_way(init):
-    run_ranks(WORLD, _timeouts, init=init)
-
-
-def _failures(rank, world):
+@on_ranks(WORLD, given=["init"])
+def test_a_failure_is_told_by_handle_and_future(rank, world):
     dist.barrier()
     if rank == 0:
         works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
@@ -155,8 +147,3 @@ def _failures(rank, world):
     assert all("call different collectives" in text for text in texts), texts
     for work in works:
         assert work.is_completed() and not work.is_success()
-
-
-@BOTH
-def test_a_failure_is_told_by_handle_and_future(init):
-    run_ranks(WORLD, _failures, init=init)

@@ -9,9 +9,9 @@ import torch
 
 from deepspeed import comm as dist
 from engine_models import net_engine, train_engine
-from harness import RankError, run_ranks
+from harness import RankError, on_ranks, run_ranks
 from moe_models import batch, moe_net
-from runs import DTYPES, weight_list
+from runs import DTYPES, together, weight_list
 
 HOSTS = "abab"
 
@@ -42,18 +42,15 @@ def test_three_hosts_with_different_numbers_of_ranks_in_bf16():
         assert torch.equal(values, tree[0][2]) and torch.equal(values, repeated)  # the same bits everywhere, every time
 
 
-def by_hand(rank, world):
+@on_ranks(4)
+def test_calls_of_a_script_go_over_gloo_between_hosts_and_through_memory_inside(rank, world):
     os.environ["DS_HOST_ID"] = HOSTS[rank]
     dist.init_distributed(dist_backend="gloo", verbose=False)
     neighbours = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
     values = [torch.full((5,), rank + 1.0, dtype=torch.bfloat16) for _ in range(2)]
     dist.all_reduce(values[0])
     dist.all_reduce(values[1], group=neighbours)
-    return [v[0].item() for v in values], [flight["transport"] for flight in dist.flight_record()]
-
-
-def test_calls_of_a_script_go_over_gloo_between_hosts_and_through_memory_inside():
-    found = run_ranks(4, by_hand)
+    found = together([v[0].item() for v in values], [flight["transport"] for flight in dist.flight_record()])
     assert [values for values, _ in found] == [[10.0, 4.0], [10.0, 6.0]] * 2
     assert [transports for _, transports in found] == [["gloo", "shm"]] * 4
 
@@ -76,7 +73,8 @@ def experts_over(hosts, rank, drop, memory="1"):
     return [out.detach(), x.grad, *(p.grad for p in net.layer.deepspeed_moe.experts.parameters())], carried
 
 
-def experts_everywhere(rank, world):
+@on_ranks(4, init=True)
+def test_rows_of_experts_go_by_hosts_with_the_same_bits(rank, world):
     for drop in (False, True):
         wanted, (_, calls) = experts_over("aaaa", rank, drop)
         for hosts, memory in (("aabb", "1"), ("abab", "1"), ("abca", "1"), ("abcd", "1"), ("abab", "0")):
@@ -85,11 +83,8 @@ def experts_everywhere(rank, world):
             # By hosts: on each the counts, what goes to its leader, what stays, and what comes from the leader.
             by_hosts = hosts != "abcd" and memory == "1"
             assert (gloo, shm) == (calls, 4 * calls if by_hosts else 0), (hosts, calls)
-    return calls  # of the last, with dropping
-
-
-def test_rows_of_experts_go_by_hosts_with_the_same_bits():
-    assert run_ranks(4, experts_everywhere, init=True) == [8] * 4  # two parts of rows, to and fro, and their gradients
+    # of the last, with dropping
+    assert calls == 8  # two parts of rows, to and fro, and their gradients
 
 
 def a_rank_of_another_host_dies(rank, world, folder):

@@ -12,17 +12,19 @@ import torch
 import deepspeed.comm.comm as comm_module
 from deepspeed import comm as dist
 from deepspeed.utils import groups
-from harness import run_ranks
+from harness import on_ranks
 from mpu import two_by_two
+from processes import launched
+from runs import must_raise
 from sampling import every_case
 
 pytestmark = pytest.mark.dist
 
 
-def _by_environment(rank, world):
+@on_ranks(3)
+def test_by_environment(rank, world):
     assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match="no process group yet"):
-        dist.get_rank()
+    must_raise(RuntimeError, "no process group yet", dist.get_rank)
     dist.init_distributed(verbose=False)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_local_rank()) == (rank, world, rank)
     assert torch.distributed.get_backend() == "gloo"
@@ -32,14 +34,10 @@ def _by_environment(rank, world):
     dist.init_distributed(dist_backend="gloo")  # again: nothing happens
     dist.destroy_process_group()
     assert not dist.is_initialized() and comm_module.cdb is None
-    return True
 
 
-def test_by_environment():
-    assert run_ranks(3, _by_environment) == [True] * 3
-
-
-def _rejoin(rank, world, folder):
+@on_ranks(2, env=dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")))
+def test_by_file_and_again(rank, world, folder):
     for turn in range(2):
         dist.init_distributed(
             init_method=f"file://{folder}/meet{turn}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
@@ -49,21 +47,14 @@ def _rejoin(rank, world, folder):
         dist.destroy_process_group()
 
 
-def test_by_file_and_again(tmp_path):
-    env = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"))
-    run_ranks(2, _rejoin, str(tmp_path), env=env)
-
-
-def _explicit_rank(rank, world):
+@on_ranks(2, env={"RANK": None, "WORLD_SIZE": None})
+def test_rank_and_size_may_be_arguments(rank, world):
     dist.init_distributed(rank=rank, world_size=world, verbose=False)
     assert dist.get_rank() == rank
 
 
-def test_rank_and_size_may_be_arguments():
-    run_ranks(2, _explicit_rank, env={"RANK": None, "WORLD_SIZE": None})
-
-
-def _adopts(rank, world):
+@on_ranks(2, init="gloo")
+def test_a_group_that_exists_is_used(rank, world):
     dist.init_distributed(dist_init_required=False)
     assert dist.get_rank() == rank
     half = torch.ones(2, dtype=torch.bfloat16)
@@ -71,19 +62,13 @@ def _adopts(rank, world):
     assert half.tolist() == [1.0, 1.0]
 
 
-def test_a_group_that_exists_is_used():
-    run_ranks(2, _adopts, init="gloo")
-
-
-def _adopts_unasked(rank, world):
+@on_ranks(2, init="gloo")
+def test_a_group_that_exists_is_used_even_without_init(rank, world):
     assert dist.is_initialized() and dist.get_world_size() == world
 
 
-def test_a_group_that_exists_is_used_even_without_init():
-    run_ranks(2, _adopts_unasked, init="gloo")
-
-
-def _subgroups(rank, world):
+@on_ranks(3, init="gloo")
+def test_subgroups(rank, world):
     pair = dist.new_group([0, 2])
     single = dist.new_group([1])
     mine = pair if rank in (0, 2) else single
@@ -114,12 +99,9 @@ def _subgroups(rank, world):
         assert x.tolist() == [1.0, 1.0]
 
 
-def test_subgroups():
-    run_ranks(3, _subgroups, init="gloo")
-
-
 # ---- deepspeed.utils.groups ---------------------------------------------------------------------------------------
-def _groups(rank, world):
+@on_ranks(4, init="gloo")
+def test_groups_with_and_without_mpu(rank, world):
     groups.clear()
     assert groups.get_data_parallel_world_size() == world and groups.get_data_parallel_rank() == rank
     assert groups._get_data_parallel_group() is dist.get_world_group()
@@ -136,29 +118,19 @@ def _groups(rank, world):
     groups.set_tensor_model_parallel_world_size(8)
     groups.set_tensor_model_parallel_rank(5)
     assert (groups.get_tensor_model_parallel_world_size(), groups.get_tensor_model_parallel_rank()) == (8, 5)
-    with pytest.raises(RuntimeError, match="_create_expert_and_data_parallel"):
-        groups._get_expert_parallel_group("ep_size_2")
+    must_raise(RuntimeError, "_create_expert_and_data_parallel", groups._get_expert_parallel_group, "ep_size_2")
     groups.clear()
     assert groups.mpu is None
 
 
-def test_groups_with_and_without_mpu():
-    run_ranks(4, _groups, init="gloo")
-
-
-def _mesh(rank, world):
-    if not hasattr(torch.distributed, "init_device_mesh"):
-        with pytest.raises(RuntimeError, match="torch 2.2"):
-            dist.initialize_mesh_device((2, 1), ("data_parallel", "sequence_parallel"))
-        return "refused"
-    mesh = dist.initialize_mesh_device((2, 1), ("data_parallel", "sequence_parallel"))
-    assert dist.get_world_size(mesh.get_group("data_parallel")) == 2
-    assert dist.get_world_size(mesh.get_group("sequence_parallel")) == 1
-    return "made"
-
-
-def test_device_mesh():
-    assert len(set(run_ranks(2, _mesh, init="gloo"))) == 1
+@on_ranks(2, init="gloo")
+def test_device_mesh(rank, world):
+    axes = (2, 1), ("data_parallel", "sequence_parallel")
+    if hasattr(torch.distributed, "init_device_mesh"):
+        mesh = dist.initialize_mesh_device(*axes)
+        assert [dist.get_world_size(mesh.get_group(name)) for name in axes[1]] == [2, 1]
+    else:
+        must_raise(RuntimeError, "torch 2.2", dist.initialize_mesh_device, *axes)
 
 
 def _finds_its_port_taken():
@@ -166,19 +138,16 @@ def _finds_its_port_taken():
         taken.bind(("", 0))
         taken.listen(1)
         os.environ["MASTER_PORT"] = port = str(taken.getsockname()[1])
-        with pytest.raises(RuntimeError, match=f"port {port}.*--master_port"):
-            dist.init_distributed(verbose=False)
+        must_raise(RuntimeError, f"port {port}.*--master_port", dist.init_distributed, verbose=False)
 
 
-def _busy(rank, world):
+@on_ranks(1)
+def test_busy_port_names_the_port_and_the_fix(rank, world):
     _finds_its_port_taken()
 
 
-def test_busy_port_names_the_port_and_the_fix():
-    run_ranks(1, _busy)
-
-
-def _second_try(rank, world):
+@on_ranks(2, timeout=20)
+def test_a_rank_whose_first_try_failed_joins_at_the_second(rank, world):
     meeting_point = os.environ["MASTER_PORT"]
     if rank == 0:
         _finds_its_port_taken()
@@ -186,11 +155,7 @@ def _second_try(rank, world):
     dist.init_distributed(verbose=False)
     one = torch.ones(1)
     dist.all_reduce(one)
-    return one.item()
-
-
-def test_a_rank_whose_first_try_failed_joins_at_the_second():
-    assert run_ranks(2, _second_try, timeout=20) == [2.0, 2.0]
+    assert one.item() == 2.0
 
 
 LEAVING = """
@@ -221,12 +186,8 @@ engine.step()
 
 def test_a_script_that_ends_with_a_live_engine_ends_well(tmp_path):
     # torch 2.x: gloo's threads must not run into the end of the process, whoever still holds the group.
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
     for _ in range(4 if every_case() else 1):
-        command = [sys.executable, "-m", "deepspeed.launcher", "--num_accelerators", "2", str(script)]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = launched(SCRIPT, tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -249,9 +210,5 @@ if rank > 0:
 
 @pytest.mark.parametrize("end", ["destroyed", "just ends"])
 def test_ranks_make_groups_after_rank_0_has_come_to_its_end(end, tmp_path):
-    script = tmp_path / "late.py"
-    script.write_text(LATE)
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-    command = [sys.executable, "-m", "deepspeed.launcher", "--num_accelerators", "3", str(script), end]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = launched(LATE, tmp_path, end, ranks=3)
     assert done.returncode == 0 and done.stdout.count("made 2.0") == 2, done.stdout + done.stderr[-3000:]

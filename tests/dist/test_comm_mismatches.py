@@ -13,7 +13,8 @@ import torch.distributed
 import deepspeed
 from deepspeed import comm
 from deepspeed.checkpoint.read import node_local
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from runs import must_raise
 
 LIMIT_S, WRONG = 5.0, 1
 # verb -> the arguments of its call: tensors of one rank, of all ranks together and of each rank
@@ -38,6 +39,11 @@ OVER_GLOO = [(verb, FAULTS[i % 2]) for i, verb in enumerate(VERBS)] + [("all_to_
 IN_MEMORY = [(verb, fault) for verb in VERBS for fault in FAULTS[:2]] + [("all_to_all_single", "splits")]
 
 
+@pytest.fixture
+def traces(tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_COMM_TRACE_DIR", str(tmp_path))
+
+
 def call(verb, fault, rank, world, group):
     wrong = rank == WRONG
     count = 8 if wrong and fault == "shape" else 6
@@ -54,23 +60,6 @@ def call(verb, fault, rank, world, group):
     return getattr(comm, verb)(*VERBS[verb](tensors), group=group)
 
 
-def mismatches(rank, world, backend, cases):
-    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=60), verbose=False)
-    told = []
-    for verb, fault in cases:
-        group = comm.new_group(list(range(world)))
-        began = time.monotonic()
-        try:
-            call(verb, fault, rank, world, group)
-            text = "no error"
-        except RuntimeError as error:
-            text = str(error).splitlines()[0]
-        told.append((verb, fault, time.monotonic() - began, text))
-        time.sleep(0.1)  # the others want to know where this rank is
-    comm.barrier()  # the group of all is whole
-    return told
-
-
 @pytest.mark.parametrize(
     "backend, cases, env",
     [
@@ -80,17 +69,27 @@ def mismatches(rank, world, backend, cases):
     ],
     ids=["shm", "memory", "gloo"],
 )
-def test_every_rank_fails_within_seconds(backend, cases, env, tmp_path):
-    env = env | {"DS_COMM_TRACE_DIR": str(tmp_path)}
-    for told in run_ranks(3, mismatches, backend, cases, env=env, timeout=120):
-        assert len(told) == len(cases)
-        for verb, fault, seconds, text in told:
-            assert "call different collectives" in text or "gives another one more or less" in text, (verb, fault, text)
-            assert seconds < LIMIT_S, (verb, fault, seconds)
-            assert fault != "splits" or "(split sizes)" in text
+@pytest.mark.usefixtures("traces")
+@on_ranks(3, timeout=120, given=["env"])
+def test_every_rank_fails_within_seconds(rank, world, backend, cases):
+    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=60), verbose=False)
+    for verb, fault in cases:
+        group = comm.new_group(list(range(world)))
+        began = time.monotonic()
+        with pytest.raises(RuntimeError) as error:
+            call(verb, fault, rank, world, group)
+        seconds, text = time.monotonic() - began, str(error.value).splitlines()[0]
+        assert "call different collectives" in text or "gives another one more or less" in text, (verb, fault, text)
+        assert seconds < LIMIT_S, (verb, fault, seconds)
+        assert fault != "splits" or "(split sizes)" in text
+        time.sleep(0.1)  # the others want to know where this rank is
+    comm.barrier()  # the group of all is whole
 
 
-def other_groups(rank, world, backend):
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.usefixtures("traces")
+@on_ranks(3, timeout=60)
+def test_ranks_in_other_groups_are_told_after_the_timeout(rank, world, backend):
     deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=60), verbose=False)
     os.environ["DS_COMM_TIMEOUT_S"] = "2"
     if backend == "shm":
@@ -100,18 +99,20 @@ def other_groups(rank, world, backend):
     began = time.monotonic()
     with pytest.raises(RuntimeError) as error:
         comm.all_reduce(torch.ones(3), group=two if rank == WRONG else one)
-    return time.monotonic() - began, str(error.value)
-
-
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_ranks_in_other_groups_are_told_after_the_timeout(backend, tmp_path):
-    env = {"DS_COMM_TRACE_DIR": str(tmp_path)}
-    for seconds, text in run_ranks(3, other_groups, backend, env=env, timeout=60):
-        assert "has not come for 2 s" in text and seconds < LIMIT_S + 2
+    seconds = time.monotonic() - began
+    del os.environ["DS_COMM_TIMEOUT_S"]
+    comm.barrier()  # a rank that left now would destroy groups in which another one waits, and that one would name it
+    assert "has not come for 2 s" in str(error.value) and seconds < LIMIT_S + 2
 
 
 # ---- what one rank sees by itself: nothing is sent, and the group goes on --------------------------------------------
-def refused(rank, world, backend):
+def fail_as_rank_0_does():
+    raise TypeError("dtype")
+
+
+@pytest.mark.parametrize("backend, env", [("shm", {}), ("gloo", {}), ("gloo", {"DS_SHM_COLLECTIVES": "0"})])
+@on_ranks(2, timeout=60, given=["env"])
+def test_dtypes_that_differ_on_one_rank_are_refused(rank, world, backend):
     deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=60), verbose=False)
     one, narrow = torch.ones(4), torch.ones(4, dtype=torch.bfloat16)
     whole, narrow_whole = torch.ones(4 * world), torch.ones(4 * world, dtype=torch.bfloat16)
@@ -128,23 +129,15 @@ def refused(rank, world, backend):
         lambda: comm.scatter(one, [narrow] * world, 0) if rank == 0 else fail_as_rank_0_does(),
     ):
         # torch itself checks lists: 1.13 raises RuntimeError, 2.x raises ValueError.
-        with pytest.raises((TypeError, RuntimeError, ValueError), match="dtype"):
-            call()
+        must_raise((TypeError, RuntimeError, ValueError), "dtype", call)
     comm.all_reduce(one)
-    return one.tolist()
-
-
-def fail_as_rank_0_does():
-    raise TypeError("dtype")
-
-
-@pytest.mark.parametrize("backend, env", [("shm", {}), ("gloo", {}), ("gloo", {"DS_SHM_COLLECTIVES": "0"})])
-def test_dtypes_that_differ_on_one_rank_are_refused(backend, env):
-    assert run_ranks(2, refused, backend, env=env, timeout=60) == [[2.0] * 4] * 2
+    assert one.tolist() == [2.0] * 4
 
 
 # ---- several calls as one, of the backend shm ------------------------------------------------------------------------
-def coalesced(rank, world):
+@pytest.mark.usefixtures("traces")
+@on_ranks(2, timeout=60)
+def test_coalesced_calls_give_a_handle_and_the_first_error(rank, world):
     deepspeed.init_distributed(dist_backend="shm", timeout=timedelta(seconds=60), verbose=False)
     group = torch.distributed.group.WORLD
     backend = group._get_backend(torch.device("cpu")) if hasattr(group, "_get_backend") else group
@@ -159,13 +152,7 @@ def coalesced(rank, world):
         work = backend.allgather_into_tensor_coalesced(
             [torch.zeros(bad * world), torch.zeros(world)], [torch.ones(bad), torch.ones(1)]
         )
-        with pytest.raises(RuntimeError, match="call different collectives"):
-            work.wait()
-    return True
-
-
-def test_coalesced_calls_give_a_handle_and_the_first_error(tmp_path):
-    assert all(run_ranks(2, coalesced, env={"DS_COMM_TRACE_DIR": str(tmp_path)}, timeout=60))
+        must_raise(RuntimeError, "call different collectives", work.wait)
 
 
 # ---- files that ranks send each other --------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from deepspeed._compat import group_around
 from deepspeed.comm import mesh, nccl_join
 from deepspeed.comm.nccl import NcclCommunicator
 from fake_nccl import Orders, build
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from runs import must_raise, together
 
 
 @pytest.fixture(scope="module")
@@ -27,32 +28,27 @@ def folder(tmp_path_factory):
     return folder
 
 
-def _own_group(rank, world, path):
+@on_ranks(2, init=True, fresh=True)
+def test_one_communicator_for_each_group(rank, world, folder):
+    path = str(folder / "libfake_nccl.so")
     groups = [dist.new_group([r]) for r in range(world)]
     comm = NcclCommunicator(groups[rank], device="cpu", library=path)
     assert (comm.rank, comm.size, comm.name) == (0, 1, "a group of 1")
     x = torch.full((3,), float(rank))
     comm.all_reduce(x)
     assert x.tolist() == [rank] * 3
-    with pytest.raises(ValueError, match="no member of the group"):
-        NcclCommunicator(groups[1 - rank], device="cpu", library=path)
+    must_raise(ValueError, "no member of the group", NcclCommunicator, groups[1 - rank], device="cpu", library=path)
     comm.close()
     assert Orders(path).count("destroyed") == 1
-    return True
 
 
-def test_one_communicator_for_each_group(folder):
-    assert run_ranks(2, _own_group, str(folder / "libfake_nccl.so"), init=True, fresh=True) == [True] * 2
-
-
-def _one_lacks_it(rank, world, path):
+@on_ranks(2, init=True)
+def test_all_ranks_name_the_one_that_has_no_nccl(rank, world, folder):
     with pytest.raises(RuntimeError) as error:
-        NcclCommunicator(device="cpu", library=path if rank == 0 else "/nowhere/libnccl.so.2")
-    return str(error.value)
-
-
-def test_all_ranks_name_the_one_that_has_no_nccl(folder):
-    first, second = run_ranks(2, _one_lacks_it, str(folder / "libfake_nccl.so"), init=True)
+        NcclCommunicator(
+            device="cpu", library=str(folder / "libfake_nccl.so") if rank == 0 else "/nowhere/libnccl.so.2"
+        )
+    first, second = together(str(error.value))
     assert first == second and "rank 1: RuntimeError: NCCL cannot be opened from /nowhere/libnccl.so.2" in first
     assert "'all ranks' cannot be made" in first and "rank 0:" not in first
 
@@ -68,42 +64,32 @@ def test_all_ranks_name_versions_that_differ(folder):
     assert first == second and "rank 0: 2.28.9 (" in first and "rank 1: 2.18.3 (" in first
 
 
-def _the_other_does_not_come(rank, world, path):
-    with pytest.raises(RuntimeError) as error:
-        NcclCommunicator(device="cpu", library=path, name="halves", timeout=0.2)
-    return str(error.value)
-
-
-def test_a_rank_that_does_not_come_ends_the_timeout(folder):
+@on_ranks(2, init=True)
+def test_a_rank_that_does_not_come_ends_the_timeout(rank, world, folder):
     """Two processes do not meet in this library: to each the other one never comes."""
-    for rank, text in enumerate(run_ranks(2, _the_other_does_not_come, str(folder / "libfake_nccl.so"), init=True)):
-        assert f'"halves", rank {rank} of 2: joining failed: it has not come about within 0.2 s' in text
+    with pytest.raises(RuntimeError) as error:
+        NcclCommunicator(device="cpu", library=str(folder / "libfake_nccl.so"), name="halves", timeout=0.2)
+    assert f'"halves", rank {rank} of 2: joining failed: it has not come about within 0.2 s' in str(error.value)
 
 
-def _without_a_gpu(rank, world):
-    with pytest.raises(ValueError, match="a library but no device"):
-        NcclCommunicator(library="x")
+@on_ranks(1, init=True, env={"DS_ACCELERATOR": "cpu"}, fresh=True)
+def test_without_a_gpu_it_says_so(rank, world):
+    must_raise(ValueError, "a library but no device", NcclCommunicator, library="x")
     with pytest.raises(RuntimeError) as error:
         NcclCommunicator()
-    return str(error.value)
-
-
-def test_without_a_gpu_it_says_so():
-    (text,) = run_ranks(1, _without_a_gpu, init=True, env={"DS_ACCELERATOR": "cpu"}, fresh=True)
+    text = str(error.value)
     assert "NCCL moves memory of CUDA devices" in text and "Use torch.distributed" in text
 
 
-def _before_joining(rank, world):
-    with pytest.raises(RuntimeError, match="call deepspeed.init_distributed"):
-        NcclCommunicator(device="cpu", library="x")
-
-
-def test_a_process_group_comes_first():
-    run_ranks(1, _before_joining)
+@on_ranks(1)
+def test_a_process_group_comes_first(rank, world):
+    must_raise(RuntimeError, "call deepspeed.init_distributed", NcclCommunicator, device="cpu", library="x")
 
 
 # ---- as an engine's transport ----------------------------------------------------------------------------------------
-def _opened_by_the_mesh(rank, world, path):
+@on_ranks(2, init=True, fresh=True)
+def test_engines_of_nccl_jobs_call_it_directly(rank, world, folder):
+    path = str(folder / "libfake_nccl.so")
     os.environ.update(DS_COMM_TIMEOUT_S="1")
     nccl_join.device_of = lambda device, library: torch.device("cpu")  # where the stand-in has its memory
     stand_in = nccl_join.find_library(path)  # named: torch 2.x has loaded its own, which DS_NCCL_LIBRARY cannot replace
@@ -114,12 +100,14 @@ def _opened_by_the_mesh(rank, world, path):
     assert (alone.name, alone.size) == ("nccl", 1) and x.tolist() == [rank] * 3
     alone.leave()
     assert Orders(path).count("created") == 1 and Orders(path).count("alive") == 0
-    with pytest.raises(RuntimeError, match=f'mesh/reduce/0,1/0", rank {rank} of 2: joining failed'):
-        mesh._open("nccl", "mesh/reduce/0,1/0", [0, 1])
-
-
-def test_engines_of_nccl_jobs_call_it_directly(folder):
-    run_ranks(2, _opened_by_the_mesh, str(folder / "libfake_nccl.so"), init=True, fresh=True)
+    must_raise(
+        RuntimeError,
+        f'mesh/reduce/0,1/0", rank {rank} of 2: joining failed',
+        mesh._open,
+        "nccl",
+        "mesh/reduce/0,1/0",
+        [0, 1],
+    )
 
 
 def _threads(size, body):

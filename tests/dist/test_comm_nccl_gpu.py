@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.cuda_accelerator import probe
 from deepspeed.comm import ReduceOp
 from deepspeed.comm.nccl import NcclCommunicator, find_library, timedelta
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(probe() is not True, reason=f"needs a GPU: {probe()}")]
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64"]
@@ -32,7 +32,9 @@ def same(one, other):
     return one.view(torch.uint8).equal(other.view(torch.uint8))  # fp8 has no equal()
 
 
-def _reductions(rank, world, name):
+@pytest.mark.parametrize("name", DTYPES)
+@on_ranks(1)
+def test_reductions(rank, world, name):
     comm = communicator()
     dtype = getattr(torch, name)
     for numel in (0, 1, 7, 1000003):
@@ -49,11 +51,6 @@ def _reductions(rank, world, name):
             assert out.equal(want)
     comm.wait(30)
     comm.close()
-
-
-@pytest.mark.parametrize("name", DTYPES)
-def test_reductions(name):
-    run_ranks(1, _reductions, name)
 
 
 def _moves(rank, world, name):
@@ -83,7 +80,8 @@ def test_moves(name):
     run_ranks(1, _moves, name)
 
 
-def _packed(rank, world):
+@on_ranks(1)
+def test_packed_chunks(rank, world):
     comm = communicator()
     device = get_accelerator().current_device_name()
     packed = torch.randint(0, 256, (1001,), dtype=torch.uint8, device=device)
@@ -99,11 +97,8 @@ def _packed(rank, world):
     comm.close()
 
 
-def test_packed_chunks():
-    run_ranks(1, _packed)
-
-
-def _buffers(rank, world):
+@on_ranks(1)
+def test_user_buffers(rank, world):
     comm = communicator()
     free = get_accelerator().available_memory()
     for _ in range(20):  # 20 x 64 MiB, one after the other
@@ -133,11 +128,8 @@ def _buffers(rank, world):
     del half
 
 
-def test_user_buffers():
-    run_ranks(1, _buffers)
-
-
-def _streams(rank, world):
+@on_ranks(1)
+def test_streams(rank, world):
     """Work goes on the stream that is current, in order, and the host does not wait for it."""
     comm = communicator()
     accelerator = get_accelerator()
@@ -154,11 +146,6 @@ def _streams(rank, world):
         waited = time.monotonic() - begun
     assert x.min() == 50 == x.max()
     comm.close()
-    return waited
-
-
-def test_streams():
-    (waited,) = run_ranks(1, _streams)
     assert waited > 0
 
 
@@ -187,7 +174,8 @@ def test_errors_leave_the_process_alive():
     assert "libnccl" in library and version.startswith("2.")
 
 
-def _beside_torch(rank, world):
+@on_ranks(1)
+def test_beside_torchs_own_group(rank, world):
     """torch's own group and ours take turns."""
     comm = communicator()
     x = values(1000, torch.float32)
@@ -195,7 +183,3 @@ def _beside_torch(rank, world):
         torch.distributed.all_reduce(x)
         comm.all_reduce(x)
     assert x.equal(values(1000, torch.float32))
-
-
-def test_beside_torchs_own_group():
-    run_ranks(1, _beside_torch)

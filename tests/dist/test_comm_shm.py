@@ -15,9 +15,9 @@ import torch.distributed as dist
 import deepspeed
 import deepspeed.comm
 from engine_models import config, make_net, train_engine
-from harness import RankError, run_ranks
+from harness import RankError, on_ranks, run_ranks
 from logs import logged
-from runs import engine_of
+from runs import engine_of, must_raise, together
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -33,7 +33,9 @@ def total(world, numel, dtype, salt=0):
     return wide.max(0).values.to(dtype) if dtype is torch.bool else wide.sum(0).to(dtype)
 
 
-def every_collective(rank, world):
+@pytest.mark.parametrize("world", [2, 3, 4])
+@on_ranks(timeout=120)
+def test_every_collective_and_dtype(rank, world):
     deepspeed.init_distributed(dist_backend="shm")
     assert dist.get_backend() == "shm"
     for dtype in TYPES:
@@ -70,15 +72,10 @@ def every_collective(rank, world):
             out = torch.empty_like(mine)
             dist.scatter(out, rows if rank == 1 else None, src=1)
             assert torch.equal(out, given(1, numel, dtype, rank))
-    return True
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_collective_and_dtype(world):
-    assert run_ranks(world, every_collective, timeout=120) == [True] * world
-
-
-def odds_and_ends(rank, world):
+@on_ranks(2)
+def test_odds_and_ends(rank, world):
     deepspeed.init_distributed(dist_backend="shm")
     half = torch.full((3,), rank + 1.0, dtype=torch.bfloat16)
     dist.all_reduce(half, op=dist.ReduceOp.AVG)
@@ -87,8 +84,7 @@ def odds_and_ends(rank, world):
         value = torch.tensor([2 + rank])
         dist.all_reduce(value, op=getattr(dist.ReduceOp, op))
         assert value.item() == expected, op
-    with pytest.raises((RuntimeError, TypeError), match="bitwise and"):
-        dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)
+    must_raise((RuntimeError, TypeError), "bitwise and", dist.all_reduce, torch.ones(2), op=dist.ReduceOp.BAND)
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     deepspeed.init_distributed(dist_backend="shm")
@@ -120,11 +116,8 @@ def odds_and_ends(rank, world):
     dist.barrier()
 
 
-def test_odds_and_ends():
-    run_ranks(2, odds_and_ends)
-
-
-def with_ddp(rank, world):
+@on_ranks(2)
+def test_ddp_on_it_equals_one_process(rank, world):
     deepspeed.init_distributed(dist_backend="shm")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
@@ -141,11 +134,7 @@ def with_ddp(rank, world):
         for optimizer in optimizers:
             optimizer.step()
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), plain.parameters()))
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def test_ddp_on_it_equals_one_process():
-    first, second = run_ranks(2, with_ddp)
+    first, second = together([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
@@ -164,7 +153,8 @@ def test_the_engine_uses_it_by_itself():
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-def flights_of_engine(rank, world):
+@on_ranks(2, init=True)
+def test_the_flight_record_has_names_of_parameters(rank, world):
     assert deepspeed.comm.flight_record() == []
     engine = engine_of(make_net(), config(world, 1, zero_optimization={"stage": 2}, comm={"timeout": 77}))
     train_engine(engine, 4, rank, world)
@@ -179,11 +169,7 @@ def flights_of_engine(rank, world):
     for _ in range(300):
         dist.barrier(group=group)
     assert len(deepspeed.comm.flight_record()) == 256
-    return deepspeed.comm.timeouts.default_timeout().total_seconds()
-
-
-def test_the_flight_record_has_names_of_parameters():
-    assert run_ranks(2, flights_of_engine, init=True) == [77.0] * 2
+    assert deepspeed.comm.timeouts.default_timeout().total_seconds() == 77.0
 
 
 def default_timeouts(rank, world):
@@ -191,8 +177,7 @@ def default_timeouts(rank, world):
     deepspeed.init_distributed(dist_backend="shm", config={"comm": {"timeout": 600}})
     begin = time.monotonic()
     if rank == 0:
-        with pytest.raises(RuntimeError, match="has not come for 1 s"):
-            dist.barrier()
+        must_raise(RuntimeError, "has not come for 1 s", dist.barrier)
         return time.monotonic() - begin
     time.sleep(3.5)
     return 0.0
@@ -203,7 +188,9 @@ def test_the_environment_sets_the_patience_of_torchs_groups():
     assert 1.5 <= run_ranks(2, default_timeouts, fresh=True)[0] < 3.4
 
 
-def slow_engine(rank, world):
+@pytest.mark.alone
+@on_ranks(3)
+def test_a_slow_rank_is_named_once_and_waited_for(rank, world):
     value = torch.zeros(100)
     with logged(logging.WARNING) as lines:
         deepspeed.init_distributed(dist_backend="shm")
@@ -213,30 +200,23 @@ def slow_engine(rank, world):
             value.fill_(float(time.monotonic() - begin > 8))
             dist.broadcast(value, 0)
         time.sleep(0.3)
-    return lines
-
-
-@pytest.mark.alone
-def test_a_slow_rank_is_named_once_and_waited_for():
-    first, second, third = run_ranks(3, slow_engine)
+    first, second, third = together(lines)
     assert (second, third) == ([], []) and len(first) == 1
     assert "rank 1 is slow" in first[0] and "have waited" in first[0]
 
 
-def different_places(rank, world):
+@on_ranks(2)
+def test_ranks_that_share_no_memory_go_through_gloo(rank, world):
     os.environ["DS_PEER_MEMORY"] = "0"  # as if the ranks were on several hosts
     deepspeed.init_distributed(dist_backend="shm")
     value = torch.full((4,), float(rank))
     dist.all_reduce(value)
     dist.barrier()
-    return value.tolist()
+    assert value.tolist() == [1.0] * 4
 
 
-def test_ranks_that_share_no_memory_go_through_gloo():
-    assert run_ranks(2, different_places) == [[1.0] * 4] * 2
-
-
-def ends_under_way(rank, world):
+@on_ranks(2, timeout=40)
+def test_gloo_beside_it_may_let_go_of_tensors_while_the_group_ends(rank, world):
     os.environ["DS_PEER_MEMORY"] = "0"
     deepspeed.init_distributed(dist_backend="shm", verbose=False)
     for _ in range(3):
@@ -245,10 +225,6 @@ def ends_under_way(rank, world):
             dist.all_reduce(torch.ones(4 << 20), group=group, async_op=True)  # nobody but gloo holds the tensor
         dist.destroy_process_group(group)
         del group
-
-
-def test_gloo_beside_it_may_let_go_of_tensors_while_the_group_ends():
-    run_ranks(2, ends_under_way, timeout=40)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -362,7 +338,8 @@ def test_a_slow_rank_is_waited_for():
     assert [text for text, _ in run_ranks(3, faulty, "slow")] == ["fine"] * 3
 
 
-def the_last_reference_goes_in_the_background(rank, world):
+@on_ranks(2, init="shm", timeout=20)
+def test_a_group_that_ends_with_collectives_under_way_ends(rank, world):
     dist.barrier()
     value = torch.ones(1000)
     value.name_of_mine = "a tensor that Python knows"
@@ -371,8 +348,3 @@ def the_last_reference_goes_in_the_background(rank, world):
     dist.all_reduce(value, async_op=True)
     del value
     dist.destroy_process_group()  # waits for the thread that runs the collective and lets go of the tensor
-    return True
-
-
-def test_a_group_that_ends_with_collectives_under_way_ends():
-    assert run_ranks(2, the_last_reference_goes_in_the_background, init="shm", timeout=20) == [True, True]

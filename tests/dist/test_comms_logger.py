@@ -16,8 +16,8 @@ from deepspeed import comm as dist
 from deepspeed._compat import TORCH2
 from deepspeed.comm import comms_log
 from engine_models import config, make_net, train_engine
-from harness import run_ranks
-from runs import engine_of
+from harness import on_ranks
+from runs import engine_of, must_raise, together
 
 
 def counts():
@@ -37,7 +37,9 @@ def off():
     dist.reset_log()
 
 
-def _counts(rank, world):
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks(init=True)
+def test_what_is_counted(rank, world):
     fresh()
     x, parts = torch.ones(8), [torch.ones(8) for _ in range(world)]
     for _ in range(3):
@@ -85,15 +87,11 @@ def _counts(rank, world):
     off()
     dist.all_reduce(x)
     torch.distributed.all_reduce(x)
-    return not dist.has_comm_data() and dist.get_comm_operation_count() == 0
+    assert not dist.has_comm_data() and dist.get_comm_operation_count() == 0
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_what_is_counted(world):
-    assert all(run_ranks(world, _counts, init=True))
-
-
-def _filters(rank, world):
+@on_ranks(2, init=True)
+def test_filters_groups_and_callers(rank, world):
     x = torch.ones(8)
     fresh(prof_all=False, prof_ops=["broadcast"])
     dist.all_reduce(x)
@@ -119,14 +117,11 @@ def _filters(rank, world):
         "broadcast | [Caller Func: somebody]": {32: 1},
     }
     off()
-    return True
 
 
-def test_filters_groups_and_callers():
-    assert all(run_ranks(2, _filters, init=True))
-
-
-def _raw(rank, world, backend, raw):
+@pytest.mark.parametrize("init, raw", [("gloo", "1"), ("shm", "1"), ("gloo", "0")])
+@on_ranks(2, given=["init"])
+def test_calls_of_torch_distributed(rank, world, init, raw):
     """Every collective of torch.distributed that the backend has; all at once by the log, none of them twice."""
     with unittest.mock.patch.dict(os.environ, DS_COMMS_LOGGER_RAW=raw):
         fresh()
@@ -141,7 +136,7 @@ def _raw(rank, world, backend, raw):
     raw_dist.scatter(x, parts if rank == 0 else None, 0)
     raw_dist.all_to_all_single(torch.empty(8), x)
     raw_dist.barrier()
-    if backend == "shm":
+    if init == "shm":
         raw_dist.reduce_scatter(x, parts)
         raw_dist.all_to_all([torch.empty(8) for _ in range(world)], parts)
         raw_dist.all_gather_into_tensor(wide, x)
@@ -150,15 +145,6 @@ def _raw(rank, world, backend, raw):
     for sizes in comms_log.comms_logger.get_raw_data().values():
         assert all(ms > 0 for _, times, *_ in sizes.values() for ms in times)
     off()
-    return found
-
-
-@pytest.mark.parametrize("backend, raw", [("gloo", "1"), ("shm", "1"), ("gloo", "0")])
-def test_calls_of_torch_distributed(backend, raw):
-    found = run_ranks(2, _raw, backend, raw, init=backend)
-    if raw == "0":
-        assert found == [{}] * 2
-        return
     expected = {
         "all_reduce": {32: 2},
         "broadcast": {32: 1},
@@ -169,17 +155,19 @@ def test_calls_of_torch_distributed(backend, raw):
         "all_to_all_single": {32: 1},
         "barrier": {0: 1},
     }
-    if backend == "shm":
+    if init == "shm":
         expected |= {"reduce_scatter": {64: 1}, "all_to_all": {64: 1}}
         if TORCH2:
             expected |= {"all_gather_into_tensor": {32: 1}, "reduce_scatter_tensor": {64: 1}}
         else:  # which has no operators for them: the native communicator behind the backend logs them
             del expected["all_to_all_single"]
             expected |= {"all_gather": {32: 2}, "reduce_scatter": {64: 2}, "all_to_all": {32: 1, 64: 1}}
-    assert found == [expected] * 2
+    assert found == (expected if raw == "1" else {})
 
 
-def _straggler(rank, world, path):
+@on_ranks(3, init=True)
+def test_a_late_rank_shows_in_the_others_times(rank, world, folder):
+    path = os.path.join(folder, "log.json")
     fresh()
     x = torch.ones(1000)
     for _ in range(5):
@@ -196,34 +184,29 @@ def _straggler(rank, world, path):
     with open(path, encoding="utf-8") as file:
         assert json.load(file)["summary"]["all_reduce"]["4000"]["count"] == 5
     off()
-    return row["total_straggler_ms"], row["avg_straggler_ms"]
-
-
-def test_a_late_rank_shows_in_the_others_times(tmp_path):
-    waits = run_ranks(3, _straggler, str(tmp_path / "log.json"), init=True)
+    waits = together(row["total_straggler_ms"], row["avg_straggler_ms"])
     assert waits[0][0] > 200 and waits[2][0] > 200 and waits[0][1] > 40
     assert waits[1][0] < 50
 
 
-def _verbose(rank, world):
+@on_ranks(2, init=True)
+def test_a_line_for_each_operation_on_rank_0(rank, world):
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         fresh(verbose=True)
         dist.all_reduce(torch.ones(256))
         dist.log_summary()
         off()
-    return text.getvalue()
-
-
-def test_a_line_for_each_operation_on_rank_0():
-    first, second = run_ranks(2, _verbose, init=True)
+    first, second = together(text.getvalue())
     line = next(line for line in first.splitlines() if "comm op" in line)
     assert "rank=0 | comm op: all_reduce | time (ms): " in line and "| msg size: 1 KB | algbw (Gbps): " in line
     assert "busbw (Gbps): " in line and "tput_avg (Gbps)" in first
     assert "comm op" not in second and "tput_avg" not in second
 
 
-def _engine(rank, world, stage):
+@pytest.mark.parametrize("stage, names", [(0, ["all_reduce"]), (2, ["all_gather", "all_reduce", "reduce_scatter"])])
+@on_ranks(2)
+def test_what_the_engine_sends_is_in_the_log(rank, world, stage, names):
     off()
     settings = {"stage": stage, "reduce_bucket_size": 10**6, "stage3_param_persistence_threshold": 10**6}
     made = config(world, 1, zero_optimization=settings, comms_logger={"enabled": True})
@@ -250,41 +233,29 @@ def _engine(rank, world, stage):
     assert not dist.has_comm_data()
     # Waiting for each operation changes no bit.
     assert all(torch.equal(a, b) for a, b in zip(weights, engine.module.parameters(), strict=True))
-    return sorted(found)
+    assert sorted(found) == names
 
 
-@pytest.mark.parametrize("stage, names", [(0, ["all_reduce"]), (2, ["all_gather", "all_reduce", "reduce_scatter"])])
-def test_what_the_engine_sends_is_in_the_log(stage, names):
-    assert run_ranks(2, _engine, stage) == [names] * 2
-
-
-def _stage_3(rank, world):
+@on_ranks(2)
+def test_stage_3_too(rank, world):
     made = config(world, 1, zero_optimization={"stage": 3}, comms_logger={"enabled": True})
     engine = engine_of(make_net(), made)
     train_engine(engine, 2, rank, world)
     found = dist.get_logged_comm_ops()
     off()
-    return "reduce_scatter" in found
+    assert "reduce_scatter" in found
 
 
-def test_stage_3_too():
-    assert all(run_ranks(2, _stage_3))
-
-
-def _missing(rank, world):
+@on_ranks(2, init=True)
+def test_a_monitored_barrier_names_who_is_missing(rank, world):
     if rank == 0:
-        with pytest.raises(RuntimeError, match="[Rr]ank 1"):
-            dist.monitored_barrier(timeout=datetime.timedelta(seconds=1))
+        must_raise(RuntimeError, "[Rr]ank 1", dist.monitored_barrier, timeout=datetime.timedelta(seconds=1))
     else:
         time.sleep(2)
-    return True
 
 
-def test_a_monitored_barrier_names_who_is_missing():
-    assert all(run_ranks(2, _missing, init=True))
-
-
-def _init_context(rank, world):
+@on_ranks(2, init=True)
+def test_gathers_before_there_is_an_engine(rank, world):
     fresh()
     with deepspeed.zero.Init(dtype=torch.float32):
         model = torch.nn.Linear(8, 8)
@@ -292,8 +263,4 @@ def _init_context(rank, world):
         pass
     found = dist.get_logged_comm_ops()
     off()
-    return any("all_gather" in name for name in found)
-
-
-def test_gathers_before_there_is_an_engine():
-    assert all(run_ranks(2, _init_context, init=True))
+    assert any("all_gather" in name for name in found)

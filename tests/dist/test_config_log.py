@@ -6,9 +6,9 @@ import pytest
 
 from deepspeed.host import product_error
 from engine_models import batch, loss_of, make_net
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from logs import logged
-from runs import engine_of, take_step
+from runs import engine_of, take_step, together
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -18,7 +18,8 @@ CONFIG = {
 }
 
 
-def starting_an_engine(rank, world_size):
+@on_ranks(2, init=True)
+def test_rank_0_tells_the_values_that_are_no_defaults_once(rank, world_size):
     with logged() as texts:
         model = make_net()
         engine = engine_of(model, CONFIG, model_parameters=model.parameters())
@@ -26,11 +27,7 @@ def starting_an_engine(rank, world_size):
             tokens, targets = batch(step, size=2)
             take_step(engine, loss_of(engine(tokens), targets))
     assert engine.config is CONFIG
-    return [text for text in texts if "onfiguration" in text]
-
-
-def test_rank_0_tells_the_values_that_are_no_defaults_once():
-    first, second = run_ranks(2, starting_an_engine, init=True)
+    first, second = together([text for text in texts if "onfiguration" in text])
     assert second == []
     report = [text for text in first if "differs from the defaults" in text]
     assert len(report) == 1
@@ -61,17 +58,14 @@ def test_memory_breakdown_tells_memory_around_each_part_of_a_step():
     assert run_ranks(1, memory_of_a_step, False) == [[]]
 
 
-def told_of_bf16_products(rank, world_size, bf16, error):
+@pytest.mark.parametrize("bf16, error, times", [(True, 0.0267, 1), (True, 0.0017, 0), (False, 0.0267, 0)])
+@on_ranks(2, init=True)
+def test_inexact_bf16_products_are_told_once_by_rank_0(rank, world_size, bf16, error, times):
     """With this measured error of torch's products; an engine is made twice."""
     with logged() as texts, mock.patch.object(product_error, "product_error", lambda dtype: error):
         for _ in range(2):
             model = make_net()
             engine_of(model, {**CONFIG, "bf16": {"enabled": bf16}}, model_parameters=model.parameters())
-    return [text for text in texts if "bf16 matrix products" in text]
-
-
-@pytest.mark.parametrize("bf16, error, times", [(True, 0.0267, 1), (True, 0.0017, 0), (False, 0.0267, 0)])
-def test_inexact_bf16_products_are_told_once_by_rank_0(bf16, error, times):
-    first, second = run_ranks(2, told_of_bf16_products, bf16, error, init=True)
+    first, second = together([text for text in texts if "bf16 matrix products" in text])
     assert len(first) == times and second == [], (first, second)
     assert all("2.67%" in text and "torch 2.x" in text and "fp32" in text for text in first)

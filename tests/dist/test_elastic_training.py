@@ -16,7 +16,7 @@ import torch
 import deepspeed
 import stand_ins
 from engine_models import batch, config, loss_of, make_net, train_plain
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from processes import wait_for
 from sampling import every_case
 
@@ -84,7 +84,8 @@ def test_sigterm_saves_behind_the_same_step_on_all_ranks(memory, world, more):
     assert found == [(143, at, at, at, True, signal.SIGTERM, True)] * world
 
 
-def in_a_thread(rank, world, folder):
+@on_ranks(1)
+def test_an_engine_of_another_thread_cannot_hear_of_signals(rank, world, folder):
     made = []
 
     def make():
@@ -96,11 +97,7 @@ def in_a_thread(rank, world, folder):
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    return made
-
-
-def test_an_engine_of_another_thread_cannot_hear_of_signals(tmp_path):
-    (said,) = run_ranks(1, in_a_thread, str(tmp_path))[0]
+    (said,) = made
     assert said.startswith("elasticity.save_on_signal: signals reach the main thread alone")
 
 

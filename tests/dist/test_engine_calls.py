@@ -5,31 +5,42 @@ import torch
 
 import pipe_models as models
 from engine_models import batch, loss_of, net_engine
-from harness import run_ranks
-from runs import weight_list
+from harness import on_ranks, run_ranks
+from runs import must_raise, weight_list
 
 
-def refuses(rank, world):
+@on_ranks(1, init=True)
+def test_what_is_refused(rank, world):
     engine = net_engine(world)
     for wrong in (torch.ones(2), torch.ones(1, 3), 1.0):
-        with pytest.raises(AssertionError, match="scalar tensor"):
-            engine.scale(wrong)
+        must_raise(AssertionError, "scalar tensor", engine.scale, wrong)
     assert engine.scale(torch.ones(())) == 1 == engine.scale(torch.ones(1))
     engine = net_engine(world, managed_gradient_accumulation=False)
-    with pytest.raises(AssertionError, match="set_gradient_accumulation_boundary.*managed_gradient_accumulation"):
-        engine.set_gradient_accumulation_boundary(True)
+    must_raise(
+        AssertionError,
+        "set_gradient_accumulation_boundary.*managed_gradient_accumulation",
+        engine.set_gradient_accumulation_boundary,
+        True,
+    )
     with pytest.raises(AssertionError, match="coalesce_grad_reduction.*managed_gradient_accumulation"):
         with engine.coalesce_grad_reduction():
             pass
     assert not engine.inside_no_sync_ctxt
-    with pytest.raises(AssertionError, match="managed_gradient_accumulation.*not supported with pipeline parallelism"):
-        models.engine_of("plain", 1, world, 2, managed_gradient_accumulation=False)
-    with pytest.raises(AssertionError, match="coalesce_grad_reduction is not supported with pipeline parallelism"):
-        models.engine_of("plain", 1, world, 2).coalesce_grad_reduction()
-
-
-def test_what_is_refused():
-    run_ranks(1, refuses, init=True)
+    must_raise(
+        AssertionError,
+        "managed_gradient_accumulation.*not supported with pipeline parallelism",
+        models.engine_of,
+        "plain",
+        1,
+        world,
+        2,
+        managed_gradient_accumulation=False,
+    )
+    must_raise(
+        AssertionError,
+        "coalesce_grad_reduction is not supported with pipeline parallelism",
+        models.engine_of("plain", 1, world, 2).coalesce_grad_reduction,
+    )
 
 
 def with_one_loss(rank, world, stage, calls):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness import run_ranks
+from harness import on_ranks
 from runs import TORCH2, engine_of, settings, take_step
 
 needs_compiler = pytest.mark.skipif(not TORCH2, reason="torch 1.13 has no torch.compile")
@@ -30,7 +30,11 @@ def train(engine):
     return [take_step(engine, engine(torch.randn(2, 6)).square().mean()) for _ in range(4)]
 
 
-def body_train(rank, world, stage):
+@needs_compiler
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_a_compiled_model_trains_as_before(rank, world, stage):
     expected = train(make_engine(stage))
     engine = make_engine(stage)
     assert not engine.is_compiled
@@ -46,29 +50,21 @@ def body_train(rank, world, stage):
     assert graphs, "nothing was compiled"
     engine.compile(backend="no such backend")  # compiled already: nothing happens
     engine.destroy()
-    return found == pytest.approx(expected, rel=1e-6)
-
-
-@needs_compiler
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_compiled_model_trains_as_before(stage, world):
-    assert all(run_ranks(world, body_train, stage))
-
-
-def body_no_compiler(rank, world):
-    engine = make_engine()
-    with pytest.raises(RuntimeError, match="torch 2.0 or later"):
-        engine.compile()
-    return engine.is_compiled
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.skipif(TORCH2, reason="for a torch without a compiler")
-def test_without_a_compiler_it_says_so():
-    assert run_ranks(1, body_no_compiler) == [False]
+@on_ranks(1)
+def test_without_a_compiler_it_says_so(rank, world):
+    engine = make_engine()
+    with pytest.raises(RuntimeError, match="torch 2.0 or later"):
+        engine.compile()
+    assert not engine.is_compiled
 
 
-def body_refused(rank, world):
+@needs_compiler
+@on_ranks(1)
+def test_what_cannot_be_done_is_refused(rank, world):
     engine = make_engine()
     with pytest.raises(ValueError, match="DeepCompile"):
         engine.compile(schedule=[])
@@ -76,9 +72,4 @@ def body_refused(rank, world):
         engine.compile(compiled_autograd_enabled=True)
     with pytest.raises(ValueError, match="backend="):
         engine.compile(compile_kwargs={"backend": "eager"})
-    return engine.is_compiled or engine.is_deepcompile_enabled()
-
-
-@needs_compiler
-def test_what_cannot_be_done_is_refused():
-    assert run_ranks(1, body_refused) == [False]
+    assert not (engine.is_compiled or engine.is_deepcompile_enabled())

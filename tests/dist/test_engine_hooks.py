@@ -12,7 +12,8 @@ from deepspeed.engine.members import HOOKS, engine_parts, member
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from engine_models import batch, config, loss_of, make_net
-from harness import run_ranks
+from harness import on_ranks
+from runs import must_raise, together
 
 STEPS, MICRO = 3, 2
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
@@ -40,7 +41,19 @@ def add_part():
     return Told
 
 
-def body_hooks(rank, world, kind, stage, accumulate, zero, folder):
+def expected(kind, accumulate):
+    calls = []
+    for step in range(STEPS):
+        for _ in range(accumulate - 1 if kind == "plain" else 0):
+            calls += [("before_micro_step", (False, step)), ("after_micro_step", (False, step))]
+        calls += [("before_micro_step", (True, step)), ("before_step", (step,))]
+        calls += [("after_micro_step", (True, step + 1)), ("after_step", (step + 1,))]
+    return calls
+
+
+@pytest.mark.parametrize("kind, stage, accumulate, zero", KINDS)
+@on_ranks(2, init=True, fresh=True)
+def test_a_part_from_another_file_hears_of_each_hook_once(rank, world, kind, stage, accumulate, zero, folder):
     part = add_part()
     if kind == "pipeline":
         engine = models.engine_of("plain", world, world, accumulate, stage)
@@ -63,22 +76,7 @@ def body_hooks(rank, world, kind, stage, accumulate, zero, folder):
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)
     engine.destroy()
-    return calls, engine.hooks_told()
-
-
-def expected(kind, accumulate):
-    calls = []
-    for step in range(STEPS):
-        for _ in range(accumulate - 1 if kind == "plain" else 0):
-            calls += [("before_micro_step", (False, step)), ("after_micro_step", (False, step))]
-        calls += [("before_micro_step", (True, step)), ("before_step", (step,))]
-        calls += [("after_micro_step", (True, step + 1)), ("after_step", (step + 1,))]
-    return calls
-
-
-@pytest.mark.parametrize("kind, stage, accumulate, zero", KINDS)
-def test_a_part_from_another_file_hears_of_each_hook_once(kind, stage, accumulate, zero, tmp_path):
-    found = run_ranks(2, body_hooks, kind, stage, accumulate, zero, str(tmp_path), init=True, fresh=True)
+    found = together(calls, engine.hooks_told())
     for calls, others in found:
         assert calls == expected(kind, accumulate)
         assert others == ["before_save", "after_load", "stop"]
@@ -93,7 +91,8 @@ class Failing(torch.optim.lr_scheduler.StepLR):
         super().step(*args, **kwargs)
 
 
-def body_fails(rank, world):
+@on_ranks(1, init=True, fresh=True)
+def test_a_step_that_raises(rank, world):
     add_part()
     made = config(world, 1, zero_optimization={"stage": 1})
     engine = deepspeed.initialize(model=make_net(), config=made, lr_scheduler=lambda it: Failing(it, 1))[0]
@@ -101,13 +100,8 @@ def body_fails(rank, world):
     engine.backward(loss_of(engine(tokens), targets))
     engine._told.calls.clear()
     engine.lr_scheduler.fails = True
-    with pytest.raises(RuntimeError, match="this schedule fails"):
-        engine.step()
-    return engine.hooks_told()
-
-
-def test_a_step_that_raises():
-    assert run_ranks(1, body_fails, init=True, fresh=True) == [["before_micro_step", "before_step", "failed_step"]]
+    must_raise(RuntimeError, "this schedule fails", engine.step)
+    assert engine.hooks_told() == ["before_micro_step", "before_step", "failed_step"]
 
 
 # ---- the way to the core ---------------------------------------------------------------------------------------------
@@ -126,7 +120,7 @@ class Watched:
 
     def step(self, inputs):
         frame, way = sys._getframe(1), []
-        while frame.f_code.co_name != "body_way":
+        while frame.f_code.co_name != "test_the_way_to_the_core":
             if frame.f_code.co_filename.startswith(OWN):
                 way.insert(0, frame.f_code.co_name)
             frame = frame.f_back
@@ -142,7 +136,10 @@ OPTIMIZERS = {
 }
 
 
-def body_way(rank, world, stage, name):
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(1, init=True)
+def test_the_way_to_the_core(rank, world, stage, name):
     net = make_net()
     made = config(world, 1, zero_optimization={"stage": stage}, zero_allow_untested_optimizer=True)
     del made["optimizer"]
@@ -158,17 +155,10 @@ def body_way(rank, world, stage, name):
     if name != "torch":
         engine.basic_optimizer.step = lambda: None
         engine.backward(loss_of(engine(tokens), targets))
-        with pytest.raises(RuntimeError, match=r"\.step\(\) was replaced by one that makes no update"):
-            engine.step()
+        must_raise(RuntimeError, r"\.step\(\) was replaced by one that makes no update", engine.step)
         assert engine.global_steps == 1 and core.ways == ways
         engine.basic_optimizer.step = step
         step()  # a step of the engine that changes no counters
         assert len(core.ways) == 2 and engine.global_steps == 1
-    return ways
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_way_to_the_core(stage, name):
-    [[way]] = run_ranks(1, body_way, stage, name, init=True)
+    [way] = ways
     assert way[0] == "method" and len(way) <= 4, way

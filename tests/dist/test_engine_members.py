@@ -13,10 +13,10 @@ import torch
 import deepspeed
 from deepspeed.monitor.monitor import Monitor, MonitorMaster
 from engine_models import batch, config, loss_of, make_net, train_engine
-from harness import run_ranks
+from harness import on_ranks
 from logs import logged
 from mpu import two_by_two
-from runs import engine_of, take_step
+from runs import engine_of, must_raise, take_step, together
 
 
 def test_signatures():
@@ -47,7 +47,9 @@ def test_signatures():
     assert issubclass(DeepSpeedEngine, torch.nn.Module)
 
 
-def body_members(rank, world):
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_members(rank, world):
     made = config(world, 2, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, steps_per_print=3)
     model = make_net()
     model.marker = "mine"
@@ -104,12 +106,6 @@ def body_members(rank, world):
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
     loss_of(model(tokens), targets).backward()
     assert model.out.weight.grad is not None
-    return True
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_members(world):
-    assert all(run_ranks(world, body_members))
 
 
 class Recorder(Monitor):
@@ -120,7 +116,9 @@ class Recorder(Monitor):
         self.events += event_list
 
 
-def body_more_members(rank, world, stage):
+@pytest.mark.parametrize("world, stage", [(1, 0), (2, 3)])
+@on_ranks()
+def test_more_members(rank, world, stage):
     made = config(world, 2, zero_optimization={"stage": stage})
     model = make_net()
     engine = engine_of(model, made)
@@ -151,15 +149,10 @@ def body_more_members(rank, world, stage):
         wanted.append(("Train/Samples/lr", rate, 8 * step + 8))
     assert recorder.events == (wanted if rank == 0 else [])
     engine.destroy()
-    return True
 
 
-@pytest.mark.parametrize("world, stage", [(1, 0), (2, 3)])
-def test_more_members(world, stage):
-    assert all(run_ranks(world, body_more_members, stage))
-
-
-def body_reduced_by_hand(rank, world):
+@on_ranks(2)
+def test_backward_without_its_reduction(rank, world):
     engine = engine_of(make_net(), config(world))
     tokens, targets = batch(0)
     mine = slice(4 * rank, 4 * rank + 4)
@@ -173,15 +166,12 @@ def body_reduced_by_hand(rank, world):
         engine.zero_grad()
     (early, reduced), (local, late) = found
     assert torch.equal(early, reduced) and torch.allclose(late, reduced) and not torch.allclose(local, late)
-    return reduced.tolist()
-
-
-def test_backward_without_its_reduction():
-    first, second = run_ranks(2, body_reduced_by_hand)
+    first, second = together(reduced.tolist())
     assert first == second
 
 
-def body_arguments(rank, world):
+@on_ranks(2)
+def test_local_rank_and_device_rank_of_the_arguments(rank, world):
     args = argparse.Namespace(local_rank=-1)
     deepspeed.initialize(args=args, model=make_net(), config=config(world))
     assert args.local_rank == rank
@@ -191,16 +181,18 @@ def body_arguments(rank, world):
         engine = engine_of(make_net(), config(world), args=args)
     assert selected[-1] == rank + 3 and engine.local_rank == rank and not hasattr(args, "local_rank")
     for wrong, words in ((rank + 1, f"but the environment has LOCAL_RANK={rank}"), ("0", "must be a number")):
-        with pytest.raises(AssertionError, match=words):
-            deepspeed.initialize(args=argparse.Namespace(local_rank=wrong), model=make_net(), config=config(world))
-    return True
+        must_raise(
+            AssertionError,
+            words,
+            deepspeed.initialize,
+            args=argparse.Namespace(local_rank=wrong),
+            model=make_net(),
+            config=config(world),
+        )
 
 
-def test_local_rank_and_device_rank_of_the_arguments():
-    assert all(run_ranks(2, body_arguments))
-
-
-def body_log_level(rank, world):
+@on_ranks(1)
+def test_log_level_sets_the_level_of_the_logger(rank, world):
     levels, before = [], deepspeed.logger.level
     try:
         for more in ({}, {"log_level": "error"}, {}, {"log_level": "DEBUG"}):
@@ -208,15 +200,11 @@ def body_log_level(rank, world):
             levels.append(deepspeed.logger.level)
     finally:
         deepspeed.logger.setLevel(before)
-    return levels
-
-
-def test_log_level_sets_the_level_of_the_logger():
-    (levels,) = run_ranks(1, body_log_level)
     assert levels == [logging.INFO, logging.ERROR, logging.ERROR, logging.DEBUG]
 
 
-def body_config_forms(rank, world, folder):
+@on_ranks(1)
+def test_config_forms_train_alike(rank, world, folder):
     made = config(world)
     path = f"{folder}/ds.json"
     with open(path, "w") as file:
@@ -235,11 +223,6 @@ def body_config_forms(rank, world, folder):
         model = make_net()
         engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=(p for p in model.parameters()), **form)
         results.append(train_engine(engine, 3, rank, world)[0])
-    return results
-
-
-def test_config_forms_train_alike(tmp_path):
-    (results,) = run_ranks(1, body_config_forms, str(tmp_path))
     assert len(results) == 5 and all(r == results[0] for r in results)
 
 
@@ -251,14 +234,11 @@ class Numbers(torch.utils.data.Dataset):
         return torch.tensor([float(index)])
 
 
-def body_data(rank, world):
+@on_ranks(2)
+def test_training_data_is_cut_into_parts(rank, world):
     made = config(world)
     _, _, loader, _ = deepspeed.initialize(model=make_net(), training_data=Numbers(), config=made)
-    return [int(v) for part in loader for v in part], len(loader)
-
-
-def test_training_data_is_cut_into_parts():
-    (first, batches), (second, _) = run_ranks(2, body_data)
+    (first, batches), (second, _) = together([int(v) for part in loader for v in part], len(loader))
     assert batches == 2
     assert set(first) | set(second) == set(range(13))
     assert len(set(first) & set(second)) <= 1  # 13 samples do not divide by 2: one is repeated
@@ -271,7 +251,8 @@ def test_add_config_arguments():
     assert parser.parse_args([]).deepspeed is False
 
 
-def body_optimizer_state(rank, world):
+@on_ranks(1)
+def test_optimizer_state_round_trip(rank, world):
     """``optimizer.state_dict`` and ``load_state_dict`` of the returned optimizer reach the engine's buffers."""
     models = [make_net(), make_net()]
     engines = [engine_of(m, config(1)) for m in models]
@@ -280,26 +261,19 @@ def body_optimizer_state(rank, world):
     engines[1].optimizer.load_state_dict(engines[0].optimizer.state_dict())
     for engine in engines:
         train_engine(engine, 3, 0, 1, start=3)
-    return all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters()))
 
 
-def test_optimizer_state_round_trip():
-    assert run_ranks(1, body_optimizer_state) == [True]
-
-
-def body_info_line(rank, world):
+@on_ranks(1)
+def test_log_names_the_version_and_the_settings(rank, world):
     with logged() as lines:
         deepspeed.initialize(model=make_net(), config=config(1))
-    return lines
-
-
-def test_log_names_the_version_and_the_settings():
-    (lines,) = run_ranks(1, body_info_line)
     assert any("DeepSpeed info" in line for line in lines)
     assert any("gradient_clipping = 0.5" in line for line in lines)
 
 
-def body_mpu(rank, world):
+@on_ranks(4, init=True)
+def test_mpu_groups_are_used(rank, world):
     """One weight is split over the model-parallel ranks, one is a replica: the norm counts each element once."""
     mpu = two_by_two(rank)
 
@@ -322,11 +296,6 @@ def body_mpu(rank, world):
     assert engine.train_batch_size() == 2 and engine.dp_world_size == 2 and engine.mp_world_size == 2
     x = torch.tensor([1.0 if mpu.get_data_parallel_rank() == 0 else 3.0])
     take_step(engine, engine(x))
-    return engine.get_global_grad_norm(), engine.module.split.tolist()
-
-
-def test_mpu_groups_are_used():
     # gradients: mean over data parallel is 2 for split, 4 for replica
-    for norm, split in run_ranks(4, body_mpu, init=True):
-        assert norm == pytest.approx((8 * 2.0**2 + 3 * 4.0**2) ** 0.5)
-        assert split == pytest.approx([0.8] * 4)
+    assert engine.get_global_grad_norm() == pytest.approx((8 * 2.0**2 + 3 * 4.0**2) ** 0.5)
+    assert engine.module.split.tolist() == pytest.approx([0.8] * 4)

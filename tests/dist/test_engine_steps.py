@@ -6,9 +6,9 @@ import copy
 import pytest
 import torch
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from logs import logged
-from runs import engine_of, settings, take_step
+from runs import engine_of, must_raise, settings, take_step
 from runs import weight_list as weights
 
 LR, SAMPLES = 0.1, 2  # per rank and micro-step
@@ -39,9 +39,9 @@ def sgd(params):
 
 
 # ---- steps that are skipped ------------------------------------------------------------------------------------------
-
-
-def body_loop(rank, world, stage):
+@pytest.mark.parametrize("stage, world", [(0, 1), (2, 2)])
+@on_ranks()
+def test_a_skipped_step_counts_but_does_not_move_the_schedule(rank, world, stage):
     engine = start(
         stage,
         model=Net(torch.bfloat16),
@@ -55,21 +55,13 @@ def body_loop(rank, world, stage):
             x = inputs(turns, rank).bfloat16()
             take_step(engine, engine(x * float("inf") if turns in (1, 3) and rank == world - 1 else x))
             turns += 1
-    moved = engine.lr_scheduler.last_epoch
     seen = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps)
-    return turns, seen, moved, engine.get_lr(), rank or any("step=5, skipped=2" in text for text in records)
-
-
-@pytest.mark.parametrize("stage, world", [(0, 1), (2, 2)])
-def test_a_skipped_step_counts_but_does_not_move_the_schedule(stage, world):
-    for turns, seen, moved, rates, printed in run_ranks(world, body_loop, stage):
-        assert turns == 5 and seen == (5, 5 * SAMPLES * world, 5, 2)
-        assert moved == 3 and rates == [pytest.approx(LR * 0.5**3)] and printed
+    assert turns == 5 and seen == (5, 5 * SAMPLES * world, 5, 2)
+    assert engine.lr_scheduler.last_epoch == 3 and engine.get_lr() == [pytest.approx(LR * 0.5**3)]
+    assert rank or any("step=5, skipped=2" in text for text in records)
 
 
 # ---- schedules that want an argument ---------------------------------------------------------------------------------
-
-
 class Increments:
     """As Megatron's OptimizerParamScheduler."""
 
@@ -89,21 +81,6 @@ def plateau(optimizer):
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
 
 
-def body_schedules(rank, world, stage, accumulate):
-    found = {}
-    for name, scheduler in (("megatron", Increments), ("plateau", plateau), ("told", plateau)):
-        engine = start(stage, sgd, scheduler, accumulate)
-        rates = []
-        for step in range(4):
-            for micro in range(accumulate):
-                engine.backward(engine(inputs(step, rank, micro)))
-                engine.step(lr_kwargs={"metrics": 1.0} if name == "told" else None)
-            rates += engine.get_lr()
-        found[name] = rates
-        engine.destroy()
-    return found
-
-
 def plain_plateau(world, accumulate, told=None):
     model = Net()
     optimizer = sgd(model.parameters())
@@ -121,36 +98,45 @@ def plain_plateau(world, accumulate, told=None):
 
 
 @pytest.mark.parametrize("world, stage, accumulate", [(1, 0, 2), (2, 1, 1)])
-def test_schedules_get_the_argument_that_their_step_wants(world, stage, accumulate):
+@on_ranks()
+def test_schedules_get_the_argument_that_their_step_wants(rank, world, stage, accumulate):
     samples = SAMPLES * world * accumulate
-    for found in run_ranks(world, body_schedules, stage, accumulate):
-        assert found["megatron"] == [pytest.approx(LR / (1 + samples * k)) for k in range(1, 5)]
-        assert found["plateau"] == pytest.approx(plain_plateau(world, accumulate))
-        assert found["told"] == pytest.approx(plain_plateau(world, accumulate, told=1.0))
-        assert found["told"][-1] < LR
+    found = {}
+    for name, scheduler in (("megatron", Increments), ("plateau", plateau), ("told", plateau)):
+        engine = start(stage, sgd, scheduler, accumulate)
+        rates = []
+        for step in range(4):
+            for micro in range(accumulate):
+                engine.backward(engine(inputs(step, rank, micro)))
+                engine.step(lr_kwargs={"metrics": 1.0} if name == "told" else None)
+            rates += engine.get_lr()
+        found[name] = rates
+        engine.destroy()
+    assert found["megatron"] == [pytest.approx(LR / (1 + samples * k)) for k in range(1, 5)]
+    assert found["plateau"] == pytest.approx(plain_plateau(world, accumulate))
+    assert found["told"] == pytest.approx(plain_plateau(world, accumulate, told=1.0))
+    assert found["told"][-1] < LR
 
 
-def body_no_loss(rank, world):
+@on_ranks(2)
+def test_a_step_that_does_not_fit_the_schedule_moves_nothing(rank, world):
     engine = start(0, sgd, plateau)
     engine(inputs(0, rank)).backward()  # not engine.backward: the engine does not know the loss
     before = weights(engine)
-    with pytest.raises(TypeError, match="needs `metrics`"):
-        engine.step()
-    with pytest.raises(TypeError, match=r"lr_kwargs=\{'epochs': 3\}\) does not fit ReduceLROnPlateau.step"):
-        engine.step(lr_kwargs={"epochs": 3})
+    must_raise(TypeError, "needs `metrics`", engine.step)
+    must_raise(
+        TypeError,
+        r"lr_kwargs=\{'epochs': 3\}\) does not fit ReduceLROnPlateau.step",
+        engine.step,
+        lr_kwargs={"epochs": 3},
+    )
     assert all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (0, 0, 0)
     engine.step(lr_kwargs={"metrics": 0.5})
-    return engine.global_steps
-
-
-def test_a_step_that_does_not_fit_the_schedule_moves_nothing():
-    assert run_ranks(2, body_no_loss) == [1, 1]
+    assert engine.global_steps == 1
 
 
 # ---- schedules that raise --------------------------------------------------------------------------------------------
-
-
 class Raises(torch.optim.lr_scheduler.StepLR):
     fails = ()
 
@@ -161,7 +147,9 @@ class Raises(torch.optim.lr_scheduler.StepLR):
             raise RuntimeError("this schedule fails on purpose")
 
 
-def body_raises(rank, world, stage, native):
+@pytest.mark.parametrize("stage, native, world", [(0, True, 1), (0, False, 2), (2, True, 2), (3, False, 2)])
+@on_ranks()
+def test_nothing_has_moved_when_the_schedule_raises(rank, world, stage, native):
     def train(fails):
         engine = start(
             stage, None if native else sgd, lambda optimizer: Raises(optimizer, 1, 0.5), wall_clock_breakdown=True
@@ -190,18 +178,13 @@ def body_raises(rank, world, stage, native):
     (smooth, nothing), (repeated, caught) = train(()), train((2,))
     assert nothing == [] and caught == ["this schedule fails on purpose"]
     assert all(torch.equal(a, b) for a, b in zip(smooth[0], repeated[0], strict=True))
-    return smooth[1] == repeated[1] == [LR / 8]
-
-
-@pytest.mark.parametrize("stage, native, world", [(0, True, 1), (0, False, 2), (2, True, 2), (3, False, 2)])
-def test_nothing_has_moved_when_the_schedule_raises(stage, native, world):
-    assert all(run_ranks(world, body_raises, stage, native))
+    assert smooth[1] == repeated[1] == [LR / 8]
 
 
 # ---- steps without a gradient ----------------------------------------------------------------------------------------
-
-
-def body_no_gradient(rank, world, stage):
+@pytest.mark.parametrize("stage, world", [(0, 1), (0, 2), (2, 2), (3, 2)])
+@on_ranks()
+def test_steps_without_a_gradient_count_and_are_told_once(rank, world, stage):
     engine = start(stage, scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     before = weights(engine)
     with logged() as records:
@@ -211,13 +194,7 @@ def body_no_gradient(rank, world, stage):
     take_step(engine, engine(inputs(0, rank)))
     moved = not any(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
     said = sum("without a gradient" in text for text in records)
-    return same, moved, said, engine.global_steps, engine.lr_scheduler.last_epoch
-
-
-@pytest.mark.parametrize("stage, world", [(0, 1), (0, 2), (2, 2), (3, 2)])
-def test_steps_without_a_gradient_count_and_are_told_once(stage, world):
-    for same, moved, said, steps, epochs in run_ranks(world, body_no_gradient, stage):
-        assert (same, moved, said, steps, epochs) == (True, True, 1, 4, 4)
+    assert (same, moved, said, engine.global_steps, engine.lr_scheduler.last_epoch) == (True, True, 1, 4, 4)
 
 
 def lacks(rank, step, micro):

@@ -10,9 +10,9 @@ import torch
 import deepspeed
 from deepspeed.config import cli
 from deepspeed.utils import safe_get_full_grad
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from logs import logged
-from runs import engine_of, take_step, with_fp16
+from runs import engine_of, identical, must_raise, take_step, together, with_fp16
 from zero_models import BETAS, DECAY, LR, data, engine_config, loss_of, make, reduced_mean, relative
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,6 +33,13 @@ def backward(engine, step, part, dtype):
     engine.backward(loss_of(output, target))
 
 
+def add_up(reference, parts, divided_by):
+    """Gradients of a model in fp64, on all parts of a batch."""
+    for part in range(parts):
+        x, target = data(0, part)
+        (loss_of(reference(x.double(), 0, part)[0], target.double()) / divided_by).backward()
+
+
 def shrink(params):
     """What scripts do between backward and step: rows without a gradient, and a norm that is bounded."""
     weight = params["first.weight"]
@@ -45,7 +52,10 @@ def shrink(params):
 
 
 # ---- .grad at stage 0, and the rounding of the sum over ranks -------------------------------------------------------
-def body_edit(rank, world, dtype):
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks()
+def test_what_is_done_to_grad_counts_as_in_a_plain_process(rank, world, dtype):
     scale = SCALE if dtype == "fp16" else 1.0
     model = make("plain").to(DTYPES[dtype])
     plain = copy.deepcopy(model)
@@ -77,27 +87,17 @@ def body_edit(rank, world, dtype):
         assert all(p.grad is None for p in params.values())
         for name, p in params.items():
             assert relative(deepspeed.utils.safe_get_full_fp32_param(p), masters[name]) < 1e-6, (step, name)
-    return dict(engine.core.held_bytes())
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_is_done_to_grad_counts_as_in_a_plain_process(world, dtype):
-    for held in run_ranks(world, body_edit, dtype):
-        assert held["grad"] == held["lp"] and not held["local"], "two bytes for each parameter"
+    held = dict(engine.core.held_bytes())
+    assert held["grad"] == held["lp"] and not held["local"], "two bytes for each parameter"
 
 
 # ---- every value that the configuration allows ----------------------------------------------------------------------
 def body_kinds(rank, world, cases):
     found = []
     for stage, param, kept, sent, accumulate in cases:
-        more = {}
-        if kept is not None:
-            more["data_types"] = {"grad_accum_dtype": kept}
-        if sent is not None:
-            more["communication_data_type"] = sent
-        if param == "fp16":
-            more["fp16"] = {"enabled": True, "loss_scale": SCALE}
+        more = {"data_types": {"grad_accum_dtype": kept}} if kept is not None else {}
+        more |= {"communication_data_type": sent} if sent is not None else {}
+        more |= {"fp16": {"enabled": True, "loss_scale": SCALE}} if param == "fp16" else {}
         model = make("plain")
         engine = start(model, stage, world, accumulate, param, **more)
         wanted = DTYPES[kept or ("fp32" if accumulate > 1 else param)]
@@ -109,12 +109,9 @@ def body_kinds(rank, world, cases):
             backward(engine, 0, rank * accumulate + micro, param)
             if micro + 1 < accumulate:
                 engine.step()
-        for part in range(world * accumulate):
-            x, target = data(0, part)
-            (loss_of(reference(x.double(), 0, part)[0], target.double()) / (world * accumulate)).backward()
-        worst = 0.0
-        for name, p in model.named_parameters():
-            worst = max(worst, relative(safe_get_full_grad(p), dict(reference.named_parameters())[name].grad))
+        add_up(reference, world * accumulate, world * accumulate)
+        theirs = dict(reference.named_parameters())
+        worst = max(relative(safe_get_full_grad(p), theirs[name].grad) for name, p in model.named_parameters())
         bytes_each = sum(size for kind, size in engine.core.held_bytes().items() if kind in ("grad", "local"))
         found.append((worst, bytes_each / sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())))
         engine.step()
@@ -155,49 +152,44 @@ def test_all_types_to_keep_and_to_send():
     check_kinds(KINDS)
 
 
-def body_double(rank, world):
+@on_ranks(1)
+def test_gradients_in_fp64_stay_so(rank, world):
     model = torch.nn.Linear(3, 3).double()
     made = engine_config(0, 1, 1, "fp32", data_types={"grad_accum_dtype": "bf16"})
-    with pytest.raises(ValueError, match='grad_accum_dtype "bf16": parameter .weight. is float64, and its gradients'):
-        deepspeed.initialize(model=model, config=made)
-
-
-def test_gradients_in_fp64_stay_so():
-    run_ranks(1, body_double)
+    must_raise(
+        ValueError,
+        'grad_accum_dtype "bf16": parameter .weight. is float64, and its gradients',
+        deepspeed.initialize,
+        model=model,
+        config=made,
+    )
 
 
 # ---- accumulation that changes on the way ----------------------------------------------------------------------------
-def body_told(rank, world):
+@on_ranks(1)
+def test_who_has_no_grad_is_told(rank, world):
     deepspeed.logger.setLevel("INFO")
     with logged() as said:
         for accumulate in (1, 2):
             start(make("plain"), 0, world, accumulate)
-    return [text for text in said if "have no .grad between backward and step" in text]
-
-
-def test_who_has_no_grad_is_told():
-    (told,) = run_ranks(1, body_told)
+    told = [text for text in said if "have no .grad between backward and step" in text]
     assert len(told) == 1 and "gradient_accumulation_steps is 2" in told[0] and "safe_set_full_grad" in told[0]
 
 
-def body_change(rank, world, stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_the_type_follows_the_accumulation_steps(rank, world, stage):
     engine = start(make("plain"), stage, world)
     kinds = []
     for accumulate in (1, 3, 1):
         engine.set_train_batch_size(2 * world * accumulate)
         for _ in range(accumulate):
             backward(engine, 0, rank, "bf16")
-            kinds.append({grad.dtype for grad in engine.core.grads()})
+            kinds.append(next(iter({grad.dtype for grad in engine.core.grads()})))
             if stage == 0:
                 assert (engine.module.first.weight.grad is None) == (accumulate > 1)
             engine.step()
-    return [next(iter(kind)) for kind in kinds], engine.global_steps
-
-
-def test_the_type_follows_the_accumulation_steps():
-    for stage in STAGES:
-        for kinds, steps in run_ranks(2, body_change, stage):
-            assert kinds == [torch.bfloat16] + [torch.float32] * 3 + [torch.bfloat16] and steps == 3
+    assert kinds == [torch.bfloat16] + [torch.float32] * 3 + [torch.bfloat16] and engine.global_steps == 3
 
 
 # ---- an optimizer of torch's gets fp32 ----------------------------------------------------------------------------
@@ -212,60 +204,50 @@ class Small(torch.nn.Module):
         return (self.weight.float() * x).sum()
 
 
-def body_small(rank, world, stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_unscaling_does_not_round_to_fp16(rank, world, stage):
     model = Small()
-    made = engine_config(stage, world, 1, "fp16", gradient_clipping=0.0, zero_allow_untested_optimizer=True)
+    made = engine_config(stage, world, 1, "fp16", gradient_clipping=0.0)
     made["fp16"] = {"enabled": True, "loss_scale": 2.0**14}
-    del made["optimizer"]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with with_fp16():
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+        engine = engine_of(model, made, optimizer)
     x = torch.full((64,), 3.01e-6)  # no multiple of fp16's smallest step, which is 6e-8
     take_step(engine, engine(x))
     held = [master.grad for group in optimizer.param_groups for master in group["params"]]
     assert held == [None] * len(held), "copies are gone after the step"
-    return float(-deepspeed.utils.safe_get_full_fp32_param(model.weight).mean()), float(x.mean())
-
-
-def test_unscaling_does_not_round_to_fp16():
-    for stage in STAGES:
-        for moved, expected in run_ranks(2, body_small, stage):
-            assert moved == pytest.approx(expected, rel=6e-4)
+    moved = float(-deepspeed.utils.safe_get_full_fp32_param(model.weight).mean())
+    assert moved == pytest.approx(float(x.mean()), rel=6e-4)
 
 
 # ---- sums instead of means ------------------------------------------------------------------------------------------
-def body_sum(rank, world, stage, more):
-    gaps = []
-    for dtype in DTYPES:
-        made = dict(more, gradient_allreduce_op="Sum", zero={"audit_steps": 1})
-        if dtype == "fp16":
-            made["fp16"] = {"enabled": True, "loss_scale": SCALE}
-        engine = start(make("plain"), stage, world, 2, dtype, **made)
-        assert not engine.gradient_average
-        reference = make("plain").double()
-        for micro in range(2):
-            backward(engine, 0, 2 * rank + micro, dtype)
-            if micro == 0:
-                engine.step()
-        for part in range(2 * world):
-            x, target = data(0, part)
-            (loss_of(reference(x.double(), 0, part)[0], target.double()) / 2).backward()
-        theirs = dict(reference.named_parameters())
-        grads = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
-        gaps.append(max(relative(grad, theirs[name].grad) for name, grad in grads.items()) / ROUNDING[dtype])
-        engine.step()  # audited
-    return gaps
-
-
 @pytest.mark.parametrize("more", [{}, {"prescale_gradients": True, "gradient_predivide_factor": 4.0}])
-def test_gradients_can_be_added_up(more):
-    for stage in (0, 1, 2):
-        for gaps in run_ranks(2, body_sum, stage, more):
-            assert max(gaps) < 1, (stage, gaps)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@on_ranks(2)
+def test_gradients_can_be_added_up(rank, world, stage, more, dtype):
+    fp16 = {"fp16": {"enabled": True, "loss_scale": SCALE}} if dtype == "fp16" else {}
+    made = {**more, **fp16, "gradient_allreduce_op": "Sum", "zero": {"audit_steps": 1}}
+    engine = start(make("plain"), stage, world, 2, dtype, **made)
+    assert not engine.gradient_average
+    reference = make("plain").double()
+    for micro in range(2):
+        backward(engine, 0, 2 * rank + micro, dtype)
+        if micro == 0:
+            engine.step()
+    add_up(reference, 2 * world, 2)
+    theirs = dict(reference.named_parameters())
+    for name, p in engine.module.named_parameters():
+        assert relative(safe_get_full_grad(p), theirs[name].grad) < ROUNDING[dtype], name
+    engine.step()  # audited
 
 
 # ---- what is not reduced yet ---------------------------------------------------------------------------------------
-def body_no_sync(rank, world, stage, dtype):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_inside_no_sync_the_gradient_is_this_ranks_own(rank, world, stage, dtype):
     engine = start(make("plain"), stage, world, 1, dtype)
     twin = make("plain").to(DTYPES[dtype])
     with engine.no_sync():
@@ -276,22 +258,16 @@ def body_no_sync(rank, world, stage, dtype):
             for p, other in zip(engine.module.parameters(), twin.parameters()):
                 found = safe_get_full_grad(p)
                 assert found.dtype == torch.float32 and relative(found, other.grad) < ROUNDING[dtype]
-        with pytest.raises(AssertionError, match="It is illegal to call Engine.step.. inside no_sync context manager"):
-            engine.step()
+        must_raise(AssertionError, "It is illegal to call Engine.step.. inside no_sync context manager", engine.step)
     backward(engine, 2, rank, dtype)
     whole = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
     engine.step()
-    return whole
+    assert identical(*together(whole)), "reduced: equal on all ranks"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_inside_no_sync_the_gradient_is_this_ranks_own(stage):
-    for dtype in ("fp32", "bf16"):
-        first, second = run_ranks(2, body_no_sync, stage, dtype)
-        assert all(torch.equal(first[name], second[name]) for name in first), "reduced: equal on all ranks"
-
-
-def body_samples(rank, world):
+@on_ranks(2)
+def test_samples_that_were_seen_are_counted(rank, world):
+    """Two of each micro-batch on two ranks: 4 samples for each micro-step."""
     counts = []
     for managed in (True, False):
         engine = start(make("plain"), 0, world, 2, "fp32", managed_gradient_accumulation=managed)
@@ -305,12 +281,7 @@ def body_samples(rank, world):
             if not managed:
                 engine.step()
         counts.append((engine.global_steps, engine.global_samples))
-    return counts
-
-
-def test_samples_that_were_seen_are_counted():
-    """Two of each micro-batch on two ranks: 4 samples for each micro-step."""
-    assert run_ranks(2, body_samples) == [[(3, 24), (3, 28)]] * 2
+    assert counts == [(3, 24), (3, 28)]
 
 
 # ---- ds_config explain ---------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import groups
 from engine_models import batch, config, loss_of, make_net
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from held_memory import segments, settled
 from runs import engine_of, take_step
 
@@ -56,7 +56,8 @@ def test_engines_that_nobody_holds_let_go_of_their_groups(stage):
         assert after <= before
 
 
-def makes_and_destroys(rank, world):
+@on_ranks(2, init=True, fresh=True)
+def test_groups_of_deepspeed_comm_take_their_memory_along(rank, world):
     def once():
         both, mine = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(world)][rank]
         x = torch.ones(100)
@@ -73,7 +74,3 @@ def makes_and_destroys(rank, world):
     settled(lambda: segments()[1], before[1])
     after = segments()
     assert after[0] == before[0] and after[1] <= before[1], (before, after)
-
-
-def test_groups_of_deepspeed_comm_take_their_memory_along():
-    run_ranks(2, makes_and_destroys, init=True, fresh=True)

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.write.contents import HeldStates
 from engine_models import batch, config, loss_of, make_net, train_plain, uses_extra
 from harness import run_ranks
 from memory_hosts import memory_hosts
-from runs import engine_of, take_step
+from runs import engine_of, must_raise, take_step
 
 LAST = 9
 
@@ -140,17 +140,15 @@ def check_bytes(host, stage):
 
 def refuses(rank, world, hosts):
     enter(rank, world, hosts)
+    words = "^elasticity.memory_copies: rank 0: two snapshots of the ranks of host .*"
+    words += "bytes in main memory, and 1000 bytes are free: give it more memory"
     with mock.patch.object(memory_module, "memory_bytes", lambda: (0, 1000)):
-        with pytest.raises(RuntimeError) as caught:
-            made(world, 2)
-    return str(caught.value)
+        must_raise(RuntimeError, "(?s)" + words, made, world, 2)
 
 
 def test_too_little_memory_is_an_error_before_training():
     with memory_hosts(1) as told:
-        for text in run_ranks(2, refuses, [told[0][0]], init=True):
-            assert text.startswith("elasticity.memory_copies: rank 0: two snapshots of the ranks of host ")
-            assert "bytes in main memory, and 1000 bytes are free: give it more memory" in text
+        run_ranks(2, refuses, [told[0][0]], init=True)
 
 
 def without_agent(rank, world, folder):
@@ -231,17 +229,13 @@ def two_engines(rank, world, hosts, folder):
     enter(rank, world, hosts)
     first, second = made(world, 0), made(world, 0)
     first.load_checkpoint(folder)
-    try:
-        second.load_checkpoint(folder)
-    except RuntimeError as error:
-        said = str(error)
+    words = "^elasticity.memory_copies: two engines of this process take snapshots of the run in "
+    must_raise(RuntimeError, words, second.load_checkpoint, folder)
     first.destroy()
     second.load_checkpoint(folder)
     second.destroy()
-    return said
 
 
 def test_two_engines_need_two_directories(tmp_path):
     with memory_hosts(1) as told:
-        (said,) = run_ranks(1, two_engines, [told[0][0]], str(tmp_path / "run"))
-    assert said.startswith("elasticity.memory_copies: two engines of this process take snapshots of the run in ")
+        run_ranks(1, two_engines, [told[0][0]], str(tmp_path / "run"))

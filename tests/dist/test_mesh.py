@@ -7,15 +7,16 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.comm import held, mesh, mesh_views
 from deepspeed.utils import groups
-from harness import run_ranks
+from harness import on_ranks
 from mpu import Mpu
-from runs import total
+from runs import must_raise, total
 from tensor_parallel import AddedUp
-from zero_training import WIDTH, Deep, Reference, beside, gap, same, seeded, start, train_beside
+from zero_training import WIDTH, Deep, Reference, below, beside, gap, seeded, start, train_beside
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
-def by_members(rank, world):
+@on_ranks(3, init="gloo", timeout=60)
+def test_groups_are_made_by_their_members_alone(rank, world):
     if rank != 1:  # who is no member goes on
         pair = mesh.group_over([2, 0])
         assert dist.get_all_ranks_from_group(pair) == [0, 2] and dist.get_rank(pair) == rank // 2
@@ -29,10 +30,6 @@ def by_members(rank, world):
     everybody = dist.new_group([0, 1, 2])  # torch counts its own groups only: the ranks still agree on the number
     assert total(everybody, rank) == 3
     assert dist.new_group([0, 1, 2]) is not everybody
-
-
-def test_groups_are_made_by_their_members_alone():
-    run_ranks(3, by_members, init="gloo", timeout=60)
 
 
 # ---- an engine's own communicators -----------------------------------------------------------------------------------
@@ -57,44 +54,33 @@ def communicators(engine):
     return len(held.held_by(engine.core))
 
 
-def body_mpu(rank, world):
+@on_ranks(4, init="gloo", timeout=60, env={"DS_PEER_MEMORY": "0"})
+def test_gathers_do_not_meet_reductions_under_an_mpu(rank, world):
     engine, reference = beside(seeded(Deep), 3, world, mpu=mpu_of(rank))
     assert communicators(engine) == 2  # reductions, gathers
     assert engine.core.gatherer.source == "scheduled collectives"
-    return trains(engine, reference)
-
-
-def test_gathers_do_not_meet_reductions_under_an_mpu(monkeypatch):
-    monkeypatch.setenv("DS_PEER_MEMORY", "0")
-    same(run_ranks(4, body_mpu, init="gloo", timeout=60))
-
-
-def body_mics(rank, world, own, size):
-    mpu = own and mpu_of(rank, own)
-    engine, reference = beside(seeded(Deep), 3, world, mpu=mpu, zero={"mics_shard_size": size})
-    assert engine.module.head.weight.ds_world_size == size
-    if size > 1:
-        assert communicators(engine) == (3 if size < engine.dp_world_size else 2)  # and replicas
-    return trains(engine, reference)
+    below(trains(engine, reference))
 
 
 @pytest.mark.parametrize(
     "own, size", [(None, 2), ([(0, 2), (1, 3)], 2), ([(0, 2), (1, 3)], 1), ([(0, 1), (2, 3)], 1), ([(0, 3), (1, 2)], 1)]
 )
-def test_mics_under_an_mpu_has_communicators_of_its_own(own, size, monkeypatch):
+@on_ranks(4, init="gloo", timeout=60, env={"DS_PEER_MEMORY": "0"})
+def test_mics_under_an_mpu_has_communicators_of_its_own(rank, world, own, size):
     """The last lists are of no grid."""
-    monkeypatch.setenv("DS_PEER_MEMORY", "0")
-    same(run_ranks(4, body_mics, own, size, init="gloo", timeout=60))
+    mpu = own and mpu_of(rank, own)
+    engine, reference = beside(seeded(Deep), 3, world, mpu=mpu, zero={"mics_shard_size": size})
+    assert engine.module.head.weight.ds_world_size == size
+    if size > 1:
+        assert communicators(engine) == (3 if size < engine.dp_world_size else 2)  # and replicas
+    below(trains(engine, reference))
 
 
-def body_peers(rank, world):
+@on_ranks(2, init="gloo", timeout=60)
+def test_what_is_not_needed_is_not_opened(rank, world):
     engine, reference = beside(seeded(Deep), 3, world)
     assert engine.core.gatherer.source != "scheduled collectives" and communicators(engine) == 1
-    return trains(engine, reference)
-
-
-def test_what_is_not_needed_is_not_opened():
-    same(run_ranks(2, body_peers, init="gloo", timeout=60))
+    below(trains(engine, reference))
 
 
 # ---- "add a parallelism" of docs/adding.md: a toy axis ---------------------------------------------------------------
@@ -134,11 +120,12 @@ class Part(torch.nn.Module):
         return AddedUp.apply(self.own(x), self.group)
 
 
-def body_toy(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(4, init="gloo", timeout=60)
+def test_an_axis_of_somebody_else(rank, world, stage):
     groups.clear()
     if stage == 0:
-        with pytest.raises(ValueError, match="train_branches 3 does not divide the 4 ranks: use one of 1, 2, 4"):
-            Branches(3)
+        must_raise(ValueError, "train_branches 3 does not divide the 4 ranks: use one of 1, 2, 4", Branches, 3)
     branches = Branches(2)
     whole = Whole(2)
     reference = Reference(whole)
@@ -150,9 +137,4 @@ def body_toy(rank, world, stage):
         found = [param.detach().double() for param in engine.module.own.parameters()]
     expected = reference.model.branches[branches.branch.rank].parameters()
     groups.clear()
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected))
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_an_axis_of_somebody_else(stage):
-    assert all(gap < 1e-5 for gap in run_ranks(4, body_toy, stage, init="gloo", timeout=60))
+    assert max(float((a - b).abs().max()) for a, b in zip(found, expected)) < 1e-5

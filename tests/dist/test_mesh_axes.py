@@ -1,5 +1,7 @@
 """Every engine has one mesh with the axes pp, dp, sp and tp, and experts are a fold of it."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -12,10 +14,12 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import ProcessTopology
 from deepspeed.utils import groups
 from deepspeed.zero.parameters.param_ranks import ParamRanks
-from harness import run_ranks
+from harness import on_ranks
 from mpu import two_by_two
+from runs import must_raise, together
 
 AXES = ("pp", "dp", "sp", "tp")
+COMPARED = {"DS_SHM_COLLECTIVES": "0", "DS_COMM_FINGERPRINTS": "strict"}
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
 
 
@@ -35,7 +39,8 @@ def pipeline(*axes):
     return PipelineModule(layers=layers, topology=ProcessTopology(axes, [2] * len(axes)), loss_fn=nn.MSELoss())
 
 
-def axes_body(rank, world):
+@on_ranks(4, init="gloo", timeout=60)
+def test_every_engine_has_four_axes(rank, world):
     pair, across, alone = [rank - rank % 2, rank - rank % 2 + 1], [rank % 2, rank % 2 + 2], [rank]
     assert lists(start(nn.Linear(4, 4))) == {"pp": alone, "dp": [0, 1, 2, 3], "sp": alone, "tp": alone}
     engine = start(nn.Linear(4, 4), sequence_parallel_size=2)
@@ -49,10 +54,6 @@ def axes_body(rank, world):
     assert lists(engine) == {"pp": pair, "dp": alone, "sp": across, "tp": alone}
 
 
-def test_every_engine_has_four_axes():
-    run_ranks(4, axes_body, init="gloo", timeout=60)
-
-
 # ---- experts ---------------------------------------------------------------------------------------------------------
 def with_experts(copies, kinds, dense=1):
     """The layers from number ``dense`` on are experts."""
@@ -63,22 +64,25 @@ def with_experts(copies, kinds, dense=1):
     return start(model)
 
 
-def folds_body(rank, world):
+@on_ranks(4, init="gloo", timeout=60)
+def test_experts_are_folds(rank, world):
     pair, across = [rank - rank % 2, rank - rank % 2 + 1], [rank % 2, rank % 2 + 2]
     for copies, kinds in ((across, pair), (pair, across)):
         native = with_experts(copies, kinds).parallel.mesh
         assert native.ranks(["experts.edp"]) == copies and native.ranks(["experts.ep"]) == kinds
-    with pytest.raises(ValueError, match=r"which is no grid of the ranks \[0, 1, 2, 3\] with the same dense weights"):
-        with_experts([rank, 3 - rank] if rank < 2 else [3 - rank, rank], pair)
-    with pytest.raises(ValueError, match="is not the 4 data-parallel ranks there are"):
-        with_experts([rank], pair)
+    must_raise(
+        ValueError,
+        r"which is no grid of the ranks \[0, 1, 2, 3\] with the same dense weights",
+        with_experts,
+        [rank, 3 - rank] if rank < 2 else [3 - rank, rank],
+        pair,
+    )
+    must_raise(ValueError, "is not the 4 data-parallel ranks there are", with_experts, [rank], pair)
 
 
-def test_experts_are_folds():
-    run_ranks(4, folds_body, init="gloo", timeout=60)
-
-
-def mismatch_body(rank, world):
+@on_ranks(4, init="gloo", env=COMPARED, timeout=120)
+def test_a_mismatch_between_experts_is_named(rank, world, folder):
+    os.environ["DS_COMM_TRACE_DIR"] = folder
     engine = with_experts([rank % 2, rank % 2 + 2], [rank - rank % 2, rank - rank % 2 + 1], dense=0)
     own = engine.parallel.mesh.communicator(["experts.edp"], Purpose.EXPERTS)
     if rank == 3:
@@ -89,12 +93,7 @@ def mismatch_body(rank, world):
             engine.backward(engine(torch.ones(2, 4)).sum())
             engine.step()
     dist.barrier()
-    return str(error.value) if rank % 2 else ""
-
-
-def test_a_mismatch_between_experts_is_named(tmp_path):
-    env = {"DS_SHM_COLLECTIVES": "0", "DS_COMM_FINGERPRINTS": "strict", "DS_COMM_TRACE_DIR": str(tmp_path)}
-    _, one, _, three = run_ranks(4, mismatch_body, init="gloo", env=env, timeout=120)
+    _, one, _, three = together(str(error.value) if rank % 2 else "")
     for text in (one, three):  # rank 3 of the job is rank 1 of its group
         assert "call different collectives: rank 0 all_reduce(" in text, text
         assert 'rank 1 all_reduce(7 x float32, sum) of "planted". (Number 1 of this group.)' in text

@@ -11,9 +11,9 @@ from torch import nn
 import deepspeed
 import hf_like_moe as look_alikes
 from deepspeed.moe.layer import MoE
-from harness import run_ranks
+from harness import on_ranks
 from moe_models import WIDTH, batch, expert, values
-from runs import engine_of, take_step
+from runs import engine_of, must_raise, take_step
 
 
 class Gated(nn.Module):
@@ -37,7 +37,9 @@ class Model(nn.Module):
         return self.last(x + out)
 
 
-def body(rank, world, folder, stage, drop):
+@pytest.mark.parametrize("stage, drop", [(0, True), (3, False), (2, False)])
+@on_ranks(4, init=True)
+def test_answers_are_those_of_the_trained_model(rank, world, stage, drop, folder):
     torch.manual_seed(rank)
     settings = {
         "train_batch_size": 8 * world,
@@ -81,12 +83,6 @@ def body(rank, world, folder, stage, drop):
             shapes = [p.shape for n, p in served.module.named_parameters() if "_experts.0" in n and "down.w" in n]
             assert shapes == [(WIDTH, 8 * 2 // max(mp_size, ep_size))]
             assert served.inference_mp_group is not None
-    return True
-
-
-@pytest.mark.parametrize("stage, drop", [(0, True), (3, False), (2, False)])
-def test_answers_are_those_of_the_trained_model(tmp_path, stage, drop):
-    assert run_ranks(4, body, str(tmp_path), stage, drop, init=True) == [True] * 4
 
 
 def test_one_rank_and_the_forms_of_a_checkpoint(tmp_path):
@@ -110,8 +106,14 @@ def test_one_rank_and_the_forms_of_a_checkpoint(tmp_path):
     assert len(served.model_times()) == 1 and served.model_times() == []
     plain = deepspeed.init_inference(nn.Linear(3, 2), dtype=torch.bfloat16)
     assert plain(torch.zeros(1, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    with pytest.raises(FileNotFoundError, match=os.path.join(str(tmp_path), "none")):
-        deepspeed.init_inference(Model(2, 1), dtype="fp32", checkpoint=str(tmp_path / "none"))
+    must_raise(
+        FileNotFoundError,
+        os.path.join(str(tmp_path), "none"),
+        deepspeed.init_inference,
+        Model(2, 1),
+        dtype="fp32",
+        checkpoint=str(tmp_path / "none"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,16 +133,22 @@ def test_one_rank_and_the_forms_of_a_checkpoint(tmp_path):
     ],
 )
 def test_what_is_refused(given, error, text):
-    with pytest.raises(error, match=text):
-        deepspeed.init_inference(Model(2, 1), **{"dtype": torch.float32, **given})
+    must_raise(error, text, deepspeed.init_inference, Model(2, 1), **{"dtype": torch.float32, **given})
 
 
 def test_a_model_without_experts_is_not_sliced():
-    with pytest.raises(NotImplementedError, match=r"tp_size \(mp_size\) = 2: layers other than experts are not sliced"):
-        deepspeed.init_inference(nn.Linear(3, 2), dtype=torch.float32, mp_size=2)
+    must_raise(
+        NotImplementedError,
+        r"tp_size \(mp_size\) = 2: layers other than experts are not sliced",
+        deepspeed.init_inference,
+        nn.Linear(3, 2),
+        dtype=torch.float32,
+        mp_size=2,
+    )
 
 
-def unchanged_body(rank, world):
+@on_ranks(4, init=True)
+def test_experts_of_unchanged_models_are_sliced(rank, world):
     before = look_alikes.EXPERTS, look_alikes.INNER
     look_alikes.EXPERTS, look_alikes.INNER = 2, 8
     try:
@@ -156,34 +164,45 @@ def unchanged_body(rank, world):
                 shapes = {p.shape for n, p in served.module.named_parameters() if n.endswith("experts.w2")}
                 assert shapes == {(1, WIDTH, 8 * 2 // max(given.values()))}
         look_alikes.INNER = 5
-        with pytest.raises(ValueError, match="model.layers.0.block_sparse_moe': its experts are 5 wide inside: no 2"):
-            deepspeed.init_inference(look_alikes.model_of("mixtral"), dtype=torch.float32, ep_size=4)
+        must_raise(
+            ValueError,
+            "model.layers.0.block_sparse_moe': its experts are 5 wide inside: no 2",
+            deepspeed.init_inference,
+            look_alikes.model_of("mixtral"),
+            dtype=torch.float32,
+            ep_size=4,
+        )
     finally:
         look_alikes.EXPERTS, look_alikes.INNER = before
-    return True
 
 
-def test_experts_of_unchanged_models_are_sliced():
-    assert run_ranks(4, unchanged_body, init=True) == [True] * 4
-
-
-def wrong_body(rank, world):
+@on_ranks(2, init=True)
+def test_what_ranks_cannot_share(rank, world):
     def build(**given):
         layers = {"experts": 2, "kind": Gated, **given}
         deepspeed.init_inference(Model(ep_size=1, **layers), dtype=torch.float32, moe={"ep_size": world})
 
-    with pytest.raises(ValueError, match="its experts are 9 wide inside: no 2 slices"):
-        build(experts=1, kind=expert)
-    with pytest.raises(ValueError, match="expert 0 of this rank cannot be sliced for 2 ranks"):
-        build(experts=1, kind=lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Linear(8, WIDTH)))
-    with pytest.raises(ValueError, match="'layer': its 3 experts cannot be shared evenly by ep_size=2"):
-        build(experts=3)
-    with pytest.raises(ValueError, match="moe.ep_size = 3 does not divide the 2 ranks"):
-        deepspeed.init_inference(Model(2, 1), dtype=torch.float32, ep_size=3)
-    with pytest.raises(ValueError, match="'layer': it was built with ep_size=2: to serve it so build it with 1"):
-        deepspeed.init_inference(Model(2, 2), dtype=torch.float32)
-    return True
-
-
-def test_what_ranks_cannot_share():
-    assert run_ranks(2, wrong_body, init=True) == [True, True]
+    must_raise(ValueError, "its experts are 9 wide inside: no 2 slices", build, experts=1, kind=expert)
+    must_raise(
+        ValueError,
+        "expert 0 of this rank cannot be sliced for 2 ranks",
+        build,
+        experts=1,
+        kind=lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Linear(8, WIDTH)),
+    )
+    must_raise(ValueError, "'layer': its 3 experts cannot be shared evenly by ep_size=2", build, experts=3)
+    must_raise(
+        ValueError,
+        "moe.ep_size = 3 does not divide the 2 ranks",
+        deepspeed.init_inference,
+        Model(2, 1),
+        dtype=torch.float32,
+        ep_size=3,
+    )
+    must_raise(
+        ValueError,
+        "'layer': it was built with ep_size=2: to serve it so build it with 1",
+        deepspeed.init_inference,
+        Model(2, 2),
+        dtype=torch.float32,
+    )

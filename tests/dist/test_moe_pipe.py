@@ -6,9 +6,9 @@ import torch
 import deepspeed
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import safe_get_full_fp32_param
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from moe_models import WIDTH, Plain, batch, fill, gate_weights, moe_layer, plain_name, values
-from runs import engine_of
+from runs import engine_of, must_raise
 from sampling import every_case
 
 ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
@@ -123,13 +123,14 @@ def test_equals_loops_in_one_process(stages, stage, interval, schedule, scope):
     assert seen == set(expected)
 
 
-def refused_body(rank, world):
+@on_ranks(1, init=True)
+def test_other_models_add_their_losses_themselves(rank, world):
     layer = moe_layer(4, 1, 1, False, False)
     config = {"train_batch_size": 8, "moe": {"aux_loss_coeff": 0.1}, "optimizer": {"type": "Adam"}}
-    with pytest.raises(ValueError, match="moe.aux_loss_coeff=0.1 is for PipelineModule; Block adds the losses"):
-        deepspeed.initialize(model=Block(layer), config=config)
-    return True
-
-
-def test_other_models_add_their_losses_themselves():
-    assert run_ranks(1, refused_body, init=True) == [True]
+    must_raise(
+        ValueError,
+        "moe.aux_loss_coeff=0.1 is for PipelineModule; Block adds the losses",
+        deepspeed.initialize,
+        model=Block(layer),
+        config=config,
+    )

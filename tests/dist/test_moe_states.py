@@ -8,11 +8,11 @@ import torch
 import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_fp32_param
-from harness import run_ranks
+from harness import on_ranks
 from hf_like_moe import EXPERTS, model_of
 from hf_like_moe import WIDTH as HF_WIDTH
 from moe_models import batch, moe_net, values
-from runs import engine_of, settings, take_step
+from runs import engine_of, must_raise, settings, take_step
 
 LAYER = "layer.deepspeed_moe.experts.deepspeed_experts"
 
@@ -34,7 +34,12 @@ def trained_experts(engine, world):
     return {key: value for one in every for key, value in one.items()}
 
 
-def body(rank, world, folder, stage):
+MANY = pytest.mark.every("a stage more of the same")
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=MANY), 3])
+@on_ranks(4, init=True)
+def test_weights_of_experts_alone(rank, world, stage, folder):
     engine = engine_of(moe_net(rank % 2, 4, 2, 2, False, False), settings(stage, 8, rate=0.02))
     take_step(engine, engine(batch(0, rank)))
     engine.save_checkpoint(folder, "one")
@@ -62,18 +67,10 @@ def body(rank, world, folder, stage):
         again = {}
         DeepSpeedEngine.load_moe_state_dict(folder, "one", again, True, num_experts=[4])
         assert set(again) == set(found) and all(torch.equal(again[name], value) for name, value in found.items())
-    return True
 
 
-MANY = pytest.mark.every("a stage more of the same")
-
-
-@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=MANY), 3])
-def test_weights_of_experts_alone(tmp_path, stage):
-    assert run_ranks(4, body, str(tmp_path), stage, init=True) == [True] * 4
-
-
-def stacked_body(rank, world, folder):
+@on_ranks(2, init=True)
+def test_stacked_experts_alone(rank, world, folder):
     def build(ep_size, stage):
         section = {"expert_parallel": {"enabled": True, "autoep_size": ep_size}}
         return engine_of(model_of("qwen3_moe"), settings(stage, rate=0.02, **section))
@@ -91,15 +88,20 @@ def stacked_body(rank, world, folder):
     with pytest.raises(ValueError, match="'model.layers.0.mlp' was saved with 8 experts, the model's has 4"):
         about["num_experts"] = 8
         other.load_moe_state_dict(folder, "one", found, False, model=other.module, autoep_layers=[about])
-    with pytest.raises(ValueError, match="pass model=, whose layers"):
-        DeepSpeedEngine.load_moe_state_dict(folder, "one", found, False)
-    with pytest.raises(ValueError, match="autoep_layers= is compared with .* pass model=, or leave autoep_layers= out"):
-        DeepSpeedEngine.load_moe_state_dict(folder, "one", found, True, num_experts=EXPERTS, autoep_layers=[about])
-    return True
-
-
-def test_stacked_experts_alone(tmp_path):
-    assert run_ranks(2, stacked_body, str(tmp_path), init=True) == [True] * 2
+    must_raise(
+        ValueError, "pass model=, whose layers", DeepSpeedEngine.load_moe_state_dict, folder, "one", found, False
+    )
+    must_raise(
+        ValueError,
+        "autoep_layers= is compared with .* pass model=, or leave autoep_layers= out",
+        DeepSpeedEngine.load_moe_state_dict,
+        folder,
+        "one",
+        found,
+        True,
+        num_experts=EXPERTS,
+        autoep_layers=[about],
+    )
 
 
 def half_frozen(rank, ep_size):
@@ -111,7 +113,9 @@ def half_frozen(rank, ep_size):
     return net
 
 
-def frozen_body(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=MANY), 3])
+@on_ranks(4, init=True)
+def test_experts_of_which_a_part_is_frozen(rank, world, stage, folder):
     engine = engine_of(half_frozen(rank, 2), settings(stage, 8, rate=0.02))
     own = {n: p for n, p in engine.module.named_parameters() if LAYER in n and not p.requires_grad}
     assert len(own) == 2
@@ -135,9 +139,3 @@ def frozen_body(rank, world, folder, stage):
         other.train()
         take_step(other, other(batch(1, rank)))
         other.destroy()
-    return True
-
-
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=MANY), 3])
-def test_experts_of_which_a_part_is_frozen(tmp_path, stage):
-    assert run_ranks(4, frozen_body, str(tmp_path), stage, init=True) == [True] * 4

@@ -9,7 +9,7 @@ from deepspeed import comm as dist
 from deepspeed.moe import exchange
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from moe_models import (
     WIDTH,
     Net,
@@ -25,7 +25,7 @@ from moe_models import (
     values,
 )
 from mpu import two_by_two
-from runs import engine_of, settings, take_step
+from runs import engine_of, must_raise, settings, take_step, together
 
 ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 
@@ -37,11 +37,12 @@ def config(world, stage=0, **more):
 
 
 def train(engine, rank, steps=3, micro=1):
-    losses = []
-    for step in range(steps):
-        for part in range(micro):
-            losses.append(take_step(engine, engine(batch(micro * step + part, rank))))
-    return losses
+    return [take_step(engine, engine(batch(number, rank))) for number in range(steps * micro)]
+
+
+def check_params(params, expected):
+    for name, value in params.items():
+        assert torch.allclose(torch.tensor(value), expected[name], rtol=1e-4, atol=5e-6), name
 
 
 def found(net, first_of):
@@ -108,8 +109,7 @@ def test_layers_may_differ_and_be_used_twice(stage):
     expected = dict(net.named_parameters())
     for rank, (own, params) in enumerate(run_ranks(4, pyramid_body, stage, init=True)):
         assert own == pytest.approx([step[rank].item() for step in losses], abs=3e-6)
-        for name, value in params.items():
-            assert torch.allclose(torch.tensor(value), expected[name], rtol=1e-4, atol=5e-6), name
+        check_params(params, expected)
 
 
 class Recomputed(torch.nn.Module):
@@ -173,7 +173,9 @@ HALF = {"fp16": {"enabled": True, "hysteresis": 1}, "bf16": {"enabled": True, "c
 FP16 = pytest.mark.skipif(not deepspeed.get_accelerator().is_fp16_supported(), reason="no fp16 on this device")
 
 
-def overflow_body(rank, world, kind):
+@pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=FP16)])
+@on_ranks(2, init=True)
+def test_overflow_in_one_expert_skips_all(rank, world, kind):
     net = moe_net(rank, 4, 2, 1, False, False)
     engine = engine_of(net, config(world, 2, **{kind: HALF[kind]}))
     if rank == 1:
@@ -184,32 +186,23 @@ def overflow_body(rank, world, kind):
     take_step(engine, engine(batch(0, rank).to(torch.float16 if kind == "fp16" else torch.bfloat16)).float())
     assert not engine.was_step_applied() and engine.skipped_steps == 1
     assert engine.loss_scale() < scale or kind == "bf16"
-    return all(torch.equal(a, safe_get_full_fp32_param(p)) for a, p in zip(before, net.parameters(), strict=True))
+    assert all(torch.equal(a, safe_get_full_fp32_param(p)) for a, p in zip(before, net.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=FP16)])
-def test_overflow_in_one_expert_skips_all(kind):
-    assert run_ranks(2, overflow_body, kind, init=True) == [True, True]
-
-
-def half_body(rank, world, kind, stage):
+@pytest.mark.parametrize("kind, stage", [("bf16", 1), ("bf16", 3), pytest.param("fp16", 2, marks=FP16)])
+@on_ranks(2, init=True)
+def test_half_precision_with_accumulation_learns(rank, world, kind, stage):
     net = moe_net(rank, 4, 2, 2, False, True)
     more = {"gradient_accumulation_steps": 2, kind: {"enabled": True}}
     engine = engine_of(net, config(world, stage, **more))
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
-    losses = []
-    for _ in range(8):
-        losses.append(take_step(engine, engine(batch(0, rank).to(dtype)).float()))
-    return losses
+    losses = [take_step(engine, engine(batch(0, rank).to(dtype)).float()) for _ in range(8)]
+    assert losses[0] == losses[1] and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("kind, stage", [("bf16", 1), ("bf16", 3), pytest.param("fp16", 2, marks=FP16)])
-def test_half_precision_with_accumulation_learns(kind, stage):
-    for losses in run_ranks(2, half_body, kind, stage, init=True):
-        assert losses[0] == losses[1] and losses[-1] < losses[0]
-
-
-def statistics_body(rank, world, drop):
+@pytest.mark.parametrize("drop", [False, True])
+@on_ranks(2, init=True)
+def test_statistics(rank, world, drop):
     net = moe_net(rank, 8, 2, 2, drop, False, 1.0)
     engine = engine_of(net, config(world))
     assert engine.moe_statistics() == {}
@@ -219,12 +212,7 @@ def statistics_body(rank, world, drop):
     engine(batch(0, rank))
     figures = engine.moe_statistics()
     assert list(figures) == ["layer"]
-    return figures["layer"], counts.tolist()
-
-
-@pytest.mark.parametrize("drop", [False, True])
-def test_statistics(drop):
-    (figures, first), (other, second) = run_ranks(2, statistics_body, drop, init=True)
+    (figures, first), (other, second) = together(figures["layer"], counts.tolist())
     counts = [a + b for a, b in zip(first, second, strict=True)]
     assert figures == other | {"exchange_ms": figures["exchange_ms"]} and figures["tokens_per_expert"] == counts
     assert figures["tokens"] == 16 and 0 < figures["router_entropy"] < 2.1
@@ -237,7 +225,8 @@ def test_statistics(drop):
         assert figures["exchange_ms"] > 0
 
 
-def balance_body(rank, world, tmp):
+@on_ranks(2, init=True)
+def test_a_bias_balances_experts(rank, world):
     torch.manual_seed(1)
     layer = moe_layer(4, 2, 1, False, False, balance="bias")
     net = Net(layer)
@@ -252,16 +241,13 @@ def balance_body(rank, world, tmp):
         take_step(engine, engine(batch(step, rank)))
         shares.append(engine.moe_statistics()["layer"]["busiest_over_mean"])
     assert float(layer.deepspeed_moe.l_aux) == 0
-    return shares, gate.expert_bias.tolist()
-
-
-def test_a_bias_balances_experts(tmp_path):
-    (shares, bias), other = run_ranks(2, balance_body, str(tmp_path), init=True)
+    (shares, bias), other = together(shares, gate.expert_bias.tolist())
     assert other == (shares, bias) or list(other) == [shares, bias]
     assert shares[0] == 4 and max(shares[-8:]) < 3 and bias[0] < min(bias[1:])
 
 
-def scope_body(rank, world):
+@on_ranks(2, init=True)
+def test_the_loss_may_look_at_all_ranks_tokens(rank, world):
     nets = {scope: moe_layer(4, 1, 2, False, False, aux_scope=scope) for scope in ("rank", "batch")}
     losses = {}
     for scope, layer in nets.items():
@@ -271,31 +257,20 @@ def scope_body(rank, world):
     whole = moe_layer(4, 1, 2, False, False)
     fill(whole, 3)
     everything = whole(torch.cat([batch(0, r) for r in range(world)]))[1].item()
-    return losses["batch"], everything
-
-
-def test_the_loss_may_look_at_all_ranks_tokens():
-    results = run_ranks(2, scope_body, init=True)
+    results = together(losses["batch"], everything)
     mean = sum(found for found, _ in results) / 2
     assert mean == pytest.approx(results[0][1], rel=1e-6)
 
 
-def skip_body(rank, world):
-    net = moe_net(rank, 4, 2, 1, False, False)
-    engine = engine_of(net, config(world, comm={"timeout": 3}))
-    if rank == 1:
-        return "skipped"
-    with pytest.raises(RuntimeError) as caught:
-        engine(batch(0, rank))
-    return str(caught.value)
+@on_ranks(2, init=True)
+def test_a_rank_that_skips_a_layer_is_named_with_it(rank, world):
+    engine = engine_of(moe_net(rank, 4, 2, 1, False, False), config(world, comm={"timeout": 3}))
+    if rank == 0:
+        must_raise(RuntimeError, "(?s)^MoE layer 'layer': .*rank 1", engine, batch(0, rank))
 
 
-def test_a_rank_that_skips_a_layer_is_named_with_it():
-    text, other = run_ranks(2, skip_body, init=True)
-    assert other == "skipped" and text.startswith("MoE layer 'layer': ") and "rank 1" in text
-
-
-def uneven_body(rank, world):
+@on_ranks(2, init=True)
+def test_ranks_with_all_experts_need_nobody(rank, world):
     """Without others' experts there is no collective: ranks may run different numbers of forwards."""
     net = moe_net(0, 4, 1, 2, False, False)
     engine = engine_of(net, config(world))
@@ -303,26 +278,21 @@ def uneven_body(rank, world):
     for step in range(3 * rank):
         engine(batch(step, rank))
     dist.barrier()
-    return True
 
 
-def test_ranks_with_all_experts_need_nobody():
-    assert run_ranks(2, uneven_body, init=True) == [True, True]
+@on_ranks(2, init=True)
+def test_more_ranks_for_experts_than_there_are(rank, world):
+    must_raise(
+        ValueError,
+        r"MoE layer 'layer' shares its 8 experts among ep_size=4 ranks; this job has 2",
+        deepspeed.initialize,
+        model=Net(moe_layer(8, 4, 1, False, False)),
+        config=config(world),
+    )
 
 
-def size_body(rank, world):
-    with pytest.raises(
-        ValueError, match=r"MoE layer 'layer' shares its 8 experts among ep_size=4 ranks; this job has 2"
-    ):
-        deepspeed.initialize(model=Net(moe_layer(8, 4, 1, False, False)), config=config(world))
-    return True
-
-
-def test_more_ranks_for_experts_than_there_are():
-    assert run_ranks(2, size_body, init=True) == [True, True]
-
-
-def others_body(rank, world):
+@on_ranks(2, init=True)
+def test_a_tokens_output_is_its_own(rank, world):
     """The output of a token, whatever the other rank's tokens are."""
     net = moe_net(rank, 4, 2, 2, False, True)
     net.layer.set_deepspeed_parallelism()
@@ -330,11 +300,7 @@ def others_body(rank, world):
     for seed in range(4):
         x = batch(0, 0) if rank == 0 else values(seed, 5 * seed, WIDTH)
         outputs.append(net.layer(x)[0].tolist())
-    return outputs
-
-
-def test_a_tokens_output_is_its_own():
-    first, *others = run_ranks(2, others_body, init=True)[0]
+    first, *others = together(outputs)[0]
     for other in others:
         assert torch.allclose(torch.tensor(first), torch.tensor(other), rtol=0, atol=1e-6)
 
@@ -362,8 +328,7 @@ def test_experts_in_zero_init(given):
     losses, _, expected = train_plain(4, 3, lambda params: torch.optim.AdamW(params, **ADAM), 0.3, 4, 1, False, False)
     for rank, (own, params) in enumerate(run_ranks(4, sharded_body, given, init=True)):
         assert own == pytest.approx([step[rank] for step in losses], abs=3e-6)
-        for name, value in params.items():
-            assert torch.allclose(torch.tensor(value), expected[name], rtol=1e-4, atol=5e-6), name
+        check_params(params, expected)
 
 
 TENSOR_CASES = [(2, False, 0), (4, True, 2), (4, False, 1)]
@@ -396,8 +361,7 @@ def test_tensor_parallel_ranks_share_the_work_on_their_tokens():
             own_losses, own_norms, own_params = results[case]
             assert own_losses == pytest.approx([step[rank // 2] for step in losses], abs=3e-6)
             assert own_norms == pytest.approx(norms, rel=1e-5)
-            for name, value in own_params.items():
-                assert torch.allclose(torch.tensor(value), params[name], rtol=1e-4, atol=5e-6), (name, case)
+            check_params(own_params, params)
 
 
 def saved_body(rank, world, ep_size, stage, folder, loads):

@@ -20,7 +20,7 @@ from deepspeed._native import _C
 from deepspeed.config import DeepSpeedConfig, model
 from deepspeed.config.config import DICTS, PLAIN, SECTIONS
 from deepspeed.pipe import LayerSpec, PipelineModule
-from harness import run_ranks
+from harness import on_ranks
 from runs import engine_of, take_step
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -218,7 +218,8 @@ def train(engine, dtype=torch.float32):
         take_step(engine, engine(torch.ones(1, 4, dtype=dtype)).sum())
 
 
-def body(rank, world, folder):
+@on_ranks(1)
+def test_keys_are_read(rank, world, folder):
     def made(module=None, **more):
         options = {"train_batch_size": 1, "optimizer": ADAM, "steps_per_print": 1, **more}
         return engine_of(module or net(), options)
@@ -249,12 +250,7 @@ def body(rank, world, folder):
         pipe = PipelineModule([LayerSpec(torch.nn.Linear, 4, 1)], num_stages=1, loss_fn=lambda a, b: (a - b).sum())
         pipe = engine_of(pipe, {"train_batch_size": 1, "optimizer": ADAM})
         pipe.train_batch(iter([(torch.ones(1, 4), torch.ones(1, 1))]))
-        return reads.found
-
-
-def test_keys_are_read(tmp_path):
-    (found,) = run_ranks(1, body, str(tmp_path))
-    keys = keys_read_in_python()
+    found, keys = reads.found, keys_read_in_python()
     elastic = {f"elasticity.{key}" for key in ELASTIC_CHANGES}
     unproven = keys - set(found) - set(ONLY_SCANNED) - elastic - set(FORWARDED)
     assert not unproven, f"nobody has read {sorted(unproven)}: see option_keys_test.cpp for what to do"

@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.utils import CheckOverflow, PartitionedTensor, clip_grad_norm_, get_grad_norm, get_weight_norm
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from runs import together
 
 
 class ModelParallel:
@@ -19,7 +20,9 @@ class ModelParallel:
         return dist.get_rank()
 
 
-def _split_model(rank, world_size, norm_type):
+@pytest.mark.parametrize("norm_type", [1, 2, float("inf")])
+@on_ranks(2, init=True)
+def test_norms_of_a_split_model(rank, world_size, norm_type):
     torch.manual_seed(0)
     whole, shared = torch.randn(world_size * 3, 2), torch.randn(5)
     piece = torch.nn.Parameter(whole[rank * 3 : rank * 3 + 3].clone())
@@ -33,26 +36,17 @@ def _split_model(rank, world_size, norm_type):
     grad = get_grad_norm(params, norm_type, ModelParallel())
     clipped = clip_grad_norm_(params, 0.5, norm_type, ModelParallel())
     after = get_grad_norm(params, norm_type, ModelParallel())
-    return expected, weight, grad, clipped, after
+    assert weight == pytest.approx(expected, rel=1e-6)
+    assert grad == clipped == pytest.approx(2 * expected, rel=1e-6)
+    assert after == pytest.approx(0.5, rel=1e-5)
 
 
-@pytest.mark.parametrize("norm_type", [1, 2, float("inf")])
-def test_norms_of_a_split_model(norm_type):
-    for expected, weight, grad, clipped, after in run_ranks(2, _split_model, norm_type, init=True):
-        assert weight == pytest.approx(expected, rel=1e-6)
-        assert grad == clipped == pytest.approx(2 * expected, rel=1e-6)
-        assert after == pytest.approx(0.5, rel=1e-5)
-
-
-def _experts(rank, world_size):
+@on_ranks(2, init=True)
+def test_experts_clip_by_one_norm(rank, world_size):
     shared, expert = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     shared.grad, expert.grad = torch.ones(1), torch.ones(1) * (rank + 1)
     expert.allreduce = False
-    return clip_grad_norm_([shared, expert], 0.1), shared.grad.item()
-
-
-def test_experts_clip_by_one_norm():
-    (first, shared_a), (second, shared_b) = run_ranks(2, _experts, init=True)
+    (first, shared_a), (second, shared_b) = together(clip_grad_norm_([shared, expert], 0.1), shared.grad.item())
     assert first == second == pytest.approx((2**0.5 + 5**0.5) / 2)
     assert shared_a == shared_b
 
@@ -99,11 +93,8 @@ class Numbers(torch.utils.data.Dataset):
         return index
 
 
-def _share(rank, world_size):
+@on_ranks(2, init=True)
+def test_loader_finds_its_rank(rank, world_size):
     loader = DeepSpeedDataLoader(Numbers(), 2, True, rank, None)
-    return [sample for batch in loader for sample in batch.tolist()]
-
-
-def test_loader_finds_its_rank():
-    first, second = run_ranks(2, _share, init=True)
+    first, second = together([sample for batch in loader for sample in batch.tolist()])
     assert sorted(first + second) == list(range(20)) and len(first) == 10

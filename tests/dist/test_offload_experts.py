@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from harness import run_ranks
+from harness import on_ranks
 from hf_like_moe import WIDTH, model_of
 from moe_models import values
 from runs import engine_of as engine_on
@@ -38,7 +38,12 @@ def on(where, folder):
     return {"offload_optimizer": section}
 
 
-def body(rank, world, folder, stage, where, params, ep_size):
+@pytest.mark.parametrize(
+    "stage, where, params, ep_size",
+    [(2, "nvme", False, 2), (1, "cpu", False, 1), (3, "nvme", True, 2), (3, "cpu", True, 2)],
+)
+@on_ranks(2, init=True)
+def test_experts_train_and_go_on_to_the_bit(rank, world, stage, where, params, ep_size, folder):
     """Without offload; with it, saved; without it again, from what the second one has saved."""
     zero = on(where, folder)
     if params:
@@ -65,12 +70,3 @@ def body(rank, world, folder, stage, where, params, ep_size):
         engine.destroy()
         del engine
         gc.collect()
-    return True
-
-
-@pytest.mark.parametrize(
-    "stage, where, params, ep_size",
-    [(2, "nvme", False, 2), (1, "cpu", False, 1), (3, "nvme", True, 2), (3, "cpu", True, 2)],
-)
-def test_experts_train_and_go_on_to_the_bit(tmp_path, stage, where, params, ep_size):
-    assert all(run_ranks(2, body, str(tmp_path), stage, where, params, ep_size, init=True))

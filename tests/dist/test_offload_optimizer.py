@@ -28,8 +28,8 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 from engine_models import batch, loss_of, make_net, net_engine, train_engine
-from harness import run_ranks
-from runs import engine_of, moments, take_step, weight_list
+from harness import on_ranks, run_ranks
+from runs import engine_of, moments, must_raise, take_step, weight_list
 from test_checkpoint_universal import to_universal
 
 DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}  # fp16: tests/cpp/zero/placements_test.cpp
@@ -57,7 +57,9 @@ def same(a, b):
 
 
 def on(folder, where):
-    """A section ``offload_optimizer``."""
+    """A section ``offload_optimizer``, or None."""
+    if where == "none":
+        return None
     if where == "nvme":
         return {"device": "nvme", "nvme_path": folder, "pipeline_read": True}
     if where == "mixed":
@@ -95,7 +97,8 @@ def test_equals_training_without_offload(tmp_path, where, stage, dtype, accumula
 
 
 # ---- keys ---------------------------------------------------------------------------------------------------------
-def body_keys(rank, world, folder):
+@on_ranks(2)
+def test_keys_and_classes(rank, world, folder):
     engine = make_engine(world, 2, {"device": "cpu"}, optimizer="Adam")
     assert engine.zero_use_cpu_optimizer() and engine.zero_cpu_offload() and not engine.zero_nvme_offload_optimizer()
     assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_partial_offload() == 1.0
@@ -109,37 +112,30 @@ def body_keys(rank, world, folder):
     assert len(files) >= 2 and all(name.endswith(".tensor.swp") for name in files)
     engine.destroy()
     assert type(make_engine(world, 2, {"device": "none"}, optimizer="Adam").basic_optimizer) is FusedAdam
-    return True
 
 
-def test_keys_and_classes(tmp_path):
-    assert all(run_ranks(2, body_keys, str(tmp_path)))
-
-
-def body_clients(rank, world, folder):
+@on_ranks(2)
+def test_optimizers_of_clients(rank, world, folder):
     def initialize(make, offload, **more):
         model = make_net()
         optimizer = make([p for p in model.parameters() if p.requires_grad])
         return make_engine(world, 2, offload, model=model, optimizer=optimizer, **more)
 
     for make in (torch.optim.AdamW, FusedAdam):
-        with pytest.raises(ZeRORuntimeException, match="zero_force_ds_cpu_optimizer"):
-            initialize(make, {"device": "cpu"})
+        must_raise(ZeRORuntimeException, "zero_force_ds_cpu_optimizer", initialize, make, {"device": "cpu"})
     assert type(initialize(DeepSpeedCPUAdam, {"device": "cpu"}).basic_optimizer) is DeepSpeedCPUAdam
     results = []
     for offload in (None, {"device": "cpu"}):
         engine = initialize(torch.optim.AdamW, offload, zero_force_ds_cpu_optimizer=False, bf16={"enabled": True})
         train_engine(engine, 3, rank, world)
         results.append(everything(engine))
-    return same(*results)
-
-
-def test_optimizers_of_clients(tmp_path):
-    assert all(run_ranks(2, body_clients, str(tmp_path)))
+    assert same(*results)
 
 
 # ---- values of parameters -----------------------------------------------------------------------------------------
-def body_values(rank, world, folder, where, stage):
+@pytest.mark.parametrize("where, stage", [("cpu", 2), ("nvme", 1), ("nvme", 3), ("mixed", 2)])
+@on_ranks(2)
+def test_values_are_read_and_set_where_they_rest(rank, world, where, stage, folder):
     results = []
     for offload in (None, on(folder, where)):
         engine = make_engine(world, stage, offload, bf16={"enabled": True})
@@ -163,49 +159,10 @@ def body_values(rank, world, folder, where, stage):
         engine.step()
         results.append([*everything(engine), *[g for g in grads if g is not None]])
         engine.destroy()
-    return same(*results)
-
-
-@pytest.mark.parametrize("where, stage", [("cpu", 2), ("nvme", 1), ("nvme", 3), ("mixed", 2)])
-def test_values_are_read_and_set_where_they_rest(tmp_path, where, stage):
-    assert all(run_ranks(2, body_values, str(tmp_path), where, stage))
+    assert same(*results)
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
-def body_checkpoint(rank, world, folder, before, after, save_format):
-    """Training that goes on from a checkpoint of another placement and stage."""
-    checkpoint = {"async": True} if save_format == "async" else {"writer": {"format": save_format}}
-    more = {"bf16": {"enabled": True}, "checkpoint": checkpoint}
-    (stage, where), (next_stage, next_where) = before, after
-    swap = os.path.join(folder, "swap")
-    os.makedirs(swap, exist_ok=True)
-    place = {"none": None}
-    plain = make_engine(world, stage, **more)
-    train_engine(plain, 4, rank, world)
-    first = make_engine(world, stage, place.get(where) if where in place else on(swap, where), **more)
-    train_engine(first, 2, rank, world)
-    first.save_checkpoint(folder, tag="t")
-    train_engine(first, 1, rank, world, start=2)
-    first.save_checkpoint(folder, tag="t")  # over it
-    if save_format == "async":
-        train_engine(first, 1, rank, world, start=3)
-        first.checkpoint_engine.wait()
-    second = make_engine(
-        world, next_stage, place.get(next_where) if next_where in place else on(swap, next_where), **more
-    )
-    second.load_checkpoint(folder, tag="t")
-    train_engine(second, 1, rank, world, start=3)
-    again = make_engine(world, next_stage, None, **more)
-    again.load_checkpoint(folder, tag="t")
-    train_engine(again, 1, rank, world, start=3)
-    assert same(everything(second), everything(again))
-    gap = max(float((a - b).abs().max()) for a, b in zip(everything(second), everything(plain)))
-    assert gap < 1e-4 or stage == next_stage and gap == 0, gap
-    for engine in (plain, first, second, again):
-        engine.destroy()
-    return True
-
-
 @pytest.mark.sample("values", 5)
 @pytest.mark.parametrize("save_format", ["torch", "safetensors", "async"])
 @pytest.mark.parametrize(
@@ -217,8 +174,33 @@ def body_checkpoint(rank, world, folder, before, after, save_format):
         ((3, "ratio 0.3"), (1, "mixed")),
     ],
 )
-def test_checkpoints_of_any_placement_into_any_other(tmp_path, before, after, save_format):
-    assert all(run_ranks(2, body_checkpoint, str(tmp_path), before, after, save_format))
+@on_ranks(2)
+def test_checkpoints_of_any_placement_into_any_other(rank, world, before, after, save_format, folder):
+    """Training that goes on from a checkpoint of another placement and stage."""
+    checkpoint = {"async": True} if save_format == "async" else {"writer": {"format": save_format}}
+    more = {"bf16": {"enabled": True}, "checkpoint": checkpoint}
+    (stage, where), (next_stage, next_where) = before, after
+    swap = os.path.join(folder, "swap")
+    os.makedirs(swap, exist_ok=True)
+    plain = make_engine(world, stage, **more)
+    train_engine(plain, 4, rank, world)
+    first = make_engine(world, stage, on(swap, where), **more)
+    train_engine(first, 2, rank, world)
+    first.save_checkpoint(folder, tag="t")
+    train_engine(first, 1, rank, world, start=2)
+    first.save_checkpoint(folder, tag="t")  # over it
+    if save_format == "async":
+        train_engine(first, 1, rank, world, start=3)
+        first.checkpoint_engine.wait()
+    second = make_engine(world, next_stage, on(swap, next_where), **more)
+    second.load_checkpoint(folder, tag="t")
+    train_engine(second, 1, rank, world, start=3)
+    again = make_engine(world, next_stage, None, **more)
+    again.load_checkpoint(folder, tag="t")
+    train_engine(again, 1, rank, world, start=3)
+    assert same(everything(second), everything(again))
+    gap = max(float((a - b).abs().max()) for a, b in zip(everything(second), everything(plain)))
+    assert gap < 1e-4 or stage == next_stage and gap == 0, gap
 
 
 def body_universal(rank, world, folder, stage):
@@ -246,7 +228,8 @@ def test_universal_checkpoints_load_into_files(tmp_path, stage):
     assert all(run_ranks(2, body_universal, str(tmp_path), stage))
 
 
-def body_made(rank, world, folder):
+@on_ranks(2)
+def test_a_folder_that_is_missing_is_made_and_its_drive_named(rank, world, folder):
     path = os.path.join(folder, "not/there/yet")
     said = []
     with mock.patch.object(checks, "log_dist", lambda text, ranks=None: said.append(text)):
@@ -257,41 +240,43 @@ def body_made(rank, world, folder):
     assert os.stat(os.path.join(path, "zero_stage_3")).st_mode & 0o777 == 0o700
     assert all(os.stat(file).st_mode & 0o777 == 0o600 for file in files_below(path))
     engine.destroy()
-    return True
-
-
-def test_a_folder_that_is_missing_is_made_and_its_drive_named(tmp_path):
-    assert all(run_ranks(2, body_made, str(tmp_path)))
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------
-def body_bad(rank, world, folder):
+@on_ranks(1)
+def test_what_cannot_work_is_refused_with_numbers(rank, world, folder):
     file = os.path.join(folder, "file")
     with open(file, "w"):
         pass
-    with pytest.raises(NotADirectoryError, match="nvme_path.*is no folder"):
-        make_engine(world, 3, {"device": "nvme", "nvme_path": file})
+    must_raise(
+        NotADirectoryError, "nvme_path.*is no folder", make_engine, world, 3, {"device": "nvme", "nvme_path": file}
+    )
     if os.geteuid() != 0:  # who may write everywhere
         os.mkdir(os.path.join(folder, "locked"), 0o555)
-        with pytest.raises(PermissionError, match="nvme_path.*cannot be written to"):
-            make_engine(world, 3, {"device": "nvme", "nvme_path": os.path.join(folder, "locked")})
+        must_raise(
+            PermissionError,
+            "nvme_path.*cannot be written to",
+            make_engine,
+            world,
+            3,
+            {"device": "nvme", "nvme_path": os.path.join(folder, "locked")},
+        )
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # no room for a file
     try:
-        with pytest.raises(OSError, match="tensor.swp failed: File too large.*ulimit -f"):
-            make_engine(world, 3, on(folder, "nvme"))
+        must_raise(OSError, "tensor.swp failed: File too large.*ulimit -f", make_engine, world, 3, on(folder, "nvme"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert files_below(folder) == [file]
-    with pytest.raises(ValueError, match="buffer_count = 3 is too small: 'adam' keeps 2 states.*Set it to 4"):
-        make_engine(world, 3, {**on(folder, "nvme"), "buffer_count": 3})
-    with pytest.raises(ValueError, match="stage"):
-        make_engine(world, 0, {"device": "cpu"})
-    return True
-
-
-def test_what_cannot_work_is_refused_with_numbers(tmp_path):
-    assert all(run_ranks(1, body_bad, str(tmp_path)))
+    must_raise(
+        ValueError,
+        "buffer_count = 3 is too small: 'adam' keeps 2 states.*Set it to 4",
+        make_engine,
+        world,
+        3,
+        {**on(folder, "nvme"), "buffer_count": 3},
+    )
+    must_raise(ValueError, "stage", make_engine, world, 0, {"device": "cpu"})
 
 
 def body_blocked(rank, world, folder, zero):
@@ -356,7 +341,9 @@ def test_states_wait_in_files(tmp_path, stage, where):
 
 
 # ---- memory instead of places -------------------------------------------------------------------------------------
-def body_auto(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_memory_decides_where_states_rest(rank, world, stage, folder):
     found = []
     for device, host in ((None, None), (1000, 1200), (0, 0)):
         gib = {"device_gb": device and device / 2**30, "host_gb": host and host / 2**30} if host is not None else {}
@@ -368,32 +355,25 @@ def body_auto(rank, world, folder, stage):
         if device is not None:
             assert tiers["file"]["resting_bytes"] > 0 and (tiers["host"]["resting_bytes"] > 0) == (host > 0)
         engine.destroy()
-    with pytest.raises(ValueError, match="placement: .* of this rank need .* bytes"):
-        make_engine(world, stage, zero={"placement": {"auto": True, "host_gb": 0}})
-    with pytest.raises(ValueError, match="both say where"):
-        make_engine(world, stage, {"device": "cpu"}, zero={"placement": {"auto": True}})
-    return same(found[0], found[1]) and same(found[0], found[2])
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_memory_decides_where_states_rest(tmp_path, stage):
-    assert all(run_ranks(2, body_auto, str(tmp_path), stage))
+    must_raise(
+        ValueError,
+        "placement: .* of this rank need .* bytes",
+        make_engine,
+        world,
+        stage,
+        zero={"placement": {"auto": True, "host_gb": 0}},
+    )
+    must_raise(
+        ValueError, "both say where", make_engine, world, stage, {"device": "cpu"}, zero={"placement": {"auto": True}}
+    )
+    assert same(found[0], found[1]) and same(found[0], found[2])
 
 
 # ---- what is told -------------------------------------------------------------------------------------------------
-class Events:
-    enabled = True
-
-    def __init__(self):
-        self.seen = []
-
-    def write_events(self, events):
-        self.seen += events
-
-
-def body_report(rank, world, folder):
+@on_ranks(2)
+def test_report_and_plan(rank, world, folder):
     engine = make_engine(world, 2, on(folder, "nvme"))
-    engine.monitor = Events()
+    engine.monitor = mock.Mock(enabled=True)
     train_engine(engine, 1, rank, world)
     engine.offload_report(reset=True)
     train_engine(engine, 2, rank, world)
@@ -408,7 +388,8 @@ def body_report(rank, world, folder):
     planned = plan["tiers"]["file"]["peak_bytes"]
     assert planned <= file["resting_bytes"] <= planned + 16 * 64 * len(list(engine.module.parameters()))
     assert plan["tiers"]["file"]["fits"] and plan["tiers"]["host"]["fits"]
-    waits = [value for name, value, _ in engine.monitor.seen if name == "Train/Offload/waited_ms_file"]
+    events = [event for call in engine.monitor.write_events.call_args_list for event in call.args[0]]
+    waits = [value for name, value, _ in events if name == "Train/Offload/waited_ms_file"]
     assert len(waits) == (3 if rank == 0 else 0) and all(value >= 0 for value in waits)
     engine.destroy()
     plain = make_engine(world, 2)
@@ -416,16 +397,11 @@ def body_report(rank, world, folder):
     tiers = plain.offload_report()["tiers"]
     assert tiers["file"]["resting_bytes"] == tiers["host"]["resting_bytes"] == 0
     assert tiers["device"]["resting_bytes"] > 0
-    return True
 
 
-def test_report_and_plan(tmp_path):
-    assert all(run_ranks(2, body_report, str(tmp_path)))
-
-
-def body_plan(rank, world, folder):
+@on_ranks(1)
+def test_the_plan_is_what_a_run_needs(rank, world, folder):
     """The plan of the host and of files, and what a run has needed."""
-    found = []
     for stage, offload, more in (
         (2, {"device": "cpu"}, {"bf16": {"enabled": True}}),
         (2, {"device": "nvme", "nvme_path": folder}, {"bf16": {"enabled": True}}),
@@ -443,16 +419,10 @@ def body_plan(rank, world, folder):
         tiers = engine.offload_report()["tiers"]
         for tier in ("host", "file"):
             planned, seen = plan["tiers"][tier]["peak_bytes"], tiers[tier]["peak_bytes"]
-            found.append((stage, offload["device"], tier, planned, seen))
+            assert planned * 0.9 <= seen <= planned * 1.1, (stage, offload["device"], tier, planned, seen)
         moved = [tiers[tier]["share_of_rate"] for tier in tiers if tiers[tier]["resting_bytes"] and tier != "device"]
         assert moved and all(share > 0 for share in moved)
         engine.destroy()
-    return found
-
-
-def test_the_plan_is_what_a_run_needs(tmp_path):
-    for case in run_ranks(1, body_plan, str(tmp_path))[0]:
-        assert case[3] * 0.9 <= case[4] <= case[3] * 1.1, case
 
 
 def test_a_published_constructor_takes_the_section():

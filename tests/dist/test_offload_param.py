@@ -20,8 +20,8 @@ from deepspeed.utils import (
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import batch, make_net, net_engine, train_engine
-from harness import run_ranks
-from runs import take_step, with_fp16
+from harness import on_ranks, run_ranks
+from runs import must_raise, take_step, together, with_fp16
 from runs import weight_list as values
 
 
@@ -48,7 +48,9 @@ def same(a, b):
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
-def body_training(rank, world, folder, bf16, accumulate):
+@pytest.mark.parametrize("world, bf16, accumulate", [(1, True, 1), (1, False, 2), (2, True, 2), (2, False, 1)])
+@on_ranks(init=True)
+def test_training_is_equal_to_the_bit(rank, world, bf16, accumulate, folder):
     results = []
     for offload in (None, {"device": "cpu"}, nvme(folder), nvme(folder, max_in_cpu=500)):
         engine = make(world, offload, accumulate=accumulate, bf16={"enabled": bf16}, gradient_clipping=0.1)
@@ -66,12 +68,6 @@ def body_training(rank, world, folder, bf16, accumulate):
         del engine, param
         gc.collect()  # files go with the parameters, which a circle of Python objects may hold
     assert all(same(results[0], other) for other in results[1:])
-    return True
-
-
-@pytest.mark.parametrize("world, bf16, accumulate", [(1, True, 1), (1, False, 2), (2, True, 2), (2, False, 1)])
-def test_training_is_equal_to_the_bit(world, bf16, accumulate, tmp_path):
-    assert all(run_ranks(world, body_training, str(tmp_path), bf16, accumulate, init=True))
 
 
 def body_init_fails(rank, world, folder):
@@ -122,16 +118,14 @@ class WideNet(torch.nn.Module):
         return x
 
 
-def body_fp16(rank, world, folder):
-    with with_fp16():
-        return compare_fp16(rank, world, folder)
-
-
-def compare_fp16(rank, world, folder):
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(init=True)
+def test_fp16_is_equal_to_the_bit(rank, world, folder):
     results = []
     for offload in (None, {"device": "cpu"}, nvme(folder), nvme(folder, max_in_cpu=200)):
         fp16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
-        engine = make(world, offload, model=WideNet(), fp16=fp16, gradient_clipping=0.1)
+        with with_fp16():
+            engine = make(world, offload, model=WideNet(), fp16=fp16, gradient_clipping=0.1)
         for step in range(6):
             generator = torch.Generator().manual_seed(10 * step + rank)
             take_step(engine, engine(torch.randn(4, 12, generator=generator)).square().mean() * 4)
@@ -147,16 +141,12 @@ def compare_fp16(rank, world, folder):
         gc.collect()
     assert results[0][0].dtype == torch.float16
     assert all(same(results[0], other) for other in results[1:])
-    return True
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_fp16_is_equal_to_the_bit(world, tmp_path):
-    assert all(run_ranks(world, body_fp16, str(tmp_path), init=True))
 
 
 # ---- zero.Init, and what is asked of parameters -------------------------------------------------------------------
-def body_init(rank, world, folder, remote):
+@pytest.mark.parametrize("world, remote", [(1, "nvme"), (2, "cpu"), (2, "nvme")])
+@on_ranks(init=True)
+def test_parameters_go_where_they_rest_as_they_are_made(rank, world, remote, folder):
     torch.manual_seed(3)
     section = {"stage": 3, "offload_param": nvme(folder) if remote == "nvme" else {"device": "cpu"}}
     with deepspeed.zero.Init(
@@ -190,15 +180,10 @@ def body_init(rank, world, folder, remote):
     with deepspeed.zero.GatheredParameters([param]):
         assert bool((param == 0.75).all())
     train_engine(engine, 1, rank, world, start=2)
-    return True
 
 
-@pytest.mark.parametrize("world, remote", [(1, "nvme"), (2, "cpu"), (2, "nvme")])
-def test_parameters_go_where_they_rest_as_they_are_made(world, remote, tmp_path):
-    assert all(run_ranks(world, body_init, str(tmp_path), remote, init=True))
-
-
-def body_inference(rank, world, folder):
+@on_ranks(2, init=True)
+def test_inference_without_an_optimizer(rank, world, folder):
     model = make_net()
     x = batch(0)[0]
     with torch.no_grad():
@@ -208,15 +193,11 @@ def body_inference(rank, world, folder):
         with torch.no_grad():
             assert torch.equal(engine(x), expected)
     assert engine.core.storage.usage()["device"] < sum(p.ds_numel for p in model.parameters()) * 4
-    return True
-
-
-def test_inference_without_an_optimizer(tmp_path):
-    assert all(run_ranks(2, body_inference, str(tmp_path), init=True))
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
-def body_checkpoints(rank, world, folder):
+@on_ranks(2, init=True)
+def test_checkpoints_are_those_of_a_run_without(rank, world, folder):
     saved = []
     for number, offload in enumerate((None, nvme(folder))):
         engine = make(world, offload, bf16={"enabled": True})
@@ -236,11 +217,6 @@ def body_checkpoints(rank, world, folder):
         train_engine(engine, 2, rank, world, start=2)
         assert same(saved[0], values(engine)), number
         engine.destroy()
-    return True
-
-
-def test_checkpoints_are_those_of_a_run_without(tmp_path):
-    assert all(run_ranks(2, body_checkpoints, str(tmp_path), init=True))
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
@@ -322,7 +298,9 @@ def test_files_end_with_their_run_and_those_of_a_living_one_are_its_own(tmp_path
 
 
 # ---- faults -------------------------------------------------------------------------------------------------------
-def body_cut(rank, world, folder):
+@on_ranks(2, init=True)
+def test_a_file_that_is_cut_is_an_error_of_all_ranks(rank, world, folder):
+    """A file that is gone: tests/cpp/zero/param_offload_test.cpp."""
     engine = make(world, nvme(folder))
     train_engine(engine, 1, rank, world)
     torch.distributed.barrier()
@@ -334,11 +312,7 @@ def body_cut(rank, world, folder):
         train_engine(engine, 2, rank, world, start=1)
     except (OSError, RuntimeError) as error:
         said = error
-    return type(said).__name__, str(said), time.monotonic() - began
-
-
-def test_a_file_that_is_cut_is_an_error_of_all_ranks(tmp_path):  # gone: tests/cpp/zero/param_offload_test.cpp
-    results = run_ranks(2, body_cut, str(tmp_path), init=True)
+    results = together(type(said).__name__, str(said), time.monotonic() - began)
     assert all("float32params/rank1/" in text for _, text, _ in results), results
     assert "data-parallel rank 1 could not go on" in results[0][1]
     assert results[1][0] == "OSError", results[1]
@@ -346,7 +320,8 @@ def test_a_file_that_is_cut_is_an_error_of_all_ranks(tmp_path):  # gone: tests/c
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------
-def body_refused(rank, world, folder):
+@on_ranks(1, init=True)
+def test_bad_input_is_named_with_what_would_work(rank, world, folder):
     def error(kind, offload):
         with pytest.raises(kind) as raised:
             make(world, offload)
@@ -360,12 +335,16 @@ def body_refused(rank, world, folder):
     size = int(said.split("set it to at least ")[1].split()[0])
     make(world, nvme(folder, buffer_size=size)).destroy()
     assert "buffer_count is 0" in error(ValueError, nvme(folder, buffer_count=0))
-    with pytest.raises(ValueError, match="nvme_path"):
-        deepspeed.zero.Init(remote_device="nvme", config_dict_or_path={"zero_optimization": {"stage": 3}})
-    with pytest.raises(ValueError, match="remote_device is None, 'none', 'cpu' or 'nvme', not 'disk'"):
-        deepspeed.zero.Init(remote_device="disk")
-    return True
-
-
-def test_bad_input_is_named_with_what_would_work(tmp_path):
-    assert all(run_ranks(1, body_refused, str(tmp_path), init=True))
+    must_raise(
+        ValueError,
+        "nvme_path",
+        deepspeed.zero.Init,
+        remote_device="nvme",
+        config_dict_or_path={"zero_optimization": {"stage": 3}},
+    )
+    must_raise(
+        ValueError,
+        "remote_device is None, 'none', 'cpu' or 'nvme', not 'disk'",
+        deepspeed.zero.Init,
+        remote_device="disk",
+    )

@@ -5,8 +5,8 @@ import torch
 
 import pipe_models as models
 from deepspeed.utils import RepeatingLoader
-from harness import run_ranks
-from runs import engine_of
+from harness import on_ranks
+from runs import engine_of, must_raise, together
 
 MICRO_BATCHES = 2
 
@@ -34,14 +34,15 @@ def started(kind, world):
     return engine
 
 
-def resumes(rank, world, folder, kind):
+@pytest.mark.parametrize("kind", ["training_data", "loader", "repeating", "iterator"])
+@on_ranks(2, init=True)
+def test_an_evaluation_leaves_the_loader_and_its_position(rank, world, kind, folder):
     engine = started(kind, world)
     evaluated = list(models.batches("plain", 1, MICRO_BATCHES, 0))
     loader = engine.training_dataloader
     engine.train_batch()
     engine.eval_batch(iter(evaluated))
-    with pytest.raises(RuntimeError, match=r"eval_batch\(\) on stage . has no data"):
-        engine.eval_batch(None)
+    must_raise(RuntimeError, r"eval_batch\(\) on stage . has no data", engine.eval_batch, None)
     assert engine.training_dataloader is loader and engine.module.training
     engine.train_batch()
     engine.save_checkpoint(folder)
@@ -50,27 +51,18 @@ def resumes(rank, world, folder, kind):
     again = started(kind, world)
     again.load_checkpoint(folder)
     again.eval_batch(iter(evaluated))
-    return expected, [again.train_batch().item() for _ in range(3)]
+    assert [again.train_batch().item() for _ in range(3)] == expected
 
 
-@pytest.mark.parametrize("kind", ["training_data", "loader", "repeating", "iterator"])
-def test_an_evaluation_leaves_the_loader_and_its_position(kind, tmp_path):
-    for expected, found in run_ranks(2, resumes, str(tmp_path), kind, init=True):
-        assert found == expected
-
-
-def processes(rank, world, kind):
+@pytest.mark.parametrize("kind", ["training_data", "loader", "repeating"])
+@on_ranks(2, init=True)
+def test_a_function_for_batches_after_an_evaluation(rank, world, kind):
     engine = started(kind, world)
     engine.eval_batch(models.batches("plain", 1, MICRO_BATCHES, 0))
     seen = []
     engine.set_data_post_process_func(lambda batch, state: seen.append(state) or batch)
     engine.train_batch()
-    return len(seen)
-
-
-@pytest.mark.parametrize("kind", ["training_data", "loader", "repeating"])
-def test_a_function_for_batches_after_an_evaluation(kind):
-    assert run_ranks(2, processes, kind, init=True) == [MICRO_BATCHES] * 2
+    assert len(seen) == MICRO_BATCHES
 
 
 class Drawn(torch.utils.data.Dataset):
@@ -85,20 +77,18 @@ class Drawn(torch.utils.data.Dataset):
         return noise, noise
 
 
-def draws(rank, world):
+@on_ranks(4, init=True)
+def test_stages_draw_the_same_numbers_and_copies_others(rank, world):
+    """Ranks 0 and 2 are the stages of one copy, 1 and 3 those of the other; each rank has a seed of its own."""
     torch.manual_seed(rank)
     engine = engine_of(models.module_of("plain", 2, world), models.config_of(MICRO_BATCHES), training_data=None)
     loader = engine.deepspeed_io(Drawn(), num_local_io_workers=2)
-    return [[inputs.tolist() for inputs, _ in loader] for _ in range(2)]
-
-
-def test_stages_draw_the_same_numbers_and_copies_others():
-    """Ranks 0 and 2 are the stages of one copy, 1 and 3 those of the other; each rank has a seed of its own."""
-    found = run_ranks(4, draws, init=True)
+    found = together([[inputs.tolist() for inputs, _ in loader] for _ in range(2)])
     assert found[0] == found[2] and found[1] == found[3] and found[0] != found[1] and found[0][0] != found[0][1]
 
 
-def refuses(rank, world):
+@on_ranks(2, init=True)
+def test_a_loader_that_applies_no_function(rank, world):
     engine = started("none", world)
     texts = []
     for loader in (None, [(torch.ones(1), torch.ones(1))]):
@@ -107,10 +97,6 @@ def refuses(rank, world):
         with pytest.raises(RuntimeError) as caught:
             engine.set_data_post_process_func(lambda batch, state: batch)
         texts.append(str(caught.value))
-    return texts
-
-
-def test_a_loader_that_applies_no_function():
-    for none, other in run_ranks(2, refuses, init=True):
-        assert "needs a training loader of this library, and there is none" in none
-        assert "there is a list: pass training_data" in other
+    none, other = texts
+    assert "needs a training loader of this library, and there is none" in none
+    assert "there is a list: pass training_data" in other

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import pipe_models as models
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from runs import must_raise
 
 BATCHES, MICRO_BATCHES = 2, 4
 
@@ -87,15 +88,12 @@ def test_recomputed(kind, schedule, reentrant):
     run(kind, 2, 1, 0, options=options, pipeline={"schedule": schedule, "use_reentrant": reentrant})
 
 
-def _chooses(rank, world):
-    return [_choice(world, limit) for limit in (0, 1)]
-
-
 def _choice(world, limit):
     engine = models.engine_of("plain", 2, world, 8, pipeline={"schedule": "auto", "memory_limit": limit})
     if limit == 1:
-        with pytest.raises((ValueError, RuntimeError), match="memory_limit|bytes"):
-            engine.train_batch(models.batches("plain", 1, 8, 0))
+        must_raise(
+            (ValueError, RuntimeError), "memory_limit|bytes", engine.train_batch, models.batches("plain", 1, 8, 0)
+        )
         return None
     losses = [engine.train_batch(models.batches("plain", 1, 8, 0)).item() for _ in range(2)]
     assert losses[1] < losses[0]
@@ -103,15 +101,17 @@ def _choice(world, limit):
     return plan.schedule, engine._plans.planned(8).plan.schedule
 
 
-def test_auto():
-    assert run_ranks(2, _chooses, init=True) == [[("zb-h1", "zb-h1"), None]] * 2
+@on_ranks(2, init=True)
+def test_auto(rank, world):
+    assert [_choice(world, limit) for limit in (0, 1)] == [("zb-h1", "zb-h1"), None]
 
 
 def test_offloaded():
     run("tied", 2, 2, 2, zero_optimization={"offload_optimizer": {"device": "cpu"}})
 
 
-def _same_again(rank, world):
+@on_ranks(4, init=True)
+def test_one_result(rank, world):
     found = set()
     for _ in range(4):
         engine = models.engine_of("plain", 2, world, MICRO_BATCHES, 1)
@@ -119,8 +119,4 @@ def _same_again(rank, world):
         losses = [engine.train_batch(models.batches("plain", 1, MICRO_BATCHES, copy)).item() for _ in range(2)]
         values = torch.cat([one.flatten() for one in models.parameters_of(engine).values()])
         found.add((*losses, values.double().sum().item(), values.double().square().sum().item()))
-    return len(found)
-
-
-def test_one_result():
-    assert run_ranks(4, _same_again, init=True) == [1] * 4
+    assert len(found) == 1

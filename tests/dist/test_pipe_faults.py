@@ -15,7 +15,8 @@ import pipe_models as models
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.schedule import SendActivation, TrainSchedule
 from deepspeed.runtime.pipe import schedule as published_schedule
-from harness import RankError, run_ranks
+from harness import RankError, on_ranks, run_ranks
+from runs import must_raise
 from sampling import every_case
 
 MICRO_BATCHES, SOON = 4, 5.0
@@ -123,43 +124,42 @@ class Shortened(TrainSchedule):
             yield [one for one in step if not (isinstance(one, SendActivation) and number == 2)]
 
 
-def _bad_input(rank, world):
+@on_ranks(2, init=True)
+def test_bad_input(rank, world):
     engine = engine_of(2, 1, models.Block)
     good = list(models.batches("plain", 1, MICRO_BATCHES, 0))
     for name in ("forward", "backward", "step"):
-        with pytest.raises(RuntimeError, match=f"a pipeline has no {name}.. of one rank"):
-            getattr(engine, name)(torch.ones(1))
+        must_raise(RuntimeError, f"a pipeline has no {name}.. of one rank", getattr(engine, name), torch.ones(1))
     with pytest.raises(RuntimeError, match="inside of torch.no_grad"), torch.no_grad():
         engine.train_batch(iter(good))
-    with pytest.raises(RuntimeError, match=f"stage {rank} has no data: pass data_iter="):
-        engine.train_batch()
-    with pytest.raises(NotImplementedError, match="reduce_output='max'.: 'avg', 'sum' or None"):
-        engine.eval_batch(iter(good), reduce_output="max")
+    must_raise(RuntimeError, f"stage {rank} has no data: pass data_iter=", engine.train_batch)
+    must_raise(
+        NotImplementedError,
+        "reduce_output='max'.: 'avg', 'sum' or None",
+        engine.eval_batch,
+        iter(good),
+        reduce_output="max",
+    )
     with mock.patch.object(published_schedule, "TrainSchedule", Shortened):
-        with pytest.raises(ValueError, match="pipeline schedule Shortened, rank 0"):
-            engine.train_batch(iter(good))
+        must_raise(ValueError, "pipeline schedule Shortened, rank 0", engine.train_batch, iter(good))
     assert engine.train_batch(iter(good)).item() > 0
 
     def refused(match, kind=ValueError, options=None, **sections):
-        with pytest.raises(kind, match=match):
-            models.engine_of("plain", 2, 2, 4, options=options, **sections)
+        must_raise(kind, match, models.engine_of, "plain", 2, 2, 4, options=options, **sections)
 
     refused("pipeline.stages is 3, but the PipelineModule has 2", pipeline={"stages": 3})
     refused("pipeline.partition is 'uniformly', but the PipelineModule", pipeline={"partition": "uniformly"})
     refused("pipeline.schedule", deepspeed.DeepSpeedConfigError, pipeline={"schedule": "1f2b"})
     refused("zb-v", pipeline={"schedule": "zb-v"})
     refused("placement='v'", options={"virtual_stages": 2}, pipeline={"schedule": "zb-v"})
-    with pytest.raises(AssertionError, match="leave mpu= out"):
-        deepspeed.initialize(model=engine.module, mpu=engine.grid, config=models.config_of(4))
-
-
-def test_bad_input():
-    run_ranks(2, _bad_input, init=True)
-
-
-def _bad_items(rank, world, cases):
-    for case, match in cases:
-        _bad_item(case, match)
+    must_raise(
+        AssertionError,
+        "leave mpu= out",
+        deepspeed.initialize,
+        model=engine.module,
+        mpu=engine.grid,
+        config=models.config_of(4),
+    )
 
 
 def _bad_item(case, match):
@@ -179,11 +179,13 @@ def _bad_item(case, match):
         engine.eval_batch(data) if case == "no loss" else engine.train_batch(data)
 
 
-def test_bad_items():
+@on_ranks(2, init=True)
+def test_bad_items(rank, world):
     cases = [
         ("no pair", "the data iterator gave a tuple of 1: a micro-batch is a pair"),
         ("no scalar", r"stage 1, rank 1.*loss_fn returned a tensor of shape \(2, 3\): train_batch.. needs a scalar"),
         ("no loss", r"stage 1, rank 1.*TypeError: eval_batch.*the loss is tuple.*pass bcast_loss=False"),
         ("no tensor", r"stage 0, rank 0, layer 0 \(<lambda>\), micro-batch 0.*returned str"),
     ]
-    run_ranks(2, _bad_items, cases, init=True)
+    for case, match in cases:
+        _bad_item(case, match)

@@ -1,18 +1,17 @@
 """PipelineParallelGrid: an mpu with stages, copies and slices."""
 
-import pytest
-
 from deepspeed import comm as dist
 from deepspeed.pipe.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
 )
-from harness import run_ranks
-from runs import total
+from harness import on_ranks
+from runs import must_raise, total
 
 
-def _stages_and_copies(rank, world):
+@on_ranks(4, init=True)
+def test_stages_and_copies(rank, world):
     topology = PipeDataParallelTopology(num_pp=2, num_dp=2)
     for grid in (PipelineParallelGrid(topology), PipelineParallelGrid()):
         assert grid._is_grid_valid() and grid.topology().dims == [2, 2] and grid.get_global_rank() == rank
@@ -31,11 +30,8 @@ def _stages_and_copies(rank, world):
         assert grid.stage_to_global(stage_id=0) == rank % 2
 
 
-def test_stages_and_copies():
-    run_ranks(4, _stages_and_copies, init=True)
-
-
-def _three_axes(rank, world):
+@on_ranks(4, init=True)
+def test_three_axes(rank, world):
     grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
     assert grid.slice_group == [rank // 2 * 2, rank // 2 * 2 + 1] and grid.pp_group == [rank % 2, rank % 2 + 2]
     assert total(grid.get_tensor_model_parallel_group(), rank) == sum(grid.slice_group)
@@ -43,20 +39,18 @@ def _three_axes(rank, world):
     assert grid.get_data_parallel_world_size() == 1 and grid.get_tensor_model_parallel_rank() == rank % 2
 
 
-def test_three_axes():
-    run_ranks(4, _three_axes, init=True)
-
-
-def _some_ranks(rank, world):
+@on_ranks(3, init=True)
+def test_ranks_of_a_group(rank, world):
     half = dist.new_group([1, 2])
     if rank == 0:
         return
     grid = PipelineParallelGrid(PipeDataParallelTopology(2, 1), process_group=half)
     assert grid.get_stage_id() == grid.get_global_rank() == rank - 1 and grid.pp_group == [1, 2]
     assert grid.stage_to_global(1) == 2 and total(grid.get_pipe_parallel_group(), rank) == 3
-    with pytest.raises(ValueError, match=r"PipeDataParallelTopology\(pipe=3, data=1\) has 3 ranks, but there are 2"):
-        PipelineParallelGrid(PipeDataParallelTopology(3, 1), process_group=half)
-
-
-def test_ranks_of_a_group():
-    run_ranks(3, _some_ranks, init=True)
+    must_raise(
+        ValueError,
+        r"PipeDataParallelTopology\(pipe=3, data=1\) has 3 ranks, but there are 2",
+        PipelineParallelGrid,
+        PipeDataParallelTopology(3, 1),
+        process_group=half,
+    )

@@ -10,7 +10,7 @@ import torch
 import pipe_models as models
 from deepspeed.pipe import schedule
 from engine_models import batch, config, loss_of, make_net
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from memory_hosts import memory_hosts
 from runs import engine_of, take_step
 from test_memory_copies import enter
@@ -111,15 +111,12 @@ def test_a_client_that_runs_schedules_itself():
     assert run_ranks(2, own_batches, init=True) == [expected] * 2
 
 
-def plain_steps(rank, world):
+@on_ranks(1, init=True)
+def test_a_plain_engine(rank, world):
+    expected = [(name, step, False) for step in (1, 2) for name in ("copies", "end")]
     engine = engine_of(make_net(), config(world, 2))
     seen = watch(engine)
     tokens, targets = batch(0)
     for _ in range(4):
         take_step(engine, loss_of(engine(tokens), targets))
-    return seen
-
-
-def test_a_plain_engine():
-    expected = [(name, step, False) for step in (1, 2) for name in ("copies", "end")]
-    assert run_ranks(1, plain_steps, init=True) == [expected]
+    assert seen == expected

@@ -7,34 +7,11 @@ from torch import nn
 import pipe_models as models
 from deepspeed._native import _C
 from deepspeed.pipe import LayerSpec, PipelineModule
-from harness import run_ranks
-from runs import engine_of
+from harness import on_ranks, run_ranks
+from runs import engine_of, together
 from sampling import every_case
 
 PASS = 0.025  # seconds of a forward, of the gradient of an input, of that of a weight
-
-
-def _runs(rank, world, schedule, micro_batches, tries):
-    chunks = 2 if schedule == "zb-v" else 1
-    options = {"virtual_stages": chunks, "placement": "v" if chunks == 2 else "loop"}
-    module = PipelineModule(
-        [LayerSpec(models.Sleeper, PASS) for _ in range(world * chunks)], num_stages=world,
-        loss_fn=models.loss_of("plain"), partition_method="uniform", **options,
-    )  # fmt: skip
-    config = models.config_of(micro_batches, pipeline={"schedule": schedule})
-    engine = engine_of(module, config)
-    parts = [_C.pipe.Part(forward=PASS, backward_input=PASS, backward_weight=PASS)] * (world * chunks)
-    planned, found = _C.pipe.schedule(schedule, world, chunks, micro_batches).cost(parts).bubble, []
-    for _ in range(tries):
-        engine._measured.begin()
-        for _ in range(10):
-            # The first stage computes the gradient of its input, too: the plan has it.
-            items = [(torch.ones(2, 4, requires_grad=True), torch.zeros(2, 4)) for _ in range(micro_batches)]
-            engine.train_batch(iter(items))
-        found.append(engine.pipe_plan().measured["bubble"])
-        if abs(found[-1] - planned) < 0.02:
-            break
-    return planned, found
 
 
 def _memory(what):
@@ -43,19 +20,16 @@ def _memory(what):
         return next(int(line.split()[1]) << 10 for line in file if line.startswith(what))
 
 
-def _builds(rank, world, width, layers):
+@on_ranks(4, init=True, fresh=True)
+def test_stages_build_their_own_layers_only(rank, world):
+    width, layers = 2048, 8
+    model = 4 * layers * width * width
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
     before = _memory("VmRSS")
     module = PipelineModule([LayerSpec(nn.Linear, width, width) for _ in range(layers)], num_stages=world)
     assert len(module.local_layers) == layers // world
-    return _memory("VmHWM") - before
-
-
-def test_stages_build_their_own_layers_only():
-    width, layers = 2048, 8
-    model = 4 * layers * width * width
-    grown = run_ranks(4, _builds, width, layers, init=True, fresh=True)
+    grown = together(_memory("VmHWM") - before)
     assert sum(grown) < 1.1 * model + 4 * (20 << 20), (grown, model)
 
 
@@ -64,10 +38,30 @@ def test_stages_build_their_own_layers_only():
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.skipif(not every_case(), reason="make test-all: seconds are measured")
-def test_bubble(schedule, ranks):
+@on_ranks(init=True, timeout=120)
+def test_bubble(rank, ranks, schedule):
     """Within three points; something else on the machine may spoil a try."""
     micro_batches = 8
-    found = run_ranks(ranks, _runs, schedule, micro_batches, 3, init=True, timeout=120)
+    chunks = 2 if schedule == "zb-v" else 1
+    options = {"virtual_stages": chunks, "placement": "v" if chunks == 2 else "loop"}
+    module = PipelineModule(
+        [LayerSpec(models.Sleeper, PASS) for _ in range(ranks * chunks)], num_stages=ranks,
+        loss_fn=models.loss_of("plain"), partition_method="uniform", **options,
+    )  # fmt: skip
+    config = models.config_of(micro_batches, pipeline={"schedule": schedule})
+    engine = engine_of(module, config)
+    parts = [_C.pipe.Part(forward=PASS, backward_input=PASS, backward_weight=PASS)] * (ranks * chunks)
+    planned, found = _C.pipe.schedule(schedule, ranks, chunks, micro_batches).cost(parts).bubble, []
+    for _ in range(3):
+        engine._measured.begin()
+        for _ in range(10):
+            # The first stage computes the gradient of its input, too: the plan has it.
+            items = [(torch.ones(2, 4, requires_grad=True), torch.zeros(2, 4)) for _ in range(micro_batches)]
+            engine.train_batch(iter(items))
+        found.append(engine.pipe_plan().measured["bubble"])
+        if abs(found[-1] - planned) < 0.02:
+            break
+    found = together(planned, found)
     for planned, measured in found:
         assert min(abs(one - planned) for one in measured) < 0.03, (planned, measured)
 

@@ -1,5 +1,6 @@
 """What scripts and clients call of a PipelineEngine: evaluation, data, schedules of their own, precisions."""
 
+import functools
 import itertools
 from unittest import mock
 
@@ -12,8 +13,8 @@ import pipe_models as models
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from harness import run_ranks
-from runs import engine_of
+from harness import on_ranks
+from runs import DTYPES, engine_of, must_raise, together
 
 MICRO_BATCHES = 4
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
@@ -33,7 +34,23 @@ class Counting:
         return next(self.items)
 
 
-def _members(rank, world):
+@on_ranks(3, init=True)
+def test_plan_and_measured(rank, world):
+    engine = models.engine_of("plain", world, world, MICRO_BATCHES)
+    x, y = models.micro_batch("plain", 0, 0, 0)
+    must_raise(RuntimeError, "does not know the inputs yet", engine.pipe_plan)
+    for batch in range(10):
+        engine.train_batch(itertools.repeat((x, y)))
+        plan = engine.pipe_plan()
+        assert plan.schedule == "1f1b" and len(plan.stages) == world and (plan.measured is None) == (batch < 9)
+    measured = engine.pipe_plan().measured
+    assert measured["seconds"] > 0 and 0 <= measured["bubble"] < 1
+    sent = MICRO_BATCHES * x.numel() * 4 * ((rank > 0) + (rank < world - 1))
+    assert measured["bytes_sent"] == plan.stages[rank].bytes_sent == sent
+
+
+@on_ranks(3, init=True)
+def test_members(rank, world):
     engine = models.engine_of("plain", world, world, MICRO_BATCHES)
     assert isinstance(engine, deepspeed.PipelineEngine) and isinstance(engine, deepspeed.DeepSpeedEngine)
     assert engine.is_first_stage() == (rank == 0) and engine.is_last_stage() == (rank == world - 1)
@@ -67,30 +84,11 @@ def _members(rank, world):
     engine.destroy()
 
 
-def _is_measured(rank, world):
-    engine = models.engine_of("plain", world, world, MICRO_BATCHES)
-    x, y = models.micro_batch("plain", 0, 0, 0)
-    with pytest.raises(RuntimeError, match="does not know the inputs yet"):
-        engine.pipe_plan()
-    for batch in range(10):
-        engine.train_batch(itertools.repeat((x, y)))
-        plan = engine.pipe_plan()
-        assert plan.schedule == "1f1b" and len(plan.stages) == world and (plan.measured is None) == (batch < 9)
-    measured = engine.pipe_plan().measured
-    assert measured["seconds"] > 0 and 0 <= measured["bubble"] < 1
-    sent = MICRO_BATCHES * x.numel() * 4 * ((rank > 0) + (rank < world - 1))
-    assert measured["bytes_sent"] == plan.stages[rank].bytes_sent == sent
-
-
-def test_plan_and_measured():
-    run_ranks(3, _is_measured, init=True)
-
-
-def test_members():
-    run_ranks(3, _members, init=True)
-
-
-def _evaluates(rank, world, stages, down_and_up=False):
+@pytest.mark.parametrize(
+    "stages, world, down_and_up", [(1, 1, False), (2, 2, False), (2, 4, False), (3, 3, False), (2, 2, True)]
+)
+@on_ranks(init=True)
+def test_eval_batch(rank, world, stages, down_and_up):
     options = {"options": {"virtual_stages": 2, "placement": "v"}, "pipeline": {"schedule": "zb-v"}}
     engine = models.engine_of("plain", stages, world, MICRO_BATCHES, **(options if down_and_up else {}))
     assert engine.is_last_stage() == (engine.stage_id == (0 if down_and_up else stages - 1))
@@ -102,10 +100,7 @@ def _evaluates(rank, world, stages, down_and_up=False):
     layers = models.built("plain", state)
 
     def output(item):
-        x = item[0]
-        for layer in layers:
-            x = layer(x)
-        return x
+        return functools.reduce(lambda x, layer: layer(x), layers, item[0])
 
     with torch.no_grad():
         logits = [output(item) for item in own]
@@ -134,9 +129,7 @@ def _evaluates(rank, world, stages, down_and_up=False):
         close(pair[0], everything[0] / MICRO_BATCHES / copies)
         close(pair[1], everything / MICRO_BATCHES / copies)
     found = engine.eval_batch(iter(own), reduce_output=None)
-    assert len(found) == MICRO_BATCHES
-    for one, wanted in zip(found, losses):
-        close(one, wanted)
+    close(torch.stack(found), torch.stack(losses))
     found, outputs = engine.eval_batch(iter(own[:1]), return_logits=True, num_micro_batches=1)
     assert (outputs is not None) == last
     if last:
@@ -144,21 +137,10 @@ def _evaluates(rank, world, stages, down_and_up=False):
     found = engine.eval_batch(iter(own), compute_loss=False, reduce_output=None)
     assert (found is not None) == last
     if last:
-        assert len(found) == MICRO_BATCHES
-        for one, wanted in zip(found, logits):
-            close(one, wanted)
+        close(torch.stack(found), torch.stack(logits))
     after = models.parameters_of(engine)
     assert engine.data_iterator is kept and all(torch.equal(before[name], after[name]) for name in before)
     assert engine.train_batch(iter(own)).item() > 0
-
-
-@pytest.mark.parametrize("stages, world", [(1, 1), (2, 2), (2, 4), (3, 3)])
-def test_eval_batch(stages, world):
-    run_ranks(world, _evaluates, stages, init=True)
-
-
-def test_eval_batch_down_and_up():
-    run_ranks(2, _evaluates, 2, True, init=True)
 
 
 class Samples(torch.utils.data.Dataset):
@@ -170,7 +152,8 @@ class Samples(torch.utils.data.Dataset):
         return torch.randn(4, models.WIDTH, generator=generator), torch.randn(4, models.WIDTH, generator=generator)
 
 
-def _loads(rank, world):
+@on_ranks(2, init=True)
+def test_training_data(rank, world):
     module = models.module_of("plain", 2, world)
     engine, _, loader, _ = deepspeed.initialize(
         model=module, config=models.config_of(MICRO_BATCHES), training_data=Samples()
@@ -178,11 +161,7 @@ def _loads(rank, world):
     assert loader is not None
     losses = [engine.train_batch().item() for _ in range(12)]  # three epochs: the loader repeats itself
     assert losses[-1] < losses[0]
-    return losses
-
-
-def test_training_data():
-    first, *others = run_ranks(2, _loads, init=True)
+    first, *others = together(losses)
     assert all(one == first for one in others)
 
 
@@ -241,7 +220,9 @@ class ClientsEngine(PipelineEngine):
 ClientsEngine._INSTRUCTION_MAP.update({BackwardOnlyPass: _split, WeightPass: _weights})
 
 
-def _clients(rank, world, kind):
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+@on_ranks(2, init=True)
+def test_clients_schedule(rank, world, kind):
     module = models.module_of(kind, world, world)
     config = models.config_of(MICRO_BATCHES)
     engine = ClientsEngine(args=None, model=module, mpu=module.mpu(), config=config)
@@ -261,62 +242,41 @@ def _clients(rank, world, kind):
         def steps(self):
             yield [Unknown()]
 
-    with pytest.raises(RuntimeError, match="does not know the instruction Unknown"):
-        engine._exec_schedule(Odd(MICRO_BATCHES, world, rank))
-
-
-@pytest.mark.parametrize("kind", ["plain", "tied"])
-def test_clients_schedule(kind):
-    run_ranks(2, _clients, kind, init=True)
+    must_raise(
+        RuntimeError, "does not know the instruction Unknown", engine._exec_schedule, Odd(MICRO_BATCHES, world, rank)
+    )
 
 
 # ---- precisions ------------------------------------------------------------------------------------------------------
-def _narrow(rank, world, sections, dtype, stage, kind):
-    engine = models.engine_of(kind, 2, world, MICRO_BATCHES, stage, **sections)
+FP16_ON_CPU = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+@pytest.mark.parametrize("stage, world", [(0, 2), (1, 4), (2, 4), (3, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=FP16_ON_CPU)])
+@pytest.mark.sample
+@on_ranks(init=True)
+def test_sixteen_bits(rank, world, dtype, stage, kind):
+    narrow = {"fp16": {"enabled": True, "initial_scale_power": 8}} if dtype == torch.float16 else DTYPES["bf16"]
+    engine = models.engine_of(kind, 2, world, MICRO_BATCHES, stage, gradient_clipping=0.5, **narrow)
     copy = engine.grid.get_data_parallel_rank()
     data = models.batches(kind, 4, MICRO_BATCHES, copy, dtype)
     losses = [engine.train_batch(data).item() for _ in range(4)]
     wanted, _ = models.plain(kind, 4, MICRO_BATCHES, world // 2, clip=0.5)
     assert all(abs(a - b) < 0.05 * max(1.0, abs(b)) for a, b in zip(losses, wanted)), (losses, wanted)
-    state = models.parameters_of(engine)
-    return losses, state, float(engine.loss_scale()), engine.skipped_steps
-
-
-def _check_narrow(found, kind):
-    assert all(losses == found[0][0] for losses, *_ in found)
-    assert len({(scale, skipped) for *_, scale, skipped in found}) == 1
+    found = together((losses, float(engine.loss_scale()), engine.skipped_steps), models.parameters_of(engine))
+    assert all(told == found[0][0] for told, _ in found)
     if kind == "tied":
-        tied = [state[name] for _, state, *_ in found for name in ("0.weight", "7.weight") if name in state]
+        tied = [state[name] for _, state in found for name in ("0.weight", "7.weight") if name in state]
         assert all(torch.equal(one, tied[0]) for one in tied)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied"])
-@pytest.mark.parametrize("stage, copies", [(0, 1), (1, 2), (2, 2), (3, 2)])
-@pytest.mark.sample("values")
-def test_bf16(stage, copies, kind):
-    sections = {"bf16": {"enabled": True}, "gradient_clipping": 0.5}
-    _check_narrow(run_ranks(2 * copies, _narrow, sections, torch.bfloat16, stage, kind, init=True), kind)
-
-
-@pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
-@pytest.mark.parametrize("kind", ["plain", "tied"])
-@pytest.mark.parametrize("stage, copies", [(0, 1), (1, 2), (2, 2), (3, 2)])
-@pytest.mark.sample("values")
-def test_fp16(stage, copies, kind):
-    fp16 = {"enabled": True, "initial_scale_power": 8}
-    sections = {"fp16": fp16, "gradient_clipping": 0.5}
-    _check_narrow(run_ranks(2 * copies, _narrow, sections, torch.float16, stage, kind, init=True), kind)
-
-
-def _without_weights(rank, world):
+@on_ranks(4, init=True)
+def test_stages_without_weights(rank, world):
     layers = [nn.Tanh(), nn.Linear(models.WIDTH, models.WIDTH), nn.Tanh(), torch.relu]
     module = PipelineModule(layers, num_stages=4, loss_fn=models.loss_of("plain"), partition_method="uniform")
     engine = engine_of(module, models.config_of(MICRO_BATCHES, gradient_clipping=0.1))
     losses = [engine.train_batch(models.batches("plain", 1, MICRO_BATCHES, 0)).item() for _ in range(3)]
     assert losses[2] < losses[0]
-    return losses
-
-
-def test_stages_without_weights():
-    first, *others = run_ranks(4, _without_weights, init=True)
+    first, *others = together(losses)
     assert all(one == first for one in others)

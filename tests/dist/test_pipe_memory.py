@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipe_models as models
 from deepspeed.pipe import LayerSpec, PipelineModule
-from harness import run_ranks
-from runs import engine_of
+from harness import on_ranks
+from runs import engine_of, together
 
 ROWS, WIDTH, MICRO_BATCHES = 1024, 32, 5  # weights take little beside activations
 
@@ -73,7 +73,12 @@ def _items():
         yield torch.randn(ROWS, WIDTH), torch.zeros(1)
 
 
-def _needs(rank, world, schedule, interval):
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this libc has no mallinfo2")
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("interval", [0, 2])
+@pytest.mark.sample("values")
+@on_ranks(3, init=True)
+def test_peak_is_planned(rank, world, schedule, interval):
     chunks = 2 if schedule == "zb-v" else 1
     module = PipelineModule(
         [LayerSpec(Deep) for _ in range(4 * world)], num_stages=world, loss_fn=lambda out, labels: out.mean(),
@@ -84,13 +89,5 @@ def _needs(rank, world, schedule, interval):
     before, peak = _allocated(), _Peak()
     with peak:
         engine.train_batch(_items())
-    return peak.bytes - before, engine.pipe_plan().stages[rank].peak_activation_bytes
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this libc has no mallinfo2")
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-@pytest.mark.parametrize("interval", [0, 2])
-@pytest.mark.sample("values")
-def test_peak_is_planned(schedule, interval):
-    stages = run_ranks(3, _needs, schedule, interval, init=True)
+    stages = together(peak.bytes - before, engine.pipe_plan().stages[rank].peak_activation_bytes)
     assert all(abs(found - planned) < 0.1 * planned for found, planned in stages), (stages, [a / b for a, b in stages])

@@ -13,8 +13,8 @@ from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from harness import run_ranks
-from runs import TORCH2
+from harness import on_ranks, run_ranks
+from runs import TORCH2, must_raise, together
 
 WIDTH = 6
 
@@ -65,7 +65,18 @@ def run_pipe(module, x):
     return x
 
 
-def _parts(rank, world, stages, virtual, placement):
+@pytest.mark.parametrize(
+    "world, stages, virtual, placement, parts, local",
+    [
+        (1, 1, 1, "loop", [0, 6], [[0, 1, 2, 3, 4, 5]]),
+        (2, 2, 1, "loop", [0, 3, 6], [[0, 1, 2], [3, 4, 5]]),
+        (4, 2, 1, "loop", [0, 3, 6], [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]),
+        (2, 2, 2, "loop", [0, 2, 4, 5, 6], [[0, 1, 4], [2, 3, 5]]),
+        (2, 2, 2, "v", [0, 2, 4, 5, 6], [[0, 1, 5], [2, 3, 4]]),
+    ],
+)
+@on_ranks(init=True)
+def test_parts_are_the_model(rank, world, stages, virtual, placement, parts, local):
     Block.built.clear()
     module = PipelineModule(
         specs(), num_stages=stages, seed_layers=True, virtual_stages=virtual, placement=placement,
@@ -84,29 +95,14 @@ def _parts(rank, world, stages, virtual, placement):
         for layer in [*reference(), scaled]:
             wanted = layer(wanted)
     assert torch.equal(found, wanted)
-    with pytest.raises(IndexError, match="there is no layer 6: the pipeline has 6"):
-        module.stage_owner(6)
+    must_raise(IndexError, "there is no layer 6: the pipeline has 6", module.stage_owner, 6)
     if virtual > 1:
-        with pytest.raises(ValueError, match="this stage has 2 parts of the model: say which"):
-            module(inputs())
-    return module.partitions(), module.local_layers
+        must_raise(ValueError, "this stage has 2 parts of the model: say which", module, inputs())
+    assert module.partitions() == parts and module.local_layers == local[rank]
 
 
-@pytest.mark.parametrize(
-    "ranks, stages, virtual, placement, parts, local",
-    [
-        (1, 1, 1, "loop", [0, 6], [[0, 1, 2, 3, 4, 5]]),
-        (2, 2, 1, "loop", [0, 3, 6], [[0, 1, 2], [3, 4, 5]]),
-        (4, 2, 1, "loop", [0, 3, 6], [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]),
-        (2, 2, 2, "loop", [0, 2, 4, 5, 6], [[0, 1, 4], [2, 3, 5]]),
-        (2, 2, 2, "v", [0, 2, 4, 5, 6], [[0, 1, 5], [2, 3, 4]]),
-    ],
-)
-def test_parts_are_the_model(ranks, stages, virtual, placement, parts, local):
-    assert run_ranks(ranks, _parts, stages, virtual, placement, init=True) == [(parts, own) for own in local]
-
-
-def _recomputed(rank, world):
+@on_ranks(1, init=True)
+def test_recomputed_segments(rank, world):
     calls = []
 
     def counting(function, *args):
@@ -137,12 +133,7 @@ def _recomputed(rank, world):
     module.set_checkpoint_interval(0)
     module(inputs())
     assert calls == [1] and module.is_checkpointable_results == []
-    with pytest.raises(ValueError, match="activation_checkpoint_interval -1"):
-        module.set_checkpoint_interval(-1)
-
-
-def test_recomputed_segments():
-    run_ranks(1, _recomputed, init=True)
+    must_raise(ValueError, "activation_checkpoint_interval -1", module.set_checkpoint_interval, -1)
 
 
 class Noise(nn.Module):
@@ -150,7 +141,8 @@ class Noise(nn.Module):
         return x + torch.rand(1)
 
 
-def _seeded_micro_batches(rank, world):
+@on_ranks(1, init=True)
+def test_seeds(rank, world):
     module = PipelineModule([Noise(), Noise()], num_stages=1, seed_layers=True, base_seed=50)
     zero = torch.zeros(1)
     found = [module(zero).item() for _ in range(2)]
@@ -161,10 +153,6 @@ def _seeded_micro_batches(rank, world):
     seen = []
     PipelineModule(specs(2), num_stages=1, seed_layers=True, seed_fn=seen.append, base_seed=10)
     assert seen == [10, 11, 12]
-
-
-def test_seeds():
-    run_ranks(1, _seeded_micro_batches, init=True)
 
 
 def logits(module, x):
@@ -205,7 +193,8 @@ def test_tied_layers():
     assert middle is None and torch.equal(first, last)
 
 
-def _files(rank, world, folder):
+@on_ranks(4, init=True)
+def test_layer_files(rank, world, folder):
     torch.manual_seed(rank)
     engine = TorchCheckpointEngine()
     saved = PipelineModule(tied_layers(), num_stages=2, partition_method="uniform")
@@ -232,8 +221,13 @@ def _files(rank, world, folder):
         os.remove(os.path.join(folder, names[1]))
     dist.barrier()
     if 1 in saved.local_layers:
-        with pytest.raises(FileNotFoundError, match="layer 1 of the pipeline is not in this checkpoint .* none"):
-            saved.load_state_dir(folder, engine)
+        must_raise(
+            FileNotFoundError,
+            "layer 1 of the pipeline is not in this checkpoint .* none",
+            saved.load_state_dir,
+            folder,
+            engine,
+        )
     else:
         saved.load_state_dir(folder, engine)
     frozen = PipelineModule([nn.Linear(2, 2)], num_stages=1)
@@ -243,18 +237,11 @@ def _files(rank, world, folder):
     assert list(torch.load(os.path.join(folder, "frozen", "layer_00-model_states.pt"))) == ["bias"]
 
 
-def test_layer_files(tmp_path):
-    run_ranks(4, _files, str(tmp_path), init=True)
-
-
-def _sliced_names(rank, world):
+@on_ranks(2, init=True)
+def test_names_of_slices(rank, world):
     module = PipelineModule([nn.Linear(2, 2)], topology=PipeModelDataParallelTopology(1, 2, 1))
     assert module.ckpt_layer_path("x", 0) == f"x/layer_00-model_0{rank}-model_states.pt"
     assert module.mpu().get_slice_parallel_rank() == rank
-
-
-def test_names_of_slices():
-    run_ranks(2, _sliced_names, init=True)
 
 
 class SlowWithoutParameters(nn.Module):
@@ -263,50 +250,55 @@ class SlowWithoutParameters(nn.Module):
         return x + 1
 
 
-def _profiled(rank, world):
+@on_ranks(2, init=True)
+def test_profile_is_agreed_by_all_ranks(rank, world):
     layers = [LayerSpec(SlowWithoutParameters), *[LayerSpec(Block, WIDTH) for _ in range(4)]]
     by_time = PipelineModule(layers, num_stages=2, partition_method="profile", profile_input=inputs())
     assert len(by_time.layer_costs) == 5 and by_time.layer_costs[0].forward >= 0.03  # the mean
-    with pytest.raises(ValueError, match="'profile' needs profile_input="):
-        PipelineModule(layers, num_stages=2, partition_method="profile")
-    return by_time.partitions(), by_time.layer_costs, PipelineModule(layers, num_stages=2).partitions()
-
-
-def test_profile_is_agreed_by_all_ranks():
-    first, second = run_ranks(2, _profiled, init=True)
+    must_raise(
+        ValueError, "'profile' needs profile_input=", PipelineModule, layers, num_stages=2, partition_method="profile"
+    )
+    first, second = together(
+        by_time.partitions(), by_time.layer_costs, PipelineModule(layers, num_stages=2).partitions()
+    )
     assert first == second and first[2] == [0, 3, 5]
 
 
-def _bad_input(rank, world):
-    with pytest.raises(RuntimeError, match="PipelineModule needs num_stages= or topology="):
-        PipelineModule(specs())
-    with pytest.raises(RuntimeError, match="num_stages 2 does not divide the 3 ranks of the job"):
-        PipelineModule(specs(), num_stages=2)
-    with pytest.raises(ValueError, match="3 parts of the pipeline .* for 2 layers"):
-        PipelineModule(specs(1), num_stages=3)
-    with pytest.raises(ValueError, match='there is no placement "w"'):
-        PipelineModule(specs(), num_stages=3, placement="w")
-    with pytest.raises(ValueError, match="checkpointable_layers is 'Block': give a list of class names"):
-        PipelineModule(specs(), num_stages=3, checkpointable_layers="Block")
+@on_ranks(3, init=True)
+def test_bad_input(rank, world):
+    must_raise(RuntimeError, "PipelineModule needs num_stages= or topology=", PipelineModule, specs())
+    must_raise(
+        RuntimeError, "num_stages 2 does not divide the 3 ranks of the job", PipelineModule, specs(), num_stages=2
+    )
+    must_raise(ValueError, "3 parts of the pipeline .* for 2 layers", PipelineModule, specs(1), num_stages=3)
+    must_raise(ValueError, 'there is no placement "w"', PipelineModule, specs(), num_stages=3, placement="w")
+    must_raise(
+        ValueError,
+        "checkpointable_layers is 'Block': give a list of class names",
+        PipelineModule,
+        specs(),
+        num_stages=3,
+        checkpointable_layers="Block",
+    )
     text = PipelineModule([lambda x: "text", scaled, scaled], num_stages=3)
     if rank == 0:
-        with pytest.raises(TypeError, match=r"layer 0 \(<lambda>\) is the last of stage 0 and returned str"):
-            text(torch.ones(1))
+        must_raise(TypeError, r"layer 0 \(<lambda>\) is the last of stage 0 and returned str", text, torch.ones(1))
     inner = PipelineModule([scaled] * 3, num_stages=3)
     if rank == 0:
-        with pytest.raises(NotImplementedError, match="layer 0 is a PipelineModule: give its layers themselves"):
-            inner._build(0, inner)
+        must_raise(
+            NotImplementedError, "layer 0 is a PipelineModule: give its layers themselves", inner._build, 0, inner
+        )
     if not TORCH2:
-        with pytest.raises(RuntimeError, match="needs torch 2.0 or later"):
-            inner.compile()
+        must_raise(RuntimeError, "needs torch 2.0 or later", inner.compile)
     assert inner.get_additional_losses() is None
     assert deepspeed.PipelineModule is PipelineModule
 
 
-def test_bad_input():
-    run_ranks(3, _bad_input, init=True)
-
-
 def test_without_a_job():
-    with pytest.raises(RuntimeError, match=r"PipelineModule needs a job: call deepspeed.init_distributed\(\) first"):
-        PipelineModule(specs(), num_stages=1)
+    must_raise(
+        RuntimeError,
+        r"PipelineModule needs a job: call deepspeed.init_distributed\(\) first",
+        PipelineModule,
+        specs(),
+        num_stages=1,
+    )

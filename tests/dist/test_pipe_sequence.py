@@ -12,8 +12,8 @@ import pipe_models as models
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.sequence.layer import DistributedAttention
-from harness import run_ranks
-from runs import KEEP_GATHERED, engine_of, settings
+from harness import on_ranks, run_ranks
+from runs import KEEP_GATHERED, engine_of, must_raise, settings
 from sequence_models import attend
 
 LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCHES = 2, 8, 2, 8, 2
@@ -93,16 +93,23 @@ def test_equals_one_process(stages, copies, stage, schedule, tmp_path):
     assert layers == ({"layer_00-model_states.pt", "layer_01-model_states.pt"} if stage < 3 else set())
 
 
-def _refused(rank, world):
+@on_ranks(2, init=True)
+def test_what_does_not_fit_is_refused(rank, world):
     module = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.functional.mse_loss)
-    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"sequence_parallel_size is 2, but the topology of the"):
-        deepspeed.initialize(model=module, config=config_of(0, sequence_parallel_size=2))
+    must_raise(
+        deepspeed.DeepSpeedConfigError,
+        r"sequence_parallel_size is 2, but the topology of the",
+        deepspeed.initialize,
+        model=module,
+        config=config_of(0, sequence_parallel_size=2),
+    )
     curriculum = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64,
                   "schedule_type": "fixed_linear",
                   "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}}  # fmt: skip
-    with pytest.raises(deepspeed.DeepSpeedConfigError, match="curriculum_learning"):
-        deepspeed.initialize(model=module, config=config_of(0, curriculum_learning=curriculum))
-
-
-def test_what_does_not_fit_is_refused():
-    run_ranks(2, _refused, init=True)
+    must_raise(
+        deepspeed.DeepSpeedConfigError,
+        "curriculum_learning",
+        deepspeed.initialize,
+        model=module,
+        config=config_of(0, curriculum_learning=curriculum),
+    )

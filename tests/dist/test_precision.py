@@ -8,47 +8,31 @@ import torch
 import deepspeed
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from logs import logged
-from runs import engine_of, take_step
+from runs import engine_of, initialized, must_raise, take_step, together
 
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
 needs_fp16 = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
 
 
-def body_bf16(rank, world, accumulate, more):
-    model = make_net()
-    engine, optimizer, _, _ = deepspeed.initialize(
-        model=model, config=config(world, accumulate, bf16={"enabled": True}, **more)
-    )
-    losses, norms = train_engine(engine, 30, rank, world)
-    masters = torch.cat(optimizer.fp32_groups_flat)
-    weights = torch.cat([p.detach().float().reshape(-1) for p in model.parameters() if p.requires_grad])
-    return {
-        "losses": losses,
-        "dtype": {str(p.dtype) for p in model.parameters()},
-        "buffer": str(model.count.dtype),
-        "rounded": torch.equal(masters.bfloat16().float(), weights),
-        "differ": int((masters != weights).sum()),
-        "weights": float(weights.double().sum()),
-        "name": type(optimizer).__name__,
-        "scale": optimizer.cur_scale,
-    }
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("world", [1, 2])
-def test_bf16_follows_fp32(world, accumulate):
+@on_ranks()
+def test_bf16_follows_fp32(rank, world, accumulate):
     expected, _, _ = train_plain(30, adam_like)
-    ranks = run_ranks(world, body_bf16, accumulate, {})
-    for step in range(30):
-        assert sum(r["losses"][step] for r in ranks) / world == pytest.approx(expected[step], rel=0.02)
-    for r in ranks:
-        assert r["dtype"] == {"torch.bfloat16"} and r["buffer"] == "torch.float32"
-        assert r["rounded"], "the model computes with the rounded masters"
-        assert r["differ"] > 100, "masters hold more than bf16 can"
-        assert r["weights"] == ranks[0]["weights"]
-        assert r["name"] == "FP16_Optimizer" and r["scale"] == 1.0
+    model = make_net()
+    engine, optimizer, _, _ = initialized(model, config(world, accumulate, bf16={"enabled": True}))
+    losses, _ = train_engine(engine, 30, rank, world)
+    masters = torch.cat(optimizer.fp32_groups_flat)
+    weights = torch.cat([p.detach().float().reshape(-1) for p in model.parameters() if p.requires_grad])
+    for step, own in enumerate(zip(*together(losses))):
+        assert sum(own) / world == pytest.approx(expected[step], rel=0.02)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.count.dtype == torch.float32
+    assert torch.equal(masters.bfloat16().float(), weights), "the model computes with the rounded masters"
+    assert int((masters != weights).sum()) > 100, "masters hold more than bf16 can"
+    assert len(set(together(float(weights.double().sum())))) == 1
+    assert type(optimizer).__name__ == "FP16_Optimizer" and optimizer.cur_scale == 1.0
 
 
 @pytest.mark.parametrize(
@@ -56,39 +40,40 @@ def test_bf16_follows_fp32(world, accumulate):
     [{"communication_data_type": "bf16"}, {"data_types": {"grad_accum_dtype": "bf16"}}],
     ids=["bf16 travels", "bf16 sums"],
 )
-def test_bf16_gradients_on_request(more):
+@on_ranks(2)
+def test_bf16_gradients_on_request(rank, world, more):
     expected, _, _ = train_plain(30, adam_like)
-    for r in run_ranks(2, body_bf16, 2, more):
-        assert r["losses"][-1] == pytest.approx(expected[-1], rel=0.2)
+    losses, _ = train_engine(engine_of(make_net(), config(world, 2, bf16={"enabled": True}, **more)), 30, rank, world)
+    assert losses[-1] == pytest.approx(expected[-1], rel=0.2)
 
 
-def body_bf16_client(rank, world):
+@on_ranks(2)
+def test_bf16_with_a_torch_optimizer(rank, world):
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 5)
+
+    expected, _, _ = train_plain(
+        12, lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9), schedule=schedule
+    )
     model = make_net()
-    made = config(world, 1, bf16={"enabled": True})
-    del made["optimizer"]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     groups = optimizer.param_groups
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
-    engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=made)
+    made = config(world, 1, bf16={"enabled": True})
+    engine, wrapped, _, _ = initialized(model, made, optimizer, lr_scheduler=schedule(optimizer))
     losses, _ = train_engine(engine, 12, rank, world)
     assert wrapped.optimizer is optimizer and wrapped.param_groups is groups
     assert wrapped.param_groups[0]["lr"] == pytest.approx(0.05 * 0.01)
     assert all(p.dtype == torch.float32 for p in groups[0]["params"])
-    return losses, type(wrapped).__name__
-
-
-def test_bf16_with_a_torch_optimizer():
-    expected, _, _ = train_plain(
-        12,
-        lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
-        schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 5),
-    )
-    (first, name), (second, _) = run_ranks(2, body_bf16_client)
-    assert name == "FP16_UnfusedOptimizer"
+    assert type(wrapped).__name__ == "FP16_UnfusedOptimizer"
+    first, second = together(losses)
     assert [(a + b) / 2 for a, b in zip(first, second)] == pytest.approx(expected, rel=0.02)
 
 
-def body_wrapper(rank, world, kind):
+@pytest.mark.parametrize("kind, flat", [("Adam", True), ("Lamb", False), ("Lion", False)])
+@on_ranks(1)
+def test_only_adam_is_saved_flat(rank, world, kind, flat):
+    """What published checkpoints hold, and the classes that scripts ask for."""
+    name = "FP16_Optimizer" if flat else "FP16_UnfusedOptimizer"
     made = config(world, 1, bf16={"enabled": True}, optimizer={"type": kind, "params": {"lr": 0.01}})
     model = make_net()
     engine, wrapped, _, _ = deepspeed.initialize(model=model, config=made)
@@ -100,22 +85,14 @@ def body_wrapper(rank, world, kind):
             master.data.zero_()
     wrapped.load_state_dict(saved)
     assert masters == [float(m.double().sum()) for group in wrapped.fp32_groups for m in group]
-    return type(wrapped).__name__, "fp32_groups_flat" in saved, "fp32_groups" in saved
-
-
-@pytest.mark.parametrize("kind, flat", [("Adam", True), ("Lamb", False), ("Lion", False)])
-def test_only_adam_is_saved_flat(kind, flat):
-    """What published checkpoints hold, and the classes that scripts ask for."""
-    name = "FP16_Optimizer" if flat else "FP16_UnfusedOptimizer"
-    assert run_ranks(1, body_wrapper, kind) == [(name, flat, not flat)]
+    assert (type(wrapped).__name__, "fp32_groups_flat" in saved, "fp32_groups" in saved) == (name, flat, not flat)
 
 
 def test_the_unfused_wrapper_takes_its_published_arguments():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5)
     wrapped = FP16_UnfusedOptimizer(optimizer, dynamic_loss_scale=True, dynamic_loss_args=None, fused_lamb_legacy=True)
     assert wrapped.loss_scale_config.dynamic_loss_scale
-    with pytest.raises(TypeError, match="initial_dynamic_scale"):
-        FP16_UnfusedOptimizer(optimizer, initial_dynamic_scale=4)
+    must_raise(TypeError, "initial_dynamic_scale", FP16_UnfusedOptimizer, optimizer, initial_dynamic_scale=4)
 
 
 class Poisoned(torch.nn.Module):
@@ -209,28 +186,19 @@ def test_an_overflow_names_rank_parameter_and_kind(precision):
 
 
 @needs_fp16
-def test_fp16_clips_unscaled_gradients():
+@on_ranks(1)
+def test_fp16_clips_unscaled_gradients(rank, world):
     expected, norms, _ = train_plain(20, adam_like)
-    fp16 = {"enabled": True, "initial_scale_power": 10}
-    for losses, got in run_ranks(1, body_fp16_norms, fp16):
-        assert got == pytest.approx(norms, rel=0.05)
-        assert losses == pytest.approx(expected, rel=0.02)
-
-
-def body_fp16_norms(rank, world, fp16):
-    model = make_net()
-    engine = engine_of(model, config(world, 1, fp16=fp16))
-    return train_engine(engine, 20, rank, world)
+    engine = engine_of(make_net(), config(world, 1, fp16={"enabled": True, "initial_scale_power": 10}))
+    losses, got = train_engine(engine, 20, rank, world)
+    assert got == pytest.approx(norms, rel=0.05)
+    assert losses == pytest.approx(expected, rel=0.02)
 
 
 @needs_fp16
 @pytest.mark.parametrize("by_scale", [False, True], ids=["loss.backward", "engine.scale"])
-def test_fp16_with_a_backward_of_the_user(by_scale):
-    first, second = run_ranks(1, body_user_fp16, by_scale)[0]
-    assert first == pytest.approx(second, rel=1e-6)
-
-
-def body_user_fp16(rank, world, by_scale):
+@on_ranks(1)
+def test_fp16_with_a_backward_of_the_user(rank, world, by_scale):
     made = config(1, 2, fp16={"enabled": True, "initial_scale_power": 10})
     models = [make_net(), make_net()]
     engines = [engine_of(m, copy.deepcopy(made)) for m in models]
@@ -243,16 +211,13 @@ def body_user_fp16(rank, world, by_scale):
             loss = loss_of(engines[1](tokens[part]), targets[part])
             (engines[1].scale(loss) if by_scale else loss).backward()
             engines[1].step()
-    return [[float(p.detach().double().sum()) for p in m.parameters()] for m in models]
+    first, second = [[float(p.detach().double().sum()) for p in m.parameters()] for m in models]
+    assert first == pytest.approx(second, rel=1e-6)
 
 
-def test_mixed_dtypes_in_one_model():
+@on_ranks(1)
+def test_mixed_dtypes_in_one_model(rank, world):
     """A bf16 layer in an fp32 model trains with a master of its own, without being asked for."""
-    (moved,) = run_ranks(1, body_mixed)
-    assert all(moved)
-
-
-def body_mixed(rank, world):
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4).bfloat16()})
     before = [p.detach().clone() for p in model.parameters()]
@@ -268,7 +233,7 @@ def body_mixed(rank, world):
     engine = engine_of(Both(), config(1))
     for _ in range(3):
         take_step(engine, engine(torch.ones(2, 4)))
-    return [not torch.equal(a, b.detach()) for a, b in zip(before, model.parameters())]
+    assert all(not torch.equal(a, b.detach()) for a, b in zip(before, model.parameters()))
 
 
 def test_difference_notices(tmp_path):

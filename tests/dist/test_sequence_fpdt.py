@@ -15,7 +15,8 @@ from deepspeed.sequence.fpdt_layer import (
     _FPDTGPUOffloadingAttentionImpl_,
 )
 from deepspeed.sequence.layer import apply_rotary_pos_emb
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from runs import must_raise
 from sampling import every_case, sample
 from sequence_models import attend, worst
 
@@ -50,8 +51,19 @@ def test_every_token_is_somewhere_and_chunks_are_shared():
             assert torch.cat(of_chunk).tolist() == list(range(start, min(start + chunk, length)))
     for length, chunk, world in [(9, 4, 2), (8, 3, 2), (8, 1, 2)]:
         arguments = types.SimpleNamespace(ds_sequence_parallel_fpdt_chunk_size=chunk)
-        with pytest.raises(ValueError, match="both must be multiples of the ranks"):
-            FPDT_InputConstruct(torch.zeros(1, length), None, None, None, None, arguments, world, 0)
+        must_raise(
+            ValueError,
+            "both must be multiples of the ranks",
+            FPDT_InputConstruct,
+            torch.zeros(1, length),
+            None,
+            None,
+            None,
+            None,
+            arguments,
+            world,
+            0,
+        )
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -153,7 +165,9 @@ def config_of(heads, kv):
     )
 
 
-def body_layer(rank, world, return_bias):
+@pytest.mark.parametrize("return_bias", [True, False])
+@on_ranks(2, init=True)
+def test_layer(rank, world, return_bias):
     x, first = normal(16, BATCH, 6), [normal((4 + 2 * 2) * SIZE, 6, seed=1), normal(8 * SIZE, seed=2)]
     second = [normal(6, 4 * SIZE, seed=3), normal(6, seed=4)]
     expected = torch.nn.functional.linear(reference(x, *first, 4, 2, None).flatten(2), *second)
@@ -165,16 +179,9 @@ def body_layer(rank, world, return_bias):
     if return_bias:
         assert found[1] is second[1]
         found = found[0] + found[1]
-    with pytest.raises(ValueError, match="FPDT computes causal attention"):
-        made(cut(x, 8, world, rank), ~mask, None, None)
-    with pytest.raises(ValueError, match="inference_params must be None"):
-        made(cut(x, 8, world, rank), None, {}, None)
-    return worst([(found, cut(expected, 8, world, rank))])
-
-
-@pytest.mark.parametrize("return_bias", [True, False])
-def test_layer(return_bias):
-    assert max(run_ranks(2, body_layer, return_bias, init=True)) < 1e-11
+    must_raise(ValueError, "FPDT computes causal attention", made, cut(x, 8, world, rank), ~mask, None, None)
+    must_raise(ValueError, "inference_params must be None", made, cut(x, 8, world, rank), None, {}, None)
+    assert worst([(found, cut(expected, 8, world, rank))]) < 1e-11
 
 
 # ---- the rest of a layer ---------------------------------------------------------------------------------------------
@@ -197,7 +204,9 @@ def test_feed_forward(add_bias, chunk):
     assert worst([(found, expected), *((a.grad, b.grad) for a, b in zip(one, other))]) < 1e-12
 
 
-def body_logits(rank, world):
+@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks(init=True)
+def test_loss(rank, world):
     hidden, weight = normal(12, BATCH, 4).requires_grad_(), normal(9, 4, seed=1).requires_grad_()
     labels = torch.randint(0, 9, (BATCH, 12), generator=torch.Generator().manual_seed(2))
     expected = torch.nn.functional.cross_entropy(
@@ -211,11 +220,5 @@ def body_logits(rank, world):
     found.backward(upper)
     dist.all_reduce(own.grad)
     if world > 1:
-        with pytest.raises(ValueError, match="they must be"):
-            FPDT_LogitsLoss.apply(mine, labels, own, rank, world, group, 5)
-    return worst([(found, expected), (mine.grad, hidden.grad.chunk(world)[rank]), (own.grad, weight.grad)])
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_loss(world):
-    assert max(run_ranks(world, body_logits, init=True)) < 1e-12
+        must_raise(ValueError, "they must be", FPDT_LogitsLoss.apply, mine, labels, own, rank, world, group, 5)
+    assert worst([(found, expected), (mine.grad, hidden.grad.chunk(world)[rank]), (own.grad, weight.grad)]) < 1e-12

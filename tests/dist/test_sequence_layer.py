@@ -16,7 +16,8 @@ from deepspeed.sequence.layer import (
     single_all_to_all,
 )
 from deepspeed.utils import groups
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from runs import must_raise
 from sampling import every_case, sample
 from sequence_models import attend, part, projections, refusals, worst
 
@@ -37,8 +38,7 @@ def test_heads_are_whole_and_copied_only_where_they_are_read():
                 assert [first + head for head in plan.kv_of_queries(rank)] == read
                 if plan.repeats(rank):
                     assert read == [head for head in range(first, end) for _ in range(plan.repeats(rank))]
-    with pytest.raises(ValueError, match="6 query heads and 4 key/value heads"):
-        HeadPlan(6, 4, 2)
+    must_raise(ValueError, "6 query heads and 4 key/value heads", HeadPlan, 6, 4, 2)
 
 
 def attention_case(rank, world, heads, kv, causal, batch_dim, joined, stream):
@@ -83,7 +83,8 @@ def test_equals_one_process(world):
     assert max(run_ranks(world, body_matrix, cases, init=True, timeout=120)) < 1e-12
 
 
-def body_old_form(rank, world):
+@on_ranks(2, init=True)
+def test_attention_mask_as_fourth_argument(rank, world):
     """The tutorial's: everything after the values goes to the attention; the sequence is first."""
     whole = projections(4, 4, batch_dim=1)
     mask = torch.full((12, 12), float("-inf"), dtype=torch.float64).triu(1)
@@ -93,21 +94,17 @@ def body_old_form(rank, world):
     batch_first = DistributedAttention(lambda q, k, v, m: attend(q, k, v, m, 0), dist.get_world_group(), gather_idx=1)
     turned = [part(x.transpose(0, 1).contiguous(), rank, world, 1) for x in whole]
     none = DistributedAttention(lambda q, k, v, m: attend(q, k, v, m, 1), dist.get_world_group())
-    return worst(
-        [
-            (made(*mine, mask), expected),
-            (made(*mine, mask, "more"), expected),
-            (batch_first(*turned, mask).transpose(0, 1), expected),
-            (none(*mine, None), part(attend(*whole, None, 1), rank, world, 0)),
-        ]
-    )
+    pairs = [
+        (made(*mine, mask), expected),
+        (made(*mine, mask, "more"), expected),
+        (batch_first(*turned, mask).transpose(0, 1), expected),
+        (none(*mine, None), part(attend(*whole, None, 1), rank, world, 0)),
+    ]
+    assert worst(pairs) < 1e-12
 
 
-def test_attention_mask_as_fourth_argument():
-    assert max(run_ranks(2, body_old_form, init=True)) < 1e-12
-
-
-def body_rotary(rank, world):
+@on_ranks(2, init=True)
+def test_rotary_is_of_the_whole_sequence(rank, world):
     whole = projections(4, 2)
     angles = torch.arange(12.0, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.1], dtype=torch.float64)
     angles = torch.cat((angles, angles), -1)[:, None, None, :]  # [sequence, 1, 1, size], as Megatron makes them
@@ -115,11 +112,7 @@ def body_rotary(rank, world):
     turned = [apply_rotary_pos_emb(x, cos.transpose(0, 1), sin.transpose(0, 1)) for x in whole[:2]]
     made = DistributedAttention(lambda q, k, v: attend(q, k, v, "causal"), dist.get_world_group())
     out = made(*(part(x, rank, world, 1) for x in whole), 0, (cos, sin))
-    return worst([(out, part(attend(*turned, whole[2], "causal"), rank, world, 1))])
-
-
-def test_rotary_is_of_the_whole_sequence():
-    assert max(run_ranks(2, body_rotary, init=True)) < 1e-12
+    assert worst([(out, part(attend(*turned, whole[2], "causal"), rank, world, 1))]) < 1e-12
 
 
 def test_rotation():
@@ -129,7 +122,8 @@ def test_rotation():
     assert apply_rotary_pos_emb(x, cos, sin).tolist() == [-2.0, 1.0, 3.0, 4.0]
 
 
-def body_there_and_back(rank, world):
+@on_ranks(4, init=True)
+def test_one_tensor_there_and_back(rank, world):
     initialize_sequence_parallel(2)
     group = groups._get_sequence_parallel_group()
     place = dist.get_rank(group)
@@ -146,11 +140,6 @@ def body_there_and_back(rank, world):
     later = single_all_to_all(x.detach(), 2, 0, 0, group, True, handle, "dq")
     handle["dq_work"].wait()
     assert torch.equal(later, there)
-    return True
-
-
-def test_one_tensor_there_and_back():
-    assert all(run_ranks(4, body_there_and_back, init=True))
 
 
 def attended(*heads, length=12, batch_dim=0, change=lambda query, key, value: (query, key, value)):
@@ -181,14 +170,11 @@ BAD = {
 }  # fmt: skip
 
 
-def body_refused(rank, world):
-    return refusals(BAD, lambda what: BAD[what][1](rank))
-
-
-def test_bad_input_is_an_error_on_every_rank():
-    for found in run_ranks(2, body_refused, init=True, timeout=60):
-        for (kind, text), (what, (words, _)) in zip(found, BAD.items()):
-            assert kind == "ValueError" and words in text, (what, kind, text)
+@on_ranks(2, init=True, timeout=60)
+def test_bad_input_is_an_error_on_every_rank(rank, world):
+    found = refusals(BAD, lambda what: BAD[what][1](rank))
+    for (kind, text), (what, (words, _)) in zip(found, BAD.items()):
+        assert kind == "ValueError" and words in text, (what, kind, text)
 
 
 def body_later(rank, world):

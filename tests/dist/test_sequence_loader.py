@@ -2,12 +2,13 @@
 
 import re
 
+import pytest
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 from deepspeed.sequence import weighted_loss
-from harness import run_ranks
+from harness import on_ranks
 from sequence_models import Tiny, mean_loss, part, refusals
 
 
@@ -27,7 +28,8 @@ def adapter(batches, rank, world, **more):
     )
 
 
-def body_turns(rank, world):
+@on_ranks(2, init=True)
+def test_each_rank_in_turn(rank, world):
     lengths = [4, 8]
     batches = [batch_of(rank, step, lengths[(step + rank) % 2]) for step in range(2)]
     for index, one in enumerate(batches):
@@ -59,14 +61,11 @@ def body_turns(rank, world):
             assert torch.equal(one["inputs_embeds"], embeds[:, cut])
             assert one["places"].shape == (3, length // world)
             assert one["attention_mask"].shape == (2, length // world)
-    return True
 
 
-def test_each_rank_in_turn():
-    assert all(run_ranks(2, body_turns, init=True))
-
-
-def body_padded(rank, world):
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks(init=True)
+def test_padding_changes_no_loss(rank, world):
     """Any length: the loss and the gradients of the model are those without padding."""
     tokens = torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(7))
     batch = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(5).expand(2, 5)}
@@ -84,14 +83,9 @@ def body_padded(rank, world):
     places = [torch.empty_like(mine["position_ids"]) for _ in range(world)]
     dist.all_gather(places, mine["position_ids"])
     logits = model(torch.cat(whole, 1), torch.cat(places, 1))
-    loss = weighted_loss(mean_loss(part(logits, rank, world, 1), mine["shift_labels"]), mine["shift_labels"], None)
+    weighted_loss(mean_loss(part(logits, rank, world, 1), mine["shift_labels"]), mine["shift_labels"], None)
     one_rank = mean_loss(logits, torch.cat(every, 1))
-    return [abs(float(one_rank - plain)), float(loss)]
-
-
-def test_padding_changes_no_loss():
-    for world in (2, 4):
-        assert max(gap for gap, _ in run_ranks(world, body_padded, init=True)) < 1e-6
+    assert abs(float(one_rank - plain)) < 1e-6
 
 
 def wrong_loader(rank, world, what):
@@ -110,10 +104,6 @@ def wrong_loader(rank, world, what):
     return [len(one) for one in adapter(gone() if what == "fails" and rank == 0 else batches * 2, rank, world)]
 
 
-def body_wrong(rank, world, cases):
-    return refusals(cases, lambda what: wrong_loader(rank, world, what))
-
-
 BAD = {
     "length": ("ValueError", "rank 1: .*2 sequences of 5 tokens cannot be cut into 2 equal parts.*pad=True"),
     "end": ("RuntimeError", r"do not end together: those of ranks \[0\] of 2 have ended"),
@@ -123,7 +113,8 @@ BAD = {
 }
 
 
-def test_every_rank_raises():
-    for found in run_ranks(2, body_wrong, list(BAD), init=True, timeout=60):
-        for (kind, text), (what, (error, words)) in zip(found, BAD.items()):
-            assert kind == error and re.search(f"(?s){words}", text), (what, kind, text)
+@on_ranks(2, init=True, timeout=60)
+def test_every_rank_raises(rank, world):
+    found = refusals(list(BAD), lambda what: wrong_loader(rank, world, what))
+    for (kind, text), (what, (error, words)) in zip(found, BAD.items()):
+        assert kind == error and re.search(f"(?s){words}", text), (what, kind, text)

@@ -14,7 +14,8 @@ from deepspeed.sequence import (
     detect_model_sp_info,
 )
 from deepspeed.sequence.layer import DistributedAttention
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from runs import must_raise
 from sequence_models import attend, part, refusals, worst
 
 WIDTH = 8
@@ -36,7 +37,10 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def body_vision(rank, world, has_cls, pair):
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("has_cls, pair", [(True, False), (False, True)])
+@on_ranks(init=True)
+def test_vision_attention(rank, world, has_cls, pair):
     attn, plain = ToyVisionAttention(pair), ToyVisionAttention()
     made = UlyssesSPViTAttention(attn, dist.get_world_group(), has_cls_token=has_cls)
     first = int(has_cls)
@@ -59,13 +63,7 @@ def body_vision(rank, world, has_cls, pair):
         pairs.append((mine, other))
     dist.all_reduce(attn.qkv.weight.grad)
     pairs.append((attn.qkv.weight.grad, plain.qkv.weight.grad))
-    return worst(pairs)
-
-
-@pytest.mark.parametrize("has_cls, pair", [(True, False), (False, True)])
-def test_vision_attention(has_cls, pair):
-    for world in (1, 2, 3):
-        assert max(run_ranks(world, body_vision, has_cls, pair, init=True)) < 1e-12
+    assert worst(pairs) < 1e-12
 
 
 def body_lengths(rank, world):
@@ -132,13 +130,10 @@ def body_fusion(rank, world, kind):
     )
 
 
-def body_fusions(rank, world):
-    return max(body_fusion(rank, world, kind) for kind in ("llava", "intern", "qwen"))
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_fusion(world):
-    assert max(run_ranks(world, body_fusions, init=True)) < 1e-12
+@on_ranks(init=True)
+def test_fusion(rank, world):
+    assert max(body_fusion(rank, world, kind) for kind in ("llava", "intern", "qwen")) < 1e-12
 
 
 def bad_fusion(what):
@@ -155,10 +150,6 @@ def bad_fusion(what):
     )
 
 
-def body_bad_fusion(rank, world, cases):
-    return refusals(cases, bad_fusion)
-
-
 BAD = {
     "count": "4 visual features for 3 image tokens",
     "shape": "do not belong to text_embeds",
@@ -167,10 +158,11 @@ BAD = {
 }
 
 
-def test_bad_fusion():
-    for found in run_ranks(2, body_bad_fusion, list(BAD), init=True, timeout=60):
-        for (kind, text), (what, words) in zip(found, BAD.items()):
-            assert kind == "ValueError" and words in text, (what, kind, text)
+@on_ranks(2, init=True, timeout=60)
+def test_bad_fusion(rank, world):
+    found = refusals(list(BAD), bad_fusion)
+    for (kind, text), (what, words) in zip(found, BAD.items()):
+        assert kind == "ValueError" and words in text, (what, kind, text)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -208,19 +200,26 @@ class MyAttention(torch.nn.Module):
         return hidden_states
 
 
-def body_wrap(rank, world):
+@on_ranks(2, init=True)
+def test_wrapped(rank, world):
     model, group = Multimodal(), dist.get_world_group()
     assert auto_wrap_model_for_sp(model, group) is model
     assert all(type(one) is UlyssesSPViTAttention and one.has_cls_token for one in model.vision_tower.layers)
     assert type(model.language_model[0]) is DistributedAttention
     whole = [normal(2, 4, 4, 3, seed=seed) for seed in range(3)]
     found = model.language_model[0](*(part(x, rank, world, 1) for x in whole), 0)
-    with pytest.raises(ValueError, match="has no attention that sequence parallelism knows"):
-        auto_wrap_model_for_sp(torch.nn.Linear(1, 1), group)
-    with pytest.raises(ValueError, match="'0' takes no query, key and value"):
-        auto_wrap_model_for_sp(torch.nn.Sequential(MyAttention()), group)
-    return worst([(found, part(attend(*whole, "causal"), rank, world, 1))])
-
-
-def test_wrapped():
-    assert max(run_ranks(2, body_wrap, init=True)) < 1e-12
+    must_raise(
+        ValueError,
+        "has no attention that sequence parallelism knows",
+        auto_wrap_model_for_sp,
+        torch.nn.Linear(1, 1),
+        group,
+    )
+    must_raise(
+        ValueError,
+        "'0' takes no query, key and value",
+        auto_wrap_model_for_sp,
+        torch.nn.Sequential(MyAttention()),
+        group,
+    )
+    assert worst([(found, part(attend(*whole, "causal"), rank, world, 1))]) < 1e-12

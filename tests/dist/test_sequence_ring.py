@@ -7,12 +7,8 @@ from deepspeed import comm as dist
 from deepspeed.sequence import methods
 from deepspeed.sequence.ring import Ring, ring_attention
 from deepspeed.sequence.ulysses_ring import UlyssesRing
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from sequence_models import attend, part, projections, refusals, worst
-
-
-def body_equal(rank, world, cases):
-    return max(equal_case(rank, world, *case) for case in cases)
 
 
 def equal_case(rank, world, heads, kv, causal):
@@ -28,9 +24,11 @@ def equal_case(rank, world, heads, kv, causal):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_equals_one_process(world):
+@on_ranks(init=True)
+def test_equals_one_process(rank, world):
     cases = [(heads, kv, causal) for heads, kv in ((2, 2), (4, 1)) for causal in (True, False)]
-    assert max(run_ranks(world, body_equal, cases, init=True)) < 1e-12
+
+    assert max(equal_case(rank, world, *case) for case in cases) < 1e-12
 
 
 def body_balance(rank, world):
@@ -76,10 +74,6 @@ def test_who_exchanges_heads():
     assert found == [(4, 2, 2), (4, 3, 2), (8, 5, 4), (3, 2, 1), (6, 4, 3), (4, 1, 1)]
 
 
-def body_both(rank, world, cases):
-    return max(both_case(rank, world, *case) for case in cases)
-
-
 def both_case(rank, world, heads, kv):
     whole = [x.requires_grad_() for x in projections(heads, kv, length=4 * world)]
     expected = attend(*whole, "causal")
@@ -92,5 +86,6 @@ def both_case(rank, world, heads, kv):
     return worst(pairs + [(x.grad, part(y.grad, rank, world, 1)) for x, y in zip(mine, whole)])
 
 
-def test_both_together():
-    assert max(run_ranks(4, body_both, [(2, 2), (3, 1), (3, 3), (1, 1)], init=True)) < 1e-12
+@on_ranks(4, init=True)
+def test_both_together(rank, world):
+    assert max(both_case(rank, world, *case) for case in [(2, 2), (3, 1), (3, 3), (1, 1)]) < 1e-12

@@ -9,7 +9,7 @@ from deepspeed import comm as dist
 from deepspeed.sequence import masks
 from deepspeed.sequence.blockwise import Dropped
 from deepspeed.sequence.hf_attention import UlyssesSPAttentionHF
-from harness import run_ranks
+from harness import on_ranks
 from sequence_models import part, projections, worst
 
 SIZE, CAP, DROP = 4, 0.8, 0.3
@@ -86,10 +86,6 @@ def rules_case(rank, world, method, chunk, heads, kv, kind, rules, dtype):
     return worst(pairs)
 
 
-def body_rules(rank, world, cases):
-    return [rules_case(rank, world, *case) for case in cases]
-
-
 ALL = ("cap", "sinks", "dropout")
 CASES = {
     2: [
@@ -117,7 +113,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_equal_one_process(world):
-    for gaps in run_ranks(world, body_rules, CASES[world], init=True, timeout=120):
-        for case, gap in zip(CASES[world], gaps):
-            assert gap < (1e-11 if case[-1] is torch.float64 else 2e-5), case
+@on_ranks(init=True, timeout=120)
+def test_equal_one_process(rank, world):
+    gaps = [rules_case(rank, world, *case) for case in CASES[world]]
+    for case, gap in zip(CASES[world], gaps):
+        assert gap < (1e-11 if case[-1] is torch.float64 else 2e-5), case

@@ -12,7 +12,7 @@ import toy_transformers
 from deepspeed.comm.mesh import made_here
 from deepspeed.sequence import methods, weighted_loss
 from deepspeed.utils import groups
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import take_step, weight_list
 from sequence_models import refusals, sgd_engine
 
@@ -71,16 +71,6 @@ def train_case(rank, world, heads, hosts, recompute, how):
     return max([*gaps, *(abs(a - b) for a, b in zip(found, losses))]), bool(rings and rings[0]), tallest, moved
 
 
-def body_train(rank, world, cases, folder):
-    found = []
-    for heads, hosts, recompute, how in cases:
-        how = {**how, **({"folder": folder} if how.get("offload") == "file" else {})}
-        with toy_transformers.installed():
-            found.append(train_case(rank, world, heads, hosts, recompute, how))
-        groups.clear()
-    return found
-
-
 WORLDS = {
     1: [
         ((4, 2), None, False, {"tile_mlp": True, "tile_loss": True}),
@@ -103,16 +93,22 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_trains_as_one_process(world, tmp_path):
+@on_ranks(timeout=120)
+def test_trains_as_one_process(rank, world, folder):
     cases = WORLDS[world]
-    for every in run_ranks(world, body_train, cases, str(tmp_path), timeout=120):
-        for (heads, hosts, _, how), (gap, ring, tallest, moved) in zip(cases, every):
-            assert gap < 2e-5, (heads, how)
-            wanted = how.get("method") in ("ring", "both") or heads[0] < world or hosts is not None
-            assert ring == (wanted and how.get("method") != "ulysses"), (heads, how)
-            tile = 4 * heads[0] if how.get("tile_mlp") is True else LENGTH
-            assert tallest == min(tile, LENGTH // world), (heads, how)
-            assert (moved > 0) == (how.get("offload") == "file"), (heads, how)
+    found = []
+    for heads, hosts, recompute, how in cases:
+        how = {**how, **({"folder": folder} if how.get("offload") == "file" else {})}
+        with toy_transformers.installed():
+            found.append(train_case(rank, world, heads, hosts, recompute, how))
+        groups.clear()
+    for (heads, hosts, _, how), (gap, ring, tallest, moved) in zip(cases, found):
+        assert gap < 2e-5, (heads, how)
+        wanted = how.get("method") in ("ring", "both") or heads[0] < world or hosts is not None
+        assert ring == (wanted and how.get("method") != "ulysses"), (heads, how)
+        tile = 4 * heads[0] if how.get("tile_mlp") is True else LENGTH
+        assert tallest == min(tile, LENGTH // world), (heads, how)
+        assert (moved > 0) == (how.get("offload") == "file"), (heads, how)
 
 
 def no_transformer():

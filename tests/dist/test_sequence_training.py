@@ -14,8 +14,8 @@ from deepspeed.sequence import gradients, weighted_loss
 from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
-from harness import run_ranks
-from runs import engine_of, settings, take_step, weight_list
+from harness import on_ranks, run_ranks
+from runs import engine_of, must_raise, settings, take_step, weight_list
 from sampling import every_case, sample
 from sequence_models import Tiny, attend, batch_of, mean_loss, vocab_loss, worst
 
@@ -62,14 +62,9 @@ def ways(rank, world, way):
     return start(Tiny(), config, **more)
 
 
-def body_groups(rank, world):
-    for way in ("mpu", "mesh", "key", "both keys"):
-        check_groups(rank, world, way)
-        groups.clear()
-    return True
-
-
-def check_groups(rank, world, way):
+@pytest.mark.parametrize("way", ["mpu", "mesh", "key", "both keys"])
+@on_ranks(4, timeout=60)
+def test_groups_and_batch_sizes(rank, world, way):
     engine = ways(rank, world, way)
     assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (4, 2, 1)
     assert engine.train_batch_size() == 4 and engine.sequence_parallel_size == 2
@@ -82,17 +77,13 @@ def check_groups(rank, world, way):
     if way == "mesh":
         names = engine.mesh_device.mesh_dim_names
         assert tuple(names) == ("data_parallel", "sequence_parallel")
-        with pytest.raises(ValueError, match="has made groups of 2 ranks"):
-            parallel_state_sp.initialize_sequence_parallel(4)
+        must_raise(ValueError, "has made groups of 2 ranks", parallel_state_sp.initialize_sequence_parallel, 4)
     if way == "mpu":
         assert parallel_state_sp.get_model_parallel_rank is parallel_state_sp.get_sequence_parallel_rank
         assert parallel_state_sp.get_data_parallel_world_size() == 2
         assert parallel_state_sp.get_sequence_data_parallel_world_size() == 4
     engine.destroy()
-
-
-def test_groups_and_batch_sizes():
-    assert all(run_ranks(4, body_groups, timeout=60))
+    groups.clear()
 
 
 class NotEnough:
@@ -104,13 +95,10 @@ class NotEnough:
     get_sequence_parallel_world_size = lambda self: 2
 
 
-def body_half_an_mpu(rank, world):
-    start(Tiny(), config_of(1), mpu=NotEnough())
-
-
-def test_an_mpu_without_the_ranks_of_zero_is_refused():
-    with pytest.raises(AttributeError, match="no get_sequence_data_parallel_group"):
-        run_ranks(2, body_half_an_mpu, init=True)
+@on_ranks(2, init=True)
+def test_an_mpu_without_the_ranks_of_zero_is_refused(rank, world):
+    given = Tiny(), config_of(1)
+    must_raise(AttributeError, "no get_sequence_data_parallel_group", start, *given, mpu=NotEnough())
 
 
 # ---- one gradient ----------------------------------------------------------------------------------------------------
@@ -207,7 +195,8 @@ def test_bf16():
     check(2, [(stage, 2, "weighted", 1, False, {"bf16": {"enabled": True}}) for stage in (0, 2, 3)], 3e-2)
 
 
-def body_engines(rank, world):
+@on_ranks(2, init=True, timeout=60)
+def test_two_engines_on_one_group(rank, world):
     """The rule holds while some engine trains on the group."""
     group, found = dist.get_world_group(), [gradients.summed_in(dist.get_world_group())]
     first = start(shared_model(), config_of(1, sequence_parallel_size=2))
@@ -219,15 +208,18 @@ def body_engines(rank, world):
     gc.collect()
     found.append(gradients.summed_in(group))
     groups.clear()
-    return found
-
-
-def test_two_engines_on_one_group():
-    assert run_ranks(2, body_engines, init=True, timeout=60) == [[False, True, True, False]] * 2
+    assert found == [False, True, True, False]
 
 
 # ---- losses by themselves --------------------------------------------------------------------------------------------
-def body_vocab(rank, world):
+
+
+VOCAB_SIZE = 11
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks(init=True)
+def test_cross_entropy_of_a_shared_sequence(rank, world):
     """Without an engine: each rank the part of its own gradient."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(8, 2, VOCAB_SIZE, generator=generator, dtype=torch.float32).requires_grad_()
@@ -238,30 +230,25 @@ def body_vocab(rank, world):
     mine = logits.detach().chunk(world)[rank].clone().requires_grad_()
     found = vocab_sequence_parallel_cross_entropy(mine, target.chunk(world)[rank], dist.get_world_group())
     (found * weights).sum().backward()
-    with pytest.raises(ValueError, match="need targets of shape"):
-        vocab_sequence_parallel_cross_entropy(mine, target[:1], dist.get_world_group())
-    return worst([(found, expected), (mine.grad, logits.grad.chunk(world)[rank])])
+    must_raise(
+        ValueError,
+        "need targets of shape",
+        vocab_sequence_parallel_cross_entropy,
+        mine,
+        target[:1],
+        dist.get_world_group(),
+    )
+    assert worst([(found, expected), (mine.grad, logits.grad.chunk(world)[rank])]) < 1e-6
 
 
-VOCAB_SIZE = 11
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_cross_entropy_of_a_shared_sequence(world):
-    assert max(run_ranks(world, body_vocab, init=True)) < 1e-6
-
-
-def body_no_labels(rank, world):
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(init=True)
+def test_a_sequence_without_labels_has_the_loss_0(rank, world):
     labels = torch.full((2, 3), -100)
     logits = torch.randn(2, 3, 5, requires_grad=True)
     loss = weighted_loss(mean_loss(logits, labels), labels, dist.get_world_group())
     loss.backward()
-    return [loss.item(), float(logits.grad.abs().max())]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_sequence_without_labels_has_the_loss_0(world):
-    assert run_ranks(world, body_no_labels, init=True) == [[0.0, 0.0]] * world
+    assert [loss.item(), float(logits.grad.abs().max())] == [0.0, 0.0]
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF,
 from deepspeed.sequence import parallel_state, weighted_loss
 from deepspeed.sequence.hf_attention import configure_model
 from deepspeed.utils import groups
-from harness import run_ranks
-from runs import take_step, weight_list
+from harness import on_ranks, run_ranks
+from runs import must_raise, take_step, weight_list
 from sequence_models import sgd_engine
 
 MISSING = importlib.util.find_spec("transformers") is None
@@ -68,10 +68,18 @@ def family_model(family):
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
 
-def body_family(rank, world, family, kind):
-    plain, model, batch = family_model(family), family_model(family), batch_of(kind)
-    labels = batch.pop("labels")
+@pytest.mark.parametrize("kind", ["causal", "packed", "padded"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3"])
+@on_ranks(2, init=True, timeout=90)
+def test_families(rank, world, family, kind):
+    plain, model = family_model(family), family_model(family)
     register(model, world, core_attn_implementation=model.config._attn_implementation)
+    assert gap_of(rank, world, plain, model, batch_of(kind)) < 1e-4
+
+
+def gap_of(rank, world, plain, model, batch):
+    """The largest difference of a logit, and of a gradient that is summed over the ranks, to those of one process."""
+    labels = batch.pop("labels")
     expected = plain(**batch).logits
     upper = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4)) * (labels != -100)[..., None]
     (expected * upper).sum().backward()
@@ -79,17 +87,14 @@ def body_family(rank, world, family, kind):
     logits, kept = model(**mine).logits, labels.chunk(world, 1)[rank] != -100
     (logits * upper.chunk(world, 1)[rank]).sum().backward()
     gap = (logits - expected.chunk(world, 1)[rank])[kept].abs()
-    gaps, wanted = [float(gap.max()) if gap.numel() else 0.0], grads_of(plain)
-    for name, param in model.named_parameters():
+    return max(float(gap.max()) if gap.numel() else 0.0, grad_gap(model, grads_of(plain)))
+
+
+def grad_gap(model, wanted, losses=1):
+    """``losses``: how many ranks have the loss of the whole sequence."""
+    for param in model.parameters():
         dist.all_reduce(param.grad)
-        gaps.append(float((param.grad - wanted[name]).abs().max()))
-    return max(gaps)
-
-
-@pytest.mark.parametrize("kind", ["causal", "packed", "padded"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3"])
-def test_families(family, kind):
-    assert max(run_ranks(2, body_family, family, kind, init=True, timeout=90)) < 1e-4
+    return max(float((param.grad / losses - wanted[name]).abs().max()) for name, param in model.named_parameters())
 
 
 def batch_of(kind, step=0, rank=0):
@@ -121,7 +126,14 @@ def grads_of(model):
     return {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
-def body_equal(rank, world, kind, heads, kv, window, checkpoint):
+@pytest.mark.sample("values", 10)
+@pytest.mark.parametrize("checkpoint", ["", "reentrant", "no reentrant"])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("heads, kv", [(4, 4), (4, 2), (6, 3), (5, 1), (2, 2)])
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["causal", "packed", "padded", "uneven labels"])
+@on_ranks(init=True, timeout=90)
+def test_equals_one_process(rank, world, kind, heads, kv, window, checkpoint):
     plain, model = model_of(heads, kv, window), model_of(heads, kv, window)
     batches = [batch_of(kind, 0, owner) for owner in range(world)]
     mpu = register(model, world)
@@ -152,20 +164,8 @@ def body_equal(rank, world, kind, heads, kv, window, checkpoint):
     for loss, wanted in reversed(deferred):  # the backward of a forward that was not the last one
         model.zero_grad()
         loss.backward()
-        for name, param in model.named_parameters():
-            dist.all_reduce(param.grad)  # every rank's loss is that of the whole sequence
-            gaps.append(float((param.grad / world - wanted[name]).abs().max()))
-    return max(gaps)
-
-
-@pytest.mark.sample("values", 10)
-@pytest.mark.parametrize("checkpoint", ["", "reentrant", "no reentrant"])
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("heads, kv", [(4, 4), (4, 2), (6, 3), (5, 1), (2, 2)])
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["causal", "packed", "padded", "uneven labels"])
-def test_equals_one_process(kind, world, heads, kv, window, checkpoint):
-    assert max(run_ranks(world, body_equal, kind, heads, kv, window, checkpoint, init=True, timeout=90)) < 2e-5
+        gaps.append(grad_gap(model, wanted, losses=world))
+    assert max(gaps) < 2e-5
 
 
 def body_name(rank, world, folder):
@@ -178,8 +178,7 @@ def body_name(rank, world, folder):
     mine = {name: value.chunk(world, 1)[dist.get_rank(group)] for name, value in whole.items() if name != "labels"}
     gap = float((model(**mine).logits - expected.chunk(world, 1)[dist.get_rank(group)]).abs().max())
     assert float((model.eval()(**whole).logits - expected).abs().max()) < 1e-5  # disable_in_eval
-    with pytest.raises(ValueError, match="has 12 tokens in a batch of 2.*told seq_length=12, 6 on each rank"):
-        model.train()(**whole)
+    must_raise(ValueError, "has 12 tokens in a batch of 2.*told seq_length=12, 6 on each rank", model.train(), **whole)
     return gap
 
 
@@ -198,7 +197,8 @@ class Wrapped:
         return self.model
 
 
-def body_arguments(rank, world):
+@on_ranks(2, init=True, timeout=90)
+def test_arguments(rank, world):
     assert register(model_of(), 1) is None
     assert register(Wrapped(model_of()), world) is parallel_state
     cases = [
@@ -210,24 +210,27 @@ def body_arguments(rank, world):
         ({"model": 7}, "model_name_or_path is a int"),
     ]
     for more, words in cases:
-        with pytest.raises(ValueError, match="(?s)" + words):
-            register(**{"model": model_of(), "world": world, **more})
+        must_raise(ValueError, "(?s)" + words, register, **{"model": model_of(), "world": world, **more})
     model = model_of()
     register(model, world)
     mine = {name: value.chunk(world, 1)[rank] for name, value in batch_of("causal").items() if name != "labels"}
     with pytest.raises(ValueError, match="the model's attention mask is none of"):
         odd = torch.rand(2, 1, LENGTH // world, LENGTH // world, generator=torch.Generator().manual_seed(1)) > 0.5
         model(**mine, attention_mask=odd)
-    with pytest.raises(ValueError, match="a cache of keys does not know"):
-        model.generate(mine["input_ids"], max_new_tokens=2, use_cache=True, do_sample=False)
-    return True
+    must_raise(
+        ValueError,
+        "a cache of keys does not know",
+        model.generate,
+        mine["input_ids"],
+        max_new_tokens=2,
+        use_cache=True,
+        do_sample=False,
+    )
 
 
-def test_arguments():
-    assert all(run_ranks(2, body_arguments, init=True, timeout=90))
-
-
-def body_train(rank, world, stage):
+@pytest.mark.parametrize("stage, world", [(0, 2), (1, 4), (2, 2), (3, 4)])
+@on_ranks(init=True, timeout=120)
+def test_training(rank, world, stage):
     """An engine on shared sequences against one process: SGD, a batch of each rank in turn."""
     plain, model = model_of(), model_of()
     mpu = register(model, 2)
@@ -253,12 +256,7 @@ def body_train(rank, world, stage):
     assert replica == rank // 2
     engine.destroy()
     groups.clear()
-    return gap
-
-
-@pytest.mark.parametrize("stage, world", [(0, 2), (1, 4), (2, 2), (3, 4)])
-def test_training(stage, world):
-    assert max(run_ranks(world, body_train, stage, init=True, timeout=120)) < 1e-5
+    assert gap < 1e-5
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -279,25 +277,6 @@ def test_tiles(shifted):
     assert max(float((param.grad - wanted[name]).abs().max()) for name, param in model.named_parameters()) < 1e-5
 
 
-def body_configured(rank, world, method, heads, kv, chunk, checkpoint):
-    """As the section ``sequence_parallel`` says: logits and gradients of one process."""
-    plain, model, batch = model_of(heads, kv), model_of(heads, kv).train(), batch_of("causal")
-    made = configure_model(model, dist.get_world_group(), method=method, chunk=chunk)
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
-    expected = plain(input_ids=batch["input_ids"]).logits
-    upper = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4))
-    (expected * upper).sum().backward()
-    mine = {name: batch[name].chunk(world, 1)[rank] for name in ("input_ids", "position_ids")}
-    logits = model(**mine).logits
-    (logits * upper.chunk(world, 1)[rank]).sum().backward()
-    gaps, wanted = [float((logits - expected.chunk(world, 1)[rank]).abs().max())], grads_of(plain)
-    for name, param in model.named_parameters():
-        dist.all_reduce(param.grad)
-        gaps.append(float((param.grad - wanted[name]).abs().max()))
-    return max(gaps), made._ring is not None
-
-
 @pytest.mark.parametrize(
     "world, method, heads, kv, chunk, checkpoint",
     [
@@ -309,40 +288,32 @@ def body_configured(rank, world, method, heads, kv, chunk, checkpoint):
         (4, "auto", 2, 2, 0, ""),
     ],
 )
-def test_methods_and_chunks(world, method, heads, kv, chunk, checkpoint):
-    for gap, ring in run_ranks(world, body_configured, method, heads, kv, chunk, checkpoint, init=True, timeout=90):
-        assert gap < 1e-4 and ring == (method in ("ring", "both") or heads < world)
-
-
-def body_blocks(rank, world, kind, window, method, chunk):
-    """Masks of blocks: padding, documents and windows in a ring and in chunks."""
-    plain, model, batch = model_of(4, 2, window), model_of(4, 2, window).train(), batch_of(kind)
+@on_ranks(init=True, timeout=90)
+def test_methods_and_chunks(rank, world, method, heads, kv, chunk, checkpoint):
+    """As the section ``sequence_parallel`` says: logits and gradients of one process."""
+    plain, model = model_of(heads, kv), model_of(heads, kv).train()
     made = configure_model(model, dist.get_world_group(), method=method, chunk=chunk)
-    labels = batch.pop("labels")
-    expected = plain(**batch).logits
-    upper = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4)) * (labels != -100)[..., None]
-    (expected * upper).sum().backward()
-    logits = model(**{name: value.chunk(world, 1)[rank] for name, value in batch.items()}).logits
-    (logits * upper.chunk(world, 1)[rank]).sum().backward()
-    gap = (logits - expected.chunk(world, 1)[rank])[labels.chunk(world, 1)[rank] != -100].abs()
-    gaps, wanted = [float(gap.max()) if gap.numel() else 0.0], grads_of(plain)
-    for name, param in model.named_parameters():
-        dist.all_reduce(param.grad)
-        gaps.append(float((param.grad - wanted[name]).abs().max()))
-    return max(gaps), made._ring is not None
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
+    assert gap_of(rank, world, plain, model, batch_of("causal")) < 1e-4
+    assert (made._ring is not None) == (method in ("ring", "both") or heads < world)
 
 
 @pytest.mark.parametrize("kind, window", [("packed", None), ("padded", None), ("causal", 4), ("packed", 4)])
 @pytest.mark.parametrize("world, method, chunk", [(2, "ring", 0), (2, "auto", 4), (1, "auto", 5)])
-def test_masks_by_blocks(world, method, chunk, kind, window):
-    for gap, ring in run_ranks(world, body_blocks, kind, window, method, chunk, init=True, timeout=90):
-        assert gap < 1e-4 and ring == (method == "ring")
+@on_ranks(init=True, timeout=90)
+def test_masks_by_blocks(rank, world, method, chunk, kind, window):
+    """Masks of blocks: padding, documents and windows in a ring and in chunks."""
+    plain, model = model_of(4, 2, window), model_of(4, 2, window).train()
+    made = configure_model(model, dist.get_world_group(), method=method, chunk=chunk)
+    assert gap_of(rank, world, plain, model, batch_of(kind)) < 1e-4 and (made._ring is not None) == (method == "ring")
 
 
-def body_dropout(rank, world, *ways):
+@on_ranks(2, init=True, timeout=90)
+def test_the_dropout_of_rings_and_chunks_does_not_know_the_cut(rank, world):
     """Logits and gradients, where every layer drops probabilities: those of the first way."""
     found, batch = [], batch_of("packed")
-    for method, chunk in ways:
+    for method, chunk in (("ring", 0), ("auto", 4), ("auto", 5)):
         model = model_of().train()
         for layer in model.model.layers:
             layer.self_attn.attention_dropout = 0.3
@@ -355,31 +326,22 @@ def body_dropout(rank, world, *ways):
             dist.all_reduce(grad)
         found.append([logits.detach(), *grads])
         assert (made._ring is not None) == (method == "ring")
-    return [max(float((a - b).abs().max()) for a, b in zip(one, found[0])) for one in found]
+    assert max(float((a - b).abs().max()) for one in found for a, b in zip(one, found[0])) < 1e-4
 
 
-def test_the_dropout_of_rings_and_chunks_does_not_know_the_cut():
-    for gaps in run_ranks(2, body_dropout, ("ring", 0), ("auto", 4), ("auto", 5), init=True, timeout=90):
-        assert max(gaps) < 1e-4
-
-
-def body_no_positions(rank, world, how):
+@pytest.mark.parametrize("how", ["registered", "configured"])
+@on_ranks(2, init=True, timeout=90)
+def test_a_model_without_positions_is_refused(rank, world, how):
     model, batch = model_of(), batch_of("causal")
     if how == "registered":
         register(model, world)
     else:
         configure_model(model, dist.get_world_group())
     tokens = batch["input_ids"].chunk(world, 1)[rank]
-    with pytest.raises(ValueError, match="LlamaForCausalLM was called without position_ids"):
-        model(input_ids=tokens)
-    with pytest.raises(ValueError, match="LlamaForCausalLM was called without position_ids"):
-        model(tokens, None, None)
-    return model_of()(input_ids=tokens).logits.shape  # another model of the process
-
-
-@pytest.mark.parametrize("how", ["registered", "configured"])
-def test_a_model_without_positions_is_refused(how):
-    assert run_ranks(2, body_no_positions, how, init=True, timeout=90) == [(2, LENGTH // 2, 31)] * 2
+    must_raise(ValueError, "LlamaForCausalLM was called without position_ids", model, input_ids=tokens)
+    must_raise(ValueError, "LlamaForCausalLM was called without position_ids", model, tokens, None, None)
+    # another model of the process
+    assert model_of()(input_ids=tokens).logits.shape == (2, LENGTH // 2, 31)
 
 
 def sdpa_attention_forward(module, query, key, value, attention_mask, scaling=None, s_aux=None, **more):
@@ -408,7 +370,9 @@ def gpt_oss():
     return model
 
 
-def body_sinks(rank, world, method, chunk):
+@pytest.mark.parametrize("method, chunk", [("ulysses", 0), ("ring", 0), ("auto", 5)])
+@on_ranks(2, init=True, timeout=90)
+def test_sinks_of_gpt_oss(rank, world, method, chunk):
     plain, model, batch = gpt_oss(), gpt_oss(), batch_of("causal")
     configure_model(model, dist.get_world_group(), method=method, chunk=chunk)
     batch.pop("labels")
@@ -421,12 +385,7 @@ def body_sinks(rank, world, method, chunk):
     for name, param in model.named_parameters():
         dist.all_reduce(param.grad)
         gaps.append(float((param.grad - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1.0)))
-    return max(gaps)
-
-
-@pytest.mark.parametrize("method, chunk", [("ulysses", 0), ("ring", 0), ("auto", 5)])
-def test_sinks_of_gpt_oss(method, chunk):
-    assert max(run_ranks(2, body_sinks, method, chunk, init=True, timeout=90)) < 1e-4
+    assert max(gaps) < 1e-4
 
 
 def test_what_a_model_will_need():
@@ -442,14 +401,11 @@ def test_what_a_model_will_need():
     assert "gradient_checkpointing" in str(found[0]) and "2 ranks" in str(found[0])
 
 
-def body_auto(rank, world):
+@on_ranks(2, init=True, timeout=90)
+def test_auto_wrap(rank, world):
     """By the group: models that were not wrapped stay as they are."""
     model, plain, batch = model_of(), model_of(), batch_of("packed")
     assert deepspeed.sequence.auto_wrap_model_for_sp(model, dist.get_world_group()) is model
     mine = {name: value.chunk(world, 1)[rank] for name, value in batch.items() if name != "labels"}
     expected = plain(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-    return float((model(**mine).logits - expected.chunk(world, 1)[rank]).abs().max())
-
-
-def test_auto_wrap():
-    assert max(run_ranks(2, body_auto, init=True, timeout=90)) < 1e-5
+    assert float((model(**mine).logits - expected.chunk(world, 1)[rank]).abs().max()) < 1e-5

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import deepspeed
-from harness import run_ranks
-from runs import engine_of, take_step
+from harness import on_ranks
+from runs import engine_of, must_raise, take_step, together
 
 ROWS, WIDTH, STEPS = 40, 4, 3
 
@@ -69,7 +69,20 @@ OPTIMIZERS = {
 CLIP = {"AdamW": 0.5, "SparseAdam": 0}  # torch does not clip sparse gradients
 
 
-def body(rank, world, accumulate, sparse, optimizer, more):
+@pytest.mark.parametrize(
+    "world, accumulate, sparse, optimizer, more, bound",
+    [
+        (1, 2, True, "AdamW", {}, 2e-6),
+        (2, 1, True, "AdamW", {}, 2e-6),
+        (3, 2, False, "AdamW", {}, 2e-6),
+        (3, 1, True, "SparseAdam", {}, 2e-6),
+        (1, 1, True, "SparseAdam", {}, 2e-6),
+        # Sixteen bits travel, and accumulate in fp32.
+        (2, 2, False, "AdamW", {"communication_data_type": "bf16"}, 2e-2),
+    ],
+)
+@on_ranks()
+def test_equals_one_dense_process(rank, world, accumulate, sparse, optimizer, more, bound):
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -90,25 +103,9 @@ def body(rank, world, accumulate, sparse, optimizer, more):
         for micro in range(accumulate):
             take_step(engine, engine(tokens_of(step, world * micro + rank)))
     reference = plain_process(optimizer, world * accumulate)
-    wanted, worst = dict(reference.named_parameters()), 0.0
-    for name, param in engine.module.named_parameters():
-        worst = max(worst, float((param.detach().float() - wanted[name]).abs().max()))
-    return worst
-
-
-@pytest.mark.parametrize(
-    "world, accumulate, sparse, optimizer",
-    [(1, 2, True, "AdamW"), (2, 1, True, "AdamW"), (3, 2, False, "AdamW"), (3, 1, True, "SparseAdam"),
-     (1, 1, True, "SparseAdam")],
-)  # fmt: skip
-def test_equals_one_dense_process(world, accumulate, sparse, optimizer):
-    worst = run_ranks(world, body, accumulate, sparse, optimizer, {})
-    assert max(worst) < 2e-6 and len(set(worst)) == 1
-
-
-def test_sixteen_bits_travel_and_accumulate_in_fp32():
-    worst = run_ranks(2, body, 2, False, "AdamW", {"communication_data_type": "bf16"})
-    assert max(worst) < 2e-2 and len(set(worst)) == 1
+    pairs = zip(engine.module.parameters(), reference.parameters(), strict=True)
+    worst = together(max(float((mine.detach().float() - wanted).abs().max()) for mine, wanted in pairs))
+    assert max(worst) < bound and len(set(worst)) == 1
 
 
 def embedding_engine(rows, on, **more):
@@ -123,19 +120,20 @@ def embedding_engine(rows, on, **more):
     return engine_of(model, config)
 
 
-def body_bytes(rank, world, on):
-    engine = embedding_engine(4000, on)
-    engine.core.reset_traffic()
-    take_step(engine, engine(torch.tensor([7, 3999, rank])).sum())
-    return engine.core.traffic()["bytes"]
+@on_ranks(2)
+def test_only_touched_rows_travel(rank, world):
+    def sent(on):
+        engine = embedding_engine(4000, on)
+        engine.core.reset_traffic()
+        take_step(engine, engine(torch.tensor([7, 3999, rank])).sum())
+        return engine.core.traffic()["bytes"]
 
-
-def test_only_touched_rows_travel():
-    dense, rows = run_ranks(2, body_bytes, False)[0], run_ranks(2, body_bytes, True)[0]
+    dense, rows = map(sent, (False, True))
     assert dense > 4000 * 8 * 4 and rows < 1000
 
 
-def body_average(rank, world):
+@on_ranks(2)
+def test_sums_in_place_of_means(rank, world):
     """As DeepSpeed's own test of sparse gradients has it: sums are means times the number of ranks."""
     torch.manual_seed(0)
     model = Bags(True)
@@ -154,10 +152,6 @@ def body_average(rank, world):
         assert torch.allclose(found[1][name], world * mean, rtol=1e-6, atol=0) and bool((mean != 0).any()), name
 
 
-def test_sums_in_place_of_means():
-    run_ranks(2, body_average)
-
-
 class NoRates(torch.optim.Optimizer):
     """Adam and SparseAdam behind groups without ``lr``, as DeepSpeed's own tests of sparse gradients have it."""
 
@@ -169,7 +163,13 @@ class NoRates(torch.optim.Optimizer):
     step = Lazy.step
 
 
-def body_no_rates(rank, world, sparse):
+def dense(tensor):
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@on_ranks(2)
+def test_sums_after_grads_were_dropped_and_groups_without_lr(rank, world, sparse):
     torch.manual_seed(0)
     model = Bags(sparse)
     config = {"train_batch_size": world, "steps_per_print": 1, "sparse_gradients": True}
@@ -197,15 +197,6 @@ def body_no_rates(rank, world, sparse):
         assert torch.equal(mine, other)
 
 
-def dense(tensor):
-    return tensor.to_dense() if tensor.is_sparse else tensor
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-def test_sums_after_grads_were_dropped_and_groups_without_lr(sparse):
-    run_ranks(2, body_no_rates, sparse)
-
-
 class OneTable(torch.nn.Module):
     def __init__(self, has_table):
         super().__init__()
@@ -217,7 +208,8 @@ class OneTable(torch.nn.Module):
 KINDS = [(False, False), (True, False), (True, True)]  # has a table, sparse_gradients
 
 
-def body_names(rank, world, folder):
+@on_ranks(2)
+def test_names_of_sparse_embeddings_without_an_optimizer_and_after_a_load(rank, world, folder):
     """As DeepSpeed's own test of checkpoints has it, without an optimizer."""
 
     def engine(has_table, sparse):
@@ -239,26 +231,25 @@ def body_names(rank, world, folder):
             assert target.sparse_tensor_module_names == wanted, (has_table, sparse, other)
 
 
-def test_names_of_sparse_embeddings_without_an_optimizer_and_after_a_load(tmp_path):
-    run_ranks(2, body_names, str(tmp_path))
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sharded_stages_are_refused(stage):
     config = {"train_batch_size": 1, "sparse_gradients": True, "zero_optimization": {"stage": stage}}
-    with pytest.raises(deepspeed.config.DeepSpeedConfigError, match="sparse_gradients.*stage.*Use stage 0"):
-        deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
+    must_raise(
+        deepspeed.config.DeepSpeedConfigError,
+        "sparse_gradients.*stage.*Use stage 0",
+        deepspeed.initialize,
+        model=torch.nn.Linear(2, 2),
+        config=config,
+    )
 
 
-def body_bf16(rank, world, on):
-    engine = embedding_engine(60, on, bf16={"enabled": True})
-    for step in range(2):
-        take_step(engine, engine(torch.tensor([7, 59, step + rank])).sum())
-    return [deepspeed.utils.safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+@on_ranks(2)
+def test_bf16_with_fp32_masters(rank, world):
+    def masters(on):
+        engine = embedding_engine(60, on, bf16={"enabled": True})
+        for step in range(2):
+            take_step(engine, engine(torch.tensor([7, 59, step + rank])).sum())
+        return [deepspeed.utils.safe_get_full_fp32_param(param) for param in engine.module.parameters()]
 
-
-def test_bf16_with_fp32_masters():
-    dense, rows = (run_ranks(2, body_bf16, on) for on in (False, True))
-    for rank in range(2):
-        for one, other in zip(dense[rank], rows[rank]):
-            assert one.dtype == torch.float32 and torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+    for one, other in zip(masters(False), masters(True)):
+        assert one.dtype == torch.float32 and torch.allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -11,8 +11,8 @@ import deepspeed
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from deepspeed.zero.optimizers.states_in_files import StatesOfMaster
 from engine_models import batch, loss_of, make_net, train_engine
-from harness import run_ranks
-from runs import take_step
+from harness import on_ranks, run_ranks
+from runs import must_raise, take_step
 from test_checkpoint_universal import to_universal
 from test_offload_optimizer import everything, files_below, make_engine, on, same
 
@@ -73,7 +73,8 @@ def test_every_bit_is_that_of_states_in_memory(tmp_path, world, stage, maker, dt
     assert not files_below(tmp_path), "removed with the engine"
 
 
-def body_plain(rank, world, folder):
+@on_ranks(1)
+def test_equals_plain_pytorch(rank, world, folder):
     """Against PyTorch without an engine."""
     torch.manual_seed(0)
     model = make_net()
@@ -91,14 +92,11 @@ def body_plain(rank, world, folder):
         optimizer.step()
     for a, b in zip(engine.module.parameters(), plain.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-    return True
 
 
-def test_equals_plain_pytorch(tmp_path):
-    assert all(run_ranks(1, body_plain, str(tmp_path)))
-
-
-def body_checkpoint(rank, world, folder, stage, next_stage):
+@pytest.mark.parametrize("stage, next_stage", [(2, 2), (3, 3), (1, 3)])
+@on_ranks(2)
+def test_checkpoints(rank, world, stage, next_stage, folder):
     swap, more = os.path.join(folder, "swap"), {"bf16": {"enabled": True}}
     plain = engine_of(world, stage, None, **more)
     train_engine(plain, 4, rank, world)
@@ -117,13 +115,6 @@ def body_checkpoint(rank, world, folder, stage, next_stage):
     if stage == next_stage:
         # What nobody has used has no state there, and zeros in the checkpoint.
         assert all(b is None or torch.equal(a, b) for a, b in zip(found[0], everything(plain), strict=True))
-    first.destroy()
-    return True
-
-
-@pytest.mark.parametrize("stage, next_stage", [(2, 2), (3, 3), (1, 3)])
-def test_checkpoints(tmp_path, stage, next_stage):
-    assert all(run_ranks(2, body_checkpoint, str(tmp_path), stage, next_stage))
 
 
 def body_save(rank, world, folder, stage):
@@ -168,8 +159,7 @@ def body_access(rank, world, folder):
     engine.basic_optimizer.step, real = _fail, engine.basic_optimizer.step
     tokens, targets = batch(2)
     engine.backward(loss_of(engine(tokens), targets))
-    with pytest.raises(RuntimeError, match="this step fails"):
-        engine.step()
+    must_raise(RuntimeError, "this step fails", engine.step)
     engine.basic_optimizer.step = real
     assert engine.basic_optimizer.param_groups is before and all(group["params"] for group in before)
     assert len(in_files(engine)) == len(engine.basic_optimizer.state)

@@ -21,8 +21,8 @@ from deepspeed.utils import (
 )
 from deepspeed.zero.states.param_states import WholeParams
 from engine_models import adam_like, batch, config, loss_of, make_net, train_engine
-from harness import run_ranks
-from runs import DTYPES, engine_of
+from harness import on_ranks
+from runs import DTYPES, engine_of, must_raise, together
 
 STAGES = [0, 1, 2, 3]
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
@@ -98,7 +98,9 @@ def close(a, b, precision):
     return float((a.double() - b.double()).norm()) <= limit * float(b.double().norm())
 
 
-def body_get(rank, world, stage, precision, optimizer):
+@pytest.mark.parametrize("stage, precision, optimizer", CASES)
+@on_ranks(2)
+def test_whole_tensors_are_those_of_one_process(rank, world, stage, precision, optimizer):
     engine = start(world, stage, precision, optimizer)
     params, reference = trained(engine), dict(plain(precision).named_parameters())
     for name, p in params.items():
@@ -131,12 +133,7 @@ def body_get(rank, world, stage, precision, optimizer):
         update = grad / (grad.abs() + EPS)
         assert torch.allclose(full, before[name] * (1 - LR * DECAY) - LR * update, rtol=1e-4, atol=1e-6), name
         assert torch.equal(weight_of(p), full.to(p.dtype)), name
-    return {name: safe_get_full_fp32_param(p) for name, p in params.items()}
-
-
-@pytest.mark.parametrize("stage, precision, optimizer", CASES)
-def test_whole_tensors_are_those_of_one_process(stage, precision, optimizer):
-    first, second = run_ranks(2, body_get, stage, precision, optimizer)
+    first, second = together({name: safe_get_full_fp32_param(p) for name, p in params.items()})
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -148,7 +145,9 @@ def before_the_second_step(rank, world, stage, precision, optimizer):
     return engine, params
 
 
-def body_set(rank, world, stage, precision, optimizer):
+@pytest.mark.parametrize("stage, precision, optimizer", CASES)
+@on_ranks(2)
+def test_what_is_set_is_what_the_next_step_uses(rank, world, stage, precision, optimizer):
     engine, params = before_the_second_step(rank, world, stage, precision, optimizer)
     wanted = {}
     torch.manual_seed(5)
@@ -161,14 +160,14 @@ def body_set(rank, world, stage, precision, optimizer):
         safe_set_full_fp32_param(p, weight)
         safe_set_full_grad(p, grad)
         if safe_get_full_optimizer_state(p, "exp_avg") is None:
-            with pytest.raises(ValueError, match="no optimizer state 'exp_avg' to set"):
-                safe_set_full_optimizer_state(p, first, "exp_avg")
+            must_raise(
+                ValueError, "no optimizer state 'exp_avg' to set", safe_set_full_optimizer_state, p, first, "exp_avg"
+            )
             wanted[name] = (weight, grad, torch.zeros(shape), torch.zeros(shape))
         else:
             safe_set_full_optimizer_state(p, first, "exp_avg")
             safe_set_full_optimizer_state(p, second.flatten(), "exp_avg_sq")
-        with pytest.raises(ValueError, match="cannot take a value of shape"):
-            safe_set_full_grad(p, torch.zeros(shape.numel() + 1))
+        must_raise(ValueError, "cannot take a value of shape", safe_set_full_grad, p, torch.zeros(shape.numel() + 1))
     for name, p in params.items():
         weight, grad, first, second = wanted[name]
         assert torch.equal(safe_get_full_fp32_param(p), weight), name
@@ -192,11 +191,8 @@ def body_set(rank, world, stage, precision, optimizer):
 
 
 @pytest.mark.parametrize("stage, precision, optimizer", CASES)
-def test_what_is_set_is_what_the_next_step_uses(stage, precision, optimizer):
-    run_ranks(2, body_set, stage, precision, optimizer)
-
-
-def body_local(rank, world, stage, precision, optimizer):
+@on_ranks(2)
+def test_parts_of_ranks(rank, world, stage, precision, optimizer):
     engine, params = before_the_second_step(rank, world, stage, precision, optimizer)
     parts = {}
     for name, p in params.items():
@@ -236,8 +232,7 @@ def body_local(rank, world, stage, precision, optimizer):
         if grad is not None:
             safe_set_local_grad(p, torch.full_like(grad, mark + 10.0))
         elif parts[name]:
-            with pytest.raises(ValueError, match="no gradient to set"):
-                safe_set_local_grad(p, torch.zeros(parts[name]))
+            must_raise(ValueError, "no gradient to set", safe_set_local_grad, p, torch.zeros(parts[name]))
         state = safe_get_local_optimizer_state(p, "exp_avg")
         if state is not None:
             safe_set_local_optimizer_state(p, torch.full_like(state, mark + 20.0), "exp_avg")
@@ -246,14 +241,14 @@ def body_local(rank, world, stage, precision, optimizer):
         kept = (safe_get_full_fp32_param(p), safe_get_full_grad(p), safe_get_full_optimizer_state(p, "exp_avg"))
         assert torch.equal(weight_of(p), kept[0].to(p.dtype)), name
         found[name] = [t.flatten().tolist() if t is not None else None for t in kept]
-        with pytest.raises(ValueError, match="this rank's part has .* elements, the value 1000"):
-            safe_set_local_fp32_param(p, torch.zeros(1000))
-    return parts, found
-
-
-@pytest.mark.parametrize("stage, precision, optimizer", CASES)
-def test_parts_of_ranks(stage, precision, optimizer):
-    (parts_0, found_0), (parts_1, found_1) = run_ranks(2, body_local, stage, precision, optimizer)
+        must_raise(
+            ValueError,
+            "this rank's part has .* elements, the value 1000",
+            safe_set_local_fp32_param,
+            p,
+            torch.zeros(1000),
+        )
+    (parts_0, found_0), (parts_1, found_1) = together(parts, found)
     assert found_0 == found_1, "all ranks see the same whole tensors"
     assert any(parts_0[name] and parts_1[name] for name in parts_0), "some parameter is cut"
     for name, (weight, grad, state) in found_0.items():
@@ -267,7 +262,9 @@ def test_parts_of_ranks(stage, precision, optimizer):
                 assert (values.count(base), values.count(base + 1)) == own, (name, base)
 
 
-def body_update(rank, world, stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_update_of_all_gradients(rank, world, stage):
     engine = start(world, stage, "fp32", "AdamW")
     one_backward(engine, rank, world)
     params = list(trained(engine).values())
@@ -289,28 +286,21 @@ def body_update(rank, world, stage):
         assert after is None if grad is None else torch.equal(after, 2 * grad)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_update_of_all_gradients(stage):
-    run_ranks(2, body_update, stage)
-
-
-def body_frozen(rank, world, stage, precision):
+@on_ranks(2)
+def test_frozen_parameters(rank, world, stage, precision):
     engine = start(world, stage, precision, "AdamW")
     frozen = next(p for p in engine.module.parameters() if not p.requires_grad)
     assert safe_get_full_grad(frozen) is None and safe_get_full_optimizer_state(frozen, "exp_avg") is None
     assert safe_get_full_fp32_param(frozen) is None and safe_get_local_fp32_param(frozen) is None
     assert safe_get_local_grad(frozen) is None and safe_get_local_optimizer_state(frozen, "exp_avg") is None
-    with pytest.raises(ValueError, match="no fp32 value to set"):
-        safe_set_full_fp32_param(frozen, torch.zeros(12, 12))
+    must_raise(ValueError, "no fp32 value to set", safe_set_full_fp32_param, frozen, torch.zeros(12, 12))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_frozen_parameters(stage, precision):
-    run_ranks(2, body_frozen, stage, precision)
-
-
-def body_accumulation(rank, world, stage):
+@on_ranks(2)
+def test_gradients_are_whole_after_the_last_micro_step(rank, world, stage):
     engine = start(world, stage, "fp32", "AdamW", accumulate=2)
     tokens, targets = batch(0)
     found = []
@@ -319,15 +309,8 @@ def body_accumulation(rank, world, stage):
         engine.backward(loss_of(engine(tokens[mine]), targets[mine]))
         found.append(safe_get_full_grad(engine.module.out.weight))
         engine.step()
-    return found
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradients_are_whole_after_the_last_micro_step(stage):
-    expected = plain("fp32", world=4).out.weight.grad
-    ranks = run_ranks(2, body_accumulation, stage)
-    for early, whole in ranks:
-        assert close(whole, expected, "fp32")
-        assert (early is None) == (stage == 1)
+    early, whole = found
+    assert close(whole, plain("fp32", world=4).out.weight.grad, "fp32")
+    assert (early is None) == (stage == 1)
     if stage != 1:
-        assert torch.equal(ranks[0][0], ranks[1][0]) == (stage >= 2)
+        assert torch.equal(*together(early)) == (stage >= 2)

@@ -8,8 +8,8 @@ import torch
 import deepspeed
 from deepspeed.zero.core import writing
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
-from harness import run_ranks
-from runs import engine_of, settings, take_step
+from harness import on_ranks
+from runs import engine_of, must_raise, settings, take_step
 
 
 class Net(torch.nn.Module):
@@ -44,7 +44,10 @@ def value_of(param):
 
 
 # ---- param.data = tensor -------------------------------------------------------------------------------------------
-def replaced(rank, world, stage, dtype):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2, init=True)
+def test_replaced_data_is_trained(rank, world, stage, dtype):
     engine = made_engine(stage, dtype, rate=0.1)
     weight = engine.module.first.weight
     for _ in range(2):
@@ -55,37 +58,25 @@ def replaced(rank, world, stage, dtype):
         assert (once - 0.25).abs().max() < 0.2
         step(engine, rank)
         assert not torch.equal(weight, once)
-    return True
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_replaced_data_is_trained(stage, dtype):
-    assert run_ranks(2, replaced, stage, dtype, init=True) == [True, True]
-
-
-def other_form(rank, world, stage):
+@on_ranks(1, init=True)
+def test_another_shape_or_dtype_is_an_error(rank, world, stage):
     engine = made_engine(stage)
     weight = engine.module.first.weight
     kept, x = weight.data, torch.zeros(2, 6)
     for wrong, text in ((kept[:3].clone(), r"is Float \[3, 6\]"), (kept.double(), "is Double")):
         weight.data = wrong
-        with pytest.raises(RuntimeError, match=r"parameter 'first.weight' was Float \[40, 6\].* " + text):
-            engine(x)
-        with pytest.raises(RuntimeError, match="parameter 'first.weight' was"):
-            engine.step()
+        must_raise(RuntimeError, r"parameter 'first.weight' was Float \[40, 6\].* " + text, engine, x)
+        must_raise(RuntimeError, "parameter 'first.weight' was", engine.step)
         weight.data = kept
     step(engine)
     assert torch.equal(weight, kept)
-    return True
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_another_shape_or_dtype_is_an_error(stage):
-    assert run_ranks(1, other_form, stage, init=True) == [True]
-
-
-def there_and_back(rank, world):
+@on_ranks(1, init=True)
+def test_a_dtype_and_back_keeps_training(rank, world):
     """Autograd forgets the accumulator of a parameter whose data change their dtype, and with it the engine's hook."""
     engine = made_engine(1, rate=0.1)
     step(engine)
@@ -94,14 +85,11 @@ def there_and_back(rank, world):
     before = engine.module.first.weight.detach().clone()
     step(engine)
     assert not torch.equal(engine.module.first.weight, before)
-    return True
 
 
-def test_a_dtype_and_back_keeps_training():
-    assert run_ranks(1, there_and_back, init=True) == [True]
-
-
-def swapped(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(1, init=True)
+def test_who_puts_averages_in_and_takes_them_out_has_the_old_weights_again(rank, world, stage):
     engine = made_engine(stage, rate=0.1)
     step(engine)
     params = [p for p in engine.module.parameters() if p.requires_grad]
@@ -117,34 +105,28 @@ def swapped(rank, world, stage):
     with torch.no_grad():
         engine(torch.ones(2, 6))
     assert all(torch.equal(p, v) for p, v in zip(params, values))
-    return True
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_who_puts_averages_in_and_takes_them_out_has_the_old_weights_again(stage):
-    assert run_ranks(1, swapped, stage, init=True) == [True]
-
-
-def new_parameter(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(1, init=True)
+def test_new_parameters_in_a_module(rank, world, stage):
     engine = made_engine(stage)
     layer, old = engine.module.first, engine.module.first.weight
     layer.weight = torch.nn.Parameter(torch.full((40, 6), 0.5))
     if stage == 3:
-        with pytest.raises(RuntimeError, match="'first.weight' was replaced .*assign=False"):
-            engine(torch.zeros(2, 6))
-        return True
-    step(engine)
-    assert layer.weight is old and torch.equal(old, torch.full((40, 6), 0.5))
-    return True
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_new_parameters_in_a_module(stage):
-    assert run_ranks(1, new_parameter, stage, init=True) == [True]
+        must_raise(RuntimeError, "'first.weight' was replaced .*assign=False", engine, torch.zeros(2, 6))
+    else:
+        step(engine)
+        assert layer.weight is old and torch.equal(old, torch.full((40, 6), 0.5))
 
 
 # ---- writes in place -----------------------------------------------------------------------------------------------
-def loaded(rank, world, stage, dtype, offload):
+BESIDE = [(0, "bf16", False), *((stage, dtype, dtype == "fp32") for stage in (1, 2, 3) for dtype in ("bf16", "fp32"))]
+
+
+@pytest.mark.parametrize("stage, dtype, offload", BESIDE)
+@on_ranks(2, init=True)
+def test_loaded_weights_stay(rank, world, stage, dtype, offload):
     engine = made_engine(stage, dtype, offload)
     step(engine, rank)
     shapes = {"first.weight": (40, 6), "first.bias": (40,), "last.weight": (1, 40), "last.bias": (1,)}
@@ -154,18 +136,11 @@ def loaded(rank, world, stage, dtype, offload):
     for param in (engine.module.first.weight, engine.module.last.bias):
         assert torch.equal(value_of(param), torch.full_like(value_of(param), 0.375))
         assert deepspeed.utils.safe_get_full_fp32_param(param).unique().tolist() == [0.375]
-    return True
-
-
-BESIDE = [(0, "bf16", False), *((stage, dtype, dtype == "fp32") for stage in (1, 2, 3) for dtype in ("bf16", "fp32"))]
 
 
 @pytest.mark.parametrize("stage, dtype, offload", BESIDE)
-def test_loaded_weights_stay(stage, dtype, offload):
-    assert run_ranks(2, loaded, stage, dtype, offload, init=True) == [True, True]
-
-
-def in_place(rank, world, stage, dtype, offload):
+@on_ranks(2, init=True)
+def test_only_written_elements_change(rank, world, stage, dtype, offload, folder):
     engine = made_engine(stage, dtype, offload, rate=1e-4, stage3_param_persistence_threshold=10**6)
     step(engine, rank)  # masters are no values of bf16 from here on
     param = engine.module.first.weight
@@ -181,19 +156,15 @@ def in_place(rank, world, stage, dtype, offload):
     assert torch.equal(value_of(param)[0].float(), torch.full((6,), 2.0))
     with torch.no_grad():
         param[0].fill_(3.0)
-    engine.save_checkpoint("saved")
+    engine.save_checkpoint(folder)
     after = deepspeed.utils.safe_get_full_fp32_param(param)
     assert torch.equal(after[0], torch.full((6,), 3.0))
-    return True
 
 
-@pytest.mark.parametrize("stage, dtype, offload", BESIDE)
-def test_only_written_elements_change(stage, dtype, offload, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run_ranks(2, in_place, stage, dtype, offload, init=True) == [True, True]
-
-
-def one_rank_edits(rank, world, stage, dtype):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2, init=True)
+def test_edits_of_one_rank_reach_all(rank, world, stage, dtype):
     engine = made_engine(stage, dtype)
     module = engine.module
     edited = [module.first.weight, module.frozen.bias, module.last.bias]
@@ -202,17 +173,12 @@ def one_rank_edits(rank, world, stage, dtype):
             for number, param in enumerate(edited):
                 param.fill_(number + 0.5)
     step(engine, rank)
-    return [value_of(param).unique().tolist() for param in edited]
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_edits_of_one_rank_reach_all(stage, dtype):
-    assert run_ranks(2, one_rank_edits, stage, dtype, init=True) == [[[0.5], [1.5], [2.5]]] * 2
+    assert [value_of(param).unique().tolist() for param in edited] == [[0.5], [1.5], [2.5]]
 
 
 # ---- a write that fails --------------------------------------------------------------------------------------------
-def failed_write(rank, world):
+@on_ranks(2, init=True)
+def test_writes_after_a_failed_one_are_seen(rank, world):
     engine = made_engine(3)
     step(engine, rank)
     core, weight = engine.core, engine.module.first.weight
@@ -225,15 +191,14 @@ def failed_write(rank, world):
         engine.optimizer.load_state_dict([states] * world, load_from_fp32_weights=True)
     with torch.no_grad(), deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
         weight.fill_(0.125)
-    return value_of(weight).unique().tolist()
-
-
-def test_writes_after_a_failed_one_are_seen():
-    assert run_ranks(2, failed_write, init=True) == [[0.125]] * 2
+    assert value_of(weight).unique().tolist() == [0.125]
 
 
 # ---- pickling ------------------------------------------------------------------------------------------------------
-def pickled(rank, world, stage, dtype):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2, init=True)
+def test_a_trained_module_is_pickled(rank, world, stage):
+    dtype = "bf16"
     engine = made_engine(stage, dtype, rate=0.1)
     step(engine, rank)
     x = torch.randn(2, 6)
@@ -248,17 +213,13 @@ def pickled(rank, world, stage, dtype):
     with torch.no_grad():
         assert torch.equal(loaded(x), expected)
     assert all(type(param) is torch.nn.Parameter for param in loaded.parameters())
-    again = made_engine(stage, dtype)
-    again.destroy()
-    return True
+    made_engine(stage, dtype).destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_trained_module_is_pickled(stage):
-    assert run_ranks(2, pickled, stage, "bf16", init=True) == [True, True]
-
-
-def sizes(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(1, init=True)
+def test_a_part_of_a_model_is_saved_alone(rank, world, stage):
+    """40 + 1 numbers of 4 bytes and what torch.save adds; the model has 1,961."""
     engine = made_engine(stage)
     step(engine)
 
@@ -268,10 +229,4 @@ def sizes(rank, world, stage):
         return len(file.getvalue())
 
     last = engine.module.last
-    return [size(last), size(last.state_dict()), size(last.weight), size(last.weight.detach())]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_part_of_a_model_is_saved_alone(stage):
-    """40 + 1 numbers of 4 bytes and what torch.save adds; the model has 1,961."""
-    assert max(run_ranks(1, sizes, stage, init=True)[0]) < 4000
+    assert max(map(size, (last, last.state_dict(), last.weight, last.weight.detach()))) < 4000

@@ -13,8 +13,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
 from deepspeed.runtime.zenflow.zenflow_utils import _split_affinity
 from deepspeed.utils import safe_get_full_fp32_param
-from harness import run_ranks
-from runs import dtype_of, initialized, settings, take_step
+from harness import on_ranks
+from runs import dtype_of, initialized, must_raise, settings, take_step
 from runs import weight_list as weights
 from zero_models import BETAS, DECAY, LR, clip
 from zero_training import ROWS, Deep, batch, loss_of, seeded, start
@@ -153,7 +153,13 @@ FLOWS = {
 
 
 # ---- the schedule -------------------------------------------------------------------------------------------------
-def body_schedule(rank, world, stage, name, accumulate):
+@pytest.mark.sample
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", FLOWS)
+@on_ranks()
+def test_follows_the_schedule(rank, world, name, stage, accumulate):
     flow = FLOWS[name]
     engine = make(stage, dict(flow), accumulate)
     reference = Schedule(seeded(Deep), flow)
@@ -167,50 +173,42 @@ def body_schedule(rank, world, stage, name, accumulate):
         for mine, theirs in zip(weights(engine), reference.params):
             assert (mine.double() - theirs).abs().max() < 2e-5, f"step {step}"
     assert engine.core.strategy_figures()["updates of the rest"] == reference.updates
-    return reference.updates
+    assert reference.updates > 0
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", FLOWS)
-def test_follows_the_schedule(name, stage, accumulate, world):
-    assert min(run_ranks(world, body_schedule, stage, name, accumulate)) > 0
-
-
-def body_hasty(rank, world):
+@on_ranks(1)
+def test_a_select_interval_below_the_update_interval_counts_as_that(rank, world):
     results = []
     for select in (2, 4):
         engine = make(2, {"select_strategy": "step", "select_interval": select, "update_interval": 4})
         train(engine, rank, world, 0, 12)
         results.append((engine.core.strategy_figures()["choices"], everything(engine)))
     (hasty, ours), (patient, theirs) = results
-    return hasty == patient == 3 and same(ours, theirs)
+    assert hasty == patient == 3 and same(ours, theirs)
 
 
-def test_a_select_interval_below_the_update_interval_counts_as_that():
-    assert run_ranks(1, body_hasty) == [True]
-
-
-def body_unchanged(rank, world, stage, dtype):
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_warm_up_throughout_is_zero_offload(rank, world, stage, dtype):
     more = {dtype: {"enabled": True}} if dtype else {}
     results = []
     for flow in (None, {"full_warm_up_rounds": 1000}, {"topk_ratio": 1.0, "overlap_step": True}):
         engine = make(stage, flow, **more)
         train(engine, rank, world, 0, 5)
         results.append(everything(engine))
-    return same(results[0], results[1]) and same(results[0], results[2])
-
-
-@pytest.mark.parametrize("dtype", [None, "bf16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_warm_up_throughout_is_zero_offload(stage, dtype):
-    assert all(run_ranks(2, body_unchanged, stage, dtype))
+    assert same(results[0], results[1]) and same(results[0], results[2])
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
-def body_resumed(rank, world, folder, stage, name, saved_at, writer):
+@pytest.mark.sample
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("writer", [None, "safetensors"])
+@pytest.mark.parametrize("saved_at", [1, 4, 6, 7])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", FLOWS)
+@on_ranks()
+def test_a_checkpoint_inside_an_interval_resumes(rank, world, name, stage, saved_at, writer, folder):
     more = {"checkpoint": {"writer": {"format": writer}}} if writer else {}
     straight = make(stage, dict(FLOWS[name]), **more)
     train(straight, rank, world, 0, saved_at)
@@ -221,20 +219,11 @@ def body_resumed(rank, world, folder, stage, name, saved_at, writer):
     train(resumed, rank, world, saved_at, 12)
     untouched = make(stage, dict(FLOWS[name]), **more)
     train(untouched, rank, world, 0, 12)
-    return same(everything(straight), everything(resumed)) and same(everything(straight), everything(untouched))
+    assert same(everything(straight), everything(resumed)) and same(everything(straight), everything(untouched))
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("writer", [None, "safetensors"])
-@pytest.mark.parametrize("saved_at", [1, 4, 6, 7])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", FLOWS)
-def test_a_checkpoint_inside_an_interval_resumes(tmp_path, name, stage, saved_at, writer, world):
-    assert all(run_ranks(world, body_resumed, str(tmp_path), stage, name, saved_at, writer))
-
-
-def body_elsewhere(rank, world, folder):
+@on_ranks(2)
+def test_checkpoints_of_other_runs(rank, world, folder):
     """Into another stage; into a run without ZenFlow, and from one."""
     flow = FLOWS["overlap"]
     first = make(2, dict(flow))
@@ -253,11 +242,7 @@ def body_elsewhere(rank, world, folder):
     back.load_checkpoint(folder, tag="plain")
     masters = same(everything(plain), everything(back))
     train(back, rank, world, 9, 12)
-    return close and masters
-
-
-def test_checkpoints_of_other_runs(tmp_path):
-    assert all(run_ranks(2, body_elsewhere, str(tmp_path)))
+    assert close and masters
 
 
 # ---- keys ---------------------------------------------------------------------------------------------------------
@@ -268,7 +253,8 @@ def test_names_and_defaults():
     assert _split_affinity([3], 0.5) == ([3], [3])
 
 
-def body_epochs(rank, world):
+@on_ranks(1)
+def test_a_choice_for_each_epoch(rank, world):
     data = torch.utils.data.TensorDataset(torch.rand(4 * ROWS * world, 6), torch.rand(4 * ROWS * world, 2))
     flow = {"select_strategy": "epoch", "update_interval": 2}
     zero = {"offload_optimizer": {"device": "cpu", "pin_memory": False}, "zenflow": flow}
@@ -278,13 +264,8 @@ def body_epochs(rank, world):
             take_step(engine, loss_of(engine(x), target))
     assert engine.core.strategy_figures()["choices"] == 3
     engine = make(2, {"select_strategy": "epoch"})
-    with pytest.raises(ValueError, match="steps_per_epoch"):
-        train(engine, rank, world, 0, 1)
-    return engine.zenflow_config().select_strategy
-
-
-def test_a_choice_for_each_epoch():
-    assert run_ranks(1, body_epochs) == ["epoch"]
+    must_raise(ValueError, "steps_per_epoch", train, engine, rank, world, 0, 1)
+    assert engine.zenflow_config().select_strategy == "epoch"
 
 
 BAD = [
@@ -303,22 +284,29 @@ def test_bad_sections_are_refused(flow, zero, named):
         "optimizer": {"type": "AdamW", "params": {"lr": LR}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": flow, **zero},
     }
-    with pytest.raises(Exception, match=named):
-        deepspeed.initialize(model=Deep(), config=config)
+    must_raise(Exception, named, deepspeed.initialize, model=Deep(), config=config)
 
 
-def body_refused(rank, world):
+@on_ranks(1)
+def test_optimizers_that_cannot_be_cut(rank, world):
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {}}
     config = {"train_batch_size": 1, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     model = Deep()
-    with pytest.raises(ValueError, match="DeepSpeedCPUAdam"):
-        deepspeed.initialize(model=model, config=config, optimizer=torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ValueError, match="lamb"):
-        deepspeed.initialize(model=Deep(), config={**config, "optimizer": {"type": "Lamb", "params": {"lr": 0.1}}})
+    must_raise(
+        ValueError,
+        "DeepSpeedCPUAdam",
+        deepspeed.initialize,
+        model=model,
+        config=config,
+        optimizer=torch.optim.AdamW(model.parameters()),
+    )
+    must_raise(
+        ValueError,
+        "lamb",
+        deepspeed.initialize,
+        model=Deep(),
+        config={**config, "optimizer": {"type": "Lamb", "params": {"lr": 0.1}}},
+    )
     model = Deep()
     engine = deepspeed.initialize(model=model, config=config, optimizer=DeepSpeedCPUAdam(model.parameters()))[0]
-    return type(engine.basic_optimizer).__name__
-
-
-def test_optimizers_that_cannot_be_cut():
-    assert run_ranks(1, body_refused) == ["DeepSpeedCPUAdam"]
+    assert type(engine.basic_optimizer).__name__ == "DeepSpeedCPUAdam"

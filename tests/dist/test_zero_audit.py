@@ -5,21 +5,12 @@ import torch
 
 from deepspeed.zero.audit import AuditError
 from engine_models import adam_like, batch, difference, loss_of, net_engine, train_engine, train_plain, uses_extra
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 
 def make_engine(world, stage, accumulate=1, precision=None, steps=3, optimizer=None):
     zero = {"audit_steps": steps, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20}
     return net_engine(world, stage, accumulate, client=optimizer, zero=zero, **(precision or {}))
-
-
-def body_well(rank, world, stage, accumulate, precision, client):
-    def sgd(params):
-        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-    engine = make_engine(world, stage, accumulate, precision, optimizer=sgd if client else None)
-    train_engine(engine, 5, rank, world)
-    return engine._auditing.audit is None
 
 
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
@@ -28,8 +19,14 @@ PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 @pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_right_engine_passes_and_the_audit_ends(stage, precision, client):
-    assert all(run_ranks(2, body_well, stage, 2, PRECISIONS[precision], client))
+@on_ranks(2)
+def test_a_right_engine_passes_and_the_audit_ends(rank, world, stage, precision, client):
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+    engine = make_engine(world, stage, 2, PRECISIONS[precision], optimizer=sgd if client else None)
+    train_engine(engine, 5, rank, world)
+    assert engine._auditing.audit is None
 
 
 def body_fault(rank, world, stage, fault):
@@ -71,7 +68,8 @@ def test_faults_are_named_in_their_step(stage, fault, words):
         run_ranks(2, body_fault, stage, fault)
 
 
-def body_environment(rank, world):
+@on_ranks(2)
+def test_the_environment_turns_it_on(rank, world):
     import os
 
     os.environ["DS_AUDIT"] = "1"
@@ -81,9 +79,4 @@ def body_environment(rank, world):
         del os.environ["DS_AUDIT"]
     assert engine._auditing.audit is not None
     losses, _ = train_engine(engine, 3, rank, world)
-    return engine._auditing.audit is None, difference(engine.module, train_plain(3, adam_like)[2])
-
-
-def test_the_environment_turns_it_on():
-    for over, gap in run_ranks(2, body_environment):
-        assert over and gap < 1e-6
+    assert (engine._auditing.audit is None) and difference(engine.module, train_plain(3, adam_like)[2]) < 1e-6

@@ -7,7 +7,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed.zero.gathers import linear
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import dtype_of, engine_of, settings
 from runs import train as train_on
 
@@ -166,7 +166,10 @@ class Counting:
         return call
 
 
-def body_entries(rank, world, stage, accumulate):
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_entries_into_the_core(rank, world, stage, accumulate):
     engine = make_engine(stage, accumulate)
     train(engine, rank, 2)
     counter = Counting(engine.core)
@@ -184,17 +187,10 @@ def body_entries(rank, world, stage, accumulate):
     hooks = 0
     if stage == 3:
         hooks = len(engine.parameter_offload.forward_hooks)
-    return counter.calls, hooks
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_entries_into_the_core(stage, accumulate):
-    for calls, hooks in run_ranks(2, body_entries, stage, accumulate):
-        # before and after forward, before backward; before the step, the step
-        assert calls == 3 * accumulate + 2
-        if stage == 3:
-            assert hooks == 2 * (2 * LAYERS) + 2  # around each unit, and around the model
+    # before and after forward, before backward; before the step, the step
+    assert counter.calls == 3 * accumulate + 2
+    if stage == 3:
+        assert hooks == 2 * (2 * LAYERS) + 2  # around each unit, and around the model
 
 
 def body_views(rank, world, efficient):
@@ -218,16 +214,13 @@ def test_gathered_weights_are_free_after_forward():
     assert all(kept < one for kept in run_ranks(2, body_views, False))
 
 
-def body_borrowed(rank, world, zero):
-    engine = make_engine(2, 2, reduce_bucket_size=2 * LARGEST, **zero)
-    train(engine, rank, 3)
-    return engine.core.peak_borrowed_bytes
-
-
 @pytest.mark.parametrize("zero", [{"overlap_comm": True}, {"overlap_comm": False}], ids=["overlap", "no overlap"])
-def test_stage_2_never_holds_all_gradients(zero):
+@on_ranks(2)
+def test_stage_2_never_holds_all_gradients(rank, world, zero):
     """Slots of a few buckets, and what has landed for this rank: from the first backward on."""
     whole = 4 * NUMEL
-    for borrowed in run_ranks(2, body_borrowed, zero):
-        assert borrowed <= 3 * 4 * 2 * LARGEST + whole / 2 + 0.05 * whole
-        assert borrowed < 0.95 * whole
+    engine = make_engine(2, 2, reduce_bucket_size=2 * LARGEST, **zero)
+    train(engine, rank, 3)
+    borrowed = engine.core.peak_borrowed_bytes
+    assert borrowed <= 3 * 4 * 2 * LARGEST + whole / 2 + 0.05 * whole
+    assert borrowed < 0.95 * whole

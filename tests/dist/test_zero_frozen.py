@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepspeed.utils import safe_get_full_grad
-from harness import run_ranks
+from harness import on_ranks
 from models import Recomputed
 from runs import engine_of, settings
 
@@ -47,7 +47,10 @@ def inputs(world):
     )
 
 
-def body(rank, world, stage, reentrant):
+@pytest.mark.parametrize("reentrant", [False, True, None])
+@on_ranks(2, init=True)
+def test_frozen_layers_with_checkpoints(rank, world, reentrant):
+    stage = 3
     made = settings(stage, 1, optimizer="SGD", rate=0.1, gradient_clipping=0.0)
     engine = engine_of(Recomputed(Block, 2, reentrant), made)
     plain = Recomputed(Block, 2, None)
@@ -63,9 +66,3 @@ def body(rank, world, stage, reentrant):
             assert stage < 3 or ours.shape == (0,), name  # nothing was kept
         optimizer.step()
         engine.step()
-    engine.destroy()
-
-
-@pytest.mark.parametrize("reentrant", [False, True, None])
-def test_frozen_layers_with_checkpoints(reentrant):
-    run_ranks(2, body, 3, reentrant, init=True)

@@ -5,7 +5,7 @@ import torch
 
 import deepspeed
 from engine_models import adam_like, config, difference, make_net, net_engine, train_engine, train_plain
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from runs import weight_list
 
 pytestmark = pytest.mark.gpu
@@ -50,17 +50,13 @@ def test_sixteen_bits_on_the_gpu(stage, precision):
     assert losses[-1] == pytest.approx(expected[-1], rel=0.08)
 
 
-def thousand_steps(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(1, timeout=240)
+def test_a_thousand_steps_allocate_nothing_more(rank, world, stage):
     engine = net_engine(world, stage, bf16={"enabled": True})
     reserved = []
     for turn in range(11):
         train_engine(engine, 10 if turn == 0 else 100, rank, world)
         torch.cuda.synchronize()
         reserved.append((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
-    return reserved
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_thousand_steps_allocate_nothing_more(stage):
-    (reserved,) = run_ranks(1, thousand_steps, stage, timeout=240)
     assert reserved[-1] == reserved[1]

@@ -9,18 +9,21 @@ import hashlib
 import pytest
 import torch
 
-from harness import run_ranks
-from runs import take_step, weight_list, weights
+from harness import on_ranks
+from runs import must_raise, take_step, together, weight_list, weights
 from sampling import every_case
 from zero_models import make, outputs_of, relative
-from zero_training import STAGES, WIDTH, Deep, batch, beside, gap, loss_of, same, seeded, start, train_beside
+from zero_training import STAGES, WIDTH, Deep, batch, below, beside, gap, loss_of, seeded, start, train_beside
+
 
 # ---- one result, always --------------------------------
-
-
-def body_repeat(rank, world, stage, runs):
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(timeout=120)
+def test_many_runs_have_one_result(rank, world, stage):
     found = []
-    for _ in range(runs):
+    for _ in range(50 if every_case() else 10):
         model = make("unused")
         engine = start(model, stage, world, 2, zero={"overlap_comm": True, "reduce_bucket_size": 30})
         for step in range(3):
@@ -33,21 +36,17 @@ def body_repeat(rank, world, stage, runs):
             digest.update(value.numpy().tobytes())
         found.append(digest.hexdigest())
         engine.destroy()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("stage", STAGES)
-def test_many_runs_have_one_result(stage, world):
-    results = run_ranks(world, body_repeat, stage, 50 if every_case() else 10, timeout=120)
-    assert len({digest for found in results for digest in found}) == 1
+    assert len({digest for digests in together(found) for digest in digests}) == 1
 
 
 # ---- ranks that do not do the same --------------------------------
+ALONE = {"DS_PEER_MEMORY": "0"}  # as between hosts and on GPUs: the ranks agree on what is gathered next
 
 
-def body_layers_by_rank(rank, world, stage, how):
+@pytest.mark.parametrize("how", ["expert", "depth"])
+@pytest.mark.parametrize("stage, env", [*((stage, {}) for stage in STAGES), (3, ALONE)])
+@on_ranks(3, timeout=30, given=["env"])
+def test_ranks_take_other_branches(rank, world, stage, how):
     def layers(step, part):
         if how == "expert":
             return [0, 1 + (part + step) % 3]
@@ -55,23 +54,21 @@ def body_layers_by_rank(rank, world, stage, how):
 
     engine, reference = beside(seeded(Deep), stage, world)
     train_beside(engine, reference, rank, world, range(6), lambda step, part: (layers(step, part),))
-    return gap(engine, reference)
+    below(gap(engine, reference))
 
 
-@pytest.mark.parametrize("how", ["expert", "depth"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_ranks_take_other_branches(stage, how):
-    same(run_ranks(3, body_layers_by_rank, stage, how, timeout=30))
+def evaluate(engine, times):
+    engine.eval()
+    with torch.no_grad():
+        for index in range(times):
+            engine(batch(99, index)[0], range(index + 1))
+    engine.train()
 
 
-@pytest.mark.parametrize("how", ["expert", "depth"])
-def test_ranks_without_shared_memory_take_other_branches(how, monkeypatch):
-    """As between hosts and on GPUs: the ranks agree on what is gathered next."""
-    monkeypatch.setenv("DS_PEER_MEMORY", "0")
-    same(run_ranks(3, body_layers_by_rank, 3, how, timeout=30))
-
-
-def body_alone(rank, world, how):
+@pytest.mark.parametrize("env", [{}, ALONE], ids=["shared memory", "without"])
+@pytest.mark.parametrize("how", ["gather", "eval before", "eval between", "eval after"])
+@on_ranks(3, timeout=30, given=["env"])
+def test_one_rank_alone(rank, world, how):
     model = seeded(Deep)
     engine, reference = beside(model, 3, world)
     for step in range(5):
@@ -88,31 +85,10 @@ def body_alone(rank, world, how):
             evaluate(engine, 2)
         engine.step()
         reference.step([reference.on(step, part) for part in range(world)])
-    return gap(engine, reference)
-
-
-def evaluate(engine, times):
-    engine.eval()
-    with torch.no_grad():
-        for index in range(times):
-            engine(batch(99, index)[0], range(index + 1))
-    engine.train()
-
-
-@pytest.mark.parametrize("how", ["gather", "eval before", "eval between", "eval after"])
-def test_one_rank_alone(how):
-    same(run_ranks(3, body_alone, how, timeout=30))
-
-
-@pytest.mark.parametrize("how", ["gather", "eval before", "eval between", "eval after"])
-def test_one_rank_alone_without_shared_memory(how, monkeypatch):
-    monkeypatch.setenv("DS_PEER_MEMORY", "0")
-    same(run_ranks(3, body_alone, how, timeout=30))
+    below(gap(engine, reference))
 
 
 # ---- exceptions --------------------------------
-
-
 class Trap(torch.autograd.Function):
     armed = False
 
@@ -141,7 +117,11 @@ class Trapped(Deep):
         return self.head(hidden + self.extra[1])
 
 
-def body_backward_raises(rank, world, stage, accumulate, user_backward):
+@pytest.mark.parametrize("user_backward", [False, True], ids=["engine.backward", "loss.backward"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, timeout=30)
+def test_training_goes_on_after_a_backward_that_raised(rank, world, stage, accumulate, user_backward):
     engine, reference = beside(seeded(Trapped), stage, world, accumulate, zero={"overlap_comm": True})
 
     def backward(step, micro):
@@ -163,17 +143,12 @@ def body_backward_raises(rank, world, stage, accumulate, user_backward):
             engine.step()
         Trap.armed = False
         reference.step([reference.on(step, part) for part in range(world * accumulate)])
-    return gap(engine, reference)
+    below(gap(engine, reference))
 
 
-@pytest.mark.parametrize("user_backward", [False, True], ids=["engine.backward", "loss.backward"])
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_training_goes_on_after_a_backward_that_raised(stage, accumulate, user_backward):
-    same(run_ranks(2, body_backward_raises, stage, accumulate, user_backward, timeout=30))
-
-
-def body_forward_raises(rank, world, stage):
+@on_ranks(2, timeout=30)
+def test_training_goes_on_after_a_forward_that_raised_on_one_rank(rank, world, stage):
     model = seeded(Trapped)
     engine, reference = beside(model, stage, world)
     for step in range(4):
@@ -186,20 +161,12 @@ def body_forward_raises(rank, world, stage):
             released = [p for p in model.parameters() if p.numel() == 0]
             assert bool(released) == (stage == 3)
             for param in released:  # nothing runs any more: a touch is an error again
-                with pytest.raises(RuntimeError, match="GatheredParameters"):
-                    param.norm()
+                must_raise(RuntimeError, "GatheredParameters", param.norm)
         train_beside(engine, reference, rank, world, [step])
-    return gap(engine, reference)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_training_goes_on_after_a_forward_that_raised_on_one_rank(stage):
-    same(run_ranks(2, body_forward_raises, stage, timeout=30))
+    below(gap(engine, reference))
 
 
 # ---- ways to call backward --------------------------------
-
-
 def _no_sync(engine, losses, parts):
     with engine.no_sync():
         for _ in range(parts - 1):
@@ -236,7 +203,10 @@ BACKWARDS = {
 }
 
 
-def body_backwards(rank, world, stage, how):
+@pytest.mark.parametrize("how", BACKWARDS)
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, timeout=30)
+def test_ways_to_call_backward(rank, world, stage, how):
     parts = 3
     engine, reference = beside(seeded(Deep), stage, world, parts if how == "accumulation" else 1)
     mine = range(rank * parts, (rank + 1) * parts)
@@ -245,13 +215,7 @@ def body_backwards(rank, world, stage, how):
         BACKWARDS[how](engine, losses, parts)
         engine.step()
         reference.step([reference.on(step, part) for part in range(world * parts)])
-    return gap(engine, reference)
-
-
-@pytest.mark.parametrize("how", BACKWARDS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_ways_to_call_backward(stage, how):
-    same(run_ranks(2, body_backwards, stage, how, timeout=30))
+    below(gap(engine, reference))
 
 
 class Forces(Deep):
@@ -265,22 +229,21 @@ class Forces(Deep):
         return force[:, :2] + energy / 10
 
 
-def body_grad_inside(rank, world, stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, timeout=30)
+def test_autograd_grad_inside_forward(rank, world, stage):
     engine, reference = beside(seeded(Forces), stage, world)
     for step in range(5):
         x, target = batch(step, rank)
         loss = loss_of(engine(x), target)
         take_step(engine, loss, step % 2)
         reference.step([reference.on(step, part) for part in range(world)])
-    return gap(engine, reference)
+    below(gap(engine, reference))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_autograd_grad_inside_forward(stage):
-    same(run_ranks(2, body_grad_inside, stage, timeout=30))
-
-
-def body_gradient_penalty(rank, world, stage):
+@on_ranks(2, timeout=30)
+def test_gradient_penalty_outside_forward(rank, world, stage):
     model = seeded(Deep)
     engine, reference = beside(model, stage, world)
 
@@ -296,15 +259,12 @@ def body_gradient_penalty(rank, world, stage):
         reference.step([loss_on(reference.model, step, part, torch.float64) for part in range(world)])
     if stage == 3:
         assert engine.core.gatherer.live_numel == 0
-    return gap(engine, reference)
+    below(gap(engine, reference))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradient_penalty_outside_forward(stage):
-    same(run_ranks(2, body_gradient_penalty, stage, timeout=30))
-
-
-def body_freeze(rank, world, stage):
+@on_ranks(2, timeout=30)
+def test_parameters_frozen_and_thawed_between_steps(rank, world, stage):
     model = seeded(Deep)
     engine, reference = beside(model, stage, world)
     for step in range(8):
@@ -313,17 +273,10 @@ def body_freeze(rank, world, stage):
             one.head.weight.requires_grad_(step % 3 != 1)
             one.extra.requires_grad_(step < 6)
         train_beside(engine, reference, rank, world, [step])
-    return gap(engine, reference)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_parameters_frozen_and_thawed_between_steps(stage):
-    same(run_ranks(2, body_freeze, stage, timeout=30))
+    below(gap(engine, reference))
 
 
 # ---- ways to call a module --------------------------------
-
-
 @dataclasses.dataclass
 class Both:
     first: torch.Tensor
@@ -373,7 +326,11 @@ class Keywords(torch.nn.Module):
         return Both(made[0], [Both(made[1])]) if self.pair.kind == "dataclass" else made
 
 
-def body_keywords(rank, world, stage, kind, user_backward):
+@pytest.mark.parametrize("user_backward", [False, True], ids=["engine.backward", "loss.backward"])
+@pytest.mark.parametrize("kind", ["tuple", "dict", "list", "dataclass"])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, timeout=30)
+def test_keyword_arguments_and_nested_outputs(rank, world, stage, kind, user_backward):
     model = seeded(Keywords, kind)
     accumulate = 2
     engine, reference = beside(model, stage, world, accumulate)
@@ -387,14 +344,7 @@ def body_keywords(rank, world, stage, kind, user_backward):
             loss = loss_on(engine, step, rank * accumulate + micro, torch.float32)
             take_step(engine, loss, user_backward)
         reference.step([loss_on(reference.model, step, part, torch.float64) for part in range(world * accumulate)])
-    return gap(engine, reference)
-
-
-@pytest.mark.parametrize("user_backward", [False, True], ids=["engine.backward", "loss.backward"])
-@pytest.mark.parametrize("kind", ["tuple", "dict", "list", "dataclass"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_keyword_arguments_and_nested_outputs(stage, kind, user_backward):
-    same(run_ranks(2, body_keywords, stage, kind, user_backward, timeout=30))
+    below(gap(engine, reference))
 
 
 class Mixed(torch.nn.Module):
@@ -424,15 +374,12 @@ class Inner(torch.nn.Module):
         return before * after + other @ (self.a * self.b) + (other @ weight.t()).sum()
 
 
-def body_mixed(rank, world, stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, timeout=30)
+def test_inputs_changed_in_place_and_borrowed_weights(rank, world, stage):
     engine, reference = beside(seeded(Mixed), stage, world)
     train_beside(engine, reference, rank, world)
-    return gap(engine, reference)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_inputs_changed_in_place_and_borrowed_weights(stage):
-    same(run_ranks(2, body_mixed, stage, timeout=30))
+    below(gap(engine, reference))
 
 
 class Lends(torch.nn.Module):
@@ -464,7 +411,10 @@ class Borrows(torch.nn.Module):
         return self.head(torch.tanh(result + bias))
 
 
-def body_lent(rank, world, stage, kind):
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, timeout=30)
+def test_weights_of_layers_that_are_not_called_and_parameters_as_outputs(rank, world, stage, kind):
     model = seeded(lambda: Borrows(kind))
     engine, reference = beside(model, stage, world)
     train_beside(engine, reference, rank, world)
@@ -473,10 +423,4 @@ def body_lent(rank, world, stage, kind):
     assert model.seen == [(WIDTH,)] * 5
     if stage == 3:
         assert not any(param.ds_handle.holders for param in model.parameters()), "given back after each call"
-    return gap(engine, reference)
-
-
-@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_weights_of_layers_that_are_not_called_and_parameters_as_outputs(stage, kind):
-    same(run_ranks(2, body_lent, stage, kind, timeout=30))
+    below(gap(engine, reference))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import deepspeed
-from harness import run_ranks
-from runs import engine_of, take_step
+from harness import on_ranks, run_ranks
+from runs import engine_of, must_raise, take_step
 
 contexts_of_devices = pytest.mark.skipif(
     not hasattr(torch.device("cpu"), "__enter__"), reason="this torch has no `with torch.device(...)`"
@@ -58,15 +58,12 @@ def test_blanks(precision, dtype):
     assert results[0] == results[1]
 
 
-def mics(rank, world):
+@on_ranks(2, init=True)
+def test_mics(rank, world):
     zero = {"stage": 3, "mics_shard_size": 1, "reduce_bucket_size": "auto"}
     with deepspeed.zero.MiCS_Init(config_dict_or_path={**CONFIG, "zero_optimization": zero}) as context:
         torch.nn.Linear(3, 3)
-    return context.num_partitions
-
-
-def test_mics():
-    assert run_ranks(2, mics, init=True) == [1, 1]
+    assert context.num_partitions == 1
 
 
 def test_without_a_configuration_parameters_are_fp16():
@@ -94,7 +91,17 @@ class OnMeta(torch.nn.Module):
         return self.tied(torch.tanh(self.first(x)))
 
 
-def meta(rank, world, how):
+@pytest.mark.parametrize(
+    "how",
+    [
+        "argument",
+        "whole module",
+        pytest.param("context outside", marks=contexts_of_devices),
+        pytest.param("context inside", marks=contexts_of_devices),
+    ],
+)
+@on_ranks(2, init=True)
+def test_parameters_made_on_the_meta_device(rank, world, how):
     contexts = [deepspeed.zero.Init(dtype=torch.float32)]
     if how != "argument":
         contexts.insert(0 if how == "context outside" else 1, torch.device("meta"))
@@ -117,26 +124,17 @@ def meta(rank, world, how):
     assert torch.equal(engine(x), plain(x))
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "argument",
-        "whole module",
-        pytest.param("context outside", marks=contexts_of_devices),
-        pytest.param("context inside", marks=contexts_of_devices),
-    ],
-)
-def test_parameters_made_on_the_meta_device(how):
-    run_ranks(2, meta, how, init=True)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_left_on_the_meta_device_is_refused_by_name(stage):
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     model = torch.nn.Sequential(torch.nn.Linear(3, 4, device="meta"))
-    with pytest.raises(ValueError, match=r"parameter '0.weight' \(4, 3\) is on the meta device.*to_empty"):
-        deepspeed.initialize(model=model, config=config)
+    must_raise(
+        ValueError,
+        r"parameter '0.weight' \(4, 3\) is on the meta device.*to_empty",
+        deepspeed.initialize,
+        model=model,
+        config=config,
+    )
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
     model[0].running_mean = model[0].running_mean.to("meta")
-    with pytest.raises(ValueError, match="buffer '0.running_mean'"):
-        deepspeed.initialize(model=model, config=config)
+    must_raise(ValueError, "buffer '0.running_mean'", deepspeed.initialize, model=model, config=config)

@@ -6,7 +6,7 @@ import torch
 import deepspeed
 from harness import run_ranks
 from models import NormAndDirection
-from runs import engine_of, take_step
+from runs import engine_of, must_raise, take_step
 
 
 def sinusoids(length, channels):
@@ -71,8 +71,7 @@ def initialized(rank, world, loaded):
     assert model.encoder.seen[0] == "Embedding" and model.encoder.seen[-2:] == ["ParametrizedLinear", "Encoder"]
     assert model.seen == ["Linear", "Model"]
     assert all(param.shape == (0,) for param in model.parameters())
-    with pytest.raises(RuntimeError, match="not on this rank"):
-        model.head.weight.norm()
+    must_raise(RuntimeError, "not on this rank", model.head.weight.norm)
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         table = before["encoder.positions.weight"] if loaded else sinusoids(5, 4)
         assert torch.equal(model.encoder.positions.weight, table)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepspeed.utils import safe_get_full_grad
-from harness import run_ranks
+from harness import on_ranks
 from runs import KEEP_GATHERED, engine_of, settings, with_fp16
 
 HOWS = ("plain", "first", "second", "scale first", "scale second")
@@ -62,7 +62,12 @@ def grads_of(world, accumulation, dtype):
     return sums
 
 
-def two_engines(rank, world, stage, precision, accumulation):
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_two_engines_in_a_graph(rank, world, stage, precision):
+    accumulation = 2
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     expected = grads_of(world, accumulation, dtype)
     for how in HOWS:
@@ -84,14 +89,9 @@ def two_engines(rank, world, stage, precision, accumulation):
             engine.destroy()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2])
-def test_two_engines_in_a_graph(world, stage, precision):
-    run_ranks(world, two_engines, stage, precision, 2)
-
-
-def its_own_output(rank, world, stage):
+@on_ranks(1)
+def test_an_engine_that_is_fed_its_own_output(rank, world, stage):
     model = linear(1, 3, 3)
     for micro in range(2):
         (model(model(batch(0, micro))).square().mean() / 2).backward()
@@ -105,12 +105,8 @@ def its_own_output(rank, world, stage):
         engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_engine_that_is_fed_its_own_output(stage):
-    run_ranks(1, its_own_output, stage)
-
-
-def gradient_of_inputs(rank, world):
+@on_ranks(1)
+def test_what_is_outside_of_the_engine_gets_the_gradient_of_the_loss(rank, world):
     model = linear(1, 3, 2)
     given, shown = batch(0, 0).requires_grad_(), torch.ones(2, requires_grad=True)
     (model(given) * shown).square().mean().backward()
@@ -119,10 +115,6 @@ def gradient_of_inputs(rank, world):
     (engine(own) * factor).square().mean().backward()
     assert torch.equal(own.grad, given.grad) and torch.equal(factor.grad, shown.grad)
     assert safe_get_full_grad(engine.module.weight).allclose(model.weight.grad / 4)
-
-
-def test_what_is_outside_of_the_engine_gets_the_gradient_of_the_loss():
-    run_ranks(1, gradient_of_inputs)
 
 
 class Nested(torch.nn.Module):
@@ -134,7 +126,8 @@ class Nested(torch.nn.Module):
         return self.inner(pair[0]) + self.inner(more["x"][1]), more["name"]
 
 
-def nested_inputs(rank, world):
+@on_ranks(1)
+def test_inputs_in_containers(rank, world):
     outer, model = linear(2, 3, 3), Nested()
     hidden = outer(batch(0, 0))
     model((hidden, 1), more={"x": [None, hidden * 2], "name": "n"})[0].square().mean().backward()
@@ -144,7 +137,3 @@ def nested_inputs(rank, world):
     found.square().mean().backward()
     assert name == "n"
     torch.testing.assert_close(own.weight.grad, outer.weight.grad)
-
-
-def test_inputs_in_containers():
-    run_ranks(1, nested_inputs)

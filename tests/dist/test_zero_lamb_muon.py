@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import deepspeed
-from harness import run_ranks
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.muon import MuonWithAuxAdam
+from harness import on_ranks, run_ranks
 from lamb_muon_models import LAMB, Grid, Reference, make, start, train, worst_gap
-from runs import take_step, weights, with_fp16
+from runs import identical, must_raise, take_step, weights, with_fp16
 
 STEPS = 5
 KINDS = ["Lamb", "Muon"]
@@ -64,15 +66,6 @@ def test_accumulated_micro_batches(kind, stage):
         assert gap < BOUNDS[kind, "fp32"] and norm < 1e-4
 
 
-def body_ways(rank, world, kind, stage, zero):
-    engine = start(kind, stage, zero=zero)
-    reference = Reference(make(), kind, torch.float32)
-    train(engine, 3, rank, world)
-    for step in range(3):
-        reference.step(step, world)
-    return worst_gap(weights(engine), dict(reference.model.named_parameters()))
-
-
 @KIND
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -85,12 +78,19 @@ def body_ways(rank, world, kind, stage, zero):
     ],
     ids=lambda zero: ",".join(zero),
 )
-def test_ways_to_communicate_are_equal_and_the_audit_agrees(kind, stage, zero):
-    for gap in run_ranks(2, body_ways, kind, stage, zero):
-        assert gap < BOUNDS[kind, "fp32"]
+@on_ranks(2)
+def test_ways_to_communicate_are_equal_and_the_audit_agrees(rank, world, kind, stage, zero):
+    engine = start(kind, stage, zero=zero)
+    reference = Reference(make(), kind, torch.float32)
+    train(engine, 3, rank, world)
+    for step in range(3):
+        reference.step(step, world)
+    assert worst_gap(weights(engine), dict(reference.model.named_parameters())) < BOUNDS[kind, "fp32"]
 
 
-def body_init(rank, world, kind):
+@KIND
+@on_ranks(2)
+def test_models_made_under_zero_init(rank, world, kind):
     """A model that is sharded while it is built: matrices have no shape of their own then."""
     with deepspeed.zero.Init(dtype=torch.float32):
         model = make()
@@ -98,27 +98,17 @@ def body_init(rank, world, kind):
     groups = [(group.get("use_muon"), len(group["params"])) for group in engine.basic_optimizer.param_groups]
     train(engine, 2, rank, world)
     state = "momentum_buffer" if kind == "Muon" else "exp_avg"
-    return (
-        groups,
-        deepspeed.utils.safe_get_full_optimizer_state(model.wide.weight, state).shape,
-        all(bool(value.isfinite().all()) for value in weights(engine).values()),
-    )
+    assert deepspeed.utils.safe_get_full_optimizer_state(model.wide.weight, state).shape == (24, 6)
+    assert all(bool(value.isfinite().all()) for value in weights(engine).values())
+    assert [use for use, _ in groups] == ([True, False] if kind == "Muon" else [None])
 
 
-@KIND
-def test_models_made_under_zero_init(kind):
-    for groups, shape, finite in run_ranks(2, body_init, kind):
-        assert shape == (24, 6) and finite
-        assert [use for use, _ in groups] == ([True, False] if kind == "Muon" else [None])
-
-
-def body_states(rank, world, kind, stage):
-    engine = start(kind, stage)
+def body_states(rank, world, kind, stage, accumulate=1):
+    engine = start(kind, stage, accumulate=accumulate)
     train(engine, 2, rank, world)
-    names = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
     found = {}
-    for name, param in names.items():
-        for state in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+    for name, param in engine.module.named_parameters():
+        for state in ("momentum_buffer", "exp_avg", "exp_avg_sq") if param.requires_grad else ():
             value = deepspeed.utils.safe_get_full_optimizer_state(param, state)
             found[name, state] = None if value is None else float(value.double().norm())
     return found
@@ -133,25 +123,17 @@ def test_states_are_slots_of_whole_parameters(stage):
     assert muon[0]["embed", "exp_avg"] > 0, "an embedding is Adam's"
     lamb = run_ranks(2, body_states, "Lamb", stage)
     assert lamb[0]["wide.weight", "exp_avg"] > 0 and lamb[0]["wide.weight", "momentum_buffer"] is None
-    alone = run_ranks(1, body_states_of_two, "Lamb", stage)[0]
+    alone = run_ranks(1, body_states, "Lamb", stage, 2)[0]  # one rank that sees the micro-batches of two
     assert lamb[0].keys() == alone.keys()
     for key, norm in alone.items():
         assert lamb[0][key] == (norm if norm is None else pytest.approx(norm, rel=1e-5)), key
 
 
-def body_states_of_two(rank, world, kind, stage):
-    """The same on one rank that sees the micro-batches of two."""
-    engine = start(kind, stage, accumulate=2)
-    train(engine, 2, rank, world)
-    found = {}
-    for name, param in engine.module.named_parameters():
-        for state in ("momentum_buffer", "exp_avg", "exp_avg_sq") if param.requires_grad else ():
-            value = deepspeed.utils.safe_get_full_optimizer_state(param, state)
-            found[name, state] = None if value is None else float(value.double().norm())
-    return found
-
-
-def body_checkpoint(rank, world, kind, stage, dtype, folder):
+@KIND
+@STAGE
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@on_ranks(2)
+def test_a_checkpoint_goes_on_bit_by_bit(rank, world, kind, stage, dtype, folder):
     engine = start(kind, stage, dtype=dtype)
     train(engine, 3, rank, world)
     engine.save_checkpoint(folder, tag="three")
@@ -161,54 +143,33 @@ def body_checkpoint(rank, world, kind, stage, dtype, folder):
     again.load_checkpoint(folder, tag="three")
     train(again, 3, rank, world, first=3)
     found = weights(again)
-    return {name: torch.equal(found[name], value) for name, value in expected.items()}
+    result = {name: torch.equal(found[name], value) for name, value in expected.items()}
+    assert all(result.values()), [name for name, same in result.items() if not same]
 
 
-@KIND
-@STAGE
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_checkpoint_goes_on_bit_by_bit(kind, stage, dtype, tmp_path):
-    for result in run_ranks(2, body_checkpoint, kind, stage, dtype, str(tmp_path)):
-        assert all(result.values()), [name for name, same in result.items() if not same]
-
-
-def body_overflow(rank, world, kind, stage):
-    with with_fp16():
-        return overflow(rank, world, kind, stage)
-
-
-def overflow(rank, world, kind, stage):
-    engine = start(kind, stage, model=make(Grid), dtype="fp16", fp16={"initial_scale_power": 4, "hysteresis": 1})
-    train(engine, 1, rank, world, out=6)
-    before = weights(engine)
-    states = [float(t.double().norm()) for slot in range(len(engine.core.slot_names())) for t in slots(engine, slot)]
-    scale = engine.optimizer.loss_scale
-    x = torch.full((3, 6), 60000.0 if rank == 0 else 1.0, dtype=torch.float16)
-    take_step(engine, engine(x, 0).float().square().mean())
-    after = weights(engine)
-    later = [float(t.double().norm()) for slot in range(len(engine.core.slot_names())) for t in slots(engine, slot)]
-    skipped = engine.skipped_steps
-    train(engine, 1, rank, world, first=1, out=6)
-    moved = weights(engine)
-    return (
-        skipped,
-        engine.optimizer.loss_scale < scale,
-        all(torch.equal(after[name], value) for name, value in before.items()),
-        states == later,
-        all(not torch.equal(moved[name], value) and bool(value.isfinite().all()) for name, value in after.items()),
-    )
-
-
-def slots(engine, slot):
-    return [piece for piece in engine.core.slots(slot) if piece is not None]
+def norms_of_states(engine):
+    pieces = (piece for slot in range(len(engine.core.slot_names())) for piece in engine.core.slots(slot))
+    return [float(piece.double().norm()) for piece in pieces if piece is not None]
 
 
 @KIND
 @STAGE
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_skipped_fp16_step_moves_nothing(kind, stage, world):
-    for skipped, lowered, kept, states, moved in run_ranks(world, body_overflow, kind, stage):
-        assert (skipped, lowered, kept, states, moved) == (1, True, True, True, True)
+@on_ranks()
+def test_a_skipped_fp16_step_moves_nothing(rank, world, kind, stage):
+    with with_fp16():
+        engine = start(kind, stage, model=make(Grid), dtype="fp16", fp16={"initial_scale_power": 4, "hysteresis": 1})
+    train(engine, 1, rank, world, out=6)
+    before, states = weights(engine), norms_of_states(engine)
+    scale = engine.optimizer.loss_scale
+    x = torch.full((3, 6), 60000.0 if rank == 0 else 1.0, dtype=torch.float16)
+    take_step(engine, engine(x, 0).float().square().mean())
+    after = weights(engine)
+    assert identical(after, before) and norms_of_states(engine) == states and engine.skipped_steps == 1
+    train(engine, 1, rank, world, first=1, out=6)
+    moved = weights(engine)
+    assert engine.optimizer.loss_scale < scale
+    assert all(not torch.equal(moved[name], value) and value.isfinite().all() for name, value in after.items())
 
 
 def body_ratios(rank, world, stage):
@@ -277,14 +238,6 @@ def test_muon_sends_what_the_docs_say():
         assert 0 < elements - a_elements <= 1.5 * 2 * numel
 
 
-def body_bad(rank, world, kind, params):
-    try:
-        start(kind, 1, params=params)
-    except Exception as error:  # what it is, is what we test
-        return type(error).__name__, str(error)
-    return None
-
-
 @pytest.mark.parametrize(
     "kind, params, word",
     [
@@ -297,16 +250,15 @@ def body_bad(rank, world, kind, params):
         ("Muon", {"max_grad_norm": 1.0}, "gradient_clipping"),
     ],
 )
-def test_bad_parameters_name_the_key(kind, params, word):
-    name, text = run_ranks(1, body_bad, kind, params)[0]
-    assert name in ("ValueError", "DeepSpeedConfigError") and word in text, (name, text)
+@on_ranks(1)
+def test_bad_parameters_name_the_key(rank, world, kind, params, word):
+    must_raise((ValueError, deepspeed.DeepSpeedConfigError), word, start, kind, 1, params=params)
 
 
-def body_client(rank, world, stage):
+@STAGE
+@on_ranks(2)
+def test_optimizers_of_the_script(rank, world, stage):
     """Optimizers that the script makes, and flags that it sets."""
-    from deepspeed.ops.lamb import FusedLamb  # noqa: PLC0415 - a rank of its own
-    from deepspeed.ops.muon import MuonWithAuxAdam  # noqa: PLC0415
-
     config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
     model = make()
     model.wide.weight.use_muon = False
@@ -315,18 +267,11 @@ def body_client(rank, world, stage):
     train(engine, 2, rank, world)
     kinds = [group["use_muon"] for group in muon.param_groups]
     state = deepspeed.utils.safe_get_full_optimizer_state(model.wide.weight, "exp_avg") is not None
-    model = make()
-    try:
+    assert kinds == [True, False] and state
+
+    def clips_by_itself():
+        model = make()
         lamb = FusedLamb([p for p in model.parameters() if p.requires_grad], max_grad_norm=1.0)
         deepspeed.initialize(model=model, optimizer=lamb, config=config)
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
-    return kinds, state, refused
 
-
-@STAGE
-def test_optimizers_of_the_script(stage):
-    for kinds, state, refused in run_ranks(2, body_client, stage):
-        assert kinds == [True, False] and state
-        assert "gradient_clipping" in refused
+    must_raise(ValueError, "gradient_clipping", clips_by_itself)

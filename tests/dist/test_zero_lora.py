@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepspeed.utils import safe_get_full_grad
-from harness import run_ranks
+from harness import on_ranks
 from models import Recomputed
 from runs import engine_of, settings
 
@@ -25,7 +25,10 @@ def inputs(world):
     return torch.randn(2 * world, WIDTH, generator=torch.Generator().manual_seed(5)).requires_grad_()
 
 
-def body(rank, world, stage, reentrant):
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2, init=True)
+def test_adapters_with_checkpoints(rank, world, stage, reentrant):
     engine = engine_of(Recomputed(Adapted, 3, reentrant), settings(stage))
     plain = Recomputed(Adapted, 3, None)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
@@ -38,10 +41,3 @@ def body(rank, world, stage, reentrant):
                 assert torch.allclose(safe_get_full_grad(ours), theirs.grad, atol=1e-6), name
         optimizer.step()
         engine.step()
-    engine.destroy()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_adapters_with_checkpoints(stage, reentrant):
-    run_ranks(2, body, stage, reentrant, init=True)

@@ -12,8 +12,8 @@ from deepspeed.runtime.zero.offload_states import get_state_devices
 from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
 from engine_models import batch, loss_of, make_net, net_engine, train_engine
-from harness import run_ranks
-from runs import take_step
+from harness import on_ranks, run_ranks
+from runs import must_raise, take_step
 from runs import weight_list as values
 
 
@@ -23,7 +23,9 @@ def make_engine(world, stage, model=None, accumulate=1, **more):
 
 
 # ---- offload_states ---------------------------------------------------------------------------------------------
-def body_offload(rank, world, stage, bf16):
+@pytest.mark.parametrize("stage, bf16", [(1, True), (2, False), (2, True), (3, True)])
+@on_ranks(2)
+def test_states_go_and_come_back_bit_by_bit(rank, world, stage, bf16):
     results = []
     for away in (False, True):
         engine = make_engine(world, stage, bf16={"enabled": bf16})
@@ -41,33 +43,24 @@ def body_offload(rank, world, stage, bf16):
             assert get_state_devices(engine, OffloadStateTypeEnum.contiguous_grad_buffer) == set()
             param = next(p for p in engine.module.parameters() if p.requires_grad)
             engine._backward.seen = True
-            with pytest.raises(RuntimeError, match="engine.step.*reload_states"):
-                engine.step()
-            with pytest.raises(RuntimeError, match="save_checkpoint.*reload_states"):
-                engine.save_checkpoint("/nowhere")
-            with pytest.raises(RuntimeError, match="reload_states"):
-                deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg")
+            must_raise(RuntimeError, "engine.step.*reload_states", engine.step)
+            must_raise(RuntimeError, "save_checkpoint.*reload_states", engine.save_checkpoint, "/nowhere")
+            must_raise(RuntimeError, "reload_states", deepspeed.utils.safe_get_full_optimizer_state, param, "exp_avg")
             engine._backward.seen = False
             if stage < 3:
-                with pytest.raises(RuntimeError, match="engine.forward.*lp_params"):
-                    engine(batch(0)[0])
-                with pytest.raises(RuntimeError, match="hp_params"):
-                    safe_get_full_fp32_param(param)
+                must_raise(RuntimeError, "engine.forward.*lp_params", engine, batch(0)[0])
+                must_raise(RuntimeError, "hp_params", safe_get_full_fp32_param, param)
             engine.offload_states(include=set(kinds), pin_memory=False)  # again: nothing more to move
             engine.reload_states()
             assert not engine.optimizer.states.away
         train_engine(engine, 2, rank, world, start=2)
         results.append(values(engine))
         engine.destroy()
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("stage, bf16", [(1, True), (2, False), (2, True), (3, True)])
-def test_states_go_and_come_back_bit_by_bit(stage, bf16):
-    assert all(run_ranks(2, body_offload, stage, bf16))
-
-
-def body_offload_on_host(rank, world):
+@on_ranks(2)
+def test_on_a_cpu_nothing_moves(rank, world):
     engine = make_engine(world, 2)
     train_engine(engine, 1, rank, world)
     engine.offload_states()
@@ -75,19 +68,10 @@ def body_offload_on_host(rank, world):
     assert get_state_devices(engine, OffloadStateTypeEnum.hp_params) == {torch.device("cpu")}
     train_engine(engine, 1, rank, world, start=1)  # nothing is missing
     engine.reload_states()
-    with pytest.raises(ValueError, match="include= takes optim_states"):
-        engine.offload_states(include=["gradients"])
-    with pytest.raises(TypeError, match="include="):
-        engine.offload_states(include=OffloadStateTypeEnum.lp_grads)
-    with pytest.raises(ValueError, match="offload_optimizer"):
-        engine.offload_states(device=OffloadDeviceEnum.nvme)
-    with pytest.raises(AssertionError, match="needs ZeRO"):
-        make_engine(world, 0).offload_states()
-    return True
-
-
-def test_on_a_cpu_nothing_moves():
-    assert all(run_ranks(2, body_offload_on_host))
+    must_raise(ValueError, "include= takes optim_states", engine.offload_states, include=["gradients"])
+    must_raise(TypeError, "include=", engine.offload_states, include=OffloadStateTypeEnum.lp_grads)
+    must_raise(ValueError, "offload_optimizer", engine.offload_states, device=OffloadDeviceEnum.nvme)
+    must_raise(AssertionError, "needs ZeRO", make_engine(world, 0).offload_states)
 
 
 # ---- fragments and values ---------------------------------------------------------------------------------------
@@ -118,8 +102,7 @@ def body_fragments(rank, world, stage):
         mapping.update_lp()
         assert bool((param.detach().reshape(-1)[part][:numel] == 2.0).all())
         owned += numel
-        with pytest.raises(ValueError, match="exp_avg_sq"):
-            mapping.get_optim_state_fragment("momentum")
+        must_raise(ValueError, "exp_avg_sq", mapping.get_optim_state_fragment, "momentum")
     copied = copy.deepcopy(engine.module)
     assert all(getattr(p, "_hp_mapping", None) is None for p in copied.parameters())
     params = list(engine.module.parameters())
@@ -134,7 +117,8 @@ def test_fragments_are_views_of_what_this_rank_owns(stage):
     assert sum(run_ranks(2, body_fragments, stage)) == numel
 
 
-def body_values(rank, world):
+@on_ranks(2)
+def test_values_asked_of_the_stage_3_optimizer(rank, world):
     engine = make_engine(world, 3)
     optimizer = engine.optimizer
     engine.backward(loss_of(engine(batch(0)[0]), batch(0)[1]))
@@ -161,21 +145,19 @@ def body_values(rank, world):
     optimizer.update_fp32_grad_for_param_vectorized(lambda grad, _: torch.zeros_like(grad), [param])
     assert not optimizer.get_fp32_grad_for_param(param).any()
     assert optimizer.get_full_hp_param(param, "exp_avg").shape == param.ds_shape
-    with pytest.raises(ValueError, match="not trained by this optimizer"):
-        optimizer.get_full_hp_param(torch.nn.Parameter(torch.zeros(2)))
+    must_raise(
+        ValueError, "not trained by this optimizer", optimizer.get_full_hp_param, torch.nn.Parameter(torch.zeros(2))
+    )
     assert not optimizer.has_overflow_partitioned_grads_serial()
     turns = []
     optimizer.sequential_execution(lambda: turns.append(rank), "one by one")
     assert turns == [rank]
     engine.step()
-    return True
 
 
-def test_values_asked_of_the_stage_3_optimizer():
-    assert all(run_ranks(2, body_values))
-
-
-def body_foreign_backward(rank, world, stage, accumulate):
+@pytest.mark.parametrize("stage, accumulate", [(1, 1), (1, 2), (2, 2), (3, 1)])
+@on_ranks(2)
+def test_a_backward_between_prologue_and_epilogue(rank, world, stage, accumulate):
     results = []
     for by_hand in (False, True):
         engine = make_engine(world, stage, accumulate=accumulate)
@@ -192,16 +174,12 @@ def body_foreign_backward(rank, world, stage, accumulate):
             engine.step()
         results.append(values(engine))
         engine.destroy()
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("stage, accumulate", [(1, 1), (1, 2), (2, 2), (3, 1)])
-def test_a_backward_between_prologue_and_epilogue(stage, accumulate):
-    assert all(run_ranks(2, body_foreign_backward, stage, accumulate))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # ---- stage 3: gathering by hand ---------------------------------------------------------------------------------
-def body_by_hand(rank, world):
+@on_ranks(2)
+def test_gathering_by_hand_and_persistence(rank, world):
     engine = make_engine(world, 3)
     offload = engine.parameter_offload
     first = engine.module.first
@@ -215,8 +193,7 @@ def body_by_hand(rank, world):
     offload.post_sub_module_backward_function(first)
     offload.empty_partition_cache()
     assert first.weight.shape == torch.Size([0])
-    with pytest.raises(RuntimeError, match="pre_sub_module"):
-        offload.post_sub_module_forward_function(first)
+    must_raise(RuntimeError, "pre_sub_module", offload.post_sub_module_forward_function, first)
 
     before = {p.ds_id for p in engine.module.parameters() if p.ds_persist}
     stay = offload.mark_persistent_parameters(param_threshold=145, model_threshold=10**9)
@@ -228,11 +205,7 @@ def body_by_hand(rank, world):
     assert sum(p.ds_numel for p in few) <= 20 and first.weight.shape == torch.Size([0])
     reference = make_engine(world, 3)
     train_engine(reference, 2, rank, world)
-    return all(torch.equal(a, b) for a, b in zip(found, values(reference), strict=True))
-
-
-def test_gathering_by_hand_and_persistence():
-    assert all(run_ranks(2, body_by_hand))
+    assert all(torch.equal(a, b) for a, b in zip(found, values(reference), strict=True))
 
 
 class Peeking(torch.nn.Module):
@@ -247,7 +220,8 @@ class Peeking(torch.nn.Module):
         return torch.nn.functional.linear(self.out(self.embed(tokens)), self.embed._parameters["weight"])
 
 
-def body_ordered_dict(rank, world):
+@on_ranks(2)
+def test_a_dict_that_gathers_what_is_looked_up(rank, world):
     torch.manual_seed(0)
     engine = make_engine(world, 3, Peeking())
     for module in engine.module.modules():
@@ -259,11 +233,6 @@ def body_ordered_dict(rank, world):
     take_step(engine, out.square().mean())
     copied = copy.deepcopy(engine.module)
     assert list(copied.embed._parameters) == ["weight"]
-    return True
-
-
-def test_a_dict_that_gathers_what_is_looked_up():
-    assert all(run_ranks(2, body_ordered_dict))
 
 
 # ---- outputs of any class ---------------------------------------------------------------------------------------
@@ -303,7 +272,9 @@ def same_results(first, second):
     return all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(first[1], second[1], strict=True))
 
 
-def body_answers(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_plain_backward_on_objects_of_any_class(rank, world, stage):
     results = []
     for user_backward in (False, True):
         engine = make_engine(world, stage, Answering(Answer), accumulate=2)
@@ -318,17 +289,10 @@ def body_answers(rank, world, stage):
     if stage < 3:
         engine(batch(0)[0])
         loss_of(Closed.kept[0](), batch(0)[1]).backward()
-        with pytest.raises(RuntimeError, match=r"Call engine\.backward\(loss\) instead"):
-            engine.step()
+        must_raise(RuntimeError, r"Call engine\.backward\(loss\) instead", engine.step)
         engine.zero_grad()
         engine(batch(0)[0])
         take_step(engine, loss_of(Closed.kept[0](), batch(0)[1]))
-    return True
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_plain_backward_on_objects_of_any_class(stage):
-    assert all(run_ranks(2, body_answers, stage))
 
 
 class Chained(torch.nn.Module):
@@ -345,7 +309,9 @@ class Chained(torch.nn.Module):
         return {"loss": loss, "logits": logits, "hidden": [hidden, hidden], "again": loss}
 
 
-def body_chained(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_outputs_computed_from_each_other_get_the_factor_once(rank, world, stage):
     results = []
     for user_backward in (False, True):
         torch.manual_seed(0)
@@ -357,16 +323,12 @@ def body_chained(rank, world, stage):
             take_step(engine, loss, user_backward)
         results.append((engine.get_global_grad_norm(), values(engine)))
         engine.destroy()
-    return same_results(*results)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_outputs_computed_from_each_other_get_the_factor_once(stage):
-    assert all(run_ranks(2, body_chained, stage))
+    assert same_results(*results)
 
 
 # ---- reductions of lists ----------------------------------------------------------------------------------------
-def body_reductions(rank, world):
+@on_ranks(2)
+def test_reductions_of_lists_of_tensors(rank, world):
     engine = make_engine(world, 1)
     group = engine.data_parallel_group
     make = lambda: [torch.full((3,), float(rank)), torch.full((2, 2), float(10 * rank))]  # noqa: E731
@@ -389,8 +351,3 @@ def body_reductions(rank, world):
     assert sparse.orig_dense_tensor.tolist() == [[4.0] * 2, [0.5] * 2, [1.0] * 2, [0.0] * 2]
     rows = engine.sparse_all_gather(torch.arange(rank + 1), group)
     assert [row.tolist() for row in rows] == [[0], [0, 1]]
-    return True
-
-
-def test_reductions_of_lists_of_tensors():
-    assert all(run_ranks(2, body_reductions))

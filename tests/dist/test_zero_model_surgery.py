@@ -6,9 +6,9 @@ from torch.nn.utils import parametrize
 
 import deepspeed
 from engine_models import assert_like_sgd, six, square_losses
-from harness import run_ranks
+from harness import on_ranks
 from models import NormAndDirection
-from runs import engine_of, take_step
+from runs import engine_of, must_raise, take_step, together
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -29,7 +29,8 @@ class Normed(torch.nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-def parametrized(rank, world):
+@on_ranks(2, init=True)
+def test_parametrized_modules(rank, world):
     torch.manual_seed(4)
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
         model = Normed()
@@ -37,17 +38,14 @@ def parametrized(rank, world):
     assert shapes["first.parametrizations.weight.original0"] == (5, 1)
     assert shapes["first.parametrizations.weight.original1"] == (5, 6) and "first.weight" not in shapes
     engine = engine_of(model, CONFIG, model_parameters=model.parameters())
-    return square_losses(engine, rank, 3)
-
-
-def test_parametrized_modules():
-    sharded = run_ranks(2, parametrized, init=True)
+    sharded = together(square_losses(engine, rank, 3))
     torch.manual_seed(4)
     model = Normed()
     assert_like_sgd(model, sharded)
 
 
-def facts(rank, world):
+@on_ranks(2, init=True)
+def test_facts_of_parameters_that_are_elsewhere(rank, world):
     with deepspeed.zero.Init(dtype=torch.bfloat16):
         layer = torch.nn.Linear(4, 3)
     weight, bias = layer.weight, layer.bias
@@ -58,21 +56,22 @@ def facts(rank, world):
 
     # transformers makes a tied head's bias as long as its weight has rows, which are 0 here for both.
     bias.data = torch.nn.functional.pad(bias.data, (0, weight.shape[0] - bias.shape[0]), "constant", 0)
-    with pytest.raises(RuntimeError, match="pad: the values of parameter 'Linear.bias'.*not on this rank"):
-        torch.nn.functional.pad(bias.data, (0, 2))
-    with pytest.raises(RuntimeError, match="Parameter: the values of parameter 'Linear.weight'.*not on this rank"):
-        torch.nn.Parameter(weight)
+    must_raise(
+        RuntimeError,
+        "pad: the values of parameter 'Linear.bias'.*not on this rank",
+        torch.nn.functional.pad,
+        bias.data,
+        (0, 2),
+    )
+    must_raise(
+        RuntimeError, "Parameter: the values of parameter 'Linear.weight'.*not on this rank", torch.nn.Parameter, weight
+    )
 
     with deepspeed.zero.GatheredParameters([weight, bias]):
         assert bias.shape == (3,)
         copy = torch.nn.Parameter(weight, requires_grad=False)
         assert type(copy) is torch.nn.Parameter and not copy.requires_grad and torch.equal(copy, weight)
     assert type(torch.nn.Parameter(torch.ones(2))) is torch.nn.Parameter and torch.nn.Parameter().shape == (0,)
-    return True
-
-
-def test_facts_of_parameters_that_are_elsewhere():
-    assert run_ranks(2, facts, init=True) == [True, True]
 
 
 class Project(torch.autograd.Function):
@@ -102,18 +101,15 @@ class FusedHead(torch.nn.Module):
             return Project.apply(hidden, self.head.weight)
 
 
-def fused(rank, world, micro_steps):
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(init=True)
+def test_a_gradient_of_a_parameter_that_is_released_again(rank, world, micro_steps):
     torch.manual_seed(4)
     model = FusedHead()
     config = {**CONFIG, "gradient_accumulation_steps": micro_steps}
     engine = engine_of(model, config, model_parameters=model.parameters())
-    return square_losses(engine, rank, 4)
-
-
-@pytest.mark.parametrize("micro_steps", [1, 2])
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_gradient_of_a_parameter_that_is_released_again(world, micro_steps):
-    sharded = run_ranks(world, fused, micro_steps, init=True)
+    sharded = together(square_losses(engine, rank, 4))
     torch.manual_seed(4)
     model = FusedHead()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -126,7 +122,9 @@ def test_a_gradient_of_a_parameter_that_is_released_again(world, micro_steps):
             optimizer.zero_grad()
 
 
-def looked_at_first(rank, world, stage):
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2, init=True)
+def test_an_engine_that_only_looks_beside_one_that_trains(rank, world, stage):
     """An engine that only runs the model, before and beside the one that trains it, as trl computes its reference."""
     torch.manual_seed(4)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
@@ -147,12 +145,7 @@ def looked_at_first(rank, world, stage):
     looker.destroy()
     losses.append(engine(six(rank, 0)).square().mean().item())
     engine.destroy()
-    return losses
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_engine_that_only_looks_beside_one_that_trains(stage):
-    sharded = run_ranks(2, looked_at_first, stage, init=True)
+    sharded = together(losses)
     torch.manual_seed(4)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

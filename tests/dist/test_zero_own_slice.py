@@ -8,7 +8,7 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
-from harness import run_ranks
+from harness import on_ranks
 from runs import take_step, weights
 from zero_training import Deep, batch, loss_of, seeded, start
 
@@ -27,7 +27,9 @@ def _step(engine, rank, step=0):
     take_step(engine, loss_of(engine(x), target))
 
 
-def body_writes(rank, world):
+@pytest.mark.parametrize("world", [1, 3])
+@on_ranks()
+def test_writes_to_the_own_slice_are_gathered(rank, world):
     engine = start(seeded(Deep), 3, world)
     param = engine.module.layers[1].weight
     size = param.ds_tensor.numel()
@@ -61,12 +63,9 @@ def body_writes(rank, world):
     assert bool((param.ds_tensor == 1).all()) and param.ds_tensor.dtype == torch.float32
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_writes_to_the_own_slice_are_gathered(world):
-    run_ranks(world, body_writes)
-
-
-def body_states(rank, world, native):
+@pytest.mark.parametrize("native", [True, False])
+@on_ranks(2)
+def test_states_by_flat_tensor_of_masters(rank, world, native):
     model = seeded(Deep)
     # The adapter of torch's optimizer makes its states in the first step, and only where it has pieces.
     more = {} if native else {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
@@ -87,18 +86,10 @@ def body_states(rank, world, native):
     assert type(copy.deepcopy(optimizer.optimizer.state_dict())["state"]) is dict
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_states_by_flat_tensor_of_masters(native):
-    run_ranks(2, body_states, native)
-
-
-def body_states_of_partitions(rank, world):
+@on_ranks(2)
+def test_states_by_partition_at_stage_1(rank, world):
     engine = start(seeded(Deep), 1, world)
     _step(engine, rank)
     flat = engine.optimizer.single_partition_of_fp32_groups[0]
     state = engine.optimizer.optimizer.state[flat]
     assert state["step"] == 1 and state["exp_avg"].shape == flat.shape
-
-
-def test_states_by_partition_at_stage_1():
-    run_ranks(2, body_states_of_partitions)

@@ -5,13 +5,13 @@ import copy
 import io
 import logging
 
-import pytest
 import torch
 
 import deepspeed
 from deepspeed.log import logger
 from engine_models import assert_like_sgd, square_losses
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from runs import must_raise
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -85,7 +85,8 @@ class Warnings(logging.Handler):
         logger.removeHandler(self)
 
 
-def empties(rank, world):
+@on_ranks(2, init=True)
+def test_copies_and_looks_are_empty_and_computing_raises(rank, world):
     with deepspeed.zero.Init(dtype=torch.float32):
         layer = torch.nn.Linear(4, 3)
     for wanted in COPIES:
@@ -98,17 +99,11 @@ def empties(rank, world):
     for compute in COMPUTES:
         for given in (layer.weight, layer.weight.data, layer.state_dict()["weight"]):
             said = r"values of parameter 'Linear.weight' \(3, 4\) are not on this rank"
-            with pytest.raises(RuntimeError, match=said):
-                compute(given)
+            must_raise(RuntimeError, said, compute, given)
     # Another tensor takes only what it needs to know.
     assert torch.ones(2).to(layer.weight.half()).dtype == torch.float16
     assert torch.ones(2, dtype=torch.int64).type_as(layer.weight).tolist() == [1.0, 1.0]
     assert layer.weight.type() == "torch.FloatTensor"
-    return True
-
-
-def test_copies_and_looks_are_empty_and_computing_raises():
-    assert run_ranks(2, empties, init=True) == [True, True]
 
 
 def warned(rank, world):
@@ -141,19 +136,16 @@ def test_one_warning_for_each_line():
     assert run_ranks(2, warned, init=True) == [True, True]
 
 
-def told_apart(rank, world):
+@on_ranks(2, init=True)
+def test_addresses_while_a_model_is_built(rank, world):
     with deepspeed.zero.Init(dtype=torch.float32):
         first, second = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
         assert first.weight.data_ptr() == second.weight.data_ptr() == 0  # not of memory gathered for the question
         assert first.weight.clone().shape == (3, 4)  # a constructor copies values
-    return True
 
 
-def test_addresses_while_a_model_is_built():
-    assert run_ranks(2, told_apart, init=True) == [True, True]
-
-
-def saved(rank, world):
+@on_ranks(2, init=True)
+def test_saved_by_torch(rank, world):
     with deepspeed.zero.Init(dtype=torch.float32):
         layer = torch.nn.Linear(4, 3)
     for given in (layer.weight, layer.state_dict(), {"copy": layer.weight.detach().half()}):
@@ -172,11 +164,6 @@ def saved(rank, world):
         file.seek(0)
         loaded = torch.load(file)["weight"]
         assert type(loaded) is torch.nn.Parameter and torch.equal(loaded, layer.weight)
-    return True
-
-
-def test_saved_by_torch():
-    assert run_ranks(2, saved, init=True) == [True, True]
 
 
 class Borrower(torch.nn.Module):

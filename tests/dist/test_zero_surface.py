@@ -1,14 +1,23 @@
 """What users do with a model at ZeRO stage 3, beside training it."""
 
-import copy
-
 import pytest
 import torch
 
 import deepspeed
-from engine_models import adam_like, config, difference, loss_of, make_net, net_engine, train_engine, train_plain
-from harness import run_ranks
-from runs import engine_of
+from engine_models import (
+    adam_like,
+    batch,
+    config,
+    difference,
+    loss_of,
+    make_net,
+    net_engine,
+    train_engine,
+    train_plain,
+    uses_extra,
+)
+from harness import on_ranks
+from runs import engine_of, must_raise, settings, together
 from runs import weights as whole
 
 
@@ -16,7 +25,17 @@ def make_engine(world, model=None, **zero):
     return net_engine(world, 3, model=model, zero={"stage3_param_persistence_threshold": 20, **zero})
 
 
-def body_load(rank, world, before_engine):
+def whole_model(engine):
+    """The trained weights in a model of one process."""
+    found = make_net()
+    for mine, value in zip(found.parameters(), whole(engine.module).values()):
+        mine.data.copy_(value)
+    return found
+
+
+@pytest.mark.parametrize("before_engine", [False, True], ids=["in the engine", "in zero.Init"])
+@on_ranks(2)
+def test_load_state_dict_with_whole_tensors(rank, world, before_engine):
     wanted = make_net(seed=3)
     if before_engine:
         with deepspeed.zero.Init(dtype=torch.float32):
@@ -30,26 +49,18 @@ def body_load(rank, world, before_engine):
     train_engine(engine, 3, rank, world)
     reference = wanted.double()
     optimizer = adam_like(reference)
-    from engine_models import batch, uses_extra
-
     for step in range(3):
         tokens, targets = batch(step)
         optimizer.zero_grad(set_to_none=True)
         loss_of(reference(tokens, extra=uses_extra(step)), targets).backward()
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         optimizer.step()
-    found = copy.deepcopy(wanted).float()
-    for (_, mine), value in zip(found.named_parameters(), whole(engine.module).values()):
-        mine.data.copy_(value)
-    return difference(found, reference)
+    assert difference(whole_model(engine), reference) < 1e-6
 
 
-@pytest.mark.parametrize("before_engine", [False, True], ids=["in the engine", "in zero.Init"])
-def test_load_state_dict_with_whole_tensors(before_engine):
-    assert all(gap < 1e-6 for gap in run_ranks(2, body_load, before_engine))
-
-
-def body_load_on_one_rank(rank, world, persistent):
+@pytest.mark.parametrize("persistent", [False, True])
+@on_ranks(2, timeout=30)
+def test_the_modifier_may_load_a_state_dict_alone(rank, world, persistent):
     zero = {"stage3_param_persistence_threshold": 1000 if persistent else 0}
     engine = make_engine(world, torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), **zero)
     module = engine.module
@@ -60,15 +71,10 @@ def body_load_on_one_rank(rank, world, persistent):
     with deepspeed.zero.GatheredParameters(params):
         assert all(bool((p == 3.0).all()) for p in params)
     assert all(bool((deepspeed.utils.safe_get_full_fp32_param(p) == 3.0).all()) for p in params)
-    return True
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_the_modifier_may_load_a_state_dict_alone(persistent):
-    assert all(run_ranks(2, body_load_on_one_rank, persistent, timeout=30))
-
-
-def body_generation(rank, world):
+@on_ranks(2)
+def test_generation_gathers_once_and_training_goes_on(rank, world):
     engine = make_engine(world)
     tokens = torch.arange(6).reshape(1, 6) + rank
     with deepspeed.zero.unwrap_model_for_generation(engine) as model, torch.no_grad():
@@ -79,18 +85,15 @@ def body_generation(rank, world):
         assert torch.equal(out, make_net()(tokens))
     losses, _ = train_engine(engine, 3, rank, world)
     expected, _, _ = train_plain(3, adam_like)
-    return losses, expected
-
-
-def test_generation_gathers_once_and_training_goes_on():
-    results = run_ranks(2, body_generation)
+    results = together(losses, expected)
     for step in range(3):
         assert sum(r[0][step] for r in results) / 2 == pytest.approx(results[0][1][step], rel=1e-6)
 
 
-def body_coalesce(rank, world, stage):
-    from engine_models import batch, uses_extra
-
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_several_backwards_are_reduced_once(rank, world, stage):
+    numel = sum(p.numel() for p in make_net().parameters() if p.requires_grad)
     engine = make_engine(world, stage=stage)
     tokens, targets = batch(0)
     part = tokens.shape[0] // world // 2
@@ -102,45 +105,30 @@ def body_coalesce(rank, world, stage):
             engine.backward(loss / 2)
     sent = engine.core.traffic()["elements"]
     engine.step()
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return sent, difference(engine.module, train_plain(1, adam_like)[2])
+    assert difference(whole_model(engine), train_plain(1, adam_like)[2]) < 1e-6
+    assert 0 < sent < (2.5 if stage == 0 else 1.5) * numel  # padding of small tensors included
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_several_backwards_are_reduced_once(stage):
-    numel = sum(p.numel() for p in make_net().parameters() if p.requires_grad)
-    for sent, gap in run_ranks(2, body_coalesce, stage):
-        assert gap < 1e-6
-        assert 0 < sent < (2.5 if stage == 0 else 1.5) * numel  # padding of small tensors included
-
-
-def body_unused(rank, world):
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError])
+@on_ranks(2)
+def test_an_unused_parameter_can_be_an_error(rank, world, kind):
     engine = make_engine(world, ignore_unused_parameters=False)
-    train_engine(engine, 1, rank, world)
+    must_raise(kind, "never.weight.*ignore_unused_parameters", train_engine, engine, 1, rank, world)
 
 
-def test_an_unused_parameter_can_be_an_error():
-    for kind in (RuntimeError, AssertionError):
-        with pytest.raises(kind, match="never.weight.*ignore_unused_parameters"):
-            run_ranks(2, body_unused)
+@on_ranks(2)
+def test_unknown_optimizers_need_consent(rank, world):
+    def untested(allow):
+        model = make_net()
+        optimizer = torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        engine_of(model, config(world, zero_optimization={"stage": 2}, zero_allow_untested_optimizer=allow), optimizer)
+
+    must_raise(AssertionError, "zero_allow_untested_optimizer", untested, False)
+    untested(True)
 
 
-def body_untested(rank, world, allow):
-    made = config(world, 1, zero_optimization={"stage": 2}, zero_allow_untested_optimizer=allow)
-    del made["optimizer"]
-    model = make_net()
-    optimizer = torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    deepspeed.initialize(model=model, optimizer=optimizer, config=made)
-    return True
-
-
-def test_unknown_optimizers_need_consent():
-    with pytest.raises(AssertionError, match="zero_allow_untested_optimizer"):
-        run_ranks(2, body_untested, False)
-    assert run_ranks(2, body_untested, True) == [True, True]
-
-
-def body_inference(rank, world):
+@on_ranks(2)
+def test_a_model_without_an_optimizer_is_gathered_and_run(rank, world):
     made = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20},
@@ -153,14 +141,13 @@ def body_inference(rank, world):
         for _ in range(1 + 2 * rank):
             out = engine(tokens)
     assert all(p.numel() == 0 or p.ds_persist for p in engine.module.parameters())
-    return torch.equal(out, make_net()(tokens))
+    assert torch.equal(out, make_net()(tokens))
 
 
-def test_a_model_without_an_optimizer_is_gathered_and_run():
-    assert run_ranks(2, body_inference) == [True, True]
-
-
-def body_mics(rank, world, size, init):
+@pytest.mark.parametrize("init", [False, True], ids=["plain model", "MiCS_Init"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks(4)
+def test_mics_equals_plain_training(rank, world, size, init):
     zero = {"mics_shard_size": size, "reduce_bucket_size": 300}
     model = make_net()
     if init:
@@ -171,9 +158,7 @@ def body_mics(rank, world, size, init):
     engine = make_engine(world, model, **zero)
     assert engine.module.first.weight.ds_world_size == size
     losses, norms = train_engine(engine, 5, rank, world)
-    found = make_net()
-    for mine, value in zip(found.parameters(), whole(engine.module).values()):
-        mine.data.copy_(value)
+    found = whole_model(engine)
     expected, expected_norms, reference = train_plain(5, adam_like)
     assert norms == pytest.approx(expected_norms, rel=1e-5)
     with deepspeed.zero.GatheredParameters(engine.module.first.bias, modifier_rank=3):
@@ -181,39 +166,12 @@ def body_mics(rank, world, size, init):
             engine.module.first.bias.data.fill_(7.0)
     with deepspeed.zero.GatheredParameters(engine.module.first.bias):
         assert bool((engine.module.first.bias == 7).all())
-    return difference(found, reference)
+    assert difference(found, reference) < 1e-6
 
 
-@pytest.mark.parametrize("init", [False, True], ids=["plain model", "MiCS_Init"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_mics_equals_plain_training(size, init):
-    assert all(gap < 1e-6 for gap in run_ranks(4, body_mics, size, init))
-
-
-def body_mics_size(rank, world):
-    make_engine(world, mics_shard_size=3)
-
-
-def test_a_mics_size_that_does_not_fit_is_named():
-    with pytest.raises(ValueError, match="mics_shard_size 3 does not divide.*1, 2, 4"):
-        run_ranks(4, body_mics_size)
-
-
-def body_agreed(rank, world, stage_zero):
-    import os
-
-    os.environ["DS_PEER_MEMORY"] = "0"
-    try:
-        engine = make_engine(world, **stage_zero)
-    finally:
-        del os.environ["DS_PEER_MEMORY"]
-    assert engine.core.gatherer.source == "scheduled collectives"
-    losses, norms = train_engine(engine, 5, rank, world)
-    found = make_net()
-    for mine, value in zip(found.parameters(), whole(engine.module).values()):
-        mine.data.copy_(value)
-    engine.core.gatherer.drain()
-    return difference(found, train_plain(5, adam_like)[2])
+@on_ranks(4)
+def test_a_mics_size_that_does_not_fit_is_named(rank, world):
+    must_raise(ValueError, "mics_shard_size 3 does not divide.*1, 2, 4", make_engine, world, mics_shard_size=3)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +179,14 @@ def body_agreed(rank, world, stage_zero):
     [{}, {"stage3_prefetch_bucket_size": 0}, {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}],
     ids=["default", "no prefetch", "nothing kept"],
 )
-def test_ranks_without_shared_memory_agree_on_gathers(zero):
-    assert all(gap < 1e-6 for gap in run_ranks(2, body_agreed, zero))
+@on_ranks(2, env={"DS_PEER_MEMORY": "0"})
+def test_ranks_without_shared_memory_agree_on_gathers(rank, world, zero):
+    engine = make_engine(world, **zero)
+    assert engine.core.gatherer.source == "scheduled collectives"
+    losses, norms = train_engine(engine, 5, rank, world)
+    found = whole_model(engine)
+    engine.core.gatherer.drain()
+    assert difference(found, train_plain(5, adam_like)[2]) < 1e-6
 
 
 class Branches(torch.nn.Module):
@@ -237,14 +201,9 @@ class Branches(torch.nn.Module):
         return self.layers[1 + self.rank](self.layers[0](x)).sum()
 
 
-def body_gathered_after_branches(rank, world):
-    import os
-
-    os.environ["DS_PEER_MEMORY"] = "0"
-    try:
-        engine = make_engine(world, Branches(rank), stage3_param_persistence_threshold=0)
-    finally:
-        del os.environ["DS_PEER_MEMORY"]
+@on_ranks(2, timeout=60, env={"DS_PEER_MEMORY": "0"})
+def test_what_ranks_gather_together_does_not_depend_on_their_branches(rank, world):
+    engine = make_engine(world, Branches(rank), stage3_param_persistence_threshold=0)
     for _ in range(3):
         loss = engine(torch.ones(1, 8))
         for when in ("after forward", "after backward"):
@@ -257,37 +216,22 @@ def body_gathered_after_branches(rank, world):
         # What was started ahead and given up is not on its way any more.
         assert {int(param.ds_status.value) for param in engine.module.parameters()} == {2}
         engine.step()
-    return True
 
 
-def test_what_ranks_gather_together_does_not_depend_on_their_branches():
-    assert run_ranks(2, body_gathered_after_branches, timeout=60) == [True, True]
-
-
-def body_memory_format(rank, world, stage, client):
+@pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "AdamW of torch"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_memory_formats_are_not_confused(rank, world, stage, client):
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-    made = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
     optimizer = torch.optim.AdamW(conv.parameters(), lr=0.1) if client else None
-    if not client:
-        made["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
-    engine = deepspeed.initialize(model=conv, optimizer=optimizer, config=made)[0]
+    engine = engine_of(conv, settings(stage, rate=0.1, gradient_clipping=0.0), optimizer)
     torch.manual_seed(rank)
     engine.backward(engine(torch.randn(2, 3, 5, 5)).square().sum())
     grad = deepspeed.utils.safe_get_full_grad(conv.weight)
     engine.step()
     state = deepspeed.utils.safe_get_full_optimizer_state(conv.weight, "exp_avg")
-    return float((state - 0.1 * grad).abs().max() / grad.abs().max())
-
-
-@pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "AdamW of torch"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_memory_formats_are_not_confused(stage, client):
-    assert all(gap < 1e-6 for gap in run_ranks(2, body_memory_format, stage, client))
+    assert float((state - 0.1 * grad).abs().max() / grad.abs().max()) < 1e-6
 
 
 class InitialisesChildren(torch.nn.Module):
@@ -301,19 +245,21 @@ class InitialisesChildren(torch.nn.Module):
             torch.nn.init.normal_(layer.bias)
 
 
-def body_children(rank, world):
+@on_ranks(2)
+def test_constructors_may_initialise_sharded_children(rank, world):
     torch.manual_seed(rank)
     with deepspeed.zero.Init(dtype=torch.float32):
         model = InitialisesChildren()
-    with pytest.raises(RuntimeError, match="layers.1.weight|Linear.weight.*GatheredParameters"):
-        torch.nn.init.constant_(model.layers[1].weight, 5.0)  # outside it is an error again
+    must_raise(
+        RuntimeError,
+        "layers.1.weight|Linear.weight.*GatheredParameters",
+        torch.nn.init.constant_,
+        model.layers[1].weight,
+        5.0,
+    )  # outside it is an error again
     found = whole(model)
     assert bool((found["layers.0.weight"] == 1).all()) and bool((found["layers.1.weight"] == 2).all())
-    return found["layers.0.bias"].tolist()
-
-
-def test_constructors_may_initialise_sharded_children():
-    first, second = run_ranks(2, body_children)
+    first, second = together(found["layers.0.bias"].tolist())
     assert first == second and any(first)
 
 

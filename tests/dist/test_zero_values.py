@@ -7,21 +7,23 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
-from harness import run_ranks
+from harness import on_ranks
 from runs import take_step
 from zero_models import clip, make, outputs_of, relative
-from zero_training import WIDTH, Deep, Reference, batch, beside, gap, loss_of, same, seeded, start, train_beside
+from zero_training import WIDTH, Deep, Reference, batch, below, beside, gap, loss_of, seeded, start, train_beside
+
 
 # ---- several models and engines --------------------------------
-
-
-def body_two_engines(rank, world, stages, shared_data):
+@pytest.mark.parametrize("stages", [(0, 0), (1, 2), (3, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["in turn", "through both"])
+@on_ranks(2, timeout=30)
+def test_two_engines(rank, world, stages, shared):
     models = [seeded(Deep), seeded(Deep, 2)]
     references = [Reference(model) for model in models]
     engines = [start(model, stage, world) for model, stage in zip(models, stages)]
     for step in range(5):
         x, target = batch(step, rank)
-        if shared_data:  # the gradient goes through both
+        if shared:  # the gradient goes through both
             hidden = engines[0](x)
             loss = loss_of(engines[1](hidden.repeat(1, 3)), target)
             loss.backward()
@@ -30,7 +32,7 @@ def body_two_engines(rank, world, stages, shared_data):
                 engine.backward(loss_of(engine(x), target))
         for engine in engines:
             engine.step()
-        if shared_data:
+        if shared:
             losses = []
             for part in range(world):
                 x, target = batch(step, part)
@@ -44,16 +46,11 @@ def body_two_engines(rank, world, stages, shared_data):
         else:
             for reference in references:
                 reference.step([reference.on(step, part) for part in range(world)])
-    return {name: gap(*pair) for name, pair in zip("ab", zip(engines, references))}
+    below({name: gap(*pair) for name, pair in zip("ab", zip(engines, references))})
 
 
-@pytest.mark.parametrize("stages", [(0, 0), (1, 2), (3, 3), (3, 1)], ids=str)
-@pytest.mark.parametrize("shared", [False, True], ids=["in turn", "through both"])
-def test_two_engines(stages, shared):
-    same(run_ranks(2, body_two_engines, stages, shared, timeout=30))
-
-
-def body_copy(rank, world):
+@on_ranks(2, timeout=30)
+def test_a_copy_of_a_sharded_model_trains_by_itself(rank, world):
     model = seeded(Deep)
     first, reference = beside(model, 3, world)
     train_beside(first, reference, rank, world, range(2))
@@ -63,23 +60,18 @@ def body_copy(rank, world):
     second = start(copied, 3, world)
     train_beside(second, other, rank, world, range(2, 4))
     train_beside(first, reference, rank, world, range(4, 6))
-    return {"the original": gap(first, reference), "the copy": gap(second, other)}
-
-
-def test_a_copy_of_a_sharded_model_trains_by_itself():
-    same(run_ranks(2, body_copy, timeout=30))
+    below({"the original": gap(first, reference), "the copy": gap(second, other)})
 
 
 # ---- values of sharded parameters --------------------------------
-
-
 def assert_untouchable(action, name):
     with pytest.raises(RuntimeError) as caught:
         action()
     assert f"'{name}'" in str(caught.value) and "GatheredParameters" in str(caught.value)
 
 
-def body_touch(rank, world):
+@on_ranks(2, timeout=30)
+def test_released_parameters_refuse_by_name(rank, world):
     model = seeded(Deep)
     engine = start(model, 3, world)
     weight, name = model.layers[1].weight, "layers.1.weight"
@@ -113,14 +105,11 @@ def body_touch(rank, world):
         model.float()
     assert weight.numel() == 0 and weight.ds_shape == (WIDTH, WIDTH) and weight.ds_numel == WIDTH * WIDTH
     assert "Parameter" in repr(weight)
-    return True
 
 
-def test_released_parameters_refuse_by_name():
-    assert all(run_ranks(2, body_touch, timeout=30))
-
-
-def body_edit(rank, world, dtype):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@on_ranks(2, timeout=30)
+def test_edits_inside_gathered_parameters_train_on(rank, world, dtype):
     model = seeded(Deep)
     reference = Reference(model)
     more = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
@@ -151,15 +140,12 @@ def body_edit(rank, world, dtype):
     with deepspeed.zero.GatheredParameters(model.head.weight):  # no modifier: dropped
         model.head.weight.data.zero_()
     steps(range(2, 5))
-    return gap(engine, reference)
+    below(gap(engine, reference), 1e-6 if dtype == "fp32" else 0.02)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_edits_inside_gathered_parameters_train_on(dtype):
-    same(run_ranks(2, body_edit, dtype, timeout=30), 1e-6 if dtype == "fp32" else 0.02)
-
-
-def body_full_tensor(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(3, timeout=30)
+def test_whole_tensors_of_the_optimizer(rank, world, stage):
     """The optimizer's own view of whole tensors equals the plain process's, in shape, too."""
     model = seeded(Deep)
     engine, reference = beside(model, stage, world)
@@ -171,20 +157,15 @@ def body_full_tensor(rank, world, stage):
     reference.step([reference.on(0, part) for part in range(world)])
     engine.step()
     masters = [engine.optimizer.full_tensor(i, "fp32") for i in range(len(engine._param_names))]
-    return {
-        "gradients": worst,
-        "masters": max(relative(a, b) for a, b in zip(masters, reference.model.parameters())),
-    }
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_whole_tensors_of_the_optimizer(stage):
-    same(run_ranks(3, body_full_tensor, stage, timeout=30))
+    below(
+        {
+            "gradients": worst,
+            "masters": max(relative(a, b) for a, b in zip(masters, reference.model.parameters())),
+        }
+    )
 
 
 # ---- zero.Init --------------------------------
-
-
 class Base(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -216,7 +197,10 @@ class Built(Base):
         return self.head(self.tied(torch.tanh(self.stack(self.first(x) * self.gain))))
 
 
-def body_init(rank, world, how):
+@pytest.mark.parametrize("how", ["plain", "nested", "module", "disabled", "whole class", "rank 0 counts"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks(timeout=30, init=True)
+def test_models_built_inside_init(rank, world, how):
     plain = seeded(Built)
     reference = Reference(plain)
     torch.manual_seed(rank if how == "rank 0 counts" else 0)
@@ -256,16 +240,12 @@ def body_init(rank, world, how):
         assert model.seen_in_constructor == (0 if how != "module" else WIDTH * WIDTH)
     engine = start(model, 3, world)
     train_beside(engine, reference, rank, world)
-    return gap(engine, reference)
+    below(gap(engine, reference))
 
 
-@pytest.mark.parametrize("how", ["plain", "nested", "module", "disabled", "whole class", "rank 0 counts"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_models_built_inside_init(world, how):
-    same(run_ranks(world, body_init, how, timeout=30, init=True))
-
-
-def body_init_odd(rank, world):
+@pytest.mark.parametrize("world", [1, 3])
+@on_ranks(timeout=30, init=True)
+def test_odd_sizes_inside_init(rank, world):
     """Empty, scalar and one-element parameters, one frozen, from the first to the last step."""
     plain = make("odd and empty sizes")
     reference = Reference(plain)
@@ -278,17 +258,10 @@ def body_init_odd(rank, world):
             engine.backward(loss)
         engine.step()
         reference.step([sum(outputs_of(reference.model, step, part, torch.float64)) for part in range(world)])
-    return gap(engine, reference)
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_odd_sizes_inside_init(world):
-    same(run_ranks(world, body_init_odd, timeout=30, init=True))
+    below(gap(engine, reference))
 
 
 # ---- memory --------------------------------
-
-
 class Checkpointed(Deep):
     reentrant = True
 
@@ -299,7 +272,15 @@ class Checkpointed(Deep):
         return self.head(hidden + self.extra[1])
 
 
-def body_peak(rank, world, kind, reentrant):
+@pytest.mark.parametrize(
+    "kind, reentrant",
+    [(None, False), ("checkpoint", True), ("checkpoint", False)],
+    ids=["plain", "re-entrant checkpointing", "non-re-entrant checkpointing"],
+)
+@on_ranks(2, timeout=30)
+def test_few_layers_are_gathered_at_one_time(rank, world, kind, reentrant):
+    layer = WIDTH * WIDTH + WIDTH
+    own, head = 2 * WIDTH, 2 * WIDTH  # of the model itself: gathered all the time
     model = seeded(Deep if kind is None else Checkpointed, 12)
     Checkpointed.reentrant = reentrant
     engine = start(model, 3, world, zero={"stage3_max_reuse_distance": 0})
@@ -308,17 +289,6 @@ def body_peak(rank, world, kind, reentrant):
         gatherer.reset_peak()
         x, target = batch(step, rank)
         take_step(engine, loss_of(engine(x), target))
-    return gatherer.peak_live_numel, gatherer.live_numel
-
-
-@pytest.mark.parametrize(
-    "kind, reentrant",
-    [(None, False), ("checkpoint", True), ("checkpoint", False)],
-    ids=["plain", "re-entrant checkpointing", "non-re-entrant checkpointing"],
-)
-def test_few_layers_are_gathered_at_one_time(kind, reentrant):
-    layer = WIDTH * WIDTH + WIDTH
-    own, head = 2 * WIDTH, 2 * WIDTH  # of the model itself: gathered all the time
-    for peak, live in run_ranks(2, body_peak, kind, reentrant, timeout=30):
-        assert live == 0
-        assert peak <= own + head + 3 * layer, f"{peak / layer:.1f} layers of 12 at one time"
+    peak = gatherer.peak_live_numel
+    assert gatherer.live_numel == 0
+    assert peak <= own + head + 3 * layer, f"{peak / layer:.1f} layers of 12 at one time"

@@ -83,11 +83,10 @@ def gap(model, reference):
     return max(norms, *(relative(found[name], param) for name, param in reference.named_parameters()))
 
 
-def same(results, bound=1e-6):
-    """All ranks report differences (numbers, or dicts of them) below the bound."""
-    for rank, result in enumerate(results):
-        for name, value in (result if isinstance(result, dict) else {"": result}).items():
-            assert value < bound, f"rank {rank}: {name} differs by {value:.2g}"
+def below(found, bound=1e-6):
+    """The difference, or all differences of a dict, are below the bound."""
+    for name, value in (found if isinstance(found, dict) else {"": found}).items():
+        assert value < bound, f"{name} differs by {value:.2g}"
 
 
 def beside(model, stage, world, accumulate=1, **more):
