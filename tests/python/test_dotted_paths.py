@@ -13,6 +13,7 @@ from deepspeed.registry import lazy_package
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
 
+from refusals import refused  # noqa: E402
 from surface_tables import LATER  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(HERE))
@@ -81,5 +82,4 @@ def test_lazy_package(tmp_path, monkeypatch):
     with pytest.raises(AttributeError):
         lazy_things.__wrapped__  # noqa: B018
     get, _ = lazy_package("lazy_things")
-    with pytest.raises(AttributeError, match="module 'lazy_things' has no attribute 'cellar'"):
-        get("cellar")
+    refused(AttributeError, "module 'lazy_things' has no attribute 'cellar'", get, "cellar")

@@ -14,6 +14,7 @@ from deepspeed.activation_checkpointing.hidden_states import (
     get_checkpoint_hidden_states_offloading_ctx_manager,
 )
 from deepspeed.activation_checkpointing.offload import HostPool, _ActivationOffloadEngine
+from refusals import refused
 
 both = pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint], ids=["reentrant", "non_reentrant"])
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="counts bytes on a GPU, and there is none")
@@ -64,8 +65,7 @@ def test_host_buffers_are_used_again_once_nobody_needs_them():
 
 @pytest.mark.parametrize("name", ["max_fwd_stash_count", "min_offload_bytes", "keep_last_count"])
 def test_arguments_are_checked(name):
-    with pytest.raises(ValueError, match=name):
-        get_checkpoint_hidden_states_offloading_ctx_manager(**{name: -1})
+    refused(ValueError, name, get_checkpoint_hidden_states_offloading_ctx_manager, **{name: -1})
 
 
 def network(count=5):

@@ -17,6 +17,7 @@ import torch
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.checkpoint.write.file_writer import WriterOptions, write_bytes, write_safetensors, write_torch
+from refusals import refused
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 DTYPES = [
@@ -229,8 +230,7 @@ def test_other_objects(tmp_path):
 
 
 def test_what_cannot_be_pickled_leaves_no_file(tmp_path):
-    with pytest.raises(Exception, match="lambda|pickle"):
-        write_torch({"f": lambda: 0}, tmp_path / "x.pt")
+    refused(Exception, "lambda|pickle", write_torch, {"f": lambda: 0}, tmp_path / "x.pt")
     assert not list(tmp_path.iterdir())
 
 
@@ -441,8 +441,7 @@ def test_safetensors_without_tensors(tmp_path):
     ],
 )
 def test_safetensors_refuses(tmp_path, tensors, metadata, match):
-    with pytest.raises(ValueError, match=match):
-        write_safetensors(tensors, metadata, tmp_path / "x")
+    refused(ValueError, match, write_safetensors, tensors, metadata, tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
 
@@ -548,18 +547,14 @@ def test_names(tmp_path, inject):
     inject("rename:2:eio")
     assert file_writer.exchange(tmp_path / "a", tmp_path / "b") in (True, False)
     assert (tmp_path / "a").read_bytes() == b"b"
-    with pytest.raises(OSError, match=r"(?s)rename of .*/a to .*/b failed"):
-        file_writer.rename(tmp_path / "a", tmp_path / "b")
+    refused(OSError, r"(?s)rename of .*/a to .*/b failed", file_writer.rename, tmp_path / "a", tmp_path / "b")
     file_writer.rename(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_bytes() == b"b" and not (tmp_path / "a").exists()
     inject("fsync:1:eio")
-    with pytest.raises(OSError, match="fsync of"):
-        file_writer.sync_directory(tmp_path)
+    refused(OSError, "fsync of", file_writer.sync_directory, tmp_path)
     file_writer.sync_directory(tmp_path)
-    with pytest.raises(FileNotFoundError, match="none"):
-        file_writer.rename(tmp_path / "none", tmp_path / "b")
-    with pytest.raises(ValueError, match="DS_IO_FAULT='nonsense'.*write:3:kill"):
-        inject("nonsense")
+    refused(FileNotFoundError, "none", file_writer.rename, tmp_path / "none", tmp_path / "b")
+    refused(ValueError, "DS_IO_FAULT='nonsense'.*write:3:kill", inject, "nonsense")
 
 
 def test_the_environment_arms_a_fault(tmp_path):
@@ -577,6 +572,5 @@ def test_options_out_of_range(tmp_path):
     for options in (WriterOptions(io_buffer_size=0), WriterOptions(io_buffer_size=1 << 40), WriterOptions(threads=-1)):
         with pytest.raises((ValueError, TypeError)):
             write_bytes(b"x", tmp_path / "x", options)
-    with pytest.raises(FileNotFoundError, match="Make the folder"):
-        write_bytes(b"x", tmp_path / "no" / "x")
+    refused(FileNotFoundError, "Make the folder", write_bytes, b"x", tmp_path / "no" / "x")
     assert not list(tmp_path.iterdir())

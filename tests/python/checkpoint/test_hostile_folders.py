@@ -16,6 +16,7 @@ from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.write import commit, file_writer, owner
 from deepspeed.checkpoint.write.pointer import replace_text
 from hostile_folders import MODEL, SHARD, Sandbox, chance_of
+from refusals import refused
 from sampling import every_case
 
 REFUSALS = (OSError, RuntimeError, ValueError)
@@ -187,8 +188,7 @@ def test_a_manifest_that_names_others_files(name, tmp_path):
 def test_a_manifest_with_a_time_that_is_none(saved_at, tmp_path, capsys):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / verify.NAME).write_text(verify.text_of({"saved_at": saved_at}, {}))
-    with pytest.raises(verify.DamagedManifest, match="saved_at"):
-        verify.read(tmp_path / "t")
+    refused(verify.DamagedManifest, "saved_at", verify.read, tmp_path / "t")
     assert cli.main(["ls", str(tmp_path)]) == 0 and "damaged" in capsys.readouterr().out
 
 
@@ -220,8 +220,7 @@ def test_latest_leads_nowhere_else(tmp_path):
     for text in ("../outside", sandbox.outside, "t/../../outside", "a\0b"):
         with open(os.path.join(sandbox.saves, "latest"), "w") as file:
             file.write(text)
-        with pytest.raises(ValueError, match="latest has the name"):
-            cli.names.latest_tag(sandbox.saves)
+        refused(ValueError, "latest has the name", cli.names.latest_tag, sandbox.saves)
     os.symlink(sandbox.outside, os.path.join(sandbox.saves, "elsewhere"))  # a link that the user has made
     for text in ("t", "elsewhere", "runs/t", "step.1"):
         with open(os.path.join(sandbox.saves, "latest"), "w") as file:

@@ -15,6 +15,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert import universal
 from deepspeed.checkpoint.layouts.saved_universal import UniversalState
 from megatron_files import INFO, WORDS, slice_of, state_of, whole_parameters
+from refusals import refused
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 PEERS = os.path.join(
@@ -109,8 +110,7 @@ def test_a_shape_that_does_not_fit_is_said(tmp_path):
     convert(tmp_path / "step7", tmp_path / "universal")
     name = "layers.0.dense.weight"
     saved = UniversalState(str(tmp_path / "universal"), shapes={name: torch.Size([8, 4])})
-    with pytest.raises(ValueError, match=r"dense.weight.*\(4, 8\).*\(8, 4\)"):
-        saved.pieces(name, "fp32")[0][2].read_range(0, 1)
+    refused(ValueError, r"dense.weight.*\(4, 8\).*\(8, 4\)", saved.pieces(name, "fp32")[0][2].read_range, 0, 1)
 
 
 def test_widths_of_sub_parameters_that_differ(tmp_path):
@@ -210,18 +210,21 @@ def test_memory_is_that_of_a_parameter(tmp_path):
 def test_patterns_that_match_nothing(tmp_path):
     info = {**INFO, keys.PARAMETER_TO_AVERAGE_PATTERNS: ["layers.*scale", "no_such"]}
     megatron_files.write(str(tmp_path / "step7"), 1, 2, 1, info=info)
-    with pytest.raises(ValueError, match="no_such.*no_strict"):
-        convert(tmp_path / "step7", tmp_path / "universal")
-    with pytest.raises(ValueError, match="no_such"):
-        convert(tmp_path / "step7", tmp_path / "universal", strict=True)
+    refused(ValueError, "no_such.*no_strict", convert, tmp_path / "step7", tmp_path / "universal")
+    refused(ValueError, "no_such", convert, tmp_path / "step7", tmp_path / "universal", strict=True)
     convert(tmp_path / "step7", tmp_path / "universal", strict=False)
     convert(tmp_path / "step7", tmp_path / "again", no_strict=True)
 
 
 def test_missing_information(tmp_path):
     megatron_files.write(str(tmp_path / "step7"), 1, 2, 1, info=None)
-    with pytest.raises(ValueError, match="universal_checkpoint_info.*inject_missing_state"):
-        convert(tmp_path / "step7", tmp_path / "universal")
+    refused(
+        ValueError,
+        "universal_checkpoint_info.*inject_missing_state",
+        convert,
+        tmp_path / "step7",
+        tmp_path / "universal",
+    )
     convert(tmp_path / "step7", tmp_path / "universal", inject_missing_state=True)
     found = file_of(tmp_path / "universal", "layers.0.qkv.bias", "fp32")["param"]
     assert torch.equal(found, whole_parameters(0)["layers.0.qkv.bias"])
@@ -244,35 +247,38 @@ def test_experts_of_other_ranks_are_refused(tmp_path):
     path = tmp_path / "step7" / "mp_rank_00_model_states.pt"
     saved = torch.load(path, weights_only=False)
     torch.save({**saved, "ds_autoep_layers": [{"module_path": "layers.0.experts"}]}, path)
-    with pytest.raises(ValueError, match="layers.0.experts"):
-        convert(tmp_path / "step7", tmp_path / "universal")
+    refused(ValueError, "layers.0.experts", convert, tmp_path / "step7", tmp_path / "universal")
 
 
 def test_parameters_of_several_stages_need_a_pattern(tmp_path):
     info = {key: value for key, value in INFO.items() if key != keys.PIPELINE_REPLICATED_PARAMETER_PATTERNS}
     megatron_files.write(str(tmp_path / "step7"), 2, 1, 1, info=info)
-    with pytest.raises(ValueError, match="words.weight.*pipeline_replicated_parameter_patterns"):
-        convert(tmp_path / "step7", tmp_path / "universal")
+    refused(
+        ValueError,
+        "words.weight.*pipeline_replicated_parameter_patterns",
+        convert,
+        tmp_path / "step7",
+        tmp_path / "universal",
+    )
 
 
 def test_what_cannot_be_converted(tmp_path):
     megatron_files.write(str(tmp_path / "step7"), 1, 1, 2)
-    with pytest.raises(ValueError, match="both"):
-        convert(tmp_path / "step7", tmp_path / "step7")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        convert(tmp_path / "nowhere", tmp_path / "universal")
+    refused(ValueError, "both", convert, tmp_path / "step7", tmp_path / "step7")
+    refused(FileNotFoundError, "nowhere", convert, tmp_path / "nowhere", tmp_path / "universal")
     convert(tmp_path / "step7", tmp_path / "universal")
-    with pytest.raises(ValueError, match="universal checkpoint already"):
-        convert(tmp_path / "universal", tmp_path / "again")
-    with pytest.raises(ValueError, match="qkv"):
-        ds_to_universal._validate_autotp_conversion_support({keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: ["qkv"]})
+    refused(ValueError, "universal checkpoint already", convert, tmp_path / "universal", tmp_path / "again")
+    refused(
+        ValueError,
+        "qkv",
+        ds_to_universal._validate_autotp_conversion_support,
+        {keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: ["qkv"]},
+    )
     ds_to_universal._validate_autotp_conversion_support({})
     os.unlink(tmp_path / "step7" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    with pytest.raises(FileNotFoundError, match="zero_pp_rank_1"):
-        convert(tmp_path / "step7", tmp_path / "more")
+    refused(FileNotFoundError, "zero_pp_rank_1", convert, tmp_path / "step7", tmp_path / "more")
     os.unlink(tmp_path / "step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    with pytest.raises(ValueError, match="no optimizer states"):
-        convert(tmp_path / "step7", tmp_path / "more")
+    refused(ValueError, "no optimizer states", convert, tmp_path / "step7", tmp_path / "more")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -295,8 +301,13 @@ def test_files_of_another_implementation(stage, dtype, tmp_path):
 
 
 def test_stage_0_of_another_implementation_is_refused_with_its_reason(tmp_path):
-    with pytest.raises(ValueError, match="without ZeRO.*load_checkpoint reads them"):
-        convert(os.path.join(PEERS, "stage0-bf16-2ranks", "global_step4"), tmp_path / "universal")
+    refused(
+        ValueError,
+        "without ZeRO.*load_checkpoint reads them",
+        convert,
+        os.path.join(PEERS, "stage0-bf16-2ranks", "global_step4"),
+        tmp_path / "universal",
+    )
 
 
 # ---- single steps ----------------------------------------------------------------------------------------------------
@@ -325,7 +336,12 @@ def test_shards_of_stage_3_one_rank_at_a_time(tmp_path):
         assert all(torch.equal(found, slice_of(name, whole, tp, 2)) for tp, found in enumerate(slices))
         assert ds_to_universal._merge_zero_shards(base, "step", 2) == [7, 7]
         assert ds_to_universal._merge_zero_shards(base, "exp_avg", 2)[1].dim() == 1
-    with pytest.raises(ValueError, match="missing"):
-        ds_to_universal._merge_zero_shards(base, "fp32", 2, torch.Size([999]))
-    with pytest.raises(ValueError, match="tensor-parallel ranks \\[1\\]"):
-        ds_to_universal._group_per_tp_shapes([{"w": torch.Size([1])}, {}], 1, 2)
+    refused(ValueError, "missing", ds_to_universal._merge_zero_shards, base, "fp32", 2, torch.Size([999]))
+    refused(
+        ValueError,
+        "tensor-parallel ranks \\[1\\]",
+        ds_to_universal._group_per_tp_shapes,
+        [{"w": torch.Size([1])}, {}],
+        1,
+        2,
+    )

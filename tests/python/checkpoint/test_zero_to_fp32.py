@@ -24,6 +24,7 @@ from deepspeed.utils.zero_to_fp32 import (  # noqa: E402
     load_state_dict_from_zero_checkpoint,
     to_torch_tensor,
 )
+from refusals import refused
 from zero_folders import weights_of, write_checkpoint  # noqa: E402
 
 PEERS = os.path.join(os.path.dirname(__file__), "..", "..", "data", "peer-checkpoints")
@@ -141,37 +142,36 @@ def test_sizes(text, size):
 @pytest.mark.parametrize("text", ["", "GB", "five", "-5GB", "5GBit", "0", True, "0.1"])
 def test_no_sizes(text, tmp_path):
     checkpoint(tmp_path, 1, 1)
-    with pytest.raises(ValueError, match="max_shard_size"):
-        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"), max_shard_size=text)
+    refused(
+        ValueError,
+        "max_shard_size",
+        convert_zero_checkpoint_to_fp32_state_dict,
+        str(tmp_path),
+        str(tmp_path / "out"),
+        max_shard_size=text,
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_missing_is_said(tmp_path):
-    with pytest.raises(ValueError, match="latest"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(ValueError, "latest", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
     checkpoint(tmp_path, 2, 2)
-    with pytest.raises(FileNotFoundError, match="another"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="another")
+    refused(FileNotFoundError, "another", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path), tag="another")
     second = tmp_path / "step" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     second.rename(tmp_path / "kept")
-    with pytest.raises(ValueError, match="Expected 2 .* found 1 files"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(ValueError, "Expected 2 .* found 1 files", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
     torch.save({"optimizer_state_dict": {}}, second)
-    with pytest.raises(ValueError, match="not a zero checkpoint.*zero_stage"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(ValueError, "not a zero checkpoint.*zero_stage", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
     os.replace(tmp_path / "kept", second)
     torch.save({"module": {}}, tmp_path / "step" / "mp_rank_00_model_states.pt")
-    with pytest.raises(ValueError, match="not a model state checkpoint"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(ValueError, "not a model state checkpoint", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
     os.remove(tmp_path / "step" / "mp_rank_00_model_states.pt")
-    with pytest.raises(FileNotFoundError, match="model_states"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(FileNotFoundError, "model_states", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
 
 
 @pytest.mark.parametrize("path", sorted(glob.glob(f"{PEERS}/stage0*")), ids=os.path.basename)
 def test_a_checkpoint_without_zero_says_so(path):
-    with pytest.raises(FileNotFoundError, match="no ZeRO checkpoint.*zero_stage"):
-        get_fp32_state_dict_from_zero_checkpoint(path)
+    refused(FileNotFoundError, "no ZeRO checkpoint.*zero_stage", get_fp32_state_dict_from_zero_checkpoint, path)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -184,8 +184,7 @@ def test_shards_that_do_not_add_up(stage, tmp_path):
             state = torch.load(name)
             state["param_shapes"][0]["b.weight"] = torch.Size(size)
             torch.save(state, name)
-        with pytest.raises(ValueError, match=words):
-            get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+        refused(ValueError, words, get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
@@ -194,8 +193,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
     state = torch.load(path)
     state["client"] = subprocess.CompletedProcess([], 0)
     torch.save(state, path)
-    with pytest.raises(RefusedClass, match="subprocess.CompletedProcess"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(RefusedClass, "subprocess.CompletedProcess", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
 
 
 def test_a_model_takes_the_weights(tmp_path):
@@ -243,8 +241,7 @@ def test_partitioned_experts_are_refused(tmp_path):
     checkpoint(tmp_path, 3, 1)
     path = tmp_path / "step" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     torch.save({**torch.load(path), "ds_autoep_layers": [{"name": "moe"}]}, path)
-    with pytest.raises(NotImplementedError, match="AutoEP"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(NotImplementedError, "AutoEP", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
 
 
 # ---- the script ------------------------------------------------------------------------------------------------------
@@ -316,8 +313,12 @@ def test_a_script_that_cannot_be_made_executable_is_only_reported(tmp_path, monk
 
 
 def test_modules_with_the_same_name_in_them_are_not_joined():
-    with pytest.raises(ValueError, match="first and second both have a _helper"):
-        export.bundle({"first": '"""."""\ndef _helper():\n    pass\n', "second": '"""."""\n_helper = 3\n'})
+    refused(
+        ValueError,
+        "first and second both have a _helper",
+        export.bundle,
+        {"first": '"""."""\ndef _helper():\n    pass\n', "second": '"""."""\n_helper = 3\n'},
+    )
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -369,8 +370,7 @@ def test_a_full_disk_leaves_what_was_there(write, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
     weights = {"x": Failing([(torch.ones(3), 0, 3)], (3,), torch.float32)}
-    with pytest.raises(OSError, match=f"cannot write {path}: No space left"):
-        weight_files.write_whole(str(path), write, weights)
+    refused(OSError, f"cannot write {path}: No space left", weight_files.write_whole, str(path), write, weights)
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["x"]
 
 

@@ -17,6 +17,7 @@ from deepspeed import _native
 from deepspeed.comm import ReduceOp, nccl, nccl_join
 from deepspeed.comm.nccl import NcclCommunicator, find_library
 from fake_nccl import Orders, build
+from refusals import refused
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 DTYPES = [
@@ -282,8 +283,7 @@ def test_bad_arguments_are_named_and_break_nothing(ranks):
             (ValueError, "registered_empty got numel -1", lambda: comm.registered_empty(-1)),
             (ValueError, "empty tensor", lambda: comm.register(torch.ones(0))),
         ]:
-            with pytest.raises(error, match=text):
-                call()
+            refused(error, text, call)
         comm.all_reduce(x)
         assert x.tolist() == [1] * 4
 
@@ -291,14 +291,18 @@ def test_bad_arguments_are_named_and_break_nothing(ranks):
 
 
 def test_patience_is_positive(ranks):
-    with pytest.raises(ValueError, match="timeout -1; it must be more than 0 seconds"):
-        ranks(1, lambda comm: None, timeout=-1)
+    refused(ValueError, "timeout -1; it must be more than 0 seconds", ranks, 1, lambda comm: None, timeout=-1)
 
 
 def test_parts_that_do_not_divide(ranks):
     def body(comm):
-        with pytest.raises(ValueError, match="3 elements cannot be cut into 2 equal parts.*input_splits"):
-            comm.all_to_all(torch.ones(2), torch.ones(3))
+        refused(
+            ValueError,
+            "3 elements cannot be cut into 2 equal parts.*input_splits",
+            comm.all_to_all,
+            torch.ones(2),
+            torch.ones(3),
+        )
 
     ranks(2, body)
 
@@ -323,8 +327,7 @@ def test_an_error_that_comes_later(ranks, fake):
     def body(comm):
         comm.all_gather(torch.empty(6), torch.ones(6))
         fake.fail_later(6)
-        with pytest.raises(RuntimeError, match="all_gather of 6 x fp32.*remote process exited"):
-            comm.wait()
+        refused(RuntimeError, "all_gather of 6 x fp32.*remote process exited", comm.wait)
 
     ranks(1, body)
     assert fake.count("aborted") == 1
@@ -333,16 +336,19 @@ def test_an_error_that_comes_later(ranks, fake):
 def test_abort_by_its_owner(ranks):
     def body(comm):
         comm.abort("there is better to do")
-        with pytest.raises(RuntimeError, match="rank 0 of 1 was aborted: there is better to do"):
-            comm.all_reduce(torch.ones(1))
+        refused(RuntimeError, "rank 0 of 1 was aborted: there is better to do", comm.all_reduce, torch.ones(1))
 
     ranks(1, body)
 
 
 def test_ranks_that_differ(ranks):
     def body(comm):
-        with pytest.raises(RuntimeError, match=f"rank {comm.rank} of 2: all_reduce .* failed: invalid usage"):
-            comm.all_reduce(torch.ones(3 + comm.rank))
+        refused(
+            RuntimeError,
+            f"rank {comm.rank} of 2: all_reduce .* failed: invalid usage",
+            comm.all_reduce,
+            torch.ones(3 + comm.rank),
+        )
 
     ranks(2, body)
 
@@ -444,19 +450,21 @@ def test_an_old_nccl_has_all_but_user_buffers(tmp_path):
     assert (library.version, library.has_buffers) == (21803, False)
     id, wait = library.make_id(), nccl.timedelta(seconds=5)
     comm = _native._C.NcclCommunicator(library, id, "old", 0, 1, wait, lambda: None, "cpu")
-    with pytest.raises(RuntimeError, match=r"libfake_old.so is NCCL 2.18.3 and has no ncclMemAlloc: .* 2.19 or later"):
-        comm.allocate(16, "cpu")
+    refused(
+        RuntimeError,
+        r"libfake_old.so is NCCL 2.18.3 and has no ncclMemAlloc: .* 2.19 or later",
+        comm.allocate,
+        16,
+        "cpu",
+    )
     comm.close()
 
 
 def test_what_is_no_nccl_or_not_there(tmp_path):
-    with pytest.raises(RuntimeError, match="NCCL cannot be opened from /nowhere/nccl.so.*No such file"):
-        find_library("/nowhere/nccl.so")
-    with pytest.raises(RuntimeError, match="libc.so.6 has no ncclGetVersion. NCCL 2.14 or later is needed"):
-        find_library("libc.so.6")
+    refused(RuntimeError, "NCCL cannot be opened from /nowhere/nccl.so.*No such file", find_library, "/nowhere/nccl.so")
+    refused(RuntimeError, "libc.so.6 has no ncclGetVersion. NCCL 2.14 or later is needed", find_library, "libc.so.6")
     broken = build(tmp_path, "libfake_broken.so", "FAKE_NCCL_BROKEN")
-    with pytest.raises(RuntimeError, match="libfake_broken.so is NCCL 2.28.9 and has no ncclAllReduce"):
-        find_library(broken)
+    refused(RuntimeError, "libfake_broken.so is NCCL 2.28.9 and has no ncclAllReduce", find_library, broken)
 
 
 SEARCH = """

@@ -12,6 +12,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.comm import rendezvous
 from deepspeed.comm.reduce_op import to_torch
+from refusals import refused
 
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -51,8 +52,7 @@ def test_a_launchers_word_is_kept():
 
 def test_what_is_missing_is_named():
     os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="10.1.1.1")
-    with pytest.raises(RuntimeError, match="MASTER_PORT is not"):
-        prepared()
+    refused(RuntimeError, "MASTER_PORT is not", prepared)
 
 
 def test_local_rank_of_a_scheduler():
@@ -81,8 +81,7 @@ def test_open_mpi_on_several_nodes_needs_an_address(monkeypatch):
         OMPI_COMM_WORLD_LOCAL_RANK="1",
         OMPI_COMM_WORLD_LOCAL_SIZE="2",
     )
-    with pytest.raises(RuntimeError, match="mpi4py.*MASTER_ADDR"):
-        prepared()
+    refused(RuntimeError, "mpi4py.*MASTER_ADDR", prepared)
     os.environ["MASTER_ADDR"] = "10.0.0.1"
     assert prepared()["MASTER_ADDR"] == "10.0.0.1"
 
@@ -90,8 +89,7 @@ def test_open_mpi_on_several_nodes_needs_an_address(monkeypatch):
 def test_another_mpi_needs_mpi4py(monkeypatch):
     monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
     os.environ["PMI_SIZE"] = "2"
-    with pytest.raises(RuntimeError, match="mpi4py"):
-        prepared()
+    refused(RuntimeError, "mpi4py", prepared)
     assert prepared(auto_mpi_discovery=False)["WORLD_SIZE"] == "1"
 
 
@@ -123,8 +121,7 @@ def test_srun_started_hydras_proxies(monkeypatch):
 def test_azure_ml_with_another_mpi_and_without_a_first_node():
     os.environ["AZUREML_EXPERIMENT_ID"] = "x"
     hydra(2, 4, 0, 2)
-    with pytest.raises(RuntimeError, match="AZ_BATCH_MASTER_NODE does not say.*MASTER_ADDR"):
-        prepared()
+    refused(RuntimeError, "AZ_BATCH_MASTER_NODE does not say.*MASTER_ADDR", prepared)
     os.environ["AZ_BATCH_MASTER_NODE"] = "10.0.0.4:6000"
     assert prepared() == dict(RANK="2", LOCAL_RANK="0", WORLD_SIZE="4", MASTER_ADDR="10.0.0.4", MASTER_PORT="6000")
 
@@ -204,8 +201,7 @@ def test_mpi4py_of_another_mpi(fake_mpi):
     """It takes each process for a job of its own: rank 0 of 1, four times."""
     fake_mpi(0, 1, 0, 1)
     hydra(3, 4, 1, 2)
-    with pytest.raises(RuntimeError, match="belongs to another MPI.*MASTER_ADDR"):
-        prepared()
+    refused(RuntimeError, "belongs to another MPI.*MASTER_ADDR", prepared)
     os.environ["MASTER_ADDR"] = "node1"
     assert prepared() == dict(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", MASTER_ADDR="node1", MASTER_PORT="29500")
 
@@ -237,8 +233,7 @@ def test_srun():
 
 def test_srun_without_nodes_and_with_a_port():
     os.environ.update(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="2")
-    with pytest.raises(RuntimeError, match="MASTER_ADDR"):
-        prepared()
+    refused(RuntimeError, "MASTER_ADDR", prepared)
     os.environ["SLURM_JOB_NODELIST"] = "n1,n2"
     assert prepared(distributed_port=4444)["MASTER_PORT"] == "4444"
 
@@ -263,23 +258,17 @@ def test_launcher_getters():
     assert (dist.get_local_rank_from_launcher(), dist.get_world_rank_from_launcher()) == (2, 5)
     assert dist.get_world_size_from_launcher() == 8
     os.environ["RANK"] = "five"
-    with pytest.raises(ValueError, match="RANK is 'five'"):
-        dist.get_world_rank_from_launcher()
+    refused(ValueError, "RANK is 'five'", dist.get_world_rank_from_launcher)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
 def test_init_distributed_refuses():
-    with pytest.raises(RuntimeError, match="dist_init_required is False"):
-        dist.init_distributed(dist_init_required=False)
-    with pytest.raises(TypeError, match="timedelta"):
-        dist.init_distributed(timeout=30)
-    with pytest.raises(ValueError, match="verbos"):
-        dist.init_distributed(config={"comms_logger": {"verbos": True}})
+    refused(RuntimeError, "dist_init_required is False", dist.init_distributed, dist_init_required=False)
+    refused(TypeError, "timedelta", dist.init_distributed, timeout=30)
+    refused(ValueError, "verbos", dist.init_distributed, config={"comms_logger": {"verbos": True}})
     if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="'nccl'.*gloo"):
-            dist.init_distributed(dist_backend="nccl")
-    with pytest.raises(RuntimeError, match="oneccl_bindings_for_pytorch"):
-        dist.init_distributed(dist_backend="ccl")
+        refused(RuntimeError, "'nccl'.*gloo", dist.init_distributed, dist_backend="nccl")
+    refused(RuntimeError, "oneccl_bindings_for_pytorch", dist.init_distributed, dist_backend="ccl")
     assert not dist.is_initialized()
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sequential
 
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.utils import RepeatingLoader as FromUtils
+from refusals import refused
 
 
 class Numbers(Dataset):
@@ -244,8 +245,7 @@ def test_own_sampler_decides_the_order():
 
 
 def test_wrong_state():
-    with pytest.raises(KeyError, match="lacks batches"):
-        loader(Numbers(4)).load_state_dict({"epoch": 1})
+    refused(KeyError, "lacks batches", loader(Numbers(4)).load_state_dict, {"epoch": 1})
 
 
 # ---- iterable data -------------------------------------------------------------------------------------------------
@@ -331,16 +331,25 @@ def test_repeating_loader():
 
 def test_wrong_input():
     for size in (0, -1, 2.5, None, True):
-        with pytest.raises(ValueError, match="batch_size must be a whole number"):
-            loader(Numbers(4), size)
-    with pytest.raises(ValueError, match="is empty"):
-        loader(Numbers(0))
-    with pytest.raises(ValueError, match="7 samples over 2 data-parallel ranks.*dataloader_drop_last"):
-        loader(Numbers(7), 4, 2, dataloader_drop_last=True)
-    with pytest.raises(ValueError, match="IterableDataset decides its own order"):
-        loader(Stream(4), data_sampler=SequentialSampler([1]))
-    with pytest.raises(NotImplementedError, match="curriculum_learning"):
-        loader(Numbers(4), deepspeed_dataloader_config={"curriculum_learning": {}})
+        refused(ValueError, "batch_size must be a whole number", loader, Numbers(4), size)
+    refused(ValueError, "is empty", loader, Numbers(0))
+    refused(
+        ValueError,
+        "7 samples over 2 data-parallel ranks.*dataloader_drop_last",
+        loader,
+        Numbers(7),
+        4,
+        2,
+        dataloader_drop_last=True,
+    )
+    refused(ValueError, "IterableDataset decides its own order", loader, Stream(4), data_sampler=SequentialSampler([1]))
+    refused(
+        NotImplementedError,
+        "curriculum_learning",
+        loader,
+        Numbers(4),
+        deepspeed_dataloader_config={"curriculum_learning": {}},
+    )
 
 
 # ---- worker processes ------------------------------------------------------------------------------------------------

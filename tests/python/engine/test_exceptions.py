@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from refusals import refused
 from runs import KEEP_GATHERED, engine_of, settings, take_step, weight_list
 
 STEPS = 4
@@ -52,14 +53,12 @@ def trained(stage, fails_in):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
         if step in (1, 2) and fails_in != "step":
             model.fails = fails_in
-            with pytest.raises(KeyError, match=fails_in):
-                engine.backward(engine(x))
+            refused(KeyError, fails_in, engine.backward, engine(x))
             model.fails = None
         engine.backward(engine(x))
         if step == 1 and fails_in == "step":
             schedule.fails = True
-            with pytest.raises(KeyError, match="step"):
-                engine.step()
+            refused(KeyError, "step", engine.step)
             schedule.fails = False
         engine.step()
     running = [name for name, timer in engine.progress.timers.get_timers().items() if timer.started_]
@@ -102,8 +101,7 @@ def test_a_timer_whose_start_has_failed(monkeypatch):
     ):
         with monkeypatch.context() as patched:
             patched.setattr(timers(name), "start", fail)
-            with pytest.raises(KeyError, match="start"):
-                call()
+            refused(KeyError, "start", call)
         assert not any(timer.started_ for timer in timers.get_timers().values())
         call()
     engine.destroy()

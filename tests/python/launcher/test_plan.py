@@ -12,6 +12,7 @@ from deepspeed.host import cpu, devices, numa
 from deepspeed.launcher import cluster, environment, plan, runner
 from deepspeed.launcher.arguments import check, parse_args
 from deepspeed.launcher.multinode_runner import OpenMPIRunner
+from refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +84,7 @@ def test_ways_to_start_the_script():
     ],
 )
 def test_contradictions_are_value_errors(line, named):
-    with pytest.raises(ValueError, match=named):
-        runner.main(args=line.split())
+    refused(ValueError, named, runner.main, args=line.split())
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,27 @@ def test_contradictions_are_value_errors(line, named):
 )
 def test_numbers_of_hosts_that_may_change(line, named, tmp_path):
     (tmp_path / "hosts").write_text("h1.invalid slots=1\nh2.invalid slots=1\n")
-    with pytest.raises((ValueError, runner.LaunchError), match=named):
-        runner.main(args=[*line.format(tmp_path / "hosts").split(), "train.py"])
+    refused(
+        (ValueError, runner.LaunchError),
+        named,
+        runner.main,
+        args=[*line.format(tmp_path / "hosts").split(), "train.py"],
+    )
 
 
 def test_autotuning_without_a_tuner_names_what_is_missing():
-    with pytest.raises(NotImplementedError, match="run needs deepspeed.autotuning.autotuner.Autotuner.*leave --auto"):
-        runner.main(args="--autotuning run train.py".split())
-    with pytest.raises(ValueError, match="--autotuning starts jobs of its own"):
-        runner.main(args="--autotuning run --elastic_training train.py".split())
+    refused(
+        NotImplementedError,
+        "run needs deepspeed.autotuning.autotuner.Autotuner.*leave --auto",
+        runner.main,
+        args="--autotuning run train.py".split(),
+    )
+    refused(
+        ValueError,
+        "--autotuning starts jobs of its own",
+        runner.main,
+        args="--autotuning run --elastic_training train.py".split(),
+    )
 
 
 @pytest.mark.parametrize("how", ["tune", "run"])
@@ -138,16 +150,13 @@ def test_autotuning_hands_over_to_the_tuner(how, monkeypatch, tmp_path):
 def test_a_file_of_variables_that_is_not_there_is_named(monkeypatch, capfd):
     monkeypatch.setenv("DS_ENV_FILE", "nowhere.env")
     monkeypatch.setattr(environment, "ENVIRONMENT_FILE", "nowhere.env")
-    with pytest.raises(runner.LaunchError, match="nowhere.py"):
-        runner.main(["nowhere.py"])
+    refused(runner.LaunchError, "nowhere.py", runner.main, ["nowhere.py"])
     assert "DS_ENV_FILE names nowhere.env, which is neither in the home folder nor here" in capfd.readouterr().err
 
 
 def test_missing_script_and_program():
-    with pytest.raises(runner.LaunchError, match="nowhere.py.*does not exist"):
-        runner.main(args=["nowhere.py"])
-    with pytest.raises(runner.LaunchError, match="no-such-program"):
-        runner.main(args=["--no_python", "no-such-program"])
+    refused(runner.LaunchError, "nowhere.py.*does not exist", runner.main, args=["nowhere.py"])
+    refused(runner.LaunchError, "no-such-program", runner.main, args=["--no_python", "no-such-program"])
 
 
 # ---- how many -----------------------------------------------------------------------------------------------------
@@ -157,8 +166,7 @@ def test_gpus_decide_the_number_of_ranks(monkeypatch):
     assert [env["CUDA_VISIBLE_DEVICES"] for env in plan_of("--num_gpus 2 train.py").environments] == ["0,1"] * 2
     assert plan_of("-i localhost:1,3 train.py").environments[0]["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert plan_of("-e localhost:0 train.py").environments[0]["CUDA_VISIBLE_DEVICES"] == "1,2,3"
-    with pytest.raises(runner.LaunchError, match="5.*offers 4"):
-        plan_of("--num_gpus 5 train.py")
+    refused(runner.LaunchError, "5.*offers 4", plan_of, "--num_gpus 5 train.py")
 
 
 def test_visible_devices_are_honoured(monkeypatch):
@@ -190,8 +198,7 @@ def test_grace(monkeypatch):
     monkeypatch.setenv("DS_LAUNCHER_GRACE_S", "20")
     assert plan_of("train.py").grace_s == 20
     monkeypatch.setenv("DS_LAUNCHER_GRACE_S", "soon")
-    with pytest.raises(ValueError, match="DS_LAUNCHER_GRACE_S is 'soon'"):
-        plan_of("train.py")
+    refused(ValueError, "DS_LAUNCHER_GRACE_S is 'soon'", plan_of, "train.py")
 
 
 def test_memory_nodes_decide_on_a_cpu_machine(monkeypatch):
@@ -210,13 +217,12 @@ def test_hostfile_of_this_machine_and_of_others(here):
     assert hosts_of("-H two -e localhost train.py") == {"worker-9.invalid": [0, 1]}
     assert hosts_of("-H mine train.py") is hosts_of("-H two -i localhost:1 train.py") is None
     assert hosts_of("-H mine --force_multi train.py") == {socket.gethostname(): [0, 1, 2]}
-    with pytest.raises(runner.LaunchError, match="--num_nodes is 3, but the hostfile two names 2"):
-        hosts_of("-H two --num_nodes 3 train.py")
-    with pytest.raises(runner.LaunchError, match="there is no hostfile missing"):
-        hosts_of("-H missing --num_nodes 2 train.py")
+    refused(
+        runner.LaunchError, "--num_nodes is 3, but the hostfile two names 2", hosts_of, "-H two --num_nodes 3 train.py"
+    )
+    refused(runner.LaunchError, "there is no hostfile missing", hosts_of, "-H missing --num_nodes 2 train.py")
     (here / "bad").write_text("localhost\n")
-    with pytest.raises(ValueError, match="bad.*line 1"):
-        plan_of("-H bad train.py")
+    refused(ValueError, "bad.*line 1", plan_of, "-H bad train.py")
     made = plan_of("-H missing train.py")
     assert any("missing" in note for note in made.notes)
 
@@ -224,8 +230,7 @@ def test_hostfile_of_this_machine_and_of_others(here):
 # ---- threads, cores, files ----------------------------------------------------------------------------------------
 def test_hosts_without_slots(here):
     (here / "hosts").write_text("a slots=0\nb slots=0\n")
-    with pytest.raises(runner.LaunchError, match="every host of the hostfile .*hosts has slots=0"):
-        plan_of(f"-H {here}/hosts train.py")
+    refused(runner.LaunchError, "every host of the hostfile .*hosts has slots=0", plan_of, f"-H {here}/hosts train.py")
     (here / "hosts").write_text("a slots=0\nb slots=2\n")  # one that is left out for now
     args = parse_args(["-H", f"{here}/hosts", "--num_gpus", "1", "train.py"])
     assert plan.active_hosts(args, []) == {"b": [0]}
@@ -234,8 +239,14 @@ def test_hosts_without_slots(here):
 def test_openmpi_without_a_hostfile(here):
     args = parse_args(["--launcher", "openmpi", "-H", f"{here}/none", "train.py"])
     mpi = OpenMPIRunner(args, runner.encode_world_info({"localhost": 1}), {"localhost": 1})
-    with pytest.raises(runner.LaunchError, match=f"openmpi reads the hostfile itself, and there is no {here}/none"):
-        cluster.mpi_plan(args, {"localhost": [0]}, mpi)
+    refused(
+        runner.LaunchError,
+        f"openmpi reads the hostfile itself, and there is no {here}/none",
+        cluster.mpi_plan,
+        args,
+        {"localhost": [0]},
+        mpi,
+    )
     (here / "none").write_text("localhost slots=1")
     assert f"{here}/none" in cluster.mpi_plan(args, {"localhost": [0]}, mpi).commands[0]
 
@@ -308,8 +319,7 @@ def test_environment_files_reach_the_ranks(here, monkeypatch):
     env = plan_of("train.py").environments[0]
     assert (env["A"], env["B"]) == ("here", "x=y")
     (here / ".deepspeed_env").write_text("no equals sign\n")
-    with pytest.raises(ValueError, match="line 1.*no equals sign"):
-        plan_of("train.py")
+    refused(ValueError, "line 1.*no equals sign", plan_of, "train.py")
     monkeypatch.setattr(environment, "ENVIRONMENT_FILE", str(here / "other"))
     (here / "other").write_text("A=other\n")
     assert plan_of("train.py").environments[0]["A"] == "other"
@@ -323,17 +333,14 @@ def test_another_launchers_variables_do_not_reach_the_ranks(monkeypatch):
 # ---- the port -----------------------------------------------------------------------------------------------------
 def test_busy_port(monkeypatch):
     monkeypatch.setattr(plan.ports, "claim_port", lambda port: None if port in (29500, 4567) else "claimed")
-    with pytest.raises(runner.LaunchError, match="port 29500.*--master_port"):
-        plan_of("--master_port 29500 train.py")
+    refused(runner.LaunchError, "port 29500.*--master_port", plan_of, "--master_port 29500 train.py")
     made = plan_of("train.py")
     port = made.environments[0]["MASTER_PORT"]
     assert port != "29500" and any(port in note and "29500" in note for note in made.notes)
     monkeypatch.setenv("MASTER_PORT", "4567")
-    with pytest.raises(runner.LaunchError, match="port 4567.*MASTER_PORT"):
-        plan_of("train.py")
+    refused(runner.LaunchError, "port 4567.*MASTER_PORT", plan_of, "train.py")
     monkeypatch.setenv("MASTER_PORT", "x")
-    with pytest.raises(ValueError, match="'x'"):
-        plan_of("train.py")
+    refused(ValueError, "'x'", plan_of, "train.py")
 
 
 def test_the_launcher_knows_no_torch():

@@ -19,6 +19,7 @@ from deepspeed.moe.utils import (
     split_params_into_different_moe_groups_for_optimizer,
     split_params_into_shared_and_expert_params,
 )
+from refusals import refused
 
 
 def mlp(width=8, inner=16, last=None):
@@ -225,8 +226,12 @@ def test_experts_parameters_and_groups():
     )
     assert [sum(p.numel() for p in group["params"]) for group in small[1:]] == [144, 136, 144, 136]
     assert len(configure_moe_param_groups(list(model.parameters()))) == 2
-    with pytest.raises(ValueError, match="Unknown param group type of <class 'set'>"):
-        split_params_into_different_moe_groups_for_optimizer(set())
+    refused(
+        ValueError,
+        "Unknown param group type of <class 'set'>",
+        split_params_into_different_moe_groups_for_optimizer,
+        set(),
+    )
     model["a"](torch.randn(4, 8))[0].sum().backward()
     shared_grads, expert_grads = split_params_grads_into_shared_and_expert_params(list(model.parameters()))
     assert len(shared_grads) == 1 and len(expert_grads) == len(experts)
@@ -243,20 +248,21 @@ def test_experts_parameters_and_groups():
 )
 @pytest.mark.parametrize("kind", [ValueError, AssertionError])
 def test_sizes_that_do_not_fit(given, text, kind):
-    with pytest.raises(kind, match=text):
-        MoE(8, mlp(), **given)
+    refused(kind, text, MoE, 8, mlp(), **given)
 
 
 def test_what_goes_wrong_names_the_layer():
     layer = MoE(8, mlp(last=7), 2, drop_tokens=False)
     layer.deepspeed_moe.set_name("blocks.3.moe")
-    with pytest.raises(ValueError, match=r"MoE layer 'blocks.3.moe': expert 0 .* \[4, 7\] of \[4, 8\]"):
-        layer(torch.randn(4, 8))
+    refused(ValueError, r"MoE layer 'blocks.3.moe': expert 0 .* \[4, 7\] of \[4, 8\]", layer, torch.randn(4, 8))
     layer = MoE(8, mlp(), 2)
     layer.deepspeed_moe.set_name("blocks.3.moe")
     x = torch.randn(4, 8)
     x[1, 2] = float("nan")
-    with pytest.raises(ValueError, match="MoE layer 'blocks.3.moe': rank 0: the logits of token 1 are not numbers"):
-        layer(x)
-    with pytest.raises(ValueError, match="ep_size=2, and no groups: deepspeed.initialize makes them"):
-        MoE(8, mlp(), 2, ep_size=2)(torch.randn(4, 8))
+    refused(ValueError, "MoE layer 'blocks.3.moe': rank 0: the logits of token 1 are not numbers", layer, x)
+    refused(
+        ValueError,
+        "ep_size=2, and no groups: deepspeed.initialize makes them",
+        MoE(8, mlp(), 2, ep_size=2),
+        torch.randn(4, 8),
+    )

@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder, PinMemoryBuilder
 from deepspeed.utils.pin_memory import NativePinnedMemory, get_active_native_pinned_memory
 from deepspeed.utils.pin_memory_tracker import _fmt_bytes, _tracker, pinned_memory_summary, track_pinned_memory
+from refusals import refused
 
 SIZES = [0, 1, 511, 4096, 4097, 1_000_003]
 
@@ -123,8 +124,7 @@ def test_tensors_of_any_dtype_and_layout(op, tmp_path):
         assert torch.equal(back, tensor)
         os.unlink(path)
     for wrong in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
-        with pytest.raises(ValueError, match="dense tensor with elements"):
-            handle.sync_pwrite(wrong, path)
+        refused(ValueError, "dense tensor with elements", handle.sync_pwrite, wrong, path)
 
 
 def test_several_threads_share_a_handle(op, tmp_path):
@@ -175,8 +175,7 @@ def test_errors_are_os_errors_with_path_offset_and_bytes(op, tmp_path, fault):
     assert handle.wait() == 0
     handle.sync_pwrite(torch.zeros(20000), path)
     fault("read:3:eio")
-    with pytest.raises(OSError, match=f"read of {path} failed"):
-        handle.sync_pread(torch.zeros(20000), path)
+    refused(OSError, f"read of {path} failed", handle.sync_pread, torch.zeros(20000), path)
     fault("")
     os.truncate(path, 50000)
     with pytest.raises(OSError, match="the file ends at byte 50000") as error:
@@ -217,16 +216,13 @@ def test_a_file_system_without_o_direct(op, tmp_path, fault):
     ],
 )
 def test_bad_arguments_are_named(op, arguments, text):
-    with pytest.raises(ValueError, match=text):
-        op.aio_handle(**arguments)
+    refused(ValueError, text, op.aio_handle, **arguments)
 
 
 def test_bad_backend_and_offset(op, monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match="file_offset"):
-        op.aio_handle().sync_pread(torch.zeros(1), str(tmp_path / "x"), -1)
+    refused(ValueError, "file_offset", op.aio_handle().sync_pread, torch.zeros(1), str(tmp_path / "x"), -1)
     monkeypatch.setenv("DS_IO_BACKEND", "aio")
-    with pytest.raises(ValueError, match="DS_IO_BACKEND.*io_uring, libaio, threads or auto"):
-        op.aio_handle()
+    refused(ValueError, "DS_IO_BACKEND.*io_uring, libaio, threads or auto", op.aio_handle)
 
 
 def test_functions(op, tmp_path):
@@ -237,8 +233,7 @@ def test_functions(op, tmp_path):
     copy = torch.zeros_like(tensor)
     op.deepspeed_memcpy(copy, tensor)
     assert torch.equal(copy, tensor)
-    with pytest.raises(ValueError, match="as many bytes"):
-        op.deepspeed_memcpy(copy[1:], tensor)
+    refused(ValueError, "as many bytes", op.deepspeed_memcpy, copy[1:], tensor)
 
 
 def test_a_dropped_handle_ends_what_it_started(op, tmp_path):
@@ -254,11 +249,15 @@ def test_sizes_that_no_integer_holds_are_refused(op, numel):
     handle = op.aio_handle()
     with pytest.raises((ValueError, RuntimeError)):  # in bytes they are small, or more than there is
         handle.new_cpu_locked_tensor(numel, torch.empty(0, dtype=torch.float32))
-    with pytest.raises(ValueError, match="page-locked tensor: .* x 8 is more than an integer here can hold"):
-        handle.new_cpu_locked_tensor(numel, torch.empty(0, dtype=torch.float64))
+    refused(
+        ValueError,
+        "page-locked tensor: .* x 8 is more than an integer here can hold",
+        handle.new_cpu_locked_tensor,
+        numel,
+        torch.empty(0, dtype=torch.float64),
+    )
     tensor = torch.zeros(16)
-    with pytest.raises(ValueError, match="file_offset"):
-        handle.sync_pread(tensor, __file__, 2**63 - 8)
+    refused(ValueError, "file_offset", handle.sync_pread, tensor, __file__, 2**63 - 8)
 
 
 def test_one_pool_of_page_locked_memory(op):
@@ -295,8 +294,7 @@ def test_the_backend_of_the_accelerator(monkeypatch):
     accelerator.unpin_memory(pinned)
     assert not accelerator.is_pinned(pinned)
     monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "other")
-    with pytest.raises(ValueError, match="DS_PIN_MEMORY_BACKEND is 'other'"):
-        accelerator.pin_memory(source)
+    refused(ValueError, "DS_PIN_MEMORY_BACKEND is 'other'", accelerator.pin_memory, source)
 
 
 LIMIT = """
@@ -329,8 +327,7 @@ def test_tracker():
     text = pinned_memory_summary("after init")
     assert text.startswith("after init: 2 page-locked allocations, 2.00 KB in all, the largest 1.50 KB")
     assert [_fmt_bytes(n) for n in (0, 1023, 1 << 30, 5 << 40)] == ["0 B", "1023 B", "1.00 GB", "5.00 TB"]
-    with pytest.raises(ValueError, match="0 bytes or more"):
-        track_pinned_memory(-1)
+    refused(ValueError, "0 bytes or more", track_pinned_memory, -1)
     _tracker.reset()
 
 
@@ -338,13 +335,10 @@ def test_tracker():
 @pytest.mark.skipif(get_accelerator()._name == "cuda", reason="a machine with GPUs may have cuFile")
 def test_gds_says_why_not(monkeypatch):
     assert not GDSBuilder().is_compatible()
-    with pytest.raises(ValueError, match="the op gds cannot be used here: needs an NVIDIA GPU"):
-        GDSBuilder().load()
+    refused(ValueError, "the op gds cannot be used here: needs an NVIDIA GPU", GDSBuilder().load)
     monkeypatch.setenv("DS_CUFILE_LIBRARY", "/none/libcufile.so")
-    with pytest.raises(RuntimeError, match="GPUDirect storage cannot be used: /none/libcufile.so.*aio_handle"):
-        _C.aio.gds_handle()
-    with pytest.raises(ValueError, match="at least|must be from"):
-        _C.aio.aio_handle(intra_op_parallelism=-1)
+    refused(RuntimeError, "GPUDirect storage cannot be used: /none/libcufile.so.*aio_handle", _C.aio.gds_handle)
+    refused(ValueError, "at least|must be from", _C.aio.aio_handle, intra_op_parallelism=-1)
 
 
 def test_gds_handle_over_a_library_that_is_there(monkeypatch, tmp_path):

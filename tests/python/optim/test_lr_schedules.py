@@ -19,6 +19,7 @@ from deepspeed.runtime.lr_schedules import (
     get_config_from_args,
     get_lr_from_config,
 )
+from refusals import refused
 
 STEPS = 5000
 
@@ -202,8 +203,7 @@ def test_one_cycle_without_a_second_half():
     schedule = OneCycle(adam(), 0.1, 0.5, 1.0, cycle_first_step_size=4, cycle_second_step_size=0, decay_step_size=1)
     assert schedule.min_lrs == [0.1] and schedule.max_lrs == [0.5]
     close(trace(schedule, first_lr, 6), [0.1, 0.2, 0.3, 0.4, 0.1, 0.1 / 2, 0.1 / 3])
-    with pytest.raises(ValueError, match="cycle_second_step_size = -1"):
-        OneCycle(adam(), 0.1, 0.5, cycle_second_step_size=-1)
+    refused(ValueError, "cycle_second_step_size = -1", OneCycle, adam(), 0.1, 0.5, cycle_second_step_size=-1)
 
 
 def test_one_cycle_with_lists_sets_each_group_at_construction():
@@ -219,8 +219,15 @@ def test_one_cycle_with_lists_sets_each_group_at_construction():
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.8]
     assert [group["betas"] for group in optimizer.param_groups] == schedule.min_moms
     assert (schedule.total_size, schedule.step_ratio) == (8.0, 0.5)
-    with pytest.raises(ValueError, match="cycle_min_mom has 3 values.*2 parameter groups"):
-        OneCycle(optimizer, 0.1, 0.2, cycle_min_mom=[0.5, 0.6, 0.7])
+    refused(
+        ValueError,
+        "cycle_min_mom has 3 values.*2 parameter groups",
+        OneCycle,
+        optimizer,
+        0.1,
+        0.2,
+        cycle_min_mom=[0.5, 0.6, 0.7],
+    )
 
 
 @pytest.mark.parametrize("first, second, ratio", [(4, None, 0.5), (4, 12, 0.25), (4, 0, 1.0)])
@@ -240,8 +247,13 @@ def test_groups_without_a_rate():
     assert optimizer.param_groups[0]["lr"] == 0.1
     advices = {WarmupLR: "or the schedule the parameter warmup_max_lr", WarmupCosineLR: "Give the group one."}
     for make, advice in advices.items():
-        with pytest.raises(ValueError, match=f"group 0 of _Rateless has no lr.*{advice}"):
-            make(_Rateless(), **({} if make is WarmupLR else {"total_num_steps": 20}))
+        refused(
+            ValueError,
+            f"group 0 of _Rateless has no lr.*{advice}",
+            make,
+            _Rateless(),
+            **{} if make is WarmupLR else {"total_num_steps": 20},
+        )
     assert WarmupLR(_Rateless(), warmup_max_lr=0.1).get_lr() == [0.0]
 
 
@@ -364,8 +376,7 @@ def test_what_counts_as_an_optimizer(make):
     bare = OnlyGroups()
     assert make(bare).optimizer is bare
     for wrong in (None, Wrapped(None), [1], torch.nn.Linear(1, 1)):
-        with pytest.raises(TypeError, match="needs a torch.optim.Optimizer"):
-            make(wrong)
+        refused(TypeError, "needs a torch.optim.Optimizer", make, wrong)
 
 
 def test_rate_kept_as_a_tensor_is_written_in_place():
@@ -379,8 +390,7 @@ def test_rate_kept_as_a_tensor_is_written_in_place():
 def test_group_added_later_is_refused(make):
     schedule = make(adam())
     schedule.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match="has 2 parameter groups now, but had 1"):
-        schedule.step()
+    refused(ValueError, "has 2 parameter groups now, but had 1", schedule.step)
 
 
 # ---- wrong parameters ----------------------------------------------------------------------------------------------
@@ -421,8 +431,7 @@ WRONG = [
 
 @pytest.mark.parametrize("schedule, params, error, text", WRONG)
 def test_wrong_parameters(schedule, params, error, text):
-    with pytest.raises(error, match=text):
-        schedule(adam(), **params)
+    refused(error, text, schedule, adam(), **params)
 
 
 def test_whole_number_given_as_float_is_one():

@@ -12,6 +12,7 @@ from deepspeed.pipe.topology import (
     ProcessTopology,
     _prime_factors,
 )
+from refusals import refused
 
 
 def test_two_axes():
@@ -64,18 +65,12 @@ def test_mates_of_the_illustration():
 
 def test_bad_input():
     topology = PipeDataParallelTopology(2, 2)
-    with pytest.raises(ValueError, match=r"get_rank\(\) wants data, too; filter_match\(\) takes some"):
-        topology.get_rank(pipe=0)
-    with pytest.raises(ValueError, match="there is no axis model: the topology has pipe, data"):
-        topology.filter_match(model=0)
-    with pytest.raises(ValueError, match="there is no rank at ProcessCoord"):
-        topology.get_rank(pipe=0, data=2)
-    with pytest.raises(ValueError, match="rank 4 is not in the topology: it has ranks 0 to 3"):
-        topology.get_coord(4)
-    with pytest.raises(ValueError, match="give each axis one size of at least 1"):
-        ProcessTopology(["a"], [0])
-    with pytest.raises(RuntimeError, match=r"call deepspeed.init_distributed\(\) first"):
-        PipelineParallelGrid(topology)
+    refused(ValueError, r"get_rank\(\) wants data, too; filter_match\(\) takes some", topology.get_rank, pipe=0)
+    refused(ValueError, "there is no axis model: the topology has pipe, data", topology.filter_match, model=0)
+    refused(ValueError, "there is no rank at ProcessCoord", topology.get_rank, pipe=0, data=2)
+    refused(ValueError, "rank 4 is not in the topology: it has ranks 0 to 3", topology.get_coord, 4)
+    refused(ValueError, "give each axis one size of at least 1", ProcessTopology, ["a"], [0])
+    refused(RuntimeError, r"call deepspeed.init_distributed\(\) first", PipelineParallelGrid, topology)
 
 
 def test_prime_factors():
@@ -84,5 +79,4 @@ def test_prime_factors():
         assert math.prod(factors) == number and factors == sorted(factors)
         assert all(factor % smaller for factor in factors for smaller in range(2, factor))
     for wrong in (0, -2):
-        with pytest.raises(ValueError, match="has no prime factors"):
-            _prime_factors(wrong)
+        refused(ValueError, "has no prime factors", _prime_factors, wrong)

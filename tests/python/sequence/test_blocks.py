@@ -11,6 +11,7 @@ from deepspeed.sequence import blockwise, masks
 from deepspeed.sequence.blockwise import Dropped, Rows, ScoreRules, block_gradients, philox
 from deepspeed.sequence.chunked import chunked_attention
 from deepspeed.sequence.hf_attention import UlyssesSPAttentionHF
+from refusals import refused
 
 HALF = ScoreRules(0.5)
 GAPS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -138,12 +139,11 @@ def test_the_state_of_torch_says_what_is_dropped():
         seeds.add((Dropped.drawn(0.1).seed, Dropped.drawn(0.1).seed))
     assert len(seeds) == 2 and all(first != second for first, second in seeds)
     for wrong in (1.0, -0.1, float("nan")):
-        with pytest.raises(ValueError, match="0 or more, and less than 1"):
-            Dropped(wrong, 0)
-        with pytest.raises(ValueError, match="0 or more and less than 1"):
-            _C.BlockDropout(wrong, 0)
-    with pytest.raises(ValueError, match="numbers of 32 bits where some are dropped, not 4294967296"):
-        _C.BlockDropout(0.1, 0, key=1 << 32)
+        refused(ValueError, "0 or more, and less than 1", Dropped, wrong, 0)
+        refused(ValueError, "0 or more and less than 1", _C.BlockDropout, wrong, 0)
+    refused(
+        ValueError, "numbers of 32 bits where some are dropped, not 4294967296", _C.BlockDropout, 0.1, 0, key=1 << 32
+    )
 
 
 def sdpa_attention_forward(*args, **kwargs):
@@ -178,12 +178,18 @@ def test_models_with_caps_sinks_and_dropout_have_chunks():
         other, _ = alone(sdpa_attention_forward)._alone(module, *parts, None, **{"s_aux": sinks, **given, name: none})
         assert not torch.allclose(other, found, atol=1e-3), name
     for wrong, words in (({"position_bias": sinks}, "the model passes position_bias"),):
-        with pytest.raises(ValueError, match=words):
-            alone(sdpa_attention_forward)._alone(module, *parts, None, **wrong)
-    with pytest.raises(ValueError, match="sdpa and flash attentions are known to be computed by blocks"):
-        alone(plain)._alone(module, *parts, None)
-    with pytest.raises(ValueError, match="sinks have the shape"):
-        alone(sdpa_attention_forward)._alone(module, *parts, None, s_aux=sinks[:3])
+        refused(ValueError, words, alone(sdpa_attention_forward)._alone, module, *parts, None, **wrong)
+    refused(
+        ValueError,
+        "sdpa and flash attentions are known to be computed by blocks",
+        alone(plain)._alone,
+        module,
+        *parts,
+        None,
+    )
+    refused(
+        ValueError, "sinks have the shape", alone(sdpa_attention_forward)._alone, module, *parts, None, s_aux=sinks[:3]
+    )
 
 
 @pytest.mark.parametrize("kernel", [flash_attention_forward, functools.partial(flash_attention_forward, kernel="hub")])
@@ -254,18 +260,31 @@ def test_what_is_refused():
     ops, rules, one = _C.AttentionOps(1), _C.BlockRules(1.0), torch.zeros(1, 2, 3, 4)
     state = [torch.zeros(1, 2, 3, size) for size in (1, 1, 4)]
     for key, wrong in ((torch.zeros(1, 2, 3, 5), "do not belong together"), (one.double(), "do not belong together")):
-        with pytest.raises(ValueError, match=wrong):
-            ops.forward([one, key, key], state, True, rules)
-    with pytest.raises(ValueError, match="has 6 numbers of Float here"):
-        ops.forward([one] * 3, [state[2], state[1], state[2]], True, rules)
+        refused(ValueError, wrong, ops.forward, [one, key, key], state, True, rules)
+    refused(
+        ValueError, "has 6 numbers of Float here", ops.forward, [one] * 3, [state[2], state[1], state[2]], True, rules
+    )
     for looks in (torch.ones(1, 1, 3, 3), torch.ones(1, 1, 2, 3, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="may look among 3 keys is bool"):
-            ops.forward([one] * 3, state, True, _C.BlockRules(1.0, looks=looks))
-    with pytest.raises(ValueError, match="has not the shape"):
-        ops.backward([one, one, one, one[:, :1]], [state[0], state[0]], [one] * 3, rules)
-    with pytest.raises(ValueError, match="takes 2 statistics, got 1"):
-        ops.backward([one] * 4, [state[0]], [one] * 3, rules)
-    with pytest.raises(ValueError, match="states of attention that are merged"):
-        ops.merge(state, [state[0], state[1], state[2].double()])
-    with pytest.raises(ValueError, match="soft_cap is -1"):
-        chunked_attention(one, one, one, 2, soft_cap=-1)
+        refused(
+            ValueError,
+            "may look among 3 keys is bool",
+            ops.forward,
+            [one] * 3,
+            state,
+            True,
+            _C.BlockRules(1.0, looks=looks),
+        )
+    refused(
+        ValueError,
+        "has not the shape",
+        ops.backward,
+        [one, one, one, one[:, :1]],
+        [state[0], state[0]],
+        [one] * 3,
+        rules,
+    )
+    refused(ValueError, "takes 2 statistics, got 1", ops.backward, [one] * 4, [state[0]], [one] * 3, rules)
+    refused(
+        ValueError, "states of attention that are merged", ops.merge, state, [state[0], state[1], state[2].double()]
+    )
+    refused(ValueError, "soft_cap is -1", chunked_attention, one, one, one, 2, soft_cap=-1)

@@ -23,6 +23,7 @@ from deepspeed.utils import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
+from refusals import refused
 
 
 @pytest.mark.parametrize("first", ["deepspeed.utils", "deepspeed.utils.z3_leaf_module"])
@@ -105,17 +106,19 @@ def test_names_and_suffixes(model):
 
 @pytest.mark.parametrize("function", [set_z3_leaf_modules, unset_z3_leaf_modules])
 def test_classes_that_are_not_there(model, function):
-    with pytest.raises(
-        ValueError, match="no module of Model is of the classes .*NoSuchBlock.* it has modules of .*Moe"
-    ):
-        function(model, ["NoSuchBlock", torch.nn.Conv1d])
+    refused(
+        ValueError,
+        "no module of Model is of the classes .*NoSuchBlock.* it has modules of .*Moe",
+        function,
+        model,
+        ["NoSuchBlock", torch.nn.Conv1d],
+    )
     assert function(model, ["NoSuchBlock"], raise_if_not_found=False) == []
 
 
 @pytest.mark.parametrize("function", [set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix])
 def test_names_that_are_not_there(model, function):
-    with pytest.raises(ValueError, match="no module of Model has .*'moee'"):
-        function(model, ["out", "moee"])
+    refused(ValueError, "no module of Model has .*'moee'", function, model, ["out", "moee"])
     assert get_z3_leaf_modules(model) == [], "an error flags nothing"
     found, missing = function(model, ["out", "moee"], raise_if_not_found=False)
     assert same(found, [model.out]) and missing == ["moee"]
@@ -123,8 +126,7 @@ def test_names_that_are_not_there(model, function):
 
 @pytest.mark.parametrize("item", [3, int, torch.nn.Linear(1, 1)])
 def test_what_is_no_class(model, item):
-    with pytest.raises(TypeError, match="a class of modules or its name"):
-        set_z3_leaf_modules(model, [item])
+    refused(TypeError, "a class of modules or its name", set_z3_leaf_modules, model, [item])
 
 
 def test_parameters_know_it(model):
