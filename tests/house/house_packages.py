@@ -282,8 +282,7 @@ def used_by_build(folder, lib_folder):
         if package and not package.startswith(OPTIONAL_HEADERS):
             used.add((path, package, crossed | groups_of(output, debian_torch), f"the build of {output}"))
     groups = crossed | {"build", "torch" if debian_torch else "torch2", "test", "bench"}
-    libs = libraries(folder, lib_folder, debian_torch)
-    for path, package in owners(libs).items():
+    for path, package in owners(libraries(folder, lib_folder, debian_torch)).items():
         if not package.startswith(OPTIONAL_HEADERS):
             used.add((path, package, groups, "the link line or a module of the build"))
     for path, package in owners(cmake_programs(folder)).items():

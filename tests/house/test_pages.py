@@ -48,8 +48,7 @@ def test_short_paths_exist(page):
 
 
 def test_every_room_is_described():
-    text = read("docs", "architecture.md")
-    described = set(re.findall(r"^\| (`[^|]+) \|", text, re.M))
+    described = set(re.findall(r"^\| (`[^|]+) \|", read("docs", "architecture.md"), re.M))
     described = {name for cell in described for name in re.findall(r"`([a-z_]+)`", cell)}
     rooms = set(house_cpp.declared_rooms(read("CMakeLists.txt")))
     assert not rooms - described, f"docs/architecture.md does not describe the C++ rooms {sorted(rooms - described)}"

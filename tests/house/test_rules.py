@@ -46,8 +46,7 @@ def test_drawn_arrows_pass(package):
         launcher__runner="from deepspeed.log import logger\nfrom deepspeed.host import ports\n",
         host__ports="",
     )  # fmt: skip
-    assert house_python.check_arrows(modules) == []
-    assert house_python.check_cycles(modules) == []
+    assert house_python.check_arrows(modules) == [] and house_python.check_cycles(modules) == []
     assert house_python.check_head_node(modules) == []
 
 

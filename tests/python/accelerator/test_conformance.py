@@ -52,8 +52,7 @@ def test_interface_is_the_published_one():
 @pytest.mark.parametrize("name", FILES)
 def test_file_implements_the_whole_interface(name):
     accelerator = class_of(name)
-    assert issubclass(accelerator, DeepSpeedAccelerator)
-    assert not accelerator.__abstractmethods__
+    assert issubclass(accelerator, DeepSpeedAccelerator) and not accelerator.__abstractmethods__
     for member in INTERFACE:
         theirs, ours = getattr(accelerator, member), getattr(DeepSpeedAccelerator, member)
         assert isinstance(theirs, property) == isinstance(ours, property), member
@@ -82,8 +81,7 @@ def accelerator(request):
 
 def test_devices(accelerator):
     assert accelerator.is_available() and accelerator.device_count() >= 1
-    assert accelerator.device_name() == accelerator._name
-    assert isinstance(accelerator.current_device(), int)
+    assert accelerator.device_name() == accelerator._name and isinstance(accelerator.current_device(), int)
     assert torch.device(accelerator.current_device_name()).type == accelerator._name
     assert torch.ones(1, device=accelerator.device_name(0)).device.type == accelerator._name
     with accelerator.device(0):
@@ -176,8 +174,7 @@ def test_freed_memory_goes_back_to_the_system(accelerator):
 
 def test_dtypes_run(accelerator):
     dtypes = accelerator.supported_dtypes()
-    assert torch.float32 in dtypes
-    assert (torch.bfloat16 in dtypes) == accelerator.is_bf16_supported()
+    assert torch.float32 in dtypes and (torch.bfloat16 in dtypes) == accelerator.is_bf16_supported()
     assert (torch.float16 in dtypes) == accelerator.is_fp16_supported()
     for dtype in dtypes:
         layer = torch.nn.Linear(4, 4).to(accelerator.current_device_name(), dtype)
@@ -308,8 +305,7 @@ def test_cuda_asks_torch_for_what_torch_has():
     with open(inspect.getsourcefile(class_of("cuda_accelerator")), encoding="utf-8") as file:
         names = set(re.findall(r"(?:torch\.cuda\.|_of_device\(\"|_call\(\")(\w+)", file.read()))
     names |= {name for name in INTERFACE if name.endswith("Tensor")}
-    assert len(names) > 30
-    assert not [name for name in names if not hasattr(torch.cuda, name)]
+    assert len(names) > 30 and not [name for name in names if not hasattr(torch.cuda, name)]
 
 
 class _Calls:
@@ -330,8 +326,7 @@ def test_cuda_passes_arguments_on(monkeypatch):
         "memory_stats", "reset_peak_memory_stats", "current_stream", "default_stream", "set_device", "device",
         "manual_seed", "manual_seed_all", "stream",
     ):  # fmt: skip
-        assert getattr(cuda, call)(3) in (call, None)
-        assert calls.seen.pop() == (call, 3)
+        assert getattr(cuda, call)(3) in (call, None) and calls.seen.pop() == (call, 3)
     assert cuda.memory_cached(1) == "memory_reserved" and cuda.max_memory_cached(1) == "max_memory_reserved"
     assert cuda.current_device_name() == "cuda:current_device"
     cuda.set_rng_state("state", 2)

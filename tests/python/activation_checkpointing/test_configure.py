@@ -240,8 +240,7 @@ def test_a_buffer_is_not_written_over_while_it_is_needed(run):
     """Two forwards, then both backwards, as pipelines and evaluation with gradients do."""
     checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=3)
     expected = grads(plainly)
-    steps = [step(run) for _ in range(3)]
-    for model, x, hidden in steps:
+    for model, x, hidden in [step(run) for _ in range(3)]:
         hidden.sum().backward()
         got = [x.grad, *(p.grad for p in model.parameters())]
         assert all(torch.equal(one, other) for one, other in zip(got, expected))
@@ -281,8 +280,7 @@ def test_segments_inside_of_a_recomputed_one_take_no_slots(run):
     real = now().buffers.slot
     now().buffers.slot = lambda *args: taken.append(args) or real(*args)
     x = torch.ones(3, requires_grad=True)
-    out = checkpoint(lambda v: run(torch.sin, run(torch.cos, v)), x)
-    out.sum().backward()
+    checkpoint(lambda v: run(torch.sin, run(torch.cos, v)), x).sum().backward()
     assert len(taken) == 1
     torch.testing.assert_close(x.grad, -torch.cos(torch.cos(x)) * torch.sin(x))
 

@@ -70,8 +70,7 @@ def test_arguments_are_checked(name):
 
 def network(count=5):
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(64, 64) for _ in range(count)]
-    return layers, torch.randn(16, 64, requires_grad=True)
+    return [torch.nn.Linear(64, 64) for _ in range(count)], torch.randn(16, 64, requires_grad=True)
 
 
 def gradients(layers, x, forward):

@@ -254,8 +254,7 @@ def test_two_processes_replace_latest_at_once(tmp_path):
         with open(path) as file:
             text = file.read()
         assert text in ("a" * 9000, "b" * 9000, "c" * 9000)
-    assert os.waitpid(pids[1], 0)[1] == 0
-    assert os.listdir(tmp_path) == ["latest"]
+    assert os.waitpid(pids[1], 0)[1] == 0 and os.listdir(tmp_path) == ["latest"]
 
 
 def test_what_killed_processes_left_of_latest_goes(tmp_path):

@@ -38,8 +38,7 @@ def test_round_trip(tmp_path):
     folder = make(tmp_path, "one")
     facts = verify.read(folder)
     assert facts["tag"] == "one" and facts["version"] == verify.VERSION
-    assert verify.missing_or_short(folder, facts) == []
-    assert verify.verify_folder(folder) == []
+    assert verify.missing_or_short(folder, facts) == [] and verify.verify_folder(folder) == []
     assert verify.read(tmp_path) is None
 
 
@@ -99,8 +98,7 @@ def test_ls_and_verify_as_commands(tmp_path, capsys):
 
 
 def test_nothing_there_is_said(tmp_path, capsys):
-    assert main(["verify", str(tmp_path / "no")]) == 2
-    assert main(["ls", str(tmp_path)]) == 2
+    assert main(["verify", str(tmp_path / "no")]) == 2 and main(["ls", str(tmp_path)]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
 
 

@@ -151,8 +151,7 @@ def test_pieces_and_hyperparameters(tmp_path):
 
 def test_pieces_in_the_order_of_memory(tmp_path):
     flat = torch.arange(6.0)  # a parameter whose columns lie one after the other
-    tensors = {"fp32/w@0": flat[:4], "fp32/w@4": flat[4:]}
-    saved = small_folder(tmp_path, {"strides": {"w": [1, 2]}}, tensors)
+    saved = small_folder(tmp_path, {"strides": {"w": [1, 2]}}, {"fp32/w@0": flat[:4], "fp32/w@4": flat[4:]})
     assert whole(saved, "fp32").tolist() == flat.as_strided((2, 3), (1, 2)).reshape(-1).tolist()
 
 

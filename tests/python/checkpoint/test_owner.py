@@ -49,8 +49,7 @@ def test_of_an_unknown_process_only_time_can_tell(tmp_path):
     folder = written(tmp_path / "a", pid_space="pid:[1]", pid=2**22 + 1)
     (tmp_path / "a" / "file").write_text("x")
     now = time.time()
-    assert not owner.is_abandoned(folder, now)
-    assert owner.is_abandoned(folder, now + owner.LEASE_S + 1)
+    assert not owner.is_abandoned(folder, now) and owner.is_abandoned(folder, now + owner.LEASE_S + 1)
     os.utime(folder, (0, 0))
     os.utime(owner.path_in(folder), (0, 0))
     assert not owner.is_abandoned(folder, now)  # the file is new
@@ -84,8 +83,7 @@ def test_the_lock_says_it_across_containers(tmp_path):
     assert owner.is_gone(folder, elsewhere) is True
     # Another kernel may not see the lock (Lustre with localflock): a free one proves nothing there.
     foreign = Process("other", "another machine", "pid:[1]", 7, 7)
-    assert owner.is_gone(folder, foreign) is None
-    assert not owner.is_abandoned(folder, time.time(), foreign)
+    assert owner.is_gone(folder, foreign) is None and not owner.is_abandoned(folder, time.time(), foreign)
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path):

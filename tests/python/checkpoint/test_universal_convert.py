@@ -317,8 +317,7 @@ def test_shards_of_stage_3_one_rank_at_a_time(tmp_path):
         [str(tmp_path / "step7" / f"zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt") for dp in range(2)]
         for tp in range(2)
     ]
-    models = ds_to_universal._get_zero3_model_state_files(str(tmp_path / "step7"))
-    assert len(models) == 4
+    assert len(ds_to_universal._get_zero3_model_state_files(str(tmp_path / "step7"))) == 4
     saved = [tmp_path / "step7" / f"zero_pp_rank_0_mp_rank_{tp:02d}_model_states.pt" for tp in range(2)]
     shapes = [torch.load(path, weights_only=False)["param_shapes"] for path in saved]
     for tp in range(2):

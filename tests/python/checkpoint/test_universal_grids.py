@@ -41,8 +41,7 @@ def test_a_grid_becomes_a_smaller_one(target, cells):
     assert all((grid.pp_degree, grid.tp_degree) == target[:2] for grid in grids)
     for (dp, pp, tp), ranks in cells.items():
         assert grids[dp].get_data(pp_index=pp, tp_index=tp) == ranks
-    everything = sorted(rank for grid in grids for rank in grid.get_data())
-    assert everything == list(range(8))
+    assert sorted(rank for grid in grids for rank in grid.get_data()) == list(range(8))
 
 
 def test_what_does_not_fit_is_said(capsys):

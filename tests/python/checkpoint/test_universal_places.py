@@ -178,8 +178,7 @@ def test_keep_last_leaves_a_universal_checkpoint_alone(source, tmp_path):
     convert(source, tmp_path / "universal")
     for number in range(3):
         folder = str(tmp_path / f"step{number}")
-        staging = commit.begin(folder)
-        commit.finish(folder, staging, {"tag": f"step{number}", "saved_at": 10.0 + number}, {})
+        commit.finish(folder, commit.begin(folder), {"tag": f"step{number}", "saved_at": 10.0 + number}, {})
     commit.retire(str(tmp_path), 1, "step2")
     folders = sorted(name for name in os.listdir(tmp_path) if (tmp_path / name).is_dir())
     assert folders == ["step2", "step7", "universal"]

@@ -92,8 +92,7 @@ def test_weights_of_another_implementation(path):
 def test_weights_of_any_stage_and_number_of_ranks(stage, ranks, tmp_path):
     expected = checkpoint(tmp_path, stage, ranks)
     found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-    assert same(found, expected)
-    assert found["c.weight"] is found["b.weight"]
+    assert same(found, expected) and found["c.weight"] is found["b.weight"]
     lazy = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="step", lazy_mode=True)
     assert not any(torch.is_tensor(value) for value in lazy.values())
     assert torch.equal(lazy["a.weight"].contiguous(), expected["a.weight"])
@@ -116,8 +115,7 @@ def test_files_and_index(size, safe, tmp_path):
         assert names == [f"{stem}.{ending}"] and index is None
         return
     count = len(names) - 1
-    assert names[0] == f"{stem}-00001-of-{count:05d}.{ending}"
-    assert names[-1] == f"{stem}.{ending}.index.json"
+    assert names[0] == f"{stem}-00001-of-{count:05d}.{ending}" and names[-1] == f"{stem}.{ending}.index.json"
     assert set(index["weight_map"]) == set(expected) and set(index["weight_map"].values()) == set(names[:-1])
     held = expected if safe else {n: v for n, v in expected.items() if n != "c.weight"}
     assert index["metadata"]["total_size"] == sum(v.numel() * v.element_size() for v in held.values())
@@ -176,8 +174,7 @@ def test_a_checkpoint_without_zero_says_so(path):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_shards_that_do_not_add_up(stage, tmp_path):
-    groups = weights_of(SHAPES)
-    write_checkpoint(tmp_path, groups, stage, 2)
+    write_checkpoint(tmp_path, weights_of(SHAPES), stage, 2)
     names = sorted(glob.glob(f"{tmp_path}/step/*model_states.pt"))
     for size, words in (((130, 9), "too few"), ((13, 1), "something is wrong")):
         for name in names:
@@ -207,8 +204,7 @@ def test_a_model_takes_the_weights(tmp_path):
 def test_the_parsers_give_tensors(tmp_path):
     checkpoint(tmp_path, 3, 2)
     folder = str(tmp_path / "step")
-    files = zero_to_fp32.get_optim_files(folder)
-    stage, ranks, flats = zero_to_fp32.parse_optim_states(files, folder)
+    stage, ranks, flats = zero_to_fp32.parse_optim_states(zero_to_fp32.get_optim_files(folder), folder)
     assert (stage, ranks, len(flats), len(flats[0])) == (3, 2, 2, 2)
     assert all(torch.is_tensor(flat) for rank in flats for flat in rank)
     states = zero_to_fp32.parse_model_states(zero_to_fp32.get_model_state_files(folder))

@@ -142,15 +142,13 @@ def test_wrong_values(data, words):
 
 
 def test_deprecated_names_forward():
-    assert Model(old_size=7).size == 7
-    assert Model(old_depth=7).inner.depth == 14
+    assert Model(old_size=7).size == 7 and Model(old_depth=7).inner.depth == 14
     dumped = Model(size=3).model_dump()
     assert dumped["old_size"] is None and Model(**dumped).size == 3  # a null gives nothing
 
 
 def test_auto():
-    assert Model(size="auto").size == 1
-    assert Model(replace_method="auto").replace_method == "auto"
+    assert Model(size="auto").size == 1 and Model(replace_method="auto").replace_method == "auto"
     with pytest.raises(DeepSpeedConfigError):
         Model(strict=True, size="auto")
 

@@ -89,8 +89,7 @@ def test_schema_is_what_editors_take(tmp_path):
 def test_schema_judges_like_the_engine():
     schema = json.loads(cli._C.config.json_schema("training"))
     validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
-    assert validator.is_valid(json.loads(FILE))
-    assert not validator.is_valid({"zero_optimization": {"stge": 1}})
+    assert validator.is_valid(json.loads(FILE)) and not validator.is_valid({"zero_optimization": {"stge": 1}})
     assert not validator.is_valid({"fp16": {"loss_scale": -1}})
 
 

@@ -43,8 +43,7 @@ def test_the_three_forms_are_equal(tmp_path):
     forms = [config, write(tmp_path, text), tmp_path / "ds.json", base64.urlsafe_b64encode(text.encode()).decode()]
     made = [DeepSpeedConfig(form) for form in forms]
     for one in made:
-        assert one._values == made[0]._values
-        assert one._param_dict == config
+        assert one._values == made[0]._values and one._param_dict == config
         assert one.zero_config.reduce_bucket_size == 500_000_000
         assert isinstance(one.zero_config.reduce_bucket_size, int)
     assert made[0]._param_dict is config
@@ -87,8 +86,7 @@ def test_files_as_people_write_them(tmp_path):
 """,
     )
     config = DeepSpeedConfig(path)
-    assert config.optimizer_params == {"lr": 1e-3}
-    assert config.steps_per_print == float("inf")
+    assert config.optimizer_params == {"lr": 1e-3} and config.steps_per_print == float("inf")
     assert config.gradient_clipping == 1.0
 
 
@@ -129,15 +127,13 @@ def test_duplicate_keys_name_both_lines(tmp_path):
 
 def test_dotted_private_keys_are_no_duplicates():
     config = DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"stage": 0}, "zero_optimization.stage": 3})
-    assert config.zero_optimization_stage == 0
-    assert "zero_optimization.stage" in config.warnings[0]
+    assert config.zero_optimization_stage == 0 and "zero_optimization.stage" in config.warnings[0]
 
 
 def test_blanks_around_keys_are_stripped_with_a_warning(tmp_path):
     for form in ({"train_batch_size ": 8}, write(tmp_path, '{" train_batch_size": 8}')):
         config = DeepSpeedConfig(form)
-        assert config.train_batch_size == 8
-        assert "blanks" in config.warnings[0]
+        assert config.train_batch_size == 8 and "blanks" in config.warnings[0]
 
 
 def test_values_of_the_program_come_back():
@@ -146,8 +142,7 @@ def test_values_of_the_program_come_back():
     config = {"train_batch_size": 8, "private": function, "tensor_parallel": tensor_parallel}
     made = DeepSpeedConfig(config)
     assert made.tensor_parallel_config.tp.tp_group is group
-    assert made.tensor_parallel_config.dtype is torch.bfloat16
-    assert made._param_dict["private"] is function
+    assert made.tensor_parallel_config.dtype is torch.bfloat16 and made._param_dict["private"] is function
     with pytest.raises(DeepSpeedConfigError, match="gradient_clipping = <object"):
         DeepSpeedConfig({"train_batch_size": 8, "gradient_clipping": group})
 
@@ -261,14 +256,12 @@ def test_zero_as_a_bare_boolean():
 
 
 def test_sections_made_by_themselves():
-    assert DeepSpeedZeroConfig().overlap_comm is False
-    assert DeepSpeedZeroConfig(stage=3).overlap_comm is True
+    assert DeepSpeedZeroConfig().overlap_comm is False and DeepSpeedZeroConfig(stage=3).overlap_comm is True
     assert DeepSpeedZeroConfig(stage=3, overlap_comm=False).overlap_comm is False
     config = DeepSpeedZeroConfig(stage=2, stage3_prefetch_bucket_size=12345, offload_param={}, offload_optimizer=None)
     assert config.prefetch_bucket_size == config.stage3_prefetch_bucket_size == 12345
     assert config.stage is ZeroStageEnum.gradients and config.stage == 2
-    assert config.offload_param.device is OffloadDeviceEnum.none
-    assert config.offload_optimizer is None
+    assert config.offload_param.device is OffloadDeviceEnum.none and config.offload_optimizer is None
     assert DeepSpeedZeroConfig(prefetch_bucket_size=7).stage3_prefetch_bucket_size == 7
     assert DeepSpeedZeroOffloadOptimizerConfig(pipeline_read=True).pipeline is True
     assert DeepSpeedZeroOffloadOptimizerConfig().pipeline is False
@@ -295,8 +288,7 @@ def test_section_objects_behave():
     with pytest.raises(AttributeError, match="no_such_key"):
         config.no_such_key  # noqa: B018
     fp16 = DeepSpeedFP16Config(initial_scale_power=8, hysteresis=3)
-    assert fp16.initial_dynamic_scale() == 256
-    assert fp16.dynamic_loss_scale_args()["delayed_shift"] == 3
+    assert fp16.initial_dynamic_scale() == 256 and fp16.dynamic_loss_scale_args()["delayed_shift"] == 3
 
 
 def test_attributes_and_pickling():
@@ -417,8 +409,7 @@ def test_choose_config(capsys):
     class Args:
         deepspeed_config = "x.json"
 
-    assert choose_config(Args(), None, None) == "x.json"
-    assert choose_config(None, {"a": 1}) == {"a": 1}
+    assert choose_config(Args(), None, None) == "x.json" and choose_config(None, {"a": 1}) == {"a": 1}
     assert choose_config(None, None, {"b": 1}) == {"b": 1}
     with pytest.raises(AssertionError, match="args.deepspeed_config"):
         choose_config(Args(), {"a": 1})

@@ -42,8 +42,7 @@ PATHS = {
 @pytest.mark.parametrize("path", PATHS)
 def test_names_are_there(path):
     module = importlib.import_module(path)
-    missing = [name for name in PATHS[path] if not hasattr(module, name)]
-    assert missing == []
+    assert [name for name in PATHS[path] if not hasattr(module, name)] == []
 
 
 def models():

@@ -44,8 +44,7 @@ def test_what_a_validation_error_tells(pydantic):
     with pytest.raises(pydantic.ValidationError) as caught:
         DeepSpeedConfig({"train_batch_size": 8, "fp16": {"loss_scale": -1}})
     first = caught.value.errors()[0]
-    assert first["loc"] == ("fp16", "loss_scale")
-    assert "must be at least 0" in first["msg"]
+    assert first["loc"] == ("fp16", "loss_scale") and "must be at least 0" in first["msg"]
     assert "fp16.loss_scale = -1 must be at least 0" in str(caught.value)
     with pytest.raises(pydantic.ValidationError) as caught:  # a value that cannot be pickled is left behind
         DeepSpeedConfig({"train_batch_size": 8, "fp16": {"loss_scale": -1}, "mine": lambda: 1})
@@ -62,8 +61,7 @@ def test_a_model_with_fields_of_pydantic(pydantic):
         made: list = pydantic.Field(default_factory=list)
         old: int = pydantic.Field(None, json_schema_extra=extra)
 
-    assert Mine(param_alias=2, needed=1).param == 2
-    assert Mine(old=3, needed=1).param == 3
+    assert Mine(param_alias=2, needed=1).param == 2 and Mine(old=3, needed=1).param == 3
     for data, words in [
         ({"param": 1}, "needed is missing"),
         ({"param": -1, "needed": 1}, "at least 0"),

@@ -80,8 +80,7 @@ def test_shares_are_disjoint_and_complete(world):
 def test_a_remainder_repeats_samples_or_is_dropped(world, length):
     shares = [flat(epoch(loader(Numbers(length), 2, world, rank))) for rank in range(world)]
     assert len({len(share) for share in shares}) == 1, "ranks must take the same number of steps"
-    assert set(sum(shares, [])) == set(range(length))
-    assert len(sum(shares, [])) - length < world
+    assert set(sum(shares, [])) == set(range(length)) and len(sum(shares, [])) - length < world
 
     dropping = [loader(Numbers(length), 1, world, rank, dataloader_drop_last=True) for rank in range(world)]
     shares = [flat(epoch(one)) for one in dropping]
@@ -98,8 +97,7 @@ def test_length_counts_batches():
 def test_every_epoch_has_its_own_order_and_is_reproducible():
     first, again = loader(Numbers(32)), loader(Numbers(32))
     orders = [epoch(first) for _ in range(3)]
-    assert orders == [epoch(again) for _ in range(3)]
-    assert len({tuple(flat(order)) for order in orders}) == 3
+    assert orders == [epoch(again) for _ in range(3)] and len({tuple(flat(order)) for order in orders}) == 3
     assert all(sorted(flat(order)) == list(range(32)) for order in orders)
 
 
@@ -138,8 +136,7 @@ def test_timer_starts_before_each_batch():
 def test_collate_workers_and_post_processing():
     source = loader(Numbers(8), 4, collate_fn=lambda samples: sum(samples))
     assert sum(source) == sum(range(8))
-    with_workers = loader(Numbers(16), 4, num_local_io_workers=2)
-    assert epoch(with_workers) == epoch(loader(Numbers(16), 4))
+    assert epoch(loader(Numbers(16), 4, num_local_io_workers=2)) == epoch(loader(Numbers(16), 4))
     source = loader(Numbers(8), 4)
     source.post_process_func = lambda batch, state: (batch.sum(), state)
     assert [state for _, state in source] == [{}, {}]
@@ -160,8 +157,7 @@ def drawn(seed, rank=0, epochs=1, length=8):
 
 def test_random_numbers_of_workers_depend_on_seed_rank_worker_and_epoch():
     first = drawn(1, epochs=2)
-    found = [*first, *drawn(1, rank=1), *drawn(2)]
-    everything = sum(found, [])
+    everything = sum([*first, *drawn(1, rank=1), *drawn(2)], [])
     assert len(set(everything)) == len(everything) == 4 * 4
     assert drawn(1, epochs=2) == first
 
@@ -199,8 +195,7 @@ def test_resume_by_loop():
         if k == 1:
             break
     second.load_state_dict(first.state_dict())
-    assert epoch(second) == expected[0][2:]
-    assert epoch(second) == expected[1]
+    assert epoch(second) == expected[0][2:] and epoch(second) == expected[1]
 
 
 def test_a_loop_left_in_the_middle_is_followed_by_the_next_epoch():
@@ -232,8 +227,7 @@ def test_resume_with_a_random_sampler(own_generator, replacement):
     second = make()
     second.load_state_dict(state)
     torch.set_rng_state(random_state)  # as a checkpoint does
-    assert epoch(second) == expected[0][4:]
-    assert epoch(second) == expected[1]
+    assert epoch(second) == expected[0][4:] and epoch(second) == expected[1]
 
 
 def test_own_sampler_decides_the_order():
@@ -320,8 +314,7 @@ def straight_on(ready):
 def test_repeating_loader():
     assert FromUtils is RepeatingLoader
     endless = RepeatingLoader([1, 2, 3])
-    assert iter(endless) is endless
-    assert [next(endless) for _ in range(8)] == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert iter(endless) is endless and [next(endless) for _ in range(8)] == [1, 2, 3, 1, 2, 3, 1, 2]
     with pytest.raises(StopIteration):
         next(RepeatingLoader([]))
 

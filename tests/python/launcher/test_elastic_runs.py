@@ -133,8 +133,7 @@ def test_ranks_and_hosts_go_and_come():
     wait_for(lambda: "rank 1 of 3" in job.said() and "was killed by SIGKILL" in job.said())
 
     os.kill(agent_of(again[2][0]), signal.SIGKILL)  # a host that leaves
-    smaller = wait_for_round(2, 2, job)
-    assert hosts_of(smaller) == ["hb", "hb"] and "host ha was lost" in job.said()
+    assert hosts_of(wait_for_round(2, 2, job)) == ["hb", "hb"] and "host ha was lost" in job.said()
     wait_for(lambda: "host ha is here" in job.said(), 30)
     assert max(rounds()) == 2  # it waits for a checkpoint
     tell("saved", saved="folder")
@@ -142,8 +141,7 @@ def test_ranks_and_hosts_go_and_come():
     assert hosts_of(larger) == ["hb", "hb", "ha"]
 
     os.kill(agent_of(larger[0][0]), signal.SIGKILL)  # the first host
-    alone = wait_for_round(4, 1, job)
-    assert hosts_of(alone) == ["ha"]
+    assert hosts_of(wait_for_round(4, 1, job)) == ["ha"]
     wait_for(lambda: "host hb is here" in job.said(), 30)
     tell("worlds", worlds=[1, 2, 4], min_time=0)
     tell("saved", saved="folder")
@@ -281,8 +279,7 @@ def test_ranks_that_start_again_have_torch_imported(folder):
         assert warm == cold and warm["leads"]
     assert len({row["random"] for row in round_of(number).values()}) == 2
     (folder / "fail").touch()
-    again = round_of(number + 1)
-    assert again[1]["warm"], job.said()
+    assert round_of(number + 1)[1]["warm"], job.said()
     wait_for(lambda: "ValueError: why" in job.said().rpartition("---- last lines of rank 1 ----")[2], 20)
     story = job.said().rpartition("---- last lines of rank 1 ----")[2]
     assert "Traceback" in story and "ValueError: why" in story and "forked_script" not in story
@@ -390,6 +387,5 @@ def test_layout():
     hosts = [("a", [0, 1]), ("b", [0]), ("c", [0, 1])]
     assert layout(hosts, None, 1) == hosts
     assert layout(hosts, [1, 2, 4, 8], 1) == [("a", [0, 1]), ("b", [0]), ("c", [0])]
-    assert layout(hosts, [1, 2], 1) == [("a", [0, 1])]
-    assert layout(hosts, None, 1, 2) == hosts[:2]
+    assert layout(hosts, [1, 2], 1) == [("a", [0, 1])] and layout(hosts, None, 1, 2) == hosts[:2]
     assert layout(hosts, None, 4) == layout(hosts, [8], 1) == layout([], None, 1) == []

@@ -139,8 +139,7 @@ def test_logs_of_each_rank(folder):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     logs = sorted((folder / "logs" / "here").iterdir(), key=lambda path: path.name[-5])
     assert [path.name[14:] for path in logs] == ["_rank0.log", "_rank1.log"]
-    assert all(path.name[:14].isdigit() for path in logs)
-    assert logs[1].read_text() == "out 1\nerr\n"
+    assert all(path.name[:14].isdigit() for path in logs) and logs[1].read_text() == "out 1\nerr\n"
 
 
 def test_much_output_arrives_whole():
@@ -479,8 +478,7 @@ def test_busy_port():
 
 
 def test_wrong_usage():
-    assert run("--no_such_option", "train.py").returncode == 2
-    assert run().returncode == 2
+    assert run("--no_such_option", "train.py").returncode == 2 and run().returncode == 2
     assert "--num_accelerators" in run("--help").stdout
 
 

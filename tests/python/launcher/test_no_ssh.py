@@ -182,8 +182,7 @@ def test_without_a_key_a_line_says_how_to_make_one(folder):
 def stranger(port, answers):
     """A head that takes whoever comes, and asks for all that it has."""
     with socket.create_server(("127.0.0.1", port)) as server:
-        connection = server.accept()[0]
-        fd = connection.detach()
+        fd = server.accept()[0].detach()
         link = Link(fd, fd)
         link.send({"nonce": "1"})
         try:

@@ -49,8 +49,7 @@ def test_commands_and_environment():
         RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_SIZE="2", CROSS_RANK="0", CROSS_SIZE="1",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
     )  # fmt: skip
-    assert {name: env[name] for name in expected} == expected
-    assert "CUDA_VISIBLE_DEVICES" not in env
+    assert {name: env[name] for name in expected} == expected and "CUDA_VISIBLE_DEVICES" not in env
 
 
 def test_ways_to_start_the_script():
@@ -223,8 +222,7 @@ def test_hostfile_of_this_machine_and_of_others(here):
     refused(runner.LaunchError, "there is no hostfile missing", hosts_of, "-H missing --num_nodes 2 train.py")
     (here / "bad").write_text("localhost\n")
     refused(ValueError, "bad.*line 1", plan_of, "-H bad train.py")
-    made = plan_of("-H missing train.py")
-    assert any("missing" in note for note in made.notes)
+    assert any("missing" in note for note in plan_of("-H missing train.py").notes)
 
 
 # ---- threads, cores, files ----------------------------------------------------------------------------------------
@@ -266,8 +264,7 @@ def test_two_mpi_jobs_of_one_machine_meet_at_different_ports(here, monkeypatch):
 
     def ports_of():
         mpi = OpenMPIRunner(args, runner.encode_world_info({"localhost": 1}), {"localhost": 1})
-        made = cluster.mpi_plan(args, {"localhost": [0]}, mpi)
-        return made, mpi.exports["MASTER_PORT"]
+        return cluster.mpi_plan(args, {"localhost": [0]}, mpi), mpi.exports["MASTER_PORT"]
 
     (first, one), (second, two) = ports_of(), ports_of()
     assert first.port_claim is not None and second.port_claim is not None
@@ -291,8 +288,7 @@ def test_cores_are_bound_in_equal_shares(monkeypatch):
     monkeypatch.setattr(numa, "numa_nodes", lambda: [])
     monkeypatch.setattr(environment, "physical_cores", lambda cores: cores)
     made = plan_of("--num_gpus 4 --bind_cores_to_rank --bind_core_list 0-27,32-59 train.py")
-    ranges = [numa.format_range_list(cores) for cores in made.cores]
-    assert ranges == ["0-13", "14-27", "32-45", "46-59"]
+    assert [numa.format_range_list(cores) for cores in made.cores] == ["0-13", "14-27", "32-45", "46-59"]
     assert made.environments[3]["OMP_NUM_THREADS"] == "14"
     assert any("rank 1 14-27; rank 2 32-45" in note and "14 thread(s)" in note for note in made.notes)
     monkeypatch.setattr(numa, "numa_nodes", lambda: [(0, list(range(32))), (1, list(range(32, 64)))])

@@ -39,8 +39,7 @@ def test_ds_ssh_runs_a_command_everywhere(hosts, capfd):
 def test_ds_ssh_says_what_failed(hosts, capfd, tmp_path):
     assert on_hosts.main(["-f", hosts, 'test -z "$ON" || exit 7']) == 7
     assert "ds_ssh: h1.invalid: exit code 7" in capfd.readouterr().err
-    assert on_hosts.main(["-f", hosts]) == 2
-    assert on_hosts.main(["-f", str(tmp_path / "none"), "true"]) == 1
+    assert on_hosts.main(["-f", hosts]) == 2 and on_hosts.main(["-f", str(tmp_path / "none"), "true"]) == 1
     (tmp_path / "bad").write_text("h1\n")
     assert on_hosts.main(["-f", str(tmp_path / "bad"), "true"]) == 1
     assert "line 1" in capfd.readouterr().err

@@ -52,8 +52,7 @@ def environment(**more):
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     paths = {"PATH": f"{os.path.abspath('bin')}:{env['PATH']}", "HOME": os.path.abspath("home")}
     paths["PYTHONPATH"] = PYTHON_DIR
-    log = os.path.abspath("log")
-    return {**env, **paths, "STAND_IN_LOG": log, "DS_ACCELERATOR": "cpu", **more}
+    return {**env, **paths, "STAND_IN_LOG": os.path.abspath("log"), "DS_ACCELERATOR": "cpu", **more}
 
 
 def command(*args):
@@ -95,8 +94,7 @@ def test_ranks_get_their_place_on_their_host(launcher):
     assert done.returncode == 0, done.stderr
     found = seen(3)
     places = [["0", "0", "3", "2", "0", "2"], ["1", "1", "3", "2", "0", "2"], ["2", "0", "3", "1", "1", "2"]]
-    assert [one[0][:6] for one in found] == places
-    assert [one[0][7] for one in found] == ["hb", "hb", "ha"]
+    assert [one[0][:6] for one in found] == places and [one[0][7] for one in found] == ["hb", "hb", "ha"]
     assert [one[1] for one in found] == [[f"--local_rank={i}", "--x", "a 'b' \"c\" $d %h `e` \\"] for i in (0, 1, 0)]
     assert len({one[2] for one in found}) == len({one[0][6] for one in found}) == 1
     assert sorted(done.stdout.splitlines()) == ["[ha:2] hello from 2", "[hb:0] hello from 0", "[hb:1] hello from 1"]
@@ -258,8 +256,7 @@ def test_nobody_is_left_when_one_of_the_guards_is_killed(who):
     victim = job.pid if who == "head" else children(job.pid)[-1]
     os.kill(victim, signal.SIGTERM if who == "link" else signal.SIGKILL)
     wait_for(lambda: not any(map(running, pids())), 10)
-    code = job.wait(60)
-    assert code == {"head": -9, "link": 143, "agent": 1}[who], job.stderr.read()
+    assert job.wait(60) == {"head": -9, "link": 143, "agent": 1}[who], job.stderr.read()
     if who == "agent":
         assert "host ha was lost" in job.stderr.read()
 
@@ -320,8 +317,7 @@ def test_a_script_that_is_missing_and_a_port_that_is_taken():
 
 def test_another_version_of_python_is_refused(folder):
     older = 'sh -c "${*/import os,sys;/import os,sys;sys.version_info=(2,7);}"'
-    text = (folder / "bin" / "ssh").read_text().replace('sh -c "$*"', older)
-    (folder / "bin" / "ssh").write_text(text)
+    (folder / "bin" / "ssh").write_text((folder / "bin" / "ssh").read_text().replace('sh -c "$*"', older))
     done = run("--launcher", "ssh", script(SEEN))
     assert done.returncode == 1 and "has python 2.7, and this one 3." in done.stderr
 

@@ -111,8 +111,7 @@ def test_noise_belongs_to_training(k, policy):
 
 def test_factors_of_training_and_evaluation():
     gate = TopKGate(6, 4, 1, 1.0, 2.0, 1)
-    assert gate.route(torch.randn(8, 6)).capacity == 2
-    assert gate.eval().route(torch.randn(8, 6)).capacity == 4
+    assert gate.route(torch.randn(8, 6)).capacity == 2 and gate.eval().route(torch.randn(8, 6)).capacity == 4
     loss, combine, dispatch, counts = gate(torch.randn(8, 6))
     assert combine.shape == (8, 4, 4)
 
@@ -137,8 +136,7 @@ def test_plans_of_devices_are_those_of_the_host(tokens, experts, k, capacity, by
 def test_unused_tokens_go_nowhere():
     used = torch.tensor([1.0, 0.0, 1.0, 0.0])
     for k in (1, 2, 3):
-        gate = TopKGate(6, 4, k, 4, 4, 1).eval()
-        routes = gate.route(torch.randn(4, 6), used)
+        routes = TopKGate(6, 4, k, 4, 4, 1).eval().route(torch.randn(4, 6), used)
         assert int(routes.exp_counts.sum()) == 2 * k
         assert (routes.weights().sum(1) > 0).tolist() == [True, False, True, False]
     assert top1gating(LOGITS, 4, 1, used_token=used)[3].sum() == 2

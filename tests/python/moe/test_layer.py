@@ -109,8 +109,7 @@ def test_frozen_weights_and_hooks_on_experts():
     experts = Experts(mlp(), 3, "ep_size_1")
     experts.deepspeed_experts[1][0].weight.requires_grad_(False)
     experts(torch.randn(6, 8, requires_grad=True), [2, 2, 2]).sum().backward()
-    grads = [p.grad is None for p in experts.deepspeed_experts[1].parameters()]
-    assert grads == [True, False, False, False]
+    assert [p.grad is None for p in experts.deepspeed_experts[1].parameters()] == [True, False, False, False]
     seen = []
     experts.deepspeed_experts[2][0].register_forward_hook(lambda module, given, result: seen.append(len(result)))
     experts(torch.randn(6, 8), [1, 2, 3])
@@ -135,8 +134,7 @@ def test_keeping_all_equals_capacity_for_all(k):
 
 
 def test_half_precision_in_and_out():
-    layer = MoE(8, mlp(), 4, k=2, drop_tokens=False).bfloat16()
-    out, loss, _ = layer(torch.randn(5, 8).bfloat16())
+    out, loss, _ = MoE(8, mlp(), 4, k=2, drop_tokens=False).bfloat16()(torch.randn(5, 8).bfloat16())
     assert out.dtype == torch.bfloat16 and loss.dtype == torch.float32
     (out.float().sum() + loss).backward()
 

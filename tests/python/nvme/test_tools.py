@@ -39,8 +39,7 @@ def test_sizes():
 
 def test_tuning_ends_with_a_section_that_works_as_printed(sweep, tmp_path, capsys):
     perf_run_sweep.main(sweep)
-    out = capsys.readouterr().out
-    lines = out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("best read: ") and lines[1].startswith("best write: ")
     assert all(" GB/s with {" in line for line in lines[:2])
     section = json.loads("\n".join(lines[2:]))

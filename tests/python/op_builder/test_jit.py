@@ -36,8 +36,7 @@ def test_first_use_compiles_and_second_does_not(toy):
     assert toy.builder().load() is op
     forget()
     builder = toy.builder()
-    assert builder.load().answer() == 42 and toy.calls() == 2
-    assert builder.jit_mode
+    assert builder.load().answer() == 42 and toy.calls() == 2 and builder.jit_mode
     assert op.__file__.startswith(os.environ["TORCH_EXTENSIONS_DIR"]) and torch.__version__ in op.__file__
 
 
@@ -84,8 +83,7 @@ def test_a_killed_builder_does_not_block(toy):
         time.sleep(0.05)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
-    assert folders(toy) and not toy_is_built(toy)
-    assert toy.builder().load().answer() == 42
+    assert folders(toy) and not toy_is_built(toy) and toy.builder().load().answer() == 42
     assert [name for name in os.listdir(folders(toy)[0]) if name.startswith("build-")] == []  # its rubbish is gone
 
 
@@ -191,8 +189,7 @@ def test_without_ninja(toy, monkeypatch, tmp_path):
 
 
 def test_without_headers(toy, monkeypatch, tmp_path):
-    toolchain = jit.toolchain
-    monkeypatch.setattr(toolchain, "TORCH", str(tmp_path))
+    monkeypatch.setattr(jit.toolchain, "TORCH", str(tmp_path))
     refused(BuildError, "torch's headers are missing.*libtorch-dev", toy.builder().load)
 
 
@@ -291,8 +288,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{ m.def("twice", &twice); }}
 def test_an_op_on_torch_tensors(toy):
     """torch's headers, its pybind11 and its ABI: a tensor goes in and comes out."""
     toy.source.write_text(TORCH_OP)
-    op = toy.builder(args=["-O0"]).load()
-    assert torch.equal(op.twice(torch.arange(3)), torch.tensor([0, 2, 4]))
+    assert torch.equal(toy.builder(args=["-O0"]).load().twice(torch.arange(3)), torch.tensor([0, 2, 4]))
 
 
 def test_the_builder_is_abstract():

@@ -182,8 +182,7 @@ def test_strided_parameters_and_gradients(cls):
             p.grad = q.grad.clone(memory_format=torch.contiguous_format)
             optimizer.step()
             reference.step()
-        assert torch.equal(p, q)
-        assert torch.equal(optimizer.state[p]["exp_avg"], reference.state[q]["exp_avg"])
+        assert torch.equal(p, q) and torch.equal(optimizer.state[p]["exp_avg"], reference.state[q]["exp_avg"])
 
 
 @CLASSES
@@ -220,8 +219,7 @@ def test_state_dict_round_trip(cls, dtype):
     restored.load_state_dict(saved)
     assert restored.param_groups[0]["lr"] == 0.01
     for p, q in zip(params, copies, strict=True):
-        assert restored.state[q]["step"] == 3
-        assert restored.state[q]["exp_avg"].dtype == torch.float32
+        assert restored.state[q]["step"] == 3 and restored.state[q]["exp_avg"].dtype == torch.float32
         assert torch.equal(restored.state[q]["exp_avg"], optimizer.state[p]["exp_avg"])
         assert restored.state[q]["exp_avg"].data_ptr() != optimizer.state[p]["exp_avg"].data_ptr() or not q.numel()
     set_grads(params, 9)

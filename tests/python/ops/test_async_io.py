@@ -72,8 +72,7 @@ def test_every_method_reads_and_writes_any_size(op, monkeypatch, tmp_path_factor
             ):
                 assert write(tensor) == 1
                 back = torch.zeros_like(tensor)
-                assert read(back) == 1
-                assert torch.equal(back, tensor)
+                assert read(back) == 1 and torch.equal(back, tensor)
                 os.unlink(path)
             for write, read in (
                 (lambda t: handle.async_pwrite(t, path), lambda t: handle.async_pread(t, path)),
@@ -353,8 +352,7 @@ def test_gds_handle_over_a_library_that_is_there(monkeypatch, tmp_path):
     assert handle.sync_pwrite(tensor, path) == 1
     back = torch.zeros(2_500_000, dtype=torch.uint8)
     assert handle.pin_device_tensor(back) and not handle.pin_device_tensor(back)
-    assert handle.async_pread(back, path) == 0 and handle.wait() == 1
-    assert torch.equal(back, tensor)
+    assert handle.async_pread(back, path) == 0 and handle.wait() == 1 and torch.equal(back, tensor)
     assert handle.unpin_device_tensor(back) and not handle.unpin_device_tensor(back)
     assert handle.free_pinned_device_tensor(tensor) and not handle.free_pinned_device_tensor(tensor)
     with pytest.raises(FileNotFoundError):

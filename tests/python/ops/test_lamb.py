@@ -223,8 +223,7 @@ def test_closure_and_missing_gradients():
 
 def test_state_dict_goes_on_bit_by_bit():
     params, others = make_params(), make_params()
-    second = native_classes.goes_on_bit_by_bit(FusedLamb, params, others)
-    assert second.param_groups[0]["lr"] == 0.01
+    assert native_classes.goes_on_bit_by_bit(FusedLamb, params, others).param_groups[0]["lr"] == 0.01
 
 
 def test_pickles():

@@ -36,8 +36,7 @@ def test_states_have_the_names_and_shapes_of_the_slots(cls):
     optimizer = cls(params)
     run(optimizer, params, 2)
     for p, slots in slots_by_param(optimizer).items():
-        assert set(optimizer.state[p]) == {"step", *slots}
-        assert optimizer.state[p]["step"] == 2
+        assert set(optimizer.state[p]) == {"step", *slots} and optimizer.state[p]["step"] == 2
         for slot in slots:
             assert optimizer.state[p][slot].shape == p.shape and optimizer.state[p][slot].dtype == torch.float32
 
@@ -46,8 +45,7 @@ def test_states_have_the_names_and_shapes_of_the_slots(cls):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_state_dict_round_trip(cls, dtype):
     params = make_params(dtype)
-    others = resumed(cls, params)
-    assert equal(params, others)
+    assert equal(params, resumed(cls, params))
 
 
 @CLASSES
@@ -102,8 +100,7 @@ def test_special_values_spread_no_further_than_their_element(cls):
     plain, special = (make_params(shapes=((50, 3),)) for _ in range(2))
     set_grads(plain, 1)
     set_grads(special, 1)
-    values = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e-45, 0.0])
-    special[0].grad.view(-1)[:5] = values
+    special[0].grad.view(-1)[:5] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e-45, 0.0])
     for params in (plain, special):
         cls(params, lr=0.1).step()
     if cls.__name__ in ("FusedAdam", "FusedLion", "FusedAdagrad", "FusedSGD"):

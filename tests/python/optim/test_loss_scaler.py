@@ -107,8 +107,7 @@ def test_has_overflow():
         assert scaler.has_overflow(params)
     params[0].grad = None
     params[1].grad = torch.sparse_coo_tensor([[0]], [float("nan")], (3,))
-    assert scaler.has_overflow(params)
-    assert not LossScaler().has_overflow(params)
+    assert scaler.has_overflow(params) and not LossScaler().has_overflow(params)
 
 
 def _worn(steps):

@@ -69,8 +69,7 @@ def test_warmup_lr(kind, rise, warmup):
 def test_warmup_lr_peak_is_exact():
     schedule = WarmupLR(adam(), warmup_min_lr=0.1, warmup_max_lr=0.3, warmup_num_steps=19)
     rates = trace(schedule, first_lr, 50)
-    assert rates[0] == 0.1 and rates[1] == 0.1
-    assert all(rate == 0.3 for rate in rates[19:]) and rates[18] < 0.3
+    assert rates[0] == 0.1 and rates[1] == 0.1 and all(rate == 0.3 for rate in rates[19:]) and rates[18] < 0.3
 
 
 def test_warmup_lr_of_an_existing_checkpoint():
@@ -140,8 +139,7 @@ def test_warmup_cosine_lr(kind, rise, warmup, total, floor):
 @pytest.mark.parametrize("staircase", [False, True])
 @pytest.mark.parametrize("size, rate", [(200, 5.0), (7, 0.5), (2000, 50.0)])
 def test_lr_range_test(size, rate, staircase):
-    schedule = LRRangeTest(adam(), 1e-4, size, rate, staircase)
-    rates = trace(schedule, first_lr)
+    rates = trace(LRRangeTest(adam(), 1e-4, size, rate, staircase), first_lr)
     close(rates, [1e-4 * (1 + rate * (k // size if staircase else k / size)) for k in range(STEPS + 1)])
     if staircase:
         assert all(len(set(rates[k : k + size])) == 1 for k in range(0, STEPS, size))
@@ -291,8 +289,7 @@ def test_one_cycle_on_a_momentum_optimizer():
 def test_one_cycle_without_momentum():
     off = OneCycle(adam(betas=(0.5, 0.6)), 0.1, 0.2, cycle_momentum=False)
     assert off.get_mom() is None and off.optimizer.param_groups[0]["betas"] == (0.5, 0.6)
-    adagrad = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))])
-    assert OneCycle(adagrad, 0.1, 0.2).get_mom() is None
+    assert OneCycle(torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))]), 0.1, 0.2).get_mom() is None
 
 
 # ---- groups, optimizers, state -------------------------------------------------------------------------------------

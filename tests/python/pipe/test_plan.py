@@ -194,8 +194,7 @@ def test_memory_of_parts():
 
     assert kept(0)[0] == pytest.approx(1 + 4 * 2, rel=0.05)  # the input, and of each layer two results of tanh
     assert kept(2)[0] == pytest.approx(3, rel=0.1)  # inputs of two segments, and the output
-    assert kept(1)[0] == pytest.approx(5, rel=0.05)
-    assert kept(2, names=["Conv2d"])[0] == kept(0)[0]
+    assert kept(1)[0] == pytest.approx(5, rel=0.05) and kept(2, names=["Conv2d"])[0] == kept(0)[0]
     # A tensor that goes through several layers, and is kept by several, is one.
     through = [lambda x: (x.tanh(), x), lambda pair: (pair[0] * pair[1], pair[1]), lambda pair: pair[0] + pair[1]]
     assert kept(0, layers=[nn.Linear(width, width), *through])[0] == pytest.approx(4, rel=0.05)

@@ -92,8 +92,7 @@ def test_instructions_show_their_arguments():
     load = schedule.LoadMicroBatch(3, shape=(2, 2))
     assert repr(load) == "LoadMicroBatch(buffer_id=3, shape=(2, 2))"
     assert (load.buffer_id, load.shape, load.name) == (3, (2, 2), "LoadMicroBatch")
-    assert repr(schedule.OptimizerStep()) == "OptimizerStep()"
-    assert isinstance(load, schedule.PipeInstruction)
+    assert repr(schedule.OptimizerStep()) == "OptimizerStep()" and isinstance(load, schedule.PipeInstruction)
 
 
 def test_a_stage_that_there_is_not():

@@ -25,8 +25,7 @@ def test_two_axes():
     assert topology.get_axis_list(axis="col", idx=2) == [2, 5]
     assert topology.get_axis_comm_lists("row") == [[0, 3], [1, 4], [2, 5]]
     assert topology.get_axis_comm_lists("col") == [[0, 1, 2], [3, 4, 5]]
-    assert topology.get_axis_comm_lists("none") == []
-    assert str(topology) == "ProcessTopology(row=2, col=3)"
+    assert topology.get_axis_comm_lists("none") == [] and str(topology) == "ProcessTopology(row=2, col=3)"
 
 
 @pytest.mark.parametrize("dims", [(1, 1, 1), (2, 1, 2), (2, 3, 4), (1, 4, 2), (3, 2, 1)])

@@ -30,8 +30,7 @@ def plain(query, key, value, causal):
     key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
     scores = torch.matmul(query, key.transpose(-1, -2)) * 0.3
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, float("-inf"))
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
     return torch.matmul(scores.softmax(-1), value)
 
 

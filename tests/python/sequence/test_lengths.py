@@ -83,8 +83,7 @@ def test_the_longest_length_is_the_last_that_fits(toy):
     found = peak_of(model, tokens) + report.peak(tokens).parts["states"]
     assert abs(report.peak(tokens).bytes - found) <= 0.01 * found
     assert longest(model, config_of(), memory=1000, ranks=1) == 0
-    meta = on_meta(model, None)
-    assert longest(meta, config_of(), memory=64 << 20, ranks=1) == tokens
+    assert longest(on_meta(model, None), config_of(), memory=64 << 20, ranks=1) == tokens
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -130,8 +129,7 @@ class Bends(torch.nn.Module):
 
     def forward(self, x):
         hidden = self.first(x)
-        beyond = max(0, x.shape[1] - self.limit)
-        waste = torch.empty(beyond * self.extra // 4, device=x.device)
+        waste = torch.empty(max(0, x.shape[1] - self.limit) * self.extra // 4, device=x.device)
         return (hidden * hidden).sum() + waste.sum() * 0
 
 
@@ -177,8 +175,7 @@ class Own(torch.nn.Module):
 
     @staticmethod
     def attend(query, key, value):
-        scores = torch.einsum("bqhd,bkhd->bhqk", query, key).softmax(-1)
-        return torch.einsum("bhqk,bkhd->bqhd", scores, value)
+        return torch.einsum("bhqk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bhqk", query, key).softmax(-1), value)
 
     def forward(self, x):
         parts = [one.unflatten(-1, (4, 4)) for one in self.qkv(x).chunk(3, -1)]

@@ -100,10 +100,8 @@ def test_the_loss(monkeypatch):
     model, tokens = ToyForCausalLM(), torch.randint(0, 11, (2, 9))
     logits = model(tokens)
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    assert tile(model) == ["loss"]
-    assert torch.equal(model(tokens), logits)
-    found = model(input_ids=tokens, labels=tokens).loss
-    assert torch.allclose(found, expected) and calls == [3]
+    assert tile(model) == ["loss"] and torch.equal(model(tokens), logits)
+    assert torch.allclose(model(input_ids=tokens, labels=tokens).loss, expected) and calls == [3]
     count = torch.tensor(5)
     assert torch.allclose(model(input_ids=tokens, labels=tokens, num_items_in_batch=count).loss, expected * 16 / 5)
     shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)

@@ -65,8 +65,7 @@ def test_python_variable_overrides_and_is_checked(checkout, tmp_path):
     named = make_python(tmp_path / "other", torch=True)
     make_python(checkout / ".venv" / "bin", torch=True)
     assert chosen(checkout, PYTHON=str(named)) == str(named)
-    bare = make_python(tmp_path / "bare", torch=False)
-    out = bash("tools/build.sh", cwd=checkout, PYTHON=str(bare))
+    out = bash("tools/build.sh", cwd=checkout, PYTHON=str(make_python(tmp_path / "bare", torch=False)))
     assert out.returncode != 0 and "has no torch" in out.stderr
 
 
@@ -100,8 +99,7 @@ def test_failed_installation_says_what_to_do(checkout, tmp_path):
     for tool in tools.iterdir():
         tool.chmod(0o755)
     out = bash("tools/packages.sh build", cwd=checkout, PATH=f"{tools}:{os.environ['PATH']}")
-    assert out.returncode == 1
-    assert "E: no network" in out.stderr and "repeat this command" in out.stderr
+    assert out.returncode == 1 and "E: no network" in out.stderr and "repeat this command" in out.stderr
 
 
 @pytest.mark.parametrize("breaks, code", [(2, 0), (3, 1)])
@@ -144,8 +142,7 @@ def test_env_tag_is_the_one_the_package_looks_for():
 def test_help_lists_every_target():
     with open(os.path.join(ROOT, "Makefile"), encoding="utf-8") as file:
         targets = re.search(r"^\.PHONY: (.*)$", file.read(), re.M).group(1).split()
-    listed = re.findall(r"^  make (\S+)", bash("make help").stdout, re.M)
-    assert sorted(listed) == sorted(targets)
+    assert sorted(re.findall(r"^  make (\S+)", bash("make help").stdout, re.M)) == sorted(targets)
 
 
 def run_ci(tmp_path, torch2=0, room=None, user=0, broken=None, avx512=False):

@@ -225,8 +225,7 @@ def test_a_parameter_that_no_engine_trains():
     assert param.grad.tolist() == [7] * 3 and param.tolist() == [8] * 3
     param.grad = None
     utils.safe_set_local_grad(param, torch.full((3,), 9.0))
-    assert param.grad.tolist() == [9] * 3
-    assert utils.safe_get_full_optimizer_state(param, "exp_avg") is None
+    assert param.grad.tolist() == [9] * 3 and utils.safe_get_full_optimizer_state(param, "exp_avg") is None
     assert utils.safe_get_local_optimizer_state(param, "exp_avg") is None
     for set_state in (utils.safe_set_full_optimizer_state, utils.safe_set_local_optimizer_state):
         refused(ValueError, "no optimizer state 'exp_avg' to set", set_state, param, torch.zeros(3), "exp_avg")
@@ -301,8 +300,7 @@ def group(size, rank, states=True):
 
 
 def wholes():
-    flat = torch.arange(float(TOTAL))
-    return [part.reshape(shape) for part, shape in zip(flat.split([6, 5, 0, 4]), SIZES)]
+    return [part.reshape(shape) for part, shape in zip(torch.arange(float(TOTAL)).split([6, 5, 0, 4]), SIZES)]
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 6, 8, 15])

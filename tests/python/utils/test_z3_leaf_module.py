@@ -78,8 +78,7 @@ def test_nothing_is_a_leaf_at_first(model):
 
 def test_a_class_finds_its_subclasses_and_a_name_does_not(model):
     moes = [layer.moe for layer in model.layers]
-    assert same(set_z3_leaf_modules(model, [Moe]), moes)
-    assert same(get_z3_leaf_modules(model), moes)
+    assert same(set_z3_leaf_modules(model, [Moe]), moes) and same(get_z3_leaf_modules(model), moes)
     assert all(z3_leaf_module(moe) for moe in moes) and not z3_leaf_module(model.layers[0])
     assert same(unset_z3_leaf_modules(model, ["Moe"]), moes[:1])
     assert same(get_z3_leaf_modules(model), moes[1:])
@@ -152,8 +151,7 @@ def test_flags_survive_copies_and_pickles(model):
 
 
 def section(**keys):
-    zero = {"stage": 0, "leaf_module": keys}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0, "leaf_module": keys}}
     return DeepSpeedConfig(config).zero_config.leaf_module
 
 
