@@ -1,6 +1,7 @@
 """Checkpointed segments against the same segments without checkpointing: bit for bit."""
 
 import collections
+import contextlib
 import copy
 import gc
 import weakref
@@ -13,12 +14,7 @@ import deepspeed
 from deepspeed.activation_checkpointing.checkpointing import CheckpointFunction, checkpoint, non_reentrant_checkpoint
 from deepspeed.activation_checkpointing.settings import thread
 from refusals import refused
-
-both = pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint], ids=["reentrant", "non_reentrant"])
-
-
-def plainly(function, *args, **kwargs):
-    return function(*args, **kwargs)
+from segments import assert_same, both, plainly
 
 
 class Layer(torch.nn.Module):
@@ -46,13 +42,6 @@ def train(run, layers, x, use=lambda layer, x, run: run(layer, x)):
     after = torch.rand(2)
     grads = [p.grad for p in layers.parameters()] + ([x.grad] if x.requires_grad else [])
     return [loss, *grads, middle, after]
-
-
-def assert_same(got, expected):
-    assert len(got) == len(expected)
-    for number, (one, other) in enumerate(zip(got, expected)):
-        assert (one is None) == (other is None), number
-        assert one is None or torch.equal(one, other), number
 
 
 @pytest.fixture
@@ -279,8 +268,7 @@ def test_an_exception_leaves_nothing_behind(run, layers):
         return body
 
     x = torch.randn(5, 16, requires_grad=True)
-    with pytest.raises(KeyError):
-        run(fails(1), x)
+    refused(KeyError, "", run, fails(1), x)
     calls.clear()
     out = run(fails(2), x)
     state = torch.get_rng_state()
@@ -317,12 +305,12 @@ def test_a_function_that_changes_is_named():
     checkpoint(wider, x, use_reentrant=False, determinism_check="none").backward()
 
 
-def test_an_input_changed_in_place_is_an_error_not_a_wrong_gradient():
-    for run in (checkpoint, non_reentrant_checkpoint):
-        x = torch.ones(3, requires_grad=True) * 1
-        y = run(lambda v: v * v, x)
-        x.add_(1)
-        refused(RuntimeError, "modified by an inplace operation", y.sum().backward)
+@both
+def test_an_input_changed_in_place_is_an_error_not_a_wrong_gradient(run):
+    x = torch.ones(3, requires_grad=True) * 1
+    y = run(lambda v: v * v, x)
+    x.add_(1)
+    refused(RuntimeError, "modified by an inplace operation", y.sum().backward)
 
 
 @both
@@ -335,23 +323,17 @@ def test_without_gradients_it_is_a_plain_call(run):
 def test_keywords_of_torch():
     seen = []
 
-    class Note:
-        def __init__(self, text):
-            self.text = text
-
-        def __enter__(self):
-            seen.append(self.text)
-
-        def __exit__(self, *exc):
-            seen.append(f"end {self.text}")
+    @contextlib.contextmanager
+    def note(text):
+        seen.append(text)
+        yield
+        seen.append(f"end {text}")
 
     x = torch.ones(3, requires_grad=True)
     for reentrant in (True, False):
         seen.clear()
-        out = checkpoint(
-            lambda v: v.sin(), x, use_reentrant=reentrant, context_fn=lambda: (Note("forward"), Note("again"))
-        )
-        out.sum().backward()
+        contexts = {"use_reentrant": reentrant, "context_fn": lambda: (note("forward"), note("again"))}
+        checkpoint(lambda v: v.sin(), x, **contexts).sum().backward()
         assert seen == ["forward", "end forward", "again", "end again"]
     refused(ValueError, "debug", checkpoint, torch.sin, x, debug=True)
     refused(ValueError, "determinism_check", checkpoint, torch.sin, x, determinism_check="loud")

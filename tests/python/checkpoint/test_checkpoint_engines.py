@@ -26,8 +26,7 @@ def test_the_torch_engine(tmp_path):
     engine.create(info)
     engine.makedirs(str(tmp_path / "a" / "t"))
     engine.makedirs(str(tmp_path / "a" / "t"), exist_ok=True)
-    with pytest.raises(FileExistsError):
-        engine.makedirs(str(tmp_path / "a" / "t"))
+    refused(FileExistsError, "", engine.makedirs, str(tmp_path / "a" / "t"))
     path = str(tmp_path / "a" / "t" / "x.pt")
     engine.save({"x": torch.arange(3), "more": SimpleNamespace(y=1)}, path)
     assert os.listdir(tmp_path / "a" / "t") == ["x.pt"]
@@ -68,8 +67,7 @@ def test_files_of_the_torch_engine_are_those_of_torch_save(kind, archive, tmp_pa
 def test_a_failed_save_of_the_torch_engine_leaves_the_file_before_it(tmp_path):
     engine, path = TorchCheckpointEngine(), str(tmp_path / "x.pt")
     engine.save({"x": 1}, path)
-    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
-        engine.save({"x": lambda: 2}, path)
+    refused((pickle.PicklingError, AttributeError, TypeError), "", engine.save, {"x": lambda: 2}, path)
     assert engine.load(path) == {"x": 1} and os.listdir(tmp_path) == ["x.pt"]
     refused(OSError, "cannot write .*none.*Check space", engine.save, {"x": 1}, str(tmp_path / "none" / "x.pt"))
 

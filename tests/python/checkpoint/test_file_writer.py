@@ -358,8 +358,7 @@ def test_the_records_name_the_damaged_tensor(tmp_path):
     os.truncate(path, b.offset + 10)
     (problem,) = verify.verify_folder(str(tmp_path))
     assert problem.text == f"has {b.offset + 10} bytes, {record.bytes} were saved"
-    with pytest.raises(FileNotFoundError):
-        file_writer.file_crc32(tmp_path / "none")
+    refused(FileNotFoundError, "", file_writer.file_crc32, tmp_path / "none")
 
 
 # ---- bytes, safetensors --------------------------------------------------------------------------------------------
@@ -566,7 +565,6 @@ def test_the_environment_arms_a_fault(tmp_path):
 
 def test_options_out_of_range(tmp_path):
     for options in (WriterOptions(io_buffer_size=0), WriterOptions(io_buffer_size=1 << 40), WriterOptions(threads=-1)):
-        with pytest.raises((ValueError, TypeError)):
-            write_bytes(b"x", tmp_path / "x", options)
+        refused((ValueError, TypeError), "", write_bytes, b"x", tmp_path / "x", options)
     refused(FileNotFoundError, "Make the folder", write_bytes, b"x", tmp_path / "no" / "x")
     assert not list(tmp_path.iterdir())

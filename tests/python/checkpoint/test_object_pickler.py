@@ -184,8 +184,7 @@ def test_too_deep():
     value = []
     for _ in range(100_000):
         value = [value]
-    with pytest.raises(RecursionError):
-        PreparedTorch(value)
+    refused(RecursionError, "", PreparedTorch, value)
 
 
 def test_a_renamed_class_is_named():

@@ -311,13 +311,11 @@ def test_an_error_of_nccl_aborts_and_is_repeated(ranks, fake):
     def body(comm):
         comm.all_reduce(torch.ones(3))
         fake.fail("ncclAllReduce", 1)
-        with pytest.raises(RuntimeError) as first:
-            comm.all_reduce(torch.ones(5))
+        first = refused(RuntimeError, "", comm.all_reduce, torch.ones(5))
         for part in ('"test", rank 0 of 1', "all_reduce of 5 x fp32, its call 2", "unhandled cuda error", comm.library):
-            assert part in str(first.value)
-        with pytest.raises(RuntimeError) as again:
-            comm.broadcast(torch.ones(1), 0)
-        assert str(again.value) == str(first.value)
+            assert part in str(first)
+        again = refused(RuntimeError, "", comm.broadcast, torch.ones(1), 0)
+        assert str(again) == str(first)
 
     ranks(1, body)
     assert (fake.count("aborted"), fake.count("destroyed")) == (1, 0)

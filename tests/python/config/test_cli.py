@@ -6,6 +6,7 @@ import os
 import pytest
 
 from deepspeed.config import cli
+from refusals import refused
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
@@ -97,5 +98,4 @@ def test_what_cannot_be_read(tmp_path, capsys):
     assert cli.main(["explain", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
     assert cli.main(["docs", "-o", str(tmp_path / "no" / "folder.md")]) == 2
-    with pytest.raises(SystemExit):
-        cli.main([])
+    refused(SystemExit, "", cli.main, [])

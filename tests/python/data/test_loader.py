@@ -105,8 +105,7 @@ def test_next_without_a_loop():
     walked, called = loader(Numbers(12)), loader(Numbers(12))
     expected = epoch(walked)
     assert [next(called).tolist() for _ in range(3)] == expected
-    with pytest.raises(StopIteration):
-        next(called)
+    refused(StopIteration, "", next, called)
     assert next(called).tolist() == epoch(walked)[0], "after the end the next epoch begins"
 
 
@@ -252,8 +251,7 @@ def test_iterable_data_passes_through_and_resumes():
     resumed = loader(Stream(10), 4)
     resumed.load_state_dict(source.state_dict())
     assert resumed.state_dict()["epoch"] == 1 and epoch(resumed) == [[8, 9]]
-    with pytest.raises(TypeError):
-        len(loader(Stream(10), 4))
+    refused(TypeError, "", len, loader(Stream(10), 4))
 
 
 def test_iterable_data_shorter_than_the_position():
@@ -315,8 +313,7 @@ def test_repeating_loader():
     assert FromUtils is RepeatingLoader
     endless = RepeatingLoader([1, 2, 3])
     assert iter(endless) is endless and [next(endless) for _ in range(8)] == [1, 2, 3, 1, 2, 3, 1, 2]
-    with pytest.raises(StopIteration):
-        next(RepeatingLoader([]))
+    refused(StopIteration, "", next, RepeatingLoader([]))
 
 
 # ---- wrong input ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from deepspeed.host import cuda_toolkit
 from deepspeed.host.cuda_toolkit import CUDAMismatchException
+from refusals import refused
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 FAKE = """#!/bin/sh
@@ -54,13 +55,17 @@ def test_versions_against_torch(nvcc, monkeypatch):
     assert cuda_toolkit.check_versions(path, "none") == ""
     warning = cuda_toolkit.check_versions(path, "12.1")
     assert "CUDA 12.4" in warning and "CUDA 12.1" in warning and "Minor versions" in warning
-    with pytest.raises(CUDAMismatchException, match="of CUDA 12.4, but torch was built for CUDA 11.8.*DS_SKIP_CUDA"):
-        cuda_toolkit.check_versions(path, "11.8")
+    refused(
+        CUDAMismatchException,
+        "of CUDA 12.4, but torch was built for CUDA 11.8.*DS_SKIP_CUDA",
+        cuda_toolkit.check_versions,
+        path,
+        "11.8",
+    )
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
     assert "DS_SKIP_CUDA_CHECK is set, so the build goes on" in cuda_toolkit.check_versions(path, "11.8")
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "0")
-    with pytest.raises(CUDAMismatchException):
-        cuda_toolkit.check_versions(path, "11.8")
+    refused(CUDAMismatchException, "", cuda_toolkit.check_versions, path, "11.8")
 
 
 @pytest.mark.parametrize(
@@ -81,15 +86,19 @@ def test_architectures(text, wanted, cmake):
 
 @pytest.mark.parametrize("text", ["80", "8.0;ninety", "8.0+ptx", "All"])
 def test_no_architecture(text):
-    with pytest.raises(ValueError, match="TORCH_CUDA_ARCH_LIST is .* no compute capability"):
-        cuda_toolkit.parse_architectures(text)
+    refused(ValueError, "TORCH_CUDA_ARCH_LIST is .* no compute capability", cuda_toolkit.parse_architectures, text)
 
 
 def test_architecture_that_nvcc_has_dropped(nvcc):
     path = nvcc("13.0")
     cuda_toolkit.check_supported(path, [("80", False), ("90a", False)])
-    with pytest.raises(ValueError, match=r"asks for 7.0, which nvcc of CUDA 13.0 .* it knows 7.5, 8.0, 9.0"):
-        cuda_toolkit.check_supported(path, [("70", False), ("80", True)])
+    refused(
+        ValueError,
+        r"asks for 7.0, which nvcc of CUDA 13.0 .* it knows 7.5, 8.0, 9.0",
+        cuda_toolkit.check_supported,
+        path,
+        [("70", False), ("80", True)],
+    )
 
 
 def test_as_a_program(nvcc, monkeypatch):
@@ -102,8 +111,8 @@ def test_as_a_program(nvcc, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     assert (configure("12.4").stdout, configure("none").returncode) == ("80-real;90\n", 0)
     assert "Minor versions" in configure("12.1").stderr
-    refused = configure("13.0")
-    assert refused.returncode == 1 and "CUDA 12.4" in refused.stderr and "CUDA 13.0" in refused.stderr
+    wrong = configure("13.0")
+    assert wrong.returncode == 1 and "CUDA 12.4" in wrong.stderr and "CUDA 13.0" in wrong.stderr
 
 
 PROJECT = """
@@ -135,9 +144,9 @@ def test_cmake_refuses_another_major_version(nvcc, monkeypatch, tmp_path):
             env={**os.environ, "PROBE_TORCH_CUDA": torch_cuda, **env}, capture_output=True, text=True,
         )  # fmt: skip
 
-    refused = configure("11.8")
-    text = " ".join(refused.stderr.split())
-    assert refused.returncode != 0 and "of CUDA 12.4, but torch was built for CUDA 11.8" in text, refused.stderr
+    wrong = configure("11.8")
+    text = " ".join(wrong.stderr.split())
+    assert wrong.returncode != 0 and "of CUDA 12.4, but torch was built for CUDA 11.8" in text, wrong.stderr
     skipped = configure("11.8", DS_SKIP_CUDA_CHECK="1", TORCH_CUDA_ARCH_LIST="8.0;9.0a")
     assert skipped.returncode == 0 and "architectures: 80-real;90a-real" in skipped.stdout, skipped.stdout
     assert "the build goes on" in " ".join(skipped.stderr.split())

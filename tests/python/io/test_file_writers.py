@@ -67,8 +67,7 @@ def test_plain_and_mock_writers(state, tmp_path, archive):
         torch.save(state, mock, _use_new_zipfile_serialization=archive)
     assert mock.stats()["bytes"] == os.path.getsize(path) and not os.path.exists(tmp_path / "none.pt")
     assert isinstance(writer, BaseFileWriter) and isinstance(mock, BaseFileWriter)
-    with pytest.raises(io.UnsupportedOperation):
-        mock.fileno()
+    refused(io.UnsupportedOperation, "", mock.fileno)
 
 
 def test_parallel_writers_make_one_file(handle, state, tmp_path):
@@ -138,8 +137,7 @@ def test_errors_name_the_file_and_what_to_do(handle, tmp_path):
         str(tmp_path / "x"),
         config(handle, num_parallel_writers=2, writer_rank=2),
     )
-    with pytest.raises(FileNotFoundError):
-        FastFileWriter(str(tmp_path / "none" / "x"), config(handle))
+    refused(FileNotFoundError, "", FastFileWriter, str(tmp_path / "none" / "x"), config(handle))
     _C.aio.inject("write:2:enospc")
     try:
         with pytest.raises(OSError) as error, FastFileWriter(str(tmp_path / "x"), config(handle, 64 << 10)) as writer:

@@ -33,8 +33,7 @@ def test_files_come_whole_and_strangers_do_not(source):
         for name in ("a", "empty", "last"):
             with open(os.path.join(folder, "run", "step3", name), "rb") as file:
                 assert file.read() == (source / name).read_bytes()
-        with pytest.raises(ConnectionError):
-            hand_over(("127.0.0.1", port, "another key"), source, "run/step4", ["last"])
+        refused(ConnectionError, "", hand_over, ("127.0.0.1", port, "another key"), source, "run/step4", ["last"])
         refused(
             OSError,
             "a rank of another host has the name",

@@ -198,10 +198,9 @@ def test_without_a_key_an_agent_joins_no_head_of_another_host(monkeypatch):
     for key, insecure, joins in (("", False, False), ("ours", False, True), ("", True, True)):
         thread = threading.Thread(target=stranger, args=(port, answers))
         thread.start()
-        with pytest.raises(LaunchError) as error:
-            agent.connect(["127.0.0.1"], port, key, hello, 0.5, insecure)
+        error = refused(LaunchError, "", agent.connect, ["127.0.0.1"], port, key, hello, 0.5, insecure)
         thread.join()
-        assert ("is another host, and the job has no key" in str(error.value)) is not joins, error.value
+        assert ("is another host, and the job has no key" in str(error)) is not joins, error
         assert isinstance(answers.pop(), dict) is joins
 
 

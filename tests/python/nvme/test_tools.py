@@ -81,9 +81,8 @@ def test_bad_input_ends_with_one_line(sweep, tmp_path, capsys, change, text):
             (tmp_path / "other.json").write_text(value)
             value = str(tmp_path / "other.json")
         sweep[sweep.index(flag) + 1] = value
-    with pytest.raises(SystemExit) as end:
-        perf_run_sweep.main(sweep)
-    assert end.value.code == 1 and text in capsys.readouterr().err
+    end = refused(SystemExit, "", perf_run_sweep.main, sweep)
+    assert end.code == 1 and text in capsys.readouterr().err
 
 
 def test_a_published_key_without_effect_is_named(tmp_path, capsys):
@@ -143,9 +142,8 @@ def test_ds_io_in_several_processes(tmp_path, capsys):
     ids=" ".join,
 )
 def test_ds_io_refuses(flags):
-    with pytest.raises(SystemExit) as end:
-        nvme.ds_io_main(flags)
-    assert end.value.code == 2
+    end = refused(SystemExit, "", nvme.ds_io_main, flags)
+    assert end.code == 2
 
 
 def test_installed_programs(monkeypatch, capsys):
@@ -156,6 +154,5 @@ def test_installed_programs(monkeypatch, capsys):
     for name in ("ds_io", "ds_nvme_tune"):
         module, function = scripts[name].split(":")
         monkeypatch.setattr(sys, "argv", [name, "--help"])
-        with pytest.raises(SystemExit) as ended:
-            getattr(importlib.import_module(module), function)()
-        assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: {name} ")
+        ended = refused(SystemExit, "", getattr(importlib.import_module(module), function))
+        assert ended.code == 0 and capsys.readouterr().out.startswith(f"usage: {name} ")

@@ -106,8 +106,7 @@ def test_a_process_waits_for_the_one_that_builds(toy, capsys):
             said.append(waiting.stdout.readline())
         limit.cancel()
         assert "Waiting for process" in said[-1], said
-        with pytest.raises(subprocess.TimeoutExpired):
-            waiting.wait(timeout=0.5)
+        refused(subprocess.TimeoutExpired, "", waiting.wait, timeout=0.5)
     out, err = waiting.communicate(timeout=60)
     assert waiting.returncode == 0, (said, out, err)
 
@@ -195,9 +194,8 @@ def test_without_headers(toy, monkeypatch, tmp_path):
 
 def test_compile_error_names_the_first_error_and_the_log(toy):
     toy.source.write_text("int f() { return undeclared; }\nint g() { return second; }\n")
-    with pytest.raises(BuildError) as caught:
-        toy.builder().load()
-    text = str(caught.value)
+    caught = refused(BuildError, "", toy.builder().load)
+    text = str(caught)
     assert "toy.cpp:1:" in text and "undeclared" in text and "second" not in text and "\n" not in text
     with open(text.rsplit(" is in ", 1)[1].rstrip("."), encoding="utf-8") as log:
         assert "second" in log.read()
@@ -292,5 +290,4 @@ def test_an_op_on_torch_tensors(toy):
 
 
 def test_the_builder_is_abstract():
-    with pytest.raises(TypeError):
-        OpBuilder("nothing")
+    refused(TypeError, "", OpBuilder, "nothing")

@@ -7,7 +7,6 @@ import torch
 
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad, FusedAdagrad, cpu_adagrad
 from native_classes import against_formula, make_params, train_alike, ulps_after_one_step
-from refusals import refused
 
 CLASSES = pytest.mark.parametrize("cls", [DeepSpeedCPUAdagrad, FusedAdagrad])
 
@@ -57,11 +56,6 @@ def test_sparse_gradients_update_their_rows(cls):
         one = cls(ours.parameters(), weight_decay=0.1)
         ours(rows).sum().backward()
         one.step()
-
-
-@CLASSES
-def test_amsgrad_is_refused(cls):
-    refused(RuntimeError, "AMSGrad", cls, make_params(), amsgrad=True)
 
 
 def test_contract():

@@ -157,19 +157,16 @@ def test_the_interpreter_goes_on_while_a_handle_waits(op, tmp_path):
 # ---- errors --------------------------------------------------------------------------------------------------------
 def test_errors_are_os_errors_with_path_offset_and_bytes(op, tmp_path, fault):
     handle, path = op.aio_handle(8192, 2), str(tmp_path / "x")
-    with pytest.raises(FileNotFoundError) as error:
-        handle.sync_pread(torch.zeros(4), path)
-    assert error.value.path == path and path in str(error.value)
+    error = refused(FileNotFoundError, "", handle.sync_pread, torch.zeros(4), path)
+    assert error.path == path and path in str(error)
     for order, code in (("write:2:enospc", errno.ENOSPC), ("write:1:eio", errno.EIO)):
         fault(order)
-        with pytest.raises(OSError, match=f"write of {path} failed") as error:
-            handle.sync_pwrite(torch.zeros(20000), path)
-        assert error.value.errno == code and error.value.path == path and error.value.bytes == 8192
+        error = refused(OSError, f"write of {path} failed", handle.sync_pwrite, torch.zeros(20000), path)
+        assert error.errno == code and error.path == path and error.bytes == 8192
     fault("write:4:enospc")
     handle.async_pwrite(torch.zeros(20000), path)
     handle.async_pwrite(torch.zeros(20000), path)
-    with pytest.raises(OSError):
-        handle.wait()
+    refused(OSError, "", handle.wait)
     fault("")
     assert handle.wait() == 0
     handle.sync_pwrite(torch.zeros(20000), path)
@@ -177,13 +174,10 @@ def test_errors_are_os_errors_with_path_offset_and_bytes(op, tmp_path, fault):
     refused(OSError, f"read of {path} failed", handle.sync_pread, torch.zeros(20000), path)
     fault("")
     os.truncate(path, 50000)
-    with pytest.raises(OSError, match="the file ends at byte 50000") as error:
-        handle.sync_pread(torch.zeros(20000), path)
-    assert error.value.errno == errno.ENODATA
-    with pytest.raises(OSError):
-        handle.sync_pwrite(torch.zeros(4), str(tmp_path))
-    with pytest.raises(OSError):
-        handle.async_pwrite(torch.zeros(4), 9999)
+    error = refused(OSError, "the file ends at byte 50000", handle.sync_pread, torch.zeros(20000), path)
+    assert error.errno == errno.ENODATA
+    refused(OSError, "", handle.sync_pwrite, torch.zeros(4), str(tmp_path))
+    refused(OSError, "", handle.async_pwrite, torch.zeros(4), 9999)
 
 
 def test_short_transfers_and_interruptions_go_on(op, tmp_path, fault):
@@ -355,8 +349,7 @@ def test_gds_handle_over_a_library_that_is_there(monkeypatch, tmp_path):
     assert handle.async_pread(back, path) == 0 and handle.wait() == 1 and torch.equal(back, tensor)
     assert handle.unpin_device_tensor(back) and not handle.unpin_device_tensor(back)
     assert handle.free_pinned_device_tensor(tensor) and not handle.free_pinned_device_tensor(tensor)
-    with pytest.raises(FileNotFoundError):
-        handle.sync_pread(back, str(tmp_path / "none"))
+    refused(FileNotFoundError, "", handle.sync_pread, back, str(tmp_path / "none"))
 
 
 def fake_cufile():

@@ -9,15 +9,22 @@ import torch
 from deepspeed.ops.fused_optimizer import FusedOptimizer
 from deepspeed.ops.muon import MuonWithAuxAdam
 from deepspeed.ops.native_optimizer import RULES
-from native_classes import is_cpu_class, make_params, native_classes, resumed, run, set_grads
+from native_classes import (
+    copies_of,
+    equal,
+    is_cpu_class,
+    make_params,
+    native_classes,
+    on_threads,
+    resumed,
+    run,
+    set_grads,
+    with_gradient,
+)
 from refusals import refused
 
 ALL = native_classes()
 CLASSES = pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
-
-
-def equal(params, others):
-    return all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
 
 
 def slots_by_param(optimizer):
@@ -44,7 +51,7 @@ def test_states_have_the_names_and_shapes_of_the_slots(cls):
 @CLASSES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_state_dict_round_trip(cls, dtype):
-    params = make_params(dtype)
+    params = make_params(dtype, shapes=((1,), (7,), (33, 5), (4, 3, 2, 2), (200, 170), (0,), (3, 0), (4, 6)))
     assert equal(params, resumed(cls, params))
 
 
@@ -57,27 +64,26 @@ def test_copies_are_independent(cls, duplicate):
     other = duplicate(optimizer)
     copied = dict(zip(slots_by_param(optimizer), slots_by_param(other), strict=True))
     others = [copied[p] for p in params]
-    before = [p.detach().clone() for p in params]
+    before = copies_of(params)
     run(other, others, 2, first=2)
     assert equal(params, before) and not equal(params, others)
+    assert [one.state_dict()["state"][0]["step"] for one in (optimizer, other)] == [2, 4]
     run(optimizer, params, 2, first=2)
     assert equal(params, others)
 
 
 @pytest.mark.parametrize("cls", [cls for cls in ALL if cls is not MuonWithAuxAdam], ids=lambda cls: cls.__name__)
-def test_threads_change_nothing(cls):
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}], ids=str)
+def test_threads_change_nothing(cls, options):
     """Not Muon's: its matrix products are the BLAS library's, which adds up in another order on other threads."""
-    results = []
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            params = make_params(shapes=((300, 301), (5,), (1000, 70)))
-            run(cls(params), params, 2)
-            results.append(params)
-    finally:
-        torch.set_num_threads(threads)
-    assert equal(*results)
+
+    def trained():
+        params = make_params(shapes=((300, 301), (5,), (1000, 70), (70000,), (4, 3, 2, 2), (0,), (3, 0)))
+        run(cls(params, lr=0.01, **options), params, 2)
+        return params
+
+    first, *others = on_threads((1, 2, 3, 5), trained)
+    assert all(equal(first, other) for other in others)
 
 
 @CLASSES
@@ -89,10 +95,15 @@ def test_bad_hyperparameters(cls, bad):
 
 @CLASSES
 def test_other_dtypes_are_refused(cls):
-    p = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    p.grad = torch.ones_like(p)
+    p = with_gradient(torch.zeros(4, dtype=torch.float64))
     refused(TypeError, f"{cls.__name__} works on fp32, fp16 and bf16", cls([p]).step)
     assert float(p.sum()) == 0
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedCPUAdam", "FusedAdam", "DeepSpeedCPUAdagrad", "FusedAdagrad", "FusedLamb"])
+def test_amsgrad_is_refused(name):
+    cls = next(cls for cls in ALL if cls.__name__ == name)
+    refused(RuntimeError, "AMSGrad", cls, make_params(), amsgrad=True)
 
 
 @CLASSES
@@ -134,9 +145,8 @@ def test_cpu_classes(cls):
         run(optimizer, params, 1)
         for p, slots in slots_by_param(optimizer).items():
             assert all(optimizer.state[p][slot].dtype == dtype for slot in slots)
-    p = torch.nn.Parameter(torch.zeros(4, device="meta"))
-    p.grad = torch.zeros_like(p)
-    refused(AssertionError, f"{cls.__name__} updates parameters in host memory.*offload_optimizer", cls([p]).step)
+    step = cls([with_gradient(torch.zeros(4, device="meta"))]).step
+    refused(AssertionError, f"{cls.__name__} updates parameters in host memory.*offload_optimizer", step)
 
 
 FUSED = [cls for cls in ALL if issubclass(cls, FusedOptimizer)]
@@ -146,7 +156,7 @@ FUSED = [cls for cls in ALL if issubclass(cls, FusedOptimizer)]
 def test_fused_classes_refuse_old_arguments(cls):
     params = make_params()
     optimizer = cls(params)
-    for name in ("grads", "output_params", "grad_norms"):
+    for name in ("grads", "output_params", "scale", "grad_norms", "grad_scaler"):
         refused(RuntimeError, f"{cls.__name__}.step does not take {name}", optimizer.step, **{name: [1]})
     set_grads(params, 1)
     optimizer.zero_grad()
@@ -178,16 +188,14 @@ def test_random_rounding_keeps_small_updates(cls):
 
 
 @pytest.mark.parametrize("cls", RANDOM, ids=lambda cls: cls.__name__)
-def test_random_rounding_leaves_other_dtypes_alone(cls):
-    for dtype in (torch.float32, torch.float16):
-        results = []
-        for random in (False, True):
-            params = make_params(dtype)
-            optimizer = cls(params)
-            optimizer.stochastic_rounding = random
-            run(optimizer, params, 3)
-            results.append(params)
-        assert equal(*results)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_random_rounding_leaves_other_dtypes_alone(cls, dtype):
+    results = [make_params(dtype), make_params(dtype)]
+    for random, params in enumerate(results):
+        optimizer = cls(params)
+        optimizer.stochastic_rounding = bool(random)
+        run(optimizer, params, 3)
+    assert equal(*results)
 
 
 def test_random_rounding_differs_between_steps_and_parameters():
