@@ -1,5 +1,9 @@
 """Processes that a test has started, or that they have."""
 
+import contextlib
+import os
+import subprocess
+import sys
 import time
 
 
@@ -30,3 +34,41 @@ def wait_for(condition, seconds=10):
         now = time.monotonic()
         passed, last = passed + min(now - last, 0.1), now
     assert condition()
+
+
+def forked(action):
+    """The number of a process that runs ``action()`` and ends; its status tells whether that has raised."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+@contextlib.contextmanager
+def forked_until_the_end(action):
+    """Runs ``action()`` in another process, which lives on until the end of the ``with`` statement. Its number."""
+    ready, go = os.pipe()
+
+    def run():
+        os.close(go)
+        action()
+        os.read(ready, 1)
+
+    pid = forked(run)
+    os.close(ready)
+    try:
+        yield pid
+    finally:
+        os.close(go)
+        os.waitpid(pid, 0)
+
+
+def run_python(code, *args, **env):
+    """What ``python -c code args`` does, with the modules of this process and further variables."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **env}
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], env=env, capture_output=True, text=True)

@@ -104,8 +104,7 @@ def test_random_numbers(accelerator):
     assert torch.equal(first, torch.rand(4, device=device))
     accelerator.manual_seed_all(7)
     assert torch.equal(first, torch.rand(4, device=device))
-    assert isinstance(accelerator.default_generator(0), torch.Generator)
-    assert accelerator.random() is torch.random
+    assert isinstance(accelerator.default_generator(0), torch.Generator) and accelerator.random() is torch.random
 
 
 def test_streams_events_graphs(accelerator):
@@ -288,8 +287,7 @@ def test_cuda_names_need_no_gpu():
     cuda = class_of("cuda_accelerator")()
     assert (cuda.device_name(), cuda.device_name(1), cuda.communication_backend_name()) == ("cuda", "cuda:1", "nccl")
     assert (cuda.export_envs(), cuda.visible_devices_envs()) == (["NCCL"], ["CUDA_VISIBLE_DEVICES"])
-    assert not cuda.is_synchronized_device() and not cuda.use_host_timers()
-    assert not cuda.on_accelerator(torch.ones(1))
+    assert not cuda.is_synchronized_device() and not cuda.use_host_timers() and not cuda.on_accelerator(torch.ones(1))
     if "cuda" not in working():
         assert not cuda.is_available() and cuda.supported_dtypes() == [torch.float32]
 

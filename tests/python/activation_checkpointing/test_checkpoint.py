@@ -24,8 +24,7 @@ class Layer(torch.nn.Module):
         self.second = torch.nn.Linear(4 * width, width)
 
     def forward(self, x):
-        hidden = F.dropout(F.gelu(self.first(x)), 0.3, training=True)
-        return x + F.dropout(self.second(hidden), 0.1, training=True)
+        return x + F.dropout(self.second(F.dropout(F.gelu(self.first(x)), 0.3, training=True)), 0.1, training=True)
 
 
 def train(run, layers, x, use=lambda layer, x, run: run(layer, x)):

@@ -148,8 +148,7 @@ def test_what_model_files_say_of_experts(tmp_path):
     for rank, model in enumerate(({"ds_autoep_layers": [LAYER]}, {"autoep_layers": [other]}, {})):
         files.append(str(tmp_path / f"{rank}.pt"))
         torch.save(model, files[-1])
-    found = ds_to_universal._autoep_expert_param_names_by_rank(files)
-    assert found == [{"moe.experts.w1"}, {"next.w1"}, set()]
+    assert ds_to_universal._autoep_expert_param_names_by_rank(files) == [{"moe.experts.w1"}, {"next.w1"}, set()]
 
 
 def test_files_of_experts_become_one_parameter(tmp_path):

@@ -219,8 +219,7 @@ def test_keep_last_removes_what_is_listed_and_nothing_else(tmp_path):
     os.rename(tmp_path / "b", tmp_path / "elsewhere")
     os.symlink("elsewhere", tmp_path / "b")
     commit.retire(str(tmp_path), 1, "d")
-    assert sorted(os.listdir(tmp_path)) == ["a", "b", "d", "latest"]
-    assert os.listdir(tmp_path / "a") == ["notes.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "d", "latest"] and os.listdir(tmp_path / "a") == ["notes.txt"]
     save(tmp_path / "e", b"e")
     file_writer.inject_fault(NO_FOLDERS)
     commit.remove_checkpoint(str(tmp_path / "d"))

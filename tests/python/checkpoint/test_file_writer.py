@@ -370,8 +370,7 @@ def test_the_records_name_the_damaged_tensor(tmp_path):
 def test_write_bytes(tmp_path, data):
     record = write_bytes(data, tmp_path / "x")
     content = (tmp_path / "x").read_bytes()
-    assert content == bytes(data)
-    assert record == file_writer.FileRecord("x", len(content), zlib.crc32(content), [])
+    assert content == bytes(data) and record == file_writer.FileRecord("x", len(content), zlib.crc32(content), [])
 
 
 def read_safetensors(path):
@@ -478,8 +477,7 @@ def test_tensors_that_pass_through_the_staging_memory(tmp_path, options):
     w = torch.randn(300, 70)
     value = {"w": w, "t": w.t(), "tall": w[:, :1], "half": w.bfloat16(), "scalar": w[0, 0], "z": torch.zeros(0, 3)}
     back = round_trip(value, tmp_path / "x.pt", options)
-    assert all(same_bits(value[name], back[name]) for name in value)
-    assert address(back["w"]) == address(back["t"])
+    assert all(same_bits(value[name], back[name]) for name in value) and address(back["w"]) == address(back["t"])
     write_safetensors(value, None, tmp_path / "x.safetensors", options)
     read, _ = read_safetensors(tmp_path / "x.safetensors")
     assert all(same_bits(value[name], read[name]) for name in value)
@@ -530,8 +528,7 @@ def test_every_fault_is_an_error_and_no_file(tmp_path, inject, action, code):
                     write()
                     break
                 except OSError as error:
-                    assert error.errno == code and str(tmp_path / "x") in str(error)
-                    assert not list(tmp_path.iterdir())
+                    assert error.errno == code and str(tmp_path / "x") in str(error) and not list(tmp_path.iterdir())
             assert n > 1, f"no {call} was counted"
             os.unlink(tmp_path / "x")
 

@@ -175,8 +175,7 @@ def test_the_command_line(tmp_path):
     convert(tmp_path / "step7", tmp_path / "alone")
     assert same_files(tmp_path / "alone" / "zero", tmp_path / "universal" / "zero")
     assert (tmp_path / "universal" / "tmp").exists() and not (tmp_path / "alone" / "tmp").exists()
-    ended = refused(SystemExit, "", ds_to_universal.parse_arguments, ["--help"])
-    assert ended.code == 0
+    assert refused(SystemExit, "", ds_to_universal.parse_arguments, ["--help"]).code == 0
 
 
 MEMORY = """

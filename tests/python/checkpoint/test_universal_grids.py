@@ -37,8 +37,7 @@ def test_a_grid_becomes_a_smaller_one(target, cells):
     source, wanted = model_3d_desc(2, 2, 2), model_3d_desc(*target)
     assert source.can_reshape(wanted)[0]
     grids = source.reshape(wanted)
-    assert len(grids) == wanted.dp_degree
-    assert all((grid.pp_degree, grid.tp_degree) == target[:2] for grid in grids)
+    assert len(grids) == wanted.dp_degree and all((grid.pp_degree, grid.tp_degree) == target[:2] for grid in grids)
     for (dp, pp, tp), ranks in cells.items():
         assert grids[dp].get_data(pp_index=pp, tp_index=tp) == ranks
     assert sorted(rank for grid in grids for rank in grid.get_data()) == list(range(8))
@@ -162,8 +161,7 @@ def test_it_is_shown_as_of_fewer_ranks(folder):
     assert embedding["word_embeddings.weight"].shape == (6, 2)
     assert embedding["position_embeddings.weight"].shape == (2, 2)  # every rank has it whole
     layers = checkpoint.get_transformer_state(0, 0)
-    assert len(layers) == 4
-    assert layers[0]["self_attention.dense.weight"].tolist() == [[200, 200, 210, 210]] * 2
+    assert len(layers) == 4 and layers[0]["self_attention.dense.weight"].tolist() == [[200, 200, 210, 210]] * 2
     assert layers[0]["self_attention.query_key_value.weight"].shape == (4, 2)
     assert layers[0]["input_layernorm.weight"].tolist() == [200, 200]
     assert checkpoint.get_final_norm_state(0)["weight"].tolist() == [600, 600]

@@ -111,8 +111,7 @@ def test_what_does_not_fit_is_said(tmp_path):
 
 def test_sub_parameters_are_narrowed():
     full = torch.arange(18.0).reshape(9, 2)
-    even = _narrow_sub_params(full[:6], 0, (4, 2), None, 1, 2, 0.4)
-    assert torch.equal(even, torch.cat([full[2:4], full[5:6]]))
+    assert torch.equal(_narrow_sub_params(full[:6], 0, (4, 2), None, 1, 2, 0.4), torch.cat([full[2:4], full[5:6]]))
     uneven = _narrow_sub_params(full, 0, (6, 3), [[4, 2], [2, 1]], 1, 2, 0.4)
     assert torch.equal(uneven, torch.cat([full[4:6], full[8:9]]))
     columns = _narrow_sub_params(full.t(), 1, (6, 3), [[4, 2], [2, 1]], 0, 2, 0.4)
@@ -123,8 +122,7 @@ def test_sub_parameters_are_narrowed():
 def test_notes_of_automatic_tensor_parallelism():
     full = torch.arange(24.0).reshape(6, 4)
     param = torch.nn.Parameter(torch.zeros(3, 4))
-    assert _get_param_uc_restore_meta(param) is None
-    assert _resolve_autotp_partition(param, {}, full, 0, 2) is None
+    assert _get_param_uc_restore_meta(param) is None and _resolve_autotp_partition(param, {}, full, 0, 2) is None
 
     def part(rank, **meta):
         setattr(param, keys.DS_AUTOTP_UC_META, meta)

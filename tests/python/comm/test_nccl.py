@@ -37,8 +37,7 @@ def fake(path):
     orders.reset()
     yield orders
     gc.collect()
-    assert orders.count("alive") == 0 and orders.count("memory") == 0
-    assert orders.count("registrations lost") == 0
+    assert orders.count("alive") == 0 and orders.count("memory") == 0 and orders.count("registrations lost") == 0
     orders.reset()
 
 
@@ -314,8 +313,7 @@ def test_an_error_of_nccl_aborts_and_is_repeated(ranks, fake):
         first = refused(RuntimeError, "", comm.all_reduce, torch.ones(5))
         for part in ('"test", rank 0 of 1', "all_reduce of 5 x fp32, its call 2", "unhandled cuda error", comm.library):
             assert part in str(first)
-        again = refused(RuntimeError, "", comm.broadcast, torch.ones(1), 0)
-        assert str(again) == str(first)
+        assert str(refused(RuntimeError, "", comm.broadcast, torch.ones(1), 0)) == str(first)
 
     ranks(1, body)
     assert (fake.count("aborted"), fake.count("destroyed")) == (1, 0)
@@ -404,8 +402,7 @@ def test_tensors_that_die_in_another_thread_while_a_call_waits(ranks):
 
     def body(comm):
         for _ in range(50):
-            x = [comm.registered_empty(4)]
-            other = threading.Thread(target=x.clear)
+            other = threading.Thread(target=[comm.registered_empty(4)].clear)
             other.start()
             with comm.group():
                 comm.all_reduce(torch.ones(2))
@@ -429,8 +426,7 @@ def test_registering_what_is_there(ranks, fake):
 
 
 def test_a_dropped_communicator_does_not_wait_for_anybody(ranks, path, fake, monkeypatch):
-    id = find_library(path).make_id()
-    group = types.SimpleNamespace(rank=0, size=1, id=id)
+    group = types.SimpleNamespace(rank=0, size=1, id=find_library(path).make_id())
     comm = NcclCommunicator(group, device="cpu", library=path)
     text = repr(comm)
     assert "a group of 1" in text and "rank 0 of 1" in text and "2.28.9" in text
@@ -443,8 +439,7 @@ def test_a_dropped_communicator_does_not_wait_for_anybody(ranks, path, fake, mon
 
 
 def test_an_old_nccl_has_all_but_user_buffers(tmp_path):
-    old = build(tmp_path, "libfake_old.so", "FAKE_NCCL_OLD")
-    library = find_library(old)
+    library = find_library(build(tmp_path, "libfake_old.so", "FAKE_NCCL_OLD"))
     assert (library.version, library.has_buffers) == (21803, False)
     id, wait = library.make_id(), nccl.timedelta(seconds=5)
     comm = _native._C.NcclCommunicator(library, id, "old", 0, 1, wait, lambda: None, "cpu")

@@ -178,8 +178,7 @@ def test_unknown_top_level_keys(monkeypatch):
 
 def test_deprecated_names_warn_once_and_forward():
     config = DeepSpeedZeroConfig(cpu_offload_param=True)
-    assert isinstance(config.offload_param, DeepSpeedZeroOffloadParamConfig)
-    assert config.offload_param.device == "cpu"
+    assert isinstance(config.offload_param, DeepSpeedZeroOffloadParamConfig) and config.offload_param.device == "cpu"
     config = DeepSpeedZeroConfig(stage3_gather_fp16_weights_on_model_save=True)
     assert config.gather_16bit_weights_on_model_save is True
     made = DeepSpeedConfig({"train_batch_size": 8, "allgather_size": 7, "zero_optimization": False})
@@ -312,8 +311,7 @@ def test_attributes_and_pickling():
     assert (config.optimizer_name, config.optimizer_params) == ("adamw", {"lr": 0.1})
     assert config.optimizer_legacy_fusion is False
     assert (config.scheduler_name, config.scheduler_params) == ("StepLR", {"step_size": 3})
-    assert config.fp16_enabled and not config.bfloat16_enabled
-    assert config.float16_config.loss_scale_window == 100
+    assert config.fp16_enabled and not config.bfloat16_enabled and config.float16_config.loss_scale_window == 100
     assert config.communication_data_type == "fp32" and config.grad_accum_dtype == "fp32"
     assert config.checkpoint_tag_validation_enabled and config.checkpoint_tag_validation_fail
     assert config.gradient_clipping == 1.0 and config.steps_per_print is None

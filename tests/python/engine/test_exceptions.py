@@ -47,8 +47,7 @@ def trained(stage, fails_in):
     model, schedule = Model(), Schedule()
     adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}}
     more = {"wall_clock_breakdown": True, "gradient_clipping": 0.0}
-    made = settings(stage, optimizer=adam, zero=KEEP_GATHERED, **more)
-    engine = engine_of(model, made, lr_scheduler=schedule)
+    engine = engine_of(model, settings(stage, optimizer=adam, zero=KEEP_GATHERED, **more), lr_scheduler=schedule)
     for step in range(STEPS):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
         if step in (1, 2) and fails_in != "step":

@@ -188,8 +188,7 @@ def test_generators_and_new_dtypes(tmp_path):
         assert torch.equal(found.get_state(), generator.get_state())
         for value, expected in zip(eights, values):
             value = value.read() if lazy else value
-            assert value.dtype == expected.dtype
-            assert torch.equal(value.view(torch.uint8), expected.view(torch.uint8))
+            assert value.dtype == expected.dtype and torch.equal(value.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_a_range_of_a_lazy_tensor_reads_that_range_and_nothing_else(tmp_path, monkeypatch):

@@ -104,8 +104,7 @@ def test_lists_of_storages(handle, tmp_path):
     with MockFileWriter("none") as mock:
         assert mock.save_torch_storage_object_list(storages, True) == len(wanted)
     with FastFileWriter(str(tmp_path / "z"), config(handle)) as writer:
-        assert writer.split_index_list(storages, 1) == [0, 3]
-        assert writer.split_index_list(storages, 2) == [0, 2, 3]
+        assert writer.split_index_list(storages, 1) == [0, 3] and writer.split_index_list(storages, 2) == [0, 2, 3]
         assert writer.split_index_list([], 2) == [0, 0, 0]
         refused(ValueError, "num_splits", writer.split_index_list, storages, 0)
 

@@ -54,8 +54,7 @@ def test_what_is_wrong_is_named_with_what_to_do():
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen(1)
-        port = taken.getsockname()[1]
-        done = check("ha slots=2\ngone slots=1\nodd slots=1\n", "--master_port", port, "nowhere.py")
+        done = check("ha slots=2\ngone slots=1\nodd slots=1\n", "--master_port", taken.getsockname()[1], "nowhere.py")
     assert done.returncode == 1 and "can start" not in done.stdout
     said = done.stderr
     assert "gone: cannot be reached: Permission denied (publickey). Try `ssh gone true`" in said

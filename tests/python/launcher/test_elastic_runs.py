@@ -195,8 +195,7 @@ def test_ranks_that_always_fail_end_the_job(folder):
     (folder / "train.py").write_text(SCRIPT + "\nprint('last words', file=sys.stderr)\nsys.exit(37)\n")
     (folder / "stop").write_text("")
     job = start("--num_gpus", 1, "train.py", DS_ELASTIC_FAILURES="1")
-    assert job.wait(60) == 37
-    assert len(rounds()) == 2 and "failed 2 times without a new checkpoint" in job.said()
+    assert job.wait(60) == 37 and len(rounds()) == 2 and "failed 2 times without a new checkpoint" in job.said()
     assert "---- last lines of rank 0 ----\nlast words" in job.said()
     (folder / "stop").unlink()
 

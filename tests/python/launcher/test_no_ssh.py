@@ -173,8 +173,7 @@ def test_without_a_key_a_line_says_how_to_make_one(folder):
     head, other = both("--num_gpus", 1)
     assert head.count(MAKE_KEY) == 1 and "other hosts are refused" in head and MAKE_KEY not in other
     made = subprocess.run(["sh", "-c", f"{MAKE_KEY}; echo $DS_JOB_KEY"], capture_output=True, text=True).stdout
-    assert re.fullmatch("[0-9a-f]{32}\n", made)
-    assert MAKE_KEY not in both("--num_gpus", 1, DS_JOB_KEY=made.strip())[0]
+    assert re.fullmatch("[0-9a-f]{32}\n", made) and MAKE_KEY not in both("--num_gpus", 1, DS_JOB_KEY=made.strip())[0]
     head, other = both("--num_gpus", 1, "--insecure")
     assert "warning: --insecure without DS_JOB_KEY" in head and "warning: --insecure" in other and MAKE_KEY not in head
 

@@ -230,8 +230,7 @@ def test_hosts_without_slots(here):
     (here / "hosts").write_text("a slots=0\nb slots=0\n")
     refused(runner.LaunchError, "every host of the hostfile .*hosts has slots=0", plan_of, f"-H {here}/hosts train.py")
     (here / "hosts").write_text("a slots=0\nb slots=2\n")  # one that is left out for now
-    args = parse_args(["-H", f"{here}/hosts", "--num_gpus", "1", "train.py"])
-    assert plan.active_hosts(args, []) == {"b": [0]}
+    assert plan.active_hosts(parse_args(["-H", f"{here}/hosts", "--num_gpus", "1", "train.py"]), []) == {"b": [0]}
 
 
 def test_openmpi_without_a_hostfile(here):

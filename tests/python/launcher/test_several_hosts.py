@@ -217,8 +217,7 @@ def test_output_can_go_to_files_and_the_pid_to_one(folder):
     job = start("--launcher", "ssh", "--save_pid", "--enable_each_rank_log", "logs", "train.py")
     wait_for(lambda: os.path.exists(f"/tmp/{job.pid}.ds"), 15)
     (folder / "go").write_text("")
-    assert job.communicate(timeout=30)[0] == "" and job.returncode == 0
-    assert not os.path.exists(f"/tmp/{job.pid}.ds")
+    assert job.communicate(timeout=30)[0] == "" and job.returncode == 0 and not os.path.exists(f"/tmp/{job.pid}.ds")
     logs = {path.name.split("_")[1]: path.read_text() for path in (folder / "logs").iterdir()}
     assert logs == {f"rank{rank}.log": f"[{host}:{rank}] from {rank}\n" for rank, host in enumerate(["hb", "hb", "ha"])}
 
@@ -253,8 +252,7 @@ def test_nobody_is_left_when_one_of_the_guards_is_killed(who):
     job = start("--launcher", "ssh", "train.py")
     wait_for(lambda: len(pids()) == 6, 15)
     # The stand-in for ssh becomes the agent: it is both.
-    victim = job.pid if who == "head" else children(job.pid)[-1]
-    os.kill(victim, signal.SIGTERM if who == "link" else signal.SIGKILL)
+    os.kill(job.pid if who == "head" else children(job.pid)[-1], signal.SIGTERM if who == "link" else signal.SIGKILL)
     wait_for(lambda: not any(map(running, pids())), 10)
     assert job.wait(60) == {"head": -9, "link": 143, "agent": 1}[who], job.stderr.read()
     if who == "agent":

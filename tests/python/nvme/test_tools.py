@@ -81,8 +81,7 @@ def test_bad_input_ends_with_one_line(sweep, tmp_path, capsys, change, text):
             (tmp_path / "other.json").write_text(value)
             value = str(tmp_path / "other.json")
         sweep[sweep.index(flag) + 1] = value
-    end = refused(SystemExit, "", perf_run_sweep.main, sweep)
-    assert end.code == 1 and text in capsys.readouterr().err
+    assert refused(SystemExit, "", perf_run_sweep.main, sweep).code == 1 and text in capsys.readouterr().err
 
 
 def test_a_published_key_without_effect_is_named(tmp_path, capsys):
@@ -142,8 +141,7 @@ def test_ds_io_in_several_processes(tmp_path, capsys):
     ids=" ".join,
 )
 def test_ds_io_refuses(flags):
-    end = refused(SystemExit, "", nvme.ds_io_main, flags)
-    assert end.code == 2
+    assert refused(SystemExit, "", nvme.ds_io_main, flags).code == 2
 
 
 def test_installed_programs(monkeypatch, capsys):

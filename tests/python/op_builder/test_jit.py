@@ -126,8 +126,7 @@ def test_a_change_compiles_again(toy, change, monkeypatch):
     else:
         monkeypatch.setenv(change, "-g0" if change == "CXXFLAGS" else "-Wl,-z,now")
     forget()
-    assert toy.builder(**more).load().answer() == (43 if change in ("source", "header") else 42)
-    assert toy.calls() == 4
+    assert toy.builder(**more).load().answer() == (43 if change in ("source", "header") else 42) and toy.calls() == 4
     forget()
     toy.builder(**more).load()
     assert toy.calls() == 4
@@ -194,8 +193,7 @@ def test_without_headers(toy, monkeypatch, tmp_path):
 
 def test_compile_error_names_the_first_error_and_the_log(toy):
     toy.source.write_text("int f() { return undeclared; }\nint g() { return second; }\n")
-    caught = refused(BuildError, "", toy.builder().load)
-    text = str(caught)
+    text = str(refused(BuildError, "", toy.builder().load))
     assert "toy.cpp:1:" in text and "undeclared" in text and "second" not in text and "\n" not in text
     with open(text.rsplit(" is in ", 1)[1].rstrip("."), encoding="utf-8") as log:
         assert "second" in log.read()

@@ -238,8 +238,7 @@ def scales_of(config, steps):
 
 def test_without_zero_it_waits_a_step_longer_and_stays_at_the_floor():
     made = LossScaleConfig(torch.half, True, dynamic_loss_args={"init_scale": 2**4, "scale_window": 2})
-    assert scales_of(made, "xxxxxxx") == [8, 4, 2, 1, 1, 1, 1]
-    assert (made.cur_iter, made.last_overflow_iter) == (7, 6)
+    assert scales_of(made, "xxxxxxx") == [8, 4, 2, 1, 1, 1, 1] and (made.cur_iter, made.last_overflow_iter) == (7, 6)
     made = LossScaleConfig(torch.half, True, dynamic_loss_args={"init_scale": 2**8, "scale_window": 2})
     assert scales_of(made, ".....") == [256, 256, 512, 512, 1024]
     assert scales_of(made, "xx...x") == [512, 256, 256, 256, 512, 256]

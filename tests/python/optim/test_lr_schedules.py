@@ -124,8 +124,7 @@ def test_warmup_cosine_lr(kind, rise, warmup, total, floor):
     def closed_form(i):
         if i < warmup:
             return 0.2 + 0.8 * rise(i, warmup)
-        angle = math.pi * min(1.0, (i - warmup + 1) / (total - warmup))
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(angle))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, (i - warmup + 1) / (total - warmup))))
 
     ratios = [closed_form(i) for i in range(-1, STEPS)]
     for rates, base in ((first, 0.02), (second, 0.4)):

@@ -41,8 +41,7 @@ def test_specs():
 
 
 def test_what_layers_are():
-    layers = as_layers(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
-    assert [class_name(layer) for layer in layers] == ["ReLU", "Linear"]
+    assert [class_name(layer) for layer in as_layers(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))] == ["ReLU", "Linear"]
     assert describe(3, twice) == "layer 3 (twice)"
     refused(TypeError, "layer 1 of the pipeline is 7: layers are modules, LayerSpec", as_layers, [nn.ReLU(), 7])
     refused(TypeError, "layer 0 of the pipeline is <class 'torch.nn.modules.activation.ReLU'>", as_layers, [nn.ReLU])
@@ -74,8 +73,7 @@ def test_methods():
     mixed = [twice, LayerSpec(nn.Linear, 1, 1), twice, twice, LayerSpec(nn.Linear, 1, 1), LayerSpec(nn.ReLU)]
     bounds = cut("type:LINEAR", layers=mixed)
     assert bounds[0] == 0 and bounds[-1] == 6 and 2 <= bounds[1] <= 4
-    assert cut([0, 1, 5]) == [0, 1, 5]
-    assert cut("profile", measure=lambda: [5.0, 1.0, 1.0, 1.0, 2.0]) == [0, 1, 5]
+    assert cut([0, 1, 5]) == [0, 1, 5] and cut("profile", measure=lambda: [5.0, 1.0, 1.0, 1.0, 2.0]) == [0, 1, 5]
 
 
 @pytest.mark.parametrize(

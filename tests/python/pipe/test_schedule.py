@@ -32,8 +32,7 @@ def test_inference_steps(micro_batches, stages):
         for number, step in enumerate(steps):
             works, sends = stage <= number < stage + micro_batches, stage < number <= stage + micro_batches
             found = kinds(step)
-            assert found.count("ForwardPass") == works
-            assert found.count("RecvActivation") == (works and stage > 0)
+            assert found.count("ForwardPass") == works and found.count("RecvActivation") == (works and stage > 0)
             assert found.count("LoadMicroBatch") == (works and stage in (0, stages - 1))
             assert found.count("SendActivation") == (sends and stage < stages - 1)
             assert all(instruction.buffer_id < made.num_pipe_buffers() for instruction in step)
@@ -172,8 +171,7 @@ def test_native_plan():
     plan.check()
     assert plan.shape.placement == "v" and plan.shape.rank_of(5) == 0 and plan.shape.virtual_stage(2, 1) == 3
     costs = plan.cost([_C.pipe.Part(activation_bytes=10, output_bytes=4)] * 6)
-    assert 0 < costs.bubble < 0.3 and costs.ranks[0].peak_bytes > 0
-    assert plan.timeline(costs, 40).count("\n") == 3
+    assert 0 < costs.bubble < 0.3 and costs.ranks[0].peak_bytes > 0 and plan.timeline(costs, 40).count("\n") == 3
     chosen, cost = _C.pipe.fastest(_C.pipe.Shape(3, 1, 7), [_C.pipe.Part()] * 3)
     assert chosen.schedule == "zb-h1" and cost.bubble == pytest.approx(2 / 23)
     refused(

@@ -19,8 +19,7 @@ def test_two_axes():
     topology = ProcessTopology(axes=["row", "col"], dims=[2, 3])
     assert topology.world_size() == 6 and topology.get_axis_names() == ["row", "col"]
     assert (topology.get_dim("row"), topology.get_dim("col"), topology.get_dim("none")) == (2, 3, 0)
-    assert topology.get_rank(row=1, col=0) == 3
-    assert topology.get_coord(5) == topology.ProcessCoord(row=1, col=2)
+    assert topology.get_rank(row=1, col=0) == 3 and topology.get_coord(5) == topology.ProcessCoord(row=1, col=2)
     assert topology.get_axis_list(axis="row", idx=1) == [3, 4, 5]
     assert topology.get_axis_list(axis="col", idx=2) == [2, 5]
     assert topology.get_axis_comm_lists("row") == [[0, 3], [1, 4], [2, 5]]

@@ -50,8 +50,7 @@ def test_round_trip_of_any_bytes():
     for length in (0, 1, 2, 7, 500):
         data = bytes(shuffled.randrange(256) for _ in range(length))
         ids = tokenizer.encode(data)
-        assert b"".join(tokenizer.pieces[i] for i in ids) == data
-        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+        assert b"".join(tokenizer.pieces[i] for i in ids) == data and all(0 <= i < tokenizer.vocab_size for i in ids)
     assert tokenizer.decode(tokenizer.encode("naïve → ok".encode())) == "naïve → ok"
 
 

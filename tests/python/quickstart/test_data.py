@@ -56,8 +56,7 @@ def test_the_real_corpus_of_this_machine_is_there():
     folder, paths = data.corpus_files()
     assert len(paths) > 200, folder
     assert not any("/test/" in path[len(folder) :] or "site-packages" in path[len(folder) :] for path in paths)
-    held_out = [path for path in paths if data.is_held_out(path[len(folder) + 1 :])]
-    assert 0.02 < len(held_out) / len(paths) < 0.15
+    assert 0.02 < len([path for path in paths if data.is_held_out(path[len(folder) + 1 :])]) / len(paths) < 0.15
 
 
 def test_the_cache_follows_the_code(tmp_path, monkeypatch):

@@ -72,18 +72,15 @@ def model():
 
 
 def test_nothing_is_a_leaf_at_first(model):
-    assert get_z3_leaf_modules(model) == []
-    assert not z3_leaf_module(model) and not z3_leaf_parameter(model.out.weight)
+    assert get_z3_leaf_modules(model) == [] and not z3_leaf_module(model) and not z3_leaf_parameter(model.out.weight)
 
 
 def test_a_class_finds_its_subclasses_and_a_name_does_not(model):
     moes = [layer.moe for layer in model.layers]
     assert same(set_z3_leaf_modules(model, [Moe]), moes) and same(get_z3_leaf_modules(model), moes)
     assert all(z3_leaf_module(moe) for moe in moes) and not z3_leaf_module(model.layers[0])
-    assert same(unset_z3_leaf_modules(model, ["Moe"]), moes[:1])
-    assert same(get_z3_leaf_modules(model), moes[1:])
-    assert same(unset_z3_leaf_modules(model, [f"{__name__}.WideMoe"]), moes[1:])
-    assert get_z3_leaf_modules(model) == []
+    assert same(unset_z3_leaf_modules(model, ["Moe"]), moes[:1]) and same(get_z3_leaf_modules(model), moes[1:])
+    assert same(unset_z3_leaf_modules(model, [f"{__name__}.WideMoe"]), moes[1:]) and get_z3_leaf_modules(model) == []
 
 
 def test_one_class_needs_no_list_and_the_root_counts(model):
