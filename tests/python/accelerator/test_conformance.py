@@ -5,8 +5,6 @@ import importlib
 import inspect
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch
 import deepspeed.accelerator
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.real_accelerator import accelerators
+from processes import run_python
 from refusals import refused
 
 FOLDER = os.path.dirname(deepspeed.accelerator.__file__)
@@ -229,24 +228,19 @@ def test_compile_backend(accelerator):
 
 
 # ---- choosing one -------------------------------------------------------------------------------------------------
-def ask(code, **env):
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p), **env)
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-
-
 CHOSEN = "from deepspeed.accelerator import get_accelerator as g; print(g()._name, g() is g())"
 
 
 @pytest.mark.slow
 def test_the_environment_chooses():
-    assert ask(CHOSEN, DS_ACCELERATOR="cpu").stdout.strip() == "cpu True"
-    asked = ask(CHOSEN, DS_ACCELERATOR="cdua")
+    assert run_python(CHOSEN, DS_ACCELERATOR="cpu").stdout.strip() == "cpu True"
+    asked = run_python(CHOSEN, DS_ACCELERATOR="cdua")
     assert asked.returncode != 0 and "DS_ACCELERATOR is 'cdua'" in asked.stderr and "cpu, cuda" in asked.stderr
-    chosen = ask(CHOSEN, DS_ACCELERATOR="cuda").stdout
+    chosen = run_python(CHOSEN, DS_ACCELERATOR="cuda").stdout
     assert chosen.splitlines()[-1] == "cuda True"
     if "cuda" not in working():
         assert "does not seem to work here" in chosen
-        assert ask(CHOSEN, DS_ACCELERATOR="").stdout.strip() == "cpu True"
+        assert run_python(CHOSEN, DS_ACCELERATOR="").stdout.strip() == "cpu True"
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import commit, file_writer, owner
 from deepspeed.checkpoint.write.pointer import replace_text
+from processes import forked, forked_until_the_end
 from refusals import refused
 
 FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -66,15 +67,7 @@ def put_users_files(folder, elsewhere):
 
 def killed(action):
     """Runs ``action`` in a process of its own; whether it was killed."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            action()
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
+    status = os.waitpid(forked(action), 0)[1]
     assert status in (0, signal.SIGKILL)
     return status != 0
 
@@ -227,20 +220,11 @@ def test_keep_last_removes_what_is_listed_and_nothing_else(tmp_path):
 
 
 def test_a_run_that_is_alive_is_not_disturbed(tmp_path):
-    ready, go = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(go)
-        commit.begin(str(tmp_path / "t"))
-        os.read(ready, 1)
-        os._exit(0)
-    os.close(ready)
-    while not (tmp_path / ".t.saving").exists():
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
-    save(tmp_path / "other", b"1")
-    assert (tmp_path / ".t.saving").exists()
-    refused(OSError, rf"process {pid} on .* is saving the same checkpoint", save, tmp_path / "t", b"1")
-    os.close(go)
-    os.waitpid(pid, 0)
+    with forked_until_the_end(lambda: commit.begin(str(tmp_path / "t"))) as pid:
+        while not (tmp_path / ".t.saving").exists():
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+        save(tmp_path / "other", b"1")
+        assert (tmp_path / ".t.saving").exists()
+        refused(OSError, rf"process {pid} on .* is saving the same checkpoint", save, tmp_path / "t", b"1")
     save(tmp_path / "other", b"1")
     assert not (tmp_path / ".t.saving").exists() and owner.others_files(str(tmp_path / "other")) is False

@@ -17,6 +17,7 @@ import torch
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.checkpoint.write.file_writer import WriterOptions, write_bytes, write_safetensors, write_torch
+from processes import run_python
 from refusals import refused
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -43,14 +44,15 @@ def random_tensor(dtype, *shape):
 
 def same_bits(a, b):
     assert a.dtype == b.dtype and a.shape == b.shape and a.requires_grad == b.requires_grad
-    bits = lambda t: t.detach().contiguous().reshape(-1).view(torch.uint8)  # noqa: E731
     if a.dtype is torch.bool:
         return torch.equal(a, b)
-    return torch.equal(bits(a), bits(b))
+    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
 
 
-def address(tensor):
-    return tensor.data_ptr()
+def assert_same_bits(found, expected):
+    """The tensors of both tables have the same bits."""
+    assert [name for name, tensor in expected.items() if not same_bits(tensor, found[name])] == []
 
 
 def round_trip(value, path, options=None):
@@ -74,35 +76,38 @@ def other_pythons():
 def test_every_dtype(tmp_path, dtype, options):
     value = {shape: random_tensor(dtype, *shape) for shape in [(1,), (3, 5), (70, 333), (0,), (2, 0, 3)]}
     value["scalar"] = random_tensor(dtype, 1)[0]
-    value["columns"] = value[(70, 333)][:, 3:7]
-    value["transposed"] = value[(3, 5)].t()
+    value["columns"], value["transposed"] = value[(70, 333)][:, 3:7], value[(3, 5)].t()
     back = round_trip(value, tmp_path / "x.pt", options)
-    assert list(back) == list(value)
-    for name, tensor in value.items():
-        assert same_bits(tensor, back[name]), name
-    assert back["transposed"].stride() == value["transposed"].stride()
+    assert list(back) == list(value) and back["transposed"].stride() == value["transposed"].stride()
+    assert_same_bits(back, value)
 
 
 def test_a_view_takes_its_own_elements_only(tmp_path):
     flat = torch.arange(1_000_000.0)
     views = {"piece": flat[5:15], "matrix": flat[100:112].view(3, 4), "one": flat[7], "steps": flat[::100_000]}
     record = write_torch(views, tmp_path / "x.pt")
-    assert {tensor.name: tensor.bytes for tensor in record.tensors} == {
-        "piece": 40,
-        "matrix": 48,
-        "one": 4,
-        "steps": 40,
-    }
-    back = torch.load(tmp_path / "x.pt")
-    for name, view in views.items():
-        assert torch.equal(view, back[name])
+    sizes = {"piece": 40, "matrix": 48, "one": 4, "steps": 40}
+    assert {tensor.name: tensor.bytes for tensor in record.tensors} == sizes
+    assert_same_bits(torch.load(tmp_path / "x.pt"), views)
 
 
 def test_an_expanded_tensor_stays_small(tmp_path):
     value = {"wide": torch.ones(3, 1).expand(3, 1 << 20), "windows": torch.arange(10.0).as_strided((6, 5), (1, 1))}
     assert write_torch(value, tmp_path / "x.pt").bytes < 4096
-    back = torch.load(tmp_path / "x.pt")
-    assert torch.equal(back["wide"], value["wide"]) and torch.equal(back["windows"], value["windows"])
+    assert_same_bits(torch.load(tmp_path / "x.pt"), value)
+
+
+def test_same_address_other_elements_are_told_apart(tmp_path):
+    flat = torch.arange(100.0)
+    value = {
+        "a": flat[:10],
+        "b": flat[:20],
+        "c": flat[:64].view(8, 8)[:, :3],
+        "d": flat.as_strided((3, 8), (8, 1))[:, ::1][:, :4],
+        "e": flat.as_strided((4, 6), (8, 1)),
+        "bits": flat[:10].view(torch.int32),
+    }
+    assert_same_bits(round_trip(value, tmp_path / "x.pt"), value)
 
 
 def test_tied_weights_stay_tied(tmp_path):
@@ -124,28 +129,13 @@ def test_tied_weights_stay_tied(tmp_path):
     record = write_torch(value, tmp_path / "x.pt")
     back = torch.load(tmp_path / "x.pt", weights_only=False)
     assert back["same object"] is back["a"] and back["p again"] is back["p"]
-    assert len({address(back[name]) for name in ("a", "other object", "transposed", "flat")}) == 1
+    assert len({back[name].data_ptr() for name in ("a", "other object", "transposed", "flat")}) == 1
     back["a"].zero_()
     assert not back["flat"].any() and not back["transposed"].any()
-    assert address(back["columns"]) == address(back["columns again"]) != address(back["a"])
-    assert address(back["p"]) == address(back["its data"])
+    assert back["columns"].data_ptr() == back["columns again"].data_ptr() != back["a"].data_ptr()
+    assert back["p"].data_ptr() == back["its data"].data_ptr()
     assert isinstance(back["p"], torch.nn.Parameter) and back["p"].requires_grad
     assert sum({t.offset: t.bytes for t in record.tensors}.values()) == (40 * 30 + 40 * 3 + 27) * 4
-
-
-def test_same_address_other_elements_are_told_apart(tmp_path):
-    flat = torch.arange(100.0)
-    value = {
-        "a": flat[:10],
-        "b": flat[:20],
-        "c": flat[:64].view(8, 8)[:, :3],
-        "d": flat.as_strided((3, 8), (8, 1))[:, ::1][:, :4],
-        "e": flat.as_strided((4, 6), (8, 1)),
-        "bits": flat[:10].view(torch.int32),
-    }
-    back = round_trip(value, tmp_path / "x.pt")
-    for name, tensor in value.items():
-        assert torch.equal(tensor, back[name]), name
 
 
 def test_parameters_and_flags(tmp_path):
@@ -266,16 +256,11 @@ def test_loads_under_every_torch(tmp_path, python):
     value.update(
         w=w, tied=w.view(-1), p=torch.nn.Parameter(w.clone()), empty=torch.zeros(0, 4), row=w[3:5], gap=w[:, 1:]
     )
-    write_torch(value, tmp_path / "ours.pt")
-    torch.save(value, tmp_path / "torchs.pt")
-    done = subprocess.run(
-        [python, "-c", CHECK, tmp_path / "ours.pt", tmp_path / "torchs.pt"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["same", str(len(value))]
+    files = [tmp_path / "ours.pt", tmp_path / "torchs.pt"]
+    write_torch(value, files[0])
+    torch.save(value, files[1])
+    done = subprocess.run([python, "-c", CHECK, *files], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.split() == ["same", str(len(value))], done.stderr
 
 
 def test_the_pickle_is_that_of_torch_save(tmp_path):
@@ -460,27 +445,20 @@ print(used() - before)
 @pytest.mark.slow
 def test_no_second_copy_of_the_state(tmp_path):
     """480 MB are written, a third of them with gaps; the memory that this takes is that of the buffers."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, tmp_path / "x"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.path.join(ROOT, "python")},
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 64
+    done = run_python(MEMORY, tmp_path / "x")
+    assert done.returncode == 0 and int(done.stdout) < 64, (done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("options", [None, SMALL], ids=["default", "small buffers"])
 def test_tensors_that_pass_through_the_staging_memory(tmp_path, options):
     """As those of a GPU do."""
-    options = dataclasses.replace(options or WriterOptions(), staged=True)
-    w = torch.randn(300, 70)
+    options, w = dataclasses.replace(options or WriterOptions(), staged=True), torch.randn(300, 70)
     value = {"w": w, "t": w.t(), "tall": w[:, :1], "half": w.bfloat16(), "scalar": w[0, 0], "z": torch.zeros(0, 3)}
     back = round_trip(value, tmp_path / "x.pt", options)
-    assert all(same_bits(value[name], back[name]) for name in value) and address(back["w"]) == address(back["t"])
+    assert_same_bits(back, value)
+    assert back["w"].data_ptr() == back["t"].data_ptr()
     write_safetensors(value, None, tmp_path / "x.safetensors", options)
-    read, _ = read_safetensors(tmp_path / "x.safetensors")
-    assert all(same_bits(value[name], read[name]) for name in value)
+    assert_same_bits(read_safetensors(tmp_path / "x.safetensors")[0], value)
 
 
 @pytest.mark.gpu
@@ -493,7 +471,7 @@ def test_tensors_of_a_gpu(tmp_path):
         back = round_trip(value, tmp_path / "x.pt", options)
         for name, tensor in value.items():
             assert back[name].device.type == "cpu" and same_bits(tensor.cpu(), back[name]), name
-        assert address(back["w"]) == address(back["t"]) == address(back["p"])
+        assert back["w"].data_ptr() == back["t"].data_ptr() == back["p"].data_ptr()
         write_safetensors(value, None, tmp_path / "x.safetensors", options)
         read, _ = read_safetensors(tmp_path / "x.safetensors")
         assert torch.equal(read["gap"], value["gap"].cpu()) and torch.equal(read["half"], value["half"].cpu())
@@ -552,11 +530,7 @@ def test_names(tmp_path, inject):
 def test_the_environment_arms_a_fault(tmp_path):
     code = "import sys; from deepspeed.checkpoint.write import file_writer as w; w.write_bytes(b'x' * 99, sys.argv[1])"
     for order, expected in (("write:1:kill", -9), ("fsync:2:kill", 0)):
-        done = subprocess.run(
-            [sys.executable, "-c", code, tmp_path / "x"],
-            env={**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), "DS_IO_FAULT": order},
-        )
-        assert done.returncode == expected
+        assert run_python(code, tmp_path / "x", DS_IO_FAULT=order).returncode == expected
     assert (tmp_path / "x").read_bytes() == b"x" * 99
 
 

@@ -16,6 +16,7 @@ from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.write import commit, file_writer, owner
 from deepspeed.checkpoint.write.pointer import replace_text
 from hostile_folders import MODEL, SHARD, Sandbox, chance_of
+from processes import forked
 from refusals import refused
 from sampling import every_case
 
@@ -35,9 +36,7 @@ def honest(tmp_path_factory):
 
 def convert(source, target):
     ds_to_universal.main(
-        SimpleNamespace(
-            input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1
-        )
+        SimpleNamespace(input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1)
     )
 
 
@@ -228,42 +227,32 @@ def test_latest_leads_nowhere_else(tmp_path):
         assert cli.names.latest_tag(sandbox.saves) == text
 
 
-def replace_often(path, letter, ready):
-    os.read(ready, 1)
-    for _ in range(150):
-        replace_text(path, letter * 9000)
-    os._exit(0)
-
-
 def test_two_processes_replace_latest_at_once(tmp_path):
     path = str(tmp_path / "latest")
     replace_text(path, "a" * 9000)
-    go, start = os.pipe()
-    pids = []
-    for letter in "bc":
-        pid = os.fork()
-        if pid == 0:
-            with contextlib.suppress(BaseException):
-                replace_often(path, letter, go)
-            os._exit(1)
-        pids.append(pid)
-    os.write(start, b"xx")
-    running = True
-    while running:
-        running = os.waitpid(pids[0], os.WNOHANG) == (0, 0)
+    start, go = os.pipe()
+
+    def replace_often(letter):
+        os.read(start, 1)
+        for _ in range(150):
+            replace_text(path, letter * 9000)
+
+    first, second = (forked(lambda letter=letter: replace_often(letter)) for letter in "bc")
+    os.write(go, b"xx")
+    while os.waitpid(first, os.WNOHANG) == (0, 0):
         with open(path) as file:
-            text = file.read()
-        assert text in ("a" * 9000, "b" * 9000, "c" * 9000)
-    assert os.waitpid(pids[1], 0)[1] == 0 and os.listdir(tmp_path) == ["latest"]
+            assert file.read() in ("a" * 9000, "b" * 9000, "c" * 9000)
+    assert os.waitpid(second, 0)[1] == 0 and os.listdir(tmp_path) == ["latest"]
 
 
 def test_what_killed_processes_left_of_latest_goes(tmp_path):
-    path, pid = str(tmp_path / "latest"), os.fork()
-    if pid == 0:
+    path = str(tmp_path / "latest")
+
+    def killed():
         file_writer.inject_fault("rename:1:kill")
         replace_text(path, "one")
-        os._exit(0)
-    os.waitpid(pid, 0)
+
+    os.waitpid(forked(killed), 0)
     (left,) = os.listdir(tmp_path)
     assert left.startswith(".latest.") and left.endswith(".writing")
     (tmp_path / ".latest.mine.writing").write_text("mine")

@@ -5,8 +5,6 @@ How the ranks find each other is tests/dist/test_comm_nccl.py, the real one test
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import types
 
@@ -17,6 +15,7 @@ from deepspeed import _native
 from deepspeed.comm import ReduceOp, nccl, nccl_join
 from deepspeed.comm.nccl import NcclCommunicator, find_library
 from fake_nccl import Orders, build
+from processes import run_python
 from refusals import refused
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -476,14 +475,8 @@ print("import loads it:", before and not torch.version.cuda)
 
 
 def search(**env):
-    done = subprocess.run(
-        [sys.executable, "-c", SEARCH],
-        env={**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), **env},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "import loads it: False" in done.stdout
+    done = run_python(SEARCH, **env)
+    assert done.returncode == 0 and "import loads it: False" in done.stdout, done.stderr
     return done.stdout
 
 

@@ -2,13 +2,12 @@
 
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from deepspeed.host import blas, cpu, devices, numa, ports, product_error
 from deepspeed.utils import numa as published
+from processes import run_python
 from refusals import refused
 
 
@@ -114,8 +113,7 @@ from deepspeed.launcher import linux
 done = linux.take_memory_from([0]) and linux.take_memory_from([0], wish=True) and linux.take_memory_from([0])
 print(done, any("bind:0" in line for line in open("/proc/self/numa_maps")), linux.take_memory_from([]))
 """
-    env = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(cpu.__file__)) + "/.."}
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    said = run_python(code)
     if said.stdout.startswith("False"):
         pytest.skip("set_mempolicy is not allowed here")
     assert said.stdout == "True True False\n", said.stderr
