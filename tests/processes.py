@@ -2,18 +2,30 @@
 
 import contextlib
 import os
+import pathlib
+import socket
 import subprocess
 import sys
 import time
 
 
+def state_and_parent(pid):
+    """The letter of its state, and the number of its parent as text."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[:2]
+
+
 def running(pid):
     """Whether it is there and has not ended."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+        return state_and_parent(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
 
 
 def pids():
@@ -72,3 +84,21 @@ def run_python(code, *args, **env):
     """What ``python -c code args`` does, with the modules of this process and further variables."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **env}
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], env=env, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def taken_port():
+    """A port at which a server of another program listens."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen(1)
+        yield taken.getsockname()[1]
+
+
+def write_program(path, text, first="#!/bin/sh\n"):
+    """Makes the file ``path`` a program, and its folder where there is none. The path as text."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(first + text)
+    path.chmod(0o755)
+    return str(path)

@@ -8,14 +8,14 @@ import re
 import subprocess
 import sys
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from places import PYTHON, ROOT
 
 
 def test_every_test_file_is_collected():
     listed = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.path.join(ROOT, "python")},
+        env={**os.environ, "PYTHONPATH": PYTHON},
         capture_output=True,
         text=True,
     ).stdout

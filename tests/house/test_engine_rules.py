@@ -9,8 +9,7 @@ import pytest
 import house_cpp
 import house_engine
 import house_python
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from places import ROOT
 
 
 @pytest.fixture(scope="module")

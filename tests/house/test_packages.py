@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 import house_packages as packages
+from places import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 FOLDERS = packages.build_folders(ROOT)
 
 needs_dpkg = pytest.mark.skipif(

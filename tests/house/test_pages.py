@@ -10,8 +10,8 @@ import pytest
 import house_cpp
 import house_engine
 import house_tables
+from places import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PAGES = ["architecture.md", "adding.md"]
 
 

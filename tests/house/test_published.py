@@ -8,8 +8,8 @@ import pytest
 
 import house_published
 import house_python
+from places import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CHECKS = [
     house_published.check_unread_arguments,
     house_published.check_users_of_published,

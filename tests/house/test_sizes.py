@@ -4,8 +4,7 @@ import os
 
 import house_cpp
 import house_untrusted
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from places import ROOT
 
 
 def test_sizes_are_multiplied_with_a_check():

@@ -11,8 +11,7 @@ import house_cpp
 import house_python
 import house_state
 import house_words
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from places import ROOT
 
 
 def expect_none(problems):

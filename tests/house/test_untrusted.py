@@ -8,8 +8,7 @@ import pytest
 import house_lists
 import house_python
 import house_untrusted
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from places import ROOT
 
 
 def test_nothing_that_came_over_a_socket_or_a_store_is_unpickled():

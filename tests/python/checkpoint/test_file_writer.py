@@ -17,10 +17,10 @@ import torch
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.checkpoint.write.file_writer import WriterOptions, write_bytes, write_safetensors, write_torch
+from places import ROOT
 from processes import run_python
 from refusals import refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 DTYPES = [
     getattr(torch, name)
     for name in (

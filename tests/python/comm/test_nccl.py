@@ -15,10 +15,10 @@ from deepspeed import _native
 from deepspeed.comm import ReduceOp, nccl, nccl_join
 from deepspeed.comm.nccl import NcclCommunicator, find_library
 from fake_nccl import Orders, build
+from places import PYTHON
 from processes import run_python
 from refusals import refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 DTYPES = [
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
 ]  # fmt: skip
@@ -495,5 +495,5 @@ def test_the_package_of_pip_is_looked_for_on_the_path(path, tmp_path):
     folder = tmp_path / "nvidia" / "nccl" / "lib"
     folder.mkdir(parents=True)
     os.symlink(path, folder / "libnccl.so.2")
-    found = search(PYTHONPATH=os.pathsep.join([os.path.join(ROOT, "python"), str(tmp_path)]), DS_NCCL_LIBRARY="")
+    found = search(PYTHONPATH=os.pathsep.join([PYTHON, str(tmp_path)]), DS_NCCL_LIBRARY="")
     assert found.startswith(str(folder))

@@ -6,9 +6,8 @@ import os
 import pytest
 
 from deepspeed.config import cli
+from places import ROOT
 from refusals import refused
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 FILE = """{
   "train_batch_size": 64,

@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import hostile_pickles  # noqa: E402
 
-PYTHON = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "python")
+from places import PYTHON
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,10 @@ import pytest
 
 from deepspeed.host import cuda_toolkit
 from deepspeed.host.cuda_toolkit import CUDAMismatchException
+from places import PYTHON, ROOT
+from processes import write_program
 from refusals import refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 FAKE = """#!/bin/sh
 case $1 in
   --version) echo "Cuda compilation tools, release {release}, V{release}.12";;
@@ -23,17 +24,12 @@ esac
 @pytest.fixture
 def nvcc(tmp_path, monkeypatch):
     """nvcc(release, rest="exit 1"): a stand-in in $CUDA_HOME/bin."""
-    monkeypatch.delenv("CUDACXX", raising=False)
-    monkeypatch.delenv(cuda_toolkit.SKIP, raising=False)
-    monkeypatch.delenv(cuda_toolkit.ARCHITECTURES, raising=False)
+    for name in ("CUDACXX", cuda_toolkit.SKIP, cuda_toolkit.ARCHITECTURES):
+        monkeypatch.delenv(name, raising=False)
 
     def make(release, rest="exit 1"):
-        path = tmp_path / "toolkit" / "bin" / "nvcc"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(FAKE.format(release=release, rest=rest))
-        path.chmod(0o755)
         monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
-        return str(path)
+        return write_program(tmp_path / "toolkit" / "bin" / "nvcc", FAKE.format(release=release, rest=rest), "")
 
     return make
 
@@ -41,11 +37,9 @@ def nvcc(tmp_path, monkeypatch):
 def test_which_nvcc(nvcc, monkeypatch, tmp_path):
     path = nvcc("11.8")
     assert cuda_toolkit.find_nvcc() == path and cuda_toolkit.nvcc_version() == (11, 8)
-    other = tmp_path / "other"
-    other.write_text(FAKE.format(release="12.6", rest=""))
-    other.chmod(0o755)
-    monkeypatch.setenv("CUDACXX", str(other))
-    assert cuda_toolkit.find_nvcc() == str(other) and cuda_toolkit.nvcc_version() == (12, 6)
+    other = write_program(tmp_path / "other", FAKE.format(release="12.6", rest=""), "")
+    monkeypatch.setenv("CUDACXX", other)
+    assert cuda_toolkit.find_nvcc() == other and cuda_toolkit.nvcc_version() == (12, 6)
     assert cuda_toolkit.nvcc_version(str(tmp_path / "none")) is None
 
 
@@ -135,7 +129,7 @@ def test_cmake_refuses_another_major_version(nvcc, monkeypatch, tmp_path):
         pytest.skip("there is no nvcc")
     fake = nvcc("12.4", rest=f'exec {real} "$@"')
     (tmp_path / "CMakeLists.txt").write_text(PROJECT % ROOT)
-    os.symlink(os.path.join(ROOT, "python"), tmp_path / "python")
+    os.symlink(PYTHON, tmp_path / "python")
     monkeypatch.setenv("CUDACXX", fake)
 
     def configure(torch_cuda, **env):

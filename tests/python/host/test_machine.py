@@ -7,7 +7,7 @@ import pytest
 
 from deepspeed.host import blas, cpu, devices, numa, ports, product_error
 from deepspeed.utils import numa as published
-from processes import run_python
+from processes import run_python, taken_port
 from refusals import refused
 
 
@@ -184,10 +184,8 @@ def test_a_port_is_claimed_by_one_launcher():
         with second:
             assert other > port
     ports.claim_port(port).close()
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen(1)
-        assert ports.claim_port(taken.getsockname()[1]) is None
+    with taken_port() as port:
+        assert ports.claim_port(port) is None
 
 
 # ---- BLAS ---------------------------------------------------------------------------------------------------------

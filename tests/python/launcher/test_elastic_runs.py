@@ -15,13 +15,12 @@ import stand_ins
 from deepspeed.host.ports import free_port
 from deepspeed.launcher.elastic_layout import layout
 from deepspeed.launcher.runner import encode_world_info
-from processes import running, wait_for
+from places import PYTHON
+from processes import running, state_and_parent, wait_for
 from sampling import every_case
 
 pytestmark = pytest.mark.dist
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-PYTHON_DIR = os.path.join(HERE, "..", "..", "..", "python")
 
 jobs = []  # of this test, to be ended where it fails
 # A job without torch: rank 0 passes on what the test puts into files as what an engine would tell.
@@ -62,7 +61,7 @@ def environment(**more):
     left_out = ("DS_LOG_LEVEL", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "DS_LAUNCHER_SOCKET")
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env |= {"PATH": f"{os.path.abspath('bin')}:{env['PATH']}", "HOME": os.path.abspath("home")}
-    env |= {"PYTHONPATH": PYTHON_DIR, "STAND_IN_LOG": os.path.abspath("log"), "DS_ACCELERATOR": "cpu"}
+    env |= {"PYTHONPATH": PYTHON, "STAND_IN_LOG": os.path.abspath("log"), "DS_ACCELERATOR": "cpu"}
     return {**env, "OMP_NUM_THREADS": "1", "DS_ELASTIC_RETRY_S": "0.4", "DS_ELASTIC_WARM_S": "-1", **more}
 
 
@@ -103,10 +102,7 @@ def hosts_of(ranks):
 
 def agent_of(rank_pid):
     """rank -> supervisor -> agent, which the stand-in for ssh has become."""
-    for _ in range(2):
-        with open(f"/proc/{rank_pid}/stat") as file:
-            rank_pid = int(file.read().rsplit(")", 1)[1].split()[1])
-    return rank_pid
+    return int(state_and_parent(state_and_parent(rank_pid)[1])[1])
 
 
 def tell(name, **message):

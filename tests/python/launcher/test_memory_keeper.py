@@ -11,7 +11,7 @@ from deepspeed.host.kept_memory import KEEPER_VARIABLE, hand_over
 from deepspeed.launcher import memory_keeper
 from deepspeed.launcher.memory_keeper import remove_left
 from memory_hosts import memory_hosts
-from processes import running, wait_for
+from processes import running, state_and_parent, wait_for
 from refusals import refused
 
 pytestmark = pytest.mark.dist
@@ -53,9 +53,7 @@ def test_files_come_whole_and_strangers_do_not(source):
 
 def test_nothing_is_left_of_an_agent_that_was_killed():
     with memory_hosts(1, code=-signal.SIGKILL) as [(variables, pid)]:
-        with open(f"/proc/{pid}/stat") as file:
-            agent = int(file.read().rsplit(")", 1)[1].split()[1])
-        os.kill(agent, signal.SIGKILL)
+        os.kill(int(state_and_parent(pid)[1]), signal.SIGKILL)
         wait_for(lambda: os.listdir(os.path.dirname(variables["DS_MEMORY_FOLDER"])) == [] and not running(pid), 20)
 
 

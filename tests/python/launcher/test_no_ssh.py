@@ -21,12 +21,12 @@ from deepspeed.launcher.cluster import listen
 from deepspeed.launcher.control import MESSAGE, Link, LinkLost, encode_frame
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.host_link import HostLink
+from places import PYTHON
 from processes import wait_for
 from refusals import refused
 
 pytestmark = pytest.mark.dist
 
-PYTHON_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "python")
 CLUSTER = "NODE_RANK JOB_COMPLETION_INDEX SLURM_NODEID GROUP_RANK SLURM_NNODES MASTER_ADDR MASTER_PORT".split()
 
 
@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch):
 def start(port, *args, **more):
     left_out = (*CLUSTER, "DS_LOG_LEVEL", "RANK", "WORLD_SIZE")
     env = {name: value for name, value in os.environ.items() if name not in left_out}
-    env |= {"PYTHONPATH": PYTHON_DIR, "DS_ACCELERATOR": "cpu", **more}
+    env |= {"PYTHONPATH": PYTHON, "DS_ACCELERATOR": "cpu", **more}
     line = ["--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port, "--join_timeout", "20", *args]
     return subprocess.Popen(
         [sys.executable, "-m", "deepspeed.launcher", *map(str, line)], env=env, stdin=subprocess.DEVNULL,

@@ -1,8 +1,6 @@
 """From the command line to commands and environments, without starting anything."""
 
-import os
 import socket
-import subprocess
 import sys
 import types
 
@@ -12,6 +10,7 @@ from deepspeed.host import cpu, devices, numa
 from deepspeed.launcher import cluster, environment, plan, runner
 from deepspeed.launcher.arguments import check, parse_args
 from deepspeed.launcher.multinode_runner import OpenMPIRunner
+from processes import run_python
 from refusals import refused
 
 
@@ -109,19 +108,15 @@ def test_numbers_of_hosts_that_may_change(line, named, tmp_path):
     )
 
 
-def test_autotuning_without_a_tuner_names_what_is_missing():
-    refused(
-        NotImplementedError,
-        "run needs deepspeed.autotuning.autotuner.Autotuner.*leave --auto",
-        runner.main,
-        args="--autotuning run train.py".split(),
-    )
-    refused(
-        ValueError,
-        "--autotuning starts jobs of its own",
-        runner.main,
-        args="--autotuning run --elastic_training train.py".split(),
-    )
+@pytest.mark.parametrize(
+    "line, kind, words",
+    [
+        ("run", NotImplementedError, "run needs deepspeed.autotuning.autotuner.Autotuner.*leave --auto"),
+        ("run --elastic_training", ValueError, "--autotuning starts jobs of its own"),
+    ],
+)
+def test_autotuning_without_a_tuner_names_what_is_missing(line, kind, words):
+    refused(kind, words, runner.main, args=["--autotuning", *line.split(), "train.py"])
 
 
 @pytest.mark.parametrize("how", ["tune", "run"])
@@ -233,41 +228,28 @@ def test_hosts_without_slots(here):
     assert plan.active_hosts(parse_args(["-H", f"{here}/hosts", "--num_gpus", "1", "train.py"]), []) == {"b": [0]}
 
 
-def test_openmpi_without_a_hostfile(here):
-    args = parse_args(["--launcher", "openmpi", "-H", f"{here}/none", "train.py"])
+def mpi_plan(hostfile):
+    """The plan of Open MPI on this machine, and the variables that it hands on."""
+    args = parse_args(["--launcher", "openmpi", "-H", hostfile, "train.py"])
     mpi = OpenMPIRunner(args, runner.encode_world_info({"localhost": 1}), {"localhost": 1})
-    refused(
-        runner.LaunchError,
-        f"openmpi reads the hostfile itself, and there is no {here}/none",
-        cluster.mpi_plan,
-        args,
-        {"localhost": [0]},
-        mpi,
-    )
+    return cluster.mpi_plan(args, {"localhost": [0]}, mpi), mpi.exports
+
+
+def test_openmpi_without_a_hostfile(here):
+    words = f"openmpi reads the hostfile itself, and there is no {here}/none"
+    refused(runner.LaunchError, words, mpi_plan, f"{here}/none")
     (here / "none").write_text("localhost slots=1")
-    assert f"{here}/none" in cluster.mpi_plan(args, {"localhost": [0]}, mpi).commands[0]
+    assert f"{here}/none" in mpi_plan(f"{here}/none")[0].commands[0]
 
 
 def test_two_mpi_jobs_of_one_machine_meet_at_different_ports(here, monkeypatch):
     claimed = set()
-
-    def claim(port):
-        if port in claimed:
-            return None
-        claimed.add(port)
-        return "claimed"
-
-    monkeypatch.setattr(plan.ports, "claim_port", claim)
+    monkeypatch.setattr(
+        plan.ports, "claim_port", lambda port: None if port in claimed else claimed.add(port) or "claimed"
+    )
     (here / "hosts").write_text("localhost slots=1")
-    args = parse_args(["--launcher", "openmpi", "-H", f"{here}/hosts", "train.py"])
-
-    def ports_of():
-        mpi = OpenMPIRunner(args, runner.encode_world_info({"localhost": 1}), {"localhost": 1})
-        return cluster.mpi_plan(args, {"localhost": [0]}, mpi), mpi.exports["MASTER_PORT"]
-
-    (first, one), (second, two) = ports_of(), ports_of()
-    assert first.port_claim is not None and second.port_claim is not None
-    assert one != two
+    (first, one), (second, two) = mpi_plan(f"{here}/hosts"), mpi_plan(f"{here}/hosts")
+    assert first.port_claim is not None and second.port_claim is not None and one["MASTER_PORT"] != two["MASTER_PORT"]
 
 
 def test_threads_are_shared_out_unless_chosen(monkeypatch):
@@ -340,6 +322,5 @@ def test_busy_port(monkeypatch):
 
 def test_the_launcher_knows_no_torch():
     code = "import deepspeed.launcher.runner, sys; print([n for n in ('torch', 'numpy') if n in sys.modules])"
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    asked = run_python(code)
     assert asked.stdout.strip() == "[]", asked.stderr

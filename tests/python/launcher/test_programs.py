@@ -13,17 +13,14 @@ from deepspeed.comm import bench
 from deepspeed.elasticity import cli
 from deepspeed.launcher import on_hosts
 from deepspeed.registry import load_target
-
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..")
+from places import ROOT
+from processes import write_program
 
 
 @pytest.fixture
 def hosts(tmp_path, monkeypatch):
-    ssh = tmp_path / "bin" / "ssh"
-    ssh.parent.mkdir()
-    ssh.write_text('#!/bin/bash\nshift 3\nexport ON="$1"; shift; exec sh -c "$*"\n')
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    write_program(tmp_path / "bin" / "ssh", 'shift 3\nexport ON="$1"; shift; exec sh -c "$*"\n', "#!/bin/bash\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / "hosts").write_text("h1.invalid slots=2\nlocalhost slots=1\n")
     return str(tmp_path / "hosts")
 

@@ -15,7 +15,7 @@ from deepspeed.launcher import constants, launch, launcher_helper, multinode_run
 from deepspeed.launcher.resources import decode_world_info
 from deepspeed.launcher.runner import encode_world_info, parse_args
 from deepspeed.launcher.runners import RUNNERS
-from processes import running, wait_for
+from processes import running, wait_for, write_program
 from refusals import refused
 
 HOSTS = {"worker-0": 4, "worker-1": 4}
@@ -139,26 +139,21 @@ def test_programs_that_are_missing_are_named(tmp_path, monkeypatch):
     assert made(CLASSES["pdsh"]).backend_exists() is True and made(CLASSES["pdsh"]).why_not() == ""
 
 
-def program(path, line):
-    path.write_text(f"#!/bin/sh\n{line}\n")
-    path.chmod(0o755)
-
-
 def test_the_mpirun_of_another_mpi(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    open_mpi, hydra = "echo 'mpirun (Open MPI) 4.1.4'", "echo 'HYDRA build details:'"
-    program(tmp_path / "mpirun", open_mpi)
-    program(tmp_path / "mpiname", "echo MVAPICH2")
+    open_mpi, hydra = "echo 'mpirun (Open MPI) 4.1.4'\n", "echo 'HYDRA build details:'\n"
+    write_program(tmp_path / "mpirun", open_mpi)
+    write_program(tmp_path / "mpiname", "echo MVAPICH2\n")
     assert made(CLASSES["openmpi"]).why_not() == "" and made(CLASSES["openmpi"]).program_here() == "mpirun"
     for name, maker in (("mpich", "MPICH"), ("impi", "Intel MPI"), ("mvapich", "MVAPICH2")):
         why = made(CLASSES[name]).why_not()
         assert f"--launcher {name} needs {maker}'s mpirun, and {tmp_path}/mpirun is that of another MPI" in why
-    program(tmp_path / "mpirun.mpich", hydra)  # as Debian calls it where both are installed
+    write_program(tmp_path / "mpirun.mpich", hydra)  # as Debian calls it where both are installed
     assert made(CLASSES["mpich"]).why_not() == "" and made(CLASSES["mpich"]).program_here() == "mpirun.mpich"
-    program(tmp_path / "mpirun", hydra)
+    write_program(tmp_path / "mpirun", hydra)
     assert made(CLASSES["mpich"]).program_here() == "mpirun"
     assert "needs Open MPI's mpirun" in made(CLASSES["openmpi"]).why_not()
-    program(tmp_path / "mpirun.openmpi", open_mpi)
+    write_program(tmp_path / "mpirun.openmpi", open_mpi)
     assert made(CLASSES["openmpi"]).program_here() == "mpirun.openmpi"
 
 
@@ -189,7 +184,7 @@ def test_a_runner_of_another_package():
 
 # ---- words --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "text", ["", "a  b", "-mca x 'y z'", "\"a \\\" $b\" c\\ d", "--x='1 2'", "''", "a'b'\"c\"", "\\n \"\\n\""]
+    "text", ["", "a  b", "-mca x 'y z'", '"a \\" $b" c\\ d', "--x='1 2'", "''", "a'b'\"c\"", '\\n "\\n"']
 )
 def test_words_are_split_as_a_shell_does(text):
     assert words.split_words(text) == shlex.split(text)

@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,12 +14,11 @@ import pytest
 
 import stand_ins
 from deepspeed.launcher.host_link import Way
-from processes import pids, running, wait_for
+from places import PYTHON
+from processes import children, pids, running, state_and_parent, taken_port, wait_for
 
 pytestmark = pytest.mark.dist
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-PYTHON_DIR = os.path.join(HERE, "..", "..", "..", "python")
 
 SEEN = """
 import json, os, sys
@@ -51,7 +49,7 @@ def environment(**more):
     left_out = ("DS_LOG_LEVEL", "KMP_AFFINITY", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     paths = {"PATH": f"{os.path.abspath('bin')}:{env['PATH']}", "HOME": os.path.abspath("home")}
-    paths["PYTHONPATH"] = PYTHON_DIR
+    paths["PYTHONPATH"] = PYTHON
     return {**env, **paths, "STAND_IN_LOG": os.path.abspath("log"), "DS_ACCELERATOR": "cpu", **more}
 
 
@@ -143,7 +141,7 @@ def test_variables_that_travel(folder):
     assert run("--launcher", "ssh", "train.py", DS_ACCELERATOR="cuda", **mine).returncode == 0
     values = json.loads(open("env2").read())
     assert values[:6] == ["1", "tcp", "m", None, "x y=z", "1"]
-    assert values[6].split(":") == [str(folder), PYTHON_DIR, "/only/on/ha"]
+    assert values[6].split(":") == [str(folder), PYTHON, "/only/on/ha"]
     (folder / "other_env").write_text("FROM_FILE=other\n")
     assert run("--launcher", "ssh", "train.py", DS_ENV_FILE="other_env", **mine).returncode == 0
     assert json.loads(open("env0").read())[0:5] == [None, "tcp", "m", None, "other"]
@@ -181,13 +179,16 @@ def test_a_virtual_environment_is_entered(folder):
 # ---- how jobs end -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("launcher", ["ssh", "pdsh", "slurm"])
 def test_the_first_failing_rank_ends_the_job_on_all_hosts(launcher):
-    script(NOTE + """
+    script(
+        NOTE
+        + """
 if rank == 2:
     while len(open("pids").read().split()) < 3: time.sleep(0.01)
     print("last words", file=sys.stderr)
     sys.exit(37)
 time.sleep(600)
-""")
+"""
+    )
     done = run("--launcher", launcher, "train.py")
     assert done.returncode == 37
     assert "rank 2 of 3 (pid " in done.stderr and "host ha) failed with exit code 37" in done.stderr
@@ -196,7 +197,9 @@ time.sleep(600)
 
 
 def test_survivors_may_tidy_up_and_are_killed_when_they_do_not():
-    script(NOTE + """
+    script(
+        NOTE
+        + """
 if rank == 2:
     while not all(os.path.exists("ready%d" % one) for one in (0, 1)): time.sleep(0.01)
     sys.exit(3)
@@ -206,7 +209,8 @@ else:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open("ready%d" % rank, "w").close()
 while True: time.sleep(0.1)
-""")
+"""
+    )
     done = run("--launcher", "ssh", "train.py", DS_LAUNCHER_GRACE_S="1")
     assert done.returncode == 3 and "[hb:0] tidied" in done.stdout
     wait_for(lambda: not any(map(running, pids())), 15)
@@ -224,7 +228,9 @@ def test_output_can_go_to_files_and_the_pid_to_one(folder):
 
 @pytest.mark.parametrize("sig, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_reach_every_rank_once(sig, code):
-    script(NOTE + """
+    script(
+        NOTE
+        + """
 heard = []
 def handler(number, frame):
     with open("heard%d" % rank, "a") as file: file.write("%d\\n" % number)
@@ -232,18 +238,14 @@ def handler(number, frame):
 signal.signal(signal.SIGINT, handler); signal.signal(signal.SIGTERM, handler)
 open("ready%d" % rank, "w").close()
 while True: time.sleep(0.05)
-""")
+"""
+    )
     job = start("--launcher", "ssh", "train.py")
     wait_for(lambda: all(os.path.exists(f"ready{rank}") for rank in range(3)), 15)
     job.send_signal(sig)
     assert job.wait(60) == code
     assert [open(f"heard{rank}").read() for rank in range(3)] == [f"{int(sig)}\n"] * 3
     wait_for(lambda: not any(map(running, pids())), 15)
-
-
-def children(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(child) for child in file.read().split()]
 
 
 @pytest.mark.parametrize("who", ["head", "link", "agent"])
@@ -275,8 +277,7 @@ def test_a_stopped_job_goes_on():
     job = start("--launcher", "ssh", "train.py", DS_LAUNCHER_LINK_S="2")
     wait_for(lambda: all(os.path.exists(f"at{rank}") for rank in range(3)), 15)
     job.send_signal(signal.SIGTSTP)
-    state = lambda pid: open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0]  # noqa: E731
-    wait_for(lambda: all(state(pid) == "T" for pid in [job.pid, *pids()]), 15)
+    wait_for(lambda: all(state_and_parent(pid)[0] == "T" for pid in [job.pid, *pids()]), 15)
     time.sleep(2.5)  # longer than a link may be silent
     job.send_signal(signal.SIGCONT)
     open("go", "w").close()
@@ -304,11 +305,8 @@ def test_errors_name_what_to_change(hosts, args, named, folder):
 def test_a_script_that_is_missing_and_a_port_that_is_taken():
     done = run("--launcher", "ssh", "nowhere.py")
     assert done.returncode == 1 and "host h" in done.stderr and "the script 'nowhere.py' does not exist" in done.stderr
-    script(SEEN)
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen(1)
-        done = run("--launcher", "ssh", "--master_port", taken.getsockname()[1], "train.py")
+    with taken_port() as port:
+        done = run("--launcher", "ssh", "--master_port", port, script(SEEN))
     assert done.returncode == 1 and "of host hb is in use by another process" in done.stderr
     assert not os.path.exists("seen0")
 

@@ -13,9 +13,9 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.nvme import perf_run_sweep
 from deepspeed.nvme.transfer_rate import bytes_of
 from deepspeed.ops.op_builder import AsyncIOBuilder
+from places import ROOT
 from refusals import refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 SPACE = {"block_size": ["64K", "256K"], "queue_depth": [4], "overlap_events": [True, "false"], "io_parallel": [1, 2]}
 
 

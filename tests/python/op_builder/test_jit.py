@@ -14,10 +14,9 @@ import torch
 
 from deepspeed.ops.op_builder import OpBuilder, jit
 from deepspeed.ops.op_builder.toolchain import BuildError
+from places import PYTHON
 from refusals import refused
 from sampling import every_case
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 
 def forget():
@@ -49,7 +48,7 @@ PROGRAM = "from conftest import ToyBuilder; import sys; print(ToyBuilder(sys.arg
 
 
 def start(toy, **env):
-    path = os.pathsep.join([os.path.join(ROOT, "python"), os.path.dirname(os.path.abspath(__file__))])
+    path = os.pathsep.join([PYTHON, os.path.dirname(os.path.abspath(__file__))])
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, toy.folder], env={**os.environ, "PYTHONPATH": path, **env}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,

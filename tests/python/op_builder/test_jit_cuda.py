@@ -7,6 +7,7 @@ import torch
 
 from deepspeed.host import cuda_toolkit
 from deepspeed.ops.op_builder.builder import CUDAMismatchException, CUDAOpBuilder, MissingCUDAException
+from processes import write_program
 from refusals import refused
 
 KERNEL = """
@@ -43,11 +44,8 @@ def cuda_toy(toy, monkeypatch):
 
 
 def fake_nvcc(folder, release):
-    path = os.path.join(folder, "nvcc")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(f'#!/bin/sh\necho "Cuda compilation tools, release {release}, V{release}.1"\nexit 1\n')
-    os.chmod(path, 0o755)
-    return path
+    says = f'echo "Cuda compilation tools, release {release}, V{release}.1"\nexit 1\n'
+    return write_program(os.path.join(folder, "nvcc"), says)
 
 
 def test_another_major_version_is_refused(cuda_toy, monkeypatch):

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from deepspeed.ops.op_table import OPS
+from places import ROOT
+from processes import write_program
 from refusals import refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 options = SimpleNamespace(**runpy.run_path(os.path.join(ROOT, "tools", "build_options.py")))
 NVCC = "/usr/local/cuda/bin/nvcc"
 
@@ -33,14 +34,8 @@ def test_version(commit, env, wanted):
 
 
 def test_version_that_is_none():
-    refused(
-        options.OptionError,
-        "DS_BUILD_STRING is 'nightly build'.*no version",
-        options.full_version,
-        "0.3.13",
-        "8cd046f",
-        {"DS_BUILD_STRING": "nightly build"},
-    )
+    words, env = "DS_BUILD_STRING is 'nightly build'.*no version", {"DS_BUILD_STRING": "nightly build"}
+    refused(options.OptionError, words, options.full_version, "0.3.13", "8cd046f", env)
 
 
 def cuda(nvcc=NVCC, torch_cuda="13.0", **env):
@@ -109,10 +104,8 @@ importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find
 def test_setup_py_hands_them_to_cmake(tmp_path):
     """With stand-ins for cmake and ninja: what they are called with, what goes into the wheel's folder."""
     tools = tmp_path / "bin"
-    tools.mkdir()
     for name in ("cmake", "ninja"):
-        (tools / name).write_text(f'#!/bin/sh\nfor word; do echo "{name}: $word" >>{tmp_path}/calls; done\n')
-        (tools / name).chmod(0o755)
+        write_program(tools / name, f'for word; do echo "{name}: $word" >>{tmp_path}/calls; done\n')
     path = f"{tools}:{os.environ['PATH']}"
     where = ["build_ext", "--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
     (tmp_path / "lib" / "deepspeed").mkdir(parents=True)
@@ -151,9 +144,7 @@ def test_torch_from_1_13_on_is_taken(version):
 
 
 def test_cmake_refuses_an_older_torch(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "/torch;1.12.1;none;_GLIBCXX_USE_CXX11_ABI=1"\n')
-    python.chmod(0o755)
+    python = write_program(tmp_path / "python", 'echo "/torch;1.12.1;none;_GLIBCXX_USE_CXX11_ABI=1"\n')
     (tmp_path / "CMakeLists.txt").write_text(
         f"cmake_minimum_required(VERSION 3.20)\nproject(x LANGUAGES NONE)\nset(Python_EXECUTABLE {python})\n"
         f"include({ROOT}/cmake/Torch.cmake)\n"

@@ -5,9 +5,6 @@ tests/dist/test_tensor_fragment.py has the same over engines.
 
 import importlib
 import inspect
-import os
-import subprocess
-import sys
 import types
 
 import pytest
@@ -21,7 +18,9 @@ from deepspeed.utils.tensor_fragment import (
     map_to_flat_opt_states,
     tensor_fragment,
 )
+from processes import run_python
 from refusals import refused
+from runs import identical
 
 SAFE = {
     "safe_get_full_fp32_param": ["param"],
@@ -54,8 +53,7 @@ def test_names_and_signatures():
 @pytest.mark.parametrize("first", ["deepspeed.utils", "deepspeed.utils.tensor_fragment"])
 def test_the_name_means_the_class_whatever_is_imported_first(first):
     code = f"import {first}\nfrom deepspeed.utils import tensor_fragment\nassert isinstance(tensor_fragment, type)"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    assert run_python(code).returncode == 0
 
 
 class Link:
@@ -108,28 +106,29 @@ def sharded(**options):
     return param
 
 
+def held(param, where="full"):
+    """The value, the gradient and a state of the optimizer; of ``where``: "full" or "local"."""
+    value, grad, state = (
+        getattr(utils, f"safe_get_{where}_{kind}") for kind in ("fp32_param", "grad", "optimizer_state")
+    )
+    return [value(param), grad(param), state(param, "exp_avg")]
+
+
 @pytest.mark.parametrize("make", [linked, sharded])
 def test_whole_tensors_go_through_the_link(make):
     param = make()
     whole = torch.arange(10.0).reshape(2, 5)
-    assert torch.equal(utils.safe_get_full_fp32_param(param), whole)
-    assert torch.equal(utils.safe_get_full_grad(param), whole)
-    assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), whole)
-    assert utils.safe_get_full_optimizer_state(param, "exp_avg_sq") is None
+    assert identical(held(param), [whole] * 3) and utils.safe_get_full_optimizer_state(param, "exp_avg_sq") is None
     utils.safe_set_full_fp32_param(param, whole + 1)
     utils.safe_set_full_grad(param, (whole + 2).flatten())  # flat is fine
     utils.safe_set_full_optimizer_state(param, whole + 3, "exp_avg")
-    assert torch.equal(utils.safe_get_full_fp32_param(param), whole + 1)
-    assert torch.equal(utils.safe_get_full_grad(param), whole + 2)
-    assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), whole + 3)
+    assert identical(held(param), [whole + 1, whole + 2, whole + 3])
 
 
 def test_parts_are_the_pieces_end_to_end():
     param = linked()
     own = torch.tensor([2.0, 3, 4, 5, 8, 9])
-    assert torch.equal(utils.safe_get_local_fp32_param(param), own)
-    assert torch.equal(utils.safe_get_local_grad(param), own), "without the loss scale"
-    assert torch.equal(utils.safe_get_local_optimizer_state(param, "exp_avg"), own)
+    assert identical(held(param, "local"), [own] * 3), "the gradient without the loss scale"
     assert utils.safe_get_local_optimizer_state(param, "exp_avg_sq") is None
     utils.safe_get_local_fp32_param(param).zero_()
     assert torch.equal(utils.safe_get_local_fp32_param(param), own), "it is a copy"
@@ -137,13 +136,10 @@ def test_parts_are_the_pieces_end_to_end():
 
 def test_parts_of_stage_3_are_padded():
     param = sharded()
-    padded = torch.tensor([6.0, 7, 8, 9, 0, 0])
-    assert torch.equal(utils.safe_get_local_fp32_param(param), padded)
-    assert torch.equal(utils.safe_get_local_grad(param), padded)
+    assert identical(held(param, "local")[:2], [torch.tensor([6.0, 7, 8, 9, 0, 0])] * 2)
     utils.safe_set_local_fp32_param(param, torch.arange(6.0))  # values for the padding are dropped
     utils.safe_set_local_grad(param, torch.arange(4.0))  # and need not be there
-    assert utils.safe_get_full_fp32_param(param).flatten().tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
-    assert utils.safe_get_full_grad(param).flatten().tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
+    assert [one.flatten().tolist() for one in held(param)[:2]] == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]] * 2
 
 
 def test_a_rank_that_owns_nothing():
@@ -158,52 +154,28 @@ def test_a_rank_that_owns_nothing():
 
 
 def test_setting_parts():
-    param = linked()
-    utils.safe_set_local_fp32_param(param, torch.full((6,), 50.0))
+    param, part = linked(), torch.full((6,), 50.0)
+    utils.safe_set_local_fp32_param(param, part)
     expected = [0, 1, 50, 50, 50, 50, 6, 7, 50, 50]
-    assert utils.safe_get_full_fp32_param(param).flatten().tolist() == expected
     assert param._ds_link.published.flatten().tolist() == expected, "weights follow on all ranks"
-    utils.safe_set_local_grad(param, torch.full((6,), 50.0))
-    assert utils.safe_get_full_grad(param).flatten().tolist() == expected
-    utils.safe_set_local_optimizer_state(param, torch.full((6,), 50.0), "exp_avg")
-    assert utils.safe_get_full_optimizer_state(param, "exp_avg").flatten().tolist() == expected
+    utils.safe_set_local_grad(param, part)
+    utils.safe_set_local_optimizer_state(param, part, "exp_avg")
+    assert [one.flatten().tolist() for one in held(param)] == [expected] * 3
 
 
 def test_what_does_not_fit():
     param = sharded()
     for numel in (0, 3, 5, 7):
-        refused(
-            ValueError,
-            r"'layer.weight' \(2, 5\): this rank's part has 6 elements",
-            utils.safe_set_local_fp32_param,
-            param,
-            torch.zeros(numel),
-        )
+        words = r"'layer.weight' \(2, 5\): this rank's part has 6 elements"
+        refused(ValueError, words, utils.safe_set_local_fp32_param, param, torch.zeros(numel))
     for shape in ((5, 2), (9,), (2, 5, 1)):
-        refused(
-            ValueError,
-            r"'layer.weight' \(2, 5\) cannot take a value of shape",
-            utils.safe_set_full_grad,
-            param,
-            torch.zeros(shape),
-        )
+        words = r"'layer.weight' \(2, 5\) cannot take a value of shape"
+        refused(ValueError, words, utils.safe_set_full_grad, param, torch.zeros(shape))
     refused(TypeError, "takes a tensor, got float", utils.safe_set_full_fp32_param, param, 1.0)
-    refused(
-        ValueError,
-        "no optimizer state 'momentum' to set",
-        utils.safe_set_full_optimizer_state,
-        param,
-        torch.zeros(2, 5),
-        "momentum",
-    )
-    refused(
-        ValueError,
-        "no optimizer state 'momentum' to set",
-        utils.safe_set_local_optimizer_state,
-        param,
-        torch.zeros(6),
-        "momentum",
-    )
+    setters = ((utils.safe_set_full_optimizer_state, (2, 5)), (utils.safe_set_local_optimizer_state, (6,)))
+    for set_state, shape in setters:
+        words = "no optimizer state 'momentum' to set"
+        refused(ValueError, words, set_state, param, torch.zeros(shape), "momentum")
     param._ds_link.kept["grad"] = None
     assert utils.safe_get_full_grad(param) is None and utils.safe_get_local_grad(param) is None
     refused(ValueError, "no gradient to set", utils.safe_set_local_grad, param, torch.zeros(6))

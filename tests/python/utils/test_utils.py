@@ -1,8 +1,6 @@
 """deepspeed.utils: lazy exports, OnDevice, profiler ranges, torch versions, enumerations, version information."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from deepspeed.utils import OnDevice, nvtx
 from deepspeed.utils.torch import required_torch_version
 from deepspeed.utils.types import ActivationFuncType
 from deepspeed.version import __version__
+from processes import run_python
 from refusals import refused
 
 
@@ -23,9 +22,7 @@ def test_exports_are_lazy_and_complete():
     assert deepspeed.utils.groups.get_data_parallel_group
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         deepspeed.utils.nothing  # noqa: B018
-    code = "import sys; sys.path[:0] = %r; import deepspeed.utils; print('torch' in sys.modules)"
-    package = [path for path in sys.path if path]
-    asked = subprocess.run([sys.executable, "-c", code % package], capture_output=True, text=True)
+    asked = run_python("import sys; import deepspeed.utils; print('torch' in sys.modules)")
     assert asked.stdout.strip() == "False", asked.stderr
 
 

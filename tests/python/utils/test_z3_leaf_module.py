@@ -1,10 +1,7 @@
 """Flags on the modules that ZeRO stage 3 gathers as one unit."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 import types
 
 import pytest
@@ -23,14 +20,14 @@ from deepspeed.utils import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
+from processes import run_python
 from refusals import refused
 
 
 @pytest.mark.parametrize("first", ["deepspeed.utils", "deepspeed.utils.z3_leaf_module"])
 def test_the_name_means_the_function_whatever_is_imported_first(first):
     code = f"import {first}\nfrom deepspeed.utils import z3_leaf_module\nassert callable(z3_leaf_module)"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    assert run_python(code).returncode == 0
 
 
 class Expert(torch.nn.Linear):
