@@ -7,6 +7,7 @@ import pytest
 import house_cpp
 import house_names
 import house_python
+from sentences import only
 
 
 @pytest.fixture
@@ -24,12 +25,6 @@ def package(tmp_path):
         return house_python.load(str(tmp_path))
 
     return make
-
-
-def only(problems, *parts):
-    assert len(problems) == 1, problems
-    for part in parts:
-        assert part in problems[0], problems[0]
 
 
 # ---- arrows --------------------------------------------------------------------------------------------------------
