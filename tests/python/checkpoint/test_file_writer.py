@@ -38,16 +38,12 @@ def random_tensor(dtype, *shape):
     if dtype is torch.bool:
         return torch.rand(shape) > 0.5
     size = torch.empty(0, dtype=dtype).element_size()
-    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8)
-    return raw.view(dtype)
+    return torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8).view(dtype)
 
 
 def same_bits(a, b):
     assert a.dtype == b.dtype and a.shape == b.shape and a.requires_grad == b.requires_grad
-    if a.dtype is torch.bool:
-        return torch.equal(a, b)
-    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def assert_same_bits(found, expected):
@@ -62,10 +58,8 @@ def round_trip(value, path, options=None):
 
 def other_pythons():
     """Those of the environments of this checkout that have another torch."""
-    found = [os.path.join(ROOT, name, "bin", "python") for name in (".venv", ".venv-torch2")]
-    return [
-        python for python in found if os.path.exists(python) and not sys.executable.startswith(os.path.dirname(python))
-    ]
+    found = (os.path.join(ROOT, name, "bin", "python") for name in (".venv", ".venv-torch2"))
+    return [path for path in found if os.path.exists(path) and not sys.executable.startswith(os.path.dirname(path))]
 
 
 # ---- what comes back -----------------------------------------------------------------------------------------------
@@ -333,11 +327,9 @@ def test_the_records_name_the_damaged_tensor(tmp_path):
     assert file_writer.file_crc32(path) == record.crc32
     assert verify.verify_folder(str(tmp_path)) == []
     b = next(tensor for tensor in record.tensors if tensor.name == "b")
-    with open(path, "r+b") as file:
-        file.seek(b.offset + 777)
-        byte = file.read(1)[0]
-        file.seek(b.offset + 777)
-        file.write(bytes([byte ^ 4]))
+    content = bytearray(path.read_bytes())
+    content[b.offset + 777] ^= 4
+    path.write_bytes(content)
     assert [problem.tensor for problem in verify.verify_folder(str(tmp_path))] == ["b"]
     assert file_writer.file_crc32(path) != record.crc32
     os.truncate(path, b.offset + 10)
@@ -372,11 +364,10 @@ def read_safetensors(path):
         begin, stop = entry["data_offsets"]
         assert begin == end, "the format allows no holes"
         end = stop
-        raw = torch.tensor(list(data[begin:stop]), dtype=torch.uint8)
         dtype = codes[entry["dtype"]]
         assert begin % torch.empty(0, dtype=dtype).element_size() == 0
-        tensors[name] = raw.bool() if dtype is torch.bool else raw.view(dtype)
-        tensors[name] = tensors[name].reshape(entry["shape"])
+        raw = torch.tensor(list(data[begin:stop]), dtype=torch.uint8)
+        tensors[name] = raw.view(dtype).reshape(entry["shape"])
     assert end == len(data)
     return tensors, header.get("__metadata__")
 
@@ -391,16 +382,14 @@ def test_write_safetensors(tmp_path):
     record = write_safetensors(value, {"format": "pt"}, tmp_path / "x.safetensors", SMALL)
     back, metadata = read_safetensors(tmp_path / "x.safetensors")
     assert metadata == {"format": "pt"} and set(back) == set(value)
-    for name, tensor in value.items():
-        assert same_bits(tensor, back[name]), name
+    assert_same_bits(back, value)
     content = (tmp_path / "x.safetensors").read_bytes()
     assert record.crc32 == zlib.crc32(content) and record.bytes == len(content)
     for tensor in record.tensors:
         assert zlib.crc32(content[tensor.offset :][: tensor.bytes]) == tensor.crc32
         assert tuple(tensor.shape) == value[tensor.name].shape
     library = pytest.importorskip("safetensors.torch", reason="the package is not installed")
-    theirs = library.load_file(tmp_path / "x.safetensors")
-    assert all(same_bits(theirs[name], value[name]) for name in value)
+    assert_same_bits(library.load_file(tmp_path / "x.safetensors"), value)
 
 
 def test_safetensors_without_tensors(tmp_path):

@@ -327,7 +327,7 @@ print("PEAK", before, high())
 """
 
 
-OTHER_CASE = pytest.mark.every("1.2 GB of files for a case like its neighbour")
+OTHER_CASE = pytest.mark.every("0.7 GB of files for a case like its neighbour")
 
 
 @pytest.mark.slow
@@ -337,8 +337,8 @@ OTHER_CASE = pytest.mark.every("1.2 GB of files for a case like its neighbour")
     ids=["3-safetensors", "2-bin", "2-safetensors", "3-bin"],
 )
 def test_memory_does_not_grow_with_the_model(stage, safe, tmp_path):
-    """600 MB of weights, the largest of them 320 MB: less than 256 MB above what ``import torch`` takes."""
-    groups = [{"large": torch.ones(80 << 20), **{f"w{i}": torch.full((10 << 20,), float(i)) for i in range(7)}}]
+    """360 MB of weights, the largest of them 280 MB: less than 256 MB above what ``import torch`` takes."""
+    groups = [{"large": torch.ones(70 << 20), **{f"w{i}": torch.full((10 << 20,), float(i)) for i in range(2)}}]
     write_checkpoint(tmp_path, groups, stage, 2)
     del groups
     script = export.write_script(str(tmp_path))
@@ -348,7 +348,7 @@ def test_memory_does_not_grow_with_the_model(stage, safe, tmp_path):
     before, peak = map(int, out.stdout.split("PEAK")[1].split())
     assert peak - before < 256, f"{peak - before} MB above {before} MB"
     (written,) = os.listdir(tmp_path / "out")
-    assert os.path.getsize(tmp_path / "out" / written) > 600 << 20
+    assert os.path.getsize(tmp_path / "out" / written) > 360 << 20
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------

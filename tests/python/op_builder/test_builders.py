@@ -59,15 +59,14 @@ def test_rows_and_builders():
 
 def test_modules_in_which_scripts_look():
     for module, name in (
-        ("evoformer_attn", "EvoformerAttnBuilder"), ("cpu_adam", "CPUAdamBuilder"), ("async_io", "AsyncIOBuilder"),
-        ("ragged_utils", "RaggedUtilsBuilder"), ("transformer_inference", "InferenceBuilder"), ("builder", "OpBuilder"),
+        ("op_builder.evoformer_attn", "EvoformerAttnBuilder"), ("op_builder.cpu_adam", "CPUAdamBuilder"),
+        ("op_builder.async_io", "AsyncIOBuilder"), ("op_builder.ragged_utils", "RaggedUtilsBuilder"),
+        ("op_builder.transformer_inference", "InferenceBuilder"), ("op_builder.builder", "OpBuilder"),
+        ("op_builder.all_ops", "ALL_OPS"), ("aio", "AsyncIOBuilder"), ("gds", "GDSBuilder"),
+        ("pin_memory", "PinMemoryBuilder"),
     ):  # fmt: skip
-        found = importlib.import_module(f"deepspeed.ops.op_builder.{module}")
-        assert getattr(found, name) is getattr(op_builder, name)
-    assert importlib.import_module("deepspeed.ops.op_builder.all_ops").ALL_OPS is ALL_OPS
-    assert importlib.import_module("deepspeed.ops.aio").AsyncIOBuilder is op_builder.AsyncIOBuilder
-    assert importlib.import_module("deepspeed.ops.gds").GDSBuilder is op_builder.GDSBuilder
-    assert importlib.import_module("deepspeed.ops.pin_memory").PinMemoryBuilder is op_builder.PinMemoryBuilder
+        found = importlib.import_module(f"deepspeed.ops.{module}")
+        assert getattr(found, name) is getattr(op_builder, name), name
 
 
 @pytest.mark.parametrize("row", OPS, ids=lambda row: row.name)
@@ -123,6 +122,11 @@ def adam_reference(p, g, m, v, lr, beta1, beta2, eps, decay, step, adamw):
     return p - lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps), m, v
 
 
+def agree(found, wanted, atol=1e-6):
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=atol)
+
+
 @pytest.fixture
 def values():
     torch.manual_seed(3)
@@ -135,36 +139,19 @@ def test_cpu_adam(values, adamw):
     op = op_builder.CPUAdamBuilder().load()
     op.create_adam(5, 1e-3, 0.9, 0.999, 1e-8, 0.01, adamw, False)
     p, g, m, v = (t.clone() for t in values)
-    op.adam_update(5, 3, 0.01, 0.9, 0.95, 1e-8, 0.1, True, p, g, m, v)
-    for got, want in zip((p, m, v), adam_reference(*values, 0.01, 0.9, 0.95, 1e-8, 0.1, 3, adamw)):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
-    op.adam_rollback(5, 3, 0.01, 0.9, 0.95, 1e-8, 0.1, True, p, g, m, v)
-    for got, want in zip((p, m, v), (values[0], values[2], values[3])):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    refused(ValueError, "count from 1", op.adam_rollback, 5, 0, 0.01, 0.9, 0.95, 1e-8, 0.1, True, p, g, m, v)
+    given = (0.01, 0.9, 0.95, 1e-8, 0.1, True, p, g, m, v)
+    op.adam_update(5, 3, *given)
+    agree((p, m, v), adam_reference(*values, 0.01, 0.9, 0.95, 1e-8, 0.1, 3, adamw))
+    op.adam_rollback(5, 3, *given)
+    torch.testing.assert_close((p, m, v), (values[0], values[2], values[3]), rtol=1e-4, atol=1e-5)
+    refused(ValueError, "count from 1", op.adam_rollback, 5, 0, *given)
     g[7] = float("nan")
-    op.adam_update(5, 3, 0.01, 0.9, 0.95, 1e-8, 0.1, True, p, g, m, v)
+    op.adam_update(5, 3, *given)
     before = p.clone()
-    refused(RuntimeError, "cannot be rolled back", op.adam_rollback, 5, 3, 0.01, 0.9, 0.95, 1e-8, 0.1, True, p, g, m, v)
+    refused(RuntimeError, "cannot be rolled back", op.adam_rollback, 5, 3, *given)
     assert torch.equal(before, p) or torch.isnan(before).any()
     op.destroy_adam(5)
-    refused(
-        ValueError,
-        r"no CPU Adam optimizer number 5.*create_adam\(5, ...\)",
-        op.adam_update,
-        5,
-        3,
-        0.01,
-        0.9,
-        0.95,
-        1e-8,
-        0.1,
-        True,
-        p,
-        g,
-        m,
-        v,
-    )
+    refused(ValueError, r"no CPU Adam optimizer number 5.*create_adam\(5, ...\)", op.adam_update, 5, 3, *given)
 
 
 @pytest.mark.parametrize("mode", [0, 1])
@@ -176,8 +163,7 @@ def test_fused_adam(values, mode):
     op.multi_tensor_adam(2048, torch.ones(1, dtype=torch.int), lists, *args)
     assert torch.equal(p, values[0])  # the flag says: not this time
     op.multi_tensor_adam(2048, torch.zeros(1, dtype=torch.int), lists, *args)
-    for got, want in zip((p, m, v), adam_reference(*values, 0.01, 0.9, 0.95, 1e-8, 0.1, 2, mode == 1)):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    agree((p, m, v), adam_reference(*values, 0.01, 0.9, 0.95, 1e-8, 0.1, 2, mode == 1))
     refused(ValueError, "takes 4 lists", op.multi_tensor_adam, 2048, None, lists[:3], *args)
 
 
@@ -193,8 +179,7 @@ def test_threads_of_one_process_do_not_mix():
 
     alone = [train(seed) for seed in range(1, 5)]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(train, range(1, 5)))
-    assert all(torch.equal(a, b) for a, b in zip(alone, together))
+        assert all(map(torch.equal, alone, pool.map(train, range(1, 5))))
 
 
 def need(name):
@@ -211,8 +196,7 @@ def test_cpu_adagrad(values):
     op.adagrad_update(1, 1, 0.01, 1e-10, 0.1, p, g, s)
     grad = values[1].double() + 0.1 * values[0].double()
     sums = values[3].double() + grad * grad
-    torch.testing.assert_close(s.double(), sums, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(p.double(), values[0] - 0.01 * grad / (sums.sqrt() + 1e-10), rtol=1e-5, atol=1e-6)
+    agree((s, p), (sums, values[0] - 0.01 * grad / (sums.sqrt() + 1e-10)))
     op.destroy_adagrad(1)
 
 
@@ -226,8 +210,7 @@ def test_cpu_lion(values):
     p, g, m, _ = (t.clone() for t in values)
     op.create_lion(1, 0.01, 0.9, 0.99, 0.1, False)
     op.lion_update(1, 1, 0.01, 0.9, 0.99, 0.1, p, g, m)
-    for got, want in zip((p, m), lion_reference(*values[:3], 0.01, 0.9, 0.99, 0.1)):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    agree((p, m), lion_reference(*values[:3], 0.01, 0.9, 0.99, 0.1))
     op.destroy_lion(1)
 
 
@@ -235,8 +218,7 @@ def test_fused_lion(values):
     op = need("FusedLionBuilder")
     p, g, m, _ = (t.clone() for t in values)
     op.multi_tensor_lion(2048, torch.zeros(1), [[g], [p], [m]], 0.01, 0.9, 0.99, 1, 0.1)
-    for got, want in zip((p, m), lion_reference(*values[:3], 0.01, 0.9, 0.99, 0.1)):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    agree((p, m), lion_reference(*values[:3], 0.01, 0.9, 0.99, 0.1))
 
 
 @pytest.mark.parametrize("mode", [0, 1])
@@ -251,8 +233,7 @@ def test_fused_lamb(values, mode):
     rate = 0.1 * (1 - 0.99**2) ** 0.5 / (1 - 0.9**2)  # bias correction is a factor of the rate, outside the ratio
     wanted = p0.norm() / update.norm()
     torch.testing.assert_close(ratio.double(), wanted.reshape(1), rtol=1e-5, atol=0)
-    for got, want in zip((p, m, v), (p0 - rate * wanted * update, m1, v1)):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    agree((p, m, v), (p0 - rate * wanted * update, m1, v1), 1e-5)
     assert torch.equal(copy, p.bfloat16())
     zero = torch.zeros(3)
     args = (0.1, 0.9, 0.99, 10.0, 0.01, 1e-3, 1.0, 1, mode, 1, 0.0)
@@ -291,27 +272,17 @@ def test_small_questions(capsys):
     assert OpBuilder.is_rocm_pytorch() is False and OpBuilder.installed_rocm_version() == (0, 0)
     assert OpBuilder.get_rocm_gpu_arch() == "" and OpBuilder.get_rocm_wavefront_size() == "32"
     assert isinstance(OpBuilder.is_sycl_enabled(), bool)
-    assert "-mcpu=native" in TorchCPUOpBuilder.cxx_args(builder) or "-march=native" in TorchCPUOpBuilder.cxx_args(
-        builder
-    )
+    assert {"-mcpu=native", "-march=native"} & {*TorchCPUOpBuilder.cxx_args(builder)}
 
 
 def test_torch_of_the_build():
     here = ".".join(torch.__version__.split(".")[:2])
     OpBuilder.validate_torch_version({"version": here})
-    refused(
-        RuntimeError,
-        f"compiled for torch 0.4, but this process runs torch {here}",
-        OpBuilder.validate_torch_version,
-        {"version": "0.4"},
-    )
+    words = f"compiled for torch 0.4, but this process runs torch {here}"
+    refused(RuntimeError, words, OpBuilder.validate_torch_version, {"version": "0.4"})
     OpBuilder.validate_torch_op_version({"cuda_version": "0.0", "hip_version": "0.0"})
-    refused(
-        RuntimeError,
-        "compiled with CUDA 7.5",
-        OpBuilder.validate_torch_op_version,
-        {"cuda_version": "7.5", "hip_version": "0.0"},
-    )
+    other = {"cuda_version": "7.5", "hip_version": "0.0"}
+    refused(RuntimeError, "compiled with CUDA 7.5", OpBuilder.validate_torch_op_version, other)
 
 
 def test_functions_about_the_toolkit(monkeypatch):
@@ -322,12 +293,8 @@ def test_functions_about_the_toolkit(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.1")
     assert interface.installed_cuda_version() == (12, 4) and interface.assert_no_cuda_mismatch("toy")
     monkeypatch.setattr(torch.version, "cuda", "11.8")
-    refused(
-        interface.CUDAMismatchException,
-        "of CUDA 12.4, but torch was built for CUDA 11.8",
-        interface.assert_no_cuda_mismatch,
-        "toy",
-    )
+    words = "of CUDA 12.4, but torch was built for CUDA 11.8"
+    refused(interface.CUDAMismatchException, words, interface.assert_no_cuda_mismatch, "toy")
     monkeypatch.setattr(toolkit, "nvcc_version", lambda nvcc=None: None)
     refused(interface.MissingCUDAException, "the op toy needs nvcc", interface.installed_cuda_version, "toy")
     here = ".".join(torch.__version__.split(".")[:2])
@@ -339,8 +306,9 @@ def test_cutlass_path(monkeypatch):
     monkeypatch.delenv("CUTLASS_PATH", raising=False)
     assert op_builder.EvoformerAttnBuilder().include_paths() == []
     monkeypatch.setenv("CUTLASS_PATH", "/opt/cutlass")
-    folders = op_builder.EvoformerAttnBuilder().include_paths()
-    assert folders == ["/opt/cutlass/include", "/opt/cutlass/tools/util/include"]
+    assert op_builder.EvoformerAttnBuilder().include_paths() == [
+        "/opt/cutlass/include", "/opt/cutlass/tools/util/include"
+    ]  # fmt: skip
 
 
 def test_setuptools_extension(monkeypatch):
@@ -367,8 +335,7 @@ def test_compute_capabilities(monkeypatch):
 
 
 def test_float_formats():
-    ranges = [op_builder.FPQuantizerBuilder.get_quant_range(bits) for bits in (6, 8, 12)]
-    assert ranges == [28, 480, 510]
+    assert [op_builder.FPQuantizerBuilder.get_quant_range(bits) for bits in (6, 8, 12)] == [28, 480, 510]
     refused(ValueError, "q_bits is 9", op_builder.FPQuantizerBuilder.get_quant_range, 9)
 
 

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -132,41 +133,32 @@ def test_a_change_compiles_again(toy, change, monkeypatch):
 
 
 def test_the_old_build_is_still_there(toy):
-    toy.builder().load()
     before = toy.source.read_text()
-    toy.source.write_text(before + "// changed\n")
-    forget()
-    toy.builder().load()
-    toy.source.write_text(before)
-    forget()
-    toy.builder().load()
+    for more in ("", "// changed\n", ""):
+        toy.source.write_text(before + more)
+        forget()
+        toy.builder().load()
     assert toy.calls() == 4
 
 
 def test_half_a_build_is_no_build(toy):
     toy.builder().load()
-    path = os.path.join(folders(toy)[0], "built.json")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write('{"module": ')
+    pathlib.Path(folders(toy)[0], "built.json").write_text('{"module": ')
     forget()
     assert toy.builder().load().answer() == 42 and toy.calls() == 4
 
 
 def test_headers_of_the_op_are_remembered_and_no_others(toy):
     toy.builder().load()
-    with open(os.path.join(folders(toy)[0], "built.json"), encoding="utf-8") as file:
-        headers = [os.path.basename(path) for path in json.load(file)["headers"]]
-    assert sorted(headers) == ["answer.h", "toy.cpp"]
+    headers = json.loads(pathlib.Path(folders(toy)[0], "built.json").read_text())["headers"]
+    assert sorted(map(os.path.basename, headers)) == ["answer.h", "toy.cpp"]
 
 
 def test_without_a_compiler(toy, monkeypatch, tmp_path):
-    empty = tmp_path / "empty"
-    empty.mkdir()
     monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", str(empty))
-    refused(
-        BuildError, r"no C\+\+ compiler on PATH \(looked for c\+\+, g\+\+, clang\+\+\).*apt-get", toy.builder().load
-    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = r"no C\+\+ compiler on PATH \(looked for c\+\+, g\+\+, clang\+\+\).*apt-get"
+    refused(BuildError, words, toy.builder().load)
     monkeypatch.setenv("CXX", "no-such-compiler")
     refused(BuildError, "looked for no-such-compiler", toy.builder().load)
 
@@ -194,8 +186,7 @@ def test_compile_error_names_the_first_error_and_the_log(toy):
     toy.source.write_text("int f() { return undeclared; }\nint g() { return second; }\n")
     text = str(refused(BuildError, "", toy.builder().load))
     assert "toy.cpp:1:" in text and "undeclared" in text and "second" not in text and "\n" not in text
-    with open(text.rsplit(" is in ", 1)[1].rstrip("."), encoding="utf-8") as log:
-        assert "second" in log.read()
+    assert "second" in pathlib.Path(text.rsplit(" is in ", 1)[1].rstrip(".")).read_text()
     toy.source.write_text(toy.source.read_text().replace("undeclared", "1").replace("second", "2"))
     refused(BuildError, "cannot be imported.*PyInit_toy", toy.builder().load)
 
@@ -261,12 +252,8 @@ def test_incompatible_op_is_not_compiled(toy):
                 self.warning("toy needs a warp drive")
             return False
 
-    refused(
-        ValueError,
-        "toy cannot be compiled on this machine: toy needs a warp drive",
-        Picky(toy.folder).load,
-        verbose=True,
-    )
+    words = "toy cannot be compiled on this machine: toy needs a warp drive"
+    refused(ValueError, words, Picky(toy.folder).load, verbose=True)
     assert toy.calls() == 0
 
 
