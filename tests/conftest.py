@@ -12,6 +12,7 @@ for folder in (
     os.path.join(TESTS, "cluster"),
     os.path.join(TESTS, "dist"),
     os.path.join(TESTS, "house"),
+    os.path.join(TESTS, "python", "activation_checkpointing"),
     os.path.join(TESTS, "python", "ops"),
     os.path.join(TESTS, "python", "checkpoint"),
     os.path.join(TESTS, "python", "launcher"),

@@ -1,6 +1,9 @@
 """Processes that a test has started, or that they have."""
 
+import contextlib
 import os
+import pathlib
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,13 +21,23 @@ def launched(script, folder, *arguments, ranks=2, timeout=60, **env):
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=timeout)
 
 
+def state_and_parent(pid):
+    """The letter of its state, and the number of its parent as text."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[:2]
+
+
 def running(pid):
     """Whether it is there and has not ended."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+        return state_and_parent(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
 
 
 def pids():
@@ -45,3 +58,59 @@ def wait_for(condition, seconds=10):
         now = time.monotonic()
         passed, last = passed + min(now - last, 0.1), now
     assert condition()
+
+
+def forked(action):
+    """The number of a process that runs ``action()`` and ends; its status tells whether that has raised."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+@contextlib.contextmanager
+def forked_until_the_end(action):
+    """Runs ``action()`` in another process, which lives on until the end of the ``with`` statement. Its number."""
+    ready, go = os.pipe()
+
+    def run():
+        os.close(go)
+        action()
+        os.read(ready, 1)
+
+    pid = forked(run)
+    os.close(ready)
+    try:
+        yield pid
+    finally:
+        os.close(go)
+        os.waitpid(pid, 0)
+
+
+def run_python(code, *args, **env):
+    """What ``python -c code args`` does, with the modules of this process and further variables."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **env}
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], env=env, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def taken_port():
+    """A port at which a server of another program listens."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen(1)
+        yield taken.getsockname()[1]
+
+
+def write_program(path, text, first="#!/bin/sh\n"):
+    """Makes the file ``path`` a program, and its folder where there is none. The path as text."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(first + text)
+    path.chmod(0o755)
+    return str(path)

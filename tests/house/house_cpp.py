@@ -1,6 +1,5 @@
 """Checks of csrc and CMakeLists.txt against the tables. Each returns a list of sentences, empty when all is well."""
 
-import os
 import re
 
 from house_tables import (
@@ -11,6 +10,7 @@ from house_tables import (
     ROOMS_WITH_TORCH,
     TORCH_VERSION_HEADERS,
 )
+from sentences import listed, texts
 
 SEE = "See docs/architecture.md (the arrows) and tests/house/house_tables.py."
 SUFFIXES = (".h", ".hpp", ".cpp", ".cu", ".cuh")
@@ -18,62 +18,50 @@ SUFFIXES = (".h", ".hpp", ".cpp", ".cu", ".cuh")
 
 def sources(csrc):
     """{path below csrc, with forward slashes: text}."""
-    found = {}
-    for folder, _, files in os.walk(csrc):
-        for name in sorted(files):
-            if name.endswith(SUFFIXES):
-                path = os.path.join(folder, name)
-                with open(path, encoding="utf-8") as file:
-                    found[os.path.relpath(path, csrc).replace(os.sep, "/")] = file.read()
-    return found
+    return texts(csrc, SUFFIXES)
+
+
+def lines_without_comments(files, outside=()):
+    """(path, number, line) of the sources that are not ``outside``."""
+    for path, text in files.items():
+        for number, line in enumerate(without_comments(text).splitlines() if path not in outside else (), 1):
+            yield path, number, line
 
 
 def declared_rooms(cmake_text):
     """{room: (rooms it uses, libraries)} from the ds_room(...) lines."""
     rooms = {}
-    text = re.sub(r"#[^\n]*", "", cmake_text)
-    for arguments in re.findall(r"\bds_room\(([^)]*)\)", text):
-        name, *words = arguments.split()
-        lists = {"USES": [], "LIBS": [], "UNITY": []}
-        current = None
-        for word in words:
-            if word in lists:
-                current = lists[word]
-            else:
-                current.append(word)
-        rooms[name] = (set(lists["USES"]), set(lists["LIBS"]))
+    for arguments in re.findall(r"\bds_room\(([^)]*)\)", re.sub(r"#[^\n]*", "", cmake_text)):
+        name, *lists = re.split(r"\s+(?=(?:USES|LIBS|UNITY)\b)", arguments.strip())
+        lists = {words.split()[0]: set(words.split()[1:]) for words in lists}
+        rooms[name] = (lists.get("USES", set()), lists.get("LIBS", set()))
     return rooms
 
 
+@listed
 def check_cmake(cmake_text, folders):
-    problems = []
     rooms = declared_rooms(cmake_text)
     for folder in sorted(folders):
         if folder not in rooms:
-            problems.append(
-                f"csrc/{folder} has no ds_room({folder} ...) line in CMakeLists.txt: nothing builds it. {SEE}"
-            )
+            yield f"csrc/{folder} has no ds_room({folder} ...) line in CMakeLists.txt: nothing builds it. {SEE}"
     for room, (uses, libs) in rooms.items():
         if room not in CPP_ARROWS:
-            problems.append(
-                f"CMakeLists.txt: the room {room} is not in the house. Draw its arrows in CPP_ARROWS. {SEE}"
-            )
+            yield f"CMakeLists.txt: the room {room} is not in the house. Draw its arrows in CPP_ARROWS. {SEE}"
             continue
         for used in sorted(uses - CPP_ARROWS[room]):
-            problems.append(
+            yield (
                 f"CMakeLists.txt: ds_room({room}) uses {used}, but no arrow leads from {room} to {used}. Rooms below "
                 f"know nothing of rooms above, so that each builds and is tested without them. {SEE}"
             )
         if any("torch" in lib for lib in libs) and room not in ROOMS_WITH_TORCH:
-            problems.append(
+            yield (
                 f"CMakeLists.txt: ds_room({room}) links torch. {room} is torch-free: it compiles in seconds and serves "
                 f"every torch version with one library. {SEE}"
             )
-    return problems
 
 
+@listed
 def check_includes(files, cmake_text):
-    problems = []
     rooms = declared_rooms(cmake_text)
     for path, text in files.items():
         room = path.split("/")[0]
@@ -89,40 +77,33 @@ def check_includes(files, cmake_text):
                 if room in QUOTED_LIBRARIES.get(first, ()):
                     continue
                 if "/" not in header or first not in CPP_ARROWS:
-                    problems.append(
-                        f'{where}: headers of ours are named "<room>/<file>.h", those of others in <>. {SEE}'
-                    )
+                    yield f'{where}: headers of ours are named "<room>/<file>.h", those of others in <>. {SEE}'
                 elif first not in allowed:
-                    problems.append(
+                    yield (
                         f"{where}: no arrow leads from {room} to {first}. Move what is shared to a room below both, or "
                         f"let the caller pass it in. {SEE}"
                     )
             elif first in CPP_ARROWS and header.endswith(".h") and "/" in header:
-                problems.append(f"{where}: headers of ours are included with quotes. {SEE}")
+                yield f"{where}: headers of ours are included with quotes. {SEE}"
             elif first in ("torch", "ATen", "c10") and room not in ROOMS_WITH_TORCH:
-                problems.append(
+                yield (
                     f"{where}: {room} is torch-free, so that it compiles in seconds, is tested alone and serves every "
                     f"torch version. Pass pointers, counts and ds::DType. {SEE}"
                 )
             elif (first in ("pybind11", "Python.h") or header.startswith("torch/csrc/utils/pybind")) and (
                 room not in ROOMS_WITH_PYTHON
             ):
-                problems.append(f"{where}: only bindings/ speaks Python. {SEE}")
-    return problems
+                yield f"{where}: only bindings/ speaks Python. {SEE}"
 
 
+@listed
 def check_torch_versions(files):
-    problems = []
-    for path, text in files.items():
-        if path in TORCH_VERSION_HEADERS:
-            continue
-        for number, line in enumerate(without_comments(text).splitlines(), 1):
-            if "TORCH_VERSION" in line or "torch/version.h" in line:
-                problems.append(
-                    f"csrc/{path}:{number} asks for the version of torch. The differences live in "
-                    f"{' and '.join(sorted(TORCH_VERSION_HEADERS))}, so that the next torch changes two files. {SEE}"
-                )
-    return problems
+    for path, number, line in lines_without_comments(files, TORCH_VERSION_HEADERS):
+        if "TORCH_VERSION" in line or "torch/version.h" in line:
+            yield (
+                f"csrc/{path}:{number} asks for the version of torch. The differences live in "
+                f"{' and '.join(sorted(TORCH_VERSION_HEADERS))}, so that the next torch changes two files. {SEE}"
+            )
 
 
 # ---- mutable globals -----------------------------------------------------------------------------------------------
@@ -209,19 +190,18 @@ def _brace_kind(head, scope):
     return "function"
 
 
+@listed
 def check_mutable_globals(files):
-    problems = []
     for path, text in files.items():
         for line, scope, statement in statements(text):
             name = mutable_name(scope, statement)
-            if name is None or (path, name) in MUTABLE_GLOBALS:
-                continue
-            problems.append(
-                f"csrc/{path}:{line} holds the mutable global '{name}': in tests N ranks are N threads of one process, "
-                f"and several engines share one, so state belongs to an object that its owner passes around. Make it "
-                f"const, or a member; if it truly must be, add a row to MUTABLE_GLOBALS that says why. {SEE}"
-            )
-    return problems
+            if name is not None and (path, name) not in MUTABLE_GLOBALS:
+                yield (
+                    f"csrc/{path}:{line} holds the mutable global '{name}': in tests N ranks are N threads of one "
+                    f"process, and several engines share one, so state belongs to an object that its owner passes "
+                    f"around. Make it const, or a member; if it truly must be, add a row to MUTABLE_GLOBALS that says "
+                    f"why. {SEE}"
+                )
 
 
 def mutable_name(scope, statement):
@@ -230,19 +210,12 @@ def mutable_name(scope, statement):
     statement = re.sub(r"^(inline|static|thread_local|extern|alignas\([^)]*\))\s+(?=\w)", r"\1 ", statement)
     if statement.endswith(" {"):
         return None
-    static = re.match(r"^(?:inline\s+)?(static|thread_local)\b", statement)
-    namespace_scope = all(kind == "namespace" for kind in scope)
-    if not static and not namespace_scope:
+    if not re.match(r"^(?:inline\s+)?(static|thread_local)\b", statement) and {*scope} - {"namespace"}:
         return None
     body = re.sub(r"^((inline|static|thread_local)\s+)+", "", statement)
-    if (
-        not body
-        or NOT_VARIABLES.match(body)
-        or body.startswith("extern")
-        or CONSTANT.search(body.split("=")[0].split("{")[0])
-    ):
-        return None
     declared = body.split("=")[0].split("{")[0]
+    if not body or NOT_VARIABLES.match(body) or body.startswith("extern") or CONSTANT.search(declared):
+        return None
     if "(" in re.sub(r"<[^<>]*(<[^<>]*>[^<>]*)*>", "", declared) or "operator" in declared:
         return None  # a function, or a macro
     match = re.match(r"^[\w:<>,\s*&.]+?[\s*&>](\w+)\s*(\[[^\]]*\])?\s*$", declared)

@@ -1,11 +1,11 @@
 """Rules of the training core: stage numbers, options, the width of bindings. Each check returns a list of sentences."""
 
 import ast
-import os
 import re
 
-from house_cpp import without_comments
+from house_cpp import lines_without_comments
 from house_tables import MAX_BINDING_ARGUMENTS, STAGE_NUMBERS_CPP, STAGE_NUMBERS_PYTHON, WIDE_BINDINGS
+from sentences import listed
 
 SEE = "See docs/architecture.md (stages) and tests/house/house_tables.py."
 ASK = (
@@ -18,38 +18,30 @@ CPP_COMPARISON = re.compile(
 )
 
 
+@listed
 def check_stage_numbers_cpp(files):
-    problems = []
-    for path, text in files.items():
-        if path.startswith("config/") or path in STAGE_NUMBERS_CPP:
-            continue
-        for number, line in enumerate(without_comments(text).splitlines(), 1):
-            if CPP_COMPARISON.search(line):
-                problems.append(f"csrc/{path}:{number} compares a ZeRO stage with a number. {ASK}. {SEE}")
-    return problems
+    for path, number, line in lines_without_comments(files, STAGE_NUMBERS_CPP):
+        if CPP_COMPARISON.search(line) and not path.startswith("config/"):
+            yield f"csrc/{path}:{number} compares a ZeRO stage with a number. {ASK}. {SEE}"
 
 
+@listed
 def check_stage_numbers_python(modules):
-    problems = []
     for module in modules.values():
-        path = module.path.replace(os.sep, "/")
+        path = module.path
         if module.room == "config" or path in STAGE_NUMBERS_PYTHON:
             continue
         for node in ast.walk(module.tree):
             sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             if any(map(_names_a_stage, sides)) and any(map(_is_numbers, sides)):
-                problems.append(f"{path}:{node.lineno} compares a ZeRO stage with a number. {ASK}. {SEE}")
+                yield f"{path}:{node.lineno} compares a ZeRO stage with a number. {ASK}. {SEE}"
             if isinstance(node, ast.Match) and _names_a_stage(node.subject):
-                problems.append(f"{path}:{node.lineno} matches a ZeRO stage. {ASK}. {SEE}")
-    return problems
+                yield f"{path}:{node.lineno} matches a ZeRO stage. {ASK}. {SEE}"
 
 
 def _names_a_stage(node):
     while isinstance(node, ast.Call):
-        if isinstance(node.func, ast.Name) and node.func.id == "int" and node.args:
-            node = node.args[0]
-        else:
-            node = node.func
+        node = node.args[0] if ast.unparse(node.func) == "int" and node.args else node.func
     name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
     return isinstance(name, str) and (name == "stage" or name.endswith("_stage"))
 
@@ -63,22 +55,20 @@ def _is_numbers(node):
 # ---- bindings --------------------------------------------------------------------------------------------------------
 
 
+@listed
 def check_binding_arguments(files):
-    problems = []
     for path, text in files.items():
         for match in re.finditer(r"\.\s*def(?:_static)?\s*\(", text) if path.startswith("bindings/") else ():
             call = _balanced(text, match.end() - 1)
             count = len(re.findall(r"\bpy::arg\s*\(", call))
-            name = re.match(r'\(\s*"(\w+)"', call)
-            name = name.group(1) if name else "__init__"
+            (name,) = re.findall(r'^\(\s*"(\w+)"', call) or ["__init__"]
             if count > MAX_BINDING_ARGUMENTS and (path, name) not in WIDE_BINDINGS:
                 where = f"csrc/{path}:{text.count(chr(10), 0, match.start()) + 1}"
-                problems.append(
+                yield (
                     f"{where} binds {name} with {count} arguments, more "
                     f"than {MAX_BINDING_ARGUMENTS}. What the configuration says C++ reads from it; rows of a table go "
                     f"as one list. Or add a row to WIDE_BINDINGS that says why not. {SEE}"
                 )
-    return problems
 
 
 def _balanced(text, start):
@@ -96,30 +86,25 @@ def _balanced(text, start):
 OPTIONS_FILES = ("zero/engine_options.cpp", "zero/engine_options.h")
 
 
+@listed
 def check_engine_options(files):
-    problems = []
-    for path, text in files.items():
-        if path in OPTIONS_FILES:
-            continue
-        for number, line in enumerate(without_comments(text).splitlines(), 1):
-            if re.search(r"\bEngineOptions\s*(?:\w+\s*)?[;{(=]", line):
-                problems.append(
-                    f"csrc/{path}:{number} makes EngineOptions: engine_options.cpp alone does, from the configuration, "
-                    f"so that a key has one reader and one default. Pass the configuration. {SEE}"
-                )
-    return problems
+    for path, number, line in lines_without_comments(files, OPTIONS_FILES):
+        if re.search(r"\bEngineOptions\s*(?:\w+\s*)?[;{(=]", line):
+            yield (
+                f"csrc/{path}:{number} makes EngineOptions: engine_options.cpp alone does, from the configuration, "
+                f"so that a key has one reader and one default. Pass the configuration. {SEE}"
+            )
 
 
+@listed
 def check_option_defaults(files):
     """The Field line of a key holds its default; engine_options.cpp reads resolved values."""
-    problems = []
-    for number, line in enumerate(without_comments(files.get(OPTIONS_FILES[0], "")).splitlines(), 1):
+    for path, number, line in lines_without_comments({OPTIONS_FILES[0]: files.get(OPTIONS_FILES[0], "")}):
         if re.search(r"\b\w+_or\b|\bfallback\b|\bis_null\(\)\s*\?|\bkey(?:<[^()]*>)?\(\s*config\s*,[^,()]*,", line):
-            problems.append(
-                f"csrc/{OPTIONS_FILES[0]}:{number} holds a default: the Field line in csrc/config/sections has it, and "
+            yield (
+                f"csrc/{path}:{number} holds a default: the Field line in csrc/config/sections has it, and "
                 f"key() finds it where the section is absent, too. {SEE}"
             )
-    return problems
 
 
 # ---- checkpoints without the engine ----------------------------------------------------------------------------------
@@ -144,10 +129,11 @@ def part_names(tree):
                 yield call.args[0].value
 
 
+@listed
 def check_checkpoint_without_engine(modules):
     """``checkpoint`` reads no attribute that engines have and a ``RunState`` has not, whatever the object is called.
     Methods of its own classes are called by such names, too (``saved.module()``)."""
-    by_path = {module.path.replace(os.sep, "/"): module for module in modules.values()}
+    by_path = {module.path: module for module in modules.values()}
     engines = _own_attributes(by_path["engine/engine.py"].tree) | _own_attributes(by_path["engine/accessors.py"].tree)
     for path, module in by_path.items():
         engines.update(part_names(module.tree) if path.startswith("engine/") else ())
@@ -155,21 +141,18 @@ def check_checkpoint_without_engine(modules):
     engines -= {node.target.id for node in run_state if isinstance(node, ast.AnnAssign)}
     room = [module.tree for module in by_path.values() if module.room == "checkpoint"]
     methods = {node.name for tree in room for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    problems = []
     for path, module in by_path.items():
         own = _own_attributes(module.tree)
         nodes = list(ast.walk(module.tree)) if module.room == "checkpoint" else []
         called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
         for node in nodes:
-            if not isinstance(node, ast.Attribute) or ast.unparse(node).startswith("torch."):
-                continue
-            if id(node) in called and node.attr in methods:
+            plain = not isinstance(node, ast.Attribute) or ast.unparse(node).startswith("torch.")
+            if plain or (id(node) in called and node.attr in methods):
                 continue
             owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", None)
             if owner == "engine" or (node.attr in engines and node.attr not in own):
-                problems.append(
+                yield (
                     f"{path}:{node.lineno} reads .{node.attr} of an engine: checkpoint saves and fills a RunState "
                     "(checkpoint/run_state.py). Add a field there, which engine/parts/checkpoints.py makes. "
                     "See docs/architecture.md"
                 )
-    return problems

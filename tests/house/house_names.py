@@ -7,9 +7,9 @@ reason why no file and no socket says it.
 """
 
 import ast
-import os
 
 from house_name_lists import JOINED_NAMES, JOINED_NAMES_CPP
+from sentences import listed
 
 SEE = (
     "If a file, a pickle or a socket says the name, call path_below (deepspeed.formats.recorded_paths; without torch "
@@ -31,19 +31,16 @@ def _is_fixed(node):
 
 def _listed(function):
     """Names that loops of ``function`` over listings of folders bind."""
-    found = set()
+    loops = []
     for node in ast.walk(function):
-        loops = [node] if isinstance(node, (ast.For, ast.AsyncFor)) else getattr(node, "generators", [])
-        for loop in loops:
-            if any(listing in ast.unparse(loop.iter) for listing in _LISTINGS):
-                found.update(name.id for name in ast.walk(loop.target) if isinstance(name, ast.Name))
+        loops += [node] if isinstance(node, (ast.For, ast.AsyncFor)) else getattr(node, "generators", [])
+    found = _bound(loop for loop in loops if any(listing in ast.unparse(loop.iter) for listing in _LISTINGS))
     # `for root, _, files in os.walk(x): for name in files`
-    for node in ast.walk(function):
-        loops = [node] if isinstance(node, (ast.For, ast.AsyncFor)) else getattr(node, "generators", [])
-        for loop in loops:
-            if isinstance(loop.iter, ast.Name) and loop.iter.id in found:
-                found.update(name.id for name in ast.walk(loop.target) if isinstance(name, ast.Name))
-    return found
+    return found | _bound(loop for loop in loops if isinstance(loop.iter, ast.Name) and loop.iter.id in found)
+
+
+def _bound(loops):
+    return {name.id for loop in loops for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
 
 
 def joined(module):
@@ -64,28 +61,20 @@ def _printed(text):
     return ast.unparse(ast.parse(f"join({text})", mode="eval").body.args[0])
 
 
-def check_joined(modules, allowed=None):
-    allowed, problems, seen = JOINED_NAMES if allowed is None else allowed, [], set()
-    for module in modules.values():
-        path = module.path.replace(os.sep, "/")
-        known = allowed.get(path, {})
-        known = {_printed(text) for text in known}
-        for line, text in joined(module):
-            seen.add((path, text))
-            if text not in known:
-                problems.append(f"{module.path}:{line} joins {text} to a folder. {SEE}")
-    for path, known in allowed.items():
-        for text in known:
-            if (path, _printed(text)) not in seen:
-                problems.append(f"JOINED_NAMES: {path} no longer joins {text}: take it out of the list.")
-    return problems
+@listed
+def check_joined(modules, allowed=JOINED_NAMES):
+    known = {(path, _printed(text)): text for path, texts in allowed.items() for text in texts}
+    found = {(module.path, text): line for module in modules.values() for line, text in joined(module)}
+    for path, text in sorted(found.keys() - known.keys()):
+        yield f"{path}:{found[path, text]} joins {text} to a folder. {SEE}"
+    for path, text in sorted(known.keys() - found.keys()):
+        yield f"JOINED_NAMES: {path} no longer joins {known[path, text]}: take it out of the list."
 
 
-def check_joined_cpp(files, allowed=None):
-    allowed, problems = JOINED_NAMES_CPP if allowed is None else allowed, []
+@listed
+def check_joined_cpp(files, allowed=JOINED_NAMES_CPP):
     found = {path for path, text in files.items() if '"/" +' in text or '+ "/"' in text}
     for path in sorted(found - set(allowed)):
-        problems.append(f"csrc/{path} makes a path of a folder and a name by itself. {SEE}")
+        yield f"csrc/{path} makes a path of a folder and a name by itself. {SEE}"
     for path in sorted(set(allowed) - found):
-        problems.append(f"JOINED_NAMES_CPP: csrc/{path} no longer makes paths: take it out of the list.")
-    return problems
+        yield f"JOINED_NAMES_CPP: csrc/{path} no longer makes paths: take it out of the list."

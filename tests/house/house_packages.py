@@ -14,6 +14,8 @@ import re
 import shutil
 import subprocess
 
+from sentences import read, texts
+
 # A fresh Debian machine has these before the first command.
 GIVEN = {"apt", "make", "git", "ca-certificates"}
 
@@ -30,12 +32,8 @@ MODULE_NEEDS = {"venv": "ensurepip"}
 
 def listed(text):
     """packages/debian.txt as {package: set of groups}."""
-    rows = {}
-    for line in text.splitlines():
-        words = line.split("#")[0].split()
-        if words:
-            rows[words[0]] = set(words[1].split(","))
-    return rows
+    rows = filter(None, (line.split("#")[0].split() for line in text.splitlines()))
+    return {name: set(groups.split(",")) for name, groups, *_ in rows}
 
 
 def packages_of(rows, *groups):
@@ -86,13 +84,12 @@ def closure(names):
 
 def owners(paths):
     """{path: package} for the paths that a package owns; links are followed, /lib and /usr/lib are one."""
-    real = {path: os.path.realpath(path) for path in paths}
     spellings = {}
-    for path, target in real.items():
+    for path in paths:
+        target = os.path.realpath(path)
         for spelling in {path, target, re.sub(r"^/usr(?=/(lib|bin|sbin))", "", target)}:
             spellings.setdefault(spelling, []).append(path)
-    found = {}
-    names = sorted(spellings)
+    found, names = {}, sorted(spellings)
     for start in range(0, len(names), 2000):
         out = subprocess.run(
             ["dpkg-query", "-S", *names[start : start + 2000]], capture_output=True, text=True, env=_plain()
@@ -142,22 +139,16 @@ def groups_of(output, with_debian_torch):
     room = re.match(r"ds_(\w+)\.dir", name)
     if room and room[1] in ROOMS_WITHOUT_TORCH:
         return {"build"}
-    groups = {"build", "torch" if with_debian_torch else "torch2"}
-    if name.startswith("bench_"):
-        groups.add("bench")
-    if name.startswith(("test_", "fake_")):
-        groups.add("test")
-    return groups
+    more = {"bench_": {"bench"}, "test_": {"test"}, "fake_": {"test"}}.get(name.partition("_")[0] + "_", set())
+    return {"build", "torch" if with_debian_torch else "torch2"} | more
 
 
 def libraries(folder, lib_folder, debian_torch):
     """System libraries on the link lines of this build, and those that its modules load. Of a torch that is not
     Debian's the module loads libraries that only ``import torch`` knows how to find."""
     found = set()
-    with open(os.path.join(folder, "build.ninja"), encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("  LINK_LIBRARIES = "):
-                found.update(word for word in re.findall(r"/\S+\.(?:so|a)\b", line) if of_system(word))
+    for line in re.findall(r"^  LINK_LIBRARIES = .*", read(folder, "build.ninja"), re.M):
+        found.update(word for word in re.findall(r"/\S+\.(?:so|a)\b", line) if of_system(word))
     folders = [lib_folder] + ([os.path.join(lib_folder, os.path.basename(folder))] if debian_torch else [])
     outputs = [os.path.join(at, n) for at in folders if os.path.isdir(at) for n in os.listdir(at) if ".so" in n]
     for output in outputs:
@@ -169,8 +160,7 @@ def libraries(folder, lib_folder, debian_torch):
 def cmake_programs(folder):
     """The compiler, ninja, cmake, ccache: what CMake wrote down."""
     wanted = r"^(CMAKE_CXX_COMPILER|CMAKE_MAKE_PROGRAM|CMAKE_COMMAND|CCACHE|CMAKE_LINKER|CMAKE_AR)(?::\w+)?=(/\S+)$"
-    with open(os.path.join(folder, "CMakeCache.txt"), encoding="utf-8") as file:
-        return {path for _, path in re.findall(wanted, file.read(), re.M)}
+    return {path for _, path in re.findall(wanted, read(folder, "CMakeCache.txt"), re.M)}
 
 
 # ---- what scripts call ----------------------------------------------------------------------------------------------
@@ -207,7 +197,7 @@ def shell_programs(text):
     found = set()
     for command in re.split(r"\|\||&&|[|;&\n(){}]|\b(?:then|do|else)\b", text):
         words = command.split()
-        while words and (words[0] in _PREFIXES or re.match(r"^[A-Za-z_]\w*\+?=", words[0]) or words[0] == "env"):
+        while words and (words[0] in _PREFIXES or re.match(r"^[A-Za-z_]\w*\+?=", words[0])):
             words.pop(0)
         if words and words[0] == "xargs":
             found.add("xargs")
@@ -221,22 +211,14 @@ def python_modules(folders, root):
     """Modules that these Python files import, ours and the standard library's included: at the top, and anywhere in
     examples, whose late imports are not optional on the machine of a newcomer."""
     found = {}
-    for folder in folders:
-        for at, _, names in os.walk(os.path.join(root, folder)):
-            for name in names:
-                if name.endswith(".py"):
-                    path = os.path.join(at, name)
-                    with open(path, encoding="utf-8") as file:
-                        tree = ast.parse(file.read())
-                        for node in ast.walk(tree) if folder == "examples" else tree.body:
-                            if isinstance(node, ast.Import):
-                                modules = [item.name for item in node.names]
-                            elif isinstance(node, ast.ImportFrom) and not node.level:
-                                modules = [node.module]
-                            else:
-                                continue
-                            for module in modules:
-                                found.setdefault(module.split(".")[0], os.path.relpath(path, root))
+    for path, text in texts(root, [".py"], folders, without=()).items():
+        tree = ast.parse(text)
+        for node in ast.walk(tree) if path.startswith("examples/") else tree.body:
+            modules = [item.name for item in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                modules = [node.module]
+            for module in modules:
+                found.setdefault(module.split(".")[0], path)
     return found
 
 
@@ -282,8 +264,7 @@ def used_by_build(folder, lib_folder):
         if package and not package.startswith(OPTIONAL_HEADERS):
             used.add((path, package, crossed | groups_of(output, debian_torch), f"the build of {output}"))
     groups = crossed | {"build", "torch" if debian_torch else "torch2", "test", "bench"}
-    libs = libraries(folder, lib_folder, debian_torch)
-    for path, package in owners(libs).items():
+    for path, package in owners(libraries(folder, lib_folder, debian_torch)).items():
         if not package.startswith(OPTIONAL_HEADERS):
             used.add((path, package, groups, "the link line or a module of the build"))
     for path, package in owners(cmake_programs(folder)).items():
@@ -297,47 +278,35 @@ def used_by_scripts(root):
     program."""
     paths = [os.path.join(root, "tools", name) for name in sorted(os.listdir(os.path.join(root, "tools")))]
     paths = [path for path in paths if path.endswith(".sh")] + [os.path.join(root, ".ci", "run")]
-    used, unknown = set(), []
-    texts = {}
-    for path in paths:
-        with open(path, encoding="utf-8") as file:
-            texts[os.path.relpath(path, root)] = file.read()
-    with open(os.path.join(root, "Makefile"), encoding="utf-8") as file:
-        recipes = [line[1:].lstrip("@-").replace("$$", "$") for line in file if line.startswith("\t")]
-    texts["Makefile"] = "\n".join(recipes)
+    scripts = {os.path.relpath(path, root): read(path) for path in paths}
+    recipes = [line.lstrip("@-").replace("$$", "$") for line in re.findall(r"^\t(.*)", read(root, "Makefile"), re.M)]
+    scripts["Makefile"] = "\n".join(recipes)
     every = frozenset({"build", "torch", "torch2", "test", "cpu", "bench", "lint"})
-    defined = set().union(*(re.findall(r"(?m)^\s*([A-Za-z_]\w*)\s*\(\)", text) for text in texts.values()))
+    defined = set().union(*(re.findall(r"(?m)^\s*([A-Za-z_]\w*)\s*\(\)", text) for text in scripts.values()))
     asked = []  # (script, what, file)
-    for name, text in texts.items():
-        for program in sorted(shell_programs(text) - defined - set(OPTIONAL_PROGRAMS)):
-            asked.append((name, program, program_file(program)))
-        for module in re.findall(r"(?:python3?|\$PY\"?|python\"?) -m (\w+)", text):
-            asked.append((name, f"-m {module}", module_file(MODULE_NEEDS.get(module, module))))
-        for module in re.findall(r"-c 'import (\w+)'", text):
-            asked.append((name, f"-m {module}", module_file(module)))
+    for name, text in scripts.items():
+        programs = sorted(shell_programs(text) - defined - set(OPTIONAL_PROGRAMS))
+        asked += [(name, program, program_file(program)) for program in programs]
+        run = re.findall(r"(?:python3?|\$PY\"?|python\"?) -m (\w+)", text)
+        asked += [(name, f"-m {module}", module_file(MODULE_NEEDS.get(module, module))) for module in run]
+        imported = re.findall(r"-c 'import (\w+)'", text)
+        asked += [(name, f"-m {module}", module_file(module)) for module in imported]
     owner = owners({path for *_, path in asked if path})
-    for name, what, path in asked:
-        if path in owner:
-            used.add((what, owner[path], every, name))
-        elif not what.startswith("-m "):
-            unknown.append((name, what))
-    return used, unknown
+    used = {(what, owner[path], every, name) for name, what, path in asked if path in owner}
+    return used, [(name, what) for name, what, path in asked if path not in owner and not what.startswith("-m ")]
 
 
 def used_by_imports(root):
     """Modules of others that our Python imports at the top and that Debian's Python has."""
-    used = set()
     files = python_modules(("python", "tests", "examples", "benchmarks", "tools"), root)
     for module in ("setuptools", "wheel"):  # pyproject.toml's build system
         files[module] = "pyproject.toml"
     paths = {module: module_file(module) for module in files}
     owner = owners({path for path in paths.values() if path and of_system(path)})
-    for module, path in paths.items():
-        if path in owner:
-            used.add((f"import {module}", owner[path], frozenset({"build", "torch", "test"}), files[module]))
-    return used
+    groups = frozenset({"build", "torch", "test"})
+    found = {module: owner[path] for module, path in paths.items() if path in owner}
+    return {(f"import {module}", package, groups, files[module]) for module, package in found.items()}
 
 
 def _debian_torch(folder):
-    with open(os.path.join(folder, "build.ninja"), encoding="utf-8") as file:
-        return "/usr/lib/python3/dist-packages/torch/" in file.read()
+    return "/usr/lib/python3/dist-packages/torch/" in read(folder, "build.ninja")

@@ -1,7 +1,6 @@
 """Checks of the Python package against the tables. Each returns a list of sentences, empty when all is well."""
 
 import ast
-import os
 
 from house_tables import (
     FACADE_ROOM,
@@ -12,6 +11,7 @@ from house_tables import (
     MAKER_OF_GROUPS,
     PYTHON_FLOORS,
 )
+from sentences import listed, texts
 
 SEE = "See docs/architecture.md (the arrows) and tests/house/house_tables.py."
 
@@ -19,17 +19,15 @@ SEE = "See docs/architecture.md (the arrows) and tests/house/house_tables.py."
 class Module:
     """One file: its dotted name, and the imports in it."""
 
-    def __init__(self, root, path):
-        self.path = os.path.relpath(path, root)
-        parts = self.path[: -len(".py")].split(os.sep)
+    def __init__(self, path, source):
+        self.path, self.source = path, source
+        parts = path[: -len(".py")].split("/")
         self.is_package = parts[-1] == "__init__"
         if self.is_package:
             parts = parts[:-1]
         self.name = ".".join(["deepspeed", *parts])
         self.room = parts[0] if parts else ""
-        with open(path, encoding="utf-8") as file:
-            self.source = file.read()
-        self.tree = ast.parse(self.source, filename=path)
+        self.tree = ast.parse(source, filename=path)
 
     def imports(self):
         """(line, dotted target, names or None, at the top of the file) of every import statement."""
@@ -55,14 +53,8 @@ class Module:
 
 def load(package):
     """All modules of the package folder, by dotted name."""
-    modules = {}
-    for folder, folders, files in os.walk(package):
-        folders[:] = sorted(name for name in folders if name not in ("__pycache__", "_lib"))
-        for name in sorted(files):
-            if name.endswith(".py"):
-                module = Module(package, os.path.join(folder, name))
-                modules[module.name] = module
-    return modules
+    modules = [Module(path, source) for path, source in texts(package, [".py"]).items()]
+    return {module.name: module for module in modules}
 
 
 def targets(module, modules, top_only=False):
@@ -89,12 +81,11 @@ def floor_of(room):
     return next((number for number, floor in enumerate(PYTHON_FLOORS) if room in floor), None)
 
 
+@listed
 def check_arrows(modules):
-    problems = []
     for module in modules.values():
-        known = module.room == FACADE_ROOM or module.room in HEAD_NODE_ROOMS or floor_of(module.room) is not None
-        if not known:
-            problems.append(
+        if not (module.room == FACADE_ROOM or module.room in HEAD_NODE_ROOMS or floor_of(module.room) is not None):
+            yield (
                 f"{module.path}: the room '{module.room}' stands nowhere in the house. Put it on a floor of "
                 f"PYTHON_FLOORS, above all it needs and below all that need it. {SEE}"
             )
@@ -105,45 +96,43 @@ def check_arrows(modules):
                 continue
             where = f"{module.path}:{line} imports {target}"
             if room == FACADE_ROOM:
-                problems.append(
+                yield (
                     f"{where}: runtime/ holds import paths for existing scripts and nothing else; import the module "
                     f"that it re-exports from. {SEE}"
                 )
             elif module.room in HEAD_NODE_ROOMS:
                 if room not in HEAD_NODE_FLOOR:
-                    problems.append(
+                    yield (
                         f"{where}: {module.room} runs on a head node without torch, so it may use only "
                         f"{', '.join(sorted(HEAD_NODE_FLOOR))}. Move what it needs there, or ask in a process of its "
                         f"own. {SEE}"
                     )
             elif room in HEAD_NODE_ROOMS:
-                problems.append(f"{where}: {room} is a program; move what is shared down to host/ or log. {SEE}")
+                yield f"{where}: {room} is a program; move what is shared down to host/ or log. {SEE}"
             elif floor_of(room) is None or floor_of(room) >= floor_of(module.room):
-                problems.append(
+                yield (
                     f"{where}: no arrow leads from '{module.room or '__init__'}' to '{room or '__init__'}': imports go "
                     f"to lower floors only, or the order in which modules load becomes a secret. Move what is shared "
                     f"to a lower room, or let the caller pass it in. {SEE}"
                 )
-    return problems
 
 
+@listed
 def check_groups(modules):
     """``mesh`` and what carries ``deepspeed.comm`` may be asked by others, and end there."""
-    problems = []
     for module in modules.values():
-        if module.path.replace(os.sep, "/") == MAKER_OF_GROUPS:
+        if module.path == MAKER_OF_GROUPS:
             continue
         for node in ast.walk(module.tree):
             if not isinstance(node, ast.Call):
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", None))
             if name in GROUP_MAKERS and _receiver(node.func) not in ("mesh", "current_backend()"):
-                problems.append(
+                yield (
                     f"{module.path}:{node.lineno} calls {name}: {MAKER_OF_GROUPS} alone makes groups of ranks, once "
                     f"for each set of them, by their members. Ask mesh.group_over(ranks), or for a native "
                     f"communicator the mesh of the engine. {SEE}"
                 )
-    return problems
 
 
 def _receiver(function):
@@ -179,35 +168,33 @@ def check_cycles(modules):
     return problems
 
 
+@listed
 def check_imports_at_top(modules):
-    problems = []
     for module in modules.values():
         for line, target, _, at_top in module.imports():
             if not at_top:
-                problems.append(
+                yield (
                     f"{module.path}:{line} imports {target} inside a function: imports stand at the top of the file, "
                     f"where they can be seen and checked. Against a cycle move code, not the import. For an optional "
                     f"package use importlib and a row in LATE_IMPORTS that says why. {SEE}"
                 )
-        path = module.path.replace(os.sep, "/")
-        if path in LATE_IMPORTS:
+        if module.path in LATE_IMPORTS:
             continue
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
-                problems.append(
+                yield (
                     f"{module.path}:{node.lineno} imports by a name in a string, which hides an arrow. Import it at "
                     f"the top of the file, or add a row to LATE_IMPORTS that says why not. {SEE}"
                 )
-    return problems
 
 
 def _called(func):
     return func.id if isinstance(func, ast.Name) else getattr(func, "attr", None)
 
 
+@listed
 def check_head_node(modules):
     """Nothing that the launcher and the report import at the top leads to torch."""
-    problems = []
     for start in modules.values():
         if start.room not in HEAD_NODE_ROOMS:
             continue
@@ -216,7 +203,7 @@ def check_head_node(modules):
             module, trail = queue.pop()
             for line, target, _, at_top in module.imports():
                 if at_top and target.split(".")[0] == "torch":
-                    problems.append(
+                    yield (
                         f"{start.path} reaches torch through {' -> '.join(trail)} (line {line}): the launcher and the "
                         f"report start on machines without torch, and at once. {SEE}"
                     )
@@ -224,18 +211,16 @@ def check_head_node(modules):
                 if target in modules and target not in seen:
                     seen.add(target)
                     queue.append((modules[target], [*trail, target]))
-    return problems
 
 
+@listed
 def check_facades(modules):
-    problems = []
     for module in modules.values():
         if module.room != FACADE_ROOM:
             continue
         for node in module.tree.body:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name != "__getattr__":
-                problems.append(
+                yield (
                     f"{module.path}:{node.lineno} defines {node.name}: runtime/ only re-exports names at the import "
                     f"paths of existing scripts. Put the code into the room it belongs to. {SEE}"
                 )
-    return problems

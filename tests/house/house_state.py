@@ -1,11 +1,11 @@
 """Rules about state and size: Python globals, wide classes, allocations beside the storage room, long files."""
 
 import ast
-import os
 import re
 
-from house_cpp import statements, without_comments
+from house_cpp import lines_without_comments, statements
 from house_lists import ALLOCATIONS, LONG_FILES, PYTHON_STATE, WIDE_CLASSES
+from sentences import listed, texts
 
 SEE = "See docs/architecture.md (the arrows) and tests/house/house_lists.py."
 MAX_METHODS = 25
@@ -24,19 +24,18 @@ CONSTANTS = {"Struct", "Op", "FileName"}  # classes whose objects never change
 LOCKS = {"Lock", "RLock", "Condition"}  # what they guard is listed
 
 
+@listed
 def check_python_state(modules):
     """Names of modules that hold something a call can change."""
-    problems = []
     for module in modules.values():
-        path = module.path.replace(os.sep, "/")
+        path = module.path
         for name, line in sorted(_state_of(module.tree, modules).items()):
             if (path, name) not in PYTHON_STATE:
-                problems.append(
+                yield (
                     f"{path}:{line} has '{name}', state that outlives a call and is shared by all engines of the "
                     f"process. Keep it in an object that somebody owns, or add a row to PYTHON_STATE that says why "
                     f"there can be only one. {SEE}"
                 )
-    return problems
 
 
 def _state_of(tree, modules):
@@ -118,19 +117,17 @@ def _changed(node):
 # ---- classes ---------------------------------------------------------------------------------------------------------
 
 
+@listed
 def check_python_classes(modules):
-    problems = []
     for module in modules.values():
-        path = module.path.replace(os.sep, "/")
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef):
                 methods = {one.name for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))}
-                _count_methods(problems, f"{path}:{node.lineno}", path, node.name, len(methods))
-    return problems
+                yield from _count_methods(f"{module.path}:{node.lineno}", module.path, node.name, len(methods))
 
 
+@listed
 def check_cpp_classes(files):
-    problems = []
     for path, text in files.items():
         owners, methods = {}, {}
         for line, scope, statement in statements(text):
@@ -138,12 +135,9 @@ def check_cpp_classes(files):
                 named = re.search(r"\b(?:class|struct)\s+(?:\w+\s+)*?(\w+)(?:\s+final)?\s*(?::[^:].*)?\{$", statement)
                 owners[len(scope)] = (named.group(1), line) if named else None
             if scope and scope[-1] == "type" and owners.get(len(scope) - 1):
-                name = _method(statement)
-                if name:
-                    methods.setdefault(owners[len(scope) - 1], set()).add(name)
+                methods.setdefault(owners[len(scope) - 1], set()).add(_method(statement))
         for (name, line), found in methods.items():
-            _count_methods(problems, f"csrc/{path}:{line}", path, name, len(found - {name, "~" + name}))
-    return problems
+            yield from _count_methods(f"csrc/{path}:{line}", path, name, len(found - {None, name, "~" + name}))
 
 
 def _method(statement):
@@ -160,9 +154,9 @@ def _method(statement):
     return match.group(1) if match else None
 
 
-def _count_methods(problems, where, path, name, count):
+def _count_methods(where, path, name, count):
     if count > MAX_METHODS and (path, name) not in WIDE_CLASSES:
-        problems.append(
+        yield (
             f"{where} class {name} has {count} methods, more than {MAX_METHODS}: it holds a second noun. Give that a "
             f"class of its own, or add a row to WIDE_CLASSES that says whose interface it is. {SEE}"
         )
@@ -174,45 +168,32 @@ ALLOCATES = re.compile(r"\b(?:at|torch)::(?:empty|zeros|ones|full)\w*\(|\.new_(?
 HOLDS_NOTHING = re.compile(r"\(\{0\}|kMeta")
 
 
+@listed
 def check_allocations(files):
     """How often a file of the core makes tensors itself instead of taking a plane or scratch."""
-    problems = []
-    for path, text in files.items():
-        if not path.startswith(("zero/", "comm/")):
-            continue
-        lines = [
-            number
-            for number, line in enumerate(without_comments(text).splitlines(), 1)
-            for _ in ALLOCATES.findall(line)
-            if not HOLDS_NOTHING.search(line)
-        ]
+    found = {}
+    for path, number, line in lines_without_comments(files):
+        if path.startswith(("zero/", "comm/")) and not HOLDS_NOTHING.search(line):
+            found.setdefault(path, []).extend([number] * len(ALLOCATES.findall(line)))
+    for path, lines in found.items():
         allowed, _ = ALLOCATIONS.get(path, (0, ""))
         if len(lines) > allowed:
-            problems.append(
+            yield (
                 f"csrc/{path} makes tensors at {len(lines)} places (lines {', '.join(map(str, lines))}), and "
                 f"{allowed} have a reason. Buffers of a run are planes and scratch of storage::ShardStorage, which "
                 f"counts them, bounds them and moves them. Or say in ALLOCATIONS why not. {SEE}"
             )
-    return problems
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
+@listed
 def check_length(root, suffixes=(".py", ".h", ".cpp", ".cu", ".cuh", ".cmake", ".sh")):
-    problems = []
-    for top, most in MAX_LINES.items():
-        for folder, inner, files in os.walk(os.path.join(root, top)):
-            inner[:] = [name for name in inner if name not in ("__pycache__", "_lib", "out", "cache", "results")]
-            for name in files:
-                path = os.path.relpath(os.path.join(folder, name), root).replace(os.sep, "/")
-                if not name.endswith(suffixes) or path in LONG_FILES:
-                    continue
-                with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
-                    lines = sum(1 for _ in file)
-                if lines > most:
-                    problems.append(
-                        f"{path} has {lines} lines, more than {most}: a file holds one noun. Find the second one in "
-                        f"it and give it a file of its own."
-                    )
-    return problems
+    for path, text in texts(root, suffixes, MAX_LINES, ("__pycache__", "_lib", "out", "cache", "results")).items():
+        lines, most = len(text.splitlines()), MAX_LINES[path.split("/")[0]]
+        if lines > most and path not in LONG_FILES:
+            yield (
+                f"{path} has {lines} lines, more than {most}: a file holds one noun. Find the second one in "
+                f"it and give it a file of its own."
+            )

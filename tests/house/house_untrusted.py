@@ -1,29 +1,27 @@
 """What comes from elsewhere: it is not unpickled, and sizes are multiplied with a check."""
 
 import ast
-import os
 import re
 
 from house_lists import SIZES_OF_TENSORS, UNPICKLING
+from sentences import listed
 
 _PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "joblib"}
 _READ = {"load", "loads", "Unpickler", "_Unpickler"}
 _ROOMS_OF_SIZES = ("storage", "io", "formats", "bindings", "plan")
 
 
+@listed
 def check_unpickling(modules):
     """A pickle runs what its writer wants: whoever reaches a socket or the job's store can write one."""
-    problems = []
     for module in modules.values():
-        path = module.path.replace(os.sep, "/")
         for line, name in unpicklers(module.tree):
-            if (path, name) not in UNPICKLING:
-                problems.append(
+            if (module.path, name) not in UNPICKLING:
+                yield (
                     f"{module.path}:{line} calls {name}, which runs what its bytes say: use json for what comes over a "
                     f"socket or a store, and deepspeed.formats for files. A reader of files that the user trusts "
                     f"stands in UNPICKLING of tests/house/house_lists.py, with the reason."
                 )
-    return problems
 
 
 def unpicklers(tree):
@@ -51,19 +49,18 @@ _UNCHECKED = re.compile(
 )
 
 
+@listed
 def check_sizes(files):
     """``files``: ``{path below csrc: text}``."""
-    problems = []
     for path, text in files.items():
         if path != "base/sizes.h" and "__builtin_mul_overflow" in text:
-            problems.append(f"csrc/{path} multiplies with a check of its own: use sizes::multiply of base/sizes.h.")
+            yield f"csrc/{path} multiplies with a check of its own: use sizes::multiply of base/sizes.h."
         if path.split("/")[0] not in _ROOMS_OF_SIZES:
             continue
         for number, line in enumerate(text.splitlines(), 1):
             known = any(path == of and line.strip().startswith(begins) for of, begins in SIZES_OF_TENSORS)
             if _UNCHECKED.search(line) and not known:
-                problems.append(
+                yield (
                     f"csrc/{path}:{number} multiplies bytes of elements without a check: use sizes::product of "
                     f"base/sizes.h, which refuses what an integer cannot hold."
                 )
-    return problems

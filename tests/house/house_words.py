@@ -1,9 +1,10 @@
 """Rules about words: names that were replaced stay away, and every verb and transport has its test."""
 
-import os
 import re
 
+import sentences
 from house_lists import OLD_WORDS, TRANSPORTS_TESTED_ELSEWHERE
+from sentences import listed
 
 SEE = "See tests/house/house_lists.py."
 SUFFIXES = (".py", ".h", ".cpp", ".cu", ".cuh", ".md", ".txt", ".sh", ".cmake", ".json")
@@ -11,57 +12,46 @@ SUFFIXES = (".py", ".h", ".cpp", ".cu", ".cuh", ".md", ".txt", ".sh", ".cmake", 
 
 def texts(root, folders=("csrc", "python", "docs", "tests")):
     """{path: text} of what people read."""
-    found = {}
-    for top in folders:
-        for folder, inner, files in os.walk(os.path.join(root, top)):
-            made = ("__pycache__", "_lib", "house", ".pytest_cache")
-            inner[:] = [name for name in inner if name not in made and not name.endswith(".egg-info")]
-            for name in files:
-                if name.endswith(SUFFIXES):
-                    path = os.path.join(folder, name)
-                    with open(path, encoding="utf-8", errors="replace") as file:
-                        found[os.path.relpath(path, root).replace(os.sep, "/")] = file.read()
-    return found
+    found = sentences.texts(root, SUFFIXES, folders, ("__pycache__", "_lib", "house", ".pytest_cache"))
+    return {path: text for path, text in found.items() if ".egg-info/" not in path}
 
 
+@listed
 def check_words(files):
-    problems = []
     for path, text in files.items():
         for pattern, folders, word in OLD_WORDS:
             found = re.search(pattern, text) if path.startswith(folders) else None
             if found:
-                line = text.count("\n", 0, found.start()) + 1
-                problems.append(
-                    f"{path}:{line} says '{found.group()}', which is called {word} here: names are those that a "
-                    f"reader of PyTorch, NCCL or Megatron would search for. {SEE}"
+                yield (
+                    f"{path}:{text.count(chr(10), 0, found.start()) + 1} says '{found.group()}', which is "
+                    f"called {word} here: names are those that a reader of PyTorch, NCCL or Megatron would search for. "
+                    f"{SEE}"
                 )
-    return problems
 
 
+@listed
 def check_verbs_tested(files):
     """Each verb and each transport stands in the lists of the test that runs all of them over 1 to 8 ranks."""
     test, lists = files["tests/cpp/comm/verbs_test.cpp"], files["tests/cpp/comm/transports.h"]
     where = "tests/cpp/comm/verbs_test.cpp"
-    problems = []
     enum = re.search(r"enum class Verb[^{]*\{(.*?)\}", files["csrc/comm/calls/op.h"], re.S)[1]
     verbs = re.findall(r"\bk[A-Z]\w*", enum)
     count = re.search(r"kVerbs = (\d+)", files["csrc/comm/calls/op.h"])
     if count is None or int(count[1]) != len(verbs) or "random() % kVerbs" not in test:
-        problems.append(f"{where}: verbs are drawn from the first {count and count[1]} of {len(verbs)}. {SEE}")
+        yield f"{where}: verbs are drawn from the first {count and count[1]} of {len(verbs)}. {SEE}"
     for verb in verbs:
         if f"case Verb::{verb}:" not in test:
-            problems.append(f"{where}: nothing says what Verb::{verb} must give. Add a case. {SEE}")
+            yield f"{where}: nothing says what Verb::{verb} must give. Add a case. {SEE}"
     if "size = 1; size <= 8;" not in test or "ValuesIn(transport_names())" not in test:
-        problems.append(f"{where}: each transport is tried with 1 to 8 ranks. {SEE}")
-    named = re.search(r"transport_names\(\) \{\s*return \{(.*?)\};", lists, re.S)
-    named = re.findall(r'"(\w+)"', named[1]) if named else []
+        yield f"{where}: each transport is tried with 1 to 8 ranks. {SEE}"
+    named = re.search(r"transport_names\(\) \{\s*return \{(.*?)\};|$", lists, re.S)[1]
+    named = re.findall(r'"(\w+)"', named or "")
     for path in sorted(files):
         match = re.fullmatch(r"csrc/comm/transports/(\w+)_communicator\.cpp", path)
         if match and match[1] not in named:
             other = TRANSPORTS_TESTED_ELSEWHERE.get(match[1])
             if other is None or other[0] not in files:
-                problems.append(
+                yield (
                     f"{path}: no test runs every verb over it. Add {match[1]!r} to transport_names() and make() in "
                     f"tests/cpp/comm/transports.h. {SEE}"
                 )
-    return problems

@@ -4,28 +4,25 @@ Several processes share the tests by name (`make test`), so each of them must fi
 """
 
 import os
+import pathlib
 import re
 import subprocess
 import sys
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from places import PYTHON, ROOT
 
 
 def test_every_test_file_is_collected():
     listed = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.path.join(ROOT, "python")},
+        env={**os.environ, "PYTHONPATH": PYTHON},
         capture_output=True,
         text=True,
     ).stdout
     moving = [line for line in listed.splitlines() if "::" in line and re.search(r" at 0x[0-9a-f]{6,}", line)]
     assert not moving, f"names with addresses in them differ from process to process; give these ids: {moving}"
     collected = {line.split("::")[0] for line in listed.splitlines() if "::" in line}
-    written = set()
-    for folder, _, files in os.walk(os.path.join(ROOT, "tests")):
-        for name in files:
-            if name.startswith("test_") and name.endswith(".py"):
-                written.add(os.path.relpath(os.path.join(folder, name), ROOT))
+    written = {str(path.relative_to(ROOT)) for path in pathlib.Path(ROOT, "tests").rglob("test_*.py")}
     assert len(written) > 30
     assert written - collected == set(), "pytest does not collect these: look at testpaths and norecursedirs"

@@ -5,34 +5,17 @@ import os
 import pytest
 
 import house_cpp
+import house_engine
 import house_names
+import house_published
 import house_python
+import house_state
+import house_untrusted
+import house_words
+from places import ROOT
+from sentences import expect_none, read
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-
-@pytest.fixture(scope="module")
-def modules():
-    found = house_python.load(os.path.join(ROOT, "python", "deepspeed"))
-    assert len(found) > 20, "the walk over python/deepspeed found next to nothing"
-    return found
-
-
-@pytest.fixture(scope="module")
-def files():
-    found = house_cpp.sources(os.path.join(ROOT, "csrc"))
-    assert len(found) > 20, "the walk over csrc found next to nothing"
-    return found
-
-
-@pytest.fixture(scope="module")
-def cmake():
-    with open(os.path.join(ROOT, "CMakeLists.txt"), encoding="utf-8") as file:
-        return file.read()
-
-
-def expect_none(problems):
-    assert not problems, "\n\n" + "\n\n".join(problems)
+CMAKE = read(ROOT, "CMakeLists.txt")
 
 
 @pytest.mark.parametrize(
@@ -45,6 +28,13 @@ def expect_none(problems):
         house_python.check_facades,
         house_python.check_groups,
         house_names.check_joined,
+        house_engine.check_stage_numbers_python,
+        house_engine.check_checkpoint_without_engine,
+        house_state.check_python_state,
+        house_state.check_python_classes,
+        house_published.check_unread_arguments,
+        house_published.check_users_of_published,
+        house_published.check_published_holds_nothing,
     ],
     ids=lambda check: check.__name__[len("check_") :],
 )
@@ -52,24 +42,37 @@ def test_python(modules, check):
     expect_none(check(modules))
 
 
-def test_rooms_of_cmake(cmake):
-    folders = [
-        name for name in os.listdir(os.path.join(ROOT, "csrc")) if os.path.isdir(os.path.join(ROOT, "csrc", name))
-    ]
-    expect_none(house_cpp.check_cmake(cmake, folders))
+@pytest.mark.parametrize(
+    "check",
+    [
+        house_names.check_joined_cpp,
+        house_cpp.check_includes,
+        house_cpp.check_torch_versions,
+        house_cpp.check_mutable_globals,
+        house_engine.check_stage_numbers_cpp,
+        house_engine.check_binding_arguments,
+        house_engine.check_engine_options,
+        house_engine.check_option_defaults,
+        house_state.check_cpp_classes,
+        house_state.check_allocations,
+        house_untrusted.check_sizes,
+    ],
+    ids=lambda check: check.__name__[len("check_") :],
+)
+def test_cpp(files, check):
+    assert "zero/engine_options.cpp" in files
+    expect_none(check(files, CMAKE) if check is house_cpp.check_includes else check(files))
 
 
-def test_names_that_become_paths_in_cpp(files):
-    expect_none(house_names.check_joined_cpp(files))
+def test_rooms_of_cmake():
+    csrc = os.path.join(ROOT, "csrc")
+    expect_none(
+        house_cpp.check_cmake(CMAKE, [name for name in os.listdir(csrc) if os.path.isdir(os.path.join(csrc, name))])
+    )
 
 
-def test_includes(files, cmake):
-    expect_none(house_cpp.check_includes(files, cmake))
-
-
-def test_torch_versions(files):
-    expect_none(house_cpp.check_torch_versions(files))
-
-
-def test_mutable_globals(files):
-    expect_none(house_cpp.check_mutable_globals(files))
+def test_lengths_words_and_tests_of_verbs():
+    expect_none(house_state.check_length(ROOT))
+    files = house_words.texts(ROOT)
+    assert len(files) > 100
+    expect_none(house_words.check_words(files) + house_words.check_verbs_tested(files))

@@ -1,6 +1,7 @@
 """A fresh Debian machine gets everything from packages/debian.txt; and nothing here knows one machine's folders."""
 
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -8,8 +9,9 @@ import subprocess
 import pytest
 
 import house_packages as packages
+from places import ROOT
+from sentences import expect_none, read
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 FOLDERS = packages.build_folders(ROOT)
 
 needs_dpkg = pytest.mark.skipif(
@@ -19,8 +21,7 @@ needs_dpkg = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def rows():
-    with open(os.path.join(ROOT, "packages", "debian.txt"), encoding="utf-8") as file:
-        return packages.listed(file.read())
+    return packages.listed(read(ROOT, "packages", "debian.txt"))
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +31,6 @@ def used():
     for folder in FOLDERS:
         found |= packages.used_by_build(folder, os.path.join(ROOT, "python", "deepspeed", "_lib"))
     return found
-
-
-def expect_none(problems):
-    assert not problems, "\n\n" + "\n\n".join(problems)
 
 
 @needs_dpkg
@@ -61,20 +58,15 @@ def test_a_line_taken_away_is_noticed(rows, used):
     for name, groups in rows.items():
         rest = {other: mine for other, mine in rows.items() if other != name}
         brought = all(name in packages.closure(packages.packages_of(rest, group)) for group in groups - unused)
-        if name not in installed or brought:
-            continue
-        if not packages.check(rest, used):
+        if name in installed and not brought and not packages.check(rest, used):
             silent.append(name)
     assert silent == [], f"nothing here uses these packages, or the checks do not see how: {silent}"
 
 
 @needs_dpkg
-def test_every_program_of_the_scripts_is_known():
-    unknown = packages.used_by_scripts(ROOT)[1]
-    with open(os.path.join(ROOT, "packages", "debian.txt"), encoding="utf-8") as file:
-        named = packages.listed(file.read())
+def test_every_program_of_the_scripts_is_known(rows):
     # Of packages that are listed and not installed here (lint, bench): known by their name.
-    assert [(script, word) for script, word in unknown if word not in named] == []
+    assert [(script, word) for script, word in packages.used_by_scripts(ROOT)[1] if word not in rows] == []
 
 
 def test_programs_of_a_script():
@@ -115,17 +107,12 @@ def test_no_tracked_file_names_a_folder_of_one_machine():
     own = re.escape(os.path.dirname(ROOT)) if len(os.path.dirname(ROOT)) > 4 else "/work"
     pattern = re.compile(rf"(?<![\w.$}}])(?:/(?:home|Users)/\w+|/root/\w|/work/\w|{own}/\w)")
     found = []
-    for name in filter(None, listed.stdout.split("\0")):
-        path = os.path.join(ROOT, name)
-        if not os.path.isfile(path) or name == "tests/house/test_packages.py":
-            continue
-        with open(path, "rb") as file:
-            data = file.read()
-        if b"\0" in data[:4096]:
-            continue
-        for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
-            for match in pattern.finditer(line):
-                if not match[0].startswith(tuple(MADE_UP)):
-                    found.append(f"{name}:{number}: {line.strip()[:120]}")
+    for name in {*listed.stdout.split("\0")} - {"", "tests/house/test_packages.py"}:
+        path = pathlib.Path(ROOT, name)
+        data = path.read_bytes() if path.is_file() else b""
+        lines = data.decode("utf-8", "replace").splitlines() if b"\0" not in data[:4096] else []
+        for number, line in enumerate(lines, 1):
+            if any(not match[0].startswith(tuple(MADE_UP)) for match in pattern.finditer(line)):
+                found.append(f"{name}:{number}: {line.strip()[:120]}")
     said = "these name a folder that only one machine has; use a path relative to the file:\n"
-    assert found == [], said + "\n".join(found)
+    assert found == [], said + "\n".join(sorted(found))

@@ -10,14 +10,10 @@ import pytest
 import house_cpp
 import house_engine
 import house_tables
+from places import ROOT
+from sentences import listed, read
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PAGES = ["architecture.md", "adding.md"]
-
-
-def read(*parts):
-    with open(os.path.join(ROOT, *parts), encoding="utf-8") as file:
-        return file.read()
 
 
 def named_paths(text):
@@ -30,7 +26,7 @@ def named_paths(text):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_exist(page):
-    paths = list(named_paths(read("docs", page)))
+    paths = list(named_paths(read(ROOT, "docs", page)))
     missing = sorted({path for path in paths if not os.path.exists(os.path.join(ROOT, path))} - {"docs/config.md"})
     assert len(paths) > 5 and not missing, f"docs/{page} names what is not there: {missing}. Correct the page."
 
@@ -38,7 +34,7 @@ def test_paths_exist(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_short_paths_exist(page):
     """`zero/optimizers/stepping.py` is short for a file of python/deepspeed or csrc."""
-    short = re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|h|cpp))`", read("docs", page))
+    short = re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|h|cpp))`", read(ROOT, "docs", page))
     missing = [
         path
         for path in short
@@ -48,10 +44,9 @@ def test_short_paths_exist(page):
 
 
 def test_every_room_is_described():
-    text = read("docs", "architecture.md")
-    described = set(re.findall(r"^\| (`[^|]+) \|", text, re.M))
+    described = set(re.findall(r"^\| (`[^|]+) \|", read(ROOT, "docs", "architecture.md"), re.M))
     described = {name for cell in described for name in re.findall(r"`([a-z_]+)`", cell)}
-    rooms = set(house_cpp.declared_rooms(read("CMakeLists.txt")))
+    rooms = set(house_cpp.declared_rooms(read(ROOT, "CMakeLists.txt")))
     assert not rooms - described, f"docs/architecture.md does not describe the C++ rooms {sorted(rooms - described)}"
     package = os.path.join(ROOT, "python", "deepspeed")
     folders = {name for name in os.listdir(package) if os.path.exists(os.path.join(package, name, "__init__.py"))}
@@ -59,7 +54,7 @@ def test_every_room_is_described():
 
 
 def test_every_folder_of_a_room_is_described():
-    listed = read("docs", "architecture.md").split("| folder of a C++ room |")[1].split("\n\n")[0]
+    listed = read(ROOT, "docs", "architecture.md").split("| folder of a C++ room |")[1].split("\n\n")[0]
     cells = re.findall(r"^\| (`[^|]+) \|", listed, re.M)
     described = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
     csrc = os.path.join(ROOT, "csrc")
@@ -72,35 +67,32 @@ def _folders(path):
 
 
 def test_make_targets_exist():
-    targets = set(re.findall(r"^([a-z0-9-]+):", read("Makefile"), re.M))
+    targets = set(re.findall(r"^([a-z0-9-]+):", read(ROOT, "Makefile"), re.M))
     for page in PAGES:
-        commands = re.findall(r"(?:`|^    (?:\w+=\S+ )*)make ([a-z0-9 -]+)", read("docs", page), re.M)
+        commands = re.findall(r"(?:`|^    (?:\w+=\S+ )*)make ([a-z0-9 -]+)", read(ROOT, "docs", page), re.M)
         wrong = {name for command in commands for name in command.split()} - targets
         assert commands and not wrong, f"docs/{page} speaks of make {sorted(wrong)}, which the Makefile does not have"
 
 
 def test_the_arrows_of_the_page_are_those_of_the_table():
     """Every floor of the page is a floor of the table, in the same order."""
-    block = re.search(r"^Python  (.*?)^ {8}launcher", read("docs", "architecture.md"), re.M | re.S).group(1)
+    block = re.search(r"^Python  (.*?)^ {8}launcher", read(ROOT, "docs", "architecture.md"), re.M | re.S).group(1)
     floors = [set(re.findall(r"\w+", floor)) for floor in block.split("<-")]
     order = []
     for floor in floors:
         floor = {"" if name == "__init__" else name for name in floor}
-        homes = [number for number, room in enumerate(house_tables.PYTHON_FLOORS) if floor <= room]
-        assert homes, f"the page puts {sorted(floor)} side by side, the table does not"
-        order.append(homes[0])
+        order += [number for number, room in enumerate(house_tables.PYTHON_FLOORS) if floor <= room][:1]
+    assert len(order) == len(floors), f"the page puts rooms side by side, the table does not: {floors}"
     assert order == sorted(set(order)) and len(order) >= 10
 
 
 def test_every_engine_part_is_described():
     """The tables of parts are the classes that files below engine/ register, with their files."""
-    rows = re.findall(r"^\| `(\w+)` \| `(engine/\w+/\w+\.py)` \|", read("docs", "architecture.md"), re.M)
+    rows = re.findall(r"^\| `(\w+)` \| `(engine/\w+/\w+\.py)` \|", read(ROOT, "docs", "architecture.md"), re.M)
     package = os.path.join(ROOT, "python", "deepspeed")
     found = []
     for path in sorted(glob.glob(os.path.join(package, "engine", "*", "*.py"))):
-        with open(path, encoding="utf-8") as file:
-            names = house_engine.part_names(ast.parse(file.read()))
-        found += [(name, os.path.relpath(path, package)) for name in names]
+        found += [(name, os.path.relpath(path, package)) for name in house_engine.part_names(ast.parse(read(path)))]
     assert len(found) > 10 and sorted(rows) == sorted(found), sorted(set(rows) ^ set(found))
 
 
@@ -114,24 +106,19 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+@listed
 def broken_links(root, page):
     """``["PAGE links to TARGET, ..."]`` of the links of ``page`` (relative to ``root``) that lead nowhere."""
-    with open(os.path.join(root, page), encoding="utf-8") as file:
-        text = file.read()
-    problems = []
-    plain = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    plain = re.sub(r"^```.*?^```", "", read(root, page), flags=re.M | re.S)
     for target in re.findall(r"\]\(([^()\s]+)\)", re.sub(r"`[^`\n]*`", "", plain)):
         if target.startswith(("http://", "https://")):
             continue
         path, _, anchor = target.partition("#")
         path = os.path.normpath(os.path.join(root, os.path.dirname(page), path)) if path else os.path.join(root, page)
         if not os.path.exists(path):
-            problems.append(f"{page} links to {target}, which does not exist")
-        elif anchor:
-            with open(path, encoding="utf-8") as file:
-                if anchor not in anchors(file.read()):
-                    problems.append(f"{page} links to {target}, a page without such a heading")
-    return problems
+            yield f"{page} links to {target}, which does not exist"
+        elif anchor and anchor not in anchors(read(path)):
+            yield f"{page} links to {target}, a page without such a heading"
 
 
 def all_pages(root):
@@ -143,8 +130,7 @@ def all_pages(root):
 
 def unlisted_pages(root):
     """Pages below docs/ that docs/README.md does not link to."""
-    with open(os.path.join(root, "docs", "README.md"), encoding="utf-8") as file:
-        linked = {target.split("#")[0] for target in re.findall(r"\]\(([^()\s]+)\)", file.read())}
+    linked = {target.split("#")[0] for target in re.findall(r"\]\(([^()\s]+)\)", read(root, INDEX))}
     linked = {os.path.normpath(os.path.join("docs", target)) for target in linked if target}
     return sorted(page for page in all_pages(root) if page.startswith("docs") and page not in linked | {INDEX})
 
@@ -184,7 +170,7 @@ CAPABILITIES += ["Configuration", "Diagnosis"]
 
 def test_the_readme_begins_with_what_there_is():
     """Each capability has a tutorial, and a figure with the file that holds it or the words that there is none."""
-    first = read("README.md").split("\n## Two commands")[0]
+    first = read(ROOT, "README.md").split("\n## Two commands")[0]
     assert len(first.splitlines()) <= 80, "README.md: what it does, what differs and what is missing fill two screens"
     rows = [line.split(" | ") for line in first.splitlines() if "](docs/tutorials/" in line and line.startswith("|")]
     assert [next(name for name in CAPABILITIES if row[0].startswith(f"| {name}")) for row in rows] == CAPABILITIES
@@ -196,5 +182,5 @@ def test_the_readme_begins_with_what_there_is():
 
 
 def test_the_glossary_has_forty_words():
-    words = re.findall(r"^\| ([a-z][a-z -]*) \| ", read("docs", "architecture.md").split("\n## Words\n")[1], re.M)
+    words = re.findall(r"^\| ([a-z][a-z -]*) \| ", read(ROOT, "docs", "architecture.md").split("\n## Words\n")[1], re.M)
     assert words[0] == "word" and len(words) == 41 and words[1:] == sorted(set(words[1:]))

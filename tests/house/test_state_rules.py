@@ -1,52 +1,21 @@
 """Rules about state, size, words and tests of verbs: on this tree, and each broken once in a made-up one."""
 
 import ast
-import os
 import re
 import types
 
 import pytest
 
-import house_cpp
-import house_python
 import house_state
 import house_words
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-
-def expect_none(problems):
-    assert not problems, "\n\n" + "\n\n".join(problems)
-
-
-def only(problems, *parts):
-    assert len(problems) == 1, problems
-    for part in parts:
-        assert part in problems[0], problems[0]
+from places import ROOT
+from sentences import only
 
 
 def python(path, text):
     """A package of one module, and the module ``deepspeed.zero.sharding`` beside it."""
     module = types.SimpleNamespace(path=path, tree=ast.parse(text))
     return {"deepspeed.made": module, "deepspeed.zero.sharding": types.SimpleNamespace(path="x.py", tree=ast.parse(""))}
-
-
-def test_this_tree():
-    modules = house_python.load(os.path.join(ROOT, "python", "deepspeed"))
-    files = house_cpp.sources(os.path.join(ROOT, "csrc"))
-    assert len(modules) > 20 and len(files) > 20
-    expect_none(house_state.check_python_state(modules))
-    expect_none(house_state.check_python_classes(modules))
-    expect_none(house_state.check_cpp_classes(files))
-    expect_none(house_state.check_allocations(files))
-    expect_none(house_state.check_length(ROOT))
-
-
-def test_words_and_tests_of_this_tree():
-    files = house_words.texts(ROOT)
-    assert len(files) > 100
-    expect_none(house_words.check_words(files))
-    expect_none(house_words.check_verbs_tested(files))
 
 
 # ---- Python globals --------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""What comes from elsewhere is not unpickled."""
+"""What comes from elsewhere is not unpickled, and sizes are multiplied with a check."""
 
-import os
 import textwrap
 
 import pytest
@@ -8,19 +7,12 @@ import pytest
 import house_lists
 import house_python
 import house_untrusted
+from sentences import expect_none
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-
-def test_nothing_that_came_over_a_socket_or_a_store_is_unpickled():
-    modules = house_python.load(os.path.join(ROOT, "python", "deepspeed"))
-    problems = house_untrusted.check_unpickling(modules)
-    assert not problems, "\n".join(problems)
-    found = {
-        (module.path.replace(os.sep, "/"), name)
-        for module in modules.values()
-        for _, name in house_untrusted.unpicklers(module.tree)
-    }
+def test_nothing_that_came_over_a_socket_or_a_store_is_unpickled(modules):
+    expect_none(house_untrusted.check_unpickling(modules))
+    found = {(module.path, name) for module in modules.values() for _, name in house_untrusted.unpicklers(module.tree)}
     assert found == set(house_lists.UNPICKLING), "UNPICKLING has a row that nothing needs"
 
 
@@ -37,5 +29,12 @@ def test_nothing_that_came_over_a_socket_or_a_store_is_unpickled():
 def test_an_unpickler_is_named(tmp_path, text):
     (tmp_path / "comm").mkdir()
     (tmp_path / "comm" / "join.py").write_text(textwrap.dedent(text))
-    problems = house_untrusted.check_unpickling(house_python.load(str(tmp_path)))
-    assert len(problems) == 1 and problems[0].startswith("comm/join.py:"), problems
+    (problem,) = house_untrusted.check_unpickling(house_python.load(str(tmp_path)))
+    assert problem.startswith("comm/join.py:")
+
+
+def test_an_unchecked_product_is_named():
+    line = "const auto bytes = static_cast<size_t>(numel) * c10::elementSize(type);"
+    files = {"storage/x.cpp": line, "zero/x.cpp": line, "plan/y.cpp": "__builtin_mul_overflow"}
+    problems = house_untrusted.check_sizes(files)
+    assert [problem.split()[0] for problem in problems] == ["csrc/storage/x.cpp:1", "csrc/plan/y.cpp"]

@@ -17,9 +17,9 @@ import sys
 import pytest
 
 from harness import run_ranks
+from places import PYTHON, ROOT
 from sampling import every_case
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```\s*$", re.M | re.S)
 
 
@@ -92,6 +92,6 @@ def start(name, ranks, script):
             "--master_port",
             str(free_port()),
         ]
-    env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": PYTHON, "OMP_NUM_THREADS": "1"}
     out = subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, f"{name} failed\n{out.stdout[-2000:]}\n{out.stderr[-4000:]}"

@@ -3,7 +3,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -13,9 +12,9 @@ from deepspeed.registry import lazy_package
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
 
+from processes import run_python  # noqa: E402
+from refusals import refused  # noqa: E402
 from surface_tables import LATER  # noqa: E402
-
-ROOT = os.path.dirname(os.path.dirname(HERE))
 
 # One process per module: what is imported for one must not help the next. They are forked after torch's import.
 WALK = """
@@ -42,8 +41,7 @@ for path in sys.argv[1:]:
 
 
 def walk(paths):
-    env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python")}
-    out = subprocess.run([sys.executable, "-c", WALK, *paths], env=env, capture_output=True, text=True, timeout=240)
+    out = run_python(WALK, *paths)
     assert out.returncode == 0, out.stderr
     return out.stdout
 
@@ -75,11 +73,9 @@ def test_lazy_package(tmp_path, monkeypatch):
 
     assert "lazy_things.box" not in sys.modules
     assert lazy_things.Thing is sys.modules["lazy_things.box"].Thing and "Thing" in vars(lazy_things)
-    assert lazy_things.attic is sys.modules["lazy_things.attic"]
-    assert lazy_things.a == 1
+    assert lazy_things.attic is sys.modules["lazy_things.attic"] and lazy_things.a == 1
     assert {"Thing", "attic"} <= set(dir(lazy_things))
     with pytest.raises(AttributeError):
         lazy_things.__wrapped__  # noqa: B018
     get, _ = lazy_package("lazy_things")
-    with pytest.raises(AttributeError, match="module 'lazy_things' has no attribute 'cellar'"):
-        get("cellar")
+    refused(AttributeError, "module 'lazy_things' has no attribute 'cellar'", get, "cellar")

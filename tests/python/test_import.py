@@ -2,17 +2,15 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from places import ROOT
+from processes import run_python
 
 
 def run(code, **env):
-    full = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), **env}
-    out = subprocess.run([sys.executable, "-c", code], env=full, capture_output=True, text=True, timeout=120)
+    out = run_python(code, **env)
     assert out.returncode == 0, out.stderr
     return out.stdout
 

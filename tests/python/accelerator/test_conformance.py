@@ -5,8 +5,6 @@ import importlib
 import inspect
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,8 @@ import torch
 import deepspeed.accelerator
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.real_accelerator import accelerators
+from processes import run_python
+from refusals import refused
 
 FOLDER = os.path.dirname(deepspeed.accelerator.__file__)
 FILES = [
@@ -50,25 +50,18 @@ def test_interface_is_the_published_one():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_file_implements_the_whole_interface(name):
+def test_file_implements_the_whole_interface_and_is_registered(name):
     accelerator = class_of(name)
-    assert issubclass(accelerator, DeepSpeedAccelerator)
-    assert not accelerator.__abstractmethods__
+    assert accelerators.get(name[: -len("_accelerator")]) is accelerator
+    assert issubclass(accelerator, DeepSpeedAccelerator) and not accelerator.__abstractmethods__
     for member in INTERFACE:
         theirs, ours = getattr(accelerator, member), getattr(DeepSpeedAccelerator, member)
         assert isinstance(theirs, property) == isinstance(ours, property), member
         if inspect.isfunction(ours):
-            wanted, found = inspect.signature(ours), inspect.signature(theirs)
-            assert list(found.parameters) == list(wanted.parameters), member
-            for key, parameter in wanted.parameters.items():
-                assert found.parameters[key].default == parameter.default, (member, key)
+            wanted, found = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
+            assert list(found) == list(wanted), member
+            assert [found[key].default for key in wanted] == [wanted[key].default for key in wanted], member
     accelerator()  # needs no device and no driver
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_file_is_registered(name):
-    assert name[: -len("_accelerator")] in accelerators.names()
-    assert accelerators.get(name[: -len("_accelerator")]) is class_of(name)
 
 
 def working():
@@ -82,8 +75,7 @@ def accelerator(request):
 
 def test_devices(accelerator):
     assert accelerator.is_available() and accelerator.device_count() >= 1
-    assert accelerator.device_name() == accelerator._name
-    assert isinstance(accelerator.current_device(), int)
+    assert accelerator.device_name() == accelerator._name and isinstance(accelerator.current_device(), int)
     assert torch.device(accelerator.current_device_name()).type == accelerator._name
     assert torch.ones(1, device=accelerator.device_name(0)).device.type == accelerator._name
     with accelerator.device(0):
@@ -111,8 +103,7 @@ def test_random_numbers(accelerator):
     assert torch.equal(first, torch.rand(4, device=device))
     accelerator.manual_seed_all(7)
     assert torch.equal(first, torch.rand(4, device=device))
-    assert isinstance(accelerator.default_generator(0), torch.Generator)
-    assert accelerator.random() is torch.random
+    assert isinstance(accelerator.default_generator(0), torch.Generator) and accelerator.random() is torch.random
 
 
 def test_streams_events_graphs(accelerator):
@@ -176,8 +167,7 @@ def test_freed_memory_goes_back_to_the_system(accelerator):
 
 def test_dtypes_run(accelerator):
     dtypes = accelerator.supported_dtypes()
-    assert torch.float32 in dtypes
-    assert (torch.bfloat16 in dtypes) == accelerator.is_bf16_supported()
+    assert torch.float32 in dtypes and (torch.bfloat16 in dtypes) == accelerator.is_bf16_supported()
     assert (torch.float16 in dtypes) == accelerator.is_fp16_supported()
     for dtype in dtypes:
         layer = torch.nn.Linear(4, 4).to(accelerator.current_device_name(), dtype)
@@ -231,32 +221,26 @@ def test_environment(accelerator):
 
 def test_compile_backend(accelerator):
     assert accelerator.get_compile_backend() == "inductor"
-    with pytest.raises(ValueError, match="no-such-backend"):
-        accelerator.set_compile_backend("no-such-backend")
+    refused(ValueError, "no-such-backend", accelerator.set_compile_backend, "no-such-backend")
     if hasattr(torch, "compile"):
         accelerator.set_compile_backend("eager")
         assert accelerator.get_compile_backend() == "eager"
 
 
 # ---- choosing one -------------------------------------------------------------------------------------------------
-def ask(code, **env):
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p), **env)
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-
-
 CHOSEN = "from deepspeed.accelerator import get_accelerator as g; print(g()._name, g() is g())"
 
 
 @pytest.mark.slow
 def test_the_environment_chooses():
-    assert ask(CHOSEN, DS_ACCELERATOR="cpu").stdout.strip() == "cpu True"
-    refused = ask(CHOSEN, DS_ACCELERATOR="cdua")
-    assert refused.returncode != 0 and "DS_ACCELERATOR is 'cdua'" in refused.stderr and "cpu, cuda" in refused.stderr
-    chosen = ask(CHOSEN, DS_ACCELERATOR="cuda").stdout
+    assert run_python(CHOSEN, DS_ACCELERATOR="cpu").stdout.strip() == "cpu True"
+    asked = run_python(CHOSEN, DS_ACCELERATOR="cdua")
+    assert asked.returncode != 0 and "DS_ACCELERATOR is 'cdua'" in asked.stderr and "cpu, cuda" in asked.stderr
+    chosen = run_python(CHOSEN, DS_ACCELERATOR="cuda").stdout
     assert chosen.splitlines()[-1] == "cuda True"
     if "cuda" not in working():
         assert "does not seem to work here" in chosen
-        assert ask(CHOSEN, DS_ACCELERATOR="").stdout.strip() == "cpu True"
+        assert run_python(CHOSEN, DS_ACCELERATOR="").stdout.strip() == "cpu True"
 
 
 @pytest.fixture
@@ -276,8 +260,7 @@ def test_set_accelerator(chosen):
     deepspeed.accelerator.set_accelerator(toy)
     assert get_accelerator() is toy
     assert not deepspeed.accelerator.is_current_accelerator_supported()
-    with pytest.raises(TypeError, match="str is not an accelerator"):
-        deepspeed.accelerator.set_accelerator("cpu")
+    refused(TypeError, "str is not an accelerator", deepspeed.accelerator.set_accelerator, "cpu")
     chosen._current = None
     get_accelerator()
     assert deepspeed.accelerator.is_current_accelerator_supported()
@@ -298,8 +281,7 @@ def test_cuda_names_need_no_gpu():
     cuda = class_of("cuda_accelerator")()
     assert (cuda.device_name(), cuda.device_name(1), cuda.communication_backend_name()) == ("cuda", "cuda:1", "nccl")
     assert (cuda.export_envs(), cuda.visible_devices_envs()) == (["NCCL"], ["CUDA_VISIBLE_DEVICES"])
-    assert not cuda.is_synchronized_device() and not cuda.use_host_timers()
-    assert not cuda.on_accelerator(torch.ones(1))
+    assert not cuda.is_synchronized_device() and not cuda.use_host_timers() and not cuda.on_accelerator(torch.ones(1))
     if "cuda" not in working():
         assert not cuda.is_available() and cuda.supported_dtypes() == [torch.float32]
 
@@ -308,8 +290,7 @@ def test_cuda_asks_torch_for_what_torch_has():
     with open(inspect.getsourcefile(class_of("cuda_accelerator")), encoding="utf-8") as file:
         names = set(re.findall(r"(?:torch\.cuda\.|_of_device\(\"|_call\(\")(\w+)", file.read()))
     names |= {name for name in INTERFACE if name.endswith("Tensor")}
-    assert len(names) > 30
-    assert not [name for name in names if not hasattr(torch.cuda, name)]
+    assert len(names) > 30 and not [name for name in names if not hasattr(torch.cuda, name)]
 
 
 class _Calls:
@@ -330,8 +311,7 @@ def test_cuda_passes_arguments_on(monkeypatch):
         "memory_stats", "reset_peak_memory_stats", "current_stream", "default_stream", "set_device", "device",
         "manual_seed", "manual_seed_all", "stream",
     ):  # fmt: skip
-        assert getattr(cuda, call)(3) in (call, None)
-        assert calls.seen.pop() == (call, 3)
+        assert getattr(cuda, call)(3) in (call, None) and calls.seen.pop() == (call, 3)
     assert cuda.memory_cached(1) == "memory_reserved" and cuda.max_memory_cached(1) == "max_memory_reserved"
     assert cuda.current_device_name() == "cuda:current_device"
     cuda.set_rng_state("state", 2)
@@ -342,8 +322,7 @@ def test_cuda_passes_arguments_on(monkeypatch):
 
 def test_unknown_pinning_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "other")
-    with pytest.raises(ValueError, match="DS_PIN_MEMORY_BACKEND is 'other'"):
-        class_of("cuda_accelerator")().pin_memory(torch.ones(1))
+    refused(ValueError, "DS_PIN_MEMORY_BACKEND is 'other'", class_of("cuda_accelerator")().pin_memory, torch.ones(1))
 
 
 def test_no_other_file_calls_torch_cuda():

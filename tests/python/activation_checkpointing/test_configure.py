@@ -10,7 +10,7 @@ import torch
 import deepspeed
 from deepspeed import checkpointing
 from deepspeed.activation_checkpointing import settings
-from deepspeed.activation_checkpointing.checkpointing import checkpoint, configure_from, non_reentrant_checkpoint
+from deepspeed.activation_checkpointing.checkpointing import checkpoint, configure_from
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.runtime.activation_checkpointing import checkpointing as facade
 from deepspeed.runtime.activation_checkpointing.offload_activations import (
@@ -18,14 +18,10 @@ from deepspeed.runtime.activation_checkpointing.offload_activations import (
     get_checkpoint_hidden_states_offloading_ctx_manager,
 )
 from logs import logged
+from refusals import refused
+from segments import assert_same, both, plainly
 
-both = pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint], ids=["reentrant", "non_reentrant"])
-
-
-def now():
-    return settings.current
-
-
+CONTIGUOUS = {"partition_activations": True, "contiguous_checkpointing": True}
 SIGNATURES = {
     "CheckpointFunction.forward": "(ctx, run_function, all_outputs, *args)",
     "CheckpointFunction.backward": "(ctx, *grads)",
@@ -105,12 +101,12 @@ def test_the_section_of_a_configuration(form, tmp_path):
     elif form == "object":
         config = DeepSpeedConfig(config, world_size=1)
     checkpointing.configure(None, deepspeed_config=config, num_checkpoints=6)
-    found = now()
+    found = settings.current
     assert (found.partition, found.contiguous, found.cpu, found.synchronize, found.profile) == (True,) * 5
     assert found.num_layers == 6  # arguments go first
     assert facade._cpu_offload_engine is not None
     checkpointing.configure(None, num_checkpoints=2)
-    found = now()  # what is not named is off again
+    found = settings.current  # what is not named is off again
     assert not any((found.partition, found.contiguous, found.cpu, found.synchronize, found.profile))
     assert found.num_layers == 2 and facade._cpu_offload_engine is None
 
@@ -119,16 +115,16 @@ def test_an_mpu_stays():
     mpu = object()
     checkpointing.configure(mpu)
     checkpointing.configure(None, profile=True)
-    assert now().mpu is mpu
+    assert settings.current.mpu is mpu
 
 
 def test_the_engine_configures_only_what_its_section_sets():
     checkpointing.configure(None, synchronize=True)
     configure_from(DeepSpeedConfig({"train_batch_size": 4}, world_size=1))
-    assert now().synchronize
+    assert settings.current.synchronize
     mpu = object()
     configure_from(DeepSpeedConfig({"train_batch_size": 4, "activation_checkpointing": {"profile": True}}), mpu)
-    assert now().profile and not now().synchronize and now().mpu is mpu
+    assert settings.current.profile and not settings.current.synchronize and settings.current.mpu is mpu
     settings.forget()
     configure_from(DeepSpeedConfig({"train_batch_size": 4}, world_size=1))
     assert not checkpointing.is_configured()
@@ -146,25 +142,24 @@ def test_the_engine_configures_only_what_its_section_sets():
     ],
 )
 def test_options_that_do_not_fit_change_nothing(options, text):
-    with pytest.raises(deepspeed.DeepSpeedConfigError, match=text) as error:
-        checkpointing.configure(None, synchronize=True, **options)
-    assert "deepspeed_config" in options or isinstance(error.value, AssertionError)
-    assert not checkpointing.is_configured() and not now().synchronize and not now().contiguous
+    error = refused(deepspeed.DeepSpeedConfigError, text, checkpointing.configure, None, synchronize=True, **options)
+    assert "deepspeed_config" in options or isinstance(error, AssertionError)
+    assert not checkpointing.is_configured() and not settings.current.synchronize and not settings.current.contiguous
 
 
 def test_arguments_complete_the_section():
     section = {"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 2}}
     checkpointing.configure(None, section, partition_activations=True)
-    assert now().contiguous
+    assert settings.current.contiguous
 
 
 def test_layers_and_partitioning_by_functions():
     checkpointing.partition_activations_in_checkpoint(True)
-    assert now().partition
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=3)
-    assert now().buffers.slots == 3
+    assert settings.current.partition
+    checkpointing.configure(None, **CONTIGUOUS, num_checkpoints=3)
+    assert settings.current.buffers.slots == 3
     checkpointing.set_num_layers(5)
-    assert now().buffers.slots == 5
+    assert settings.current.buffers.slots == 5
 
 
 # ---- what the options do ------------------------------------------------------------------------------------------
@@ -178,22 +173,19 @@ def step(run, layers=4, rows=3):
     return model, x, hidden
 
 
-def grads(run):
-    model, x, hidden = step(run)
+def grads(run=plainly, made=None):
+    """The gradients of the step ``made``, or of a new one."""
+    model, x, hidden = made or step(run)
     hidden.sum().backward()
     return [x.grad, *(p.grad for p in model.parameters())]
-
-
-def plainly(function, *args):
-    return function(*args)
 
 
 OPTIONS = [
     {"checkpoint_in_cpu": True},
     {"partition_activations": True},
     {"partition_activations": True, "checkpoint_in_cpu": True},
-    {"partition_activations": True, "contiguous_checkpointing": True, "num_checkpoints": 4},
-    {"partition_activations": True, "contiguous_checkpointing": True, "num_checkpoints": 3, "checkpoint_in_cpu": True},
+    {**CONTIGUOUS, "num_checkpoints": 4},
+    {**CONTIGUOUS, "num_checkpoints": 3, "checkpoint_in_cpu": True},
     {"synchronize": True, "profile": True},
 ]
 
@@ -201,10 +193,10 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options))
 @both
 def test_gradients_under_every_option(run, options):
-    expected = grads(plainly)
+    expected = grads()
     checkpointing.configure(None, **options)
     for _ in range(3):
-        assert all(torch.equal(got, want) for got, want in zip(grads(run), expected))
+        assert_same(grads(run), expected)
     checkpointing.reset()
 
 
@@ -224,7 +216,7 @@ def saved_storages(run, layers):
 
 @both
 def test_contiguous_activations_share_one_buffer(run):
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=4)
+    checkpointing.configure(None, **CONTIGUOUS, num_checkpoints=4)
     storages, first = saved_storages(run, 4)
     assert len(storages) == 4 and len(set(storages)) == 1
     again, second = saved_storages(run, 4)  # without a backward between: nothing is written over
@@ -238,18 +230,15 @@ def test_contiguous_activations_share_one_buffer(run):
 @both
 def test_a_buffer_is_not_written_over_while_it_is_needed(run):
     """Two forwards, then both backwards, as pipelines and evaluation with gradients do."""
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=3)
-    expected = grads(plainly)
-    steps = [step(run) for _ in range(3)]
-    for model, x, hidden in steps:
-        hidden.sum().backward()
-        got = [x.grad, *(p.grad for p in model.parameters())]
-        assert all(torch.equal(one, other) for one, other in zip(got, expected))
+    checkpointing.configure(None, **CONTIGUOUS, num_checkpoints=3)
+    expected = grads()
+    for made in [step(run) for _ in range(3)]:
+        assert_same(grads(made=made), expected)
 
 
 @both
 def test_activations_that_were_copied_are_freed(run):
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=4)
+    checkpointing.configure(None, **CONTIGUOUS, num_checkpoints=4)
     layer, alive = torch.nn.Linear(8, 8), []
 
     def forward():
@@ -266,7 +255,7 @@ def test_activations_that_were_copied_are_freed(run):
 
 @both
 def test_the_next_forward_begins_in_a_new_buffer(run):
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=9)
+    checkpointing.configure(None, **CONTIGUOUS, num_checkpoints=9)
     first, hidden = saved_storages(run, 4)
     hidden.sum().backward()  # five slots were not used
     del hidden
@@ -276,13 +265,12 @@ def test_the_next_forward_begins_in_a_new_buffer(run):
 
 @both
 def test_segments_inside_of_a_recomputed_one_take_no_slots(run):
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1)
+    checkpointing.configure(None, **CONTIGUOUS, num_checkpoints=1)
     taken = []
-    real = now().buffers.slot
-    now().buffers.slot = lambda *args: taken.append(args) or real(*args)
+    real = settings.current.buffers.slot
+    settings.current.buffers.slot = lambda *args: taken.append(args) or real(*args)
     x = torch.ones(3, requires_grad=True)
-    out = checkpoint(lambda v: run(torch.sin, run(torch.cos, v)), x)
-    out.sum().backward()
+    checkpoint(lambda v: run(torch.sin, run(torch.cos, v)), x).sum().backward()
     assert len(taken) == 1
     torch.testing.assert_close(x.grad, -torch.cos(torch.cos(x)) * torch.sin(x))
 
@@ -300,8 +288,7 @@ def test_profile_logs_the_time_of_each_segment(run, log):
     grads(run)
     assert sum("checkpoint_forward:" in line for line in log) == 4
     assert sum("checkpoint_recompute:" in line for line in log) == 4
-    with pytest.raises(KeyError):
-        run(lambda v: {}[v], torch.ones(2, requires_grad=True))
+    refused(KeyError, "", run, lambda v: {}[v], torch.ones(2, requires_grad=True))
     log.clear()
     grads(run)
     assert sum("checkpoint_forward:" in line for line in log) == 4

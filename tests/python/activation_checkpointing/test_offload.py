@@ -1,5 +1,6 @@
 """Activations in host memory. Without a GPU, copies are from main memory to main memory: the same code but streams."""
 
+import functools
 import gc
 
 import pytest
@@ -8,14 +9,46 @@ import torch.utils.checkpoint
 
 from deepspeed import checkpointing
 from deepspeed.accelerator import get_accelerator
-from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
 from deepspeed.activation_checkpointing.hidden_states import (
     CheckpointHiddenStatesOffload,
     get_checkpoint_hidden_states_offloading_ctx_manager,
 )
 from deepspeed.activation_checkpointing.offload import HostPool, _ActivationOffloadEngine
+from refusals import refused
+from segments import assert_same, both, plainly
 
-both = pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint], ids=["reentrant", "non_reentrant"])
+
+def network(count=5):
+    torch.manual_seed(0)
+    return [torch.nn.Linear(64, 64) for _ in range(count)], torch.randn(16, 64, requires_grad=True)
+
+
+def through(layers, x, call, body=lambda layer, v: layer(v).tanh()):
+    """``x`` after all layers, each of which is a segment of ``call``."""
+    for layer in layers:
+        x = call(lambda v, layer=layer: body(layer, v), x)
+    return x
+
+
+def with_dropout(layer, v):
+    return torch.nn.functional.dropout(layer(v), 0.1).tanh()
+
+
+def gradients(layers, x, forward):
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
+    x.grad = None
+    forward().square().sum().backward()
+    return [x.grad.clone(), *(layer.weight.grad.clone() for layer in layers)]
+
+
+def counting(monkeypatch, owner):
+    """The shapes that ``owner.to_host`` gets from here on."""
+    copies, real = [], owner.to_host
+    monkeypatch.setattr(owner, "to_host", lambda *args: copies.append(args[-1].shape) or real(*args))
+    return copies
+
+
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="counts bytes on a GPU, and there is none")
 
 
@@ -64,50 +97,28 @@ def test_host_buffers_are_used_again_once_nobody_needs_them():
 
 @pytest.mark.parametrize("name", ["max_fwd_stash_count", "min_offload_bytes", "keep_last_count"])
 def test_arguments_are_checked(name):
-    with pytest.raises(ValueError, match=name):
-        get_checkpoint_hidden_states_offloading_ctx_manager(**{name: -1})
-
-
-def network(count=5):
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(64, 64) for _ in range(count)]
-    return layers, torch.randn(16, 64, requires_grad=True)
-
-
-def gradients(layers, x, forward):
-    for layer in layers:
-        layer.zero_grad(set_to_none=True)
-    x.grad = None
-    forward().square().sum().backward()
-    return [x.grad.clone(), *(layer.weight.grad.clone() for layer in layers)]
+    refused(ValueError, name, get_checkpoint_hidden_states_offloading_ctx_manager, **{name: -1})
 
 
 @pytest.mark.parametrize("keep_last_count, moved", [(0, 5), (1, 4), (3, 2), (9, 0)])
-def test_marked_hidden_states_are_moved_and_come_back(keep_last_count, moved, host_counts_as_device):
+def test_marked_hidden_states_are_moved_and_come_back(keep_last_count, moved, host_counts_as_device, monkeypatch):
     layers, x = network()
 
-    def forward(context=None):
-        hidden = x
-        for layer in layers:
-            if context is not None:
-                context.mark(hidden)
-            hidden = torch.utils.checkpoint.checkpoint(
-                lambda v, layer=layer: layer(v).tanh(), hidden, use_reentrant=True
-            )
-        return hidden
-
-    expected = gradients(layers, x, forward)
-    context = CheckpointHiddenStatesOffload(keep_last_count=keep_last_count)
-    copies = []
-    real, context.to_host = context.to_host, lambda tensor: copies.append(tensor.shape) or real(tensor)
+    def marked(body, hidden):
+        context.mark(hidden)
+        return plain(body, hidden)
 
     def inside():
         with context:
-            return forward(context)
+            return through(layers, x, marked)
 
+    plain = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+    expected = gradients(layers, x, lambda: through(layers, x, plain))
+    context = CheckpointHiddenStatesOffload(keep_last_count=keep_last_count)
+    copies = counting(monkeypatch, context)
     for _ in range(2):
         copies.clear()
-        assert all(torch.equal(got, want) for got, want in zip(gradients(layers, x, inside), expected))
+        assert_same(gradients(layers, x, inside), expected)
         assert len(copies) == moved
     context.reset()
     out = inside()
@@ -119,15 +130,12 @@ def test_marked_hidden_states_are_moved_and_come_back(keep_last_count, moved, ho
 
 
 def test_small_and_unmarked_tensors_stay(host_counts_as_device):
-    context = CheckpointHiddenStatesOffload(min_offload_bytes=1 << 20, keep_last_count=0)
-    context.to_host = None  # must not be called
     x = torch.randn(16, 64, requires_grad=True)
-    with context:
-        (context.mark(x).sin() + x.cos()).sum().backward()
-    context = CheckpointHiddenStatesOffload(keep_last_count=0)
-    context.to_host = None
-    with context:
-        x.sin().sum().backward()
+    for least, used in ((1 << 20, lambda context: context.mark(x).sin() + x.cos()), (1024, lambda context: x.sin())):
+        context = CheckpointHiddenStatesOffload(min_offload_bytes=least, keep_last_count=0)
+        context.to_host = None  # must not be called
+        with context:
+            used(context).sum().backward()
 
 
 @pytest.mark.parametrize("keep_last_count", [0, 1, 2])
@@ -148,40 +156,25 @@ def test_a_hidden_state_changed_in_place_is_an_error(keep_last_count, host_count
 
 
 @both
-def test_segments_mark_their_inputs_by_themselves(run, host_counts_as_device):
+def test_segments_mark_their_inputs_by_themselves(run, host_counts_as_device, monkeypatch):
     layers, x = network()
-
-    def forward(call):
-        hidden = x
-        for layer in layers:
-            hidden = call(lambda v, layer=layer: layer(v).tanh(), hidden)
-        return hidden
-
-    expected = gradients(layers, x, lambda: forward(lambda f, v: f(v)))
+    expected = gradients(layers, x, lambda: through(layers, x, plainly))
     context = CheckpointHiddenStatesOffload(keep_last_count=1)
-    copies = []
-    real, context.to_host = context.to_host, lambda tensor: copies.append(tensor.shape) or real(tensor)
+    copies = counting(monkeypatch, context)
 
     def inside():
         with context:
-            return forward(run)
+            return through(layers, x, run)
 
-    assert all(torch.equal(got, want) for got, want in zip(gradients(layers, x, inside), expected))
+    assert_same(gradients(layers, x, inside), expected)
     assert len(copies) == len(layers) - 1
 
 
 @both
 def test_cpu_checkpointing_moves_every_activation(run, host_counts_as_device, monkeypatch):
     layers, x = network()
-
-    def forward(call):
-        hidden = x
-        for layer in layers:
-            hidden = call(lambda v, layer=layer: torch.nn.functional.dropout(layer(v), 0.1).tanh(), hidden)
-        return hidden
-
     torch.manual_seed(1)
-    expected = gradients(layers, x, lambda: forward(lambda f, v: f(v)))
+    expected = gradients(layers, x, lambda: through(layers, x, plainly, with_dropout))
     checkpointing.configure(None, checkpoint_in_cpu=True)
     copies = []
     real = _ActivationOffloadEngine.to_host
@@ -189,7 +182,7 @@ def test_cpu_checkpointing_moves_every_activation(run, host_counts_as_device, mo
         _ActivationOffloadEngine, "to_host", lambda self, t, host=None: copies.append(t.shape) or real(self, t, host)
     )
     torch.manual_seed(1)
-    assert all(torch.equal(a, b) for a, b in zip(gradients(layers, x, lambda: forward(run)), expected))
+    assert_same(gradients(layers, x, lambda: through(layers, x, run, with_dropout)), expected)
     assert len(copies) == len(layers)
 
 
@@ -199,19 +192,15 @@ def test_cpu_checkpointing_moves_every_activation(run, host_counts_as_device, mo
 @pytest.mark.parametrize("more", [{}, {"partition_activations": True}], ids=["plain", "partitioned"])
 def test_nothing_saved_stays_on_the_gpu(run, more):
     device = get_accelerator().current_device_name()
-    layers, _ = network()
-    layers = [layer.to(device) for layer in layers]
+    layers = [layer.to(device) for layer in network()[0]]
     x = torch.randn(16, 64, device=device, requires_grad=True)
     own = {p.data_ptr() for layer in layers for p in layer.parameters()}
 
     def forward(call):
-        hidden = x * 1
-        for layer in layers:
-            hidden = call(lambda v, layer=layer: torch.nn.functional.dropout(layer(v), 0.1).tanh(), hidden)
-        return hidden
+        return through(layers, x * 1, call, with_dropout)
 
     torch.cuda.manual_seed(1)
-    expected = gradients(layers, x, lambda: forward(lambda f, v: f(v)))
+    expected = gradients(layers, x, lambda: forward(plainly))
     checkpointing.configure(None, checkpoint_in_cpu=True, **more)
     on_device = []
 
@@ -225,4 +214,4 @@ def test_nothing_saved_stays_on_the_gpu(run, more):
     assert sum(on_device) == 0
     for _ in range(3):
         torch.cuda.manual_seed(1)
-        assert all(torch.equal(a, b) for a, b in zip(gradients(layers, x, lambda: forward(run)), expected))
+        assert_same(gradients(layers, x, lambda: forward(run)), expected)

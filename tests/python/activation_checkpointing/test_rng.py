@@ -5,8 +5,9 @@ import torch
 
 from deepspeed import checkpointing
 from deepspeed.accelerator import get_accelerator
-from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
 from deepspeed.activation_checkpointing.rng import CudaRNGStatesTracker, get_cuda_rng_tracker
+from refusals import refused
+from segments import assert_same, both, plainly
 
 device = get_accelerator().device_name() if get_accelerator().is_available() else "cpu"
 
@@ -28,10 +29,9 @@ def test_a_generator_goes_on_where_it_stopped_and_leaves_the_default_alone():
     with tracker.fork("own"):
         own_first = draw()
     second = draw()
-    with pytest.raises(KeyError, match="x"):
-        with tracker.fork("own"):
-            own_second = draw()
-            raise KeyError("x")
+    with pytest.raises(KeyError, match="x"), tracker.fork("own"):
+        own_second = draw()
+        raise KeyError("x")
     assert torch.equal(torch.cat([first, second]), expected_default)
     assert torch.equal(torch.cat([own_first, own_second]), expected_own)
 
@@ -39,16 +39,10 @@ def test_a_generator_goes_on_where_it_stopped_and_leaves_the_default_alone():
 def test_names_and_seeds_are_used_once():
     tracker = CudaRNGStatesTracker()
     tracker.add("one", 1)
-    with pytest.raises(ValueError, match="seed 1"):
-        tracker.add("two", 1)
-    with pytest.raises(ValueError, match="one"):
-        tracker.add("one", 2)
-    with pytest.raises(KeyError, match="two is not added"):
-        with tracker.fork("two"):
-            pass
-    with pytest.raises(KeyError, match="model-parallel-rng"):
-        with tracker.fork():
-            pass
+    refused(ValueError, "seed 1", tracker.add, "two", 1)
+    refused(ValueError, "one", tracker.add, "one", 2)
+    refused(KeyError, "two is not added", tracker.fork("two").__enter__)
+    refused(KeyError, "model-parallel-rng", tracker.fork().__enter__)
     tracker.reset()
     assert tracker.get_states() == {}
     tracker.add("one", 1)
@@ -74,28 +68,31 @@ class Mpu:
         self.get_model_parallel_world_size = lambda: 4
 
 
+def forked():
+    with get_cuda_rng_tracker().fork():
+        return draw()
+
+
+def seeded(seed):
+    get_accelerator().manual_seed(seed)
+    return draw()
+
+
 def test_seeds_of_the_ranks():
     seen = []
     for rank in range(3):
         checkpointing.configure(Mpu(rank))
         checkpointing.model_parallel_cuda_manual_seed(1234)
-        default = draw()
-        with get_cuda_rng_tracker().fork():
-            split = draw()
-        get_accelerator().manual_seed(1234)
-        assert torch.equal(default, draw())
-        get_accelerator().manual_seed(1234 + 2718 + rank)  # Megatron's
-        assert torch.equal(split, draw())
+        default, split = draw(), forked()
+        assert torch.equal(default, seeded(1234))
+        assert torch.equal(split, seeded(1234 + 2718 + rank))  # Megatron's
         seen.append(split)
         checkpointing.model_parallel_reconfigure_tp_seed(99)
-        with get_cuda_rng_tracker().fork():
-            split = draw()
-        get_accelerator().manual_seed(99 + 2718 + rank)
-        assert torch.equal(split, draw())
+        assert torch.equal(forked(), seeded(99 + 2718 + rank))
     assert not torch.equal(seen[0], seen[1])
 
 
-@pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint])
+@both
 def test_tracked_generators_are_restored_for_the_recomputation(run):
     def body(x):
         with get_cuda_rng_tracker().fork():
@@ -106,11 +103,8 @@ def test_tracked_generators_are_restored_for_the_recomputation(run):
         checkpointing.model_parallel_cuda_manual_seed(3)
         x = torch.ones(64, device=device, requires_grad=True)
         out = call(body, x)
-        with get_cuda_rng_tracker().fork():
-            between = draw()
+        between = forked()
         out.sum().backward()
-        with get_cuda_rng_tracker().fork():
-            return x.grad, between, draw()
+        return x.grad, between, forked()
 
-    for got, expected in zip(grad(run), grad(lambda f, x: f(x))):
-        assert torch.equal(got, expected)
+    assert_same(grad(run), grad(plainly))

@@ -173,8 +173,7 @@ def change_source(folder, chance, bad):
 def change_universal(folder, chance, sandbox):
     """One entry below ``zero`` becomes something else."""
     zero, bad = os.path.join(folder, "zero"), sandbox.names()
-    params = sorted(entry.name for entry in os.scandir(zero) if entry.is_dir())
-    name = chance.choice(params)
+    name = chance.choice(sorted(entry.name for entry in os.scandir(zero) if entry.is_dir()))
     place, how = os.path.join(zero, name), chance.randrange(7)
     file = os.path.join(place, chance.choice(["fp32.pt", "exp_avg.pt", "step.pt"]))
     if how == 0:

@@ -6,10 +6,9 @@ import textwrap
 import threading
 import time
 
-import pytest
-
 from deepspeed.checkpoint.write import background
 from deepspeed.checkpoint.write.background import Background
+from refusals import refused
 
 
 def test_jobs_keep_their_order_and_the_thread_goes():
@@ -33,8 +32,7 @@ def test_a_failure_is_told_once_at_the_next_step():
     behind.start(lambda: behind.fail(OSError(5, "broken"), lambda steps: [steps]))
     behind.drain()
     assert behind in background._unsettled
-    with pytest.raises(OSError, match="broken"):
-        behind.step_done()
+    refused(OSError, "broken", behind.step_done)
     assert behind not in background._unsettled
     behind.step_done()
     behind.wait()
@@ -46,18 +44,15 @@ def test_a_job_that_raises_does_not_end_the_thread():
     behind.start(lambda: done.append(1))
     behind.drain()
     assert done == [1]
-    with pytest.raises(ZeroDivisionError):
-        behind.wait()
+    refused(ZeroDivisionError, "", behind.wait)
 
 
 def test_two_failures_are_told_one_after_the_other():
     behind = Background()
     for text in ("first", "second"):
         behind.start(lambda text=text: behind.fail(RuntimeError(text), lambda steps: [steps]))
-    with pytest.raises(RuntimeError, match="first"):
-        behind.wait()
-    with pytest.raises(RuntimeError, match="second"):
-        behind.wait()
+    refused(RuntimeError, "first", behind.wait)
+    refused(RuntimeError, "second", behind.wait)
     behind.wait()
 
 

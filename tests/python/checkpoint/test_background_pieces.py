@@ -22,8 +22,7 @@ def made():
 @pytest.mark.parametrize("copied", [False, True])
 def test_saved_as_one_tensor(copied, tmp_path):
     source, tensor, expected = made()
-    value = {"a": [tensor], "same": tensor, "whole": source}
-    prepared = prepare("x.pt", value)
+    prepared = prepare("x.pt", {"a": [tensor], "same": tensor, "whole": source})
     if copied:
         prepared.sources = Snapshot(HostCache()).add(prepared.sources).sources
         saved = source.clone()

@@ -16,6 +16,7 @@ from deepspeed.registry import UnknownNameError
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import _checkpoint_parallel_metadata
+from refusals import refused
 
 
 def test_the_torch_engine(tmp_path):
@@ -25,8 +26,7 @@ def test_the_torch_engine(tmp_path):
     engine.create(info)
     engine.makedirs(str(tmp_path / "a" / "t"))
     engine.makedirs(str(tmp_path / "a" / "t"), exist_ok=True)
-    with pytest.raises(FileExistsError):
-        engine.makedirs(str(tmp_path / "a" / "t"))
+    refused(FileExistsError, "", engine.makedirs, str(tmp_path / "a" / "t"))
     path = str(tmp_path / "a" / "t" / "x.pt")
     engine.save({"x": torch.arange(3), "more": SimpleNamespace(y=1)}, path)
     assert os.listdir(tmp_path / "a" / "t") == ["x.pt"]
@@ -39,8 +39,7 @@ def test_the_torch_engine(tmp_path):
     assert engine.get_commit_info() is info
     engine.cleanup()
     assert engine.get_commit_info() is None
-    with pytest.raises(UnknownNameError, match="checkpoint engine.*torch"):
-        ENGINES.get("torches")
+    refused(UnknownNameError, "checkpoint engine.*torch", ENGINES.get, "torches")
 
 
 @pytest.mark.parametrize("kind", ["torch", "python"])
@@ -55,23 +54,26 @@ def test_files_of_the_torch_engine_are_those_of_torch_save(kind, archive, tmp_pa
     expected = (tmp_path / "plain").read_bytes()
     assert content == expected if archive else len(content) == len(expected)  # storages in a stream have addresses
     assert record == {"name": "x.pt", "bytes": len(content), "crc32": zlib.crc32(content), "tensors": []}
-    with pytest.raises(OSError, match="cannot write the checkpoint file .*none.*Check space"):
-        engine.write_file("y.pt", value, str(tmp_path / "none" / "y.pt"))
+    refused(
+        OSError,
+        "cannot write the checkpoint file .*none.*Check space",
+        engine.write_file,
+        "y.pt",
+        value,
+        str(tmp_path / "none" / "y.pt"),
+    )
 
 
 def test_a_failed_save_of_the_torch_engine_leaves_the_file_before_it(tmp_path):
     engine, path = TorchCheckpointEngine(), str(tmp_path / "x.pt")
     engine.save({"x": 1}, path)
-    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
-        engine.save({"x": lambda: 2}, path)
+    refused((pickle.PicklingError, AttributeError, TypeError), "", engine.save, {"x": lambda: 2}, path)
     assert engine.load(path) == {"x": 1} and os.listdir(tmp_path) == ["x.pt"]
-    with pytest.raises(OSError, match="cannot write .*none.*Check space"):
-        engine.save({"x": 1}, str(tmp_path / "none" / "x.pt"))
+    refused(OSError, "cannot write .*none.*Check space", engine.save, {"x": 1}, str(tmp_path / "none" / "x.pt"))
 
 
 def test_an_engine_must_do_its_work():
-    with pytest.raises(TypeError, match="abstract"):
-        CheckpointEngine()
+    refused(TypeError, "abstract", CheckpointEngine)
 
 
 class Grid:
@@ -106,12 +108,24 @@ def test_folding_metadata():
     made = folding(param_families={"w": "expert"})
     validate_folding_metadata(made, tp_size=2, ep_size=4, tp_rank=1, zero_partition_group=(0, 4), family="expert",
                               param_families={"w": "expert"}, etp_rank=0)  # fmt: skip
-    with pytest.raises(ValueError, match="tp_size is 2, this run has 1.*ep_rank is 3, this run has 0"):
-        validate_folding_metadata(made, tp_size=1, ep_size=4, ep_rank=0)
-    with pytest.raises(ValueError, match="etp_size is missing"):
-        validate_folding_metadata({k: v for k, v in made.items() if k != "etp_size"}, tp_size=2, ep_size=4)
-    with pytest.raises(ValueError, match="folding"):
-        validate_folding_metadata(None, tp_size=2, ep_size=4)
+    refused(
+        ValueError,
+        "tp_size is 2, this run has 1.*ep_rank is 3, this run has 0",
+        validate_folding_metadata,
+        made,
+        tp_size=1,
+        ep_size=4,
+        ep_rank=0,
+    )
+    refused(
+        ValueError,
+        "etp_size is missing",
+        validate_folding_metadata,
+        {k: v for k, v in made.items() if k != "etp_size"},
+        tp_size=2,
+        ep_size=4,
+    )
+    refused(ValueError, "folding", validate_folding_metadata, None, tp_size=2, ep_size=4)
 
 
 LAYER = {"moe_layer_id": 0, "module_path": "moe.experts", "num_experts": 4, "ep_size": 2, "expert_params": ["w1"]}
@@ -124,14 +138,17 @@ def test_what_model_files_say_of_experts(tmp_path):
     assert not ds_to_universal._uses_zero3_partitioned_autoep_metadata(None)
     other = {**LAYER, "module_path": "next"}
     assert ds_to_universal._aggregate_autoep_zero12_metadata([[LAYER], [LAYER, other], None]) == [LAYER, other]
-    with pytest.raises(ValueError, match="moe.experts differently"):
-        ds_to_universal._aggregate_autoep_zero12_metadata([[LAYER], [{**LAYER, "num_experts": 8}]])
+    refused(
+        ValueError,
+        "moe.experts differently",
+        ds_to_universal._aggregate_autoep_zero12_metadata,
+        [[LAYER], [{**LAYER, "num_experts": 8}]],
+    )
     files = []
     for rank, model in enumerate(({"ds_autoep_layers": [LAYER]}, {"autoep_layers": [other]}, {})):
         files.append(str(tmp_path / f"{rank}.pt"))
         torch.save(model, files[-1])
-    found = ds_to_universal._autoep_expert_param_names_by_rank(files)
-    assert found == [{"moe.experts.w1"}, {"next.w1"}, set()]
+    assert ds_to_universal._autoep_expert_param_names_by_rank(files) == [{"moe.experts.w1"}, {"next.w1"}, set()]
 
 
 def test_files_of_experts_become_one_parameter(tmp_path):
@@ -144,8 +161,14 @@ def test_files_of_experts_become_one_parameter(tmp_path):
     assert found["param"][:, 0, 0].tolist() == [0, 1, 2, 3]
     assert found[keys.EP_IS_EXPERT_PARAM] is True and found[keys.EP_NUM_EXPERTS] == 4
     os.unlink(tmp_path / "layer_0_expert_2_mp_rank_00_model_states.pt")
-    with pytest.raises(FileNotFoundError, match=r"\[2\] of MoE layer 0"):
-        autoep_universal.consolidate_autoep_expert_files(str(tmp_path), str(tmp_path / "out"), [LAYER])
+    refused(
+        FileNotFoundError,
+        r"\[2\] of MoE layer 0",
+        autoep_universal.consolidate_autoep_expert_files,
+        str(tmp_path),
+        str(tmp_path / "out"),
+        [LAYER],
+    )
 
 
 @pytest.mark.parametrize("data_first", [False, True])
@@ -167,5 +190,4 @@ def test_shards_of_experts_become_one_parameter(data_first, tmp_path):
     assert torch.equal(torch.load(folder / "exp_avg.pt", weights_only=False)["param"], whole * 2)
     assert torch.load(folder / "step.pt", weights_only=False) == 3
     os.unlink(autoep_universal._zero12_fragment_path(str(tmp_path / "tmp"), "w", "fp32", 3))
-    with pytest.raises(ValueError, match="shards are missing"):
-        autoep_universal.consolidate_autoep_zero12_expert_states(*arguments)
+    refused(ValueError, "shards are missing", autoep_universal.consolidate_autoep_zero12_expert_states, *arguments)

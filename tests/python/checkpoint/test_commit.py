@@ -9,6 +9,8 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import commit, file_writer, owner
 from deepspeed.checkpoint.write.pointer import replace_text
+from processes import forked, forked_until_the_end
+from refusals import refused
 
 FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 # What a file system lacks, as orders of DS_IO_FAULT.
@@ -65,15 +67,7 @@ def put_users_files(folder, elsewhere):
 
 def killed(action):
     """Runs ``action`` in a process of its own; whether it was killed."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            action()
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
+    status = os.waitpid(forked(action), 0)[1]
     assert status in (0, signal.SIGKILL)
     return status != 0
 
@@ -188,11 +182,9 @@ def test_killed_in_place_the_other_tags_are_whole_and_this_one_is_known_not_to_b
 def test_in_place_by_detection_and_by_order(tmp_path):
     file_writer.inject_fault(NO_FOLDERS)
     assert save(tmp_path / "found", b"1") == str(tmp_path / "found")
-    with pytest.raises(OSError, match="write_in_place is false: set it to true or null"):
-        save(tmp_path / "never", b"1", in_place=False)
+    refused(OSError, "write_in_place is false: set it to true or null", save, tmp_path / "never", b"1", in_place=False)
     file_writer.inject_fault("rename_dir:1:eio")  # an error, and no property of the file system
-    with pytest.raises(OSError, match=r"(?s)cannot make the checkpoint folder .*rename"):
-        save(tmp_path / "broken", b"1")
+    refused(OSError, r"(?s)cannot make the checkpoint folder .*rename", save, tmp_path / "broken", b"1")
     file_writer.inject_fault("")
     assert save(tmp_path / "asked", b"1", in_place=True) == str(tmp_path / "asked")
     assert save(tmp_path / "hidden", b"1") != str(tmp_path / "hidden")
@@ -203,13 +195,11 @@ def test_a_failure_in_the_middle_of_a_swap_is_put_right(tmp_path):
     save(tmp_path / "t", b"1")
     file_writer.inject_fault("rename:3:eio," + NO_EXCHANGE)  # the old one is moved away, the new one cannot come
     staging = commit.begin(str(tmp_path / "t"))
-    with pytest.raises(OSError, match="rename"):
-        commit.finish(str(tmp_path / "t"), staging, {}, {})
+    refused(OSError, "rename", commit.finish, str(tmp_path / "t"), staging, {}, {})
     commit.abandon(str(tmp_path / "t"), staging)
     assert content(tmp_path / "t") == b"1" and sorted(os.listdir(tmp_path)) == ["latest", "t"]
     file_writer.inject_fault("rename:4:eio," + LOWER_LAYER)  # a file cannot be moved, others have been
-    with pytest.raises(OSError, match="rename"):
-        save(tmp_path / "t", b"2")
+    refused(OSError, "rename", save, tmp_path / "t", b"2")
     commit.abandon(str(tmp_path / "t"), staging)
     file_writer.inject_fault("")
     assert content(tmp_path / "t") == b"2" and sorted(os.listdir(tmp_path)) == ["latest", "t"]
@@ -222,8 +212,7 @@ def test_keep_last_removes_what_is_listed_and_nothing_else(tmp_path):
     os.rename(tmp_path / "b", tmp_path / "elsewhere")
     os.symlink("elsewhere", tmp_path / "b")
     commit.retire(str(tmp_path), 1, "d")
-    assert sorted(os.listdir(tmp_path)) == ["a", "b", "d", "latest"]
-    assert os.listdir(tmp_path / "a") == ["notes.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "d", "latest"] and os.listdir(tmp_path / "a") == ["notes.txt"]
     save(tmp_path / "e", b"e")
     file_writer.inject_fault(NO_FOLDERS)
     commit.remove_checkpoint(str(tmp_path / "d"))
@@ -231,22 +220,11 @@ def test_keep_last_removes_what_is_listed_and_nothing_else(tmp_path):
 
 
 def test_a_run_that_is_alive_is_not_disturbed(tmp_path):
-    ready, go = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(go)
-        commit.begin(str(tmp_path / "t"))
-        os.read(ready, 1)
-        os._exit(0)
-    os.close(ready)
-    while not (tmp_path / ".t.saving").exists():
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    with forked_until_the_end(lambda: commit.begin(str(tmp_path / "t"))) as pid:
+        while not (tmp_path / ".t.saving").exists():
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+        save(tmp_path / "other", b"1")
+        assert (tmp_path / ".t.saving").exists()
+        refused(OSError, rf"process {pid} on .* is saving the same checkpoint", save, tmp_path / "t", b"1")
     save(tmp_path / "other", b"1")
-    assert (tmp_path / ".t.saving").exists()
-    with pytest.raises(OSError, match=rf"process {pid} on .* is saving the same checkpoint"):
-        save(tmp_path / "t", b"1")
-    os.close(go)
-    os.waitpid(pid, 0)
-    save(tmp_path / "other", b"1")
-    assert not (tmp_path / ".t.saving").exists()
-    assert owner.others_files(str(tmp_path / "other")) is False
+    assert not (tmp_path / ".t.saving").exists() and owner.others_files(str(tmp_path / "other")) is False

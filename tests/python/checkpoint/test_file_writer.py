@@ -17,8 +17,10 @@ import torch
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.checkpoint.write.file_writer import WriterOptions, write_bytes, write_safetensors, write_torch
+from places import ROOT
+from processes import run_python
+from refusals import refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 DTYPES = [
     getattr(torch, name)
     for name in (
@@ -36,20 +38,17 @@ def random_tensor(dtype, *shape):
     if dtype is torch.bool:
         return torch.rand(shape) > 0.5
     size = torch.empty(0, dtype=dtype).element_size()
-    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8)
-    return raw.view(dtype)
+    return torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8).view(dtype)
 
 
 def same_bits(a, b):
     assert a.dtype == b.dtype and a.shape == b.shape and a.requires_grad == b.requires_grad
-    bits = lambda t: t.detach().contiguous().reshape(-1).view(torch.uint8)  # noqa: E731
-    if a.dtype is torch.bool:
-        return torch.equal(a, b)
-    return torch.equal(bits(a), bits(b))
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
-def address(tensor):
-    return tensor.data_ptr()
+def assert_same_bits(found, expected):
+    """The tensors of both tables have the same bits."""
+    assert [name for name, tensor in expected.items() if not same_bits(tensor, found[name])] == []
 
 
 def round_trip(value, path, options=None):
@@ -59,10 +58,8 @@ def round_trip(value, path, options=None):
 
 def other_pythons():
     """Those of the environments of this checkout that have another torch."""
-    found = [os.path.join(ROOT, name, "bin", "python") for name in (".venv", ".venv-torch2")]
-    return [
-        python for python in found if os.path.exists(python) and not sys.executable.startswith(os.path.dirname(python))
-    ]
+    found = (os.path.join(ROOT, name, "bin", "python") for name in (".venv", ".venv-torch2"))
+    return [path for path in found if os.path.exists(path) and not sys.executable.startswith(os.path.dirname(path))]
 
 
 # ---- what comes back -----------------------------------------------------------------------------------------------
@@ -73,36 +70,38 @@ def other_pythons():
 def test_every_dtype(tmp_path, dtype, options):
     value = {shape: random_tensor(dtype, *shape) for shape in [(1,), (3, 5), (70, 333), (0,), (2, 0, 3)]}
     value["scalar"] = random_tensor(dtype, 1)[0]
-    value["columns"] = value[(70, 333)][:, 3:7]
-    value["transposed"] = value[(3, 5)].t()
+    value["columns"], value["transposed"] = value[(70, 333)][:, 3:7], value[(3, 5)].t()
     back = round_trip(value, tmp_path / "x.pt", options)
-    assert list(back) == list(value)
-    for name, tensor in value.items():
-        assert same_bits(tensor, back[name]), name
-    assert back["transposed"].stride() == value["transposed"].stride()
+    assert list(back) == list(value) and back["transposed"].stride() == value["transposed"].stride()
+    assert_same_bits(back, value)
 
 
 def test_a_view_takes_its_own_elements_only(tmp_path):
     flat = torch.arange(1_000_000.0)
     views = {"piece": flat[5:15], "matrix": flat[100:112].view(3, 4), "one": flat[7], "steps": flat[::100_000]}
     record = write_torch(views, tmp_path / "x.pt")
-    assert {tensor["name"]: tensor["bytes"] for tensor in record["tensors"]} == {
-        "piece": 40,
-        "matrix": 48,
-        "one": 4,
-        "steps": 40,
-    }
-    back = torch.load(tmp_path / "x.pt")
-    for name, view in views.items():
-        assert torch.equal(view, back[name])
+    sizes = {"piece": 40, "matrix": 48, "one": 4, "steps": 40}
+    assert {tensor["name"]: tensor["bytes"] for tensor in record["tensors"]} == sizes
+    assert_same_bits(torch.load(tmp_path / "x.pt"), views)
 
 
 def test_an_expanded_tensor_stays_small(tmp_path):
     value = {"wide": torch.ones(3, 1).expand(3, 1 << 20), "windows": torch.arange(10.0).as_strided((6, 5), (1, 1))}
-    record = write_torch(value, tmp_path / "x.pt")
-    assert record["bytes"] < 4096
-    back = torch.load(tmp_path / "x.pt")
-    assert torch.equal(back["wide"], value["wide"]) and torch.equal(back["windows"], value["windows"])
+    assert write_torch(value, tmp_path / "x.pt")["bytes"] < 4096
+    assert_same_bits(torch.load(tmp_path / "x.pt"), value)
+
+
+def test_same_address_other_elements_are_told_apart(tmp_path):
+    flat = torch.arange(100.0)
+    value = {
+        "a": flat[:10],
+        "b": flat[:20],
+        "c": flat[:64].view(8, 8)[:, :3],
+        "d": flat.as_strided((3, 8), (8, 1))[:, ::1][:, :4],
+        "e": flat.as_strided((4, 6), (8, 1)),
+        "bits": flat[:10].view(torch.int32),
+    }
+    assert_same_bits(round_trip(value, tmp_path / "x.pt"), value)
 
 
 def test_tied_weights_stay_tied(tmp_path):
@@ -124,28 +123,13 @@ def test_tied_weights_stay_tied(tmp_path):
     record = write_torch(value, tmp_path / "x.pt")
     back = torch.load(tmp_path / "x.pt", weights_only=False)
     assert back["same object"] is back["a"] and back["p again"] is back["p"]
-    assert len({address(back[name]) for name in ("a", "other object", "transposed", "flat")}) == 1
+    assert len({back[name].data_ptr() for name in ("a", "other object", "transposed", "flat")}) == 1
     back["a"].zero_()
     assert not back["flat"].any() and not back["transposed"].any()
-    assert address(back["columns"]) == address(back["columns again"]) != address(back["a"])
-    assert address(back["p"]) == address(back["its data"])
+    assert back["columns"].data_ptr() == back["columns again"].data_ptr() != back["a"].data_ptr()
+    assert back["p"].data_ptr() == back["its data"].data_ptr()
     assert isinstance(back["p"], torch.nn.Parameter) and back["p"].requires_grad
     assert sum({t["offset"]: t["bytes"] for t in record["tensors"]}.values()) == (40 * 30 + 40 * 3 + 27) * 4
-
-
-def test_same_address_other_elements_are_told_apart(tmp_path):
-    flat = torch.arange(100.0)
-    value = {
-        "a": flat[:10],
-        "b": flat[:20],
-        "c": flat[:64].view(8, 8)[:, :3],
-        "d": flat.as_strided((3, 8), (8, 1))[:, ::1][:, :4],
-        "e": flat.as_strided((4, 6), (8, 1)),
-        "bits": flat[:10].view(torch.int32),
-    }
-    back = round_trip(value, tmp_path / "x.pt")
-    for name, tensor in value.items():
-        assert torch.equal(tensor, back[name]), name
 
 
 def test_parameters_and_flags(tmp_path):
@@ -155,15 +139,13 @@ def test_parameters_and_flags(tmp_path):
         torch.randn(3, requires_grad=True),
         torch.randn(3, requires_grad=True) * 2,
     ]
-    back = round_trip(value, tmp_path / "x.pt")
-    for before, after in zip(value, back):
+    for before, after in zip(value, round_trip(value, tmp_path / "x.pt")):
         assert type(after) is type(before) and same_bits(before, after)
 
 
 def test_conjugate_and_negative_views(tmp_path):
     z = torch.randn(5, 6, dtype=torch.complex64)
-    value = {"z": z, "conj": z.conj(), "imag of conj": z.conj().imag}
-    back = round_trip(value, tmp_path / "x.pt")
+    back = round_trip({"z": z, "conj": z.conj(), "imag of conj": z.conj().imag}, tmp_path / "x.pt")
     assert torch.equal(back["conj"], z.conj().resolve_conj()) and torch.equal(back["z"], z)
     assert torch.equal(back["imag of conj"], z.conj().imag)
 
@@ -193,8 +175,7 @@ def test_tensors_that_torch_takes_apart(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_storages(tmp_path):
-    tensor = torch.randn(7)
-    value = {"typed": tensor.storage(), "bytes": torch.arange(3.0).storage().untyped()}
+    value = {"typed": torch.randn(7).storage(), "bytes": torch.arange(3.0).storage().untyped()}
     back = round_trip(value, tmp_path / "x.pt")
     assert list(back["typed"]) == list(value["typed"])
     assert list(back["bytes"]) == list(value["bytes"]) and len(back["bytes"]) == 12
@@ -229,8 +210,7 @@ def test_other_objects(tmp_path):
 
 
 def test_what_cannot_be_pickled_leaves_no_file(tmp_path):
-    with pytest.raises(Exception, match="lambda|pickle"):
-        write_torch({"f": lambda: 0}, tmp_path / "x.pt")
+    refused(Exception, "lambda|pickle", write_torch, {"f": lambda: 0}, tmp_path / "x.pt")
     assert not list(tmp_path.iterdir())
 
 
@@ -270,16 +250,11 @@ def test_loads_under_every_torch(tmp_path, python):
     value.update(
         w=w, tied=w.view(-1), p=torch.nn.Parameter(w.clone()), empty=torch.zeros(0, 4), row=w[3:5], gap=w[:, 1:]
     )
-    write_torch(value, tmp_path / "ours.pt")
-    torch.save(value, tmp_path / "torchs.pt")
-    done = subprocess.run(
-        [python, "-c", CHECK, tmp_path / "ours.pt", tmp_path / "torchs.pt"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["same", str(len(value))]
+    files = [tmp_path / "ours.pt", tmp_path / "torchs.pt"]
+    write_torch(value, files[0])
+    torch.save(value, files[1])
+    done = subprocess.run([python, "-c", CHECK, *files], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.split() == ["same", str(len(value))], done.stderr
 
 
 def test_the_pickle_is_that_of_torch_save(tmp_path):
@@ -351,18 +326,15 @@ def test_the_records_name_the_damaged_tensor(tmp_path):
     assert file_writer.file_crc32(path) == record["crc32"]
     assert verify.verify_folder(str(tmp_path)) == []
     b = next(tensor for tensor in record["tensors"] if tensor["name"] == "b")
-    with open(path, "r+b") as file:
-        file.seek(b["offset"] + 777)
-        byte = file.read(1)[0]
-        file.seek(b["offset"] + 777)
-        file.write(bytes([byte ^ 4]))
+    content = bytearray(path.read_bytes())
+    content[b["offset"] + 777] ^= 4
+    path.write_bytes(content)
     assert [problem.tensor for problem in verify.verify_folder(str(tmp_path))] == ["b"]
     assert file_writer.file_crc32(path) != record["crc32"]
     os.truncate(path, b["offset"] + 10)
     (problem,) = verify.verify_folder(str(tmp_path))
     assert problem.text == "has {} bytes, {} were saved".format(b["offset"] + 10, record["bytes"])
-    with pytest.raises(FileNotFoundError):
-        file_writer.file_crc32(tmp_path / "none")
+    refused(FileNotFoundError, "", file_writer.file_crc32, tmp_path / "none")
 
 
 # ---- bytes, safetensors --------------------------------------------------------------------------------------------
@@ -374,8 +346,7 @@ def test_the_records_name_the_damaged_tensor(tmp_path):
 def test_write_bytes(tmp_path, data):
     record = write_bytes(data, tmp_path / "x")
     content = (tmp_path / "x").read_bytes()
-    assert content == bytes(data)
-    assert record == file_writer.file_record("x", len(content), zlib.crc32(content))
+    assert content == bytes(data) and record == file_writer.file_record("x", len(content), zlib.crc32(content))
 
 
 def read_safetensors(path):
@@ -392,11 +363,10 @@ def read_safetensors(path):
         begin, stop = entry["data_offsets"]
         assert begin == end, "the format allows no holes"
         end = stop
-        raw = torch.tensor(list(data[begin:stop]), dtype=torch.uint8)
         dtype = codes[entry["dtype"]]
         assert begin % torch.empty(0, dtype=dtype).element_size() == 0
-        tensors[name] = raw.bool() if dtype is torch.bool else raw.view(dtype)
-        tensors[name] = tensors[name].reshape(entry["shape"])
+        raw = torch.tensor(list(data[begin:stop]), dtype=torch.uint8)
+        tensors[name] = raw.view(dtype).reshape(entry["shape"])
     assert end == len(data)
     return tensors, header.get("__metadata__")
 
@@ -411,16 +381,14 @@ def test_write_safetensors(tmp_path):
     record = write_safetensors(value, {"format": "pt"}, tmp_path / "x.safetensors", SMALL)
     back, metadata = read_safetensors(tmp_path / "x.safetensors")
     assert metadata == {"format": "pt"} and set(back) == set(value)
-    for name, tensor in value.items():
-        assert same_bits(tensor, back[name]), name
+    assert_same_bits(back, value)
     content = (tmp_path / "x.safetensors").read_bytes()
     assert record["crc32"] == zlib.crc32(content) and record["bytes"] == len(content)
     for tensor in record["tensors"]:
         assert zlib.crc32(content[tensor["offset"] :][: tensor["bytes"]]) == tensor["crc32"]
         assert tuple(tensor["shape"]) == value[tensor["name"]].shape
     library = pytest.importorskip("safetensors.torch", reason="the package is not installed")
-    theirs = library.load_file(tmp_path / "x.safetensors")
-    assert all(same_bits(theirs[name], value[name]) for name in value)
+    assert_same_bits(library.load_file(tmp_path / "x.safetensors"), value)
 
 
 def test_safetensors_without_tensors(tmp_path):
@@ -440,8 +408,7 @@ def test_safetensors_without_tensors(tmp_path):
     ],
 )
 def test_safetensors_refuses(tmp_path, tensors, metadata, match):
-    with pytest.raises(ValueError, match=match):
-        write_safetensors(tensors, metadata, tmp_path / "x")
+    refused(ValueError, match, write_safetensors, tensors, metadata, tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
 
@@ -466,28 +433,20 @@ print(used() - before)
 @pytest.mark.slow
 def test_no_second_copy_of_the_state(tmp_path):
     """480 MB are written, a third of them with gaps; the memory that this takes is that of the buffers."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, tmp_path / "x"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.path.join(ROOT, "python")},
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 64
+    done = run_python(MEMORY, tmp_path / "x")
+    assert done.returncode == 0 and int(done.stdout) < 64, (done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("options", [None, SMALL], ids=["default", "small buffers"])
 def test_tensors_that_pass_through_the_staging_memory(tmp_path, options):
     """As those of a GPU do."""
-    options = dataclasses.replace(options or WriterOptions(), staged=True)
-    w = torch.randn(300, 70)
+    options, w = dataclasses.replace(options or WriterOptions(), staged=True), torch.randn(300, 70)
     value = {"w": w, "t": w.t(), "tall": w[:, :1], "half": w.bfloat16(), "scalar": w[0, 0], "z": torch.zeros(0, 3)}
     back = round_trip(value, tmp_path / "x.pt", options)
-    assert all(same_bits(value[name], back[name]) for name in value)
-    assert address(back["w"]) == address(back["t"])
+    assert_same_bits(back, value)
+    assert back["w"].data_ptr() == back["t"].data_ptr()
     write_safetensors(value, None, tmp_path / "x.safetensors", options)
-    read, _ = read_safetensors(tmp_path / "x.safetensors")
-    assert all(same_bits(value[name], read[name]) for name in value)
+    assert_same_bits(read_safetensors(tmp_path / "x.safetensors")[0], value)
 
 
 @pytest.mark.gpu
@@ -500,7 +459,7 @@ def test_tensors_of_a_gpu(tmp_path):
         back = round_trip(value, tmp_path / "x.pt", options)
         for name, tensor in value.items():
             assert back[name].device.type == "cpu" and same_bits(tensor.cpu(), back[name]), name
-        assert address(back["w"]) == address(back["t"]) == address(back["p"])
+        assert back["w"].data_ptr() == back["t"].data_ptr() == back["p"].data_ptr()
         write_safetensors(value, None, tmp_path / "x.safetensors", options)
         read, _ = read_safetensors(tmp_path / "x.safetensors")
         assert torch.equal(read["gap"], value["gap"].cpu()) and torch.equal(read["half"], value["half"].cpu())
@@ -535,8 +494,7 @@ def test_every_fault_is_an_error_and_no_file(tmp_path, inject, action, code):
                     write()
                     break
                 except OSError as error:
-                    assert error.errno == code and str(tmp_path / "x") in str(error)
-                    assert not list(tmp_path.iterdir())
+                    assert error.errno == code and str(tmp_path / "x") in str(error) and not list(tmp_path.iterdir())
             assert n > 1, f"no {call} was counted"
             os.unlink(tmp_path / "x")
 
@@ -547,35 +505,25 @@ def test_names(tmp_path, inject):
     inject("rename:2:eio")
     assert file_writer.exchange(str(tmp_path / "a"), str(tmp_path / "b")) in (True, False)
     assert (tmp_path / "a").read_bytes() == b"b"
-    with pytest.raises(OSError, match=r"(?s)rename of .*/a to .*/b failed"):
-        file_writer.rename(str(tmp_path / "a"), str(tmp_path / "b"))
-    file_writer.rename(str(tmp_path / "a"), str(tmp_path / "b"))
+    refused(OSError, r"(?s)rename of .*/a to .*/b failed", file_writer.rename, tmp_path / "a", tmp_path / "b")
+    file_writer.rename(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_bytes() == b"b" and not (tmp_path / "a").exists()
     inject("fsync:1:eio")
-    with pytest.raises(OSError, match="fsync of"):
-        file_writer.sync_directory(str(tmp_path))
-    file_writer.sync_directory(str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="none"):
-        file_writer.rename(str(tmp_path / "none"), str(tmp_path / "b"))
-    with pytest.raises(ValueError, match="DS_IO_FAULT='nonsense'.*write:3:kill"):
-        inject("nonsense")
+    refused(OSError, "fsync of", file_writer.sync_directory, tmp_path)
+    file_writer.sync_directory(tmp_path)
+    refused(FileNotFoundError, "none", file_writer.rename, tmp_path / "none", tmp_path / "b")
+    refused(ValueError, "DS_IO_FAULT='nonsense'.*write:3:kill", inject, "nonsense")
 
 
 def test_the_environment_arms_a_fault(tmp_path):
     code = "import sys; from deepspeed.checkpoint.write import file_writer as w; w.write_bytes(b'x' * 99, sys.argv[1])"
     for order, expected in (("write:1:kill", -9), ("fsync:2:kill", 0)):
-        done = subprocess.run(
-            [sys.executable, "-c", code, tmp_path / "x"],
-            env={**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), "DS_IO_FAULT": order},
-        )
-        assert done.returncode == expected
+        assert run_python(code, tmp_path / "x", DS_IO_FAULT=order).returncode == expected
     assert (tmp_path / "x").read_bytes() == b"x" * 99
 
 
 def test_options_out_of_range(tmp_path):
     for options in (WriterOptions(io_buffer_size=0), WriterOptions(io_buffer_size=1 << 40), WriterOptions(threads=-1)):
-        with pytest.raises((ValueError, TypeError)):
-            write_bytes(b"x", tmp_path / "x", options)
-    with pytest.raises(FileNotFoundError, match="Make the folder"):
-        write_bytes(b"x", tmp_path / "no" / "x")
+        refused((ValueError, TypeError), "", write_bytes, b"x", tmp_path / "x", options)
+    refused(FileNotFoundError, "Make the folder", write_bytes, b"x", tmp_path / "no" / "x")
     assert not list(tmp_path.iterdir())

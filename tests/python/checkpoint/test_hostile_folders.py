@@ -16,6 +16,8 @@ from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.write import commit, file_writer, owner
 from deepspeed.checkpoint.write.pointer import replace_text
 from hostile_folders import MODEL, SHARD, Sandbox, chance_of
+from processes import forked
+from refusals import refused
 from sampling import every_case
 
 REFUSALS = (OSError, RuntimeError, ValueError)
@@ -185,8 +187,7 @@ def test_a_manifest_that_names_others_files(name, tmp_path):
 def test_a_manifest_with_a_time_that_is_none(saved_at, tmp_path, capsys):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / verify.NAME).write_text(verify.text_of({"saved_at": saved_at}, {}))
-    with pytest.raises(verify.DamagedManifest, match="saved_at"):
-        verify.read(tmp_path / "t")
+    refused(verify.DamagedManifest, "saved_at", verify.read, tmp_path / "t")
     assert cli.main(["ls", str(tmp_path)]) == 0 and "damaged" in capsys.readouterr().out
 
 
@@ -218,8 +219,7 @@ def test_latest_leads_nowhere_else(tmp_path):
     for text in ("../outside", sandbox.outside, "t/../../outside", "a\0b"):
         with open(os.path.join(sandbox.saves, "latest"), "w") as file:
             file.write(text)
-        with pytest.raises(ValueError, match="latest has the name"):
-            cli.names.latest_tag(sandbox.saves)
+        refused(ValueError, "latest has the name", cli.names.latest_tag, sandbox.saves)
     os.symlink(sandbox.outside, os.path.join(sandbox.saves, "elsewhere"))  # a link that the user has made
     for text in ("t", "elsewhere", "runs/t", "step.1"):
         with open(os.path.join(sandbox.saves, "latest"), "w") as file:
@@ -227,43 +227,32 @@ def test_latest_leads_nowhere_else(tmp_path):
         assert cli.names.latest_tag(sandbox.saves) == text
 
 
-def replace_often(path, letter, ready):
-    os.read(ready, 1)
-    for _ in range(150):
-        replace_text(path, letter * 9000)
-    os._exit(0)
-
-
 def test_two_processes_replace_latest_at_once(tmp_path):
     path = str(tmp_path / "latest")
     replace_text(path, "a" * 9000)
-    go, start = os.pipe()
-    pids = []
-    for letter in "bc":
-        pid = os.fork()
-        if pid == 0:
-            with contextlib.suppress(BaseException):
-                replace_often(path, letter, go)
-            os._exit(1)
-        pids.append(pid)
-    os.write(start, b"xx")
-    running = True
-    while running:
-        running = os.waitpid(pids[0], os.WNOHANG) == (0, 0)
+    start, go = os.pipe()
+
+    def replace_often(letter):
+        os.read(start, 1)
+        for _ in range(150):
+            replace_text(path, letter * 9000)
+
+    first, second = (forked(lambda letter=letter: replace_often(letter)) for letter in "bc")
+    os.write(go, b"xx")
+    while os.waitpid(first, os.WNOHANG) == (0, 0):
         with open(path) as file:
-            text = file.read()
-        assert text in ("a" * 9000, "b" * 9000, "c" * 9000)
-    assert os.waitpid(pids[1], 0)[1] == 0
-    assert os.listdir(tmp_path) == ["latest"]
+            assert file.read() in ("a" * 9000, "b" * 9000, "c" * 9000)
+    assert os.waitpid(second, 0)[1] == 0 and os.listdir(tmp_path) == ["latest"]
 
 
 def test_what_killed_processes_left_of_latest_goes(tmp_path):
-    path, pid = str(tmp_path / "latest"), os.fork()
-    if pid == 0:
+    path = str(tmp_path / "latest")
+
+    def killed():
         file_writer.inject_fault("rename:1:kill")
         replace_text(path, "one")
-        os._exit(0)
-    os.waitpid(pid, 0)
+
+    os.waitpid(forked(killed), 0)
     (left,) = os.listdir(tmp_path)
     assert left.startswith(".latest.") and left.endswith(".writing")
     (tmp_path / ".latest.mine.writing").write_text("mine")

@@ -8,6 +8,7 @@ import pytest
 
 from deepspeed.checkpoint.write import owner
 from deepspeed.checkpoint.write.owner import Process
+from processes import forked_until_the_end
 
 HERE = Process.here()
 
@@ -49,8 +50,7 @@ def test_of_an_unknown_process_only_time_can_tell(tmp_path):
     folder = written(tmp_path / "a", pid_space="pid:[1]", pid=2**22 + 1)
     (tmp_path / "a" / "file").write_text("x")
     now = time.time()
-    assert not owner.is_abandoned(folder, now)
-    assert owner.is_abandoned(folder, now + owner.LEASE_S + 1)
+    assert not owner.is_abandoned(folder, now) and owner.is_abandoned(folder, now + owner.LEASE_S + 1)
     os.utime(folder, (0, 0))
     os.utime(owner.path_in(folder), (0, 0))
     assert not owner.is_abandoned(folder, now)  # the file is new
@@ -65,43 +65,25 @@ def test_of_an_unknown_process_only_time_can_tell(tmp_path):
 def test_the_lock_says_it_across_containers(tmp_path):
     folder = str(tmp_path / "a")
     os.makedirs(folder)
-    pid, (ready, go) = 0, os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(go)
-        owner.claim(folder)
-        os.read(ready, 1)
-        os._exit(0)
-    os.close(ready)
-    while not (owner.facts_of(folder) or {}).get("locked"):
-        pass
     elsewhere = Process(HERE.host, HERE.boot, "pid:[1]", HERE.pid, HERE.started)  # who asks is in another container
-    while owner.is_gone(folder, elsewhere) is not False:
-        pass
-    assert owner.is_alive(folder) and not owner.is_own(folder)
-    os.close(go)
-    os.waitpid(pid, 0)
+    with forked_until_the_end(lambda: owner.claim(folder)):
+        while not (owner.facts_of(folder) or {}).get("locked"):
+            pass
+        while owner.is_gone(folder, elsewhere) is not False:
+            pass
+        assert owner.is_alive(folder) and not owner.is_own(folder)
     assert owner.is_gone(folder, elsewhere) is True
     # Another kernel may not see the lock (Lustre with localflock): a free one proves nothing there.
     foreign = Process("other", "another machine", "pid:[1]", 7, 7)
-    assert owner.is_gone(folder, foreign) is None
-    assert not owner.is_abandoned(folder, time.time(), foreign)
+    assert owner.is_gone(folder, foreign) is None and not owner.is_abandoned(folder, time.time(), foreign)
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path):
     owner.claim(str(tmp_path))
-    ready, go = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(go)
-        os.read(ready, 1)
-        os._exit(0)
-    os.close(ready)
-    assert owner.is_own(str(tmp_path)) and owner._is_free(owner.path_in(tmp_path)) is False
-    owner.let_go(str(tmp_path))
-    while owner._is_free(owner.path_in(tmp_path)) is not True:  # until the child has run its handler
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
-    os.close(go)
-    os.waitpid(pid, 0)
+    with forked_until_the_end(lambda: None) as pid:
+        assert owner.is_own(str(tmp_path)) and owner._is_free(owner.path_in(tmp_path)) is False
+        owner.let_go(str(tmp_path))
+        while owner._is_free(owner.path_in(tmp_path)) is not True:  # until the child has run its handler
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     owner.disown(str(tmp_path))
     assert os.listdir(tmp_path) == []

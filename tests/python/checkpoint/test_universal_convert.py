@@ -15,6 +15,8 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert import universal
 from deepspeed.checkpoint.layouts.saved_universal import UniversalState
 from megatron_files import INFO, WORDS, slice_of, state_of, whole_parameters
+from processes import run_python
+from refusals import refused
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 PEERS = os.path.join(
@@ -109,8 +111,7 @@ def test_a_shape_that_does_not_fit_is_said(tmp_path):
     convert(tmp_path / "step7", tmp_path / "universal")
     name = "layers.0.dense.weight"
     saved = UniversalState(str(tmp_path / "universal"), shapes={name: torch.Size([8, 4])})
-    with pytest.raises(ValueError, match=r"dense.weight.*\(4, 8\).*\(8, 4\)"):
-        saved.pieces(name, "fp32")[0][2].read_range(0, 1)
+    refused(ValueError, r"dense.weight.*\(4, 8\).*\(8, 4\)", saved.pieces(name, "fp32")[0][2].read_range, 0, 1)
 
 
 def test_widths_of_sub_parameters_that_differ(tmp_path):
@@ -175,9 +176,7 @@ def test_the_command_line(tmp_path):
     convert(tmp_path / "step7", tmp_path / "alone")
     assert same_files(tmp_path / "alone" / "zero", tmp_path / "universal" / "zero")
     assert (tmp_path / "universal" / "tmp").exists() and not (tmp_path / "alone" / "tmp").exists()
-    with pytest.raises(SystemExit) as ended:
-        ds_to_universal.parse_arguments(["--help"])
-    assert ended.value.code == 0
+    assert refused(SystemExit, "", ds_to_universal.parse_arguments, ["--help"]).code == 0
 
 
 MEMORY = """
@@ -199,80 +198,92 @@ def test_memory_is_that_of_a_parameter(tmp_path):
     torch.save(model, tmp_path / "step7" / "mp_rank_00_model_states.pt")
     state = {"optimizer_state_dict": megatron_files.flat(params, 0, 1, 1)}
     torch.save(state, tmp_path / "step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", MEMORY, str(tmp_path / "step7"), str(tmp_path / "universal")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.rsplit("grown by", 1)[1]) < 48, done.stdout
+    done = run_python(MEMORY, tmp_path / "step7", tmp_path / "universal")
+    assert done.returncode == 0 and int(done.stdout.rsplit("grown by", 1)[1]) < 48, (done.stdout, done.stderr)
     assert torch.equal(file_of(tmp_path / "universal", "p3", "exp_avg")["param"], params["p3"] * 0.5)
 
 
-def test_patterns_that_match_nothing(tmp_path):
-    info = {**INFO, keys.PARAMETER_TO_AVERAGE_PATTERNS: ["layers.*scale", "no_such"]}
-    megatron_files.write(str(tmp_path / "step7"), 1, 2, 1, info=info)
-    with pytest.raises(ValueError, match="no_such.*no_strict"):
-        convert(tmp_path / "step7", tmp_path / "universal")
-    with pytest.raises(ValueError, match="no_such"):
-        convert(tmp_path / "step7", tmp_path / "universal", strict=True)
-    convert(tmp_path / "step7", tmp_path / "universal", strict=False)
-    convert(tmp_path / "step7", tmp_path / "again", no_strict=True)
+@pytest.fixture
+def step7(tmp_path):
+    """A function that writes the folder step7 for a grid, and one that converts it into a folder beside it."""
+    folder = tmp_path / "step7"
+
+    def write(*grid, **options):
+        megatron_files.write(str(folder), *grid, **options)
+        return folder
+
+    def convert_into(name, **options):
+        convert(folder, tmp_path / name, **options)
+        return tmp_path / name
+
+    return write, convert_into
 
 
-def test_missing_information(tmp_path):
-    megatron_files.write(str(tmp_path / "step7"), 1, 2, 1, info=None)
-    with pytest.raises(ValueError, match="universal_checkpoint_info.*inject_missing_state"):
-        convert(tmp_path / "step7", tmp_path / "universal")
-    convert(tmp_path / "step7", tmp_path / "universal", inject_missing_state=True)
-    found = file_of(tmp_path / "universal", "layers.0.qkv.bias", "fp32")["param"]
+def test_patterns_that_match_nothing(step7):
+    write, convert_into = step7
+    write(1, 2, 1, info={**INFO, keys.PARAMETER_TO_AVERAGE_PATTERNS: ["layers.*scale", "no_such"]})
+    refused(ValueError, "no_such.*no_strict", convert_into, "universal")
+    refused(ValueError, "no_such", convert_into, "universal", strict=True)
+    convert_into("universal", strict=False)
+    convert_into("again", no_strict=True)
+
+
+def test_missing_information(step7, tmp_path):
+    write, convert_into = step7
+    write(1, 2, 1, info=None)
+    refused(ValueError, "universal_checkpoint_info.*inject_missing_state", convert_into, "universal")
+    universal = convert_into("universal", inject_missing_state=True)
+    found = file_of(universal, "layers.0.qkv.bias", "fp32")["param"]
     assert torch.equal(found, whole_parameters(0)["layers.0.qkv.bias"])
     megatron_files.write(str(tmp_path / "alone"), 1, 1, 2, info=None)
     convert(tmp_path / "alone", tmp_path / "universal2")  # data parallel ranks have nothing to say
 
 
-def test_information_in_the_optimizer_file(tmp_path):
-    megatron_files.write(str(tmp_path / "step7"), 1, 2, 1, info=None)
-    path = tmp_path / "step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+def test_information_in_the_optimizer_file(step7):
+    write, convert_into = step7
+    path = write(1, 2, 1, info=None) / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     state = torch.load(path, weights_only=False)
     state["optimizer_state_dict"][keys.UNIVERSAL_CHECKPOINT_INFO] = INFO
     torch.save(state, path)
-    convert(tmp_path / "step7", tmp_path / "universal")
-    assert file_of(tmp_path / "universal", "layers.0.dense.weight", "fp32")["cat_dim"] == 1
+    assert file_of(convert_into("universal"), "layers.0.dense.weight", "fp32")["cat_dim"] == 1
 
 
-def test_experts_of_other_ranks_are_refused(tmp_path):
-    megatron_files.write(str(tmp_path / "step7"), 1, 1, 1)
-    path = tmp_path / "step7" / "mp_rank_00_model_states.pt"
+def test_experts_of_other_ranks_are_refused(step7):
+    write, convert_into = step7
+    path = write(1, 1, 1) / "mp_rank_00_model_states.pt"
     saved = torch.load(path, weights_only=False)
     torch.save({**saved, "ds_autoep_layers": [{"module_path": "layers.0.experts"}]}, path)
-    with pytest.raises(ValueError, match="layers.0.experts"):
-        convert(tmp_path / "step7", tmp_path / "universal")
+    refused(ValueError, "layers.0.experts", convert_into, "universal")
 
 
-def test_parameters_of_several_stages_need_a_pattern(tmp_path):
-    info = {key: value for key, value in INFO.items() if key != keys.PIPELINE_REPLICATED_PARAMETER_PATTERNS}
-    megatron_files.write(str(tmp_path / "step7"), 2, 1, 1, info=info)
-    with pytest.raises(ValueError, match="words.weight.*pipeline_replicated_parameter_patterns"):
-        convert(tmp_path / "step7", tmp_path / "universal")
+def test_parameters_of_several_stages_need_a_pattern(step7):
+    write, convert_into = step7
+    write(2, 1, 1, info={k: v for k, v in INFO.items() if k != keys.PIPELINE_REPLICATED_PARAMETER_PATTERNS})
+    refused(ValueError, "words.weight.*pipeline_replicated_parameter_patterns", convert_into, "universal")
+
+
+def test_stage_0_of_another_implementation_is_refused_with_its_reason(tmp_path):
+    source = os.path.join(PEERS, "stage0-bf16-2ranks", "global_step4")
+    refused(ValueError, "without ZeRO.*load_checkpoint reads them", convert, source, tmp_path / "universal")
 
 
 def test_what_cannot_be_converted(tmp_path):
     megatron_files.write(str(tmp_path / "step7"), 1, 1, 2)
-    with pytest.raises(ValueError, match="both"):
-        convert(tmp_path / "step7", tmp_path / "step7")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        convert(tmp_path / "nowhere", tmp_path / "universal")
+    refused(ValueError, "both", convert, tmp_path / "step7", tmp_path / "step7")
+    refused(FileNotFoundError, "nowhere", convert, tmp_path / "nowhere", tmp_path / "universal")
     convert(tmp_path / "step7", tmp_path / "universal")
-    with pytest.raises(ValueError, match="universal checkpoint already"):
-        convert(tmp_path / "universal", tmp_path / "again")
-    with pytest.raises(ValueError, match="qkv"):
-        ds_to_universal._validate_autotp_conversion_support({keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: ["qkv"]})
+    refused(ValueError, "universal checkpoint already", convert, tmp_path / "universal", tmp_path / "again")
+    refused(
+        ValueError,
+        "qkv",
+        ds_to_universal._validate_autotp_conversion_support,
+        {keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: ["qkv"]},
+    )
     ds_to_universal._validate_autotp_conversion_support({})
     os.unlink(tmp_path / "step7" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    with pytest.raises(FileNotFoundError, match="zero_pp_rank_1"):
-        convert(tmp_path / "step7", tmp_path / "more")
+    refused(FileNotFoundError, "zero_pp_rank_1", convert, tmp_path / "step7", tmp_path / "more")
     os.unlink(tmp_path / "step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    with pytest.raises(ValueError, match="no optimizer states"):
-        convert(tmp_path / "step7", tmp_path / "more")
+    refused(ValueError, "no optimizer states", convert, tmp_path / "step7", tmp_path / "more")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -294,11 +305,6 @@ def test_files_of_another_implementation(stage, dtype, tmp_path):
     assert [group["weight_decay"] for group in common["param_groups"]] == [0.1, 0.0] and common["zero_stage"] == stage
 
 
-def test_stage_0_of_another_implementation_is_refused_with_its_reason(tmp_path):
-    with pytest.raises(ValueError, match="without ZeRO.*load_checkpoint reads them"):
-        convert(os.path.join(PEERS, "stage0-bf16-2ranks", "global_step4"), tmp_path / "universal")
-
-
 # ---- single steps ----------------------------------------------------------------------------------------------------
 def test_shards_of_stage_3_one_rank_at_a_time(tmp_path):
     megatron_files.write(str(tmp_path / "step7"), 1, 2, 2, stage=3)
@@ -306,8 +312,7 @@ def test_shards_of_stage_3_one_rank_at_a_time(tmp_path):
         [str(tmp_path / "step7" / f"zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt") for dp in range(2)]
         for tp in range(2)
     ]
-    models = ds_to_universal._get_zero3_model_state_files(str(tmp_path / "step7"))
-    assert len(models) == 4
+    assert len(ds_to_universal._get_zero3_model_state_files(str(tmp_path / "step7"))) == 4
     saved = [tmp_path / "step7" / f"zero_pp_rank_0_mp_rank_{tp:02d}_model_states.pt" for tp in range(2)]
     shapes = [torch.load(path, weights_only=False)["param_shapes"] for path in saved]
     for tp in range(2):
@@ -325,7 +330,12 @@ def test_shards_of_stage_3_one_rank_at_a_time(tmp_path):
         assert all(torch.equal(found, slice_of(name, whole, tp, 2)) for tp, found in enumerate(slices))
         assert ds_to_universal._merge_zero_shards(base, "step", 2) == [7, 7]
         assert ds_to_universal._merge_zero_shards(base, "exp_avg", 2)[1].dim() == 1
-    with pytest.raises(ValueError, match="missing"):
-        ds_to_universal._merge_zero_shards(base, "fp32", 2, torch.Size([999]))
-    with pytest.raises(ValueError, match="tensor-parallel ranks \\[1\\]"):
-        ds_to_universal._group_per_tp_shapes([{"w": torch.Size([1])}, {}], 1, 2)
+    refused(ValueError, "missing", ds_to_universal._merge_zero_shards, base, "fp32", 2, torch.Size([999]))
+    refused(
+        ValueError,
+        "tensor-parallel ranks \\[1\\]",
+        ds_to_universal._group_per_tp_shapes,
+        [{"w": torch.Size([1])}, {}],
+        1,
+        2,
+    )

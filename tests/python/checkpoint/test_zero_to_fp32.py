@@ -24,6 +24,7 @@ from deepspeed.utils.zero_to_fp32 import (  # noqa: E402
     load_state_dict_from_zero_checkpoint,
     to_torch_tensor,
 )
+from refusals import refused
 from zero_folders import weights_of, write_checkpoint  # noqa: E402
 
 PEERS = os.path.join(os.path.dirname(__file__), "..", "..", "data", "peer-checkpoints")
@@ -91,12 +92,10 @@ def test_weights_of_another_implementation(path):
 def test_weights_of_any_stage_and_number_of_ranks(stage, ranks, tmp_path):
     expected = checkpoint(tmp_path, stage, ranks)
     found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-    assert same(found, expected)
-    assert found["c.weight"] is found["b.weight"]
+    assert same(found, expected) and found["c.weight"] is found["b.weight"]
     lazy = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="step", lazy_mode=True)
     assert not any(torch.is_tensor(value) for value in lazy.values())
-    assert torch.equal(lazy["a.weight"].contiguous(), expected["a.weight"])
-    assert same(to_torch_tensor(lazy), expected)
+    assert torch.equal(lazy["a.weight"].contiguous(), expected["a.weight"]) and same(to_torch_tensor(lazy), expected)
     empty = to_torch_tensor(lazy, return_empty_tensor=True)
     assert {n: (v.shape, v.dtype) for n, v in empty.items()} == {n: (v.shape, v.dtype) for n, v in expected.items()}
 
@@ -115,8 +114,7 @@ def test_files_and_index(size, safe, tmp_path):
         assert names == [f"{stem}.{ending}"] and index is None
         return
     count = len(names) - 1
-    assert names[0] == f"{stem}-00001-of-{count:05d}.{ending}"
-    assert names[-1] == f"{stem}.{ending}.index.json"
+    assert names[0] == f"{stem}-00001-of-{count:05d}.{ending}" and names[-1] == f"{stem}.{ending}.index.json"
     assert set(index["weight_map"]) == set(expected) and set(index["weight_map"].values()) == set(names[:-1])
     held = expected if safe else {n: v for n, v in expected.items() if n != "c.weight"}
     assert index["metadata"]["total_size"] == sum(v.numel() * v.element_size() for v in held.values())
@@ -141,51 +139,48 @@ def test_sizes(text, size):
 @pytest.mark.parametrize("text", ["", "GB", "five", "-5GB", "5GBit", "0", True, "0.1"])
 def test_no_sizes(text, tmp_path):
     checkpoint(tmp_path, 1, 1)
-    with pytest.raises(ValueError, match="max_shard_size"):
-        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"), max_shard_size=text)
+    refused(
+        ValueError,
+        "max_shard_size",
+        convert_zero_checkpoint_to_fp32_state_dict,
+        str(tmp_path),
+        str(tmp_path / "out"),
+        max_shard_size=text,
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_missing_is_said(tmp_path):
-    with pytest.raises(ValueError, match="latest"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(ValueError, "latest", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
     checkpoint(tmp_path, 2, 2)
-    with pytest.raises(FileNotFoundError, match="another"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="another")
+    refused(FileNotFoundError, "another", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path), tag="another")
     second = tmp_path / "step" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     second.rename(tmp_path / "kept")
-    with pytest.raises(ValueError, match="Expected 2 .* found 1 files"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(ValueError, "Expected 2 .* found 1 files", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
     torch.save({"optimizer_state_dict": {}}, second)
-    with pytest.raises(ValueError, match="not a zero checkpoint.*zero_stage"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(ValueError, "not a zero checkpoint.*zero_stage", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
     os.replace(tmp_path / "kept", second)
     torch.save({"module": {}}, tmp_path / "step" / "mp_rank_00_model_states.pt")
-    with pytest.raises(ValueError, match="not a model state checkpoint"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(ValueError, "not a model state checkpoint", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
     os.remove(tmp_path / "step" / "mp_rank_00_model_states.pt")
-    with pytest.raises(FileNotFoundError, match="model_states"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(FileNotFoundError, "model_states", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
 
 
 @pytest.mark.parametrize("path", sorted(glob.glob(f"{PEERS}/stage0*")), ids=os.path.basename)
 def test_a_checkpoint_without_zero_says_so(path):
-    with pytest.raises(FileNotFoundError, match="no ZeRO checkpoint.*zero_stage"):
-        get_fp32_state_dict_from_zero_checkpoint(path)
+    refused(FileNotFoundError, "no ZeRO checkpoint.*zero_stage", get_fp32_state_dict_from_zero_checkpoint, path)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_shards_that_do_not_add_up(stage, tmp_path):
-    groups = weights_of(SHAPES)
-    write_checkpoint(tmp_path, groups, stage, 2)
+    write_checkpoint(tmp_path, weights_of(SHAPES), stage, 2)
     names = sorted(glob.glob(f"{tmp_path}/step/*model_states.pt"))
     for size, words in (((130, 9), "too few"), ((13, 1), "something is wrong")):
         for name in names:
             state = torch.load(name)
             state["param_shapes"][0]["b.weight"] = torch.Size(size)
             torch.save(state, name)
-        with pytest.raises(ValueError, match=words):
-            get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+        refused(ValueError, words, get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
@@ -194,8 +189,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
     state = torch.load(path)
     state["client"] = subprocess.CompletedProcess([], 0)
     torch.save(state, path)
-    with pytest.raises(RefusedClass, match="subprocess.CompletedProcess"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(RefusedClass, "subprocess.CompletedProcess", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
 
 
 def test_a_model_takes_the_weights(tmp_path):
@@ -209,8 +203,7 @@ def test_a_model_takes_the_weights(tmp_path):
 def test_the_parsers_give_tensors(tmp_path):
     checkpoint(tmp_path, 3, 2)
     folder = str(tmp_path / "step")
-    files = zero_to_fp32.get_optim_files(folder)
-    stage, ranks, flats = zero_to_fp32.parse_optim_states(files, folder)
+    stage, ranks, flats = zero_to_fp32.parse_optim_states(zero_to_fp32.get_optim_files(folder), folder)
     assert (stage, ranks, len(flats), len(flats[0])) == (3, 2, 2, 2)
     assert all(torch.is_tensor(flat) for rank in flats for flat in rank)
     states = zero_to_fp32.parse_model_states(zero_to_fp32.get_model_state_files(folder))
@@ -218,10 +211,8 @@ def test_the_parsers_give_tensors(tmp_path):
     assert torch.equal(states[0].buffers["mean"], BUFFERS["mean"])
     assert states[1].frozen_param_fragments["f.weight"].numel() == 18
     assert zero_to_fp32.get_model_state_file(folder, 3) == f"{folder}/zero_pp_rank_0_mp_rank_00_model_states.pt"
-    with pytest.raises(FileNotFoundError):
-        zero_to_fp32.get_model_state_file(folder, 2)
-    with pytest.raises(FileNotFoundError):
-        zero_to_fp32.get_model_state_file(f"{folder}/none", 3)
+    refused(FileNotFoundError, "", zero_to_fp32.get_model_state_file, folder, 2)
+    refused(FileNotFoundError, "", zero_to_fp32.get_model_state_file, f"{folder}/none", 3)
 
 
 def test_files_come_in_the_order_of_their_ranks(tmp_path):
@@ -243,8 +234,7 @@ def test_partitioned_experts_are_refused(tmp_path):
     checkpoint(tmp_path, 3, 1)
     path = tmp_path / "step" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     torch.save({**torch.load(path), "ds_autoep_layers": [{"name": "moe"}]}, path)
-    with pytest.raises(NotImplementedError, match="AutoEP"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    refused(NotImplementedError, "AutoEP", get_fp32_state_dict_from_zero_checkpoint, str(tmp_path))
 
 
 # ---- the script ------------------------------------------------------------------------------------------------------
@@ -316,8 +306,12 @@ def test_a_script_that_cannot_be_made_executable_is_only_reported(tmp_path, monk
 
 
 def test_modules_with_the_same_name_in_them_are_not_joined():
-    with pytest.raises(ValueError, match="first and second both have a _helper"):
-        export.bundle({"first": '"""."""\ndef _helper():\n    pass\n', "second": '"""."""\n_helper = 3\n'})
+    refused(
+        ValueError,
+        "first and second both have a _helper",
+        export.bundle,
+        {"first": '"""."""\ndef _helper():\n    pass\n', "second": '"""."""\n_helper = 3\n'},
+    )
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -333,7 +327,7 @@ print("PEAK", before, high())
 """
 
 
-OTHER_CASE = pytest.mark.every("1.2 GB of files for a case like its neighbour")
+OTHER_CASE = pytest.mark.every("0.7 GB of files for a case like its neighbour")
 
 
 @pytest.mark.slow
@@ -343,8 +337,8 @@ OTHER_CASE = pytest.mark.every("1.2 GB of files for a case like its neighbour")
     ids=["3-safetensors", "2-bin", "2-safetensors", "3-bin"],
 )
 def test_memory_does_not_grow_with_the_model(stage, safe, tmp_path):
-    """600 MB of weights, the largest of them 320 MB: less than 256 MB above what ``import torch`` takes."""
-    groups = [{"large": torch.ones(80 << 20), **{f"w{i}": torch.full((10 << 20,), float(i)) for i in range(7)}}]
+    """360 MB of weights, the largest of them 280 MB: less than 256 MB above what ``import torch`` takes."""
+    groups = [{"large": torch.ones(70 << 20), **{f"w{i}": torch.full((10 << 20,), float(i)) for i in range(2)}}]
     write_checkpoint(tmp_path, groups, stage, 2)
     del groups
     script = export.write_script(str(tmp_path))
@@ -354,7 +348,7 @@ def test_memory_does_not_grow_with_the_model(stage, safe, tmp_path):
     before, peak = map(int, out.stdout.split("PEAK")[1].split())
     assert peak - before < 256, f"{peak - before} MB above {before} MB"
     (written,) = os.listdir(tmp_path / "out")
-    assert os.path.getsize(tmp_path / "out" / written) > 600 << 20
+    assert os.path.getsize(tmp_path / "out" / written) > 360 << 20
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------
@@ -369,8 +363,7 @@ def test_a_full_disk_leaves_what_was_there(write, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
     weights = {"x": Failing([(torch.ones(3), 0, 3)], (3,), torch.float32)}
-    with pytest.raises(OSError, match=f"cannot write {path}: No space left"):
-        weight_files.write_whole(str(path), write, weights)
+    refused(OSError, f"cannot write {path}: No space left", weight_files.write_whole, str(path), write, weights)
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["x"]
 
 

@@ -13,6 +13,7 @@ from deepspeed.comm.comms_logger import trimmed_mean
 from deepspeed.comm.config import DeepSpeedCommsConfig
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.utils.comms_logging import CommsLogger, get_caller_func
+from refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +45,12 @@ def test_bandwidths(name, algorithm, bus):
 
 def test_the_published_figures_of_an_all_reduce():
     # 678.86 MB over 16 ranks in 9.46 ms: 1204 and 1129 Gbit/s.
-    found = bandwidths("all_reduce", 678.86 * 2**20, 9.46, 16)
-    assert found == pytest.approx((1204, 1129), rel=1e-3)
+    assert bandwidths("all_reduce", 678.86 * 2**20, 9.46, 16) == pytest.approx((1204, 1129), rel=1e-3)
 
 
 def test_sizes_and_means():
     assert [readable_size(n) for n in (0, 1023, 1536, 678.86 * 2**20)] == ["0 B", "1023 B", "1.5 KB", "678.86 MB"]
-    assert trimmed_mean([1.0] * 9 + [100.0]) == 1.0
-    assert trimmed_mean([3.0]) == 3.0 and trimmed_mean([]) == 0.0
+    assert trimmed_mean([1.0] * 9 + [100.0]) == 1.0 and trimmed_mean([3.0]) == 3.0 and trimmed_mean([]) == 0.0
 
 
 def filled():
@@ -84,8 +83,7 @@ def test_the_table(capsys):
     header = next(line for line in lines if line.startswith("Comm. Op"))
     columns = ["Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)"]
     assert [header.index(name) for name in columns] == [20 * i for i in range(1, 7)]
-    row = lines[lines.index("all_reduce") + 1].split()
-    assert row == ["1000", "B", "3", "6.00", "2.00", "0.01", "0.00"]
+    assert lines[lines.index("all_reduce") + 1].split() == ["1000", "B", "3", "6.00", "2.00", "0.01", "0.00"]
 
 
 def test_the_dict():
@@ -173,7 +171,6 @@ def test_torchs_functions_are_not_replaced(monkeypatch):
 
 def test_one_observer_of_torch_at_a_time():
     dist.configure(enabled=True)
-    with pytest.raises(RuntimeError, match="go to another log already"):
-        _native._C.TorchCalls(_native._C.CallLog())
+    refused(RuntimeError, "go to another log already", _native._C.TorchCalls, _native._C.CallLog())
     dist.configure(enabled=False)
     _native._C.TorchCalls(_native._C.CallLog())

@@ -5,8 +5,6 @@ How the ranks find each other is tests/dist/test_comm_nccl.py, the real one test
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import types
 
@@ -17,8 +15,10 @@ from deepspeed import _native
 from deepspeed.comm import ReduceOp, nccl, nccl_join
 from deepspeed.comm.nccl import NcclCommunicator, find_library
 from fake_nccl import Orders, build
+from places import PYTHON
+from processes import run_python
+from refusals import refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 DTYPES = [
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
 ]  # fmt: skip
@@ -36,8 +36,7 @@ def fake(path):
     orders.reset()
     yield orders
     gc.collect()
-    assert orders.count("alive") == 0 and orders.count("memory") == 0
-    assert orders.count("registrations lost") == 0
+    assert orders.count("alive") == 0 and orders.count("memory") == 0 and orders.count("registrations lost") == 0
     orders.reset()
 
 
@@ -282,8 +281,7 @@ def test_bad_arguments_are_named_and_break_nothing(ranks):
             (ValueError, "registered_empty got numel -1", lambda: comm.registered_empty(-1)),
             (ValueError, "empty tensor", lambda: comm.register(torch.ones(0))),
         ]:
-            with pytest.raises(error, match=text):
-                call()
+            refused(error, text, call)
         comm.all_reduce(x)
         assert x.tolist() == [1] * 4
 
@@ -291,14 +289,18 @@ def test_bad_arguments_are_named_and_break_nothing(ranks):
 
 
 def test_patience_is_positive(ranks):
-    with pytest.raises(ValueError, match="timeout -1; it must be more than 0 seconds"):
-        ranks(1, lambda comm: None, timeout=-1)
+    refused(ValueError, "timeout -1; it must be more than 0 seconds", ranks, 1, lambda comm: None, timeout=-1)
 
 
 def test_parts_that_do_not_divide(ranks):
     def body(comm):
-        with pytest.raises(ValueError, match="3 elements cannot be cut into 2 equal parts.*input_splits"):
-            comm.all_to_all(torch.ones(2), torch.ones(3))
+        refused(
+            ValueError,
+            "3 elements cannot be cut into 2 equal parts.*input_splits",
+            comm.all_to_all,
+            torch.ones(2),
+            torch.ones(3),
+        )
 
     ranks(2, body)
 
@@ -307,13 +309,10 @@ def test_an_error_of_nccl_aborts_and_is_repeated(ranks, fake):
     def body(comm):
         comm.all_reduce(torch.ones(3))
         fake.fail("ncclAllReduce", 1)
-        with pytest.raises(RuntimeError) as first:
-            comm.all_reduce(torch.ones(5))
+        first = refused(RuntimeError, "", comm.all_reduce, torch.ones(5))
         for part in ('"test", rank 0 of 1', "all_reduce of 5 x fp32, its call 2", "unhandled cuda error", comm.library):
-            assert part in str(first.value)
-        with pytest.raises(RuntimeError) as again:
-            comm.broadcast(torch.ones(1), 0)
-        assert str(again.value) == str(first.value)
+            assert part in str(first)
+        assert str(refused(RuntimeError, "", comm.broadcast, torch.ones(1), 0)) == str(first)
 
     ranks(1, body)
     assert (fake.count("aborted"), fake.count("destroyed")) == (1, 0)
@@ -323,8 +322,7 @@ def test_an_error_that_comes_later(ranks, fake):
     def body(comm):
         comm.all_gather(torch.empty(6), torch.ones(6))
         fake.fail_later(6)
-        with pytest.raises(RuntimeError, match="all_gather of 6 x fp32.*remote process exited"):
-            comm.wait()
+        refused(RuntimeError, "all_gather of 6 x fp32.*remote process exited", comm.wait)
 
     ranks(1, body)
     assert fake.count("aborted") == 1
@@ -333,16 +331,19 @@ def test_an_error_that_comes_later(ranks, fake):
 def test_abort_by_its_owner(ranks):
     def body(comm):
         comm.abort("there is better to do")
-        with pytest.raises(RuntimeError, match="rank 0 of 1 was aborted: there is better to do"):
-            comm.all_reduce(torch.ones(1))
+        refused(RuntimeError, "rank 0 of 1 was aborted: there is better to do", comm.all_reduce, torch.ones(1))
 
     ranks(1, body)
 
 
 def test_ranks_that_differ(ranks):
     def body(comm):
-        with pytest.raises(RuntimeError, match=f"rank {comm.rank} of 2: all_reduce .* failed: invalid usage"):
-            comm.all_reduce(torch.ones(3 + comm.rank))
+        refused(
+            RuntimeError,
+            f"rank {comm.rank} of 2: all_reduce .* failed: invalid usage",
+            comm.all_reduce,
+            torch.ones(3 + comm.rank),
+        )
 
     ranks(2, body)
 
@@ -400,8 +401,7 @@ def test_tensors_that_die_in_another_thread_while_a_call_waits(ranks):
 
     def body(comm):
         for _ in range(50):
-            x = [comm.registered_empty(4)]
-            other = threading.Thread(target=x.clear)
+            other = threading.Thread(target=[comm.registered_empty(4)].clear)
             other.start()
             with comm.group():
                 comm.all_reduce(torch.ones(2))
@@ -425,8 +425,7 @@ def test_registering_what_is_there(ranks, fake):
 
 
 def test_a_dropped_communicator_does_not_wait_for_anybody(ranks, path, fake, monkeypatch):
-    id = find_library(path).make_id()
-    group = types.SimpleNamespace(rank=0, size=1, id=id)
+    group = types.SimpleNamespace(rank=0, size=1, id=find_library(path).make_id())
     comm = NcclCommunicator(group, device="cpu", library=path)
     text = repr(comm)
     assert "a group of 1" in text and "rank 0 of 1" in text and "2.28.9" in text
@@ -439,24 +438,25 @@ def test_a_dropped_communicator_does_not_wait_for_anybody(ranks, path, fake, mon
 
 
 def test_an_old_nccl_has_all_but_user_buffers(tmp_path):
-    old = build(tmp_path, "libfake_old.so", "FAKE_NCCL_OLD")
-    library = find_library(old)
+    library = find_library(build(tmp_path, "libfake_old.so", "FAKE_NCCL_OLD"))
     assert (library.version, library.has_buffers) == (21803, False)
     id, wait = library.make_id(), nccl.timedelta(seconds=5)
     comm = _native._C.NcclCommunicator(library, id, "old", 0, 1, wait, lambda: None, "cpu")
-    with pytest.raises(RuntimeError, match=r"libfake_old.so is NCCL 2.18.3 and has no ncclMemAlloc: .* 2.19 or later"):
-        comm.allocate(16, "cpu")
+    refused(
+        RuntimeError,
+        r"libfake_old.so is NCCL 2.18.3 and has no ncclMemAlloc: .* 2.19 or later",
+        comm.allocate,
+        16,
+        "cpu",
+    )
     comm.close()
 
 
 def test_what_is_no_nccl_or_not_there(tmp_path):
-    with pytest.raises(RuntimeError, match="NCCL cannot be opened from /nowhere/nccl.so.*No such file"):
-        find_library("/nowhere/nccl.so")
-    with pytest.raises(RuntimeError, match="libc.so.6 has no ncclGetVersion. NCCL 2.14 or later is needed"):
-        find_library("libc.so.6")
+    refused(RuntimeError, "NCCL cannot be opened from /nowhere/nccl.so.*No such file", find_library, "/nowhere/nccl.so")
+    refused(RuntimeError, "libc.so.6 has no ncclGetVersion. NCCL 2.14 or later is needed", find_library, "libc.so.6")
     broken = build(tmp_path, "libfake_broken.so", "FAKE_NCCL_BROKEN")
-    with pytest.raises(RuntimeError, match="libfake_broken.so is NCCL 2.28.9 and has no ncclAllReduce"):
-        find_library(broken)
+    refused(RuntimeError, "libfake_broken.so is NCCL 2.28.9 and has no ncclAllReduce", find_library, broken)
 
 
 SEARCH = """
@@ -475,14 +475,8 @@ print("import loads it:", before and not torch.version.cuda)
 
 
 def search(**env):
-    done = subprocess.run(
-        [sys.executable, "-c", SEARCH],
-        env={**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), **env},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "import loads it: False" in done.stdout
+    done = run_python(SEARCH, **env)
+    assert done.returncode == 0 and "import loads it: False" in done.stdout, done.stderr
     return done.stdout
 
 
@@ -501,5 +495,5 @@ def test_the_package_of_pip_is_looked_for_on_the_path(path, tmp_path):
     folder = tmp_path / "nvidia" / "nccl" / "lib"
     folder.mkdir(parents=True)
     os.symlink(path, folder / "libnccl.so.2")
-    found = search(PYTHONPATH=os.pathsep.join([os.path.join(ROOT, "python"), str(tmp_path)]), DS_NCCL_LIBRARY="")
+    found = search(PYTHONPATH=os.pathsep.join([PYTHON, str(tmp_path)]), DS_NCCL_LIBRARY="")
     assert found.startswith(str(folder))

@@ -1,7 +1,6 @@
 """Where rank, size and meeting point come from: one process, environments of every kind."""
 
 import os
-import subprocess
 import sys
 from datetime import timedelta
 from unittest import mock
@@ -12,6 +11,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.comm import rendezvous
 from deepspeed.comm.reduce_op import to_torch
+from processes import run_python
+from refusals import refused
 
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,46 +44,66 @@ def test_a_process_on_its_own():
     assert 1024 < int(found["MASTER_PORT"]) < 65536
 
 
-def test_a_launchers_word_is_kept():
-    given = dict(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", MASTER_ADDR="10.1.1.1", MASTER_PORT="777")
-    os.environ.update(given, OMPI_COMM_WORLD_SIZE="99", OMPI_COMM_WORLD_RANK="98")
-    assert prepared() == given
+AZURE = {"AZUREML_EXPERIMENT_ID": "x", "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"}
+
+
+def told(rank, local_rank, world, address, port):
+    return dict(zip(FIVE, map(str, (rank, local_rank, world, address, port))))
+
+
+def open_mpi(rank, size, local_rank, local_size):
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in zip(names, (rank, size, local_rank, local_size))}
+
+
+@pytest.mark.parametrize(
+    "environment, found",
+    [
+        (  # the word of a launcher is kept
+            {**told(3, 1, 4, "10.1.1.1", 777), "OMPI_COMM_WORLD_SIZE": "99", "OMPI_COMM_WORLD_RANK": "98"},
+            told(3, 1, 4, "10.1.1.1", 777),
+        ),
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1", "SLURM_LOCALID": "1"},
+            {"LOCAL_RANK": "1"},
+        ),
+        ({**AZURE, **open_mpi(2, 4, 0, 2)}, told(2, 0, 4, "10.0.0.4", 6000)),
+        (
+            {"SM_TRAINING_ENV": "{}", **open_mpi(1, 2, 1, 2), "MASTER_ADDR": "algo-1", "MASTER_PORT": "7777"},
+            told(1, 1, 2, "algo-1", 7777),
+        ),
+        # The script of sbatch is a process on its own.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[1-4]"}, {"WORLD_SIZE": "1"}),
+    ],
+)
+def test_the_environment_of_a_launcher(environment, found):
+    os.environ.update(environment)
+    assert dist.in_aml() == ("AZUREML_EXPERIMENT_ID" in environment) and not dist.in_dlts()
+    assert dist.in_aws_sm() == ("SM_TRAINING_ENV" in environment)
+    assert found.items() <= prepared().items()
 
 
 def test_what_is_missing_is_named():
     os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="10.1.1.1")
-    with pytest.raises(RuntimeError, match="MASTER_PORT is not"):
-        prepared()
+    refused(RuntimeError, "MASTER_PORT is not", prepared)
 
 
-def test_local_rank_of_a_scheduler():
-    os.environ.update(RANK="5", WORLD_SIZE="8", MASTER_ADDR="a", MASTER_PORT="1", SLURM_LOCALID="1")
-    assert prepared()["LOCAL_RANK"] == "1"
+def hydra(rank=1, size=2, local_rank=1, local_size=2):
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return dict(zip(names, map(str, (rank, size, local_rank, local_size))))
 
 
-def test_open_mpi_without_mpi4py(monkeypatch):
+@pytest.mark.parametrize("environment", [open_mpi(1, 2, 1, 2), hydra()], ids=["Open MPI", "Hydra"])
+def test_one_node_without_mpi4py(environment, monkeypatch):
     monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
-    os.environ.update(
-        OMPI_COMM_WORLD_RANK="1",
-        OMPI_COMM_WORLD_SIZE="2",
-        OMPI_COMM_WORLD_LOCAL_RANK="1",
-        OMPI_COMM_WORLD_LOCAL_SIZE="2",
-    )
-    assert prepared(distributed_port=4321) == dict(
-        RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="4321"
-    )
+    os.environ.update(environment)
+    assert prepared(distributed_port=4321) == told(1, 1, 2, "127.0.0.1", 4321)
 
 
 def test_open_mpi_on_several_nodes_needs_an_address(monkeypatch):
     monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
-    os.environ.update(
-        OMPI_COMM_WORLD_RANK="1",
-        OMPI_COMM_WORLD_SIZE="4",
-        OMPI_COMM_WORLD_LOCAL_RANK="1",
-        OMPI_COMM_WORLD_LOCAL_SIZE="2",
-    )
-    with pytest.raises(RuntimeError, match="mpi4py.*MASTER_ADDR"):
-        prepared()
+    os.environ.update(open_mpi(1, 4, 1, 2))
+    refused(RuntimeError, "mpi4py.*MASTER_ADDR", prepared)
     os.environ["MASTER_ADDR"] = "10.0.0.1"
     assert prepared()["MASTER_ADDR"] == "10.0.0.1"
 
@@ -90,23 +111,8 @@ def test_open_mpi_on_several_nodes_needs_an_address(monkeypatch):
 def test_another_mpi_needs_mpi4py(monkeypatch):
     monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
     os.environ["PMI_SIZE"] = "2"
-    with pytest.raises(RuntimeError, match="mpi4py"):
-        prepared()
+    refused(RuntimeError, "mpi4py", prepared)
     assert prepared(auto_mpi_discovery=False)["WORLD_SIZE"] == "1"
-
-
-def hydra(rank=1, size=2, local_rank=1, local_size=2, **more):
-    os.environ.update(
-        PMI_RANK=str(rank), PMI_SIZE=str(size), MPI_LOCALRANKID=str(local_rank), MPI_LOCALNRANKS=str(local_size), **more
-    )
-
-
-def test_hydra_without_mpi4py(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
-    hydra()
-    assert prepared(distributed_port=4321) == dict(
-        RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="4321"
-    )
 
 
 def test_srun_started_hydras_proxies(monkeypatch):
@@ -114,37 +120,16 @@ def test_srun_started_hydras_proxies(monkeypatch):
     monkeypatch.setattr(rendezvous, "_from_mpi4py", lambda port: pytest.fail("asked"))
     monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: True)
     step = dict(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="n[3-4]", SLURM_JOB_ID="77", SLURM_STEP_ID="2")
-    hydra(3, 4, 1, 2, SLURM_PROCID="1", SLURM_LOCALID="0", SLURM_NTASKS="2", **step)
+    os.environ.update(hydra(3, 4, 1, 2), SLURM_PROCID="1", SLURM_LOCALID="0", SLURM_NTASKS="2", **step)
     found = prepared()
-    assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("3", "1", "4", "n3")
-    assert 20000 <= int(found["MASTER_PORT"]) < 32000
+    assert found == told(3, 1, 4, "n3", found["MASTER_PORT"]) and 20000 <= int(found["MASTER_PORT"]) < 32000
 
 
 def test_azure_ml_with_another_mpi_and_without_a_first_node():
-    os.environ["AZUREML_EXPERIMENT_ID"] = "x"
-    hydra(2, 4, 0, 2)
-    with pytest.raises(RuntimeError, match="AZ_BATCH_MASTER_NODE does not say.*MASTER_ADDR"):
-        prepared()
-    os.environ["AZ_BATCH_MASTER_NODE"] = "10.0.0.4:6000"
-    assert prepared() == dict(RANK="2", LOCAL_RANK="0", WORLD_SIZE="4", MASTER_ADDR="10.0.0.4", MASTER_PORT="6000")
-
-
-def test_azure_ml_on_several_nodes():
-    os.environ.update(
-        AZUREML_EXPERIMENT_ID="x", OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_RANK="0",
-        OMPI_COMM_WORLD_LOCAL_SIZE="2", AZ_BATCH_MASTER_NODE="10.0.0.4:6000",
-    )  # fmt: skip
-    assert dist.in_aml() and not dist.in_aws_sm() and not dist.in_dlts()
-    assert prepared() == dict(RANK="2", LOCAL_RANK="0", WORLD_SIZE="4", MASTER_ADDR="10.0.0.4", MASTER_PORT="6000")
-
-
-def test_sagemaker():
-    os.environ.update(
-        SM_TRAINING_ENV="{}", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1",
-        OMPI_COMM_WORLD_LOCAL_SIZE="2", MASTER_ADDR="algo-1", MASTER_PORT="7777",
-    )  # fmt: skip
-    assert dist.in_aws_sm()
-    assert prepared() == dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="algo-1", MASTER_PORT="7777")
+    os.environ.update(hydra(2, 4, 0, 2), AZUREML_EXPERIMENT_ID="x")
+    refused(RuntimeError, "AZ_BATCH_MASTER_NODE does not say.*MASTER_ADDR", prepared)
+    os.environ.update(AZURE)
+    assert prepared() == told(2, 0, 4, "10.0.0.4", 6000)
 
 
 FAKE_MPI = """
@@ -173,15 +158,17 @@ def fake_mpi(tmp_path, monkeypatch):
     (tmp_path / "mpi4py" / "MPI.py").write_text(FAKE_MPI)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def start(rank, size, local_rank, local_size):
+    def forget():
         for name in ("mpi4py", "mpi4py.MPI"):
-            monkeypatch.delitem(sys.modules, name, raising=False)
+            sys.modules.pop(name, None)
+
+    def start(rank, size, local_rank, local_size):
+        forget()
         os.environ.update(PMI_SIZE=str(size), FAKE_RANK=str(rank), FAKE_SIZE=str(size))
         os.environ.update(FAKE_LOCAL_RANK=str(local_rank), FAKE_LOCAL_SIZE=str(local_size))
 
     yield start
-    for name in ("mpi4py", "mpi4py.MPI"):
-        sys.modules.pop(name, None)
+    forget()
 
 
 def test_mpi4py_on_one_node_finds_a_free_port(fake_mpi):
@@ -203,11 +190,10 @@ def test_mpi4py_on_several_nodes(fake_mpi):
 def test_mpi4py_of_another_mpi(fake_mpi):
     """It takes each process for a job of its own: rank 0 of 1, four times."""
     fake_mpi(0, 1, 0, 1)
-    hydra(3, 4, 1, 2)
-    with pytest.raises(RuntimeError, match="belongs to another MPI.*MASTER_ADDR"):
-        prepared()
+    os.environ.update(hydra(3, 4, 1, 2))
+    refused(RuntimeError, "belongs to another MPI.*MASTER_ADDR", prepared)
     os.environ["MASTER_ADDR"] = "node1"
-    assert prepared() == dict(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", MASTER_ADDR="node1", MASTER_PORT="29500")
+    assert prepared() == told(3, 1, 4, "node1", 29500)
 
 
 def test_mpi_discovery_keeps_the_users_meeting_point(fake_mpi):
@@ -224,28 +210,19 @@ def test_srun():
         SLURM_STEP_NODELIST="gpu[003-004],login1", PMI_SIZE="8",
     )  # fmt: skip
     found = prepared()
-    assert {**found, "MASTER_PORT": ""} == dict(
-        RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", MASTER_ADDR="gpu003", MASTER_PORT=""
-    )
-    port = int(found["MASTER_PORT"])
-    assert 20000 <= port < 32000
+    port = found["MASTER_PORT"]
+    assert found == told(5, 1, 8, "gpu003", port) and 20000 <= int(port) < 32000
     for name in FIVE:
         del os.environ[name]
     os.environ.update(SLURM_JOB_ID="78", MASTER_ADDR="10.0.0.9")
-    assert int(prepared()["MASTER_PORT"]) != port and os.environ["MASTER_ADDR"] == "10.0.0.9"
+    assert prepared()["MASTER_PORT"] != port and os.environ["MASTER_ADDR"] == "10.0.0.9"
 
 
 def test_srun_without_nodes_and_with_a_port():
     os.environ.update(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="2")
-    with pytest.raises(RuntimeError, match="MASTER_ADDR"):
-        prepared()
+    refused(RuntimeError, "MASTER_ADDR", prepared)
     os.environ["SLURM_JOB_NODELIST"] = "n1,n2"
     assert prepared(distributed_port=4444)["MASTER_PORT"] == "4444"
-
-
-def test_the_script_of_sbatch_is_a_process_on_its_own():
-    os.environ.update(SLURM_PROCID="0", SLURM_NTASKS="8", SLURM_JOB_NODELIST="n[1-4]")
-    assert prepared()["WORLD_SIZE"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -257,42 +234,32 @@ def test_the_first_node(nodes, first):
 
 
 def test_launcher_getters():
-    assert (dist.get_local_rank_from_launcher(), dist.get_world_rank_from_launcher()) == (0, 0)
-    assert dist.get_world_size_from_launcher() == 1
+    getters = (
+        dist.get_world_rank_from_launcher, dist.get_local_rank_from_launcher, dist.get_world_size_from_launcher,
+    )  # fmt: skip
+    assert [ask() for ask in getters] == [0, 0, 1]
     os.environ.update(RANK="5", LOCAL_RANK="2", WORLD_SIZE="8")
-    assert (dist.get_local_rank_from_launcher(), dist.get_world_rank_from_launcher()) == (2, 5)
-    assert dist.get_world_size_from_launcher() == 8
+    assert [ask() for ask in getters] == [5, 2, 8]
     os.environ["RANK"] = "five"
-    with pytest.raises(ValueError, match="RANK is 'five'"):
-        dist.get_world_rank_from_launcher()
+    refused(ValueError, "RANK is 'five'", dist.get_world_rank_from_launcher)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
 def test_init_distributed_refuses():
-    with pytest.raises(RuntimeError, match="dist_init_required is False"):
-        dist.init_distributed(dist_init_required=False)
-    with pytest.raises(TypeError, match="timedelta"):
-        dist.init_distributed(timeout=30)
-    with pytest.raises(ValueError, match="verbos"):
-        dist.init_distributed(config={"comms_logger": {"verbos": True}})
+    refused(RuntimeError, "dist_init_required is False", dist.init_distributed, dist_init_required=False)
+    refused(TypeError, "timedelta", dist.init_distributed, timeout=30)
+    refused(ValueError, "verbos", dist.init_distributed, config={"comms_logger": {"verbos": True}})
     if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="'nccl'.*gloo"):
-            dist.init_distributed(dist_backend="nccl")
-    with pytest.raises(RuntimeError, match="oneccl_bindings_for_pytorch"):
-        dist.init_distributed(dist_backend="ccl")
+        refused(RuntimeError, "'nccl'.*gloo", dist.init_distributed, dist_backend="nccl")
+    refused(RuntimeError, "oneccl_bindings_for_pytorch", dist.init_distributed, dist_backend="ccl")
     assert not dist.is_initialized()
 
 
-def timeout_with(value):
-    env = dict(os.environ, DEEPSPEED_TIMEOUT=value, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
-    code = "from deepspeed.constants import default_pg_timeout as t; print(t.total_seconds())"
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-
-
 def test_timeout_in_minutes():
-    assert timeout_with("45").stdout.strip() == "2700.0"
+    code = "from deepspeed.constants import default_pg_timeout as t; print(t.total_seconds())"
+    assert run_python(code, DEEPSPEED_TIMEOUT="45").stdout.strip() == "2700.0"
     for bad in ("soon", "-1"):
-        asked = timeout_with(bad)
+        asked = run_python(code, DEEPSPEED_TIMEOUT=bad)
         assert asked.returncode != 0 and f"DEEPSPEED_TIMEOUT is '{bad}'" in asked.stderr
     assert isinstance(dist.default_pg_timeout, timedelta)
 

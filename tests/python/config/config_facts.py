@@ -46,8 +46,7 @@ def training_keys():
 
 def inference_keys():
     """Keys of init_inference, then those of the ragged engine."""
-    published = PUBLISHED["init_inference_config"]["keys"]
-    return list(walk(published, ours("inference"))) + ragged_keys()
+    return list(walk(PUBLISHED["init_inference_config"]["keys"], ours("inference"))) + ragged_keys()
 
 
 def ragged_keys():

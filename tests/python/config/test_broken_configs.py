@@ -8,14 +8,14 @@ from broken_configs import BROKEN
 
 import deepspeed
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
+from refusals import refused
 
 
 @pytest.mark.parametrize("name, config, words, world", BROKEN, ids=[item[0] for item in BROKEN])
 def test_refused_with_the_right_suggestion(name, config, words, world):
-    with pytest.raises(DeepSpeedConfigError) as error:
-        DeepSpeedConfig(config, world_size=world)
+    error = refused(DeepSpeedConfigError, "", DeepSpeedConfig, config, world_size=world)
     for word in words:
-        assert word in str(error.value)
+        assert word in str(error)
     assert not torch.distributed.is_available() or not torch.distributed.is_initialized()
 
 
@@ -25,13 +25,11 @@ def test_initialize_refuses_it_before_a_process_group_is_made(name, config, word
     for variable, value in {"RANK": 0, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(variable, str(value))
     monkeypatch.setattr(torch.distributed, "init_process_group", None)  # calling it is another error than the one below
-    with pytest.raises(DeepSpeedConfigError):
-        deepspeed.initialize(config=config, model=torch.nn.Linear(2, 2))
+    refused(DeepSpeedConfigError, "", deepspeed.initialize, config=config, model=torch.nn.Linear(2, 2))
 
 
 def test_there_are_at_least_60():
-    assert len(BROKEN) >= 60
-    assert len({name for name, *_ in BROKEN}) == len(BROKEN)
+    assert len(BROKEN) >= 60 and len({name for name, *_ in BROKEN}) == len(BROKEN)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +43,7 @@ def test_there_are_at_least_60():
     ],
 )
 def test_the_contract_promises_an_assertion_error(config):
-    with pytest.raises(AssertionError):
-        DeepSpeedConfig(config)
+    refused(AssertionError, "", DeepSpeedConfig, config)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +58,11 @@ def test_the_contract_promises_an_assertion_error(config):
     ],
 )
 def test_the_contract_promises_a_value_error(config):
-    with pytest.raises(ValueError) as error:
-        DeepSpeedConfig(config)
-    assert not isinstance(error.value, AssertionError)
+    assert not isinstance(refused(ValueError, "", DeepSpeedConfig, config), AssertionError)
 
 
 def test_all_errors_are_told_together():
     config = {"train_batch_size": 8, "gradient_clippin": 1, "fp16": {"loss_scal": 1}, "steps_per_print": "x"}
-    with pytest.raises(DeepSpeedConfigError) as error:
-        DeepSpeedConfig(config)
-    text = str(error.value)
+    text = str(refused(DeepSpeedConfigError, "", DeepSpeedConfig, config))
     assert "3 things are wrong" in text
     assert "gradient_clipping" in text and "loss_scale" in text and "steps_per_print" in text

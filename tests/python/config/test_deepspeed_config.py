@@ -29,6 +29,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT, LOG_LEVEL_DEFAULT
 from deepspeed.runtime.precision_config import get_bfloat16_config
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
+from refusals import refused
 
 
 def write(folder, text):
@@ -43,8 +44,7 @@ def test_the_three_forms_are_equal(tmp_path):
     forms = [config, write(tmp_path, text), tmp_path / "ds.json", base64.urlsafe_b64encode(text.encode()).decode()]
     made = [DeepSpeedConfig(form) for form in forms]
     for one in made:
-        assert one._values == made[0]._values
-        assert one._param_dict == config
+        assert one._values == made[0]._values and one._param_dict == config
         assert one.zero_config.reduce_bucket_size == 500_000_000
         assert isinstance(one.zero_config.reduce_bucket_size, int)
     assert made[0]._param_dict is config
@@ -63,8 +63,7 @@ def test_batch_sizes_that_are_set_afterwards(given, sizes):
     for name, value in zip(names, given):
         setattr(config, name, value)
     if sizes is None:
-        with pytest.raises(AssertionError):
-            config._configure_train_batch_size()
+        refused(AssertionError, "", config._configure_train_batch_size)
     else:
         config._configure_train_batch_size()
         assert tuple(getattr(config, name) for name in names) == sizes
@@ -87,8 +86,7 @@ def test_files_as_people_write_them(tmp_path):
 """,
     )
     config = DeepSpeedConfig(path)
-    assert config.optimizer_params == {"lr": 1e-3}
-    assert config.steps_per_print == float("inf")
+    assert config.optimizer_params == {"lr": 1e-3} and config.steps_per_print == float("inf")
     assert config.gradient_clipping == 1.0
 
 
@@ -110,34 +108,34 @@ def test_files_as_people_write_them(tmp_path):
     ],
 )
 def test_texts_that_are_no_configuration(tmp_path, text, words):
-    with pytest.raises(DeepSpeedConfigError, match=r"ds\.json:\d+:\d+: ") as error:
-        DeepSpeedConfig(write(tmp_path, text))
-    assert words in str(error.value)
+    error = refused(DeepSpeedConfigError, r"ds\.json:\d+:\d+: ", DeepSpeedConfig, write(tmp_path, text))
+    assert words in str(error)
 
 
 def test_bytes_that_are_not_utf8(tmp_path):
     (tmp_path / "ds.json").write_bytes(b'{"a":\n "\xff"}')
-    with pytest.raises(DeepSpeedConfigError, match=r":2:3: .*UTF-8"):
-        DeepSpeedConfig(str(tmp_path / "ds.json"))
+    refused(DeepSpeedConfigError, r":2:3: .*UTF-8", DeepSpeedConfig, str(tmp_path / "ds.json"))
 
 
 def test_duplicate_keys_name_both_lines(tmp_path):
     text = '{"train_batch_size": 8,\n "fp16": {"enabled": false,\n\n "enabled": true}}'
-    with pytest.raises(DeepSpeedConfigError, match=r'"fp16.enabled" is given twice, on line 2 and on line 4'):
-        DeepSpeedConfig(write(tmp_path, text))
+    refused(
+        DeepSpeedConfigError,
+        r'"fp16.enabled" is given twice, on line 2 and on line 4',
+        DeepSpeedConfig,
+        write(tmp_path, text),
+    )
 
 
 def test_dotted_private_keys_are_no_duplicates():
     config = DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"stage": 0}, "zero_optimization.stage": 3})
-    assert config.zero_optimization_stage == 0
-    assert "zero_optimization.stage" in config.warnings[0]
+    assert config.zero_optimization_stage == 0 and "zero_optimization.stage" in config.warnings[0]
 
 
 def test_blanks_around_keys_are_stripped_with_a_warning(tmp_path):
     for form in ({"train_batch_size ": 8}, write(tmp_path, '{" train_batch_size": 8}')):
         config = DeepSpeedConfig(form)
-        assert config.train_batch_size == 8
-        assert "blanks" in config.warnings[0]
+        assert config.train_batch_size == 8 and "blanks" in config.warnings[0]
 
 
 def test_values_of_the_program_come_back():
@@ -146,17 +144,19 @@ def test_values_of_the_program_come_back():
     config = {"train_batch_size": 8, "private": function, "tensor_parallel": tensor_parallel}
     made = DeepSpeedConfig(config)
     assert made.tensor_parallel_config.tp.tp_group is group
-    assert made.tensor_parallel_config.dtype is torch.bfloat16
-    assert made._param_dict["private"] is function
-    with pytest.raises(DeepSpeedConfigError, match="gradient_clipping = <object"):
-        DeepSpeedConfig({"train_batch_size": 8, "gradient_clipping": group})
+    assert made.tensor_parallel_config.dtype is torch.bfloat16 and made._param_dict["private"] is function
+    refused(
+        DeepSpeedConfigError,
+        "gradient_clipping = <object",
+        DeepSpeedConfig,
+        {"train_batch_size": 8, "gradient_clipping": group},
+    )
 
 
 def test_a_dict_that_contains_itself_is_refused():
     config = {"train_batch_size": 8}
     config["fp16"] = config
-    with pytest.raises(DeepSpeedConfigError, match="contains itself"):
-        DeepSpeedConfig(config)
+    refused(DeepSpeedConfigError, "contains itself", DeepSpeedConfig, config)
 
 
 def test_auto_stands_for_the_default_in_validated_sections_and_is_reported():
@@ -173,14 +173,12 @@ def test_unknown_top_level_keys(monkeypatch):
     made = DeepSpeedConfig(config)
     assert len(made.warnings) == 1 and "my_own_key" in made.warnings[0]
     monkeypatch.setenv("DS_STRICT_CONFIG", "1")
-    with pytest.raises(DeepSpeedConfigError, match="my_own_key"):
-        DeepSpeedConfig(config)
+    refused(DeepSpeedConfigError, "my_own_key", DeepSpeedConfig, config)
 
 
 def test_deprecated_names_warn_once_and_forward():
     config = DeepSpeedZeroConfig(cpu_offload_param=True)
-    assert isinstance(config.offload_param, DeepSpeedZeroOffloadParamConfig)
-    assert config.offload_param.device == "cpu"
+    assert isinstance(config.offload_param, DeepSpeedZeroOffloadParamConfig) and config.offload_param.device == "cpu"
     config = DeepSpeedZeroConfig(stage3_gather_fp16_weights_on_model_save=True)
     assert config.gather_16bit_weights_on_model_save is True
     made = DeepSpeedConfig({"train_batch_size": 8, "allgather_size": 7, "zero_optimization": False})
@@ -189,11 +187,16 @@ def test_deprecated_names_warn_once_and_forward():
 
 
 def test_both_names_of_a_deprecated_key_are_an_assertion_error():
-    with pytest.raises(AssertionError, match="both are given") as error:
-        DeepSpeedZeroConfig(cpu_offload=True, offload_optimizer={"device": "cpu"})
-    assert isinstance(error.value, DeepSpeedConfigError)
-    with pytest.raises(AssertionError, match="both are given"):
-        DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"cpu_offload_param": True, "offload_param": {}}})
+    error = refused(
+        AssertionError, "both are given", DeepSpeedZeroConfig, cpu_offload=True, offload_optimizer={"device": "cpu"}
+    )
+    assert isinstance(error, DeepSpeedConfigError)
+    refused(
+        AssertionError,
+        "both are given",
+        DeepSpeedConfig,
+        {"train_batch_size": 8, "zero_optimization": {"cpu_offload_param": True, "offload_param": {}}},
+    )
 
 
 NUMBERS_IN_QUOTES = ["5", " 5\n", "5.0", "-0", "+5", "1_000", "1__0", "5.5", "5e2", "1e-2", "", "x", "0x10", "five"] + [
@@ -231,8 +234,7 @@ def test_numbers_in_quotes_are_read_with_a_warning():
     )
     assert config.zero_optimization_stage == 2 and config.float16_config.loss_scale == 150.0
     assert sum("is a text and is read as" in text for text in config.warnings) == 2
-    with pytest.raises(DeepSpeedConfigError, match="without quotes"):
-        DeepSpeedConfig({"train_batch_size": "8"})
+    refused(DeepSpeedConfigError, "without quotes", DeepSpeedConfig, {"train_batch_size": "8"})
 
 
 def test_files_may_be_hjson(tmp_path):
@@ -249,36 +251,29 @@ def test_files_may_be_hjson(tmp_path):
     assert config.monitor_config.tensorboard.job_name == "my job, number 1"
     assert config.monitor_config.tensorboard.output_path == "a/b"
     path.write_text("{\n  train_batch_size: 8\n  optimizer: { type: AdamW }\n}\n")
-    with pytest.raises(DeepSpeedConfigError, match="ds.hjson:5:1.*On line 3 the text without quotes"):
-        DeepSpeedConfig(str(path))
+    refused(DeepSpeedConfigError, "ds.hjson:5:1.*On line 3 the text without quotes", DeepSpeedConfig, str(path))
 
 
 def test_zero_as_a_bare_boolean():
     assert DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": False}).zero_optimization_stage == 0
-    with pytest.raises(DeepSpeedConfigError) as error:
-        DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": "true"})
-    assert "must be true or false or a section" in str(error.value)
+    error = refused(DeepSpeedConfigError, "", DeepSpeedConfig, {"train_batch_size": 8, "zero_optimization": "true"})
+    assert "must be true or false or a section" in str(error)
 
 
 def test_sections_made_by_themselves():
-    assert DeepSpeedZeroConfig().overlap_comm is False
-    assert DeepSpeedZeroConfig(stage=3).overlap_comm is True
+    assert DeepSpeedZeroConfig().overlap_comm is False and DeepSpeedZeroConfig(stage=3).overlap_comm is True
     assert DeepSpeedZeroConfig(stage=3, overlap_comm=False).overlap_comm is False
     config = DeepSpeedZeroConfig(stage=2, stage3_prefetch_bucket_size=12345, offload_param={}, offload_optimizer=None)
     assert config.prefetch_bucket_size == config.stage3_prefetch_bucket_size == 12345
     assert config.stage is ZeroStageEnum.gradients and config.stage == 2
-    assert config.offload_param.device is OffloadDeviceEnum.none
-    assert config.offload_optimizer is None
+    assert config.offload_param.device is OffloadDeviceEnum.none and config.offload_optimizer is None
     assert DeepSpeedZeroConfig(prefetch_bucket_size=7).stage3_prefetch_bucket_size == 7
     assert DeepSpeedZeroOffloadOptimizerConfig(pipeline_read=True).pipeline is True
     assert DeepSpeedZeroOffloadOptimizerConfig().pipeline is False
     assert DeepSpeedZeroOffloadParamConfig(nvme_path="/x").nvme_path == pathlib.Path("/x")
-    with pytest.raises(ValueError, match="ratio"):
-        DeepSpeedZeroConfig(stage=2, offload_optimizer={"ratio": 0.5})
-    with pytest.raises(ValueError, match="stage"):
-        DeepSpeedZeroConfig(stag=2)
-    with pytest.raises(ValueError, match="auto"):
-        DeepSpeedFP16Config(strict=True, loss_scale="auto")
+    refused(ValueError, "ratio", DeepSpeedZeroConfig, stage=2, offload_optimizer={"ratio": 0.5})
+    refused(ValueError, "stage", DeepSpeedZeroConfig, stag=2)
+    refused(ValueError, "auto", DeepSpeedFP16Config, strict=True, loss_scale="auto")
     monitor = DeepSpeedMonitorConfig(csv_monitor={"enabled": True})
     assert monitor.enabled and monitor.csv_monitor.job_name == "DeepSpeedJobName"
 
@@ -295,8 +290,7 @@ def test_section_objects_behave():
     with pytest.raises(AttributeError, match="no_such_key"):
         config.no_such_key  # noqa: B018
     fp16 = DeepSpeedFP16Config(initial_scale_power=8, hysteresis=3)
-    assert fp16.initial_dynamic_scale() == 256
-    assert fp16.dynamic_loss_scale_args()["delayed_shift"] == 3
+    assert fp16.initial_dynamic_scale() == 256 and fp16.dynamic_loss_scale_args()["delayed_shift"] == 3
 
 
 def test_attributes_and_pickling():
@@ -317,8 +311,7 @@ def test_attributes_and_pickling():
     assert (config.optimizer_name, config.optimizer_params) == ("adamw", {"lr": 0.1})
     assert config.optimizer_legacy_fusion is False
     assert (config.scheduler_name, config.scheduler_params) == ("StepLR", {"step_size": 3})
-    assert config.fp16_enabled and not config.bfloat16_enabled
-    assert config.float16_config.loss_scale_window == 100
+    assert config.fp16_enabled and not config.bfloat16_enabled and config.float16_config.loss_scale_window == 100
     assert config.communication_data_type == "fp32" and config.grad_accum_dtype == "fp32"
     assert config.checkpoint_tag_validation_enabled and config.checkpoint_tag_validation_fail
     assert config.gradient_clipping == 1.0 and config.steps_per_print is None
@@ -362,8 +355,7 @@ def test_where_the_world_size_comes_from(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     assert DeepSpeedConfig(config).train_batch_size == 1
     monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(DeepSpeedConfigError, match="WORLD_SIZE"):
-        DeepSpeedConfig(config)
+    refused(DeepSpeedConfigError, "WORLD_SIZE", DeepSpeedConfig, config)
 
 
 def test_features_that_are_not_built_are_refused_when_switched_on_only():
@@ -377,8 +369,9 @@ def test_features_that_are_not_built_are_refused_when_switched_on_only():
         {"tensor_parallel": {"autotp_size": 2}},
     ]
     for config in on:
-        with pytest.raises(DeepSpeedConfigError, match="not supported yet"):
-            DeepSpeedConfig({"train_batch_size": 8, **config}, world_size=2)
+        refused(
+            DeepSpeedConfigError, "not supported yet", DeepSpeedConfig, {"train_batch_size": 8, **config}, world_size=2
+        )
 
 
 class _SequenceMpu(_Mpu):
@@ -394,7 +387,7 @@ def test_ranks_that_share_sequences():
     for told in ({"mpu": _SequenceMpu()}, {"mesh_device": MeshShape((4, 2))}):
         found = DeepSpeedConfig(bare, world_size=8, **told)
         assert (found.train_batch_size, found.sequence_parallel_size) == (4, 2)
-    refused = [
+    wrong = [
         ({"sequence_parallel_size": 4}, {"world_size": 6}, "does not divide the 6 ranks"),
         (
             {"sequence_parallel_size": 2, "data_parallel_size": 2},
@@ -405,25 +398,20 @@ def test_ranks_that_share_sequences():
         ({"sequence_parallel_size": 4}, {"mpu": _Mpu()}, "no get_sequence_parallel_world_size"),
         ({}, {"mesh_device": MeshShape((3, 2)), "world_size": 4}, r"\(3, 2\) makes 6 ranks, but there are 4"),
     ]
-    for keys, told, words in refused:
-        with pytest.raises(DeepSpeedConfigError, match=words):
-            DeepSpeedConfig({**bare, **keys}, **told)
+    for keys, told, words in wrong:
+        refused(DeepSpeedConfigError, words, DeepSpeedConfig, {**bare, **keys}, **told)
     for shape in (2, (2,), (2, 0), ("a", 2)):
-        with pytest.raises(DeepSpeedConfigError, match="mesh_param is"):
-            MeshShape(shape)
+        refused(DeepSpeedConfigError, "mesh_param is", MeshShape, shape)
 
 
 def test_choose_config(capsys):
     class Args:
         deepspeed_config = "x.json"
 
-    assert choose_config(Args(), None, None) == "x.json"
-    assert choose_config(None, {"a": 1}) == {"a": 1}
+    assert choose_config(Args(), None, None) == "x.json" and choose_config(None, {"a": 1}) == {"a": 1}
     assert choose_config(None, None, {"b": 1}) == {"b": 1}
-    with pytest.raises(AssertionError, match="args.deepspeed_config"):
-        choose_config(Args(), {"a": 1})
-    with pytest.raises(AssertionError, match="no DeepSpeed configuration"):
-        choose_config()
+    refused(AssertionError, "args.deepspeed_config", choose_config, Args(), {"a": 1})
+    refused(AssertionError, "no DeepSpeed configuration", choose_config)
     assert choose_config(SimpleNamespace(deepscale_config="y.json")) == "y.json"
     assert "deepscale_config is deprecated" in "".join(capsys.readouterr())
 

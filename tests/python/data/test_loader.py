@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sequential
 
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.utils import RepeatingLoader as FromUtils
+from refusals import refused
 
 
 class Numbers(Dataset):
@@ -71,16 +72,14 @@ def test_two_workers_prepare_batches_unless_told_otherwise():
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_shares_are_disjoint_and_complete(world):
     shares = [flat(epoch(loader(Numbers(24), 4, world, rank))) for rank in range(world)]
-    assert [len(share) for share in shares] == [24 // world] * world
-    assert sorted(sum(shares, [])) == list(range(24))
+    assert [len(share) for share in shares] == [24 // world] * world and sorted(sum(shares, [])) == list(range(24))
 
 
 @pytest.mark.parametrize("world, length", [(2, 25), (3, 10), (4, 5)])
 def test_a_remainder_repeats_samples_or_is_dropped(world, length):
     shares = [flat(epoch(loader(Numbers(length), 2, world, rank))) for rank in range(world)]
     assert len({len(share) for share in shares}) == 1, "ranks must take the same number of steps"
-    assert set(sum(shares, [])) == set(range(length))
-    assert len(sum(shares, [])) - length < world
+    assert set(sum(shares, [])) == set(range(length)) and len(sum(shares, [])) - length < world
 
     dropping = [loader(Numbers(length), 1, world, rank, dataloader_drop_last=True) for rank in range(world)]
     shares = [flat(epoch(one)) for one in dropping]
@@ -97,8 +96,7 @@ def test_length_counts_batches():
 def test_every_epoch_has_its_own_order_and_is_reproducible():
     first, again = loader(Numbers(32)), loader(Numbers(32))
     orders = [epoch(first) for _ in range(3)]
-    assert orders == [epoch(again) for _ in range(3)]
-    assert len({tuple(flat(order)) for order in orders}) == 3
+    assert orders == [epoch(again) for _ in range(3)] and len({tuple(flat(order)) for order in orders}) == 3
     assert all(sorted(flat(order)) == list(range(32)) for order in orders)
 
 
@@ -106,8 +104,7 @@ def test_next_without_a_loop():
     walked, called = loader(Numbers(12)), loader(Numbers(12))
     expected = epoch(walked)
     assert [next(called).tolist() for _ in range(3)] == expected
-    with pytest.raises(StopIteration):
-        next(called)
+    refused(StopIteration, "", next, called)
     assert next(called).tolist() == epoch(walked)[0], "after the end the next epoch begins"
 
 
@@ -137,8 +134,7 @@ def test_timer_starts_before_each_batch():
 def test_collate_workers_and_post_processing():
     source = loader(Numbers(8), 4, collate_fn=lambda samples: sum(samples))
     assert sum(source) == sum(range(8))
-    with_workers = loader(Numbers(16), 4, num_local_io_workers=2)
-    assert epoch(with_workers) == epoch(loader(Numbers(16), 4))
+    assert epoch(loader(Numbers(16), 4, num_local_io_workers=2)) == epoch(loader(Numbers(16), 4))
     source = loader(Numbers(8), 4)
     source.post_process_func = lambda batch, state: (batch.sum(), state)
     assert [state for _, state in source] == [{}, {}]
@@ -159,8 +155,7 @@ def drawn(seed, rank=0, epochs=1, length=8):
 
 def test_random_numbers_of_workers_depend_on_seed_rank_worker_and_epoch():
     first = drawn(1, epochs=2)
-    found = [*first, *drawn(1, rank=1), *drawn(2)]
-    everything = sum(found, [])
+    everything = sum([*first, *drawn(1, rank=1), *drawn(2)], [])
     assert len(set(everything)) == len(everything) == 4 * 4
     assert drawn(1, epochs=2) == first
 
@@ -198,8 +193,7 @@ def test_resume_by_loop():
         if k == 1:
             break
     second.load_state_dict(first.state_dict())
-    assert epoch(second) == expected[0][2:]
-    assert epoch(second) == expected[1]
+    assert epoch(second) == expected[0][2:] and epoch(second) == expected[1]
 
 
 def test_a_loop_left_in_the_middle_is_followed_by_the_next_epoch():
@@ -231,8 +225,7 @@ def test_resume_with_a_random_sampler(own_generator, replacement):
     second = make()
     second.load_state_dict(state)
     torch.set_rng_state(random_state)  # as a checkpoint does
-    assert epoch(second) == expected[0][4:]
-    assert epoch(second) == expected[1]
+    assert epoch(second) == expected[0][4:] and epoch(second) == expected[1]
 
 
 def test_own_sampler_decides_the_order():
@@ -244,8 +237,7 @@ def test_own_sampler_decides_the_order():
 
 
 def test_wrong_state():
-    with pytest.raises(KeyError, match="lacks batches"):
-        loader(Numbers(4)).load_state_dict({"epoch": 1})
+    refused(KeyError, "lacks batches", loader(Numbers(4)).load_state_dict, {"epoch": 1})
 
 
 # ---- iterable data -------------------------------------------------------------------------------------------------
@@ -258,8 +250,7 @@ def test_iterable_data_passes_through_and_resumes():
     resumed = loader(Stream(10), 4)
     resumed.load_state_dict(source.state_dict())
     assert resumed.state_dict()["epoch"] == 1 and epoch(resumed) == [[8, 9]]
-    with pytest.raises(TypeError):
-        len(loader(Stream(10), 4))
+    refused(TypeError, "", len, loader(Stream(10), 4))
 
 
 def test_iterable_data_shorter_than_the_position():
@@ -320,10 +311,8 @@ def straight_on(ready):
 def test_repeating_loader():
     assert FromUtils is RepeatingLoader
     endless = RepeatingLoader([1, 2, 3])
-    assert iter(endless) is endless
-    assert [next(endless) for _ in range(8)] == [1, 2, 3, 1, 2, 3, 1, 2]
-    with pytest.raises(StopIteration):
-        next(RepeatingLoader([]))
+    assert iter(endless) is endless and [next(endless) for _ in range(8)] == [1, 2, 3, 1, 2, 3, 1, 2]
+    refused(StopIteration, "", next, RepeatingLoader([]))
 
 
 # ---- wrong input ---------------------------------------------------------------------------------------------------
@@ -331,16 +320,25 @@ def test_repeating_loader():
 
 def test_wrong_input():
     for size in (0, -1, 2.5, None, True):
-        with pytest.raises(ValueError, match="batch_size must be a whole number"):
-            loader(Numbers(4), size)
-    with pytest.raises(ValueError, match="is empty"):
-        loader(Numbers(0))
-    with pytest.raises(ValueError, match="7 samples over 2 data-parallel ranks.*dataloader_drop_last"):
-        loader(Numbers(7), 4, 2, dataloader_drop_last=True)
-    with pytest.raises(ValueError, match="IterableDataset decides its own order"):
-        loader(Stream(4), data_sampler=SequentialSampler([1]))
-    with pytest.raises(NotImplementedError, match="curriculum_learning"):
-        loader(Numbers(4), deepspeed_dataloader_config={"curriculum_learning": {}})
+        refused(ValueError, "batch_size must be a whole number", loader, Numbers(4), size)
+    refused(ValueError, "is empty", loader, Numbers(0))
+    refused(
+        ValueError,
+        "7 samples over 2 data-parallel ranks.*dataloader_drop_last",
+        loader,
+        Numbers(7),
+        4,
+        2,
+        dataloader_drop_last=True,
+    )
+    refused(ValueError, "IterableDataset decides its own order", loader, Stream(4), data_sampler=SequentialSampler([1]))
+    refused(
+        NotImplementedError,
+        "curriculum_learning",
+        loader,
+        Numbers(4),
+        deepspeed_dataloader_config={"curriculum_learning": {}},
+    )
 
 
 # ---- worker processes ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import deepspeed
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.elasticity import compute_elastic_config, elasticity, is_torch_elastic_compatible
 from deepspeed.elasticity.config import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
+from refusals import refused
 
 PUBLISHED = {
     "enabled": True, "max_train_batch_size": 10000, "micro_batch_sizes": [8, 12, 16, 17], "min_gpus": 32,
@@ -41,8 +42,14 @@ def test_no_batch_is_above_the_largest():
     """The least common multiple of the micro batch sizes (42; 120) is no choice where it is above the largest batch."""
     small = config(max_train_batch_size=32, micro_batch_sizes=[1, 2, 3, 7], min_gpus=1)
     assert compute_elastic_config(small, VERSION, world_size=4) == (24, [1, 2, 3, 4, 6, 8, 12, 24], 3)
-    with pytest.raises(ElasticityIncompatibleWorldSize, match="7 ranks cannot share the train batch size 24"):
-        compute_elastic_config(small, VERSION, world_size=7)
+    refused(
+        ElasticityIncompatibleWorldSize,
+        "7 ranks cannot share the train batch size 24",
+        compute_elastic_config,
+        small,
+        VERSION,
+        world_size=7,
+    )
     round_ones = config(max_train_batch_size=100, micro_batch_sizes=[8, 10, 12], min_gpus=1)
     assert compute_elastic_config(round_ones, VERSION) == (96, [1, 2, 3, 4, 6, 8, 12])
 
@@ -107,8 +114,7 @@ def compare(seed):
     }
     batch, worlds = slowly(section)
     if not worlds:
-        with pytest.raises(ElasticityConfigError, match="min_gpus"):
-            compute_elastic_config({"elasticity": section}, VERSION)
+        refused(ElasticityConfigError, "min_gpus", compute_elastic_config, {"elasticity": section}, VERSION)
         return
     assert compute_elastic_config({"elasticity": section}, VERSION) == (batch, worlds)
     world = numbers.choice(worlds)
@@ -138,24 +144,18 @@ def compare(seed):
     ],
 )
 def test_refused_sections(changes, kind, words):
-    with pytest.raises(kind, match=words) as error:
-        compute_elastic_config(config(**changes), VERSION)
-    assert isinstance(error.value, ElasticityError) and "is required" not in str(error.value)  # what is there but wrong
+    error = refused(kind, words, compute_elastic_config, config(**changes), VERSION)
+    assert isinstance(error, ElasticityError) and "is required" not in str(error)  # what is there but wrong
 
 
 def test_what_is_missing():
-    with pytest.raises(ElasticityConfigError, match="has no section"):
-        compute_elastic_config({"train_batch_size": 4}, VERSION)
-    with pytest.raises(ValueError, match="takes the dict"):
-        compute_elastic_config("ds.json", VERSION)
+    refused(ElasticityConfigError, "has no section", compute_elastic_config, {"train_batch_size": 4}, VERSION)
+    refused(ValueError, "takes the dict", compute_elastic_config, "ds.json", VERSION)
     for key in ("max_train_batch_size", "micro_batch_sizes"):
         section = {name: value for name, value in PUBLISHED.items() if name != key}
-        with pytest.raises(ElasticityConfigError, match=key):
-            compute_elastic_config({"elasticity": section}, VERSION)
-    with pytest.raises(ElasticityConfigError, match="WORLD_SIZE"):
-        compute_elastic_config(config(), VERSION, return_microbatch=True)
-    with pytest.raises(ElasticityConfigError, match="world_size is -4"):
-        compute_elastic_config(config(), VERSION, world_size=-4)
+        refused(ElasticityConfigError, key, compute_elastic_config, {"elasticity": section}, VERSION)
+    refused(ElasticityConfigError, "WORLD_SIZE", compute_elastic_config, config(), VERSION, return_microbatch=True)
+    refused(ElasticityConfigError, "world_size is -4", compute_elastic_config, config(), VERSION, world_size=-4)
 
 
 @pytest.mark.parametrize("target, fits", [("0.2", False), ("0.3.7", False), ("0.3.8", True), ("0.19.6+abc", True)])
@@ -163,31 +163,40 @@ def test_versions_that_know_no_elasticity(target, fits):
     if fits:
         assert compute_elastic_config(config(), target)[0] == 9792
     else:
-        with pytest.raises(ElasticityError, match="0.3.8"):
-            compute_elastic_config(config(), target)
-    with pytest.raises(ElasticityError, match="'new' is none"):
-        compute_elastic_config(config(), "new")
+        refused(ElasticityError, "0.3.8", compute_elastic_config, config(), target)
+    refused(ElasticityError, "'new' is none", compute_elastic_config, config(), "new")
 
 
 def test_a_world_that_does_not_fit_names_the_nearest():
-    with pytest.raises(ElasticityIncompatibleWorldSize, match="128 ranks.*nearest numbers that can are 102 and 136"):
-        compute_elastic_config(config(), VERSION, world_size=128)
+    refused(
+        ElasticityIncompatibleWorldSize,
+        "128 ranks.*nearest numbers that can are 102 and 136",
+        compute_elastic_config,
+        config(),
+        VERSION,
+        world_size=128,
+    )
 
 
 # ---- version 0.2 ----------------------------------------------------------------------------------------------------
 def test_version_2_needs_the_number_of_ranks(monkeypatch):
     nodes = config(version=0.2, min_gpus=8, num_gpus_per_node=8, model_parallel_size=4)
-    with pytest.raises(ElasticityConfigError, match="WORLD_SIZE"):
-        compute_elastic_config(nodes, VERSION)
+    refused(ElasticityConfigError, "WORLD_SIZE", compute_elastic_config, nodes, VERSION)
     monkeypatch.setenv("WORLD_SIZE", "16")
     batch, worlds = compute_elastic_config(nodes, VERSION)
     assert 4 in worlds and all(world % 2 == 0 for world in worlds) and batch <= 10000
     assert compute_elastic_config(nodes, VERSION, return_microbatch=True) == (batch, worlds, 16)
     assert compute_elastic_config(nodes, VERSION, world_size=16) == (batch, worlds, 16)
-    with pytest.raises(ElasticityError, match="divisible by model_parallel_size"):
-        compute_elastic_config(config(version=0.2, num_gpus_per_node=8, model_parallel_size=16), VERSION)
-    with pytest.raises(ElasticityIncompatibleWorldSize, match="nearest are 16 and 24"):
-        compute_elastic_config(nodes, VERSION, world_size=20)
+    refused(
+        ElasticityError,
+        "divisible by model_parallel_size",
+        compute_elastic_config,
+        config(version=0.2, num_gpus_per_node=8, model_parallel_size=16),
+        VERSION,
+    )
+    refused(
+        ElasticityIncompatibleWorldSize, "nearest are 16 and 24", compute_elastic_config, nodes, VERSION, world_size=20
+    )
 
 
 def test_version_2_outside_the_list_is_warned_about(capsys):
@@ -195,8 +204,7 @@ def test_version_2_outside_the_list_is_warned_about(capsys):
     batch, worlds, micro = compute_elastic_config(odd, VERSION, world_size=101)
     assert (worlds, batch % (101 * micro), batch <= 10000) == ([101], 0, True)
     assert "will differ" in "".join(capsys.readouterr())
-    with pytest.raises(ElasticityIncompatibleWorldSize, match="fewer ranks"):
-        compute_elastic_config(odd, VERSION, world_size=1300)
+    refused(ElasticityIncompatibleWorldSize, "fewer ranks", compute_elastic_config, odd, VERSION, world_size=1300)
 
 
 # ---- the engine's configuration -------------------------------------------------------------------------------------
@@ -210,7 +218,12 @@ def test_the_engine_takes_the_sizes(world):
 
 
 def test_the_engine_refuses_other_worlds():
-    with pytest.raises(ElasticityIncompatibleWorldSize, match="nearest numbers that can are 102 and 136"):
-        DeepSpeedConfig(config(), world_size=128)
+    refused(
+        ElasticityIncompatibleWorldSize,
+        "nearest numbers that can are 102 and 136",
+        DeepSpeedConfig,
+        config(),
+        world_size=128,
+    )
     given = {"train_batch_size": 7, **config(ignore_non_elastic_batch_info=True)}
     assert DeepSpeedConfig(given, world_size=64).train_batch_size == 9792

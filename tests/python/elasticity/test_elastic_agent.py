@@ -38,6 +38,5 @@ def test_workers_find_the_variables(tmp_path, monkeypatch):
         rdzv_handler=create_handler(store, backend, where), max_restarts=0, monitor_interval=0.1,
     )  # fmt: skip
     agent = deepspeed.elasticity.DSElasticAgent(spec, {"MINE": "yes"}, log_dir=str(tmp_path))
-    result = agent.run()
-    assert not result.is_failed() and agent.ds_env == {"MINE": "yes"} and "MINE" not in os.environ
+    assert not agent.run().is_failed() and agent.ds_env == {"MINE": "yes"} and "MINE" not in os.environ
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["0 2 2 0 1 yes", "1 2 2 0 1 yes"]

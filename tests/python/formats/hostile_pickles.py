@@ -165,34 +165,18 @@ for _title, _module, _attribute, *_arguments in (
 
 
 # ---- other ways to call ----------------------------------------------------------------------------------------------
-@attack
-def inst():
-    return zipped(b"(" + text(COMMAND) + b"ios\nsystem\n")
-
-
-@attack
-def obj():
-    return zipped(b"(" + name("os", "system") + text(COMMAND) + b"o")
-
-
-@attack
-def newobj():
-    return zipped(name("subprocess", "Popen") + value((["touch", MARK],)) + b"\x81")
-
-
-@attack
-def newobj_ex():
-    return zipped(name("subprocess", "Popen") + value(()) + value({"args": ["touch", MARK]}) + b"\x92")
-
-
-@attack
-def newobj_of_a_tensor():
-    return zipped(name("torch", "Tensor") + value(()) + b"\x81")
-
-
-@attack
-def stack_global():
-    return zipped(text("os") + text("system") + b"\x93" + value((COMMAND,)) + b"R")
+ATTACKS.update(
+    {
+        "inst": lambda: zipped(b"(" + text(COMMAND) + b"ios\nsystem\n"),
+        "obj": lambda: zipped(b"(" + name("os", "system") + text(COMMAND) + b"o"),
+        "newobj": lambda: zipped(name("subprocess", "Popen") + value((["touch", MARK],)) + b"\x81"),
+        "newobj_ex": lambda: zipped(
+            name("subprocess", "Popen") + value(()) + value({"args": ["touch", MARK]}) + b"\x92"
+        ),
+        "newobj_of_a_tensor": lambda: zipped(name("torch", "Tensor") + value(()) + b"\x81"),
+        "stack_global": lambda: zipped(text("os") + text("system") + b"\x93" + value((COMMAND,)) + b"R"),
+    }
+)
 
 
 @attack
@@ -212,36 +196,30 @@ def memo_that_changes_its_mind():
     return zipped(code)
 
 
-@attack
-def memo_of_nothing():
-    return zipped(b"j\xff\xff\xff\x7f")
-
-
-@attack
-def reduce_of_a_string():
-    return zipped(text("os.system") + value((COMMAND,)) + b"R")
-
-
-@attack
-def reduce_of_a_dtype():
-    return zipped(name("torch", "float32") + value(()) + b"R")
-
-
-@attack
-def arguments_in_a_list():
-    return zipped(name("builtins", "dict") + value([1]) + b"R")
+ATTACKS.update(
+    {
+        "memo_of_nothing": lambda: zipped(b"j\xff\xff\xff\x7f"),
+        "reduce_of_a_string": lambda: zipped(text("os.system") + value((COMMAND,)) + b"R"),
+        "reduce_of_a_dtype": lambda: zipped(name("torch", "float32") + value(()) + b"R"),
+        "arguments_in_a_list": lambda: zipped(name("builtins", "dict") + value([1]) + b"R"),
+    }
+)
 
 
 for _size, _code in ((1, b"\x82\x07"), (2, b"\x83\x07\x00"), (4, b"\x84\x07\x00\x00\x00")):
     ATTACKS[f"extension_{_size}"] = lambda code=_code: zipped(code + value((COMMAND,)) + b"R")
-ATTACKS["buffers"] = lambda: zipped(b"\x97\x98")
-ATTACKS["persistent_id_in_words"] = lambda: zipped(b"Pos.system\n")
-ATTACKS["unknown_opcode"] = lambda: zipped(b"\xf0")
-ATTACKS["protocol_99"] = lambda: zipped(b"\x80\x63N")
-ATTACKS["nothing_on_the_stack"] = lambda: zipped(b"")
-ATTACKS["a_mark_as_value"] = lambda: zipped(b"(")
-ATTACKS["pop_of_nothing"] = lambda: zipped(b"0000")
-ATTACKS["mark_missing"] = lambda: zipped(b"Nt")
+ATTACKS.update(
+    {
+        "buffers": lambda: zipped(b"\x97\x98"),
+        "persistent_id_in_words": lambda: zipped(b"Pos.system\n"),
+        "unknown_opcode": lambda: zipped(b"\xf0"),
+        "protocol_99": lambda: zipped(b"\x80\x63N"),
+        "nothing_on_the_stack": lambda: zipped(b""),
+        "a_mark_as_value": lambda: zipped(b"("),
+        "pop_of_nothing": lambda: zipped(b"0000"),
+        "mark_missing": lambda: zipped(b"Nt"),
+    }
+)
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -272,12 +250,18 @@ for _title, _target, _state in (
 ):
     ATTACKS[_title] = lambda target=_target, state=_state: built(target, state)
 
-calls("factory_that_runs", "collections", "defaultdict", Raw(name("torch._utils", "_rebuild_tensor_v2")))
-calls("factory_of_tensors", "collections", "defaultdict", Raw(name("torch", "Tensor")))
-ATTACKS["append_to_a_class"] = lambda: zipped(SCALER + value(1) + b"a")
-ATTACKS["item_of_a_tuple"] = lambda: zipped(b")" + value(1) + value(2) + b"s")
-ATTACKS["member_of_a_dict"] = lambda: zipped(b"}(" + value(1) + b"\x90")
-ATTACKS["key_without_value"] = lambda: zipped(b"}(" + value(1) + b"u")
+ATTACKS.update(
+    {
+        "factory_that_runs": lambda: zipped(
+            call("collections", "defaultdict", Raw(name("torch._utils", "_rebuild_tensor_v2")))
+        ),
+        "factory_of_tensors": lambda: zipped(call("collections", "defaultdict", Raw(name("torch", "Tensor")))),
+        "append_to_a_class": lambda: zipped(SCALER + value(1) + b"a"),
+        "item_of_a_tuple": lambda: zipped(b")" + value(1) + value(2) + b"s"),
+        "member_of_a_dict": lambda: zipped(b"}(" + value(1) + b"\x90"),
+        "key_without_value": lambda: zipped(b"}(" + value(1) + b"u"),
+    }
+)
 
 
 # ---- numpy -----------------------------------------------------------------------------------------------------------
@@ -290,20 +274,28 @@ def array(shape, data, kind=None):
     return core.code + value((1, shape, kind or dtype(), False, data)) + b"b"
 
 
-ATTACKS["array_of_objects"] = lambda: zipped(array((1,), [call("os", "system", COMMAND)], dtype("O")))
-ATTACKS["array_of_objects_in_bytes"] = lambda: zipped(array((1,), bytes(8), dtype("O8")))
-ATTACKS["array_with_object_fields"] = lambda: zipped(array((1,), bytes(8), dtype("O,i8")))
-ATTACKS["array_too_large"] = lambda: zipped(array((1 << 60,), bytes(8)))
-ATTACKS["array_of_negative_size"] = lambda: zipped(array((-1,), bytes(8)))
-ATTACKS["array_of_overflowing_size"] = lambda: zipped(array((1 << 32, 1 << 32), b""))
-ATTACKS["dtype_that_is_a_pointer"] = lambda: zipped(
-    array((1,), bytes(8), dtype("f8", (3, "<", None, ("a",), {"a": (dtype("O"), 0)}, 8, 1, 0)))
+ATTACKS.update(
+    {
+        "array_of_objects": lambda: zipped(array((1,), [call("os", "system", COMMAND)], dtype("O"))),
+        "array_of_objects_in_bytes": lambda: zipped(array((1,), bytes(8), dtype("O8"))),
+        "array_with_object_fields": lambda: zipped(array((1,), bytes(8), dtype("O,i8"))),
+        "array_too_large": lambda: zipped(array((1 << 60,), bytes(8))),
+        "array_of_negative_size": lambda: zipped(array((-1,), bytes(8))),
+        "array_of_overflowing_size": lambda: zipped(array((1 << 32, 1 << 32), b"")),
+        "dtype_that_is_a_pointer": lambda: zipped(
+            array((1,), bytes(8), dtype("f8", (3, "<", None, ("a",), {"a": (dtype("O"), 0)}, 8, 1, 0)))
+        ),
+        "dtype_that_grows": lambda: zipped(
+            dtype("S8", (3, "|", None, None, None, 8, 1, 0)).code
+            + b"q\x05"
+            + array((1,), bytes(8), Raw(b"h\x05"))
+            + b"h\x05"
+            + value((3, "|", None, None, None, 1 << 19, 1, 0))
+            + b"b\x86"
+        ),
+        "scalar_of_an_object": lambda: zipped(call("numpy.core.multiarray", "scalar", dtype("O"), pickle.dumps(1))),
+    }
 )
-ATTACKS["dtype_that_grows"] = lambda: zipped(
-    dtype("S8", (3, "|", None, None, None, 8, 1, 0)).code + b"q\x05"
-    + array((1,), bytes(8), Raw(b"h\x05")) + b"h\x05" + value((3, "|", None, None, None, 1 << 19, 1, 0)) + b"b\x86"
-)  # fmt: skip
-calls("scalar_of_an_object", "numpy.core.multiarray", "scalar", dtype("O"), pickle.dumps(1))
 
 
 # ---- tensors outside of their storage --------------------------------------------------------------------------------
@@ -378,26 +370,26 @@ for _title, _code in {
     + b"".join([b"q\x010(h\x01\x91"] * 9999),
 }.items():
     ATTACKS[_title] = lambda code=_code: zipped(code)
-calls("bytearray_of_a_terabyte", "builtins", "bytearray", 1 << 40)
-calls("bytes_of_a_terabyte", "builtins", "bytes", 1 << 40)
-calls("list_of_a_range", "builtins", "list", call("builtins", "range", 1 << 40))
-calls("set_of_a_range", "builtins", "set", call("builtins", "range", 1 << 40))
-calls("range_of_huge_numbers", "builtins", "range", 1 << 90)
-calls("fraction_with_an_exponent", "fractions", "Fraction", "1e999999999")
-calls("int_of_long_text", "builtins", "int", "9" * 1000000)
-calls("text_of_an_object", "builtins", "str", [1])
-calls("size_of_no_numbers", "torch", "Size", ["x"])
-calls("device_of_nothing", "torch", "device", "tpu:99999999999999")
-
-
-@attack
-def nested_deques():
-    return zipped(name("collections", "deque") + b"q\x00)R" + b"".join([b"q\x010h\x00)Rh\x01a"] * 100000))
-
-
-@attack
-def nested_defaultdicts():
-    return zipped(name("collections", "defaultdict") + b"q\x00)R" + b"".join([b"q\x010h\x00)RNh\x01s"] * 100000))
+ATTACKS.update(
+    {
+        "bytearray_of_a_terabyte": lambda: zipped(call("builtins", "bytearray", 1 << 40)),
+        "bytes_of_a_terabyte": lambda: zipped(call("builtins", "bytes", 1 << 40)),
+        "list_of_a_range": lambda: zipped(call("builtins", "list", call("builtins", "range", 1 << 40))),
+        "set_of_a_range": lambda: zipped(call("builtins", "set", call("builtins", "range", 1 << 40))),
+        "range_of_huge_numbers": lambda: zipped(call("builtins", "range", 1 << 90)),
+        "fraction_with_an_exponent": lambda: zipped(call("fractions", "Fraction", "1e999999999")),
+        "int_of_long_text": lambda: zipped(call("builtins", "int", "9" * 1000000)),
+        "text_of_an_object": lambda: zipped(call("builtins", "str", [1])),
+        "size_of_no_numbers": lambda: zipped(call("torch", "Size", ["x"])),
+        "device_of_nothing": lambda: zipped(call("torch", "device", "tpu:99999999999999")),
+        "nested_deques": lambda: zipped(
+            name("collections", "deque") + b"q\x00)R" + b"".join([b"q\x010h\x00)Rh\x01a"] * 100000)
+        ),
+        "nested_defaultdicts": lambda: zipped(
+            name("collections", "defaultdict") + b"q\x00)R" + b"".join([b"q\x010h\x00)RNh\x01s"] * 100000)
+        ),
+    }
+)
 
 
 @attack
@@ -480,14 +472,12 @@ for _title, _entries, _lies in (
     ATTACKS[_title] = lambda entries=_entries, lies=_lies: raw_zip(entries, **lies)
 
 
-@attack
-def cut_off():
-    return with_tensor()[:-40]
-
-
-@attack
-def torchscript():
-    return zipped(b"N", {"constants.pkl": b"\x80\x02N."})
+ATTACKS.update(
+    {
+        "cut_off": lambda: with_tensor()[:-40],
+        "torchscript": lambda: zipped(b"N", {"constants.pkl": b"\x80\x02N."}),
+    }
+)
 
 
 # ---- the older format ------------------------------------------------------------------------------------------------
@@ -498,18 +488,22 @@ def legacy(structure, keys=("0",), sizes=(4,), data=bytes(16), magic=0x1950A86A2
 
 
 OLD = Raw(value(("storage", Raw(name("torch", "FloatStorage")), "0", "cpu", 4, None)) + b"Q")
-ATTACKS["legacy_runs"] = lambda: legacy(call("os", "system", COMMAND).code)
-ATTACKS["legacy_magic_runs"] = lambda: b"\x80\x02" + call("os", "system", COMMAND).code + b"."
-ATTACKS["legacy_other_magic"] = lambda: legacy(tensor(stored=OLD).code, magic=7)
-ATTACKS["legacy_keys_run"] = lambda: legacy(tensor(stored=OLD).code, keys=(call("os", "system", COMMAND),))
-ATTACKS["legacy_storage_missing"] = lambda: legacy(tensor(stored=OLD).code, keys=())
-ATTACKS["legacy_other_key"] = lambda: legacy(tensor(stored=OLD).code, keys=("1",))
-ATTACKS["legacy_other_size"] = lambda: legacy(tensor(stored=OLD).code, sizes=(1 << 60,))
-ATTACKS["legacy_cut_off"] = lambda: legacy(tensor(stored=OLD).code, data=bytes(15))
-ATTACKS["legacy_tensor_outside"] = lambda: legacy(tensor(stored=OLD, offset=1).code)
-ATTACKS["empty"] = lambda: b""
-ATTACKS["text"] = lambda: b"version https://git-lfs.github.com/spec/v1\n"
-ATTACKS["tar"] = lambda: b"sys_info".ljust(512, b"\0") * 4
+ATTACKS.update(
+    {
+        "legacy_runs": lambda: legacy(call("os", "system", COMMAND).code),
+        "legacy_magic_runs": lambda: b"\x80\x02" + call("os", "system", COMMAND).code + b".",
+        "legacy_other_magic": lambda: legacy(tensor(stored=OLD).code, magic=7),
+        "legacy_keys_run": lambda: legacy(tensor(stored=OLD).code, keys=(call("os", "system", COMMAND),)),
+        "legacy_storage_missing": lambda: legacy(tensor(stored=OLD).code, keys=()),
+        "legacy_other_key": lambda: legacy(tensor(stored=OLD).code, keys=("1",)),
+        "legacy_other_size": lambda: legacy(tensor(stored=OLD).code, sizes=(1 << 60,)),
+        "legacy_cut_off": lambda: legacy(tensor(stored=OLD).code, data=bytes(15)),
+        "legacy_tensor_outside": lambda: legacy(tensor(stored=OLD, offset=1).code),
+        "empty": lambda: b"",
+        "text": lambda: b"version https://git-lfs.github.com/spec/v1\n",
+        "tar": lambda: b"sys_info".ljust(512, b"\0") * 4,
+    }
+)
 
 
 # ---- reading them ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import hostile_pickles  # noqa: E402
 
-PYTHON = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "python")
+from places import PYTHON
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,7 @@ def test_nothing_runs_and_the_error_is_clean(name, outcomes):
     for entry in entries:
         assert not entry["heard"]
         assert "pickle.UnpicklingError" in entry["outcome"] or "zipfile.BadZipFile" in entry["outcome"], entry
-        assert entry["said"] and len(entry["said"]) < 1000
-        assert entry["seconds"] < 5
+        assert entry["said"] and len(entry["said"]) < 1000 and entry["seconds"] < 5
 
 
 @pytest.mark.parametrize("name", sorted(hostile_pickles.ATTACKS))
@@ -71,8 +70,7 @@ def test_the_reader_without_the_package_runs_nothing_either(name, outcomes):
 )
 def test_a_refusal_names_class_file_and_the_ways_to_let_it_through(name, outcomes):
     for entry in outcomes[name]:
-        assert "RefusedClass" in entry["outcome"]
-        assert entry["path"] in entry["said"]
+        assert "RefusedClass" in entry["outcome"] and entry["path"] in entry["said"]
         for way in ("allow=[", "trust_pickles", "DS_CHECKPOINT_TRUST=1"):
             assert way in entry["said"]
     assert "os.system" in outcomes["os_system"][0]["said"]

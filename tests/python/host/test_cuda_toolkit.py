@@ -8,8 +8,10 @@ import pytest
 
 from deepspeed.host import cuda_toolkit
 from deepspeed.host.cuda_toolkit import CUDAMismatchException
+from places import PYTHON, ROOT
+from processes import write_program
+from refusals import refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 FAKE = """#!/bin/sh
 case $1 in
   --version) echo "Cuda compilation tools, release {release}, V{release}.12";;
@@ -22,17 +24,12 @@ esac
 @pytest.fixture
 def nvcc(tmp_path, monkeypatch):
     """nvcc(release, rest="exit 1"): a stand-in in $CUDA_HOME/bin."""
-    monkeypatch.delenv("CUDACXX", raising=False)
-    monkeypatch.delenv(cuda_toolkit.SKIP, raising=False)
-    monkeypatch.delenv(cuda_toolkit.ARCHITECTURES, raising=False)
+    for name in ("CUDACXX", cuda_toolkit.SKIP, cuda_toolkit.ARCHITECTURES):
+        monkeypatch.delenv(name, raising=False)
 
     def make(release, rest="exit 1"):
-        path = tmp_path / "toolkit" / "bin" / "nvcc"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(FAKE.format(release=release, rest=rest))
-        path.chmod(0o755)
         monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
-        return str(path)
+        return write_program(tmp_path / "toolkit" / "bin" / "nvcc", FAKE.format(release=release, rest=rest), "")
 
     return make
 
@@ -40,11 +37,9 @@ def nvcc(tmp_path, monkeypatch):
 def test_which_nvcc(nvcc, monkeypatch, tmp_path):
     path = nvcc("11.8")
     assert cuda_toolkit.find_nvcc() == path and cuda_toolkit.nvcc_version() == (11, 8)
-    other = tmp_path / "other"
-    other.write_text(FAKE.format(release="12.6", rest=""))
-    other.chmod(0o755)
-    monkeypatch.setenv("CUDACXX", str(other))
-    assert cuda_toolkit.find_nvcc() == str(other) and cuda_toolkit.nvcc_version() == (12, 6)
+    other = write_program(tmp_path / "other", FAKE.format(release="12.6", rest=""), "")
+    monkeypatch.setenv("CUDACXX", other)
+    assert cuda_toolkit.find_nvcc() == other and cuda_toolkit.nvcc_version() == (12, 6)
     assert cuda_toolkit.nvcc_version(str(tmp_path / "none")) is None
 
 
@@ -54,13 +49,17 @@ def test_versions_against_torch(nvcc, monkeypatch):
     assert cuda_toolkit.check_versions(path, "none") == ""
     warning = cuda_toolkit.check_versions(path, "12.1")
     assert "CUDA 12.4" in warning and "CUDA 12.1" in warning and "Minor versions" in warning
-    with pytest.raises(CUDAMismatchException, match="of CUDA 12.4, but torch was built for CUDA 11.8.*DS_SKIP_CUDA"):
-        cuda_toolkit.check_versions(path, "11.8")
+    refused(
+        CUDAMismatchException,
+        "of CUDA 12.4, but torch was built for CUDA 11.8.*DS_SKIP_CUDA",
+        cuda_toolkit.check_versions,
+        path,
+        "11.8",
+    )
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
     assert "DS_SKIP_CUDA_CHECK is set, so the build goes on" in cuda_toolkit.check_versions(path, "11.8")
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "0")
-    with pytest.raises(CUDAMismatchException):
-        cuda_toolkit.check_versions(path, "11.8")
+    refused(CUDAMismatchException, "", cuda_toolkit.check_versions, path, "11.8")
 
 
 @pytest.mark.parametrize(
@@ -76,21 +75,24 @@ def test_versions_against_torch(nvcc, monkeypatch):
 def test_architectures(text, wanted, cmake):
     found = cuda_toolkit.parse_architectures(text)
     assert found == wanted and cuda_toolkit.cmake_architectures(found) == cmake
-    flags = cuda_toolkit.gencode_flags(found)
-    assert len(flags) == len(found) + sum(ptx for _, ptx in found)
+    assert len(cuda_toolkit.gencode_flags(found)) == len(found) + sum(ptx for _, ptx in found)
 
 
 @pytest.mark.parametrize("text", ["80", "8.0;ninety", "8.0+ptx", "All"])
 def test_no_architecture(text):
-    with pytest.raises(ValueError, match="TORCH_CUDA_ARCH_LIST is .* no compute capability"):
-        cuda_toolkit.parse_architectures(text)
+    refused(ValueError, "TORCH_CUDA_ARCH_LIST is .* no compute capability", cuda_toolkit.parse_architectures, text)
 
 
 def test_architecture_that_nvcc_has_dropped(nvcc):
     path = nvcc("13.0")
     cuda_toolkit.check_supported(path, [("80", False), ("90a", False)])
-    with pytest.raises(ValueError, match=r"asks for 7.0, which nvcc of CUDA 13.0 .* it knows 7.5, 8.0, 9.0"):
-        cuda_toolkit.check_supported(path, [("70", False), ("80", True)])
+    refused(
+        ValueError,
+        r"asks for 7.0, which nvcc of CUDA 13.0 .* it knows 7.5, 8.0, 9.0",
+        cuda_toolkit.check_supported,
+        path,
+        [("70", False), ("80", True)],
+    )
 
 
 def test_as_a_program(nvcc, monkeypatch):
@@ -103,8 +105,8 @@ def test_as_a_program(nvcc, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     assert (configure("12.4").stdout, configure("none").returncode) == ("80-real;90\n", 0)
     assert "Minor versions" in configure("12.1").stderr
-    refused = configure("13.0")
-    assert refused.returncode == 1 and "CUDA 12.4" in refused.stderr and "CUDA 13.0" in refused.stderr
+    wrong = configure("13.0")
+    assert wrong.returncode == 1 and "CUDA 12.4" in wrong.stderr and "CUDA 13.0" in wrong.stderr
 
 
 PROJECT = """
@@ -127,7 +129,7 @@ def test_cmake_refuses_another_major_version(nvcc, monkeypatch, tmp_path):
         pytest.skip("there is no nvcc")
     fake = nvcc("12.4", rest=f'exec {real} "$@"')
     (tmp_path / "CMakeLists.txt").write_text(PROJECT % ROOT)
-    os.symlink(os.path.join(ROOT, "python"), tmp_path / "python")
+    os.symlink(PYTHON, tmp_path / "python")
     monkeypatch.setenv("CUDACXX", fake)
 
     def configure(torch_cuda, **env):
@@ -136,9 +138,9 @@ def test_cmake_refuses_another_major_version(nvcc, monkeypatch, tmp_path):
             env={**os.environ, "PROBE_TORCH_CUDA": torch_cuda, **env}, capture_output=True, text=True,
         )  # fmt: skip
 
-    refused = configure("11.8")
-    text = " ".join(refused.stderr.split())
-    assert refused.returncode != 0 and "of CUDA 12.4, but torch was built for CUDA 11.8" in text, refused.stderr
+    wrong = configure("11.8")
+    text = " ".join(wrong.stderr.split())
+    assert wrong.returncode != 0 and "of CUDA 12.4, but torch was built for CUDA 11.8" in text, wrong.stderr
     skipped = configure("11.8", DS_SKIP_CUDA_CHECK="1", TORCH_CUDA_ARCH_LIST="8.0;9.0a")
     assert skipped.returncode == 0 and "architectures: 80-real;90a-real" in skipped.stdout, skipped.stdout
     assert "the build goes on" in " ".join(skipped.stderr.split())

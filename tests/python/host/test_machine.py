@@ -2,13 +2,13 @@
 
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from deepspeed.host import blas, cpu, devices, numa, ports, product_error
 from deepspeed.utils import numa as published
+from processes import run_python, taken_port
+from refusals import refused
 
 
 # ---- core lists ---------------------------------------------------------------------------------------------------
@@ -23,8 +23,7 @@ def test_range_lists(text, numbers):
 
 @pytest.mark.parametrize("text", ["", "a", "3-", "-3", "5-2", "1,1", "3,0-1", "0-4,2", "1,,2"])
 def test_bad_range_lists(text):
-    with pytest.raises(ValueError):
-        published.parse_range_list(text)
+    refused(ValueError, "", published.parse_range_list, text)
 
 
 def test_format_is_short():
@@ -48,16 +47,14 @@ def test_ranks_stay_within_memory_nodes(two_sockets):
     assert numa.cores_of_rank(None, 2, 1) == list(range(32, 64))
     assert [numa.cores_of_rank(None, 4, rank)[0] for rank in range(4)] == [0, 16, 32, 48]
     shares = [numa.cores_of_rank(None, 3, rank) for rank in range(3)]
-    assert [len(share) for share in shares] == [21, 21, 21]
-    assert len(set(sum(shares, []))) == 63
+    assert [len(share) for share in shares] == [21, 21, 21] and len(set(sum(shares, []))) == 63
     assert numa.numa_node_count() == 2
 
 
 def test_numactl_command(two_sockets, monkeypatch):
     assert published.get_numactl_cmd("0-27,32-59", 4, 2) == (["numactl", "-C", "32-45", "-m", "2"], list(range(32, 46)))
     monkeypatch.setenv("KMP_AFFINITY", "compact")
-    with pytest.raises(ValueError, match="KMP_AFFINITY"):
-        published.get_numactl_cmd(None, 4, 2)
+    refused(ValueError, "KMP_AFFINITY", published.get_numactl_cmd, None, 4, 2)
 
 
 def test_physical_cores_are_shared_whole(monkeypatch):
@@ -116,18 +113,15 @@ from deepspeed.launcher import linux
 done = linux.take_memory_from([0]) and linux.take_memory_from([0], wish=True) and linux.take_memory_from([0])
 print(done, any("bind:0" in line for line in open("/proc/self/numa_maps")), linux.take_memory_from([]))
 """
-    env = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(cpu.__file__)) + "/.."}
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    said = run_python(code)
     if said.stdout.startswith("False"):
         pytest.skip("set_mempolicy is not allowed here")
     assert said.stdout == "True True False\n", said.stderr
 
 
 def test_too_few_cores(two_sockets):
-    with pytest.raises(ValueError, match="3 ranks cannot be bound to 2 core"):
-        numa.cores_of_rank("0-1", 3, 0)
-    with pytest.raises(ValueError, match="64-70"):
-        numa.cores_of_rank("60-70", 2, 0)
+    refused(ValueError, "3 ranks cannot be bound to 2 core", numa.cores_of_rank, "0-1", 3, 0)
+    refused(ValueError, "64-70", numa.cores_of_rank, "60-70", 2, 0)
 
 
 def test_this_machine():
@@ -190,10 +184,8 @@ def test_a_port_is_claimed_by_one_launcher():
         with second:
             assert other > port
     ports.claim_port(port).close()
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen(1)
-        assert ports.claim_port(taken.getsockname()[1]) is None
+    with taken_port() as port:
+        assert ports.claim_port(port) is None
 
 
 # ---- BLAS ---------------------------------------------------------------------------------------------------------

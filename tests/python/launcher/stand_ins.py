@@ -3,6 +3,8 @@
 import os
 import sys
 
+from processes import write_program
+
 SSH = """#!/bin/bash
 # ssh [options] HOST COMMAND
 echo "ssh $*" >> "$STAND_IN_LOG"
@@ -71,9 +73,5 @@ sys.exit(max(one.wait() for one in running))
 
 def install(folder):
     """Puts all of them into ``folder``."""
-    os.makedirs(folder, exist_ok=True)
     for name, text in {"ssh": SSH, "pdsh": PDSH, "srun": SRUN, "mpirun": MPIRUN}.items():
-        path = os.path.join(folder, name)
-        with open(path, "w") as file:
-            file.write(text if name == "ssh" else text % {"python": sys.executable})
-        os.chmod(path, 0o755)
+        write_program(os.path.join(folder, name), text if name == "ssh" else text % {"python": sys.executable}, "")

@@ -3,17 +3,17 @@
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from deepspeed.launcher import probe
+from places import PYTHON
+from processes import taken_port, write_program
 
 pytestmark = pytest.mark.dist
 
-PYTHON_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "python")
 SSH = """#!/bin/bash
 while [ "${1#-}" != "$1" ]; do case $1 in -o|-p|-l) shift 2;; *) shift;; esac; done
 host=$1; shift
@@ -28,15 +28,14 @@ exec sh -c "${*/import os,sys;/import os,sys;$LATE}"
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
+    write_program(tmp_path / "ssh", SSH, "")
     return tmp_path
 
 
 def check(hosts, *args):
     with open("hosts", "w") as file:
         file.write(hosts)
-    env = {**os.environ, "PATH": f"{os.getcwd()}:{os.environ['PATH']}", "PYTHONPATH": PYTHON_DIR}
+    env = {**os.environ, "PATH": f"{os.getcwd()}:{os.environ['PATH']}", "PYTHONPATH": PYTHON}
     line = [sys.executable, "-m", "deepspeed.launcher", "-H", "hosts", "--launcher", "ssh", "--check", *map(str, args)]
     return subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
 
@@ -52,10 +51,7 @@ def test_hosts_that_are_fine(folder):
 
 
 def test_what_is_wrong_is_named_with_what_to_do():
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen(1)
-        port = taken.getsockname()[1]
+    with taken_port() as port:
         done = check("ha slots=2\ngone slots=1\nodd slots=1\n", "--master_port", port, "nowhere.py")
     assert done.returncode == 1 and "can start" not in done.stdout
     said = done.stderr
@@ -67,7 +63,7 @@ def test_what_is_wrong_is_named_with_what_to_do():
 
 
 def test_this_machine_alone(folder):
-    env = {**os.environ, "PYTHONPATH": PYTHON_DIR, "DS_ACCELERATOR": "cpu"}
+    env = {**os.environ, "PYTHONPATH": PYTHON, "DS_ACCELERATOR": "cpu"}
     line = [sys.executable, "-m", "deepspeed.launcher", "--check", "--num_gpus", "3"]
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "localhost: 3 slots" in done.stdout, done.stderr

@@ -15,13 +15,12 @@ import stand_ins
 from deepspeed.host.ports import free_port
 from deepspeed.launcher.elastic_layout import layout
 from deepspeed.launcher.runner import encode_world_info
-from processes import running, wait_for
+from places import PYTHON
+from processes import running, state_and_parent, wait_for
 from sampling import every_case
 
 pytestmark = pytest.mark.dist
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-PYTHON_DIR = os.path.join(HERE, "..", "..", "..", "python")
 
 jobs = []  # of this test, to be ended where it fails
 # A job without torch: rank 0 passes on what the test puts into files as what an engine would tell.
@@ -62,7 +61,7 @@ def environment(**more):
     left_out = ("DS_LOG_LEVEL", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "DS_LAUNCHER_SOCKET")
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env |= {"PATH": f"{os.path.abspath('bin')}:{env['PATH']}", "HOME": os.path.abspath("home")}
-    env |= {"PYTHONPATH": PYTHON_DIR, "STAND_IN_LOG": os.path.abspath("log"), "DS_ACCELERATOR": "cpu"}
+    env |= {"PYTHONPATH": PYTHON, "STAND_IN_LOG": os.path.abspath("log"), "DS_ACCELERATOR": "cpu"}
     return {**env, "OMP_NUM_THREADS": "1", "DS_ELASTIC_RETRY_S": "0.4", "DS_ELASTIC_WARM_S": "-1", **more}
 
 
@@ -103,10 +102,7 @@ def hosts_of(ranks):
 
 def agent_of(rank_pid):
     """rank -> supervisor -> agent, which the stand-in for ssh has become."""
-    for _ in range(2):
-        with open(f"/proc/{rank_pid}/stat") as file:
-            rank_pid = int(file.read().rsplit(")", 1)[1].split()[1])
-    return rank_pid
+    return int(state_and_parent(state_and_parent(rank_pid)[1])[1])
 
 
 def tell(name, **message):
@@ -133,8 +129,7 @@ def test_ranks_and_hosts_go_and_come():
     wait_for(lambda: "rank 1 of 3" in job.said() and "was killed by SIGKILL" in job.said())
 
     os.kill(agent_of(again[2][0]), signal.SIGKILL)  # a host that leaves
-    smaller = wait_for_round(2, 2, job)
-    assert hosts_of(smaller) == ["hb", "hb"] and "host ha was lost" in job.said()
+    assert hosts_of(wait_for_round(2, 2, job)) == ["hb", "hb"] and "host ha was lost" in job.said()
     wait_for(lambda: "host ha is here" in job.said(), 30)
     assert max(rounds()) == 2  # it waits for a checkpoint
     tell("saved", saved="folder")
@@ -142,8 +137,7 @@ def test_ranks_and_hosts_go_and_come():
     assert hosts_of(larger) == ["hb", "hb", "ha"]
 
     os.kill(agent_of(larger[0][0]), signal.SIGKILL)  # the first host
-    alone = wait_for_round(4, 1, job)
-    assert hosts_of(alone) == ["ha"]
+    assert hosts_of(wait_for_round(4, 1, job)) == ["ha"]
     wait_for(lambda: "host hb is here" in job.said(), 30)
     tell("worlds", worlds=[1, 2, 4], min_time=0)
     tell("saved", saved="folder")
@@ -197,8 +191,7 @@ def test_ranks_that_always_fail_end_the_job(folder):
     (folder / "train.py").write_text(SCRIPT + "\nprint('last words', file=sys.stderr)\nsys.exit(37)\n")
     (folder / "stop").write_text("")
     job = start("--num_gpus", 1, "train.py", DS_ELASTIC_FAILURES="1")
-    assert job.wait(60) == 37
-    assert len(rounds()) == 2 and "failed 2 times without a new checkpoint" in job.said()
+    assert job.wait(60) == 37 and len(rounds()) == 2 and "failed 2 times without a new checkpoint" in job.said()
     assert "---- last lines of rank 0 ----\nlast words" in job.said()
     (folder / "stop").unlink()
 
@@ -281,8 +274,7 @@ def test_ranks_that_start_again_have_torch_imported(folder):
         assert warm == cold and warm["leads"]
     assert len({row["random"] for row in round_of(number).values()}) == 2
     (folder / "fail").touch()
-    again = round_of(number + 1)
-    assert again[1]["warm"], job.said()
+    assert round_of(number + 1)[1]["warm"], job.said()
     wait_for(lambda: "ValueError: why" in job.said().rpartition("---- last lines of rank 1 ----")[2], 20)
     story = job.said().rpartition("---- last lines of rank 1 ----")[2]
     assert "Traceback" in story and "ValueError: why" in story and "forked_script" not in story
@@ -390,6 +382,5 @@ def test_layout():
     hosts = [("a", [0, 1]), ("b", [0]), ("c", [0, 1])]
     assert layout(hosts, None, 1) == hosts
     assert layout(hosts, [1, 2, 4, 8], 1) == [("a", [0, 1]), ("b", [0]), ("c", [0])]
-    assert layout(hosts, [1, 2], 1) == [("a", [0, 1])]
-    assert layout(hosts, None, 1, 2) == hosts[:2]
+    assert layout(hosts, [1, 2], 1) == [("a", [0, 1])] and layout(hosts, None, 1, 2) == hosts[:2]
     assert layout(hosts, None, 4) == layout(hosts, [8], 1) == layout([], None, 1) == []

@@ -10,11 +10,11 @@ import time
 import pytest
 
 from deepspeed.host.ports import claim_any_port, claim_port
-from processes import running, wait_for
+from places import PYTHON
+from processes import children, running, wait_for
 
 pytestmark = pytest.mark.dist
 
-PYTHON_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "python")
 # A process of its own between head and agent, as ssh and sshd are: when it goes, both ends of the connection close.
 SSH = (
     """#!%s
@@ -71,11 +71,10 @@ def number(name):
 
 def below(pid):
     try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            children = [int(child) for child in file.read().split()]
+        found = children(pid)
     except FileNotFoundError:
         return []
-    return children + [one for child in children for one in below(child)]
+    return found + [one for child in found for one in below(child)]
 
 
 @pytest.mark.sample
@@ -89,7 +88,7 @@ def test_nobody_is_left(who, sig, hosts, phase, tmp_path, monkeypatch):
     ranks = 2 + (hosts - 1)
     port, claim = claim_any_port(random.randrange(20000, 28000))  # that no connection gets meanwhile
     claim.close()
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": PYTHON_DIR, "DS_ACCELERATOR": "cpu"}
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": PYTHON, "DS_ACCELERATOR": "cpu"}
     env |= {"DS_TEST_PHASE": phase, "MASTER_PORT": str(port), "DS_LAUNCHER_GRACE_S": "1", "TMPDIR": f"{tmp_path}/tmp"}
     (tmp_path / "tmp").mkdir()
     if who == "link":

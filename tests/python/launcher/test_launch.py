@@ -1,5 +1,6 @@
 """Jobs that really start: what the ranks see, how jobs end, and that nothing of them is left."""
 
+import contextlib
 import json
 import os
 import resource
@@ -12,11 +13,12 @@ import time
 import pytest
 
 from deepspeed.host.ports import free_port
-from processes import pids, running, wait_for
+from places import PYTHON
+from processes import children, pids, running, state_and_parent, taken_port, wait_for
+from refusals import refused
 
 pytestmark = pytest.mark.dist
 
-PYTHON_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "python")
 
 # A rank that records its process id and, on request, starts a helper that nobody waits for.
 PRELUDE = """
@@ -47,26 +49,26 @@ def environment(**more):
     # The width of a terminal is asked of the terminal only where no variable says it.
     left_out = ("DS_LOG_LEVEL", "COLUMNS", "LINES")
     env = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**env, "PYTHONPATH": PYTHON_DIR, "DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port()), **more}
+    return {**env, "PYTHONPATH": PYTHON, "DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port()), **more}
 
 
 def run(*args, timeout=60, **more):
     return subprocess.run(command(*args), env=environment(**more), capture_output=True, text=True, timeout=timeout)
 
 
-def _hear_ctrl_c():
+def hear_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run under nohup, or behind &, has it ignored
 
 
 def start(*args, **more):
     return subprocess.Popen(
-        command(*args),
-        env=environment(**more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=_hear_ctrl_c,
-    )
+        command(*args), env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=hear_ctrl_c,
+    )  # fmt: skip
+
+
+def wait_until_ready(*names):
+    wait_for(lambda: all(map(os.path.exists, names or ("ready0", "ready1"))))
 
 
 def script(text, name="train.py"):
@@ -112,14 +114,8 @@ def test_module_and_program_and_no_local_rank(folder):
 
 def test_only_rank_0_reads_what_the_user_types():
     script("print(rank, repr(sys.stdin.readline()))")
-    done = subprocess.run(
-        command("--num_gpus", 2, "train.py"),
-        env=environment(),
-        input="yes\n",
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    line = command("--num_gpus", 2, "train.py")
+    done = subprocess.run(line, env=environment(), input="yes\n", capture_output=True, text=True, timeout=30)
     assert sorted(done.stdout.splitlines()) == ["0 'yes\\n'", "1 ''"]
 
 
@@ -139,8 +135,7 @@ def test_logs_of_each_rank(folder):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     logs = sorted((folder / "logs" / "here").iterdir(), key=lambda path: path.name[-5])
     assert [path.name[14:] for path in logs] == ["_rank0.log", "_rank1.log"]
-    assert all(path.name[:14].isdigit() for path in logs)
-    assert logs[1].read_text() == "out 1\nerr\n"
+    assert all(path.name[:14].isdigit() for path in logs) and logs[1].read_text() == "out 1\nerr\n"
 
 
 def test_much_output_arrives_whole():
@@ -235,7 +230,7 @@ open("ready%d" % rank, "w").close()
 time.sleep(600)
 """)
     job = start("--num_gpus", 2, "train.py", DS_LAUNCHER_GRACE_S="3")
-    wait_for(lambda: os.path.exists("ready0") and os.path.exists("ready1"))
+    wait_until_ready()
     os.kill(pids()[0], signal.SIGKILL)
     wait_for(lambda: job.poll() is not None, 5)
     _, err = job.communicate()
@@ -291,7 +286,7 @@ time.sleep(0.3)
 print("heard", count)
 """)
     job = start("--num_gpus", 2, "train.py")
-    wait_for(lambda: os.path.exists("ready0") and os.path.exists("ready1"))
+    wait_until_ready()
     job.send_signal(sig)
     out, err = job.communicate(timeout=60)
     assert job.returncode == code, err
@@ -348,7 +343,7 @@ open("ready%d" % rank, "w").close()
 time.sleep(600)
 """)
     job = start("--num_gpus", 2, "train.py")
-    wait_for(lambda: os.path.exists("ready0") and os.path.exists("ready1"))
+    wait_until_ready()
     job.send_signal(signal.SIGUSR1)
     job.communicate(timeout=60)
     assert job.returncode == 0
@@ -357,17 +352,12 @@ time.sleep(600)
 def test_ctrl_z_stops_the_ranks_and_fg_continues_them():
     script("open('ready', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)")
     job = start("--num_gpus", 1, "train.py")
-    wait_for(lambda: os.path.exists("ready"))
-
-    def state(pid):
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0]
-
+    wait_until_ready("ready")
     job.send_signal(signal.SIGTSTP)
-    wait_for(lambda: state(pids()[0]) == "T" and state(job.pid) == "T")
+    wait_for(lambda: all(state_and_parent(pid)[0] == "T" for pid in (pids()[0], job.pid)))
     open("go", "w").close()
     time.sleep(0.2)
-    assert state(pids()[0]) == "T"
+    assert state_and_parent(pids()[0])[0] == "T"
     job.send_signal(signal.SIGCONT)
     assert job.wait(60) == 0
 
@@ -395,11 +385,6 @@ mine.kill()
     assert_nobody_left(1)
 
 
-def supervisor_of(job):
-    with open(f"/proc/{job.pid}/task/{job.pid}/children") as file:
-        return int(file.read().split()[0])
-
-
 @pytest.mark.parametrize("who", ["launcher", "supervisor"])
 def test_a_killed_launcher_leaves_nobody(who):
     script("""
@@ -409,8 +394,8 @@ open("ready%d" % rank, "w").close()
 time.sleep(600)
 """)
     job = start("--num_gpus", 2, "train.py")
-    wait_for(lambda: os.path.exists("ready0") and os.path.exists("ready1"))
-    supervisor = supervisor_of(job)
+    wait_until_ready()
+    (supervisor, *_) = children(job.pid)
     os.kill(job.pid if who == "launcher" else supervisor, signal.SIGKILL)
     assert_nobody_left(4)
     wait_for(lambda: not running(supervisor))
@@ -460,27 +445,21 @@ def test_errors_are_one_paragraph(args, named, folder):
 
 def test_busy_port():
     script("print(os.environ['MASTER_PORT'])")
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen(1)
-        port = taken.getsockname()[1]
+    with taken_port() as port:
         done = run("--master_port", port, "--num_gpus", 1, "train.py")
         assert done.returncode == 1 and f"port {port}" in done.stderr and "--master_port" in done.stderr
         assert pids() == []
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with contextlib.suppress(OSError):  # somebody else has it: as good as we
             taken.bind(("", 29500))
             taken.listen(1)
-        except OSError:
-            pass  # somebody else has it: as good as we
         done = run("--num_gpus", 1, "train.py", MASTER_PORT="")
         assert done.returncode == 0 and done.stdout.strip() != "29500" and "29500" in done.stderr
 
 
 def test_wrong_usage():
-    assert run("--no_such_option", "train.py").returncode == 2
-    assert run().returncode == 2
+    assert run("--no_such_option", "train.py").returncode == 2 and run().returncode == 2
     assert "--num_accelerators" in run("--help").stdout
 
 
@@ -579,8 +558,7 @@ def test_a_machine_that_stood_still_does_not_cut_a_line():
     sink = Sink(theirs, whole_lines=True)
     sink.write(b"half")
     sink.wait(10.0)  # the machine stood still, and with it the rank
-    with pytest.raises(BlockingIOError):
-        os.read(ours, 100)
+    refused(BlockingIOError, "", os.read, ours, 100)
     sink.write(b" a line\n>>> ")
     assert os.read(ours, 100) == b"half a line\n"
     for _ in range(3):

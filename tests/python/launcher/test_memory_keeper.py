@@ -11,7 +11,8 @@ from deepspeed.host.kept_memory import KEEPER_VARIABLE, hand_over
 from deepspeed.launcher import memory_keeper
 from deepspeed.launcher.memory_keeper import remove_left
 from memory_hosts import memory_hosts
-from processes import running, wait_for
+from processes import running, state_and_parent, wait_for
+from refusals import refused
 
 pytestmark = pytest.mark.dist
 
@@ -32,10 +33,16 @@ def test_files_come_whole_and_strangers_do_not(source):
         for name in ("a", "empty", "last"):
             with open(os.path.join(folder, "run", "step3", name), "rb") as file:
                 assert file.read() == (source / name).read_bytes()
-        with pytest.raises(ConnectionError):
-            hand_over(("127.0.0.1", port, "another key"), source, "run/step4", ["last"])
-        with pytest.raises(OSError, match="a rank of another host has the name"):
-            hand_over(("127.0.0.1", port, key), source, "../elsewhere", ["last"])
+        refused(ConnectionError, "", hand_over, ("127.0.0.1", port, "another key"), source, "run/step4", ["last"])
+        refused(
+            OSError,
+            "a rank of another host has the name",
+            hand_over,
+            ("127.0.0.1", port, key),
+            source,
+            "../elsewhere",
+            ["last"],
+        )
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"[1]\n{}\n")
             assert len(stranger.makefile().readline()) == 33
@@ -46,9 +53,7 @@ def test_files_come_whole_and_strangers_do_not(source):
 
 def test_nothing_is_left_of_an_agent_that_was_killed():
     with memory_hosts(1, code=-signal.SIGKILL) as [(variables, pid)]:
-        with open(f"/proc/{pid}/stat") as file:
-            agent = int(file.read().rsplit(")", 1)[1].split()[1])
-        os.kill(agent, signal.SIGKILL)
+        os.kill(int(state_and_parent(pid)[1]), signal.SIGKILL)
         wait_for(lambda: os.listdir(os.path.dirname(variables["DS_MEMORY_FOLDER"])) == [] and not running(pid), 20)
 
 

@@ -20,11 +20,12 @@ from deepspeed.launcher.cluster import listen
 from deepspeed.launcher.control import MESSAGE, Link, LinkLost, encode_frame
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.host_link import HostLink
+from places import PYTHON
 from processes import wait_for
+from refusals import refused
 
 pytestmark = pytest.mark.dist
 
-PYTHON_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "python")
 CLUSTER = "NODE_RANK JOB_COMPLETION_INDEX SLURM_NODEID GROUP_RANK SLURM_NNODES MASTER_ADDR MASTER_PORT".split()
 
 
@@ -39,7 +40,7 @@ def folder(tmp_path, monkeypatch):
 def start(port, *args, **more):
     left_out = (*CLUSTER, "DS_LOG_LEVEL", "RANK", "WORLD_SIZE")
     env = {name: value for name, value in os.environ.items() if name not in left_out}
-    env |= {"PYTHONPATH": PYTHON_DIR, "DS_ACCELERATOR": "cpu", **more}
+    env |= {"PYTHONPATH": PYTHON, "DS_ACCELERATOR": "cpu", **more}
     line = ["--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port, "--join_timeout", "20", *args]
     return subprocess.Popen(
         [sys.executable, "-m", "deepspeed.launcher", *map(str, line)], env=env, stdin=subprocess.DEVNULL,
@@ -171,8 +172,7 @@ def test_without_a_key_a_line_says_how_to_make_one(folder):
     head, other = both("--num_gpus", 1)
     assert head.count(MAKE_KEY) == 1 and "other hosts are refused" in head and MAKE_KEY not in other
     made = subprocess.run(["sh", "-c", f"{MAKE_KEY}; echo $DS_JOB_KEY"], capture_output=True, text=True).stdout
-    assert re.fullmatch("[0-9a-f]{32}\n", made)
-    assert MAKE_KEY not in both("--num_gpus", 1, DS_JOB_KEY=made.strip())[0]
+    assert re.fullmatch("[0-9a-f]{32}\n", made) and MAKE_KEY not in both("--num_gpus", 1, DS_JOB_KEY=made.strip())[0]
     head, other = both("--num_gpus", 1, "--insecure")
     assert "warning: --insecure without DS_JOB_KEY" in head and "warning: --insecure" in other and MAKE_KEY not in head
 
@@ -180,8 +180,7 @@ def test_without_a_key_a_line_says_how_to_make_one(folder):
 def stranger(port, answers):
     """A head that takes whoever comes, and asks for all that it has."""
     with socket.create_server(("127.0.0.1", port)) as server:
-        connection = server.accept()[0]
-        fd = connection.detach()
+        fd = server.accept()[0].detach()
         link = Link(fd, fd)
         link.send({"nonce": "1"})
         try:
@@ -197,10 +196,9 @@ def test_without_a_key_an_agent_joins_no_head_of_another_host(monkeypatch):
     for key, insecure, joins in (("", False, False), ("ours", False, True), ("", True, True)):
         thread = threading.Thread(target=stranger, args=(port, answers))
         thread.start()
-        with pytest.raises(LaunchError) as error:
-            agent.connect(["127.0.0.1"], port, key, hello, 0.5, insecure)
+        error = refused(LaunchError, "", agent.connect, ["127.0.0.1"], port, key, hello, 0.5, insecure)
         thread.join()
-        assert ("is another host, and the job has no key" in str(error.value)) is not joins, error.value
+        assert ("is another host, and the job has no key" in str(error)) is not joins, error
         assert isinstance(answers.pop(), dict) is joins
 
 
@@ -268,8 +266,7 @@ def test_a_host_that_does_not_come(folder):
     ],
 )
 def test_an_unknown_place_is_refused(line, named):
-    with pytest.raises(runner.LaunchError, match=named):
-        runner.main(["--no_ssh", *line.split(), "train.py"])
+    refused(runner.LaunchError, named, runner.main, ["--no_ssh", *line.split(), "train.py"])
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])

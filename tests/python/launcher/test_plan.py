@@ -1,8 +1,6 @@
 """From the command line to commands and environments, without starting anything."""
 
-import os
 import socket
-import subprocess
 import sys
 import types
 
@@ -12,6 +10,8 @@ from deepspeed.host import cpu, devices, numa
 from deepspeed.launcher import cluster, environment, plan, runner
 from deepspeed.launcher.arguments import check, parse_args
 from deepspeed.launcher.multinode_runner import OpenMPIRunner
+from processes import run_python
+from refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +48,7 @@ def test_commands_and_environment():
         RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_SIZE="2", CROSS_RANK="0", CROSS_SIZE="1",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
     )  # fmt: skip
-    assert {name: env[name] for name in expected} == expected
-    assert "CUDA_VISIBLE_DEVICES" not in env
+    assert {name: env[name] for name in expected} == expected and "CUDA_VISIBLE_DEVICES" not in env
 
 
 def test_ways_to_start_the_script():
@@ -83,8 +82,7 @@ def test_ways_to_start_the_script():
     ],
 )
 def test_contradictions_are_value_errors(line, named):
-    with pytest.raises(ValueError, match=named):
-        runner.main(args=line.split())
+    refused(ValueError, named, runner.main, args=line.split())
 
 
 @pytest.mark.parametrize(
@@ -102,15 +100,23 @@ def test_contradictions_are_value_errors(line, named):
 )
 def test_numbers_of_hosts_that_may_change(line, named, tmp_path):
     (tmp_path / "hosts").write_text("h1.invalid slots=1\nh2.invalid slots=1\n")
-    with pytest.raises((ValueError, runner.LaunchError), match=named):
-        runner.main(args=[*line.format(tmp_path / "hosts").split(), "train.py"])
+    refused(
+        (ValueError, runner.LaunchError),
+        named,
+        runner.main,
+        args=[*line.format(tmp_path / "hosts").split(), "train.py"],
+    )
 
 
-def test_autotuning_without_a_tuner_names_what_is_missing():
-    with pytest.raises(NotImplementedError, match="run needs deepspeed.autotuning.autotuner.Autotuner.*leave --auto"):
-        runner.main(args="--autotuning run train.py".split())
-    with pytest.raises(ValueError, match="--autotuning starts jobs of its own"):
-        runner.main(args="--autotuning run --elastic_training train.py".split())
+@pytest.mark.parametrize(
+    "line, kind, words",
+    [
+        ("run", NotImplementedError, "run needs deepspeed.autotuning.autotuner.Autotuner.*leave --auto"),
+        ("run --elastic_training", ValueError, "--autotuning starts jobs of its own"),
+    ],
+)
+def test_autotuning_without_a_tuner_names_what_is_missing(line, kind, words):
+    refused(kind, words, runner.main, args=["--autotuning", *line.split(), "train.py"])
 
 
 @pytest.mark.parametrize("how", ["tune", "run"])
@@ -138,16 +144,13 @@ def test_autotuning_hands_over_to_the_tuner(how, monkeypatch, tmp_path):
 def test_a_file_of_variables_that_is_not_there_is_named(monkeypatch, capfd):
     monkeypatch.setenv("DS_ENV_FILE", "nowhere.env")
     monkeypatch.setattr(environment, "ENVIRONMENT_FILE", "nowhere.env")
-    with pytest.raises(runner.LaunchError, match="nowhere.py"):
-        runner.main(["nowhere.py"])
+    refused(runner.LaunchError, "nowhere.py", runner.main, ["nowhere.py"])
     assert "DS_ENV_FILE names nowhere.env, which is neither in the home folder nor here" in capfd.readouterr().err
 
 
 def test_missing_script_and_program():
-    with pytest.raises(runner.LaunchError, match="nowhere.py.*does not exist"):
-        runner.main(args=["nowhere.py"])
-    with pytest.raises(runner.LaunchError, match="no-such-program"):
-        runner.main(args=["--no_python", "no-such-program"])
+    refused(runner.LaunchError, "nowhere.py.*does not exist", runner.main, args=["nowhere.py"])
+    refused(runner.LaunchError, "no-such-program", runner.main, args=["--no_python", "no-such-program"])
 
 
 # ---- how many -----------------------------------------------------------------------------------------------------
@@ -157,8 +160,7 @@ def test_gpus_decide_the_number_of_ranks(monkeypatch):
     assert [env["CUDA_VISIBLE_DEVICES"] for env in plan_of("--num_gpus 2 train.py").environments] == ["0,1"] * 2
     assert plan_of("-i localhost:1,3 train.py").environments[0]["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert plan_of("-e localhost:0 train.py").environments[0]["CUDA_VISIBLE_DEVICES"] == "1,2,3"
-    with pytest.raises(runner.LaunchError, match="5.*offers 4"):
-        plan_of("--num_gpus 5 train.py")
+    refused(runner.LaunchError, "5.*offers 4", plan_of, "--num_gpus 5 train.py")
 
 
 def test_visible_devices_are_honoured(monkeypatch):
@@ -190,8 +192,7 @@ def test_grace(monkeypatch):
     monkeypatch.setenv("DS_LAUNCHER_GRACE_S", "20")
     assert plan_of("train.py").grace_s == 20
     monkeypatch.setenv("DS_LAUNCHER_GRACE_S", "soon")
-    with pytest.raises(ValueError, match="DS_LAUNCHER_GRACE_S is 'soon'"):
-        plan_of("train.py")
+    refused(ValueError, "DS_LAUNCHER_GRACE_S is 'soon'", plan_of, "train.py")
 
 
 def test_memory_nodes_decide_on_a_cpu_machine(monkeypatch):
@@ -210,57 +211,45 @@ def test_hostfile_of_this_machine_and_of_others(here):
     assert hosts_of("-H two -e localhost train.py") == {"worker-9.invalid": [0, 1]}
     assert hosts_of("-H mine train.py") is hosts_of("-H two -i localhost:1 train.py") is None
     assert hosts_of("-H mine --force_multi train.py") == {socket.gethostname(): [0, 1, 2]}
-    with pytest.raises(runner.LaunchError, match="--num_nodes is 3, but the hostfile two names 2"):
-        hosts_of("-H two --num_nodes 3 train.py")
-    with pytest.raises(runner.LaunchError, match="there is no hostfile missing"):
-        hosts_of("-H missing --num_nodes 2 train.py")
+    refused(
+        runner.LaunchError, "--num_nodes is 3, but the hostfile two names 2", hosts_of, "-H two --num_nodes 3 train.py"
+    )
+    refused(runner.LaunchError, "there is no hostfile missing", hosts_of, "-H missing --num_nodes 2 train.py")
     (here / "bad").write_text("localhost\n")
-    with pytest.raises(ValueError, match="bad.*line 1"):
-        plan_of("-H bad train.py")
-    made = plan_of("-H missing train.py")
-    assert any("missing" in note for note in made.notes)
+    refused(ValueError, "bad.*line 1", plan_of, "-H bad train.py")
+    assert any("missing" in note for note in plan_of("-H missing train.py").notes)
 
 
 # ---- threads, cores, files ----------------------------------------------------------------------------------------
 def test_hosts_without_slots(here):
     (here / "hosts").write_text("a slots=0\nb slots=0\n")
-    with pytest.raises(runner.LaunchError, match="every host of the hostfile .*hosts has slots=0"):
-        plan_of(f"-H {here}/hosts train.py")
+    refused(runner.LaunchError, "every host of the hostfile .*hosts has slots=0", plan_of, f"-H {here}/hosts train.py")
     (here / "hosts").write_text("a slots=0\nb slots=2\n")  # one that is left out for now
-    args = parse_args(["-H", f"{here}/hosts", "--num_gpus", "1", "train.py"])
-    assert plan.active_hosts(args, []) == {"b": [0]}
+    assert plan.active_hosts(parse_args(["-H", f"{here}/hosts", "--num_gpus", "1", "train.py"]), []) == {"b": [0]}
+
+
+def mpi_plan(hostfile):
+    """The plan of Open MPI on this machine, and the variables that it hands on."""
+    args = parse_args(["--launcher", "openmpi", "-H", hostfile, "train.py"])
+    mpi = OpenMPIRunner(args, runner.encode_world_info({"localhost": 1}), {"localhost": 1})
+    return cluster.mpi_plan(args, {"localhost": [0]}, mpi), mpi.exports
 
 
 def test_openmpi_without_a_hostfile(here):
-    args = parse_args(["--launcher", "openmpi", "-H", f"{here}/none", "train.py"])
-    mpi = OpenMPIRunner(args, runner.encode_world_info({"localhost": 1}), {"localhost": 1})
-    with pytest.raises(runner.LaunchError, match=f"openmpi reads the hostfile itself, and there is no {here}/none"):
-        cluster.mpi_plan(args, {"localhost": [0]}, mpi)
+    words = f"openmpi reads the hostfile itself, and there is no {here}/none"
+    refused(runner.LaunchError, words, mpi_plan, f"{here}/none")
     (here / "none").write_text("localhost slots=1")
-    assert f"{here}/none" in cluster.mpi_plan(args, {"localhost": [0]}, mpi).commands[0]
+    assert f"{here}/none" in mpi_plan(f"{here}/none")[0].commands[0]
 
 
 def test_two_mpi_jobs_of_one_machine_meet_at_different_ports(here, monkeypatch):
     claimed = set()
-
-    def claim(port):
-        if port in claimed:
-            return None
-        claimed.add(port)
-        return "claimed"
-
-    monkeypatch.setattr(plan.ports, "claim_port", claim)
+    monkeypatch.setattr(
+        plan.ports, "claim_port", lambda port: None if port in claimed else claimed.add(port) or "claimed"
+    )
     (here / "hosts").write_text("localhost slots=1")
-    args = parse_args(["--launcher", "openmpi", "-H", f"{here}/hosts", "train.py"])
-
-    def ports_of():
-        mpi = OpenMPIRunner(args, runner.encode_world_info({"localhost": 1}), {"localhost": 1})
-        made = cluster.mpi_plan(args, {"localhost": [0]}, mpi)
-        return made, mpi.exports["MASTER_PORT"]
-
-    (first, one), (second, two) = ports_of(), ports_of()
-    assert first.port_claim is not None and second.port_claim is not None
-    assert one != two
+    (first, one), (second, two) = mpi_plan(f"{here}/hosts"), mpi_plan(f"{here}/hosts")
+    assert first.port_claim is not None and second.port_claim is not None and one["MASTER_PORT"] != two["MASTER_PORT"]
 
 
 def test_threads_are_shared_out_unless_chosen(monkeypatch):
@@ -280,8 +269,7 @@ def test_cores_are_bound_in_equal_shares(monkeypatch):
     monkeypatch.setattr(numa, "numa_nodes", lambda: [])
     monkeypatch.setattr(environment, "physical_cores", lambda cores: cores)
     made = plan_of("--num_gpus 4 --bind_cores_to_rank --bind_core_list 0-27,32-59 train.py")
-    ranges = [numa.format_range_list(cores) for cores in made.cores]
-    assert ranges == ["0-13", "14-27", "32-45", "46-59"]
+    assert [numa.format_range_list(cores) for cores in made.cores] == ["0-13", "14-27", "32-45", "46-59"]
     assert made.environments[3]["OMP_NUM_THREADS"] == "14"
     assert any("rank 1 14-27; rank 2 32-45" in note and "14 thread(s)" in note for note in made.notes)
     monkeypatch.setattr(numa, "numa_nodes", lambda: [(0, list(range(32))), (1, list(range(32, 64)))])
@@ -308,8 +296,7 @@ def test_environment_files_reach_the_ranks(here, monkeypatch):
     env = plan_of("train.py").environments[0]
     assert (env["A"], env["B"]) == ("here", "x=y")
     (here / ".deepspeed_env").write_text("no equals sign\n")
-    with pytest.raises(ValueError, match="line 1.*no equals sign"):
-        plan_of("train.py")
+    refused(ValueError, "line 1.*no equals sign", plan_of, "train.py")
     monkeypatch.setattr(environment, "ENVIRONMENT_FILE", str(here / "other"))
     (here / "other").write_text("A=other\n")
     assert plan_of("train.py").environments[0]["A"] == "other"
@@ -323,21 +310,17 @@ def test_another_launchers_variables_do_not_reach_the_ranks(monkeypatch):
 # ---- the port -----------------------------------------------------------------------------------------------------
 def test_busy_port(monkeypatch):
     monkeypatch.setattr(plan.ports, "claim_port", lambda port: None if port in (29500, 4567) else "claimed")
-    with pytest.raises(runner.LaunchError, match="port 29500.*--master_port"):
-        plan_of("--master_port 29500 train.py")
+    refused(runner.LaunchError, "port 29500.*--master_port", plan_of, "--master_port 29500 train.py")
     made = plan_of("train.py")
     port = made.environments[0]["MASTER_PORT"]
     assert port != "29500" and any(port in note and "29500" in note for note in made.notes)
     monkeypatch.setenv("MASTER_PORT", "4567")
-    with pytest.raises(runner.LaunchError, match="port 4567.*MASTER_PORT"):
-        plan_of("train.py")
+    refused(runner.LaunchError, "port 4567.*MASTER_PORT", plan_of, "train.py")
     monkeypatch.setenv("MASTER_PORT", "x")
-    with pytest.raises(ValueError, match="'x'"):
-        plan_of("train.py")
+    refused(ValueError, "'x'", plan_of, "train.py")
 
 
 def test_the_launcher_knows_no_torch():
     code = "import deepspeed.launcher.runner, sys; print([n for n in ('torch', 'numpy') if n in sys.modules])"
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    asked = run_python(code)
     assert asked.stdout.strip() == "[]", asked.stderr

@@ -13,17 +13,14 @@ from deepspeed.comm import bench
 from deepspeed.elasticity import cli
 from deepspeed.launcher import on_hosts
 from deepspeed.registry import load_target
-
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..")
+from places import ROOT
+from processes import write_program
 
 
 @pytest.fixture
 def hosts(tmp_path, monkeypatch):
-    ssh = tmp_path / "bin" / "ssh"
-    ssh.parent.mkdir()
-    ssh.write_text('#!/bin/bash\nshift 3\nexport ON="$1"; shift; exec sh -c "$*"\n')
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    write_program(tmp_path / "bin" / "ssh", 'shift 3\nexport ON="$1"; shift; exec sh -c "$*"\n', "#!/bin/bash\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / "hosts").write_text("h1.invalid slots=2\nlocalhost slots=1\n")
     return str(tmp_path / "hosts")
 
@@ -39,8 +36,7 @@ def test_ds_ssh_runs_a_command_everywhere(hosts, capfd):
 def test_ds_ssh_says_what_failed(hosts, capfd, tmp_path):
     assert on_hosts.main(["-f", hosts, 'test -z "$ON" || exit 7']) == 7
     assert "ds_ssh: h1.invalid: exit code 7" in capfd.readouterr().err
-    assert on_hosts.main(["-f", hosts]) == 2
-    assert on_hosts.main(["-f", str(tmp_path / "none"), "true"]) == 1
+    assert on_hosts.main(["-f", hosts]) == 2 and on_hosts.main(["-f", str(tmp_path / "none"), "true"]) == 1
     (tmp_path / "bad").write_text("h1\n")
     assert on_hosts.main(["-f", str(tmp_path / "bad"), "true"]) == 1
     assert "line 1" in capfd.readouterr().err
@@ -98,6 +94,5 @@ def test_programs_and_extras_of_the_package(monkeypatch):
     runpy.run_path("setup.py")
     programs = dict(line.split(" = ") for line in said["entry_points"]["console_scripts"])
     published = "deepspeed deepspeed.pt ds ds_ssh ds_report dsr ds_bench ds_elastic ds_nvme_tune ds_io".split()
-    assert set(published) <= set(programs)
-    assert all(callable(load_target(target)) for target in programs.values())
+    assert set(published) <= set(programs) and all(callable(load_target(target)) for target in programs.values())
     assert said["extras_require"]["1bit_adam"] == ["mpi4py"] and "mpi4py" in said["extras_require"]["all"]

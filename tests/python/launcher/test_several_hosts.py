@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,12 +14,11 @@ import pytest
 
 import stand_ins
 from deepspeed.launcher.host_link import Way
-from processes import pids, running, wait_for
+from places import PYTHON
+from processes import children, pids, running, state_and_parent, taken_port, wait_for
 
 pytestmark = pytest.mark.dist
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-PYTHON_DIR = os.path.join(HERE, "..", "..", "..", "python")
 
 SEEN = """
 import json, os, sys
@@ -51,9 +49,8 @@ def environment(**more):
     left_out = ("DS_LOG_LEVEL", "KMP_AFFINITY", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     paths = {"PATH": f"{os.path.abspath('bin')}:{env['PATH']}", "HOME": os.path.abspath("home")}
-    paths["PYTHONPATH"] = PYTHON_DIR
-    log = os.path.abspath("log")
-    return {**env, **paths, "STAND_IN_LOG": log, "DS_ACCELERATOR": "cpu", **more}
+    paths["PYTHONPATH"] = PYTHON
+    return {**env, **paths, "STAND_IN_LOG": os.path.abspath("log"), "DS_ACCELERATOR": "cpu", **more}
 
 
 def command(*args):
@@ -95,8 +92,7 @@ def test_ranks_get_their_place_on_their_host(launcher):
     assert done.returncode == 0, done.stderr
     found = seen(3)
     places = [["0", "0", "3", "2", "0", "2"], ["1", "1", "3", "2", "0", "2"], ["2", "0", "3", "1", "1", "2"]]
-    assert [one[0][:6] for one in found] == places
-    assert [one[0][7] for one in found] == ["hb", "hb", "ha"]
+    assert [one[0][:6] for one in found] == places and [one[0][7] for one in found] == ["hb", "hb", "ha"]
     assert [one[1] for one in found] == [[f"--local_rank={i}", "--x", "a 'b' \"c\" $d %h `e` \\"] for i in (0, 1, 0)]
     assert len({one[2] for one in found}) == len({one[0][6] for one in found}) == 1
     assert sorted(done.stdout.splitlines()) == ["[ha:2] hello from 2", "[hb:0] hello from 0", "[hb:1] hello from 1"]
@@ -145,7 +141,7 @@ def test_variables_that_travel(folder):
     assert run("--launcher", "ssh", "train.py", DS_ACCELERATOR="cuda", **mine).returncode == 0
     values = json.loads(open("env2").read())
     assert values[:6] == ["1", "tcp", "m", None, "x y=z", "1"]
-    assert values[6].split(":") == [str(folder), PYTHON_DIR, "/only/on/ha"]
+    assert values[6].split(":") == [str(folder), PYTHON, "/only/on/ha"]
     (folder / "other_env").write_text("FROM_FILE=other\n")
     assert run("--launcher", "ssh", "train.py", DS_ENV_FILE="other_env", **mine).returncode == 0
     assert json.loads(open("env0").read())[0:5] == [None, "tcp", "m", None, "other"]
@@ -225,8 +221,7 @@ def test_output_can_go_to_files_and_the_pid_to_one(folder):
     job = start("--launcher", "ssh", "--save_pid", "--enable_each_rank_log", "logs", "train.py")
     wait_for(lambda: os.path.exists(f"/tmp/{job.pid}.ds"), 15)
     (folder / "go").write_text("")
-    assert job.communicate(timeout=30)[0] == "" and job.returncode == 0
-    assert not os.path.exists(f"/tmp/{job.pid}.ds")
+    assert job.communicate(timeout=30)[0] == "" and job.returncode == 0 and not os.path.exists(f"/tmp/{job.pid}.ds")
     logs = {path.name.split("_")[1]: path.read_text() for path in (folder / "logs").iterdir()}
     assert logs == {f"rank{rank}.log": f"[{host}:{rank}] from {rank}\n" for rank, host in enumerate(["hb", "hb", "ha"])}
 
@@ -253,22 +248,15 @@ while True: time.sleep(0.05)
     wait_for(lambda: not any(map(running, pids())), 15)
 
 
-def children(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(child) for child in file.read().split()]
-
-
 @pytest.mark.parametrize("who", ["head", "link", "agent"])
 def test_nobody_is_left_when_one_of_the_guards_is_killed(who):
     script(NOTE + "note(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)\ntime.sleep(600)\n")
     job = start("--launcher", "ssh", "train.py")
     wait_for(lambda: len(pids()) == 6, 15)
     # The stand-in for ssh becomes the agent: it is both.
-    victim = job.pid if who == "head" else children(job.pid)[-1]
-    os.kill(victim, signal.SIGTERM if who == "link" else signal.SIGKILL)
+    os.kill(job.pid if who == "head" else children(job.pid)[-1], signal.SIGTERM if who == "link" else signal.SIGKILL)
     wait_for(lambda: not any(map(running, pids())), 10)
-    code = job.wait(60)
-    assert code == {"head": -9, "link": 143, "agent": 1}[who], job.stderr.read()
+    assert job.wait(60) == {"head": -9, "link": 143, "agent": 1}[who], job.stderr.read()
     if who == "agent":
         assert "host ha was lost" in job.stderr.read()
 
@@ -289,8 +277,7 @@ def test_a_stopped_job_goes_on():
     job = start("--launcher", "ssh", "train.py", DS_LAUNCHER_LINK_S="2")
     wait_for(lambda: all(os.path.exists(f"at{rank}") for rank in range(3)), 15)
     job.send_signal(signal.SIGTSTP)
-    state = lambda pid: open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0]  # noqa: E731
-    wait_for(lambda: all(state(pid) == "T" for pid in [job.pid, *pids()]), 15)
+    wait_for(lambda: all(state_and_parent(pid)[0] == "T" for pid in [job.pid, *pids()]), 15)
     time.sleep(2.5)  # longer than a link may be silent
     job.send_signal(signal.SIGCONT)
     open("go", "w").close()
@@ -318,19 +305,15 @@ def test_errors_name_what_to_change(hosts, args, named, folder):
 def test_a_script_that_is_missing_and_a_port_that_is_taken():
     done = run("--launcher", "ssh", "nowhere.py")
     assert done.returncode == 1 and "host h" in done.stderr and "the script 'nowhere.py' does not exist" in done.stderr
-    script(SEEN)
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen(1)
-        done = run("--launcher", "ssh", "--master_port", taken.getsockname()[1], "train.py")
+    with taken_port() as port:
+        done = run("--launcher", "ssh", "--master_port", port, script(SEEN))
     assert done.returncode == 1 and "of host hb is in use by another process" in done.stderr
     assert not os.path.exists("seen0")
 
 
 def test_another_version_of_python_is_refused(folder):
     older = 'sh -c "${*/import os,sys;/import os,sys;sys.version_info=(2,7);}"'
-    text = (folder / "bin" / "ssh").read_text().replace('sh -c "$*"', older)
-    (folder / "bin" / "ssh").write_text(text)
+    (folder / "bin" / "ssh").write_text((folder / "bin" / "ssh").read_text().replace('sh -c "$*"', older))
     done = run("--launcher", "ssh", script(SEEN))
     assert done.returncode == 1 and "has python 2.7, and this one 3." in done.stderr
 

@@ -19,6 +19,7 @@ from deepspeed.moe.utils import (
     split_params_into_different_moe_groups_for_optimizer,
     split_params_into_shared_and_expert_params,
 )
+from refusals import refused
 
 
 def mlp(width=8, inner=16, last=None):
@@ -108,8 +109,7 @@ def test_frozen_weights_and_hooks_on_experts():
     experts = Experts(mlp(), 3, "ep_size_1")
     experts.deepspeed_experts[1][0].weight.requires_grad_(False)
     experts(torch.randn(6, 8, requires_grad=True), [2, 2, 2]).sum().backward()
-    grads = [p.grad is None for p in experts.deepspeed_experts[1].parameters()]
-    assert grads == [True, False, False, False]
+    assert [p.grad is None for p in experts.deepspeed_experts[1].parameters()] == [True, False, False, False]
     seen = []
     experts.deepspeed_experts[2][0].register_forward_hook(lambda module, given, result: seen.append(len(result)))
     experts(torch.randn(6, 8), [1, 2, 3])
@@ -134,8 +134,7 @@ def test_keeping_all_equals_capacity_for_all(k):
 
 
 def test_half_precision_in_and_out():
-    layer = MoE(8, mlp(), 4, k=2, drop_tokens=False).bfloat16()
-    out, loss, _ = layer(torch.randn(5, 8).bfloat16())
+    out, loss, _ = MoE(8, mlp(), 4, k=2, drop_tokens=False).bfloat16()(torch.randn(5, 8).bfloat16())
     assert out.dtype == torch.bfloat16 and loss.dtype == torch.float32
     (out.float().sum() + loss).backward()
 
@@ -225,8 +224,12 @@ def test_experts_parameters_and_groups():
     )
     assert [sum(p.numel() for p in group["params"]) for group in small[1:]] == [144, 136, 144, 136]
     assert len(configure_moe_param_groups(list(model.parameters()))) == 2
-    with pytest.raises(ValueError, match="Unknown param group type of <class 'set'>"):
-        split_params_into_different_moe_groups_for_optimizer(set())
+    refused(
+        ValueError,
+        "Unknown param group type of <class 'set'>",
+        split_params_into_different_moe_groups_for_optimizer,
+        set(),
+    )
     model["a"](torch.randn(4, 8))[0].sum().backward()
     shared_grads, expert_grads = split_params_grads_into_shared_and_expert_params(list(model.parameters()))
     assert len(shared_grads) == 1 and len(expert_grads) == len(experts)
@@ -243,20 +246,21 @@ def test_experts_parameters_and_groups():
 )
 @pytest.mark.parametrize("kind", [ValueError, AssertionError])
 def test_sizes_that_do_not_fit(given, text, kind):
-    with pytest.raises(kind, match=text):
-        MoE(8, mlp(), **given)
+    refused(kind, text, MoE, 8, mlp(), **given)
 
 
 def test_what_goes_wrong_names_the_layer():
     layer = MoE(8, mlp(last=7), 2, drop_tokens=False)
     layer.deepspeed_moe.set_name("blocks.3.moe")
-    with pytest.raises(ValueError, match=r"MoE layer 'blocks.3.moe': expert 0 .* \[4, 7\] of \[4, 8\]"):
-        layer(torch.randn(4, 8))
+    refused(ValueError, r"MoE layer 'blocks.3.moe': expert 0 .* \[4, 7\] of \[4, 8\]", layer, torch.randn(4, 8))
     layer = MoE(8, mlp(), 2)
     layer.deepspeed_moe.set_name("blocks.3.moe")
     x = torch.randn(4, 8)
     x[1, 2] = float("nan")
-    with pytest.raises(ValueError, match="MoE layer 'blocks.3.moe': rank 0: the logits of token 1 are not numbers"):
-        layer(x)
-    with pytest.raises(ValueError, match="ep_size=2, and no groups: deepspeed.initialize makes them"):
-        MoE(8, mlp(), 2, ep_size=2)(torch.randn(4, 8))
+    refused(ValueError, "MoE layer 'blocks.3.moe': rank 0: the logits of token 1 are not numbers", layer, x)
+    refused(
+        ValueError,
+        "ep_size=2, and no groups: deepspeed.initialize makes them",
+        MoE(8, mlp(), 2, ep_size=2),
+        torch.randn(4, 8),
+    )

@@ -13,8 +13,9 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.nvme import perf_run_sweep
 from deepspeed.nvme.transfer_rate import bytes_of
 from deepspeed.ops.op_builder import AsyncIOBuilder
+from places import ROOT
+from refusals import refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 SPACE = {"block_size": ["64K", "256K"], "queue_depth": [4], "overlap_events": [True, "false"], "io_parallel": [1, 2]}
 
 
@@ -33,14 +34,12 @@ def test_sizes():
         1, 4096, 400 << 20, 2 << 30, 1 << 20, 1 << 20, 7,
     ]  # fmt: skip
     for text in ("", "0", "-1", "1.5G", "x"):
-        with pytest.raises(ValueError, match="is no size"):
-            bytes_of(text)
+        refused(ValueError, "is no size", bytes_of, text)
 
 
 def test_tuning_ends_with_a_section_that_works_as_printed(sweep, tmp_path, capsys):
     perf_run_sweep.main(sweep)
-    out = capsys.readouterr().out
-    lines = out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("best read: ") and lines[1].startswith("best write: ")
     assert all(" GB/s with {" in line for line in lines[:2])
     section = json.loads("\n".join(lines[2:]))
@@ -82,9 +81,7 @@ def test_bad_input_ends_with_one_line(sweep, tmp_path, capsys, change, text):
             (tmp_path / "other.json").write_text(value)
             value = str(tmp_path / "other.json")
         sweep[sweep.index(flag) + 1] = value
-    with pytest.raises(SystemExit) as end:
-        perf_run_sweep.main(sweep)
-    assert end.value.code == 1 and text in capsys.readouterr().err
+    assert refused(SystemExit, "", perf_run_sweep.main, sweep).code == 1 and text in capsys.readouterr().err
 
 
 def test_a_published_key_without_effect_is_named(tmp_path, capsys):
@@ -98,8 +95,7 @@ def test_a_published_key_without_effect_is_named(tmp_path, capsys):
 
 
 def test_nothing_to_generate(tmp_path):
-    with pytest.raises(ValueError, match="nothing measured"):
-        nvme.generate_main(str(tmp_path))
+    refused(ValueError, "nothing measured", nvme.generate_main, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -145,9 +141,7 @@ def test_ds_io_in_several_processes(tmp_path, capsys):
     ids=" ".join,
 )
 def test_ds_io_refuses(flags):
-    with pytest.raises(SystemExit) as end:
-        nvme.ds_io_main(flags)
-    assert end.value.code == 2
+    assert refused(SystemExit, "", nvme.ds_io_main, flags).code == 2
 
 
 def test_installed_programs(monkeypatch, capsys):
@@ -158,6 +152,5 @@ def test_installed_programs(monkeypatch, capsys):
     for name in ("ds_io", "ds_nvme_tune"):
         module, function = scripts[name].split(":")
         monkeypatch.setattr(sys, "argv", [name, "--help"])
-        with pytest.raises(SystemExit) as ended:
-            getattr(importlib.import_module(module), function)()
-        assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: {name} ")
+        ended = refused(SystemExit, "", getattr(importlib.import_module(module), function))
+        assert ended.code == 0 and capsys.readouterr().out.startswith(f"usage: {name} ")

@@ -2,11 +2,11 @@
 
 import os
 import shutil
-import textwrap
 
 import pytest
 
 from deepspeed.ops.op_builder import OpBuilder, jit
+from processes import write_program
 
 # No torch headers: they take 13 seconds, and it is not torch that is tested.
 OP = """
@@ -53,20 +53,13 @@ class Toy:
     def __init__(self, folder):
         self.folder = str(folder)
         (folder / "include").mkdir(parents=True)
-        self.source = folder / "toy.cpp"
-        self.header = folder / "include" / "answer.h"
+        self.source, self.header = folder / "toy.cpp", folder / "include" / "answer.h"
         self.source.write_text(OP)
         self.header.write_text("#define ANSWER 42\n")
         self.calls_file = folder / "calls"
         self.compiler = folder / "count c++"  # with a space: commands must be quoted
-        self.compiler.write_text(
-            textwrap.dedent(f"""\
-                #!/bin/bash
-                echo call >>'{self.calls_file}'
-                exec {shutil.which("c++")} "$@"
-                """)
-        )
-        self.compiler.chmod(0o755)
+        counts = f"echo call >>'{self.calls_file}'\nexec {shutil.which('c++')} \"$@\"\n"
+        write_program(self.compiler, counts, "#!/bin/bash\n")
 
     def calls(self):
         return len(self.calls_file.read_text().splitlines()) if self.calls_file.exists() else 0

@@ -7,6 +7,8 @@ import torch
 
 from deepspeed.host import cuda_toolkit
 from deepspeed.ops.op_builder.builder import CUDAMismatchException, CUDAOpBuilder, MissingCUDAException
+from processes import write_program
+from refusals import refused
 
 KERNEL = """
 __global__ void twice(float* x) { x[threadIdx.x] *= 2; }
@@ -42,18 +44,14 @@ def cuda_toy(toy, monkeypatch):
 
 
 def fake_nvcc(folder, release):
-    path = os.path.join(folder, "nvcc")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(f'#!/bin/sh\necho "Cuda compilation tools, release {release}, V{release}.1"\nexit 1\n')
-    os.chmod(path, 0o755)
-    return path
+    says = f'echo "Cuda compilation tools, release {release}, V{release}.1"\nexit 1\n'
+    return write_program(os.path.join(folder, "nvcc"), says)
 
 
 def test_another_major_version_is_refused(cuda_toy, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "11.8")
     monkeypatch.setenv("CUDACXX", fake_nvcc(cuda_toy.folder, "12.4"))
-    with pytest.raises(CUDAMismatchException, match=r"CUDA 12.4, but torch was built for CUDA 11.8"):
-        CudaToy(cuda_toy).load()
+    refused(CUDAMismatchException, r"CUDA 12.4, but torch was built for CUDA 11.8", CudaToy(cuda_toy).load)
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
     with pytest.raises(RuntimeError, match="toy does not compile"):  # the stand-in compiles nothing
         CudaToy(cuda_toy).load()
@@ -61,8 +59,7 @@ def test_another_major_version_is_refused(cuda_toy, monkeypatch):
 
 def test_without_nvcc(cuda_toy, monkeypatch):
     monkeypatch.setattr(cuda_toolkit, "find_nvcc", lambda: None)
-    with pytest.raises(MissingCUDAException, match="the op toy has CUDA sources, and there is no nvcc"):
-        CudaToy(cuda_toy).load()
+    refused(MissingCUDAException, "the op toy has CUDA sources, and there is no nvcc", CudaToy(cuda_toy).load)
     cuda_toy.header.write_text("#define ANSWER 42\n")
     assert CudaToy(cuda_toy, kernels=False).load().answer() == 42
 
@@ -71,8 +68,7 @@ def test_bad_architecture(cuda_toy, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv(cuda_toolkit.ARCHITECTURES, "nine")
     monkeypatch.setenv("CUDACXX", fake_nvcc(cuda_toy.folder, "13.0"))
-    with pytest.raises(ValueError, match="TORCH_CUDA_ARCH_LIST is 'nine'"):
-        CudaToy(cuda_toy).load()
+    refused(ValueError, "TORCH_CUDA_ARCH_LIST is 'nine'", CudaToy(cuda_toy).load)
 
 
 @pytest.mark.skipif(cuda_toolkit.find_nvcc() is None, reason="there is no nvcc")

@@ -54,22 +54,6 @@ def train_alike(optimizer, params, reference, expected, before_step):
         torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
 
 
-def goes_on_bit_by_bit(cls, params, others):
-    """The optimizer of ``others`` after it has loaded the state of that of ``params``; both have made a step more."""
-    first, second = cls(params, lr=0.01), cls(others, lr=0.5)
-    for step in range(3):
-        set_grads(params, step)
-        first.step()
-    for p, q in zip(params, others):
-        q.data.copy_(p.data)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for optimizer, ps in ((first, params), (second, others)):
-        set_grads(ps, 9)
-        optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, others))
-    return second
-
-
 def against_formula(optimizer, params, formula, steps):
     """Largest relative difference (2-norm over a parameter) to ``formula(weight, grad, state, step)`` in fp64 after
     ``steps`` steps with gradients that have a direction, and the parameters' own."""
@@ -107,13 +91,50 @@ def run(optimizer, params, steps, first=0):
         optimizer.step()
 
 
+def copies_of(params):
+    return [torch.nn.Parameter(p.detach().clone()) for p in params]
+
+
+def equal(params, others):
+    return all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+
+
+def on_threads(counts, train):
+    """What ``train()`` returns under each number of threads."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            results.append(train())
+    finally:
+        torch.set_num_threads(before)
+    return results
+
+
+def with_gradient(value, gradient=None):
+    """A parameter and its gradient, which is all ones unless it is given."""
+    p = torch.nn.Parameter(value)
+    p.grad = torch.ones_like(p) if gradient is None else gradient
+    return p
+
+
 def resumed(cls, params):
     """Copies of ``params`` whose optimizer went on from the state of that of ``params``, which went on as well."""
-    optimizer = cls(params)
+    optimizer, others = cls(params, lr=0.01), copies_of(params)
     run(optimizer, params, 3)
-    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    other = cls(others, lr=123.0)
+    for p, q in zip(params, others):
+        q.data.copy_(p.data)
+    other = cls(others, lr=0.5)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for group, saved in zip(other.param_groups, optimizer.param_groups, strict=True):
+        assert group["lr"] == saved["lr"]
+        for p, q in zip(saved["params"], group["params"], strict=True):
+            assert other.state[q]["step"] == 3 and other.state[q].keys() == optimizer.state[p].keys()
+            for name, value in optimizer.state[p].items():
+                if torch.is_tensor(value):
+                    mine = other.state[q][name]
+                    assert mine.dtype == value.dtype and torch.equal(mine, value)
+                    assert mine.data_ptr() != value.data_ptr() or not value.numel()
     run(optimizer, params, 3, first=3)
     run(other, others, 3, first=3)
     return others

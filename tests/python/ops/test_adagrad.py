@@ -58,12 +58,6 @@ def test_sparse_gradients_update_their_rows(cls):
         one.step()
 
 
-@CLASSES
-def test_amsgrad_is_refused(cls):
-    with pytest.raises(RuntimeError, match="AMSGrad"):
-        cls(make_params(), amsgrad=True)
-
-
 def test_contract():
     assert cpu_adagrad.DeepSpeedCPUAdagrad is DeepSpeedCPUAdagrad
     parameters = list(inspect.signature(DeepSpeedCPUAdagrad).parameters.values())

@@ -2,10 +2,12 @@
 
 import errno
 import os
+import pathlib
 import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder, PinMemoryBuilder
 from deepspeed.utils.pin_memory import NativePinnedMemory, get_active_native_pinned_memory
 from deepspeed.utils.pin_memory_tracker import _fmt_bytes, _tracker, pinned_memory_summary, track_pinned_memory
+from places import ROOT
+from refusals import refused
 
 SIZES = [0, 1, 511, 4096, 4097, 1_000_003]
 
@@ -34,22 +38,22 @@ def data(size):
     return (torch.arange(size) * 7 % 251).to(torch.uint8)
 
 
+def arrives(tensor, read, wait=None):
+    """Whether ``read(buffer)`` and ``wait()`` fill a buffer with what ``tensor`` has."""
+    back = torch.zeros_like(tensor, requires_grad=False)
+    assert read(back) == (0 if wait else 1) and (wait is None or wait() == 1)
+    return torch.equal(back, tensor)
+
+
 def test_defaults_and_getters(op):
-    handle = op.aio_handle()
     getters = ["block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism"]
-    assert [getattr(handle, f"get_{name}")() for name in getters] == [1 << 20, 128, False, False, 1]
-    handle = op.aio_handle(
-        block_size=8192, queue_depth=4, single_submit=True, overlap_events=True, intra_op_parallelism=3
-    )
-    assert [getattr(handle, f"get_{name}")() for name in getters] == [8192, 4, True, True, 3]
-    assert handle.get_alignment() == 4096
-    assert [getattr(op.aio_handle(4096, 2, True, True, 2), f"get_{name}")() for name in getters] == [
-        4096,
-        2,
-        True,
-        True,
-        2,
-    ]
+    values = [8192, 4, True, True, 3]
+    for handle, wanted in (
+        (op.aio_handle(), [1 << 20, 128, False, False, 1]),
+        (op.aio_handle(**dict(zip(getters, values))), values),
+        (op.aio_handle(4096, 2, True, True, 2), [4096, 2, True, True, 2]),
+    ):
+        assert [getattr(handle, f"get_{name}")() for name in getters] == wanted and handle.get_alignment() == 4096
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -69,19 +73,14 @@ def test_every_method_reads_and_writes_any_size(op, monkeypatch, tmp_path_factor
                 (lambda t: handle.sync_pwrite(t, path), lambda t: handle.sync_pread(t, path)),
                 (lambda t: handle.pwrite(t, path, True, False), lambda t: handle.pread(t, path, True, False)),
             ):
-                assert write(tensor) == 1
-                back = torch.zeros_like(tensor)
-                assert read(back) == 1
-                assert torch.equal(back, tensor)
+                assert write(tensor) == 1 and arrives(tensor, read)
                 os.unlink(path)
             for write, read in (
                 (lambda t: handle.async_pwrite(t, path), lambda t: handle.async_pread(t, path)),
                 (lambda t: handle.pwrite(t, path, False, True), lambda t: handle.pread(t, path, False, True)),
             ):
                 assert write(tensor) == 0 and handle.wait() == 1
-                back = torch.zeros_like(tensor)
-                assert read(back) == 0 and handle.wait() == 1
-                assert torch.equal(back, tensor) and os.path.getsize(path) == size
+                assert arrives(tensor, read, handle.wait) and os.path.getsize(path) == size
                 os.unlink(path)
     finally:
         if os.path.exists(path):
@@ -118,31 +117,22 @@ def test_tensors_of_any_dtype_and_layout(op, tmp_path):
                    torch.randn(4, 4, requires_grad=True), torch.tensor([True, False])):  # fmt: skip
         assert handle.sync_pwrite(tensor, path) == 1
         assert os.path.getsize(path) == tensor.numel() * tensor.element_size()
-        back = torch.zeros_like(tensor, requires_grad=False)
-        handle.sync_pread(back, path)
-        assert torch.equal(back, tensor)
+        assert arrives(tensor, lambda back: handle.sync_pread(back, path))
         os.unlink(path)
     for wrong in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
-        with pytest.raises(ValueError, match="dense tensor with elements"):
-            handle.sync_pwrite(wrong, path)
+        refused(ValueError, "dense tensor with elements", handle.sync_pwrite, wrong, path)
 
 
 def test_several_threads_share_a_handle(op, tmp_path):
-    handle, failed = op.aio_handle(8192, 4, False, False, 2), []
+    handle = op.aio_handle(8192, 4, False, False, 2)
 
     def work(number):
-        for i in range(20):
-            tensor, path = data(30000 + number) + i, str(tmp_path / str(number))
-            back = torch.zeros_like(tensor)
-            if handle.sync_pwrite(tensor, path) != 1 or handle.sync_pread(back, path) != 1:
-                failed.append(number)
-            if not torch.equal(back, tensor):
-                failed.append(number)
+        path = str(tmp_path / str(number))
+        for tensor in (data(30000 + number) + i for i in range(20)):
+            assert handle.sync_pwrite(tensor, path) == 1 and arrives(tensor, lambda back: handle.sync_pread(back, path))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert not failed
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
 
 def test_the_interpreter_goes_on_while_a_handle_waits(op, tmp_path):
@@ -158,43 +148,34 @@ def test_the_interpreter_goes_on_while_a_handle_waits(op, tmp_path):
 # ---- errors --------------------------------------------------------------------------------------------------------
 def test_errors_are_os_errors_with_path_offset_and_bytes(op, tmp_path, fault):
     handle, path = op.aio_handle(8192, 2), str(tmp_path / "x")
-    with pytest.raises(FileNotFoundError) as error:
-        handle.sync_pread(torch.zeros(4), path)
-    assert error.value.path == path and path in str(error.value)
+    error = refused(FileNotFoundError, "", handle.sync_pread, torch.zeros(4), path)
+    assert error.path == path and path in str(error)
     for order, code in (("write:2:enospc", errno.ENOSPC), ("write:1:eio", errno.EIO)):
         fault(order)
-        with pytest.raises(OSError, match=f"write of {path} failed") as error:
-            handle.sync_pwrite(torch.zeros(20000), path)
-        assert error.value.errno == code and error.value.path == path and error.value.bytes == 8192
+        error = refused(OSError, f"write of {path} failed", handle.sync_pwrite, torch.zeros(20000), path)
+        assert error.errno == code and error.path == path and error.bytes == 8192
     fault("write:4:enospc")
     handle.async_pwrite(torch.zeros(20000), path)
     handle.async_pwrite(torch.zeros(20000), path)
-    with pytest.raises(OSError):
-        handle.wait()
+    refused(OSError, "", handle.wait)
     fault("")
     assert handle.wait() == 0
     handle.sync_pwrite(torch.zeros(20000), path)
     fault("read:3:eio")
-    with pytest.raises(OSError, match=f"read of {path} failed"):
-        handle.sync_pread(torch.zeros(20000), path)
+    refused(OSError, f"read of {path} failed", handle.sync_pread, torch.zeros(20000), path)
     fault("")
     os.truncate(path, 50000)
-    with pytest.raises(OSError, match="the file ends at byte 50000") as error:
-        handle.sync_pread(torch.zeros(20000), path)
-    assert error.value.errno == errno.ENODATA
-    with pytest.raises(OSError):
-        handle.sync_pwrite(torch.zeros(4), str(tmp_path))
-    with pytest.raises(OSError):
-        handle.async_pwrite(torch.zeros(4), 9999)
+    error = refused(OSError, "the file ends at byte 50000", handle.sync_pread, torch.zeros(20000), path)
+    assert error.errno == errno.ENODATA
+    refused(OSError, "", handle.sync_pwrite, torch.zeros(4), str(tmp_path))
+    refused(OSError, "", handle.async_pwrite, torch.zeros(4), 9999)
 
 
 def test_short_transfers_and_interruptions_go_on(op, tmp_path, fault):
     handle, path, tensor = op.aio_handle(8192, 2), str(tmp_path / "x"), data(100_001)
     fault("write:2:short,write:4:eintr,read:1:short,read:3:eintr")
     handle.sync_pwrite(tensor, path)
-    back = torch.zeros_like(tensor)
-    handle.sync_pread(back, path)
-    assert torch.equal(back, tensor)
+    assert arrives(tensor, lambda back: handle.sync_pread(back, path))
 
 
 def test_a_file_system_without_o_direct(op, tmp_path, fault):
@@ -202,9 +183,7 @@ def test_a_file_system_without_o_direct(op, tmp_path, fault):
     assert _C.aio.backend(str(tmp_path)) == "threads, without O_DIRECT"
     handle, path, tensor = op.aio_handle(8192, 2, False, False, 2), str(tmp_path / "x"), data(100_001)
     handle.sync_pwrite(tensor, path)
-    back = torch.zeros_like(tensor)
-    handle.pread(back, path, True)
-    assert torch.equal(back, tensor)
+    assert arrives(tensor, lambda back: handle.pread(back, path, True))
 
 
 @pytest.mark.parametrize(
@@ -217,28 +196,23 @@ def test_a_file_system_without_o_direct(op, tmp_path, fault):
     ],
 )
 def test_bad_arguments_are_named(op, arguments, text):
-    with pytest.raises(ValueError, match=text):
-        op.aio_handle(**arguments)
+    refused(ValueError, text, op.aio_handle, **arguments)
 
 
 def test_bad_backend_and_offset(op, monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match="file_offset"):
-        op.aio_handle().sync_pread(torch.zeros(1), str(tmp_path / "x"), -1)
+    refused(ValueError, "file_offset", op.aio_handle().sync_pread, torch.zeros(1), str(tmp_path / "x"), -1)
     monkeypatch.setenv("DS_IO_BACKEND", "aio")
-    with pytest.raises(ValueError, match="DS_IO_BACKEND.*io_uring, libaio, threads or auto"):
-        op.aio_handle()
+    refused(ValueError, "DS_IO_BACKEND.*io_uring, libaio, threads or auto", op.aio_handle)
 
 
 def test_functions(op, tmp_path):
     path, tensor = str(tmp_path / "x"), data(77_777)
     assert op.aio_write(tensor, path, 4096, 8, False, False, True) == 1
-    back = torch.zeros_like(tensor)
-    assert op.aio_read(buffer=back, filename=path, validate=True) == 1 and torch.equal(back, tensor)
+    assert arrives(tensor, lambda back: op.aio_read(buffer=back, filename=path, validate=True))
     copy = torch.zeros_like(tensor)
     op.deepspeed_memcpy(copy, tensor)
     assert torch.equal(copy, tensor)
-    with pytest.raises(ValueError, match="as many bytes"):
-        op.deepspeed_memcpy(copy[1:], tensor)
+    refused(ValueError, "as many bytes", op.deepspeed_memcpy, copy[1:], tensor)
 
 
 def test_a_dropped_handle_ends_what_it_started(op, tmp_path):
@@ -252,13 +226,11 @@ def test_a_dropped_handle_ends_what_it_started(op, tmp_path):
 @pytest.mark.parametrize("numel", [2**62 + 16, 2**62, 2**61 + 1024])
 def test_sizes_that_no_integer_holds_are_refused(op, numel):
     handle = op.aio_handle()
-    with pytest.raises((ValueError, RuntimeError)):  # in bytes they are small, or more than there is
-        handle.new_cpu_locked_tensor(numel, torch.empty(0, dtype=torch.float32))
-    with pytest.raises(ValueError, match="page-locked tensor: .* x 8 is more than an integer here can hold"):
-        handle.new_cpu_locked_tensor(numel, torch.empty(0, dtype=torch.float64))
-    tensor = torch.zeros(16)
-    with pytest.raises(ValueError, match="file_offset"):
-        handle.sync_pread(tensor, __file__, 2**63 - 8)
+    # In bytes they are small, or more than there is.
+    refused((ValueError, RuntimeError), "", handle.new_cpu_locked_tensor, numel, torch.empty(0))
+    words, like = "page-locked tensor: .* x 8 is more than an integer here can hold", torch.empty(0).double()
+    refused(ValueError, words, handle.new_cpu_locked_tensor, numel, like)
+    refused(ValueError, "file_offset", handle.sync_pread, torch.zeros(16), __file__, 2**63 - 8)
 
 
 def test_one_pool_of_page_locked_memory(op):
@@ -295,8 +267,7 @@ def test_the_backend_of_the_accelerator(monkeypatch):
     accelerator.unpin_memory(pinned)
     assert not accelerator.is_pinned(pinned)
     monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "other")
-    with pytest.raises(ValueError, match="DS_PIN_MEMORY_BACKEND is 'other'"):
-        accelerator.pin_memory(source)
+    refused(ValueError, "DS_PIN_MEMORY_BACKEND is 'other'", accelerator.pin_memory, source)
 
 
 LIMIT = """
@@ -329,8 +300,7 @@ def test_tracker():
     text = pinned_memory_summary("after init")
     assert text.startswith("after init: 2 page-locked allocations, 2.00 KB in all, the largest 1.50 KB")
     assert [_fmt_bytes(n) for n in (0, 1023, 1 << 30, 5 << 40)] == ["0 B", "1023 B", "1.00 GB", "5.00 TB"]
-    with pytest.raises(ValueError, match="0 bytes or more"):
-        track_pinned_memory(-1)
+    refused(ValueError, "0 bytes or more", track_pinned_memory, -1)
     _tracker.reset()
 
 
@@ -338,38 +308,25 @@ def test_tracker():
 @pytest.mark.skipif(get_accelerator()._name == "cuda", reason="a machine with GPUs may have cuFile")
 def test_gds_says_why_not(monkeypatch):
     assert not GDSBuilder().is_compatible()
-    with pytest.raises(ValueError, match="the op gds cannot be used here: needs an NVIDIA GPU"):
-        GDSBuilder().load()
+    refused(ValueError, "the op gds cannot be used here: needs an NVIDIA GPU", GDSBuilder().load)
     monkeypatch.setenv("DS_CUFILE_LIBRARY", "/none/libcufile.so")
-    with pytest.raises(RuntimeError, match="GPUDirect storage cannot be used: /none/libcufile.so.*aio_handle"):
-        _C.aio.gds_handle()
-    with pytest.raises(ValueError, match="at least|must be from"):
-        _C.aio.aio_handle(intra_op_parallelism=-1)
+    refused(RuntimeError, "GPUDirect storage cannot be used: /none/libcufile.so.*aio_handle", _C.aio.gds_handle)
+    refused(ValueError, "at least|must be from", _C.aio.aio_handle, intra_op_parallelism=-1)
 
 
 def test_gds_handle_over_a_library_that_is_there(monkeypatch, tmp_path):
     """The tests' own cuFile, over memory of the host (tests/cpp/io/fake_cufile)."""
-    library = fake_cufile()
+    library = next(pathlib.Path(ROOT, "build").rglob("bin/libfake_cufile.so"), None)
     if library is None:
         pytest.skip("the C++ tests are not built")
-    monkeypatch.setenv("DS_CUFILE_LIBRARY", library)
+    monkeypatch.setenv("DS_CUFILE_LIBRARY", str(library))
     handle, path = _C.aio.gds_handle(intra_op_parallelism=2), str(tmp_path / "x")
     tensor = handle.new_pinned_device_tensor(2_500_000, torch.empty(0, dtype=torch.uint8))
     tensor.copy_(data(2_500_000))
     assert handle.sync_pwrite(tensor, path) == 1
     back = torch.zeros(2_500_000, dtype=torch.uint8)
     assert handle.pin_device_tensor(back) and not handle.pin_device_tensor(back)
-    assert handle.async_pread(back, path) == 0 and handle.wait() == 1
-    assert torch.equal(back, tensor)
+    assert handle.async_pread(back, path) == 0 and handle.wait() == 1 and torch.equal(back, tensor)
     assert handle.unpin_device_tensor(back) and not handle.unpin_device_tensor(back)
     assert handle.free_pinned_device_tensor(tensor) and not handle.free_pinned_device_tensor(tensor)
-    with pytest.raises(FileNotFoundError):
-        handle.sync_pread(back, str(tmp_path / "none"))
-
-
-def fake_cufile():
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    for folder, _, names in os.walk(os.path.join(root, "build")):
-        if folder.endswith("/bin") and "libfake_cufile.so" in names:
-            return os.path.join(folder, "libfake_cufile.so")
-    return None
+    refused(FileNotFoundError, "", handle.sync_pread, back, str(tmp_path / "none"))

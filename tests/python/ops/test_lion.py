@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion, cpu_lion, fused_lion
-from native_classes import against_formula, make_params, ulps_after_one_step
+from native_classes import against_formula, make_params, ulps_after_one_step, with_gradient
+from refusals import refused
 
 CLASSES = pytest.mark.parametrize("cls", [DeepSpeedCPULion, FusedLion])
 
@@ -37,8 +38,7 @@ def test_the_paper(cls, weight_decay):
 
 @CLASSES
 def test_a_zero_gradient_moves_nothing(cls):
-    p = torch.nn.Parameter(torch.ones(5))
-    p.grad = torch.zeros(5)
+    p = with_gradient(torch.ones(5), torch.zeros(5))
     cls([p], lr=0.1).step()
     assert torch.equal(p.detach(), torch.ones(5))
 
@@ -46,8 +46,7 @@ def test_a_zero_gradient_moves_nothing(cls):
 @CLASSES
 @pytest.mark.parametrize("betas, shown", [((1.0, 0.9), "betas.0."), ((0.9, -0.1), "betas.1.")])
 def test_bad_betas(cls, betas, shown):
-    with pytest.raises(ValueError, match=f"{cls.__name__}: {shown} must be at least 0 and below 1"):
-        cls(make_params(), betas=betas)
+    refused(ValueError, f"{cls.__name__}: {shown} must be at least 0 and below 1", cls, make_params(), betas=betas)
 
 
 def test_contract():

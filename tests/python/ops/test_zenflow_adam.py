@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, ZenFlowCPUAdam, ZenFlowSelectiveAdamW, ZenFlowSelectiveAdamW_stage3
+from refusals import refused
 
 ARGS = {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1}
 COLUMNS = torch.tensor([1, 4, 5])
@@ -69,8 +70,7 @@ def test_moments_belong_to_a_choice():
     optimizer.step()
     params[0].selected_indices = COLUMNS[:2]
     params[0].selected_grad = torch.ones(3, 2)
-    with pytest.raises(ValueError, match="clear_selected_mv"):
-        optimizer.step()
+    refused(ValueError, "clear_selected_mv", optimizer.step)
     optimizer.clear_selected_mv()
     before = params[0].detach()[:, COLUMNS[:2]].clone()
     optimizer.step()
@@ -79,8 +79,7 @@ def test_moments_belong_to_a_choice():
     torch.optim.AdamW([fresh], **ARGS).step()
     torch.testing.assert_close(params[0].detach()[:, COLUMNS[:2]], fresh.detach())
     params[0].selected_grad = torch.ones(3, 6)
-    with pytest.raises(ValueError, match="selected_grad of a parameter of shape"):
-        optimizer.step()
+    refused(ValueError, "selected_grad of a parameter of shape", optimizer.step)
 
 
 def test_half_precision_keeps_moments_in_fp32():
@@ -112,6 +111,5 @@ def test_what_fails_beside_the_caller_is_raised_by_the_next_call():
     optimizer = ZenFlowCPUAdam([param], overlap_step=True)
     param.grad = torch.zeros(3).to_sparse()
     optimizer.step()
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.wait()
+    refused(RuntimeError, "sparse", optimizer.wait)
     optimizer.wait()  # told once

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from deepspeed.runtime.lr_schedules import (
     get_config_from_args,
     get_lr_from_config,
 )
+from refusals import refused
 
 STEPS = 5000
 
@@ -30,21 +32,26 @@ def adam(*rates, **kwargs):
 
 def trace(schedule, read, steps=STEPS):
     """`read(optimizer)` before the first step (index 0) and after each of `steps` steps: index k is iteration k - 1."""
-    values = [read(schedule.optimizer)]
+    return [read(schedule.optimizer), *(read(walked(schedule, 1).optimizer) for _ in range(steps))]
+
+
+def walked(schedule, steps):
     for _ in range(steps):
         schedule.step()
-        values.append(read(schedule.optimizer))
-    return values
+    return schedule
 
 
 def first_lr(optimizer):
     return optimizer.param_groups[0]["lr"]
 
 
-def close(got, expected):
-    assert len(got) == len(expected)
-    for k, (a, b) in enumerate(zip(got, expected)):
-        assert a == pytest.approx(b, rel=1e-12, abs=1e-18), f"after {k} steps: {a} instead of {b}"
+def groups_of(schedule, key="lr"):
+    return [group[key] for group in schedule.optimizer.param_groups]
+
+
+def close(got, expected, rel=1e-12, least=1e-18):
+    for k, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert a == pytest.approx(b, rel=rel, abs=least), f"after {k} steps: {a} instead of {b}"
 
 
 # ---- curves --------------------------------------------------------------------------------------------------------
@@ -68,24 +75,18 @@ def test_warmup_lr(kind, rise, warmup):
 def test_warmup_lr_peak_is_exact():
     schedule = WarmupLR(adam(), warmup_min_lr=0.1, warmup_max_lr=0.3, warmup_num_steps=19)
     rates = trace(schedule, first_lr, 50)
-    assert rates[0] == 0.1 and rates[1] == 0.1
-    assert all(rate == 0.3 for rate in rates[19:]) and rates[18] < 0.3
+    assert rates[0] == 0.1 and rates[1] == 0.1 and all(rate == 0.3 for rate in rates[19:]) and rates[18] < 0.3
 
 
 def test_warmup_lr_of_an_existing_checkpoint():
     """The rate that DeepSpeed 0.19.6 wrote after 4 of 10 warm-up steps to 0.01."""
-    schedule = WarmupLR(adam(), warmup_min_lr=0, warmup_max_lr=0.01, warmup_num_steps=10)
-    for _ in range(4):
-        schedule.step()
+    schedule = walked(WarmupLR(adam(), warmup_min_lr=0, warmup_max_lr=0.01, warmup_num_steps=10), 4)
     assert schedule.state_dict() == {"last_batch_iteration": 3}
     assert schedule.get_lr() == [pytest.approx(0.006020599913279623, rel=1e-15)]
 
 
 def test_warmup_lr_default_peak_is_the_groups_own_rate():
-    schedule = WarmupLR(adam(0.5, 0.25), warmup_num_steps=10)
-    for _ in range(20):
-        schedule.step()
-    assert schedule.get_lr() == [0.5, 0.25]
+    assert walked(WarmupLR(adam(0.5, 0.25), warmup_num_steps=10), 20).get_lr() == [0.5, 0.25]
 
 
 @pytest.mark.parametrize("kind, rise", [("log", log_rise), ("linear", linear_rise)])
@@ -124,13 +125,11 @@ def test_warmup_cosine_lr(kind, rise, warmup, total, floor):
     def closed_form(i):
         if i < warmup:
             return 0.2 + 0.8 * rise(i, warmup)
-        angle = math.pi * min(1.0, (i - warmup + 1) / (total - warmup))
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(angle))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, (i - warmup + 1) / (total - warmup))))
 
     ratios = [closed_form(i) for i in range(-1, STEPS)]
     for rates, base in ((first, 0.02), (second, 0.4)):
-        for k, (rate, ratio) in enumerate(zip(rates, ratios)):
-            assert rate == pytest.approx(base * ratio, rel=1e-9, abs=1e-12), f"after {k} steps"
+        close(rates, [base * ratio for ratio in ratios], 1e-9, 1e-12)
     assert schedule.get_lr_ratio() == pytest.approx(ratios[-1], rel=1e-9, abs=1e-12)
     if total < STEPS:
         assert all(rate == 0.02 * floor for rate in first[total:]), "the floor is reached at the last step and kept"
@@ -139,8 +138,7 @@ def test_warmup_cosine_lr(kind, rise, warmup, total, floor):
 @pytest.mark.parametrize("staircase", [False, True])
 @pytest.mark.parametrize("size, rate", [(200, 5.0), (7, 0.5), (2000, 50.0)])
 def test_lr_range_test(size, rate, staircase):
-    schedule = LRRangeTest(adam(), 1e-4, size, rate, staircase)
-    rates = trace(schedule, first_lr)
+    rates = trace(LRRangeTest(adam(), 1e-4, size, rate, staircase), first_lr)
     close(rates, [1e-4 * (1 + rate * (k // size if staircase else k / size)) for k in range(STEPS + 1)])
     if staircase:
         assert all(len(set(rates[k : k + size])) == 1 for k in range(0, STEPS, size))
@@ -148,8 +146,7 @@ def test_lr_range_test(size, rate, staircase):
 
 def test_lr_range_test_growth_is_proportional_to_the_rate():
     slow, fast = (trace(LRRangeTest(adam(), 1e-4, 200, rate), first_lr) for rate in (5, 50))
-    for a, b in zip(slow[1:], fast[1:]):
-        assert (b - 1e-4) == pytest.approx(10 * (a - 1e-4), rel=1e-9)
+    close([rate - 1e-4 for rate in fast[1:]], [10 * (rate - 1e-4) for rate in slow[1:]], 1e-9, 0)
 
 
 CYCLES = [(1000, 1000, 0), (700, 1900, 300), (10, 3, 1), (1, 1, 50), (4000, 2000, 0)]
@@ -202,8 +199,7 @@ def test_one_cycle_without_a_second_half():
     schedule = OneCycle(adam(), 0.1, 0.5, 1.0, cycle_first_step_size=4, cycle_second_step_size=0, decay_step_size=1)
     assert schedule.min_lrs == [0.1] and schedule.max_lrs == [0.5]
     close(trace(schedule, first_lr, 6), [0.1, 0.2, 0.3, 0.4, 0.1, 0.1 / 2, 0.1 / 3])
-    with pytest.raises(ValueError, match="cycle_second_step_size = -1"):
-        OneCycle(adam(), 0.1, 0.5, cycle_second_step_size=-1)
+    refused(ValueError, "cycle_second_step_size = -1", OneCycle, adam(), 0.1, 0.5, cycle_second_step_size=-1)
 
 
 def test_one_cycle_with_lists_sets_each_group_at_construction():
@@ -211,16 +207,13 @@ def test_one_cycle_with_lists_sets_each_group_at_construction():
     schedule = OneCycle(
         optimizer, [0.1, 0.2], [0.5, 0.8], cycle_first_step_size=4, cycle_min_mom=[0.5, 0.6], cycle_max_mom=[0.8, 0.9]
     )
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
-    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.999), (0.9, 0.999)] == schedule.max_moms
+    assert groups_of(schedule) == [0.1, 0.2] and schedule.optimizer is optimizer
+    assert groups_of(schedule, "betas") == [(0.8, 0.999), (0.9, 0.999)] == schedule.max_moms
     assert schedule.min_moms == [(0.5, 0.999), (0.6, 0.999)] and schedule.min_lrs == [0.1, 0.2]
-    for _ in range(4):
-        schedule.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.8]
-    assert [group["betas"] for group in optimizer.param_groups] == schedule.min_moms
+    assert groups_of(walked(schedule, 4)) == [0.5, 0.8] and groups_of(schedule, "betas") == schedule.min_moms
     assert (schedule.total_size, schedule.step_ratio) == (8.0, 0.5)
-    with pytest.raises(ValueError, match="cycle_min_mom has 3 values.*2 parameter groups"):
-        OneCycle(optimizer, 0.1, 0.2, cycle_min_mom=[0.5, 0.6, 0.7])
+    words = "cycle_min_mom has 3 values.*2 parameter groups"
+    refused(ValueError, words, OneCycle, optimizer, 0.1, 0.2, cycle_min_mom=[0.5, 0.6, 0.7])
 
 
 @pytest.mark.parametrize("first, second, ratio", [(4, None, 0.5), (4, 12, 0.25), (4, 0, 1.0)])
@@ -238,10 +231,9 @@ def test_groups_without_a_rate():
     optimizer = _Rateless()
     OneCycle(optimizer, 0.1, 0.5)
     assert optimizer.param_groups[0]["lr"] == 0.1
-    advices = {WarmupLR: "or the schedule the parameter warmup_max_lr", WarmupCosineLR: "Give the group one."}
-    for make, advice in advices.items():
-        with pytest.raises(ValueError, match=f"group 0 of _Rateless has no lr.*{advice}"):
-            make(_Rateless(), **({} if make is WarmupLR else {"total_num_steps": 20}))
+    none = "group 0 of _Rateless has no lr.*"
+    refused(ValueError, f"{none}or the schedule the parameter warmup_max_lr", WarmupLR, _Rateless())
+    refused(ValueError, f"{none}Give the group one.", WarmupCosineLR, _Rateless(), total_num_steps=20)
     assert WarmupLR(_Rateless(), warmup_max_lr=0.1).get_lr() == [0.0]
 
 
@@ -263,8 +255,9 @@ def test_warmup_type_is_kept_and_an_unknown_one_is_log(make, capsys):
 
 
 def test_one_cycle_second_half_defaults_to_the_first():
-    assert trace(OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=6), first_lr, 30) == trace(
-        OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=6, cycle_second_step_size=6), first_lr, 30
+    one, both = ({"cycle_first_step_size": 6, **more} for more in ({}, {"cycle_second_step_size": 6}))
+    assert trace(OneCycle(adam(), 0.1, 0.5, **one), first_lr, 30) == trace(
+        OneCycle(adam(), 0.1, 0.5, **both), first_lr, 30
     )
 
 
@@ -279,8 +272,7 @@ def test_one_cycle_on_a_momentum_optimizer():
 def test_one_cycle_without_momentum():
     off = OneCycle(adam(betas=(0.5, 0.6)), 0.1, 0.2, cycle_momentum=False)
     assert off.get_mom() is None and off.optimizer.param_groups[0]["betas"] == (0.5, 0.6)
-    adagrad = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))])
-    assert OneCycle(adagrad, 0.1, 0.2).get_mom() is None
+    assert OneCycle(torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))]), 0.1, 0.2).get_mom() is None
 
 
 # ---- groups, optimizers, state -------------------------------------------------------------------------------------
@@ -297,9 +289,9 @@ each_schedule = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys
 
 def test_lists_give_each_group_its_rates():
     schedule = WarmupLR(adam(1, 1), warmup_min_lr=[0.1, 0.2], warmup_max_lr=(1.0, 2.0), warmup_num_steps=2)
-    assert [g["lr"] for g in schedule.optimizer.param_groups] == [0.1, 0.2]
+    assert groups_of(schedule) == [0.1, 0.2]
     schedule.step(5)
-    assert [g["lr"] for g in schedule.optimizer.param_groups] == [1.0, 2.0]
+    assert groups_of(schedule) == [1.0, 2.0]
     assert LRRangeTest(adam(1, 1), [0.1, 0.2]).get_lr() == [0.1, 0.2]
     assert OneCycle(adam(1, 1), [0.1, 0.2], [0.3, 0.4]).get_lr() == [0.1, 0.2]
 
@@ -308,64 +300,39 @@ def test_lists_give_each_group_its_rates():
 def test_groups_hold_the_rate_before_the_first_step(make):
     schedule = make(adam(0.01, 0.02))
     assert schedule.last_batch_iteration == -1
-    assert schedule.get_lr() == schedule.get_last_lr() == [g["lr"] for g in schedule.optimizer.param_groups]
+    assert schedule.get_lr() == schedule.get_last_lr() == groups_of(schedule)
 
 
 @each_schedule
 def test_state_continues_in_the_middle(make):
-    whole, part, resumed = make(adam(0.01, 0.02)), make(adam(0.01, 0.02)), make(adam(0.01, 0.02))
-    for _ in range(13):
-        whole.step()
-        part.step()
-    state = json.loads(json.dumps(part.state_dict()))
+    whole, part, resumed = (make(adam(0.01, 0.02)) for _ in range(3))
+    state = json.loads(json.dumps(walked(part, 13).state_dict()))
     assert state == {"last_batch_iteration": 12}
     resumed.load_state_dict(state)
-    for _ in range(30):
-        assert [g["lr"] for g in resumed.optimizer.param_groups] == [g["lr"] for g in whole.optimizer.param_groups]
-        assert [g["betas"] for g in resumed.optimizer.param_groups] == [
-            g["betas"] for g in whole.optimizer.param_groups
-        ]
-        whole.step()
-        resumed.step()
+    rates = lambda optimizer: [(group["lr"], group["betas"]) for group in optimizer.param_groups]
+    assert trace(resumed, rates, 30) == trace(walked(whole, 13), rates, 30)
 
 
 @each_schedule
 def test_step_to_a_given_iteration(make):
-    walked, jumped = make(adam()), make(adam())
-    for _ in range(12):
-        walked.step()
+    stepped, jumped = walked(make(adam()), 12), make(adam())
     jumped.step(11)
-    assert jumped.last_batch_iteration == 11 and jumped.get_lr() == walked.get_lr() == walked.get_last_lr()
-    jumped.step()
-    assert jumped.last_batch_iteration == 12
+    assert jumped.last_batch_iteration == 11 and jumped.get_lr() == stepped.get_lr() == stepped.get_last_lr()
+    assert walked(jumped, 1).last_batch_iteration == 12
 
 
 def test_start_at_an_iteration():
-    started = WarmupLR(adam(), warmup_num_steps=8, last_batch_iteration=3)
-    walked = WarmupLR(adam(), warmup_num_steps=8)
-    walked.step(3)
-    assert first_lr(started.optimizer) == first_lr(walked.optimizer)
-
-
-class Wrapped:
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-
-class OnlyGroups:
-    def __init__(self):
-        self.param_groups = [{"lr": 0.5, "params": []}]
+    started, stepped = (WarmupLR(adam(), warmup_num_steps=8, last_batch_iteration=at) for at in (3, -1))
+    stepped.step(3)
+    assert groups_of(started) == groups_of(stepped)
 
 
 @each_schedule
 def test_what_counts_as_an_optimizer(make):
-    inner = adam()
-    assert make(Wrapped(inner)).optimizer is inner
-    bare = OnlyGroups()
-    assert make(bare).optimizer is bare
-    for wrong in (None, Wrapped(None), [1], torch.nn.Linear(1, 1)):
-        with pytest.raises(TypeError, match="needs a torch.optim.Optimizer"):
-            make(wrong)
+    inner, bare = adam(), SimpleNamespace(param_groups=[{"lr": 0.5, "params": []}])
+    assert make(SimpleNamespace(optimizer=inner)).optimizer is inner and make(bare).optimizer is bare
+    for wrong in (None, SimpleNamespace(optimizer=None), [1], torch.nn.Linear(1, 1)):
+        refused(TypeError, "needs a torch.optim.Optimizer", make, wrong)
 
 
 def test_rate_kept_as_a_tensor_is_written_in_place():
@@ -379,8 +346,7 @@ def test_rate_kept_as_a_tensor_is_written_in_place():
 def test_group_added_later_is_refused(make):
     schedule = make(adam())
     schedule.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match="has 2 parameter groups now, but had 1"):
-        schedule.step()
+    refused(ValueError, "has 2 parameter groups now, but had 1", schedule.step)
 
 
 # ---- wrong parameters ----------------------------------------------------------------------------------------------
@@ -421,8 +387,7 @@ WRONG = [
 
 @pytest.mark.parametrize("schedule, params, error, text", WRONG)
 def test_wrong_parameters(schedule, params, error, text):
-    with pytest.raises(error, match=text):
-        schedule(adam(), **params)
+    refused(error, text, schedule, adam(), **params)
 
 
 def test_whole_number_given_as_float_is_one():
@@ -437,9 +402,8 @@ def test_names():
     for name in VALID_LR_SCHEDULES:
         assert getattr(lr_schedules, name).__name__ == name
     assert (lr_schedules.WARMUP_LOG_RATE, lr_schedules.WARMUP_LINEAR_RATE) == ("log", "linear")
-    for (
-        name
-    ) in "CYCLE_MIN_MOM DECAY_STEP_SIZE TOTAL_NUM_STEPS COS_MIN_RATIO WARMUP_MIN_RATIO LR_RANGE_TEST_MIN_LR".split():
+    constants = "CYCLE_MIN_MOM DECAY_STEP_SIZE TOTAL_NUM_STEPS COS_MIN_RATIO WARMUP_MIN_RATIO LR_RANGE_TEST_MIN_LR"
+    for name in constants.split():
         assert getattr(lr_schedules, name) == name.lower()
 
 

@@ -10,6 +10,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe.layers import as_layers, class_name, count_parameters, describe
 from deepspeed.pipe.partitioning import partition
 from deepspeed.pipe.profile import profile_layers
+from refusals import refused
 
 
 class Counted(nn.Module):
@@ -36,18 +37,14 @@ def test_specs():
     tied = TiedLayerSpec("embed", nn.Embedding, 7, 3, tied_weight_attr="weight", forward_fn=twice)
     assert (tied.key, tied.tied_weight_attr, tied.forward_fn) == ("embed", ["weight"], twice)
     assert tied.build().weight.shape == (7, 3)
-    with pytest.raises(RuntimeError, match="LayerSpec builds torch.nn.Module classes, not <function twice"):
-        LayerSpec(twice)
+    refused(RuntimeError, "LayerSpec builds torch.nn.Module classes, not <function twice", LayerSpec, twice)
 
 
 def test_what_layers_are():
-    layers = as_layers(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
-    assert [class_name(layer) for layer in layers] == ["ReLU", "Linear"]
+    assert [class_name(layer) for layer in as_layers(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))] == ["ReLU", "Linear"]
     assert describe(3, twice) == "layer 3 (twice)"
-    with pytest.raises(TypeError, match="layer 1 of the pipeline is 7: layers are modules, LayerSpec"):
-        as_layers([nn.ReLU(), 7])
-    with pytest.raises(TypeError, match="layer 0 of the pipeline is <class 'torch.nn.modules.activation.ReLU'>"):
-        as_layers([nn.ReLU])
+    refused(TypeError, "layer 1 of the pipeline is 7: layers are modules, LayerSpec", as_layers, [nn.ReLU(), 7])
+    refused(TypeError, "layer 0 of the pipeline is <class 'torch.nn.modules.activation.ReLU'>", as_layers, [nn.ReLU])
 
 
 def test_parameters_are_counted_without_memory_and_without_random_numbers():
@@ -76,8 +73,7 @@ def test_methods():
     mixed = [twice, LayerSpec(nn.Linear, 1, 1), twice, twice, LayerSpec(nn.Linear, 1, 1), LayerSpec(nn.ReLU)]
     bounds = cut("type:LINEAR", layers=mixed)
     assert bounds[0] == 0 and bounds[-1] == 6 and 2 <= bounds[1] <= 4
-    assert cut([0, 1, 5]) == [0, 1, 5]
-    assert cut("profile", measure=lambda: [5.0, 1.0, 1.0, 1.0, 2.0]) == [0, 1, 5]
+    assert cut([0, 1, 5]) == [0, 1, 5] and cut("profile", measure=lambda: [5.0, 1.0, 1.0, 1.0, 2.0]) == [0, 1, 5]
 
 
 @pytest.mark.parametrize(
@@ -93,8 +89,7 @@ def test_methods():
     ],
 )
 def test_bad_methods(method, parts, text):
-    with pytest.raises(ValueError, match=text):
-        partition(WIDTHS, parts, method, _no_profile)
+    refused(ValueError, text, partition, WIDTHS, parts, method, _no_profile)
 
 
 def test_profile():
@@ -114,5 +109,10 @@ def test_profile():
     assert costs[2].forward >= 0.02 and costs[2].activation_bytes > 40 * 8 * 64 * 4
     assert all(cost.seconds > 0 for cost in costs) and costs[0].activation_bytes == 8 * 64 * 4
     assert [cost.output_bytes for cost in costs] == [8 * 64 * 4] * 4
-    with pytest.raises(RuntimeError, match=r"profile_input does not go through layer 1 \(Linear\) of the pipeline: "):
-        profile_layers([nn.Linear(2, 3), nn.Linear(2, 3)], torch.ones(1, 2))
+    refused(
+        RuntimeError,
+        r"profile_input does not go through layer 1 \(Linear\) of the pipeline: ",
+        profile_layers,
+        [nn.Linear(2, 3), nn.Linear(2, 3)],
+        torch.ones(1, 2),
+    )

@@ -8,6 +8,7 @@ import deepspeed
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe.layer_work import ELEMENTWISE, layer_works
 from deepspeed.pipe.profile import LayerCost
+from refusals import refused
 
 WIDTH, BATCH = 32, 4
 SAMPLE = torch.ones(BATCH, WIDTH)
@@ -80,10 +81,17 @@ def test_parts_and_auto():
     assert deepspeed.pipe.plan(equal_layers(), 4, 8, "auto", SAMPLE).schedule == "zb-h1"
     chosen = deepspeed.pipe.plan(equal_layers(), 4, 8, "auto", SAMPLE, virtual_stages=2, placement="v")
     assert chosen.schedule == "zb-v"
-    with pytest.raises(
-        ValueError, match="no pipeline schedule fits into pipeline.memory_limit 1000: the leanest, 1f1b"
-    ):
-        deepspeed.pipe.plan(equal_layers(), 4, 8, "auto", SAMPLE, memory_limit=1000)
+    refused(
+        ValueError,
+        "no pipeline schedule fits into pipeline.memory_limit 1000: the leanest, 1f1b",
+        deepspeed.pipe.plan,
+        equal_layers(),
+        4,
+        8,
+        "auto",
+        SAMPLE,
+        memory_limit=1000,
+    )
 
 
 def test_measured_times():
@@ -102,18 +110,49 @@ def test_large_models_cost_nothing():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="needs sample="):
-        deepspeed.pipe.plan(equal_layers(), 4, 8)
-    with pytest.raises(ValueError, match="costs= has 1 layers, the pipeline 8"):
-        deepspeed.pipe.plan(equal_layers(), 4, 8, sample=SAMPLE, costs=[None])
-    with pytest.raises(ValueError, match="give measured times, too"):
-        deepspeed.pipe.plan(equal_layers(), 4, 8, sample=SAMPLE, latency=1.0)
-    with pytest.raises(ValueError, match="the pipeline schedule zb-v wants 2 chunks of layers on each rank, not 1"):
-        deepspeed.pipe.plan(equal_layers(), 4, 8, "zb-v", SAMPLE)
-    with pytest.raises(ValueError, match='there is no pipeline schedule "best": there are 1f1b, gpipe'):
-        deepspeed.pipe.plan(equal_layers(), 4, 8, "best", SAMPLE)
-    with pytest.raises(RuntimeError, match=r"layer 1 \(Linear\) of the pipeline cannot run on meta tensors: "):
-        deepspeed.pipe.plan([nn.Linear(WIDTH, 3), nn.Linear(4, 4)], 2, 2, sample=SAMPLE)
+    refused(ValueError, "needs sample=", deepspeed.pipe.plan, equal_layers(), 4, 8)
+    refused(
+        ValueError,
+        "costs= has 1 layers, the pipeline 8",
+        deepspeed.pipe.plan,
+        equal_layers(),
+        4,
+        8,
+        sample=SAMPLE,
+        costs=[None],
+    )
+    refused(
+        ValueError, "give measured times, too", deepspeed.pipe.plan, equal_layers(), 4, 8, sample=SAMPLE, latency=1.0
+    )
+    refused(
+        ValueError,
+        "the pipeline schedule zb-v wants 2 chunks of layers on each rank, not 1",
+        deepspeed.pipe.plan,
+        equal_layers(),
+        4,
+        8,
+        "zb-v",
+        SAMPLE,
+    )
+    refused(
+        ValueError,
+        'there is no pipeline schedule "best": there are 1f1b, gpipe',
+        deepspeed.pipe.plan,
+        equal_layers(),
+        4,
+        8,
+        "best",
+        SAMPLE,
+    )
+    refused(
+        RuntimeError,
+        r"layer 1 \(Linear\) of the pipeline cannot run on meta tensors: ",
+        deepspeed.pipe.plan,
+        [nn.Linear(WIDTH, 3), nn.Linear(4, 4)],
+        2,
+        2,
+        sample=SAMPLE,
+    )
 
 
 def test_a_backward_that_is_not_split():
@@ -155,8 +194,7 @@ def test_memory_of_parts():
 
     assert kept(0)[0] == pytest.approx(1 + 4 * 2, rel=0.05)  # the input, and of each layer two results of tanh
     assert kept(2)[0] == pytest.approx(3, rel=0.1)  # inputs of two segments, and the output
-    assert kept(1)[0] == pytest.approx(5, rel=0.05)
-    assert kept(2, names=["Conv2d"])[0] == kept(0)[0]
+    assert kept(1)[0] == pytest.approx(5, rel=0.05) and kept(2, names=["Conv2d"])[0] == kept(0)[0]
     # A tensor that goes through several layers, and is kept by several, is one.
     through = [lambda x: (x.tanh(), x), lambda pair: (pair[0] * pair[1], pair[1]), lambda pair: pair[0] + pair[1]]
     assert kept(0, layers=[nn.Linear(width, width), *through])[0] == pytest.approx(4, rel=0.05)

@@ -5,6 +5,7 @@ import pytest
 from deepspeed._native import _C
 from deepspeed.pipe import schedule
 from deepspeed.pipe.schedule import plan_of
+from refusals import refused
 
 GRID = [(m, p) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 8, 13)]
 
@@ -31,8 +32,7 @@ def test_inference_steps(micro_batches, stages):
         for number, step in enumerate(steps):
             works, sends = stage <= number < stage + micro_batches, stage < number <= stage + micro_batches
             found = kinds(step)
-            assert found.count("ForwardPass") == works
-            assert found.count("RecvActivation") == (works and stage > 0)
+            assert found.count("ForwardPass") == works and found.count("RecvActivation") == (works and stage > 0)
             assert found.count("LoadMicroBatch") == (works and stage in (0, stages - 1))
             assert found.count("SendActivation") == (sends and stage < stages - 1)
             assert all(instruction.buffer_id < made.num_pipe_buffers() for instruction in step)
@@ -91,13 +91,11 @@ def test_instructions_show_their_arguments():
     load = schedule.LoadMicroBatch(3, shape=(2, 2))
     assert repr(load) == "LoadMicroBatch(buffer_id=3, shape=(2, 2))"
     assert (load.buffer_id, load.shape, load.name) == (3, (2, 2), "LoadMicroBatch")
-    assert repr(schedule.OptimizerStep()) == "OptimizerStep()"
-    assert isinstance(load, schedule.PipeInstruction)
+    assert repr(schedule.OptimizerStep()) == "OptimizerStep()" and isinstance(load, schedule.PipeInstruction)
 
 
 def test_a_stage_that_there_is_not():
-    with pytest.raises(ValueError, match="stage_id 2: a pipeline of 2 stages has 0 to 1"):
-        schedule.TrainSchedule(4, 2, 2)
+    refused(ValueError, "stage_id 2: a pipeline of 2 stages has 0 to 1", schedule.TrainSchedule, 4, 2, 2)
 
 
 # ---- clients' schedules ----------------------------------------------------------------------------------------------
@@ -144,15 +142,15 @@ def test_a_clients_mistake_is_named():
                 forgotten = number == 1 and self.stage_id == 0
                 yield [one for one in step if not (forgotten and isinstance(one, schedule.SendActivation))]
 
-    with pytest.raises(ValueError, match="schedule Forgets, rank 0, .*SendActivation of micro-batch 1 .* never"):
-        plan_of(Forgets, 3, 2).check()
+    refused(
+        ValueError, "schedule Forgets, rank 0, .*SendActivation of micro-batch 1 .* never", plan_of(Forgets, 3, 2).check
+    )
 
     class Reads(SplitInTwo):
         def steps(self):
             yield [schedule.BackwardPass(0)]
 
-    with pytest.raises(ValueError, match=r"rank 0, step 0, BackwardPass\(buffer_id=0\): nothing has been put into"):
-        plan_of(Reads, 3, 2)
+    refused(ValueError, r"rank 0, step 0, BackwardPass\(buffer_id=0\): nothing has been put into", plan_of, Reads, 3, 2)
 
     class OneBuffer(schedule.TrainSchedule):
         def steps(self):
@@ -161,8 +159,9 @@ def test_a_clients_mistake_is_named():
                     one.buffer_id = 0
                 yield step
 
-    with pytest.raises(ValueError, match="rank 0, step 2, ForwardPass.*buffer 0 still holds micro-batch 0"):
-        plan_of(OneBuffer, 3, 2).check()
+    refused(
+        ValueError, "rank 0, step 2, ForwardPass.*buffer 0 still holds micro-batch 0", plan_of(OneBuffer, 3, 2).check
+    )
 
 
 # ---- the native plan from Python -------------------------------------------------------------------------------------
@@ -172,11 +171,17 @@ def test_native_plan():
     plan.check()
     assert plan.shape.placement == "v" and plan.shape.rank_of(5) == 0 and plan.shape.virtual_stage(2, 1) == 3
     costs = plan.cost([_C.pipe.Part(activation_bytes=10, output_bytes=4)] * 6)
-    assert 0 < costs.bubble < 0.3 and costs.ranks[0].peak_bytes > 0
-    assert plan.timeline(costs, 40).count("\n") == 3
+    assert 0 < costs.bubble < 0.3 and costs.ranks[0].peak_bytes > 0 and plan.timeline(costs, 40).count("\n") == 3
     chosen, cost = _C.pipe.fastest(_C.pipe.Shape(3, 1, 7), [_C.pipe.Part()] * 3)
     assert chosen.schedule == "zb-h1" and cost.bubble == pytest.approx(2 / 23)
-    with pytest.raises(ValueError, match='there is no placement "w" of virtual stages: there are loop and v'):
-        _C.pipe.schedule("inference", 2, 2, 2, "w")
-    with pytest.raises(IndexError, match="there is no stage 3"):
-        plan.acts(3)
+    refused(
+        ValueError,
+        'there is no placement "w" of virtual stages: there are loop and v',
+        _C.pipe.schedule,
+        "inference",
+        2,
+        2,
+        2,
+        "w",
+    )
+    refused(IndexError, "there is no stage 3", plan.acts, 3)

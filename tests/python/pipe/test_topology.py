@@ -12,20 +12,19 @@ from deepspeed.pipe.topology import (
     ProcessTopology,
     _prime_factors,
 )
+from refusals import refused
 
 
 def test_two_axes():
     topology = ProcessTopology(axes=["row", "col"], dims=[2, 3])
     assert topology.world_size() == 6 and topology.get_axis_names() == ["row", "col"]
     assert (topology.get_dim("row"), topology.get_dim("col"), topology.get_dim("none")) == (2, 3, 0)
-    assert topology.get_rank(row=1, col=0) == 3
-    assert topology.get_coord(5) == topology.ProcessCoord(row=1, col=2)
+    assert topology.get_rank(row=1, col=0) == 3 and topology.get_coord(5) == topology.ProcessCoord(row=1, col=2)
     assert topology.get_axis_list(axis="row", idx=1) == [3, 4, 5]
     assert topology.get_axis_list(axis="col", idx=2) == [2, 5]
     assert topology.get_axis_comm_lists("row") == [[0, 3], [1, 4], [2, 5]]
     assert topology.get_axis_comm_lists("col") == [[0, 1, 2], [3, 4, 5]]
-    assert topology.get_axis_comm_lists("none") == []
-    assert str(topology) == "ProcessTopology(row=2, col=3)"
+    assert topology.get_axis_comm_lists("none") == [] and str(topology) == "ProcessTopology(row=2, col=3)"
 
 
 @pytest.mark.parametrize("dims", [(1, 1, 1), (2, 1, 2), (2, 3, 4), (1, 4, 2), (3, 2, 1)])
@@ -64,18 +63,12 @@ def test_mates_of_the_illustration():
 
 def test_bad_input():
     topology = PipeDataParallelTopology(2, 2)
-    with pytest.raises(ValueError, match=r"get_rank\(\) wants data, too; filter_match\(\) takes some"):
-        topology.get_rank(pipe=0)
-    with pytest.raises(ValueError, match="there is no axis model: the topology has pipe, data"):
-        topology.filter_match(model=0)
-    with pytest.raises(ValueError, match="there is no rank at ProcessCoord"):
-        topology.get_rank(pipe=0, data=2)
-    with pytest.raises(ValueError, match="rank 4 is not in the topology: it has ranks 0 to 3"):
-        topology.get_coord(4)
-    with pytest.raises(ValueError, match="give each axis one size of at least 1"):
-        ProcessTopology(["a"], [0])
-    with pytest.raises(RuntimeError, match=r"call deepspeed.init_distributed\(\) first"):
-        PipelineParallelGrid(topology)
+    refused(ValueError, r"get_rank\(\) wants data, too; filter_match\(\) takes some", topology.get_rank, pipe=0)
+    refused(ValueError, "there is no axis model: the topology has pipe, data", topology.filter_match, model=0)
+    refused(ValueError, "there is no rank at ProcessCoord", topology.get_rank, pipe=0, data=2)
+    refused(ValueError, "rank 4 is not in the topology: it has ranks 0 to 3", topology.get_coord, 4)
+    refused(ValueError, "give each axis one size of at least 1", ProcessTopology, ["a"], [0])
+    refused(RuntimeError, r"call deepspeed.init_distributed\(\) first", PipelineParallelGrid, topology)
 
 
 def test_prime_factors():
@@ -84,5 +77,4 @@ def test_prime_factors():
         assert math.prod(factors) == number and factors == sorted(factors)
         assert all(factor % smaller for factor in factors for smaller in range(2, factor))
     for wrong in (0, -2):
-        with pytest.raises(ValueError, match="has no prime factors"):
-            _prime_factors(wrong)
+        refused(ValueError, "has no prime factors", _prime_factors, wrong)

@@ -28,8 +28,7 @@ def test_a_bucket_is_emptied_but_keeps_its_buffers():
     bucket.copy_streams.add("stream")
     bucket.index = 1
     bucket.clear()
-    assert bucket == IPGBucket(buffer=bucket.buffer, index=1)
-    assert IPGBucket().params is not IPGBucket().params
+    assert bucket == IPGBucket(buffer=bucket.buffer, index=1) and IPGBucket().params is not IPGBucket().params
 
 
 @pytest.mark.parametrize("shape, groups", [((8000,), 1), ((8001,), 3), ((100, 200), 4), ((7,), 1), ((0,), 1)])

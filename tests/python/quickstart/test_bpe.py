@@ -50,8 +50,7 @@ def test_round_trip_of_any_bytes():
     for length in (0, 1, 2, 7, 500):
         data = bytes(shuffled.randrange(256) for _ in range(length))
         ids = tokenizer.encode(data)
-        assert b"".join(tokenizer.pieces[i] for i in ids) == data
-        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+        assert b"".join(tokenizer.pieces[i] for i in ids) == data and all(0 <= i < tokenizer.vocab_size for i in ids)
     assert tokenizer.decode(tokenizer.encode("naïve → ok".encode())) == "naïve → ok"
 
 
@@ -64,5 +63,4 @@ def test_encoding_is_shorter_and_repeats_training():
 
 def test_a_text_with_few_pairs_ends_early():
     tokenizer = bpe.train(b"aaaa", 1000)
-    assert tokenizer.vocab_size < 260
-    assert tokenizer.decode(tokenizer.encode(b"aaaaa")) == "aaaaa"
+    assert tokenizer.vocab_size < 260 and tokenizer.decode(tokenizer.encode(b"aaaaa")) == "aaaaa"

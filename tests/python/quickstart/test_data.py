@@ -37,8 +37,7 @@ def test_split_is_by_whole_files(corpus):
 def test_batches_repeat_and_differ(corpus):
     corpus, _ = corpus
     x, y = corpus.batch(3, 1, 4, 16)
-    assert x.shape == y.shape == (4, 16)
-    assert (x[:, 1:] == y[:, :-1]).all()
+    assert x.shape == y.shape == (4, 16) and (x[:, 1:] == y[:, :-1]).all()
     again, _ = corpus.batch(3, 1, 4, 16)
     assert (x == again).all()
     for other in (corpus.batch(4, 1, 4, 16)[0], corpus.batch(3, 0, 4, 16)[0]):
@@ -57,8 +56,7 @@ def test_the_real_corpus_of_this_machine_is_there():
     folder, paths = data.corpus_files()
     assert len(paths) > 200, folder
     assert not any("/test/" in path[len(folder) :] or "site-packages" in path[len(folder) :] for path in paths)
-    held_out = [path for path in paths if data.is_held_out(path[len(folder) + 1 :])]
-    assert 0.02 < len(held_out) / len(paths) < 0.15
+    assert 0.02 < len([path for path in paths if data.is_held_out(path[len(folder) + 1 :])]) / len(paths) < 0.15
 
 
 def test_the_cache_follows_the_code(tmp_path, monkeypatch):

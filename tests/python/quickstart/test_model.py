@@ -9,8 +9,7 @@ SMALL = model.Shape(vocab_size=64, context=16, layers=2, heads=2, width=32)
 
 
 def test_has_about_ten_million_parameters():
-    gpt = model.GPT(model.Shape())
-    assert 9e6 < sum(p.numel() for p in gpt.parameters()) < 11e6
+    assert 9e6 < sum(p.numel() for p in model.GPT(model.Shape()).parameters()) < 11e6
 
 
 def test_looks_at_the_past_only():
@@ -20,8 +19,7 @@ def test_looks_at_the_past_only():
     changed = x.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 64
     a, b = gpt(x), gpt(changed)
-    assert torch.allclose(a[:, :9], b[:, :9], atol=1e-6)
-    assert not torch.allclose(a[:, 9:], b[:, 9:], atol=1e-3)
+    assert torch.allclose(a[:, :9], b[:, :9], atol=1e-6) and not torch.allclose(a[:, 9:], b[:, 9:], atol=1e-3)
 
 
 def test_both_attentions_agree(monkeypatch):
@@ -57,6 +55,5 @@ def test_generation_repeats_with_a_seed():
 
 def test_groups_hold_every_parameter_once():
     gpt = model.GPT(SMALL)
-    groups = model.parameter_groups(gpt, 0.1)
-    ids = [id(p) for group in groups for p in group["params"]]
+    ids = [id(p) for group in model.parameter_groups(gpt, 0.1) for p in group["params"]]
     assert sorted(ids) == sorted(id(p) for p in gpt.parameters())

@@ -41,8 +41,7 @@ def test_speed_and_time_left(monkeypatch):
     for step in range(11, 61):
         clock[0] += 0.5
         bar.advance(step)
-    assert bar.tokens_per_second == pytest.approx(2000)
-    assert bar.eta_s == pytest.approx(25)
+    assert bar.tokens_per_second == pytest.approx(2000) and bar.eta_s == pytest.approx(25)
     assert progress.duration(bar.eta_s) == "0:25"
 
 

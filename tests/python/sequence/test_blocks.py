@@ -11,6 +11,7 @@ from deepspeed.sequence import blockwise, masks
 from deepspeed.sequence.blockwise import Dropped, Rows, ScoreRules, block_gradients, philox
 from deepspeed.sequence.chunked import chunked_attention
 from deepspeed.sequence.hf_attention import UlyssesSPAttentionHF
+from refusals import refused
 
 HALF = ScoreRules(0.5)
 GAPS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -106,8 +107,7 @@ def testphilox_gives_the_published_bits():
         ),
     ]
     for counter, seed, wanted in cases:
-        found = philox([torch.tensor(word) for word in counter], seed)
-        assert [int(word) for word in found] == wanted
+        assert [int(word) for word in philox([torch.tensor(word) for word in counter], seed)] == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -122,11 +122,9 @@ def test_the_mask_of_dropout_does_not_know_the_cut(dtype):
         for start, stop in ((0, 3), (3, 22), (22, 37)):
             rows.see(query[:, :2, start:stop], value[:, :, start:stop], place=(first, start))
         found[:, :, first:last] = rows.result()[0]
-    assert torch.equal(found != 0, whole.flatten(1, 2) != 0)
-    assert torch.allclose(found * tokens, whole.flatten(1, 2))
+    assert torch.equal(found != 0, whole.flatten(1, 2) != 0) and torch.allclose(found * tokens, whole.flatten(1, 2))
     assert 0.37 < float((found == 0).double().mean()) < 0.43
-    other = dropped.of_heads(1).mask(whole, (0, 0)).flatten(1, 2)
-    assert torch.equal(other[:, :-1], whole.flatten(1, 2)[:, 1:])
+    assert torch.equal(dropped.of_heads(1).mask(whole, (0, 0)).flatten(1, 2)[:, :-1], whole.flatten(1, 2)[:, 1:])
 
 
 def test_the_state_of_torch_says_what_is_dropped():
@@ -138,12 +136,11 @@ def test_the_state_of_torch_says_what_is_dropped():
         seeds.add((Dropped.drawn(0.1).seed, Dropped.drawn(0.1).seed))
     assert len(seeds) == 2 and all(first != second for first, second in seeds)
     for wrong in (1.0, -0.1, float("nan")):
-        with pytest.raises(ValueError, match="0 or more, and less than 1"):
-            Dropped(wrong, 0)
-        with pytest.raises(ValueError, match="0 or more and less than 1"):
-            _C.BlockDropout(wrong, 0)
-    with pytest.raises(ValueError, match="numbers of 32 bits where some are dropped, not 4294967296"):
-        _C.BlockDropout(0.1, 0, key=1 << 32)
+        refused(ValueError, "0 or more, and less than 1", Dropped, wrong, 0)
+        refused(ValueError, "0 or more and less than 1", _C.BlockDropout, wrong, 0)
+    refused(
+        ValueError, "numbers of 32 bits where some are dropped, not 4294967296", _C.BlockDropout, 0.1, 0, key=1 << 32
+    )
 
 
 def sdpa_attention_forward(*args, **kwargs):
@@ -178,12 +175,18 @@ def test_models_with_caps_sinks_and_dropout_have_chunks():
         other, _ = alone(sdpa_attention_forward)._alone(module, *parts, None, **{"s_aux": sinks, **given, name: none})
         assert not torch.allclose(other, found, atol=1e-3), name
     for wrong, words in (({"position_bias": sinks}, "the model passes position_bias"),):
-        with pytest.raises(ValueError, match=words):
-            alone(sdpa_attention_forward)._alone(module, *parts, None, **wrong)
-    with pytest.raises(ValueError, match="sdpa and flash attentions are known to be computed by blocks"):
-        alone(plain)._alone(module, *parts, None)
-    with pytest.raises(ValueError, match="sinks have the shape"):
-        alone(sdpa_attention_forward)._alone(module, *parts, None, s_aux=sinks[:3])
+        refused(ValueError, words, alone(sdpa_attention_forward)._alone, module, *parts, None, **wrong)
+    refused(
+        ValueError,
+        "sdpa and flash attentions are known to be computed by blocks",
+        alone(plain)._alone,
+        module,
+        *parts,
+        None,
+    )
+    refused(
+        ValueError, "sinks have the shape", alone(sdpa_attention_forward)._alone, module, *parts, None, s_aux=sinks[:3]
+    )
 
 
 @pytest.mark.parametrize("kernel", [flash_attention_forward, functools.partial(flash_attention_forward, kernel="hub")])
@@ -215,8 +218,7 @@ def test_kernels_compute_them(dtype, no_scores):
     rows.see(key, key, True)
     output, lse = rows.result()
     assert output.shape == query.shape and lse.shape == (1, 2, 9, 1) and lse.dtype == torch.float32
-    row_sum = torch.zeros_like(lse)
-    found = block_gradients(query, key, key, output, row_sum, lse, HALF, True)
+    found = block_gradients(query, key, key, output, torch.zeros_like(lse), lse, HALF, True)
     assert [one.shape for one in found] == [query.shape, key.shape, key.shape]
 
 
@@ -254,18 +256,31 @@ def test_what_is_refused():
     ops, rules, one = _C.AttentionOps(1), _C.BlockRules(1.0), torch.zeros(1, 2, 3, 4)
     state = [torch.zeros(1, 2, 3, size) for size in (1, 1, 4)]
     for key, wrong in ((torch.zeros(1, 2, 3, 5), "do not belong together"), (one.double(), "do not belong together")):
-        with pytest.raises(ValueError, match=wrong):
-            ops.forward([one, key, key], state, True, rules)
-    with pytest.raises(ValueError, match="has 6 numbers of Float here"):
-        ops.forward([one] * 3, [state[2], state[1], state[2]], True, rules)
+        refused(ValueError, wrong, ops.forward, [one, key, key], state, True, rules)
+    refused(
+        ValueError, "has 6 numbers of Float here", ops.forward, [one] * 3, [state[2], state[1], state[2]], True, rules
+    )
     for looks in (torch.ones(1, 1, 3, 3), torch.ones(1, 1, 2, 3, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="may look among 3 keys is bool"):
-            ops.forward([one] * 3, state, True, _C.BlockRules(1.0, looks=looks))
-    with pytest.raises(ValueError, match="has not the shape"):
-        ops.backward([one, one, one, one[:, :1]], [state[0], state[0]], [one] * 3, rules)
-    with pytest.raises(ValueError, match="takes 2 statistics, got 1"):
-        ops.backward([one] * 4, [state[0]], [one] * 3, rules)
-    with pytest.raises(ValueError, match="states of attention that are merged"):
-        ops.merge(state, [state[0], state[1], state[2].double()])
-    with pytest.raises(ValueError, match="soft_cap is -1"):
-        chunked_attention(one, one, one, 2, soft_cap=-1)
+        refused(
+            ValueError,
+            "may look among 3 keys is bool",
+            ops.forward,
+            [one] * 3,
+            state,
+            True,
+            _C.BlockRules(1.0, looks=looks),
+        )
+    refused(
+        ValueError,
+        "has not the shape",
+        ops.backward,
+        [one, one, one, one[:, :1]],
+        [state[0], state[0]],
+        [one] * 3,
+        rules,
+    )
+    refused(ValueError, "takes 2 statistics, got 1", ops.backward, [one] * 4, [state[0]], [one] * 3, rules)
+    refused(
+        ValueError, "states of attention that are merged", ops.merge, state, [state[0], state[1], state[2].double()]
+    )
+    refused(ValueError, "soft_cap is -1", chunked_attention, one, one, one, 2, soft_cap=-1)

@@ -10,6 +10,7 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.sequence.ledger import BUFFERS, PARTS, Ledger
 from deepspeed.sequence.lengths import Setup
 from deepspeed.sequence.planned import PlannedStep, on_meta
+from refusals import refused
 
 PLAIN = {"method": "auto", "chunk": 0, "offload": "none", "tile_loss": False, "widths": {}, "checkpointing": False}
 
@@ -75,15 +76,13 @@ def test_the_longest_length_is_the_last_that_fits(toy):
     model = toy(hidden=32, layers=3, vocabulary=100)
     report = explain(model, config_of(), memory=64 << 20, ranks=1)
     tokens = longest(model, config_of(), memory=64 << 20, ranks=1)
-    assert tokens == report.longest > 500
-    assert report.peak(tokens).bytes <= 64 << 20 < report.peak(tokens + 1).bytes
+    assert tokens == report.longest > 500 and report.peak(tokens).bytes <= 64 << 20 < report.peak(tokens + 1).bytes
     assert set(report.peak(tokens).parts) == {"states", *PARTS} and "attention" in str(report)
     # At a length that was no sample the polynomial is what the step says.
     found = peak_of(model, tokens) + report.peak(tokens).parts["states"]
     assert abs(report.peak(tokens).bytes - found) <= 0.01 * found
     assert longest(model, config_of(), memory=1000, ranks=1) == 0
-    meta = on_meta(model, None)
-    assert longest(meta, config_of(), memory=64 << 20, ranks=1) == tokens
+    assert longest(on_meta(model, None), config_of(), memory=64 << 20, ranks=1) == tokens
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -129,8 +128,7 @@ class Bends(torch.nn.Module):
 
     def forward(self, x):
         hidden = self.first(x)
-        beyond = max(0, x.shape[1] - self.limit)
-        waste = torch.empty(beyond * self.extra // 4, device=x.device)
+        waste = torch.empty(max(0, x.shape[1] - self.limit) * self.extra // 4, device=x.device)
         return (hidden * hidden).sum() + waste.sum() * 0
 
 
@@ -176,8 +174,7 @@ class Own(torch.nn.Module):
 
     @staticmethod
     def attend(query, key, value):
-        scores = torch.einsum("bqhd,bkhd->bhqk", query, key).softmax(-1)
-        return torch.einsum("bhqk,bkhd->bqhd", scores, value)
+        return torch.einsum("bhqk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bhqk", query, key).softmax(-1), value)
 
     def forward(self, x):
         parts = [one.unflatten(-1, (4, 4)) for one in self.qkv(x).chunk(3, -1)]
@@ -196,7 +193,5 @@ def test_models_of_ones_own():
 
 def test_what_is_wrong_is_named(toy):
     for memory in (0, -5, "80GB", True):
-        with pytest.raises(ValueError, match="memory is .*: it must be bytes of one rank"):
-            longest(toy(), config_of(), memory=memory)
-    with pytest.raises(ValueError, match="does not divide"):
-        longest(toy(), config_of(size=2), memory=1 << 20, ranks=3)
+        refused(ValueError, "memory is .*: it must be bytes of one rank", longest, toy(), config_of(), memory=memory)
+    refused(ValueError, "does not divide", longest, toy(), config_of(size=2), memory=1 << 20, ranks=3)

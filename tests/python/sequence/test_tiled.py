@@ -5,6 +5,7 @@ import torch
 
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
 from deepspeed.sequence.tiled import tile_sizes
+from refusals import refused
 
 
 class Mlp(torch.nn.Module):
@@ -42,8 +43,7 @@ def compare(found, expected, leaves):
 def test_tiles():
     assert tile_sizes(7, 3) == [3, 3, 1] and tile_sizes(8, 2) == [4, 4] and tile_sizes(2, 5) == [1, 1]
     assert tile_sizes(5, 4) == [2, 2, 1] and tile_sizes(0, 2) == []
-    with pytest.raises(ValueError, match="shards is 0"):
-        tile_sizes(3, 0)
+    refused(ValueError, "shards is 0", tile_sizes, 3, 0)
 
 
 @pytest.mark.parametrize("needs", [True, False])
@@ -60,8 +60,7 @@ def test_mlp_without_batches_and_under_no_grad():
     compare(TiledMLP.apply(Mlp.forward, mlp, x, 2), mlp(x), [x, *mlp.parameters()])
     with torch.no_grad():
         assert not TiledMLP.apply(Mlp.forward, mlp, x, 2, None).requires_grad
-    with pytest.raises(ValueError, match=r"got shape \(3,\)"):
-        TiledMLP.apply(Mlp.forward, mlp, torch.zeros(3), 2, None)
+    refused(ValueError, r"got shape \(3,\)", TiledMLP.apply, Mlp.forward, mlp, torch.zeros(3), 2, None)
 
 
 def test_dropout_of_backward_is_that_of_forward():
@@ -70,8 +69,7 @@ def test_dropout_of_backward_is_that_of_forward():
     found = TiledMLP.apply(Mlp.forward, mlp, x, 3, None)
     state = torch.get_rng_state()
     torch.manual_seed(3)
-    expected = torch.cat([mlp(tile) for tile in x.split(2, 1)], 1)
-    compare(found, expected, [x, *mlp.parameters()])
+    compare(found, torch.cat([mlp(tile) for tile in x.split(2, 1)], 1), [x, *mlp.parameters()])
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -151,8 +149,19 @@ def test_a_loss_without_labels_is_0():
     )
     loss.backward()
     assert loss == 0 and x.grad.abs().max() == 0
-    with pytest.raises(ValueError, match="output_reduction is 'max'"):
-        TiledFusedLogitsLoss.apply(cross_entropy, model, x, x, None, 2, [], "max")
+    refused(
+        ValueError,
+        "output_reduction is 'max'",
+        TiledFusedLogitsLoss.apply,
+        cross_entropy,
+        model,
+        x,
+        x,
+        None,
+        2,
+        [],
+        "max",
+    )
 
 
 # ---- any function ----------------------------------------------------------------------------------------------------
@@ -173,9 +182,37 @@ def test_any_function(shards, reduction):
 
 def test_what_is_wrong_is_named():
     x = tokens(7)
-    with pytest.raises(ValueError, match=r"kwargs_to_shard\['x'\] has shape \(2, 7, 4\).*seqlen, 8"):
-        sequence_tiled_compute(lambda x: x, 8, 2, {"x": x}, {}, "x")
-    with pytest.raises(ValueError, match="grad_requiring_tensor_key 'y' is none of kwargs_to_shard: x"):
-        sequence_tiled_compute(lambda x: x, 7, 2, {"x": x}, {}, "y")
-    with pytest.raises(ValueError, match="output_reduction is 'max'"):
-        sequence_tiled_compute(lambda x: x, 7, 2, {"x": x}, {}, "x", output_reduction="max")
+    refused(
+        ValueError,
+        r"kwargs_to_shard\['x'\] has shape \(2, 7, 4\).*seqlen, 8",
+        sequence_tiled_compute,
+        lambda x: x,
+        8,
+        2,
+        {"x": x},
+        {},
+        "x",
+    )
+    refused(
+        ValueError,
+        "grad_requiring_tensor_key 'y' is none of kwargs_to_shard: x",
+        sequence_tiled_compute,
+        lambda x: x,
+        7,
+        2,
+        {"x": x},
+        {},
+        "y",
+    )
+    refused(
+        ValueError,
+        "output_reduction is 'max'",
+        sequence_tiled_compute,
+        lambda x: x,
+        7,
+        2,
+        {"x": x},
+        {},
+        "x",
+        output_reduction="max",
+    )

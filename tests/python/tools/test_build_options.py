@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from deepspeed.ops.op_table import OPS
+from places import ROOT
+from processes import write_program
+from refusals import refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 options = SimpleNamespace(**runpy.run_path(os.path.join(ROOT, "tools", "build_options.py")))
 NVCC = "/usr/local/cuda/bin/nvcc"
 
@@ -32,8 +34,8 @@ def test_version(commit, env, wanted):
 
 
 def test_version_that_is_none():
-    with pytest.raises(options.OptionError, match="DS_BUILD_STRING is 'nightly build'.*no version"):
-        options.full_version("0.3.13", "8cd046f", {"DS_BUILD_STRING": "nightly build"})
+    words, env = "DS_BUILD_STRING is 'nightly build'.*no version", {"DS_BUILD_STRING": "nightly build"}
+    refused(options.OptionError, words, options.full_version, "0.3.13", "8cd046f", env)
 
 
 def cuda(nvcc=NVCC, torch_cuda="13.0", **env):
@@ -59,8 +61,7 @@ def test_which_kernels():
     ],
 )
 def test_what_cannot_be_had(env, text):
-    with pytest.raises(options.OptionError, match=text):
-        cuda(**env)
+    refused(options.OptionError, text, cuda, **env)
 
 
 def test_flags():
@@ -72,8 +73,7 @@ def test_flags():
     assert options.cmake_flags({})[0] == "-DCMAKE_CXX_FLAGS="
     assert options.job_flags(None, {"MAX_JOBS": "3"}) == ["-j", "3"] and options.job_flags(8, {}) == ["-j", "8"]
     assert options.job_flags(None, {}) == []
-    with pytest.raises(options.OptionError, match="MAX_JOBS is 'all'"):
-        options.job_flags(None, {"MAX_JOBS": "all"})
+    refused(options.OptionError, "MAX_JOBS is 'all'", options.job_flags, None, {"MAX_JOBS": "all"})
 
 
 def setup_py(*words, cwd=ROOT, **env):
@@ -89,8 +89,8 @@ needs_setuptools = pytest.mark.skipif(importlib.util.find_spec("setuptools") is 
 @needs_setuptools
 def test_setup_py_uses_them():
     assert setup_py("--version", DS_BUILD_STRING="+x1").stdout.split()[-1].endswith("+x1")
-    refused = setup_py("--version", DS_BUILD_STRING="?")
-    assert refused.returncode != 0 and "deepspeed is not built: DS_BUILD_STRING is '?'" in refused.stderr
+    asked = setup_py("--version", DS_BUILD_STRING="?")
+    assert asked.returncode != 0 and "deepspeed is not built: DS_BUILD_STRING is '?'" in asked.stderr
 
 
 HIDE_TORCH = """
@@ -104,10 +104,8 @@ importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find
 def test_setup_py_hands_them_to_cmake(tmp_path):
     """With stand-ins for cmake and ninja: what they are called with, what goes into the wheel's folder."""
     tools = tmp_path / "bin"
-    tools.mkdir()
     for name in ("cmake", "ninja"):
-        (tools / name).write_text(f'#!/bin/sh\nfor word; do echo "{name}: $word" >>{tmp_path}/calls; done\n')
-        (tools / name).chmod(0o755)
+        write_program(tools / name, f'for word; do echo "{name}: $word" >>{tmp_path}/calls; done\n')
     path = f"{tools}:{os.environ['PATH']}"
     where = ["build_ext", "--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
     (tmp_path / "lib" / "deepspeed").mkdir(parents=True)
@@ -131,14 +129,13 @@ def test_setup_py_hands_them_to_cmake(tmp_path):
     (tmp_path / "hidden" / "sitecustomize.py").write_text(HIDE_TORCH)
     assert setup_py(*where, PATH=path, PYTHONPATH=str(tmp_path / "hidden")).returncode == 0
     assert info["torch_info"] == runpy.run_path(str(tmp_path / "lib/deepspeed/_build_info.py"))["torch_info"]
-    refused = setup_py(*where, PATH=path, DS_BUILD_QUANTIZER="1")
-    assert refused.returncode != 0 and "deepspeed is not built: DS_BUILD_QUANTIZER=1" in refused.stderr
+    asked = setup_py(*where, PATH=path, DS_BUILD_QUANTIZER="1")
+    assert asked.returncode != 0 and "deepspeed is not built: DS_BUILD_QUANTIZER=1" in asked.stderr
 
 
 @pytest.mark.parametrize("version", ["1.12.1", "1.9.0+cu111", "0.4"])
 def test_an_older_torch_is_refused(version):
-    with pytest.raises(options.OptionError, match=rf"torch 1.13 or newer.*has {version[:3]}"):
-        options.check_torch(version)
+    refused(options.OptionError, rf"torch 1.13 or newer.*has {version[:3]}", options.check_torch, version)
 
 
 @pytest.mark.parametrize("version", ["1.13.0a0", "1.13.1", "2.0.1+cu117", "2.3.1", "2.11.0+cpu", "3.0"])
@@ -147,9 +144,7 @@ def test_torch_from_1_13_on_is_taken(version):
 
 
 def test_cmake_refuses_an_older_torch(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "/torch;1.12.1;none;_GLIBCXX_USE_CXX11_ABI=1"\n')
-    python.chmod(0o755)
+    python = write_program(tmp_path / "python", 'echo "/torch;1.12.1;none;_GLIBCXX_USE_CXX11_ABI=1"\n')
     (tmp_path / "CMakeLists.txt").write_text(
         f"cmake_minimum_required(VERSION 3.20)\nproject(x LANGUAGES NONE)\nset(Python_EXECUTABLE {python})\n"
         f"include({ROOT}/cmake/Torch.cmake)\n"

@@ -7,7 +7,9 @@ import subprocess
 
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from places import ROOT
+from processes import write_program
+
 LOG = 'printf "%s\\n" "{name} $* | $GTEST_SHARD_INDEX of $GTEST_TOTAL_SHARDS" >>"$CALLS"\n'
 QEMU = """#!/bin/bash
 if [ "$2" = help ]; then printf 'x86 Haswell  (alias)\\nx86 EPYC  (alias)\\n'; exit; fi
@@ -22,8 +24,6 @@ if [ "$1" = - ]; then echo tag; fi
 
 def run(tmp_path, *arguments, broken="nothing", flags="avx avx2", jobs=2):
     root, programs = tmp_path / "checkout", tmp_path / "bin"
-    root.mkdir()
-    programs.mkdir()
     shutil.copytree(os.path.join(ROOT, "tools"), root / "tools")
     (root / "build" / "tag").mkdir(parents=True)
     scripts = {root / "tools" / f"{name}.sh": "#!/bin/bash\n" + LOG.format(name=name) for name in ("build", "packages")}
@@ -44,8 +44,7 @@ def run(tmp_path, *arguments, broken="nothing", flags="avx avx2", jobs=2):
     for name in ("cmake", "ninja"):
         scripts[programs / name] = "#!/bin/bash\n" + LOG.format(name=name)
     for path, text in scripts.items():
-        path.write_text(text)
-        path.chmod(0o755)
+        write_program(path, text, "")
     calls = tmp_path / "calls"
     calls.write_text("")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("DS_", "GTEST_"))}

@@ -7,7 +7,9 @@ import subprocess
 
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from places import ROOT
+from processes import write_program
+
 WHEEL = "dist/deepspeed-1.0+abc-py3-none-any.whl"
 # $LOG gets one line per call; a host called "down" refuses.
 STANDINS = {
@@ -44,8 +46,7 @@ def install(tmp_path):
 
 
 def add(path, text):
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
+    write_program(path, text + "\n")
 
 
 def of(calls, *start):

@@ -1,9 +1,8 @@
 """The one line that the long parts of a first `make` show instead of a flood (`live` of tools/common.sh)."""
 
-import os
 import subprocess
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from places import ROOT
 
 
 def shell(script):

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from places import ROOT
+from processes import run_python, write_program
 
 
 def bash(code, cwd=ROOT, timeout=120, **env):
@@ -20,12 +21,16 @@ def bash(code, cwd=ROOT, timeout=120, **env):
 
 def make_python(folder, torch):
     """A stand-in interpreter that says whether it has torch."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\nexit {0 if torch else 1}\n")
-    path.chmod(0o755)
+    write_program(folder / "python", f"exit {0 if torch else 1}\n")
     (folder / "python3").symlink_to("python")
-    return path
+    return folder / "python"
+
+
+def stand_ins(folder, **programs):
+    """The value of PATH under which these are found first."""
+    for name, text in programs.items():
+        write_program(folder / name.replace("_", "-"), text + "\n")
+    return f"{folder}:{os.environ['PATH']}"
 
 
 @pytest.fixture
@@ -65,52 +70,38 @@ def test_python_variable_overrides_and_is_checked(checkout, tmp_path):
     named = make_python(tmp_path / "other", torch=True)
     make_python(checkout / ".venv" / "bin", torch=True)
     assert chosen(checkout, PYTHON=str(named)) == str(named)
-    bare = make_python(tmp_path / "bare", torch=False)
-    out = bash("tools/build.sh", cwd=checkout, PYTHON=str(bare))
+    out = bash("tools/build.sh", cwd=checkout, PYTHON=str(make_python(tmp_path / "bare", torch=False)))
     assert out.returncode != 0 and "has no torch" in out.stderr
 
 
 def test_missing_packages_are_installed_and_only_those(checkout, tmp_path):
     """With stand-ins for dpkg-query and apt-get: one update, one install of what is not there."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "dpkg-query").write_text("#!/bin/sh\nshift 2\nfor p; do [ $p = cmake ] || echo installed $p; done\n")
-    (tools / "apt-get").write_text(f"#!/bin/sh\necho $* >>{tmp_path}/calls\n")
-    (tools / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
-    path = f"{tools}:{os.environ['PATH']}"
+    calls, knows = tmp_path / "calls", "shift 2\nfor p; do {}echo installed $p; done"
+    path = stand_ins(
+        tmp_path / "bin", dpkg_query=knows.format("[ $p = cmake ] || "), apt_get=f"echo $* >>{calls}", sudo='exec "$@"'
+    )
     out = bash("tools/packages.sh build", cwd=checkout, PATH=path)
     assert out.returncode == 0, out.stderr
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == 2 and "update" in calls[0], calls
-    assert calls[1].endswith("install --no-install-recommends cmake")
-    (tools / "dpkg-query").write_text("#!/bin/sh\nshift 2\nfor p; do echo installed $p; done\n")
-    (tmp_path / "calls").unlink()
+    lines = calls.read_text().splitlines()
+    assert len(lines) == 2 and "update" in lines[0], lines
+    assert lines[1].endswith("install --no-install-recommends cmake")
+    stand_ins(tmp_path / "bin", dpkg_query=knows.format(""))
+    calls.unlink()
     assert bash("tools/packages.sh build torch test", cwd=checkout, PATH=path).returncode == 0
-    assert not (tmp_path / "calls").exists(), "everything was there, yet apt-get was called"
+    assert not calls.exists(), "everything was there, yet apt-get was called"
 
 
 def test_failed_installation_says_what_to_do(checkout, tmp_path):
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "dpkg-query").write_text("#!/bin/sh\nexit 1\n")
-    (tools / "apt-get").write_text("#!/bin/sh\necho 'E: no network'\nexit 100\n")
-    (tools / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
-    out = bash("tools/packages.sh build", cwd=checkout, PATH=f"{tools}:{os.environ['PATH']}")
-    assert out.returncode == 1
-    assert "E: no network" in out.stderr and "repeat this command" in out.stderr
+    fails = {"dpkg_query": "exit 1", "apt_get": "echo 'E: no network'\nexit 100", "sudo": 'exec "$@"'}
+    out = bash("tools/packages.sh build", cwd=checkout, PATH=stand_ins(tmp_path / "bin", **fails))
+    assert out.returncode == 1 and "E: no network" in out.stderr and "repeat this command" in out.stderr
 
 
 @pytest.mark.parametrize("breaks, code", [(2, 0), (3, 1)])
 def test_a_download_that_breaks_off_is_tried_again(breaks, code, checkout, tmp_path):
     """With a stand-in Python 3.12 whose `pip install` fails the first times."""
     tools, calls = tmp_path / "bin", tmp_path / "calls"
-    tools.mkdir()
     lines = [
-        "#!/bin/bash",
         'case "$*" in',
         f'  *"-m venv "*) mkdir -p "${{@: -1}}/bin" && cp "{tools}/python3.12" "${{@: -1}}/bin/python" ;;',
         f'  *"pip "*install*) echo >>{calls}; [ $(wc -l <{calls}) -gt {breaks} ] ;;',
@@ -118,8 +109,7 @@ def test_a_download_that_breaks_off_is_tried_again(breaks, code, checkout, tmp_p
         '  "- "*) exit 1 ;;',
         "esac",
     ]
-    (tools / "python3.12").write_text("\n".join(lines) + "\n")
-    (tools / "python3.12").chmod(0o755)
+    write_program(tools / "python3.12", "\n".join(lines) + "\n", "#!/bin/bash\n")
     out = bash("tools/torch2_env.sh", cwd=checkout, PATH=f"{tools}:{os.environ['PATH']}")
     assert out.returncode == code and len(calls.read_text().splitlines()) == 3, out.stderr
     assert ("could not install packages/torch2.txt" in out.stderr) == (code == 1)
@@ -135,17 +125,14 @@ def test_package_list_gives_a_reason_for_each():
 
 def test_env_tag_is_the_one_the_package_looks_for():
     out = bash(f'. tools/common.sh; env_tag "{sys.executable}"')
-    code = "from deepspeed import _native; print(_native.tag())"
-    env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python")}
-    expected = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    expected = run_python("from deepspeed import _native; print(_native.tag())")
     assert out.stdout.strip() == expected.stdout.strip() != ""
 
 
 def test_help_lists_every_target():
     with open(os.path.join(ROOT, "Makefile"), encoding="utf-8") as file:
         targets = re.search(r"^\.PHONY: (.*)$", file.read(), re.M).group(1).split()
-    listed = re.findall(r"^  make (\S+)", bash("make help").stdout, re.M)
-    assert sorted(listed) == sorted(targets)
+    assert sorted(re.findall(r"^  make (\S+)", bash("make help").stdout, re.M)) == sorted(targets)
 
 
 def run_ci(tmp_path, torch2=0, room=None, user=0, broken=None, avx512=False):
@@ -164,9 +151,7 @@ def run_ci(tmp_path, torch2=0, room=None, user=0, broken=None, avx512=False):
     if room is not None:
         programs[root.parent / "shared" / "tools" / "clean_room.sh"] = f'echo "called: room $*"; exit {room}'
     for path, body in programs.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{body}\n")
-        path.chmod(0o755)
+        write_program(path, body + "\n")
     out = bash("bash .ci/run", cwd=root, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     called = re.findall(r"^called: (.*)$", out.stdout, re.M)
     return out.returncode, called, out.stdout

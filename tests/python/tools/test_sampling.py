@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import sampling
+from refusals import refused
 
 MATRIX = list(itertools.product(range(4), range(3), ["fp32", "bf16"], [True, False]))
 
@@ -39,8 +40,7 @@ def test_samples_of_the_second_torch_hold_each_value_once(monkeypatch):
     values = sampling.sample(MATRIX, "values")
     monkeypatch.setenv(sampling.COVER, "values")
     assert sampling.sample(MATRIX) == sampling.sample(MATRIX, "pairs", 9) == values
-    with pytest.raises(ValueError, match="triples"):
-        sampling.sample(MATRIX, "triples")
+    refused(ValueError, "triples", sampling.sample, MATRIX, "triples")
 
 
 def test_a_matrix_with_holes_keeps_the_pairs_it_has():
@@ -68,8 +68,7 @@ def test_small_matrices_stay_whole(cases, expected):
 
 
 def test_an_unknown_cover_is_refused():
-    with pytest.raises(ValueError, match="'pairs' or 'values', not 'triples'"):
-        sampling.sample(MATRIX, "triples")
+    refused(ValueError, "'pairs' or 'values', not 'triples'", sampling.sample, MATRIX, "triples")
 
 
 MODULE = """

@@ -8,8 +8,9 @@ import subprocess
 import pytest
 
 from deepspeed import _native
+from places import ROOT
+from processes import write_program
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 PYTHON = """#!/bin/bash
 if [ "$1" = - ]; then echo tag; exit; fi
 if [ "$1" = -c ]; then [[ "$2" != *xdist* ]] || exit {no_xdist}; exit 0; fi
@@ -46,9 +47,7 @@ def run(tmp_path, kind="all", jobs=2, **codes):
         tmp_path / "bin" / "ctest": CTEST.format(**codes),
     }
     for path, text in programs.items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
+        write_program(path, text, "")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("DS_", "OMP_"))}
     env.update(PATH=f"{tmp_path / 'bin'}:{env['PATH']}", PYTHON=str(tmp_path / "bin" / "python"), JOBS=str(jobs))
     out = subprocess.run(["bash", "tools/test.sh", kind], cwd=root, env=env, capture_output=True, text=True, timeout=60)

@@ -1,9 +1,9 @@
 """Questions to a running backward pass, and hooks on outputs."""
 
-import pytest
 import torch
 
 from deepspeed.runtime.utils import count_used_parameters_in_backward, register_output_backward_hooks
+from refusals import refused
 
 
 def test_count_used_parameters():
@@ -15,8 +15,7 @@ def test_count_used_parameters():
     loss.backward(retain_graph=True)
     loss.backward()
     assert counts == [1, 1]
-    with pytest.raises(RuntimeError, match="call it from a hook"):
-        count_used_parameters_in_backward([used])
+    refused(RuntimeError, "call it from a hook", count_used_parameters_in_backward, [used])
 
 
 def outputs():
@@ -62,8 +61,7 @@ def test_a_backward_that_failed_does_not_hide_the_next():
     x.register_hook(stop)
     register_output_backward_hooks(out["a"], lambda: calls.append(1))
     loss = out["a"].sum()
-    with pytest.raises(ValueError, match="half-way"):
-        loss.backward(retain_graph=True)
+    refused(ValueError, "half-way", loss.backward, retain_graph=True)
     fail[0] = False
     loss.backward()
     assert calls == [1, 1]

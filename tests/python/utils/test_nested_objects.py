@@ -29,8 +29,7 @@ def test_attributes_slots_and_circles():
     one, two, three = (torch.tensor(float(i)) for i in (1, 2, 3))
     box = Box(x=one, y=[Slots(two)], name="text", number=3)
     box.me = {"again": box}
-    assert found(box) == [1.0, 2.0]
-    assert found((three, Box(inner=types.SimpleNamespace(v=two)))) == [3.0, 2.0]
+    assert found(box) == [1.0, 2.0] and found((three, Box(inner=types.SimpleNamespace(v=two)))) == [3.0, 2.0]
     assert found(None) == found("text") == found(7) == []
 
 

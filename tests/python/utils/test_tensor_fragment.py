@@ -5,9 +5,6 @@ tests/dist/test_tensor_fragment.py has the same over engines.
 
 import importlib
 import inspect
-import os
-import subprocess
-import sys
 import types
 
 import pytest
@@ -21,6 +18,9 @@ from deepspeed.utils.tensor_fragment import (
     map_to_flat_opt_states,
     tensor_fragment,
 )
+from processes import run_python
+from refusals import refused
+from runs import identical
 
 SAFE = {
     "safe_get_full_fp32_param": ["param"],
@@ -53,8 +53,7 @@ def test_names_and_signatures():
 @pytest.mark.parametrize("first", ["deepspeed.utils", "deepspeed.utils.tensor_fragment"])
 def test_the_name_means_the_class_whatever_is_imported_first(first):
     code = f"import {first}\nfrom deepspeed.utils import tensor_fragment\nassert isinstance(tensor_fragment, type)"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    assert run_python(code).returncode == 0
 
 
 class Link:
@@ -107,28 +106,29 @@ def sharded(**options):
     return param
 
 
+def held(param, where="full"):
+    """The value, the gradient and a state of the optimizer; of ``where``: "full" or "local"."""
+    value, grad, state = (
+        getattr(utils, f"safe_get_{where}_{kind}") for kind in ("fp32_param", "grad", "optimizer_state")
+    )
+    return [value(param), grad(param), state(param, "exp_avg")]
+
+
 @pytest.mark.parametrize("make", [linked, sharded])
 def test_whole_tensors_go_through_the_link(make):
     param = make()
     whole = torch.arange(10.0).reshape(2, 5)
-    assert torch.equal(utils.safe_get_full_fp32_param(param), whole)
-    assert torch.equal(utils.safe_get_full_grad(param), whole)
-    assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), whole)
-    assert utils.safe_get_full_optimizer_state(param, "exp_avg_sq") is None
+    assert identical(held(param), [whole] * 3) and utils.safe_get_full_optimizer_state(param, "exp_avg_sq") is None
     utils.safe_set_full_fp32_param(param, whole + 1)
     utils.safe_set_full_grad(param, (whole + 2).flatten())  # flat is fine
     utils.safe_set_full_optimizer_state(param, whole + 3, "exp_avg")
-    assert torch.equal(utils.safe_get_full_fp32_param(param), whole + 1)
-    assert torch.equal(utils.safe_get_full_grad(param), whole + 2)
-    assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), whole + 3)
+    assert identical(held(param), [whole + 1, whole + 2, whole + 3])
 
 
 def test_parts_are_the_pieces_end_to_end():
     param = linked()
     own = torch.tensor([2.0, 3, 4, 5, 8, 9])
-    assert torch.equal(utils.safe_get_local_fp32_param(param), own)
-    assert torch.equal(utils.safe_get_local_grad(param), own), "without the loss scale"
-    assert torch.equal(utils.safe_get_local_optimizer_state(param, "exp_avg"), own)
+    assert identical(held(param, "local"), [own] * 3), "the gradient without the loss scale"
     assert utils.safe_get_local_optimizer_state(param, "exp_avg_sq") is None
     utils.safe_get_local_fp32_param(param).zero_()
     assert torch.equal(utils.safe_get_local_fp32_param(param), own), "it is a copy"
@@ -136,13 +136,10 @@ def test_parts_are_the_pieces_end_to_end():
 
 def test_parts_of_stage_3_are_padded():
     param = sharded()
-    padded = torch.tensor([6.0, 7, 8, 9, 0, 0])
-    assert torch.equal(utils.safe_get_local_fp32_param(param), padded)
-    assert torch.equal(utils.safe_get_local_grad(param), padded)
+    assert identical(held(param, "local")[:2], [torch.tensor([6.0, 7, 8, 9, 0, 0])] * 2)
     utils.safe_set_local_fp32_param(param, torch.arange(6.0))  # values for the padding are dropped
     utils.safe_set_local_grad(param, torch.arange(4.0))  # and need not be there
-    assert utils.safe_get_full_fp32_param(param).flatten().tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
-    assert utils.safe_get_full_grad(param).flatten().tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
+    assert [one.flatten().tolist() for one in held(param)[:2]] == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]] * 2
 
 
 def test_a_rank_that_owns_nothing():
@@ -157,35 +154,31 @@ def test_a_rank_that_owns_nothing():
 
 
 def test_setting_parts():
-    param = linked()
-    utils.safe_set_local_fp32_param(param, torch.full((6,), 50.0))
+    param, part = linked(), torch.full((6,), 50.0)
+    utils.safe_set_local_fp32_param(param, part)
     expected = [0, 1, 50, 50, 50, 50, 6, 7, 50, 50]
-    assert utils.safe_get_full_fp32_param(param).flatten().tolist() == expected
     assert param._ds_link.published.flatten().tolist() == expected, "weights follow on all ranks"
-    utils.safe_set_local_grad(param, torch.full((6,), 50.0))
-    assert utils.safe_get_full_grad(param).flatten().tolist() == expected
-    utils.safe_set_local_optimizer_state(param, torch.full((6,), 50.0), "exp_avg")
-    assert utils.safe_get_full_optimizer_state(param, "exp_avg").flatten().tolist() == expected
+    utils.safe_set_local_grad(param, part)
+    utils.safe_set_local_optimizer_state(param, part, "exp_avg")
+    assert [one.flatten().tolist() for one in held(param)] == [expected] * 3
 
 
 def test_what_does_not_fit():
     param = sharded()
     for numel in (0, 3, 5, 7):
-        with pytest.raises(ValueError, match=r"'layer.weight' \(2, 5\): this rank's part has 6 elements"):
-            utils.safe_set_local_fp32_param(param, torch.zeros(numel))
+        words = r"'layer.weight' \(2, 5\): this rank's part has 6 elements"
+        refused(ValueError, words, utils.safe_set_local_fp32_param, param, torch.zeros(numel))
     for shape in ((5, 2), (9,), (2, 5, 1)):
-        with pytest.raises(ValueError, match=r"'layer.weight' \(2, 5\) cannot take a value of shape"):
-            utils.safe_set_full_grad(param, torch.zeros(shape))
-    with pytest.raises(TypeError, match="takes a tensor, got float"):
-        utils.safe_set_full_fp32_param(param, 1.0)
-    with pytest.raises(ValueError, match="no optimizer state 'momentum' to set"):
-        utils.safe_set_full_optimizer_state(param, torch.zeros(2, 5), "momentum")
-    with pytest.raises(ValueError, match="no optimizer state 'momentum' to set"):
-        utils.safe_set_local_optimizer_state(param, torch.zeros(6), "momentum")
+        words = r"'layer.weight' \(2, 5\) cannot take a value of shape"
+        refused(ValueError, words, utils.safe_set_full_grad, param, torch.zeros(shape))
+    refused(TypeError, "takes a tensor, got float", utils.safe_set_full_fp32_param, param, 1.0)
+    setters = ((utils.safe_set_full_optimizer_state, (2, 5)), (utils.safe_set_local_optimizer_state, (6,)))
+    for set_state, shape in setters:
+        words = "no optimizer state 'momentum' to set"
+        refused(ValueError, words, set_state, param, torch.zeros(shape), "momentum")
     param._ds_link.kept["grad"] = None
     assert utils.safe_get_full_grad(param) is None and utils.safe_get_local_grad(param) is None
-    with pytest.raises(ValueError, match="no gradient to set"):
-        utils.safe_set_local_grad(param, torch.zeros(6))
+    refused(ValueError, "no gradient to set", utils.safe_set_local_grad, param, torch.zeros(6))
 
 
 def test_a_parameter_that_no_engine_trains():
@@ -204,19 +197,16 @@ def test_a_parameter_that_no_engine_trains():
     assert param.grad.tolist() == [7] * 3 and param.tolist() == [8] * 3
     param.grad = None
     utils.safe_set_local_grad(param, torch.full((3,), 9.0))
-    assert param.grad.tolist() == [9] * 3
-    assert utils.safe_get_full_optimizer_state(param, "exp_avg") is None
+    assert param.grad.tolist() == [9] * 3 and utils.safe_get_full_optimizer_state(param, "exp_avg") is None
     assert utils.safe_get_local_optimizer_state(param, "exp_avg") is None
     for set_state in (utils.safe_set_full_optimizer_state, utils.safe_set_local_optimizer_state):
-        with pytest.raises(ValueError, match="no optimizer state 'exp_avg' to set"):
-            set_state(param, torch.zeros(3), "exp_avg")
+        refused(ValueError, "no optimizer state 'exp_avg' to set", set_state, param, torch.zeros(3), "exp_avg")
 
 
 def test_a_16_bit_parameter_that_no_engine_trains_has_no_fp32_value():
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     assert utils.safe_get_full_fp32_param(param) is None
-    with pytest.raises(ValueError, match="no fp32 value to set"):
-        utils.safe_set_full_fp32_param(param, torch.zeros(3))
+    refused(ValueError, "no fp32 value to set", utils.safe_set_full_fp32_param, param, torch.zeros(3))
     param.sum().backward()
     assert utils.safe_get_full_grad(param).dtype == torch.float32
 
@@ -239,8 +229,7 @@ def test_a_sharded_parameter_that_is_not_trained():
     assert utils.safe_get_full_fp32_param(param).tolist() == [1, 2]
     utils.safe_set_full_fp32_param(param, torch.tensor([3.0, 4.0]))
     assert kept.tolist() == [3, 4] and calls == [False, True] and param.numel() == 0
-    with pytest.raises(ValueError, match="no gradient to set"):
-        utils.safe_set_full_grad(param, torch.zeros(2))
+    refused(ValueError, "no gradient to set", utils.safe_set_full_grad, param, torch.zeros(2))
 
 
 def test_update_of_gradients():
@@ -283,8 +272,7 @@ def group(size, rank, states=True):
 
 
 def wholes():
-    flat = torch.arange(float(TOTAL))
-    return [part.reshape(shape) for part, shape in zip(flat.split([6, 5, 0, 4]), SIZES)]
+    return [part.reshape(shape) for part, shape in zip(torch.arange(float(TOTAL)).split([6, 5, 0, 4]), SIZES)]
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 6, 8, 15])
@@ -327,10 +315,21 @@ def test_one_fragment():
     flat[0] = 7
     made.update_lp()
     assert param.tolist() == [0, 1, 2, 7, 4]
-    with pytest.raises(ValueError, match="no optimizer state 'exp_avg'; there are"):
-        made.get_hp_fragment("exp_avg")
-    with pytest.raises(ValueError, match="has none in the partition of 4 from 11 on"):
-        get_hp_fragment_mapping(param, 6, flat, {}, {}, False, 0, 11, 4)
+    refused(ValueError, "no optimizer state 'exp_avg'; there are", made.get_hp_fragment, "exp_avg")
+    refused(
+        ValueError,
+        "has none in the partition of 4 from 11 on",
+        get_hp_fragment_mapping,
+        param,
+        6,
+        flat,
+        {},
+        {},
+        False,
+        0,
+        11,
+        4,
+    )
 
 
 def test_states_end_to_end():
@@ -346,5 +345,4 @@ def test_a_gradient_before_any_backward():
     params, _, gradients = group(15, 0)
     gradients.clear()
     assert not params[0].get_full_hp_grad().any()
-    with pytest.raises(ValueError, match="has no gradient to set"):
-        params[0].set_full_hp_grad(torch.zeros(2, 3))
+    refused(ValueError, "has no gradient to set", params[0].set_full_hp_grad, torch.zeros(2, 3))

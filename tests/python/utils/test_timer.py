@@ -8,6 +8,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import timer as timer_module
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 from logs import logged
+from refusals import refused
 
 
 @pytest.fixture
@@ -37,8 +38,7 @@ def test_elapsed_adds_up_and_resets(clock):
     timers = SynchronizedWallClockTimer()
     spend(timers, "fwd", clock, 0.010, 0.005)
     assert timers("fwd").elapsed(reset=False) == pytest.approx(15.0)
-    assert timers("fwd").elapsed() == pytest.approx(15.0)
-    assert timers("fwd").elapsed() == 0
+    assert timers("fwd").elapsed() == pytest.approx(15.0) and timers("fwd").elapsed() == 0
     spend(timers, "fwd", clock, 0.001, 0.002, reset=True)
     assert timers("fwd").elapsed() == pytest.approx(2.0)
     assert set(timers.get_timers()) == {"fwd"} and timers.has_timer("fwd") and not timers.has_timer("bwd")
@@ -56,11 +56,9 @@ def test_elapsed_of_a_running_timer_includes_the_present(clock):
 
 def test_start_and_stop_must_alternate():
     timers = SynchronizedWallClockTimer()
-    with pytest.raises(AssertionError, match="not started"):
-        timers("x").stop()
+    refused(AssertionError, "not started", timers("x").stop)
     timers("x").start()
-    with pytest.raises(AssertionError, match="already been started"):
-        timers("x").start()
+    refused(AssertionError, "already been started", timers("x").start)
     timers("x").reset()
     timers("x").start()
 
@@ -82,8 +80,7 @@ def test_log_line(clock, lines):
     assert lines[-1].endswith("time (ms) | fwd: 125.00 | bwd: 250.00")
     timers.log(["fwd"], memory_breakdown=True)
     assert "max_mem_allocated" in lines[-1] and timers("fwd").elapsed() == 0
-    with pytest.raises(AssertionError, match="normalizer"):
-        timers.log(["fwd"], normalizer=0)
+    refused(AssertionError, "normalizer", timers.log, ["fwd"], normalizer=0)
 
 
 def test_real_time_is_measured():
@@ -119,8 +116,7 @@ def test_trim_mean_keeps_its_input_and_checks_the_share():
     trim_mean(data, 0.3)
     assert data == [3, 1, 2]
     for share in (-0.1, 1.1):
-        with pytest.raises(AssertionError, match="trim_percent"):
-            trim_mean(data, share)
+        refused(AssertionError, "trim_percent", trim_mean, data, share)
 
 
 class Config:

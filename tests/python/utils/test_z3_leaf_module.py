@@ -1,10 +1,7 @@
 """Flags on the modules that ZeRO stage 3 gathers as one unit."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 import types
 
 import pytest
@@ -23,13 +20,14 @@ from deepspeed.utils import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
+from processes import run_python
+from refusals import refused
 
 
 @pytest.mark.parametrize("first", ["deepspeed.utils", "deepspeed.utils.z3_leaf_module"])
 def test_the_name_means_the_function_whatever_is_imported_first(first):
     code = f"import {first}\nfrom deepspeed.utils import z3_leaf_module\nassert callable(z3_leaf_module)"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    assert run_python(code).returncode == 0
 
 
 class Expert(torch.nn.Linear):
@@ -71,19 +69,15 @@ def model():
 
 
 def test_nothing_is_a_leaf_at_first(model):
-    assert get_z3_leaf_modules(model) == []
-    assert not z3_leaf_module(model) and not z3_leaf_parameter(model.out.weight)
+    assert get_z3_leaf_modules(model) == [] and not z3_leaf_module(model) and not z3_leaf_parameter(model.out.weight)
 
 
 def test_a_class_finds_its_subclasses_and_a_name_does_not(model):
     moes = [layer.moe for layer in model.layers]
-    assert same(set_z3_leaf_modules(model, [Moe]), moes)
-    assert same(get_z3_leaf_modules(model), moes)
+    assert same(set_z3_leaf_modules(model, [Moe]), moes) and same(get_z3_leaf_modules(model), moes)
     assert all(z3_leaf_module(moe) for moe in moes) and not z3_leaf_module(model.layers[0])
-    assert same(unset_z3_leaf_modules(model, ["Moe"]), moes[:1])
-    assert same(get_z3_leaf_modules(model), moes[1:])
-    assert same(unset_z3_leaf_modules(model, [f"{__name__}.WideMoe"]), moes[1:])
-    assert get_z3_leaf_modules(model) == []
+    assert same(unset_z3_leaf_modules(model, ["Moe"]), moes[:1]) and same(get_z3_leaf_modules(model), moes[1:])
+    assert same(unset_z3_leaf_modules(model, [f"{__name__}.WideMoe"]), moes[1:]) and get_z3_leaf_modules(model) == []
 
 
 def test_one_class_needs_no_list_and_the_root_counts(model):
@@ -105,17 +99,19 @@ def test_names_and_suffixes(model):
 
 @pytest.mark.parametrize("function", [set_z3_leaf_modules, unset_z3_leaf_modules])
 def test_classes_that_are_not_there(model, function):
-    with pytest.raises(
-        ValueError, match="no module of Model is of the classes .*NoSuchBlock.* it has modules of .*Moe"
-    ):
-        function(model, ["NoSuchBlock", torch.nn.Conv1d])
+    refused(
+        ValueError,
+        "no module of Model is of the classes .*NoSuchBlock.* it has modules of .*Moe",
+        function,
+        model,
+        ["NoSuchBlock", torch.nn.Conv1d],
+    )
     assert function(model, ["NoSuchBlock"], raise_if_not_found=False) == []
 
 
 @pytest.mark.parametrize("function", [set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix])
 def test_names_that_are_not_there(model, function):
-    with pytest.raises(ValueError, match="no module of Model has .*'moee'"):
-        function(model, ["out", "moee"])
+    refused(ValueError, "no module of Model has .*'moee'", function, model, ["out", "moee"])
     assert get_z3_leaf_modules(model) == [], "an error flags nothing"
     found, missing = function(model, ["out", "moee"], raise_if_not_found=False)
     assert same(found, [model.out]) and missing == ["moee"]
@@ -123,8 +119,7 @@ def test_names_that_are_not_there(model, function):
 
 @pytest.mark.parametrize("item", [3, int, torch.nn.Linear(1, 1)])
 def test_what_is_no_class(model, item):
-    with pytest.raises(TypeError, match="a class of modules or its name"):
-        set_z3_leaf_modules(model, [item])
+    refused(TypeError, "a class of modules or its name", set_z3_leaf_modules, model, [item])
 
 
 def test_parameters_know_it(model):
@@ -150,8 +145,7 @@ def test_flags_survive_copies_and_pickles(model):
 
 
 def section(**keys):
-    zero = {"stage": 0, "leaf_module": keys}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0, "leaf_module": keys}}
     return DeepSpeedConfig(config).zero_config.leaf_module
 
 

@@ -41,16 +41,14 @@ def test_equals_torch(shape, bias, dtype):
     assert torch.equal(ours[0], theirs[0])
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
     for a, b in zip(ours[1:], theirs[1:]):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+        assert a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 4)], ids=str)
 def test_bf16_has_the_products_that_torch_has(shape):
     """Whether torch's add in bf16 depends on the processor, and a model trains at stage 3 as at the others."""
     ours = run(zero3_linear_wrap, leaves(shape, True, torch.bfloat16))
-    theirs = run(F.linear, leaves(shape, True, torch.bfloat16))
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(ours, run(F.linear, leaves(shape, True, torch.bfloat16)), strict=True):
         assert a.dtype == torch.bfloat16 and torch.allclose(a, b, rtol=2e-2, atol=2e-2)
 
 
@@ -60,8 +58,7 @@ def test_bf16_equals_fp64_of_the_same_numbers(shape, bias):
     """Not torch's own bf16 products: whether those add in bf16 depends on the processor."""
     tensors = leaves(shape, bias, torch.bfloat16)
     ours = run(exact_linear, tensors)
-    exact = run(F.linear, [t.detach().double().requires_grad_() for t in tensors])
-    for a, b in zip(ours, exact, strict=True):
+    for a, b in zip(ours, run(F.linear, [t.detach().double().requires_grad_() for t in tensors]), strict=True):
         assert a.shape == b.shape and a.dtype == torch.bfloat16
         assert torch.linalg.norm(a.double() - b) <= 0.01 * torch.linalg.norm(b)  # of two roundings, 0.4 % each at most
 
@@ -115,8 +112,7 @@ def test_under_autocast(function):
     for out in (ours, theirs):
         out.float().square().sum().backward()
     for a, b in zip(mine, other):
-        assert a.grad.dtype == torch.float32
-        assert torch.allclose(a.grad, b.grad, rtol=2e-2, atol=2e-2)
+        assert a.grad.dtype == torch.float32 and torch.allclose(a.grad, b.grad, rtol=2e-2, atol=2e-2)
 
 
 def test_under_autocast_the_wrapper_is_torchs_own():

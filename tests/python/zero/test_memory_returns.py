@@ -104,8 +104,7 @@ def test_parameters_of_zero_init_go_with_the_model():
 
 
 def test_an_optimizer_that_somebody_holds_goes_on_without_the_engine():
-    model = make_model()
-    engine = make_engine(model, 3)
+    engine = make_engine(make_model(), 3)
     use(engine, False, True)
     optimizer = engine.optimizer
     states = memory(engine.core.slots(0))
@@ -121,8 +120,7 @@ def test_an_optimizer_that_somebody_holds_goes_on_without_the_engine():
 def test_gathering_a_whole_model_keeps_two_units(how):
     if how == "engine":
         model = make_model()
-        engine = make_engine(model, 3)
-        gatherer = engine.core.gatherer
+        gatherer = make_engine(model, 3).core.gatherer
     else:
         with deepspeed.zero.Init():
             model = make_model()

@@ -14,8 +14,7 @@ def test_originals(name):
 def test_floating_point_results_get_the_dtype():
     ones = published.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.bfloat16)
     assert ones(2, 3).dtype == torch.bfloat16 and ones(2, 3).shape == (2, 3)
-    assert ones(2, dtype=torch.float64).dtype == torch.bfloat16
-    assert ones(2, dtype=torch.int64).dtype == torch.int64
+    assert ones(2, dtype=torch.float64).dtype == torch.bfloat16 and ones(2, dtype=torch.int64).dtype == torch.int64
     assert published.zero_wrapper_for_fp_tensor_constructor(torch.ones, None)(2).dtype == torch.float32
 
 

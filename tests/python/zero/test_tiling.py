@@ -7,6 +7,7 @@ import torch
 
 import deepspeed
 from deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
+from refusals import refused
 
 
 def pair(in_features, out_features, in_splits, out_splits, bias=True, **more):
@@ -17,8 +18,7 @@ def pair(in_features, out_features, in_splits, out_splits, bias=True, **more):
 
 
 def test_public_path():
-    assert deepspeed.zero.TiledLinear is TiledLinear
-    assert deepspeed.zero.TiledLinearReturnBias is TiledLinearReturnBias
+    assert deepspeed.zero.TiledLinear is TiledLinear and deepspeed.zero.TiledLinearReturnBias is TiledLinearReturnBias
 
 
 @pytest.mark.parametrize("in_splits, out_splits", [(1, 1), (2, 2), (3, 1), (1, 4), (5, 3), (23, 29)])
@@ -62,10 +62,8 @@ def test_inputs_and_outputs_in_parts():
     parts = tiled(list(torch.split(x, [4, 3, 3], dim=-1)))
     assert [part.shape[-1] for part in parts] == [4, 3]
     torch.testing.assert_close(torch.cat(parts, dim=-1), base(x))
-    with pytest.raises(RuntimeError, match="list of 3 parts"):
-        tiled(x)
-    with pytest.raises(RuntimeError, match=r"parts of \[5, 5\] features"):
-        tiled(list(torch.split(x, [5, 5], dim=-1)))
+    refused(RuntimeError, "list of 3 parts", tiled, x)
+    refused(RuntimeError, r"parts of \[5, 5\] features", tiled, list(torch.split(x, [5, 5], dim=-1)))
 
 
 class Megatron(torch.nn.Linear):
@@ -98,10 +96,7 @@ def test_returned_bias(in_splits, out_splits, bias):
 
 def test_what_does_not_fit_is_refused():
     for splits in ({"in_splits": 0}, {"in_splits": 5}, {"out_splits": 0}, {"out_splits": 7}):
-        with pytest.raises(RuntimeError, match="_splits must be between 1 and"):
-            TiledLinear(4, 6, **splits)
+        refused(RuntimeError, "_splits must be between 1 and", TiledLinear, 4, 6, **splits)
     tiled = TiledLinear(4, 6, in_splits=2)
-    with pytest.raises(RuntimeError, match="shape"):
-        tiled.copy_params_from(torch.nn.Linear(6, 4))
-    with pytest.raises(RuntimeError, match="bias"):
-        tiled.copy_params_from(torch.nn.Linear(4, 6, bias=False))
+    refused(RuntimeError, "shape", tiled.copy_params_from, torch.nn.Linear(6, 4))
+    refused(RuntimeError, "bias", tiled.copy_params_from, torch.nn.Linear(4, 6, bias=False))
