@@ -2,14 +2,18 @@
 
 # ---- keys of the optimizer files -------------------------------------------------------------------------------------
 OPTIMIZER_STATE_DICT = "optimizer_state_dict"
+FP32_GROUPS = "fp32_groups"
 FP32_FLAT_GROUPS = "fp32_flat_groups"
 BASE_OPTIMIZER_STATE = "base_optimizer_state"
+BASE_OPTIMIZER_STATE_STEP = "base_optimizer_state_step"
 SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
 PARAM_SLICE_MAPPINGS = "param_slice_mappings"
 PARAM_GROUPS = "param_groups"
 GROUP_PADDINGS = "group_paddings"
 PARTITION_COUNT = "partition_count"
 ZERO_STAGE = "zero_stage"
+CLIP_GRAD = "clip_grad"
+LOSS_SCALER = "loss_scaler"
 FP32_WEIGHT_KEY = "fp32"
 
 # ---- keys of the model files -----------------------------------------------------------------------------------------
@@ -26,6 +30,7 @@ DS_VERSION = "ds_version"
 MODEL_FILE_PREFIX = "mp_rank_"
 ZERO_FILE_PREFIX = "zero_pp_rank_"
 BF16_ZERO_FILE_PREFIX = "bf16_" + ZERO_FILE_PREFIX
+FP16_ZERO_FILE_PREFIX = "fp16_" + ZERO_FILE_PREFIX
 LAYER_FILE_PREFIX = "layer_"
 OPTIM_FILE_SUFFIX = "_optim_states.pt"
 MODEL_FILE_SUFFIX = "_model_states.pt"
@@ -54,6 +59,7 @@ PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 = "parameter_with_2_sub_params_cat_dim_0"
 PARAMETER_WITH_SUB_PARAMS = "parameter_with_sub_params"
 SUB_PARAM_SHARD_WIDTHS = "sub_param_shard_widths"
 AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS = "autotp_unsupported_parameter_patterns"
+EXPERT_PARAMETER_PATTERNS = "expert_parameter_patterns"
 DS_AUTOTP_UC_META = "ds_autotp_universal_checkpoint_meta"  # attribute of a parameter
 
 # ---- experts on their own ranks --------------------------------------------------------------------------------------
