@@ -63,7 +63,7 @@ std::vector<std::pair<uintptr_t, uint64_t>> pieces_of(const ByteSource& source) 
 }
 
 // The CRC-32 of all of it; and hashlib's object `digest`, where there is one, gets the bytes.
-uint32_t sum_of(const ByteSource& source, const py::object& digest) {
+uint32_t checksum_of(const ByteSource& source, const py::object& digest) {
   io::Staging staging;
   uint32_t sum = 0;
   source.each(staging, [&](const void* data, uint64_t bytes) {
@@ -181,7 +181,7 @@ DS_BINDINGS(m) {
       .def_property_readonly("on_device", &ByteSource::on_device)
       .def("pieces", &pieces_of)
       .def("copy_to", &copy_to, "memory"_a)
-      .def("crc32", &sum_of, "digest"_a = py::none());
+      .def("crc32", &checksum_of, "digest"_a = py::none());
   // Of a tensor: a torch.Tensor.
   prepared.def(
       "tensor_source",

@@ -17,7 +17,7 @@ struct PieceHead {
 };
 
 template <typename T>
-void append(std::vector<char>& bytes, const T& value) {
+void append_bytes(std::vector<char>& bytes, const T& value) {
   const auto* from = reinterpret_cast<const char*>(&value);
   bytes.insert(bytes.end(), from, from + sizeof(T));
 }
@@ -40,17 +40,17 @@ std::vector<char> describe_pieces(const PipeMessage& message) {
   for (size_t place = 0; place < message.pieces.size(); ++place) {
     const at::Tensor& tensor = message.pieces[place].tensor;
     if (!tensor.defined()) {
-      append(bytes, PieceHead{-1, 0, 0});
+      append_bytes(bytes, PieceHead{-1, 0, 0});
       continue;
     }
     if (tensor.layout() != at::kStrided || tensor.is_quantized())
       fail(ErrorKind::kValue, "tensor ", place, " of what goes to another stage is ",
            tensor.is_quantized() ? "quantized" : "sparse", ": only dense tensors travel; convert it, for example with ",
            tensor.is_quantized() ? "dequantize()" : "to_dense()");
-    append(bytes,
-           PieceHead{static_cast<int16_t>(tensor.scalar_type()),
-                     static_cast<uint16_t>(message.pieces[place].wants_grad), static_cast<int32_t>(tensor.dim())});
-    for (const int64_t size : tensor.sizes()) append(bytes, size);
+    append_bytes(
+        bytes, PieceHead{static_cast<int16_t>(tensor.scalar_type()),
+                         static_cast<uint16_t>(message.pieces[place].wants_grad), static_cast<int32_t>(tensor.dim())});
+    for (const int64_t size : tensor.sizes()) append_bytes(bytes, size);
   }
   return bytes;
 }
