@@ -123,10 +123,11 @@ class Restore:
 
     def _saved_states(self):
         """``(number, index, offset, numel, {kind -> saved pieces})`` of the pieces that this rank owns."""
-        found, kinds, fused = {}, self.saved.state_names(), self.stepping.fused
+        found, saved, fused = {}, self.saved.state_names(), self.stepping.fused
         slots = {kind: self.core.slots(number) for number, kind in enumerate(self.core.slot_names() if fused else ())}
         for number, index, offset, numel in self._owned():
             if index not in found:
+                kinds = saved if self.names[index] in self.saved.shapes() else ()
                 if fused:  # which there are of this parameter
                     kinds = [kind for kind, own in slots.items() if own[number] is not None]
                 found[index] = self._pieces_of(index, kinds)

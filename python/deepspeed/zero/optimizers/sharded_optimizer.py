@@ -36,7 +36,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     dynamic, and arguments of the dynamic one. ``clip_grad``: the largest 2-norm of all gradients, 0 for any.
     """
 
-    saved_form = stage = None
+    saved_form = own_slices = stage = None
     partition_gradients = True
     _engine = None
 
@@ -84,8 +84,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         """Everything that ``offload_states`` has moved comes back."""
         self.states.reload(non_blocking)
 
-    def needs_scaler(self):
-        return WrappedOptimizer.needs_scaler(self)
+    needs_scaler = WrappedOptimizer.needs_scaler
 
     def step(self, closure=None):
         self.states.need(OffloadStateTypeEnum, "optimizer.step()")
@@ -218,22 +217,23 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         load_serial=None,
         param_shapes=None,
     ):
-        """``state_dict_list`` holds what all ranks have saved, in rank order; any number of ranks may have saved.
+        """``state_dict_list`` holds what all ranks have saved, in rank order; any number of ranks may have saved. With
+        ``own_slices`` (stage 3) a rank may also pass nothing but its own, of as many ranks.
 
         Without ``load_from_fp32_weights`` the masters are taken from the model's own weights. Raises ValueError where
         groups or sizes do not fit. ``load_serial``: a tensor that this rank has received from the one before it on its
         machine (``zero_optimization.pipeline_loading_checkpoint``); it goes on to the next one when everything is read.
         """
         saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
+        alone = self.own_slices is not None and len(saved) == 1
+        if alone and 1 < self.partition_count == saved[0].get("partition_count"):
+            saved = self.own_slices(saved[0], self.rank_in_partitions, self.partition_count)
         self._restore(
-            self.saved_form(self._of_all_ranks(saved), param_shapes or self._shapes()),
+            self.saved_form(saved, param_shapes or self._shapes()),
             load_optimizer_states,
             load_from_fp32_weights,
             when_read=None if load_serial is None else lambda: _hand_on(load_serial),
         )
-
-    def _of_all_ranks(self, saved):
-        return saved
 
     def _restore(self, saved, with_states, with_masters, when_read=None):
         """Takes a ``SavedState``; masters from the model's weights unless ``with_masters``. Every rank calls it.

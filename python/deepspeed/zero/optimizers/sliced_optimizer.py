@@ -29,7 +29,6 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
     ``own_slices(shard, rank, count)`` stands for shards of which only one is here.
     """
 
-    own_slices = None
     stage = 3
 
     def __init__(self, module, *args, sub_group_size, gathering, **core_options):
@@ -118,12 +117,6 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
             "fp32_flat_groups": flats("fp32"),
             **({} if own is None else {OWN_PARAMS: own}),
         }
-
-    def _of_all_ranks(self, saved):
-        """A rank may also pass nothing but its own slices, of as many ranks."""
-        if len(saved) == 1 and self.partition_count > 1 and saved[0].get("partition_count") == self.partition_count:
-            return self.own_slices(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
-        return saved
 
     # ---- universal checkpoints ---------------------------------------------------------------------------------------
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir):
