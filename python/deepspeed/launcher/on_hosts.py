@@ -45,8 +45,11 @@ def run_everywhere(hosts, words, show):
                 show(host, line.removesuffix(b"\n").decode("utf-8", "replace"))
             return shell_code(process.wait())
 
-    with ThreadPoolExecutor(_AT_A_TIME) as threads:
+    threads = ThreadPoolExecutor(_AT_A_TIME)
+    try:
         return dict(zip(hosts, threads.map(run, hosts)))
+    finally:
+        threads.shutdown(cancel_futures=True)  # after Ctrl-C nothing more starts
 
 
 def _show(host, line):

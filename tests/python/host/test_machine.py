@@ -83,7 +83,7 @@ def test_physical_cores_are_shared_whole(monkeypatch):
     ],
 )  # fmt: skip
 def test_the_time_that_a_container_may_use(files, cores, monkeypatch):
-    monkeypatch.setattr(cpu, "_read", lambda path: files.get(path.replace("//", "/"), ""))
+    monkeypatch.setattr(cpu, "read_text", lambda path: files.get(path.replace("//", "/"), ""))
     assert cpu.quota_cores() == cores
 
 
