@@ -20,11 +20,11 @@ HEADS = 2  # the dimension
 
 
 class PlannedGroup:
-    """Ranks that do not exist, for meta tensors: exchanges among them give tensors of the right shapes. ``memory``:
-    the ``ledger.ExchangeMemory`` that counts the other memory of exchanges, or None."""
+    """Ranks that do not exist, this one the first of them, for meta tensors: exchanges among them give tensors of the
+    right shapes. ``memory``: the ``ledger.ExchangeMemory`` that counts the other memory of exchanges."""
 
-    def __init__(self, size, rank=0, memory=None):
-        self.size, self.rank, self.memory = size, rank, memory
+    def __init__(self, size, memory):
+        self.size, self.memory = size, memory
 
     def exchange(self, tensors, to_heads, ranges, along, heads_first):
         """Of each tensor the whole sequence with this rank's heads, or its part of the sequence with all heads."""
@@ -34,7 +34,7 @@ class PlannedGroup:
             bytes_ = tensor.numel() * tensor.element_size()
             if to_heads:
                 each = [bytes_ // shape[HEADS] * count for count in counts]
-                shape[along], shape[HEADS] = shape[along] * self.size, counts[self.rank]
+                shape[along], shape[HEADS] = shape[along] * self.size, counts[0]
             else:
                 each = [bytes_ // self.size] * self.size
                 shape[along], shape[HEADS] = shape[along] // self.size, max(stop for _, stop in runs)
@@ -48,26 +48,23 @@ class PlannedGroup:
 
     def carry(self, messages):
         """``messages``: bytes to each rank, this one's own included."""
-        if self.memory is not None:
-            self.memory.carry(self.size, messages[: self.rank] + messages[self.rank + 1 :], sum(messages))
+        self.memory.carry(self.size, messages[1:], sum(messages))
 
     def result(self, like, shape, heads_first=False):
         """Memory for the result of an exchange; ``heads_first``: its layout is ``[batch, heads, sequence, ...]``."""
         shape = list(shape)
-        if self.memory is not None:
-            self.memory.before(math.prod(shape) * like.element_size())
+        self.memory.before(math.prod(shape) * like.element_size())
         if heads_first:
             shape[1], shape[HEADS] = shape[HEADS], shape[1]
         made = like.new_empty(shape)
-        if self.memory is not None:
-            self.memory.after(made)
+        self.memory.after(made)
         return made.transpose(1, HEADS) if heads_first else made
 
 
 def place(group):
     """``(ranks of the group, this one's number)``."""
     if isinstance(group, PlannedGroup):
-        return group.size, group.rank
+        return group.size, 0
     return dist.get_world_size(group), dist.get_rank(group)
 
 

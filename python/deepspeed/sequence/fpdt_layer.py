@@ -147,7 +147,8 @@ class FPDT_LogitsLoss(torch.autograd.Function):
             _losses(chunk, labels, logit_weights)
             for chunk, labels in zip(lm_output.split(ctx.sizes), labels.split(ctx.sizes))
         ]
-        return parts_of_all(torch.cat(parts), spg)
+        own = torch.cat(parts)
+        return own if spg_size == 1 else parts_of_all(own, spg)
 
     @staticmethod
     def backward(ctx, grad_output):

@@ -31,14 +31,14 @@ def summed_in(group):
     return bool(made_here().sequences.get(tuple(dist.get_all_ranks_from_group(group))))
 
 
-def own_part(grad, group, dim=0):
-    """This rank's part along ``dim`` of the gradient of a tensor that was gathered from the ranks of ``group``: a part
+def own_part(grad, group):
+    """This rank's part of the gradient of a tensor that was gathered from the ranks of ``group``: a part
     of the sum over ranks if an engine trains on them, else of this rank's own gradient."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world > 1 and summed_in(group):
         grad = grad.contiguous().clone()
         dist.all_reduce(grad, group=group)
-    return grad.narrow(dim, rank * (grad.shape[dim] // world), grad.shape[dim] // world)
+    return grad.narrow(0, rank * (grad.shape[0] // world), grad.shape[0] // world)
 
 
 def parts_of_all(own, group):

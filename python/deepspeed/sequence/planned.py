@@ -31,12 +31,12 @@ def _attend(core, ranks, how, memory, store, module, query, key, value, mask, *a
     """Attention of a transformers model as ``ranks`` that share a sequence compute it."""
     heads, chunk = query.shape[1], how["chunk"]
     size = ranks if chunk else methods.exchanging(how["method"], heads, ["here"] * ranks)
-    group = exchange.PlannedGroup(size, memory=memory)
+    group = exchange.PlannedGroup(size, memory)
     shared = exchange.HeadExchange(heads, key.shape[1], group)
     parts = shared.to_heads([one.transpose(1, 2) for one in (query, key, value)], heads_first=True)
     query, key, value = (one.transpose(1, 2) for one in parts)
     if size < ranks:
-        around = exchange.PlannedGroup(ranks // size, memory=memory)
+        around = exchange.PlannedGroup(ranks // size, memory)
         context = ring_attention(query, key, value, around, True, kwargs.get("scaling")).transpose(1, 2)
     elif chunk:
         context = chunked_attention(query, key, value, chunk, True, None, store).transpose(1, 2)
@@ -53,7 +53,7 @@ def _shared(model, ranks, how, memory, store):
     """Attention of ``model`` is that of ``ranks`` that share sequences."""
     for module in model.modules():
         if isinstance(module, DistributedAttention):
-            module.spg = exchange.PlannedGroup(ranks, memory=memory)
+            module.spg = exchange.PlannedGroup(ranks, memory)
     if not hf_attention.is_model(model) or (ranks == 1 and not how["chunk"]):
         yield
         return

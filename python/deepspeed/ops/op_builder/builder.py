@@ -305,9 +305,7 @@ class CUDAOpBuilder(OpBuilder):
     def compute_capability_args(self, cross_compile_archs=None):
         """nvcc's ``-gencode`` options: TORCH_CUDA_ARCH_LIST, else this machine's GPUs, else ``cross_compile_archs``
         (or the defaults), after ``filter_ccs``."""
-        text = os.environ.get(cuda_toolkit.ARCHITECTURES)
-        if not text:
-            text = ";".join(nvidia_compute_capabilities())
+        text = os.environ.get(cuda_toolkit.ARCHITECTURES) or ";".join(nvidia_compute_capabilities())
         wanted = cuda_toolkit.parse_architectures(text or cross_compile_archs or get_default_compute_capabilities())
         dotted = [[number[:-1], number[-1] + ("+PTX" if ptx else "")] if number[-1].isdigit() else
                   [number[:-2], number[-2:] + ("+PTX" if ptx else "")] for number, ptx in wanted]  # fmt: skip
