@@ -56,3 +56,8 @@ def two_layers(inside=6, hidden=5, outside=3, seed=0):
 def waves(rows, width, shift=0.0):
     """Rows of numbers that differ."""
     return torch.sin(torch.arange(float(rows * width)).view(rows, width) * 0.7 + shift)
+
+
+def samples(count, draw):
+    """Training data: what ``draw`` makes with a generator that the number of the sample seeds."""
+    return [draw(torch.Generator().manual_seed(number)) for number in range(count)]

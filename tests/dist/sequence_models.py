@@ -1,5 +1,8 @@
 """Attention in one process, and what ranks that share a sequence compare with it."""
 
+import re
+
+import pytest
 import torch
 
 from deepspeed import comm as dist
@@ -42,17 +45,16 @@ def part(tensor, rank, world, dim):
     return tensor.detach().chunk(world, dim)[rank].clone().requires_grad_(tensor.is_floating_point())
 
 
-def refusals(cases, call):
-    """What ``call(case)`` raises for each case, as ``(type, text)``; all ranks go on together."""
-    found = []
-    for case in cases:
-        try:
-            found.append(("nothing", repr(call(case))))
-        except Exception as error:
-            found.append((type(error).__name__, str(error)))
+def check_refused(cases, call, kind=("ValueError",)):
+    """``call(case)`` raises on every rank an error of this ``kind`` that has, or matches, the words of its case; all
+    ranks go on together."""
+    for case, words in cases.items():
+        with pytest.raises(Exception) as error:
+            call(case)
+        text = str(error.value)
+        assert error.type.__name__ in kind and (words in text or re.search(f"(?s){words}", text)), (case, error.value)
         if dist.is_initialized():
             dist.barrier()
-    return found
 
 
 def worst(pairs):

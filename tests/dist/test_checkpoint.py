@@ -11,6 +11,7 @@ import deepspeed
 from deepspeed.checkpoint.layouts.names import latest_tag
 from engine_models import loss_of, make_net, net_run, saving_engine
 from harness import on_ranks, run_ranks
+from models import samples
 from runs import DTYPES, take_step, weights
 from runs import identical as same
 
@@ -23,19 +24,13 @@ if deepspeed.get_accelerator().is_fp16_supported():
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}
 
 
-class Tokens(torch.utils.data.Dataset):
-    def __len__(self):
-        return 22
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randint(0, 17, (6,), generator=generator), torch.randint(0, 5, (6,), generator=generator)
+TOKENS = samples(22, lambda draws: tuple(torch.randint(0, kinds, (6,), generator=draws) for kinds in (17, 5)))
 
 
 def make_engine(world, precision, seed=0, optimizer=None, accumulate=2):
     more = {"size": 4 * accumulate, "scheduler": WARMUP, **precision}
     zero = {"reduce_bucket_size": 300}
-    return net_run(world, 0, accumulate, seed=seed, client=optimizer, zero=zero, data=Tokens(), **more)
+    return net_run(world, 0, accumulate, seed=seed, client=optimizer, zero=zero, data=TOKENS, **more)
 
 
 def repeat(loader):

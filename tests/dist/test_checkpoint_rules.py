@@ -25,17 +25,13 @@ def whole(engine):
 
 
 # ---- accumulation windows ------------------------------------------------------------------------------------------
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 22  # over 2 ranks 6 micro-batches of 2: windows of 4 go over the end of an epoch
-
-    def __getitem__(self, index):
-        return torch.randn(7, generator=torch.Generator().manual_seed(index)), torch.tensor(index)
+# Over 2 ranks 6 micro-batches of 2: windows of 4 go over the end of an epoch.
+ROWS = [(torch.randn(7, generator=torch.Generator().manual_seed(index)), torch.tensor(index)) for index in range(22)]
 
 
 def make_windowed(stage, seed=0, **more):
     engine = engine_of(two_layers(7, seed=seed), settings(stage, accumulate=4, zero=KEEP_GATHERED, **more))
-    engine.training_dataloader = engine.deepspeed_io(Rows(), num_local_io_workers=0)
+    engine.training_dataloader = engine.deepspeed_io(ROWS, num_local_io_workers=0)
     engine.optimizer_states_of_test = ("exp_avg", "exp_avg_sq")
     return engine, iter(deepspeed.utils.RepeatingLoader(engine.training_dataloader))
 

@@ -13,7 +13,7 @@ from harness import run_ranks
 from runs import SMALL_PARTS, initialized, take_step, weights
 from runs import identical as same
 from sampling import every_case, sample
-from test_checkpoint import PRECISIONS, Tokens, repeat, run, seed_all
+from test_checkpoint import PRECISIONS, TOKENS, repeat, run, seed_all
 
 PRECISION = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16" if "fp16" in PRECISIONS else "bf16"}
 SIZE = 24  # samples in a step: 1, 2, 3, 4 and 8 ranks divide it
@@ -226,7 +226,7 @@ def body_straight(rank, world, folder, kinds, steps, resumed):
         workers = WORKERS if stage == 0 else 0  # an epoch has two batches: to fork them is most of the time
         with mock.patch("deepspeed.data.loader.WORKERS", workers):
             engine, _, loader, _ = make_engine(
-                world, stage, precision, seed=5 if resumed else 0, training_data=Tokens(), accumulate=2
+                world, stage, precision, seed=5 if resumed else 0, training_data=TOKENS, accumulate=2
             )
         assert loader.num_local_io_workers == workers
         where = os.path.join(folder, f"{stage}{precision}")

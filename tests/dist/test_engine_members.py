@@ -226,18 +226,10 @@ def test_config_forms_train_alike(rank, world, folder):
     assert len(results) == 5 and all(r == results[0] for r in results)
 
 
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 13
-
-    def __getitem__(self, index):
-        return torch.tensor([float(index)])
-
-
 @on_ranks(2)
 def test_training_data_is_cut_into_parts(rank, world):
-    made = config(world)
-    _, _, loader, _ = deepspeed.initialize(model=make_net(), training_data=Numbers(), config=made)
+    numbers = [torch.tensor([float(number)]) for number in range(13)]
+    _, _, loader, _ = deepspeed.initialize(model=make_net(), training_data=numbers, config=config(world))
     (first, batches), (second, _) = together([int(v) for part in loader for v in part], len(loader))
     assert batches == 2
     assert set(first) | set(second) == set(range(13))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness import RankError, RankTimeout, run_ranks
+from harness import RankError, RankTimeout, on_ranks, run_ranks
 
 
 class Payload:
@@ -24,6 +24,13 @@ def _rank_and_args(rank, world_size, a, b):
 
 def test_results_in_rank_order():
     assert run_ranks(3, _rank_and_args, "a", Payload(7)) == [(r, 3, "a", 7) for r in range(3)]
+
+
+@pytest.mark.parametrize("world, env", [(1, {"OF_A_TEST": "one"}), (2, {"OF_A_TEST": "two"})])
+@on_ranks(init=True, given=["env"])
+def test_a_test_that_every_rank_runs(rank, world, env, folder, tmp_path):
+    assert (dist.get_rank(), dist.get_world_size(), folder) == (rank, world, str(tmp_path))
+    assert os.environ["OF_A_TEST"] == env["OF_A_TEST"]
 
 
 def _pid(rank, world_size):

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from engine_models import step_losses
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from moe_models import batch, moe_net
 from runs import engine_of, moments, settings
 from sampling import every_case
@@ -24,20 +24,16 @@ def train(engine, rank, steps):
     return step_losses(engine, (batch(step, rank) for step in range(steps)))
 
 
-def repeated_body(rank, world, runs):
+@on_ranks(2, init=True, timeout=240)
+def test_all_runs_have_one_result(rank, world):
     found = set()
-    for run in range(runs):
+    for run in range(100 if every_case() else 6):  # half of them drop tokens
         engine = build(rank, world, 2, 2, drop=run % 2 == 1, moe={"overlap_chunks": 2})
         losses = train(engine, rank, 2)
         params = [master.numpy().tobytes() for (master,) in moments(engine, ()).values()]
         found.add((run % 2, *losses, *params))
         engine.destroy()
-    return len(found)
-
-
-def test_all_runs_have_one_result():
-    runs = 100 if every_case() else 6  # half of them drop tokens
-    assert run_ranks(2, repeated_body, runs, init=True, timeout=240) == [2, 2]
+    assert len(found) == 2
 
 
 def elements_body(rank, world, cases):

@@ -6,31 +6,26 @@ import torch
 import pipe_models as models
 from deepspeed.utils import RepeatingLoader
 from harness import on_ranks
+from models import samples
 from runs import engine_of, must_raise, together
 
 MICRO_BATCHES = 2
 
 
-class Samples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(4, models.WIDTH, generator=generator), torch.randn(4, models.WIDTH, generator=generator)
+SAMPLES = samples(24, lambda draws: tuple(torch.randn(4, models.WIDTH, generator=draws) for _ in range(2)))
 
 
 def started(kind, world):
     """An engine that trains from a loader."""
     module = models.module_of("plain", 2, world)
-    given = Samples() if kind == "training_data" else None
+    given = SAMPLES if kind == "training_data" else None
     engine = engine_of(module, models.config_of(MICRO_BATCHES), training_data=given)
     if kind == "loader":
-        engine.set_dataloader(engine.deepspeed_io(Samples(), num_local_io_workers=0))
+        engine.set_dataloader(engine.deepspeed_io(SAMPLES, num_local_io_workers=0))
     if kind == "repeating":
-        engine.set_dataloader(RepeatingLoader(engine.deepspeed_io(Samples(), num_local_io_workers=0)))
+        engine.set_dataloader(RepeatingLoader(engine.deepspeed_io(SAMPLES, num_local_io_workers=0)))
     if kind == "iterator":
-        engine.set_dataiterator(iter(engine.deepspeed_io(Samples(), num_local_io_workers=0)))
+        engine.set_dataiterator(iter(engine.deepspeed_io(SAMPLES, num_local_io_workers=0)))
     return engine
 
 

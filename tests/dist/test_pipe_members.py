@@ -14,6 +14,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from harness import on_ranks
+from models import samples
 from runs import DTYPES, engine_of, must_raise, together
 
 MICRO_BATCHES = 4
@@ -143,20 +144,14 @@ def test_eval_batch(rank, world, stages, down_and_up):
     assert engine.train_batch(iter(own)).item() > 0
 
 
-class Samples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(4, models.WIDTH, generator=generator), torch.randn(4, models.WIDTH, generator=generator)
+SAMPLES = samples(32, lambda draws: tuple(torch.randn(4, models.WIDTH, generator=draws) for _ in range(2)))
 
 
 @on_ranks(2, init=True)
 def test_training_data(rank, world):
     module = models.module_of("plain", 2, world)
     engine, _, loader, _ = deepspeed.initialize(
-        model=module, config=models.config_of(MICRO_BATCHES), training_data=Samples()
+        model=module, config=models.config_of(MICRO_BATCHES), training_data=SAMPLES
     )
     assert loader is not None
     losses = [engine.train_batch().item() for _ in range(12)]  # three epochs: the loader repeats itself

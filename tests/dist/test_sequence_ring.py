@@ -7,8 +7,8 @@ from deepspeed import comm as dist
 from deepspeed.sequence import methods
 from deepspeed.sequence.ring import Ring, ring_attention
 from deepspeed.sequence.ulysses_ring import UlyssesRing
-from harness import on_ranks, run_ranks
-from sequence_models import attend, part, projections, refusals, worst
+from harness import on_ranks
+from sequence_models import attend, check_refused, part, projections, worst
 
 
 def equal_case(rank, world, heads, kv, causal):
@@ -31,7 +31,9 @@ def test_equals_one_process(rank, world):
     assert max(equal_case(rank, world, *case) for case in cases) < 1e-12
 
 
-def body_balance(rank, world):
+@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks(init=True)
+def test_causal_work_is_balanced(rank, world):
     ring = Ring(dist.get_world_group(), True)
     blocks = [block for source in range(world) for block in ring.blocks(source)]
     mine = torch.arange(4.0).view(1, 1, 4, 1) + 4 * rank
@@ -39,15 +41,11 @@ def body_balance(rank, world):
     assert torch.equal(ring.balanced([there], back=True)[0], mine)
     halves = [piece * 2.0 for piece in ring.pieces(rank)]
     assert there.flatten().tolist() == [start + step for start in halves for step in range(2)]
-    return len(blocks), sum(diagonal for *_, diagonal in blocks)
+    assert (len(blocks), sum(diagonal for *_, diagonal in blocks)) == (2 * world + 1, 2)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_causal_work_is_balanced(world):
-    assert run_ranks(world, body_balance, init=True) == [(2 * world + 1, 2)] * world
-
-
-def body_wrong(rank, world, cases):
+@on_ranks(2, init=True, timeout=60)
+def test_bad_input_is_an_error_on_every_rank(rank, world):
     def call(what):
         query, key, value = (x.transpose(1, 2) for x in projections(4, 2, length=3 if what == "odd" else 4 + rank))
         if what == "shapes":
@@ -55,14 +53,8 @@ def body_wrong(rank, world, cases):
             key = key[:, :3]
         return ring_attention(query, key, value, dist.get_world_group())
 
-    return refusals(cases, call)
-
-
-def test_bad_input_is_an_error_on_every_rank():
     cases = {"odd": "of 3 tokens has none", "lengths": "rank 0: 4, rank 1: 5", "shapes": "one sequence"}
-    for found in run_ranks(2, body_wrong, list(cases), init=True, timeout=60):
-        for (kind, text), (what, words) in zip(found, cases.items()):
-            assert kind == "ValueError" and words in text, (what, kind, text)
+    check_refused(cases, call)
 
 
 # ---- neighbours exchange heads, their groups are a ring --------------------------------------------------------------

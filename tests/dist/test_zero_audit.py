@@ -68,15 +68,9 @@ def test_faults_are_named_in_their_step(stage, fault, words):
         run_ranks(2, body_fault, stage, fault)
 
 
-@on_ranks(2)
+@on_ranks(2, env={"DS_AUDIT": "1"})
 def test_the_environment_turns_it_on(rank, world):
-    import os
-
-    os.environ["DS_AUDIT"] = "1"
-    try:
-        engine = make_engine(world, 2, steps=0)
-    finally:
-        del os.environ["DS_AUDIT"]
+    engine = make_engine(world, 2, steps=0)
     assert engine._auditing.audit is not None
     losses, _ = train_engine(engine, 3, rank, world)
     assert (engine._auditing.audit is None) and difference(engine.module, train_plain(3, adam_like)[2]) < 1e-6

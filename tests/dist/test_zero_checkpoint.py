@@ -8,13 +8,13 @@ import torch
 from engine_models import make_net, net_run
 from harness import run_ranks
 from runs import SMALL_PARTS, weights
-from test_checkpoint import PRECISIONS, WARMUP, Tokens, repeat, run, same, seed_all
+from test_checkpoint import PRECISIONS, TOKENS, WARMUP, repeat, run, same, seed_all
 
 
 def make_engine(world, stage, precision, seed=0, optimizer=None, **zero):
     zero = {**SMALL_PARTS, "stage3_gather_16bit_weights_on_model_save": True, **zero}
     more = {"size": 8 if world != 3 else 12, "scheduler": WARMUP, **precision}
-    return net_run(world, stage, 2, seed=seed, client=optimizer, zero=zero, data=Tokens(), **more)
+    return net_run(world, stage, 2, seed=seed, client=optimizer, zero=zero, data=TOKENS, **more)
 
 
 def train(engine, batches, steps):

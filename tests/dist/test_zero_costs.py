@@ -46,24 +46,20 @@ def train(engine, rank, steps=1):
     train_on(engine, loss_at, steps)
 
 
-def body_bytes(rank, world, stage, accumulate):
-    engine = make_engine(stage, accumulate, bf16=True)
-    train(engine, rank, 2)
-    return dict(engine.core.held_bytes())
-
-
 @pytest.mark.parametrize("accumulate, width", [(1, 2), (4, 4)])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_held_bytes_are_the_formula(stage, world, accumulate, width):
+@on_ranks()
+def test_held_bytes_are_the_formula(rank, world, stage, accumulate, width):
     """The published 2 + 2 + 12 where nothing accumulates; fp32 gradients where something does."""
     planned = _native._C.memory.states_per_rank(stage, NUMEL, world, param=2, grad=width, master=4, slots=8)
     padding = 1.02
-    for held in run_ranks(world, body_bytes, stage, accumulate):
-        for what, name in (("param", "lp"), ("master", "master"), ("slots", "slots")):
-            assert planned[what] <= held[name] <= padding * planned[what], what
-        gradients = held["grad"] + held["local"]
-        assert planned["grad"] <= gradients <= padding * planned["grad"] + 1
+    engine = make_engine(stage, accumulate, bf16=True)
+    train(engine, rank, 2)
+    held = dict(engine.core.held_bytes())
+    for what, name in (("param", "lp"), ("master", "master"), ("slots", "slots")):
+        assert planned[what] <= held[name] <= padding * planned[what], what
+    assert planned["grad"] <= held["grad"] + held["local"] <= padding * planned["grad"] + 1
 
 
 def body_traffic(rank, world, stage, accumulate, zero):
@@ -126,26 +122,21 @@ def body_buckets(rank, world, stage):
     return engine.core.traffic()["calls"] - 1
 
 
-def body_peak(rank, world, zero):
+@pytest.mark.parametrize(
+    "zero, units",
+    [({"stage3_max_reuse_distance": 0}, 1), ({"stage3_max_live_parameters": 3 * LARGEST}, 4)],
+    ids=["one unit at a time", "what it may for backward"],
+)
+@on_ranks(2)
+def test_what_stage_3_keeps_gathered(rank, world, zero, units):
     engine = make_engine(3, **zero)
     train(engine, rank, 2)
     gatherer = engine.core.gatherer
     persistent = sum(p.ds_numel for p in engine.module.parameters() if p.ds_persist)
     gatherer.reset_peak()
     train(engine, rank)
-    return gatherer.peak_live_numel, gatherer.live_numel, persistent
-
-
-def test_stage_3_holds_one_unit_at_a_time():
-    for peak, after, persistent in run_ranks(2, body_peak, {"stage3_max_reuse_distance": 0}):
-        assert peak <= LARGEST + persistent
-        assert after == persistent
-
-
-def test_stage_3_keeps_what_it_may_for_backward():
-    for peak, after, persistent in run_ranks(2, body_peak, {"stage3_max_live_parameters": 3 * LARGEST}):
-        assert peak <= 4 * LARGEST + persistent
-        assert after == persistent
+    assert gatherer.peak_live_numel <= units * LARGEST + persistent
+    assert gatherer.live_numel == persistent
 
 
 class Counting:
@@ -193,7 +184,10 @@ def test_entries_into_the_core(rank, world, stage, accumulate):
         assert hooks == 2 * (2 * LAYERS) + 2  # around each unit, and around the model
 
 
-def body_views(rank, world, efficient):
+@pytest.mark.parametrize("efficient", [True, False])
+@on_ranks(2)
+def test_gathered_weights_are_free_after_forward(rank, world, efficient):
+    """torch's linear saves a view of the weight, which keeps its memory until backward; ours does not."""
     engine = make_engine(3, stage3_max_reuse_distance=0, memory_efficient_linear=efficient)
     train(engine, rank)
     engine.empty_partition_cache()
@@ -204,14 +198,7 @@ def body_views(rank, world, efficient):
     users = linear._users
     engine.destroy()
     assert linear._users == users - efficient
-    return kept
-
-
-def test_gathered_weights_are_free_after_forward():
-    """torch's linear saves a view of the weight, which keeps its memory until backward; ours does not."""
-    one = 4 * LARGEST
-    assert all(kept >= one for kept in run_ranks(2, body_views, True))
-    assert all(kept < one for kept in run_ranks(2, body_views, False))
+    assert (kept >= 4 * LARGEST) == efficient
 
 
 @pytest.mark.parametrize("zero", [{"overlap_comm": True}, {"overlap_comm": False}], ids=["overlap", "no overlap"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import deepspeed
-from harness import run_ranks
+from harness import on_ranks
 from models import NormAndDirection
 from runs import engine_of, must_raise, take_step
 
@@ -59,7 +59,9 @@ class Model(Pretrained):
             module.weight.normal_()
 
 
-def initialized(rank, world, loaded):
+@pytest.mark.parametrize("loaded", [False, True])
+@on_ranks(2, init=True)
+def test_initializers_after_the_construction(rank, world, loaded):
     with deepspeed.zero.Init(dtype=torch.float32):
         model = Model()
     if loaded:
@@ -78,15 +80,10 @@ def initialized(rank, world, loaded):
         torch.manual_seed(0)
         assert torch.equal(model.head.weight, torch.empty(2, 4).normal_())
         assert torch.equal(model.head.bias, before["head.bias"])
-    return True
 
 
-@pytest.mark.parametrize("loaded", [False, True])
-def test_initializers_after_the_construction(loaded):
-    assert run_ranks(2, initialized, loaded, init=True) == [True, True]
-
-
-def in_any_order(rank, world):
+@on_ranks(2, init=True)
+def test_ranks_may_name_parameters_in_any_order(rank, world):
     with deepspeed.zero.Init(dtype=torch.float32):
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 200))
     params = list(model.parameters())
@@ -97,11 +94,7 @@ def in_any_order(rank, world):
             for number, param in enumerate(params if rank == 0 else []):
                 param.fill_(number)
     with deepspeed.zero.GatheredParameters(given):
-        return [param.unique().tolist() for param in params]
-
-
-def test_ranks_may_name_parameters_in_any_order():
-    assert run_ranks(2, in_any_order, init=True) == [[[0.0], [1.0], [2.0], [3.0]]] * 2
+        assert [param.unique().tolist() for param in params] == [[0.0], [1.0], [2.0], [3.0]]
 
 
 class Hub(torch.nn.Module):
@@ -128,7 +121,9 @@ class Nested(torch.nn.Module):
         return self.linear(x) + self.shift
 
 
-def skips_init(rank, world):
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_layers_whose_initialisation_is_skipped(rank, world):
     to_empty = torch.nn.Module.to_empty
     config = {
         "train_batch_size": 2 * world,
@@ -151,10 +146,4 @@ def skips_init(rank, world):
     before = engine(torch.ones(2, 4) * torch.arange(2)[:, None]).square().mean()
     take_step(engine, before)
     after = engine(torch.ones(2, 4) * torch.arange(2)[:, None]).square().mean()
-    return before.item(), after.item()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_layers_whose_initialisation_is_skipped(world):
-    for before, after in run_ranks(world, skips_init):
-        assert after < before
+    assert after.item() < before.item()
