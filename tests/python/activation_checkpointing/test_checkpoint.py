@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import deepspeed
 from deepspeed.activation_checkpointing.checkpointing import CheckpointFunction, checkpoint, non_reentrant_checkpoint
 from deepspeed.activation_checkpointing.settings import thread
+from gradients import gradients
 from refusals import refused
 from segments import assert_same, both, plainly
 
@@ -238,13 +239,10 @@ def test_autocast_is_restored(run):
     x = torch.randn(4, 8, requires_grad=True)
 
     def grads(call):
-        layer.zero_grad(set_to_none=True)
-        x.grad = None
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = call(lambda value: layer(layer(value)), x)
             again = layer(x)  # the weight cast inside of the segment must not be used here: it has no graph
-        (out.float().sum() + again.float().sum()).backward()
-        return [out, layer.weight.grad, x.grad]
+        return [out, *gradients(out.float().sum() + again.float().sum(), [layer.weight, x])]
 
     got, expected = grads(run), grads(plainly)
     assert got[0].dtype == torch.bfloat16

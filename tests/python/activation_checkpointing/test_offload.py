@@ -14,6 +14,7 @@ from deepspeed.activation_checkpointing.hidden_states import (
     get_checkpoint_hidden_states_offloading_ctx_manager,
 )
 from deepspeed.activation_checkpointing.offload import HostPool, _ActivationOffloadEngine
+from gradients import gradients
 from refusals import refused
 from segments import assert_same, both, plainly
 
@@ -34,12 +35,8 @@ def with_dropout(layer, v):
     return torch.nn.functional.dropout(layer(v), 0.1).tanh()
 
 
-def gradients(layers, x, forward):
-    for layer in layers:
-        layer.zero_grad(set_to_none=True)
-    x.grad = None
-    forward().square().sum().backward()
-    return [x.grad.clone(), *(layer.weight.grad.clone() for layer in layers)]
+def gradients_of(layers, x, forward):
+    return gradients(forward().square().sum(), [x, *(layer.weight for layer in layers)])
 
 
 def counting(monkeypatch, owner):
@@ -113,12 +110,12 @@ def test_marked_hidden_states_are_moved_and_come_back(keep_last_count, moved, ho
             return through(layers, x, marked)
 
     plain = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
-    expected = gradients(layers, x, lambda: through(layers, x, plain))
+    expected = gradients_of(layers, x, lambda: through(layers, x, plain))
     context = CheckpointHiddenStatesOffload(keep_last_count=keep_last_count)
     copies = counting(monkeypatch, context)
     for _ in range(2):
         copies.clear()
-        assert_same(gradients(layers, x, inside), expected)
+        assert_same(gradients_of(layers, x, inside), expected)
         assert len(copies) == moved
     context.reset()
     out = inside()
@@ -158,7 +155,7 @@ def test_a_hidden_state_changed_in_place_is_an_error(keep_last_count, host_count
 @both
 def test_segments_mark_their_inputs_by_themselves(run, host_counts_as_device, monkeypatch):
     layers, x = network()
-    expected = gradients(layers, x, lambda: through(layers, x, plainly))
+    expected = gradients_of(layers, x, lambda: through(layers, x, plainly))
     context = CheckpointHiddenStatesOffload(keep_last_count=1)
     copies = counting(monkeypatch, context)
 
@@ -166,7 +163,7 @@ def test_segments_mark_their_inputs_by_themselves(run, host_counts_as_device, mo
         with context:
             return through(layers, x, run)
 
-    assert_same(gradients(layers, x, inside), expected)
+    assert_same(gradients_of(layers, x, inside), expected)
     assert len(copies) == len(layers) - 1
 
 
@@ -174,7 +171,7 @@ def test_segments_mark_their_inputs_by_themselves(run, host_counts_as_device, mo
 def test_cpu_checkpointing_moves_every_activation(run, host_counts_as_device, monkeypatch):
     layers, x = network()
     torch.manual_seed(1)
-    expected = gradients(layers, x, lambda: through(layers, x, plainly, with_dropout))
+    expected = gradients_of(layers, x, lambda: through(layers, x, plainly, with_dropout))
     checkpointing.configure(None, checkpoint_in_cpu=True)
     copies = []
     real = _ActivationOffloadEngine.to_host
@@ -182,7 +179,7 @@ def test_cpu_checkpointing_moves_every_activation(run, host_counts_as_device, mo
         _ActivationOffloadEngine, "to_host", lambda self, t, host=None: copies.append(t.shape) or real(self, t, host)
     )
     torch.manual_seed(1)
-    assert_same(gradients(layers, x, lambda: through(layers, x, run, with_dropout)), expected)
+    assert_same(gradients_of(layers, x, lambda: through(layers, x, run, with_dropout)), expected)
     assert len(copies) == len(layers)
 
 
@@ -200,7 +197,7 @@ def test_nothing_saved_stays_on_the_gpu(run, more):
         return through(layers, x * 1, call, with_dropout)
 
     torch.cuda.manual_seed(1)
-    expected = gradients(layers, x, lambda: forward(plainly))
+    expected = gradients_of(layers, x, lambda: forward(plainly))
     checkpointing.configure(None, checkpoint_in_cpu=True, **more)
     on_device = []
 
@@ -214,4 +211,4 @@ def test_nothing_saved_stays_on_the_gpu(run, more):
     assert sum(on_device) == 0
     for _ in range(3):
         torch.cuda.manual_seed(1)
-        assert_same(gradients(layers, x, lambda: forward(run)), expected)
+        assert_same(gradients_of(layers, x, lambda: forward(run)), expected)

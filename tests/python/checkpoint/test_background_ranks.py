@@ -4,7 +4,7 @@ import errno
 import json
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -20,21 +20,11 @@ def made(rank, size, folder, timeout_s=20, nodes=None, processes=None):
 
 
 def on_threads(size, body):
-    results, errors = [None] * size, [None] * size
-
-    def run(rank):
-        try:
-            results[rank] = body(rank)
-        except Exception as error:
-            errors[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    return results, errors
+    pool = ThreadPoolExecutor(size)
+    futures = [pool.submit(body, rank) for rank in range(size)]
+    errors = [future.exception(60) for future in futures]
+    pool.shutdown(wait=False)
+    return [None if error else future.result() for error, future in zip(errors, futures)], errors
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

@@ -54,14 +54,8 @@ def test_files_of_the_torch_engine_are_those_of_torch_save(kind, archive, tmp_pa
     expected = (tmp_path / "plain").read_bytes()
     assert content == expected if archive else len(content) == len(expected)  # storages in a stream have addresses
     assert record == {"name": "x.pt", "bytes": len(content), "crc32": zlib.crc32(content), "tensors": []}
-    refused(
-        OSError,
-        "cannot write the checkpoint file .*none.*Check space",
-        engine.write_file,
-        "y.pt",
-        value,
-        str(tmp_path / "none" / "y.pt"),
-    )
+    given = ("y.pt", value, str(tmp_path / "none" / "y.pt"))
+    refused(OSError, "cannot write the checkpoint file .*none.*Check space", engine.write_file, *given)
 
 
 def test_a_failed_save_of_the_torch_engine_leaves_the_file_before_it(tmp_path):
@@ -76,24 +70,16 @@ def test_an_engine_must_do_its_work():
     refused(TypeError, "abstract", CheckpointEngine)
 
 
-class Grid:
-    def get_tensor_model_parallel_world_size(self):
-        return 4
-
-    def get_pipeline_model_parallel_world_size(self):
-        return 2
-
-
-class OlderGrid:
-    def get_model_parallel_world_size(self):
-        return 3
-
-    def get_pipe_parallel_world_size(self):
-        return 5
-
-
-@pytest.mark.parametrize("mpu, wanted", [(None, (1, 1)), (Grid(), (2, 4)), (OlderGrid(), (5, 3))])
-def test_what_a_model_file_notes_of_the_grid(mpu, wanted):
+@pytest.mark.parametrize(
+    "says, wanted",
+    [
+        (None, (1, 1)),
+        ({"tensor_model_parallel": 4, "pipeline_model_parallel": 2}, (2, 4)),
+        ({"model_parallel": 3, "pipe_parallel": 5}, (5, 3)),
+    ],
+)
+def test_what_a_model_file_notes_of_the_grid(says, wanted):
+    mpu = says and SimpleNamespace(**{f"get_{kind}_world_size": lambda size=size: size for kind, size in says.items()})
     found = _checkpoint_parallel_metadata(mpu)
     assert (found[keys.CHECKPOINT_PP_DEGREE], found[keys.CHECKPOINT_TP_DEGREE]) == wanted and len(found) == 2
 
@@ -108,24 +94,13 @@ def test_folding_metadata():
     made = folding(param_families={"w": "expert"})
     validate_folding_metadata(made, tp_size=2, ep_size=4, tp_rank=1, zero_partition_group=(0, 4), family="expert",
                               param_families={"w": "expert"}, etp_rank=0)  # fmt: skip
-    refused(
-        ValueError,
-        "tp_size is 2, this run has 1.*ep_rank is 3, this run has 0",
-        validate_folding_metadata,
-        made,
-        tp_size=1,
-        ep_size=4,
-        ep_rank=0,
-    )
-    refused(
-        ValueError,
-        "etp_size is missing",
-        validate_folding_metadata,
-        {k: v for k, v in made.items() if k != "etp_size"},
-        tp_size=2,
-        ep_size=4,
-    )
-    refused(ValueError, "folding", validate_folding_metadata, None, tp_size=2, ep_size=4)
+    without = {k: v for k, v in made.items() if k != "etp_size"}
+    for words, facts, run in (
+        ("tp_size is 2, this run has 1.*ep_rank is 3, this run has 0", made, {"tp_size": 1, "ep_rank": 0}),
+        ("etp_size is missing", without, {"tp_size": 2}),
+        ("folding", None, {"tp_size": 2}),
+    ):
+        refused(ValueError, words, validate_folding_metadata, facts, ep_size=4, **run)
 
 
 LAYER = {"moe_layer_id": 0, "module_path": "moe.experts", "num_experts": 4, "ep_size": 2, "expert_params": ["w1"]}
@@ -138,12 +113,8 @@ def test_what_model_files_say_of_experts(tmp_path):
     assert not ds_to_universal._uses_zero3_partitioned_autoep_metadata(None)
     other = {**LAYER, "module_path": "next"}
     assert ds_to_universal._aggregate_autoep_zero12_metadata([[LAYER], [LAYER, other], None]) == [LAYER, other]
-    refused(
-        ValueError,
-        "moe.experts differently",
-        ds_to_universal._aggregate_autoep_zero12_metadata,
-        [[LAYER], [{**LAYER, "num_experts": 8}]],
-    )
+    unlike = [[LAYER], [{**LAYER, "num_experts": 8}]]
+    refused(ValueError, "moe.experts differently", ds_to_universal._aggregate_autoep_zero12_metadata, unlike)
     files = []
     for rank, model in enumerate(({"ds_autoep_layers": [LAYER]}, {"autoep_layers": [other]}, {})):
         files.append(str(tmp_path / f"{rank}.pt"))
@@ -155,20 +126,15 @@ def test_files_of_experts_become_one_parameter(tmp_path):
     for expert in range(4):
         state = {"moe.experts.w1": torch.full((2, 3), float(expert)).bfloat16()}
         torch.save(state, tmp_path / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt")
-    autoep_universal.consolidate_autoep_expert_files(str(tmp_path), str(tmp_path / "out"), [LAYER])
+    given = (str(tmp_path), str(tmp_path / "out"), [LAYER])
+    autoep_universal.consolidate_autoep_expert_files(*given)
     found = torch.load(tmp_path / "out" / "zero" / "moe.experts.w1" / "fp32.pt", weights_only=False)
     assert found["param"].shape == (4, 2, 3) and found["param"].dtype == torch.float32
     assert found["param"][:, 0, 0].tolist() == [0, 1, 2, 3]
     assert found[keys.EP_IS_EXPERT_PARAM] is True and found[keys.EP_NUM_EXPERTS] == 4
     os.unlink(tmp_path / "layer_0_expert_2_mp_rank_00_model_states.pt")
-    refused(
-        FileNotFoundError,
-        r"\[2\] of MoE layer 0",
-        autoep_universal.consolidate_autoep_expert_files,
-        str(tmp_path),
-        str(tmp_path / "out"),
-        [LAYER],
-    )
+    words, call = r"\[2\] of MoE layer 0", autoep_universal.consolidate_autoep_expert_files
+    refused(FileNotFoundError, words, call, *given)
 
 
 @pytest.mark.parametrize("data_first", [False, True])

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import io
+import itertools
 import json
 import os
 import pickletools
@@ -468,12 +469,6 @@ def test_tensors_of_a_gpu(tmp_path):
 # ---- faults --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def inject():
-    yield file_writer.inject_fault
-    file_writer.inject_fault("")
-
-
 def writers(folder):
     big = {"w": torch.ones(300_000), "v": torch.zeros(5)}
     options = WriterOptions(io_buffer_size=1 << 19)
@@ -486,9 +481,7 @@ def writers(folder):
 def test_every_fault_is_an_error_and_no_file(tmp_path, inject, action, code):
     for write in writers(tmp_path):
         for call in ("open", "write", "fsync"):
-            n = 0
-            while True:
-                n += 1
+            for n in itertools.count(1):
                 inject(f"{call}:{n}:{action}")
                 try:
                     write()

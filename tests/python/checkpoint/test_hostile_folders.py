@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import json
 import os
+import pathlib
 import shutil
 import signal
 from types import SimpleNamespace
@@ -35,9 +37,8 @@ def honest(tmp_path_factory):
 
 
 def convert(source, target):
-    ds_to_universal.main(
-        SimpleNamespace(input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1)
-    )
+    folders = {"input_folder": str(source), "output_folder": str(target)}
+    ds_to_universal.main(SimpleNamespace(**folders, num_extract_workers=1, num_merge_workers=1))
 
 
 @contextlib.contextmanager
@@ -172,10 +173,8 @@ def test_a_manifest_that_names_others_files(name, tmp_path):
     name = name.format(victim=os.path.join(sandbox.outside, "victim"))
     facts, records = hostile.put_files(sandbox, chance_of(1))
     records[name] = {"name": name, "bytes": len("sentinel victim"), "crc32": 0, "tensors": []}
-    with open(os.path.join(sandbox.folder, verify.NAME), "w") as file:
-        file.write(verify.text_of(facts, records))
-    problems = verify.verify_folder(sandbox.folder)  # what loading and ds_ckpt verify say
-    text = "; ".join(map(str, problems))
+    pathlib.Path(sandbox.folder, verify.NAME).write_text(verify.text_of(facts, records))
+    text = "; ".join(map(str, verify.verify_folder(sandbox.folder)))  # what loading and ds_ckpt verify say
     shown = name.replace("\0", "\\x00")
     assert verify.NAME in text and f"the name '{shown}'" in text, text
     save(sandbox.folder, None)
@@ -197,8 +196,7 @@ def test_a_mark_that_names_others_files(in_place, tmp_path):
     sandbox.plant_links()
     hostile.put_files(sandbox, chance_of(1))
     mark = {"pid": 1, "files": [*sandbox.names()], "moving": True}
-    with open(owner.path_in(sandbox.folder), "w") as file:
-        hostile.json.dump(mark, file)
+    pathlib.Path(owner.path_in(sandbox.folder)).write_text(json.dumps(mark))
     with no_hang():
         save(sandbox.folder, in_place)
     sandbox.check()
@@ -216,14 +214,13 @@ def test_a_link_in_the_place_of_a_file_is_not_written_through(tmp_path):
 
 def test_latest_leads_nowhere_else(tmp_path):
     sandbox = Sandbox(tmp_path / "box")
+    latest = pathlib.Path(sandbox.saves, "latest")
     for text in ("../outside", sandbox.outside, "t/../../outside", "a\0b"):
-        with open(os.path.join(sandbox.saves, "latest"), "w") as file:
-            file.write(text)
+        latest.write_text(text)
         refused(ValueError, "latest has the name", cli.names.latest_tag, sandbox.saves)
     os.symlink(sandbox.outside, os.path.join(sandbox.saves, "elsewhere"))  # a link that the user has made
     for text in ("t", "elsewhere", "runs/t", "step.1"):
-        with open(os.path.join(sandbox.saves, "latest"), "w") as file:
-            file.write(text)
+        latest.write_text(text)
         assert cli.names.latest_tag(sandbox.saves) == text
 
 
@@ -240,8 +237,7 @@ def test_two_processes_replace_latest_at_once(tmp_path):
     first, second = (forked(lambda letter=letter: replace_often(letter)) for letter in "bc")
     os.write(go, b"xx")
     while os.waitpid(first, os.WNOHANG) == (0, 0):
-        with open(path) as file:
-            assert file.read() in ("a" * 9000, "b" * 9000, "c" * 9000)
+        assert pathlib.Path(path).read_text() in ("a" * 9000, "b" * 9000, "c" * 9000)
     assert os.waitpid(second, 0)[1] == 0 and os.listdir(tmp_path) == ["latest"]
 
 

@@ -7,6 +7,7 @@ import zlib
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.read.cli import main
+from places import PEERS
 from refusals import refused
 
 PARTS = {"a.weight": b"\1" * 700, "b.weight": b"\2" * 900}
@@ -103,6 +104,6 @@ def test_nothing_there_is_said(tmp_path, capsys):
 
 
 def test_peer_files_have_no_manifest(tmp_path):
-    folder = os.path.join(os.path.dirname(__file__), "..", "..", "data", "peer-checkpoints", "stage2-fp32-2ranks")
+    folder = os.path.join(PEERS, "stage2-fp32-2ranks")
     assert verify.verify_folder(os.path.join(folder, "global_step4")) == []
     assert cli.checkpoints_of(folder)[0].state == "unknown"

@@ -1,5 +1,6 @@
 """Conversion to universal checkpoints: what lies in the result, by every rule, from grids of ranks and from others."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -15,13 +16,11 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert import universal
 from deepspeed.checkpoint.layouts.saved_universal import UniversalState
 from megatron_files import INFO, WORDS, slice_of, state_of, whole_parameters
+from places import PEERS
 from processes import run_python
 from refusals import refused
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
-PEERS = os.path.join(
-    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "data", "peer-checkpoints"
-)
 
 
 def convert(source, target, **options):
@@ -47,20 +46,15 @@ def wanted_whole(name, whole, kind):
 def test_every_rule_puts_slices_together(grid, stage, tmp_path):
     megatron_files.write(str(tmp_path / "step7"), *grid, stage=stage)
     convert(tmp_path / "step7", tmp_path / "universal")
-    assert (tmp_path / "latest_universal").read_text() == "universal"
-    assert not (tmp_path / "universal" / "tmp").exists()
+    assert (tmp_path / "latest_universal").read_text() == "universal" and not (tmp_path / "universal" / "tmp").exists()
     folder = str(tmp_path / "universal")
     assert set(os.listdir(os.path.join(folder, "zero"))) == {*all_parameters(), "optimizer_state.pt"}
     for name, whole in all_parameters().items():
         for kind in KINDS:
             found = file_of(folder, name, kind)
-            wanted = wanted_whole(name, whole, kind)
-            if "scale" in name:
-                assert torch.allclose(found["param"], wanted, atol=1e-6)
-            else:
-                assert torch.equal(found["param"], wanted), (name, kind)
-            hints = {key: value for key, value in found.items() if key != "param"}
-            assert set(hints) == wanted_hints(name), (name, hints)
+            atol = 1e-6 if "scale" in name else 0
+            torch.testing.assert_close(found["param"], wanted_whole(name, whole, kind), rtol=10 * atol, atol=atol)
+            assert set(found) - {"param"} == wanted_hints(name), (name, kind)
         assert torch.load(os.path.join(folder, "zero", name, "step.pt"), weights_only=False) == 7
     assert file_of(folder, "layers.0.dense.weight", "fp32")["cat_dim"] == 1
     assert file_of(folder, "layers.0.qkv.bias", "fp32")["cat_dim"] == 0
@@ -87,12 +81,10 @@ def test_they_are_cut_again_for_other_tensor_parallel_ranks(count, tmp_path):
     megatron_files.write(str(tmp_path / "step7"), 2, 2, 2)
     convert(tmp_path / "step7", tmp_path / "universal")
     for rank in range(count):
-        local = {
-            name: slice_of(name, whole, rank, count) for name, whole in all_parameters().items() if "scale" not in name
-        }
+        named = {name: whole for name, whole in all_parameters().items() if "scale" not in name}
+        local = {name: slice_of(name, whole, rank, count) for name, whole in named.items()}
         shapes = {name: value.shape for name, value in local.items()}
-        groups = [list(shapes)]
-        saved = UniversalState(str(tmp_path / "universal"), rank, count, group_names=groups, shapes=shapes)
+        saved = UniversalState(str(tmp_path / "universal"), rank, count, group_names=[[*shapes]], shapes=shapes)
         for name, value in local.items():
             for kind in KINDS:
                 ((offset, numel, reader),) = saved.pieces(name, kind)
@@ -122,10 +114,7 @@ def test_widths_of_sub_parameters_that_differ(tmp_path):
         keys.PARAMETER_WITH_SUB_PARAMS: [{"patterns": ["w"], "shape": ((6, 3), 3), "partition_dim": 0}],
         keys.SUB_PARAM_SHARD_WIDTHS: {"w": widths},
     }
-    slices = [
-        torch.cat([whole[0:4], whole[6:8]]),
-        torch.cat([whole[4:6], whole[8:9]]),
-    ]
+    slices = [torch.cat([whole[0:4], whole[6:8]]), torch.cat([whole[4:6], whole[8:9]])]
     for rank, value in enumerate(slices):
         for half, part in enumerate(value.reshape(-1).split(5)):
             ds_to_universal.write_shard(str(tmp_path / "tmp"), "w", rank, "fp32", half, part)
@@ -136,14 +125,11 @@ def test_widths_of_sub_parameters_that_differ(tmp_path):
 
 
 def same_files(one, other):
-    found = 0
-    for root, _, files in os.walk(one):
-        for file in files:
-            path = os.path.join(root, file)
-            with open(path, "rb") as a, open(path.replace(str(one), str(other)), "rb") as b:
-                assert a.read() == b.read(), path
-            found += 1
-    return found
+    """How many files there are, all of which are the same in ``other``."""
+    paths = [path for path in one.rglob("*") if path.is_file()]
+    for path in paths:
+        assert path.read_bytes() == (other / path.relative_to(one)).read_bytes(), path
+    return len(paths)
 
 
 @pytest.mark.slow
@@ -158,8 +144,8 @@ def test_workers_do_the_same(tmp_path, monkeypatch):
     info = {**INFO, keys.TP_REPLICATED_PARAMETER_PATTERNS: [*INFO[keys.TP_REPLICATED_PARAMETER_PATTERNS], ".*bias"]}
     megatron_files.write(str(tmp_path / "wrong"), 1, 2, 2, info=info)
     (tmp_path / "latest_universal").unlink()
-    with pytest.raises(ValueError, match="bias.*different values"):  # as a worker has found
-        convert(tmp_path / "wrong", tmp_path / "universal", num_merge_workers=2)
+    words, folders = "bias.*different values", (tmp_path / "wrong", tmp_path / "universal")
+    refused(ValueError, words, convert, *folders, num_merge_workers=2)  # as a worker has found
     assert not (tmp_path / "latest_universal").exists()
 
 
@@ -273,12 +259,8 @@ def test_what_cannot_be_converted(tmp_path):
     refused(FileNotFoundError, "nowhere", convert, tmp_path / "nowhere", tmp_path / "universal")
     convert(tmp_path / "step7", tmp_path / "universal")
     refused(ValueError, "universal checkpoint already", convert, tmp_path / "universal", tmp_path / "again")
-    refused(
-        ValueError,
-        "qkv",
-        ds_to_universal._validate_autotp_conversion_support,
-        {keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: ["qkv"]},
-    )
+    unsupported = {keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: ["qkv"]}
+    refused(ValueError, "qkv", ds_to_universal._validate_autotp_conversion_support, unsupported)
     ds_to_universal._validate_autotp_conversion_support({})
     os.unlink(tmp_path / "step7" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     refused(FileNotFoundError, "zero_pp_rank_1", convert, tmp_path / "step7", tmp_path / "more")
@@ -315,27 +297,18 @@ def test_shards_of_stage_3_one_rank_at_a_time(tmp_path):
     assert len(ds_to_universal._get_zero3_model_state_files(str(tmp_path / "step7"))) == 4
     saved = [tmp_path / "step7" / f"zero_pp_rank_0_mp_rank_{tp:02d}_model_states.pt" for tp in range(2)]
     shapes = [torch.load(path, weights_only=False)["param_shapes"] for path in saved]
-    for tp in range(2):
-        for dp in range(2):
-            ds_to_universal.extract_zero_shards_stage3(
-                files, shapes, 2, str(tmp_path / "tmp"), (tp, dp), exclude_param_names={"words.weight"}
-            )
+    for place in itertools.product(range(2), range(2)):
+        ds_to_universal.extract_zero_shards_stage3(
+            files, shapes, 2, str(tmp_path / "tmp"), place, exclude_param_names={"words.weight"}
+        )
     assert not (tmp_path / "tmp" / "words.weight").exists()
     grouped = ds_to_universal._group_per_tp_shapes(shapes, pp_degree=1, tp_degree=2)
-    for name, whole in all_parameters().items():
-        if name == "words.weight":
-            continue
+    for name in sorted(all_parameters().keys() - {"words.weight"}):
         base = str(tmp_path / "tmp" / name)
         slices = ds_to_universal._merge_zero_shards(base, "fp32", 2, grouped[name])
-        assert all(torch.equal(found, slice_of(name, whole, tp, 2)) for tp, found in enumerate(slices))
+        assert all(torch.equal(found, slice_of(name, all_parameters()[name], tp, 2)) for tp, found in enumerate(slices))
         assert ds_to_universal._merge_zero_shards(base, "step", 2) == [7, 7]
         assert ds_to_universal._merge_zero_shards(base, "exp_avg", 2)[1].dim() == 1
     refused(ValueError, "missing", ds_to_universal._merge_zero_shards, base, "fp32", 2, torch.Size([999]))
-    refused(
-        ValueError,
-        "tensor-parallel ranks \\[1\\]",
-        ds_to_universal._group_per_tp_shapes,
-        [{"w": torch.Size([1])}, {}],
-        1,
-        2,
-    )
+    given = ([{"w": torch.Size([1])}, {}], 1, 2)
+    refused(ValueError, r"tensor-parallel ranks \[1\]", ds_to_universal._group_per_tp_shapes, *given)

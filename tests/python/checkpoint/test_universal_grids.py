@@ -118,15 +118,13 @@ def folder(tmp_path):
 
 
 def test_the_degrees_of_a_folder(folder, tmp_path):
-    found = get_model_3d_descriptor(folder)
-    assert (found.pp_degree, found.tp_degree, found.dp_degree) == (2, 2, 2)
-    for grid in [(1, 2, 3), (1, 1, 2)]:
-        megatron_files.write(str(tmp_path / f"{grid}"), *grid, layers=False)
-        found = get_model_3d_descriptor(str(tmp_path / f"{grid}"))
+    degrees = {folder: (2, 2, 2)}
+    for grid, more in (((1, 2, 3), {}), ((1, 1, 2), {}), ((1, 2, 2), {"stage": 3})):
+        megatron_files.write(str(tmp_path / f"{grid}"), *grid, layers=False, **more)
+        degrees[str(tmp_path / f"{grid}")] = grid
+    for path, grid in degrees.items():
+        found = get_model_3d_descriptor(path)
         assert (found.pp_degree, found.tp_degree, found.dp_degree) == grid
-    megatron_files.write(str(tmp_path / "sliced"), 1, 2, 2, stage=3, layers=False)
-    found = get_model_3d_descriptor(str(tmp_path / "sliced"))
-    assert (found.pp_degree, found.tp_degree, found.dp_degree) == (1, 2, 2)
 
 
 def test_a_checkpoint_of_a_grid(folder, capsys):

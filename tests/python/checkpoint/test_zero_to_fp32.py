@@ -24,10 +24,10 @@ from deepspeed.utils.zero_to_fp32 import (  # noqa: E402
     load_state_dict_from_zero_checkpoint,
     to_torch_tensor,
 )
-from refusals import refused
+from places import PEERS  # noqa: E402
+from refusals import refused  # noqa: E402
 from zero_folders import weights_of, write_checkpoint  # noqa: E402
 
-PEERS = os.path.join(os.path.dirname(__file__), "..", "..", "data", "peer-checkpoints")
 SHAPES = [{"a.weight": (13, 7), "b.weight": (13, 13)}, {"a.bias": (13,), "n.weight": (1,), "scale": ()}]
 FROZEN = {"f.weight": torch.arange(35.0).view(5, 7).bfloat16()}
 BUFFERS = {"count": torch.tensor(3), "mean": torch.ones(2, dtype=torch.bfloat16)}
@@ -55,10 +55,9 @@ def same(found, expected):
 def read_back(folder):
     """The state dict in a folder of .bin or .safetensors files, and the index if there is one."""
     found, index = {}, None
-    for path in sorted(glob.glob(f"{folder}/*")):
-        if path.endswith(".json"):
-            with open(path) as file:
-                index = json.load(file)
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".json":
+            index = json.loads(path.read_text())
         else:
             found.update(read_file(path))
     return found, index
@@ -78,8 +77,7 @@ def test_weights_of_another_implementation(path):
         frozen = torch.from_numpy(stored["lp.f.weight"]).float()
     assert expected and set(expected) <= set(found)
     for name, value in expected.items():
-        assert found[name].dtype == torch.float32
-        assert torch.equal(found[name], torch.from_numpy(value)), name
+        assert found[name].dtype == torch.float32 and torch.equal(found[name], torch.from_numpy(value)), name
     assert torch.equal(found["f.weight"], frozen)  # at stage 1 too, where the other implementation leaves it out
     if "c.weight" in found:
         assert found["c.weight"] is found["b.weight"]
@@ -139,14 +137,8 @@ def test_sizes(text, size):
 @pytest.mark.parametrize("text", ["", "GB", "five", "-5GB", "5GBit", "0", True, "0.1"])
 def test_no_sizes(text, tmp_path):
     checkpoint(tmp_path, 1, 1)
-    refused(
-        ValueError,
-        "max_shard_size",
-        convert_zero_checkpoint_to_fp32_state_dict,
-        str(tmp_path),
-        str(tmp_path / "out"),
-        max_shard_size=text,
-    )
+    given = (str(tmp_path), str(tmp_path / "out"), text)
+    refused(ValueError, "max_shard_size", convert_zero_checkpoint_to_fp32_state_dict, *given)
     assert not (tmp_path / "out").exists()
 
 
@@ -306,12 +298,8 @@ def test_a_script_that_cannot_be_made_executable_is_only_reported(tmp_path, monk
 
 
 def test_modules_with_the_same_name_in_them_are_not_joined():
-    refused(
-        ValueError,
-        "first and second both have a _helper",
-        export.bundle,
-        {"first": '"""."""\ndef _helper():\n    pass\n', "second": '"""."""\n_helper = 3\n'},
-    )
+    modules = {"first": '"""."""\ndef _helper():\n    pass\n', "second": '"""."""\n_helper = 3\n'}
+    refused(ValueError, "first and second both have a _helper", export.bundle, modules)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -119,12 +119,8 @@ def test_bytes_that_are_not_utf8(tmp_path):
 
 def test_duplicate_keys_name_both_lines(tmp_path):
     text = '{"train_batch_size": 8,\n "fp16": {"enabled": false,\n\n "enabled": true}}'
-    refused(
-        DeepSpeedConfigError,
-        r'"fp16.enabled" is given twice, on line 2 and on line 4',
-        DeepSpeedConfig,
-        write(tmp_path, text),
-    )
+    words = '"fp16.enabled" is given twice, on line 2 and on line 4'
+    refused(DeepSpeedConfigError, words, DeepSpeedConfig, write(tmp_path, text))
 
 
 def test_dotted_private_keys_are_no_duplicates():
@@ -145,12 +141,8 @@ def test_values_of_the_program_come_back():
     made = DeepSpeedConfig(config)
     assert made.tensor_parallel_config.tp.tp_group is group
     assert made.tensor_parallel_config.dtype is torch.bfloat16 and made._param_dict["private"] is function
-    refused(
-        DeepSpeedConfigError,
-        "gradient_clipping = <object",
-        DeepSpeedConfig,
-        {"train_batch_size": 8, "gradient_clipping": group},
-    )
+    wrong = {"train_batch_size": 8, "gradient_clipping": group}
+    refused(DeepSpeedConfigError, "gradient_clipping = <object", DeepSpeedConfig, wrong)
 
 
 def test_a_dict_that_contains_itself_is_refused():
@@ -333,16 +325,9 @@ def test_names_of_torch_optimizers_are_exact():
     assert DeepSpeedConfig({"train_batch_size": 8, "optimizer": {"type": "ADAM"}}).optimizer_name == "adam"
 
 
-class _Mpu:
-    def get_data_parallel_world_size(self):
-        return 4
-
-
-class _Mesh:
-    mesh_dim_names = ("sequence_parallel", "data_parallel")
-
-    def size(self, dimension):
-        return (2, 5)[dimension]
+MPU = SimpleNamespace(get_data_parallel_world_size=lambda: 4)
+SEQUENCE_MPU = SimpleNamespace(get_data_parallel_world_size=lambda: 4, get_sequence_parallel_world_size=lambda: 2)
+MESH = SimpleNamespace(mesh_dim_names=("sequence_parallel", "data_parallel"), size=(2, 5).__getitem__)
 
 
 def test_where_the_world_size_comes_from(monkeypatch):
@@ -350,8 +335,8 @@ def test_where_the_world_size_comes_from(monkeypatch):
     config = {"train_micro_batch_size_per_gpu": 1}
     assert DeepSpeedConfig(config).train_batch_size == 2
     assert DeepSpeedConfig(config, world_size=3).train_batch_size == 3
-    assert DeepSpeedConfig(config, mpu=_Mpu()).train_batch_size == 4
-    assert DeepSpeedConfig(config, mesh_device=_Mesh()).train_batch_size == 5
+    assert DeepSpeedConfig(config, mpu=MPU).train_batch_size == 4
+    assert DeepSpeedConfig(config, mesh_device=MESH).train_batch_size == 5
     monkeypatch.delenv("WORLD_SIZE")
     assert DeepSpeedConfig(config).train_batch_size == 1
     monkeypatch.setenv("WORLD_SIZE", "two")
@@ -374,17 +359,12 @@ def test_features_that_are_not_built_are_refused_when_switched_on_only():
         )
 
 
-class _SequenceMpu(_Mpu):
-    def get_sequence_parallel_world_size(self):
-        return 2
-
-
 def test_ranks_that_share_sequences():
     config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2}
     assert DeepSpeedConfig(config, world_size=6).train_batch_size == 3
     assert DeepSpeedConfig({**config, "data_parallel_size": 3}, world_size=6).train_batch_size == 3
     bare = {"train_micro_batch_size_per_gpu": 1}
-    for told in ({"mpu": _SequenceMpu()}, {"mesh_device": MeshShape((4, 2))}):
+    for told in ({"mpu": SEQUENCE_MPU}, {"mesh_device": MeshShape((4, 2))}):
         found = DeepSpeedConfig(bare, world_size=8, **told)
         assert (found.train_batch_size, found.sequence_parallel_size) == (4, 2)
     wrong = [
@@ -394,8 +374,8 @@ def test_ranks_that_share_sequences():
             {"world_size": 6},
             "data_parallel_size is 2, but .* 3",
         ),
-        ({"sequence_parallel_size": 4}, {"mpu": _SequenceMpu()}, "is 4, but mpu.get_sequence_.* says 2"),
-        ({"sequence_parallel_size": 4}, {"mpu": _Mpu()}, "no get_sequence_parallel_world_size"),
+        ({"sequence_parallel_size": 4}, {"mpu": SEQUENCE_MPU}, "is 4, but mpu.get_sequence_.* says 2"),
+        ({"sequence_parallel_size": 4}, {"mpu": MPU}, "no get_sequence_parallel_world_size"),
         ({}, {"mesh_device": MeshShape((3, 2)), "world_size": 4}, r"\(3, 2\) makes 6 ranks, but there are 4"),
     ]
     for keys, told, words in wrong:

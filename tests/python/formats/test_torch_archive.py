@@ -23,9 +23,8 @@ import deepspeed  # noqa: F401
 from deepspeed.checkpoint.read import storage
 from deepspeed.formats import standalone_reader
 from deepspeed.formats.torch_archive import LazyTensor, RefusedClass, load
+from places import PEERS
 from refusals import refused
-
-PEERS = os.path.join(os.path.dirname(__file__), "..", "..", "data", "peer-checkpoints")
 
 
 class Color(enum.Enum):

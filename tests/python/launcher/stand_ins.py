@@ -3,6 +3,7 @@
 import os
 import sys
 
+import launching
 from processes import write_program
 
 SSH = """#!/bin/bash
@@ -75,3 +76,16 @@ def install(folder):
     """Puts all of them into ``folder``."""
     for name, text in {"ssh": SSH, "pdsh": PDSH, "srun": SRUN, "mpirun": MPIRUN}.items():
         write_program(os.path.join(folder, name), text if name == "ssh" else text % {"python": sys.executable}, "")
+
+
+def environment(**more):
+    """That of a job in a folder which has the programs in bin/ and a home."""
+    paths = {"PATH": f"{os.path.abspath('bin')}:{os.environ['PATH']}", "HOME": os.path.abspath("home")}
+    return launching.environment(**{**paths, "STAND_IN_LOG": os.path.abspath("log"), **more})
+
+
+def install_here(folder, hosts):
+    """The programs, a home and a file of hosts in ``folder``."""
+    install(folder / "bin")
+    (folder / "home").mkdir()
+    (folder / "hosts").write_text(hosts)

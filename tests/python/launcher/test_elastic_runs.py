@@ -1,7 +1,9 @@
 """Elastic jobs: ranks, agents and hosts go and come, on two pretended hosts."""
 
+import contextlib
 import json
 import os
+import pathlib
 import random
 import re
 import signal
@@ -15,7 +17,7 @@ import stand_ins
 from deepspeed.host.ports import free_port
 from deepspeed.launcher.elastic_layout import layout
 from deepspeed.launcher.runner import encode_world_info
-from places import PYTHON
+from launching import command
 from processes import running, state_and_parent, wait_for
 from sampling import every_case
 
@@ -45,9 +47,7 @@ while not os.path.exists("stop"):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    stand_ins.install(tmp_path / "bin")
-    (tmp_path / "hosts").write_text("hb slots=2\nha slots=1\n")
-    (tmp_path / "home").mkdir()
+    stand_ins.install_here(tmp_path, "hb slots=2\nha slots=1\n")
     (tmp_path / "train.py").write_text(SCRIPT)
     jobs.clear()
     yield tmp_path
@@ -58,16 +58,13 @@ def folder(tmp_path, monkeypatch):
 
 
 def environment(**more):
-    left_out = ("DS_LOG_LEVEL", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "DS_LAUNCHER_SOCKET")
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
-    env |= {"PATH": f"{os.path.abspath('bin')}:{env['PATH']}", "HOME": os.path.abspath("home")}
-    env |= {"PYTHONPATH": PYTHON, "STAND_IN_LOG": os.path.abspath("log"), "DS_ACCELERATOR": "cpu"}
-    return {**env, "OMP_NUM_THREADS": "1", "DS_ELASTIC_RETRY_S": "0.4", "DS_ELASTIC_WARM_S": "-1", **more}
+    own = {"OMP_NUM_THREADS": "1", "DS_ELASTIC_RETRY_S": "0.4", "DS_ELASTIC_WARM_S": "-1"}
+    return stand_ins.environment(**{**own, **more})
 
 
 def start(*args, module="__main__", **more):
     first = ["--elastic_training"] if module == "__main__" else []
-    line = [sys.executable, "-m", f"deepspeed.launcher.{module}", *first, *map(str, args)]
+    line = command(*first, *args, module=f"deepspeed.launcher.{module}")
     with open(f"err{len(os.listdir())}", "wb") as said:
         job = subprocess.Popen(line, env=environment(**more), stdin=subprocess.DEVNULL, stdout=said, stderr=said)
     job.said = lambda: open(said.name).read()
@@ -78,13 +75,9 @@ def start(*args, module="__main__", **more):
 def rounds():
     """``{restart: {rank: [pid, rank, world, host, restart, run id, port, memory]}}`` of what has started."""
     found = {}
-    try:
-        with open("rounds") as file:
-            for line in file.read().splitlines():
-                row = json.loads(line)
-                found.setdefault(int(row[4]), {})[int(row[1])] = row
-    except (FileNotFoundError, ValueError):  # half a line
-        pass
+    with contextlib.suppress(FileNotFoundError, ValueError):  # half a line
+        for row in map(json.loads, pathlib.Path("rounds").read_text().splitlines()):
+            found.setdefault(int(row[4]), {})[int(row[1])] = row
     return found
 
 
@@ -106,8 +99,7 @@ def agent_of(rank_pid):
 
 
 def tell(name, **message):
-    with open(name + ".new", "w") as file:
-        json.dump(message, file)
+    pathlib.Path(name + ".new").write_text(json.dumps(message))
     os.rename(name + ".new", name)
 
 
@@ -249,11 +241,10 @@ def test_ranks_that_start_again_have_torch_imported(folder):
 
     def round_of(number):
         def rows():
-            try:
+            with contextlib.suppress(FileNotFoundError, ValueError):
                 found = [json.loads(line) for line in (folder / "row").read_text().splitlines()]
-            except (FileNotFoundError, ValueError):
-                return {}
-            return {rank: row for restart, rank, row in found if restart == number}
+                return {rank: row for restart, rank, row in found if restart == number}
+            return {}
 
         wait_for(lambda: len(rows()) == 2 or job.poll() is not None, 60)
         assert job.poll() is None, job.said()
@@ -363,7 +354,7 @@ open("at" + rank, "w").close()
 while not os.path.exists("fail" + rank): time.sleep(0.02)
 sys.exit(3)
 """
-    line = [sys.executable, "-m", "deepspeed.launcher", "-H", "../hosts", "--launcher", "ssh", "train.py"]
+    line = command("-H", "../hosts", "--launcher", "ssh", "train.py")
     ended = {}
     for code in (143, 3):
         (folder / str(code)).mkdir()

@@ -1,6 +1,7 @@
 """Whoever is killed, by whatever signal, at whatever time: nothing of the job is left, and the exit code is right."""
 
 import os
+import pathlib
 import random
 import signal
 import subprocess
@@ -10,8 +11,8 @@ import time
 import pytest
 
 from deepspeed.host.ports import claim_any_port, claim_port
-from places import PYTHON
-from processes import children, running, wait_for
+from launching import command, environment
+from processes import children, running, wait_for, write_program
 
 pytestmark = pytest.mark.dist
 
@@ -62,11 +63,8 @@ assert len(CASES) == 84
 
 
 def number(name):
-    try:
-        with open(name) as file:
-            return int(file.read() or 0)
-    except FileNotFoundError:
-        return 0
+    path = pathlib.Path(name)
+    return int(path.read_text() or 0) if path.exists() else 0
 
 
 def below(pid):
@@ -81,20 +79,19 @@ def below(pid):
 @pytest.mark.parametrize("who, sig, hosts, phase", CASES, ids=["-".join(map(str, case)) for case in CASES])
 def test_nobody_is_left(who, sig, hosts, phase, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
+    write_program(tmp_path / "ssh", SSH, "")
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "hosts").write_text("203.0.113.1 slots=2\n" + "203.0.113.2 slots=1\n" * (hosts - 1))
     ranks = 2 + (hosts - 1)
     port, claim = claim_any_port(random.randrange(20000, 28000))  # that no connection gets meanwhile
     claim.close()
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": PYTHON, "DS_ACCELERATOR": "cpu"}
+    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
     env |= {"DS_TEST_PHASE": phase, "MASTER_PORT": str(port), "DS_LAUNCHER_GRACE_S": "1", "TMPDIR": f"{tmp_path}/tmp"}
     (tmp_path / "tmp").mkdir()
     if who == "link":
         env["DS_LAUNCHER_LINK_S"] = "2"
     job = subprocess.Popen(
-        [sys.executable, "-m", "deepspeed.launcher", "-H", "hosts", "--launcher", "ssh", "train.py"], env=env,
+        command("-H", "hosts", "--launcher", "ssh", "train.py"), env=env,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip

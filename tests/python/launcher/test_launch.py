@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 import resource
 import signal
 import socket
@@ -12,8 +13,9 @@ import time
 
 import pytest
 
+import launching
 from deepspeed.host.ports import free_port
-from places import PYTHON
+from launching import command
 from processes import children, pids, running, state_and_parent, taken_port, wait_for
 from refusals import refused
 
@@ -40,31 +42,17 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def command(*args):
-    return [sys.executable, "-m", "deepspeed.launcher", *map(str, args)]
-
-
 def environment(**more):
-    # A port of its own: somebody else on this machine may have the default one.
-    # The width of a terminal is asked of the terminal only where no variable says it.
-    left_out = ("DS_LOG_LEVEL", "COLUMNS", "LINES")
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**env, "PYTHONPATH": PYTHON, "DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port()), **more}
+    """With a port of its own: somebody else on this machine may have the default one."""
+    return launching.environment(**{"MASTER_PORT": str(free_port()), **more})
 
 
-def run(*args, timeout=60, **more):
-    return subprocess.run(command(*args), env=environment(**more), capture_output=True, text=True, timeout=timeout)
-
-
-def hear_ctrl_c():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run under nohup, or behind &, has it ignored
+def run(*args, input=None, **more):
+    return launching.run(command(*args), environment(**more), input=input)
 
 
 def start(*args, **more):
-    return subprocess.Popen(
-        command(*args), env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=hear_ctrl_c,
-    )  # fmt: skip
+    return launching.start(command(*args), environment(**more))
 
 
 def wait_until_ready(*names):
@@ -72,8 +60,7 @@ def wait_until_ready(*names):
 
 
 def script(text, name="train.py"):
-    with open(name, "w") as file:
-        file.write(PRELUDE + text)
+    pathlib.Path(name).write_text(PRELUDE + text)
     return name
 
 
@@ -93,9 +80,7 @@ with open("seen%d" % rank, "w") as file: json.dump(seen, file)
     done = run("--num_accelerators", 3, "train.py", "--deepspeed", "-x", "a b")
     assert done.returncode == 0, done.stderr
     for rank in range(3):
-        with open(f"seen{rank}") as file:
-            seen = json.load(file)
-        assert seen == [
+        assert json.loads(pathlib.Path(f"seen{rank}").read_text()) == [
             ["train.py", f"--local_rank={rank}", "--deepspeed", "-x", "a b"],
             [str(rank), str(rank), "3", "3", "0", "1", "127.0.0.1"], True, "",
         ]  # fmt: skip
@@ -114,8 +99,7 @@ def test_module_and_program_and_no_local_rank(folder):
 
 def test_only_rank_0_reads_what_the_user_types():
     script("print(rank, repr(sys.stdin.readline()))")
-    line = command("--num_gpus", 2, "train.py")
-    done = subprocess.run(line, env=environment(), input="yes\n", capture_output=True, text=True, timeout=30)
+    done = run("--num_gpus", 2, "train.py", input="yes\n")
     assert sorted(done.stdout.splitlines()) == ["0 'yes\\n'", "1 ''"]
 
 
@@ -163,14 +147,9 @@ print(sys.stdout.isatty(), sys.stderr.isatty(), shutil.get_terminal_size().colum
     os.close(theirs)
     os.write(ours, b"hello\n")
     seen = b""
-    while True:
-        try:
-            data = os.read(ours, 4096)
-        except OSError:
-            break
-        if not data:
-            break
-        seen += data
+    with contextlib.suppress(OSError):
+        while data := os.read(ours, 4096):
+            seen += data
     assert job.wait(60) == 0
     assert b"True True 97 typed hello" in seen.replace(b"\r\n", b"\n")
 
@@ -193,8 +172,7 @@ def test_save_pid(folder):
     job = start("--save_pid", "--num_gpus", 1, "train.py")
     path = f"/tmp/{job.pid}.ds"
     wait_for(lambda: os.path.exists(path) and pids())
-    with open(path) as file:
-        assert int(file.read()) == job.pid
+    assert int(pathlib.Path(path).read_text()) == job.pid
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=60)
     assert not os.path.exists(path)
@@ -213,12 +191,8 @@ time.sleep(600)
     done = run("--num_gpus", 3, "train.py", DS_LAUNCHER_GRACE_S="0.5")
     assert done.returncode == 37
     story = done.stderr[done.stderr.index("deepspeed: rank") :]
-    assert (
-        "rank 1 of 3" in story
-        and "exit code 37" in story
-        and socket.gethostname() in story
-        and "the other 2 were stopped" in story
-    )
+    words = ("rank 1 of 3", "exit code 37", socket.gethostname(), "the other 2 were stopped")
+    assert all(word in story for word in words), story
     assert story.splitlines()[1:5] == ["---- last lines of rank 1 ----", "line before", "the reason", "----"]
     assert_nobody_left(6, seconds=0)
 
@@ -289,8 +263,7 @@ print("heard", count)
     wait_until_ready()
     job.send_signal(sig)
     out, err = job.communicate(timeout=60)
-    assert job.returncode == code, err
-    assert out == f"heard [{int(sig)}]\n" * 2
+    assert (job.returncode, out) == (code, f"heard [{int(sig)}]\n" * 2), err
     assert_nobody_left(4, seconds=0)
 
 
@@ -299,7 +272,7 @@ def test_a_second_ctrl_c_ends_at_once():
 signal.signal(signal.SIGINT, signal.SIG_IGN); open("ready", "w").close(); time.sleep(600)
 """)
     job = start("--num_gpus", 1, "train.py", DS_LAUNCHER_GRACE_S="60")
-    wait_for(lambda: os.path.exists("ready"))
+    wait_until_ready("ready")
     job.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert job.poll() is None
@@ -366,13 +339,12 @@ def test_ignored_child_signal():
     script("raise SystemExit(4)")
     line = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, %r)"
     line %= command("--num_gpus", 1, "train.py")
-    assert subprocess.run([sys.executable, "-c", line], env=environment(), capture_output=True).returncode == 4
+    assert launching.run([sys.executable, "-c", line], environment()).returncode == 4
 
 
 def test_a_program_that_calls_main_keeps_its_own_children():
     script("os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)")  # the worst case: the supervisor is killed
-    with open("caller.py", "w") as file:
-        file.write("""
+    pathlib.Path("caller.py").write_text("""
 import subprocess, sys
 from deepspeed.launcher.runner import main
 mine = subprocess.Popen(["sleep", "60"])
@@ -380,7 +352,7 @@ code = main(["--num_gpus", "1", "train.py"])
 print(code, mine.poll())
 mine.kill()
 """)
-    done = subprocess.run([sys.executable, "caller.py"], env=environment(), capture_output=True, text=True, timeout=30)
+    done = launching.run([sys.executable, "caller.py"], environment())
     assert done.stdout == "137 None\n", done.stderr
     assert_nobody_left(1)
 
@@ -490,8 +462,7 @@ sys.stdout.write("done\\n" if os.path.exists({go!r}) else "nobody came\\n")
 """)
     job = start("--num_gpus", 2, "train.py", OMP_NUM_THREADS="1")
     assert job.stdout.read(18) == "proceed? proceed? "
-    with open(go, "w", encoding="utf-8"):
-        pass
+    pathlib.Path(go).touch()
     assert job.communicate(timeout=60)[0] == "done\ndone\n"
 
 

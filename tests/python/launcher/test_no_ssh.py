@@ -3,16 +3,15 @@
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
+import launching
 from deepspeed.host.job_key import MAKE_KEY, is_from_here
 from deepspeed.host.ports import free_port
 from deepspeed.launcher import agent, arrivals, linux, no_ssh, runner
@@ -20,13 +19,11 @@ from deepspeed.launcher.cluster import listen
 from deepspeed.launcher.control import MESSAGE, Link, LinkLost, encode_frame
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.host_link import HostLink
-from places import PYTHON
+from launching import CLUSTER, command, environment
 from processes import wait_for
 from refusals import refused
 
 pytestmark = pytest.mark.dist
-
-CLUSTER = "NODE_RANK JOB_COMPLETION_INDEX SLURM_NODEID GROUP_RANK SLURM_NNODES MASTER_ADDR MASTER_PORT".split()
 
 
 @pytest.fixture(autouse=True)
@@ -38,15 +35,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def start(port, *args, **more):
-    left_out = (*CLUSTER, "DS_LOG_LEVEL", "RANK", "WORLD_SIZE")
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
-    env |= {"PYTHONPATH": PYTHON, "DS_ACCELERATOR": "cpu", **more}
     line = ["--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port, "--join_timeout", "20", *args]
-    return subprocess.Popen(
-        [sys.executable, "-m", "deepspeed.launcher", *map(str, line)], env=env, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    return launching.start(command(*line), environment(**more))
 
 
 def ends(*jobs):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import random
 import re
 import shutil
@@ -12,10 +13,13 @@ import time
 
 import pytest
 
+import launching
 import stand_ins
 from deepspeed.launcher.host_link import Way
+from launching import command
 from places import PYTHON
 from processes import children, pids, running, state_and_parent, taken_port, wait_for
+from stand_ins import environment
 
 pytestmark = pytest.mark.dist
 
@@ -39,49 +43,29 @@ note(os.getpid())
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    stand_ins.install(tmp_path / "bin")
-    (tmp_path / "hosts").write_text("hb slots=2\nha slots=1\n")  # not in Slurm's order
-    (tmp_path / "home").mkdir()
+    stand_ins.install_here(tmp_path, "hb slots=2\nha slots=1\n")  # not in Slurm's order
     return tmp_path
 
 
-def environment(**more):
-    left_out = ("DS_LOG_LEVEL", "KMP_AFFINITY", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
-    paths = {"PATH": f"{os.path.abspath('bin')}:{env['PATH']}", "HOME": os.path.abspath("home")}
-    paths["PYTHONPATH"] = PYTHON
-    return {**env, **paths, "STAND_IN_LOG": os.path.abspath("log"), "DS_ACCELERATOR": "cpu", **more}
-
-
-def command(*args):
-    return [sys.executable, "-m", "deepspeed.launcher", *map(str, args)]
-
-
-def run(*args, timeout=60, **more):
-    typed = more.pop("input", None)
-    made = command("-H", "hosts", *args)
-    return subprocess.run(made, env=environment(**more), capture_output=True, text=True, timeout=timeout, input=typed)
+def run(*args, input=None, **more):
+    return launching.run(command("-H", "hosts", *args), environment(**more), input=input)
 
 
 def start(*args, **more):
-    return subprocess.Popen(
-        command("-H", "hosts", *args), env=environment(**more), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    return launching.start(command("-H", "hosts", *args), environment(**more))
 
 
 def script(text, name="train.py"):
-    with open(name, "w") as file:
-        file.write(text)
+    pathlib.Path(name).write_text(text)
     return name
 
 
 def seen(count):
-    found = []
-    for rank in range(count):
-        with open(f"seen{rank}") as file:
-            found.append(json.load(file))
-    return found
+    return [json.loads(pathlib.Path(f"seen{rank}").read_text()) for rank in range(count)]
+
+
+def wait_until_nobody_is_left(seconds=15):
+    wait_for(lambda: not any(map(running, pids())), seconds)
 
 
 # ---- what ranks see -----------------------------------------------------------------------------------------------
@@ -127,8 +111,7 @@ with open("got%s" % os.environ["RANK"], "wb") as file:
     done = subprocess.run(made, env=env, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
     for rank in range(3):
-        with open(f"got{rank}", "rb") as file:
-            assert file.read().split(b"\0") == words * 2
+        assert pathlib.Path(f"got{rank}").read_bytes().split(b"\0") == words * 2
 
 
 def test_variables_that_travel(folder):
@@ -169,10 +152,8 @@ def test_a_virtual_environment_is_entered(folder):
     script("import os; print(os.environ['IN_VENV'])")
     done = run("--launcher", "ssh", "--venv_script", folder / "activate it", "train.py")
     assert sorted(done.stdout.splitlines()) == ["[ha:2] 1", "[hb:0] 1", "[hb:1] 1"], done.stderr
-    alone = subprocess.run(
-        command("--num_gpus", 2, "--venv_script", folder / "activate it", "train.py"), env=environment(),
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    line = command("--num_gpus", 2, "--venv_script", folder / "activate it", "train.py")
+    alone = launching.run(line, environment())
     assert alone.stdout == "1\n1\n", alone.stderr
 
 
@@ -193,7 +174,7 @@ time.sleep(600)
     assert done.returncode == 37
     assert "rank 2 of 3 (pid " in done.stderr and "host ha) failed with exit code 37" in done.stderr
     assert "---- last lines of rank 2 ----\nlast words" in done.stderr
-    wait_for(lambda: not any(map(running, pids())), 15)
+    wait_until_nobody_is_left()
 
 
 def test_survivors_may_tidy_up_and_are_killed_when_they_do_not():
@@ -213,7 +194,7 @@ while True: time.sleep(0.1)
     )
     done = run("--launcher", "ssh", "train.py", DS_LAUNCHER_GRACE_S="1")
     assert done.returncode == 3 and "[hb:0] tidied" in done.stdout
-    wait_for(lambda: not any(map(running, pids())), 15)
+    wait_until_nobody_is_left()
 
 
 def test_output_can_go_to_files_and_the_pid_to_one(folder):
@@ -245,7 +226,7 @@ while True: time.sleep(0.05)
     job.send_signal(sig)
     assert job.wait(60) == code
     assert [open(f"heard{rank}").read() for rank in range(3)] == [f"{int(sig)}\n"] * 3
-    wait_for(lambda: not any(map(running, pids())), 15)
+    wait_until_nobody_is_left()
 
 
 @pytest.mark.parametrize("who", ["head", "link", "agent"])
@@ -255,7 +236,7 @@ def test_nobody_is_left_when_one_of_the_guards_is_killed(who):
     wait_for(lambda: len(pids()) == 6, 15)
     # The stand-in for ssh becomes the agent: it is both.
     os.kill(job.pid if who == "head" else children(job.pid)[-1], signal.SIGTERM if who == "link" else signal.SIGKILL)
-    wait_for(lambda: not any(map(running, pids())), 10)
+    wait_until_nobody_is_left(10)
     assert job.wait(60) == {"head": -9, "link": 143, "agent": 1}[who], job.stderr.read()
     if who == "agent":
         assert "host ha was lost" in job.stderr.read()
@@ -269,7 +250,7 @@ def test_a_host_that_is_not_heard_of_is_lost():
     os.kill(agent, signal.SIGSTOP)  # as a cut cable: nobody says anything, nothing is closed
     assert job.wait(60) == 1
     assert "host ha was lost" in (said := job.stderr.read()) and "nothing was heard for 2 s" in said
-    wait_for(lambda: not any(map(running, pids())), 10)
+    wait_until_nobody_is_left(10)
 
 
 def test_a_stopped_job_goes_on():
@@ -298,8 +279,7 @@ def test_a_stopped_job_goes_on():
 def test_errors_name_what_to_change(hosts, args, named, folder):
     (folder / "hosts").write_text(hosts)
     done = run(*args, script(SEEN))
-    assert done.returncode == 1
-    assert re.search(named, done.stderr), done.stderr
+    assert done.returncode == 1 and re.search(named, done.stderr), done.stderr
 
 
 def test_a_script_that_is_missing_and_a_port_that_is_taken():

@@ -19,6 +19,7 @@ from deepspeed.moe.utils import (
     split_params_into_different_moe_groups_for_optimizer,
     split_params_into_shared_and_expert_params,
 )
+from gradients import gradients
 from refusals import refused
 
 
@@ -82,17 +83,12 @@ def test_rows_run_through_their_experts(make, grouped, dtype):
         torch.nn.init.normal_(param, std=0.3 + 0.01 * number)
     rows, x = [3, 0, 5, 1], torch.randn(9, 8, dtype=dtype, requires_grad=True)
     y = experts(x, rows)
-    y.square().sum().backward()
-    got = [x.grad.clone(), *(p.grad.clone() for p in experts.parameters())]
-    x.grad = None
-    experts.zero_grad()
+    leaves = [x, *experts.parameters()]
+    got = [y, *gradients(y.square().sum(), leaves)]
     parts = [experts.deepspeed_experts[e](part) for e, part in enumerate(x.split(rows))]
     want = torch.cat([part[0] if isinstance(part, tuple) else part for part in parts])
-    want.square().sum().backward()
     bound = {"rtol": 5e-2, "atol": 0.2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(y, want, **bound)
-    for one, other in zip(got, [x.grad, *(p.grad for p in experts.parameters())], strict=True):
-        torch.testing.assert_close(one, other, **bound)
+    torch.testing.assert_close(got, [want, *gradients(want.square().sum(), leaves)], **bound)
     assert all(not p.grad.any() for p in experts.deepspeed_experts[1].parameters())  # no rows: zero, not none
 
 
@@ -125,12 +121,9 @@ def test_keeping_all_equals_capacity_for_all(k):
     x = torch.randn(11, 8, requires_grad=True)
     results = []
     for layer in (keep, some):
-        x.grad = None
         out, loss, _ = layer(x)
-        (out.square().sum() + loss).backward()
-        results.append([out, x.grad.clone(), *(p.grad for p in layer.parameters())])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        results.append([out, *gradients(out.square().sum() + loss, [x, *layer.parameters()])])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 def test_half_precision_in_and_out():
@@ -155,28 +148,20 @@ def test_recomputation_keeps_routes(drop):
     x = torch.randn(16, 8, requires_grad=True)
     results = []
     for recompute in (False, True):
-        x.grad = None
-        layer.zero_grad()
         torch.manual_seed(5)
         out = torch.utils.checkpoint.checkpoint(lambda y: layer(y)[0], x) if recompute else layer(x)[0]
         torch.rand(3)
-        out.square().sum().backward()
-        results.append([x.grad.clone(), *(p.grad.clone() for p in layer.parameters())])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
+        results.append(gradients(out.square().sum(), [x, *layer.parameters()]))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("drop", [False, True])
 def test_a_loss_that_nobody_hands_on(drop):
     layer, x = MoE(8, mlp(), 4, k=2, drop_tokens=drop, top2_2nd_expert_sampling=False), torch.randn(6, 8)
     out, loss, _ = layer(x)
-    (out.square().sum() + 0.3 * loss).backward()
-    want = [p.grad.clone() for p in layer.parameters()]
-    layer.zero_grad()
+    want = gradients(out.square().sum() + 0.3 * loss, [*layer.parameters()])
     layer.deepspeed_moe.loss_scale = lambda: 0.3
-    layer(x)[0].square().sum().backward()
-    for param, grad in zip(layer.parameters(), want, strict=True):
-        torch.testing.assert_close(param.grad, grad)
+    torch.testing.assert_close(gradients(layer(x)[0].square().sum(), [*layer.parameters()]), want)
 
 
 def test_the_padded_exchange_can_be_replaced(monkeypatch):

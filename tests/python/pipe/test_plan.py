@@ -81,17 +81,8 @@ def test_parts_and_auto():
     assert deepspeed.pipe.plan(equal_layers(), 4, 8, "auto", SAMPLE).schedule == "zb-h1"
     chosen = deepspeed.pipe.plan(equal_layers(), 4, 8, "auto", SAMPLE, virtual_stages=2, placement="v")
     assert chosen.schedule == "zb-v"
-    refused(
-        ValueError,
-        "no pipeline schedule fits into pipeline.memory_limit 1000: the leanest, 1f1b",
-        deepspeed.pipe.plan,
-        equal_layers(),
-        4,
-        8,
-        "auto",
-        SAMPLE,
-        memory_limit=1000,
-    )
+    words = "no pipeline schedule fits into pipeline.memory_limit 1000: the leanest, 1f1b"
+    refused(ValueError, words, deepspeed.pipe.plan, equal_layers(), 4, 8, "auto", SAMPLE, memory_limit=1000)
 
 
 def test_measured_times():
@@ -109,50 +100,23 @@ def test_large_models_cost_nothing():
     assert sum(stage.parameters for stage in made.stages) == 8 * ((1 << 30) + (1 << 15))
 
 
-def test_bad_input():
-    refused(ValueError, "needs sample=", deepspeed.pipe.plan, equal_layers(), 4, 8)
-    refused(
-        ValueError,
-        "costs= has 1 layers, the pipeline 8",
-        deepspeed.pipe.plan,
-        equal_layers(),
-        4,
-        8,
-        sample=SAMPLE,
-        costs=[None],
-    )
-    refused(
-        ValueError, "give measured times, too", deepspeed.pipe.plan, equal_layers(), 4, 8, sample=SAMPLE, latency=1.0
-    )
-    refused(
-        ValueError,
-        "the pipeline schedule zb-v wants 2 chunks of layers on each rank, not 1",
-        deepspeed.pipe.plan,
-        equal_layers(),
-        4,
-        8,
-        "zb-v",
-        SAMPLE,
-    )
-    refused(
-        ValueError,
-        'there is no pipeline schedule "best": there are 1f1b, gpipe',
-        deepspeed.pipe.plan,
-        equal_layers(),
-        4,
-        8,
-        "best",
-        SAMPLE,
-    )
-    refused(
-        RuntimeError,
-        r"layer 1 \(Linear\) of the pipeline cannot run on meta tensors: ",
-        deepspeed.pipe.plan,
-        [nn.Linear(WIDTH, 3), nn.Linear(4, 4)],
-        2,
-        2,
-        sample=SAMPLE,
-    )
+@pytest.mark.parametrize(
+    "words, given, more",
+    [
+        ("needs sample=", (), {}),
+        ("costs= has 1 layers, the pipeline 8", (), {"sample": SAMPLE, "costs": [None]}),
+        ("give measured times, too", (), {"sample": SAMPLE, "latency": 1.0}),
+        ("the pipeline schedule zb-v wants 2 chunks of layers on each rank, not 1", ("zb-v", SAMPLE), {}),
+        ('there is no pipeline schedule "best": there are 1f1b, gpipe', ("best", SAMPLE), {}),
+    ],
+)
+def test_bad_input(words, given, more):
+    refused(ValueError, words, deepspeed.pipe.plan, equal_layers(), 4, 8, *given, **more)
+
+
+def test_layers_that_do_not_fit_each_other():
+    words, layers = r"layer 1 \(Linear\) of the pipeline cannot run on meta tensors: ", [(WIDTH, 3), (4, 4)]
+    refused(RuntimeError, words, deepspeed.pipe.plan, [nn.Linear(*sizes) for sizes in layers], 2, 2, sample=SAMPLE)
 
 
 def test_a_backward_that_is_not_split():

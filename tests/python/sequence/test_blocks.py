@@ -37,8 +37,18 @@ def plain(query, key, value, causal, mask, cap, sinks=None, dropped=None):
     return torch.matmul(used, value)
 
 
-def worst(found, expected):
-    return float((found.double() - expected.double()).abs().max() / expected.abs().max().clamp(min=1.0))
+def assert_near(found, expected, dtype):
+    for one, other in zip(found, expected, strict=True):
+        gap = float((one.double() - other.double()).abs().max() / other.abs().max().clamp(min=1.0))
+        assert one.dtype == dtype and gap < GAPS[dtype], gap
+
+
+def given(dtype):
+    """Queries, keys and values, where they look, and the gradient from above. One query sees nothing."""
+    leaves = [normal(2, heads, 35, 5, dtype=dtype, seed=at).requires_grad_() for at, heads in enumerate((4, 2, 2))]
+    mask = torch.rand(2, 1, 35, 35, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[1, :, 6] = False
+    return leaves, mask, normal(2, 4, 35, 5, dtype=dtype, seed=9)
 
 
 @pytest.fixture
@@ -52,39 +62,30 @@ def no_scores(monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("chunk", [4, 35])
 def test_chunks_equal_plain_attention(chunk, causal, dtype, cap):
-    leaves = [normal(2, heads, 35, 5, dtype=dtype, seed=at).requires_grad_() for at, heads in enumerate((4, 2, 2))]
-    mask = torch.rand(2, 1, 35, 35, generator=torch.Generator().manual_seed(1)) > 0.4
-    mask[1, :, 6] = False
-    upper = normal(2, 4, 35, 5, dtype=dtype, seed=9)
+    leaves, mask, upper = given(dtype)
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     for looks in (None, mask):
         expected = plain(*wide, causal, looks, cap)
         wanted = torch.autograd.grad(expected, wide, upper.double())
         may = None if looks is None else lambda queries, keys: mask[:, :, slice(*queries), slice(*keys)]
         found = chunked_attention(*leaves, chunk, causal, 0.3, looks=may, soft_cap=cap)
-        assert found.dtype == dtype and worst(found, expected) < GAPS[dtype]
-        for grad, one in zip(torch.autograd.grad(found, leaves, upper), wanted):
-            assert worst(grad, one) < GAPS[dtype]
+        assert_near([found, *torch.autograd.grad(found, leaves, upper)], [expected, *wanted], dtype)
 
 
 @pytest.mark.parametrize("dtype", GAPS)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("drop, cap, chunk", [(0.0, 0.0, 4), (0.3, 0.0, 9), (0.5, 0.7, 35), (0.2, 0.7, 6)])
 def test_chunks_with_sinks_and_dropout(drop, cap, chunk, causal, dtype):
-    leaves = [normal(2, heads, 35, 5, dtype=dtype, seed=at).requires_grad_() for at, heads in enumerate((4, 2, 2))]
+    leaves, mask, upper = given(dtype)
     leaves.append(normal(4, dtype=dtype, seed=7).requires_grad_())
-    mask = torch.rand(2, 1, 35, 35, generator=torch.Generator().manual_seed(1)) > 0.4
-    mask[1, :, 6] = False
-    upper, dropped = normal(2, 4, 35, 5, dtype=dtype, seed=9), Dropped(drop, 2**61 + 5, 3) if drop else None
+    dropped = Dropped(drop, 2**61 + 5, 3) if drop else None
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = plain(*wide[:3], causal, mask, cap, wide[3], dropped)
     wanted = torch.autograd.grad(expected, wide, upper.double())
     rules = {"soft_cap": cap, "sinks": leaves[3], "dropped": dropped}
     looks = lambda queries, keys: mask[:, :, slice(*queries), slice(*keys)]  # noqa: E731
     found = chunked_attention(*leaves[:3], chunk, causal, 0.3, looks=looks, **rules)
-    assert worst(found, expected) < GAPS[dtype]
-    for grad, leaf, one in zip(torch.autograd.grad(found, leaves, upper), leaves, wanted):
-        assert grad.dtype == leaf.dtype and worst(grad, one) < GAPS[dtype]
+    assert_near([found, *torch.autograd.grad(found, leaves, upper)], [expected, *wanted], dtype)
 
 
 def test_sinks_stay_as_they_are():
@@ -95,7 +96,7 @@ def test_sinks_stay_as_they_are():
     assert sinks.tolist() == [0.5, -2.0] and torch.allclose(found, before, atol=1e-6)
 
 
-def testphilox_gives_the_published_bits():
+def test_philox_gives_the_published_bits():
     """Random123's kat_vectors."""
     cases = [
         ([0] * 4, 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -162,31 +163,24 @@ def alone(attention, chunk=4):
 
 
 def test_models_with_caps_sinks_and_dropout_have_chunks():
-    module = types.SimpleNamespace(is_causal=True, training=True)
+    module, attend = types.SimpleNamespace(is_causal=True, training=True), alone(sdpa_attention_forward)._alone
     parts = [normal(1, heads, 9, 4, dtype=torch.float32, seed=heads) for heads in (4, 2, 2)]
-    sinks, given = torch.tensor([0.3, -1.0, 0.0, 2.0]), {"scaling": 0.3, "softcap": 0.7, "dropout": 0.5}
+    sinks, rules = torch.tensor([0.3, -1.0, 0.0, 2.0]), {"scaling": 0.3, "softcap": 0.7, "dropout": 0.5}
     torch.manual_seed(5)
-    found, _ = alone(sdpa_attention_forward)._alone(module, *parts, None, s_aux=sinks, **given)
+    found, _ = attend(module, *parts, None, s_aux=sinks, **rules)
     torch.manual_seed(5)
     expected = plain(*parts, True, None, 0.7, sinks, Dropped.drawn(0.5))
     assert torch.allclose(found.transpose(1, 2), expected, atol=1e-5)
     for name, none in (("softcap", 0.0), ("s_aux", None), ("dropout", 0.0)):
         torch.manual_seed(5)
-        other, _ = alone(sdpa_attention_forward)._alone(module, *parts, None, **{"s_aux": sinks, **given, name: none})
+        other, _ = attend(module, *parts, None, **{"s_aux": sinks, **rules, name: none})
         assert not torch.allclose(other, found, atol=1e-3), name
-    for wrong, words in (({"position_bias": sinks}, "the model passes position_bias"),):
-        refused(ValueError, words, alone(sdpa_attention_forward)._alone, module, *parts, None, **wrong)
-    refused(
-        ValueError,
-        "sdpa and flash attentions are known to be computed by blocks",
-        alone(plain)._alone,
-        module,
-        *parts,
-        None,
-    )
-    refused(
-        ValueError, "sinks have the shape", alone(sdpa_attention_forward)._alone, module, *parts, None, s_aux=sinks[:3]
-    )
+    for call, words, wrong in (
+        (attend, "the model passes position_bias", {"position_bias": sinks}),
+        (attend, "sinks have the shape", {"s_aux": sinks[:3]}),
+        (alone(plain)._alone, "sdpa and flash attentions are known to be computed by blocks", {}),
+    ):
+        refused(ValueError, words, call, module, *parts, None, **wrong)
 
 
 @pytest.mark.parametrize("kernel", [flash_attention_forward, functools.partial(flash_attention_forward, kernel="hub")])
@@ -248,39 +242,23 @@ def test_merged_states_are_the_whole():
     first.see(key[:, :, :5], value[:, :, :5])
     second.see(key[:, :, 5:], value[:, :, 5:])
     _C.AttentionOps(1).merge([first.high, first.total, first.sum], [second.high, second.total, second.sum])
-    for found, expected in zip(first.result(), whole.result()):
-        assert torch.allclose(found, expected, atol=1e-6)
+    torch.testing.assert_close(first.result(), whole.result(), rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_refused():
     ops, rules, one = _C.AttentionOps(1), _C.BlockRules(1.0), torch.zeros(1, 2, 3, 4)
     state = [torch.zeros(1, 2, 3, size) for size in (1, 1, 4)]
-    for key, wrong in ((torch.zeros(1, 2, 3, 5), "do not belong together"), (one.double(), "do not belong together")):
-        refused(ValueError, wrong, ops.forward, [one, key, key], state, True, rules)
-    refused(
-        ValueError, "has 6 numbers of Float here", ops.forward, [one] * 3, [state[2], state[1], state[2]], True, rules
-    )
-    for looks in (torch.ones(1, 1, 3, 3), torch.ones(1, 1, 2, 3, dtype=torch.bool)):
-        refused(
-            ValueError,
-            "may look among 3 keys is bool",
-            ops.forward,
-            [one] * 3,
-            state,
-            True,
-            _C.BlockRules(1.0, looks=looks),
-        )
-    refused(
-        ValueError,
-        "has not the shape",
-        ops.backward,
-        [one, one, one, one[:, :1]],
-        [state[0], state[0]],
-        [one] * 3,
-        rules,
-    )
-    refused(ValueError, "takes 2 statistics, got 1", ops.backward, [one] * 4, [state[0]], [one] * 3, rules)
-    refused(
-        ValueError, "states of attention that are merged", ops.merge, state, [state[0], state[1], state[2].double()]
-    )
+    looks = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 2, 3, dtype=torch.bool)
+    looks = [_C.BlockRules(1.0, looks=one) for one in looks]
+    for words, call, *arguments in (
+        ("do not belong together", ops.forward, [one, *[torch.zeros(1, 2, 3, 5)] * 2], state, True, rules),
+        ("do not belong together", ops.forward, [one, *[one.double()] * 2], state, True, rules),
+        ("has 6 numbers of Float here", ops.forward, [one] * 3, [state[2], state[1], state[2]], True, rules),
+        ("may look among 3 keys is bool", ops.forward, [one] * 3, state, True, looks[0]),
+        ("may look among 3 keys is bool", ops.forward, [one] * 3, state, True, looks[1]),
+        ("has not the shape", ops.backward, [one, one, one, one[:, :1]], [state[0]] * 2, [one] * 3, rules),
+        ("takes 2 statistics, got 1", ops.backward, [one] * 4, [state[0]], [one] * 3, rules),
+        ("states of attention that are merged", ops.merge, state, [state[0], state[1], state[2].double()]),
+    ):
+        refused(ValueError, words, call, *arguments)
     refused(ValueError, "soft_cap is -1", chunked_attention, one, one, one, 2, soft_cap=-1)

@@ -10,6 +10,7 @@ from deepspeed._native import _C
 from deepspeed.comm.mesh import made_here
 from deepspeed.sequence.chunked import chunked_attention
 from deepspeed.utils.waiting_tensors import ShapeStore, Waiting, store_of
+from gradients import gradients
 from refusals import refused
 
 CPU = torch.device("cpu")
@@ -41,15 +42,9 @@ def test_equals_the_whole(chunk, causal, place, tmp_path):
     leaves = [normal(2, heads, 11, 3, seed=heads + at) for at, heads in enumerate((4, 2, 2))]
     expected = plain(*leaves, causal)
     upper = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    expected.backward(upper)
-    wanted = [leaf.grad.clone() for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
+    wanted = [expected, *gradients(expected, leaves, upper)]
     found = chunked_attention(*leaves, chunk, causal, 0.3, str(tmp_path) if place == "file" else False)
-    found.backward(upper)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
-    for leaf, one in zip(leaves, wanted):
-        assert torch.allclose(leaf.grad, one, rtol=0, atol=1e-12)
+    torch.testing.assert_close([found, *gradients(found, leaves, upper)], wanted, rtol=0, atol=1e-12)
     if place == "file":
         assert store_of(CPU, str(tmp_path)).waiting == 0
 
@@ -75,9 +70,8 @@ def test_masks_of_blocks(chunk, causal):
         return mask[:, :, slice(*queries), slice(*keys)]
 
     found = chunked_attention(*leaves, chunk, causal, 0.3, looks=looks)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
-    for grad, one in zip(torch.autograd.grad(found, leaves, upper), wanted):
-        assert torch.allclose(grad, one, rtol=0, atol=1e-12)
+    grads = torch.autograd.grad(found, leaves, upper)
+    torch.testing.assert_close([found, *grads], [expected, *wanted], rtol=0, atol=1e-12)
     assert ((0, min(chunk, 11)), (0, min(chunk, 11))) in calls
 
 

@@ -5,6 +5,7 @@ import torch
 
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
 from deepspeed.sequence.tiled import tile_sizes
+from gradients import gradients
 from refusals import refused
 
 
@@ -29,15 +30,9 @@ def tokens(length, requires_grad=True):
 def compare(found, expected, leaves):
     """The same value and the same gradients, after different gradients from above."""
     weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
-    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
-    grads = []
-    for result in (found, expected):
-        for leaf in leaves:
-            leaf.grad = None
-        (result * weights).sum().backward()
-        grads.append([leaf.grad.clone() for leaf in leaves if leaf.requires_grad])
-    for one, other in zip(*grads):
-        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    one, other = ([result, *gradients(result, leaves, weights)] for result in (found, expected))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def test_tiles():
@@ -149,19 +144,8 @@ def test_a_loss_without_labels_is_0():
     )
     loss.backward()
     assert loss == 0 and x.grad.abs().max() == 0
-    refused(
-        ValueError,
-        "output_reduction is 'max'",
-        TiledFusedLogitsLoss.apply,
-        cross_entropy,
-        model,
-        x,
-        x,
-        None,
-        2,
-        [],
-        "max",
-    )
+    given = (cross_entropy, model, x, x, None, 2, [], "max")
+    refused(ValueError, "output_reduction is 'max'", TiledFusedLogitsLoss.apply, *given)
 
 
 # ---- any function ----------------------------------------------------------------------------------------------------
@@ -180,39 +164,13 @@ def test_any_function(shards, reduction):
     compare(found, fn(x, scale, 3.0, None), [x, *mlp.parameters()])
 
 
-def test_what_is_wrong_is_named():
-    x = tokens(7)
-    refused(
-        ValueError,
-        r"kwargs_to_shard\['x'\] has shape \(2, 7, 4\).*seqlen, 8",
-        sequence_tiled_compute,
-        lambda x: x,
-        8,
-        2,
-        {"x": x},
-        {},
-        "x",
-    )
-    refused(
-        ValueError,
-        "grad_requiring_tensor_key 'y' is none of kwargs_to_shard: x",
-        sequence_tiled_compute,
-        lambda x: x,
-        7,
-        2,
-        {"x": x},
-        {},
-        "y",
-    )
-    refused(
-        ValueError,
-        "output_reduction is 'max'",
-        sequence_tiled_compute,
-        lambda x: x,
-        7,
-        2,
-        {"x": x},
-        {},
-        "x",
-        output_reduction="max",
-    )
+@pytest.mark.parametrize(
+    "words, length, key, more",
+    [
+        (r"kwargs_to_shard\['x'\] has shape \(2, 7, 4\).*seqlen, 8", 8, "x", {}),
+        ("grad_requiring_tensor_key 'y' is none of kwargs_to_shard: x", 7, "y", {}),
+        ("output_reduction is 'max'", 7, "x", {"output_reduction": "max"}),
+    ],
+)
+def test_what_is_wrong_is_named(words, length, key, more):
+    refused(ValueError, words, sequence_tiled_compute, lambda x: x, length, 2, {"x": tokens(7)}, {}, key, **more)

@@ -7,6 +7,7 @@ import torch
 
 from deepspeed.sequence import tile
 from deepspeed.sequence.tiled import TiledFusedLogitsLoss
+from gradients import gradients
 from refusals import refused
 
 WIDTH = 4
@@ -37,29 +38,20 @@ def test_mlps_are_found_and_equal():
     model = torch.nn.Sequential(Layer(), Layer(mixes=True), Layer()).eval()
     x = torch.randn(2, 10, WIDTH, requires_grad=True)
     expected = model(x)
-    expected.square().sum().backward()
-    wanted = [x.grad.clone(), *(param.grad.clone() for param in model.parameters())]
-    model.zero_grad()
-    x.grad = None
+    leaves = [x, *model.parameters()]
+    wanted = gradients(expected.square().sum(), leaves)
     assert tile(model) == ["0.mlp", "2.mlp"]
     model[0].mlp.most = 0
     found = model(x)
     assert model[0].mlp.most == WIDTH and model[1].mlp.most == 10 and not model.training
-    found.square().sum().backward()
-    for one, other in zip(wanted, [x.grad, *(param.grad for param in model.parameters())]):
-        assert torch.allclose(one, other, atol=1e-5)
+    torch.testing.assert_close(gradients(found.square().sum(), leaves), wanted, rtol=1e-5, atol=1e-5)
     assert torch.allclose(found, expected, atol=1e-6)
     assert model.train()(x).shape == x.shape and model[0].mlp.training
 
 
 def test_a_named_module_must_treat_tokens_alone():
-    refused(
-        ValueError,
-        r"'mlp' \(Mlp\) cannot be cut along the sequence: tokens change",
-        tile,
-        Layer(mixes=True),
-        mlp=["mlp"],
-    )
+    words = r"'mlp' \(Mlp\) cannot be cut along the sequence: tokens change"
+    refused(ValueError, words, tile, Layer(mixes=True), mlp=["mlp"])
     refused(ValueError, "'norm' .*it has no linear layer", tile, Layer(), mlp=["norm"])
     odd = torch.nn.Module()
     odd.attention = torch.nn.MultiheadAttention(WIDTH, 1)

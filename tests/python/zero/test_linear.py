@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.linear import (
 )
 from deepspeed.runtime.zero.utils import ZeRORuntimeException, is_zero_param
 from deepspeed.zero.gathers.linear import exact_linear
+from gradients import gradients
 from runs import TORCH2
 
 F = torch.nn.functional
@@ -28,8 +29,7 @@ def leaves(shape, bias, dtype=torch.float32):
 
 def run(function, tensors):
     out = function(*tensors)
-    out.float().square().sum().backward()
-    return [out, *(t.grad for t in tensors)]
+    return [out, *gradients(out.float().square().sum(), tensors)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -40,8 +40,7 @@ def test_equals_torch(shape, bias, dtype):
     theirs = run(F.linear, leaves(shape, bias, dtype))
     assert torch.equal(ours[0], theirs[0])
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
-    for a, b in zip(ours[1:], theirs[1:]):
-        assert a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 4)], ids=str)
@@ -83,11 +82,8 @@ def test_the_weight_itself_is_saved():
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         zero3_linear_wrap(x, weight, bias)
-    of_weight = (
-        [t for t in saved if t.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()]
-        if TORCH2
-        else [t for t in saved if t.storage().data_ptr() == weight.storage().data_ptr()]
-    )
+    storage = torch.Tensor.untyped_storage if TORCH2 else torch.Tensor.storage
+    of_weight = [t for t in saved if storage(t).data_ptr() == storage(weight).data_ptr()]
     assert len(of_weight) == 1 and of_weight[0] is weight
 
 
@@ -109,10 +105,9 @@ def test_under_autocast(function):
         ours = function(*(mine := leaves((4,), True)))
         theirs = F.linear(*(other := leaves((4,), True)))
     assert ours.dtype == theirs.dtype == torch.bfloat16 and torch.equal(ours, theirs)
-    for out in (ours, theirs):
-        out.float().square().sum().backward()
-    for a, b in zip(mine, other):
-        assert a.grad.dtype == torch.float32 and torch.allclose(a.grad, b.grad, rtol=2e-2, atol=2e-2)
+    ours, theirs = gradients(ours.float().square().sum(), mine), gradients(theirs.float().square().sum(), other)
+    assert all(grad.dtype == torch.float32 for grad in ours)
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 def test_under_autocast_the_wrapper_is_torchs_own():
@@ -157,8 +152,7 @@ def test_vmap_and_per_sample_gradients():
         torch.func.vmap(torch.func.grad(loss(f), argnums=(0, 1)), in_dims=(None, None, 0))(weight, bias, x)
         for f in (LinearFunctionForZeroStage3.apply, F.linear)
     )
-    for a, b in zip(ours, theirs):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not TORCH2, reason="setup_context came with torch 2")
