@@ -24,7 +24,6 @@ for folder in (
 import harness  # noqa: E402  (the path above makes it importable)
 import sampling  # noqa: E402
 
-
 # Folders whose tests see no torch: rooms of the first row of docs/architecture.md, and rules about files.
 WITHOUT_TORCH = ("house", "cluster", "python/env_report", "python/host", "python/launcher", "python/nvme")
 

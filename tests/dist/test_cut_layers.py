@@ -1,5 +1,5 @@
-"""A layer that is cut over ranks, beside experts, on ranks that share batches, sequences and layers, against one process
-with all of them. Ranks as threads, all grids of 1 to 8 and of 16 ranks: tests/cpp/zero/norm_test.cpp."""
+"""A layer that is cut over ranks, beside experts, on ranks that share batches, sequences and layers, against one
+process with all of them. Ranks as threads, all grids of 1 to 8 and of 16 ranks: tests/cpp/zero/norm_test.cpp."""
 
 import pytest
 import torch

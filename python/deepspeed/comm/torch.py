@@ -164,9 +164,7 @@ class TorchBackend(Backend):
 
     def scatter(self, tensor, scatter_list=None, src=0, group=None, async_op=False):
         if ours := communicators.of(group, tensor):
-            return ours.run(
-                "scatter", scatter_list or [], [tensor], async_op, root=communicators.rank_in(group, src)
-            )
+            return ours.run("scatter", scatter_list or [], [tensor], async_op, root=communicators.rank_in(group, src))
         return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
 
     # ---- point to point ------------------------------------------------------------------------------------------

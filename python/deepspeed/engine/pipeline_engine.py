@@ -19,9 +19,7 @@ _DTYPES = [
 
 
 # Gradients are reduced for the step during the last backward of a batch, and the step.
-@answers_from(
-    {"get_pipeline_parallel_rank": "stage_id", "is_gradient_accumulation_boundary": "_execution.at_boundary"}
-)
+@answers_from({"get_pipeline_parallel_rank": "stage_id", "is_gradient_accumulation_boundary": "_execution.at_boundary"})
 @pipeline_parts.compose(parts)
 class PipelineEngine(DeepSpeedEngine):
     """Trains the stages of a ``PipelineModule``: ``train_batch()`` stands for forward, backward and step of

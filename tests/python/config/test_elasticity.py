@@ -124,13 +124,9 @@ def test_a_launcher_hears_which_numbers_of_ranks_fit(monkeypatch):
     launcher = RankMessages()
     monkeypatch.setenv(SOCKET_VARIABLE, launcher.name)
     small = {**SECTION, "max_train_batch_size": 8, "micro_batch_sizes": [1, 2, 4], "min_gpus": 1}
-    wrong(
-        {"elasticity": {**small, "version": 0.1}}, ElasticityIncompatibleWorldSize, "3 ranks cannot", world_size=3
-    )
+    wrong({"elasticity": {**small, "version": 0.1}}, ElasticityIncompatibleWorldSize, "3 ranks cannot", world_size=3)
     assert launcher.read() == [{"worlds": [1, 2, 4, 8], "min_time": 0}]
-    wrong(
-        {"elasticity": {**small, "version": 0.1}}, ElasticityIncompatibleWorldSize, "Start 1 to 8", world_size=9
-    )
+    wrong({"elasticity": {**small, "version": 0.1}}, ElasticityIncompatibleWorldSize, "Start 1 to 8", world_size=9)
     assert launcher.read() == [{"worlds": [1, 2, 4, 8], "min_time": 0}]
     nodes = {**small, "max_train_batch_size": 16, "max_gpus": 16, "num_gpus_per_node": 4, "min_time": 5}
     DeepSpeedConfig({"elasticity": nodes}, world_size=8)
@@ -149,6 +145,4 @@ def test_steps_between_snapshots_without_snapshots_are_refused():
 
 
 def test_a_folder_without_a_name_is_refused():
-    wrong(
-        {"train_batch_size": 1, "elasticity": {"save_on_signal": ""}}, DeepSpeedConfigError, "must not be empty"
-    )
+    wrong({"train_batch_size": 1, "elasticity": {"save_on_signal": ""}}, DeepSpeedConfigError, "must not be empty")

@@ -5,8 +5,8 @@ import functools
 import os
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.layouts.saved_slices import Cut
 from deepspeed.checkpoint.layouts.open_saved import open_run
+from deepspeed.checkpoint.layouts.saved_slices import Cut
 from deepspeed.checkpoint.read import memory, storage, verify
 from deepspeed.checkpoint.read.loading import checked
 from deepspeed.checkpoint.read.node_local import fetch_missing

@@ -57,9 +57,7 @@ class TiledLinear(torch.nn.Module):
     def forward(self, input_):
         """``input_``: (..., in_features), or the list of its parts. Returns (..., out_features), or the list."""
         inputs = self._split(input_)
-        outputs = [
-            functools.reduce(self._add, (tile(part) for tile, part in zip(row, inputs))) for row in self.linears
-        ]
+        outputs = [functools.reduce(self._add, (tile(part) for tile, part in zip(row, inputs))) for row in self.linears]
         return self._combine(outputs) if self.combine_out_splits else outputs
 
     def _split(self, input_):

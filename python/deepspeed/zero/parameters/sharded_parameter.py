@@ -16,8 +16,8 @@ from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.comm import held, mesh_views
 from deepspeed.config.sections import OffloadDeviceEnum
-from deepspeed.zero.core import writing
 from deepspeed.utils.forwarding import forwarded
+from deepspeed.zero.core import writing
 from deepspeed.zero.gathers.recomputed import keep_values_in_recomputed_segments
 from deepspeed.zero.nested import tensors_in
 from deepspeed.zero.parameters.own_slice import OwnSlice
