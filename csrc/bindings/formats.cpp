@@ -39,7 +39,7 @@ void translate_format_error(std::exception_ptr pending) {  // NOLINT(performance
 
 py::tuple safetensors_header(const std::string& path, const std::vector<std::string>& known, const std::string& torch) {
   const CheckedFile file(path);
-  const auto is_known = [&known](const Element& element) { return contains(known, element.name); };
+  const auto is_known = [&known](const Element& element) { return ds::contains(known, element.name); };
   const SafetensorsHeader header = read_safetensors_header(file, is_known, torch);
   py::list tensors;
   for (const SafetensorsEntry& entry : header.tensors)
