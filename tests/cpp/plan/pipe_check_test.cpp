@@ -51,12 +51,12 @@ TEST(PipeCheck, RandomCorruptionsAreFound) {
     PipePlan plan = pipe_schedule(kind.name, 1 + static_cast<int>(random() % 4), v, 1 + static_cast<int>(random() % 6));
     for (unsigned i = 0; i <= random() % 2; ++i) corrupt(plan, random);
     const int bound = 1 + static_cast<int>(random() % 2);
-    const std::string says = verdict(plan, bound), runs = PipeMachine(plan, bound).run();
-    ASSERT_EQ(says.empty(), runs.empty()) << kind.name << " p " << plan.shape.stages << " v " << v << " m "
-                                          << plan.shape.micro_batches << "\ncheck: " << says << "\nmachine: " << runs;
-    ++(says.empty() ? fine : broken);
-    if (!says.empty()) {
-      EXPECT_TRUE(says(says, "rank "));
+    const std::string text = verdict(plan, bound), runs = PipeMachine(plan, bound).run();
+    ASSERT_EQ(text.empty(), runs.empty()) << kind.name << " p " << plan.shape.stages << " v " << v << " m "
+                                          << plan.shape.micro_batches << "\ncheck: " << text << "\nmachine: " << runs;
+    ++(text.empty() ? fine : broken);
+    if (!text.empty()) {
+      EXPECT_TRUE(says(text, "rank "));
     }
   }
   EXPECT_GT(broken, 20000);
