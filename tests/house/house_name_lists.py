@@ -20,8 +20,8 @@ JOINED_NAMES = {
         "self(**numbers)": _NUMBERED,
         "checkpoint_json()": _NUMBERED, "checkpoint_json(n)": _NUMBERED, "tag": "check_tag has checked it",
     },
+    "checkpoint/layouts/open_saved.py": {"files[0]": _LISTED},
     "checkpoint/layouts/saved_universal.py": {"name": _LISTED},
-    "checkpoint/read/cli.py": {"tag": _LISTED},
     "checkpoint/read/expert_states.py": {"name": _LISTED},
     "checkpoint/read/load.py": {
         "names.LATEST_UNIVERSAL if universal else names.LATEST": "constants",

@@ -170,7 +170,10 @@ def load_checkpoint(
             load_weights(run, target, saved, custom_load_fn, masters, elsewhere)
             in_turns = section.pipeline_loading_checkpoint and with_optimizer and run.config.zero_enabled
             states = functools.partial(_restore, restore, bool(masters), with_optimizer)
-            in_turn(ranks, states) if in_turns else states()
+            if in_turns:
+                in_turn(ranks, states)
+            else:
+                states()
 
         try:
             with target.writing():
