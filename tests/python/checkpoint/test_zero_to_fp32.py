@@ -10,23 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from deepspeed.checkpoint.convert import export  # noqa: E402
-from deepspeed.formats import weight_files  # noqa: E402
-from deepspeed.formats.lazy_tensor import LazyTensor  # noqa: E402
-from deepspeed.formats.safetensors_file import read_safetensors  # noqa: E402
-from deepspeed.formats.torch_archive import RefusedClass, load  # noqa: E402
-from deepspeed.utils import zero_to_fp32  # noqa: E402
-from deepspeed.utils.zero_to_fp32 import (  # noqa: E402
+from deepspeed.checkpoint.convert import export
+from deepspeed.formats import weight_files
+from deepspeed.formats.lazy_tensor import LazyTensor
+from deepspeed.formats.safetensors_file import read_safetensors
+from deepspeed.formats.torch_archive import RefusedClass, load
+from deepspeed.utils import zero_to_fp32
+from deepspeed.utils.zero_to_fp32 import (
     GatheredTensor,
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
     to_torch_tensor,
 )
-from places import PEERS  # noqa: E402
-from refusals import refused  # noqa: E402
-from zero_folders import weights_of, write_checkpoint  # noqa: E402
+from places import PEERS
+from refusals import refused
+from zero_folders import weights_of, write_checkpoint
 
 SHAPES = [{"a.weight": (13, 7), "b.weight": (13, 13)}, {"a.bias": (13,), "n.weight": (1,), "scale": ()}]
 FROZEN = {"f.weight": torch.arange(35.0).view(5, 7).bfloat16()}
