@@ -31,7 +31,7 @@ double rounding(at::ScalarType type, double size) {
 }
 
 template <typename Body>
-void on_threads(int size, const Body& body) {
+void on_ranks(int size, const Body& body) {
   const auto all = thread_communicators(size);
   on_threads(size, [&](int rank) { body(rank, all[rank]); });
 }
@@ -43,7 +43,7 @@ TEST_P(Quantized, EqualsThePlainOnesWithinTheBound) {
   const at::ScalarType type = std::get<1>(GetParam());
   const CodecPtr codec = blockwise_int8(64, std::get<2>(GetParam()));
   std::vector<std::vector<at::Tensor>> gathered(n);
-  on_threads(n, [&](int rank, const CommunicatorPtr& plain) {
+  on_ranks(n, [&](int rank, const CommunicatorPtr& plain) {
     const CommunicatorPtr packed = quantized(plain, codec);
     for (const int64_t numel : kSizes) {
       const at::Tensor mine = values(rank, numel, type);
@@ -72,7 +72,7 @@ TEST_P(Quantized, EqualsThePlainOnesWithinTheBound) {
 TEST_P(Quantized, LetsEverythingElsePass) {
   const int n = std::get<0>(GetParam());
   const at::ScalarType type = std::get<1>(GetParam());
-  on_threads(n, [&](int rank, const CommunicatorPtr& plain) {
+  on_ranks(n, [&](int rank, const CommunicatorPtr& plain) {
     const CommunicatorPtr packed = quantized(plain, blockwise_int8(64, std::get<2>(GetParam())));
     const at::Tensor tensor = values(rank, 100, type), other = tensor.clone();
     packed->all_reduce(tensor, ReduceOp::kSum)->wait();
