@@ -7,12 +7,12 @@ import sys
 import pytest
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
-for folder in (
+for folder in (  # the last one comes first where two have a file of one name
     TESTS,
+    os.path.join(TESTS, "python", "activation_checkpointing"),
     os.path.join(TESTS, "cluster"),
     os.path.join(TESTS, "dist"),
     os.path.join(TESTS, "house"),
-    os.path.join(TESTS, "python", "activation_checkpointing"),
     os.path.join(TESTS, "python", "ops"),
     os.path.join(TESTS, "python", "checkpoint"),
     os.path.join(TESTS, "python", "launcher"),

@@ -127,7 +127,7 @@ void Leases::release(Lease& lease) noexcept {
     used.reset();
     background_.begin();
     ++memory_.events().write_backs;
-    memory_.begin_flight(*copy);
+    memory_.count_flight(*copy, 1);
     lock.unlock();
     background_.run([this, plane, copy, fence] { write_back(plane, copy, fence); });
     return;
@@ -165,7 +165,7 @@ void Leases::write_back(const PlanePtr& plane, const StagingPtr& copy, const Fen
     plane->blocks[b].error = errors[b];
     if (errors[b]) background_.failed(errors[b]);
   }
-  memory_.end_flight(*copy);
+  memory_.count_flight(*copy, -1);
   memory_.give(*copy);
   background_.end();
   planes_.unmark(*plane, copy->first, copy->end, /*alone=*/true, written);

@@ -34,9 +34,8 @@ class MemoryAccounts {
   // Room for a copy that is prefetched; false: only by dropping what was prefetched before, which is wanted sooner.
   bool reserve_prefetch(StorageLock::Held& lock, const Staging& staging);
   void take_reserved(StorageLock::Held& lock, Staging& staging);
-  // The copy will free its memory by itself, or can be dropped at the end of its transfer.
-  void begin_flight(const Staging& staging) { count_flight(staging, 1); }
-  void end_flight(const Staging& staging) { count_flight(staging, -1); }
+  // One copy more (1) or fewer (-1) that frees its memory by itself, or can be dropped at the end of its transfer.
+  void count_flight(const Staging& staging, int change);
   c10::Device device_of(Medium medium) const { return medium == Medium::kDevice ? device_ : c10::Device(at::kCPU); }
 
   // ---- as in ShardStorage
@@ -71,7 +70,6 @@ class MemoryAccounts {
   Account& account(Medium medium);
   User& user_of(const Staging& staging) { return account(staging.medium).users.at(staging.user); }
   void count(const Staging& staging, int64_t bytes);
-  void count_flight(const Staging& staging, int change);
   bool drop_oldest_prefetched(Medium medium, int32_t user);
   bool make_room(Medium medium, int64_t bytes);  // without waiting; false: there is too little
   void make_room_of_user(StorageLock::Held& lock, const Staging& staging, bool may_wait);

@@ -36,7 +36,7 @@ void Prefetches::prefetch(int32_t number, plan::Range range, Medium at) {
   planes_.mark(*plane, first, end, /*alone=*/false);
   plane->prefetched.push_back(copy);
   background_.begin();
-  memory_.begin_flight(*copy);
+  memory_.count_flight(*copy, 1);
   lock.unlock();
   background_.run([this, plane, copy] { fetch(plane, copy); });
 }
@@ -57,7 +57,7 @@ void Prefetches::fetch(const PlanePtr& plane, const StagingPtr& copy) {
   }
   const auto lock = lock_.hold();
   copy->fetching = false;
-  memory_.end_flight(*copy);
+  memory_.count_flight(*copy, -1);
   background_.end();
   if (!fetched) {
     plane->prefetched.erase(std::find(plane->prefetched.begin(), plane->prefetched.end(), copy));

@@ -49,7 +49,7 @@ JOINED_NAMES = {
         "f'{turn}.{rank}.json'": _NUMBERED, "f'failed.{rank}'": _NUMBERED, "f'left.{self.rank}'": _NUMBERED,
         "f'left.{rank}'": _NUMBERED,
     },
-    "checkpoint/write/save.py": {"tag": "check_tag has checked it", "name": "files_of has made it"},
+    "checkpoint/write/save.py": {"tag": "check_tag has checked it", "self.name": "files_of has made it"},
     "engine/parts/checkpoints.py": {"tag": _CALLER, "str(tag)": _CALLER},
     "formats/swapped_tensors.py": {
         "match[0].replace('optim', 'model')": "the name of the file that is open, with another word in it",

@@ -14,7 +14,7 @@ from deepspeed.launcher.control import INPUT
 from deepspeed.launcher.elastic_layout import layout
 from deepspeed.launcher.environment import number
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.head import Head, difference
+from deepspeed.launcher.head import Head, difference, notes_of, start_ranks
 from deepspeed.launcher.host_link import HostLink
 
 _LAST_CALL_S = 30.0  # the first round waits this long for more hosts when there are enough
@@ -184,7 +184,7 @@ class ElasticHead(Head):
         if self._phase != "starting" or any(one.state != "ready" for one in self._part):
             return
         if not self._restarts:
-            self._show_notes(self._part)
+            self._say(notes_of(self._part), self._job.verbose)
         idle = sum(len(one.slots) for one in self._hosts if one.state in ("here", "ready")) - self._world
         self._say(
             f"deepspeed: {'start' if not self._restarts else f'restart {self._restarts}'}: {self._world} rank(s) on "
@@ -193,7 +193,7 @@ class ElasticHead(Head):
         )
         self._phase, self._said, self._changed_at = "running", 0, time.monotonic()
         self._announced, self._job.first_failing = False, None
-        self._go(self._part)
+        start_ranks(self._part)
         for one in self._part:
             one.link.send_bytes(INPUT, b"")  # input that was read once cannot be sent to a second round
 

@@ -140,18 +140,9 @@ class Head:
     def _on_ready(self, host, notes):
         host.state, host.facts["notes"] = "ready", notes
         if all(one.state == "ready" for one in self._hosts) and self._code is None:
-            self._show_notes(self._hosts)
-            self._go(self._hosts)
+            self._say(notes_of(self._hosts), self._job.verbose)
+            start_ranks(self._hosts)
             pass_on_input(self._selector, self._hosts[0])
-
-    def _show_notes(self, hosts):
-        for note in dict.fromkeys(note for host in hosts for note in host.facts["notes"]):
-            self._say(f"deepspeed: {note}\n", self._job.verbose)
-
-    def _go(self, hosts):
-        for host in hosts:
-            host.state = "running"
-            host.link.send({"go": 1})
 
     # ---- what hosts say ------------------------------------------------------------------------------------------
     def _read(self, host):
@@ -207,16 +198,12 @@ class Head:
         if data == b"":
             self._selector.unregister(fd)
             way.streams.remove(fd)
-            if not way.streams:
-                self._on_silence(way)
+            if not way.streams and way.link is None and any(host.link is None for host in self._hosts):
+                way.process.wait()
+                away = ", ".join(host.name for host in self._hosts if host.link is None)
+                self._fail(f"{way.program} ended before these hosts came: {away}. It says: {way.last_words()}")
         elif data and any(host.state == "running" for host in self._hosts):
             self._writer.write(2, data)
-
-    def _on_silence(self, way):
-        if way.link is None and any(host.link is None for host in self._hosts):
-            way.process.wait()
-            away = ", ".join(host.name for host in self._hosts if host.link is None)
-            self._fail(f"{way.program} ended before these hosts came: {away}. It says: {way.last_words()}")
 
     def _on_lost(self, host):
         self._selector.drop(host.link.read_fd)
@@ -246,7 +233,7 @@ class Head:
 
     # ---- the end -------------------------------------------------------------------------------------------------
     def _say(self, text, wanted=True):
-        if wanted:
+        if wanted and text:
             self._writer.write(2, text.encode("utf-8", "replace"))
 
     def _fail(self, text):
@@ -290,21 +277,32 @@ class Head:
 
     # ---- signals -------------------------------------------------------------------------------------------
     def _on_wake(self):
-        for number in linux.read_now(self._wake[0].fileno()) or b"":
-            self._on_signal(signal.Signals(number))
-
-    def _on_signal(self, sig):
-        if sig in _STOPPING and self._code is None:
-            return self._stop(128 + sig, sig)
-        self._signal_all(sig)
-        if sig == signal.SIGTSTP:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            self._signal_all(signal.SIGCONT)
+        for sig in map(signal.Signals, linux.read_now(self._wake[0].fileno()) or b""):
+            if sig in _STOPPING and self._code is None:
+                self._stop(128 + sig, sig)
+                continue
+            self._signal_all(sig)
+            if sig == signal.SIGTSTP:
+                os.kill(os.getpid(), signal.SIGSTOP)
+                self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, sig, but=None, failed=False):
         for host in self._hosts:
             if host is not but:
                 self._signal(host, sig, failed)
+
+
+def start_ranks(hosts):
+    """The ranks of ``hosts``, which are ready, may begin."""
+    for host in hosts:
+        host.state = "running"
+        host.link.send({"go": 1})
+
+
+def notes_of(hosts):
+    """What the launchers of ``hosts`` have to say of their plans, each sentence once, as lines."""
+    notes = dict.fromkeys(note for host in hosts for note in host.facts["notes"])
+    return "".join(f"deepspeed: {note}\n" for note in notes)
 
 
 def difference(host):

@@ -498,13 +498,13 @@ def test_names(tmp_path, inject):
     inject("rename:2:eio")
     assert file_writer.exchange(str(tmp_path / "a"), str(tmp_path / "b")) in (True, False)
     assert (tmp_path / "a").read_bytes() == b"b"
-    refused(OSError, r"(?s)rename of .*/a to .*/b failed", file_writer.rename, tmp_path / "a", tmp_path / "b")
-    file_writer.rename(tmp_path / "a", tmp_path / "b")
+    refused(OSError, r"(?s)rename of .*/a to .*/b failed", file_writer.rename, str(tmp_path / "a"), str(tmp_path / "b"))
+    file_writer.rename(str(tmp_path / "a"), str(tmp_path / "b"))
     assert (tmp_path / "b").read_bytes() == b"b" and not (tmp_path / "a").exists()
     inject("fsync:1:eio")
-    refused(OSError, "fsync of", file_writer.sync_directory, tmp_path)
-    file_writer.sync_directory(tmp_path)
-    refused(FileNotFoundError, "none", file_writer.rename, tmp_path / "none", tmp_path / "b")
+    refused(OSError, "fsync of", file_writer.sync_directory, str(tmp_path))
+    file_writer.sync_directory(str(tmp_path))
+    refused(FileNotFoundError, "none", file_writer.rename, str(tmp_path / "none"), str(tmp_path / "b"))
     refused(ValueError, "DS_IO_FAULT='nonsense'.*write:3:kill", inject, "nonsense")
 
 

@@ -88,10 +88,10 @@ def test_who_writes(mode, first, second):
 
 
 def test_the_socket_of_a_process(monkeypatch):
-    monkeypatch.setattr(cpu, "_read", lambda path: {"cpu0": "0", "cpu1": "0", "cpu2": "1"}[path.split("/")[5]])
+    monkeypatch.setattr(cpu, "read_text", lambda path: {"cpu0": "0", "cpu1": "0", "cpu2": "1"}[path.split("/")[5]])
     assert [cpu.socket_of({2}, index) for index in range(2)] == [1, 1]
     assert [cpu.socket_of({0, 1, 2}, index) for index in range(4)] == [0, 1, 0, 1]
-    monkeypatch.setattr(cpu, "_read", lambda path: "")
+    monkeypatch.setattr(cpu, "read_text", lambda path: "")
     assert cpu.socket_of({0, 1}, 1) == 0
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sequential
 
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.utils import RepeatingLoader as FromUtils
+from places import ROOT
 from refusals import refused
 
 
@@ -364,7 +365,7 @@ def test_workers_end_by_themselves_when_the_collector_frees_their_iterator():
 
 IN_A_CHILD = """
 import gc, os, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from test_loader import in_a_cycle
 
 gc.disable()
@@ -381,6 +382,7 @@ assert [worker.exitcode for worker in workers] == [0, 0]
 
 def test_a_forked_child_leaves_the_workers_of_its_parent_alone():
     # Python 3.12 warns of every fork of a process with threads.
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", IN_A_CHILD, os.path.dirname(__file__)]
+    folders = os.path.dirname(__file__), os.path.join(ROOT, "tests")
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", IN_A_CHILD, *folders]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

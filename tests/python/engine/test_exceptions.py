@@ -52,7 +52,7 @@ def trained(stage, fails_in):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
         if step in (1, 2) and fails_in != "step":
             model.fails = fails_in
-            refused(KeyError, fails_in, engine.backward, engine(x))
+            refused(KeyError, fails_in, lambda x: engine.backward(engine(x)), x)
             model.fails = None
         engine.backward(engine(x))
         if step == 1 and fails_in == "step":

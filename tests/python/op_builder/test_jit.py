@@ -15,7 +15,7 @@ import torch
 
 from deepspeed.ops.op_builder import OpBuilder, jit
 from deepspeed.ops.op_builder.toolchain import BuildError
-from places import PYTHON
+from places import PYTHON, ROOT
 from refusals import refused
 from sampling import every_case
 
@@ -49,7 +49,7 @@ PROGRAM = "from conftest import ToyBuilder; import sys; print(ToyBuilder(sys.arg
 
 
 def start(toy, **env):
-    path = os.pathsep.join([PYTHON, os.path.dirname(os.path.abspath(__file__))])
+    path = os.pathsep.join([PYTHON, os.path.dirname(os.path.abspath(__file__)), os.path.join(ROOT, "tests")])
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, toy.folder], env={**os.environ, "PYTHONPATH": path, **env}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
