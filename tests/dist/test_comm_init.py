@@ -11,6 +11,7 @@ import torch
 
 import deepspeed.comm.comm as comm_module
 from deepspeed import comm as dist
+from deepspeed.comm import timeouts
 from deepspeed.utils import groups
 from harness import on_ranks
 from mpu import two_by_two
@@ -34,6 +35,14 @@ def test_by_environment(rank, world):
     dist.init_distributed(dist_backend="gloo")  # again: nothing happens
     dist.destroy_process_group()
     assert not dist.is_initialized() and comm_module.cdb is None
+
+
+@on_ranks(2)
+def test_the_timeout_of_a_configuration_ends_with_the_job(rank, world):
+    dist.init_distributed(config={"comm": {"timeout": 3}}, verbose=False)
+    assert timeouts.default_timeout() == timedelta(seconds=3)
+    dist.destroy_process_group()
+    assert timeouts.default_timeout() > timedelta(seconds=60)
 
 
 @on_ranks(2, env=dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")))

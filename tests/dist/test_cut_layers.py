@@ -41,11 +41,11 @@ class Cut(nn.Module):
         return AddedUp.apply(x, self.group) + self.bias
 
 
-def mpu_of(rank, dp):
+def mpu_of(dp):
     """The mpu of a grid of ``dp`` x SP x TP ranks, the last axis innermost."""
-    grid = mesh_views.grid(("dp", dp, ""), ("sp", SP, ""), ("tp", TP, ""))
+    mesh = mesh_views.numbered(mesh_views.grid(("dp", dp, ""), ("sp", SP, ""), ("tp", TP, "")))
     axes = {"data": ["dp"], "model": ["tp"], "sequence": ["sp"], "sequence_data": ["dp", "sp"]}
-    members = {name: mesh_views.make(f"test {name}", grid.list(along, rank)) for name, along in axes.items()}
+    members = {name: mesh_views.make(f"test {name}", mesh, along) for name, along in axes.items()}
     mpu = Mpu(members["data"].group, members["model"].group)
     for name in ("sequence", "sequence_data"):
         mpu._answer(f"get_{name}_parallel_", members[name].group)
@@ -55,7 +55,7 @@ def mpu_of(rank, dp):
 def trained(rank, world, dp, stage, ep_size):
     """``(norms, gradients of the first step, parameters)``, the last two by names and pieces of the whole model."""
     groups.clear()
-    mpu = mpu_of(rank, dp)
+    mpu = mpu_of(dp)
     slice_, first = mpu.get_model_parallel_rank(), rank % ep_size * (4 // ep_size)
     net = moe_net(rank % ep_size, 4, ep_size, *EXPERTS[1:])
     net.first = Cut(mpu.get_model_parallel_group(), slice_, TP)

@@ -215,6 +215,7 @@ def destroy_process_group(group=None):
         current_backend().destroy_process_group(group)
     if not dist.is_initialized():
         cdb = None
+        timeouts.forget()
 
 
 # ---- who and how many ---------------------------------------------------------------------------------------------

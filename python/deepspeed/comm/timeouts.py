@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from deepspeed.constants import default_pg_timeout
 
-_configured = None  # comm.timeout of the last configuration
+_configured = None  # comm.timeout of the last configuration of this job
 _given = None  # to init_distributed
 
 
@@ -15,6 +15,12 @@ def default_timeout():
     """``timedelta``: ``DS_COMM_TIMEOUT_S``, else ``comm.timeout`` of the configuration, else what init_distributed was
     given, else 30 minutes or ``DEEPSPEED_TIMEOUT``."""
     return _from_environment() or _configured or _given or default_pg_timeout
+
+
+def forget():
+    """The job has ended: the next one in this process has timeouts of its own."""
+    global _configured, _given
+    _configured = _given = None
 
 
 def configure(deepspeed_config):

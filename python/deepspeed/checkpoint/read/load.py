@@ -45,7 +45,7 @@ def _problems(folder, mode, ranks):
     short = verify.missing_or_short(folder, facts) if ranks.leads else []
     if short or mode == "sizes":
         return short
-    beside = ranks.beside(range(ranks.size))
+    beside = [rank for rank in range(ranks.size) if ranks.nodes[rank] == ranks.node]
     files = sorted(facts["files"])[beside.index(ranks.rank) :: len(beside)]
     return verify.verify_folder(folder, only=set(files), threads=1)
 
