@@ -164,6 +164,7 @@ def test_states_are_read_and_written_by_name(rank, world, folder):
     engine.basic_optimizer.step = real
     assert engine.basic_optimizer.param_groups is before and all(group["params"] for group in before)
     assert len(in_files(engine)) == len(engine.basic_optimizer.state)
+    del states, copied
     engine.destroy()
     assert not files_below(folder)
 

@@ -107,6 +107,10 @@ class LazyTensor:
         return self.memory.dtype
 
     @property
+    def nbytes(self):
+        return self.numel() * self.memory.item
+
+    @property
     def path(self):
         """The file."""
         return self.memory.source.path
