@@ -4,7 +4,6 @@ import ast
 import functools
 import os
 import stat
-import symtable
 
 import torch
 
@@ -197,6 +196,15 @@ MODULES = (
 )
 
 
+def _names(tree):
+    """The names that a module binds at its top level, without those of imports."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            yield from (name.id for name in ast.walk(target) if isinstance(name, ast.Name))
+
+
 def bundle(sources):
     """One module out of ``{name: source}``, in their order: imports first, each once; those of each other fall away.
 
@@ -206,9 +214,8 @@ def bundle(sources):
     for name, source in sources.items():
         tree, lines = ast.parse(source), source.splitlines()
         docstring = ast.get_docstring(tree, clean=False)
-        for symbol in symtable.symtable(source, name, "exec").get_symbols():
-            bound = symbol.get_name()
-            if symbol.is_assigned() and not symbol.is_imported() and owner.setdefault(bound, name) != name:
+        for bound in _names(tree):
+            if owner.setdefault(bound, name) != name:
                 raise ValueError(f"{owner[bound]} and {name} both have a {bound} at the top level")
         statements = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         imports.update(map(ast.unparse, statements))
