@@ -153,7 +153,7 @@ def test_the_engine_uses_it_by_itself():
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-@on_ranks(2, init=True)
+@on_ranks(2, init=True, fresh=True)  # the record of a process
 def test_the_flight_record_has_names_of_parameters(rank, world):
     assert deepspeed.comm.flight_record() == []
     engine = engine_of(make_net(), config(world, 1, zero_optimization={"stage": 2}, comm={"timeout": 77}))

@@ -1,5 +1,6 @@
 #include "comm/decorators/torch_calls.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
@@ -17,9 +18,10 @@ namespace ds::comm {
 namespace {
 
 struct TorchOp {
-  const char* observed;  // the operator's name
-  const char* name;      // of the function of torch.distributed
-  int passed;            // the input that counts as what a rank passes; -1: none
+  const char* observed;               // the operator's name
+  const char* name;                   // of the function of torch.distributed
+  int passed;                         // the input that counts as what a rank passes; -1: none
+  const char* replaced_by = nullptr;  // an operator: where torch has it, both names are seen for one call
 };
 
 constexpr TorchOp kOps[] = {
@@ -38,7 +40,7 @@ constexpr TorchOp kOps[] = {
     {"c10d::scatter_", "scatter", 0},
     {"c10d::alltoall_", "all_to_all", 1},
     {"c10d::alltoall_base_", "all_to_all_single", 1},
-    {"gloo:all_to_all", "all_to_all_single", 0},  // on torch 1.13, which has no operator for it
+    {"gloo:all_to_all", "all_to_all_single", 0, "c10d::alltoall_base_"},  // torch 1.13 has no operator
     {"c10d::barrier", "barrier", -1},
 };
 
@@ -74,6 +76,8 @@ void add_bytes(const c10::IValue& value, Observed& into) {
   }
 }
 
+bool is_operator(const char* name) { return c10::Dispatcher::singleton().findSchema({name, ""}).has_value(); }
+
 bool is_a(const c10::IValue& value, const char* name) {
   return value.isObject() && value.type()->str().find(name) != std::string::npos;
 }
@@ -82,7 +86,7 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
   const std::string name = function.name();
   const auto* known =
       std::find_if(std::begin(kOps), std::end(kOps), [&](const TorchOp& op) { return name == op.observed; });
-  if (known == std::end(kOps)) return nullptr;
+  if (known == std::end(kOps) || (known->replaced_by && is_operator(known->replaced_by))) return nullptr;
   CallLogPtr log;
   {
     const std::lock_guard lock(listening().mutex);
