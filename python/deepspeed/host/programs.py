@@ -5,7 +5,7 @@ import subprocess
 
 
 def output_of(*command):
-    """What a program of this machine says on stdout; "" where it cannot be started or takes more than 30 s."""
+    """The stdout of a program of this machine; "" where it cannot be started or takes more than 30 s."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):

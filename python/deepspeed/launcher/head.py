@@ -300,7 +300,7 @@ def start_ranks(hosts):
 
 
 def notes_of(hosts):
-    """What the launchers of ``hosts`` have to say of their plans, each sentence once, as lines."""
+    """The notes of the launchers of ``hosts`` on their plans as lines, each note once."""
     notes = dict.fromkeys(note for host in hosts for note in host.facts["notes"])
     return "".join(f"deepspeed: {note}\n" for note in notes)
 

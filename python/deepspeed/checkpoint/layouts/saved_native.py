@@ -169,7 +169,7 @@ class NativeState(ByName):
 
     @functools.cached_property
     def _files(self):
-        """What each rank has written, in order (``_part``)."""
+        """The content of each rank's files, in order (``_part``)."""
         return [_part(self.folder, rank, self._parameters) for rank in self.ranks]
 
     def _parts(self, name, kind=None):
@@ -236,7 +236,7 @@ class _ModuleKeys(dict):
 
 
 def _part(folder, rank, parameters):
-    """What a rank has written in the form of ``own_params``, with what its run goes on with (``run``) and tensors in
+    """The files of a rank in the form of ``own_params``, with the state of its run (``run``) and tensors in
     values that are JSON otherwise (``values``: place -> lazy tensor)."""
     path = os.path.join(folder, names.rank_json(rank))
     about, tensors, values = read_json(path), {}, {}

@@ -25,7 +25,7 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "
 
 
 class Shards:
-    """What each of ``count`` ranks saved as ``optimizer_state_dict``: ``read(rank)``, asked once for each rank. Facts
+    """The ``optimizer_state_dict`` of each of ``count`` ranks: ``read(rank)``, called once for each rank. Facts
     that all share are those of the rank ``first``. ``path(rank)``: the file of a rank."""
 
     def __init__(self, read, first, count=None, path=None):
@@ -177,7 +177,7 @@ class SlicedState(UnitState):
         return len(self._shards) > 0
 
     def module(self):
-        """What the model file has whole: of parameters it has empty placeholders."""
+        """The whole tensors of the model file, which has empty placeholders for parameters."""
         buffers = set(self.model.get("buffer_names") or ())
         return {name: value for name, value in super().module().items() if name in buffers or numel_of(value) > 0}
 

@@ -279,7 +279,7 @@ class UniversalState(SavedState):
         return path_below(self.folder, f"{ZERO_FOLDER}/{name}/{state}.pt", f"the folder {self.folder}")
 
     def _shape(self, name):
-        """What this run has of a parameter."""
+        """The shape that this run has of a parameter."""
         found = self._local.get(name)
         return torch.Size(self._file(name, keys.FP32_WEIGHT_KEY)[keys.PARAM].shape if found is None else found)
 

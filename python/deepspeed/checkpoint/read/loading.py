@@ -1,4 +1,4 @@
-"""One checkpoint that goes into a run. What can be refused is refused by ``checked``, before anything is changed."""
+"""One checkpoint that goes into a run. ``checked`` refuses a load before anything is changed."""
 
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_state import plain

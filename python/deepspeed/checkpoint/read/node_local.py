@@ -75,7 +75,7 @@ def _send(ranks, path, source, targets, device):
     temporary = f"{path}.fetching.{secrets.token_hex(8)}"  # nobody can have put a link there
 
     def step(function):
-        """What it gives. Nothing is done after an error, which is remembered."""
+        """Returns the result of the call. After an error, which is remembered, nothing is called."""
         nonlocal error
         if error is None:
             found, error = attempt(function, OSError)

@@ -157,7 +157,7 @@ def place_of(folder):
 
 
 def whole_manifest(folder):
-    """What the manifest in ``folder`` says; None without one, and for a damaged one: in place, it is written like any
+    """The content of the manifest in ``folder``; None without one, and for a damaged one: in place, it is written like any
     other file."""
     with contextlib.suppress(verify.DamagedManifest, OSError):
         return verify.read(folder)

@@ -21,7 +21,7 @@ from deepspeed.host.cpu import usable_cores
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 # ---- file record ---------------------------------------------------------------------------------------------------
-# What is known of a written file, as manifests have it.
+# Records of written files, in the form of manifests.
 
 # Of a tensor in a file: ``bytes`` of them at ``offset`` from the start of the file, with their CRC-32. ``dtype`` is a
 # name of torch (``float32``); tensors that share memory share the bytes. The bytes are the elements in the order of the

@@ -92,7 +92,7 @@ def _model_states(run, client_state, exclude_frozen_parameters, parts, schedule)
 
 
 # ---- sharing -------------------------------------------------------------------------------------------------------
-# Which ranks share the writing of the file of which all data-parallel ranks have the same (``writer.data_parallel``).
+# Ranks share the writing of the file that is equal on all data-parallel ranks (``writer.data_parallel``).
 
 
 def make_sharing(run, ranks):

@@ -164,7 +164,7 @@ class Plan:
 
 
 class FileCopies:
-    """What stands for the sources of one file, in the same order: ``places`` are [(block, offset, bytes)] of each.
+    """Stands for the sources of one file, in the same order: ``places`` are [(block, offset, bytes)] of each.
     ``late``: futures of the copies that are made later."""
 
     def __init__(self, cache, places, late):
