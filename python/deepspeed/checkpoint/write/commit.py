@@ -157,8 +157,8 @@ def place_of(folder):
 
 
 def whole_manifest(folder):
-    """The content of the manifest in ``folder``; None without one, and for a damaged one: in place, it is written like any
-    other file."""
+    """The content of the manifest in ``folder``; None without one, and for a damaged one: in place, it is written like
+    any other file."""
     with contextlib.suppress(verify.DamagedManifest, OSError):
         return verify.read(folder)
     return None
