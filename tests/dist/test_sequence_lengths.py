@@ -35,6 +35,21 @@ def measured(step):
     return status("VmHWM") - before
 
 
+def predicted(rank, world, model, config, length, memory):
+    """The lengths of a case, what ``explain`` predicts for a step of each, and what ``memory`` leaves to a step. One
+    rank computes them for all, because that takes longer than the steps."""
+    found = None
+    if rank == 0:
+        curve = Setup(model, config, world, None, None).curve()
+        room = memory and memory - curve.states
+        longest = memory and curve.longest(memory)
+        lengths = [int(longest * share) // (2 * world) * 2 * world for share in (1, 1.1)] if memory else [length]
+        found = lengths, [curve.peak(one).bytes - curve.states for one in lengths], room
+    shared = [found]
+    deepspeed.comm.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
 def body_peaks(rank, world, cases, folder):
     """Of each case ``(predicted, measured)``; a case with ``memory`` instead of a length: of the longest that fits, of
     a tenth more, and what ``memory`` leaves to a step."""
@@ -57,10 +72,7 @@ def body_peaks(rank, world, cases, folder):
             model = toy_transformers.ToyForCausalLM(heads, heads, **shape)
             if recompute:
                 model.gradient_checkpointing_enable()
-            curve = Setup(model, config, world, None, None).curve()  # as explain does
-            lengths = [length]
-            if memory:
-                lengths = [int(curve.longest(memory[0]) * share) // (2 * world) * 2 * world for share in (1, 1.1)]
+            lengths, peaks, room = predicted(rank, world, model, config, length, *memory or (0,))
             engine = engine_of(model.train(), config)
 
             def step(length):
@@ -69,8 +81,8 @@ def body_peaks(rank, world, cases, folder):
                 engine.step()  # noqa: B023
 
             step(8 * world)  # buffers of the engine
-            peaks = [(curve.peak(one).bytes - curve.states, measured(lambda: step(one))) for one in lengths]  # noqa: B023
-            found.append((*peaks, memory[0] - curve.states) if memory else peaks[0])
+            pairs = [(peak, measured(lambda: step(one))) for one, peak in zip(lengths, peaks)]  # noqa: B023
+            found.append((*pairs, room) if memory else pairs[0])
             engine.destroy()
             made_here().stores.clear()
         deepspeed.utils.groups.clear()
@@ -97,7 +109,7 @@ def check(cases, found, beside=0):
 @pytest.mark.parametrize("world", [1, 2])
 def test_predictions_are_near_what_is_measured(world, tmp_path):
     cases = CASES if world == 1 else [CASES[0], CASES[2]]
-    for found in run_ranks(world, body_peaks, cases, str(tmp_path), fresh=True, timeout=120):
+    for found in run_ranks(world, body_peaks, cases, str(tmp_path), fresh=True, init=True, timeout=240):
         check(cases, found)
 
 
@@ -135,7 +147,7 @@ def test_predictions_for_many_configurations(world, cases, beside, tmp_path):
     for index, case in enumerate(cases):
         folder = tmp_path / str(index)
         folder.mkdir()
-        ranks = run_ranks(world, body_peaks, [case], str(folder), fresh=True, timeout=120)
+        ranks = run_ranks(world, body_peaks, [case], str(folder), fresh=True, init=True, timeout=240)
         every.append(max((found[0] for found in ranks), key=lambda one: one[1]))
     check(cases, every, beside)
 
@@ -151,7 +163,7 @@ FITTING = [
 @pytest.mark.every("steps that fill the memory")
 @pytest.mark.parametrize("world, case", FITTING, ids=["plain", "files", "shared"])
 def test_the_longest_fits_and_a_tenth_more_does_not(world, case, tmp_path):
-    for ((at_longest, more, room),) in run_ranks(world, body_peaks, [case], str(tmp_path), fresh=True, timeout=240):
+    for ((at_longest, more, room),) in run_ranks(world, body_peaks, [case], str(tmp_path), fresh=True, init=True, timeout=240):
         print(f"{case}: {room / 2**20:.1f} MB for a step; predicted and measured: {at_longest}, {more}")
         assert at_longest[0] <= room and at_longest[1] < 1.05 * room  # gaps of the allocator are not counted
         assert more[0] > room and more[1] > room
