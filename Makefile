@@ -25,7 +25,7 @@ test-all: ## as `test`, with every case of every matrix
 test-unit: ## the fast part of the tests, under a minute
 	@tools/test.sh unit
 
-test-torch2: ## the suite against torch 2.x from PyPI, in .venv-torch2; SECOND=1: after `test`, only what meets torch
+test-torch2: ## the suite against torch 2.x from PyPI, in .venv-torch2; SECOND=1: after `test`, what meets torch and a sample
 	@tools/torch2_env.sh
 	@PYTHON=$(CURDIR)/.venv-torch2/bin/python tools/test.sh $(if $(SECOND),second,all)
 

@@ -83,11 +83,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: make test-all runs it"))
     if any("[" in argument for argument in config.args):
         return
-    dropped = sampling.left_out(items)
+    dropped = set(sampling.left_out(items))
+    if not any("::" in argument for argument in config.args):
+        dropped.update(item for item in items if sampling.only_on_first_torch(str(item.path), item.nodeid))
     if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        gone = set(map(id, dropped))
-        items[:] = [item for item in items if id(item) not in gone]
+        config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+        items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.fixture

@@ -12,9 +12,11 @@ that a case which failed once is there the next time. A case that is named on th
 Loops inside a test choose with `sample` and ask `every_case()` what was wanted.
 """
 
+import functools
 import hashlib
 import itertools
 import os
+import re
 
 PLAIN = (str, bytes, int, float, tuple, list, dict, set, frozenset)
 VARIABLE = "DS_TEST_EVERY_CASE"  # `make test-all` sets it; C++ tests read it, too
@@ -29,6 +31,24 @@ def every_case():
 def second_torch():
     """Whether all tests have passed on this tree with another torch: only those that meet torch are left."""
     return os.environ.get(COVER) == "values"
+
+
+# A file whose tests ask for a torch or for a package that stands beside torch 2, or whose subject is an interface of
+# torch: process groups, hooks of autograd, compilation, torch's archives, and clients.
+ASKS_FOR_TORCH = re.compile(r"TORCH2|importorskip|skipif\(|hasattr\(torch|torch\.__version__")
+SUBJECT_IS_TORCH = re.compile(r"/(comm|activation_checkpointing|compat)/|test_comm_|transformers|compile|hooks|archive|parity")
+
+
+@functools.lru_cache(maxsize=None)
+def meets_torch(path):
+    """Whether all tests of the file run on each torch. Of other files a quarter runs on the second torch."""
+    with open(path, encoding="utf-8") as file:
+        return bool(SUBJECT_IS_TORCH.search(path) or ASKS_FOR_TORCH.search(file.read()))
+
+
+def only_on_first_torch(path, case):
+    """Whether the second torch leaves out a test case."""
+    return second_torch() and hashlib.sha256(case.encode()).digest()[0] % 4 != 0 and not meets_torch(path)
 
 
 def _parts(case, strength):

@@ -2,7 +2,8 @@
 # tools/test.sh all|every|second|unit|gpu|cluster [pytest arguments]: builds what is missing, then runs ctest and pytest, both on
 # every core. `all` runs a fixed sample of each large matrix of cases (tests/sampling.py), `every` all of them. `second` is
 # for another torch on a machine where `all` has passed on this tree with the first: without the tests of rooms that do not
-# see torch (cmake/Rooms.cmake, tests/conftest.py), and with smaller samples. Tests that are marked `alone` measure time or the whole machine and run after the others, one at a time.
+# see torch (cmake/Rooms.cmake, tests/conftest.py), and with a quarter of the Python tests that do not meet torch
+# (tests/sampling.py). Tests that are marked `alone` measure time or the whole machine and run after the others, one at a time.
 . "$(dirname "$0")/common.sh"
 kind=${1:-all}
 shift || true

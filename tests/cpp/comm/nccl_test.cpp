@@ -12,6 +12,7 @@
 
 #include "../on_threads.h"
 #include "../error_of.h"
+#include "../stand_in.h"
 #include "base/error.h"
 #include "comm/nccl/nccl_memory.h"
 
@@ -19,8 +20,7 @@ namespace ds::comm {
 namespace {
 
 using std::chrono::milliseconds;
-const std::string kFolder = DS_FAKE_NCCL_FOLDER;
-const std::string kFake = kFolder + "/libfake_nccl.so";
+const std::string kFake = stand_in("fake_nccl");
 
 template <typename Function>
 Function order(const char* name) {
@@ -193,7 +193,7 @@ TEST_F(Nccl, MovesEightBitFloatsAndReducesThemWhereNcclDoes) {
   uint8_t in = 0x3c, out = 0;
   comm->all_gather(&in, &out, 1, nccl::kFloat8E4M3, nullptr);
   EXPECT_EQ(out, in);
-  library = NcclLibrary::open(kFolder + "/libfake_nccl_old.so");
+  library = NcclLibrary::open(stand_in("fake_nccl_old"));
   const NcclCommPtr old = alone();
   old->broadcast(&in, &in, 1, nccl::kFloat8E5M2, 0, nullptr);
   expect_parts(
@@ -382,7 +382,7 @@ TEST_F(Nccl, FindsWhatTheEnvironmentOrTheCallerNames) {
   setenv("DS_NCCL_LIBRARY", kFake.c_str(), 1);
   EXPECT_EQ(NcclLibrary::find()->path(), kFake);
   setenv("DS_NCCL_LIBRARY", "", 1);
-  const NcclLibraryPtr found = NcclLibrary::find({"/nowhere/libnccl.so.2", kFolder + "/libfake_nccl_old.so"});
+  const NcclLibraryPtr found = NcclLibrary::find({"/nowhere/libnccl.so.2", stand_in("fake_nccl_old")});
   EXPECT_EQ(found->version_text(), "2.18.3");
 }
 
@@ -394,11 +394,11 @@ TEST_F(Nccl, ALibraryThatIsMissingIsAnErrorThatSaysWhatToDo) {
 }
 
 TEST_F(Nccl, MissingFunctionsAreNamedWithPathAndVersion) {
-  expect_parts(error_of(ErrorKind::kRuntime, [] { NcclLibrary::open(kFolder + "/libfake_nccl_broken.so"); }),
+  expect_parts(error_of(ErrorKind::kRuntime, [] { NcclLibrary::open(stand_in("fake_nccl_broken")); }),
                {"libfake_nccl_broken.so is NCCL 2.28.9 and has no ncclAllReduce", "2.14 or later", "install"});
   expect_parts(error_of(ErrorKind::kRuntime, [] { NcclLibrary::open("libc.so.6"); }), {"has no ncclGetVersion"});
 
-  library = NcclLibrary::open(kFolder + "/libfake_nccl_old.so");
+  library = NcclLibrary::open(stand_in("fake_nccl_old"));
   EXPECT_FALSE(library->has_buffers());
   const NcclCommPtr comm = alone();
   expect_parts(error_of(ErrorKind::kRuntime, [&] { NcclBuffer(comm, 64); }),

@@ -25,7 +25,7 @@ void on_channels(const std::string& transport, int size, const Body& body, const
   const auto first = thread_communicators(size), second = thread_communicators(size);
   nccl::UniqueId ids[2];
   if (transport == "nccl")
-    for (auto& id : ids) id = NcclLibrary::open(std::string(DS_FAKE_NCCL_FOLDER) + "/libfake_nccl.so")->make_id();
+    for (auto& id : ids) id = NcclLibrary::open(stand_in("fake_nccl"))->make_id();
   on_threads(size, [&](int rank) {
     const auto activations = testing_transports::make(transport, first[rank], ids[0]);
     const auto grads = testing_transports::make(transport, second[rank], ids[1]);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../on_threads.h"
+#include "../stand_in.h"
 #include "comm/nccl/nccl_library.h"
 #include "comm/transports/hierarchical_communicator.h"
 #include "comm/transports/local_communicator.h"
@@ -69,14 +70,14 @@ inline CommunicatorPtr make(const std::string& transport, const CommunicatorPtr&
   place.rank = rank;
   place.size = size;
   place.timeout = seconds(600);
-  const auto library = NcclLibrary::open(std::string(DS_FAKE_NCCL_FOLDER) + "/libfake_nccl.so");
+  const auto library = NcclLibrary::open(stand_in("fake_nccl"));
   return nccl_communicator_alone(NcclComm::join(library, id, place));
 }
 
 inline void on_transport(const std::string& transport, int size, const Body& body) {
   const auto between_threads = thread_communicators(size);
   nccl::UniqueId id;
-  if (transport == "nccl") id = NcclLibrary::open(std::string(DS_FAKE_NCCL_FOLDER) + "/libfake_nccl.so")->make_id();
+  if (transport == "nccl") id = NcclLibrary::open(stand_in("fake_nccl"))->make_id();
   on_threads(size, [&](int rank) { body(rank, *make(transport, between_threads[rank], id)); });
 }
 

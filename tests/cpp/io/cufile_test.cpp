@@ -4,14 +4,13 @@
 #include <gtest/gtest.h>
 
 #include "../error_of.h"
+#include "../stand_in.h"
 #include "base/error.h"
 #include "folder.h"
 #include "io/file_error.h"
 
 namespace ds::io {
 namespace {
-
-std::string fake(const std::string& name) { return std::string(DS_FAKE_CUFILE_FOLDER) + "/lib" + name + ".so"; }
 
 std::string refusal(const std::string& library) {
   try {
@@ -24,7 +23,7 @@ std::string refusal(const std::string& library) {
 
 TEST(CuFile, MovesBytesInPiecesOfItsOwn) {
   const Folder folder;
-  const auto library = CuFile::open(fake("fake_cufile"));
+  const auto library = CuFile::open(stand_in("fake_cufile"));
   const std::string text = random_bytes((3 << 20) + 5);
   {
     const CuFile::File file(*library, folder / "x", true);
@@ -53,8 +52,9 @@ TEST(CuFile, MovesBytesInPiecesOfItsOwn) {
 
 TEST(CuFile, SaysWhyItCannotBeUsed) {
   EXPECT_TRUE(says(refusal("/none/libcufile.so"), "GPUDirect storage cannot be used: /none/libcufile.so"));
-  EXPECT_TRUE(says(refusal(fake("fake_cufile_no_driver")), "cuFileDriverOpen gave cuFile error 5001, CUDA error 100"));
-  EXPECT_TRUE(says(refusal(fake("fake_cufile_broken")), "has no function cuFileWrite"));
+  EXPECT_TRUE(
+      says(refusal(stand_in("fake_cufile_no_driver")), "cuFileDriverOpen gave cuFile error 5001, CUDA error 100"));
+  EXPECT_TRUE(says(refusal(stand_in("fake_cufile_broken")), "has no function cuFileWrite"));
 }
 
 }  // namespace
