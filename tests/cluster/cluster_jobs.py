@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -81,8 +82,7 @@ def stand_ins(cluster):
 
 def write_program(path, line):
     """A shell script of one line."""
-    with open(path, "w") as file:
-        file.write(f"#!/bin/sh\n{line}\n")
+    pathlib.Path(path).write_text(f"#!/bin/sh\n{line}\n")
     os.chmod(path, 0o755)
 
 
@@ -100,8 +100,10 @@ def popen(command, env):
     )  # fmt: skip
 
 
-def start(cluster, launcher, *args, **more):
-    """Starts the program ``deepspeed`` on the head with the file ``hosts`` of this folder; returns the process."""
+def start(cluster, launcher, script, *options, given=(), **more):
+    """Starts the program ``deepspeed`` on the head with the file ``hosts`` of this folder, where it writes the script;
+    returns the process. ``given``: arguments of the script."""
+    pathlib.Path("train.py").write_text(script)
     env, reach = variables(**more), ["--launcher", launcher]
     options = f"-F {cluster.path('ssh_config')}"
     if launcher == "ssh":
@@ -114,7 +116,7 @@ def start(cluster, launcher, *args, **more):
         reach.append("--launcher_args=-launcher ssh")
     elif launcher in EQUAL:
         env.update(MPI_STYLE=launcher, PATH=f"{stand_ins(cluster)}:{env['PATH']}")
-    line = [sys.executable, "-m", "deepspeed.launcher", "-H", "hosts", *reach, *map(str, args)]
+    line = [sys.executable, "-m", "deepspeed.launcher", "-H", "hosts", *reach, *options, "train.py", *given]
     return popen(cluster.on_head(*line), env)
 
 

@@ -6,6 +6,7 @@ Needs root, iproute2 and openssh-server (`tools/packages.sh cluster`).
 
 import contextlib
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -88,21 +89,22 @@ class PretendedHosts:
 
     def _make(self):
         hub = f"{self._tag}-net"
-        run("ip", "netns", "add", hub)
-        run("ip", "-n", hub, "link", "add", "hub", "type", "bridge")
-        run("ip", "-n", hub, "link", "set", "hub", "up")
+        for line in (f"netns add {hub}", f"-n {hub} link add hub type bridge", f"-n {hub} link set hub up"):
+            run("ip", *line.split())
         table = "127.0.0.1 localhost\n" + "".join(f"{self._subnet}.{i} {n}\n" for i, n in enumerate(NAMES, 1))
         for number, name in enumerate(NAMES, 1):
             here = f"{self._tag}-{name}"
-            run("ip", "netns", "add", here)
-            run("ip", "-n", here, "link", "add", "eth0", "type", "veth", "peer", "name", f"to{number}", "netns", hub)
-            run("ip", "-n", hub, "link", "set", f"to{number}", "master", "hub", "up")
-            run("ip", "-n", here, "addr", "add", f"{self._subnet}.{number}/24", "dev", "eth0")
-            run("ip", "-n", here, "link", "set", "eth0", "up")
-            run("ip", "-n", here, "link", "set", "lo", "up")
+            for line in (
+                f"netns add {here}",
+                f"-n {here} link add eth0 type veth peer name to{number} netns {hub}",
+                f"-n {hub} link set to{number} master hub up",
+                f"-n {here} addr add {self._subnet}.{number}/24 dev eth0",
+                f"-n {here} link set eth0 up",
+                f"-n {here} link set lo up",
+            ):
+                run("ip", *line.split())
             os.makedirs(f"/etc/netns/{here}", exist_ok=True)
-            with open(f"/etc/netns/{here}/hosts", "w") as file:
-                file.write(table)
+            pathlib.Path(f"/etc/netns/{here}/hosts").write_text(table)
         for key in ("host", "user"):
             run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.path(key))
         shutil.copy(self.path("user.pub"), self.path("authorized"))
@@ -149,8 +151,7 @@ class PretendedHosts:
         )  # fmt: skip
 
     def _write(self, name, text):
-        with open(self.path(name), "w") as file:
-            file.write("\n".join(line.strip() for line in text.strip().splitlines()) + "\n")
+        pathlib.Path(self.path(name)).write_text("\n".join(line.strip() for line in text.strip().splitlines()) + "\n")
 
     def inside(self, name, *command):
         """``command`` as it runs in the network of a host."""
@@ -177,8 +178,7 @@ class PretendedHosts:
         pid = self._servers[name].pid
         if name == "head":
             return pid
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return int(file.read().split()[0])
+        return int(pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def _commands(self, name):
         # (pid here, command line) of all processes of a host but the first.
@@ -188,8 +188,7 @@ class PretendedHosts:
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
                 if os.readlink(f"/proc/{pid}/ns/{kind}") == space and int(pid) != first:
-                    with open(f"/proc/{pid}/cmdline") as file:
-                        yield int(pid), file.read().replace("\0", " ").strip()
+                    yield int(pid), pathlib.Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
             except OSError:  # it has ended
                 pass
 
@@ -202,8 +201,7 @@ class PretendedHosts:
 
     def kill(self, name, word):
         """Kills the first process of a host whose command line has ``word`` in it; those forked from it have it."""
-        victim = min(pid for pid, line in self._commands(name) if word in line)
-        os.kill(victim, signal.SIGKILL)
+        os.kill(min(pid for pid, line in self._commands(name) if word in line), signal.SIGKILL)
 
     def left(self, name):
         """What lies in the /dev/shm and the /tmp of a host, beside the cache that torch 2 keeps there."""

@@ -5,6 +5,7 @@ Needs munge, slurmctld, slurmd and slurm-client (`tools/packages.sh cluster`).
 """
 
 import os
+import pathlib
 import shutil
 import subprocess
 
@@ -44,14 +45,12 @@ class SlurmDaemons:
 
     def _file(self, name, text):
         path = os.path.join(self._folder, name)
-        with open(path, "w") as file:
-            file.write(text)
+        pathlib.Path(path).write_text(text)
         return path
 
     def _serve_keys(self):
         key = os.path.join(self._folder, "munge.key")
-        with open(key, "wb") as file:
-            file.write(os.urandom(128))
+        pathlib.Path(key).write_bytes(os.urandom(128))
         os.chmod(key, 0o400)
         files = [f"--{what}={self._folder}/munge.{what}" for what in ("socket", "pid-file", "seed-file", "log-file")]
         self._cluster.serve(

@@ -9,14 +9,18 @@ import pytest
 
 from cluster_jobs import LAUNCHERS, MPI, SLEEP, TRAIN, all_here, ended, ends_clean, start, write_hosts
 
+GETS = """
+import os, sys
+open("got" + os.environ["RANK"], "wb").write(
+    b"\\0".join([*map(os.fsencode, sys.argv[2:]), *[os.environb[b"DS_TEST_%d" % i] for i in range(1000)]]))
+"""
 by_each = pytest.mark.parametrize("launcher", LAUNCHERS, indirect=True)
 
 
 @by_each
 def test_ranks_of_two_hosts_train(cluster, launcher, folder):
     world = write_hosts(folder, launcher)
-    (folder / "train.py").write_text(TRAIN)
-    code, out, errors = ended(start(cluster, launcher, "train.py"))
+    code, out, errors = ended(start(cluster, launcher, TRAIN))
     assert code == 0, errors
     hosts = ["h1", "h1", "h2", "h2"][:world]
     lines = sorted(line[line.index("sum ") :].split() for line in out.splitlines() if "sum " in line)
@@ -33,14 +37,9 @@ def test_ranks_of_two_hosts_train(cluster, launcher, folder):
 def test_values_and_arguments_arrive_byte_for_byte(cluster, launcher, folder):
     world, numbers = write_hosts(folder, launcher), random.Random(7)
     words = [bytes(numbers.choice(range(1, 256)) for _ in range(numbers.randint(1, 40))) for _ in range(1000)]
-    (folder / "train.py").write_text("""
-import os, sys
-open("got" + os.environ["RANK"], "wb").write(
-    b"\\0".join([*map(os.fsencode, sys.argv[2:]), *[os.environb[b"DS_TEST_%d" % i] for i in range(1000)]]))
-""")
     more = {f"DS_TEST_{i}": os.fsdecode(word) for i, word in enumerate(words)}
     told = words[: 900 if launcher == "mpich" else None]  # Hydra crashes when a command has 1,000 words
-    code, _, errors = ended(start(cluster, launcher, "train.py", *map(os.fsdecode, told), **more))
+    code, _, errors = ended(start(cluster, launcher, GETS, given=map(os.fsdecode, told), **more))
     assert code == 0, errors
     for rank in range(world):
         assert (folder / f"got{rank}").read_bytes().split(b"\0") == told + words
@@ -49,8 +48,7 @@ open("got" + os.environ["RANK"], "wb").write(
 @by_each
 def test_a_failing_rank_on_the_second_host(cluster, launcher, folder):
     world = write_hosts(folder, launcher)
-    (folder / "train.py").write_text(SLEEP)
-    code, _, errors = ended(start(cluster, launcher, "train.py", DS_FAIL="2"))
+    code, _, errors = ended(start(cluster, launcher, SLEEP, DS_FAIL="2"))
     assert code == 37 and f"rank 2 of {world} (pid " in errors and "host h2) failed" in errors, errors
     assert "last words" in errors and "rank 0 of" not in errors  # mpirun is no rank, and who is ended has not failed
     ends_clean(cluster, 5)
@@ -59,8 +57,7 @@ def test_a_failing_rank_on_the_second_host(cluster, launcher, folder):
 @by_each
 def test_ctrl_c(cluster, launcher, folder):
     world = write_hosts(folder, launcher)
-    (folder / "train.py").write_text(SLEEP)
-    job = start(cluster, launcher, "train.py")
+    job = start(cluster, launcher, SLEEP)
     all_here(world)
     job.send_signal(signal.SIGINT)
     code, _, errors = ended(job)

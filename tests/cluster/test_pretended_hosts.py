@@ -1,6 +1,7 @@
 """The hosts themselves: nothing of them outlives the tests, not even tests that are killed."""
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -25,8 +26,7 @@ def daemons(folder):
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{pid}/cmdline") as file:
-                found.append(file.read().replace("\0", " "))
+            found.append(pathlib.Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
         except OSError:  # it has ended
             pass
     return [line for line in found if folder in line]

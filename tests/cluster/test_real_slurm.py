@@ -1,6 +1,7 @@
 """What docs/tutorials/slurm.md says, by Slurm itself: batch scripts, srun without a launcher, announced ends."""
 
 import os
+import pathlib
 import re
 import shutil
 import sys
@@ -24,11 +25,9 @@ open("saved" + rank, "w").close()
 
 def blocks():
     """Commands of the page, for two nodes with one process each and no GPU; the script is what a test wrote."""
-    with open(PAGE) as file:
-        text = file.read()
+    text = pathlib.Path(PAGE).read_text()
     lines = re.findall(r"```bash\n(.*?)```", text, re.S)
-    inline = re.search(r"`(srun\s+--ntasks-per-node=8 python train.py)`", text)[1]
-    found = [*lines, inline.replace("\n", " ")]
+    found = [*lines, re.search(r"`(srun\s+--ntasks-per-node=8 python train.py)`", text)[1].replace("\n", " ")]
     for old, new in (("slots=8", "slots=1"), ("per-node=8", "per-node=1"), ("#SBATCH --gpus-per-node=1\n", "")):
         found = [text.replace(old, new) for text in found]
     return found

@@ -33,8 +33,7 @@ while engine.global_steps < 9:
 
 @pytest.mark.parametrize("launcher", ["ssh", "pdsh", "slurm"], indirect=True)
 def test_a_cable_that_is_cut(cluster, launcher, folder):
-    (folder / "train.py").write_text(SLEEP)
-    job = start(cluster, launcher, "train.py")
+    job = start(cluster, launcher, SLEEP)
     all_here(3)
     cluster.cut("h2")
     try:
@@ -51,8 +50,7 @@ def test_a_cable_that_is_cut(cluster, launcher, folder):
 def test_an_elastic_run_goes_on_from_the_memory_of_the_other_host(cluster, folder, lost, how, world):
     """What the lost host had in its own /dev/shm has come to the other one over the network. Any host may be lost,
     that of rank 0, too: the head, where the job was started, is on none of them."""
-    (folder / "train.py").write_text(GOES_ON)
-    job = start(cluster, "ssh", "--elastic_training", "train.py", DS_ELASTIC_RETRY_S="600")
+    job = start(cluster, "ssh", GOES_ON, "--elastic_training", DS_ELASTIC_RETRY_S="600")
     wait_for(lambda: all(os.path.exists(f"here{rank}") for rank in range(3)), 60)
     if how == "cable":
         cluster.cut(lost)
@@ -70,8 +68,7 @@ def test_an_elastic_run_goes_on_from_the_memory_of_the_other_host(cluster, folde
 
 
 def test_the_end_of_the_head_is_the_end_of_an_elastic_job(cluster, folder):
-    (folder / "train.py").write_text(SLEEP)
-    job = start(cluster, "ssh", "--elastic_training", "train.py")
+    job = start(cluster, "ssh", SLEEP, "--elastic_training")
     all_here(3)
     job.kill()
     ended(job)
@@ -79,14 +76,12 @@ def test_the_end_of_the_head_is_the_end_of_an_elastic_job(cluster, folder):
 
 
 def test_check(cluster, folder):
-    (folder / "train.py").write_text("")
-    code, out, errors = ended(start(cluster, "ssh", "--check", "train.py"))
+    code, out, errors = ended(start(cluster, "ssh", "", "--check"))
     assert code == 0 and " MB/s to h1" in out and "A job of 3 ranks on 2 host(s) can start." in out, errors
 
 
 def test_time_to_the_script(cluster, folder):
     """Over ssh a script starts 0.3 s after a plain login; here with room for a busy machine."""
-    (folder / "train.py").write_text("import time; print('at', time.time())")
     (folder / "hosts").write_text("h1 slots=1\n")
     plain, ours = [], []
     for _ in range(3):
@@ -95,7 +90,7 @@ def test_time_to_the_script(cluster, folder):
         subprocess.run(line, check=True)
         plain.append(time.time() - start_s)
         start_s = time.time()
-        code, out, errors = ended(start(cluster, "ssh", "train.py"))
+        code, out, errors = ended(start(cluster, "ssh", "import time; print('at', time.time())"))
         assert code == 0, errors
         ours.append(float(out.split()[-1]) - start_s)
     figures = {"plain login": min(plain), "to the script": min(ours)}

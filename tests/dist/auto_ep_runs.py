@@ -1,14 +1,13 @@
 """Runs of unchanged models with experts (``hf_like_moe``), and the same model in one process."""
 
+import pytest
 import torch
 
 from deepspeed.moe.ep_repack import repack_expert_weights
 from engine_models import step_losses
 from hf_like_moe import WIDTH, model_of
-from moe_models import values
+from moe_models import ADAM, clipped_step, values
 from runs import moments, settings, weights
-
-ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 
 
 def config(world, stage, ep_size, **more):
@@ -39,16 +38,21 @@ def train_one(family, world, steps, make=model_of, **more):
         optimizer.zero_grad()
         parts = [model(batch(step, rank)) for rank in range(world)]
         (sum(parts) / world).backward()
-        for param in params:  # an expert without tokens has a zero gradient
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        torch.nn.utils.clip_grad_norm_(params, 0.3)
-        optimizer.step()
+        clipped_step(optimizer, params, 0.3)
         losses.append([part.item() for part in parts])
     return losses, {name: value.detach() for name, value in model.state_dict().items()}
 
 
 def steps_of(engine, rank, steps, first=0):
     return step_losses(engine, (batch(step, rank) for step in range(first, first + steps)))
+
+
+def follows(engine, rank, expected, case=None, first=0):
+    """The next steps have the losses of ``train_one``, and the parameters are those at its end."""
+    losses, params = expected
+    own = steps_of(engine, rank, len(losses) - first, first)
+    assert own == pytest.approx([step[rank] for step in losses[first:]], abs=3e-6), case
+    check(engine, rank, params)
 
 
 def check(engine, rank, expected):
@@ -59,8 +63,7 @@ def check(engine, rank, expected):
         part = slice(layer.ep_rank * layer.num_local_experts, (layer.ep_rank + 1) * layer.num_local_experts)
         source = model_of(engine.module.config.model_type, form=engine.module.form)
         source.load_state_dict(expected)
-        experts = source.get_submodule(name).experts
-        whole = repack_expert_weights(experts, layer.spec, 0, 1)
+        whole = repack_expert_weights(source.get_submodule(name).experts, layer.spec, 0, 1)
         for number, weight in enumerate(whole):
             mine = trained.pop(f"{name}.experts.w{number + 1}")
             torch.testing.assert_close(mine, weight[part], rtol=1e-4, atol=5e-6)

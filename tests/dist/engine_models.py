@@ -3,38 +3,36 @@
 import pytest
 import torch
 
+from models import Parts
 from runs import initialized, take_step
 
 
-class Net(torch.nn.Module):
-    """Every kind of parameter: shared (``tied`` is ``first``'s weight), frozen, unused, sometimes used, sparse."""
-
-    def __init__(self, sparse=False):
-        super().__init__()
-        self.embed = torch.nn.Embedding(17, 12, sparse=sparse)
-        self.first = torch.nn.Linear(12, 12)
-        self.tied = torch.nn.Linear(12, 12, bias=False)
-        self.tied.weight = self.first.weight
-        self.frozen = torch.nn.Linear(12, 12)
-        self.frozen.weight.requires_grad_(False)
-        self.sometimes = torch.nn.Linear(12, 12)
-        self.never = torch.nn.Linear(3, 3)
-        self.norm = torch.nn.LayerNorm(12)
-        self.out = torch.nn.Linear(12, 5)
-        self.register_buffer("count", torch.arange(3.0))
-
-    def forward(self, tokens, extra=False):
-        hidden = self.embed(tokens)
-        hidden = torch.tanh(self.first(hidden))
-        if extra:
-            hidden = torch.tanh(self.sometimes(hidden))
-        hidden = torch.tanh(self.frozen(torch.tanh(self.tied(hidden))))
-        return self.out(self.norm(hidden))
+def after_embedding(net, hidden, extra):
+    hidden = torch.tanh(net.first(hidden))
+    if extra:
+        hidden = torch.tanh(net.sometimes(hidden))
+    hidden = torch.tanh(net.frozen(torch.tanh(net.tied(hidden))))
+    return net.out(net.norm(hidden))
 
 
 def make_net(sparse=False, seed=0):
+    """Every kind of parameter: shared (``tied`` is ``first``'s weight), frozen, unused, sometimes used, sparse."""
     torch.manual_seed(seed)
-    return Net(sparse)
+    net = Parts(
+        lambda net, tokens, extra=False: after_embedding(net, net.embed(tokens), extra),
+        embed=torch.nn.Embedding(17, 12, sparse=sparse),
+        first=torch.nn.Linear(12, 12),
+        tied=torch.nn.Linear(12, 12, bias=False),
+        frozen=torch.nn.Linear(12, 12),
+        sometimes=torch.nn.Linear(12, 12),
+        never=torch.nn.Linear(3, 3),
+        norm=torch.nn.LayerNorm(12),
+        out=torch.nn.Linear(12, 5),
+        count=torch.arange(3.0),
+    )
+    net.tied.weight = net.first.weight
+    net.frozen.weight.requires_grad_(False)
+    return net
 
 
 def batch(step, size=8):
@@ -48,6 +46,12 @@ def _wide(t):
 
 def loss_of(output, targets):
     return torch.nn.functional.cross_entropy(_wide(output).reshape(-1, 5), targets.reshape(-1))
+
+
+def loss_on(model, step, size=8, rank=0, world=1, **more):
+    """The loss of a model or an engine on a batch, or on what one of ``world`` ranks has of it."""
+    tokens, targets = (part.chunk(world)[rank] for part in batch(step, size))
+    return loss_of(model(tokens, **more), targets)
 
 
 def uses_extra(step):
@@ -68,7 +72,7 @@ def config(world=1, accumulate=1, size=8, **more):
 
 
 def net_run(world=1, stage=0, accumulate=1, model=None, seed=0, client=None, zero=(), data=None, **more):
-    """Returns the result of ``initialized`` for ``Net`` and ``config``. ``more``: arguments of ``config``."""
+    """Returns the result of ``initialized`` for ``make_net`` and ``config``. ``more``: arguments of ``config``."""
     made = config(world, accumulate, **{"zero_optimization": {"stage": stage, **dict(zero)}, **more})
     made = {name: value for name, value in made.items() if value is not None}
     return initialized(make_net(seed=seed) if model is None else model, made, client, training_data=data)
@@ -128,9 +132,21 @@ def train_engine(engine, steps, rank, world, user_backward=False, start=0, size=
     return losses, norms
 
 
+def after_steps(engine, steps, rank, world, **more):
+    """The engine, after ``train_engine``."""
+    train_engine(engine, steps, rank, world, **more)
+    return engine
+
+
 def step_losses(engine, batches, loss_of=lambda out: out):
     """The losses of steps on ``batches``; ``loss_of`` what the model makes of one."""
     return [take_step(engine, loss_of(engine(one))) for one in batches]
+
+
+def losses_and_norms(engine, batches):
+    """The losses of steps on ``batches``, which the model makes, and the norms of their gradients."""
+    found = [(take_step(engine, engine(one)), float(engine.get_global_grad_norm())) for one in batches]
+    return [list(one) for one in zip(*found)]
 
 
 def elastic_step(engine, size=8):
@@ -171,12 +187,14 @@ def square_losses(engine, rank, steps):
     return step_losses(engine, (six(rank, step) for step in range(steps)), lambda out: out.square().mean())
 
 
-def assert_like_sgd(model, sharded, steps=3):
-    """``sharded``: the losses of two ranks. They are those of ``model`` in one process, under SGD with rate 0.1."""
+def assert_like_sgd(model, sharded, steps=3, micro_steps=1):
+    """``sharded``: the losses of each rank. They are those of ``model`` in one process, under SGD with rate 0.1, which
+    makes a step of every ``micro_steps``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
-        parts = [model(six(rank, step)).square().mean() for rank in range(2)]
+        parts = [model(six(rank, step)).square().mean() for rank in range(len(sharded))]
         assert [losses[step] for losses in sharded] == pytest.approx([part.item() for part in parts], abs=1e-6)
-        optimizer.zero_grad()
-        (sum(parts) / 2).backward()
-        optimizer.step()
+        (sum(parts) / (len(parts) * micro_steps)).backward()
+        if step % micro_steps == micro_steps - 1:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -37,8 +37,7 @@ def main(backend, stage):
     engine = deepspeed.initialize(model=model, config=config)[0]
 
     def train():
-        loss = engine(torch.full((1, WIDTH), 0.1 * (1 + dist.get_rank()))).square().sum()
-        engine.backward(loss)
+        engine.backward(engine(torch.full((1, WIDTH), 0.1 * (1 + dist.get_rank()))).square().sum())
         engine.step()
 
     train()

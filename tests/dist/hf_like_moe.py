@@ -154,8 +154,7 @@ USUAL = {"qwen3_moe": "stacked", "deepseek_v3": "stacked"}  # of tests that try 
 class Block(nn.Module):
     def __init__(self, config, dense, form):
         super().__init__()
-        old_mixtral = config.model_type == "mixtral" and form == "listed"
-        self.moe_name = "block_sparse_moe" if old_mixtral else "mlp"
+        self.moe_name = "block_sparse_moe" if (config.model_type == "mixtral" and form == "listed") else "mlp"
         listed = ListedDeepseekMoE if config.model_type.startswith("deepseek") else ListedBlock
         block = GatedMLP() if dense else (listed if form == "listed" else StackedBlock)(config)
         setattr(self, self.moe_name, block)

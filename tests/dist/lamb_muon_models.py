@@ -6,7 +6,8 @@ import copy
 import torch
 
 import deepspeed
-from runs import dtype_of, engine_of, settings, take_step
+from models import Parts, seeded
+from runs import engine_of, settings, take_step
 from zero_models import reduced_mean
 
 WIDTH, ROWS, CLIP = 6, 3, 0.5
@@ -78,45 +79,40 @@ class PlainMuon(PlainLamb):
 PLAIN = {"Lamb": PlainLamb, "Muon": PlainMuon}
 
 
-class Net(torch.nn.Module):
+def forward_matrices(net, x, step):
+    hidden = x + net.embed[step % 5]
+    hidden = hidden + net.tall(torch.tanh(net.wide(hidden)))
+    if step % 3 != 1:
+        hidden = net.sometimes(hidden)
+    hidden = torch.tanh(net.frozen(hidden)) * net.filters.sum(dim=(0, 1))
+    return net.head(hidden)
+
+
+def matrices():
     """Matrices of several shapes, vectors, a filter, an embedding; frozen and sometimes unused parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Parameter(torch.rand(5, WIDTH))
-        self.wide = torch.nn.Linear(WIDTH, 4 * WIDTH)
-        self.tall = torch.nn.Linear(4 * WIDTH, WIDTH)
-        self.frozen = torch.nn.Linear(WIDTH, WIDTH)
-        self.sometimes = torch.nn.Linear(WIDTH, WIDTH)
-        self.filters = torch.nn.Parameter(0.3 * torch.randn(3, 2, WIDTH))
-        self.head = torch.nn.Linear(WIDTH, 2, bias=False)
-        for param in self.frozen.parameters():
-            param.requires_grad_(False)
-
-    def forward(self, x, step):
-        hidden = x + self.embed[step % 5]
-        hidden = hidden + self.tall(torch.tanh(self.wide(hidden)))
-        if step % 3 != 1:
-            hidden = self.sometimes(hidden)
-        hidden = torch.tanh(self.frozen(hidden)) * self.filters.sum(dim=(0, 1))
-        return self.head(hidden)
+    return Parts(
+        forward_matrices,
+        embed=torch.nn.Parameter(torch.rand(5, WIDTH)),
+        wide=torch.nn.Linear(WIDTH, 4 * WIDTH),
+        tall=torch.nn.Linear(4 * WIDTH, WIDTH),
+        frozen=torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+        sometimes=torch.nn.Linear(WIDTH, WIDTH),
+        filters=torch.nn.Parameter(0.3 * torch.randn(3, 2, WIDTH)),
+        head=torch.nn.Linear(WIDTH, 2, bias=False),
+    )
 
 
-class Grid(torch.nn.Module):
+def grid():
     """Element-wise, so that it runs in fp16 on any CPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.rand(5, WIDTH) - 0.2)
-        self.bias = torch.nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, x, step):
-        return (x.unsqueeze(1) * self.weight).sum(1) + self.bias
+    return Parts(
+        lambda net, x, step: (x.unsqueeze(1) * net.weight).sum(1) + net.bias,
+        weight=torch.nn.Parameter(torch.rand(5, WIDTH) - 0.2),
+        bias=torch.nn.Parameter(torch.rand(WIDTH)),
+    )
 
 
-def make(kind=Net):
-    torch.manual_seed(0)
-    return kind()
+def make(kind=matrices):
+    return seeded(kind)
 
 
 def batch(step, part, out=2):
@@ -127,6 +123,11 @@ def batch(step, part, out=2):
 def loss_of(output, target):
     wide = output.double() if output.dtype == torch.float64 else output.float()
     return ((wide - target.to(wide.dtype)) ** 2).mean()
+
+
+def loss_on(model, step, part, out):
+    x, target = batch(step, part, out)
+    return loss_of(model(x.to(next(model.parameters()).dtype), step), target)
 
 
 class Reference:
@@ -146,9 +147,7 @@ class Reference:
         self.model.zero_grad(set_to_none=True)
         sums = {}
         for part in range(parts):
-            x, target = batch(step, part, out)
-            dtype = next(self.model.parameters()).dtype
-            loss_of(self.model(x.to(dtype), step), target).backward()
+            loss_on(self.model, step, part, out).backward()
             for name, p in self.model.named_parameters():
                 if p.grad is not None:
                     sums.setdefault(name, []).append(p.grad)
@@ -177,11 +176,10 @@ def start(kind, stage, model=None, dtype="fp32", params=None, accumulate=1, **mo
 
 def train(engine, steps, rank, world, first=0, out=2):
     """``steps`` optimizer steps; part ``rank + world * k`` is micro-batch k of a rank."""
-    dtype = dtype_of(engine)
     for step in range(first, first + steps):
         for micro in range(engine.gradient_accumulation_steps()):
-            x, target = batch(step, rank + world * micro, out)
-            take_step(engine, loss_of(engine(x.to(dtype), step), target))
+            take_step(engine, loss_on(engine, step, rank + world * micro, out))
+    return engine
 
 
 def worst_gap(found, expected):

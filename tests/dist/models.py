@@ -5,6 +5,26 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
+def seeded(make, *given, seed=0, **named):
+    """``make(...)`` with the random numbers of a seed."""
+    torch.manual_seed(seed)
+    return make(*given, **named)
+
+
+class Parts(nn.Module):
+    """A model of named parts, whose forward is ``run(self, ...)``. A tensor that is no parameter becomes a buffer."""
+
+    def __init__(self, run, **parts):
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            is_buffer = torch.is_tensor(part) and not isinstance(part, nn.Parameter)
+            (self.register_buffer if is_buffer else self.__setattr__)(name, part)
+
+    def forward(self, *given, **named):
+        return self.run(self, *given, **named)
+
+
 class Numbered(nn.Module):
     """A layer that knows its number, which also seeds its weights; the buffer is in checkpoints."""
 

@@ -1,17 +1,20 @@
 """A model with a mixture of experts, and the same as plain loops over tokens and experts in one process."""
 
+import functools
 import math
 
 import torch
 
 from deepspeed.moe.layer import MoE
+from models import Parts
 
 WIDTH = 6
+ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
+adam = functools.partial(torch.optim.AdamW, **ADAM)
 
 
 def values(seed, *shape):
-    count = math.prod(shape)
-    return (torch.sin(torch.arange(count, dtype=torch.float32) * 0.7 + seed) * 0.5).reshape(shape)
+    return (torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 0.7 + seed) * 0.5).reshape(shape)
 
 
 def batch(step, rank, tokens=8):
@@ -69,8 +72,7 @@ class Plain(torch.nn.Module):
         for t in range(tokens):
             mine = [e for e in range(experts) if t in kept[e]]
             whole = sum(probs[t, e] for e in mine) if self.k > 1 else 1.0
-            row = sum((probs[t, e] / whole * self.experts[e](x[t]) for e in mine), torch.zeros(WIDTH))
-            out.append(row)
+            out.append(sum((probs[t, e] / whole * self.experts[e](x[t]) for e in mine), torch.zeros(WIDTH)))
         out = torch.stack(out)
         if self.mlp is not None:
             mix = torch.softmax(self.coefficient(x), 1)
@@ -78,19 +80,23 @@ class Plain(torch.nn.Module):
         return out, aux, counts
 
 
-class Net(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.first, self.layer, self.last = torch.nn.Linear(WIDTH, WIDTH), layer, torch.nn.Linear(WIDTH, 1)
+def forward_net(net, x):
+    hidden = x + 0.1 * torch.tanh(net.first(x))
+    out, aux, net.counts = net.layer(hidden)
+    return net.last(hidden + out).square().mean() + 0.05 * aux
 
-    def forward(self, x):
-        hidden = x + 0.1 * torch.tanh(self.first(x))
-        out, aux, self.counts = self.layer(hidden)
-        return self.last(hidden + out).square().mean() + 0.05 * aux
+
+def net_of(layer):
+    return Parts(
+        forward_net,
+        first=torch.nn.Linear(WIDTH, WIDTH),
+        layer=layer,
+        last=torch.nn.Linear(WIDTH, 1),
+    )
 
 
 def plain_net(num_experts, k, drop, residual, factor=0.5):
-    net = Net(Plain(num_experts, k, drop, residual, factor))
+    net = net_of(Plain(num_experts, k, drop, residual, factor))
     fill_net(net, net.layer.wg, dict(enumerate(net.layer.experts)), net.layer.mlp, net.layer.coefficient)
     return net
 
@@ -103,7 +109,7 @@ def moe_layer(num_experts, ep_size, k, drop, residual, factor=0.5, **more):
 
 
 def moe_net(ep_rank, *args, **more):
-    net = Net(moe_layer(*args, **more))
+    net = net_of(moe_layer(*args, **more))
     moe = net.layer.deepspeed_moe
     first = ep_rank * net.layer.num_local_experts
     experts = {first + i: one for i, one in enumerate(moe.experts.deepspeed_experts)}
@@ -134,9 +140,23 @@ def plain_name(name, first):
     return ".".join(parts)
 
 
+def clipped_step(optimizer, params, clip):
+    """A step of plain PyTorch on clipped gradients; their norm. An expert without tokens has a zero gradient."""
+    params = list(params)
+    for param in params:
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    norm = float(torch.nn.utils.clip_grad_norm_(params, clip))
+    optimizer.step()
+    return norm
+
+
 def train_plain(world, steps, optimizer, clip, *args, **more):
+    """``train_plain_net`` of ``plain_net``."""
+    return train_plain_net(plain_net(*args, **more), world, steps, optimizer, clip)
+
+
+def train_plain_net(net, world, steps, optimizer, clip):
     """``(losses of each rank and step, norms, parameters by name)`` of one process that has all ranks' batches."""
-    net = plain_net(*args, **more)
     optimizer = optimizer(net.parameters())
     losses, norms = [], []
     for step in range(steps):
@@ -146,8 +166,5 @@ def train_plain(world, steps, optimizer, clip, *args, **more):
             loss = net(batch(step, rank))
             (loss / world).backward()
             losses[-1].append(loss.item())
-        norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), clip)))
-        for param in net.parameters():  # an expert without tokens has a zero gradient
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        optimizer.step()
+        norms.append(clipped_step(optimizer, net.parameters(), clip))
     return losses, norms, {name: param.detach() for name, param in net.named_parameters()}

@@ -2,9 +2,11 @@
 
 import json
 import os
+import pathlib
 
 import torch
 
+from models import Parts, seeded
 from runs import engine_of
 from runs import train as train_on
 
@@ -12,25 +14,21 @@ FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))
 KINDS = [(stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16")]
 
 
-class PeerNet(torch.nn.Module):
+def peer_net():
     """``c``'s weight is ``b``'s, ``f``'s is frozen; a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Linear(7, 13)
-        self.b = torch.nn.Linear(13, 13, bias=False)
-        self.c = torch.nn.Linear(13, 13, bias=False)
-        self.c.weight = self.b.weight
-        self.f = torch.nn.Linear(13, 13)
-        self.f.weight.requires_grad_(False)
-        self.n = torch.nn.LayerNorm(13)
-        self.o = torch.nn.Linear(13, 3)
-        self.register_buffer("count", torch.arange(3.0))
-
-    def forward(self, x):
-        hidden = torch.tanh(self.a(x))
-        hidden = torch.tanh(self.b(hidden))
-        return self.o(self.n(self.f(torch.tanh(self.c(hidden)))))
+    net = Parts(
+        lambda net, x: net.o(net.n(net.f(torch.tanh(net.c(torch.tanh(net.b(torch.tanh(net.a(x))))))))),
+        a=torch.nn.Linear(7, 13),
+        b=torch.nn.Linear(13, 13, bias=False),
+        c=torch.nn.Linear(13, 13, bias=False),
+        f=torch.nn.Linear(13, 13),
+        n=torch.nn.LayerNorm(13),
+        o=torch.nn.Linear(13, 3),
+        count=torch.arange(3.0),
+    )
+    net.c.weight = net.b.weight
+    net.f.weight.requires_grad_(False)
+    return net
 
 
 def folder(stage, dtype):
@@ -39,14 +37,12 @@ def folder(stage, dtype):
 
 def what(stage, dtype):
     """The configuration, and what was seen: dict."""
-    with open(os.path.join(folder(stage, dtype), "what.json")) as file:
-        return json.load(file)
+    return json.loads(pathlib.Path(folder(stage, dtype), "what.json").read_text())
 
 
 def make_engine(configuration, seed=0, optimizer=None, **more):
     """An engine with the two parameter groups of the peer: matrices, and the rest without weight decay."""
-    torch.manual_seed(seed)
-    net = PeerNet()
+    net = seeded(peer_net, seed=seed)
     trained = [p for p in net.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},

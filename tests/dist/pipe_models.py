@@ -89,8 +89,7 @@ def logits(module, x):
 
 
 def add_mask(x):
-    mask = (x.sum(-1) > 0).bool()
-    return x, mask, torch.arange(3)
+    return x, (x.sum(-1) > 0).bool(), torch.arange(3)
 
 
 def first(packed):
@@ -194,8 +193,7 @@ def built(kind, state):
     for number, spec in enumerate(specs(kind)):
         layers.append(spec.build() if isinstance(spec, LayerSpec) else spec)
         if isinstance(spec, LayerSpec):
-            own = {name: state[f"{number}.{name}"] for name in layers[-1].state_dict()}
-            layers[-1].load_state_dict(own)
+            layers[-1].load_state_dict({name: state[f"{number}.{name}"] for name in layers[-1].state_dict()})
     return layers
 
 

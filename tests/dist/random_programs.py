@@ -9,38 +9,41 @@ import copy
 import os
 import random
 
-import pytest
 import torch
 
 import deepspeed
 from deepspeed.log import logger
 from deepspeed.utils import safe_get_full_fp32_param
+from models import Parts, seeded
+from refusals import refused
 from runs import engine_of
 
 ROWS = 4
 
 
-class Net(torch.nn.Module):
+def forward_net(net, x, extra=False, fails=False):
+    hidden = torch.tanh(net.first(x.to(net.first.weight.dtype)))
+    hidden = torch.tanh(net.tied(torch.tanh(net.middle(hidden)))) * net.scale
+    if fails:
+        raise ArithmeticError("the forward of this batch fails")
+    if extra:
+        hidden = hidden + torch.tanh(net.sometimes(hidden))
+    return net.last(hidden)
+
+
+def net():
     """A tied weight, a layer that only some batches use, an extra vector, and an error on request."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(6, 8)
-        self.middle = torch.nn.Linear(8, 8)
-        self.tied = torch.nn.Linear(8, 8, bias=False)
-        self.tied.weight = self.middle.weight
-        self.sometimes = torch.nn.Linear(8, 8)
-        self.scale = torch.nn.Parameter(torch.ones(8))
-        self.last = torch.nn.Linear(8, 3)
-
-    def forward(self, x, extra=False, fails=False):
-        hidden = torch.tanh(self.first(x.to(self.first.weight.dtype)))
-        hidden = torch.tanh(self.tied(torch.tanh(self.middle(hidden)))) * self.scale
-        if fails:
-            raise ArithmeticError("the forward of this batch fails")
-        if extra:
-            hidden = hidden + torch.tanh(self.sometimes(hidden))
-        return self.last(hidden)
+    net = Parts(
+        forward_net,
+        first=torch.nn.Linear(6, 8),
+        middle=torch.nn.Linear(8, 8),
+        tied=torch.nn.Linear(8, 8, bias=False),
+        sometimes=torch.nn.Linear(8, 8),
+        scale=torch.nn.Parameter(torch.ones(8)),
+        last=torch.nn.Linear(8, 3),
+    )
+    net.tied.weight = net.middle.weight
+    return net
 
 
 def batch(number, rank):
@@ -53,7 +56,7 @@ def loss_of(output, target):
 
 
 # ---- programs ------------------------------------------------------------------------------------------------------
-PARAMS = [name for name, _ in Net().named_parameters()]
+PARAMS = [name for name, _ in net().named_parameters()]
 OPERATIONS = {
     "train": 10,  # forward, backward and engine.step()
     "forward": 1,  # without a backward
@@ -145,8 +148,7 @@ class Plain:
         param, value = self.params[name], value.float()
         if self.narrow:
             value = value.to(self.narrow).float()
-            same = param.to(self.narrow).float() == value
-            value = torch.where(same, param, value)
+            value = torch.where(param.to(self.narrow).float() == value, param, value)
         param.copy_(value)
 
     def weight(self, name):
@@ -198,8 +200,7 @@ class Run:
     def __init__(self, rank, made, folder):
         self.rank, self.made, self.folder = rank, made, folder
         os.makedirs(folder, exist_ok=True)
-        torch.manual_seed(3)
-        model = Net()
+        model = seeded(net, seed=3)
         self.plain = Plain(model, made)
         self.engine = engine_of(model, config_of(made, folder))
         self.params = dict(self.engine.module.named_parameters())
@@ -223,8 +224,7 @@ class Run:
 
     def compare_all(self):
         for name, param in self.params.items():
-            master = safe_get_full_fp32_param(param)
-            self.compare(f"the master of {name}", master, self.plain.params[name])
+            self.compare(f"the master of {name}", safe_get_full_fp32_param(param), self.plain.params[name])
         with deepspeed.zero.GatheredParameters(list(self.params.values())):
             for name, param in self.params.items():
                 self.compare(f"the weight {name}", param, self.plain.params[name])
@@ -248,8 +248,7 @@ class Run:
         self.engine(x, extra)
 
     def fail(self, number):
-        with pytest.raises(ArithmeticError, match="fails"):
-            self.engine(batch(number, self.rank)[0], fails=True)
+        refused(ArithmeticError, "fails", self.engine, batch(number, self.rank)[0], fails=True)
 
     def evaluate(self, number):
         x, _, extra = batch(number, self.rank)
@@ -341,8 +340,9 @@ class Run:
         name, param, _, _ = self.chosen(number)
         kept = param.data
         param.data = kept[:2].clone()
-        with pytest.raises(RuntimeError, match=f"parameter '{name}' was .*deepspeed.initialize"):
-            self.engine(batch(number, self.rank)[0])
+        refused(
+            RuntimeError, f"parameter '{name}' was .*deepspeed.initialize", self.engine, batch(number, self.rank)[0]
+        )
         param.data = kept
 
     def dtype(self, number):
@@ -350,8 +350,7 @@ class Run:
             return
         kept = next(iter(self.params.values())).dtype
         self.engine.module.double()
-        with pytest.raises(RuntimeError, match="parameter '.*' was .* is Double"):
-            self.engine(batch(number, self.rank)[0])
+        refused(RuntimeError, "parameter '.*' was .* is Double", self.engine, batch(number, self.rank)[0])
         self.engine.module.to(kept)
 
     def freeze(self, number):

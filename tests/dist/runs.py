@@ -1,8 +1,8 @@
 """Runs that the tests share: an engine on a model, steps with it, and the tensors that a run leaves."""
 
+import functools
 from unittest import mock
 
-import pytest
 import torch
 
 import deepspeed
@@ -45,6 +45,9 @@ def settings(stage, rows=2, accumulate=1, dtype="fp32", optimizer="AdamW", rate=
     return {name: value for name, value in made.items() if value is not None}
 
 
+sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)  # of the parameters
+
+
 def with_fp16():
     """A context in which any accelerator supports fp16, for models without matrix products: they run on a CPU."""
     return mock.patch.object(deepspeed.get_accelerator(), "is_fp16_supported", lambda: True)
@@ -77,8 +80,21 @@ def weights(engine):
         return {name: param.detach().clone() for name, param in params.items()}
 
 
+def value_of(param):
+    """What a model computes with, whole."""
+    with deepspeed.zero.GatheredParameters([param]):
+        return param.detach().clone()
+
+
 def weight_list(engine):
     return list(weights(engine).values())
+
+
+def last_of(engine, values=weight_list):
+    """``values`` of an engine that then ends."""
+    found = values(engine)
+    engine.destroy()
+    return found
 
 
 def moments(engine, kinds=("exp_avg", "exp_avg_sq")):
@@ -115,6 +131,19 @@ def go_on(engine, train_one, folder, states=states_of, tag="t", after=1):
     return states(engine), [train_one() for _ in range(after)], states(engine)
 
 
+def load_into(engine, folder, **options):
+    """The engine, after ``load_checkpoint``."""
+    engine.load_checkpoint(folder, **options)
+    return engine
+
+
+def by_rank_0(rank, call, *given):
+    """Makes a call on rank 0, which all ranks wait for."""
+    if rank == 0:
+        call(*given)
+    deepspeed.comm.barrier()
+
+
 def load_or_error(engine, folder, **options):
     """ "loaded", or the type and the text of what a load of ``save_midway`` raises."""
     try:
@@ -122,6 +151,24 @@ def load_or_error(engine, folder, **options):
     except (OSError, RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "loaded"
+
+
+def raised(call, *given, **named):
+    """The type and the text of the error that a call raises, or None."""
+    try:
+        call(*given, **named)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def same_states(loaded, saved):
+    """What ``go_on`` has returned on each rank has the states of ``save_midway`` on any: all of them, bit by bit."""
+    known = {name: value for states, *_ in saved for name, value in states.items()}
+    assert {name for states, *_ in loaded for name in states} == known.keys()
+    for states, *_ in loaded:
+        for name, value in states.items():
+            assert value == known[name], name
 
 
 def total(group, value):
@@ -136,12 +183,6 @@ def together(*values):
     found = [None] * deepspeed.comm.get_world_size()
     deepspeed.comm.all_gather_object(found, values if len(values) > 1 else values[0])
     return found
-
-
-def must_raise(error, words, call, *args, **given):
-    """``call`` raises ``error`` with a text in which ``words`` are found."""
-    with pytest.raises(error, match=words):
-        call(*args, **given)
 
 
 def identical(a, b):

@@ -1,13 +1,11 @@
 """Attention in one process, and what ranks that share a sequence compare with it."""
 
-import re
-
-import pytest
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.log import logger
 from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
+from models import Parts
 from runs import engine_of, settings
 
 
@@ -45,16 +43,9 @@ def part(tensor, rank, world, dim):
     return tensor.detach().chunk(world, dim)[rank].clone().requires_grad_(tensor.is_floating_point())
 
 
-def check_refused(cases, call, kind=("ValueError",)):
-    """``call(case)`` raises on every rank an error of this ``kind`` that has, or matches, the words of its case; all
-    ranks go on together."""
-    for case, words in cases.items():
-        with pytest.raises(Exception) as error:
-            call(case)
-        text = str(error.value)
-        assert error.type.__name__ in kind and (words in text or re.search(f"(?s){words}", text)), (case, error.value)
-        if dist.is_initialized():
-            dist.barrier()
+def of_cases(rank, world, find, cases):
+    """What a function of ranks finds in each case."""
+    return [find(rank, world, *case) for case in cases]
 
 
 def worst(pairs):
@@ -62,30 +53,32 @@ def worst(pairs):
 
 
 VOCAB, WIDTH, LENGTH = 13, 8, 8
+SIZE = WIDTH // 4  # of a head
 
 
-class Tiny(torch.nn.Module):
+def forward_tiny(net, tokens, places):
+    x = net.tokens(tokens) + net.places(places)
+    query, (key, value) = net.query(x), net.keys(x).chunk(2, -1)
+    heads = (y.unflatten(-1, (y.shape[-1] // SIZE, SIZE)) for y in (query, key, value))
+    x = x + net.back(net.attention(*heads).flatten(2))
+    return net.head(x + torch.tanh(net.mlp(x)))
+
+
+def tiny(heads=4, kv=2, attention=None):
     """A causal transformer of one layer. ``attention``: called with query, key, value of ``[batch, sequence, heads,
     size]``."""
-
-    def __init__(self, heads=4, kv=2, attention=None):
-        super().__init__()
-        torch.manual_seed(5)
-        self.size, self.attention = WIDTH // 4, attention or (lambda q, k, v: attend(q, k, v, "causal"))
-        self.tokens = torch.nn.Embedding(VOCAB, WIDTH)
-        self.places = torch.nn.Embedding(LENGTH, WIDTH)
-        self.query = torch.nn.Linear(WIDTH, heads * self.size)
-        self.keys = torch.nn.Linear(WIDTH, 2 * kv * self.size)
-        self.back = torch.nn.Linear(heads * self.size, WIDTH)
-        self.mlp = torch.nn.Linear(WIDTH, WIDTH)
-        self.head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, tokens, places):
-        x = self.tokens(tokens) + self.places(places)
-        query, (key, value) = self.query(x), self.keys(x).chunk(2, -1)
-        heads = (y.unflatten(-1, (y.shape[-1] // self.size, self.size)) for y in (query, key, value))
-        x = x + self.back(self.attention(*heads).flatten(2))
-        return self.head(x + torch.tanh(self.mlp(x)))
+    torch.manual_seed(5)
+    return Parts(
+        forward_tiny,
+        attention=attention or (lambda q, k, v: attend(q, k, v, "causal")),
+        tokens=torch.nn.Embedding(VOCAB, WIDTH),
+        places=torch.nn.Embedding(LENGTH, WIDTH),
+        query=torch.nn.Linear(WIDTH, heads * SIZE),
+        keys=torch.nn.Linear(WIDTH, 2 * kv * SIZE),
+        back=torch.nn.Linear(heads * SIZE, WIDTH),
+        mlp=torch.nn.Linear(WIDTH, WIDTH),
+        head=torch.nn.Linear(WIDTH, VOCAB, bias=False),
+    )
 
 
 def batch_of(step, replica, rows=2):

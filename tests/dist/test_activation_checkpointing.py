@@ -1,5 +1,7 @@
 """Checkpointed segments of a tensor-parallel model: two ranks share every layer, and every saved activation."""
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,26 +11,20 @@ from deepspeed import checkpointing
 from deepspeed.activation_checkpointing import settings
 from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
 from harness import on_ranks, run_ranks
-from runs import engine_of, must_raise, take_step
+from models import Parts
+from refusals import refused
+from runs import engine_of, take_step
 from tensor_parallel import AddedUp, Copied
 
 WIDTH, ROWS, LAYERS = 24, 5, 4
 
 
-class Mpu:
-    """All ranks are one model-parallel group."""
-
-    def __init__(self):
-        self.group = deepspeed.comm.get_world_group()
-
-    def get_tensor_model_parallel_group(self):
-        return self.group
-
-    def get_tensor_model_parallel_rank(self):
-        return deepspeed.comm.get_rank()
-
-    def get_tensor_model_parallel_world_size(self):
-        return deepspeed.comm.get_world_size()
+# All ranks are one model-parallel group.
+MPU = types.SimpleNamespace(
+    get_tensor_model_parallel_group=deepspeed.comm.get_world_group,
+    get_tensor_model_parallel_rank=deepspeed.comm.get_rank,
+    get_tensor_model_parallel_world_size=deepspeed.comm.get_world_size,
+)
 
 
 class Layer(torch.nn.Module):
@@ -84,11 +80,11 @@ def body(rank, world, reentrant, options, dtype, rows):
     settings.forget()
     try:
         run = checkpoint if reentrant else non_reentrant_checkpoint
-        checkpointing.configure(Mpu())
+        checkpointing.configure(MPU)
         layers, x = build(rank, world, dtype, rows)
         expected, _ = train(plainly, layers, x)
         whole, whole_bytes = train(run, layers, x)
-        checkpointing.configure(Mpu(), **options)
+        checkpointing.configure(MPU, **options)
         sharded, sharded_bytes = train(run, layers, x)
         again, _ = train(run, layers, x)
         same = [all(torch.equal(one, other) for one, other in zip(got, expected)) for got in (whole, sharded, again)]
@@ -126,9 +122,9 @@ def test_sizes_that_do_not_divide_and_bf16(world, rows, dtype):
 def test_ranks_with_different_activations_are_told(rank, world):
     settings.forget()
     try:
-        checkpointing.configure(Mpu(), partition_activations=True)
+        checkpointing.configure(MPU, partition_activations=True)
         x = torch.full((4, 4), 1.0 + rank, requires_grad=True)
-        must_raise(RuntimeError, "same activation on every model-parallel rank", checkpoint, torch.sin, x)
+        refused(RuntimeError, "same activation on every model-parallel rank", checkpoint, torch.sin, x)
     finally:
         settings.forget()
 
@@ -144,9 +140,9 @@ def test_nested_segments_with_shards(rank, world):
                 lambda value: call(layer, call(layer, value, scale), scale).tanh(), hidden
             )
 
-        checkpointing.configure(Mpu())
+        checkpointing.configure(MPU)
         expected, _ = train(outer(plainly), layers, x)
-        checkpointing.configure(Mpu(), **CONTIGUOUS)
+        checkpointing.configure(MPU, **CONTIGUOUS)
         for call in (checkpoint, non_reentrant_checkpoint):
             got, _ = train(outer(call), layers, x)
             assert all(torch.equal(one, other) for one, other in zip(got, expected))
@@ -154,20 +150,21 @@ def test_nested_segments_with_shards(rank, world):
         settings.forget()
 
 
-class Tokens(torch.nn.Module):
+def forward_of_tokens(net, ids, call):
+    hidden = call(net.embed, ids)
+    for layer in (*net.layers, net.layers[0]):
+        hidden = call(lambda value, layer=layer: torch.tanh(layer(value)), hidden)
+    return net.head(hidden)
+
+
+def of_tokens():
     """Everything in segments, the embedding too, whose input are token ids; one layer is used twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(17, 12)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(2))
-        self.head = torch.nn.Linear(12, 5)
-
-    def forward(self, ids, call):
-        hidden = call(self.embed, ids)
-        for layer in (*self.layers, self.layers[0]):
-            hidden = call(lambda value, layer=layer: torch.tanh(layer(value)), hidden)
-        return self.head(hidden)
+    return Parts(
+        forward_of_tokens,
+        embed=torch.nn.Embedding(17, 12),
+        layers=torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(2)),
+        head=torch.nn.Linear(12, 5),
+    )
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
@@ -178,7 +175,7 @@ def test_training_with_the_engine(rank, world, reentrant):
     for call in (plainly, checkpoint if reentrant else non_reentrant_checkpoint):
         torch.manual_seed(0)
         engine = engine_of(
-            Tokens(),
+            of_tokens(),
             {
                 "train_batch_size": 4 * world,
                 "train_micro_batch_size_per_gpu": 2,

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import deepspeed
-from auto_ep_runs import ADAM, batch, check, config, steps_of, train_one
+from auto_ep_runs import ADAM, batch, config, follows, frozen_model_of, steps_of, train_one
 from deepspeed.module_inject import auto_ep_layer as layers
-from deepspeed.module_inject.auto_ep import AutoEP, _resolve_route_scale, source_state_dict
+from deepspeed.module_inject.auto_ep import AutoEP, source_state_dict
 from deepspeed.module_inject.auto_ep_config import (
     PRESET_MODELS,
     AutoEPConfig,
@@ -30,19 +30,17 @@ from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_gr
 from harness import on_ranks, run_ranks
 from hf_like_moe import CONFIGS, EXPERTS, FORMS, INNER, WIDTH, Model, TopKRouter, model_of
 from moe_models import values
-from runs import engine_of, must_raise
+from refusals import refused
+from runs import NATIVE, engine_of, load_into
 from sampling import every_case
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
 def training_body(rank, world, cases, expected):
     for family, form, stage, ep_size, more in cases:
-        losses, params = expected[family, form]
-        model, case = model_of(family, form=form), (family, form, stage, ep_size)
+        model = model_of(family, form=form)
         engine = engine_of(model, config(world, stage, ep_size, **more))
-        own = steps_of(engine, rank, len(losses))
-        assert own == pytest.approx([step[rank] for step in losses], abs=3e-6), case
-        check(engine, rank, params)
+        follows(engine, rank, expected[family, form], (family, form, stage, ep_size))
         figures = engine.moe_statistics()
         assert len(figures) == 2 - model.dense_first == len(engine.num_experts)
         assert all(sum(one["tokens_per_expert"]) == 2 * 8 * world for one in figures.values())
@@ -72,8 +70,9 @@ def test_training_equals_the_unchanged_model_in_one_process():
     run_ranks(4, training_body, cases, expected, init=True)
 
 
-def options_body(rank, world, expected):
-    losses, params = expected
+@on_ranks(2, init=True)
+def test_whatever_the_script_gives_to_be_optimised(rank, world):
+    expected = train_one("mixtral", 2, 2)
     for how in ("optimizer", "groups", "list", "pre", "off"):
         model, settings, more = model_of("mixtral"), config(world, 2, 2), {}
         if how == "optimizer":
@@ -89,33 +88,24 @@ def options_body(rank, world, expected):
         else:
             settings["expert_parallel"] = {"enabled": False, "autoep_size": 2}
         engine = deepspeed.initialize(model=model, config=settings, **more)[0]
-        assert steps_of(engine, rank, len(losses)) == pytest.approx([step[rank] for step in losses], abs=3e-6), how
+        follows(engine, rank, expected, how)
         assert bool(engine._experts.layers) == (how != "off")
-        check(engine, rank, params)
         assert any(map(is_moe_param, engine.module.parameters())) == (how != "off")
         engine.destroy()
 
 
-def test_whatever_the_script_gives_to_be_optimised():
-    run_ranks(2, options_body, train_one("mixtral", 2, 2), init=True)
-
-
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 def checkpoint_body(rank, world, folder, expected, earlier):
-    losses, params = expected
     family = "deepseek_v3"
     engine = engine_of(model_of(family), config(world, 2, 4))
     steps_of(engine, rank, 2)
     engine.save_checkpoint(folder)
     engine.save_16bit_model(folder, "whole.bin")
-    engine.destroy()
     for stage, ep_size in ((3, 2), (0, 1), (1, 4)):
         engine = engine_of(model_of(family), config(world, stage, ep_size))
         with torch.no_grad():
             engine.module.model.layers[1].mlp.expert_bias.zero_()
-        engine.load_checkpoint(folder)
-        assert steps_of(engine, rank, 1, first=2)[0] == pytest.approx(losses[2][rank], abs=3e-6), (stage, ep_size)
-        check(engine, rank, params)
+        follows(load_into(engine, folder), rank, expected, (stage, ep_size), first=2)
         engine.destroy()
     at_two, whole = model_of(family), f"{folder}/whole{rank}.pt"
     at_two.load_state_dict(earlier)
@@ -141,10 +131,10 @@ def test_checkpoints_load_at_any_degree_and_become_files_of_the_unchanged_model(
         model.load_state_dict(found)
 
 
-def sharded_body(rank, world, expected):
-    """Built inside of zero.Init, as from_pretrained does at stage 3."""
+@on_ranks(4, init=True)
+def test_models_built_inside_of_zero_init(rank, world):
+    """As from_pretrained does at stage 3."""
     for family in ("mixtral", "deepseek_v3"):
-        losses, params = expected[family]
         settings = config(world, 3, 2)
         with deepspeed.zero.Init(config_dict_or_path=settings):
             model = Model(family)
@@ -154,16 +144,8 @@ def sharded_body(rank, world, expected):
                 named[name].data.copy_(param.data)
         given = list(model.parameters()) if family == "mixtral" else None
         engine = engine_of(model, settings, model_parameters=given)
-        own = steps_of(engine, rank, len(losses))
-        assert own == pytest.approx([step[rank] for step in losses], abs=3e-6), family
-        check(engine, rank, params)
+        follows(engine, rank, train_one(family, 4, 2), family)
         engine.destroy()
-    return True
-
-
-def test_models_built_inside_of_zero_init():
-    expected = {family: train_one(family, 4, 2) for family in ("mixtral", "deepseek_v3")}
-    assert run_ranks(4, sharded_body, expected, init=True) == [True] * 4
 
 
 SPEC = types.SimpleNamespace(
@@ -174,22 +156,18 @@ SPEC = types.SimpleNamespace(
 @on_ranks(2, init=True)
 def test_frozen_experts(rank, world, folder):
     def build(ep_size, **more):
-        model = model_of("mixtral")
-        for name, param in model.named_parameters():
-            param.requires_grad_("experts" not in name)
-        return engine_of(model, config(world, 1, ep_size, **more))
+        return engine_of(frozen_model_of("mixtral"), config(world, 1, ep_size, **more))
 
     engine = build(2)
     steps_of(engine, rank, 1)
-    must_raise(
+    refused(
         ValueError, "block_sparse_moe.experts.w1' has ranks of its own.*safetensors", engine.save_checkpoint, folder
     )
     whole = repack_expert_weights(model_of("mixtral").model.layers[0].block_sparse_moe.experts, SPEC, 0, 1)
-    native = {"checkpoint": {"writer": {"format": "safetensors"}}}
-    engine = build(2, **native)
+    engine = build(2, checkpoint=NATIVE)
     steps_of(engine, rank, 1)
     engine.save_checkpoint(folder)
-    other = build(1, **native)
+    other = build(1, checkpoint=NATIVE)
     with torch.no_grad():
         other.module.model.layers[0].block_sparse_moe.experts.w1.zero_()
     other.load_checkpoint(folder)
@@ -201,8 +179,7 @@ def test_frozen_experts(rank, world, folder):
 def replaced(family, settings=None, **more):
     model = model_of(family, **more)
     auto = AutoEP(model, settings or AutoEPConfig(enabled=True))
-    specs = auto.ep_parser()
-    return model, specs, auto
+    return model, auto.ep_parser(), auto
 
 
 @pytest.mark.parametrize("family, form", MODELS)
@@ -299,7 +276,7 @@ def test_a_router_that_cannot_be_asked_is_named(kind, error, monkeypatch):
     told = []
     monkeypatch.setattr("deepspeed.log.logger.warning", lambda text, *args, **kwargs: told.append(text % args))
     if error is None:  # a mistake of its own is nobody's secret
-        must_raise(AttributeError, "no_such_part", auto.replace_moe_layers, specs, 1, 0)
+        refused(AttributeError, "no_such_part", auto.replace_moe_layers, specs, 1, 0)
         return
     made = auto.replace_moe_layers(specs, 1, 0)
     assert {one.spec.router_logits_capture_mode for one in made.values()} == {specs[0].router_logits_capture_mode}
@@ -308,15 +285,11 @@ def test_a_router_that_cannot_be_asked_is_named(kind, error, monkeypatch):
 
 
 def test_names_and_patterns_of_ones_own():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([model_of("mixtral").model.layers[0].block_sparse_moe for _ in range(2)])
-            for block in self.blocks:
-                block.choose, block.mlps = block.gate, block.experts
-                del block.gate, block.experts
-
-    odd = Odd()
+    odd = nn.Module()
+    odd.blocks = nn.ModuleList([model_of("mixtral").model.layers[0].block_sparse_moe for _ in range(2)])
+    for block in odd.blocks:
+        block.choose, block.mlps = block.gate, block.experts
+        del block.gate, block.experts
     section = {
         "enabled": True, "moe_layer_pattern": r"blocks\.1", "router_pattern": "choose", "expert_pattern": "mlps",
         "expert_w1": "w1", "expert_w2": "w2", "expert_w3": "w3", "route_scale": 2.0,
@@ -330,10 +303,10 @@ def test_names_and_patterns_of_ones_own():
 def test_what_cannot_be_replaced():
     model, specs, auto = replaced("mixtral")
     model.model.layers[0].block_sparse_moe.experts[1].w1.weight.requires_grad_(False)
-    must_raise(
+    refused(
         ValueError, "layers.0.block_sparse_moe.*some of its experts are frozen", auto.replace_moe_layers, specs, 1, 0
     )
-    must_raise(
+    refused(
         ValueError,
         "4 experts cannot be shared by ep_size=3",
         repack_expert_weights,
@@ -345,7 +318,7 @@ def test_what_cannot_be_replaced():
     model = model_of("mixtral")
     for block in model.model.layers:
         block.block_sparse_moe.experts[0].w2 = nn.Linear(INNER, WIDTH)
-    must_raise(
+    refused(
         ValueError,
         "layers.0.block_sparse_moe' have more than w1, w2 and w3: w2.bias",
         AutoEP(model, AutoEPConfig()).ep_parser,
@@ -353,37 +326,37 @@ def test_what_cannot_be_replaced():
     model, _, _ = replaced("mixtral")
     for block in model.model.layers:
         block.block_sparse_moe.experts[0].act_fn = nn.GELU()
-    must_raise(ValueError, "silu is built", AutoEP(model, AutoEPConfig()).ep_parser)
+    refused(ValueError, "silu is built", AutoEP(model, AutoEPConfig()).ep_parser)
     noisy = model_of("mixtral")
     noisy.model.layers[1].block_sparse_moe.jitter_noise = 0.1
-    must_raise(
+    refused(
         ValueError, "layers.1.block_sparse_moe' multiplies tokens by noise", AutoEP(noisy, AutoEPConfig()).ep_parser
     )
     model.config.model_type = "gpt_oss"
     words = "not support model_type 'gpt_oss': its experts have biases.*; supported: mixtral"
-    must_raise(ValueError, words, AutoEP, model, AutoEPConfig())
-    must_raise(
+    refused(ValueError, words, AutoEP, model, AutoEPConfig())
+    refused(
         ValueError, "no layer of the model fits. Name a preset_model", AutoEP(nn.Linear(2, 2), AutoEPConfig()).ep_parser
     )
-    must_raise(
+    refused(
         ValueError,
         "have no 'first'; they have w1.weight",
         AutoEP(model_of("mixtral"), AutoEPConfig(expert_w1="first")).ep_parser,
     )
-    must_raise(
+    refused(
         ValueError,
         "has_shared_experts: layer 'model.layers.0.block_sparse_moe'",
         AutoEP(model_of("mixtral"), AutoEPConfig(has_shared_experts=True)).ep_parser,
     )
     nan = model_of("mixtral")
     AutoEP(nan, AutoEPConfig()).replace_moe_layer(specs[0], 1, 0)
-    must_raise(
+    refused(
         ValueError,
         "layers.0.block_sparse_moe.*token 1 are not numbers",
         nan.model.layers[0].block_sparse_moe,
         torch.tensor([[1.0] * WIDTH, [float("nan")] * WIDTH]),
     )
-    must_raise(
+    refused(
         ValueError,
         "ep_size=2, and no groups",
         AutoEP(model_of("mixtral"), AutoEPConfig()).replace_moe_layer(specs[0], 2, 0),
@@ -402,7 +375,7 @@ def test_what_cannot_be_replaced():
     ],
 )
 def test_sections_that_are_wrong(section, text):
-    must_raise(ValueError, text, parse_autoep_config, section)
+    refused(ValueError, text, parse_autoep_config, section)
 
 
 def test_ranks_that_cannot_share_experts_so():
@@ -415,7 +388,7 @@ def test_ranks_that_cannot_share_experts_so():
         ((8, 1, 2, 1), {}, "tp_size=2"),
         ((8, 1, 1, 1), {"deepcompile_enabled": True}, "DeepCompile"),
     ):
-        must_raise(ValueError, text, validate_autoep_config, made, *sizes, **more)
+        refused(ValueError, text, validate_autoep_config, made, *sizes, **more)
     spec = replaced("mixtral")[1][0]
     for change, text in (
         ({"num_experts": 6}, "6 experts, which 4 ranks cannot share evenly"),
@@ -424,7 +397,7 @@ def test_ranks_that_cannot_share_experts_so():
         ({"num_expert_groups": 2}, "num_limited_groups: must be set"),
         ({"unsupported_router_bias_names": ("b",)}, "its router has b"),
     ):
-        must_raise(
+        refused(
             ValueError, text, validate_autoep_post_detection, made, [types.SimpleNamespace(**{**vars(spec), **change})]
         )
 
@@ -448,17 +421,18 @@ def test_published_functions():
     spec = types.SimpleNamespace(score_apply="pre")
     assert layers.resolve_score_apply_mode(spec, "auto") == "pre"
     assert layers.resolve_score_apply_mode(spec, "post") == "post"
-    hf = types.SimpleNamespace(routed_scaling_factor=2.5)
-    assert _resolve_route_scale(AutoEPConfig(), hf) == 2.5
-    assert _resolve_route_scale(AutoEPConfig(routed_scaling_factor=3.0), hf) == 3.0
-    assert _resolve_route_scale(AutoEPConfig(), None) == 1.0
+    model = model_of("mixtral")
+    assert AutoEP(model, AutoEPConfig()).ep_parser()[0].route_scale == 1.0
+    model.config.routed_scaling_factor = 2.5
+    assert AutoEP(model, AutoEPConfig()).ep_parser()[0].route_scale == 2.5
+    assert AutoEP(model, AutoEPConfig(routed_scaling_factor=3.0)).ep_parser()[0].route_scale == 3.0
     assert classify_fused_gate_up_layout((4, 10, 6), (4, 6, 5)) == "out_in"
     assert classify_fused_gate_up_layout((4, 6, 10), (4, 5, 6)) == "in_out"
-    must_raise(ValueError, "are neither", classify_fused_gate_up_layout, (4, 6, 10), (4, 6, 10))
+    refused(ValueError, "are neither", classify_fused_gate_up_layout, (4, 6, 10), (4, 6, 10))
     assert set(PRESET_MODELS) == {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"}
     assert registry.preset_name_for_hf_model_type("deepseek_v3") == "deepseek_v3"
     assert registry.preset_name_for_hf_model_type("llama") is registry.unsupported_preset_for_hf_model_type("llama")
-    must_raise(ValueError, "no preset adapter 'x'", get_preset_adapter, "x")
+    refused(ValueError, "no preset adapter 'x'", get_preset_adapter, "x")
     for found, wanted in (
         (AutoEP, "(model, config)"),
         (AutoEP.replace_moe_layer, "(self, spec, ep_size, ep_rank)"),

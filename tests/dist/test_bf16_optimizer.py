@@ -12,8 +12,10 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from harness import on_ranks
-from runs import must_raise, take_step
-from zero_training import Deep, batch, loss_of, seeded, start
+from models import seeded
+from refusals import refused
+from runs import load_into, take_step
+from zero_training import Deep, loss_on, start
 
 STEPS, MICRO, LR = 3, 2, 1e-2
 CONFIG = {"train_batch_size": 12, "bf16": {"enabled": True}}
@@ -28,8 +30,7 @@ def reference(world):
         for master in masters:
             master.grad = torch.zeros_like(master)
         for part in range(world * MICRO):
-            x, target = batch(step, part)
-            loss_of(model(x.bfloat16()), target).backward()
+            loss_on(model, step, part).backward()
             for param, master in zip(model.parameters(), masters):
                 master.grad += param.grad.float() / world
                 param.grad = None
@@ -54,8 +55,7 @@ def test_made_by_hand(rank, world, adam):
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro in range(MICRO):
-            x, target = batch(step, world * micro + rank)
-            loss_of(model(x.bfloat16()), target).backward()
+            loss_on(model, step, world * micro + rank).backward()
             assert model.extra.grad.dtype == torch.bfloat16
             if micro == 0 and step == 0:
                 optimizer.accumulate_hp_grads_and_remove_lp(model.extra, 0, 0)
@@ -75,7 +75,7 @@ def test_made_by_hand(rank, world, adam):
         assert torch.equal(param.detach(), found.bfloat16())
     # A loop of the user's that does not call it at all: .grad counts in the step.
     before = model.head.weight.detach().clone()
-    loss_of(model(batch(9, rank)[0].bfloat16()), batch(9, rank)[1]).backward()
+    loss_on(model, 9, rank).backward()
     optimizer.clear_hp_grads()
     assert model.head.weight.grad is not None
     optimizer.step()
@@ -98,12 +98,10 @@ def test_made_by_the_engine(rank, world, folder):
     engine = start(seeded(Deep), 1, world, MICRO, **copy.deepcopy(more))
     assert type(engine.optimizer) is BF16_Optimizer
     for micro in range(2 * MICRO):
-        x, target = batch(0, world * micro + rank)
-        take_step(engine, loss_of(engine(x.bfloat16()), target))
+        take_step(engine, loss_on(engine, 0, world * micro + rank))
     engine.save_checkpoint(folder, tag="one")
     assert os.path.exists(f"{folder}/one/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    again = start(seeded(Deep), 1, world, MICRO, **more)
-    again.load_checkpoint(folder, tag="one")
+    again = load_into(start(seeded(Deep), 1, world, MICRO, **more), folder, tag="one")
     for mine, theirs in zip(engine.optimizer.single_partition_of_fp32_groups,
                             again.optimizer.single_partition_of_fp32_groups):  # fmt: skip
         assert torch.equal(mine, theirs)
@@ -118,6 +116,4 @@ def test_made_by_the_engine(rank, world, folder):
 )
 def test_bad_input(args, text):
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.float16 if not args else torch.bfloat16))
-    must_raise(
-        (NotImplementedError, ValueError), text, BF16_Optimizer, torch.optim.SGD([param], lr=1), {}, None, **args
-    )
+    refused((NotImplementedError, ValueError), text, BF16_Optimizer, torch.optim.SGD([param], lr=1), {}, None, **args)

@@ -9,10 +9,11 @@ import torch
 
 import deepspeed
 from deepspeed.checkpoint.layouts.names import latest_tag
-from engine_models import loss_of, make_net, net_run, saving_engine
+from engine_models import loss_of, make_net, net_engine, saving_engine
 from harness import on_ranks, run_ranks
 from models import samples
-from runs import DTYPES, take_step, weights
+from refusals import refused
+from runs import DTYPES, by_rank_0, load_into, sgd, take_step, weights
 from runs import identical as same
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}}
@@ -30,11 +31,12 @@ TOKENS = samples(22, lambda draws: tuple(torch.randint(0, kinds, (6,), generator
 def make_engine(world, precision, seed=0, optimizer=None, accumulate=2):
     more = {"size": 4 * accumulate, "scheduler": WARMUP, **precision}
     zero = {"reduce_bucket_size": 300}
-    return net_run(world, 0, accumulate, seed=seed, client=optimizer, zero=zero, data=TOKENS, **more)
+    return net_engine(world, 0, accumulate, seed=seed, client=optimizer, zero=zero, data=TOKENS, **more)
 
 
-def repeat(loader):
-    return iter(deepspeed.utils.RepeatingLoader(loader))
+def repeat(engine):
+    """The batches of an engine, epoch after epoch."""
+    return iter(deepspeed.utils.RepeatingLoader(engine.training_dataloader))
 
 
 def run(engine, batches, steps):
@@ -44,8 +46,7 @@ def run(engine, batches, steps):
         tokens, targets = next(batches)
         output = engine(tokens, extra=random.random() < 0.5)
         output = torch.nn.functional.dropout(output, 0.1)
-        loss = loss_of(output, targets) * float(1 + 0.1 * numpy.random.rand())
-        seen.append(take_step(engine, loss))
+        seen.append(take_step(engine, loss_of(output, targets) * float(1 + 0.1 * numpy.random.rand())))
     return (
         seen,
         weights(engine),
@@ -61,26 +62,31 @@ def seed_all(seed):
     torch.manual_seed(seed)
 
 
+def trained(engine, steps, seed=None, train=run):
+    """The engine, after steps from its first batch on."""
+    if seed is not None:
+        seed_all(seed)
+    train(engine, repeat(engine), steps)
+    return engine
+
+
 @pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks()
 def test_resumes_bit_by_bit(rank, world, precision, client, folder):
-    def sgd(params):
-        return torch.optim.SGD(params, lr=0.01, momentum=0.9)
-
     optimizer = sgd if client else None
-    engine, _, loader, _ = make_engine(world, PRECISIONS[precision], optimizer=optimizer)
+    engine = make_engine(world, PRECISIONS[precision], optimizer=optimizer)
     seed_all(7 + rank)
-    batches = repeat(loader)
+    batches = repeat(engine)
     run(engine, batches, 5)
     engine.save_checkpoint(folder, tag=0.25, client_state={"epoch": 3, "best": 0.5})
     straight = run(engine, batches, 6)
 
     seed_all(99)
-    engine, _, loader, _ = make_engine(world, PRECISIONS[precision], seed=5, optimizer=optimizer)
+    engine = make_engine(world, PRECISIONS[precision], seed=5, optimizer=optimizer)
     path, client_state = engine.load_checkpoint(folder)
-    resumed = run(engine, repeat(loader), 6)
+    resumed = run(engine, repeat(engine), 6)
     assert path.endswith("mp_rank_00_model_states.pt")
     assert straight[0] == resumed[0]
     assert same(straight, resumed)
@@ -96,8 +102,7 @@ MODEL_KEYS = {
 
 
 def body_files(rank, world, folder, precision):
-    engine, _, loader, _ = make_engine(world, precision)
-    run(engine, repeat(loader), 2)
+    engine = trained(make_engine(world, precision), 2)
     assert engine.save_checkpoint(folder, client_state={"note": "kept"}) is True
     assert engine.save_checkpoint(folder, tag="no_latest", save_latest=False, exclude_frozen_parameters=True) is True
     assert engine.save_16bit_model(folder) is True
@@ -141,25 +146,20 @@ def test_file_names_and_keys(precision, tmp_path):
         assert tensor.storage().size() <= biggest
     frozen = torch.load(tmp_path / "no_latest" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
     assert "frozen.weight" not in frozen and "frozen.bias" in frozen
-    whole = torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
-    assert same(dict(whole), dict(saved["module"]))
+    assert same(dict(torch.load(tmp_path / "pytorch_model.bin", weights_only=False)), dict(saved["module"]))
     expected = MODEL_KEYS | {"note"}
     assert set(first) == expected - {"module"} and first == second
 
 
 def cut_in_half(path):
-    with open(path, "r+b") as file:
-        file.truncate(os.path.getsize(path) // 2)
+    os.truncate(path, os.path.getsize(path) // 2)
 
 
 def body_spoiled(rank, world, folder, spoil):
-    engine, _, loader, _ = make_engine(world, {})
-    run(engine, repeat(loader), 1)
+    engine = trained(make_engine(world, {}), 1)
     engine.save_checkpoint(folder, tag="t")
-    if rank == 0:
-        spoil(os.path.join(folder, "t", "mp_rank_00_model_states.pt"))
-    torch.distributed.barrier()
-    return engine.load_checkpoint(folder)
+    by_rank_0(rank, spoil, os.path.join(folder, "t", "mp_rank_00_model_states.pt"))
+    engine.load_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,11 @@ def body_spoiled(rank, world, folder, spoil):
     ],
 )
 def test_bad_files_are_named(spoil, error, words, tmp_path):
-    with pytest.raises(error, match=words):
-        run_ranks(2, body_spoiled, str(tmp_path), spoil)
+    refused(error, words, run_ranks, 2, body_spoiled, str(tmp_path), spoil)
 
 
 def body_call(rank, world, function, folder, options):
-    return getattr(make_engine(world, {})[0], function)(folder, **options)
+    return getattr(make_engine(world, {}), function)(folder, **options)
 
 
 RESERVED = {"client_state": {"checkpoint_parallel_dimensions": 1}}
@@ -190,8 +189,7 @@ RESERVED = {"client_state": {"checkpoint_parallel_dimensions": 1}}
     ],
 )
 def test_bad_calls_are_named(function, folder, options, error, words, tmp_path):
-    with pytest.raises(error, match=words):
-        run_ranks(2, body_call, function, folder.format(tmp_path), options)
+    refused(error, words, run_ranks, 2, body_call, function, folder.format(tmp_path), options)
 
 
 def test_nothing_to_load_is_no_error(tmp_path):
@@ -199,16 +197,13 @@ def test_nothing_to_load_is_no_error(tmp_path):
 
 
 def body_save(rank, world, folder):
-    engine, _, loader, _ = make_engine(world, {})
-    run(engine, repeat(loader), 1)
+    engine = trained(make_engine(world, {}), 1)
     engine.save_checkpoint(folder)
     return weights(engine)
 
 
 def body_other_world(rank, world, folder, only_module):
-    engine, _, _, _ = make_engine(world, {}, seed=8)
-    engine.load_checkpoint(folder, load_module_only=only_module)
-    return weights(engine)
+    return weights(load_into(make_engine(world, {}, seed=8), folder, load_module_only=only_module))
 
 
 def test_another_world_size(tmp_path):
@@ -219,14 +214,13 @@ def test_another_world_size(tmp_path):
 
 @on_ranks(1)
 def test_a_loaded_client_state_may_be_saved_again(rank, world, folder):
-    engine, _, loader, _ = make_engine(world, {})
-    run(engine, repeat(loader), 1)
+    engine = trained(make_engine(world, {}), 1)
     engine.save_checkpoint(folder, tag="first", client_state={"note": "kept", "global_samples": 77})
     _, state = engine.load_checkpoint(folder, tag="first")
     assert state["global_samples"] == 77  # the caller's word goes first ...
     engine.save_checkpoint(folder, tag="plain", client_state={"note": "kept"})
     _, state = engine.load_checkpoint(folder, tag="plain")
-    run(engine, repeat(loader), 2)
+    run(engine, repeat(engine), 2)
     state["note"] = "new"
     engine.save_checkpoint(folder, tag="second", client_state=state)
     _, again = engine.load_checkpoint(folder, tag="second")
@@ -240,6 +234,5 @@ def body_tags(rank, world, folder, mode):
 
 
 def test_ranks_must_agree_on_the_tag(tmp_path):
-    with pytest.raises(AssertionError, match="same tag on every rank"):
-        run_ranks(2, body_tags, str(tmp_path), "Fail")
+    refused(AssertionError, "same tag on every rank", run_ranks, 2, body_tags, str(tmp_path), "Fail")
     run_ranks(2, body_tags, str(tmp_path), "Ignore")

@@ -16,11 +16,12 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.checkpoint.write.background import SnapshotSave
-from engine_models import net_engine, train_engine
+from engine_models import after_steps, net_engine, train_engine
 from harness import RankError, on_ranks, run_ranks
 from processes import launched
-from runs import together
-from test_checkpoint_crash import mark, marks
+from refusals import refused
+from runs import load_into, together
+from test_checkpoint_crash import mark, marks, save_marked
 
 
 def make_engine(world, stage, section=None, model=None, **checkpoint):
@@ -87,20 +88,16 @@ def hidden(folder):
     return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
-def body_same_files(rank, world, folder, stage):
-    engine = make_engine(world, stage)
-    train_engine(engine, 2, rank, world)
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_the_files_are_those_of_a_save_at_once(rank, world, stage, folder):
+    engine = after_steps(make_engine(world, stage), 2, rank, world)
     engine.save_checkpoint(os.path.join(folder, "behind"), tag="t")
     synchronous = make_engine(world, stage, {})
     engine.load_checkpoint(os.path.join(folder, "behind"))
     engine.checkpoint_engine = synchronous.checkpoint_engine
     engine.save_checkpoint(os.path.join(folder, "at once"), tag="t")
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_files_are_those_of_a_save_at_once(stage, tmp_path):
-    run_ranks(2, body_same_files, str(tmp_path), stage)
-    files = [verify.read(str(tmp_path / name / "t"))["files"] for name in ("behind", "at once")]
+    files = [verify.read(os.path.join(folder, name, "t"))["files"] for name in ("behind", "at once")]
     assert files[0].keys() == files[1].keys()
     for name, record in files[0].items():
         assert [t["crc32"] for t in record["tensors"] if "run_rank" not in name] == [
@@ -125,8 +122,7 @@ def test_the_files_are_those_of_a_save_at_once(stage, tmp_path):
 @on_ranks()
 def test_a_failure_is_told_to_all_ranks_and_harms_nothing(rank, world, stage, fault, how, folder):
     engine = make_engine(world, stage)
-    mark(engine, 1)
-    engine.save_checkpoint(folder, tag="a")
+    save_marked(engine, 1, folder, tag="a")
     engine.checkpoint_engine.wait()
     train_engine(engine, 1, rank, world)
     if rank == world - 1:
@@ -141,9 +137,8 @@ def test_a_failure_is_told_to_all_ranks_and_harms_nothing(rank, world, stage, fa
         "wait": engine.checkpoint_engine.wait,
         "destroy": engine.destroy,
     }
-    with pytest.raises(OSError) as error:
-        calls[how]()
-    told = f"{error.value.errno} {error.value}"
+    error = refused(OSError, None, calls[how])
+    told = f"{error.errno} {error}"
     number, words = ("28", "No space") if fault.endswith("enospc") else ("5", "error")
     assert told.startswith(number) and words in told and len(set(together(told))) == 1
     assert f"rank {world - 1}: " in told and "is not saved" in told and "unharmed" in told
@@ -152,12 +147,9 @@ def test_a_failure_is_told_to_all_ranks_and_harms_nothing(rank, world, stage, fa
     assert [name for name in sorted(os.listdir(folder)) if name not in ("latest", "zero_to_fp32.py")] == ["a"]
     if how != "destroy":
         dist.barrier()
-        engine.load_checkpoint(folder)
-        assert marks(engine) == [1.0]
-        mark(engine, 3)
-        engine.save_checkpoint(folder, tag="b")
-        engine.load_checkpoint(folder)
-        assert marks(engine) == [3.0]
+        assert marks(load_into(engine, folder)) == [1.0]
+        save_marked(engine, 3, folder, tag="b")
+        assert marks(load_into(engine, folder)) == [3.0]
 
 
 @pytest.mark.slow
@@ -193,9 +185,15 @@ class Unwilling:
 @on_ranks(2)
 def test_what_cannot_be_pickled_is_told_at_once(rank, world, folder):
     engine = make_engine(world, 1)
-    with pytest.raises(RuntimeError, match="rank 0: TypeError: this object cannot be saved") as error:
-        engine.save_checkpoint(folder, tag="t", client_state={"x": Unwilling()} if rank == 0 else {})
-    assert "is not saved" in str(error.value)
+    error = refused(
+        RuntimeError,
+        "rank 0: TypeError: this object cannot be saved",
+        engine.save_checkpoint,
+        folder,
+        tag="t",
+        client_state={"x": Unwilling()} if rank == 0 else {},
+    )
+    assert "is not saved" in str(error)
     dist.barrier()
     assert not hidden(folder)
     engine.save_checkpoint(folder, tag="t")
@@ -216,21 +214,14 @@ def test_the_cache_is_bounded(rank, world, mib, folder):
     engine = make_engine(world, 1, model=wide_net(), host_cache_size=gib)
     cache = engine.checkpoint_engine.cache
     for step in range(1, 5):
-        mark(engine, step)
-        engine.save_checkpoint(folder)
+        save_marked(engine, step, folder)
         assert cache.limit_bytes is None or cache.held_bytes <= cache.limit_bytes
     engine.checkpoint_engine.wait()
-    found = []
     for step in range(1, 5):
-        engine.load_checkpoint(folder, tag=f"global_step{step}")
-        found.append(marks(engine))
+        assert marks(load_into(engine, folder, tag=f"global_step{step}")) == [float(step)]
         assert verify.verify_folder(os.path.join(folder, f"global_step{step}")) == []
-    peak = cache.peak_bytes
-    limit = cache.limit_bytes
-    assert found == [[1.0], [2.0], [3.0], [4.0]]
-    assert limit == (None if mib is None else mib << 20)
-    assert mib is None or peak <= limit
-    assert peak > 0
+    assert cache.limit_bytes == (None if mib is None else mib << 20)
+    assert 0 < cache.peak_bytes and (mib is None or cache.peak_bytes <= cache.limit_bytes)
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -243,8 +234,7 @@ def test_memory_for_the_first_save_is_there_before_it(rank, world, stage, wide, 
     train_engine(engine, 0 if wide else 1, rank, world)
     engine.save_checkpoint(folder, tag="a")
     engine.checkpoint_engine.wait()
-    files = verify.read(os.path.join(folder, "a"))["files"]
-    assert held >= max(record["bytes"] for record in files.values())
+    assert held >= max(record["bytes"] for record in verify.read(os.path.join(folder, "a"))["files"].values())
     if wide and stage > 0:  # at stage 0 there are no moments before the first step
         # Each of the files that count has found its block.
         assert engine.checkpoint_engine.cache.held_bytes - held < 1 << 20
@@ -267,48 +257,41 @@ def body_order(rank, world, folder):
     engine = make_engine(world, 2, keep_last=2)
     with hold() as gate:
         for step in range(1, 6):
-            mark(engine, step)
-            engine.save_checkpoint(folder)
+            save_marked(engine, step, folder)
         mark(engine, 6)
         early = sorted(os.listdir(folder))
         gate.set()
         engine.checkpoint_engine.wait()
     engine.save_checkpoint(folder, tag="global_step5")  # over one that is there, twice in a row
-    mark(engine, 7)
-    engine.save_checkpoint(folder, tag="global_step5")
+    save_marked(engine, 7, folder, tag="global_step5")
     engine.load_checkpoint(folder)
-    return early, sorted(os.listdir(folder)), names.latest_tag(folder), marks(engine)
+    assert not [name for name in early if not name.startswith(".")]
+    assert sorted(os.listdir(folder)) == ["global_step4", "global_step5", "latest", "zero_to_fp32.py"]
+    assert names.latest_tag(folder) == "global_step5" and marks(engine) == [7.0]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_saves_in_flight_keep_their_order_and_keep_last(world, tmp_path):
-    for early, found, latest, value in run_ranks(world, body_order, str(tmp_path)):
-        assert not [name for name in early if not name.startswith(".")]
-        assert found == ["global_step4", "global_step5", "latest", "zero_to_fp32.py"]
-        assert latest == "global_step5" and value == [7.0]
+    run_ranks(world, body_order, str(tmp_path))
 
 
 @on_ranks(2)
 def test_two_engines_in_one_folder(rank, world, folder):
     engines = [make_engine(world, 1), make_engine(world, 0)]
     for number, engine in enumerate(engines):
-        mark(engine, number + 1)
-        engine.save_checkpoint(folder, tag=f"engine{number}", save_latest=False)
+        save_marked(engine, number + 1, folder, tag=f"engine{number}", save_latest=False)
         engine.save_checkpoint(folder, tag="common")
-    found = []
     background.drain_all()
     dist.barrier()
     for number, engine in enumerate(engines):
-        engine.load_checkpoint(folder, tag=f"engine{number}")
-        found.append(marks(engine))
-    assert found == [[1.0], [2.0]] and len(background._unsettled) == 0
+        assert marks(load_into(engine, folder, tag=f"engine{number}")) == [number + 1.0]
+    assert len(background._unsettled) == 0
     assert not hidden(folder)
 
 
 def body_killed(rank, world, folder, fault):
     engine = make_engine(world, 2)
-    mark(engine, 1)
-    engine.save_checkpoint(folder, tag="a")
+    save_marked(engine, 1, folder, tag="a")
     engine.checkpoint_engine.wait()
     mark(engine, 2)
     if rank == world - 1:
@@ -318,9 +301,7 @@ def body_killed(rank, world, folder, fault):
 
 
 def body_load(rank, world, folder):
-    engine = make_engine(world, 2)
-    engine.load_checkpoint(folder)
-    return marks(engine)
+    return marks(load_into(make_engine(world, 2), folder))
 
 
 @pytest.mark.parametrize(
@@ -328,8 +309,7 @@ def body_load(rank, world, folder):
 )
 def test_killed_while_the_background_writes(world, fault, tmp_path):
     began = time.monotonic()
-    with pytest.raises((RankError, OSError)):
-        run_ranks(world, body_killed, str(tmp_path), fault)
+    refused((RankError, OSError), None, run_ranks, world, body_killed, str(tmp_path), fault)
     assert time.monotonic() - began < 50  # nobody waits for a process that is gone
     assert run_ranks(1, body_load, str(tmp_path)) == [[1.0]]
     run_ranks(world, body_killed, str(tmp_path), "")

@@ -2,6 +2,8 @@
 rank waits for the others, and no hidden folder is left."""
 
 import os
+import pathlib
+from unittest import mock
 
 import pytest
 import torch
@@ -9,9 +11,9 @@ from torch import nn
 
 import deepspeed
 from deepspeed.checkpoint.write import background, save
-from engine_models import batch, config, loss_of, make_net
+from engine_models import config, loss_on, make_net
 from harness import on_ranks
-from runs import engine_of, take_step, together
+from runs import engine_of, raised, take_step, together
 
 
 class Schedule:
@@ -56,16 +58,8 @@ def make_engine(world, stage, checkpoint):
     return engine_of(Net(), made, lr_scheduler=Schedule)
 
 
-def raised(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
-
-
 def failing_file(kind, rank):
-    """``save.run_states`` (a value that every rank makes) raises on one rank."""
+    """A context in which ``save.run_states`` (a value that every rank makes) raises on one rank."""
     original = save.run_states
 
     def states(run):
@@ -73,7 +67,7 @@ def failing_file(kind, rank):
             raise kind("the generator is gone")
         return original(run)
 
-    return original, states
+    return mock.patch.object(save, "run_states", states)
 
 
 @pytest.mark.sample("values")
@@ -84,8 +78,7 @@ def failing_file(kind, rank):
 @on_ranks(2, init=True)
 def test_what_raises_on_one_rank_is_an_error_on_all(rank, world, stage, checkpoint, folder):
     engine = make_engine(world, stage, checkpoint)
-    tokens, targets = batch(0)
-    take_step(engine, loss_of(engine(tokens[rank::world]), targets[rank::world]))
+    take_step(engine, loss_on(engine, 0, rank=rank, world=world))
     engine.save_checkpoint(folder, tag="good")
     engine.checkpoint_engine.wait()
     background.drain_all()
@@ -100,11 +93,8 @@ def test_what_raises_on_one_rank_is_an_error_on_all(rank, world, stage, checkpoi
             engine.module.fails = rank == bad
             found[f"module {bad}"] = raised(engine.save_checkpoint, folder, tag="bad")
             engine.module.fails = False
-        original, save.run_states = failing_file(OSError if bad else RuntimeError, bad)
-        try:
+        with failing_file(OSError if bad else RuntimeError, bad):
             found[f"value {bad}"] = raised(engine.save_checkpoint, folder, tag="bad")
-        finally:
-            save.run_states = original
         client = {"checkpoint_parallel_dimensions" if rank == bad else "fine": 1}
         found[f"client {bad}"] = raised(engine.save_checkpoint, folder, tag="bad", client_state=client)
         deepspeed.comm.barrier()
@@ -139,8 +129,7 @@ def test_what_raises_on_one_rank_while_loading(rank, world, folder):
     os.makedirs(own, exist_ok=True)
     found.append(raised(engine.load_checkpoint, own))
     if rank:
-        with open(os.path.join(own, "latest"), "w") as file:
-            file.write("../../elsewhere")
+        pathlib.Path(own, "latest").write_text("../../elsewhere")
     found.append(raised(engine.load_checkpoint, own))
     told = together(found)
     assert told[1][0][0] == "KeyError" and "rank 1: KeyError" in told[0][0][1], told

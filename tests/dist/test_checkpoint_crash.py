@@ -10,8 +10,9 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.write import file_writer
 from engine_models import saving_engine
-from harness import RankError, on_ranks, run_ranks
-from runs import weights
+from harness import on_ranks, run_ranks
+from refusals import refused
+from runs import load_into, raised, weights
 
 
 def mark(engine, value):
@@ -25,15 +26,19 @@ def mark(engine, value):
     engine.global_steps = value
 
 
+def save_marked(engine, value, folder, **options):
+    """Saves after ``mark``."""
+    mark(engine, value)
+    return engine.save_checkpoint(folder, **options)
+
+
 def marks(engine):
     """The marks that an engine's weights hold: one where a checkpoint is whole."""
     return sorted({float(v) for weight in weights(engine).values() for v in weight.reshape(-1).tolist()})
 
 
 def body_first(rank, world, folder, stage):
-    engine = saving_engine(world, stage)
-    mark(engine, 1)
-    engine.save_checkpoint(folder, tag="a")
+    save_marked(saving_engine(world, stage), 1, folder, tag="a")
 
 
 def body_second(rank, world, folder, stage, tag, victim):
@@ -48,8 +53,7 @@ def body_load(rank, world, folder, stage):
     engine = saving_engine(world, stage)
     path, _ = engine.load_checkpoint(folder)
     assert path is not None
-    found = marks(engine)
-    assert found == [float(engine.global_steps)]
+    assert marks(engine) == [float(engine.global_steps)]
     return engine.global_steps
 
 
@@ -59,23 +63,15 @@ def kill_everywhere(folder, world, stage, tag, operation, points):
     for n in points:
         run_ranks(world, body_first, folder, stage)
         fault = {"DS_IO_FAULT": f"{operation}:{n}:kill"}
-        try:
-            run_ranks(world, body_second, folder, stage, tag, world - 1, env=fault)
-            finished = True
-        except (RankError, RuntimeError, OSError):
-            finished = False
+        error = raised(run_ranks, world, body_second, folder, stage, tag, world - 1, env=fault)
         steps = run_ranks(world, body_load, folder, stage)
         assert len(set(steps)) == 1
-        assert all(not problems for problems in map(verify.verify_folder, tags_of(folder)))
+        assert not any(verify.verify_folder(entry.folder) for entry in cli.checkpoints_of(folder))
         loaded.append(steps[0])
-        if finished:
+        if error is None:
             assert steps[0] == 2
             return loaded
     return loaded
-
-
-def tags_of(folder):
-    return [entry.folder for entry in cli.checkpoints_of(folder)]
 
 
 # With a real engine, a sample; tests/python/checkpoint/test_commit.py kills at every step on every kind of file system.
@@ -105,20 +101,16 @@ def test_a_killed_rank_leaves_the_old_one(operation, n, tmp_path):
 @on_ranks()
 def test_an_error_is_told_to_all_ranks_and_harms_nothing(rank, world, stage, fault, folder):
     engine = saving_engine(world, stage)
-    mark(engine, 1)
-    engine.save_checkpoint(folder, tag="a")
+    save_marked(engine, 1, folder, tag="a")
     mark(engine, 2)
     if rank == world - 1:
         file_writer.inject_fault(fault)
-    with pytest.raises(OSError) as error:
-        engine.save_checkpoint(folder, tag="b")
-    text = f"{error.value.errno} {error.value}"
+    error = refused(OSError, None, engine.save_checkpoint, folder, tag="b")
+    text = f"{error.errno} {error}"
     file_writer.inject_fault("")
     left = sorted(os.listdir(folder))
-    engine.load_checkpoint(folder)
-    old = marks(engine)
-    mark(engine, 3)
-    engine.save_checkpoint(folder, tag="b")
+    old = marks(load_into(engine, folder))
+    save_marked(engine, 3, folder, tag="b")
     engine.load_checkpoint(folder)
     number, words = ("28", "No space") if fault.endswith("enospc") else ("5", "error")
     assert text.startswith(number) and words in text
@@ -132,11 +124,9 @@ def test_an_error_is_told_to_all_ranks_and_harms_nothing(rank, world, stage, fau
 def test_keep_last(rank, world, folder):
     engine = saving_engine(world, 1, keep_last=2)
     for step in range(1, 6):
-        mark(engine, step)
-        engine.save_checkpoint(folder, save_latest=step != 5)
+        save_marked(engine, step, folder, save_latest=step != 5)
     os.makedirs(os.path.join(folder, "mine"), exist_ok=True)
-    mark(engine, 6)
-    engine.save_checkpoint(folder)
+    save_marked(engine, 6, folder)
     assert sorted(os.listdir(folder)) == ["global_step5", "global_step6", "latest", "mine", "zero_to_fp32.py"]
 
 
@@ -158,8 +148,7 @@ def test_files_of_others_in_the_folder_stay(rank, world, folder, tmp_path):
 
 
 def body_truncated(rank, world, folder, mode):
-    engine = saving_engine(world, 2, verify_on_load=mode)
-    engine.load_checkpoint(folder)
+    saving_engine(world, 2, verify_on_load=mode).load_checkpoint(folder)
 
 
 def test_damage_is_found_before_anything_is_loaded(tmp_path):
@@ -171,8 +160,22 @@ def test_damage_is_found_before_anything_is_loaded(tmp_path):
     data[tensor["offset"] + tensor["bytes"] // 2] ^= 4
     open(path, "wb").write(data)
     run_ranks(2, body_truncated, folder, "sizes")
-    with pytest.raises(RuntimeError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt: tensor '.*differ"):
-        run_ranks(2, body_truncated, folder, "all")
+    refused(
+        RuntimeError,
+        r"zero_pp_rank_1_mp_rank_00_optim_states\.pt: tensor '.*differ",
+        run_ranks,
+        2,
+        body_truncated,
+        folder,
+        "all",
+    )
     open(path, "wb").write(data[:-100])
-    with pytest.raises(RuntimeError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is damaged: it has \d+ bytes"):
-        run_ranks(2, body_truncated, folder, "sizes")
+    refused(
+        RuntimeError,
+        r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is damaged: it has \d+ bytes",
+        run_ranks,
+        2,
+        body_truncated,
+        folder,
+        "sizes",
+    )

@@ -2,18 +2,15 @@
 
 import deepspeed
 from deepspeed.checkpoint.read.cli import main
-from engine_models import batch, loss_of, net_engine
+from engine_models import loss_on, net_engine
 from harness import run_ranks
 from runs import train
 
 
 def body(rank, world, folder, stage, change):
-    def loss_at(step, micro):  # the same batch on every rank: the same gradients at any number of ranks
-        tokens, targets = batch(step)
-        return loss_of(engine(tokens), targets)
-
     engine = net_engine(world, stage)
-    train(engine, loss_at, 2)
+    # The same batch on every rank: the same gradients at any number of ranks.
+    train(engine, lambda step, _: loss_on(engine, step), 2)
     name, param = next(iter(engine.module.named_parameters()))
     if change:
         value = deepspeed.utils.safe_get_full_fp32_param(param)

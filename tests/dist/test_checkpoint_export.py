@@ -14,8 +14,9 @@ from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import make_net
 from harness import on_ranks, run_ranks
-from runs import engine_of, moments, must_raise, together, weights
-from test_checkpoint import PRECISIONS, repeat, run
+from refusals import refused
+from runs import engine_of, moments, together, weights
+from test_checkpoint import PRECISIONS, repeat, run, trained
 from test_zero_checkpoint import make_engine
 
 
@@ -26,8 +27,7 @@ def masters(engine):
 
 
 def body_save(rank, world, folder, stage, precision):
-    engine, _, loader, _ = make_engine(world, stage, precision)
-    run(engine, repeat(loader), 2)
+    engine = trained(make_engine(world, stage, precision), 2)
     engine.save_checkpoint(folder)
     engine.save_checkpoint(folder, tag="lean", save_latest=False, exclude_frozen_parameters=True)
     return masters(engine)
@@ -63,20 +63,17 @@ def test_the_script_in_the_folder_gives_the_masters(stage, world, precision, tmp
 
 
 def body_16bit(rank, world, folder, stage, precision):
-    engine, _, loader, _ = make_engine(world, stage, precision)
-    run(engine, repeat(loader), 1)
+    engine = trained(make_engine(world, stage, precision), 1)
     assert engine.save_16bit_model(folder) is True
     assert engine.save_16bit_model(folder, "model.safetensors", exclude_frozen_parameters=True) is True
-    must_raise(ValueError, "needs a directory", engine.save_16bit_model, "")
-    run(engine, repeat(loader), 1)  # and the run goes on
+    refused(ValueError, "needs a directory", engine.save_16bit_model, "")
+    run(engine, repeat(engine), 1)  # and the run goes on
     return None
 
 
 def body_weights(rank, world, folder, stage, precision):
-    engine, _, loader, _ = make_engine(world, stage, precision)
-    run(engine, repeat(loader), 1)
-    found = weights(engine)
-    return found, engine._zero3_consolidated_16bit_state_dict() if stage == 3 else None
+    engine = trained(make_engine(world, stage, precision), 1)
+    return weights(engine), engine._zero3_consolidated_16bit_state_dict() if stage == 3 else None
 
 
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
@@ -107,8 +104,7 @@ def test_consolidated_state_dict(precision, tmp_path):
 
 @on_ranks(4)
 def test_each_slice_of_mics_comes_from_the_first_group_of_ranks(rank, world, tmp_path, folder):
-    engine, _, loader, _ = make_engine(world, 3, PRECISIONS["bf16"], mics_shard_size=2)
-    run(engine, repeat(loader), 1)
+    engine = trained(make_engine(world, 3, PRECISIONS["bf16"], mics_shard_size=2), 1)
     assert engine.save_16bit_model(folder) is True
     (expected, whole), *others = together(weights(engine), engine._zero3_consolidated_16bit_state_dict())
     assert [state for _, state in others] == [None] * 3
@@ -120,17 +116,16 @@ def test_each_slice_of_mics_comes_from_the_first_group_of_ranks(rank, world, tmp
 @pytest.mark.parametrize("stage", [0, 2])
 @on_ranks(2)
 def test_nothing_to_consolidate(rank, world, stage):
-    engine = make_engine(world, stage, {})[0]
+    engine = make_engine(world, stage, {})
     for function in (engine._zero3_consolidated_16bit_state_dict, engine._consolidated_16bit_state_dict):
-        with pytest.raises(ValueError):
-            function(exclude_frozen_parameters=True)
+        refused(ValueError, None, function, exclude_frozen_parameters=True)
 
 
 @pytest.mark.parametrize("after", [0, 5])
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2)
 def test_a_full_disk_on_rank_0_is_everybodys_error(rank, world, stage, after, tmp_path, folder):
-    engine, _, loader, _ = make_engine(world, stage, {})
+    engine = make_engine(world, stage, {})
     written, chunks = [], weight_files.StoredWeight.chunks
 
     def failing(self):
@@ -141,7 +136,7 @@ def test_a_full_disk_on_rank_0_is_everybodys_error(rank, world, stage, after, tm
 
     with mock.patch.object(weight_files.StoredWeight, "chunks", failing), pytest.raises(OSError) as raised:
         engine.save_16bit_model(folder)
-    run(engine, repeat(loader), 1)
+    run(engine, repeat(engine), 1)
     assert engine.save_16bit_model(folder, "after.bin") is True
     said = together(str(raised.value))
     assert said[0] == said[1]

@@ -13,14 +13,15 @@ from deepspeed.checkpoint.layouts import saved_state
 from deepspeed.checkpoint.read import storage
 from deepspeed.utils import safe_get_full_optimizer_state
 from harness import on_ranks, run_ranks
-from runs import engine_of, must_raise, together, weights
+from models import seeded
+from refusals import refused
+from runs import engine_of, load_into, together, weights
 from runs import identical as equal
 from runs import moments as moments_of
 
 
 def config(stage, dtype="bf16", **more):
-    made = peer_model.what(1, dtype)["config"]
-    return {**made, "zero_optimization": {"stage": stage, **more}}
+    return {**peer_model.what(1, dtype)["config"], "zero_optimization": {"stage": stage, **more}}
 
 
 def masters(engine):
@@ -47,8 +48,7 @@ def test_what_is_loaded_and_what_is_left(rank, world, stage, folder):
     assert engine._get_optimizer_ckpt_name(folder, "t", 3) == os.path.join(
         folder, "t", "expp_rank_3_mp_rank_00_optim_states.pt"
     )
-    shapes = engine._get_zero_param_shapes()
-    assert (shapes is None) == (stage == 0)
+    assert (engine._get_zero_param_shapes() is None) == (stage == 0)
 
     # Without optimizer states: weights and masters, nothing else of the optimizer; counters and schedule do come.
     other = fresh(stage)
@@ -60,7 +60,6 @@ def test_what_is_loaded_and_what_is_left(rank, world, stage, folder):
     assert other.core.steps().tolist() == [0] * 8 and other.global_steps == 3
     assert other.lr_scheduler.last_batch_iteration == 2
     assert client_state["epoch"] == 7 and "lr_scheduler" not in client_state and "optimizer" in client_state
-    other.destroy()
 
     # Without the schedule: it is handed back.
     other = fresh(stage)
@@ -68,7 +67,6 @@ def test_what_is_loaded_and_what_is_left(rank, world, stage, folder):
     assert other.lr_scheduler.last_batch_iteration == -1 or other.lr_scheduler.last_batch_iteration == 0
     assert client_state["lr_scheduler"] == {"last_batch_iteration": 2} and "optimizer" not in client_state
     assert other.core.steps().tolist() == [3] * 8 and equal(masters(other), fp32)
-    other.destroy()
 
     # The module alone: masters are the weights.
     other = fresh(stage)
@@ -77,7 +75,6 @@ def test_what_is_loaded_and_what_is_left(rank, world, stage, folder):
     assert equal(masters(other), {name: lp[name].float() for name in fp32})
     assert set(client_state) > {"optimizer", "lr_scheduler", "global_steps", "dp_world_size", "epoch"}
     assert "module" not in client_state
-    other.destroy()
 
     # custom_load_fn gets whole parameters and the whole module.
     def keep_bias(src, dst):
@@ -93,27 +90,19 @@ def test_what_is_loaded_and_what_is_left(rank, world, stage, folder):
     assert torch.equal(now["a.weight"].float(), lp["a.weight"].float() * 2)
     assert torch.equal(now["a.bias"], before["a.bias"])
     assert torch.equal(masters(other)["a.weight"], lp["a.weight"].float() * 2)
-    other.destroy()
 
     # load_from_fp32_weights: false takes the weights, where there are any.
-    other = peer_model.make_engine(config(stage, load_from_fp32_weights=False), seed=9)
-    other.load_checkpoint(folder)
+    other = load_into(peer_model.make_engine(config(stage, load_from_fp32_weights=False), seed=9), folder)
     wanted = fp32 if stage == 3 else {name: lp[name].float() for name in fp32}
     assert equal(masters(other), wanted) and other.core.steps().tolist() == [3] * 8
 
 
-class Other(peer_model.PeerNet):
-    def __init__(self, extra=False, width=13):
-        super().__init__()
-        if width != 13:
-            self.a = torch.nn.Linear(7, width)
-        if extra:
-            self.extra = torch.nn.Linear(3, 3)
-
-
 def make_other(stage, extra=False, width=13, groups=2, optimizer=None):
-    torch.manual_seed(3)
-    net = Other(extra, width)
+    net = seeded(peer_model.peer_net, seed=3)
+    if width != 13:
+        net.a = torch.nn.Linear(7, width)
+    if extra:
+        net.extra = torch.nn.Linear(3, 3)
     params = [p for p in net.parameters() if p.requires_grad]
     made = config(stage)
     if optimizer is not None:
@@ -136,17 +125,14 @@ def test_frozen_weights_strictness_and_what_does_not_fit(rank, world, stage, fol
     assert torch.equal(now["f.weight"], before["f.weight"])
     # Two engines in one folder: each has its tag.
     other.save_checkpoint(folder, tag="other")
-    third = fresh(stage)
-    third.load_checkpoint(folder, tag="whole")
+    third = load_into(fresh(stage), folder, tag="whole")
     assert equal(weights(third), lp)
     third.load_checkpoint(folder)
     assert equal(weights(third), now)
-    for one in (third, other, engine):
-        one.destroy()
 
     # Another model.
     larger = make_other(stage, extra=True)
-    must_raise(
+    refused(
         RuntimeError,
         r"does not fit the model: missing \['extra.weight', 'extra.bias'\]",
         larger.load_checkpoint,
@@ -156,22 +142,19 @@ def test_frozen_weights_strictness_and_what_does_not_fit(rank, world, stage, fol
     larger.load_checkpoint(folder, tag="whole", load_module_strict=False, load_optimizer_states=False)
     found = weights(larger)
     assert equal({name: found[name] for name in lp}, lp)
-    larger.destroy()
     wider = make_other(stage, width=15)
     words = r"/whole does not fit the model: 'a.weight' was saved with shape \(13, 7\), the model has \(15, 7\).*Build"
-    must_raise(RuntimeError, words, wider.load_checkpoint, folder, tag="whole")
-    wider.destroy()
+    refused(RuntimeError, words, wider.load_checkpoint, folder, tag="whole")
     sgd = make_other(stage, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
-    must_raise(
+    refused(
         ValueError,
         "has the states exp_avg, exp_avg_sq .* keeps .*another optimizer",
         sgd.load_checkpoint,
         folder,
         tag="whole",
     )
-    sgd.destroy()
     one_group = make_other(stage, groups=1)
-    must_raise(
+    refused(
         ValueError, "2 parameter groups, this run's optimizer has 1", one_group.load_checkpoint, folder, tag="whole"
     )
 
@@ -205,12 +188,11 @@ def test_shards_in_memory_and_how_many_collectives_make_them(rank, world, stage)
         third = fresh(stage)
         third.optimizer.load_state_dict([mine], load_from_fp32_weights=True)
         assert equal(masters(third), fp32)
-        third.destroy()
     broken = [{**shard} for shard in shards]
     key = "single_partition_of_fp32_groups" if stage < 3 else "fp32_flat_groups"
     for shard in broken:
         shard[key] = [flat[: flat.numel() // 2] for flat in shard[key]]
-    must_raise(ValueError, "elements", other.optimizer.load_state_dict, broken, load_from_fp32_weights=True)
+    refused(ValueError, "elements", other.optimizer.load_state_dict, broken, load_from_fp32_weights=True)
 
 
 def body_elastic(rank, world, folder):
@@ -252,7 +234,6 @@ def body_ranges(rank, world, folder):
         owned = sum(numel for _, _, numel in engine.core.pieces())
         frozen = 57 if loaded == 3 else 169  # of 13 x 13: slices for three ranks
         found.append((sum(call.args[1].numel() for call in fill.call_args_list), 3 * owned + frozen))
-        engine.destroy()
     return found
 
 
@@ -265,12 +246,18 @@ def test_ranks_read_what_they_own_and_no_more(tmp_path):
 
 def test_missing_shards_are_named(tmp_path):
     run_ranks(2, body_save, str(tmp_path))
-    gone = tmp_path / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    os.unlink(gone)
+    os.unlink(tmp_path / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
     for manifest in (tmp_path / "global_step3").glob("*.json"):
         os.unlink(manifest)
-    with pytest.raises(FileNotFoundError, match="bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"):
-        run_ranks(1, body_load, str(tmp_path), True)
+    refused(
+        FileNotFoundError,
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        run_ranks,
+        1,
+        body_load,
+        str(tmp_path),
+        True,
+    )
     run_ranks(1, body_load, str(tmp_path), False)
     # Where only one rank misses something, the others do not wait for it.
     assert sorted(run_ranks(4, body_fails, str(tmp_path))) == ["FileNotFoundError"] * 4
@@ -289,9 +276,8 @@ def body_fails(rank, world, folder):
         return real(path, *args, **kwargs)
 
     with mock.patch.object(storage, "read", read):
-        with pytest.raises(OSError, match="rank_1_mp_rank_00_optim_states.pt") as raised:
-            fresh(1).load_checkpoint(folder)
-    return raised.type.__name__
+        raised = refused(OSError, "rank_1_mp_rank_00_optim_states.pt", fresh(1).load_checkpoint, folder)
+    return type(raised).__name__
 
 
 def body_save(rank, world, folder):
@@ -299,8 +285,7 @@ def body_save(rank, world, folder):
 
 
 def body_load(rank, world, folder, states):
-    engine = fresh(1)
-    engine.load_checkpoint(folder, load_module_only=not states)
+    fresh(1).load_checkpoint(folder, load_module_only=not states)
 
 
 def body_fp16(rank, world, folder, stage):

@@ -5,25 +5,23 @@ import os
 import torch
 
 from harness import run_ranks
-from runs import KEEP_GATHERED, dtype_of, engine_of, moments, settings, weights, with_fp16
+from models import Parts, seeded
+from runs import KEEP_GATHERED, dtype_of, engine_of, load_into, moments, settings, weights, with_fp16
 from runs import train as train_on
 
 
-class Wise(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.rand(5, 7) - 0.5)
-        self.b = torch.nn.Parameter(torch.rand(7))
-        self.frozen = torch.nn.Parameter(torch.rand(7), requires_grad=False)
-        self.never = torch.nn.Parameter(torch.rand(3))
-
-    def forward(self, x):
-        return (x * self.a + self.b * self.frozen).float().pow(2).mean()
+def element_wise():
+    return Parts(
+        lambda net, x: (x * net.a + net.b * net.frozen).float().pow(2).mean(),
+        a=torch.nn.Parameter(torch.rand(5, 7) - 0.5),
+        b=torch.nn.Parameter(torch.rand(7)),
+        frozen=torch.nn.Parameter(torch.rand(7), requires_grad=False),
+        never=torch.nn.Parameter(torch.rand(3)),
+    )
 
 
 def make_engine(stage, dtype, seed=0):
-    torch.manual_seed(seed)
-    net, made = Wise(), settings(stage, 1, dtype=dtype, zero=KEEP_GATHERED)
+    net, made = seeded(element_wise, seed=seed), settings(stage, 1, dtype=dtype, zero=KEEP_GATHERED)
     if dtype == "fp16":
         made["fp16"] = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 2}
     with with_fp16():
@@ -59,20 +57,15 @@ def body_save(rank, world, folder):
         engine = make_engine(stage, "fp16")
         train(engine, 0, 14)
         engine.save_checkpoint(os.path.join(folder, str(stage)))
-        saved = state(engine)
-        found[stage] = (saved, train(engine, 14, 8), state(engine))
-        engine.destroy()
+        found[stage] = (state(engine), train(engine, 14, 8), state(engine))
     return found
 
 
 def body_load(rank, world, folder, pairs):
     found = []
     for stage, to_stage, dtype in pairs:
-        engine = make_engine(to_stage, dtype, seed=4)
-        engine.load_checkpoint(os.path.join(folder, str(stage)))
-        loaded = state(engine)
-        found.append((loaded, train(engine, 14, 8), state(engine)))
-        engine.destroy()
+        engine = load_into(make_engine(to_stage, dtype, seed=4), os.path.join(folder, str(stage)))
+        found.append((state(engine), train(engine, 14, 8), state(engine)))
     return found
 
 

@@ -42,11 +42,9 @@ def tree(value, path=()):
 
 def body_save(rank, world, target):
     for stage, dtype in peer_model.KINDS:
-        config = peer_model.what(stage, dtype)["config"]
-        engine = peer_model.make_engine(config)
+        engine = peer_model.make_engine(peer_model.what(stage, dtype)["config"])
         peer_model.train(engine, 4, rank)
         engine.save_checkpoint(os.path.join(target, f"{stage}{dtype}"), client_state={"epoch": 2, "note": "kept"})
-        engine.destroy()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from deepspeed.checkpoint.read import verify
-from engine_models import batch, loss_of, net_engine
+from engine_models import loss_on, net_engine
 from harness import on_ranks
 from runs import together, train
 
@@ -18,8 +18,7 @@ def test_every_node_its_own_disk(rank, world, saved, loaded, folder):
     on_nodes = {"use_node_local_storage": True}
 
     def loss_at(step, micro):
-        tokens, targets = batch(step)
-        return loss_of(engine(tokens), targets)
+        return loss_on(engine, step)
 
     engine = net_engine(world, saved, checkpoint=on_nodes)
     train(engine, loss_at, 2)

@@ -9,14 +9,10 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from harness import run_ranks
 from models import Numbered, waves
-from runs import NATIVE, engine_of, go_on, save_midway, settings
+from runs import NATIVE, engine_of, go_on, same_states, save_midway, settings
 
 LAYERS, WIDTH, MICRO, BATCH = 6, 5, 2, 8  # samples of a step, whatever the copies
 TIED = 50
-
-
-def out_of(module, x):
-    return x @ module.weight
 
 
 def make(rank, world, stages, stage, checkpoint=None):
@@ -24,13 +20,20 @@ def make(rank, world, stages, stage, checkpoint=None):
         TiedLayerSpec("words", Numbered, TIED, WIDTH, False, tied_weight_attr="weight"),
         *(LayerSpec(Numbered, number, WIDTH) for number in range(1, LAYERS - 2)),
         LayerSpec(torch.nn.Tanh),  # nothing to save
-        TiedLayerSpec("words", Numbered, TIED, WIDTH, False, forward_fn=out_of, tied_weight_attr="weight"),
+        TiedLayerSpec(
+            "words",
+            Numbered,
+            TIED,
+            WIDTH,
+            False,
+            forward_fn=lambda module, x: x @ module.weight,
+            tied_weight_attr="weight",
+        ),
     ]
     model = PipelineModule(layers, num_stages=stages, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
     data = waves(64, WIDTH)
     config = settings(stage, MICRO, None, rate=0.02, checkpoint=checkpoint or {}, train_batch_size=BATCH)
-    dataset = torch.utils.data.TensorDataset(data, data.flip(1))
-    engine = engine_of(model, config, training_data=dataset)
+    engine = engine_of(model, config, training_data=torch.utils.data.TensorDataset(data, data.flip(1)))
     return engine, lambda: engine.train_batch().item()
 
 
@@ -45,14 +48,6 @@ def load(rank, world, stages, stage, folder, checkpoint=None):
     return found
 
 
-def same(found, expected):
-    known = {name: value for one, *_ in expected for name, value in one.items()}
-    assert {name for one, *_ in found for name in one} == known.keys()
-    for one, *_ in found:
-        for name, value in one.items():
-            assert value == known[name], name
-
-
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("world, stages", [(1, 1), (2, 1), (3, 3), (4, 4), (4, 2)])
 @pytest.mark.parametrize("before", [0, 1, 3])
@@ -62,7 +57,7 @@ def test_any_number_of_stages_reads_it(world, stages, before, after, format, tmp
     checkpoint = NATIVE if format == "native" else None
     saved = run_ranks(4, save, 2, before, str(tmp_path), checkpoint, init=True)
     loaded = run_ranks(world, load, stages, after, str(tmp_path), checkpoint, init=True)
-    same(loaded, saved)
+    same_states(loaded, saved)
     copies = world // stages
     if copies <= 2:  # the same samples in other hands
         assert loaded[0][1] == pytest.approx(saved[0][1], rel=1e-4)
@@ -73,10 +68,6 @@ def test_the_same_layout_goes_on_bit_by_bit(stage, tmp_path):
     saved = run_ranks(4, save, 2, stage, str(tmp_path), init=True)
     assert run_ranks(4, load, 2, stage, str(tmp_path), init=True) == saved
     if stage < 3:
-        _check_files(tmp_path)
-
-
-def _check_files(tmp_path):
-    names = {name for name in os.listdir(tmp_path / "t") if name.startswith("layer_")}
-    assert names == {f"layer_{number:02d}-model_states.pt" for number in range(LAYERS - 2)}  # the last one is tied
-    assert set(torch.load(tmp_path / "t" / "layer_03-model_states.pt")) == {"fc.weight", "fc.bias", "number"}
+        names = {name for name in os.listdir(tmp_path / "t") if name.startswith("layer_")}
+        assert names == {f"layer_{number:02d}-model_states.pt" for number in range(LAYERS - 2)}  # the last one is tied
+        assert set(torch.load(tmp_path / "t" / "layer_03-model_states.pt")) == {"fc.weight", "fc.bias", "number"}

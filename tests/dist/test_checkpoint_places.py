@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import pathlib
 import threading
 import time
 from unittest import mock
@@ -15,10 +16,11 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.zero.optimizers.restore import Restore
-from engine_models import batch, loss_of, make_net, saving_engine
+from engine_models import loss_on, make_net, saving_engine
 from harness import on_ranks, run_ranks
-from runs import must_raise, take_step, together, weights
-from test_checkpoint_crash import mark, marks
+from refusals import refused
+from runs import by_rank_0, load_into, take_step, together, weights
+from test_checkpoint_crash import mark, marks, save_marked
 
 NO_RENAME = "rename:1+:enosys,exchange:1+:enosys,truncate:1+:enotsup"
 
@@ -38,17 +40,11 @@ def test_tags_that_are_no_folders_of_their_own_are_refused(rank, world, folder):
         os.symlink(".", os.path.join(folder, "self"))
     before = sorted(os.path.join(root, name) for root, _, names in os.walk(os.path.dirname(folder)) for name in names)
     for tag in BAD_TAGS:
-        with pytest.raises(ValueError, match="the checkpoint tag") as caught:
-            engine.save_checkpoint(folder, tag=tag)
-        assert repr(tag) in str(caught.value)
-    with pytest.raises((NotADirectoryError, ValueError), match="is a file"):
-        if rank == 0:
-            open(os.path.join(folder, "file"), "w").close()
-        deepspeed.comm.barrier()
-        engine.save_checkpoint(folder, tag="file")
-    if rank == 0:
-        os.unlink(os.path.join(folder, "file"))
-    deepspeed.comm.barrier()
+        caught = refused(ValueError, "the checkpoint tag", engine.save_checkpoint, folder, tag=tag)
+        assert repr(tag) in str(caught)
+    by_rank_0(rank, pathlib.Path(folder, "file").touch)
+    refused((NotADirectoryError, ValueError), "is a file", engine.save_checkpoint, folder, tag="file")
+    by_rank_0(rank, os.unlink, os.path.join(folder, "file"))
     after = sorted(os.path.join(root, name) for root, _, names in os.walk(os.path.dirname(folder)) for name in names)
     assert before == after
     for tag in ("one", "runs/two", 3.5, None):
@@ -59,16 +55,12 @@ def test_tags_that_are_no_folders_of_their_own_are_refused(rank, world, folder):
 def test_links_are_followed_as_often_as_one_likes(rank, world, folder):
     engine = saving_engine(world, 2)
     save_dir = os.path.join(folder, "link")
-    if rank == 0:
-        os.symlink("disk/not/there/yet", save_dir)
-        os.makedirs(os.path.join(folder, "big"))
-    deepspeed.comm.barrier()
+    by_rank_0(rank, os.symlink, "disk/not/there/yet", save_dir)
+    by_rank_0(rank, os.makedirs, os.path.join(folder, "big"))
     for step in (1, 2, 3):
-        mark(engine, step)
-        engine.save_checkpoint(save_dir, tag="a")
-        if rank == 0 and step == 1:
-            os.symlink(os.path.join(folder, "big"), os.path.join(save_dir, "t"))
-        deepspeed.comm.barrier()
+        save_marked(engine, step, save_dir, tag="a")
+        if step == 1:
+            by_rank_0(rank, os.symlink, os.path.join(folder, "big"), os.path.join(save_dir, "t"))
         engine.save_checkpoint(save_dir, tag="t")
         mark(engine, 9)
         for tag in ("a", "t"):
@@ -88,10 +80,8 @@ def test_in_place(rank, world, how, folder):
     engine = saving_engine(world, 1, **how)
     file_writer.inject_fault("" if "write_in_place" in how else NO_RENAME)
     for step in (1, 2):
-        mark(engine, step)
-        engine.save_checkpoint(folder, tag="t")
-        engine.load_checkpoint(folder)
-        assert marks(engine) == [float(step)]
+        save_marked(engine, step, folder, tag="t")
+        assert marks(load_into(engine, folder)) == [float(step)]
     file_writer.inject_fault("write:1+:enospc," + NO_RENAME)
     mark(engine, 3)
     try:
@@ -103,12 +93,10 @@ def test_in_place(rank, world, how, folder):
     assert "t" not in os.listdir(folder)
     deepspeed.comm.barrier()
     engine.save_checkpoint(folder, tag="t")
-    engine.load_checkpoint(folder)
-    assert marks(engine) == [3.0]
-    if rank == 0:
-        open(os.path.join(folder, "latest"), "w").close()  # torn: without renames it is written like any other file
-    deepspeed.comm.barrier()
-    must_raise(RuntimeError, "latest is empty.*complete are: t", engine.load_checkpoint, folder)
+    assert marks(load_into(engine, folder)) == [3.0]
+    # Torn: without renames it is written like any other file.
+    by_rank_0(rank, pathlib.Path(folder, "latest").write_text, "")
+    refused(RuntimeError, "latest is empty.*complete are: t", engine.load_checkpoint, folder)
     assert sorted(os.listdir(folder)) == ["latest", "t", "zero_to_fp32.py"]
     assert verify.verify_folder(os.path.join(folder, "t")) == []
 
@@ -152,8 +140,7 @@ def test_ranks_share_the_writing_of_what_all_have(stage, tmp_path):
     assert name in alone[0] and name not in alone[1]
     for how in ({"data_parallel": "REPLICA"}, {"data_parallel": "replica", "decoupled": True}):
         folder = tmp_path / str(len(how))
-        shares = run_ranks(2, body_shared, str(folder), {"writer": how}, stage)
-        parts = [share[name] for share in shares]
+        parts = [share[name] for share in run_ranks(2, body_shared, str(folder), {"writer": how}, stage)]
         assert sum(parts) == alone[0][name] and all(abs(part - sum(parts) / 2) < 8192 for part in parts)
         assert contents(folder / "t").keys() == plain.keys() and verify.verify_folder(str(folder / "t")) == []
         loaded, other = (torch.load(f / "t" / name) for f in (folder, tmp_path / "alone"))
@@ -165,7 +152,7 @@ def test_ranks_share_the_writing_of_what_all_have(stage, tmp_path):
 @on_ranks(2)
 def test_shared_files_are_those_of_the_first_rank(rank, world, folder):
     engine = saving_engine(world, 0, writer={"data_parallel": "REPLICA"})
-    must_raise(
+    refused(
         RuntimeError,
         "rank 1: .*has other tensors here than on rank 0: .*data_parallel to null",
         engine.save_checkpoint,
@@ -180,8 +167,7 @@ def test_shared_files_are_those_of_the_first_rank(rank, world, folder):
 @on_ranks(2)
 def test_files_without_an_archive(rank, world, how, folder, tmp_path):
     engine = saving_engine(world, 2, checkpoint_serialization=False, **how)
-    mark(engine, 4)
-    engine.save_checkpoint(folder, tag="t")
+    save_marked(engine, 4, folder, tag="t")
     engine.load_checkpoint(folder)
     assert engine.checkpoint_serialization_enabled() is False
     assert marks(engine) == [4.0]
@@ -197,8 +183,7 @@ def test_files_without_an_archive(rank, world, how, folder, tmp_path):
 @on_ranks(2)
 def test_ranks_of_a_machine_load_one_after_the_other(rank, world, folder):
     engine = saving_engine(world, 3, zero={"pipeline_loading_checkpoint": True})
-    mark(engine, 2)
-    engine.save_checkpoint(folder)
+    save_marked(engine, 2, folder)
     mark(engine, 7)
     times, real = [], Restore.masters
 
@@ -230,7 +215,7 @@ def test_ranks_of_a_machine_load_one_after_the_other(rank, world, folder):
 def test_loading_in_turn_is_for_stage_3(rank, world, folder):
     engine = saving_engine(world, 2, zero={"pipeline_loading_checkpoint": True})
     engine.save_checkpoint(folder)
-    must_raise(AssertionError, "Only stage3 support for pipeline checkpoint loading", engine.load_checkpoint, folder)
+    refused(AssertionError, "Only stage3 support for pipeline checkpoint loading", engine.load_checkpoint, folder)
     assert engine.load_checkpoint(folder, load_optimizer_states=False)[0] is not None
     assert background.drain_all() is None
 
@@ -245,8 +230,7 @@ def test_the_elastic_form_goes_on_and_converts(rank, world, client, folder):
         return saving_engine(2, 1, {"elastic_checkpoint": elastic}, client=optimizer, **checkpoint)
 
     def train(engine, seed):
-        tokens, targets = batch(seed + 10 * rank, 4)
-        take_step(engine, loss_of(engine(tokens), targets))
+        take_step(engine, loss_on(engine, seed + 10 * rank, 4))
         return list(weights(engine).values())
 
     engine = start(True)
@@ -254,14 +238,12 @@ def test_the_elastic_form_goes_on_and_converts(rank, world, client, folder):
     train(engine, 2)
     engine.save_checkpoint(folder, tag="old_form")
     straight = train(engine, 3)
-    again = start(True)
-    again.load_checkpoint(folder)
+    again = load_into(start(True), folder)
     assert all(map(torch.equal, train(again, 3), straight))
     if rank == 0:
         ds_to_universal.main(argparse.Namespace(
             input_folder=os.path.join(folder, "old_form"), output_folder=os.path.join(folder, "universal")
         ))  # fmt: skip
     deepspeed.comm.barrier()
-    universal = start(False, load_universal=True)
-    universal.load_checkpoint(folder, tag="universal")
+    universal = load_into(start(False, load_universal=True), folder, tag="universal")
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(train(universal, 3), straight))

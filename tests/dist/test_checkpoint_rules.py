@@ -2,6 +2,7 @@
 fail, after which everything is as it was."""
 
 import os
+import pathlib
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import deepspeed
 import peer_model
 from deepspeed.checkpoint.layouts import names
 from harness import on_ranks
-from models import two_layers
-from runs import KEEP_GATHERED, engine_of, moments, must_raise, settings, weights
+from models import seeded, two_layers
+from refusals import refused
+from runs import KEEP_GATHERED, by_rank_0, engine_of, load_into, moments, settings, weights
 from runs import identical as equal
 from runs import train as train_on
 
@@ -59,14 +61,12 @@ def test_a_window_that_was_saved_in_its_middle_starts_anew(rank, world, stage, f
     engine.save_checkpoint(folder, tag="before the step")
     engine.step()
     straight = whole(engine)
-    engine.destroy()
     for tag in ("boundary", "middle", "before the step"):
         other, again = make_windowed(stage, seed=5)
         other.load_checkpoint(folder, tag=tag)
         assert (other.micro_steps, other.global_steps) == (4, 1), tag
         assert micro_steps(other, again, 4) == begun, tag
         assert other.global_steps == 2 and equal(whole(other), straight), tag
-        other.destroy()
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -150,34 +150,28 @@ def test_the_configuration_wins_over_what_was_saved(rank, world, folder):
         engine.save_checkpoint(place, tag="plain")
         engine.optimizer.param_groups[0]["lr"] = 0.007  # as scripts do that decay by hand
         engine.save_checkpoint(place, tag="by hand")
-        engine.destroy()
         for name, (change, value, wanted) in CHANGES.items():
             if name == "sparse_gradients" and stage > 0:
                 continue
-            other = make_configured(stage, seed=5, **change)
-            other.load_checkpoint(place, tag="plain")
+            other = load_into(make_configured(stage, seed=5, **change), place, tag="plain")
             found = value(other)
             assert (list(found) if isinstance(wanted, list) else found) == wanted, (stage, name, found)
             train(other, 1)
-            other.destroy()
         # What the configuration says as it did then goes on as it was saved.
         for change in ({}, with_params(weight_decay=0.5)):
-            other = make_configured(stage, seed=5, **change)
-            other.load_checkpoint(place, tag="by hand")
+            other = load_into(make_configured(stage, seed=5, **change), place, tag="by hand")
             assert group("lr")(other) == 0.007, (stage, change)
-            other.destroy()
         # A schedule decides the rate; its own options are the configuration's.
         scheduled = make_configured(stage, scheduler=SCHEDULER)
         train(scheduled, 2)
         scheduled.save_checkpoint(place, tag="scheduled")
         rate = group("lr")(scheduled)
-        scheduled.destroy()
         faster = {"type": "WarmupLR", "params": {**SCHEDULER["params"], "warmup_max_lr": 0.02}}
         for change, factor in ((with_params(lr=0.5), 1), ({"scheduler": faster}, 2)):
-            other = make_configured(stage, seed=5, **{"scheduler": SCHEDULER, **change})
-            other.load_checkpoint(place, tag="scheduled")
+            other = load_into(
+                make_configured(stage, seed=5, **{"scheduler": SCHEDULER, **change}), place, tag="scheduled"
+            )
             assert group("lr")(other) == pytest.approx(factor * rate), (stage, change)
-            other.destroy()
 
 
 # ---- loads that fail -----------------------------------------------------------------------------------------------
@@ -207,8 +201,7 @@ class Schedule:
 def make_peer(stage, fails=False, states=("exp_avg", "exp_avg_sq"), dtype="fp32", **more):
     config = {**peer_model.what(1, dtype)["config"], "zero_optimization": {"stage": stage}, **more}
     config.pop("scheduler", None)
-    torch.manual_seed(9)
-    net = peer_model.PeerNet()
+    net = seeded(peer_model.peer_net, seed=9)
     params = [p for p in net.parameters() if p.requires_grad]
     engine = engine_of(net, config, model_parameters=params, lr_scheduler=lambda optimizer: Schedule(optimizer, fails))
     engine.optimizer_states_of_test = states
@@ -223,6 +216,13 @@ def everything(engine):
     return groups, counters, engine.lr_scheduler.count, torch.get_rng_state().tolist(), engine.core.steps().tolist()
 
 
+def damage(folder):
+    """Cuts a file of one checkpoint, removes one of another, and the manifests of both."""
+    os.truncate(names.RUN_STATES.path(str(folder / "broken run"), rank=1), 100)
+    for path in [*folder.glob("*r*/*.json"), *folder.glob("short/*rank_1_mp_rank_00_optim*")]:
+        path.unlink()
+
+
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank, world, stage, folder):
@@ -230,16 +230,8 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank, world, stage
     peer_model.train(engine, 2, rank)
     for tag in ("whole", "broken run", "short"):
         engine.save_checkpoint(folder, tag=tag)
-    engine.destroy()
     torch.distributed.barrier()
-    if rank == 0:
-        with open(names.RUN_STATES.path(os.path.join(folder, "broken run"), rank=1), "r+b") as file:
-            file.truncate(100)
-        for tag in ("broken run", "short"):
-            for file in os.listdir(os.path.join(folder, tag)):
-                if file.endswith(".json") or (tag == "short" and "rank_1_mp_rank_00_optim" in file):
-                    os.unlink(os.path.join(folder, tag, file))
-    torch.distributed.barrier()
+    by_rank_0(rank, damage, pathlib.Path(folder))
     adagrad = {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}}
     cases = {
         "a schedule that fails on rank 1": ({"fails": rank == 1}, "whole", "schedule cannot be loaded"),
@@ -252,8 +244,7 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank, world, stage
         other = make_peer(stage, **options)
         peer_model.train(other, 1, rank)
         before = whole(other), everything(other)
-        must_raise(Exception, words, other.load_checkpoint, folder, tag=tag)
+        refused(Exception, words, other.load_checkpoint, folder, tag=tag)
         assert equal(whole(other), before[0]) and everything(other) == before[1], case
         assert other.loaded_checkpoint_dp_world_size is None and other.loaded_engine_state == {}, case
         peer_model.train(other, 1, rank, first=1)
-        other.destroy()

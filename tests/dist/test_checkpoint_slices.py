@@ -13,7 +13,8 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from harness import run_ranks
-from runs import NATIVE, engine_of, moments, must_raise, settings
+from refusals import refused
+from runs import NATIVE, engine_of, load_into, moments, settings
 from tensor_parallel import AddedUp, Copied
 
 LAYERS, WIDTH, HIDDEN, MICRO_BATCHES = 3, 4, 8, 2
@@ -88,9 +89,8 @@ def joined(of_ranks):
         kinds = zip(*(parts[place] for place in sorted(parts)))
         leaf = name.split(".")[-1]
         if leaf == "gate":
-            whole[name] = [torch.cat([one.view(2, -1, WIDTH) for one in kind], 1) for kind in kinds]
-        else:
-            whole[name] = [torch.cat(kind, ROWS[leaf]) if leaf in ROWS else kind[0] for kind in kinds]
+            kinds = ([one.view(2, -1, WIDTH).transpose(0, 1) for one in kind] for kind in kinds)
+        whole[name] = [torch.cat(list(kind), ROWS[leaf]) if leaf in ROWS else kind[0] for kind in kinds]
     return whole
 
 
@@ -146,7 +146,7 @@ def test_any_number_of_slices_reads_it(before, native, world, stages, slices, af
 
 def _refused(rank, world, folder):
     engine = make(rank, world, 1, 1, 1, told=False)
-    must_raise(
+    refused(
         (ValueError, RuntimeError),
         r"along which dimension parameter '\d\.up' is cut: set its",
         engine.load_checkpoint,
@@ -155,7 +155,7 @@ def _refused(rank, world, folder):
     )
     for param in engine.module.parameters():
         param.tensor_model_parallel = False
-    must_raise(
+    refused(
         (ValueError, RuntimeError),
         "differs among the 2 tensor-parallel ranks that saved it",
         engine.load_checkpoint,
@@ -170,15 +170,13 @@ def test_what_nobody_says_is_refused(tmp_path):
 
 
 def _loads_universal(rank, world, folder):
-    engine = make(rank, world, world, 1, 1, told=False)
-    engine.load_checkpoint(folder, tag="universal")
+    engine = load_into(make(rank, world, world, 1, 1, told=False), folder, tag="universal")
     assert dist.get_world_size() == world
     return states(engine), []
 
 
 def test_what_the_checkpoint_says(tmp_path):
-    client_state = {"universal_checkpoint_info": INFO}
-    saved = run_ranks(4, save, 2, 2, 1, False, client_state, str(tmp_path), init=True)
+    saved = run_ranks(4, save, 2, 2, 1, False, {"universal_checkpoint_info": INFO}, str(tmp_path), init=True)
     same(run_ranks(1, load, 1, 1, 0, False, str(tmp_path), init=True), saved)
     folders = {"input_folder": str(tmp_path / "t"), "output_folder": str(tmp_path / "universal")}
     ds_to_universal.main(types.SimpleNamespace(**folders))

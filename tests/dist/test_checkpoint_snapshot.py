@@ -17,8 +17,9 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from harness import on_ranks, run_ranks
-from runs import KEEP_GATHERED, dtype_of, engine_of, must_raise, settings
+from harness import on_ranks
+from refusals import refused
+from runs import KEEP_GATHERED, dtype_of, engine_of, settings
 from runs import train as train_on
 
 
@@ -96,7 +97,7 @@ def test_which_memory_is_the_engines_own(rank, world, stage, bf16):
     assert all(covered(tensor) == own_masters for tensor in engine.core.masters())
     assert not any(covered(param) for param in engine.module.parameters() if param.numel())
     engine.core.slots(0)[0].add_(1)
-    must_raise(RuntimeError, "checkpoint_engine.wait", states.check_unchanged)
+    refused(RuntimeError, "checkpoint_engine.wait", states.check_unchanged)
 
 
 def slow_copies():
@@ -119,7 +120,8 @@ def test_a_step_between_does_not_reach_the_file(rank, world, folder):
     assert all(torch.equal(one, other) for one, other in zip(expected, found))
 
 
-def somebody_writes(rank, world, folder):
+@on_ranks(1)
+def test_states_that_somebody_else_writes_to_are_told(rank, world, folder, tmp_path):
     engine = make_engine()
     engine.checkpoint_engine = AsyncCheckpointEngine()
     train(engine)
@@ -129,10 +131,5 @@ def somebody_writes(rank, world, folder):
     with slow_copies():
         engine.save_checkpoint(folder, tag="torn")
         moment.zero_()
-        must_raise(RuntimeError, "torn.*written to, by other means", engine.checkpoint_engine.wait)
-    engine.destroy()
-
-
-def test_states_that_somebody_else_writes_to_are_told(tmp_path):
-    run_ranks(1, somebody_writes, str(tmp_path))
+        refused(RuntimeError, "torn.*written to, by other means", engine.checkpoint_engine.wait)
     assert (tmp_path / "latest").read_text() == "good" and not (tmp_path / "torn").exists()

@@ -14,7 +14,18 @@ from deepspeed.zero.parameters.param_ranks import SavedLayers, SavedNames
 from harness import on_ranks, run_ranks
 from models import Numbered, waves
 from mpu import Mpu
-from runs import NATIVE, dtype_of, engine_of, go_on, load_or_error, save_midway, settings, take_step, together
+from runs import (
+    NATIVE,
+    dtype_of,
+    engine_of,
+    go_on,
+    load_or_error,
+    same_states,
+    save_midway,
+    settings,
+    take_step,
+    together,
+)
 
 LAYERS, WIDTH = 6, 5
 
@@ -57,8 +68,7 @@ class Stage(torch.nn.Module):
 def make(rank, stages, copies, stage, checkpoint=None, dtype=None):
     number, copy = divmod(rank, copies)
     data = mesh.group_over([number * copies + other for other in range(copies)])
-    model = mesh.group_over([other * copies + copy for other in range(stages)])
-    mpu = Mpu(data, model)
+    mpu = Mpu(data, mesh.group_over([other * copies + copy for other in range(stages)]))
     mpu.get_pipe_parallel_world_size = lambda: stages
     mpu.get_slice_parallel_world_size = lambda: 1
     config = settings(stage, 4, dtype=dtype or "fp32", rate=0.05, checkpoint=checkpoint or {})
@@ -86,14 +96,6 @@ def load_damaged(rank, world, stages, copies, stage, folder):
     return load_or_error(make(rank, stages, copies, stage, {"verify_on_load": "none"})[0], folder)
 
 
-def same(found, expected):
-    known = {name: value for one in expected for name, value in one.items()}
-    assert {name for one in found for name in one} == known.keys()
-    for one in found:
-        for name, value in one.items():
-            assert value == known[name], name
-
-
 OTHERS = {"1x1": (1, 1), "1x2": (1, 2), "2x2": (2, 2), "3x1": (3, 1), "4x1": (4, 1)}  # stages x copies
 
 
@@ -106,8 +108,7 @@ def test_any_number_of_stages_reads_it(other, before, after, format, tmp_path):
     options = (NATIVE if format == "native" else None, "bf16" if format == "bf16" else None)
     saved = run_ranks(4, save, 2, 2, before, str(tmp_path), *options, init=True)
     stages, copies = OTHERS[other]
-    loaded = run_ranks(stages * copies, load, stages, copies, after, str(tmp_path), *options, init=True)
-    same([found for found, *_ in loaded], [found for found, *_ in saved])
+    same_states(run_ranks(stages * copies, load, stages, copies, after, str(tmp_path), *options, init=True), saved)
 
 
 @pytest.mark.sample("values", 4)
@@ -147,8 +148,7 @@ def test_universal_and_whole_weights(stage, format, tmp_path):
         assert by_script.keys() == found.keys() and all(torch.equal(by_script[name], found[name]) for name in found)
     convert = ["--input_folder", str(tmp_path / "t"), "--output_folder", str(tmp_path / "u")]
     ds_to_universal.main(ds_to_universal.parse_arguments(convert))
-    loaded = run_ranks(3, load, 3, 1, 1, str(tmp_path), {"load_universal": True}, None, "u", init=True)
-    same([found for found, *_ in loaded], [found for found, *_ in saved])
+    same_states(run_ranks(3, load, 3, 1, 1, str(tmp_path), {"load_universal": True}, None, "u", init=True), saved)
 
 
 @pytest.mark.parametrize("lost", ["layer_04-model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"])

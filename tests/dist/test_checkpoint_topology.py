@@ -1,5 +1,6 @@
 """A checkpoint saved at any number of ranks, stage and precision loads at any other: bitwise the same state."""
 
+import functools
 import os
 from unittest import mock
 
@@ -8,9 +9,9 @@ import torch
 
 from deepspeed.data.loader import WORKERS
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from engine_models import Net, loss_of
+from engine_models import after_embedding, loss_of, make_net
 from harness import run_ranks
-from runs import SMALL_PARTS, initialized, take_step, weights
+from runs import SMALL_PARTS, engine_of, sgd, take_step, weights
 from runs import identical as same
 from sampling import every_case, sample
 from test_checkpoint import PRECISIONS, TOKENS, repeat, run, seed_all
@@ -19,29 +20,25 @@ PRECISION = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16" if "fp16" in PRECISI
 SIZE = 24  # samples in a step: 1, 2, 3, 4 and 8 ranks divide it
 
 
-class Odd(Net):
+def forward_odd(net, tokens, extra=False):
+    hidden = net.embed(tokens)
+    net.embed.weight.sum()
+    hidden = hidden + hidden @ net.turned.t() @ net.turned * 0.1
+    return after_embedding(net, hidden, extra) + net.left_out.detach() * 0 + net.nothing.sum()
+
+
+def odd_net(seed):
     """With a parameter of no elements, one that does not lie row by row, and one that nobody trains or freezes."""
-
-    def __init__(self):
-        super().__init__()
-        self.nothing = torch.nn.Parameter(torch.zeros(0))
-        self.turned = torch.nn.Parameter(torch.randn(12, 6).t())
-        self.left_out = torch.nn.Parameter(torch.randn(5))
-
-    def forward(self, tokens, extra=False):
-        hidden = self.embed(tokens)
-        self.embed.weight.sum()
-        hidden = hidden + hidden @ self.turned.t() @ self.turned * 0.1
-        hidden = torch.tanh(self.first(hidden))
-        if extra:
-            hidden = torch.tanh(self.sometimes(hidden))
-        hidden = torch.tanh(self.frozen(torch.tanh(self.tied(hidden))))
-        return self.out(self.norm(hidden)) + self.left_out.detach() * 0 + self.nothing.sum()
+    net = make_net(seed=seed)
+    net.run = forward_odd
+    net.nothing = torch.nn.Parameter(torch.zeros(0))
+    net.turned = torch.nn.Parameter(torch.randn(12, 6).t())
+    net.left_out = torch.nn.Parameter(torch.randn(5))
+    return net
 
 
 def make_engine(world, stage, precision, seed=0, optimizer=None, training_data=None, accumulate=1, **zero):
-    torch.manual_seed(seed)
-    net = Odd()
+    net = odd_net(seed)
     trained = [p for n, p in net.named_parameters() if p.requires_grad and n != "left_out"]
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
@@ -56,9 +53,9 @@ def make_engine(world, stage, precision, seed=0, optimizer=None, training_data=N
         **PRECISIONS[PRECISION[precision]],
     }
     if callable(optimizer):
-        return initialized(net, made, optimizer(groups), training_data=training_data)
+        return engine_of(net, made, optimizer(groups), training_data=training_data)
     made["optimizer"] = {"type": optimizer or "AdamW", "params": {"lr": 3e-3}}
-    return initialized(net, made, model_parameters=groups, training_data=training_data)
+    return engine_of(net, made, model_parameters=groups, training_data=training_data)
 
 
 def step(engine, number, rank, world, train=True):
@@ -105,27 +102,22 @@ def whole(engine):
 def body_save(rank, world, folder, kinds):
     found = {}
     for stage, precision in kinds:
-        engine, _, _, _ = make_engine(world, stage, precision)
+        engine = make_engine(world, stage, precision)
         for number in range(4):
             step(engine, number, rank, world)
         engine.save_checkpoint(os.path.join(folder, f"{stage}{precision}"), client_state={"epoch": 3})
         state = whole(engine)
         found[stage, precision] = (state, step(engine, 4, rank, world), step(engine, 5, rank, world, train=False))
-        engine.destroy()
     return found if rank == 0 else None
 
 
 def body_load(rank, world, folder, pairs):
     found = []
     for (stage, precision), (to_stage, to_precision) in pairs:
-        engine, _, _, _ = make_engine(
-            world, to_stage, to_precision, seed=9, reduce_bucket_size=500, sub_group_size=10**9
-        )
+        engine = make_engine(world, to_stage, to_precision, seed=9, reduce_bucket_size=500, sub_group_size=10**9)
         path, client_state = engine.load_checkpoint(os.path.join(folder, f"{stage}{precision}"))
         assert os.path.exists(path) and client_state["epoch"] == 3
-        state = whole(engine)
-        found.append((state, step(engine, 4, rank, world), step(engine, 5, rank, world, train=False)))
-        engine.destroy()
+        found.append((whole(engine), step(engine, 4, rank, world), step(engine, 5, rank, world, train=False)))
     return found if rank == 0 else None
 
 
@@ -174,17 +166,9 @@ def test_four_ranks_to_any_number_and_any_stage_to_any(world, saved):
 
 
 # ---- optimizers ----------------------------------------------------------------------------------------------------
-def sgd(groups):
-    return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
-
-
-def torch_adamw(groups):
-    return torch.optim.AdamW(groups, lr=0.01, amsgrad=True)
-
-
 OPTIMIZERS = {
     "SGD of torch": sgd,
-    "AdamW of torch": torch_adamw,
+    "AdamW of torch": functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
     "Lion": "Lion",
     "Adagrad": "Adagrad",
     "Lamb": "Lamb",
@@ -195,8 +179,7 @@ OPTIMIZERS = {
 def body_optimizers(rank, world, folder, stages, load, precision):
     found = {}
     for name, optimizer in OPTIMIZERS.items():
-        stage = stages[name]
-        engine, _, _, _ = make_engine(world, stage, precision, seed=9 if load else 0, optimizer=optimizer)
+        engine = make_engine(world, stages[name], precision, seed=9 if load else 0, optimizer=optimizer)
         if load:
             engine.load_checkpoint(os.path.join(folder, name))
         else:
@@ -204,7 +187,6 @@ def body_optimizers(rank, world, folder, stages, load, precision):
                 step(engine, number, rank, world)
             engine.save_checkpoint(os.path.join(folder, name))
         found[name] = (whole(engine), step(engine, 3, rank, world), step(engine, 4, rank, world, train=False))
-        engine.destroy()
     return found if rank == 0 else None
 
 
@@ -225,23 +207,17 @@ def body_straight(rank, world, folder, kinds, steps, resumed):
     for stage, precision in kinds:
         workers = WORKERS if stage == 0 else 0  # an epoch has two batches: to fork them is most of the time
         with mock.patch("deepspeed.data.loader.WORKERS", workers):
-            engine, _, loader, _ = make_engine(
-                world, stage, precision, seed=5 if resumed else 0, training_data=TOKENS, accumulate=2
-            )
-        assert loader.num_local_io_workers == workers
+            engine = make_engine(world, stage, precision, seed=5 if resumed else 0, training_data=TOKENS, accumulate=2)
+        assert engine.training_dataloader.num_local_io_workers == workers
         where = os.path.join(folder, f"{stage}{precision}")
+        seed_all(99 if resumed else 7 + rank)
         if resumed:
-            seed_all(99)
             engine.load_checkpoint(where)
-            batches = repeat(loader)
-        else:
-            seed_all(7 + rank)
-            batches = repeat(loader)
+        batches = repeat(engine)
+        if not resumed:
             run(engine, batches, steps)
             engine.save_checkpoint(where)
-        losses = run(engine, batches, steps)[0]
-        found.append((losses, whole(engine)))
-        engine.destroy()
+        found.append((run(engine, batches, steps)[0], whole(engine)))
     return found
 
 

@@ -19,8 +19,9 @@ from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheck
 from engine_models import net_engine, saving_engine
 from harness import run_ranks
 from logs import logged
-from runs import must_raise
-from test_checkpoint_crash import mark, marks
+from refusals import refused
+from runs import raised
+from test_checkpoint_crash import mark, marks, save_marked
 
 
 def resolved(**sections):
@@ -69,11 +70,11 @@ def test_sizes_and_options_arrive():
     ],
 )
 def test_what_does_not_go_together_is_refused(sections, words):
-    must_raise(DeepSpeedConfigError, "(?i)" + words.replace(".", r"\."), resolved, **sections)
+    refused(DeepSpeedConfigError, "(?i)" + words.replace(".", r"\."), resolved, **sections)
 
 
 def test_an_unknown_engine_lists_the_known_ones():
-    must_raise(
+    refused(
         UnknownNameError,
         "no checkpoint engine named 'fats'.*async.*Did you mean 'fast'",
         make_engine,
@@ -91,7 +92,7 @@ class Incomplete:
 
 def test_what_is_no_engine_is_refused(monkeypatch):
     monkeypatch.setattr(ENGINES, "get", lambda name: Incomplete)
-    must_raise(TypeError, "has no create, load, commit", make_engine, resolved())
+    refused(TypeError, "has no create, load, commit", make_engine, resolved())
 
 
 def test_an_entry_point_joins(monkeypatch):
@@ -141,24 +142,18 @@ class Refusing(Someones):
 
 def body_assigned(rank, world, folder, kind, stage):
     engine = net_engine(world, stage)
-    mark(engine, 1)
-    engine.save_checkpoint(folder, tag="old")
+    save_marked(engine, 1, folder, tag="old")
     mark(engine, 2)
     engine.checkpoint_engine = kind()
-    text = None
-    try:
-        engine.save_checkpoint(folder, tag="t")
-    except RuntimeError as error:
-        text = str(error)
+    error = raised(engine.save_checkpoint, folder, tag="t")
     engine.load_checkpoint(folder)
-    engine.destroy()
-    return engine.checkpoint_engine.calls, marks(engine), text
+    return engine.checkpoint_engine.calls, marks(engine), error
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_an_engine_of_others_takes_part(stage, tmp_path):
-    for rank, (calls, value, text) in enumerate(run_ranks(2, body_assigned, str(tmp_path), Someones, stage)):
-        assert text is None and value == [2.0]
+    for rank, (calls, value, error) in enumerate(run_ranks(2, body_assigned, str(tmp_path), Someones, stage)):
+        assert error is None and value == [2.0]
         assert calls[0] == ("create", "t") and calls[-1] == ("commit", "t")
         assert [name for what, name in calls if what == "save" and f"rank_{rank:05d}" in name]
     assert verify.verify_folder(str(tmp_path / "t")) == []
@@ -169,7 +164,8 @@ def test_an_engine_of_others_takes_part(stage, tmp_path):
 
 @pytest.mark.parametrize("kind, words", [(Lazy, "has left no file"), (Refusing, "answered False to commit")])
 def test_an_engine_that_does_not_keep_its_word(kind, words, tmp_path):
-    for _, value, text in run_ranks(2, body_assigned, str(tmp_path), kind, 1):
+    for _, value, (error, text) in run_ranks(2, body_assigned, str(tmp_path), kind, 1):
+        assert error == "RuntimeError"
         assert words in text and kind.__name__ in text and "rank 0" in text and "is not saved" in text
         assert value == [1.0]
 
@@ -195,8 +191,7 @@ def test_writers_write_what_loads(writer, stage, tmp_path):
     for answer, _, value in run_ranks(2, body_writer, str(tmp_path / "out"), writer, stage):
         assert answer is True and value == [5.0]
     assert verify.verify_folder(str(tmp_path / "out" / "t")) == []
-    facts = verify.read(str(tmp_path / "out" / "t"))
-    for name, record in facts["files"].items():
+    for name, record in verify.read(str(tmp_path / "out" / "t"))["files"].items():
         assert (tmp_path / "out" / "t" / name).stat().st_size == record["bytes"]
 
 
@@ -241,5 +236,5 @@ def test_commit_tells_what_went_wrong(tmp_path):
     engine = DecoupledCheckpointEngine()
     engine.create("t")
     engine.save({"x": torch.ones(3)}, str(tmp_path / "no folder" / "x.pt"))
-    must_raise(OSError, "no folder", engine.commit, "t")
+    refused(OSError, "no folder", engine.commit, "t")
     assert engine.commit("t") is True

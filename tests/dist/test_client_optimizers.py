@@ -1,5 +1,6 @@
 """Optimizers that the user has made: groups, states that are saved, and steps that raise."""
 
+import itertools
 import os
 import pickle
 
@@ -11,7 +12,8 @@ import peer_model
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from harness import on_ranks
 from models import two_layers
-from runs import KEEP_GATHERED, dtype_of, engine_of, must_raise, settings, take_step
+from refusals import refused
+from runs import KEEP_GATHERED, dtype_of, engine_of, load_into, settings, sgd, take_step
 from runs import weight_list as weights
 
 
@@ -24,6 +26,7 @@ def train(engine, steps, rank, first=0):
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(10 * step + rank)
         take_step(engine, engine(torch.randn(2, 5, generator=generator).to(dtype_of(engine))).float().pow(2).mean())
+    return engine
 
 
 # ---- states --------------------------------------------------------------------------------------------------------
@@ -65,9 +68,7 @@ def test_states_that_differ_between_groups_and_parameters_are_saved(rank, world,
     train(engine, 2, rank, first=1)
     engine.save_checkpoint(folder)
     train(engine, 2, rank, first=3)
-    other = make_engine(stage, mixed, dtype, seed=7)
-    other.load_checkpoint(folder)
-    train(other, 2, rank, first=3)
+    other = train(load_into(make_engine(stage, mixed, dtype, seed=7), folder), 2, rank, first=3)
     assert all(torch.equal(a, b) for a, b in zip(weights(engine), weights(other), strict=True)), (stage, dtype)
 
 
@@ -88,11 +89,8 @@ def test_groups_have_the_same_keys_before_a_save_and_after_a_load(rank, world, f
         place = os.path.join(folder, f"{stage}{optimizer is None}")
         peer_model.train(engine, 1, rank)
         engine.save_checkpoint(place)
-        other = peer_model.make_engine(peer_model.what(stage, "fp32")["config"], optimizer=optimizer)
-        other.load_checkpoint(place)
+        other = load_into(peer_model.make_engine(peer_model.what(stage, "fp32")["config"], optimizer=optimizer), place)
         assert keys_of(other) == keys_of(engine) == before, stage
-        other.destroy()
-        engine.destroy()
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -107,39 +105,32 @@ def test_states_made_before_the_first_step_have_the_dtype_of_masters(rank, world
 
 
 # ---- groups --------------------------------------------------------------------------------------------------------
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
 @on_ranks(1)
 def test_another_group_is_refused_by_name_at_every_stage(rank, world):
     words = "add_param_group: the optimizer belongs to an engine.*Pass the group before deepspeed.initialize"
-    for stage in range(4):
-        for dtype in ("fp32", "bf16"):
-            for make in (sgd, deepspeed.ops.adam.FusedAdam):
-                made = []
+    for stage, dtype, make in itertools.product(range(4), ("fp32", "bf16"), (sgd, deepspeed.ops.adam.FusedAdam)):
+        made = []
 
-                def client(params, make=make, made=made):
-                    made.append(make(params))
-                    return made[0]
+        def client(params, make=make, made=made):
+            made.append(make(params))
+            return made[0]
 
-                engine = make_engine(stage, client, dtype)
-                more = {"params": [torch.nn.Parameter(torch.ones(3))]}
-                for optimizer in (engine.optimizer, engine.basic_optimizer, made[0]):
-                    must_raise(RuntimeError, words, optimizer.add_param_group, dict(more))
-                train(engine, 1, rank)
-                groups = engine.basic_optimizer.param_groups
-                groups.append({**groups[0], **more})
-                must_raise(RuntimeError, words, train, engine, 1, rank)
-                groups.pop()
-                engine.step()
-                assert engine.global_steps == 2
-                engine.destroy()
-                copy = pickle.loads(pickle.dumps(made[0]))
-                for optimizer in (made[0], copy):  # of no engine any more
-                    optimizer.add_param_group(dict(more))
+        engine = make_engine(stage, client, dtype)
+        more = {"params": [torch.nn.Parameter(torch.ones(3))]}
+        for optimizer in (engine.optimizer, engine.basic_optimizer, made[0]):
+            refused(RuntimeError, words, optimizer.add_param_group, dict(more))
+        train(engine, 1, rank)
+        groups = engine.basic_optimizer.param_groups
+        groups.append({**groups[0], **more})
+        refused(RuntimeError, words, train, engine, 1, rank)
+        groups.pop()
+        engine.step()
+        assert engine.global_steps == 2
+        engine.destroy()
+        for optimizer in (made[0], pickle.loads(pickle.dumps(made[0]))):  # of no engine any more
+            optimizer.add_param_group(dict(more))
     alone = [torch.nn.Parameter(torch.ones(3))]
-    must_raise(RuntimeError, words, DeepSpeedZeroOptimizer(sgd(alone), {}, None, {}).add_param_group, {"params": []})
+    refused(RuntimeError, words, DeepSpeedZeroOptimizer(sgd(alone), {}, None, {}).add_param_group, {"params": []})
 
 
 # ---- steps that raise ----------------------------------------------------------------------------------------------
@@ -156,16 +147,13 @@ class Stubborn(torch.optim.SGD):
 def end_of(stage, dtype, rank, failures):
     """Weights, norm and steps of a run whose last step fails so often before it is made."""
     clipped = {"gradient_clipping": 0.01, "gradient_accumulation_steps": 2}
-    engine = make_engine(stage, lambda params: Stubborn(params, lr=0.5, momentum=0.9), dtype, **clipped)
-    train(engine, 3, rank)
+    engine = train(make_engine(stage, lambda params: Stubborn(params, lr=0.5, momentum=0.9), dtype, **clipped), 3, rank)
     engine.basic_optimizer.failures = failures
     for attempt in range(failures):
         with pytest.raises(OSError, match="not now"):
             engine.step() if attempt else train(engine, 1, rank, first=3)
     engine.step() if failures else train(engine, 1, rank, first=3)
-    found = weights(engine), engine.get_global_grad_norm(), engine.global_steps
-    engine.destroy()
-    return found
+    return (weights(engine), engine.get_global_grad_norm(), engine.global_steps)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -2,6 +2,7 @@
 world sizes x shapes."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.comm import ReduceOp
 from harness import on_ranks, run_ranks
-from runs import must_raise
+from refusals import refused
 
 pytestmark = pytest.mark.dist
 
@@ -23,8 +24,7 @@ BOTH = pytest.mark.parametrize("init", ["gloo", True], ids=["gloo", "memory"])
 
 def values(rank, shape, dtype):
     """What a rank contributes: small numbers, exact in every dtype, different for each rank and element."""
-    count = torch.Size(shape).numel()
-    return ((torch.arange(count) * 3 + rank * 2 + 1) % 5).reshape(shape).to(dtype)
+    return ((torch.arange(torch.Size(shape).numel()) * 3 + rank * 2 + 1) % 5).reshape(shape).to(dtype)
 
 
 PAIRWISE = {
@@ -58,64 +58,63 @@ def same(found, expected):
 
 
 # ---- reductions ---------------------------------------------------------------------------------------------------
+REDUCTIONS = [(dtype, op) for dtype in DTYPES for op in reductions(dtype)]
+
+
+def received(function, shape, dtype, *given, **more):
+    """What a collective puts into an empty tensor."""
+    found = torch.empty(shape, dtype=dtype)
+    work = function(found, *given, **more)
+    if work is not None:
+        work.wait()
+    return found
+
+
 def _all_reduce(rank, world):
-    for dtype in DTYPES:
-        for op in reductions(dtype):
-            for shape in ((), (1,), (7,), (3, 5)):
-                mine = values(rank, shape, dtype)
-                expected = reference([values(r, shape, dtype) for r in range(world)], op)
-                for function in (dist.all_reduce, dist.inference_all_reduce):
-                    found = mine.clone()
-                    assert function(found, op=op) is None
-                    same(found, expected)
-                found = mine.clone()
-                work = dist.all_reduce(found, op, async_op=True)
-                work.wait()
-                assert work.is_completed()
-                same(found, expected)
+    for (dtype, op), shape in itertools.product(REDUCTIONS, ((), (1,), (7,), (3, 5))):
+        mine = values(rank, shape, dtype)
+        expected = reference([values(r, shape, dtype) for r in range(world)], op)
+        for function in (dist.all_reduce, dist.inference_all_reduce):
+            found = mine.clone()
+            assert function(found, op=op) is None
+            same(found, expected)
+        found = mine.clone()
+        work = dist.all_reduce(found, op, async_op=True)
+        work.wait()
+        assert work.is_completed()
+        same(found, expected)
 
 
 def _reduce(rank, world):
-    for dtype in DTYPES:
-        for op in reductions(dtype):
-            for dst in range(world):
-                found = values(rank, (6,), dtype)
-                dist.reduce(found, dst, op=op)
-                if rank == dst:
-                    same(found, reference([values(r, (6,), dtype) for r in range(world)], op))
+    for (dtype, op), dst in itertools.product(REDUCTIONS, range(world)):
+        found = values(rank, (6,), dtype)
+        dist.reduce(found, dst, op=op)
+        if rank == dst:
+            same(found, reference([values(r, (6,), dtype) for r in range(world)], op))
 
 
 def _reduce_scatter(rank, world):
-    for dtype in DTYPES:
-        for op in reductions(dtype):
-            for part in ((1,), (5,), (2, 3)):
-                whole = (world * part[0], *part[1:])
-                total = reference([values(r, whole, dtype) for r in range(world)], op)
-                expected = total.chunk(world)[rank].reshape(part)
-                mine = values(rank, whole, dtype)
-                for function in (dist.reduce_scatter_tensor, dist.reduce_scatter_fn):
-                    found = torch.empty(part, dtype=dtype)
-                    function(found, mine.clone(), op=op)
-                    same(found, expected)
-                found = torch.empty(part, dtype=dtype)
-                dist.reduce_scatter(found, list(mine.clone().chunk(world)), op=op)
-                same(found, expected)
-                found = torch.empty(part, dtype=dtype)
-                dist.reduce_scatter_tensor(found, mine.clone(), op=op, async_op=True).wait()
-                same(found, expected)
+    for (dtype, op), part in itertools.product(REDUCTIONS, ((1,), (5,), (2, 3))):
+        whole = (world * part[0], *part[1:])
+        total = reference([values(r, whole, dtype) for r in range(world)], op)
+        expected = total.chunk(world)[rank].reshape(part)
+        mine = values(rank, whole, dtype)
+        for function in (dist.reduce_scatter_tensor, dist.reduce_scatter_fn):
+            same(received(function, part, dtype, mine.clone(), op=op), expected)
+        same(received(dist.reduce_scatter, part, dtype, list(mine.clone().chunk(world)), op=op), expected)
+        same(received(dist.reduce_scatter_tensor, part, dtype, mine.clone(), op=op, async_op=True), expected)
 
 
 def _large(rank, world):
-    for count in (1 << 16, (1 << 16) + 1):
-        for dtype in (torch.float32, torch.bfloat16):
-            for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
-                expected = reference([values(r, (count,), dtype) for r in range(world)], op)
-                for found in (values(rank, (count,), dtype), torch.zeros(count, 2, dtype=dtype)[:, 0]):
-                    if not found.is_contiguous() and dtype == torch.float32:
-                        continue  # torch's own refusal
-                    found.copy_(values(rank, (count,), dtype))
-                    dist.all_reduce(found, op)
-                    same(found, expected)
+    dtypes, ops = (torch.float32, torch.bfloat16), (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX)
+    for count, dtype, op in itertools.product((1 << 16, (1 << 16) + 1), dtypes, ops):
+        expected = reference([values(r, (count,), dtype) for r in range(world)], op)
+        for found in (values(rank, (count,), dtype), torch.zeros(count, 2, dtype=dtype)[:, 0]):
+            if not found.is_contiguous() and dtype == torch.float32:
+                continue  # torch's own refusal
+            found.copy_(values(rank, (count,), dtype))
+            dist.all_reduce(found, op)
+            same(found, expected)
 
 
 def _coalesced(rank, world):
@@ -129,41 +128,36 @@ def _coalesced(rank, world):
     dist.all_gather_coalesced(outputs, inputs, async_op=True).wait()
     for n, found in zip((2, 5), outputs, strict=True):
         same(found, torch.cat([values(r, (n,), torch.bfloat16) for r in range(world)]))
-    must_raise(ValueError, "1 outputs for 2 inputs", dist.all_gather_coalesced, outputs[:1], inputs)
+    refused(ValueError, "1 outputs for 2 inputs", dist.all_gather_coalesced, outputs[:1], inputs)
 
 
 # ---- data movement ------------------------------------------------------------------------------------------------
 def _movement(rank, world):
-    for dtype in DTYPES:
-        for shape in ((), (1,), (4,), (2, 3)):
-            everyones = [values(r, shape, dtype) for r in range(world)]
-            for src in range(world):
-                found = everyones[rank].clone()
-                dist.broadcast(found, src)
-                same(found, everyones[src])
-            found = [torch.empty(shape, dtype=dtype) for _ in range(world)]
-            dist.all_gather(found, everyones[rank])
+    for dtype, shape in itertools.product(DTYPES, ((), (1,), (4,), (2, 3))):
+        everyones = [values(r, shape, dtype) for r in range(world)]
+        for src in range(world):
+            found = everyones[rank].clone()
+            dist.broadcast(found, src)
+            same(found, everyones[src])
+        found = [torch.empty(shape, dtype=dtype) for _ in range(world)]
+        dist.all_gather(found, everyones[rank])
+        same(found, everyones)
+        found = [torch.empty(shape, dtype=dtype) for _ in range(world)]
+        dist.gather(everyones[rank], found if rank == world - 1 else None, dst=world - 1)
+        if rank == world - 1:
             same(found, everyones)
-            found = [torch.empty(shape, dtype=dtype) for _ in range(world)]
-            dist.gather(everyones[rank], found if rank == world - 1 else None, dst=world - 1)
-            if rank == world - 1:
-                same(found, everyones)
-            found = torch.empty(shape, dtype=dtype)
-            dist.scatter(found, everyones if rank == 0 else None, src=0)
-            same(found, everyones[rank])
+        same(received(dist.scatter, shape, dtype, everyones if rank == 0 else None, src=0), everyones[rank])
 
 
 def _gather_into_tensor(rank, world):
     for dtype in DTYPES:
-        for function in (dist.all_gather_into_tensor, dist.allgather_fn):
-            for shape in ((1,), (5,), (2, 3)):
-                everyones = [values(r, shape, dtype) for r in range(world)]
-                found = torch.empty((world * shape[0], *shape[1:]), dtype=dtype)
-                function(found, everyones[rank])
-                same(found, torch.cat(everyones))
-                found = torch.empty((world, *shape), dtype=dtype)  # stacked instead of one behind the other
-                function(found, everyones[rank])
-                same(found, torch.stack(everyones))
+        functions = (dist.all_gather_into_tensor, dist.allgather_fn)
+        for function, shape in itertools.product(functions, ((1,), (5,), (2, 3))):
+            everyones = [values(r, shape, dtype) for r in range(world)]
+            whole = received(function, (world * shape[0], *shape[1:]), dtype, everyones[rank])
+            same(whole, torch.cat(everyones))
+            stacked = received(function, (world, *shape), dtype, everyones[rank])  # not one behind the other
+            same(stacked, torch.stack(everyones))
         # The input may be this rank's part of the output.
         found = torch.zeros(world, 3, dtype=dtype)
         found[rank] = values(rank, (3,), dtype)
@@ -175,13 +169,12 @@ def _all_to_all(rank, world):
     for dtype in DTYPES:
         for tail in ((), (3,)):
             everyones = [values(r, (2 * world, *tail), dtype) for r in range(world)]
-            found = torch.empty_like(everyones[rank])
-            dist.all_to_all_single(found, everyones[rank])
+            found = received(dist.all_to_all_single, (2 * world, *tail), dtype, everyones[rank])
             same(found, torch.cat([one[2 * rank : 2 * rank + 2] for one in everyones]))
             # Rank r sends r + 1 rows to each.
             mine = values(rank, ((rank + 1) * world, *tail), dtype)
-            found = torch.empty((sum(r + 1 for r in range(world)), *tail), dtype=dtype)
-            dist.all_to_all_single(found, mine, [r + 1 for r in range(world)], [rank + 1] * world)
+            rows = [r + 1 for r in range(world)]
+            found = received(dist.all_to_all_single, (sum(rows), *tail), dtype, mine, rows, [rank + 1] * world)
             parts = [
                 values(r, ((r + 1) * world, *tail), dtype)[(r + 1) * rank : (r + 1) * (rank + 1)] for r in range(world)
             ]
@@ -289,13 +282,13 @@ def test_low_precision_sums_are_wide(rank, world):
 @BOTH
 @on_ranks(2, given=["init"])
 def test_bad_input(rank, world):
-    must_raise(ValueError, "7 elements.*must have 8", dist.reduce_scatter_tensor, torch.empty(4), torch.empty(7))
-    must_raise(ValueError, "output has 7.*must have 8", dist.all_gather_into_tensor, torch.empty(7), torch.empty(4))
+    refused(ValueError, "7 elements.*must have 8", dist.reduce_scatter_tensor, torch.empty(4), torch.empty(7))
+    refused(ValueError, "output has 7.*must have 8", dist.all_gather_into_tensor, torch.empty(7), torch.empty(4))
     across = torch.full((4, 3), float(rank), dtype=torch.bfloat16).t()
     dist.broadcast(across, 0)
     assert not across.any()
-    must_raise(ValueError, "not a reduction", dist.all_reduce, torch.empty(2), op=ReduceOp.UNUSED)
-    must_raise(ValueError, "not a reduction", dist.all_reduce, torch.empty(2), op="sum")
+    refused(ValueError, "not a reduction", dist.all_reduce, torch.empty(2), op=ReduceOp.UNUSED)
+    refused(ValueError, "not a reduction", dist.all_reduce, torch.empty(2), op="sum")
 
 
 @BOTH

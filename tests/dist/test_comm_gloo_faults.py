@@ -1,8 +1,7 @@
 """Ranks that do not meet in collectives of ``deepspeed.comm``, over gloo and through the memory beside it: the others
 are told who, where and why."""
 
-import os
-import signal
+import pathlib
 import time
 from datetime import timedelta
 
@@ -13,7 +12,8 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed import comm
 from harness import RankError, on_ranks, run_ranks
-from runs import must_raise
+from other_call import other_call
+from refusals import refused
 
 PATIENCE_S = 5.0
 GLOO = {"DS_SHM_COLLECTIVES": "0"}
@@ -24,28 +24,11 @@ def faulty(rank, world, fault, folder):
     comm.all_reduce(torch.ones(10))
     began, text = time.monotonic(), "fine"
     try:
-        if rank != 1:
-            comm.all_reduce(torch.ones(10))
-        elif fault == "skip":
-            comm.barrier()
-        elif fault == "shape":
-            comm.all_reduce(torch.ones(11))
-        elif fault == "dtype":
-            comm.all_reduce(torch.ones(10, dtype=torch.float64))
-        elif fault == "order":
-            comm.broadcast(torch.ones(10), 0)
-        elif fault == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault == "endless":
-            time.sleep(PATIENCE_S + 4)
-        elif fault == "slow":
-            time.sleep(2.5)
-            comm.all_reduce(torch.ones(10))
+        other_call(comm, rank, fault, 2.5 if fault == "slow" else PATIENCE_S + 4)
     except RuntimeError as error:
         text = str(error)
-        must_raise(RuntimeError, "has failed before", comm.barrier)
-    with open(os.path.join(folder, str(rank)), "w", encoding="utf-8") as file:
-        file.write(f"{time.monotonic() - began:.3f} {text}")
+        refused(RuntimeError, "has failed before", comm.barrier)
+    pathlib.Path(folder, str(rank)).write_text(f"{time.monotonic() - began:.3f} {text}", encoding="utf-8")
     time.sleep(0.5)  # the others want to know where this rank is
 
 
@@ -60,7 +43,7 @@ def test_a_mismatch_is_found_within_seconds(fault, tmp_path):
     call = {"skip": "rank 1 barrier()", "order": "rank 1 broadcast(10 x float32, root 0)"}[fault]
     for seconds, text in told(tmp_path):
         assert "the ranks of a group call different collectives:" in text and call in text
-        assert "all_reduce(10 x float32, sum), number 2, for" in text and "in faulty: comm." in text
+        assert "all_reduce(10 x float32, sum), number 2, for" in text and "in other_call: dist." in text
         assert seconds < 5
 
 
@@ -74,8 +57,7 @@ def test_strict_comparison_finds_what_ends_gloo(fault, tmp_path):
 
 
 def test_a_killed_rank_is_named(tmp_path):
-    with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(3, faulty, "killed", str(tmp_path), grace=15, env=GLOO)
+    refused(RankError, "SIGKILL", run_ranks, 3, faulty, "killed", str(tmp_path), grace=15, env=GLOO)
     for seconds, text in told(tmp_path, (0, 2)):
         assert "rank 1: has ended" in text and "in all_reduce(10 x float32, sum), number 2" in text
         assert seconds < 5
@@ -85,7 +67,7 @@ def test_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
     run_ranks(3, faulty, "endless", str(tmp_path), env=GLOO)
     for seconds, text in told(tmp_path, (0, 2)):
         assert "rank 1 (process" in text and "outside of collectives; all_reduce(10 x float32, sum), number 1" in text
-        assert "in faulty: time.sleep(PATIENCE_S + 4)" in text
+        assert "in other_call: time.sleep(seconds)" in text
         assert PATIENCE_S <= seconds < PATIENCE_S + 5
 
 
@@ -104,8 +86,7 @@ def test_the_flight_record_has_them(rank, world):
     comm.all_reduce(torch.ones(3))
     comm.all_gather_into_tensor(torch.empty(6, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16), group=sub)
     comm.broadcast(torch.ones(2), src=1)
-    handle = comm.all_reduce(torch.ones(4), async_op=True)
-    handle.wait()
+    comm.all_reduce(torch.ones(4), async_op=True).wait()
     flights = comm.flight_record()[-4:]
     assert len({f["group"] for f in flights}) == 2
     assert [(f["call"], f["state"]) for f in flights] == expected
@@ -120,13 +101,12 @@ def test_in_memory_a_mismatch_is_found_at_once(fault, tmp_path):
         "shape": "rank 1 all_reduce(11 x float32, sum)", "dtype": "rank 1 all_reduce(10 x float64, sum)",
     }[fault]  # fmt: skip
     for seconds, text in told(tmp_path):
-        assert "call different collectives" in text and call in text and "in faulty: comm." in text
+        assert "call different collectives" in text and call in text and "in other_call: dist." in text
         assert seconds < 5
 
 
 def test_in_memory_a_killed_rank_is_named(tmp_path):
-    with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(3, faulty, "killed", str(tmp_path), grace=15)
+    refused(RankError, "SIGKILL", run_ranks, 3, faulty, "killed", str(tmp_path), grace=15)
     for seconds, text in told(tmp_path, (0, 2)):
         assert "rank 1 (process" in text and "has ended" in text and seconds < 5
 
@@ -134,7 +114,7 @@ def test_in_memory_a_killed_rank_is_named(tmp_path):
 def test_in_memory_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
     run_ranks(3, faulty, "endless", str(tmp_path))
     for seconds, text in told(tmp_path, (0, 2)):
-        assert "has not come for 5 s" in text and "in faulty: time.sleep(PATIENCE_S + 4)" in text
+        assert "has not come for 5 s" in text and "in other_call: time.sleep(seconds)" in text
         assert PATIENCE_S <= seconds < PATIENCE_S + 5
 
 

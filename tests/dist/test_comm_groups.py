@@ -1,12 +1,15 @@
 """deepspeed.utils.groups without an mpu: tensor, sequence, expert groups and those of ZeRO++."""
 
+import types
+
 import pytest
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.utils import groups
-from harness import on_ranks, run_ranks
-from runs import must_raise, total
+from harness import on_ranks
+from refusals import refused
+from runs import total
 
 
 def members(group):
@@ -14,7 +17,6 @@ def members(group):
 
 
 def _tensor(rank, world):
-    groups.clear()
     data, tensor = groups._init_tp_mesh_device(2)
     neighbour = rank ^ 1
     assert members(tensor) == sorted([rank, neighbour]) and total(tensor, rank) == rank + neighbour
@@ -26,14 +28,12 @@ def _tensor(rank, world):
     assert (groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()) == (2, rank // 2)
     assert groups._create_model_parallel(2) == (data, tensor)  # made once
     groups.clear()
-    must_raise(ValueError, "3 does not divide the 4 ranks: use one of 1, 2, 4", groups._init_tp_mesh_device, 3)
-    must_raise(ValueError, "leave data_parallel_size out, or give 2", groups._init_tp_mesh_device, 2, 4)
+    refused(ValueError, "3 does not divide the 4 ranks: use one of 1, 2, 4", groups._init_tp_mesh_device, 3)
+    refused(ValueError, "leave data_parallel_size out, or give 2", groups._init_tp_mesh_device, 2, 4)
     assert groups.get_data_parallel_world_size() == 4
-    groups.clear()
 
 
 def _sequence(rank, world):
-    groups.clear()
     assert members(groups._get_sequence_parallel_group()) == [rank]
     group = groups._create_sequence_parallel(2)
     assert members(group) == [rank - rank % 2, rank - rank % 2 + 1]
@@ -46,17 +46,15 @@ def _sequence(rank, world):
     if hasattr(torch.distributed, "init_device_mesh"):
         groups._use_mesh(dist.initialize_mesh_device((2, 2), ("data_parallel", "sequence_parallel")))
         assert (groups._get_sequence_parallel_world_size(), groups.get_data_parallel_world_size()) == (2, 2)
-        must_raise(
+        refused(
             ValueError,
             "'data_parallel', 'sequence_parallel' are needed",
             groups._use_mesh,
             dist.initialize_mesh_device((2, 2), ("a", "b")),
         )
-    groups.clear()
 
 
 def _experts(rank, world):
-    groups.clear()
     groups.initialize(ep_size=2)
     groups._create_expert_and_data_parallel(4)
     group = groups._get_expert_parallel_group("ep_size_2")
@@ -84,38 +82,31 @@ def _experts(rank, world):
     assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
     assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == pair
     groups.clear()
-    must_raise(
+    refused(
         ValueError,
         "expert_parallel_size 4 does not divide the 2 data-parallel ranks",
         groups._create_expert_and_data_parallel,
         4,
         mp_size=2,
     )
-    must_raise(NotImplementedError, "AutoEP", groups._create_expert_and_data_parallel, 2, folding_spec={})
-    must_raise(ValueError, "mp_mode", groups._create_expert_and_data_parallel, 2, mp_mode="pp")
-    must_raise(RuntimeError, "no expert groups yet", groups._get_max_expert_size)
+    refused(NotImplementedError, "AutoEP", groups._create_expert_and_data_parallel, 2, folding_spec={})
+    refused(ValueError, "mp_mode", groups._create_expert_and_data_parallel, 2, mp_mode="pp")
+    refused(RuntimeError, "no expert groups yet", groups._get_max_expert_size)
     groups._create_expert_and_data_parallel(2, mp_size=2)
     assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
-    groups.clear()
-
-
-class Mpu:
-    def get_tensor_model_parallel_world_size(self):
-        return 2
 
 
 def _split_experts(rank, world):
-    groups.clear()
-    groups._create_expert_data_and_model_parallel(2, Mpu())
+    mpu = types.SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 2)
+    groups._create_expert_data_and_model_parallel(2, mpu)
     assert groups._get_expert_model_parallel_world_size() == 2
     assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
     groups.clear()
     assert groups._get_expert_model_parallel_world_size() == 1
-    must_raise(ValueError, "neither", groups._create_expert_data_and_model_parallel, 2, object())
+    refused(ValueError, "neither", groups._create_expert_data_and_model_parallel, 2, object())
 
 
 def _secondary(rank, world):
-    groups.clear()
     assert not groups._zero_param_parallel_is_initialized()
     assert groups._get_zero_param_intra_parallel_group() is None
     group = groups._create_zero_param_parallel_group(2)
@@ -125,13 +116,15 @@ def _secondary(rank, world):
     assert groups._get_zero_param_intra_parallel_rank_in_mygroup() == rank % 2
     assert groups._get_zero_param_intra_parallel_group_world_size() == 2
     groups.clear()
-    must_raise(ValueError, "zero_hpz_partition_size 3", groups._create_zero_param_parallel_group, 3)
+    refused(ValueError, "zero_hpz_partition_size 3", groups._create_zero_param_parallel_group, 3)
 
 
 @pytest.mark.parametrize("body", [_tensor, _sequence, _experts, _split_experts, _secondary])
 @on_ranks(4, init="gloo")
 def test_groups(rank, world, body):
+    groups.clear()
     body(rank, world)
+    groups.clear()
     dist.barrier()  # rank 0 has the store in which members of other groups may still meet
 
 
@@ -146,24 +139,21 @@ def test_lists_of_experts():
         [[0], [2], [4], [6], [1], [3], [5], [7], [8], [10], [12], [14], [9], [11], [13], [15]],
     )
     assert lists(8, 1, 4, 1, True) == ([[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]])
-    must_raise(ValueError, "pipeline_parallel_size 3 does not divide the 16 ranks", lists, 16, 2, 4, 3)
+    refused(ValueError, "pipeline_parallel_size 3 does not divide the 16 ranks", lists, 16, 2, 4, 3)
     for world, tensor, expert, pipe in ((16, 2, 4, 2), (24, 2, 3, 2), (8, 1, 8, 1)):
         for first in (False, True):
             for kind in lists(world, tensor, expert, pipe, first):
                 assert sorted(rank for ranks in kind for rank in ranks) == list(range(world))
 
 
-def _another_job(rank, world, where):
+@on_ranks(2, init="gloo")
+def test_groups_end_with_their_job(rank, world, folder):
     """Groups of a job that has ended are not those of the next one."""
     groups.clear()
     first = groups._create_zero_param_parallel_group(2)
     dist.destroy_process_group()
-    dist.init_distributed("gloo", init_method=f"file://{where}/second", rank=rank, world_size=world)
+    dist.init_distributed("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=world)
     assert not groups._zero_param_parallel_is_initialized()
     second = groups._create_zero_param_parallel_group(1)
     assert members(second) == [rank] and second is not first
     groups.clear()
-
-
-def test_groups_end_with_their_job(tmp_path):
-    run_ranks(2, _another_job, str(tmp_path), init="gloo")

@@ -1,6 +1,7 @@
 """Ranks on several hosts (they only believe so): shared memory inside each, gloo between their leaders."""
 
 import os
+import pathlib
 import signal
 import time
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from engine_models import net_engine, train_engine
+from engine_models import after_steps, net_engine, train_engine
 from harness import RankError, on_ranks, run_ranks
 from moe_models import batch, moe_net
-from runs import DTYPES, together, weight_list
+from refusals import refused
+from runs import DTYPES, raised, together, weight_list
 
 HOSTS = "abab"
 
@@ -89,24 +91,17 @@ def test_rows_of_experts_go_by_hosts_with_the_same_bits(rank, world):
 
 def a_rank_of_another_host_dies(rank, world, folder):
     os.environ.update(DS_HOST_ID=HOSTS[rank], DS_COMM_TIMEOUT_S="10", DS_COMM_TRACE_DIR=folder)
-    engine = net_engine(world, 2)
-    train_engine(engine, 2, rank, world)
+    engine = after_steps(net_engine(world, 2), 2, rank, world)
     began = time.monotonic()
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        train_engine(engine, 2, rank, world)
-        text = "fine"
-    except RuntimeError as error:
-        text = str(error)
-    with open(os.path.join(folder, str(rank)), "w", encoding="utf-8") as file:
-        file.write(f"{time.monotonic() - began:.3f} {text}")
+    _, text = raised(train_engine, engine, 2, rank, world)
+    pathlib.Path(folder, str(rank)).write_text(f"{time.monotonic() - began:.3f} {text}", encoding="utf-8")
     os._exit(0)  # as a script that ends with the error: its connections close
 
 
 def test_a_death_on_one_host_ends_the_others(tmp_path):
-    with pytest.raises(RankError):
-        run_ranks(4, a_rank_of_another_host_dies, str(tmp_path), init=True, grace=15)
+    refused(RankError, None, run_ranks, 4, a_rank_of_another_host_dies, str(tmp_path), init=True, grace=15)
     texts = {rank: (tmp_path / str(rank)).read_text(encoding="utf-8").split(" ", 1) for rank in (0, 1, 2)}
     assert "rank 1 (rank 3 of the job, process" in texts[1][1] and "has ended" in texts[1][1]
     for rank in (0, 2):
@@ -117,21 +112,17 @@ def test_a_death_on_one_host_ends_the_others(tmp_path):
 def an_exchange_without_rank_3(rank, world, folder, what):
     os.environ.update(DS_HOST_ID="aabb"[rank], DS_COMM_TIMEOUT_S="20", DS_COMM_TRACE_DIR=folder)
     dist.init_distributed(dist_backend="gloo", verbose=False)
-    mine, text = torch.arange(4.0) + rank, "fine"
-    theirs = torch.zeros(4)
+    mine, theirs = torch.arange(4.0) + rank, torch.zeros(4)
     dist.all_to_all_single(theirs, mine)
     assert theirs.tolist() == [rank + other for other in range(4)]
     if rank == 3 and what == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        if rank == 3:
-            dist.all_reduce(mine)
-        else:
-            dist.all_to_all_single(theirs, mine, async_op=True).wait()
-    except RuntimeError as error:
-        text = str(error)
-    with open(os.path.join(folder, str(rank)), "w", encoding="utf-8") as file:
-        file.write(text)
+
+    def exchange():
+        dist.all_to_all_single(theirs, mine, async_op=True).wait()
+
+    _, text = raised(dist.all_reduce, mine) if rank == 3 else raised(exchange)
+    pathlib.Path(folder, str(rank)).write_text(text, encoding="utf-8")
     others = [other for other in range(1, world) if other != 3 or what != "dies"]
     until = time.monotonic() + 20
     while rank == 0 and time.monotonic() < until:  # the job's store, by which the others hear, ends with this process
@@ -143,8 +134,7 @@ def an_exchange_without_rank_3(rank, world, folder, what):
 
 @pytest.mark.parametrize("what", ["dies", "does something else"])
 def test_a_rank_that_does_not_come_to_an_exchange_between_hosts_is_named(tmp_path, what):
-    with pytest.raises(RankError):
-        run_ranks(4, an_exchange_without_rank_3, str(tmp_path), what)
+    refused(RankError, None, run_ranks, 4, an_exchange_without_rank_3, str(tmp_path), what)
     wanted = "rank 3 of the job, process" if what == "dies" else "rank 3 all_reduce(4 x float32, sum)"
     for rank in range(3):
         text = (tmp_path / str(rank)).read_text(encoding="utf-8")

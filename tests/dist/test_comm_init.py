@@ -16,7 +16,7 @@ from deepspeed.utils import groups
 from harness import on_ranks
 from mpu import two_by_two
 from processes import launched
-from runs import must_raise
+from refusals import refused
 from sampling import every_case
 
 pytestmark = pytest.mark.dist
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.dist
 @on_ranks(3)
 def test_by_environment(rank, world):
     assert not dist.is_initialized()
-    must_raise(RuntimeError, "no process group yet", dist.get_rank)
+    refused(RuntimeError, "no process group yet", dist.get_rank)
     dist.init_distributed(verbose=False)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_local_rank()) == (rank, world, rank)
     assert torch.distributed.get_backend() == "gloo"
@@ -127,7 +127,7 @@ def test_groups_with_and_without_mpu(rank, world):
     groups.set_tensor_model_parallel_world_size(8)
     groups.set_tensor_model_parallel_rank(5)
     assert (groups.get_tensor_model_parallel_world_size(), groups.get_tensor_model_parallel_rank()) == (8, 5)
-    must_raise(RuntimeError, "_create_expert_and_data_parallel", groups._get_expert_parallel_group, "ep_size_2")
+    refused(RuntimeError, "_create_expert_and_data_parallel", groups._get_expert_parallel_group, "ep_size_2")
     groups.clear()
     assert groups.mpu is None
 
@@ -139,7 +139,7 @@ def test_device_mesh(rank, world):
         mesh = dist.initialize_mesh_device(*axes)
         assert [dist.get_world_size(mesh.get_group(name)) for name in axes[1]] == [2, 1]
     else:
-        must_raise(RuntimeError, "torch 2.2", dist.initialize_mesh_device, *axes)
+        refused(RuntimeError, "torch 2.2", dist.initialize_mesh_device, *axes)
 
 
 def _finds_its_port_taken():
@@ -147,7 +147,7 @@ def _finds_its_port_taken():
         taken.bind(("", 0))
         taken.listen(1)
         os.environ["MASTER_PORT"] = port = str(taken.getsockname()[1])
-        must_raise(RuntimeError, f"port {port}.*--master_port", dist.init_distributed, verbose=False)
+        refused(RuntimeError, f"port {port}.*--master_port", dist.init_distributed, verbose=False)
 
 
 @on_ranks(1)

@@ -13,8 +13,9 @@ import torch.distributed
 import deepspeed
 from deepspeed import comm
 from deepspeed.checkpoint.read import node_local
-from harness import on_ranks, run_ranks
-from runs import must_raise
+from harness import on_ranks
+from refusals import refused
+from runs import together
 
 LIMIT_S, WRONG = 5.0, 1
 # verb -> the arguments of its call: tensors of one rank, of all ranks together and of each rank
@@ -76,9 +77,8 @@ def test_every_rank_fails_within_seconds(rank, world, backend, cases):
     for verb, fault in cases:
         group = comm.new_group(list(range(world)))
         began = time.monotonic()
-        with pytest.raises(RuntimeError) as error:
-            call(verb, fault, rank, world, group)
-        seconds, text = time.monotonic() - began, str(error.value).splitlines()[0]
+        error = refused(RuntimeError, None, call, verb, fault, rank, world, group)
+        seconds, text = time.monotonic() - began, str(error).splitlines()[0]
         assert "call different collectives" in text or "gives another one more or less" in text, (verb, fault, text)
         assert seconds < LIMIT_S, (verb, fault, seconds)
         assert fault != "splits" or "(split sizes)" in text
@@ -97,12 +97,11 @@ def test_ranks_in_other_groups_are_told_after_the_timeout(rank, world, backend):
     else:
         one, two = (comm.new_group(list(range(world))) for _ in range(2))
     began = time.monotonic()
-    with pytest.raises(RuntimeError) as error:
-        comm.all_reduce(torch.ones(3), group=two if rank == WRONG else one)
+    error = refused(RuntimeError, None, comm.all_reduce, torch.ones(3), group=two if rank == WRONG else one)
     seconds = time.monotonic() - began
     del os.environ["DS_COMM_TIMEOUT_S"]
     comm.barrier()  # a rank that left now would destroy groups in which another one waits, and that one would name it
-    assert "has not come for 2 s" in str(error.value) and seconds < LIMIT_S + 2
+    assert "has not come for 2 s" in str(error) and seconds < LIMIT_S + 2
 
 
 # ---- what one rank sees by itself: nothing is sent, and the group goes on --------------------------------------------
@@ -129,7 +128,7 @@ def test_dtypes_that_differ_on_one_rank_are_refused(rank, world, backend):
         lambda: comm.scatter(one, [narrow] * world, 0) if rank == 0 else fail_as_rank_0_does(),
     ):
         # torch itself checks lists: 1.13 raises RuntimeError, 2.x raises ValueError.
-        must_raise((TypeError, RuntimeError, ValueError), "dtype", call)
+        refused((TypeError, RuntimeError, ValueError), "dtype", call)
     comm.all_reduce(one)
     assert one.tolist() == [2.0] * 4
 
@@ -152,26 +151,13 @@ def test_coalesced_calls_give_a_handle_and_the_first_error(rank, world):
         work = backend.allgather_into_tensor_coalesced(
             [torch.zeros(bad * world), torch.zeros(world)], [torch.ones(bad), torch.ones(1)]
         )
-        must_raise(RuntimeError, "call different collectives", work.wait)
+        refused(RuntimeError, "call different collectives", work.wait)
 
 
 # ---- files that ranks send each other --------------------------------------------------------------------------------
-class Told:
-    def __init__(self, rank, world):
-        self.rank, self.world = rank, world
-
-    def gather(self, value):
-        found = [None] * self.world
-        comm.all_gather_object(found, value)
-        return found
-
-
-def missing_source(rank, world, folder):
-    path = os.path.join(folder, str(rank), "gone")
-    error = node_local._send(Told(rank, world), path, 0, [1], torch.device("cpu"))
-    return type(error).__name__
-
-
-def test_a_file_that_its_owner_cannot_read_leaves_nobody_waiting(tmp_path):
-    assert run_ranks(2, missing_source, str(tmp_path), init=True, timeout=60) == ["FileNotFoundError", "NoneType"]
+@on_ranks(2, init=True, timeout=60)
+def test_a_file_that_its_owner_cannot_read_leaves_nobody_waiting(rank, world, tmp_path):
+    ranks = SimpleNamespace(rank=rank, world=world, gather=together)
+    error = node_local._send(ranks, str(tmp_path / str(rank) / "gone"), 0, [1], torch.device("cpu"))
+    assert type(error).__name__ == ("NoneType" if rank else "FileNotFoundError")
     assert not list(tmp_path.rglob("gone*"))

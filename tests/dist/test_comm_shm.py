@@ -1,10 +1,9 @@
 """The backend ``shm``: every collective against a serial model, DDP, groups, and ranks that go wrong."""
 
-import ctypes
 import json
 import logging
 import os
-import signal
+import pathlib
 import time
 from datetime import timedelta
 
@@ -14,10 +13,13 @@ import torch.distributed as dist
 
 import deepspeed
 import deepspeed.comm
-from engine_models import config, make_net, train_engine
+from engine_models import after_steps, config, make_net, train_engine
 from harness import RankError, on_ranks, run_ranks
 from logs import logged
-from runs import engine_of, must_raise, together
+from models import two_layers
+from other_call import other_call
+from refusals import refused
+from runs import engine_of, together
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -84,7 +86,7 @@ def test_odds_and_ends(rank, world):
         value = torch.tensor([2 + rank])
         dist.all_reduce(value, op=getattr(dist.ReduceOp, op))
         assert value.item() == expected, op
-    must_raise((RuntimeError, TypeError), "bitwise and", dist.all_reduce, torch.ones(2), op=dist.ReduceOp.BAND)
+    refused((RuntimeError, TypeError), "bitwise and", dist.all_reduce, torch.ones(2), op=dist.ReduceOp.BAND)
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     deepspeed.init_distributed(dist_backend="shm")
@@ -98,8 +100,7 @@ def test_odds_and_ends(rank, world):
     for i in reversed(range(20)):
         works[i].wait()
         assert works[i].is_completed() and values[i].eq(2 * i + 1).all()
-    future = dist.all_reduce(torch.ones(5), async_op=True).get_future()
-    assert future.wait()[0].tolist() == [2.0] * 5
+    assert dist.all_reduce(torch.ones(5), async_op=True).get_future().wait()[0].tolist() == [2.0] * 5
     out = torch.empty(3 + rank)
     given = [1, 2] if rank == 0 else [2, 2]
     dist.all_to_all_single(out, torch.arange(3.0 + rank), given, given)
@@ -119,10 +120,7 @@ def test_odds_and_ends(rank, world):
 @on_ranks(2)
 def test_ddp_on_it_equals_one_process(rank, world):
     deepspeed.init_distributed(dist_backend="shm")
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
-    plain = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
-    plain.load_state_dict(model.state_dict())
+    model, plain = two_layers(6, 20, 3), two_layers(6, 20, 3)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     for step in range(5):
@@ -156,8 +154,9 @@ def test_the_engine_uses_it_by_itself():
 @on_ranks(2, init=True, fresh=True)  # the record of a process
 def test_the_flight_record_has_names_of_parameters(rank, world):
     assert deepspeed.comm.flight_record() == []
-    engine = engine_of(make_net(), config(world, 1, zero_optimization={"stage": 2}, comm={"timeout": 77}))
-    train_engine(engine, 4, rank, world)
+    engine = after_steps(
+        engine_of(make_net(), config(world, 1, zero_optimization={"stage": 2}, comm={"timeout": 77})), 4, rank, world
+    )
     names = {name for name, _ in engine.module.named_parameters()}
     flights = deepspeed.comm.flight_record()
     assert [f["began"] for f in flights] == sorted(f["began"] for f in flights)
@@ -177,7 +176,7 @@ def default_timeouts(rank, world):
     deepspeed.init_distributed(dist_backend="shm", config={"comm": {"timeout": 600}})
     begin = time.monotonic()
     if rank == 0:
-        must_raise(RuntimeError, "has not come for 1 s", dist.barrier)
+        refused(RuntimeError, "has not come for 1 s", dist.barrier)
         return time.monotonic() - begin
     time.sleep(3.5)
     return 0.0
@@ -240,28 +239,7 @@ def faulty(rank, world, fault):
     dist.all_reduce(torch.ones(10))
     started = time.monotonic()
     try:
-        if rank == 1:
-            if fault == "skip":
-                dist.barrier()
-            elif fault == "shape":
-                dist.all_reduce(torch.ones(11))
-            elif fault == "dtype":
-                dist.all_reduce(torch.ones(10, dtype=torch.float64))
-            elif fault == "order":
-                dist.broadcast(torch.ones(10), 0)
-            elif fault == "exception":
-                raise ValueError("rank 1 has had enough")
-            elif fault == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif fault == "endless":
-                time.sleep(6)
-            elif fault == "deaf":
-                ctypes.PyDLL(None).usleep(6_000_000)  # with the interpreter's lock
-            elif fault == "slow":
-                time.sleep(1)
-                dist.all_reduce(torch.ones(10))
-        else:
-            dist.all_reduce(torch.ones(10))
+        other_call(dist, rank, fault, 1 if fault == "slow" else 6)
     except RuntimeError as error:
         return str(error), time.monotonic() - started
     except ValueError:
@@ -283,7 +261,7 @@ def test_a_mismatch_names_ranks_and_calls_on_all_of_them(fault):
         assert called in text and "rank 0 all_reduce(10 x float32, sum)" in text
         assert seconds < 1
         stack = text[text.index("rank 1 (process") :]
-        assert "test_comm_shm.py" in stack and "in faulty: dist." in stack  # the line of each rank's script
+        assert "other_call.py" in stack and "in other_call: dist." in stack  # the line of each rank's script
         assert "number 2, for 0." in text
 
 
@@ -297,7 +275,7 @@ def test_a_rank_that_does_not_come_is_named(fault):
         assert seconds < (1 if fault == "exception" else 5)
         if fault == "endless":
             assert "outside of collectives; all_reduce(10 x float32, sum), number 1, its last, ended 3." in text
-            assert "in faulty: time.sleep(6)" in text
+            assert "in other_call: time.sleep(seconds)" in text
 
 
 @pytest.mark.alone
@@ -305,7 +283,7 @@ def test_a_rank_that_cannot_answer_is_told_from_one_that_can(traces):
     results = run_ranks(3, faulty, "deaf")
     for text, seconds in (results[0], results[2]):
         assert "rank 1 (process" in text and "it does not answer: its interpreter is busy" in text
-        assert "in faulty: dist.all_reduce(torch.ones(10))" in text and seconds < 3 + 5
+        assert "in other_call: dist.all_reduce(torch.ones(10))" in text and seconds < 3 + 5
     files = list(traces.iterdir())
     assert len(files) == 2
     for path in files:
@@ -320,14 +298,12 @@ def test_a_rank_that_cannot_answer_is_told_from_one_that_can(traces):
 
 def survivors(rank, world, folder):
     found = faulty(rank, world, "killed")
-    with open(os.path.join(folder, str(rank)), "w", encoding="utf-8") as file:
-        file.write(f"{found[1]:.3f} {found[0]}")
+    pathlib.Path(folder, str(rank)).write_text(f"{found[1]:.3f} {found[0]}", encoding="utf-8")
 
 
 @pytest.mark.alone
 def test_a_killed_rank_is_named(tmp_path):
-    with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(3, survivors, str(tmp_path), grace=15)
+    refused(RankError, "SIGKILL", run_ranks, 3, survivors, str(tmp_path), grace=15)
     for rank in (0, 2):
         seconds, text = (tmp_path / str(rank)).read_text(encoding="utf-8").split(" ", 1)
         assert "rank 1 (process" in text and "has ended" in text and float(seconds) < 2

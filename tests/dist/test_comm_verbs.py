@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import _native
-from harness import on_ranks, run_ranks
-from runs import must_raise
+from harness import on_ranks
+from refusals import refused
 
 VERBS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all", "gather", "scatter", "ring")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.uint8, torch.int16, torch.float64)
@@ -115,7 +115,8 @@ def test_random_sequences_equal_a_serial_model(rank, world, shared):
     assert comm.name == name
 
 
-def refusals(rank, world):
+@on_ranks(2, init=True)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(rank, world):
     comm = _native._C.Communicator(dist.group.WORLD)
     for arguments, text in (
         (("allreduce", None, torch.ones(1)), "there is no collective 'allreduce'"),
@@ -125,8 +126,4 @@ def refusals(rank, world):
         (("all_gather", torch.ones(2), torch.ones(3)), "all_gather: 3 elements for 2 rows of 2"),
         (("broadcast", None, torch.ones(2), ([], []), "sum", 7), "there is no rank 7 in a group of 2 ranks"),
     ):
-        must_raise(ValueError, text, comm.run, *arguments)
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_sent():
-    run_ranks(2, refusals, init=True)
+        refused(ValueError, text, comm.run, *arguments)

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from deepspeed.host import product_error
-from engine_models import batch, loss_of, make_net
+from engine_models import loss_on, make_net
 from harness import on_ranks, run_ranks
 from logs import logged
 from runs import engine_of, take_step, together
@@ -24,8 +24,7 @@ def test_rank_0_tells_the_values_that_are_no_defaults_once(rank, world_size):
         model = make_net()
         engine = engine_of(model, CONFIG, model_parameters=model.parameters())
         for step in range(3):
-            tokens, targets = batch(step, size=2)
-            take_step(engine, loss_of(engine(tokens), targets))
+            take_step(engine, loss_on(engine, step, size=2))
     assert engine.config is CONFIG
     first, second = together([text for text in texts if "onfiguration" in text])
     assert second == []
@@ -42,10 +41,8 @@ def test_rank_0_tells_the_values_that_are_no_defaults_once(rank, world_size):
 def memory_of_a_step(rank, world_size, wanted):
     with logged() as texts:
         model = make_net()
-        config = {**CONFIG, "memory_breakdown": wanted}
-        engine = engine_of(model, config, model_parameters=model.parameters())
-        tokens, targets = batch(0, size=2)
-        take_step(engine, loss_of(engine(tokens), targets))
+        engine = engine_of(model, {**CONFIG, "memory_breakdown": wanted}, model_parameters=model.parameters())
+        take_step(engine, loss_on(engine, 0, size=2))
     return [text.split(" GB")[0] for text in texts if text.startswith(("Engine ", "MA "))]
 
 

@@ -3,6 +3,7 @@
 
 import json
 import os
+import pathlib
 import sys
 
 import pytest
@@ -16,20 +17,18 @@ import pipe_models as models  # noqa: E402
 import surface  # noqa: E402
 from deepspeed.config import DeepSpeedConfig  # noqa: E402
 from deepspeed.utils.timer import ThroughputTimer  # noqa: E402
-from engine_models import batch, config, loss_of, make_net  # noqa: E402
+from engine_models import config, loss_on, make_net  # noqa: E402
 from harness import run_ranks  # noqa: E402
 from runs import take_step  # noqa: E402
 from surface_tables import ABSENT_MEMBERS, OWN_PARAMETERS  # noqa: E402
 
-with open(os.path.join(os.path.dirname(HERE), "python", "data", "engine_members.json"), encoding="utf-8") as file:
-    MEMBERS = json.load(file)
+MEMBERS = json.loads(pathlib.Path(os.path.dirname(HERE), "python", "data", "engine_members.json").read_text())
 
 
 def engine_at(stage, **more):
     made = config(1, zero_optimization={"stage": stage}, **more)
     engine = deepspeed.initialize(model=make_net(), config=made)[0]
-    tokens, targets = batch(0)
-    take_step(engine, loss_of(engine(tokens), targets))
+    take_step(engine, loss_on(engine, 0))
     return engine
 
 

@@ -9,36 +9,39 @@ from deepspeed import comm as dist
 from deepspeed.comm import mesh_views
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
 from harness import run_ranks
-from moe_models import WIDTH, batch, fill, moe_net, plain_name, plain_net
+from models import Parts
+from moe_models import ADAM, WIDTH, batch, fill, moe_net, plain_name, plain_net
 from mpu import Mpu
 from runs import engine_of, settings
 from tensor_parallel import AddedUp, Copied
 
 HIDDEN, TP, SP, STEPS, CLIP = 8, 2, 2, 3, 0.3
-ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 EXPERTS = (4, 2, False, False, 1.0)  # number, k, drop, residual, factor: moe_models
 CUT = {"up": 0, "down": 1}  # dimensions of the weights
 
 
-class Cut(nn.Module):
+def forward_cut(net, x):
+    if net.group is None:
+        return net.down(torch.tanh(net.up(x))) + net.bias
+    x = net.down(torch.tanh(net.up(Copied.apply(x, net.group))))
+    return AddedUp.apply(x, net.group) + net.bias
+
+
+def cut(group=None, rank=0, size=1):
     """Columns of ``up`` and rows of ``down`` on each rank of ``group``, whole without one; all ranks have the bias."""
-
-    def __init__(self, group=None, rank=0, size=1):
-        super().__init__()
-        self.group = group
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-        fill(self, 1)
-        for name, dim in CUT.items() if group is not None else ():
-            layer = getattr(self, name)
-            layer.weight = nn.Parameter(layer.weight.detach().chunk(size, dim)[rank].clone())
-            layer.weight.tensor_model_parallel = True
-
-    def forward(self, x):
-        if self.group is None:
-            return self.down(torch.tanh(self.up(x))) + self.bias
-        x = self.down(torch.tanh(self.up(Copied.apply(x, self.group))))
-        return AddedUp.apply(x, self.group) + self.bias
+    net = Parts(
+        forward_cut,
+        group=group,
+        up=nn.Linear(WIDTH, HIDDEN, bias=False),
+        down=nn.Linear(HIDDEN, WIDTH, bias=False),
+        bias=nn.Parameter(torch.zeros(WIDTH)),
+    )
+    fill(net, 1)
+    for name, dim in CUT.items() if group is not None else ():
+        layer = getattr(net, name)
+        layer.weight = nn.Parameter(layer.weight.detach().chunk(size, dim)[rank].clone())
+        layer.weight.tensor_model_parallel = True
+    return net
 
 
 def mpu_of(dp):
@@ -58,7 +61,7 @@ def trained(rank, world, dp, stage, ep_size):
     mpu = mpu_of(dp)
     slice_, first = mpu.get_model_parallel_rank(), rank % ep_size * (4 // ep_size)
     net = moe_net(rank % ep_size, 4, ep_size, *EXPERTS[1:])
-    net.first = Cut(mpu.get_model_parallel_group(), slice_, TP)
+    net.first = cut(mpu.get_model_parallel_group(), slice_, TP)
     section = settings(stage, 8, optimizer={"type": "AdamW", "params": ADAM}, gradient_clipping=CLIP)
     engine = engine_of(net, section, mpu=mpu)
     assert {axis: engine.parallel.mesh.size([axis]) for axis in ("pp", "dp", "sp", "tp")} == {
@@ -81,7 +84,7 @@ def trained(rank, world, dp, stage, ep_size):
 def plain(parts):
     """The same of one process with the tokens of ``parts`` ranks."""
     net = plain_net(*EXPERTS)
-    net.first = Cut()
+    net.first = cut()
     optimizer, norms, grads = torch.optim.AdamW(net.parameters(), **ADAM), [], {}
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=False)

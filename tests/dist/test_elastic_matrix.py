@@ -4,20 +4,15 @@ run."""
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 import time
 
 import pytest
-import torch
 
-import stand_ins
-from engine_models import train_plain
+from engine_models import adam_like, train_plain
 from processes import wait_for
-from sampling import every_case
+from test_elastic_training import HERE, start_job
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 KEPT = "/dev/shm/deepspeed-memory-"
 SIZE = 12  # samples of a batch, which 1, 2, 3, 4 and 6 ranks can share
 # Arguments: this folder, stage, steps, whether it is saved on disk, the section elasticity, events. An event of a
@@ -86,18 +81,8 @@ def folder(monkeypatch):
 def run(folder, hosts, stage, steps, on_disk, section, events):
     """Runs the job; returns ``[[restart, ranks, step it began with, path it came from], ...]`` and what the launcher
     said. Losses are compared."""
-    stand_ins.install(folder / "bin")
-    (folder / "hosts").write_text(hosts)
-    (folder / "train.py").write_text(SCRIPT)
-    left_out = ("RANK", "WORLD_SIZE", "MASTER_PORT", "DS_LAUNCHER_SOCKET", "DS_LOG_LEVEL")
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
-    env |= {"PATH": f"{folder}/bin:{env['PATH']}", "STAND_IN_LOG": str(folder / "log"), "DS_ACCELERATOR": "cpu"}
-    env |= {"PYTHONPATH": os.path.join(HERE, "..", "..", "python"), "OMP_NUM_THREADS": "1", "DS_ELASTIC_RETRY_S": "0.5"}
-    env["DS_ELASTIC_WARM_S"] = "1" if every_case() else "-1"
     told = [json.dumps(one) for one in (HERE, stage, steps, on_disk, section, events)]
-    line = [sys.executable, "-m", "deepspeed.launcher", "--elastic_training", "-H", "hosts", "train.py", *told]
-    with open("said", "wb") as said:
-        job = subprocess.Popen(line, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+    job = start_job(folder, hosts, SCRIPT, *told)
     try:
         limit = time.monotonic() + 300
         while job.poll() is None and time.monotonic() < limit:
@@ -114,10 +99,7 @@ def run(folder, hosts, stage, steps, on_disk, section, events):
     kept = {path.split("/step")[0] for *_, path in rounds if path and path.startswith(KEPT)}
     wait_for(lambda: not any(map(os.path.exists, kept)), 20)  # the agents have removed their memory
     losses = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
-    options = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.05}
-    expected = train_plain(
-        steps, lambda net: torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], **options), size=SIZE
-    )[0]
+    expected = train_plain(steps, adam_like, size=SIZE)[0]
     for step, loss, _ in losses:
         assert abs(loss - float(expected[step])) < 1e-5, (step, said)
     assert {step for step, *_ in losses} == set(range(steps))

@@ -15,9 +15,10 @@ import torch
 
 import deepspeed
 import stand_ins
-from engine_models import batch, config, loss_of, make_net, train_plain
+from engine_models import adam_like, config, loss_on, make_net, train_plain
 from harness import on_ranks, run_ranks
 from processes import wait_for
+from runs import raised
 from sampling import every_case
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -58,9 +59,7 @@ def saves_on_signal(rank, world, folder, more):
     forked = _ended_by_sigterm()  # workers of a data loader, for example
     code = None
     for step in range(8):
-        tokens, targets = batch(step)
-        rows = slice(rank * 8 // world, (rank + 1) * 8 // world)
-        engine.backward(loss_of(engine(tokens[rows]), targets[rows]))
+        engine.backward(loss_on(engine, step, rank=rank, world=world))
         if step == 2 and rank == world - 1:  # one rank alone hears of it
             os.kill(os.getpid(), signal.SIGTERM)
         try:
@@ -86,23 +85,28 @@ def test_sigterm_saves_behind_the_same_step_on_all_ranks(memory, world, more):
 
 @on_ranks(1)
 def test_an_engine_of_another_thread_cannot_hear_of_signals(rank, world, folder):
-    made = []
-
-    def make():
-        try:
-            deepspeed.initialize(model=make_net(), config=config(elasticity={"save_on_signal": folder}))
-        except RuntimeError as error:
-            made.append(str(error))
-
-    thread = threading.Thread(target=make)
+    given, made = {"model": make_net(), "config": config(elasticity={"save_on_signal": folder})}, []
+    thread = threading.Thread(target=lambda: made.append(raised(deepspeed.initialize, **given)))
     thread.start()
     thread.join()
-    (said,) = made
+    ((_, said),) = made
     assert said.startswith("elasticity.save_on_signal: signals reach the main thread alone")
 
 
-def trained(param):
-    return param.requires_grad
+def start_job(folder, hosts, script, *args, **more):
+    """Starts an elastic job in a folder, which is the current one; what it says goes to the file ``said``. ``more``:
+    variables."""
+    stand_ins.install(folder / "bin")
+    (folder / "hosts").write_text(hosts)
+    (folder / "train.py").write_text(script)
+    left_out = ("RANK", "WORLD_SIZE", "MASTER_PORT", "DS_LAUNCHER_SOCKET", "DS_LOG_LEVEL")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    env |= {"PATH": f"{folder}/bin:{env['PATH']}", "STAND_IN_LOG": str(folder / "log"), "DS_ACCELERATOR": "cpu"}
+    env |= {"PYTHONPATH": os.path.join(HERE, "..", "..", "python"), "OMP_NUM_THREADS": "1", "DS_ELASTIC_RETRY_S": "0.5"}
+    env |= {"DS_ELASTIC_WARM_S": "1" if every_case() else "-1", **more}
+    line = [sys.executable, "-m", "deepspeed.launcher", "--elastic_training", "-H", "hosts", "train.py", *args]
+    with open("said", "wb") as said:
+        return subprocess.Popen(line, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
 
 
 SCRIPT = """
@@ -140,21 +144,10 @@ while engine.global_steps < steps:
 def test_losses_are_those_of_an_undisturbed_run(memory, monkeypatch):
     """Two ranks on two hosts; the agent of the second is killed, then that host comes back; then a rank is killed."""
     monkeypatch.chdir(memory)
-    stand_ins.install(memory / "bin")
-    (memory / "hosts").write_text("ha slots=1\nhb slots=1\n")
-    (memory / "train.py").write_text(SCRIPT)
-    events = {"0": [2, "agent"]}
+    events, more = {"0": [2, "agent"]}, {"DS_ELASTIC_RETRY_S": "600"}  # the host stays away
     if every_case():
-        events.update({"1": [3, "wait"], "2": [5, "rank"]})
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    env |= {"PATH": f"{memory}/bin:{env['PATH']}", "STAND_IN_LOG": str(memory / "log"), "DS_ACCELERATOR": "cpu"}
-    env |= {"PYTHONPATH": os.path.join(HERE, "..", "..", "python"), "OMP_NUM_THREADS": "1", "DS_ELASTIC_RETRY_S": "0.5"}
-    env["DS_ELASTIC_WARM_S"] = "1" if every_case() else "-1"
-    if not every_case():
-        env["DS_ELASTIC_RETRY_S"] = "600"  # the host stays away
-    line = [sys.executable, "-m", "deepspeed.launcher", "--elastic_training", "-H", "hosts", "train.py", "1", HERE]
-    with open("said", "wb") as said:
-        job = subprocess.Popen([*line, json.dumps(events)], env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        events, more = {**events, "1": [3, "wait"], "2": [5, "rank"]}, {}
+    job = start_job(memory, "ha slots=1\nhb slots=1\n", SCRIPT, "1", HERE, json.dumps(events), **more)
 
     def text():
         return (memory / "said").read_text()
@@ -170,8 +163,7 @@ def test_losses_are_those_of_an_undisturbed_run(memory, monkeypatch):
     worlds = {restart: world for restart, world, _, _ in rows}
     assert worlds == ({0: 2, 1: 1, 2: 2, 3: 2} if every_case() else {0: 2, 1: 1}), text()
     assert [row[2] for row in rows if row[0] == 1][0] == 2  # from the newest checkpoint: step 2 was not saved
-    options = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.05}
-    expected = train_plain(7, lambda net: torch.optim.AdamW(filter(trained, net.parameters()), **options))[0]
+    expected = train_plain(7, adam_like)[0]
     for _, _, step, loss in rows:
         assert abs(loss - float(expected[step])) < 1e-5
     assert {row[2] for row in rows} == set(range(7))

@@ -7,7 +7,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from engine_models import square_losses
 from harness import run_ranks
 from models import two_layers
-from runs import KEEP_GATHERED, engine_of, settings
+from runs import KEEP_GATHERED, engine_of, load_into, settings
 
 
 def make(stage, order, config_optimizer=False):
@@ -27,9 +27,7 @@ def resumes(rank, world, folder, stage, order, config_optimizer):
     square_losses(engine, rank, 2)
     engine.save_checkpoint(folder)
     expected = square_losses(engine, rank, 2)
-    other = make(stage, order, config_optimizer)
-    other.load_checkpoint(folder)
-    assert square_losses(other, rank, 2) == expected
+    assert square_losses(load_into(make(stage, order, config_optimizer), folder), rank, 2) == expected
     if stage:
         whole = get_fp32_state_dict_from_zero_checkpoint(folder)
         assert {name: tuple(value.shape) for name, value in whole.items()} == {

@@ -1,6 +1,7 @@
 """What users get wrong: one paragraph that names the thing and the fix, at once, on every rank."""
 
 import argparse
+import pathlib
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 import deepspeed
 from engine_models import batch, config, loss_of, make_net
 from harness import on_ranks, run_ranks
+from models import Parts, seeded
+from refusals import refused
 from runs import engine_of, take_step
 
 
@@ -17,8 +20,7 @@ def initialize(**given):
 
 
 def malformed():
-    with open("broken.json", "w") as file:
-        file.write('{"train_batch_size": 8,, }')
+    pathlib.Path("broken.json").write_text('{"train_batch_size": 8,, }')
     return initialize(config="broken.json")
 
 
@@ -108,8 +110,7 @@ def body(rank, world, what):
 def test_bad_input_is_explained(what, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     error, words, _ = (STARTS | CALLS)[what]
-    with pytest.raises(error, match="(?s)" + words):
-        run_ranks(1, body, what)
+    refused(error, "(?s)" + words, run_ranks, 1, body, what)
 
 
 @on_ranks(1)
@@ -128,23 +129,20 @@ def test_a_failed_backward_leaves_no_state_behind(rank, world):
                 raise RuntimeError("this backward fails on purpose")
             return grad, None
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.early, self.late = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    def model():
+        return Parts(
+            lambda net, x, fail=False: net.late(Fragile.apply(net.early(x), fail)).square().mean(),
+            early=torch.nn.Linear(3, 3),
+            late=torch.nn.Linear(3, 3),
+        )
 
-        def forward(self, x, fail=False):
-            return self.late(Fragile.apply(self.early(x), fail)).square().mean()
-
-    models = [Model(), Model()]
+    models = [seeded(model), seeded(model)]
     engines = [engine_of(m, config(world)) for m in models]
     for step in range(4):
         x = torch.full((2, 3), float(step + rank))
         for user in (False, True):
             loss = engines[0](x * 3, fail=True)
-            with pytest.raises(RuntimeError, match="on purpose"):
-                loss.backward() if user else engines[0].backward(loss)
+            refused(RuntimeError, "on purpose", *((loss.backward,) if user else (engines[0].backward, loss)))
         for engine in engines:
             take_step(engine, engine(x))
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters()))

@@ -4,19 +4,20 @@ import pytest
 import torch
 
 import pipe_models as models
-from engine_models import batch, loss_of, net_engine
+from engine_models import loss_on, net_engine
 from harness import on_ranks, run_ranks
-from runs import must_raise, weight_list
+from refusals import refused
+from runs import weight_list
 
 
 @on_ranks(1, init=True)
 def test_what_is_refused(rank, world):
     engine = net_engine(world)
     for wrong in (torch.ones(2), torch.ones(1, 3), 1.0):
-        must_raise(AssertionError, "scalar tensor", engine.scale, wrong)
+        refused(AssertionError, "scalar tensor", engine.scale, wrong)
     assert engine.scale(torch.ones(())) == 1 == engine.scale(torch.ones(1))
     engine = net_engine(world, managed_gradient_accumulation=False)
-    must_raise(
+    refused(
         AssertionError,
         "set_gradient_accumulation_boundary.*managed_gradient_accumulation",
         engine.set_gradient_accumulation_boundary,
@@ -26,7 +27,7 @@ def test_what_is_refused(rank, world):
         with engine.coalesce_grad_reduction():
             pass
     assert not engine.inside_no_sync_ctxt
-    must_raise(
+    refused(
         AssertionError,
         "managed_gradient_accumulation.*not supported with pipeline parallelism",
         models.engine_of,
@@ -36,7 +37,7 @@ def test_what_is_refused(rank, world):
         2,
         managed_gradient_accumulation=False,
     )
-    must_raise(
+    refused(
         AssertionError,
         "coalesce_grad_reduction is not supported with pipeline parallelism",
         models.engine_of("plain", 1, world, 2).coalesce_grad_reduction,
@@ -47,10 +48,7 @@ def with_one_loss(rank, world, stage, calls):
     """Two engines, whose models' losses are added up; the weights of both after three steps."""
     engines = [net_engine(world, stage, 2) for _ in range(2)]
     for step in range(6):
-        tokens, targets = batch(step)
-        rows = slice(rank * 8 // world, (rank + 1) * 8 // world)
-        loss = sum(loss_of(engine(tokens[rows]), targets[rows]) * (1 + n) for n, engine in enumerate(engines))
-        loss.backward()
+        sum(loss_on(engine, step, rank=rank, world=world) * (1 + n) for n, engine in enumerate(engines)).backward()
         for engine in engines:
             if calls:
                 engine._backward_epilogue()

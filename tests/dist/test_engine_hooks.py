@@ -11,9 +11,10 @@ import pipe_models as models
 from deepspeed.engine.members import HOOKS, engine_parts, member
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
-from engine_models import batch, config, loss_of, make_net
+from engine_models import config, loss_on, make_net
 from harness import on_ranks
-from runs import must_raise, together
+from refusals import refused
+from runs import together
 
 STEPS, MICRO = 3, 2
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
@@ -68,17 +69,15 @@ def test_a_part_from_another_file_hears_of_each_hook_once(rank, world, kind, sta
             engine.train_batch(data)
             continue
         for _ in range(accumulate):
-            tokens, targets = batch(step)
-            engine.backward(loss_of(engine(tokens), targets))
+            engine.backward(loss_on(engine, step))
             engine.step()
     calls = list(engine._told.calls)
     engine._told.calls.clear()
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)
     engine.destroy()
-    found = together(calls, engine.hooks_told())
-    for calls, others in found:
-        assert calls == expected(kind, accumulate)
+    for told, others in together(calls, engine.hooks_told()):
+        assert told == expected(kind, accumulate)
         assert others == ["before_save", "after_load", "stop"]
 
 
@@ -96,11 +95,10 @@ def test_a_step_that_raises(rank, world):
     add_part()
     made = config(world, 1, zero_optimization={"stage": 1})
     engine = deepspeed.initialize(model=make_net(), config=made, lr_scheduler=lambda it: Failing(it, 1))[0]
-    tokens, targets = batch(0)
-    engine.backward(loss_of(engine(tokens), targets))
+    engine.backward(loss_on(engine, 0))
     engine._told.calls.clear()
     engine.lr_scheduler.fails = True
-    must_raise(RuntimeError, "this schedule fails", engine.step)
+    refused(RuntimeError, "this schedule fails", engine.step)
     assert engine.hooks_told() == ["before_micro_step", "before_step", "failed_step"]
 
 
@@ -144,8 +142,7 @@ def test_the_way_to_the_core(rank, world, stage, name):
     made = config(world, 1, zero_optimization={"stage": stage}, zero_allow_untested_optimizer=True)
     del made["optimizer"]
     engine = deepspeed.initialize(model=net, optimizer=OPTIMIZERS[name](net.parameters()), config=made)[0]
-    tokens, targets = batch(0)
-    engine.backward(loss_of(engine(tokens), targets))
+    engine.backward(loss_on(engine, 0))
     engine.stepping.core = core = Watched(engine.stepping.core)
     seen, step = [], engine.basic_optimizer.step
     engine.basic_optimizer.step = lambda: seen.append(1) or step()  # as clients do
@@ -154,8 +151,8 @@ def test_the_way_to_the_core(rank, world, stage, name):
     ways = list(core.ways)
     if name != "torch":
         engine.basic_optimizer.step = lambda: None
-        engine.backward(loss_of(engine(tokens), targets))
-        must_raise(RuntimeError, r"\.step\(\) was replaced by one that makes no update", engine.step)
+        engine.backward(loss_on(engine, 0))
+        refused(RuntimeError, r"\.step\(\) was replaced by one that makes no update", engine.step)
         assert engine.global_steps == 1 and core.ways == ways
         engine.basic_optimizer.step = step
         step()  # a step of the engine that changes no counters

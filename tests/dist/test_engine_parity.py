@@ -6,19 +6,30 @@ The plain process computes in fp64 (see ``train_plain``); one test compares with
 shared, frozen, unused, sometimes used and sparse parameters.
 """
 
+import copy
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
-from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
+from engine_models import (
+    adam_like,
+    batch,
+    config,
+    difference,
+    loss_of,
+    loss_on,
+    make_net,
+    train_engine,
+    train_plain,
+    uses_extra,
+)
 from harness import on_ranks
+from models import Parts, seeded
 from runs import engine_of, initialized, take_step, together
 
 STEPS = 50
-
-
-adamw = adam_like
 
 
 def two_groups(model, build):
@@ -27,7 +38,7 @@ def two_groups(model, build):
     return build([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 1e-3}])
 
 
-def check(rank, world, engine, make_optimizer=adamw, user_backward=False, **plain):
+def check(rank, world, engine, make_optimizer=adam_like, user_backward=False, **plain):
     """Trains ``engine``: losses, norms and parameters are those of a plain process."""
     losses, norms = train_engine(engine, STEPS, rank, world, user_backward)
     expected, plain_norms, reference = train_plain(STEPS, make_optimizer, **plain)
@@ -48,10 +59,9 @@ def test_fp32_equals_plain_training(rank, world, accumulate, user_backward):
 @on_ranks(2)
 def test_closer_to_the_truth_than_plain_fp32(rank, world):
     model = make_net()
-    engine = engine_of(model, config(world, 2))
-    train_engine(engine, STEPS, rank, world)
-    _, _, exact = train_plain(STEPS, adamw)
-    _, _, plain = train_plain(STEPS, adamw, dtype=torch.float32)
+    train_engine(engine_of(model, config(world, 2)), STEPS, rank, world)
+    _, _, exact = train_plain(STEPS, adam_like)
+    _, _, plain = train_plain(STEPS, adam_like, dtype=torch.float32)
     plains = difference(plain, exact)
     assert difference(model, exact) < plains
     assert difference(model, plain) < plains + 1e-6
@@ -135,7 +145,7 @@ class Plain:
 
     def __init__(self, model):
         self.model = model.double()
-        self.optimizer = adamw(model)
+        self.optimizer = adam_like(model)
 
     def step(self, *losses):
         self.optimizer.zero_grad(set_to_none=True)
@@ -168,13 +178,11 @@ def test_boundaries_set_by_the_caller(rank, world):
     for step in range(6):
         losses = []
         for micro in range(3):
-            tokens, targets = batch(10 * step + micro, size=4)
-            mine = slice(rank * 2, rank * 2 + 2)
             engine.set_gradient_accumulation_boundary(is_boundary=micro == 2)
-            engine.backward(loss_of(engine(tokens[mine]), targets[mine]))
+            engine.backward(loss_on(engine, 10 * step + micro, 4, rank, world))
             if micro == 2:
                 engine.step()
-            losses.append(loss_of(plain.model(tokens), targets) / 4)
+            losses.append(loss_on(plain.model, 10 * step + micro, 4) / 4)
         plain.step(*losses)
     assert engine.global_steps == 6
     assert difference(model, plain.model) < 1e-6
@@ -183,63 +191,46 @@ def test_boundaries_set_by_the_caller(rank, world):
 @on_ranks(2)
 def test_two_engines_in_one_process(rank, world):
     """A generator and a discriminator: the first one's loss runs through the second, whose gradients do not count."""
-    models, plain = (
-        [make_net(seed=1), torch.nn.Linear(5, 1)],
-        [make_net(seed=1).double(), torch.nn.Linear(5, 1).double()],
-    )
-    torch.manual_seed(5)
-    plain[1].weight.data.normal_()
-    models[1].load_state_dict(plain[1].state_dict())
-    engines = [engine_of(m, config(world, 1)) for m in models]
-    optimizers = [adamw(m) for m in plain]
+    models = [make_net(seed=1), seeded(torch.nn.Linear, 5, 1, seed=5)]
+    plain = [Plain(copy.deepcopy(model)) for model in models]
+    engines = [engine_of(model, config(world, 1)) for model in models]
     for step in range(8):
         tokens, _ = batch(step)
-        mine = slice(rank * 4, rank * 4 + 4)
-        for run, part, engine_like in ((0, mine, engines), (1, slice(0, 8), plain)):
-            generator, judge = engine_like
-            if run == 1:
-                for o in optimizers:
-                    o.zero_grad(set_to_none=True)
+        pairs = ((engines, slice(rank * 4, rank * 4 + 4)), ([one.model for one in plain], slice(0, 8)))
+        for (generator, judge), part in pairs:
             real = torch.nn.functional.one_hot(tokens[part] % 5, 5).to(judge.weight.dtype)
             fake = generator(tokens[part], extra=True)
-            for loss in (judge(real).square().mean(), (judge(fake.detach()) - 1).square().mean()):
-                engines[1].backward(loss) if run == 0 else loss.backward()
-            if run == 0:
+            losses = judge(real).square().mean(), (judge(fake.detach()) - 1).square().mean()
+            if generator is engines[0]:
+                for loss in losses:
+                    engines[1].backward(loss)
                 engines[1].step()
             else:
-                torch.nn.utils.clip_grad_norm_(plain[1].parameters(), 0.5)
-                optimizers[1].step()
-                optimizers[1].zero_grad(set_to_none=True)
-            for p in (models if run == 0 else plain)[1].parameters():
-                p.requires_grad_(False)
+                plain[1].step(*losses)
+            judge.requires_grad_(False)
             loss = judge(generator(tokens[part], extra=True)).square().mean()
-            if run == 0:
-                take_step(engines[0], loss)
-            else:
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(plain[0].parameters(), 0.5)
-                optimizers[0].step()
-            for p in (models if run == 0 else plain)[1].parameters():
-                p.requires_grad_(True)
-    assert max(difference(m, p) for m, p in zip(models, plain)) < 1e-6
+            take_step(engines[0], loss) if generator is engines[0] else plain[0].step(loss)
+            judge.requires_grad_(True)
+    assert max(difference(model, one.model) for model, one in zip(models, plain)) < 1e-6
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @on_ranks(2)
 def test_activation_checkpointing_of_a_shared_module(rank, world, reentrant):
-    class Twice(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(3)
-            self.inner = torch.nn.Linear(12, 12)
-            self.outer = torch.nn.Linear(12, 12)
+    def forward_twice(net, x, again):
+        for _ in range(2 + again):  # the same module in several re-entrant segments
+            x = checkpoint(lambda v: torch.tanh(net.inner(v)), x, use_reentrant=reentrant)
+        return net.outer(x)
 
-        def forward(self, x, again):
-            for _ in range(2 + again):  # the same module in several re-entrant segments
-                x = checkpoint(lambda v: torch.tanh(self.inner(v)), x, use_reentrant=reentrant)
-            return self.outer(x)
+    def twice():
+        torch.manual_seed(3)
+        return Parts(
+            forward_twice,
+            inner=torch.nn.Linear(12, 12),
+            outer=torch.nn.Linear(12, 12),
+        )
 
-    model, plain = Twice(), Plain(Twice())
+    model, plain = twice(), Plain(twice())
     engine = engine_of(model, config(world, 1, zero_optimization={"stage": 0, "reduce_bucket_size": 10}))
     for step in range(12):
         x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -16,8 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 
 def readme():
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
-        return file.read()
+    return pathlib.Path(ROOT, "README.md").read_text(encoding="utf-8")
 
 
 def commands():

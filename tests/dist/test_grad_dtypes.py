@@ -10,9 +10,11 @@ import torch
 import deepspeed
 from deepspeed.config import cli
 from deepspeed.utils import safe_get_full_grad
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 from logs import logged
-from runs import engine_of, identical, must_raise, take_step, together, with_fp16
+from models import Parts
+from refusals import refused
+from runs import engine_of, identical, take_step, together, with_fp16
 from zero_models import BETAS, DECAY, LR, data, engine_config, loss_of, make, reduced_mean, relative
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,17 +29,20 @@ def start(model, stage, world, accumulate=1, dtype="bf16", **more):
         return engine_of(model, made)
 
 
-def backward(engine, step, part, dtype):
+def loss_on(model, step, part, dtype):
     x, target = data(step, part)
-    (output,) = engine(x.to(DTYPES[dtype]), step, part)
-    engine.backward(loss_of(output, target))
+    (output,) = model(x.to(dtype), step, part)
+    return loss_of(output, target)
+
+
+def backward(engine, step, part, dtype):
+    engine.backward(loss_on(engine, step, part, DTYPES[dtype]))
 
 
 def add_up(reference, parts, divided_by):
     """Gradients of a model in fp64, on all parts of a batch."""
     for part in range(parts):
-        x, target = data(0, part)
-        (loss_of(reference(x.double(), 0, part)[0], target.double()) / divided_by).backward()
+        (loss_on(reference, 0, part, torch.float64) / divided_by).backward()
 
 
 def shrink(params):
@@ -68,8 +73,7 @@ def test_what_is_done_to_grad_counts_as_in_a_plain_process(rank, world, dtype):
         parts = []
         for part in range(world):
             plain.zero_grad(set_to_none=True)
-            x, target = data(step, part)
-            (loss_of(plain(x.to(DTYPES[dtype]), step, part)[0], target) * scale).backward()
+            (loss_on(plain, step, part, DTYPES[dtype]) * scale).backward()
             parts.append({name: p.grad.clone() for name, p in theirs.items()})
         for name, p in params.items():
             theirs[name].grad = reduced_mean([part[name] for part in parts])
@@ -92,15 +96,16 @@ def test_what_is_done_to_grad_counts_as_in_a_plain_process(rank, world, dtype):
 
 
 # ---- every value that the configuration allows ----------------------------------------------------------------------
-def body_kinds(rank, world, cases):
-    found = []
-    for stage, param, kept, sent, accumulate in cases:
+def check_kinds(rank, world, cases):
+    for case in cases:
+        stage, param, kept, sent, accumulate = case
         more = {"data_types": {"grad_accum_dtype": kept}} if kept is not None else {}
         more |= {"communication_data_type": sent} if sent is not None else {}
         more |= {"fp16": {"enabled": True, "loss_scale": SCALE}} if param == "fp16" else {}
         model = make("plain")
         engine = start(model, stage, world, accumulate, param, **more)
-        wanted = DTYPES[kept or ("fp32" if accumulate > 1 else param)]
+        kept = kept or ("fp32" if accumulate > 1 else param)
+        wanted = DTYPES[kept]
         assert {grad.dtype for grad in engine.core.grads()} <= {wanted}
         assert engine.get_data_types() == (DTYPES[param], wanted)
         assert engine.communication_data_type == DTYPES[sent] if sent else wanted
@@ -112,12 +117,13 @@ def body_kinds(rank, world, cases):
         add_up(reference, world * accumulate, world * accumulate)
         theirs = dict(reference.named_parameters())
         worst = max(relative(safe_get_full_grad(p), theirs[name].grad) for name, p in model.named_parameters())
-        bytes_each = sum(size for kind, size in engine.core.held_bytes().items() if kind in ("grad", "local"))
-        found.append((worst, bytes_each / sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())))
+        assert worst < max(ROUNDING[kind] for kind in (param, kept, sent or kept)), case
+        held = sum(size for kind, size in engine.core.held_bytes().items() if kind in ("grad", "local"))
+        size = DTYPES[kept].itemsize if hasattr(torch.float32, "itemsize") else 4 if kept == "fp32" else 2
+        # The parameters are tiny, and every one begins at a multiple of 64 elements.
+        assert held / sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()) < 9 * size, case
         engine.step()
         assert engine.was_step_applied()
-        engine.destroy()
-    return found
 
 
 KINDS = [
@@ -131,32 +137,23 @@ KINDS = [
 ROUNDING = {"fp32": 2e-6, "fp16": 4e-3, "bf16": 3e-2}
 
 
-def check_kinds(cases):
-    first, second = run_ranks(2, body_kinds, cases)
-    for case, ranks in zip(cases, zip(first, second)):
-        stage, param, kept, sent, accumulate = case
-        kept = kept or ("fp32" if accumulate > 1 else param)
-        for worst, each in ranks:
-            assert worst < max(ROUNDING[kind] for kind in (param, kept, sent or kept)), case
-            size = DTYPES[kept].itemsize if hasattr(torch.float32, "itemsize") else 4 if kept == "fp32" else 2
-            assert each < 9 * size, case  # the parameters are tiny, and every one begins at a multiple of 64 elements
-
-
-def test_types_to_keep_and_to_send():
+@on_ranks(2)
+def test_types_to_keep_and_to_send(rank, world):
     """Every eleventh of the matrix: each value of each key at each stage occurs."""
-    check_kinds(KINDS[::11])
+    check_kinds(rank, world, KINDS[::11])
 
 
 @pytest.mark.every("seconds of cases like those of the sample")
-def test_all_types_to_keep_and_to_send():
-    check_kinds(KINDS)
+@on_ranks(2)
+def test_all_types_to_keep_and_to_send(rank, world):
+    check_kinds(rank, world, KINDS)
 
 
 @on_ranks(1)
 def test_gradients_in_fp64_stay_so(rank, world):
     model = torch.nn.Linear(3, 3).double()
     made = engine_config(0, 1, 1, "fp32", data_types={"grad_accum_dtype": "bf16"})
-    must_raise(
+    refused(
         ValueError,
         'grad_accum_dtype "bf16": parameter .weight. is float64, and its gradients',
         deepspeed.initialize,
@@ -193,21 +190,11 @@ def test_the_type_follows_the_accumulation_steps(rank, world, stage):
 
 
 # ---- an optimizer of torch's gets fp32 ----------------------------------------------------------------------------
-class Small(torch.nn.Module):
-    """Gradients that fp16 cannot hold without a loss scale."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(64))
-
-    def forward(self, x):
-        return (self.weight.float() * x).sum()
-
-
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_unscaling_does_not_round_to_fp16(rank, world, stage):
-    model = Small()
+    # Gradients that fp16 cannot hold without a loss scale.
+    model = Parts(lambda net, x: (net.weight.float() * x).sum(), weight=torch.nn.Parameter(torch.zeros(64)))
     made = engine_config(stage, world, 1, "fp16", gradient_clipping=0.0)
     made["fp16"] = {"enabled": True, "loss_scale": 2.0**14}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -252,13 +239,12 @@ def test_inside_no_sync_the_gradient_is_this_ranks_own(rank, world, stage, dtype
     twin = make("plain").to(DTYPES[dtype])
     with engine.no_sync():
         for micro in range(2):
-            x, target = data(micro, rank)
             backward(engine, micro, rank, dtype)
-            loss_of(twin(x.to(DTYPES[dtype]), micro, rank)[0], target).backward()
+            loss_on(twin, micro, rank, DTYPES[dtype]).backward()
             for p, other in zip(engine.module.parameters(), twin.parameters()):
                 found = safe_get_full_grad(p)
                 assert found.dtype == torch.float32 and relative(found, other.grad) < ROUNDING[dtype]
-        must_raise(AssertionError, "It is illegal to call Engine.step.. inside no_sync context manager", engine.step)
+        refused(AssertionError, "It is illegal to call Engine.step.. inside no_sync context manager", engine.step)
     backward(engine, 2, rank, dtype)
     whole = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
     engine.step()

@@ -4,6 +4,7 @@ disk."""
 import glob
 import json
 import os
+import pathlib
 import shutil
 from unittest import mock
 
@@ -13,10 +14,11 @@ import torch
 from deepspeed.checkpoint.write import memory as memory_module
 from deepspeed.checkpoint.write import snapshot as snapshot_module
 from deepspeed.checkpoint.write.contents import HeldStates
-from engine_models import batch, config, loss_of, make_net, train_plain, uses_extra
-from harness import run_ranks
+from engine_models import adam_like, config, loss_on, make_net, train_plain, uses_extra
+from harness import on_ranks, run_ranks
 from memory_hosts import memory_hosts
-from runs import engine_of, must_raise, take_step
+from refusals import refused
+from runs import engine_of, take_step
 
 LAST = 9
 
@@ -43,9 +45,7 @@ def goes_on(rank, world, hosts, folder, stage, until, save_at=None):
     began, losses = engine.global_steps, {}
     while engine.global_steps < until:
         step = engine.global_steps
-        tokens, targets = batch(step)
-        rows = slice(rank * 8 // world, (rank + 1) * 8 // world)
-        loss = loss_of(engine(tokens[rows], extra=uses_extra(step)), targets[rows])
+        loss = loss_on(engine, step, rank=rank, world=world, extra=uses_extra(step))
         take_step(engine, loss)
         if engine.global_steps == save_at:
             engine.save_checkpoint(folder, client_state={"at": -save_at})
@@ -71,10 +71,7 @@ def forget(host):
 
 
 def check_losses(*rounds):
-    options = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.05}
-    expected = train_plain(
-        LAST, lambda net: torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], **options)
-    )[0]
+    expected = train_plain(LAST, adam_like)[0]
     for losses in rounds:
         for step, loss in losses.items():
             assert abs(loss - float(expected[step])) < 1e-5, step
@@ -108,8 +105,7 @@ def test_a_run_goes_on_from_memory_until_all_holders_are_lost(stage, tmp_path):
 
         for path in found(a, "rank_00001.whole") + found(b, "rank_00001.whole"):
             os.unlink(path)  # a rank was killed while it wrote
-        half = run_ranks(1, goes_on, [b], folder, stage, 0, init=True)
-        assert half[0][1] == 6
+        assert run_ranks(1, goes_on, [b], folder, stage, 0, init=True)[0][1] == 6
 
         forget(a)
         forget(b)
@@ -127,79 +123,67 @@ def check_bytes(host, stage):
     never = sum(param.numel() for param in net.never.parameters())  # no gradient: no moments where ZeRO is off
     rest = sum(buffer.numel() * buffer.element_size() for buffer in net.buffers())
     for path in found(host, "*.whole"):
-        with open(path) as file:
-            for name, record in json.load(file)["files"].items():
-                assert os.path.getsize(os.path.join(os.path.dirname(path), name)) == record["bytes"]
-                if not name.startswith("run_rank"):
-                    tensors.update({(name, one["offset"]): one["bytes"] for one in record["tensors"]})
+        for name, record in json.loads(pathlib.Path(path).read_text())["files"].items():
+            assert os.path.getsize(os.path.join(os.path.dirname(path), name)) == record["bytes"]
+            if not name.startswith("run_rank"):
+                tensors.update({(name, one["offset"]): one["bytes"] for one in record["tensors"]})
     padding = 2 * 3 * 4 * 16  # shards are equal; a frozen parameter is cut into slices at stage 3
-    own = (-8 * never, 4 * trained, 4 * trained + 4 * frozen, 0)[stage]
-    formula = 12 * trained + 4 * frozen + rest + own
+    formula = 12 * trained + 4 * frozen + rest + (-8 * never, 4 * trained, 4 * trained + 4 * frozen, 0)[stage]
     assert 0 <= sum(tensors.values()) - formula <= padding + 8 * len(tensors)
 
 
-def refuses(rank, world, hosts):
+@pytest.fixture
+def hosts():
+    """One host."""
+    with memory_hosts(1) as told:
+        yield [told[0][0]]
+
+
+@on_ranks(2, init=True)
+def test_too_little_memory_is_an_error_before_training(rank, world, hosts):
     enter(rank, world, hosts)
     words = "^elasticity.memory_copies: rank 0: two snapshots of the ranks of host .*"
     words += "bytes in main memory, and 1000 bytes are free: give it more memory"
     with mock.patch.object(memory_module, "memory_bytes", lambda: (0, 1000)):
-        must_raise(RuntimeError, "(?s)" + words, made, world, 2)
+        refused(RuntimeError, "(?s)" + words, made, world, 2)
 
 
-def test_too_little_memory_is_an_error_before_training():
-    with memory_hosts(1) as told:
-        run_ranks(2, refuses, [told[0][0]], init=True)
-
-
-def without_agent(rank, world, folder):
+@on_ranks(1)
+def test_without_an_agent_there_are_no_snapshots(rank, world, folder):
     engine = made(world, 1)
-    path, _ = engine.load_checkpoint(folder)
-    tokens, targets = batch(0)
+    assert engine.load_checkpoint(folder)[0] is None
     for _ in range(2):
-        take_step(engine, loss_of(engine(tokens), targets))
-    taken = engine._memory_copies.snapshots
+        take_step(engine, loss_on(engine, 0))
+    assert engine._memory_copies.snapshots is None
     engine.save_checkpoint(folder)
-    return path, taken, engine.load_checkpoint(folder)[0]
+    assert engine.load_checkpoint(folder)[0].startswith(folder)
 
 
-def test_without_an_agent_there_are_no_snapshots(tmp_path, capfd):
-    (found,) = run_ranks(1, without_agent, str(tmp_path / "run"))
-    assert found[:2] == (None, None) and found[2].startswith(str(tmp_path))
-
-
-def moves(rank, world, hosts, folder):
+@on_ranks(1)
+def test_the_last_snapshot_stays_when_the_run_is_saved_elsewhere(rank, world, hosts, folder):
     enter(rank, world, hosts)
     engine, kept = made(world, 0), []
     engine.load_checkpoint(folder + "/a")
-    tokens, targets = batch(0)
     for step in range(8):
-        take_step(engine, loss_of(engine(tokens), targets))
+        take_step(engine, loss_on(engine, 0))
         engine._memory_copies.snapshots._behind.drain()
         if step == 2:
             engine.save_checkpoint(folder + "/b")
         steps = glob.glob(os.path.join(os.environ["DS_MEMORY_FOLDER"], "*", "step*"))
         kept.append(sorted(int(os.path.basename(path)[4:].split(".")[0]) for path in steps))
     engine.destroy()
-    return kept
-
-
-def test_the_last_snapshot_stays_when_the_run_is_saved_elsewhere(tmp_path):
-    with memory_hosts(1) as told:
-        (kept,) = run_ranks(1, moves, [told[0][0]], str(tmp_path))
     assert kept == [[], [2], [2], [2, 4], [4], [4, 6], [4, 6], [6, 8]]
 
 
-def counts(rank, world, hosts, folder):
-    """Bytes of weights and buffers, copied and in all, bytes of masters and moments, copied and in all, and the inodes
-    of each snapshot's files."""
+@on_ranks(1)
+def test_masters_and_moments_go_to_the_snapshot_in_one_pass_over_pages_that_are_there(rank, world, hosts, folder):
     enter(rank, world, hosts)
     copied, copy = [], snapshot_module._copy
     snapshot_module._copy = lambda block, parts: (copied.extend(parts), copy(block, parts))
     engine, inodes = made(world, 1), []
     engine.load_checkpoint(folder)
-    tokens, targets = batch(0)
     for step in range(10):
-        take_step(engine, loss_of(engine(tokens), targets))
+        take_step(engine, loss_on(engine, 0))
         engine._memory_copies.snapshots._behind.drain()
         if step % 2:
             named = [path for path in found(hosts[0], "*") if not path.endswith(".whole")]
@@ -214,28 +198,18 @@ def counts(rank, world, hosts, folder):
     kept = [*core.masters(), *(one for slot in range(len(core.slot_names())) for one in core.slots(slot))]
     engine.destroy()
     in_all = [sum(one.numel() * one.element_size() for one in some) for some in (own, kept)]
-    return of_weights, of_states, in_all, inodes
-
-
-def test_masters_and_moments_go_to_the_snapshot_in_one_pass_over_pages_that_are_there(tmp_path):
-    with memory_hosts(1) as told:
-        ((of_weights, of_states, in_all, inodes),) = run_ranks(1, counts, [told[0][0]], str(tmp_path / "run"))
     assert (of_weights, of_states) == (5 * in_all[0], 0) and in_all[1] > 2 * 4 * 300
     for first, second, third in zip(inodes, inodes[1:], inodes[2:]):
         assert first == third and not set(first.values()) & set(second.values())
 
 
-def two_engines(rank, world, hosts, folder):
+@on_ranks(1)
+def test_two_engines_need_two_directories(rank, world, hosts, folder):
     enter(rank, world, hosts)
     first, second = made(world, 0), made(world, 0)
     first.load_checkpoint(folder)
     words = "^elasticity.memory_copies: two engines of this process take snapshots of the run in "
-    must_raise(RuntimeError, words, second.load_checkpoint, folder)
+    refused(RuntimeError, words, second.load_checkpoint, folder)
     first.destroy()
     second.load_checkpoint(folder)
     second.destroy()
-
-
-def test_two_engines_need_two_directories(tmp_path):
-    with memory_hosts(1) as told:
-        run_ranks(1, two_engines, [told[0][0]], str(tmp_path / "run"))

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-import deepspeed
 from deepspeed import comm as dist
 from deepspeed.comm import held, mesh, mesh_views
 from deepspeed.utils import groups
 from harness import on_ranks
+from models import Parts, seeded
 from mpu import Mpu
-from runs import must_raise, total
+from refusals import refused
+from runs import total, value_of
 from tensor_parallel import AddedUp
-from zero_training import WIDTH, Deep, Reference, below, beside, gap, seeded, start, train_beside
+from zero_training import WIDTH, Deep, Reference, below, beside, gap, start, train_beside
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
@@ -95,29 +96,24 @@ class Branches(Mpu):
         super().__init__(self.data.group, self.branch.group)
 
 
-class Whole(torch.nn.Module):
+def whole_model(count):
     """All branches in one process."""
-
-    def __init__(self, count):
-        super().__init__()
-        torch.manual_seed(1)
-        self.branches = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 2) for _ in range(count))
-
-    def forward(self, x):
-        return sum(branch(x) for branch in self.branches)
+    return Parts(
+        lambda net, x: sum(branch(x) for branch in net.branches),
+        branches=torch.nn.ModuleList(torch.nn.Linear(WIDTH, 2) for _ in range(count)),
+    )
 
 
-class Part(torch.nn.Module):
+def branch_of(whole, branches):
     """The branch of this rank."""
-
-    def __init__(self, whole, branches):
-        super().__init__()
-        self.own, self.group = whole.branches[branches.branch.rank], branches.branch.group
-        for param in self.parameters():
-            param.model_parallel = True  # the norm counts the elements of every rank
-
-    def forward(self, x):
-        return AddedUp.apply(self.own(x), self.group)
+    net = Parts(
+        lambda net, x: AddedUp.apply(net.own(x), net.group),
+        own=whole.branches[branches.branch.rank],
+        group=branches.branch.group,
+    )
+    for param in net.parameters():
+        param.model_parallel = True  # the norm counts the elements of every rank
+    return net
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -125,16 +121,15 @@ class Part(torch.nn.Module):
 def test_an_axis_of_somebody_else(rank, world, stage):
     groups.clear()
     if stage == 0:
-        must_raise(ValueError, "train_branches 3 does not divide the 4 ranks: use one of 1, 2, 4", Branches, 3)
+        refused(ValueError, "train_branches 3 does not divide the 4 ranks: use one of 1, 2, 4", Branches, 3)
     branches = Branches(2)
-    whole = Whole(2)
+    whole = seeded(whole_model, 2, seed=1)
     reference = Reference(whole)
-    engine = start(Part(whole, branches), stage, world, mpu=branches)
+    engine = start(branch_of(whole, branches), stage, world, mpu=branches)
     for step in range(4):
         train_beside(engine, reference, branches.data.rank, branches.data.size, [step])
         assert engine.get_global_grad_norm() == pytest.approx(reference.norm, rel=1e-5)
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
-        found = [param.detach().double() for param in engine.module.own.parameters()]
+    found = [value_of(param).double() for param in engine.module.own.parameters()]
     expected = reference.model.branches[branches.branch.rank].parameters()
     groups.clear()
     assert max(float((a - b).abs().max()) for a, b in zip(found, expected)) < 1e-5

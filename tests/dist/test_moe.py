@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from deepspeed.utils import safe_get_full_fp32_param
-from harness import on_ranks, run_ranks
-from moe_models import batch, moe_net, plain_name, train_plain
-from runs import engine_of, settings, take_step
+from engine_models import losses_and_norms
+from harness import on_ranks
+from moe_models import ADAM, adam, batch, moe_net, plain_name, train_plain
+from runs import engine_of, settings
 
 EXPERTS, STEPS, CLIP = 8, 3, 0.3
-ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 
 
 def config(world, stage, offload=None, folder=""):
@@ -18,33 +18,17 @@ def config(world, stage, offload=None, folder=""):
     return settings(stage, 8, optimizer={"type": "AdamW", "params": ADAM}, zero=places, gradient_clipping=CLIP)
 
 
-def body(rank, world, stage, ep_size, k, drop, residual, steps=STEPS, *places):
+def assert_like_loops(rank, world, stage, ep_size, k, drop, residual, steps=STEPS, *places):
     net = moe_net(rank % ep_size, EXPERTS, ep_size, k, drop, residual)
     engine = engine_of(net, config(world, stage, *places))
-    losses, norms = [], []
-    for step in range(steps):
-        losses.append(take_step(engine, engine(batch(step, rank))))
-        norms.append(float(engine.get_global_grad_norm()))
+    own_losses, own_norms = losses_and_norms(engine, (batch(step, rank) for step in range(steps)))
+    losses, norms, params = train_plain(world, steps, adam, CLIP, EXPERTS, k, drop, residual)
+    assert own_losses == pytest.approx([step[rank] for step in losses], abs=2e-6)
+    assert own_norms == pytest.approx(norms, rel=1e-5)
     first = rank % ep_size * net.layer.num_local_experts
-    found = {plain_name(n, first): safe_get_full_fp32_param(p).tolist() for n, p in net.named_parameters()}
-    engine.destroy()
-    return losses, norms, found
-
-
-def compare(found, expected):
-    losses, norms, params = expected
-    for rank, (own_losses, own_norms, own_params) in enumerate(found):
-        assert own_losses == pytest.approx([step[rank] for step in losses], abs=2e-6)
-        assert own_norms == pytest.approx(norms, rel=1e-5)
-        for name, value in own_params.items():
-            assert torch.allclose(torch.tensor(value), params[name], rtol=1e-5, atol=2e-6), name
-
-
-def expected(world, k, drop, residual, steps=STEPS):
-    def adam(params):
-        return torch.optim.AdamW(params, **ADAM)
-
-    return train_plain(world, steps, adam, CLIP, EXPERTS, k, drop, residual)
+    for name, param in net.named_parameters():
+        expected = params[plain_name(name, first)]
+        assert torch.allclose(safe_get_full_fp32_param(param), expected, rtol=1e-5, atol=2e-6), name
 
 
 @pytest.mark.sample
@@ -53,27 +37,27 @@ def expected(world, k, drop, residual, steps=STEPS):
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world, ep_size", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
-def test_equals_loops_in_one_process(world, ep_size, stage, k, drop, residual):
-    found = run_ranks(world, body, stage, ep_size, k, drop, residual, init=True)
-    compare(found, expected(world, k, drop, residual))
+@on_ranks(init=True)
+def test_equals_loops_in_one_process(rank, world, ep_size, stage, k, drop, residual):
+    assert_like_loops(rank, world, stage, ep_size, k, drop, residual)
 
 
 @pytest.mark.parametrize(
     "stage, ep_size, drop, offload",
     [(1, 2, True, "cpu"), (2, 1, False, "cpu"), (3, 1, True, "cpu"), (3, 2, False, "nvme")],
 )
-def test_states_and_weights_rest_elsewhere(stage, ep_size, drop, offload, tmp_path):
-    found = run_ranks(2, body, stage, ep_size, 2, drop, False, STEPS, offload, str(tmp_path), init=True)
-    compare(found, expected(2, 2, drop, False))
+@on_ranks(2, init=True)
+def test_states_and_weights_rest_elsewhere(rank, world, stage, ep_size, drop, offload, folder):
+    assert_like_loops(rank, world, stage, ep_size, 2, drop, False, STEPS, offload, folder)
 
 
 @pytest.mark.every("eight ranks and ten steps of what fewer do, too")
 @pytest.mark.parametrize(
     "ep_size, stage, k, drop, residual", [(8, 3, 2, False, True), (4, 2, 4, True, False), (2, 0, 1, False, False)]
 )
-def test_eight_ranks_ten_steps(ep_size, stage, k, drop, residual):
-    found = run_ranks(8, body, stage, ep_size, k, drop, residual, 10, init=True)
-    compare(found, expected(8, k, drop, residual, 10))
+@on_ranks(8, init=True)
+def test_eight_ranks_ten_steps(rank, world, ep_size, stage, k, drop, residual):
+    assert_like_loops(rank, world, stage, ep_size, k, drop, residual, 10)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -12,8 +12,10 @@ import deepspeed
 import hf_like_moe as look_alikes
 from deepspeed.moe.layer import MoE
 from harness import on_ranks
+from models import Parts, seeded
 from moe_models import WIDTH, batch, expert, values
-from runs import engine_of, must_raise, take_step
+from refusals import refused
+from runs import engine_of, take_step
 
 
 class Gated(nn.Module):
@@ -25,16 +27,18 @@ class Gated(nn.Module):
         return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-class Model(nn.Module):
-    def __init__(self, experts, ep_size, kind=Gated, **more):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layer = MoE(WIDTH, kind(), experts, ep_size, k=min(2, experts), eval_capacity_factor=2.0, **more)
-        self.last = nn.LayerNorm(WIDTH)
+def forward_model_of(net, x):
+    out, net.aux, _ = net.layer(net.first(x))
+    return net.last(x + out)
 
-    def forward(self, x):
-        out, self.aux, _ = self.layer(self.first(x))
-        return self.last(x + out)
+
+def model_of(experts, ep_size, kind=Gated, **more):
+    return Parts(
+        forward_model_of,
+        first=nn.Linear(WIDTH, WIDTH),
+        layer=MoE(WIDTH, kind(), experts, ep_size, k=min(2, experts), eval_capacity_factor=2.0, **more),
+        last=nn.LayerNorm(WIDTH),
+    )
 
 
 @pytest.mark.parametrize("stage, drop", [(0, True), (3, False), (2, False)])
@@ -47,7 +51,7 @@ def test_answers_are_those_of_the_trained_model(rank, world, stage, drop, folder
         "zero_optimization": {"stage": stage},
     }
     more = {"drop_tokens": drop, "use_residual": not drop}
-    engine = engine_of(Model(2, 2, **more), settings)
+    engine = engine_of(model_of(2, 2, **more), settings)
     with torch.no_grad():
         for number, one in enumerate(engine.module.layer.deepspeed_moe.experts.parameters()):
             shape = getattr(one, "ds_shape", one.shape)
@@ -62,7 +66,7 @@ def test_answers_are_those_of_the_trained_model(rank, world, stage, drop, folder
     for ep_size in (1, 2, 4):
         torch.manual_seed(9)
         served = deepspeed.init_inference(
-            Model(2, 1, **more), dtype=torch.float32, ep_size=ep_size, moe_experts=[2], checkpoint=folder,
+            model_of(2, 1, **more), dtype=torch.float32, ep_size=ep_size, moe_experts=[2], checkpoint=folder,
             moe_type="standard" if drop else "residual",
         )  # fmt: skip
         assert len(served.module.layer.deepspeed_moe.experts.state_dict()) == (10 if ep_size == 1 else 5)
@@ -74,11 +78,11 @@ def test_answers_are_those_of_the_trained_model(rank, world, stage, drop, folder
     with torch.no_grad():
         for mp_size, ep_size in ((2, 1), (4, 1), (2, 4)):
             served = deepspeed.init_inference(
-                Model(2, 1, **more), dtype=torch.float32, mp_size=mp_size, ep_size=ep_size, checkpoint=folder
+                model_of(2, 1, **more), dtype=torch.float32, mp_size=mp_size, ep_size=ep_size, checkpoint=folder
             )
             neighbour = rank - rank % mp_size  # whose tokens all mp_size ranks bring
             same = values(neighbour, 3 + neighbour, WIDTH)
-            whole = deepspeed.init_inference(Model(2, 1, **more), dtype=torch.float32, checkpoint=folder)
+            whole = deepspeed.init_inference(model_of(2, 1, **more), dtype=torch.float32, checkpoint=folder)
             torch.testing.assert_close(served(same), whole(same), rtol=1e-5, atol=2e-6)
             shapes = [p.shape for n, p in served.module.named_parameters() if "_experts.0" in n and "down.w" in n]
             assert shapes == [(WIDTH, 8 * 2 // max(mp_size, ep_size))]
@@ -86,8 +90,7 @@ def test_answers_are_those_of_the_trained_model(rank, world, stage, drop, folder
 
 
 def test_one_rank_and_the_forms_of_a_checkpoint(tmp_path):
-    torch.manual_seed(0)
-    model, x = Model(2, 1).eval(), values(1, 5, WIDTH)
+    model, x = seeded(model_of, 2, 1).eval(), values(1, 5, WIDTH)
     expected = model(x)
     torch.save({"module": model.state_dict()}, tmp_path / "whole.pt")
     form = {"type": "ds_model", "version": 0.0, "checkpoints": "whole.pt"}
@@ -98,7 +101,7 @@ def test_one_rank_and_the_forms_of_a_checkpoint(tmp_path):
         {"checkpoint": "form.json", "base_dir": str(tmp_path)},
         {"checkpoint_config": {"checkpoint_dir": str(tmp_path / "whole.pt")}},
     ):
-        served = deepspeed.init_inference(Model(2, 1), config={"dtype": "fp32"}, **given)
+        served = deepspeed.init_inference(model_of(2, 1), config={"dtype": "fp32"}, **given)
         torch.testing.assert_close(served(x), expected)
     served.profile_model_time()
     assert served.first is served.module.first and not served.is_compiled and not served.module.training
@@ -106,11 +109,11 @@ def test_one_rank_and_the_forms_of_a_checkpoint(tmp_path):
     assert len(served.model_times()) == 1 and served.model_times() == []
     plain = deepspeed.init_inference(nn.Linear(3, 2), dtype=torch.bfloat16)
     assert plain(torch.zeros(1, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    must_raise(
+    refused(
         FileNotFoundError,
         os.path.join(str(tmp_path), "none"),
         deepspeed.init_inference,
-        Model(2, 1),
+        model_of(2, 1),
         dtype="fp32",
         checkpoint=str(tmp_path / "none"),
     )
@@ -133,11 +136,11 @@ def test_one_rank_and_the_forms_of_a_checkpoint(tmp_path):
     ],
 )
 def test_what_is_refused(given, error, text):
-    must_raise(error, text, deepspeed.init_inference, Model(2, 1), **{"dtype": torch.float32, **given})
+    refused(error, text, deepspeed.init_inference, model_of(2, 1), **{"dtype": torch.float32, **given})
 
 
 def test_a_model_without_experts_is_not_sliced():
-    must_raise(
+    refused(
         NotImplementedError,
         r"tp_size \(mp_size\) = 2: layers other than experts are not sliced",
         deepspeed.init_inference,
@@ -164,7 +167,7 @@ def test_experts_of_unchanged_models_are_sliced(rank, world):
                 shapes = {p.shape for n, p in served.module.named_parameters() if n.endswith("experts.w2")}
                 assert shapes == {(1, WIDTH, 8 * 2 // max(given.values()))}
         look_alikes.INNER = 5
-        must_raise(
+        refused(
             ValueError,
             "model.layers.0.block_sparse_moe': its experts are 5 wide inside: no 2",
             deepspeed.init_inference,
@@ -180,29 +183,29 @@ def test_experts_of_unchanged_models_are_sliced(rank, world):
 def test_what_ranks_cannot_share(rank, world):
     def build(**given):
         layers = {"experts": 2, "kind": Gated, **given}
-        deepspeed.init_inference(Model(ep_size=1, **layers), dtype=torch.float32, moe={"ep_size": world})
+        deepspeed.init_inference(model_of(ep_size=1, **layers), dtype=torch.float32, moe={"ep_size": world})
 
-    must_raise(ValueError, "its experts are 9 wide inside: no 2 slices", build, experts=1, kind=expert)
-    must_raise(
+    refused(ValueError, "its experts are 9 wide inside: no 2 slices", build, experts=1, kind=expert)
+    refused(
         ValueError,
         "expert 0 of this rank cannot be sliced for 2 ranks",
         build,
         experts=1,
         kind=lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Linear(8, WIDTH)),
     )
-    must_raise(ValueError, "'layer': its 3 experts cannot be shared evenly by ep_size=2", build, experts=3)
-    must_raise(
+    refused(ValueError, "'layer': its 3 experts cannot be shared evenly by ep_size=2", build, experts=3)
+    refused(
         ValueError,
         "moe.ep_size = 3 does not divide the 2 ranks",
         deepspeed.init_inference,
-        Model(2, 1),
+        model_of(2, 1),
         dtype=torch.float32,
         ep_size=3,
     )
-    must_raise(
+    refused(
         ValueError,
         "'layer': it was built with ep_size=2: to serve it so build it with 1",
         deepspeed.init_inference,
-        Model(2, 2),
+        model_of(2, 2),
         dtype=torch.float32,
     )

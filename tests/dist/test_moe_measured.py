@@ -8,7 +8,7 @@ import pytest
 from engine_models import step_losses
 from harness import on_ranks, run_ranks
 from moe_models import batch, moe_net
-from runs import engine_of, moments, settings
+from runs import engine_of, moments, settings, together
 from sampling import every_case
 
 EXPERTS, NUMBERS = 8, 2 * 6 * 9 + 9 + 6  # of an expert: two weights, two biases
@@ -36,26 +36,20 @@ def test_all_runs_have_one_result(rank, world):
     assert len(found) == 2
 
 
-def elements_body(rank, world, cases):
-    found = []
+@on_ranks(4, init=True)
+def test_elements_of_experts_on_a_rank(rank, world):
+    cases = [(0, 2), (1, 4), (2, 1), (3, 2)]
+    if every_case():
+        cases = [(stage, ep_size) for stage in range(4) for ep_size in (1, 2, 4)]
     for stage, ep_size in cases:
         engine = build(rank, world, stage, ep_size)
         experts = [param for name, param in engine.module.named_parameters() if LAYER in name]
-        weights = sum(p.ds_handle.own_numel if stage == 3 else p.numel() for p in experts)
         names = engine.stepping.names
-        found.append((weights, sum(numel for index, _, numel in engine.core.pieces() if LAYER in names[index])))
-        engine.destroy()
-    return found
-
-
-def test_elements_of_experts_on_a_rank():
-    world, cases = 4, [(0, 2), (1, 4), (2, 1), (3, 2)]
-    if every_case():
-        cases = [(stage, ep_size) for stage in range(4) for ep_size in (1, 2, 4)]
-    ranks = run_ranks(world, elements_body, cases, init=True)
-    for number, (stage, ep_size) in enumerate(cases):
+        weights, masters = zip(*together(
+            sum(p.ds_handle.own_numel if stage == 3 else p.numel() for p in experts),
+            sum(numel for index, _, numel in engine.core.pieces() if LAYER in names[index]),
+        ), strict=True)  # fmt: skip
         local, copies = EXPERTS // ep_size * NUMBERS, world // ep_size
-        weights, masters = zip(*(found[number] for found in ranks), strict=True)
         if stage < 3:
             assert set(weights) == {local}
         else:
@@ -83,9 +77,7 @@ def saved_body(rank, world, folder, stage, ep_size, loads):
     else:
         train(engine, rank, 2)
         engine.save_checkpoint(folder, "one")
-    found = states(engine)
-    engine.destroy()
-    return found
+    return states(engine)
 
 
 MANY = pytest.mark.every("eight ranks of what fewer do, too")

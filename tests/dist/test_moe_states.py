@@ -12,12 +12,13 @@ from harness import on_ranks
 from hf_like_moe import EXPERTS, model_of
 from hf_like_moe import WIDTH as HF_WIDTH
 from moe_models import batch, moe_net, values
-from runs import engine_of, must_raise, settings, take_step
+from refusals import refused
+from runs import engine_of, settings, take_step, together
 
 LAYER = "layer.deepspeed_moe.experts.deepspeed_experts"
 
 
-def trained_experts(engine, world):
+def trained_experts(engine):
     """{(layer of the model, number of an expert, name below it): value} of all ranks."""
     mine = {}
     for name, param in engine.module.named_parameters():
@@ -29,9 +30,7 @@ def trained_experts(engine, world):
             layer = engine.module.get_submodule(name.rsplit(".experts.", 1)[0])
             first = layer.ep_rank * layer.num_local_experts
             mine.update({(first + row, name): one for row, one in enumerate(value)})
-    every = [None] * world
-    torch.distributed.all_gather_object(every, mine)
-    return {key: value for one in every for key, value in one.items()}
+    return {key: value for one in together(mine) for key, value in one.items()}
 
 
 MANY = pytest.mark.every("a stage more of the same")
@@ -43,8 +42,7 @@ def test_weights_of_experts_alone(rank, world, stage, folder):
     engine = engine_of(moe_net(rank % 2, 4, 2, 2, False, False), settings(stage, 8, rate=0.02))
     take_step(engine, engine(batch(0, rank)))
     engine.save_checkpoint(folder, "one")
-    expected = trained_experts(engine, world)
-    engine.destroy()
+    expected = trained_experts(engine)
     for ep_size in (1, 4):
         net = moe_net(rank % ep_size, 4, ep_size, 2, False, False)
         other = engine_of(net, settings(0, 8, rate=0.02))
@@ -78,7 +76,7 @@ def test_stacked_experts_alone(rank, world, folder):
     engine = build(2, 2)
     take_step(engine, engine(values(rank, 2, 4, HF_WIDTH)))
     engine.save_checkpoint(folder, "one")
-    expected = trained_experts(engine, world)
+    expected = trained_experts(engine)
     other, found = build(1, 3), {}
     about = {"module_path": "model.layers.0.mlp", "num_experts": EXPERTS}
     other.load_moe_state_dict(folder, "one", found, False, model=other.module, autoep_layers=[about])
@@ -88,10 +86,8 @@ def test_stacked_experts_alone(rank, world, folder):
     with pytest.raises(ValueError, match="'model.layers.0.mlp' was saved with 8 experts, the model's has 4"):
         about["num_experts"] = 8
         other.load_moe_state_dict(folder, "one", found, False, model=other.module, autoep_layers=[about])
-    must_raise(
-        ValueError, "pass model=, whose layers", DeepSpeedEngine.load_moe_state_dict, folder, "one", found, False
-    )
-    must_raise(
+    refused(ValueError, "pass model=, whose layers", DeepSpeedEngine.load_moe_state_dict, folder, "one", found, False)
+    refused(
         ValueError,
         "autoep_layers= is compared with .* pass model=, or leave autoep_layers= out",
         DeepSpeedEngine.load_moe_state_dict,
@@ -117,14 +113,12 @@ def half_frozen(rank, ep_size):
 @on_ranks(4, init=True)
 def test_experts_of_which_a_part_is_frozen(rank, world, stage, folder):
     engine = engine_of(half_frozen(rank, 2), settings(stage, 8, rate=0.02))
-    own = {n: p for n, p in engine.module.named_parameters() if LAYER in n and not p.requires_grad}
-    assert len(own) == 2
+    assert len({n: p for n, p in engine.module.named_parameters() if LAYER in n and not p.requires_grad}) == 2
     take_step(engine, engine(batch(0, rank)))
     engine.save_checkpoint(folder, "one")
     engine.eval()
     with torch.no_grad():
         expected = engine(batch(5, rank))
-    engine.destroy()
     for to_stage, ep_size in ((3, 4), (0, 2), (3, 1)):
         net = half_frozen(rank, ep_size)
         other = engine_of(net, settings(to_stage, 8, rate=0.02))

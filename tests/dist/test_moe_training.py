@@ -9,25 +9,29 @@ from deepspeed import comm as dist
 from deepspeed.moe import exchange
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from engine_models import losses_and_norms
 from harness import on_ranks, run_ranks
+from models import Parts, Recomputed, seeded
 from moe_models import (
+    ADAM,
     WIDTH,
-    Net,
     Plain,
+    adam,
     batch,
     fill,
     fill_net,
     moe_layer,
     moe_net,
+    net_of,
     plain_name,
     plain_net,
     train_plain,
+    train_plain_net,
     values,
 )
 from mpu import two_by_two
-from runs import engine_of, must_raise, settings, take_step, together
-
-ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
+from refusals import refused
+from runs import engine_of, settings, take_step, together
 
 
 def config(world, stage=0, **more):
@@ -40,8 +44,8 @@ def train(engine, rank, steps=3, micro=1):
     return [take_step(engine, engine(batch(number, rank))) for number in range(steps * micro)]
 
 
-def check_params(params, expected):
-    for name, value in params.items():
+def check_params(net, first_of, expected):
+    for name, value in found(net, first_of).items():
         assert torch.allclose(torch.tensor(value), expected[name], rtol=1e-4, atol=5e-6), name
 
 
@@ -50,28 +54,31 @@ def found(net, first_of):
     return {plain_name(n, first_of(n)): safe_get_full_fp32_param(p).tolist() for n, p in net.named_parameters()}
 
 
-class Pyramid(torch.nn.Module):
+def forward_pyramid_of(net, x):
+    loss = 0
+    for layer in (net.small, net.large, net.large):
+        out, aux, _ = layer(x)
+        x, loss = x + out, loss + 0.05 * aux
+    return net.last(x).square().mean() + loss
+
+
+def pyramid_of(small, large):
     """Two layers with experts: 2 on two ranks, then 4 on four, with a dense expert beside them, used twice."""
-
-    def __init__(self, small, large):
-        super().__init__()
-        self.small, self.large, self.last = small, large, torch.nn.Linear(WIDTH, 1)
-
-    def forward(self, x):
-        loss = 0
-        for layer in (self.small, self.large, self.large):
-            out, aux, _ = layer(x)
-            x, loss = x + out, loss + 0.05 * aux
-        return self.last(x).square().mean() + loss
+    return Parts(
+        forward_pyramid_of,
+        small=small,
+        large=large,
+        last=torch.nn.Linear(WIDTH, 1),
+    )
 
 
 def pyramid(ranks_first):
     """``ranks_first``: None for the one in plain loops, else the first experts of both layers on this rank."""
     if ranks_first is None:
-        net = Pyramid(Plain(2, 1, False, False, 1.0), Plain(4, 2, True, True, 1.0))
+        net = pyramid_of(Plain(2, 1, False, False, 1.0), Plain(4, 2, True, True, 1.0))
         parts = [(layer.wg, dict(enumerate(layer.experts))) for layer in (net.small, net.large)]
     else:
-        net = Pyramid(moe_layer(2, 2, 1, False, False, 1.0), moe_layer(4, 4, 2, True, True, 1.0))
+        net = pyramid_of(moe_layer(2, 2, 1, False, False, 1.0), moe_layer(4, 4, 2, True, True, 1.0))
         moes = [layer.deepspeed_moe for layer in (net.small, net.large)]
         parts = [
             (m.gate.wg, {first: m.experts.deepspeed_experts[0]}) for m, first in zip(moes, ranks_first, strict=True)
@@ -85,40 +92,16 @@ def pyramid(ranks_first):
     return net
 
 
-def pyramid_body(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(4, init=True)
+def test_layers_may_differ_and_be_used_twice(rank, world, stage):
+    losses, _, expected = train_plain_net(pyramid(None), world, 3, adam, 0.3)
     first = {"small": rank % 2, "large": rank}
     net = pyramid(list(first.values()))
     engine = engine_of(net, config(world, stage))
     assert engine.has_moe_layers and engine.num_experts == [2, 4]
-    losses = train(engine, rank)
-    return losses, found(net, lambda name: first.get(name.split(".")[0], 0))
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_layers_may_differ_and_be_used_twice(stage):
-    net = pyramid(None)
-    optimizer, losses = torch.optim.AdamW(net.parameters(), **ADAM), []
-    for step in range(3):
-        optimizer.zero_grad()
-        losses.append([net(batch(step, rank)) for rank in range(4)])
-        (sum(losses[-1]) / 4).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)
-        for param in net.parameters():  # an expert without tokens has a zero gradient
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        optimizer.step()
-    expected = dict(net.named_parameters())
-    for rank, (own, params) in enumerate(run_ranks(4, pyramid_body, stage, init=True)):
-        assert own == pytest.approx([step[rank].item() for step in losses], abs=3e-6)
-        check_params(params, expected)
-
-
-class Recomputed(torch.nn.Module):
-    def __init__(self, layer, reentrant):
-        super().__init__()
-        self.layer, self.reentrant = layer, reentrant
-
-    def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=self.reentrant)
+    assert train(engine, rank) == pytest.approx([step[rank] for step in losses], abs=3e-6)
+    check_params(net, lambda name: first.get(name.split(".")[0], 0), expected)
 
 
 def counted(function, calls):
@@ -136,7 +119,7 @@ def variant_body(rank, world, how, drop):
     if how == "chunks":
         settings["moe"] = {"overlap_chunks": 2}
     elif how in ("reentrant", "saved"):
-        net.layer = Recomputed(net.layer, how == "reentrant")
+        net.layer = Recomputed(lambda layer=net.layer: layer, 1, how == "reentrant")
     elif how == "groups":
         groups = split_params_into_different_moe_groups_for_optimizer({"params": list(net.parameters()), "name": "all"})
         assert [group.get("name") for group in groups] == ["all", "ep_size_2"]
@@ -153,8 +136,7 @@ def variant_body(rank, world, how, drop):
         marked = [engine.optimizer.is_moe_group(group) for group in engine.optimizer.param_groups]
         assert marked == [False, True] and engine.optimizer.get_ep_ranks(rank, "ep_size_2") == [rank]
     engine.print_forward_breakdown(1.0)
-    counts = [figures["tokens"] for figures in engine.moe_statistics().values()]
-    assert counts == [8 * world]
+    assert [figures["tokens"] for figures in engine.moe_statistics().values()] == [8 * world]
     return losses, [safe_get_full_fp32_param(p).tolist() for p in net.parameters()]
 
 
@@ -227,9 +209,8 @@ def test_statistics(rank, world, drop):
 
 @on_ranks(2, init=True)
 def test_a_bias_balances_experts(rank, world):
-    torch.manual_seed(1)
-    layer = moe_layer(4, 2, 1, False, False, balance="bias")
-    net = Net(layer)
+    layer = seeded(moe_layer, 4, 2, 1, False, False, balance="bias", seed=1)
+    net = net_of(layer)
     gate = layer.deepspeed_moe.gate
     fill_net(net, gate.wg, {}, None, None)
     with torch.no_grad():
@@ -258,22 +239,20 @@ def test_the_loss_may_look_at_all_ranks_tokens(rank, world):
     fill(whole, 3)
     everything = whole(torch.cat([batch(0, r) for r in range(world)]))[1].item()
     results = together(losses["batch"], everything)
-    mean = sum(found for found, _ in results) / 2
-    assert mean == pytest.approx(results[0][1], rel=1e-6)
+    assert (sum(found for found, _ in results) / 2) == pytest.approx(results[0][1], rel=1e-6)
 
 
 @on_ranks(2, init=True)
 def test_a_rank_that_skips_a_layer_is_named_with_it(rank, world):
     engine = engine_of(moe_net(rank, 4, 2, 1, False, False), config(world, comm={"timeout": 3}))
     if rank == 0:
-        must_raise(RuntimeError, "(?s)^MoE layer 'layer': .*rank 1", engine, batch(0, rank))
+        refused(RuntimeError, "(?s)^MoE layer 'layer': .*rank 1", engine, batch(0, rank))
 
 
 @on_ranks(2, init=True)
 def test_ranks_with_all_experts_need_nobody(rank, world):
     """Without others' experts there is no collective: ranks may run different numbers of forwards."""
-    net = moe_net(0, 4, 1, 2, False, False)
-    engine = engine_of(net, config(world))
+    engine = engine_of(moe_net(0, 4, 1, 2, False, False), config(world))
     engine.eval()
     for step in range(3 * rank):
         engine(batch(step, rank))
@@ -282,11 +261,11 @@ def test_ranks_with_all_experts_need_nobody(rank, world):
 
 @on_ranks(2, init=True)
 def test_more_ranks_for_experts_than_there_are(rank, world):
-    must_raise(
+    refused(
         ValueError,
         r"MoE layer 'layer' shares its 8 experts among ep_size=4 ranks; this job has 2",
         deepspeed.initialize,
-        model=Net(moe_layer(8, 4, 1, False, False)),
+        model=net_of(moe_layer(8, 4, 1, False, False)),
         config=config(world),
     )
 
@@ -296,20 +275,18 @@ def test_a_tokens_output_is_its_own(rank, world):
     """The output of a token, whatever the other rank's tokens are."""
     net = moe_net(rank, 4, 2, 2, False, True)
     net.layer.set_deepspeed_parallelism()
-    outputs = []
-    for seed in range(4):
-        x = batch(0, 0) if rank == 0 else values(seed, 5 * seed, WIDTH)
-        outputs.append(net.layer(x)[0].tolist())
-    first, *others = together(outputs)[0]
-    for other in others:
-        assert torch.allclose(torch.tensor(first), torch.tensor(other), rtol=0, atol=1e-6)
+    inputs = (batch(0, 0) if rank == 0 else values(seed, 5 * seed, WIDTH) for seed in range(4))
+    first, *others = (net.layer(x)[0] for x in inputs)
+    assert rank != 0 or all(torch.allclose(first, other, rtol=0, atol=1e-6) for other in others)
 
 
-def sharded_body(rank, world, given):
-    """Built inside of zero.Init, where nobody knows yet who shares which experts."""
+@pytest.mark.parametrize("given", ["optimizer", "list"])
+@on_ranks(4, init=True)
+def test_experts_in_zero_init(rank, world, given):
+    """Built where nobody knows yet who shares which experts."""
     settings, more = config(world, 3), {}
     with deepspeed.zero.Init(config_dict_or_path=settings):
-        net = Net(moe_layer(4, 2, 1, False, False))
+        net = net_of(moe_layer(4, 2, 1, False, False))
     if given == "optimizer":
         del settings["optimizer"]
         more = {"optimizer": torch.optim.AdamW(net.parameters(), **ADAM)}
@@ -320,48 +297,25 @@ def sharded_body(rank, world, given):
     first = 2 * (rank % 2)
     for name, param in net.named_parameters():
         safe_set_full_fp32_param(param, plain[plain_name(name, first)].detach())
-    return train(engine, rank), found(net, lambda name: first)
+    losses, _, expected = train_plain(4, 3, adam, 0.3, 4, 1, False, False)
+    assert train(engine, rank) == pytest.approx([step[rank] for step in losses], abs=3e-6)
+    check_params(net, lambda name: first, expected)
 
 
-@pytest.mark.parametrize("given", ["optimizer", "list"])
-def test_experts_in_zero_init(given):
-    losses, _, expected = train_plain(4, 3, lambda params: torch.optim.AdamW(params, **ADAM), 0.3, 4, 1, False, False)
-    for rank, (own, params) in enumerate(run_ranks(4, sharded_body, given, init=True)):
-        assert own == pytest.approx([step[rank] for step in losses], abs=3e-6)
-        check_params(params, expected)
-
-
-TENSOR_CASES = [(2, False, 0), (4, True, 2), (4, False, 1)]
-
-
-def tensor_body(rank, world):
+@on_ranks(4, init=True)
+def test_tensor_parallel_ranks_share_the_work_on_their_tokens(rank, world):
     """Ranks 0, 1 and 2, 3 have the same tokens each; experts are spread over all four."""
-    unit, results = two_by_two(rank), []
-    for ep_size, drop, stage in TENSOR_CASES:
+    unit = two_by_two(rank)
+    for ep_size, drop, stage in ((2, False, 0), (4, True, 2), (4, False, 1)):
         net = moe_net(rank % ep_size, 4, ep_size, 2, drop, True, 1.0)
         engine = engine_of(net, config(world, stage, train_batch_size=16), mpu=unit)
-        losses, norms = [], []
-        for step in range(3):
-            losses.append(take_step(engine, engine(batch(step, rank // 2))))
-            norms.append(float(engine.get_global_grad_norm()))
-        first = rank % ep_size * net.layer.num_local_experts
-        results.append((losses, norms, found(net, lambda name, first=first: first)))
-        engine.destroy()
-    return results
-
-
-def test_tensor_parallel_ranks_share_the_work_on_their_tokens():
-    def adam(params):
-        return torch.optim.AdamW(params, **ADAM)
-
-    ranks = run_ranks(4, tensor_body, init=True)
-    for case, (_, drop, _) in enumerate(TENSOR_CASES):
+        own_losses, own_norms = losses_and_norms(engine, (batch(step, rank // 2) for step in range(3)))
         losses, norms, params = train_plain(2, 3, adam, 0.3, 4, 2, drop, True, 1.0)
-        for rank, results in enumerate(ranks):
-            own_losses, own_norms, own_params = results[case]
-            assert own_losses == pytest.approx([step[rank // 2] for step in losses], abs=3e-6)
-            assert own_norms == pytest.approx(norms, rel=1e-5)
-            check_params(own_params, params)
+        assert own_losses == pytest.approx([step[rank // 2] for step in losses], abs=3e-6)
+        assert own_norms == pytest.approx(norms, rel=1e-5)
+        first = rank % ep_size * net.layer.num_local_experts
+        check_params(net, lambda name, first=first: first, params)
+        engine.destroy()
 
 
 def saved_body(rank, world, ep_size, stage, folder, loads):
@@ -375,8 +329,7 @@ def saved_body(rank, world, ep_size, stage, folder, loads):
         engine.save_checkpoint(folder)
     before = found(net, lambda name: first)
     for step in range(2, 4):  # 16 tokens, however many ranks
-        tokens = batch(step, 0, 16)[rank * (16 // world) :][: 16 // world]
-        take_step(engine, engine(tokens))
+        take_step(engine, engine(batch(step, 0, 16)[rank * (16 // world) :][: 16 // world]))
     return before, found(net, lambda name: first)
 
 

@@ -9,6 +9,7 @@ rank reaches there is only a look at the sources (``ONLY_SCANNED``): the name is
 import ast
 import json
 import os
+import pathlib
 import re
 import sys
 
@@ -112,8 +113,8 @@ FORWARDED = {
 
 
 def keys_read_in_python():
-    with open(os.path.join(ROOT, "tests", "cpp", "zero", "keys_read_in_python.h"), encoding="utf-8") as file:
-        return set(re.findall(r'^    "([\w.]+)",', file.read(), re.MULTILINE))
+    text = pathlib.Path(ROOT, "tests", "cpp", "zero", "keys_read_in_python.h").read_text(encoding="utf-8")
+    return set(re.findall(r'^    "([\w.]+)",', text, re.MULTILINE))
 
 
 def keys_without_effect():
@@ -259,14 +260,13 @@ def test_keys_are_read(rank, world, folder):
 
 
 def names_in(file):
-    with open(os.path.join(PACKAGE, file), encoding="utf-8") as source:
-        for node in ast.walk(ast.parse(source.read())):
-            if isinstance(node, ast.Attribute):
-                yield node.attr
-            elif isinstance(node, ast.Constant):
-                yield node.value
-            elif isinstance(node, ast.keyword):
-                yield node.arg
+    for node in ast.walk(ast.parse(pathlib.Path(PACKAGE, file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant):
+            yield node.value
+        elif isinstance(node, ast.keyword):
+            yield node.arg
 
 
 def test_other_keys_are_in_the_sources():

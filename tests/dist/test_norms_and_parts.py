@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.utils import CheckOverflow, PartitionedTensor, clip_grad_norm_, get_grad_norm, get_weight_norm
-from harness import on_ranks, run_ranks
+from harness import on_ranks
+from refusals import refused
 from runs import together
 
 
@@ -51,38 +52,29 @@ def test_experts_clip_by_one_norm(rank, world_size):
     assert shared_a == shared_b
 
 
-def _one_overflows(rank, world_size, with_mpu):
+@pytest.mark.parametrize("with_mpu", [False, True])
+@on_ranks(2, init=True)
+def test_overflow_on_one_rank_is_everybodys(rank, world_size, with_mpu):
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([1.0, float("nan") if rank == 1 else 0.0])
     check = CheckOverflow([[p]], mpu=ModelParallel() if with_mpu else None)
-    return check.check(), check.has_overflow_serial([p]), check.check_using_norm([-1 if rank == 1 else 1.0])
+    found = check.check(), check.has_overflow_serial([p]), check.check_using_norm([-1 if rank == 1 else 1.0])
+    assert found == (True, rank == 1, True)
 
 
-@pytest.mark.parametrize("with_mpu", [False, True])
-def test_overflow_on_one_rank_is_everybodys(with_mpu):
-    assert run_ranks(2, _one_overflows, with_mpu, init=True) == [(True, False, True), (True, True, True)]
-
-
-def _partitioned(rank, world_size, rows):
+@pytest.mark.parametrize("rows", [4, 5, 1])
+@on_ranks(2, init=True)
+def test_partitioned_tensor(rank, world_size, rows):
     torch.manual_seed(0)
     full = torch.rand(rows, 3)
     part = PartitionedTensor(full, group=dist.group.WORLD)
     again = PartitionedTensor.from_meta(part.to_meta(), part.data(), group=dist.group.WORLD, device="cpu")
     assert torch.equal(part.full(), full) and torch.equal(again.full(), full)
     assert part.full_size() == [rows, 3] and len(part.local_size()) == 1
-    try:
-        wrong = part.to_meta()
-        wrong[4] = (rank + 1) % world_size
-        PartitionedTensor.from_meta(wrong, part.data(), group=dist.group.WORLD)
-    except ValueError as error:
-        return part.local_size()[0], "but the group has" in str(error)
-
-
-@pytest.mark.parametrize("rows", [4, 5, 1])
-def test_partitioned_tensor(rows):
-    results = run_ranks(2, _partitioned, rows, init=True)
-    assert sum(size for size, _ in results) == rows * 3
-    assert all(said for _, said in results)
+    assert sum(together(part.local_size()[0])) == rows * 3
+    wrong = part.to_meta()
+    wrong[4] = (rank + 1) % world_size
+    refused(ValueError, "but the group has", PartitionedTensor.from_meta, wrong, part.data(), group=dist.group.WORLD)
 
 
 @on_ranks(2, init=True)

@@ -10,7 +10,7 @@ from harness import on_ranks
 from hf_like_moe import WIDTH, model_of
 from moe_models import values
 from runs import engine_of as engine_on
-from runs import moments, settings, take_step
+from runs import load_into, moments, settings, take_step
 
 
 def engine_of(world, stage, zero, ep_size=2):
@@ -63,8 +63,7 @@ def test_experts_train_and_go_on_to_the_bit(rank, world, stage, where, params, e
         gc.collect()
     assert same(*results), "with and without"
     for given in ({}, zero):
-        engine = engine_of(world, stage, given, ep_size)
-        engine.load_checkpoint(saved)
+        engine = load_into(engine_of(world, stage, given, ep_size), saved)
         losses = train(engine, rank, range(2, 4))
         assert same([*losses, *everything(engine)], results[0][2:]), "resumed"
         engine.destroy()

@@ -1,6 +1,7 @@
 """Where masters, gradients and optimizer states rest changes no bit of training: ``offload_optimizer``."""
 
 import os
+import pathlib
 import resource
 from unittest import mock
 
@@ -27,9 +28,11 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
     safe_set_local_optimizer_state,
 )
-from engine_models import batch, loss_of, make_net, net_engine, train_engine
+from engine_models import after_steps, batch, loss_of, make_net, net_engine, train_engine
 from harness import on_ranks, run_ranks
-from runs import engine_of, moments, must_raise, take_step, weight_list
+from models import seeded
+from refusals import refused
+from runs import by_rank_0, engine_of, last_of, load_into, moments, take_step, weight_list
 from test_checkpoint_universal import to_universal
 
 DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}  # fp16: tests/cpp/zero/placements_test.cpp
@@ -72,16 +75,6 @@ def files_below(folder):
 
 
 # ---- equality -----------------------------------------------------------------------------------------------------
-def body_equal(rank, world, folder, where, stage, dtype, accumulate, optimizer, clip):
-    results, more = [], {**DTYPES[dtype], "gradient_clipping": clip}
-    for offload in (None, on(folder, where)):
-        engine = make_engine(world, stage, offload, accumulate, optimizer, **more)
-        losses, norms = train_engine(engine, 4, rank, world)
-        results.append([*everything(engine), torch.tensor(losses)])
-        engine.destroy()
-    return same(*results)
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
@@ -90,10 +83,16 @@ def body_equal(rank, world, folder, where, stage, dtype, accumulate, optimizer, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("where", ["cpu", "nvme", "ratio 0.3", "mixed"])
-def test_equals_training_without_offload(tmp_path, where, stage, dtype, accumulate, optimizer, clip, world):
-    args = (str(tmp_path), where, stage, dtype, accumulate, optimizer, clip)
-    assert all(run_ranks(world, body_equal, *args))
-    assert not files_below(tmp_path), "removed with the engine"
+@on_ranks()
+def test_equals_training_without_offload(rank, world, where, stage, dtype, accumulate, optimizer, clip, folder):
+    results, more = [], {**DTYPES[dtype], "gradient_clipping": clip}
+    for offload in (None, on(folder, where)):
+        engine = make_engine(world, stage, offload, accumulate, optimizer, **more)
+        losses, _ = train_engine(engine, 4, rank, world)
+        results.append([*last_of(engine, everything), torch.tensor(losses)])
+    assert same(*results)
+    deepspeed.comm.barrier()
+    assert not files_below(folder), "removed with the engine"
 
 
 # ---- keys ---------------------------------------------------------------------------------------------------------
@@ -122,14 +121,11 @@ def test_optimizers_of_clients(rank, world, folder):
         return make_engine(world, 2, offload, model=model, optimizer=optimizer, **more)
 
     for make in (torch.optim.AdamW, FusedAdam):
-        must_raise(ZeRORuntimeException, "zero_force_ds_cpu_optimizer", initialize, make, {"device": "cpu"})
+        refused(ZeRORuntimeException, "zero_force_ds_cpu_optimizer", initialize, make, {"device": "cpu"})
     assert type(initialize(DeepSpeedCPUAdam, {"device": "cpu"}).basic_optimizer) is DeepSpeedCPUAdam
-    results = []
-    for offload in (None, {"device": "cpu"}):
-        engine = initialize(torch.optim.AdamW, offload, zero_force_ds_cpu_optimizer=False, bf16={"enabled": True})
-        train_engine(engine, 3, rank, world)
-        results.append(everything(engine))
-    assert same(*results)
+    more = {"zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": True}}
+    engines = [initialize(torch.optim.AdamW, offload, **more) for offload in (None, {"device": "cpu"})]
+    assert same(*(everything(after_steps(engine, 3, rank, world)) for engine in engines))
 
 
 # ---- values of parameters -----------------------------------------------------------------------------------------
@@ -138,8 +134,7 @@ def test_optimizers_of_clients(rank, world, folder):
 def test_values_are_read_and_set_where_they_rest(rank, world, where, stage, folder):
     results = []
     for offload in (None, on(folder, where)):
-        engine = make_engine(world, stage, offload, bf16={"enabled": True})
-        train_engine(engine, 1, rank, world)
+        engine = after_steps(make_engine(world, stage, offload, bf16={"enabled": True}), 1, rank, world)
         params = [p for p in engine.module.parameters() if p.requires_grad]
         for index, param in enumerate(params):
             safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 0.5 + index)
@@ -157,8 +152,7 @@ def test_values_are_read_and_set_where_they_rest(rank, world, where, stage, fold
         )
         grads = [safe_get_full_grad(param) for param in params]
         engine.step()
-        results.append([*everything(engine), *[g for g in grads if g is not None]])
-        engine.destroy()
+        results.append([*last_of(engine, everything), *[g for g in grads if g is not None]])
     assert same(*results)
 
 
@@ -182,50 +176,34 @@ def test_checkpoints_of_any_placement_into_any_other(rank, world, before, after,
     (stage, where), (next_stage, next_where) = before, after
     swap = os.path.join(folder, "swap")
     os.makedirs(swap, exist_ok=True)
-    plain = make_engine(world, stage, **more)
-    train_engine(plain, 4, rank, world)
-    first = make_engine(world, stage, on(swap, where), **more)
-    train_engine(first, 2, rank, world)
+    plain = after_steps(make_engine(world, stage, **more), 4, rank, world)
+    first = after_steps(make_engine(world, stage, on(swap, where), **more), 2, rank, world)
     first.save_checkpoint(folder, tag="t")
     train_engine(first, 1, rank, world, start=2)
     first.save_checkpoint(folder, tag="t")  # over it
     if save_format == "async":
         train_engine(first, 1, rank, world, start=3)
         first.checkpoint_engine.wait()
-    second = make_engine(world, next_stage, on(swap, next_where), **more)
-    second.load_checkpoint(folder, tag="t")
+    second = load_into(make_engine(world, next_stage, on(swap, next_where), **more), folder, tag="t")
     train_engine(second, 1, rank, world, start=3)
-    again = make_engine(world, next_stage, None, **more)
-    again.load_checkpoint(folder, tag="t")
-    train_engine(again, 1, rank, world, start=3)
+    again = after_steps(
+        load_into(make_engine(world, next_stage, None, **more), folder, tag="t"), 1, rank, world, start=3
+    )
     assert same(everything(second), everything(again))
     gap = max(float((a - b).abs().max()) for a, b in zip(everything(second), everything(plain)))
     assert gap < 1e-4 or stage == next_stage and gap == 0, gap
 
 
-def body_universal(rank, world, folder, stage):
-    """Into files, as into memory."""
-    found = []
-    for offload in (None, on(folder, "nvme")):
-        engine = make_engine(world, stage, offload, bf16={"enabled": True}, checkpoint={"load_universal": True})
-        engine.load_checkpoint(folder)
-        found.append(everything(engine))
-        engine.destroy()
-    return same(*found)
-
-
-def body_save(rank, world, folder, stage):
-    engine = make_engine(world, stage, bf16={"enabled": True})
-    train_engine(engine, 2, rank, world)
-    engine.save_checkpoint(folder, tag="t")
-    return True
-
-
 @pytest.mark.parametrize("stage", [2, 3])
-def test_universal_checkpoints_load_into_files(tmp_path, stage):
-    run_ranks(2, body_save, str(tmp_path), stage)
-    to_universal(tmp_path)
-    assert all(run_ranks(2, body_universal, str(tmp_path), stage))
+@on_ranks(2)
+def test_universal_checkpoints_load_into_files(rank, world, stage, folder):
+    """Into files, as into memory."""
+    more = {"bf16": {"enabled": True}}
+    after_steps(make_engine(world, stage, **more), 2, rank, world).save_checkpoint(folder, tag="t")
+    by_rank_0(rank, to_universal, folder)
+    more["checkpoint"] = {"load_universal": True}
+    engines = (load_into(make_engine(world, stage, where, **more), folder) for where in (None, on(folder, "nvme")))
+    assert same(*(last_of(engine, everything) for engine in engines))
 
 
 @on_ranks(2)
@@ -246,14 +224,11 @@ def test_a_folder_that_is_missing_is_made_and_its_drive_named(rank, world, folde
 @on_ranks(1)
 def test_what_cannot_work_is_refused_with_numbers(rank, world, folder):
     file = os.path.join(folder, "file")
-    with open(file, "w"):
-        pass
-    must_raise(
-        NotADirectoryError, "nvme_path.*is no folder", make_engine, world, 3, {"device": "nvme", "nvme_path": file}
-    )
+    pathlib.Path(file).touch()
+    refused(NotADirectoryError, "nvme_path.*is no folder", make_engine, world, 3, {"device": "nvme", "nvme_path": file})
     if os.geteuid() != 0:  # who may write everywhere
         os.mkdir(os.path.join(folder, "locked"), 0o555)
-        must_raise(
+        refused(
             PermissionError,
             "nvme_path.*cannot be written to",
             make_engine,
@@ -264,11 +239,11 @@ def test_what_cannot_work_is_refused_with_numbers(rank, world, folder):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # no room for a file
     try:
-        must_raise(OSError, "tensor.swp failed: File too large.*ulimit -f", make_engine, world, 3, on(folder, "nvme"))
+        refused(OSError, "tensor.swp failed: File too large.*ulimit -f", make_engine, world, 3, on(folder, "nvme"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert files_below(folder) == [file]
-    must_raise(
+    refused(
         ValueError,
         "buffer_count = 3 is too small: 'adam' keeps 2 states.*Set it to 4",
         make_engine,
@@ -276,16 +251,13 @@ def test_what_cannot_work_is_refused_with_numbers(rank, world, folder):
         3,
         {**on(folder, "nvme"), "buffer_count": 3},
     )
-    must_raise(ValueError, "stage", make_engine, world, 0, {"device": "cpu"})
+    refused(ValueError, "stage", make_engine, world, 0, {"device": "cpu"})
 
 
 def body_blocked(rank, world, folder, zero):
     """On rank 1 a file stands where its folder of files would be."""
-    try:
-        make_engine(world, zero["stage"], zero=zero)
-    except (OSError, RuntimeError) as error:
-        return type(error).__name__, str(error)
-    return None
+    error = refused((OSError, RuntimeError), None, make_engine, world, zero["stage"], zero=zero)
+    return type(error).__name__, str(error)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +279,9 @@ def test_files_that_one_rank_cannot_make_are_an_error_of_all(tmp_path, zero, blo
 
 
 # ---- states that wait in files while nobody trains ----------------------------------------------------------------
-def body_to_files(rank, world, folder, stage, where):
+@pytest.mark.parametrize("stage, where", [(1, None), (2, "cpu"), (3, None), (2, "ratio 0.3")])
+@on_ranks(2)
+def test_states_wait_in_files(rank, world, stage, where, folder):
     results = []
     for away in (False, True):
         offload = (
@@ -328,16 +302,10 @@ def body_to_files(rank, world, folder, stage, where):
                 engine._backward.seen = False
                 engine.reload_states()
                 assert get_state_devices(engine, OffloadStateTypeEnum.hp_params) == {torch.device("cpu")}
-        train_engine(engine, 2, rank, world, start=2)
-        results.append(everything(engine))
-        engine.destroy()
-    return same(*results)
-
-
-@pytest.mark.parametrize("stage, where", [(1, None), (2, "cpu"), (3, None), (2, "ratio 0.3")])
-def test_states_wait_in_files(tmp_path, stage, where):
-    assert all(run_ranks(2, body_to_files, str(tmp_path), stage, where))
-    assert not files_below(tmp_path)
+        results.append(last_of(after_steps(engine, 2, rank, world, start=2), everything))
+    assert same(*results)
+    deepspeed.comm.barrier()
+    assert not files_below(folder)
 
 
 # ---- memory instead of places -------------------------------------------------------------------------------------
@@ -348,14 +316,14 @@ def test_memory_decides_where_states_rest(rank, world, stage, folder):
     for device, host in ((None, None), (1000, 1200), (0, 0)):
         gib = {"device_gb": device and device / 2**30, "host_gb": host and host / 2**30} if host is not None else {}
         zero = {"placement": {"auto": True, **gib}} if device is not None else {}
-        engine = make_engine(world, stage, {"nvme_path": folder}, bf16={"enabled": True}, zero=zero)
-        train_engine(engine, 3, rank, world)
-        found.append(everything(engine))
+        engine = after_steps(
+            make_engine(world, stage, {"nvme_path": folder}, bf16={"enabled": True}, zero=zero), 3, rank, world
+        )
         tiers = engine.offload_report()["tiers"]
         if device is not None:
             assert tiers["file"]["resting_bytes"] > 0 and (tiers["host"]["resting_bytes"] > 0) == (host > 0)
-        engine.destroy()
-    must_raise(
+        found.append(last_of(engine, everything))
+    refused(
         ValueError,
         "placement: .* of this rank need .* bytes",
         make_engine,
@@ -363,7 +331,7 @@ def test_memory_decides_where_states_rest(rank, world, stage, folder):
         stage,
         zero={"placement": {"auto": True, "host_gb": 0}},
     )
-    must_raise(
+    refused(
         ValueError, "both say where", make_engine, world, stage, {"device": "cpu"}, zero={"placement": {"auto": True}}
     )
     assert same(found[0], found[1]) and same(found[0], found[2])
@@ -391,9 +359,7 @@ def test_report_and_plan(rank, world, folder):
     events = [event for call in engine.monitor.write_events.call_args_list for event in call.args[0]]
     waits = [value for name, value, _ in events if name == "Train/Offload/waited_ms_file"]
     assert len(waits) == (3 if rank == 0 else 0) and all(value >= 0 for value in waits)
-    engine.destroy()
-    plain = make_engine(world, 2)
-    train_engine(plain, 1, rank, world)
+    plain = after_steps(make_engine(world, 2), 1, rank, world)
     tiers = plain.offload_report()["tiers"]
     assert tiers["file"]["resting_bytes"] == tiers["host"]["resting_bytes"] == 0
     assert tiers["device"]["resting_bytes"] > 0
@@ -428,8 +394,7 @@ def test_the_plan_is_what_a_run_needs(rank, world, folder):
 def test_a_published_constructor_takes_the_section():
     results = []
     for section in (None, {"device": "cpu"}, DeepSpeedZeroConfig(stage=2, cpu_offload=True).offload_optimizer):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 4)
+        model = seeded(torch.nn.Linear, 4, 4)
         names = {param: name for name, param in model.named_parameters()}
         inner = torch.optim.AdamW(model.parameters(), lr=0.1)
         optimizer = DeepSpeedZeroOptimizer(inner, names, None, {}, offload_optimizer_config=section)

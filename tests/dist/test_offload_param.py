@@ -19,9 +19,11 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from engine_models import batch, make_net, net_engine, train_engine
+from engine_models import after_steps, batch, make_net, net_engine, train_engine
 from harness import on_ranks, run_ranks
-from runs import must_raise, take_step, together, with_fp16
+from models import Parts
+from refusals import refused
+from runs import last_of, load_into, take_step, together, value_of, with_fp16
 from runs import weight_list as values
 
 
@@ -102,20 +104,21 @@ def test_slices_that_one_rank_cannot_put_away_are_an_error_of_all(tmp_path):
     assert [said[2] for said in found] == [(None, "True")] * 2
 
 
-class WideNet(torch.nn.Module):
+def forward_wide_net(net, x):
+    for weight in net.weights:
+        x = torch.tanh(x.float() @ weight.float())
+    return x
+
+
+def wide_net():
     """Parameters in 16 bits that are computed with in fp32: torch 1.13 has no matrix products of fp16 on a CPU."""
-
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.weights = torch.nn.ParameterList(
+    generator = torch.Generator().manual_seed(0)
+    return Parts(
+        forward_wide_net,
+        weights=torch.nn.ParameterList(
             [torch.nn.Parameter(torch.randn(12, 12, generator=generator) / 4) for _ in range(5)]
-        )
-
-    def forward(self, x):
-        for weight in self.weights:
-            x = torch.tanh(x.float() @ weight.float())
-        return x
+        ),
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -125,7 +128,7 @@ def test_fp16_is_equal_to_the_bit(rank, world, folder):
     for offload in (None, {"device": "cpu"}, nvme(folder), nvme(folder, max_in_cpu=200)):
         fp16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
         with with_fp16():
-            engine = make(world, offload, model=WideNet(), fp16=fp16, gradient_clipping=0.1)
+            engine = make(world, offload, model=wide_net(), fp16=fp16, gradient_clipping=0.1)
         for step in range(6):
             generator = torch.Generator().manual_seed(10 * step + rank)
             take_step(engine, engine(torch.randn(4, 12, generator=generator)).square().mean() * 4)
@@ -177,8 +180,7 @@ def test_parameters_go_where_they_rest_as_they_are_made(rank, world, remote, fol
             param.data.fill_(0.5)
     assert torch.equal(safe_get_full_fp32_param(param), torch.full(tuple(param.ds_shape), 0.5))
     safe_set_full_fp32_param(param, torch.full(tuple(param.ds_shape), 0.75))
-    with deepspeed.zero.GatheredParameters([param]):
-        assert bool((param == 0.75).all())
+    assert bool((value_of(param) == 0.75).all())
     train_engine(engine, 1, rank, world, start=2)
 
 
@@ -200,23 +202,17 @@ def test_inference_without_an_optimizer(rank, world, folder):
 def test_checkpoints_are_those_of_a_run_without(rank, world, folder):
     saved = []
     for number, offload in enumerate((None, nvme(folder))):
-        engine = make(world, offload, bf16={"enabled": True})
-        train_engine(engine, 2, rank, world)
+        engine = after_steps(make(world, offload, bf16={"enabled": True}), 2, rank, world)
         engine.save_checkpoint(f"{folder}/saved{number}", tag="t")
-        train_engine(engine, 2, rank, world, start=2)
-        saved.append(values(engine))
-        engine.destroy()
+        saved.append(last_of(after_steps(engine, 2, rank, world, start=2)))
     assert same(*saved)
     names = [sorted(p.name for p in pathlib.Path(f"{folder}/saved{n}/t").iterdir()) for n in (0, 1)]
     assert names[0] == names[1]
     whole = [get_fp32_state_dict_from_zero_checkpoint(f"{folder}/saved{n}", tag="t") for n in (0, 1)]
     assert whole[0].keys() == whole[1].keys() and same(whole[0].values(), whole[1].values())
     for number, offload in enumerate((nvme(folder), {"device": "cpu"})):  # each from the other's
-        engine = make(world, offload, bf16={"enabled": True})
-        engine.load_checkpoint(f"{folder}/saved{number}", tag="t")
-        train_engine(engine, 2, rank, world, start=2)
-        assert same(saved[0], values(engine)), number
-        engine.destroy()
+        engine = load_into(make(world, offload, bf16={"enabled": True}), f"{folder}/saved{number}", tag="t")
+        assert same(saved[0], last_of(after_steps(engine, 2, rank, world, start=2))), number
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
@@ -265,12 +261,7 @@ def _files_below(folder):
 def body_next(rank, world, folder, section):
     """Another run in the same folder: what it says."""
     zero = {section: nvme(folder) if section == "offload_param" else {"device": "nvme", "nvme_path": folder}}
-    try:
-        make(world, zero=zero).destroy()
-    except RuntimeError as error:
-        return str(error)
-    gc.collect()
-    return ""
+    return str(refused(RuntimeError, None, make, world, zero=zero))
 
 
 @pytest.mark.slow
@@ -301,18 +292,14 @@ def test_files_end_with_their_run_and_those_of_a_living_one_are_its_own(tmp_path
 @on_ranks(2, init=True)
 def test_a_file_that_is_cut_is_an_error_of_all_ranks(rank, world, folder):
     """A file that is gone: tests/cpp/zero/param_offload_test.cpp."""
-    engine = make(world, nvme(folder))
-    train_engine(engine, 1, rank, world)
+    engine = after_steps(make(world, nvme(folder)), 1, rank, world)
     torch.distributed.barrier()
     if rank == 1:
         for path in (pathlib.Path(folder) / "zero_stage_3/float32params/rank1").iterdir():
             os.truncate(path, 3)
-    began, said = time.monotonic(), None
-    try:
-        train_engine(engine, 2, rank, world, start=1)
-    except (OSError, RuntimeError) as error:
-        said = error
-    results = together(type(said).__name__, str(said), time.monotonic() - began)
+    began = time.monotonic()
+    error = refused((OSError, RuntimeError), None, train_engine, engine, 2, rank, world, start=1)
+    results = together(type(error).__name__, str(error), time.monotonic() - began)
     assert all("float32params/rank1/" in text for _, text, _ in results), results
     assert "data-parallel rank 1 could not go on" in results[0][1]
     assert results[1][0] == "OSError", results[1]
@@ -323,9 +310,7 @@ def test_a_file_that_is_cut_is_an_error_of_all_ranks(rank, world, folder):
 @on_ranks(1, init=True)
 def test_bad_input_is_named_with_what_would_work(rank, world, folder):
     def error(kind, offload):
-        with pytest.raises(kind) as raised:
-            make(world, offload)
-        return str(raised.value)
+        return str(refused(kind, None, make, world, offload))
 
     pathlib.Path(f"{folder}/file").touch()
     said = error(OSError, nvme(f"{folder}/file"))
@@ -335,14 +320,14 @@ def test_bad_input_is_named_with_what_would_work(rank, world, folder):
     size = int(said.split("set it to at least ")[1].split()[0])
     make(world, nvme(folder, buffer_size=size)).destroy()
     assert "buffer_count is 0" in error(ValueError, nvme(folder, buffer_count=0))
-    must_raise(
+    refused(
         ValueError,
         "nvme_path",
         deepspeed.zero.Init,
         remote_device="nvme",
         config_dict_or_path={"zero_optimization": {"stage": 3}},
     )
-    must_raise(
+    refused(
         ValueError,
         "remote_device is None, 'none', 'cpu' or 'nvme', not 'disk'",
         deepspeed.zero.Init,

@@ -9,7 +9,8 @@ from deepspeed import comm as dist
 from deepspeed.comm import mesh
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from deepspeed.zero.parameters.param_ranks import ParamRanks
-from harness import run_ranks
+from harness import on_ranks
+from models import Parts
 from runs import engine_of, take_step
 
 EXPERTS, WIDTH, STEPS, LR = 2, 6, 3, 0.05
@@ -19,20 +20,18 @@ def values(seed, *shape):
     return torch.sin(torch.arange(int(torch.tensor(shape).prod()), dtype=torch.float32) * 0.7 + seed).reshape(shape)
 
 
-class Layer(torch.nn.Module):
+def layer_of(experts):
     """A dense layer, and one expert (or all of them: the measure)."""
-
-    def __init__(self, experts):
-        super().__init__()
-        self.dense = torch.nn.Linear(WIDTH, WIDTH)
-        self.experts = torch.nn.ModuleDict({str(e): torch.nn.Linear(WIDTH, WIDTH) for e in experts})
-        with torch.no_grad():
-            for seed, linear in [(50, self.dense), *((int(e), linear) for e, linear in self.experts.items())]:
-                linear.weight.copy_(values(seed, WIDTH, WIDTH))
-                linear.bias.copy_(values(seed + 20, WIDTH))
-
-    def forward(self, x, expert):
-        return torch.tanh(self.experts[expert](torch.tanh(self.dense(x))))
+    net = Parts(
+        lambda net, x, expert: torch.tanh(net.experts[expert](torch.tanh(net.dense(x)))),
+        dense=torch.nn.Linear(WIDTH, WIDTH),
+        experts=torch.nn.ModuleDict({str(e): torch.nn.Linear(WIDTH, WIDTH) for e in experts}),
+    )
+    with torch.no_grad():
+        for seed, linear in [(50, net.dense), *((int(e), linear) for e, linear in net.experts.items())]:
+            linear.weight.copy_(values(seed, WIDTH, WIDTH))
+            linear.bias.copy_(values(seed + 20, WIDTH))
+    return net
 
 
 def batch(step, rank):
@@ -41,7 +40,7 @@ def batch(step, rank):
 
 def measure(world):
     """Parameters after training in one process, by name, and the norms of the gradients."""
-    model = Layer(range(EXPERTS))
+    model = layer_of(range(EXPERTS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
     norms = []
     for step in range(STEPS):
@@ -53,13 +52,16 @@ def measure(world):
     return {name: param.detach() for name, param in model.named_parameters()}, norms
 
 
-def body(rank, world, stage, folder):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks(init=True)
+def test_experts_equal_one_process(rank, world, stage, folder):
     expert = rank % EXPERTS
     groups = {
         "expert_data_parallel": mesh.group_over(list(range(expert, world, EXPERTS))),
         "expert_parallel": mesh.group_over([rank - expert + e for e in range(EXPERTS)]),
     }
-    model = Layer([expert])
+    model = layer_of([expert])
     if rank >= EXPERTS:  # what the first holder has counts
         model.experts[str(expert)].bias.data.zero_()
     for param in model.experts.parameters():
@@ -87,14 +89,7 @@ def body(rank, world, stage, folder):
     engine.load_checkpoint(folder)
     assert all(torch.equal(safe_get_full_fp32_param(param), found[name]) for name, param in mine.items())
     dist.barrier()
-    return {name: value.tolist() for name, value in found.items()}, norms
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [2, 4])
-def test_experts_equal_one_process(world, stage, tmp_path):
-    expected, norms = measure(world)
-    for found, found_norms in run_ranks(world, body, stage, str(tmp_path), init=True):
-        assert found_norms == pytest.approx(norms, rel=1e-4)
-        for name, value in found.items():
-            torch.testing.assert_close(torch.tensor(value), expected[name], rtol=1e-4, atol=1e-5)
+    expected, expected_norms = measure(world)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)

@@ -7,7 +7,8 @@ import pipe_models as models
 from deepspeed.utils import RepeatingLoader
 from harness import on_ranks
 from models import samples
-from runs import engine_of, must_raise, together
+from refusals import refused
+from runs import engine_of, load_into, together
 
 MICRO_BATCHES = 2
 
@@ -37,14 +38,13 @@ def test_an_evaluation_leaves_the_loader_and_its_position(rank, world, kind, fol
     loader = engine.training_dataloader
     engine.train_batch()
     engine.eval_batch(iter(evaluated))
-    must_raise(RuntimeError, r"eval_batch\(\) on stage . has no data", engine.eval_batch, None)
+    refused(RuntimeError, r"eval_batch\(\) on stage . has no data", engine.eval_batch, None)
     assert engine.training_dataloader is loader and engine.module.training
     engine.train_batch()
     engine.save_checkpoint(folder)
     engine.eval_batch(iter(evaluated))
     expected = [engine.train_batch().item() for _ in range(3)]
-    again = started(kind, world)
-    again.load_checkpoint(folder)
+    again = load_into(started(kind, world), folder)
     again.eval_batch(iter(evaluated))
     assert [again.train_batch().item() for _ in range(3)] == expected
 
@@ -85,13 +85,7 @@ def test_stages_draw_the_same_numbers_and_copies_others(rank, world):
 @on_ranks(2, init=True)
 def test_a_loader_that_applies_no_function(rank, world):
     engine = started("none", world)
-    texts = []
-    for loader in (None, [(torch.ones(1), torch.ones(1))]):
-        if loader is not None:
-            engine.set_dataloader(loader)
-        with pytest.raises(RuntimeError) as caught:
-            engine.set_data_post_process_func(lambda batch, state: batch)
-        texts.append(str(caught.value))
-    none, other = texts
-    assert "needs a training loader of this library, and there is none" in none
-    assert "there is a list: pass training_data" in other
+    change, hook = engine.set_data_post_process_func, lambda batch, state: batch
+    refused(RuntimeError, "needs a training loader of this library, and there is none", change, hook)
+    engine.set_dataloader([(torch.ones(1), torch.ones(1))])
+    refused(RuntimeError, "there is a list: pass training_data", change, hook)

@@ -5,7 +5,7 @@ import torch
 
 import pipe_models as models
 from harness import on_ranks, run_ranks
-from runs import must_raise
+from refusals import refused
 
 BATCHES, MICRO_BATCHES = 2, 4
 
@@ -25,18 +25,15 @@ def _trains(rank, world, kind, stages, stage, sections, options, tolerance):
     data = _looked_at(models.batches(kind, BATCHES, MICRO_BATCHES, copy), engine, whole)
     losses = [engine.train_batch(data_iter=data).item() for _ in range(BATCHES)]
     norms = []
-    clip = sections.get("gradient_clipping", 0.0)
+    clip = sections["gradient_clipping"]
     wanted = models.plain(kind, BATCHES, MICRO_BATCHES, copies, clip=clip, norms=norms)
     assert float(engine.get_global_grad_norm()) == pytest.approx(norms[-1], rel=1e-4)  # tied weights count once
     models.compare(engine, losses, models.parameters_of(engine), wanted, tolerance)
     assert engine._stage_policy.shards_grads == (stage >= 2) and (stage < 2 or not any(whole))
     assert engine.global_steps == BATCHES and engine.micro_steps == BATCHES * MICRO_BATCHES
     assert engine.global_samples == BATCHES * MICRO_BATCHES * models.MICRO * copies
-    with pytest.raises(StopIteration):
-        if engine.is_first_stage() or engine.is_last_stage():
-            next(data)
-        else:
-            raise StopIteration
+    if engine.is_first_stage() or engine.is_last_stage():
+        refused(StopIteration, None, next, data)
     return losses, {name: value for name, value in models.parameters_of(engine).items()}
 
 
@@ -91,14 +88,11 @@ def test_recomputed(kind, schedule, reentrant):
 def _choice(world, limit):
     engine = models.engine_of("plain", 2, world, 8, pipeline={"schedule": "auto", "memory_limit": limit})
     if limit == 1:
-        must_raise(
-            (ValueError, RuntimeError), "memory_limit|bytes", engine.train_batch, models.batches("plain", 1, 8, 0)
-        )
+        refused((ValueError, RuntimeError), "memory_limit|bytes", engine.train_batch, models.batches("plain", 1, 8, 0))
         return None
     losses = [engine.train_batch(models.batches("plain", 1, 8, 0)).item() for _ in range(2)]
     assert losses[1] < losses[0]
-    plan = engine.pipe_plan()
-    return plan.schedule, engine._plans.planned(8).plan.schedule
+    return engine.pipe_plan().schedule, engine._plans.planned(8).plan.schedule
 
 
 @on_ranks(2, init=True)

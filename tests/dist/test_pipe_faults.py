@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pathlib
 import signal
 import time
 from unittest import mock
@@ -16,7 +17,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.schedule import SendActivation, TrainSchedule
 from deepspeed.runtime.pipe import schedule as published_schedule
 from harness import RankError, on_ranks, run_ranks
-from runs import must_raise
+from refusals import refused
+from runs import raised
 from sampling import every_case
 
 MICRO_BATCHES, SOON = 4, 5.0
@@ -65,17 +67,14 @@ def _fails(rank, world, fault, at, copies, folder):
         data = [*good[:2], *[(x, y[:1, :1, :3]) for x, y in good[2:]]]
     elif fault in ("raise", "kill", "slow") and here:
         Trap.armed = {MICRO_BATCHES + 3: fault}  # of each layer of this rank: the first one is there first
-    begin, text, kind = time.monotonic(), "nothing", ""
-    try:
-        engine.train_batch(iter(data))
-    except Exception as error:
-        text, kind = str(error), type(error).__name__
+    begin = time.monotonic()
+    kind, text = raised(engine.train_batch, iter(data)) or ("", "nothing")
     seconds = time.monotonic() - begin
     after = models.parameters_of(engine)
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     Trap.armed = {}
-    with open(os.path.join(folder, f"{rank}.json"), "w", encoding="utf-8") as file:
-        json.dump({"text": text, "kind": kind, "seconds": seconds, "moved": moved, "here": here}, file)
+    told = {"text": text, "kind": kind, "seconds": seconds, "moved": moved, "here": here}
+    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(told), encoding="utf-8")
     if fault == "kill":
         time.sleep(1.0)  # the harness ends the others when it has seen who died
 
@@ -129,11 +128,11 @@ def test_bad_input(rank, world):
     engine = engine_of(2, 1, models.Block)
     good = list(models.batches("plain", 1, MICRO_BATCHES, 0))
     for name in ("forward", "backward", "step"):
-        must_raise(RuntimeError, f"a pipeline has no {name}.. of one rank", getattr(engine, name), torch.ones(1))
+        refused(RuntimeError, f"a pipeline has no {name}.. of one rank", getattr(engine, name), torch.ones(1))
     with pytest.raises(RuntimeError, match="inside of torch.no_grad"), torch.no_grad():
         engine.train_batch(iter(good))
-    must_raise(RuntimeError, f"stage {rank} has no data: pass data_iter=", engine.train_batch)
-    must_raise(
+    refused(RuntimeError, f"stage {rank} has no data: pass data_iter=", engine.train_batch)
+    refused(
         NotImplementedError,
         "reduce_output='max'.: 'avg', 'sum' or None",
         engine.eval_batch,
@@ -141,18 +140,18 @@ def test_bad_input(rank, world):
         reduce_output="max",
     )
     with mock.patch.object(published_schedule, "TrainSchedule", Shortened):
-        must_raise(ValueError, "pipeline schedule Shortened, rank 0", engine.train_batch, iter(good))
+        refused(ValueError, "pipeline schedule Shortened, rank 0", engine.train_batch, iter(good))
     assert engine.train_batch(iter(good)).item() > 0
 
-    def refused(match, kind=ValueError, options=None, **sections):
-        must_raise(kind, match, models.engine_of, "plain", 2, 2, 4, options=options, **sections)
-
-    refused("pipeline.stages is 3, but the PipelineModule has 2", pipeline={"stages": 3})
-    refused("pipeline.partition is 'uniformly', but the PipelineModule", pipeline={"partition": "uniformly"})
-    refused("pipeline.schedule", deepspeed.DeepSpeedConfigError, pipeline={"schedule": "1f2b"})
-    refused("zb-v", pipeline={"schedule": "zb-v"})
-    refused("placement='v'", options={"virtual_stages": 2}, pipeline={"schedule": "zb-v"})
-    must_raise(
+    for words, kind, pipeline, options in (
+        ("pipeline.stages is 3, but the PipelineModule has 2", ValueError, {"stages": 3}, None),
+        ("pipeline.partition is 'uniformly', but the PipelineModule", ValueError, {"partition": "uniformly"}, None),
+        ("pipeline.schedule", deepspeed.DeepSpeedConfigError, {"schedule": "1f2b"}, None),
+        ("zb-v", ValueError, {"schedule": "zb-v"}, None),
+        ("placement='v'", ValueError, {"schedule": "zb-v"}, {"virtual_stages": 2}),
+    ):
+        refused(kind, words, models.engine_of, "plain", 2, 2, 4, options=options, pipeline=pipeline)
+    refused(
         AssertionError,
         "leave mpu= out",
         deepspeed.initialize,
@@ -171,12 +170,10 @@ def _bad_item(case, match):
     }[case]()
     engine = module
     if isinstance(module, PipelineModule):
-        for layer in (torch.nn.Linear(1, 1),):
-            module.add_module("weight", layer)
+        module.add_module("weight", torch.nn.Linear(1, 1))
         engine = deepspeed.initialize(model=module, config=models.config_of(MICRO_BATCHES))[0]
     data = itertools.repeat((torch.ones(2, 3),) if case == "no pair" else (torch.ones(2, 3), torch.ones(2, 3)))
-    with pytest.raises(Exception, match=match):
-        engine.eval_batch(data) if case == "no loss" else engine.train_batch(data)
+    refused(Exception, match, engine.eval_batch if case == "no loss" else engine.train_batch, data)
 
 
 @on_ranks(2, init=True)

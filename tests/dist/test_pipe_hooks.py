@@ -9,10 +9,10 @@ import torch
 
 import pipe_models as models
 from deepspeed.pipe import schedule
-from engine_models import batch, config, loss_of, make_net
+from engine_models import config, loss_on, make_net
 from harness import on_ranks, run_ranks
 from memory_hosts import memory_hosts
-from runs import engine_of, take_step
+from runs import engine_of, load_into, take_step
 from test_memory_copies import enter
 
 MICRO_BATCHES, STEPS, SIGNAL_AT = 2, 8, 2
@@ -52,8 +52,7 @@ def pipeline(world, folder, stage):
 
 def ends(rank, world, hosts, folder, stage):
     enter(rank, world, hosts)
-    engine = pipeline(world, folder, stage)
-    engine.load_checkpoint(folder)
+    engine = load_into(pipeline(world, folder, stage), folder)
     seen, code = watch(engine), None
     data = models.batches("plain", STEPS, MICRO_BATCHES, engine.grid.get_data_parallel_rank())
     for step in range(STEPS):
@@ -95,20 +94,16 @@ def test_a_signal_and_copies_in_memory_behind_a_schedule(world, stage, tmp_path)
             shutil.rmtree(folder, ignore_errors=True)  # now there is the copy in memory alone
 
 
-def own_batches(rank, world):
+@on_ranks(2, init=True)
+def test_a_client_that_runs_schedules_itself(rank, world):
     """A client with a loop over schedules of its own."""
     engine = models.engine_of("plain", 2, world, MICRO_BATCHES)
     seen = watch(engine)
-    data = models.batches("plain", 3, MICRO_BATCHES, 0)
-    engine.set_dataiterator(data)
+    engine.set_dataiterator(models.batches("plain", 3, MICRO_BATCHES, 0))
     for _ in range(3):
         engine._exec_schedule(schedule.TrainSchedule(MICRO_BATCHES, 2, engine.stage_id))
-    return [(name, step) for name, step, _ in seen]
-
-
-def test_a_client_that_runs_schedules_itself():
     expected = [(name, step) for step in (1, 2) for name in ("copies", "end")]  # those of step 3 are still to come
-    assert run_ranks(2, own_batches, init=True) == [expected] * 2
+    assert [(name, step) for name, step, _ in seen] == expected
 
 
 @on_ranks(1, init=True)
@@ -116,7 +111,6 @@ def test_a_plain_engine(rank, world):
     expected = [(name, step, False) for step in (1, 2) for name in ("copies", "end")]
     engine = engine_of(make_net(), config(world, 2))
     seen = watch(engine)
-    tokens, targets = batch(0)
     for _ in range(4):
-        take_step(engine, loss_of(engine(tokens), targets))
+        take_step(engine, loss_on(engine, 0))
     assert seen == expected

@@ -1,5 +1,7 @@
 """What a pipeline takes against its plan: layers that sleep, so that more ranks than cores work at once."""
 
+import pathlib
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 import pipe_models as models
 from deepspeed._native import _C
 from deepspeed.pipe import LayerSpec, PipelineModule
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 from runs import engine_of, together
 from sampling import every_case
 
@@ -24,8 +26,7 @@ def _memory(what):
 def test_stages_build_their_own_layers_only(rank, world):
     width, layers = 2048, 8
     model = 4 * layers * width * width
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
     module = PipelineModule([LayerSpec(nn.Linear, width, width) for _ in range(layers)], num_stages=world)
     assert len(module.local_layers) == layers // world
@@ -48,8 +49,7 @@ def test_bubble(rank, ranks, schedule):
         [LayerSpec(models.Sleeper, PASS) for _ in range(ranks * chunks)], num_stages=ranks,
         loss_fn=models.loss_of("plain"), partition_method="uniform", **options,
     )  # fmt: skip
-    config = models.config_of(micro_batches, pipeline={"schedule": schedule})
-    engine = engine_of(module, config)
+    engine = engine_of(module, models.config_of(micro_batches, pipeline={"schedule": schedule}))
     parts = [_C.pipe.Part(forward=PASS, backward_input=PASS, backward_weight=PASS)] * (ranks * chunks)
     planned, found = _C.pipe.schedule(schedule, ranks, chunks, micro_batches).cost(parts).bubble, []
     for _ in range(3):
@@ -69,12 +69,9 @@ def test_bubble(rank, ranks, schedule):
 @pytest.mark.slow
 @pytest.mark.skipif(not every_case(), reason="make test-all: eight processes")
 @pytest.mark.parametrize("kind", ["plain", "tied"])
-@pytest.mark.parametrize("stages, copies, stage", [(8, 1, 1), (4, 2, 2)])
-def test_eight_ranks(kind, stages, copies, stage):
-    run_ranks(stages * copies, _trains, kind, stages, stage, init=True, timeout=120)
-
-
-def _trains(rank, world, kind, stages, stage):
+@pytest.mark.parametrize("stages, stage", [(8, 1), (4, 2)])
+@on_ranks(8, init=True, timeout=120)
+def test_eight_ranks(rank, world, kind, stages, stage):
     engine = models.engine_of(kind, stages, world, 8, stage)
     data = models.batches(kind, 2, 8, engine.grid.get_data_parallel_rank())
     losses = [engine.train_batch(data).item() for _ in range(2)]

@@ -15,7 +15,8 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from harness import on_ranks
 from models import samples
-from runs import DTYPES, engine_of, must_raise, together
+from refusals import refused
+from runs import DTYPES, engine_of, together
 
 MICRO_BATCHES = 4
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
@@ -39,7 +40,7 @@ class Counting:
 def test_plan_and_measured(rank, world):
     engine = models.engine_of("plain", world, world, MICRO_BATCHES)
     x, y = models.micro_batch("plain", 0, 0, 0)
-    must_raise(RuntimeError, "does not know the inputs yet", engine.pipe_plan)
+    refused(RuntimeError, "does not know the inputs yet", engine.pipe_plan)
     for batch in range(10):
         engine.train_batch(itertools.repeat((x, y)))
         plan = engine.pipe_plan()
@@ -82,7 +83,6 @@ def test_members(rank, world):
     for _ in range(9):
         last = engine.train_batch(itertools.repeat((x, y))).item()
     assert last < one
-    engine.destroy()
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,7 @@ def test_eval_batch(rank, world, stages, down_and_up):
     close(engine.eval_batch(iter(own)), mean)
     assert engine.module.training
     last = engine.is_last_stage()
-    alone = engine.eval_batch(iter(own), bcast_loss=False)
-    assert (alone is not None) == last
+    assert (engine.eval_batch(iter(own), bcast_loss=False) is not None) == last
     close(engine.eval_batch(iter(own), reduce_output="sum"), mean * MICRO_BATCHES * copies)
     summed = engine.eval_batch(iter(own), compute_loss=False, reduce_output="sum")
     engine.module.loss_fn, loss_fn = lambda out, labels: (out[0], out), engine.module.loss_fn
@@ -183,8 +182,7 @@ class LateWeights(schedule.TrainSchedule):
             for command in step:
                 kind = type(command)
                 if hasattr(command, "buffer_id"):
-                    starts = schedule.LoadMicroBatch if self.is_first_stage else schedule.RecvActivation
-                    if kind is starts:
+                    if kind is (schedule.LoadMicroBatch if self.is_first_stage else schedule.RecvActivation):
                         numbers[command.buffer_id], seen = seen % buffers, seen + 1
                     command = kind(numbers[command.buffer_id])
                 if kind is schedule.BackwardPass:
@@ -237,7 +235,7 @@ def test_clients_schedule(rank, world, kind):
         def steps(self):
             yield [Unknown()]
 
-    must_raise(
+    refused(
         RuntimeError, "does not know the instruction Unknown", engine._exec_schedule, Odd(MICRO_BATCHES, world, rank)
     )
 
@@ -254,8 +252,7 @@ FP16_ON_CPU = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16
 def test_sixteen_bits(rank, world, dtype, stage, kind):
     narrow = {"fp16": {"enabled": True, "initial_scale_power": 8}} if dtype == torch.float16 else DTYPES["bf16"]
     engine = models.engine_of(kind, 2, world, MICRO_BATCHES, stage, gradient_clipping=0.5, **narrow)
-    copy = engine.grid.get_data_parallel_rank()
-    data = models.batches(kind, 4, MICRO_BATCHES, copy, dtype)
+    data = models.batches(kind, 4, MICRO_BATCHES, engine.grid.get_data_parallel_rank(), dtype)
     losses = [engine.train_batch(data).item() for _ in range(4)]
     wanted, _ = models.plain(kind, 4, MICRO_BATCHES, world // 2, clip=0.5)
     assert all(abs(a - b) < 0.05 * max(1.0, abs(b)) for a, b in zip(losses, wanted)), (losses, wanted)

@@ -13,8 +13,10 @@ from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from harness import on_ranks, run_ranks
-from runs import TORCH2, must_raise, together
+from harness import on_ranks
+from models import seeded
+from refusals import refused
+from runs import TORCH2, by_rank_0, together
 
 WIDTH = 6
 
@@ -42,11 +44,7 @@ def specs(count=5):
 
 def reference(count=5):
     """The same model in one process, seeded layer by layer."""
-    layers = []
-    for number in range(count):
-        torch.manual_seed(1234 + number)
-        layers.append(Block(WIDTH))
-    return layers
+    return [seeded(Block, WIDTH, seed=1234 + number) for number in range(count)]
 
 
 def inputs():
@@ -95,9 +93,9 @@ def test_parts_are_the_model(rank, world, stages, virtual, placement, parts, loc
         for layer in [*reference(), scaled]:
             wanted = layer(wanted)
     assert torch.equal(found, wanted)
-    must_raise(IndexError, "there is no layer 6: the pipeline has 6", module.stage_owner, 6)
+    refused(IndexError, "there is no layer 6: the pipeline has 6", module.stage_owner, 6)
     if virtual > 1:
-        must_raise(ValueError, "this stage has 2 parts of the model: say which", module, inputs())
+        refused(ValueError, "this stage has 2 parts of the model: say which", module, inputs())
     assert module.partitions() == parts and module.local_layers == local[rank]
 
 
@@ -133,7 +131,7 @@ def test_recomputed_segments(rank, world):
     module.set_checkpoint_interval(0)
     module(inputs())
     assert calls == [1] and module.is_checkpointable_results == []
-    must_raise(ValueError, "activation_checkpoint_interval -1", module.set_checkpoint_interval, -1)
+    refused(ValueError, "activation_checkpoint_interval -1", module.set_checkpoint_interval, -1)
 
 
 class Noise(nn.Module):
@@ -168,29 +166,26 @@ def tied_layers():
     ]
 
 
-def _tied(rank, world):
+@on_ranks(3, init=True)
+def test_tied_layers(rank, world):
     torch.manual_seed(rank)  # copies begin unlike each other
     module = PipelineModule(tied_layers(), num_stages=3, partition_method=[0, 1, 3, 4])
     owns = module.stage_id != 1
     assert list(module.tied_modules) == (["embed"] if owns else [])
     assert [group_ranks["ranks"] for group_ranks in module.tied_comms.values()] == ([[0, 2]] if owns else [])
-    if not owns:
-        assert module.get_tied_weights_and_groups() == []
-        return None
-    [(weight, group)] = module.get_tied_weights_and_groups()
-    assert weight is module.tied_modules["embed"].weight and dist.get_all_ranks_from_group(group) == [0, 2]
-    assert weight.ds_pipe_replicated == (rank == 2)
-    if rank == 0:
-        weight.grad = torch.ones_like(weight)
-    module.allreduce_tied_weight_gradients()
-    assert torch.equal(weight.grad, torch.ones_like(weight))
-    assert module(torch.tensor([1, 2]) if rank == 0 else torch.ones(2, WIDTH)).shape == (2, WIDTH if rank == 0 else 11)
-    return weight.detach()
-
-
-def test_tied_layers():
-    first, middle, last = run_ranks(3, _tied, init=True)
-    assert middle is None and torch.equal(first, last)
+    tied = module.get_tied_weights_and_groups()
+    assert len(tied) == owns
+    for weight, group in tied:
+        assert weight is module.tied_modules["embed"].weight and dist.get_all_ranks_from_group(group) == [0, 2]
+        assert weight.ds_pipe_replicated == (rank == 2)
+        if rank == 0:
+            weight.grad = torch.ones_like(weight)
+        module.allreduce_tied_weight_gradients()
+        assert torch.equal(weight.grad, torch.ones_like(weight))
+        x = torch.tensor([1, 2]) if rank == 0 else torch.ones(2, WIDTH)
+        assert module(x).shape == (2, WIDTH if rank == 0 else 11)
+    (first,), _, (last,) = together([weight.detach() for weight, _ in tied])
+    assert torch.equal(first, last)
 
 
 @on_ranks(4, init=True)
@@ -217,11 +212,9 @@ def test_layer_files(rank, world, folder):
                 torch.equal(state[name], value) for name, value in module._modules_by_place[local].state_dict().items()
             )
     dist.barrier()
-    if rank == 0:
-        os.remove(os.path.join(folder, names[1]))
-    dist.barrier()
+    by_rank_0(rank, os.remove, os.path.join(folder, names[1]))
     if 1 in saved.local_layers:
-        must_raise(
+        refused(
             FileNotFoundError,
             "layer 1 of the pipeline is not in this checkpoint .* none",
             saved.load_state_dir,
@@ -255,7 +248,7 @@ def test_profile_is_agreed_by_all_ranks(rank, world):
     layers = [LayerSpec(SlowWithoutParameters), *[LayerSpec(Block, WIDTH) for _ in range(4)]]
     by_time = PipelineModule(layers, num_stages=2, partition_method="profile", profile_input=inputs())
     assert len(by_time.layer_costs) == 5 and by_time.layer_costs[0].forward >= 0.03  # the mean
-    must_raise(
+    refused(
         ValueError, "'profile' needs profile_input=", PipelineModule, layers, num_stages=2, partition_method="profile"
     )
     first, second = together(
@@ -266,13 +259,11 @@ def test_profile_is_agreed_by_all_ranks(rank, world):
 
 @on_ranks(3, init=True)
 def test_bad_input(rank, world):
-    must_raise(RuntimeError, "PipelineModule needs num_stages= or topology=", PipelineModule, specs())
-    must_raise(
-        RuntimeError, "num_stages 2 does not divide the 3 ranks of the job", PipelineModule, specs(), num_stages=2
-    )
-    must_raise(ValueError, "3 parts of the pipeline .* for 2 layers", PipelineModule, specs(1), num_stages=3)
-    must_raise(ValueError, 'there is no placement "w"', PipelineModule, specs(), num_stages=3, placement="w")
-    must_raise(
+    refused(RuntimeError, "PipelineModule needs num_stages= or topology=", PipelineModule, specs())
+    refused(RuntimeError, "num_stages 2 does not divide the 3 ranks of the job", PipelineModule, specs(), num_stages=2)
+    refused(ValueError, "3 parts of the pipeline .* for 2 layers", PipelineModule, specs(1), num_stages=3)
+    refused(ValueError, 'there is no placement "w"', PipelineModule, specs(), num_stages=3, placement="w")
+    refused(
         ValueError,
         "checkpointable_layers is 'Block': give a list of class names",
         PipelineModule,
@@ -282,20 +273,18 @@ def test_bad_input(rank, world):
     )
     text = PipelineModule([lambda x: "text", scaled, scaled], num_stages=3)
     if rank == 0:
-        must_raise(TypeError, r"layer 0 \(<lambda>\) is the last of stage 0 and returned str", text, torch.ones(1))
+        refused(TypeError, r"layer 0 \(<lambda>\) is the last of stage 0 and returned str", text, torch.ones(1))
     inner = PipelineModule([scaled] * 3, num_stages=3)
     if rank == 0:
-        must_raise(
-            NotImplementedError, "layer 0 is a PipelineModule: give its layers themselves", inner._build, 0, inner
-        )
+        refused(NotImplementedError, "layer 0 is a PipelineModule: give its layers themselves", inner._build, 0, inner)
     if not TORCH2:
-        must_raise(RuntimeError, "needs torch 2.0 or later", inner.compile)
+        refused(RuntimeError, "needs torch 2.0 or later", inner.compile)
     assert inner.get_additional_losses() is None
     assert deepspeed.PipelineModule is PipelineModule
 
 
 def test_without_a_job():
-    must_raise(
+    refused(
         RuntimeError,
         r"PipelineModule needs a job: call deepspeed.init_distributed\(\) first",
         PipelineModule,

@@ -12,8 +12,9 @@ import pipe_models as models
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.sequence.layer import DistributedAttention
-from harness import on_ranks, run_ranks
-from runs import KEEP_GATHERED, engine_of, must_raise, settings
+from harness import on_ranks
+from refusals import refused
+from runs import KEEP_GATHERED, engine_of, settings, together
 from sequence_models import attend
 
 LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCHES = 2, 8, 2, 8, 2
@@ -54,7 +55,9 @@ def config_of(stage, **sections):
     return settings(stage, 1, MICRO_BATCHES, **more)
 
 
-def _trains(rank, world, stages, copies, stage, schedule, folder):
+@pytest.mark.parametrize("stages, copies, stage, schedule", [(2, 1, 1, "zb-h1"), (1, 2, 2, "1f1b"), (2, 1, 3, "1f1b")])
+@on_ranks(4, init=True)
+def test_equals_one_process(rank, world, stages, copies, stage, schedule, folder):
     topology = ProcessTopology(["pipe", "data", "sequence"], [stages, copies, 2])
     grid = PipelineParallelGrid(topology)
     assert grid.get_sequence_parallel_world_size() == 2 and grid.get_data_parallel_world_size() == copies
@@ -82,21 +85,15 @@ def _trains(rank, world, stages, copies, stage, schedule, folder):
             assert torch.allclose(value, state[name], atol=2e-5), name
     engine.save_checkpoint(folder, tag="t")
     engine.load_checkpoint(folder, tag="t")
-    return losses
-
-
-@pytest.mark.parametrize("stages, copies, stage, schedule", [(2, 1, 1, "zb-h1"), (1, 2, 2, "1f1b"), (2, 1, 3, "1f1b")])
-def test_equals_one_process(stages, copies, stage, schedule, tmp_path):
-    found = run_ranks(stages * copies * 2, _trains, stages, copies, stage, schedule, str(tmp_path), init=True)
-    assert all(losses == found[0] for losses in found)
-    layers = {name for name in os.listdir(tmp_path / "t") if name.startswith("layer_")}
+    assert all(other == losses for other in together(losses))
+    layers = {name for name in os.listdir(os.path.join(folder, "t")) if name.startswith("layer_")}
     assert layers == ({"layer_00-model_states.pt", "layer_01-model_states.pt"} if stage < 3 else set())
 
 
 @on_ranks(2, init=True)
 def test_what_does_not_fit_is_refused(rank, world):
     module = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.functional.mse_loss)
-    must_raise(
+    refused(
         deepspeed.DeepSpeedConfigError,
         r"sequence_parallel_size is 2, but the topology of the",
         deepspeed.initialize,
@@ -106,7 +103,7 @@ def test_what_does_not_fit_is_refused(rank, world):
     curriculum = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64,
                   "schedule_type": "fixed_linear",
                   "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}}  # fmt: skip
-    must_raise(
+    refused(
         deepspeed.DeepSpeedConfigError,
         "curriculum_learning",
         deepspeed.initialize,

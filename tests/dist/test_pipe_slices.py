@@ -9,6 +9,7 @@ import pipe_models as models
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from harness import on_ranks, run_ranks
+from models import seeded
 from runs import engine_of
 from tensor_parallel import AddedUp, Copied
 
@@ -55,10 +56,7 @@ def loss_of(out, labels):
 
 
 def reference(copies, batches):
-    layers = []
-    for number in range(4):
-        torch.manual_seed(models.SEED + number)
-        layers.append(Whole())
+    layers = [seeded(Whole, seed=models.SEED + number) for number in range(4)]
     parameters = [one for layer in layers for one in layer.parameters()]
     data = [[one for copy in range(copies) for one in batch(number, copy)] for number in range(batches)]
     losses = models.plain_losses(nn.Sequential(*layers), data, loss_of, torch.optim.AdamW(parameters, lr=1e-2), 0.05)

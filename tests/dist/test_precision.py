@@ -7,10 +7,21 @@ import torch
 
 import deepspeed
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
+from engine_models import (
+    adam_like,
+    config,
+    difference,
+    loss_on,
+    make_net,
+    train_engine,
+    train_plain,
+    uses_extra,
+)
 from harness import on_ranks, run_ranks
 from logs import logged
-from runs import engine_of, initialized, must_raise, take_step, together
+from models import Parts, seeded
+from refusals import refused
+from runs import engine_of, initialized, take_step, together
 
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
 needs_fp16 = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
@@ -75,8 +86,7 @@ def test_only_adam_is_saved_flat(rank, world, kind, flat):
     """What published checkpoints hold, and the classes that scripts ask for."""
     name = "FP16_Optimizer" if flat else "FP16_UnfusedOptimizer"
     made = config(world, 1, bf16={"enabled": True}, optimizer={"type": kind, "params": {"lr": 0.01}})
-    model = make_net()
-    engine, wrapped, _, _ = deepspeed.initialize(model=model, config=made)
+    engine, wrapped, _, _ = deepspeed.initialize(model=make_net(), config=made)
     train_engine(engine, 2, rank, world)
     saved = wrapped.state_dict()
     masters = [float(m.double().sum()) for group in wrapped.fp32_groups for m in group]
@@ -92,20 +102,16 @@ def test_the_unfused_wrapper_takes_its_published_arguments():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5)
     wrapped = FP16_UnfusedOptimizer(optimizer, dynamic_loss_scale=True, dynamic_loss_args=None, fused_lamb_legacy=True)
     assert wrapped.loss_scale_config.dynamic_loss_scale
-    must_raise(TypeError, "initial_dynamic_scale", FP16_UnfusedOptimizer, optimizer, initial_dynamic_scale=4)
+    refused(TypeError, "initial_dynamic_scale", FP16_UnfusedOptimizer, optimizer, initial_dynamic_scale=4)
 
 
-class Poisoned(torch.nn.Module):
+def poisoned():
     """Gives an infinite or missing number as gradient of one weight in chosen steps on chosen ranks."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.good = torch.nn.Parameter(torch.randn(9))
-        self.bad = torch.nn.Parameter(torch.randn(5))
-
-    def forward(self, x, poison):
-        return (self.good * x).sum() + (self.bad * poison).sum()
+    return Parts(
+        lambda net, x, poison: (net.good * x).sum() + (net.bad * poison).sum(),
+        good=torch.nn.Parameter(torch.randn(9)),
+        bad=torch.nn.Parameter(torch.randn(5)),
+    )
 
 
 def simulate(overflows, power, window, hysteresis, floor, settling):
@@ -128,7 +134,7 @@ def simulate(overflows, power, window, hysteresis, floor, settling):
 
 
 def body_overflow(rank, world, precision, pattern):
-    model = Poisoned()
+    model = seeded(poisoned)
     made = config(world, 1, size=world, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, **precision)
     scales, steps, frozen = [], [], []
     with logged() as records:
@@ -203,12 +209,9 @@ def test_fp16_with_a_backward_of_the_user(rank, world, by_scale):
     models = [make_net(), make_net()]
     engines = [engine_of(m, copy.deepcopy(made)) for m in models]
     for step in range(4):
-        tokens, targets = batch(step)
         for micro in range(2):
-            part = slice(4 * micro, 4 * micro + 4)
-            loss = loss_of(engines[0](tokens[part]), targets[part])
-            take_step(engines[0], loss)
-            loss = loss_of(engines[1](tokens[part]), targets[part])
+            take_step(engines[0], loss_on(engines[0], step, rank=micro, world=2))
+            loss = loss_on(engines[1], step, rank=micro, world=2)
             (engines[1].scale(loss) if by_scale else loss).backward()
             engines[1].step()
     first, second = [[float(p.detach().double().sum()) for p in m.parameters()] for m in models]
@@ -222,15 +225,8 @@ def test_mixed_dtypes_in_one_model(rank, world):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4).bfloat16()})
     before = [p.detach().clone() for p in model.parameters()]
 
-    class Both(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = model
-
-        def forward(self, x):
-            return self.parts["b"](self.parts["a"](x).bfloat16()).float().square().mean()
-
-    engine = engine_of(Both(), config(1))
+    both = Parts(lambda net, x: net.parts["b"](net.parts["a"](x).bfloat16()).float().square().mean(), parts=model)
+    engine = engine_of(both, config(1))
     for _ in range(3):
         take_step(engine, engine(torch.ones(2, 4)))
     assert all(not torch.equal(a, b.detach()) for a, b in zip(before, model.parameters()))

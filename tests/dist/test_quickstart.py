@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import pathlib
 import re
 import shutil
 import socket
@@ -24,8 +25,7 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """The quickstart's own configuration with a shorter schedule."""
-    with open(os.path.join(QUICKSTART, "ds_config.json"), encoding="utf-8") as file:
-        settings = json.load(file)
+    settings = json.loads(pathlib.Path(QUICKSTART, "ds_config.json").read_text(encoding="utf-8"))
     settings["scheduler"]["params"].update(total_num_steps=20, warmup_num_steps=5)
     settings["train_micro_batch_size_per_gpu"] = 2
     path = tmp_path_factory.mktemp("config") / "ds_config.json"
@@ -107,7 +107,6 @@ def test_restart_removes_our_files_and_no_others(cache, config, whole, tmp_path)
     out = tmp_path / "out"
     shutil.copytree(whole[0], out)
     (out / "mine.txt").write_text("keep")
-    text = train(cache, config, out, "--steps", "5", "--restart", ranks=1)
-    assert "resumed" not in text
+    assert "resumed" not in train(cache, config, out, "--steps", "5", "--restart", ranks=1)
     assert (out / "mine.txt").read_text() == "keep"
     assert [row["step"] for row in rows(out)] == ["5"]

@@ -16,9 +16,9 @@ from deepspeed.sequence.fpdt_layer import (
 )
 from deepspeed.sequence.layer import apply_rotary_pos_emb
 from harness import on_ranks, run_ranks
-from runs import must_raise
+from refusals import refused
 from sampling import every_case, sample
-from sequence_models import attend, worst
+from sequence_models import attend, of_cases, worst
 
 SIZE, BATCH = 4, 2
 
@@ -51,7 +51,7 @@ def test_every_token_is_somewhere_and_chunks_are_shared():
             assert torch.cat(of_chunk).tolist() == list(range(start, min(start + chunk, length)))
     for length, chunk, world in [(9, 4, 2), (8, 3, 2), (8, 1, 2)]:
         arguments = types.SimpleNamespace(ds_sequence_parallel_fpdt_chunk_size=chunk)
-        must_raise(
+        refused(
             ValueError,
             "both must be multiples of the ranks",
             FPDT_InputConstruct,
@@ -140,10 +140,6 @@ def attention_case(rank, world, heads, kv, length, chunk, rotary, with_bias, off
     return worst(pairs)
 
 
-def body_attention(rank, world, cases):
-    return max(attention_case(rank, world, *case) for case in cases)
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_attention(world):
     cases = [
@@ -156,7 +152,7 @@ def test_attention(world):
     ]
     cases = cases if every_case() else [cases[index] for index in sample(cases)]
     cases += [(*heads, 20, 8, True, False, False, 0.3) for heads in [(4, 2), (5, 1), (2, 2)]]  # what one process drops
-    assert max(run_ranks(world, body_attention, cases, init=True, timeout=120)) < 1e-11
+    assert max(map(max, run_ranks(world, of_cases, attention_case, cases, init=True, timeout=120))) < 1e-11
 
 
 def config_of(heads, kv):
@@ -179,8 +175,8 @@ def test_layer(rank, world, return_bias):
     if return_bias:
         assert found[1] is second[1]
         found = found[0] + found[1]
-    must_raise(ValueError, "FPDT computes causal attention", made, cut(x, 8, world, rank), ~mask, None, None)
-    must_raise(ValueError, "inference_params must be None", made, cut(x, 8, world, rank), None, {}, None)
+    refused(ValueError, "FPDT computes causal attention", made, cut(x, 8, world, rank), ~mask, None, None)
+    refused(ValueError, "inference_params must be None", made, cut(x, 8, world, rank), None, {}, None)
     assert worst([(found, cut(expected, 8, world, rank))]) < 1e-11
 
 
@@ -220,5 +216,5 @@ def test_loss(rank, world):
     found.backward(upper)
     dist.all_reduce(own.grad)
     if world > 1:
-        must_raise(ValueError, "they must be", FPDT_LogitsLoss.apply, mine, labels, own, rank, world, group, 5)
+        refused(ValueError, "they must be", FPDT_LogitsLoss.apply, mine, labels, own, rank, world, group, 5)
     assert worst([(found, expected), (mine.grad, hidden.grad.chunk(world)[rank]), (own.grad, weight.grad)]) < 1e-12

@@ -17,9 +17,9 @@ from deepspeed.sequence.layer import (
 )
 from deepspeed.utils import groups
 from harness import on_ranks, run_ranks
-from runs import must_raise
+from refusals import refused
 from sampling import every_case, sample
-from sequence_models import attend, check_refused, part, projections, worst
+from sequence_models import attend, of_cases, part, projections, worst
 
 HEADS = [(8, 8), (8, 2), (6, 3), (5, 1), (2, 2), (3, 1), (7, 7), (6, 2)]
 
@@ -38,7 +38,7 @@ def test_heads_are_whole_and_copied_only_where_they_are_read():
                 assert [first + head for head in plan.kv_of_queries(rank)] == read
                 if plan.repeats(rank):
                     assert read == [head for head in range(first, end) for _ in range(plan.repeats(rank))]
-    must_raise(ValueError, "6 query heads and 4 key/value heads", HeadPlan, 6, 4, 2)
+    refused(ValueError, "6 query heads and 4 key/value heads", HeadPlan, 6, 4, 2)
 
 
 def attention_case(rank, world, heads, kv, causal, batch_dim, joined, stream):
@@ -65,10 +65,6 @@ def attention_case(rank, world, heads, kv, causal, batch_dim, joined, stream):
     return worst(pairs)
 
 
-def body_matrix(rank, world, cases):
-    return max(attention_case(rank, world, *case) for case in cases)
-
-
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_equals_one_process(world):
     cases = [
@@ -80,7 +76,7 @@ def test_equals_one_process(world):
         for stream in (False, True)
     ]
     cases = cases if every_case() else [cases[index] for index in sample(cases)]
-    assert max(run_ranks(world, body_matrix, cases, init=True, timeout=120)) < 1e-12
+    assert max(map(max, run_ranks(world, of_cases, attention_case, cases, init=True, timeout=120))) < 1e-12
 
 
 @on_ranks(2, init=True)
@@ -149,7 +145,7 @@ def attended(*heads, length=12, batch_dim=0, change=lambda query, key, value: (q
 
 # what -> words of the error, and the call
 BAD = {
-    "lengths": ("different lengths (rank 0: 4, rank 1: 5)", lambda rank: attended(4, 4, length=4 + rank)),
+    "lengths": (r"different lengths \(rank 0: 4, rank 1: 5\)", lambda rank: attended(4, 4, length=4 + rank)),
     "heads": ("6 query heads and 4 key/value heads", lambda rank: attended(6, 4)),
     "shapes": (
         "do not belong to one sequence",
@@ -172,7 +168,8 @@ BAD = {
 
 @on_ranks(2, init=True, timeout=60)
 def test_bad_input_is_an_error_on_every_rank(rank, world):
-    check_refused({what: words for what, (words, _) in BAD.items()}, lambda what: BAD[what][1](rank))
+    for words, call in BAD.values():
+        refused(ValueError, words, call, rank)
 
 
 @pytest.mark.parametrize("env", [{"DS_SHM_COLLECTIVES": "1"}, {"DS_SHM_COLLECTIVES": "0"}])
@@ -189,7 +186,7 @@ def test_lengths_that_differ_later_are_an_error_on_every_rank(rank, world):
     for call in made:
         for first in (4, 6):
             call(first)
-            must_raise(ValueError, r"different lengths \(rank 0: 4, rank 1: 6\)", call, (4, 6)[rank])
+            refused(ValueError, r"different lengths \(rank 0: 4, rank 1: 6\)", call, (4, 6)[rank])
 
 
 # ---- traffic ---------------------------------------------------------------------------------------------------------

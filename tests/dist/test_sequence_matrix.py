@@ -11,7 +11,7 @@ from deepspeed.utils import groups, safe_get_full_grad
 from harness import run_ranks
 from runs import weight_list
 from sampling import every_case, sample
-from sequence_models import mean_loss, sgd_engine, vocab_loss, worst
+from sequence_models import mean_loss, of_cases, sgd_engine, vocab_loss, worst
 
 RATE, STEPS, LENGTH, VOCAB, SIZE = 0.2, 10, 48, 13, 4
 HEADS = [(8, 8), (8, 2), (6, 3), (5, 1), (2, 2)]
@@ -108,7 +108,7 @@ def gap_of(pairs):
     return worst(pairs) / max(float(expected.detach().abs().max()) for _, expected in pairs)
 
 
-def train_case(rank, world, case):
+def train_case(rank, world, *case):
     """The largest gap to one process of losses, of gradients in the first step, and of parameters after the last."""
     size, replicas, stage, method, heads, kind, loss_kind, accumulate, dtype = case
     place, replica = rank % size, rank // size
@@ -138,10 +138,6 @@ def train_case(rank, world, case):
     engine.destroy()
     groups.clear()
     return max(gaps + [abs(a - b) / max(abs(b), 1.0) for a, b in zip(found, losses[replica::replicas])])
-
-
-def body_cases(rank, world, cases):
-    return [train_case(rank, world, case) for case in cases]
 
 
 def possible(size, method, heads):
@@ -205,9 +201,8 @@ def parts():
 
 
 def check(world, cases, **more):
-    for gaps in run_ranks(world, body_cases, cases, timeout=120 + 30 * len(cases), **more):
-        wrong = [(case, gap) for case, gap in zip(cases, gaps) if not gap < GAPS[case[-1]]]
-        assert not wrong
+    for gaps in run_ranks(world, of_cases, train_case, cases, timeout=120 + 30 * len(cases), **more):
+        assert not [(case, gap) for case, gap in zip(cases, gaps) if not gap < GAPS[case[-1]]]
 
 
 @pytest.mark.parametrize("world, cases", parts(), ids=lambda value: str(value) if isinstance(value, int) else "cases")

@@ -14,9 +14,10 @@ from deepspeed.sequence import (
     detect_model_sp_info,
 )
 from deepspeed.sequence.layer import DistributedAttention
-from harness import on_ranks, run_ranks
-from runs import must_raise
-from sequence_models import attend, check_refused, part, worst
+from harness import on_ranks
+from models import Parts, seeded
+from refusals import refused
+from sequence_models import attend, part, worst
 
 WIDTH = 8
 
@@ -66,13 +67,10 @@ def test_vision_attention(rank, world, has_cls, pair):
     assert worst(pairs) < 1e-12
 
 
-def body_lengths(rank, world):
-    UlyssesSPViTAttention(ToyVisionAttention(), dist.get_world_group())(normal(2, 3 + rank, WIDTH))
-
-
-def test_vision_parts_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match="rank 0: 3, rank 1: 4"):
-        run_ranks(2, body_lengths, init=True, timeout=60)
+@on_ranks(2, init=True, timeout=60)
+def test_vision_parts_of_different_lengths_are_refused(rank, world):
+    attention = UlyssesSPViTAttention(ToyVisionAttention(), dist.get_world_group())
+    refused(ValueError, "rank 0: 3, rank 1: 4", attention, normal(2, 3 + rank, WIDTH))
 
 
 # ---- pictures in the text --------------------------------------------------------------------------------------------
@@ -100,8 +98,7 @@ def text_of(kind):
 
 
 def body_fusion(rank, world, kind):
-    torch.manual_seed(2)
-    projection = torch.nn.Linear(3, WIDTH).double()
+    projection = seeded(torch.nn.Linear, 3, WIDTH, seed=2).double()
     ids, where = text_of(kind)
     embeds, visual = normal(*ids.shape, WIDTH), normal(2, 4, 3, seed=1).requires_grad_()
     adapter = made_of(kind, projection, dist.get_world_group())
@@ -136,31 +133,17 @@ def test_fusion(rank, world):
     assert max(body_fusion(rank, world, kind) for kind in ("llava", "intern", "qwen")) < 1e-12
 
 
-def bad_fusion(what):
-    group, ids = dist.get_world_group(), torch.tensor([[1, IMAGE, IMAGE, IMAGE]])
-    adapter = InternVLFusionAdapter(torch.nn.Identity(), group, image_token_id=IMAGE)
-    if what == "count":
-        return adapter(normal(1, 2, 4), normal(1, 4, 4), ids)
-    if what == "shape":
-        return adapter(normal(1, 2, 4), normal(1, 3, 4), ids)
-    if what == "length":
-        return adapter(normal(1, 3, 4), normal(1, 2, 4), ids[:, :2])
-    return Qwen2VLFusionAdapter(torch.nn.Identity(), group, START, END)(
-        normal(1, 2, 4), normal(1, 4, 4), torch.tensor([[START, 1, 1, 1]])
-    )
-
-
-BAD = {
-    "count": "4 visual features for 3 image tokens",
-    "shape": "do not belong to text_embeds",
-    "length": "have 7 tokens: all must have the same number, a multiple of the 2 ranks",
-    "pairs": "do not come in pairs",
-}
-
-
 @on_ranks(2, init=True, timeout=60)
 def test_bad_fusion(rank, world):
-    check_refused(BAD, bad_fusion)
+    intern, qwen = (made_of(kind, torch.nn.Identity(), dist.get_world_group()) for kind in ("intern", "qwen"))
+    ids, starts = torch.tensor([[1, IMAGE, IMAGE, IMAGE]]), torch.tensor([[START, 1, 1, 1]])
+    for words, adapter, features, text, tokens in (
+        ("4 visual features for 3 image tokens", intern, 2, 4, ids),
+        ("do not belong to text_embeds", intern, 2, 3, ids),
+        ("have 7 tokens: all must have the same number, a multiple of the 2 ranks", intern, 3, 2, ids[:, :2]),
+        ("do not come in pairs", qwen, 2, 4, starts),
+    ):
+        refused(ValueError, words, adapter, normal(1, features, 4), normal(1, text, 4), tokens)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -169,23 +152,21 @@ class CoreAttention(torch.nn.Module):
         return attend(query, key, value, "causal")
 
 
-class Tower(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embeddings = torch.nn.Module()
-        self.embeddings.class_embedding = torch.nn.Parameter(torch.zeros(WIDTH))
-        self.layers = torch.nn.ModuleList([ToyVisionAttention(), ToyVisionAttention()])
-
-
-class Multimodal(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.vision_tower, self.multi_modal_projector = Tower(), torch.nn.Linear(WIDTH, WIDTH)
-        self.language_model = torch.nn.ModuleList([CoreAttention()])
+def multimodal():
+    return Parts(
+        None,
+        vision_tower=Parts(
+            None,
+            embeddings=Parts(None, class_embedding=torch.nn.Parameter(torch.zeros(WIDTH))),
+            layers=torch.nn.ModuleList([ToyVisionAttention(), ToyVisionAttention()]),
+        ),
+        multi_modal_projector=torch.nn.Linear(WIDTH, WIDTH),
+        language_model=torch.nn.ModuleList([CoreAttention()]),
+    )
 
 
 def test_what_is_found():
-    model = Multimodal()
+    model = multimodal()
     info = detect_model_sp_info(model)
     assert [name for name, _ in info.vit_attn_modules] == ["vision_tower.layers.0", "vision_tower.layers.1"]
     assert info.llm_attn_modules == [("language_model.0", model.language_model[0])]
@@ -200,20 +181,20 @@ class MyAttention(torch.nn.Module):
 
 @on_ranks(2, init=True)
 def test_wrapped(rank, world):
-    model, group = Multimodal(), dist.get_world_group()
+    model, group = multimodal(), dist.get_world_group()
     assert auto_wrap_model_for_sp(model, group) is model
     assert all(type(one) is UlyssesSPViTAttention and one.has_cls_token for one in model.vision_tower.layers)
     assert type(model.language_model[0]) is DistributedAttention
     whole = [normal(2, 4, 4, 3, seed=seed) for seed in range(3)]
     found = model.language_model[0](*(part(x, rank, world, 1) for x in whole), 0)
-    must_raise(
+    refused(
         ValueError,
         "has no attention that sequence parallelism knows",
         auto_wrap_model_for_sp,
         torch.nn.Linear(1, 1),
         group,
     )
-    must_raise(
+    refused(
         ValueError,
         "'0' takes no query, key and value",
         auto_wrap_model_for_sp,

@@ -115,6 +115,5 @@ CASES = {
 @pytest.mark.parametrize("world", CASES)
 @on_ranks(init=True, timeout=120)
 def test_equal_one_process(rank, world):
-    gaps = [rules_case(rank, world, *case) for case in CASES[world]]
-    for case, gap in zip(CASES[world], gaps):
+    for case, gap in zip(CASES[world], [rules_case(rank, world, *case) for case in CASES[world]]):
         assert gap < (1e-11 if case[-1] is torch.float64 else 2e-5), case

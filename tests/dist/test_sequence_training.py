@@ -1,6 +1,7 @@
 """Engines on sequences that ranks share: groups, batch sizes, and at every stage the gradient of the mean over replicas
 of the whole sequence's loss, whichever published loss ran. SGD: Adam would hide a factor."""
 
+import functools
 import gc
 
 import pytest
@@ -15,9 +16,10 @@ from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entro
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from harness import on_ranks, run_ranks
-from runs import engine_of, must_raise, settings, take_step, weight_list
+from refusals import refused
+from runs import engine_of, settings, take_step, weight_list
 from sampling import every_case, sample
-from sequence_models import Tiny, attend, batch_of, mean_loss, vocab_loss, worst
+from sequence_models import attend, batch_of, mean_loss, of_cases, tiny, vocab_loss, worst
 
 RATE = 0.5
 
@@ -33,39 +35,30 @@ def start(model, config, **more):
 
 
 def shared_model(heads=4, kv=2):
-    made = []
+    @functools.cache
+    def made():  # once there is a group
+        return DistributedAttention(lambda q, k, v: attend(q, k, v, "causal"), groups._get_sequence_parallel_group())
 
-    def attention(q, k, v):
-        if not made:
-            made.append(
-                DistributedAttention(lambda q, k, v: attend(q, k, v, "causal"), groups._get_sequence_parallel_group())
-            )
-        return made[0](q, k, v, 0)
-
-    return Tiny(heads, kv, attention)
+    return tiny(heads, kv, lambda q, k, v: made()(q, k, v, 0))
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
-def ways(rank, world, way):
-    """An engine with two ranks for a sequence, asked for in one of the ways."""
-    config, more = config_of(1), {}
+WAYS = {  # to ask for two ranks for a sequence: keys of the configuration, arguments of initialize
+    "mpu": ({}, {"mpu": parallel_state_sp}),
+    "mesh": ({}, {"mesh_param": (2, 2)}),
+    "key": ({"sequence_parallel_size": 2}, {}),
+    "both keys": ({"sequence_parallel_size": 2, "data_parallel_size": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(4, timeout=60)
+def test_groups_and_batch_sizes(rank, world, way):
     if way == "mpu":
         deepspeed.init_distributed()
         parallel_state_sp.initialize_sequence_parallel(2)
-        more = {"mpu": parallel_state_sp}
-    elif way == "mesh":
-        more = {"mesh_param": (2, 2)}
-    elif way == "both keys":
-        config.update(sequence_parallel_size=2, data_parallel_size=2)
-    else:
-        config["sequence_parallel_size"] = 2
-    return start(Tiny(), config, **more)
-
-
-@pytest.mark.parametrize("way", ["mpu", "mesh", "key", "both keys"])
-@on_ranks(4, timeout=60)
-def test_groups_and_batch_sizes(rank, world, way):
-    engine = ways(rank, world, way)
+    keys, more = WAYS[way]
+    engine = start(tiny(), config_of(1, **keys), **more)
     assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (4, 2, 1)
     assert engine.train_batch_size() == 4 and engine.sequence_parallel_size == 2
     assert engine.get_sequence_parallel_group() is engine.seq_parallel_group is groups._get_sequence_parallel_group()
@@ -75,9 +68,8 @@ def test_groups_and_batch_sizes(rank, world, way):
     assert dist.get_world_size(engine.optimizer.dp_process_group) == 4  # ZeRO shards over both
     assert engine.communication_data_type == torch.float32
     if way == "mesh":
-        names = engine.mesh_device.mesh_dim_names
-        assert tuple(names) == ("data_parallel", "sequence_parallel")
-        must_raise(ValueError, "has made groups of 2 ranks", parallel_state_sp.initialize_sequence_parallel, 4)
+        assert tuple(engine.mesh_device.mesh_dim_names) == ("data_parallel", "sequence_parallel")
+        refused(ValueError, "has made groups of 2 ranks", parallel_state_sp.initialize_sequence_parallel, 4)
     if way == "mpu":
         assert parallel_state_sp.get_model_parallel_rank is parallel_state_sp.get_sequence_parallel_rank
         assert parallel_state_sp.get_data_parallel_world_size() == 2
@@ -97,8 +89,8 @@ class NotEnough:
 
 @on_ranks(2, init=True)
 def test_an_mpu_without_the_ranks_of_zero_is_refused(rank, world):
-    given = Tiny(), config_of(1)
-    must_raise(AttributeError, "no get_sequence_data_parallel_group", start, *given, mpu=NotEnough())
+    given = tiny(), config_of(1)
+    refused(AttributeError, "no get_sequence_data_parallel_group", start, *given, mpu=NotEnough())
 
 
 # ---- one gradient ----------------------------------------------------------------------------------------------------
@@ -106,8 +98,7 @@ def tutorial_loss(loss, labels, group):
     """The published ten lines."""
     losses = torch.distributed.nn.functional.all_gather(loss, group=group)
     good = torch.distributed.nn.functional.all_gather((labels != -100).sum(), group=group)
-    total = sum(losses[rank] * good[rank] for rank in range(len(good)) if good[rank] > 0)
-    return total / max(sum(good), 1)
+    return sum(losses[rank] * good[rank] for rank in range(len(good)) if good[rank] > 0) / max(sum(good), 1)
 
 
 def whole_loss(kind, logits, labels, group):
@@ -132,13 +123,9 @@ def reference(model, steps, accumulate, replicas):
     return losses
 
 
-def body_train(rank, world, cases):
-    return [train_case(rank, world, *case) for case in cases]
-
-
 def train_case(rank, world, stage, size, kind, accumulate, plain, more):
     heads = (5, 1) if size == 4 else (4, 2)
-    plain_model = Tiny(*heads)
+    plain_model = tiny(*heads)
     engine = start(shared_model(*heads), config_of(stage, accumulate, sequence_parallel_size=size, **more))
     group, place, replica = engine.seq_parallel_group, rank % size, rank // size
     steps, found = 3, []
@@ -156,7 +143,7 @@ def train_case(rank, world, stage, size, kind, accumulate, plain, more):
 
 
 def check(world, cases, bound=2e-6):
-    for gaps in run_ranks(world, body_train, cases, timeout=60 + 5 * len(cases)):
+    for gaps in run_ranks(world, of_cases, train_case, cases, timeout=60 + 5 * len(cases)):
         assert all(gap < bound for gap in gaps), list(zip(cases, gaps))
 
 
@@ -230,7 +217,7 @@ def test_cross_entropy_of_a_shared_sequence(rank, world):
     mine = logits.detach().chunk(world)[rank].clone().requires_grad_()
     found = vocab_sequence_parallel_cross_entropy(mine, target.chunk(world)[rank], dist.get_world_group())
     (found * weights).sum().backward()
-    must_raise(
+    refused(
         ValueError,
         "need targets of shape",
         vocab_sequence_parallel_cross_entropy,
@@ -258,7 +245,7 @@ def body_checkpoint(rank, world, folder, size, save):
 
 def checkpoint_case(rank, world, folder, stage, size, save):
     """A step on one sequence, saved; then loaded by ranks that share sequences otherwise, and the next step."""
-    model = shared_model() if size > 1 else Tiny()
+    model = shared_model() if size > 1 else tiny()
     config = config_of(stage, sequence_parallel_size=size)
     config["optimizer"] = {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9}}
     deepspeed.log.logger.setLevel("WARNING")

@@ -11,8 +11,9 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF,
 from deepspeed.sequence import parallel_state, weighted_loss
 from deepspeed.sequence.hf_attention import configure_model
 from deepspeed.utils import groups
-from harness import on_ranks, run_ranks
-from runs import must_raise, take_step, weight_list
+from harness import on_ranks
+from refusals import refused
+from runs import by_rank_0, take_step, weight_list
 from sequence_models import sgd_engine
 
 MISSING = importlib.util.find_spec("transformers") is None
@@ -98,8 +99,7 @@ def grad_gap(model, wanted, losses=1):
 
 
 def batch_of(kind, step=0, rank=0):
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    tokens = torch.randint(0, 31, (2, LENGTH), generator=generator)
+    tokens = torch.randint(0, 31, (2, LENGTH), generator=torch.Generator().manual_seed(10 * step + rank))
     labels, positions, more = tokens.clone(), torch.arange(LENGTH).expand(2, LENGTH), {}
     if kind == "packed":
         positions = torch.cat((torch.arange(5), torch.arange(LENGTH - 5))).expand(2, LENGTH)
@@ -147,8 +147,7 @@ def test_equals_one_process(rank, world, kind, heads, kv, window, checkpoint):
         model.train()
     deferred = []
     for owner, mine in enumerate(loader):
-        whole = batches[owner]
-        expected = plain(**whole)
+        expected = plain(**batches[owner])
         plain.zero_grad()
         expected.loss.backward()
         wanted = grads_of(plain)
@@ -168,23 +167,19 @@ def test_equals_one_process(rank, world, kind, heads, kv, window, checkpoint):
     assert max(gaps) < 2e-5
 
 
-def body_name(rank, world, folder):
+@on_ranks(2, init=True, timeout=90)
+def test_a_path_and_a_fixed_length(rank, world, folder):
     """Registered by its path: models of that path share sequences, others in the process do not."""
+    by_rank_0(rank, model_of().save_pretrained, folder)
     mpu = register(folder, world, seq_length=LENGTH, seq_length_is_variable=False, disable_in_eval=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
     other, whole = model_of(), batch_of("causal")
     expected = other(**whole).logits
     group = mpu.get_sequence_parallel_group()
     mine = {name: value.chunk(world, 1)[dist.get_rank(group)] for name, value in whole.items() if name != "labels"}
-    gap = float((model(**mine).logits - expected.chunk(world, 1)[dist.get_rank(group)]).abs().max())
+    assert float((model(**mine).logits - expected.chunk(world, 1)[dist.get_rank(group)]).abs().max()) < 1e-5
     assert float((model.eval()(**whole).logits - expected).abs().max()) < 1e-5  # disable_in_eval
-    must_raise(ValueError, "has 12 tokens in a batch of 2.*told seq_length=12, 6 on each rank", model.train(), **whole)
-    return gap
-
-
-def test_a_path_and_a_fixed_length(tmp_path):
-    model_of().save_pretrained(tmp_path)
-    assert max(run_ranks(2, body_name, str(tmp_path), init=True, timeout=90)) < 1e-5
+    refused(ValueError, "has 12 tokens in a batch of 2.*told seq_length=12, 6 on each rank", model.train(), **whole)
 
 
 class Wrapped:
@@ -210,14 +205,14 @@ def test_arguments(rank, world):
         ({"model": 7}, "model_name_or_path is a int"),
     ]
     for more, words in cases:
-        must_raise(ValueError, "(?s)" + words, register, **{"model": model_of(), "world": world, **more})
+        refused(ValueError, "(?s)" + words, register, **{"model": model_of(), "world": world, **more})
     model = model_of()
     register(model, world)
     mine = {name: value.chunk(world, 1)[rank] for name, value in batch_of("causal").items() if name != "labels"}
     with pytest.raises(ValueError, match="the model's attention mask is none of"):
         odd = torch.rand(2, 1, LENGTH // world, LENGTH // world, generator=torch.Generator().manual_seed(1)) > 0.5
         model(**mine, attention_mask=odd)
-    must_raise(
+    refused(
         ValueError,
         "a cache of keys does not know",
         model.generate,
@@ -338,8 +333,8 @@ def test_a_model_without_positions_is_refused(rank, world, how):
     else:
         configure_model(model, dist.get_world_group())
     tokens = batch["input_ids"].chunk(world, 1)[rank]
-    must_raise(ValueError, "LlamaForCausalLM was called without position_ids", model, input_ids=tokens)
-    must_raise(ValueError, "LlamaForCausalLM was called without position_ids", model, tokens, None, None)
+    refused(ValueError, "LlamaForCausalLM was called without position_ids", model, input_ids=tokens)
+    refused(ValueError, "LlamaForCausalLM was called without position_ids", model, tokens, None, None)
     # another model of the process
     assert model_of()(input_ids=tokens).logits.shape == (2, LENGTH // 2, 31)
 

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 import deepspeed
-from harness import on_ranks, run_ranks
-from runs import DTYPES, dtype_of, must_raise, take_step, weights
+from harness import on_ranks
+from models import seeded
+from refusals import refused
+from runs import DTYPES, take_step, weights
 from test_zenflow import everything, same
 from zero_models import CLIP, LR
-from zero_training import Deep, batch, loss_of, seeded, start
+from zero_training import Deep, loss_on, start
 
 
 def make(stage, ahead, dtype="fp32", accumulate=1, norm=CLIP, optimizer="AdamW", **more):
@@ -27,24 +29,9 @@ def make(stage, ahead, dtype="fp32", accumulate=1, norm=CLIP, optimizer="AdamW",
 def train(engine, rank, world, steps, accumulate=1, plain=False):
     for step in range(steps):
         for part in range(accumulate):
-            x, target = batch(step, part * world + rank)
-            loss = loss_of(engine(x.to(dtype_of(engine))), target)
+            loss = loss_on(engine, step, part * world + rank)
             take_step(engine, loss * (100.0 if step == 3 else 1.0), plain)
-
-
-def body_equal(rank, world, stage, dtype, accumulate, norm, plain, optimizer):
-    results = []
-    for ahead in (True, False):
-        engine = make(stage, ahead, dtype, accumulate, norm, optimizer)
-        train(engine, rank, world, 7, accumulate, plain)
-        results.append(everything(engine))
-        figures = engine.core.strategy_figures()
-        if ahead:
-            assert engine.super_offload() and engine.cpuadam_cores_perc() == 0.5
-            if optimizer != "Lamb" and dtype != "fp16" and norm != CLIP:  # which clips in every step
-                assert figures["buckets stepped ahead"] > 0, figures
-                assert (figures["buckets undone"] > 0) == (norm > 0), figures
-    return same(*results)
+    return engine
 
 
 @pytest.mark.sample
@@ -55,20 +42,29 @@ def body_equal(rank, world, stage, dtype, accumulate, norm, plain, optimizer):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_changes_no_bit(stage, dtype, accumulate, norm, plain, optimizer, world):
+@on_ranks()
+def test_changes_no_bit(rank, world, stage, dtype, accumulate, norm, plain, optimizer):
     if dtype == "fp16":
         pytest.importorskip("torch", minversion="2.0", reason="torch 1.13 has no fp16 on CPUs")
-    assert all(run_ranks(world, body_equal, stage, dtype, accumulate, norm, plain, optimizer))
+    results = []
+    for ahead in (True, False):
+        engine = train(make(stage, ahead, dtype, accumulate, norm, optimizer), rank, world, 7, accumulate, plain)
+        results.append(everything(engine))
+        figures = engine.core.strategy_figures()
+        if ahead:
+            assert engine.super_offload() and engine.cpuadam_cores_perc() == 0.5
+            if optimizer != "Lamb" and dtype != "fp16" and norm != CLIP:  # which clips in every step
+                assert figures["buckets stepped ahead"] > 0, figures
+                assert (figures["buckets undone"] > 0) == (norm > 0), figures
+    assert same(*results)
 
 
 @on_ranks(2)
 def test_gradients_that_are_dropped(rank, world):
     """Gradients that are dropped were never stepped."""
-    engine = make(2, True)
-    train(engine, rank, world, 2)
+    engine = train(make(2, True), rank, world, 2)
     before = everything(engine)
-    x, target = batch(9, rank)
-    engine.backward(loss_of(engine(x), target))
+    engine.backward(loss_on(engine, 9, rank))
     engine.zero_grad()
     assert same(before, everything(engine))
 
@@ -81,14 +77,15 @@ def test_it_needs_a_place(device, named):
         "optimizer": {"type": "AdamW", "params": {"lr": LR}},
         "zero_optimization": {"stage": 2, "offload_optimizer": section},
     }
-    must_raise(Exception, named, deepspeed.initialize, model=Deep(), config=config)
+    refused(Exception, named, deepspeed.initialize, model=Deep(), config=config)
 
 
-def body_foreign(rank, world):
+@on_ranks(1)
+def test_optimizers_of_others_make_their_own_steps(rank, world):
     model = Deep()
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}
     config = {"train_batch_size": 1, "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}
-    must_raise(
+    refused(
         ValueError,
         "super_offload",
         deepspeed.initialize,
@@ -96,8 +93,4 @@ def body_foreign(rank, world):
         config=config,
         optimizer=torch.optim.AdamW(model.parameters()),
     )
-    return len(weights(make(1, True)))
-
-
-def test_optimizers_of_others_make_their_own_steps():
-    assert run_ranks(1, body_foreign)[0] > 0
+    assert len(weights(make(1, True))) > 0

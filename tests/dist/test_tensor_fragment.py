@@ -20,9 +20,10 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 from deepspeed.zero.states.param_states import WholeParams
-from engine_models import adam_like, batch, config, loss_of, make_net, train_engine
+from engine_models import adam_like, config, loss_on, make_net, train_engine
 from harness import on_ranks
-from runs import DTYPES, engine_of, must_raise, together
+from refusals import refused
+from runs import DTYPES, engine_of, together, value_of
 
 STAGES = [0, 1, 2, 3]
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
@@ -53,16 +54,7 @@ def start(world, stage, precision, optimizer, accumulate=1):
 
 
 def one_backward(engine, rank, world, step=0):
-    tokens, targets = batch(step)
-    part = tokens.shape[0] // world
-    mine = slice(rank * part, (rank + 1) * part)
-    engine.backward(loss_of(engine(tokens[mine]), targets[mine]))
-
-
-def weight_of(p):
-    """What the model computes with, whole."""
-    with deepspeed.zero.GatheredParameters(p):
-        return p.detach().clone()
+    engine.backward(loss_on(engine, step, rank=rank, world=world))
 
 
 def trained(engine):
@@ -76,13 +68,10 @@ def plain(precision, world=2, step=0):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     scale = SCALE if precision == "fp16" else 1.0
     model.to(dtype)
-    tokens, targets = batch(step)
-    part = tokens.shape[0] // world
     sums = {}
     for rank in range(world):
-        mine = slice(rank * part, (rank + 1) * part)
         model.zero_grad(set_to_none=True)
-        (loss_of(model(tokens[mine]), targets[mine]) * scale).backward()
+        (loss_on(model, step, rank=rank, world=world) * scale).backward()
         for name, p in model.named_parameters():
             if p.grad is not None:
                 sums[name] = sums.get(name, 0) + p.grad.float() / scale
@@ -132,7 +121,7 @@ def test_whole_tensors_are_those_of_one_process(rank, world, stage, precision, o
         assert torch.allclose(second, (1 - BETAS[1]) * grad * grad, rtol=1e-5, atol=1e-12), name
         update = grad / (grad.abs() + EPS)
         assert torch.allclose(full, before[name] * (1 - LR * DECAY) - LR * update, rtol=1e-4, atol=1e-6), name
-        assert torch.equal(weight_of(p), full.to(p.dtype)), name
+        assert torch.equal(value_of(p), full.to(p.dtype)), name
     first, second = together({name: safe_get_full_fp32_param(p) for name, p in params.items()})
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -160,14 +149,14 @@ def test_what_is_set_is_what_the_next_step_uses(rank, world, stage, precision, o
         safe_set_full_fp32_param(p, weight)
         safe_set_full_grad(p, grad)
         if safe_get_full_optimizer_state(p, "exp_avg") is None:
-            must_raise(
+            refused(
                 ValueError, "no optimizer state 'exp_avg' to set", safe_set_full_optimizer_state, p, first, "exp_avg"
             )
             wanted[name] = (weight, grad, torch.zeros(shape), torch.zeros(shape))
         else:
             safe_set_full_optimizer_state(p, first, "exp_avg")
             safe_set_full_optimizer_state(p, second.flatten(), "exp_avg_sq")
-        must_raise(ValueError, "cannot take a value of shape", safe_set_full_grad, p, torch.zeros(shape.numel() + 1))
+        refused(ValueError, "cannot take a value of shape", safe_set_full_grad, p, torch.zeros(shape.numel() + 1))
     for name, p in params.items():
         weight, grad, first, second = wanted[name]
         assert torch.equal(safe_get_full_fp32_param(p), weight), name
@@ -175,7 +164,7 @@ def test_what_is_set_is_what_the_next_step_uses(rank, world, stage, precision, o
         if safe_get_full_optimizer_state(p, "exp_avg") is not None:
             assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg"), first), name
             assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg_sq"), second), name
-        assert torch.equal(weight_of(p), weight.to(p.dtype)), name
+        assert torch.equal(value_of(p), weight.to(p.dtype)), name
     engine.step()
     used = {name for name, g in ((n, w.grad) for n, w in plain("fp32").named_parameters()) if g is not None}
     for name, p in params.items():
@@ -187,7 +176,7 @@ def test_what_is_set_is_what_the_next_step_uses(rank, world, stage, precision, o
         update = (first / (1 - BETAS[0] ** step)) / ((second / (1 - BETAS[1] ** step)).sqrt() + EPS)
         expected = weight * (1 - LR * DECAY) - LR * update
         assert torch.allclose(safe_get_full_fp32_param(p).double(), expected, rtol=1e-4, atol=1e-5), name
-        assert torch.equal(weight_of(p), safe_get_full_fp32_param(p).to(p.dtype)), name
+        assert torch.equal(value_of(p), safe_get_full_fp32_param(p).to(p.dtype)), name
 
 
 @pytest.mark.parametrize("stage, precision, optimizer", CASES)
@@ -232,16 +221,16 @@ def test_parts_of_ranks(rank, world, stage, precision, optimizer):
         if grad is not None:
             safe_set_local_grad(p, torch.full_like(grad, mark + 10.0))
         elif parts[name]:
-            must_raise(ValueError, "no gradient to set", safe_set_local_grad, p, torch.zeros(parts[name]))
+            refused(ValueError, "no gradient to set", safe_set_local_grad, p, torch.zeros(parts[name]))
         state = safe_get_local_optimizer_state(p, "exp_avg")
         if state is not None:
             safe_set_local_optimizer_state(p, torch.full_like(state, mark + 20.0), "exp_avg")
     found = {}
     for name, p in params.items():
         kept = (safe_get_full_fp32_param(p), safe_get_full_grad(p), safe_get_full_optimizer_state(p, "exp_avg"))
-        assert torch.equal(weight_of(p), kept[0].to(p.dtype)), name
+        assert torch.equal(value_of(p), kept[0].to(p.dtype)), name
         found[name] = [t.flatten().tolist() if t is not None else None for t in kept]
-        must_raise(
+        refused(
             ValueError,
             "this rank's part has .* elements, the value 1000",
             safe_set_local_fp32_param,
@@ -295,18 +284,16 @@ def test_frozen_parameters(rank, world, stage, precision):
     assert safe_get_full_grad(frozen) is None and safe_get_full_optimizer_state(frozen, "exp_avg") is None
     assert safe_get_full_fp32_param(frozen) is None and safe_get_local_fp32_param(frozen) is None
     assert safe_get_local_grad(frozen) is None and safe_get_local_optimizer_state(frozen, "exp_avg") is None
-    must_raise(ValueError, "no fp32 value to set", safe_set_full_fp32_param, frozen, torch.zeros(12, 12))
+    refused(ValueError, "no fp32 value to set", safe_set_full_fp32_param, frozen, torch.zeros(12, 12))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_gradients_are_whole_after_the_last_micro_step(rank, world, stage):
     engine = start(world, stage, "fp32", "AdamW", accumulate=2)
-    tokens, targets = batch(0)
     found = []
     for micro in range(2):
-        mine = slice(2 * (2 * rank + micro), 2 * (2 * rank + micro) + 2)
-        engine.backward(loss_of(engine(tokens[mine]), targets[mine]))
+        engine.backward(loss_on(engine, 0, rank=2 * rank + micro, world=2 * world))
         found.append(safe_get_full_grad(engine.module.out.weight))
         engine.step()
     early, whole = found

@@ -7,25 +7,27 @@ import torch
 from torch.distributed import distributed_c10d
 
 from harness import on_ranks
+from models import Parts, seeded
 from runs import engine_of, settings, together
 
 
-class Touching(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(8, 8)
-        self.before = lambda: None
+def forward_touching(net, x):
+    net.before()
+    return x @ net.inner.weight.t()  # not the module that owns it: found by being touched
 
-    def forward(self, x):
-        self.before()
-        return x @ self.inner.weight.t()  # not the module that owns it: found by being touched
+
+def touching():
+    return Parts(
+        forward_touching,
+        inner=torch.nn.Linear(8, 8),
+        before=lambda: None,
+    )
 
 
 @on_ranks(2, init=True, timeout=60, env={"DS_PEER_MEMORY": "0"})  # as between hosts: every gather needs all ranks
 def test_touching_a_parameter_does_not_stop_other_threads(rank, world):
     store = distributed_c10d._get_default_store()
-    torch.manual_seed(0)
-    model = Touching()
+    model = seeded(touching)
     engine = engine_of(model, settings(3, 1, rate=1e-3))
     assert engine.core.gatherer.source == "scheduled collectives"
     waiting = threading.Event()

@@ -9,15 +9,17 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.host.cores import split_cores
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
-from deepspeed.runtime.zenflow.zenflow_utils import _split_affinity
 from deepspeed.utils import safe_get_full_fp32_param
 from harness import on_ranks
-from runs import dtype_of, initialized, must_raise, settings, take_step
+from models import seeded
+from refusals import refused
+from runs import initialized, load_into, settings, take_step
 from runs import weight_list as weights
 from zero_models import BETAS, DECAY, LR, clip
-from zero_training import ROWS, Deep, batch, loss_of, seeded, start
+from zero_training import ROWS, Deep, loss_of, loss_on, start
 
 LONGEST, EPS = 16, 1e-8
 
@@ -120,8 +122,8 @@ def make(stage, flow, accumulate=1, steps=None, **more):
 def train(engine, rank, world, first, last, accumulate=1):
     for step in range(first, last):
         for part in range(accumulate):
-            x, target = batch(step, part * world + rank)
-            take_step(engine, loss_of(engine(x.to(dtype_of(engine))), target))
+            take_step(engine, loss_on(engine, step, part * world + rank))
+    return engine
 
 
 def everything(engine):
@@ -167,8 +169,7 @@ def test_follows_the_schedule(rank, world, name, stage, accumulate):
         train(engine, rank, world, step, step + 1, accumulate)
         reference.model.zero_grad()
         for part in range(accumulate * world):
-            x, target = batch(step, part)
-            (loss_of(reference.model(x.double()), target) / (accumulate * world)).backward()
+            (loss_on(reference.model, step, part) / (accumulate * world)).backward()
         reference.step()
         for mine, theirs in zip(weights(engine), reference.params):
             assert (mine.double() - theirs).abs().max() < 2e-5, f"step {step}"
@@ -180,8 +181,9 @@ def test_follows_the_schedule(rank, world, name, stage, accumulate):
 def test_a_select_interval_below_the_update_interval_counts_as_that(rank, world):
     results = []
     for select in (2, 4):
-        engine = make(2, {"select_strategy": "step", "select_interval": select, "update_interval": 4})
-        train(engine, rank, world, 0, 12)
+        engine = train(
+            make(2, {"select_strategy": "step", "select_interval": select, "update_interval": 4}), rank, world, 0, 12
+        )
         results.append((engine.core.strategy_figures()["choices"], everything(engine)))
     (hasty, ours), (patient, theirs) = results
     assert hasty == patient == 3 and same(ours, theirs)
@@ -192,12 +194,9 @@ def test_a_select_interval_below_the_update_interval_counts_as_that(rank, world)
 @on_ranks(2)
 def test_warm_up_throughout_is_zero_offload(rank, world, stage, dtype):
     more = {dtype: {"enabled": True}} if dtype else {}
-    results = []
-    for flow in (None, {"full_warm_up_rounds": 1000}, {"topk_ratio": 1.0, "overlap_step": True}):
-        engine = make(stage, flow, **more)
-        train(engine, rank, world, 0, 5)
-        results.append(everything(engine))
-    assert same(results[0], results[1]) and same(results[0], results[2])
+    flows = (None, {"full_warm_up_rounds": 1000}, {"topk_ratio": 1.0, "overlap_step": True})
+    first, *others = (everything(train(make(stage, flow, **more), rank, world, 0, 5)) for flow in flows)
+    assert all(same(first, other) for other in others)
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
@@ -210,15 +209,11 @@ def test_warm_up_throughout_is_zero_offload(rank, world, stage, dtype):
 @on_ranks()
 def test_a_checkpoint_inside_an_interval_resumes(rank, world, name, stage, saved_at, writer, folder):
     more = {"checkpoint": {"writer": {"format": writer}}} if writer else {}
-    straight = make(stage, dict(FLOWS[name]), **more)
-    train(straight, rank, world, 0, saved_at)
+    straight = train(make(stage, dict(FLOWS[name]), **more), rank, world, 0, saved_at)
     straight.save_checkpoint(folder)
     train(straight, rank, world, saved_at, 12)
-    resumed = make(stage, dict(FLOWS[name]), **more)
-    resumed.load_checkpoint(folder)
-    train(resumed, rank, world, saved_at, 12)
-    untouched = make(stage, dict(FLOWS[name]), **more)
-    train(untouched, rank, world, 0, 12)
+    resumed = train(load_into(make(stage, dict(FLOWS[name]), **more), folder), rank, world, saved_at, 12)
+    untouched = train(make(stage, dict(FLOWS[name]), **more), rank, world, 0, 12)
     assert same(everything(straight), everything(resumed)) and same(everything(straight), everything(untouched))
 
 
@@ -226,20 +221,15 @@ def test_a_checkpoint_inside_an_interval_resumes(rank, world, name, stage, saved
 def test_checkpoints_of_other_runs(rank, world, folder):
     """Into another stage; into a run without ZenFlow, and from one."""
     flow = FLOWS["overlap"]
-    first = make(2, dict(flow))
-    train(first, rank, world, 0, 7)
+    first = train(make(2, dict(flow)), rank, world, 0, 7)
     first.save_checkpoint(folder, tag="flow")
-    other = make(3, dict(flow))
-    other.load_checkpoint(folder, tag="flow")
+    other = load_into(make(3, dict(flow)), folder, tag="flow")
     for engine in (first, other):
         train(engine, rank, world, 7, 12)
     close = all((a - b).abs().max() < 1e-5 for a, b in zip(everything(first), everything(other)))
-    plain = make(2, None)
-    plain.load_checkpoint(folder, tag="flow")
-    train(plain, rank, world, 7, 9)
+    plain = train(load_into(make(2, None), folder, tag="flow"), rank, world, 7, 9)
     plain.save_checkpoint(folder, tag="plain")
-    back = make(1, dict(flow))
-    back.load_checkpoint(folder, tag="plain")
+    back = load_into(make(1, dict(flow)), folder, tag="plain")
     masters = same(everything(plain), everything(back))
     train(back, rank, world, 9, 12)
     assert close and masters
@@ -249,8 +239,8 @@ def test_checkpoints_of_other_runs(rank, world, folder):
 def test_names_and_defaults():
     flow = ZenFlowConfig()
     assert (flow.topk_ratio, flow.select_strategy, flow.update_interval) == (0.1, "auto", "auto")
-    assert _split_affinity(list(range(8)), 0.5) == ([0, 1, 2, 3], [4, 5, 6, 7])
-    assert _split_affinity([3], 0.5) == ([3], [3])
+    assert split_cores(list(range(8)), 0.5) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    assert split_cores([3], 0.5) == ([3], [3])
 
 
 @on_ranks(1)
@@ -264,7 +254,7 @@ def test_a_choice_for_each_epoch(rank, world):
             take_step(engine, loss_of(engine(x), target))
     assert engine.core.strategy_figures()["choices"] == 3
     engine = make(2, {"select_strategy": "epoch"})
-    must_raise(ValueError, "steps_per_epoch", train, engine, rank, world, 0, 1)
+    refused(ValueError, "steps_per_epoch", train, engine, rank, world, 0, 1)
     assert engine.zenflow_config().select_strategy == "epoch"
 
 
@@ -284,7 +274,7 @@ def test_bad_sections_are_refused(flow, zero, named):
         "optimizer": {"type": "AdamW", "params": {"lr": LR}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": flow, **zero},
     }
-    must_raise(Exception, named, deepspeed.initialize, model=Deep(), config=config)
+    refused(Exception, named, deepspeed.initialize, model=Deep(), config=config)
 
 
 @on_ranks(1)
@@ -292,7 +282,7 @@ def test_optimizers_that_cannot_be_cut(rank, world):
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {}}
     config = {"train_batch_size": 1, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     model = Deep()
-    must_raise(
+    refused(
         ValueError,
         "DeepSpeedCPUAdam",
         deepspeed.initialize,
@@ -300,7 +290,7 @@ def test_optimizers_that_cannot_be_cut(rank, world):
         config=config,
         optimizer=torch.optim.AdamW(model.parameters()),
     )
-    must_raise(
+    refused(
         ValueError,
         "lamb",
         deepspeed.initialize,

@@ -1,11 +1,21 @@
 """The audit recomputes steps without sharding: silent when all is well, and it names what is wrong in the same step."""
 
 import pytest
-import torch
 
 from deepspeed.zero.audit import AuditError
-from engine_models import adam_like, batch, difference, loss_of, net_engine, train_engine, train_plain, uses_extra
+from engine_models import (
+    adam_like,
+    after_steps,
+    difference,
+    loss_on,
+    net_engine,
+    train_engine,
+    train_plain,
+    uses_extra,
+)
 from harness import on_ranks, run_ranks
+from refusals import refused
+from runs import sgd
 
 
 def make_engine(world, stage, accumulate=1, precision=None, steps=3, optimizer=None):
@@ -21,27 +31,18 @@ PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2)
 def test_a_right_engine_passes_and_the_audit_ends(rank, world, stage, precision, client):
-    def sgd(params):
-        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-    engine = make_engine(world, stage, 2, PRECISIONS[precision], optimizer=sgd if client else None)
-    train_engine(engine, 5, rank, world)
+    engine = after_steps(
+        make_engine(world, stage, 2, PRECISIONS[precision], optimizer=sgd if client else None), 5, rank, world
+    )
     assert engine._auditing.audit is None
 
 
 def body_fault(rank, world, stage, fault):
-    engine = make_engine(world, stage, accumulate=2)
-    train_engine(engine, 1, rank, world)
-    tokens, targets = batch(1)
-    part = tokens.shape[0] // world // 2
+    engine = after_steps(make_engine(world, stage, accumulate=2), 1, rank, world)
     for micro in range(2):
-        begin = (rank * 2 + micro) * part
         if fault == "stale parameter" and micro == 0 and rank == 1:
-            damaged = next(p for p in engine.module.parameters() if p.numel() > 0 and p.requires_grad)
-            damaged.data.mul_(1.001)
-        engine.backward(
-            loss_of(engine(tokens[begin : begin + part], extra=uses_extra(1)), targets[begin : begin + part])
-        )
+            next(p for p in engine.module.parameters() if p.numel() > 0 and p.requires_grad).data.mul_(1.001)
+        engine.backward(loss_on(engine, 1, rank=2 * rank + micro, world=2 * world, extra=uses_extra(1)))
         if fault == "micro-batch" and micro == 0 and rank == 0:
             engine.core.clear_grads()
         if fault == "bucket" and micro == 1:
@@ -64,8 +65,7 @@ def body_fault(rank, world, stage, fault):
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_faults_are_named_in_their_step(stage, fault, words):
-    with pytest.raises(AuditError, match=words):
-        run_ranks(2, body_fault, stage, fault)
+    refused(AuditError, words, run_ranks, 2, body_fault, stage, fault)
 
 
 @on_ranks(2, env={"DS_AUDIT": "1"})

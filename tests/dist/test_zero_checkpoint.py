@@ -5,21 +5,20 @@ import os
 import pytest
 import torch
 
-from engine_models import make_net, net_run
-from harness import run_ranks
-from runs import SMALL_PARTS, weights
-from test_checkpoint import PRECISIONS, TOKENS, WARMUP, repeat, run, same, seed_all
+from engine_models import make_net, net_engine
+from harness import on_ranks, run_ranks
+from runs import SMALL_PARTS, load_into, sgd, weights
+from test_checkpoint import PRECISIONS, TOKENS, WARMUP, repeat, run, same, seed_all, trained
 
 
 def make_engine(world, stage, precision, seed=0, optimizer=None, **zero):
     zero = {**SMALL_PARTS, "stage3_gather_16bit_weights_on_model_save": True, **zero}
     more = {"size": 8 if world != 3 else 12, "scheduler": WARMUP, **precision}
-    return net_run(world, stage, 2, seed=seed, client=optimizer, zero=zero, data=TOKENS, **more)
+    return net_engine(world, stage, 2, seed=seed, client=optimizer, zero=zero, data=TOKENS, **more)
 
 
 def train(engine, batches, steps):
-    losses = run(engine, batches, steps)[0]
-    return losses, weights(engine), engine.optimizer.state_dict()
+    return run(engine, batches, steps)[0], weights(engine), engine.optimizer.state_dict()
 
 
 def comparable(value):
@@ -31,40 +30,29 @@ def comparable(value):
     return value
 
 
-def body_resume(rank, world, folder, stage, precision, client):
-    def sgd(params):
-        return torch.optim.SGD(params, lr=0.01, momentum=0.9)
-
-    optimizer = sgd if client else None
-    engine, _, loader, _ = make_engine(world, stage, precision, optimizer=optimizer)
-    seed_all(7 + rank)
-    batches = repeat(loader)
-    train(engine, batches, 5)
-    engine.save_checkpoint(folder, client_state={"epoch": 3})
-    straight = train(engine, batches, 4)
-    engine.destroy()
-    seed_all(99)
-    engine, _, loader, _ = make_engine(world, stage, precision, seed=5, optimizer=optimizer)
-    path, client_state = engine.load_checkpoint(folder)
-    resumed = train(engine, repeat(loader), 4)
-    assert client_state["epoch"] == 3
-    return straight[0], resumed[0], same(straight[1], resumed[1]), same(comparable(straight[2]), comparable(resumed[2]))
-
-
 @pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_resumes_bit_by_bit(stage, precision, client, tmp_path):
-    for straight, resumed, equal_weights, equal_states in run_ranks(
-        2, body_resume, str(tmp_path), stage, PRECISIONS[precision], client
-    ):
-        assert straight == resumed
-        assert equal_weights and equal_states
+@on_ranks(2)
+def test_resumes_bit_by_bit(rank, world, stage, precision, client, folder):
+    optimizer, precision = sgd if client else None, PRECISIONS[precision]
+    engine = make_engine(world, stage, precision, optimizer=optimizer)
+    seed_all(7 + rank)
+    batches = repeat(engine)
+    train(engine, batches, 5)
+    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    straight = train(engine, batches, 4)
+    seed_all(99)
+    engine = make_engine(world, stage, precision, seed=5, optimizer=optimizer)
+    path, client_state = engine.load_checkpoint(folder)
+    resumed = train(engine, repeat(engine), 4)
+    assert client_state["epoch"] == 3
+    assert straight[0] == resumed[0]
+    assert same(straight[1], resumed[1]) and same(comparable(straight[2]), comparable(resumed[2]))
 
 
 def body_files(rank, world, folder, stage, precision):
-    engine, _, loader, _ = make_engine(world, stage, precision)
-    run(engine, repeat(loader), 1)
+    engine = trained(make_engine(world, stage, precision), 1)
     engine.save_checkpoint(folder, tag="t")
     assert engine.save_16bit_model(folder) is True
     return weights(engine)
@@ -124,15 +112,13 @@ def test_file_names_and_keys(stage, precision, tmp_path):
 
 
 def body_save(rank, world, folder, stage):
-    engine, _, loader, _ = make_engine(world, stage, PRECISIONS["bf16"])
-    run(engine, repeat(loader), 2)
+    engine = trained(make_engine(world, stage, PRECISIONS["bf16"]), 2)
     engine.save_checkpoint(folder)
     return weights(engine), [engine.optimizer.full_tensor(i, "fp32") for i in range(4)]
 
 
 def body_load(rank, world, folder, stage, seed):
-    engine, _, _, _ = make_engine(world, stage, PRECISIONS["bf16"], seed=seed, reduce_bucket_size=500)
-    engine.load_checkpoint(folder)
+    engine = load_into(make_engine(world, stage, PRECISIONS["bf16"], seed=seed, reduce_bucket_size=500), folder)
     return weights(engine), [engine.optimizer.full_tensor(i, "fp32") for i in range(4)]
 
 
@@ -144,13 +130,9 @@ def test_stages_1_and_2_load_into_another_world(stage, other, tmp_path):
         assert same(saved[0], found[0]) and same(saved[1], found[1])
 
 
-def body_not_gathered(rank, world, folder):
-    engine, _, _, _ = make_engine(world, 3, {}, stage3_gather_16bit_weights_on_model_save=False)
-    state = engine._zero3_consolidated_16bit_state_dict()
-    assert (state is not None) == (rank == 0)
-    return engine.save_16bit_model(folder)
-
-
-def test_16bit_model_of_stage_3_needs_the_key(tmp_path):
-    assert run_ranks(2, body_not_gathered, str(tmp_path)) == [False, False]
-    assert not os.listdir(tmp_path)
+@on_ranks(2)
+def test_16bit_model_of_stage_3_needs_the_key(rank, world, folder):
+    engine = make_engine(world, 3, {}, stage3_gather_16bit_weights_on_model_save=False)
+    assert (engine._zero3_consolidated_16bit_state_dict() is not None) == (rank == 0)
+    assert engine.save_16bit_model(folder) is False
+    assert not os.listdir(folder)

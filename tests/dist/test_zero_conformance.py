@@ -13,7 +13,7 @@ import torch
 
 import deepspeed
 from harness import run_ranks
-from runs import with_fp16
+from runs import weights, with_fp16
 from sampling import every_case, sample
 from zero_models import BETAS, DECAY, LR, MODELS, PlainRun, engine_config, make, outputs_of, relative
 
@@ -94,12 +94,7 @@ def train(name, stage, world, rank, dtype, accumulate, user_backward):
             engine.step()
         norms.append(engine.get_global_grad_norm())
     assert engine.skipped_steps == 0
-    masters = whole(engine, stage, "master")
-    params = dict(engine.module.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(params.values())):
-        weights = {param: value.detach().clone() for param, value in params.items()}
-    engine.destroy()
-    return grads, masters, weights, norms
+    return grads, whole(engine, stage, "master"), weights(engine), norms
 
 
 def digest(tensors):
@@ -173,8 +168,7 @@ def cases(rank, world, dtype, accumulate, name, stages):
     for stage in stages:
         user_backward = (stage + list(MODELS).index(name) + (accumulate > 1)) % 2 == 1
         found = train(name, stage, world, rank, dtype, accumulate, user_backward)
-        result = compare(expected, initial, found) if rank == 0 else {}
-        yield stage, {**result, "digest": digest(found[2])}
+        yield stage, {**(compare(expected, initial, found) if rank == 0 else {}), "digest": digest(found[2])}
 
 
 def check(dtype, results):

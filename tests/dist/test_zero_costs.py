@@ -8,25 +8,24 @@ import torch
 from deepspeed import _native
 from deepspeed.zero.gathers import linear
 from harness import on_ranks, run_ranks
+from models import Parts
 from runs import dtype_of, engine_of, settings
 from runs import train as train_on
 
 WIDTH, LAYERS = 96, 6
 
 
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(WIDTH, WIDTH)
-        self.second = torch.nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + torch.tanh(self.second(torch.tanh(self.first(x))))
+def block():
+    return Parts(
+        lambda net, x: x + torch.tanh(net.second(torch.tanh(net.first(x)))),
+        first=torch.nn.Linear(WIDTH, WIDTH),
+        second=torch.nn.Linear(WIDTH, WIDTH),
+    )
 
 
 def make_model():
     torch.manual_seed(0)
-    return torch.nn.Sequential(*[Block() for _ in range(LAYERS)])
+    return torch.nn.Sequential(*[block() for _ in range(LAYERS)])
 
 
 NUMEL = sum(p.numel() for p in make_model().parameters())
@@ -44,6 +43,7 @@ def train(engine, rank, steps=1):
         return engine(x).float().square().mean()
 
     train_on(engine, loss_at, steps)
+    return engine
 
 
 @pytest.mark.parametrize("accumulate, width", [(1, 2), (4, 4)])
@@ -54,8 +54,7 @@ def test_held_bytes_are_the_formula(rank, world, stage, accumulate, width):
     """The published 2 + 2 + 12 where nothing accumulates; fp32 gradients where something does."""
     planned = _native._C.memory.states_per_rank(stage, NUMEL, world, param=2, grad=width, master=4, slots=8)
     padding = 1.02
-    engine = make_engine(stage, accumulate, bf16=True)
-    train(engine, rank, 2)
+    engine = train(make_engine(stage, accumulate, bf16=True), rank, 2)
     held = dict(engine.core.held_bytes())
     for what, name in (("param", "lp"), ("master", "master"), ("slots", "slots")):
         assert planned[what] <= held[name] <= padding * planned[what], what
@@ -63,8 +62,7 @@ def test_held_bytes_are_the_formula(rank, world, stage, accumulate, width):
 
 
 def body_traffic(rank, world, stage, accumulate, zero):
-    engine = make_engine(stage, accumulate, **zero)
-    train(engine, rank, 2)
+    engine = train(make_engine(stage, accumulate, **zero), rank, 2)
     engine.core.reset_traffic()
     if stage == 3:
         engine.core.gatherer.reset_counters()
@@ -98,8 +96,7 @@ def test_communication_of_stage_3(world, zero, gathers):
 
 
 def body_collectives(rank, world, stage):
-    engine = make_engine(stage, 4)
-    train(engine, rank, 2)
+    engine = train(make_engine(stage, 4), rank, 2)
     engine.core.reset_traffic()
     train(engine, rank)
     return engine.core.traffic()["calls"]
@@ -117,8 +114,7 @@ def test_no_hidden_collectives():
 def body_buckets(rank, world, stage):
     engine = make_engine(stage)
     engine.core.reset_traffic()
-    loss = engine(torch.ones(2, WIDTH)).square().mean()
-    engine.backward(loss)
+    engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
     return engine.core.traffic()["calls"] - 1
 
 
@@ -129,8 +125,7 @@ def body_buckets(rank, world, stage):
 )
 @on_ranks(2)
 def test_what_stage_3_keeps_gathered(rank, world, zero, units):
-    engine = make_engine(3, **zero)
-    train(engine, rank, 2)
+    engine = train(make_engine(3, **zero), rank, 2)
     gatherer = engine.core.gatherer
     persistent = sum(p.ds_numel for p in engine.module.parameters() if p.ds_persist)
     gatherer.reset_peak()
@@ -161,8 +156,7 @@ class Counting:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2)
 def test_entries_into_the_core(rank, world, stage, accumulate):
-    engine = make_engine(stage, accumulate)
-    train(engine, rank, 2)
+    engine = train(make_engine(stage, accumulate), rank, 2)
     counter = Counting(engine.core)
     engine.core = engine.stepping.core = counter
     if hasattr(engine.optimizer, "core"):
@@ -175,21 +169,17 @@ def test_entries_into_the_core(rank, world, stage, accumulate):
 
     with mock.patch.object(_native._C, "bring_home", counted):
         train(engine, rank)
-    hooks = 0
-    if stage == 3:
-        hooks = len(engine.parameter_offload.forward_hooks)
     # before and after forward, before backward; before the step, the step
     assert counter.calls == 3 * accumulate + 2
-    if stage == 3:
-        assert hooks == 2 * (2 * LAYERS) + 2  # around each unit, and around the model
+    if stage == 3:  # around each unit, and around the model
+        assert len(engine.parameter_offload.forward_hooks) == 2 * (2 * LAYERS) + 2
 
 
 @pytest.mark.parametrize("efficient", [True, False])
 @on_ranks(2)
 def test_gathered_weights_are_free_after_forward(rank, world, efficient):
     """torch's linear saves a view of the weight, which keeps its memory until backward; ours does not."""
-    engine = make_engine(3, stage3_max_reuse_distance=0, memory_efficient_linear=efficient)
-    train(engine, rank)
+    engine = train(make_engine(3, stage3_max_reuse_distance=0, memory_efficient_linear=efficient), rank)
     engine.empty_partition_cache()
     loss = engine(torch.ones(2, WIDTH)).square().mean()
     engine.core.gatherer.release_all()  # the last one was kept for backward
@@ -206,8 +196,7 @@ def test_gathered_weights_are_free_after_forward(rank, world, efficient):
 def test_stage_2_never_holds_all_gradients(rank, world, zero):
     """Slots of a few buckets, and what has landed for this rank: from the first backward on."""
     whole = 4 * NUMEL
-    engine = make_engine(2, 2, reduce_bucket_size=2 * LARGEST, **zero)
-    train(engine, rank, 3)
+    engine = train(make_engine(2, 2, reduce_bucket_size=2 * LARGEST, **zero), rank, 3)
     borrowed = engine.core.peak_borrowed_bytes
     assert borrowed <= 3 * 4 * 2 * LARGEST + whole / 2 + 0.05 * whole
     assert borrowed < 0.95 * whole

@@ -5,38 +5,40 @@ import torch
 
 from deepspeed.utils import safe_get_full_grad
 from harness import on_ranks
-from models import Recomputed
+from models import Parts, Recomputed
 from runs import engine_of, settings
 
 WIDTH, LENGTH, TOKENS = 8, 6, 11
 
 
-class Block(torch.nn.Module):
+def forward_frozen_layers(net, x, ids):
+    x = net.layer(net.up(x) + net.embed(ids)) * net.scale
+    rows = net.group(net.normed(net.transposed(net.conv(x.transpose(1, 2)))))
+    x = x + net.prelu(net.batch(rows)).transpose(1, 2)
+    x = net.bilinear(x, torch.tanh(x)) + net.attention(x, x, x, need_weights=False)[0]
+    return torch.tanh(x + net.gru(x)[0])
+
+
+def frozen_layers():
     """Every layer is frozen but ``up``; the first input may need no gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(TOKENS, WIDTH)
-        self.conv = torch.nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
-        self.transposed = torch.nn.ConvTranspose1d(WIDTH, WIDTH, 1)
-        self.normed = torch.nn.utils.weight_norm(torch.nn.Conv1d(WIDTH, WIDTH, 1))
-        self.layer = torch.nn.LayerNorm(WIDTH)
-        self.group = torch.nn.GroupNorm(2, WIDTH)
-        self.batch = torch.nn.BatchNorm1d(WIDTH, track_running_stats=False)
-        self.bilinear = torch.nn.Bilinear(WIDTH, WIDTH, WIDTH)
-        self.prelu = torch.nn.PReLU(WIDTH)
-        self.attention = torch.nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.scale = torch.nn.Parameter(torch.ones(WIDTH))
-        self.gru = torch.nn.GRU(WIDTH, WIDTH, batch_first=True)
-        self.requires_grad_(False)
-        self.up = torch.nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, ids):
-        x = self.layer(self.up(x) + self.embed(ids)) * self.scale
-        rows = self.group(self.normed(self.transposed(self.conv(x.transpose(1, 2)))))
-        x = x + self.prelu(self.batch(rows)).transpose(1, 2)
-        x = self.bilinear(x, torch.tanh(x)) + self.attention(x, x, x, need_weights=False)[0]
-        return torch.tanh(x + self.gru(x)[0])
+    net = Parts(
+        forward_frozen_layers,
+        embed=torch.nn.Embedding(TOKENS, WIDTH),
+        conv=torch.nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
+        transposed=torch.nn.ConvTranspose1d(WIDTH, WIDTH, 1),
+        normed=torch.nn.utils.weight_norm(torch.nn.Conv1d(WIDTH, WIDTH, 1)),
+        layer=torch.nn.LayerNorm(WIDTH),
+        group=torch.nn.GroupNorm(2, WIDTH),
+        batch=torch.nn.BatchNorm1d(WIDTH, track_running_stats=False),
+        bilinear=torch.nn.Bilinear(WIDTH, WIDTH, WIDTH),
+        prelu=torch.nn.PReLU(WIDTH),
+        attention=torch.nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+        scale=torch.nn.Parameter(torch.ones(WIDTH)),
+        gru=torch.nn.GRU(WIDTH, WIDTH, batch_first=True),
+        up=torch.nn.Linear(WIDTH, WIDTH),
+    )
+    net.requires_grad_(False).up.requires_grad_()
+    return net
 
 
 def inputs(world):
@@ -52,8 +54,8 @@ def inputs(world):
 def test_frozen_layers_with_checkpoints(rank, world, reentrant):
     stage = 3
     made = settings(stage, 1, optimizer="SGD", rate=0.1, gradient_clipping=0.0)
-    engine = engine_of(Recomputed(Block, 2, reentrant), made)
-    plain = Recomputed(Block, 2, None)
+    engine = engine_of(Recomputed(frozen_layers, 2, reentrant), made)
+    plain = Recomputed(frozen_layers, 2, None)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     x, ids = inputs(world)
     for _ in range(2):

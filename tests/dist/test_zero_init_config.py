@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import deepspeed
-from harness import on_ranks, run_ranks
-from runs import engine_of, must_raise, take_step
+from harness import on_ranks
+from models import Parts, seeded
+from refusals import refused
+from runs import engine_of, take_step, together
 
 contexts_of_devices = pytest.mark.skipif(
     not hasattr(torch.device("cpu"), "__enter__"), reason="this torch has no `with torch.device(...)`"
@@ -23,28 +25,16 @@ CONFIG = {
 }
 
 
-def build(rank, world, precision, filled):
-    config = {**CONFIG, **precision}
-    torch.manual_seed(rank)
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        model = torch.nn.Linear(6, 5)
-    dtype = str(model.weight.dtype)
-    assert model.weight.ds_shape == (5, 6) and model.weight.numel() == 0
-    engine = engine_of(model, {**config, **filled}, model_parameters=model.parameters())
-    loss = engine(torch.ones(1, 6, dtype=model.weight.dtype)).float().square().mean()
-    take_step(engine, loss)
-    return dtype, float(loss)
-
-
 @pytest.mark.parametrize(
     "precision, dtype",
     [
-        ({}, "torch.float32"),
-        ({"bf16": {"enabled": True}}, "torch.bfloat16"),
-        ({"bf16": {"enabled": "auto"}}, "torch.float32"),
+        ({}, torch.float32),
+        ({"bf16": {"enabled": True}}, torch.bfloat16),
+        ({"bf16": {"enabled": "auto"}}, torch.float32),
     ],
 )
-def test_blanks(precision, dtype):
+@on_ranks(2, init=True)
+def test_blanks(rank, world, precision, dtype):
     filled = {
         "train_batch_size": 2,
         "train_micro_batch_size_per_gpu": 1,
@@ -53,9 +43,14 @@ def test_blanks(precision, dtype):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 4, "warmup_num_steps": 2}},
     }
-    results = run_ranks(2, build, precision, filled, init=True)
-    assert [dtype, dtype] == [found for found, _ in results]
-    assert results[0] == results[1]
+    config = {**CONFIG, **precision}
+    torch.manual_seed(rank)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = torch.nn.Linear(6, 5)
+    assert model.weight.ds_shape == (5, 6) and model.weight.numel() == 0 and model.weight.dtype == dtype
+    engine = engine_of(model, {**config, **filled}, model_parameters=model.parameters())
+    first, second = together(take_step(engine, engine(torch.ones(1, 6, dtype=dtype)).float().square().mean()))
+    assert first == second
 
 
 @on_ranks(2, init=True)
@@ -79,16 +74,15 @@ def test_without_a_configuration_parameters_are_fp16():
     assert whole.weight.dtype == torch.float32, "a module that is passed keeps its dtype"
 
 
-class OnMeta(torch.nn.Module):
-    def __init__(self, device):
-        super().__init__()
-        self.first = torch.nn.Linear(6, 6, device=device)
-        self.tied = torch.nn.Linear(6, 6, device=device)
-        self.tied.weight = self.first.weight
-        self.first.weight.mark = "kept"
-
-    def forward(self, x):
-        return self.tied(torch.tanh(self.first(x)))
+def on_meta(device):
+    net = Parts(
+        lambda net, x: net.tied(torch.tanh(net.first(x))),
+        first=torch.nn.Linear(6, 6, device=device),
+        tied=torch.nn.Linear(6, 6, device=device),
+    )
+    net.tied.weight = net.first.weight
+    net.first.weight.mark = "kept"
+    return net
 
 
 @pytest.mark.parametrize(
@@ -106,18 +100,17 @@ def test_parameters_made_on_the_meta_device(rank, world, how):
     if how != "argument":
         contexts.insert(0 if how == "context outside" else 1, torch.device("meta"))
     if how == "whole module":
-        model = OnMeta("meta")
+        model = on_meta("meta")
         deepspeed.zero.Init(module=model)
     else:
         with contextlib.ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context)
-            model = OnMeta("meta" if how == "argument" else None)
+            model = on_meta("meta" if how == "argument" else None)
     params = list(model.parameters())
     assert model.tied.weight is model.first.weight and len(params) == 3 and model.first.weight.mark == "kept"
     assert all(p.ds_tensor.device.type == "cpu" and float(p.ds_tensor.abs().sum()) == 0 for p in params)
-    torch.manual_seed(0)
-    plain = OnMeta("cpu")
+    plain = seeded(on_meta, "cpu")
     model.load_state_dict(plain.state_dict())
     engine = engine_of(model, {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
     x = torch.ones(2, 6)
@@ -128,7 +121,7 @@ def test_parameters_made_on_the_meta_device(rank, world, how):
 def test_a_model_left_on_the_meta_device_is_refused_by_name(stage):
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     model = torch.nn.Sequential(torch.nn.Linear(3, 4, device="meta"))
-    must_raise(
+    refused(
         ValueError,
         r"parameter '0.weight' \(4, 3\) is on the meta device.*to_empty",
         deepspeed.initialize,
@@ -137,4 +130,4 @@ def test_a_model_left_on_the_meta_device_is_refused_by_name(stage):
     )
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
     model[0].running_mean = model[0].running_mean.to("meta")
-    must_raise(ValueError, "buffer '0.running_mean'", deepspeed.initialize, model=model, config=config)
+    refused(ValueError, "buffer '0.running_mean'", deepspeed.initialize, model=model, config=config)

@@ -5,8 +5,9 @@ import torch
 
 import deepspeed
 from harness import on_ranks
-from models import NormAndDirection
-from runs import engine_of, must_raise, take_step
+from models import NormAndDirection, Parts
+from refusals import refused
+from runs import engine_of, take_step
 
 
 def sinusoids(length, channels):
@@ -73,7 +74,7 @@ def test_initializers_after_the_construction(rank, world, loaded):
     assert model.encoder.seen[0] == "Embedding" and model.encoder.seen[-2:] == ["ParametrizedLinear", "Encoder"]
     assert model.seen == ["Linear", "Model"]
     assert all(param.shape == (0,) for param in model.parameters())
-    must_raise(RuntimeError, "not on this rank", model.head.weight.norm)
+    refused(RuntimeError, "not on this rank", model.head.weight.norm)
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         table = before["encoder.positions.weight"] if loaded else sinusoids(5, 4)
         assert torch.equal(model.encoder.positions.weight, table)
@@ -97,18 +98,15 @@ def test_ranks_may_name_parameters_in_any_order(rank, world):
         assert [param.unique().tolist() for param in params] == [[0.0], [1.0], [2.0], [3.0]]
 
 
-class Hub(torch.nn.Module):
+def of_a_hub():
     """As models of the hub make their layers: their weights are to be loaded."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.utils.skip_init(torch.nn.Linear, 4, 3)
-        self.norm = torch.nn.utils.skip_init(torch.nn.BatchNorm1d, 3, device="cpu")
-        self.inside = torch.nn.utils.skip_init(Nested)
-        self.own = torch.nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.own(self.inside(self.norm(self.layer(x))))
+    return Parts(
+        lambda net, x: net.own(net.inside(net.norm(net.layer(x)))),
+        layer=torch.nn.utils.skip_init(torch.nn.Linear, 4, 3),
+        norm=torch.nn.utils.skip_init(torch.nn.BatchNorm1d, 3, device="cpu"),
+        inside=torch.nn.utils.skip_init(Nested),
+        own=torch.nn.Linear(3, 2),
+    )
 
 
 class Nested(torch.nn.Module):
@@ -131,7 +129,7 @@ def test_layers_whose_initialisation_is_skipped(rank, world):
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
     with deepspeed.zero.Init(config_dict_or_path=config):
-        net = Hub()
+        net = of_a_hub()
     assert torch.nn.Module.to_empty is to_empty
     assert net.layer.weight.ds_shape == (3, 4) and net.layer.weight.shape == (0,)
     assert not any(buffer.is_meta for buffer in net.buffers()) and net.inside.shift.shape == (3,)

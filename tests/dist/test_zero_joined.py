@@ -5,6 +5,7 @@ import torch
 
 from deepspeed.utils import safe_get_full_grad
 from harness import on_ranks
+from models import Parts, seeded
 from runs import KEEP_GATHERED, engine_of, settings, with_fp16
 
 HOWS = ("plain", "first", "second", "scale first", "scale second")
@@ -18,8 +19,7 @@ class Linear(torch.nn.Linear):
 
 
 def linear(seed, inputs, outputs):
-    torch.manual_seed(seed)
-    return Linear(inputs, outputs, bias=False)
+    return seeded(Linear, inputs, outputs, bias=False, seed=seed)
 
 
 def make_engine(model, stage, precision, accumulation, scale=64.0):
@@ -85,8 +85,6 @@ def test_two_engines_in_a_graph(rank, world, stage, precision):
             limit = 1e-6 if precision == "fp32" else 2e-2
             most = grad.abs().max().item()
             torch.testing.assert_close(found, grad, rtol=limit, atol=limit * most, msg=f"{how} {name}")
-        for engine in engines:
-            engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -102,7 +100,6 @@ def test_an_engine_that_is_fed_its_own_output(rank, world, stage):
             if not micro:
                 engine.step()
         torch.testing.assert_close(safe_get_full_grad(engine.module.weight), model.weight.grad)
-        engine.destroy()
 
 
 @on_ranks(1)
@@ -117,21 +114,19 @@ def test_what_is_outside_of_the_engine_gets_the_gradient_of_the_loss(rank, world
     assert safe_get_full_grad(engine.module.weight).allclose(model.weight.grad / 4)
 
 
-class Nested(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = linear(1, 3, 3)
-
-    def forward(self, pair, more=None):
-        return self.inner(pair[0]) + self.inner(more["x"][1]), more["name"]
+def nested():
+    return Parts(
+        lambda net, pair, more=None: (net.inner(pair[0]) + net.inner(more["x"][1]), more["name"]),
+        inner=linear(1, 3, 3),
+    )
 
 
 @on_ranks(1)
 def test_inputs_in_containers(rank, world):
-    outer, model = linear(2, 3, 3), Nested()
+    outer, model = linear(2, 3, 3), nested()
     hidden = outer(batch(0, 0))
     model((hidden, 1), more={"x": [None, hidden * 2], "name": "n"})[0].square().mean().backward()
-    engine, own = make_engine(Nested(), 1, "fp32", 2), linear(2, 3, 3)
+    engine, own = make_engine(nested(), 1, "fp32", 2), linear(2, 3, 3)
     hidden = own(batch(0, 0))
     found, name = engine((hidden, 1), more={"x": [None, hidden * 2], "name": "n"})
     found.square().mean().backward()

@@ -5,20 +5,19 @@ import torch
 
 from deepspeed.utils import safe_get_full_grad
 from harness import on_ranks
-from models import Recomputed
+from models import Parts, Recomputed
 from runs import engine_of, settings
 
 WIDTH = 16
 
 
-class Adapted(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.base = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = torch.nn.Linear(WIDTH, 2, bias=False), torch.nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x):
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
+def adapted():
+    return Parts(
+        lambda net, x: torch.tanh(net.base(x) + net.up(net.down(x))),
+        base=torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+        down=torch.nn.Linear(WIDTH, 2, bias=False),
+        up=torch.nn.Linear(2, WIDTH, bias=False),
+    )
 
 
 def inputs(world):
@@ -29,8 +28,8 @@ def inputs(world):
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2, init=True)
 def test_adapters_with_checkpoints(rank, world, stage, reentrant):
-    engine = engine_of(Recomputed(Adapted, 3, reentrant), settings(stage))
-    plain = Recomputed(Adapted, 3, None)
+    engine = engine_of(Recomputed(adapted, 3, reentrant), settings(stage))
+    plain = Recomputed(adapted, 3, None)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(3):
         optimizer.zero_grad()

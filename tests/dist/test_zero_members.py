@@ -11,9 +11,11 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from deepspeed.runtime.zero.offload_states import get_state_devices
 from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
-from engine_models import batch, loss_of, make_net, net_engine, train_engine
-from harness import on_ranks, run_ranks
-from runs import must_raise, take_step
+from engine_models import after_steps, batch, loss_of, loss_on, make_net, net_engine, train_engine
+from harness import on_ranks
+from models import Parts, seeded
+from refusals import refused
+from runs import last_of, take_step, together
 from runs import weight_list as values
 
 
@@ -37,51 +39,49 @@ def test_states_go_and_come_back_bit_by_bit(rank, world, stage, bf16):
             held = sum(engine.core.held_bytes().values())
             held += sum(p.numel() * p.element_size() for p in engine.module.parameters() if not p.requires_grad)
             engine.offload_states(include=set(kinds), pin_memory=False)
-            moved = engine.optimizer.states.moved_bytes()
-            assert 0 < moved <= held
+            assert 0 < engine.optimizer.states.moved_bytes() <= held
             assert get_state_devices(engine, OffloadStateTypeEnum.optim_states) == {torch.device("cpu")}
             assert get_state_devices(engine, OffloadStateTypeEnum.contiguous_grad_buffer) == set()
             param = next(p for p in engine.module.parameters() if p.requires_grad)
             engine._backward.seen = True
-            must_raise(RuntimeError, "engine.step.*reload_states", engine.step)
-            must_raise(RuntimeError, "save_checkpoint.*reload_states", engine.save_checkpoint, "/nowhere")
-            must_raise(RuntimeError, "reload_states", deepspeed.utils.safe_get_full_optimizer_state, param, "exp_avg")
+            refused(RuntimeError, "engine.step.*reload_states", engine.step)
+            refused(RuntimeError, "save_checkpoint.*reload_states", engine.save_checkpoint, "/nowhere")
+            refused(RuntimeError, "reload_states", deepspeed.utils.safe_get_full_optimizer_state, param, "exp_avg")
             engine._backward.seen = False
             if stage < 3:
-                must_raise(RuntimeError, "engine.forward.*lp_params", engine, batch(0)[0])
-                must_raise(RuntimeError, "hp_params", safe_get_full_fp32_param, param)
+                refused(RuntimeError, "engine.forward.*lp_params", engine, batch(0)[0])
+                refused(RuntimeError, "hp_params", safe_get_full_fp32_param, param)
             engine.offload_states(include=set(kinds), pin_memory=False)  # again: nothing more to move
             engine.reload_states()
             assert not engine.optimizer.states.away
-        train_engine(engine, 2, rank, world, start=2)
-        results.append(values(engine))
-        engine.destroy()
+        results.append(last_of(after_steps(engine, 2, rank, world, start=2)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @on_ranks(2)
 def test_on_a_cpu_nothing_moves(rank, world):
-    engine = make_engine(world, 2)
-    train_engine(engine, 1, rank, world)
+    engine = after_steps(make_engine(world, 2), 1, rank, world)
     engine.offload_states()
     assert not engine.optimizer.states.away
     assert get_state_devices(engine, OffloadStateTypeEnum.hp_params) == {torch.device("cpu")}
     train_engine(engine, 1, rank, world, start=1)  # nothing is missing
     engine.reload_states()
-    must_raise(ValueError, "include= takes optim_states", engine.offload_states, include=["gradients"])
-    must_raise(TypeError, "include=", engine.offload_states, include=OffloadStateTypeEnum.lp_grads)
-    must_raise(ValueError, "offload_optimizer", engine.offload_states, device=OffloadDeviceEnum.nvme)
-    must_raise(AssertionError, "needs ZeRO", make_engine(world, 0).offload_states)
+    refused(ValueError, "include= takes optim_states", engine.offload_states, include=["gradients"])
+    refused(TypeError, "include=", engine.offload_states, include=OffloadStateTypeEnum.lp_grads)
+    refused(ValueError, "offload_optimizer", engine.offload_states, device=OffloadDeviceEnum.nvme)
+    refused(AssertionError, "needs ZeRO", make_engine(world, 0).offload_states)
 
 
 # ---- fragments and values ---------------------------------------------------------------------------------------
-def body_fragments(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_fragments_are_views_of_what_this_rank_owns(rank, world, stage):
     engine = make_engine(world, stage, bf16={"enabled": True})
-    engine.backward(loss_of(engine(batch(0)[0]), batch(0)[1]))
+    engine.backward(loss_on(engine, 0))
     owned = 0
-    for param in engine.module.parameters():
-        if not param.requires_grad:
-            continue
+    params = list(engine.module.parameters())
+    trained = [param for param in params if param.requires_grad]
+    for param in trained:
         mapping = param._hp_mapping
         whole = safe_get_full_fp32_param(param).reshape(-1)
         state = deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg").reshape(-1)
@@ -102,26 +102,19 @@ def body_fragments(rank, world, stage):
         mapping.update_lp()
         assert bool((param.detach().reshape(-1)[part][:numel] == 2.0).all())
         owned += numel
-        must_raise(ValueError, "exp_avg_sq", mapping.get_optim_state_fragment, "momentum")
+        refused(ValueError, "exp_avg_sq", mapping.get_optim_state_fragment, "momentum")
     copied = copy.deepcopy(engine.module)
     assert all(getattr(p, "_hp_mapping", None) is None for p in copied.parameters())
-    params = list(engine.module.parameters())
     engine.destroy()
     assert not any(hasattr(p, "_hp_mapping") for p in params)
-    return owned
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_fragments_are_views_of_what_this_rank_owns(stage):
-    numel = sum(p.numel() for p in make_net().parameters() if p.requires_grad)
-    assert sum(run_ranks(2, body_fragments, stage)) == numel
+    assert sum(together(owned)) == sum(param.numel() for param in trained)
 
 
 @on_ranks(2)
 def test_values_asked_of_the_stage_3_optimizer(rank, world):
     engine = make_engine(world, 3)
     optimizer = engine.optimizer
-    engine.backward(loss_of(engine(batch(0)[0]), batch(0)[1]))
+    engine.backward(loss_on(engine, 0))
     params = [p for p in engine.module.parameters() if p.requires_grad]
     param = params[1]
     assert [optimizer.get_param_id(p) for p in params] == list(range(len(params)))
@@ -145,7 +138,7 @@ def test_values_asked_of_the_stage_3_optimizer(rank, world):
     optimizer.update_fp32_grad_for_param_vectorized(lambda grad, _: torch.zeros_like(grad), [param])
     assert not optimizer.get_fp32_grad_for_param(param).any()
     assert optimizer.get_full_hp_param(param, "exp_avg").shape == param.ds_shape
-    must_raise(
+    refused(
         ValueError, "not trained by this optimizer", optimizer.get_full_hp_param, torch.nn.Parameter(torch.zeros(2))
     )
     assert not optimizer.has_overflow_partitioned_grads_serial()
@@ -161,9 +154,8 @@ def test_a_backward_between_prologue_and_epilogue(rank, world, stage, accumulate
     results = []
     for by_hand in (False, True):
         engine = make_engine(world, stage, accumulate=accumulate)
-        tokens, targets = batch(0)
         for micro in range(accumulate):
-            loss = loss_of(engine(tokens[micro::accumulate][rank::world]), targets[micro::accumulate][rank::world])
+            loss = loss_on(engine, 0, rank=micro * world + rank, world=world * accumulate)
             if by_hand:
                 engine.optimizer.backward_prologue()
                 engine.optimizer.scale_if_loss(loss / accumulate).backward()
@@ -172,8 +164,7 @@ def test_a_backward_between_prologue_and_epilogue(rank, world, stage, accumulate
             else:
                 engine.backward(loss)
             engine.step()
-        results.append(values(engine))
-        engine.destroy()
+        results.append(last_of(engine))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -193,7 +184,7 @@ def test_gathering_by_hand_and_persistence(rank, world):
     offload.post_sub_module_backward_function(first)
     offload.empty_partition_cache()
     assert first.weight.shape == torch.Size([0])
-    must_raise(RuntimeError, "pre_sub_module", offload.post_sub_module_forward_function, first)
+    refused(RuntimeError, "pre_sub_module", offload.post_sub_module_forward_function, first)
 
     before = {p.ds_id for p in engine.module.parameters() if p.ds_persist}
     stay = offload.mark_persistent_parameters(param_threshold=145, model_threshold=10**9)
@@ -203,27 +194,22 @@ def test_gathering_by_hand_and_persistence(rank, world):
     assert first.weight.shape == (12, 12)
     few = offload.mark_persistent_parameters(param_threshold=13, model_threshold=20)
     assert sum(p.ds_numel for p in few) <= 20 and first.weight.shape == torch.Size([0])
-    reference = make_engine(world, 3)
-    train_engine(reference, 2, rank, world)
+    reference = after_steps(make_engine(world, 3), 2, rank, world)
     assert all(torch.equal(a, b) for a, b in zip(found, values(reference), strict=True))
 
 
-class Peeking(torch.nn.Module):
+def peeking():
     """Uses a weight of another module through that module's dict of parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(17, 12)
-        self.out = torch.nn.Linear(12, 12, bias=False)
-
-    def forward(self, tokens):
-        return torch.nn.functional.linear(self.out(self.embed(tokens)), self.embed._parameters["weight"])
+    return Parts(
+        lambda net, tokens: torch.nn.functional.linear(net.out(net.embed(tokens)), net.embed._parameters["weight"]),
+        embed=torch.nn.Embedding(17, 12),
+        out=torch.nn.Linear(12, 12, bias=False),
+    )
 
 
 @on_ranks(2)
 def test_a_dict_that_gathers_what_is_looked_up(rank, world):
-    torch.manual_seed(0)
-    engine = make_engine(world, 3, Peeking())
+    engine = make_engine(world, 3, seeded(peeking))
     for module in engine.module.modules():
         ensure_zero_ordered_dict(module)
         ensure_zero_ordered_dict(module)
@@ -231,8 +217,7 @@ def test_a_dict_that_gathers_what_is_looked_up(rank, world):
     out = engine(torch.arange(6).reshape(1, 6))
     assert out.shape == (1, 6, 17)
     take_step(engine, out.square().mean())
-    copied = copy.deepcopy(engine.module)
-    assert list(copied.embed._parameters) == ["weight"]
+    assert list(copy.deepcopy(engine.module).embed._parameters) == ["weight"]
 
 
 # ---- outputs of any class ---------------------------------------------------------------------------------------
@@ -256,20 +241,22 @@ class Closed:
         Closed.kept[:] = [lambda: logits]
 
 
-class Answering(torch.nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.net = make_net()
-        self.kind = kind
-
-    def forward(self, tokens):
-        return self.kind(self.net(tokens))
+def answering(kind):
+    return Parts(
+        lambda net, tokens: net.kind(net.net(tokens)),
+        net=make_net(),
+        kind=kind,
+    )
 
 
-def same_results(first, second):
+def norm_and_weights(engine):
+    return engine.get_global_grad_norm(), values(engine)
+
+
+def assert_same(first, second):
     """Of two engines: norms and values."""
     assert first[0] == pytest.approx(second[0], rel=1e-6)
-    return all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(first[1], second[1], strict=True))
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(first[1], second[1], strict=True))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -277,36 +264,36 @@ def same_results(first, second):
 def test_a_plain_backward_on_objects_of_any_class(rank, world, stage):
     results = []
     for user_backward in (False, True):
-        engine = make_engine(world, stage, Answering(Answer), accumulate=2)
+        engine = make_engine(world, stage, answering(Answer), accumulate=2)
         for micro in range(2):
             tokens, targets = batch(micro, 4)
-            loss = loss_of(engine(tokens).inner["logits"][0], targets)
-            take_step(engine, loss, user_backward)
-        results.append((engine.get_global_grad_norm(), values(engine)))
-        engine.destroy()
-    assert same_results(*results)
-    engine = make_engine(world, stage, Answering(Closed), accumulate=2)
+            take_step(engine, loss_of(engine(tokens).inner["logits"][0], targets), user_backward)
+        results.append(last_of(engine, norm_and_weights))
+    assert_same(*results)
+    engine = make_engine(world, stage, answering(Closed), accumulate=2)
     if stage < 3:
         engine(batch(0)[0])
         loss_of(Closed.kept[0](), batch(0)[1]).backward()
-        must_raise(RuntimeError, r"Call engine\.backward\(loss\) instead", engine.step)
+        refused(RuntimeError, r"Call engine\.backward\(loss\) instead", engine.step)
         engine.zero_grad()
         engine(batch(0)[0])
         take_step(engine, loss_of(Closed.kept[0](), batch(0)[1]))
 
 
-class Chained(torch.nn.Module):
+def forward_chained(net, x):
+    hidden = torch.tanh(net.first(x))
+    logits = net.second(hidden).view(-1)
+    loss = logits.square().mean()
+    return {"loss": loss, "logits": logits, "hidden": [hidden, hidden], "again": loss}
+
+
+def chained():
     """Returns values that were computed from each other, as models do that return their loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        hidden = torch.tanh(self.first(x))
-        logits = self.second(hidden).view(-1)
-        loss = logits.square().mean()
-        return {"loss": loss, "logits": logits, "hidden": [hidden, hidden], "again": loss}
+    return Parts(
+        forward_chained,
+        first=torch.nn.Linear(4, 4),
+        second=torch.nn.Linear(4, 4),
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -314,16 +301,14 @@ class Chained(torch.nn.Module):
 def test_outputs_computed_from_each_other_get_the_factor_once(rank, world, stage):
     results = []
     for user_backward in (False, True):
-        torch.manual_seed(0)
-        engine = make_engine(world, stage, Chained(), accumulate=4)
+        engine = make_engine(world, stage, seeded(chained), accumulate=4)
         for micro in range(4):
             torch.manual_seed(2 * micro + rank)
             out = engine(torch.randn(2, 4))
             loss = out["loss"] + out["logits"].mean() + out["hidden"][1].sum()  # enters at three places
             take_step(engine, loss, user_backward)
-        results.append((engine.get_global_grad_norm(), values(engine)))
-        engine.destroy()
-    assert same_results(*results)
+        results.append(last_of(engine, norm_and_weights))
+    assert_same(*results)
 
 
 # ---- reductions of lists ----------------------------------------------------------------------------------------
@@ -332,8 +317,7 @@ def test_reductions_of_lists_of_tensors(rank, world):
     engine = make_engine(world, 1)
     group = engine.data_parallel_group
     make = lambda: [torch.full((3,), float(rank)), torch.full((2, 2), float(10 * rank))]  # noqa: E731
-    flat = engine.allreduce_bucket(make(), group)
-    assert flat.tolist() == [0.5] * 3 + [5.0] * 4
+    assert engine.allreduce_bucket(make(), group).tolist() == [0.5] * 3 + [5.0] * 4
     tensors = make()
     engine.allreduce_and_copy(tensors, group)
     assert tensors[0].tolist() == [0.5] * 3 and tensors[1].tolist() == [[5.0] * 2] * 2

@@ -7,8 +7,9 @@ from torch.nn.utils import parametrize
 import deepspeed
 from engine_models import assert_like_sgd, six, square_losses
 from harness import on_ranks
-from models import NormAndDirection
-from runs import engine_of, must_raise, take_step, together
+from models import NormAndDirection, Parts, seeded, two_layers
+from refusals import refused
+from runs import engine_of, take_step, together
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -17,31 +18,23 @@ CONFIG = {
 }
 
 
-class Normed(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(6, 5)
-        with deepspeed.zero.GatheredParameters(self.first.weight, modifier_rank=0):
-            parametrize.register_parametrization(self.first, "weight", NormAndDirection(), unsafe=True)
-        self.last = torch.nn.Linear(5, 1)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.first(x)))
+def normed():
+    first = torch.nn.Linear(6, 5)
+    with deepspeed.zero.GatheredParameters(first.weight, modifier_rank=0):
+        parametrize.register_parametrization(first, "weight", NormAndDirection(), unsafe=True)
+    return Parts(lambda net, x: net.last(torch.tanh(net.first(x))), first=first, last=torch.nn.Linear(5, 1))
 
 
 @on_ranks(2, init=True)
 def test_parametrized_modules(rank, world):
     torch.manual_seed(4)
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
-        model = Normed()
+        model = normed()
     shapes = {name: tuple(param.ds_shape) for name, param in model.named_parameters()}
     assert shapes["first.parametrizations.weight.original0"] == (5, 1)
     assert shapes["first.parametrizations.weight.original1"] == (5, 6) and "first.weight" not in shapes
-    engine = engine_of(model, CONFIG, model_parameters=model.parameters())
-    sharded = together(square_losses(engine, rank, 3))
-    torch.manual_seed(4)
-    model = Normed()
-    assert_like_sgd(model, sharded)
+    sharded = together(square_losses(engine_of(model, CONFIG, model_parameters=model.parameters()), rank, 3))
+    assert_like_sgd(seeded(normed, seed=4), sharded)
 
 
 @on_ranks(2, init=True)
@@ -56,14 +49,14 @@ def test_facts_of_parameters_that_are_elsewhere(rank, world):
 
     # transformers makes a tied head's bias as long as its weight has rows, which are 0 here for both.
     bias.data = torch.nn.functional.pad(bias.data, (0, weight.shape[0] - bias.shape[0]), "constant", 0)
-    must_raise(
+    refused(
         RuntimeError,
         "pad: the values of parameter 'Linear.bias'.*not on this rank",
         torch.nn.functional.pad,
         bias.data,
         (0, 2),
     )
-    must_raise(
+    refused(
         RuntimeError, "Parameter: the values of parameter 'Linear.weight'.*not on this rank", torch.nn.Parameter, weight
     )
 
@@ -90,44 +83,35 @@ class Project(torch.autograd.Function):
             return grad @ weight, grad.t() @ hidden
 
 
-class FusedHead(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = torch.nn.Linear(6, 5), torch.nn.Linear(5, 7, bias=False)
+def forward_fused_head(net, x):
+    hidden = torch.tanh(net.body(x))
+    with deepspeed.zero.GatheredParameters([net.head.weight]):
+        return Project.apply(hidden, net.head.weight)
 
-    def forward(self, x):
-        hidden = torch.tanh(self.body(x))
-        with deepspeed.zero.GatheredParameters([self.head.weight]):
-            return Project.apply(hidden, self.head.weight)
+
+def fused_head():
+    return Parts(
+        forward_fused_head,
+        body=torch.nn.Linear(6, 5),
+        head=torch.nn.Linear(5, 7, bias=False),
+    )
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks(init=True)
 def test_a_gradient_of_a_parameter_that_is_released_again(rank, world, micro_steps):
-    torch.manual_seed(4)
-    model = FusedHead()
+    model = seeded(fused_head, seed=4)
     config = {**CONFIG, "gradient_accumulation_steps": micro_steps}
-    engine = engine_of(model, config, model_parameters=model.parameters())
-    sharded = together(square_losses(engine, rank, 4))
-    torch.manual_seed(4)
-    model = FusedHead()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        parts = [model(six(rank, step)).square().mean() for rank in range(world)]
-        assert [losses[step] for losses in sharded] == pytest.approx([part.item() for part in parts], abs=1e-6)
-        (sum(parts) / (world * micro_steps)).backward()
-        if step % micro_steps == micro_steps - 1:
-            optimizer.step()
-            optimizer.zero_grad()
+    sharded = together(square_losses(engine_of(model, config, model_parameters=model.parameters()), rank, 4))
+    assert_like_sgd(seeded(fused_head, seed=4), sharded, 4, micro_steps)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2, init=True)
 def test_an_engine_that_only_looks_beside_one_that_trains(rank, world, stage):
     """An engine that only runs the model, before and beside the one that trains it, as trl computes its reference."""
-    torch.manual_seed(4)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    model = two_layers(6, 5, 1, seed=4)
     config = {**CONFIG, "zero_optimization": {**CONFIG["zero_optimization"], "stage": stage}, "gradient_clipping": 0.0}
     untrained = {key: value for key, value in config.items() if key != "optimizer"}
     if stage < 3:
@@ -146,8 +130,7 @@ def test_an_engine_that_only_looks_beside_one_that_trains(rank, world, stage):
     losses.append(engine(six(rank, 0)).square().mean().item())
     engine.destroy()
     sharded = together(losses)
-    torch.manual_seed(4)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    model = two_layers(6, 5, 1, seed=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts = lambda step: [model(six(rank, step)).square().mean() for rank in range(2)]  # noqa: E731
     expected = [[part.item() for part in parts(0)]]

@@ -11,10 +11,12 @@ from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.sgd import FusedSGD
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from harness import on_ranks
-from runs import must_raise, take_step, weights
+from models import seeded
+from refusals import refused
+from runs import load_into, take_step, weights
 from test_lion import lion
 from zero_models import clip, relative
-from zero_training import Deep, batch, loss_of, seeded, start
+from zero_training import Deep, loss_on, start
 
 STEPS = 6
 
@@ -84,9 +86,8 @@ CASES = {
 
 def make_engine(model, optimizer, stage, narrow):
     more = {"communication_data_type": "fp32", "bf16": {"enabled": narrow}, "zero": {"audit_steps": 2}}
-    if isinstance(optimizer, dict):
-        return start(model, stage, 2, None, optimizer=optimizer, **more)
-    return start(model, stage, 2, None, client=optimizer, zero_allow_untested_optimizer=False, **more)
+    client = {"client": optimizer, "zero_allow_untested_optimizer": False}
+    return start(model, stage, 2, None, **({"optimizer": optimizer} if isinstance(optimizer, dict) else client), **more)
 
 
 class Plain:
@@ -106,18 +107,17 @@ class Plain:
             master.grad = torch.zeros_like(master)
         for part in range(world):
             self.model.zero_grad(set_to_none=True)
-            x, target = batch(step, part)
-            loss_of(self.model(x.to(self.dtype)), target).backward()
+            loss_on(self.model, step, part).backward()
             for p, master in zip(self.model.parameters(), self.masters.parameters()):
                 master.grad += p.grad.double() / world
         clip(list(self.masters.parameters()))
         self.optimizer.step()
 
 
-def train(engine, rank, steps, first=0, narrow=False):
+def train(engine, rank, steps, first=0):
     for step in range(first, first + steps):
-        x, target = batch(step, rank)
-        take_step(engine, loss_of(engine(x.bfloat16() if narrow else x), target))
+        take_step(engine, loss_on(engine, step, rank))
+    return engine
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
@@ -131,8 +131,7 @@ def test_equals_a_plain_process(rank, world, case, stage, narrow):
         for p in model.parameters():
             p.data = p.data.bfloat16().float()
     plain = Plain(model, build, narrow)
-    engine = make_engine(model, optimizer, stage, narrow)
-    train(engine, rank, STEPS, narrow=narrow)
+    engine = train(make_engine(model, optimizer, stage, narrow), rank, STEPS)
     for step in range(STEPS):
         plain.step(step, world)
     worst = 0.0
@@ -156,14 +155,11 @@ def test_equals_a_plain_process(rank, world, case, stage, narrow):
 @on_ranks(2)
 def test_checkpoints_keep_the_states(rank, world, case, stage, folder):
     optimizer = CASES[case][0]
-    engine = make_engine(seeded(Deep), optimizer, stage, narrow=True)
-    train(engine, rank, 3, narrow=True)
+    engine = train(make_engine(seeded(Deep), optimizer, stage, narrow=True), rank, 3)
     engine.save_checkpoint(folder, tag="here")
-    train(engine, rank, 3, first=3, narrow=True)
+    train(engine, rank, 3, first=3)
     expected = weights(engine)
-    other = make_engine(Deep(), optimizer, stage, narrow=True)
-    other.load_checkpoint(folder, tag="here")
-    train(other, rank, 3, first=3, narrow=True)
+    other = train(load_into(make_engine(Deep(), optimizer, stage, narrow=True), folder, tag="here"), rank, 3, first=3)
     found = weights(other)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -175,7 +171,7 @@ def test_eight_bit_states_work_without_zero_and_are_refused_with_it(rank, world,
         return Adam8bit(params, lr=3e-3, min_8bit_size=16)
 
     for stage in (1, 3):
-        must_raise(
+        refused(
             ValueError,
             "Adam8bit packs the states.*use FusedAdam.*stage.: 0",
             make_engine,
@@ -184,10 +180,7 @@ def test_eight_bit_states_work_without_zero_and_are_refused_with_it(rank, world,
             stage,
             narrow,
         )
-    losses = []
     engine = make_engine(seeded(Deep), build, 0, narrow)
-    for _ in range(40):
-        x, target = batch(0, rank)
-        losses.append(take_step(engine, loss_of(engine(x.bfloat16() if narrow else x), target)))
+    losses = [take_step(engine, loss_on(engine, 0, rank)) for _ in range(40)]
     assert any(state["exp_avg"].dtype == torch.uint8 for state in engine.basic_optimizer.state.values())
     assert (losses[0] / losses[-1]) > 2

@@ -4,14 +4,17 @@ does."""
 import copy
 import io
 import logging
+import sys
 
 import torch
 
 import deepspeed
-from deepspeed.log import logger
 from engine_models import assert_like_sgd, square_losses
-from harness import on_ranks, run_ranks
-from runs import must_raise
+from harness import on_ranks
+from logs import logged
+from models import Parts, seeded
+from refusals import refused
+from runs import engine_of, together
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -69,22 +72,6 @@ COMPUTES = [
 ]
 
 
-class Warnings(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-    def __enter__(self):
-        logger.addHandler(self)
-        return self
-
-    def __exit__(self, *_):
-        logger.removeHandler(self)
-
-
 @on_ranks(2, init=True)
 def test_copies_and_looks_are_empty_and_computing_raises(rank, world):
     with deepspeed.zero.Init(dtype=torch.float32):
@@ -99,41 +86,36 @@ def test_copies_and_looks_are_empty_and_computing_raises(rank, world):
     for compute in COMPUTES:
         for given in (layer.weight, layer.weight.data, layer.state_dict()["weight"]):
             said = r"values of parameter 'Linear.weight' \(3, 4\) are not on this rank"
-            must_raise(RuntimeError, said, compute, given)
+            refused(RuntimeError, said, compute, given)
     # Another tensor takes only what it needs to know.
     assert torch.ones(2).to(layer.weight.half()).dtype == torch.float16
     assert torch.ones(2, dtype=torch.int64).type_as(layer.weight).tolist() == [1.0, 1.0]
     assert layer.weight.type() == "torch.FloatTensor"
 
 
-def warned(rank, world):
+@on_ranks(2, init=True)
+def test_one_warning_for_each_line(rank, world):
     with deepspeed.zero.Init(dtype=torch.float32):
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
-    with Warnings() as quiet:
+    with logged(logging.WARNING) as quiet:
         state = model.state_dict()  # the names of a state dict are asked for more often than its values
         assert list(state)[0] == "0.weight" and model[0].weight.data.shape == (0,)
         assert model.to("cpu") is model and model[0].weight.to(torch.float32) is model[0].weight
-    assert not quiet.texts
-    with Warnings() as heard:
+    assert not quiet
+    with logged(logging.WARNING) as heard:
         for _ in range(2):
-            copies = [param.clone() for param in model.parameters()]
-    [text] = heard.texts
-    line = warned.__code__.co_firstlineno + 10
+            line, copies = sys._getframe().f_lineno, [param.clone() for param in model.parameters()]
+    [text] = heard
     assert f"clone at {__file__}:{line} gives an empty tensor" in text
     assert f"'Linear.weight' (3, 4) are not on rank {rank}" in text and "GatheredParameters" in text
-    with Warnings() as heard:
+    with logged(logging.WARNING) as heard:
         copies += [param.detach().numpy() for param in model.parameters()]
-    [text] = heard.texts
+    [text] = heard
     assert text.startswith("detach at ")
-    with Warnings() as heard:
+    with logged(logging.WARNING) as heard:
         looked = [value.data_ptr() for value in state.values()]
-    [text] = heard.texts
+    [text] = heard
     assert text.startswith("data_ptr at ") and looked == [0] * 4
-    return True
-
-
-def test_one_warning_for_each_line():
-    assert run_ranks(2, warned, init=True) == [True, True]
 
 
 @on_ranks(2, init=True)
@@ -148,11 +130,13 @@ def test_addresses_while_a_model_is_built(rank, world):
 def test_saved_by_torch(rank, world):
     with deepspeed.zero.Init(dtype=torch.float32):
         layer = torch.nn.Linear(4, 3)
-    for given in (layer.weight, layer.state_dict(), {"copy": layer.weight.detach().half()}):
-        file = io.BytesIO()
-        with Warnings() as heard:
+    all_given = (layer.weight, layer.state_dict(), {"copy": layer.weight.detach().half()})
+    files = [io.BytesIO() for _ in all_given]
+    with logged(logging.WARNING) as heard:
+        for given, file in zip(all_given, files):
             torch.save(given, file)
-        assert ["pickling at" in text for text in heard.texts] == ([True] if given is layer.weight else [])
+            assert ["pickling at" in text for text in heard] == [True]  # of the first one
+    for file in files:
         file.seek(0)
         loaded = torch.load(file)  # weights_only in torch 2: nothing of ours is in it
         for value in loaded.values() if isinstance(loaded, dict) else [loaded]:
@@ -166,33 +150,27 @@ def test_saved_by_torch(rank, world):
         assert type(loaded) is torch.nn.Parameter and torch.equal(loaded, layer.weight)
 
 
-class Borrower(torch.nn.Module):
+def forward_borrower(net, x):
+    hidden = torch.tanh(net.own(x))
+    logits = hidden @ net.lent.weight.T + hidden @ net.lent.weight.clone().t()
+    return logits + hidden @ net.lent.weight.detach().to(hidden.dtype).t()
+
+
+def borrower():
     """Uses copies of a parameter of a module that is not called."""
-
-    def __init__(self):
-        super().__init__()
-        self.own, self.lent = torch.nn.Linear(6, 5), torch.nn.Linear(5, 7, bias=False)
-
-    def forward(self, x):
-        hidden = torch.tanh(self.own(x))
-        logits = hidden @ self.lent.weight.T + hidden @ self.lent.weight.clone().t()
-        return logits + hidden @ self.lent.weight.detach().to(hidden.dtype).t()
+    return Parts(
+        forward_borrower,
+        own=torch.nn.Linear(6, 5),
+        lent=torch.nn.Linear(5, 7, bias=False),
+    )
 
 
-def borrowing(rank, world):
-    torch.manual_seed(4)
-    engine = deepspeed.initialize(model=Borrower(), config=CONFIG)[0]
+@on_ranks(2, init=True)
+def test_copies_within_a_running_module_have_values(rank, world, folder):
+    engine = engine_of(seeded(borrower, seed=4), CONFIG)
     losses = square_losses(engine, rank, 3)
-    with Warnings() as quiet:  # what this library does by itself
-        engine.save_checkpoint("saved")
-        engine.load_checkpoint("saved")
-    assert not [text for text in quiet.texts if "empty tensor" in text]
-    return losses
-
-
-def test_copies_within_a_running_module_have_values(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    sharded = run_ranks(2, borrowing, init=True)
-    torch.manual_seed(4)
-    model = Borrower()
-    assert_like_sgd(model, sharded)
+    with logged(logging.WARNING) as quiet:  # what this library does by itself
+        engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder)
+    assert not [text for text in quiet if "empty tensor" in text]
+    assert_like_sgd(seeded(borrower, seed=4), together(losses))

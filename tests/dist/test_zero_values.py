@@ -8,9 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from harness import on_ranks
-from runs import take_step
+from models import seeded
+from refusals import refused
+from runs import take_step, value_of
 from zero_models import clip, make, outputs_of, relative
-from zero_training import WIDTH, Deep, Reference, batch, below, beside, gap, loss_of, seeded, start, train_beside
+from zero_training import WIDTH, Deep, Reference, batch, below, beside, gap, loss_of, loss_on, start, train_beside
 
 
 # ---- several models and engines --------------------------------
@@ -19,24 +21,20 @@ from zero_training import WIDTH, Deep, Reference, batch, below, beside, gap, los
 @on_ranks(2, timeout=30)
 def test_two_engines(rank, world, stages, shared):
     models = [seeded(Deep), seeded(Deep, 2)]
-    references = [Reference(model) for model in models]
+    references = first, second = [Reference(model) for model in models]
     engines = [start(model, stage, world) for model, stage in zip(models, stages)]
     for step in range(5):
         x, target = batch(step, rank)
         if shared:  # the gradient goes through both
-            hidden = engines[0](x)
-            loss = loss_of(engines[1](hidden.repeat(1, 3)), target)
-            loss.backward()
+            loss_of(engines[1](engines[0](x).repeat(1, 3)), target).backward()
         else:
             for engine in engines:
                 engine.backward(loss_of(engine(x), target))
         for engine in engines:
             engine.step()
         if shared:
-            losses = []
-            for part in range(world):
-                x, target = batch(step, part)
-                losses.append(loss_of(references[1].model(references[0].model(x.double()).repeat(1, 3)), target))
+            parts = [batch(step, part) for part in range(world)]
+            losses = [loss_of(second.model(first.model(x.double()).repeat(1, 3)), target) for x, target in parts]
             for reference in references:
                 reference.optimizer.zero_grad(set_to_none=True)
             (sum(losses) / world).backward()
@@ -45,7 +43,7 @@ def test_two_engines(rank, world, stages, shared):
                 reference.optimizer.step()
         else:
             for reference in references:
-                reference.step([reference.on(step, part) for part in range(world)])
+                reference.follow(step, world)
     below({name: gap(*pair) for name, pair in zip("ab", zip(engines, references))})
 
 
@@ -65,9 +63,8 @@ def test_a_copy_of_a_sharded_model_trains_by_itself(rank, world):
 
 # ---- values of sharded parameters --------------------------------
 def assert_untouchable(action, name):
-    with pytest.raises(RuntimeError) as caught:
-        action()
-    assert f"'{name}'" in str(caught.value) and "GatheredParameters" in str(caught.value)
+    caught = refused(RuntimeError, None, action)
+    assert f"'{name}'" in str(caught) and "GatheredParameters" in str(caught)
 
 
 @on_ranks(2, timeout=30)
@@ -97,8 +94,7 @@ def test_released_parameters_refuse_by_name(rank, world):
         ):
             with torch.no_grad():
                 assert_untouchable(action, name)
-        x, target = batch(0, rank)
-        take_step(engine, loss_of(engine(x), target))
+        take_step(engine, loss_on(engine, 0, rank))
         with pytest.raises(ValueError), torch.no_grad():
             torch.nn.init.xavier_uniform_(weight)
         model.to(torch.device("cpu"))
@@ -120,7 +116,7 @@ def test_edits_inside_gathered_parameters_train_on(rank, world, dtype):
         for step in which:
             x, target = batch(step, rank)
             take_step(engine, loss_of(engine(x.to(kind)).float(), target))
-            reference.step([reference.on(step, part) for part in range(world)])
+            reference.follow(step, world)
 
     steps(range(2))
     layer, twin = model.layers[0], reference.model.layers[0]
@@ -135,8 +131,7 @@ def test_edits_inside_gathered_parameters_train_on(rank, world, dtype):
         twin.weight.mul_(0.5).add_(0.25)
         twin.bias.fill_(0.125)
     assert layer.weight.numel() == 0
-    with deepspeed.zero.GatheredParameters(list(layer.parameters())):
-        assert bool((layer.bias == 0.125).all())
+    assert bool((value_of(layer.bias) == 0.125).all())
     with deepspeed.zero.GatheredParameters(model.head.weight):  # no modifier: dropped
         model.head.weight.data.zero_()
     steps(range(2, 5))
@@ -147,14 +142,12 @@ def test_edits_inside_gathered_parameters_train_on(rank, world, dtype):
 @on_ranks(3, timeout=30)
 def test_whole_tensors_of_the_optimizer(rank, world, stage):
     """The optimizer's own view of whole tensors equals the plain process's, in shape, too."""
-    model = seeded(Deep)
-    engine, reference = beside(model, stage, world)
-    x, target = batch(0, rank)
-    engine.backward(loss_of(engine(x), target))
+    engine, reference = beside(seeded(Deep), stage, world)
+    engine.backward(loss_on(engine, 0, rank))
     grads = [engine.optimizer.full_tensor(i, "grad") for i in range(len(engine._param_names))]
-    sum(reference.on(0, part) / world for part in range(world)).backward()
+    sum(loss_on(reference.model, 0, part) / world for part in range(world)).backward()
     worst = max(relative(a, b.grad) for a, b in zip(grads, reference.model.parameters()))
-    reference.step([reference.on(0, part) for part in range(world)])
+    reference.follow(0, world)
     engine.step()
     masters = [engine.optimizer.full_tensor(i, "fp32") for i in range(len(engine._param_names))]
     below(
@@ -235,8 +228,7 @@ def test_models_built_inside_init(rank, world, how):
             assert param.ds_tensor.numel() == -(-expected.numel() // world)
         assert model.tied.weight is model.first.weight
         assert_untouchable(lambda: torch.nn.init.ones_(model.head.weight), model.head.weight.ds_handle.name)
-        initial = gap(model, plain)
-        assert initial == 0.0, "the values of the plain constructor"
+        assert gap(model, plain) == 0.0, "the values of the plain constructor"
         assert model.seen_in_constructor == (0 if how != "module" else WIDTH * WIDTH)
     engine = start(model, 3, world)
     train_beside(engine, reference, rank, world)
@@ -287,8 +279,7 @@ def test_few_layers_are_gathered_at_one_time(rank, world, kind, reentrant):
     gatherer = engine.core.gatherer
     for step in range(3):
         gatherer.reset_peak()
-        x, target = batch(step, rank)
-        take_step(engine, loss_of(engine(x), target))
+        take_step(engine, loss_on(engine, step, rank))
     peak = gatherer.peak_live_numel
     assert gatherer.live_numel == 0
     assert peak <= own + head + 3 * layer, f"{peak / layer:.1f} layers of 12 at one time"

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
+from models import seeded
 
 WIDTH = 8
 CLIP = 0.5
@@ -132,8 +133,7 @@ class Odd(Case):
     def forward(self, x, step, part):
         hidden = self.last(self.middle(self.first(x))) * self.scalar + self.one
         hidden = hidden + torch.nn.functional.pad(self.seven, (0, 1)) + self.none.sum() + self.empty.sum()
-        rows = self.table[step % 13] + self.turned[part % 5]
-        return (hidden + torch.nn.functional.pad(rows, (0, 5)),)
+        return (hidden + torch.nn.functional.pad(self.table[step % 13] + self.turned[part % 5], (0, 5)),)
 
 
 class Cast(torch.nn.Module):
@@ -174,8 +174,7 @@ MODELS = {
 
 
 def make(name, seed=0):
-    torch.manual_seed(seed)
-    return MODELS[name]()
+    return seeded(MODELS[name], seed=seed)
 
 
 def data(step, part, rows=2):

@@ -29,11 +29,6 @@ class Deep(torch.nn.Module):
         return self.head(hidden + self.extra[1])
 
 
-def seeded(make_model, *args):
-    torch.manual_seed(0)
-    return make_model(*args)
-
-
 def batch(step, part):
     generator = torch.Generator().manual_seed(100 * step + part)
     return torch.rand(ROWS, WIDTH, generator=generator), 1 + torch.rand(ROWS, 2, generator=generator)
@@ -41,6 +36,12 @@ def batch(step, part):
 
 def loss_of(output, target):
     return ((output - target.to(output.dtype)) ** 2).mean()
+
+
+def loss_on(model, step, part, *given, **named):
+    """The loss of a model or an engine, in its type, on a part of a batch."""
+    x, target = batch(step, part)
+    return loss_of(model(x.to(next(model.parameters()).dtype), *given, **named), target)
 
 
 def start(model, stage, world, accumulate=1, client=None, mpu=None, **more):
@@ -65,9 +66,9 @@ class Reference:
         self.norm = float(clip(list(self.model.parameters())))
         self.optimizer.step()
 
-    def on(self, step, part, *args, **kwargs):
-        x, target = batch(step, part)
-        return loss_of(self.model(x.double(), *args, **kwargs), target)
+    def follow(self, step, parts, given=lambda step, part: ()):
+        """One step on parts of a batch. ``given``: more arguments of the model for a part."""
+        self.step([loss_on(self.model, step, part, *given(step, part)) for part in range(parts)])
 
 
 def gap(model, reference):
@@ -99,6 +100,5 @@ def train_beside(engine, reference, rank, world, steps=range(4), given=lambda st
     """Trains both on the same batches: the engine on that of its rank, the reference on all of them. ``given``: more
     arguments of the model for a part of a batch."""
     for step in steps:
-        x, target = batch(step, rank)
-        take_step(engine, loss_of(engine(x, *given(step, rank)), target))
-        reference.step([reference.on(step, part, *given(step, part)) for part in range(world)])
+        take_step(engine, loss_on(engine, step, rank, *given(step, rank)))
+        reference.follow(step, world, given)
