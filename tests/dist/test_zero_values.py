@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from harness import on_ranks
 from runs import take_step
 from zero_models import clip, make, outputs_of, relative
@@ -151,12 +152,12 @@ def test_whole_tensors_of_the_optimizer(rank, world, stage):
     engine, reference = beside(model, stage, world)
     x, target = batch(0, rank)
     engine.backward(loss_of(engine(x), target))
-    grads = [engine.optimizer.full_tensor(i, "grad") for i in range(len(engine._param_names))]
+    grads = [safe_get_full_grad(param) for param in engine.module.parameters()]
     sum(reference.on(0, part) / world for part in range(world)).backward()
     worst = max(relative(a, b.grad) for a, b in zip(grads, reference.model.parameters()))
     reference.step([reference.on(0, part) for part in range(world)])
     engine.step()
-    masters = [engine.optimizer.full_tensor(i, "fp32") for i in range(len(engine._param_names))]
+    masters = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
     below(
         {
             "gradients": worst,
