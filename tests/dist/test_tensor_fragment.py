@@ -19,7 +19,6 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from deepspeed.zero.states.param_states import WholeParams
 from engine_models import adam_like, config, loss_on, make_net, train_engine
 from harness import on_ranks
 from refusals import refused
@@ -47,10 +46,7 @@ def start(world, stage, precision, optimizer, accumulate=1):
         made["zero_optimization"]["stage3_param_persistence_threshold"] = 20
     made.update({"fp16": {"enabled": True, "loss_scale": SCALE}} if precision == "fp16" else DTYPES[precision])
     model = make_net()
-    engine = engine_of(model, made, adam_like(model) if optimizer == "torch" else None)
-    if stage == 0 and not hasattr(model.out.weight, "_ds_link"):
-        WholeParams(engine.core, engine.stepping, [p for group in engine.trained_groups for p in group])
-    return engine
+    return engine_of(model, made, adam_like(model) if optimizer == "torch" else None)
 
 
 def one_backward(engine, rank, world, step=0):

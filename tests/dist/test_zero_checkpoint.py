@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from deepspeed.utils import safe_get_full_fp32_param
 from engine_models import make_net, net_engine
 from harness import on_ranks, run_ranks
 from runs import SMALL_PARTS, load_into, sgd, weights
@@ -114,12 +115,12 @@ def test_file_names_and_keys(stage, precision, tmp_path):
 def body_save(rank, world, folder, stage):
     engine = trained(make_engine(world, stage, PRECISIONS["bf16"]), 2)
     engine.save_checkpoint(folder)
-    return weights(engine), [engine.optimizer.full_tensor(i, "fp32") for i in range(4)]
+    return weights(engine), [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
 
 
 def body_load(rank, world, folder, stage, seed):
     engine = load_into(make_engine(world, stage, PRECISIONS["bf16"], seed=seed, reduce_bucket_size=500), folder)
-    return weights(engine), [engine.optimizer.full_tensor(i, "fp32") for i in range(4)]
+    return weights(engine), [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
 
 
 @pytest.mark.parametrize("other", [1, 3])

@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from harness import on_ranks
 from models import seeded
 from refusals import refused
@@ -144,12 +145,12 @@ def test_whole_tensors_of_the_optimizer(rank, world, stage):
     """The optimizer's own view of whole tensors equals the plain process's, in shape, too."""
     engine, reference = beside(seeded(Deep), stage, world)
     engine.backward(loss_on(engine, 0, rank))
-    grads = [engine.optimizer.full_tensor(i, "grad") for i in range(len(engine._param_names))]
+    grads = [safe_get_full_grad(param) for param in engine.module.parameters()]
     sum(loss_on(reference.model, 0, part) / world for part in range(world)).backward()
     worst = max(relative(a, b.grad) for a, b in zip(grads, reference.model.parameters()))
     reference.follow(0, world)
     engine.step()
-    masters = [engine.optimizer.full_tensor(i, "fp32") for i in range(len(engine._param_names))]
+    masters = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
     below(
         {
             "gradients": worst,

@@ -20,6 +20,12 @@ def dtype_of(name):
 
 
 @answers_from(PATHS, below="_config")
+@answers_from(
+    {  # Whether every rank keeps only its share: of the gradients (stages 2 and 3), of the weights (stage 3).
+        "zero_optimization_partition_gradients": "_stage_policy.shards_grads",
+        "zero_optimization_partition_weights": "_stage_policy.shards_params",
+    }
+)
 class ConfigAccessors:
     """The engine's base class; ``self._config`` is the parsed config."""
 
@@ -79,14 +85,6 @@ class ConfigAccessors:
     def _stage_policy(self):
         """The row of the ZeRO stage, see csrc/zero/stage_policy.h; nothing else looks at its number."""
         return _native._C.stage_policy(self._config.zero_optimization_stage)
-
-    def zero_optimization_partition_gradients(self):
-        """Whether every rank keeps only its share of the gradients: stages 2 and 3."""
-        return self._stage_policy.shards_grads
-
-    def zero_optimization_partition_weights(self):
-        """Whether every rank keeps only its share of the weights: stage 3."""
-        return self._stage_policy.shards_params
 
     def is_first_weights_partition_group(self):
         """Stage 3: whether this rank belongs to the first group of ranks that holds a whole copy of the weights."""

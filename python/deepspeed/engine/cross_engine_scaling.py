@@ -7,7 +7,6 @@ the user wrote it. ``engine.backward`` multiplies the loss itself (16-bit gradie
 their way to the graph hook), so all other engines learn by how much, and their graph hooks take it into account.
 """
 
-import contextlib
 import weakref
 
 import torch
@@ -20,16 +19,6 @@ _engines = weakref.WeakSet()
 def enter(engine):
     """``engine`` may meet others from now on, until it ends."""
     _engines.add(engine)
-
-
-@contextlib.contextmanager
-def scaled_root(engine, factor):
-    """Around a backward of ``engine`` whose loss was multiplied by ``factor``."""
-    tell_others(engine, factor)
-    try:
-        yield
-    finally:
-        tell_others(engine, 1.0)
 
 
 def tell_others(engine, factor):

@@ -38,6 +38,7 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]
 class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
     """Wraps ``model``; see ``deepspeed.initialize`` for the arguments. Its parts bring most members: ``members.py``."""
 
+    _ranks = ranks_of
     has_moe_layers = False  # whether the model has layers of deepspeed.moe
 
     def __init__(
@@ -118,9 +119,6 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         run_hooks(self, "start")
         self._report_config()
 
-    def _ranks(self, mpu):
-        return ranks_of(self, mpu)
-
     def _report_config(self):
         changed = non_default_values(self._config)
         log_dist(
@@ -140,9 +138,6 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self.module.train(mode)
         self.training = mode
         return self
-
-    def eval(self):
-        return self.train(False)
 
     __getattr__ = attribute_or_that_of_module
 

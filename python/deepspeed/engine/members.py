@@ -36,6 +36,13 @@ def member(function):
     return function
 
 
+class Part:
+    """What parts have in common. State that begins with a constant is an attribute of the class."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+
 class Parts:
     """The parts of one class of engines: those of ``base``, another class's ``Parts``, and its own."""
 

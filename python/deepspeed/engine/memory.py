@@ -16,9 +16,7 @@ def see_memory_usage(message, force=False):
 
     Does nothing without `force`, so that calls can stay where they once helped.
     """
-    if not force:
-        return
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
         return
     gc.collect()
     device = get_accelerator()

@@ -1,5 +1,7 @@
 """``PipelineEngine``: what ``deepspeed.initialize`` makes of a ``PipelineModule``."""
 
+import time
+
 import torch
 
 from deepspeed.engine import pipeline_parts as parts
@@ -18,8 +20,14 @@ _DTYPES = [
 ]  # fmt: skip
 
 
-# Gradients are reduced for the step during the last backward of a batch, and the step.
-@answers_from({"get_pipeline_parallel_rank": "stage_id", "is_gradient_accumulation_boundary": "_execution.at_boundary"})
+@answers_from(
+    {
+        "get_pipeline_parallel_rank": "stage_id",
+        # Gradients are reduced for the step during the last backward of a batch, and the step.
+        "is_gradient_accumulation_boundary": "_execution.at_boundary",
+        "get_additional_losses": "module.get_additional_losses()",  # of this stage
+    }
+)
 @pipeline_parts.compose(parts)
 class PipelineEngine(DeepSpeedEngine):
     """Trains the stages of a ``PipelineModule``: ``train_batch()`` stands for forward, backward and step of
@@ -49,8 +57,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.is_model_parallel = self.grid.slice_parallel_size > 1
         self.has_bool_tensors, self.has_attention_mask = has_bool_tensors, False
         self.agg_train_loss = None
-        self._batches.begin()
-        self._plans.begin()
+        for part in (self._batches, self._measured, self._plans):
+            part.begin()
         self._links.meet()
 
     def _ranks(self, mpu):
@@ -78,9 +86,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.progress.throughput.start()
         with self._failures.guarded():
             self._user_weights.bring_home()
-            began = self._measured.now()
+            began = time.perf_counter()
             self._exec_schedule(self._plans.train_schedule())
-            seconds = self._measured.now() - began
+            seconds = time.perf_counter() - began
             with self._failures.told_to_all():
                 self.agg_train_loss = self._losses.total()
             self._tell_of_batch()
@@ -154,10 +162,6 @@ class PipelineEngine(DeepSpeedEngine):
     def set_train_batch_size(self, train_batch_size):
         super().set_train_batch_size(train_batch_size)
         self.micro_batches = self.gradient_accumulation_steps()
-
-    def get_additional_losses(self):
-        """The result of ``PipelineModule.get_additional_losses`` of this stage."""
-        return self.module.get_additional_losses()
 
     def set_has_attention_mask(self, value):
         """Accepted: a mask in the tuple of activations is a tensor like any other."""

@@ -6,7 +6,7 @@ Optimizers do not need such groups here, because the engine finds experts itself
 import torch
 
 from deepspeed.moe.layer import MoE
-from deepspeed.zero.optimizers.norms import is_moe_param
+from deepspeed.utils.norms import is_moe_param
 
 
 def has_moe_layers(m):

@@ -3,8 +3,8 @@
 import glob
 import os
 
+from deepspeed.utils.partition import partition_uniform
 from deepspeed.zero.parameters.param_ranks import SavedLayers
-from deepspeed.zero.partition import partition_uniform
 
 
 class LayerFiles:

@@ -3,7 +3,7 @@
 import re
 
 from deepspeed.pipe.layers import class_name, count_parameters
-from deepspeed.zero.partition import partition_balanced, partition_uniform
+from deepspeed.utils.partition import partition_balanced, partition_uniform
 
 METHODS = "uniform, parameters, type:REGEX, profile, or a list of bounds"
 

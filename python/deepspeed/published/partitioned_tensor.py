@@ -1,6 +1,6 @@
 """The published constructor of a tensor of which every rank of a group holds a part."""
 
-from deepspeed.zero.parameters.partitioned_tensor import TensorParts
+from deepspeed.utils.partitioned_tensor import TensorParts
 
 
 class PartitionedTensor(TensorParts):

@@ -17,7 +17,7 @@ def forwarded(path, written=True, doc=None):
 def answers_from(paths, below=None):
     """Class decorator: a method for each name, which returns what lies at its path below an attribute of the object, or
     in the object itself. A path is ``"section.key"``, or ``(path, value)`` where the section may be None: the value
-    stands for what is in it."""
+    stands for what is in it. What lies at ``"core.publish()"`` is called."""
 
     def add(cls):
         for name, path in paths.items():
@@ -29,7 +29,7 @@ def answers_from(paths, below=None):
 
 
 def _accessor(cls, name, path, default):
-    parts = path.split(".")
+    parts, calls = path.removesuffix("()").split("."), path.endswith("()")
 
     def accessor(self):
         value = self
@@ -37,7 +37,7 @@ def _accessor(cls, name, path, default):
             if value is None and default:
                 return default[0]
             value = value[part] if isinstance(value, dict) else getattr(value, part)
-        return value
+        return value() if calls else value
 
     accessor.__name__, accessor.__qualname__, accessor.__module__ = name, f"{cls.__name__}.{name}", cls.__module__
     accessor.__doc__ = f"``{path.removeprefix('_')}`` of this object."

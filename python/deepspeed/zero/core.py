@@ -62,7 +62,8 @@ def build_core(
         groups.update(_open(own, mesh or mesh_views.adopted(dist.get_world_group() if dist.is_initialized() else None)))
     # One object for one group: what is logged is the communicator's. Ranks of one host that compute on its cores move
     # the bulk through its memory.
-    on_cpu = all(_device(param).type == "cpu" for param in [*(row[0] for row in rows), *others])
+    computes_with = [getattr(param, "ds_handle", param) for param in [*(row[0] for row in rows), *others]]
+    on_cpu = all(one.device.type == "cpu" for one in computes_with)
     opened = {
         role: _communicator(groups[role], role.replace("_", " "), shared=on_cpu and role == "data_parallel")
         for role in [*ROLES, *sorted(groups.keys() - set(ROLES))]  # one order on all ranks
@@ -122,11 +123,6 @@ def section_values(section):
     values = section if isinstance(section, dict) else section.model_dump()
     plain = {key: getattr(value, "value", value) for key, value in values.items() if value is not None}
     return {key: value if isinstance(value, (bool, int, float, dict)) else str(value) for key, value in plain.items()}
-
-
-def _device(param):
-    """The device that computes with ``param``, also while a sharded one is released."""
-    return param.ds_handle.device if hasattr(param, "ds_handle") else param.device
 
 
 def _communicator(group, name, shared):

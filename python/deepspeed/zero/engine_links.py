@@ -15,10 +15,10 @@ class NotCopied:
 
 class EngineLink(NotCopied):
     """A link to ``target``, which is None after it has ended. The link does not keep it: it holds the core, which holds
-    the parameters."""
+    the parameters. ``index``: the number by which the target knows what has the link."""
 
-    def __init__(self, target):
-        self._target = weakref.ref(target)
+    def __init__(self, target, index=None):
+        self._target, self.index = weakref.ref(target), index
 
     @property
     def target(self):

@@ -14,7 +14,7 @@ from deepspeed.zero.states.named_states import OWN_PARAMS
 
 class ByName(SavedState):
     """States by the names of parameters, each in any number of pieces. ``_parts(name, kind=None)`` of a layout gives
-    what each rank with elements of a parameter (of that kind) has saved, in the form of ``own_params``."""
+    what each rank with elements of a parameter (of that kind) has saved, in the form of ``OwnedStates.by_name``."""
 
     def scalars(self, name):
         for part in self._parts(name):
@@ -46,8 +46,8 @@ def _in_rows(runs, shape, strides):
 
 class NamedState(ByName):
     """``table``: name -> what is known of a parameter (``joined_tables``); ``part(rank)``: what that rank has saved
-    (``own_params``), asked for when it is needed. ``optimizer``: without ZeRO, what is saved once: ``param_groups`` and
-    values of the optimizer as a whole."""
+    (``OwnedStates.by_name``), asked for when it is needed. ``optimizer``: without ZeRO, what is saved once:
+    ``param_groups`` and values of the optimizer as a whole."""
 
     masters_only = True
 

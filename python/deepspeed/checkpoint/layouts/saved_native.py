@@ -236,7 +236,7 @@ class _ModuleKeys(dict):
 
 
 def _part(folder, rank, parameters):
-    """The files of a rank in the form of ``own_params``, with the state of its run (``run``) and tensors in
+    """The files of a rank in the form of ``OwnedStates.by_name``, with the state of its run (``run``) and tensors in
     values that are JSON otherwise (``values``: place -> lazy tensor)."""
     path = os.path.join(folder, names.rank_json(rank))
     about, tensors, values = read_json(path), {}, {}

@@ -18,7 +18,7 @@ from deepspeed.checkpoint.layouts.saved_state import (
     numel_of,
     with_names,
 )
-from deepspeed.zero.optimizers.flat_layout import PARAM_SCALARS, PARAM_STEPS, per_element
+from deepspeed.zero.optimizers.inner_states import PARAM_SCALARS, PARAM_STEPS, per_element
 from deepspeed.zero.states.named_states import OWN_PARAMS, joined_tables, table_of
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")

@@ -9,7 +9,7 @@ from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.layouts.saved_named import expert_files
 from deepspeed.checkpoint.layouts.saved_state import eager
 from deepspeed.utils import groups
-from deepspeed.zero.optimizers.norms import is_moe_param
+from deepspeed.utils.norms import is_moe_param
 from deepspeed.zero.parameters.param_ranks import saved_part
 
 _OLD = re.compile(r"(\.deepspeed_experts\.)(\d+)(?=\.)")

@@ -2,19 +2,17 @@
 
 import contextlib
 
-from deepspeed.engine.members import engine_parts, member
+from deepspeed.engine.members import Part, engine_parts, member
 
 
 @engine_parts.add("_accumulation")
-class Accumulation:
+class Accumulation(Part):
     """A part of the engine. Tells the core in advance what a backward that the user runs is to do."""
 
-    def __init__(self, engine):
-        self.engine = engine
-        self.boundary = None  # as set by hand; None: counted
-        self.in_no_sync = False
-        self.in_backward = True
-        self.user_scaled = False  # engine.scale was called: the user's backward has the loss scale already
+    boundary = None  # as set by hand; None: counted
+    in_no_sync = False
+    in_backward = True
+    user_scaled = False  # engine.scale was called: the user's backward has the loss scale already
 
     def reduces_now(self):
         """Whether the next backward adds up over the ranks: at a boundary, or always where gradients are sharded."""

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.comm import mesh_views
 from deepspeed.comm import process_group as dist
-from deepspeed.engine.members import engine_parts, member
+from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.host.launcher_messages import tell_launcher
 from deepspeed.log import logger
 
@@ -17,7 +17,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 @engine_parts.add("_announced_end", order=1)
-class AnnouncedEnd:
+class AnnouncedEnd(Part):
     """A part of the engine. With ``elasticity.save_on_signal`` the step after SIGTERM ends with a checkpoint, then all
     ranks end with exit code 143.
 
@@ -25,10 +25,8 @@ class AnnouncedEnd:
     and is read at the end of the next whether it has: so all save behind the same step, and nobody waits for it.
     """
 
-    def __init__(self, engine):
-        self.engine = engine
-        self._listener = None
-        self._client_state = dict
+    _listener = None
+    _client_state = dict
 
     @member
     def set_signal_client_state(self, function):

@@ -10,7 +10,7 @@ from deepspeed.comm.mesh_views import MICS, SAME_WEIGHTS, Purpose
 from deepspeed.engine import checks
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
-from deepspeed.engine.members import engine_parts, member
+from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.by_name import is_native, rules_of
 from deepspeed.published.bf16_optimizer import BF16_Optimizer
@@ -20,7 +20,7 @@ from deepspeed.published.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.core import build_core
 from deepspeed.zero.engine_links import EngineLink
-from deepspeed.zero.gathers.model import cast_sharded, detach, move_module, shard_model, take_over
+from deepspeed.zero.gathers.model import detach, move_module, shard_model, take_over
 from deepspeed.zero.optimizers.stepping import Stepping
 from deepspeed.zero.parameters.param_ranks import SavedNames, broadcast_own_buffers, ranks_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
@@ -30,18 +30,15 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 @engine_parts.add("_assembly")
-class Assembly:
+class Assembly(Part):
     """A part of the engine, which works once. Needs the configuration, the parallel groups and the device.
 
     The engine gets ``basic_optimizer`` (torch's, or None), ``optimizer`` (what wraps it), ``trained_groups``, and where
     there is something to train or to gather ``core`` and ``stepping``.
     """
 
-    def __init__(self, engine):
-        self.engine = engine
-        self.shard_group = None
-        self.whole = None
-        self.made_groups = []  # hyperparameters of the optimizer's groups as the configuration and the caller gave them
+    shard_group = whole = None
+    made_groups = ()  # hyperparameters of the optimizer's groups as the configuration and the caller gave them
 
     def place_model(self, dont_change_device):
         engine, module = self.engine, self.engine.module
@@ -52,10 +49,12 @@ class Assembly:
         with torch.no_grad():
             # Through .data, so that parameters keep their identity: optimizers and tied weights hold on to it.
             for param in module.parameters() if dtype is not None else ():
-                if is_sharded(param):
-                    cast_sharded(param, dtype)
-                elif param.is_floating_point() and param.dtype != dtype:
-                    param.data = param.data.to(dtype)
+                own = param.ds_handle if is_sharded(param) else param
+                if own.dtype.is_floating_point and own.dtype != dtype:
+                    if own is param:
+                        param.data = param.data.to(dtype)
+                    else:
+                        own.cast(dtype)
             for one in module.modules() if buffer_dtype is not None else ():
                 for name, buffer in one._buffers.items():
                     if buffer is not None and buffer.is_floating_point():

@@ -4,7 +4,7 @@ import torch
 
 from deepspeed.config.sections import OffloadStateTypeEnum
 from deepspeed.engine import cross_engine_scaling
-from deepspeed.engine.members import engine_parts, member
+from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.log import logger, warning_once
 from deepspeed.zero.nested import cast_floats, tensors_within
 
@@ -12,17 +12,15 @@ _STATES = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
 
 @engine_parts.add("_backward")
-class Backward:
+class Backward(Part):
     """A part of the engine."""
 
-    def __init__(self, engine):
-        self.engine = engine
-        self.start_micro_step()
-        self.micro_batches = 0  # that forward has trained on since the last step at a boundary
+    seen = False  # whether engine.backward has run in this micro-step
+    noticed = None  # whether the core would notice a backward that the user runs; None: there was no forward
+    micro_batches = 0  # that forward has trained on since the last step at a boundary
 
     def start_micro_step(self):
-        self.seen = False  # whether engine.backward has run
-        self.noticed = None  # whether the core would notice a backward that the user runs; None: there was no forward
+        self.seen, self.noticed = False, None
 
     def before_micro_step(self, boundary):
         self._refuse_unseen()
@@ -131,13 +129,15 @@ class Backward:
             self._expect_step()
         root = loss.float() * scale if scale != 1.0 else loss
         engine.core.begin_backward(engine._accumulation.reduces_now(), root)  # ends with the backward of `root`
+        cross_engine_scaling.tell_others(engine, scale / parts)
         try:
-            with cross_engine_scaling.scaled_root(engine, scale / parts):
-                root.backward(retain_graph=retain_graph)
+            root.backward(retain_graph=retain_graph)
         except BaseException:
             if engine.core.abort_backward():
                 logger.warning("backward failed; the gradients of earlier micro steps of this step are lost with it")
             raise
+        finally:
+            cross_engine_scaling.tell_others(engine, 1.0)
 
     @member
     def _backward_epilogue(self):

@@ -136,10 +136,10 @@ class Checkpoints:
 
     def _trained(self):
         engine, stepping = self.engine, self.engine.stepping
-        called, groups = iter(stepping.names), engine.trained_groups
+        groups = engine.trained_groups
         return {
             "states": OwnedStates(stepping, groups),
-            "group_names": [[next(called) for _ in group] for group in groups],
+            "group_names": stepping.names_of(groups),
             "trained_groups": groups,
             "options": [
                 {key: value for key, value in group.items() if key != "params"}

@@ -2,7 +2,7 @@
 
 from deepspeed._compat import TORCH2
 from deepspeed.accelerator import get_accelerator
-from deepspeed.engine.members import engine_parts, member
+from deepspeed.engine.members import Part, engine_parts, member
 
 
 def is_compile_supported():
@@ -11,12 +11,10 @@ def is_compile_supported():
 
 
 @engine_parts.add("_compiling")
-class Compiling:
+class Compiling(Part):
     """A part of the engine. What is compiled is the module's computation; hooks, reduction and the step stay."""
 
-    def __init__(self, engine):
-        self.engine = engine
-        self.done = False
+    done = False
 
     @property
     @member

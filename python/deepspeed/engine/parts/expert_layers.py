@@ -6,7 +6,7 @@ import weakref
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.engine.members import engine_parts, member
+from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.log import log_dist, logger
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
@@ -20,14 +20,8 @@ from deepspeed.utils import groups
 
 
 @engine_parts.add("_experts")
-class ExpertLayers:
+class ExpertLayers(Part):
     """A part of the engine. ``layers``: name in the model -> layer, in the order of ``named_modules()``."""
-
-    def __init__(self, engine):
-        self.engine = engine
-        self.layers = {}
-        self._last = {}
-        self._idle = {}  # name of a layer -> steps for which no token has chosen each of its experts
 
     def find(self, model_parameters):
         """Every rank calls it, before parameters find their ranks: layers learn their names and make their groups.
@@ -57,6 +51,8 @@ class ExpertLayers:
     def _connect(self):
         engine = self.engine
         kinds = (MoE, AutoEPMoELayer)
+        # By the name of a layer: its last statistics, and the steps for which no token has chosen each of its experts.
+        self._last, self._idle = {}, {}
         self.layers = {name: module for name, module in engine.module.named_modules() if isinstance(module, kinds)}
         if not self.layers:
             return

@@ -7,22 +7,19 @@ import torch
 from deepspeed.checkpoint.write.memory import HostMemory, Snapshots
 from deepspeed.checkpoint.write.ranks import Ranks
 from deepspeed.comm import mesh_views
-from deepspeed.engine.members import engine_parts
+from deepspeed.engine.members import Part, engine_parts
 from deepspeed.log import warning_once
 
 
 @engine_parts.add("_memory_copies")
-class MemoryCopies:
+class MemoryCopies(Part):
     """A part of the engine. With ``elasticity.memory_copies`` every ``snapshot_steps``-th step ends with a snapshot of
     what ``save_checkpoint`` would write; it is copied and sent to the next host while training goes on.
 
     Snapshots are of the directory that ``load_checkpoint`` or ``save_checkpoint`` has named last.
     """
 
-    def __init__(self, engine):
-        self.engine = engine
-        self._memory = self._directory = None
-        self.snapshots = None
+    _memory = _directory = snapshots = None
 
     def start(self):
         engine, section = self.engine, self.engine._config.elasticity_config

@@ -66,9 +66,7 @@ class Offloading:
         sections = [self.engine.zero_offload_optimizer()]
         if self.engine.zero_optimization_partition_weights():  # elsewhere offload_param has no effect
             sections.append(self.engine.zero_offload_param())
-        folder = next((str(s.nvme_path) for s in sections if s is not None and s.nvme_path is not None), "")
-        pinned = any(s is not None and s.pin_memory for s in sections)
-        rate = tier_rate(tier, self.engine.device, folder, pinned)
+        rate = tier_rate(tier, self.engine.device, sections)
         return rate and (moved["read_bytes"] / rate[0] + moved["written_bytes"] / rate[1]) / seconds
 
     def events(self):

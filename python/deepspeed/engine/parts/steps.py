@@ -2,21 +2,19 @@
 
 from deepspeed.comm import comms_log
 from deepspeed.config.sections import OffloadStateTypeEnum
-from deepspeed.engine.members import engine_parts, member, run_hooks
+from deepspeed.engine.members import Part, engine_parts, member, run_hooks
 from deepspeed.engine.scheduling import next_move
 
 
 @engine_parts.add("_steps")
-class Steps:
+class Steps(Part):
     """A part of the engine."""
 
-    def __init__(self, engine):
-        self.engine = engine
-        self.applied = False  # whether the last step has changed weights
-        self.norm = None  # 2-norm of the gradients of the last step, before clipping; None before the first step
-        self.ends_later = False  # the owner of the engine's schedule calls ``end``
-        self._open = False  # a step at a boundary is done, and ``after_step`` has not run
-        self.micro_steps = 0  # calls of step since the last one at a boundary
+    applied = False  # whether the last step has changed weights
+    norm = None  # 2-norm of the gradients of the last step, before clipping; None before the first step
+    ends_later = False  # the owner of the engine's schedule calls ``end``
+    _open = False  # a step at a boundary is done, and ``after_step`` has not run
+    micro_steps = 0  # calls of step since the last one at a boundary
 
     @member
     def loss_scale(self):
@@ -53,7 +51,8 @@ class Steps:
         )
         engine._need_optimizer("engine.step")
         engine._need_states(OffloadStateTypeEnum, "engine.step()")
-        boundary, stepping = self._at_boundary(), engine.stepping
+        stepping = engine.stepping
+        boundary = engine.is_gradient_accumulation_boundary() or not engine.managed_gradient_accumulation()
         self.applied = False
         try:
             run_hooks(engine, "before_micro_step", boundary)
@@ -79,9 +78,6 @@ class Steps:
         if self._open:
             self._open = False
             run_hooks(self.engine, "after_step")
-
-    def _at_boundary(self):
-        return self.engine.is_gradient_accumulation_boundary() or not self.engine.managed_gradient_accumulation()
 
     def _count(self, applied):
         engine = self.engine

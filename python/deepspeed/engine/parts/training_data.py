@@ -4,7 +4,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.data.loader import ResumableDataLoader
-from deepspeed.engine.members import engine_parts, member
+from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.published.dataloader import DeepSpeedDataLoader
 from deepspeed.utils.repeating_loader import RepeatingLoader
 
@@ -14,13 +14,11 @@ ROUTE_PREDICT = "predict"
 
 
 @engine_parts.add("_data")
-class TrainingData:
+class TrainingData(Part):
     """A part of the engine."""
 
-    def __init__(self, engine):
-        self.engine = engine
-        self._seed = None  # see ``agree_on_seed``
-        self._loader = self._position = None  # and its position at the beginning of the accumulation window
+    _seed = None  # see ``agree_on_seed``
+    _loader = _position = None  # and its position at the beginning of the accumulation window
 
     def agree_on_seed(self):
         """Once, on all ranks: those that get the same samples (stages of a pipeline, ranks that share weights or

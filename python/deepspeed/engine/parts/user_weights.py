@@ -4,26 +4,24 @@ them."""
 import torch
 
 from deepspeed import _native
-from deepspeed.engine.members import engine_parts
+from deepspeed.engine.members import Part, engine_parts
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 
 @engine_parts.add("_user_weights", order=-1)
-class UserWeights:
+class UserWeights(Part):
     """A part of the engine."""
-
-    def __init__(self, engine):
-        self.engine = engine
-        self._rows = []  # of each place where a module has a trained parameter: (its dict, name, parameter, number)
-        self._trained = set()
 
     def start(self):
         numbers = {id(p): n for n, p in enumerate(p for group in self.engine.trained_groups for p in group)}
         self._trained = set(numbers)
-        for module in self.engine.module.modules():
-            for name, param in module._parameters.items():
-                if id(param) in numbers:
-                    self._rows.append((module._parameters, name, param, numbers[id(param)]))
+        # Of each place where a module has a trained parameter: (its dict, name, parameter, number).
+        self._rows = [
+            (module._parameters, name, param, numbers[id(param)])
+            for module in self.engine.module.modules()
+            for name, param in module._parameters.items()
+            if id(param) in numbers
+        ]
 
     def bring_home(self):
         """Before a forward and a step: new values of ``param.data`` and new parameters in a module's place become the

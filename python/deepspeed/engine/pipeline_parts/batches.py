@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from deepspeed.engine.members import member, pipeline_parts
+from deepspeed.engine.members import Part, member, pipeline_parts
 from deepspeed.pipe.failures import PipelineError
 from deepspeed.pipe.profile import tensors_of
 from deepspeed.utils.repeating_loader import RepeatingLoader
@@ -12,16 +12,13 @@ from deepspeed.zero.nested import move_to_device
 
 
 @pipeline_parts.add("_batches")
-class Batches:
+class Batches(Part):
     """A part of a pipeline's engine. Stages that load data have ``data_iterator``, which gives ``(inputs, labels)``."""
 
     engine_attributes = ("data_iterator", "batch_fn")
 
-    def __init__(self, engine):
-        self.engine = engine
-        self.data_iterator = None
-        self.batch_fn = None
-        self._peeked = []  # an item that somebody has looked at
+    data_iterator = batch_fn = None
+    _peeked = ()  # an item that somebody has looked at
 
     def begin(self):
         """Once this engine knows its stage."""

@@ -6,6 +6,7 @@ micro-batch (``micro``), and with whom they exchange (``peer``). Without that th
 
 import collections
 import functools
+import time
 
 import torch
 
@@ -62,7 +63,9 @@ class Execution:
         client has a ``train_batch`` of its own."""
         engine = self.engine
         engine._steps.end()
-        self._reserve(pipe_schedule.num_pipe_buffers())
+        buffers = pipe_schedule.num_pipe_buffers()
+        self.records.extend(MicroBatch() for _ in range(buffers - len(self.records)))
+        self.num_pipe_buffers = max(buffers, self.num_pipe_buffers)
         steps = [list(step) for step in pipe_schedule]
         self.fwd_outputs, self.logits, self._seen = [], [], 0
         last = self._begin_schedule([one for step in steps for one in step])
@@ -79,7 +82,7 @@ class Execution:
                             f"{type(engine).__name__} does not know the instruction {command!r}: add its class to "
                             f"_INSTRUCTION_MAP"
                         )
-                    begin = measured.now()
+                    begin = time.perf_counter()
                     function(engine, **command.kwargs)
                     if measured.measures and type(command) in _PASSES:
                         measured.add_pass(begin)
@@ -90,11 +93,6 @@ class Execution:
             self.at_boundary = engine._accumulation.in_no_sync = False
             self.records[:] = [MicroBatch() for _ in self.records]
             self._ahead.clear()
-
-    def _reserve(self, num_buffers):
-        """Makes ``num_buffers`` buffers, if there are fewer."""
-        self.records.extend(MicroBatch() for _ in range(num_buffers - len(self.records)))
-        self.num_pipe_buffers = max(num_buffers, self.num_pipe_buffers)
 
     def _begin_schedule(self, commands):
         """Says what will be received. Returns the last backward if gradients are reduced while it runs: where nothing
@@ -117,12 +115,9 @@ class Execution:
         self.engine._accumulation.in_no_sync = waits and last is not None
         return None if waits else last
 
-    def _part(self, chunk):
-        return self.engine.module.pipe_shape.virtual_stage(self.engine.stage_id, chunk)
-
     def micro_batch(self, buffer_id, chunk, micro):
         """The micro-batch in a buffer: as the instruction says, else they come in order."""
-        held, part = self.records[buffer_id], self._part(chunk)
+        held, part = self.records[buffer_id], self.engine.module.pipe_shape.virtual_stage(self.engine.stage_id, chunk)
         if micro is None:
             micro = held.number
             if micro is None:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 
-from deepspeed.engine.members import pipeline_parts
+from deepspeed.engine.members import Part, pipeline_parts
 from deepspeed.pipe.failures import PipelineError, retold
 from deepspeed.pipe.layers import describe
 from deepspeed.pipe.place import INSTRUCTION, LAYER, MICRO_BATCH
@@ -13,7 +13,7 @@ CAUSE_TIMEOUT = 1.5  # seconds: a message that did not come has a cause, which i
 
 
 @pipeline_parts.add("_failures")
-class Failures:
+class Failures(Part):
     """A part of a pipeline's engine. Gradients of the batch are dropped on every rank, so nothing has moved.
 
     ``error_propagation`` is the native ``ErrorPropagation``, None where this rank is the only one.
@@ -21,9 +21,7 @@ class Failures:
 
     engine_attributes = ("error_propagation",)
 
-    def __init__(self, engine):
-        self.engine = engine
-        self.error_propagation = None
+    error_propagation = None
 
     def start_places(self):
         """Names of instructions by the numbers that this rank's ``Place`` gives them, from 1 on."""

@@ -2,15 +2,12 @@
 
 import torch
 
-from deepspeed.engine.members import pipeline_parts
+from deepspeed.engine.members import Part, pipeline_parts
 
 
 @pipeline_parts.add("_losses")
-class Losses:
+class Losses(Part):
     """A part of a pipeline's engine."""
-
-    def __init__(self, engine):
-        self.engine = engine
 
     def total(self):
         """The mean loss of the batch over micro-batches and copies, on every rank."""

@@ -5,19 +5,15 @@ import time
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.engine.members import pipeline_parts
+from deepspeed.engine.members import Part, pipeline_parts
 from deepspeed.log import log_dist
 
 MEASURED_AFTER = 10  # batches; the first two, which warm up and wait for the plan, are not among those measured
 
 
 @pipeline_parts.add("_measured")
-class Measured:
+class Measured(Part):
     """A part of a pipeline's engine. ``found`` is None until enough batches are measured."""
-
-    def __init__(self, engine):
-        self.engine = engine
-        self.begin()
 
     def begin(self):
         """Measures from the beginning."""
@@ -25,12 +21,9 @@ class Measured:
         self.measures, self._busy, self._seconds, self._span = False, 0.0, 0.0, 0.0
         self._last_pass = 0.0  # when the last one ended
 
-    def now(self):
-        return time.perf_counter()
-
     def add_pass(self, begin):
         """A pass that began then ends now."""
-        self._last_pass = self.now()
+        self._last_pass = time.perf_counter()
         self._busy += self._last_pass - begin
 
     def end_batch(self, began, seconds):

@@ -2,20 +2,18 @@
 
 import torch
 
-from deepspeed.engine.members import member, pipeline_parts
+from deepspeed.engine.members import Part, member, pipeline_parts
 from deepspeed.pipe.profile import tensors_of
 from deepspeed.pipe.slices import ACTIVATIONS, GRADS
 
 
 @pipeline_parts.add("_messages")
-class Messages:
+class Messages(Part):
     """A part of a pipeline's engine."""
 
     engine_attributes = ("grad_layer",)
 
-    def __init__(self, engine):
-        self.engine = engine
-        self.grad_layer = None  # gradients of outputs, received last
+    grad_layer = None  # gradients of outputs, received last
 
     def neighbour(self, kind):
         return self.engine.prev_stage if kind in ("RecvActivation", "SendGrad") else self.engine.next_stage

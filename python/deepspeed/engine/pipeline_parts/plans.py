@@ -6,7 +6,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed.activation_checkpointing import checkpointing
-from deepspeed.engine.members import member, pipeline_parts
+from deepspeed.engine.members import Part, member, pipeline_parts
 from deepspeed.log import warning_once
 from deepspeed.pipe import schedule
 from deepspeed.pipe.planning import NOT_SPLIT, plan
@@ -15,20 +15,17 @@ from deepspeed.zero.nested import replace
 
 
 @pipeline_parts.add("_plans")
-class Plans:
+class Plans(Part):
     """A part of a pipeline's engine. Schedules are proven before they start (csrc/plan/pipe_check.h).
 
     ``sample``, ``label_sample``: inputs and labels of a micro-batch, as shapes; None: not known yet.
     """
 
-    def __init__(self, engine):
-        self.engine = engine
-
     def begin(self):
         """Once this engine knows its stage."""
         section = self.engine._config.pipeline
         self._own_train_schedule, self._own_eval_schedule = schedule.TrainSchedule, schedule.InferenceSchedule
-        self._schedules, self._proven = {}, set()
+        self._fastest_names, self._schedules, self._proven = {}, {}, set()
         self.sample, self.label_sample = shapes_of(self.engine.module.profile_input), None
         self._split_prepared = False
         self._check_section(section)
@@ -80,18 +77,25 @@ class Plans:
     # ---- schedules ---------------------------------------------------------------------------------------------------
     def planned(self, micro_batches):
         """This stage's part of the schedule of the configuration."""
-        key = ("train", micro_batches)
+        if self._name != "auto":
+            return self._proved(self._name, micro_batches)
+        if micro_batches not in self._fastest_names:
+            self._fastest_names[micro_batches] = self._fastest(micro_batches)
+        return self._proved(self._fastest_names[micro_batches], micro_batches)
+
+    def _proved(self, name, micro_batches, *placement):
+        """This stage's part of the schedule ``name``, which is made and proven once."""
+        key, shape = (name, micro_batches), self.engine.module.pipe_shape
         if key not in self._schedules:
-            shape = self.engine.module.pipe_shape
-            name = self._fastest(micro_batches) if self._name == "auto" else self._name
-            native = _native._C.pipe.schedule(name, shape.stages, shape.chunks, micro_batches)
+            native = _native._C.pipe.schedule(name, shape.stages, shape.chunks, micro_batches, *placement)
             if shape.chunks > 1 and native.shape.placement != shape.placement:
                 raise ValueError(
                     f"pipeline.schedule {name!r} has its parts in placement {native.shape.placement!r}, the module in "
                     f"{shape.placement!r}: PipelineModule(virtual_stages={shape.chunks}, "
                     f"placement={native.shape.placement!r})"
                 )
-            self._schedules[key] = self._proved(native)
+            native.check()
+            self._schedules[key] = FixedSchedule(schedule.NativeSchedule(native, self.engine.stage_id))
         return self._schedules[key]
 
     def _fastest(self, micro_batches):
@@ -132,16 +136,7 @@ class Plans:
     def eval_schedule(self, micro_batches):
         if schedule.InferenceSchedule is not self._own_eval_schedule:
             return schedule.InferenceSchedule(micro_batches, self.engine.num_stages, self.engine.stage_id)
-        key = ("eval", micro_batches)
-        if key not in self._schedules:
-            shape = self.engine.module.pipe_shape
-            native = _native._C.pipe.schedule("inference", shape.stages, shape.chunks, micro_batches, shape.placement)
-            self._schedules[key] = self._proved(native)
-        return self._schedules[key]
-
-    def _proved(self, native):
-        native.check()
-        return FixedSchedule(schedule.NativeSchedule(native, self.engine.stage_id))
+        return self._proved("inference", micro_batches, self.engine.module.pipe_shape.placement)
 
     def _of_client(self, made):
         """``made`` is a class of the client's; it is proven for all stages before it runs here."""

@@ -36,9 +36,8 @@ class GatheredParameters:
                 raise ValueError(f"modifier_rank {modifier_rank} is not a rank of a group of {world}")
 
     def __enter__(self):
-        if self.enabled:
-            sharding._acquire(self.params)
-            self._announce(1)
+        sharding._acquire(self.params)
+        self._announce(1)
         return self.params
 
     def _announce(self, change):
@@ -48,8 +47,6 @@ class GatheredParameters:
                 param._ds_kept_later = getattr(param, "_ds_kept_later", 0) + change
 
     def __exit__(self, *exc):
-        if not self.enabled:
-            return
         self._announce(-1)
         try:
             if exc[0] is None:
@@ -60,8 +57,7 @@ class GatheredParameters:
     @torch.no_grad()
     def _keep_changes(self):
         if self.modifier_rank is None:
-            resized = [param for param in self.params if param.ds_handle.reshaped()]
-            sharding.write_back(resized)
+            sharding.write_back([param for param in self.params if param.ds_handle.reshaped()])
             return
         _spread_whole(self._whole, self.modifier_rank)
         for param in self.params:
@@ -111,9 +107,9 @@ def register_external_parameter(module, parameter):
         raise RuntimeError(f"register_external_parameter needs a torch.nn.Parameter, got {type(parameter).__name__}")
     external = module.__dict__.setdefault("_external_params", {})
     external[id(parameter)] = parameter
-    hook = module.__dict__.get("_ds_hook_unit")
-    if hook is not None and sharding.is_sharded(parameter):
-        hook.extend(parameter)
+    unit = module.__dict__.get("_ds_hook_unit")  # a link to the core that gathers the module's parameters together
+    if unit is not None and unit.target is not None and sharding.is_sharded(parameter):
+        unit.target.gatherer.extend_unit(unit.index, parameter.ds_handle)
 
 
 def unregister_external_parameter(module, parameter):

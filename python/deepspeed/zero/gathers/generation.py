@@ -17,9 +17,6 @@ def unwrap_model_for_generation(model):
     optimizer = getattr(model, "optimizer", None)
     offload = getattr(optimizer, "parameter_offload", optimizer if hasattr(optimizer, "forward_hooks") else None)
     sharded = [param for param in module.parameters() if is_sharded(param)]
-    if not sharded:
-        yield module
-        return
     with GatheredParameters(sharded):
         if offload is not None:
             offload.hooks.remove(module)

@@ -88,15 +88,8 @@ def shard_model(module, parallel, group):
                 param.data.copy_(values)
         sharding.shard(param, access, name)
     for sub in module.modules():
-        if any(True for _ in sub.parameters(recurse=False)):
-            follow_loading(sub)
+        follow_loading(sub)
     return made
-
-
-def cast_sharded(param, dtype):
-    """The slice in another dtype; nothing to do where it has it."""
-    if param.ds_handle.dtype.is_floating_point and param.ds_handle.dtype != dtype:
-        param.ds_handle.cast(dtype)
 
 
 def move_module(module, device):
@@ -110,13 +103,7 @@ def move_module(module, device):
                     f"module.to_empty(device=...) and load or initialise it"
                     + (", or build the model inside deepspeed.zero.Init" if kind == "parameter" else "")
                 )
-    if not any(sharding.is_sharded(param) for param in module.parameters()):
+    if any(sharding.is_sharded(param) for param in module.parameters()):
+        module._apply(lambda tensor: tensor if sharding.is_sharded(tensor) else tensor.to(device))
+    else:
         module.to(device)
-        return
-    for sub in module.modules():
-        for param in sub.parameters(recurse=False):
-            if not sharding.is_sharded(param):
-                param.data = param.data.to(device)
-        for name, buffer in sub._buffers.items():
-            if buffer is not None:
-                sub._buffers[name] = buffer.to(device)

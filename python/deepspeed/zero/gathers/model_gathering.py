@@ -9,7 +9,15 @@ from deepspeed.zero.gathers.module_hooks import ModuleHooks, unit_parameters
 from deepspeed.zero.parameters.sharded_parameter import _acquire, _release, is_sharded
 
 
-@answers_from({"get_param_coordinator": "param_coordinator"})
+# The cache: gathered parameters that nobody holds, and the memory kept for gathering.
+@answers_from(
+    {
+        "get_param_coordinator": "param_coordinator",
+        "empty_partition_cache": "core.gatherer.empty_cache()",
+        "partition_all_parameters": "core.gatherer.empty_cache()",
+        "release_backward_leftovers": "core.gatherer.empty_cache()",
+    }
+)
 class ModelGathering:
     """Gathers a sharded model's parameters while its modules run. ``engine.optimizer`` itself without an optimizer.
 
@@ -35,8 +43,7 @@ class ModelGathering:
         self._held = {}  # what pre_sub_module_* has gathered: id of the module -> lists of parameters
         self.mem_efficient_linear = mem_efficient_linear
         # A dropped engine takes its hooks off, too.
-        self._unhook = weakref.finalize(self, self.hooks.remove)
-        self._unhook.atexit = False
+        weakref.finalize(self, self.hooks.remove).atexit = False
         self._leave_linear = None
         if mem_efficient_linear:
             linear.use_for_sharded_weights()
@@ -63,10 +70,6 @@ class ModelGathering:
             self.hooks._install(module)
 
     _register_hooks_recursively = _register_deepspeed_module
-
-    def empty_partition_cache(self):
-        """Releases gathered parameters that nobody holds, and the memory kept for gathering."""
-        self.core.gatherer.empty_cache()
 
     # ---- for callers that run modules without their hooks ------------------------------------------------------------
     def pre_sub_module_forward_function(self, sub_module):
@@ -104,9 +107,6 @@ class ModelGathering:
         self.hooks.remove(self.module)
         self.setup_zero_stage3_hooks()  # a persistent parameter belongs to no unit
         return [param for param in sharded_parameters_of(self.module) if param.ds_persist]
-
-    partition_all_parameters = empty_partition_cache
-    release_backward_leftovers = empty_partition_cache
 
     def destroy(self):
         self.hooks.remove(self.module)

@@ -10,6 +10,7 @@ from deepspeed._compat import forward_hooks_take_kwargs
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from deepspeed.zero.engine_links import EngineLink
 from deepspeed.zero.nested import tensors_within
+from deepspeed.zero.parameters.param_ranks import numel_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 _HOOK_OPTIONS = {"with_kwargs": True} if forward_hooks_take_kwargs() else {}
@@ -47,18 +48,6 @@ def _refuse_constant_inputs(module, args, kwargs=None):
         )
 
 
-class HookUnit(EngineLink):
-    """The parameters of one module that are gathered together."""
-
-    def __init__(self, core, index):
-        super().__init__(core)
-        self.index = index
-
-    def extend(self, param):
-        if self.target is not None:
-            self.target.gatherer.extend_unit(self.index, param.ds_handle)
-
-
 def unit_parameters(module, granularity=0):
     """``(parameters, whether the module's children belong to it)``."""
     whole = z3_leaf_module(module) or _is_fine_grained(module, granularity)
@@ -72,7 +61,7 @@ def _is_fine_grained(module, granularity):
     if granularity <= 0 or not any(True for _ in module.children()):
         return False
     inside = [m for m in module.modules() if m is not module]
-    numel = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+    numel = sum(map(numel_of, module.parameters()))
     return numel / len(inside) < granularity
 
 
@@ -86,32 +75,28 @@ class ModuleHooks:
 
     def install(self, root):
         """Hooks on ``root`` for the whole call, and on every module with parameters that come and go."""
-        self._hook_enter(root, -1)
+        self._hook(root.register_forward_pre_hook, _native._C.EnterHook(self.core, -1))
         self._install(root)
-        self._hook_leave(root, -1)  # after the root's own unit, which the end of the whole call would forget
+        # After the root's own unit, which the end of the whole call would forget.
+        self._hook(root.register_forward_hook, _native._C.LeaveHook(self.core, -1))
 
     def _install(self, module):
         params, whole = unit_parameters(module, self.granularity)
         if z3_leaf_module(module):
-            self.forward_hooks.append(module.register_forward_pre_hook(_refuse_constant_inputs, **_HOOK_OPTIONS))
+            self._hook(module.register_forward_pre_hook, _refuse_constant_inputs)
         if any(not p.ds_persist for p in params):
             unit = self.core.gatherer.add_unit(type(module).__name__, [p.ds_handle for p in params])
-            module.__dict__["_ds_hook_unit"] = HookUnit(self.core, unit)
-            self._hook_enter(module, unit)
-            self._hook_leave(module, unit)
+            module.__dict__["_ds_hook_unit"] = EngineLink(self.core, unit)
+            self._hook(module.register_forward_pre_hook, _native._C.EnterHook(self.core, unit))
+            self._hook(module.register_forward_hook, _native._C.LeaveHook(self.core, unit))
         if whole:
             return
         for child in module.children():
             if child.__dict__.get("_ds_hook_unit") is None:
                 self._install(child)
 
-    def _hook_enter(self, module, unit):
-        enter = _native._C.EnterHook(self.core, unit)
-        self.forward_hooks.append(module.register_forward_pre_hook(enter, **_HOOK_OPTIONS))
-
-    def _hook_leave(self, module, unit):
-        leave = _native._C.LeaveHook(self.core, unit)
-        self.forward_hooks.append(module.register_forward_hook(leave, **_HOOK_OPTIONS))
+    def _hook(self, register, hook):
+        self.forward_hooks.append(register(hook, **_HOOK_OPTIONS))
 
     def remove(self, root=None):
         for handle in self.forward_hooks:

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from deepspeed.zero.partition import partition_uniform
+from deepspeed.utils.partition import partition_uniform
 
 
 class TiledLinear(torch.nn.Module):

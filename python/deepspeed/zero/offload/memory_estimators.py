@@ -5,20 +5,17 @@ arithmetic is csrc/plan/memory_plan.h. Bytes unless a name says otherwise.
 """
 
 from deepspeed._native import _C
+from deepspeed.zero.parameters.param_ranks import numel_of
 
 GIB = 2**30
 
 
 def _largest_layer(model):
-    return max((sum(map(_numel, module.parameters(recurse=False))) for module in model.modules()), default=0)
-
-
-def _numel(param):
-    return getattr(param, "ds_numel", None) or param.numel()  # a sharded parameter looks empty
+    return max((sum(map(numel_of, module.parameters(recurse=False))) for module in model.modules()), default=0)
 
 
 def _total(model):
-    return sum(map(_numel, model.parameters()))
+    return sum(map(numel_of, model.parameters()))
 
 
 # ---- stage 2 ------------------------------------------------------------------------------------------------------
@@ -44,12 +41,14 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params, num_gpus_per_node=1, num_nodes=1, additional_buffer_factor=1.5
 ):
     """Prints what a model of ``total_params`` parameters needs at stage 2, with and without offload."""
-    rows = []
-    for offload in (True, False):
-        needs = estimate_zero2_model_states_mem_needs(
-            total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
+    sizes = (total_params, num_gpus_per_node, num_nodes)
+    rows = [
+        (
+            *estimate_zero2_model_states_mem_needs(*sizes, offload, additional_buffer_factor),
+            f"offload_optimizer={_device(offload)}",
         )
-        rows.append((*needs, f"offload_optimizer={_device(offload)}"))
+        for offload in (True, False)
+    ]
     _print_table(f"{int(total_params / 1e6)}M total params", num_gpus_per_node, num_nodes, rows)
 
 
@@ -94,24 +93,15 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     total_params, largest_layer_params, num_gpus_per_node=1, num_nodes=1, additional_buffer_factor=1.5
 ):
     """Prints what a model needs at stage 3 whose largest layer has ``largest_layer_params`` parameters."""
-    rows = []
-    for offload, offload_params in ((True, True), (True, False), (False, False)):
-        for zero_init in (True, False):
-            host, device, _ = estimate_zero3_model_states_mem_needs(
-                total_params,
-                largest_layer_params,
-                num_gpus_per_node,
-                num_nodes,
-                offload,
-                offload_params,
-                zero_init,
-                additional_buffer_factor,
-            )
-            options = (
-                f"offload_param={_device(offload_params)}, offload_optimizer={_device(offload)}, "
-                f"zero_init={int(zero_init)}"
-            )
-            rows.append((host, device, options))
+    known = (total_params, largest_layer_params, num_gpus_per_node, num_nodes)
+    rows = [
+        (
+            *estimate_zero3_model_states_mem_needs(*known, offload, params, zero_init, additional_buffer_factor)[:2],
+            f"offload_param={_device(params)}, offload_optimizer={_device(offload)}, zero_init={int(zero_init)}",
+        )
+        for offload, params in ((True, True), (True, False), (False, False))
+        for zero_init in (True, False)
+    ]
     sizes = f"{int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M largest layer params"
     _print_table(sizes, num_gpus_per_node, num_nodes, rows)
 

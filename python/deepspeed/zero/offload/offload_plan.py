@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+from itertools import accumulate
 
 import torch
 
@@ -12,7 +13,8 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model import layout
 from deepspeed.host.cpu import memory_bytes
 from deepspeed.ops.by_name import is_native, optimizer_named, states_of_element
-from deepspeed.zero.offload.rates import mean_rate, tier_rate
+from deepspeed.zero.offload.rates import folder_of, tier_rate
+from deepspeed.zero.parameters.param_ranks import numel_of
 
 _TIERS = ("device", "host", "file")
 _ANY = 2**63 - 1  # bytes of a memory that has no limit
@@ -36,18 +38,16 @@ def offload_plan(model, config, world_size=None, rates=None):
     made = config if isinstance(config, DeepSpeedConfig) else DeepSpeedConfig(config)
     zero, world = made.zero_config, int(world_size or os.environ.get("WORLD_SIZE", 1))
     params = [] if isinstance(model, int) else list(model.parameters())
-    numel = (
-        model if isinstance(model, int) else sum(getattr(p, "ds_numel", p.numel()) for p in params if p.requires_grad)
-    )
-    frozen = sum(getattr(p, "ds_numel", p.numel()) for p in params if not p.requires_grad)
+    trained = [param for param in params if param.requires_grad]
+    numels = list(map(numel_of, trained)) or [model if isinstance(model, int) else 0]
+    numel, frozen = sum(numels), sum(numel_of(param) for param in params if not param.requires_grad)
     narrow = made.float16_config.enabled or made.bfloat16_config.enabled
     width, section = 2 if narrow else 4, zero.offload_optimizer
     steps = made.gradient_accumulation_steps or 1
     accumulates = steps > 1
     grad = _WIDTHS.get(str(made.grad_accum_dtype), 4 if accumulates else width)
     policy = _C.stage_policy(int(zero.stage))
-    numels = [getattr(p, "ds_numel", p.numel()) for p in params if p.requires_grad] or [numel]
-    states, own_states = _states(made, params)
+    states, own_states = _states(made, trained or [torch.nn.Parameter(torch.zeros(2, 2))])
     parts = [-(-one // world) for one in numels]
     in_planes = 4 * sum(part * count for part, count in zip(parts, states))
     slots = -(-(in_planes + 4 * own_states * sum(parts)) // max(1, sum(parts)))  # bytes of an element
@@ -61,14 +61,15 @@ def offload_plan(model, config, world_size=None, rates=None):
     held = _C.memory.states_per_rank(int(zero.stage), numel, world, width, grad, master, slots)
     if shares["grad"][0] < 1:  # reduced gradients have a buffer of their own
         held["grad"] = -(-numel // world) * grad
-    bucket = _bucket(zero, policy, numel, away, params)
+    bucket = _bucket(zero, policy, numel, away, map(numel_of, trained) if params else None)
     tiers = {
         tier: int(sum(held[kind] * share[number] for kind, share in shares.items()))
         for number, tier in enumerate(_TIERS)
     }
     tiers["device"] += held["param"] + frozen * width // (world if policy.shards_params else 1)
     own, row = -(-numel // world), -(-bucket // world)
-    leaving = section.buffer_count if section is not None else _default("buffer_count")
+    default = layout("training", "zero_optimization.offload_optimizer")["buffer_count"]["default"]
+    leaving = section.buffer_count if section is not None else default
     tiers["device"] += _gradients_on_device(policy, shares["grad"][0] < 1, numel, world, bucket, leaving) * grad
     if policy.shards_params:
         tiers["device"] += _gathered(zero, numels) * width
@@ -92,7 +93,12 @@ def offload_plan(model, config, world_size=None, rates=None):
             moved["file"] = int(own * (2 * grad + 2 * master + 2 * slots) * section.ratio)
     if slices is not None:
         _add_params(slices, held["param"], width, tiers, moved)
-    free = {"device": _device_bytes(), "host": memory_bytes()[0], "file": _disk_bytes(section, of_params)}
+    device, folder = _device(), folder_of([section, of_params])
+    free = {
+        "device": None if device.type == "cpu" else get_accelerator().total_memory(),
+        "host": memory_bytes()[0],
+        "file": shutil.disk_usage(folder).free if os.path.isdir(folder) else None,
+    }
     report = {
         tier: {
             "peak_bytes": peak,
@@ -102,7 +108,9 @@ def offload_plan(model, config, world_size=None, rates=None):
         }
         for tier, peak in tiers.items()
     }
-    rates = _rates([tier for tier in moved if moved[tier]], section, of_params) if rates is None else rates
+    if rates is None:  # of bytes that are read and written in equal parts, one after the other
+        reached = {tier: tier_rate(tier, device, [section, of_params]) for tier in moved if moved[tier]}
+        rates = {tier: 2 / (1 / rate[0] + 1 / rate[1]) for tier, rate in reached.items() if rate is not None}
     times = [moved[tier] / rates[tier] for tier in moved if moved[tier] and rates.get(tier)]
     placement = {kind: dict(zip(_TIERS, share)) for kind, share in shares.items()}
     return {
@@ -113,21 +121,15 @@ def offload_plan(model, config, world_size=None, rates=None):
     }
 
 
-def _states(made, params):
+def _states(made, trained):
     """Numbers that the optimizer keeps of each element: of each trained parameter (one that has them all, for a number
     of parameters) in planes of the engine, and in tensors of torch's own. Nobody knows a client's: two, as Adam's."""
     name = made.optimizer_name or "adam"
-    trained = [param for param in params if param.requires_grad] or [torch.nn.Parameter(torch.zeros(2, 2))]
     optimizer = optimizer_named(name, trained, made.optimizer_params if made.optimizer_name else {})
     if not is_native(optimizer):
         return [0] * len(trained), states_of_element(name, made.optimizer_params)
     counts = {id(p): len(optimizer.slots_of(group)) for group in optimizer.param_groups for p in group["params"]}
     return [counts[id(param)] for param in trained], 0
-
-
-def _default(key):
-    """Of a key of ``offload_optimizer``, where there is no such section."""
-    return layout("training", "zero_optimization.offload_optimizer")[key]["default"]
 
 
 def _place(section):
@@ -218,47 +220,19 @@ def _add_params(section, held, width, tiers, moved):
         moved["file"] += 3 * (held - on_host)  # and written in the step
 
 
-def _rates(tiers, *sections):
-    """The measured rates of this machine."""
-    found, device, folder = {}, _device(), _folder(*sections)
-    pinned = any(section is not None and section.pin_memory for section in sections)
-    for tier in tiers:
-        rate = tier_rate(tier, device, folder, pinned)
-        if rate is not None:
-            found[tier] = mean_rate(rate)
-    return found
-
-
 def _device():
     accelerator = get_accelerator()
     return torch.device(accelerator.current_device_name() if accelerator.device_name() != "cpu" else "cpu")
 
 
-def _folder(*sections):
-    return next((str(s.nvme_path) for s in sections if s is not None and s.nvme_path is not None), "")
-
-
-def _bucket(zero, policy, numel, away, params):
-    """Elements of the largest one: whole parameters, one after the other."""
+def _bucket(zero, policy, numel, away, numels):
+    """Elements of the largest one: whole parameters, one after the other. ``numels``: theirs; None: not known."""
     limit = min(zero.reduce_bucket_size, numel)
     if away:
         limit = min(limit, _C.memory.moved_bucket_limit(numel))
         if policy.shards_params and _place(zero.offload_optimizer) != "none":
             limit = min(limit, zero.sub_group_size)
-    largest, held = 0 if params else limit, 0
-    for param in params:
-        if param.requires_grad:
-            size = getattr(param, "ds_numel", param.numel())
-            held = size if held + size > limit else held + size
-            largest = max(largest, held)
-    return max(1, largest)
-
-
-def _device_bytes():
-    accelerator = get_accelerator()
-    return None if accelerator.device_name() == "cpu" else accelerator.total_memory()
-
-
-def _disk_bytes(*sections):
-    path = _folder(*sections)
-    return shutil.disk_usage(path).free if os.path.isdir(path) else None
+    if numels is None:
+        return max(1, limit)
+    held = accumulate(numels, lambda before, size: size if before + size > limit else before + size, initial=0)
+    return max(1, *held)

@@ -1,20 +1,31 @@
 """The optimizer object of ZeRO stages 1 and 2: all parameters end to end in one flat space, cut into shares."""
 
+import collections
+
+import torch
+
+from deepspeed import _native
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.log import log_dist
 from deepspeed.utils import groups
+from deepspeed.utils.forwarding import answers_from
+from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed.version import __version__
-from deepspeed.zero.optimizers.flat_layout import FlatLayout, InnerStates, per_element
+from deepspeed.zero.optimizers.inner_states import InnerStates, per_element
 from deepspeed.zero.optimizers.sharded_optimizer import ShardedOptimizer
 from deepspeed.zero.parameters.param_ranks import ranks_of
+from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 from deepspeed.zero.states.fragments import put_fragments
-from deepspeed.zero.states.named_states import OWN_PARAMS, own_params
+from deepspeed.zero.states.named_states import OWN_PARAMS, OwnedStates
 
 
+# The model's weights take the masters' values, on every rank.
+@answers_from({"update_lp_params": "core.publish()"})
 class FlatOptimizer(ShardedOptimizer):
     """Stage 2 with ``partition_grads``, else stage 1. The base class tells of the other arguments.
 
-    Saved states use the layout that other tools read, see ``zero.flat_layout``; ``elastic_checkpoint``: its old form.
+    Saved states use the layout that other tools read: each group's parameters end to end in the optimizer's order, cut
+    into equal partitions, one for each rank (csrc/zero/spaces/group_cut.h). ``elastic_checkpoint``: its old form.
     ``saved_form(shards, shapes)`` makes a ``SavedState`` of them.
     """
 
@@ -38,40 +49,47 @@ class FlatOptimizer(ShardedOptimizer):
         return self._saved_state(in_pieces=True)
 
     def _saved_state(self, in_pieces):
-        layout, inner, steps = FlatLayout(self), InnerStates(self), self._steps()
-        groups = range(len(self.bit16_groups))
-        states, masters = {}, []
+        cuts = [_native._C.GroupCut(self.core, group) for group in range(len(self.bit16_groups))]
+        inner, steps, states, masters = InnerStates(self), self._steps(), {}, []
 
-        def take(group, kind, numel):
-            kept = self.stepping.kept().get(kind) if in_pieces else None
-            found = layout.source(group, self.core, kept, numel) if kept is not None else None
-            if found is not None:
-                return found
+        def take(cut, kind, numel):
+            """The first ``numel`` elements of this rank's partition, fp32, padding zero, on the CPU. With ``in_pieces``
+            without a copy where that can be: what rests in files, and what is in memory on one rank. All call it."""
+            kept = self.stepping.kept().get(kind)
+            source = cut.source(self.core, *kept, numel) if in_pieces and kept is not None else None
+            if source is not None:
+                wide = source.bytes > 4 * numel
+                return TensorOfPieces.of_source(numel, torch.float64 if wide else torch.float32, source)
             pieces = self.own_tensors(kind)
-            found = layout.in_pieces(group, pieces, numel) if in_pieces else None
-            return found if found is not None else layout.partition(group, pieces)[:numel]
+            parts = cut.in_pieces(pieces, numel) if in_pieces else None
+            return cut.partition(pieces)[:numel] if parts is None else TensorOfPieces(numel, torch.float32, parts)
 
-        for group in groups:
+        for group, cut in enumerate(cuts):
             in_row = [ranks_of(param) is None for param in self.bit16_groups[group]]
-            dense = [layout.firsts[group] + place for place, row in enumerate(in_row) if row]
+            dense = [cut.first + place for place, row in enumerate(in_row) if row]
             states[group] = inner.of_group(group, dense, [steps[index] for index in dense])
-            for kind in inner.kinds[group]:
-                states[group][kind] = take(group, kind, layout.sizes[group])
-            masters.append(take(group, "fp32", layout.owned[group]))
+            states[group].update({kind: take(cut, kind, cut.size) for kind in inner.kinds[group]})
+            masters.append(take(cut, "fp32", cut.owned))
         state = self._common_state()
         state.update(
             {
                 "clip_grad": self.clip_grad,
-                **(self._elastic(states, layout) if self.elastic_checkpoint else self._inner_state_dict(states)),
+                **(self._elastic(states, cuts) if self.elastic_checkpoint else self._inner_state_dict(states)),
                 "single_partition_of_fp32_groups": masters,
                 "zero_stage": ZeroStageEnum(self.stage),
-                "group_paddings": layout.paddings,
+                "group_paddings": [cut.size - cut.owned for cut in cuts],
                 "partition_count": self.partition_count,
                 "ds_version": __version__,
-                "param_slice_mappings": [layout.slice_mapping(group) for group in groups],
+                "param_slice_mappings": [
+                    collections.OrderedDict(
+                        (self.stepping.names[index], fragment_address(numel=numel, start=start))
+                        for index, start, numel in cut.slices()
+                    )
+                    for cut in cuts
+                ],
             }
         )
-        own = own_params(self.stepping, self.bit16_groups, in_pieces=in_pieces)
+        own = OwnedStates(self.stepping, self.bit16_groups).by_name(in_pieces=in_pieces)
         return state if own is None else {**state, OWN_PARAMS: own}
 
     def _inner_state_dict(self, states):
@@ -79,10 +97,10 @@ class FlatOptimizer(ShardedOptimizer):
         return {"base_optimizer_state": {"state": states, "param_groups": groups}}
 
     @staticmethod
-    def _elastic(states, layout):
+    def _elastic(states, cuts):
         """The old form: a list of each group's states, without padding and without hyperparameters."""
         lean = [
-            {key: value[: layout.owned[group]] if per_element(value) else value for key, value in state.items()}
+            {key: value[: cuts[group].owned] if per_element(value) else value for key, value in state.items()}
             for group, state in states.items()
         ]
         steps = [state["step"] for state in lean if "step" in state]
@@ -121,10 +139,6 @@ class FlatOptimizer(ShardedOptimizer):
     def print_rank_0(self, message):
         """Logs ``message`` on rank 0."""
         log_dist(message, ranks=[0])
-
-    def update_lp_params(self):
-        """The model's weights take the masters' values, on every rank."""
-        self.core.publish()
 
     def scaled_global_norm(self, norm_type=2):
         """2-norm of the gradients of the last step, times the loss scale."""

@@ -82,11 +82,9 @@ class MasterOptimizer(WrappedOptimizer):
                 "with another precision or another kind of optimizer. Load it with load_optimizer_states=False, or "
                 "use the config it was saved with."
             )
-        called = iter(self.stepping.names)
-        names = [[next(called) for _ in group] for group in self.fp16_groups]
         params = [param for group in self.fp16_groups for param in group]
         shapes = {name: param.shape for name, param in zip(self.stepping.names, params)}
-        saved = self.saved_form(state_dict, names, shapes)
+        saved = self.saved_form(state_dict, self.stepping.names_of(self.fp16_groups), shapes)
         restore = Restore(self.stepping, params, saved)
         restore.check(masters=True, states=load_optimizer_states)
         restore.masters()

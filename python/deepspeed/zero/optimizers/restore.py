@@ -6,7 +6,7 @@ Each rank reads the ranges that it owns, from wherever they lie, and nothing els
 import torch
 
 from deepspeed.zero.optimizers.wrapped_optimizer import in_memory_order
-from deepspeed.zero.parameters.param_ranks import saved_part
+from deepspeed.zero.parameters.param_ranks import lies_in_rows, numel_of, saved_part
 
 # Of csrc/zero/strategies: a run without them leaves them in the file.
 STRATEGY_STATES = ("zenflow_gradient", "zenflow_weight")
@@ -20,13 +20,12 @@ class Restore:
     ``check`` raises whatever can be known before anything is changed; then the other calls change it."""
 
     def __init__(self, stepping, params, saved, options=None):
-        self.core = stepping.core
-        self.stepping = stepping
-        self.optimizer = stepping.optimizer
-        self.params = params
-        self.saved = saved
+        self.core, self.stepping, self.optimizer = stepping.core, stepping, stepping.optimizer
+        self.params, self.saved = params, saved
         self.options = options or [{} for _ in self.optimizer.param_groups]
-        self.names = [_saved_name(name, saved) for name in stepping.names]
+        shapes, aliases = saved.shapes(), saved.aliases()
+        # The names under which the checkpoint has the parameters: of tied ones it may be another.
+        self.names = [name if name in shapes else aliases.get(name, name) for name in stepping.names]
         self.core.wait_for_states()  # a checkpoint may be copying them
 
     def check(self, masters=False, states=False):
@@ -40,40 +39,33 @@ class Restore:
                     f"{self.saved.origin()} does not fit the model: parameter '{name}' was saved with shape "
                     f"{tuple(shapes[name])}, the model has {here}. Build the model as it was saved"
                 )
-        if masters:
-            for _, index, offset, numel in self._owned():
-                pieces = self.saved.pieces(self.names[index], "fp32")
-                if pieces and numel:
-                    self._fill(numel, index, offset, pieces, "the fp32 weight")
-        if states:
-            self._check_groups()
-            self._check_states()
+        own, saved = self.optimizer.param_groups, self.saved.param_groups() if states else ()
+        if states and len(own) != len(saved):
+            raise ValueError(
+                f"{self.saved.origin()} has {len(saved)} parameter groups, this run's optimizer has {len(own)}: make "
+                "the same groups, or load it with load_optimizer_states=False"
+            )
+        for _, index, offset, numel, found in self._own_pieces(masters, states):
+            for kind, pieces in found.items():
+                if numel and pieces:
+                    self._fill(numel, index, offset, pieces, kind)
 
     def without_masters(self):
         """Names of parameters of which the checkpoint has no fp32 weights."""
         pairs = zip(self.names, self.params)
-        return [name for name, param in pairs if _numel(param) and not self.saved.pieces(name, "fp32")]
-
-    def _owned(self):
-        """``(number, index, offset, numel)`` of the pieces that this rank owns."""
-        return [(number, *piece) for number, piece in enumerate(self.core.pieces())]
-
-    def _in_rows(self, index):
-        """Whether a parameter lies in memory in the order that it has in files."""
-        param = self.params[index]
-        return hasattr(param, "ds_handle") or param.is_contiguous()
+        return [name for name, param in pairs if numel_of(param) and not self.saved.pieces(name, "fp32")]
 
     @torch.no_grad()
-    def _fill(self, target, index, offset, pieces, what):
+    def _fill(self, target, index, offset, pieces, kind):
         """The piece of a parameter from ``offset`` on; of a ``target`` that is a number of elements it is only checked
         that they are there."""
         param, checks = self.params[index], isinstance(target, int)
         begin, numel = saved_part(param)[0], target if checks else target.numel()
-        if checks and self._in_rows(index):
+        if checks and lies_in_rows(param):
             filled = self.saved.check_pieces(pieces, begin + offset, numel)
         elif checks:
             filled = min(self.saved.check_pieces(pieces, begin, param.numel()), numel)
-        elif self._in_rows(index):
+        elif lies_in_rows(param):
             filled = self.saved.read_into(target, pieces, begin + offset)
         else:  # pieces are in the order of memory, files in that of rows
             whole = torch.zeros(param.shape, dtype=target.dtype, device=target.device)
@@ -81,98 +73,77 @@ class Restore:
             own = whole if target.shape == param.shape else in_memory_order(whole, param)[offset : offset + numel]
             target.copy_(own.reshape(target.shape))
         if filled != numel:
+            what = "the fp32 weight" if kind == "fp32" else f"state '{kind}'"
             raise ValueError(
                 f"{self.saved.origin()}: {what} of parameter '{self.names[index]}' has {filled} of the {numel} "
                 f"elements from {offset} on; shards are missing, or it is of another model"
             )
 
-    # ---- fp32 weights ----------------------------------------------------------------------------------------------
+    def _own_pieces(self, masters, states):
+        """``(number, index, offset, numel, {kind -> saved pieces})`` of the pieces that this rank owns: of fp32 weights
+        that were saved, of all states."""
+        found, fused, saved, shapes = {}, self.stepping.fused, self.saved.state_names(), self.saved.shapes()
+        names = self.core.slot_names() if states and fused else ()
+        slots = {kind: self.core.slots(number) for number, kind in enumerate(names)}
+        for number, (index, offset, numel) in enumerate(self.core.pieces()):
+            if index not in found:
+                name = self.names[index]
+                kinds = saved if states and name in shapes else ()
+                if fused:  # which there are of this parameter
+                    kinds = [kind for kind, own in slots.items() if own[number] is not None]
+                found[index] = {kind: self.saved.pieces(name, kind) for kind in kinds}
+                if states and fused:
+                    self._check_kinds(index, kinds)
+                if masters and (pieces := self.saved.pieces(name, "fp32")):
+                    found[index]["fp32"] = pieces
+            yield number, index, offset, numel, found[index]
+
+    def _check_kinds(self, index, kinds):
+        name = self.names[index]
+        have = [kind for kind in self.saved.state_names() if self.saved.pieces(name, kind)]
+        # What a strategy of the step keeps beside the optimizer's states may be of one of the two runs alone.
+        apart = {*self.core.strategy_states(), *STRATEGY_STATES}
+        if have and set(have) - apart != set(kinds) - apart and numel_of(self.params[index]):
+            raise ValueError(
+                f"{self.saved.origin()} has the states {', '.join(have)} of parameter '{name}', and "
+                f"{type(self.optimizer).__name__} keeps {', '.join(kinds)}: it is of another optimizer. Use that "
+                "one, or load it with load_optimizer_states=False"
+            )
+
     def masters(self):
         """Masters take the saved fp32 weights; where there are none they keep what they have. Weights of the model
         follow with ``core.publish()``."""
-        found = [self.saved.pieces(name, "fp32") for name in self.names]
-        for number, index, offset, numel in self._owned():
-            if numel and found[index]:
-                with self.core.piece("master", 0, number, "write") as master:
-                    self._fill(master, index, offset, found[index], "the fp32 weight")
+        self._read_native(masters=True)
 
-    # ---- states ----------------------------------------------------------------------------------------------------
     def states(self):
         """Moments, steps and hyperparameters."""
-        self._groups()
-        if self.stepping.fused:
-            self._native_states()
-        else:
-            self._client_states()
-
-    def _check_groups(self):
-        own, saved = self.optimizer.param_groups, self.saved.param_groups()
-        if len(own) != len(saved):
-            raise ValueError(
-                f"{self.saved.origin()} has {len(saved)} parameter groups, this run's optimizer has {len(own)}: make "
-                "the same groups, or load it with load_optimizer_states=False"
-            )
-
-    def _groups(self):
         for group, values, options in zip(self.optimizer.param_groups, self.saved.param_groups(), self.options):
             left = {"names", "params"}
             if self.stepping.fused and "step" not in group:  # FusedAdam has it in its groups, others do not
                 left.add("step")
             group.update({key: value for key, value in values.items() if key not in left})
             group.update(options)
+        if not self.stepping.fused:
+            self._client_states()
+            return
+        self._read_native(states=True)
+        shapes = self.saved.shapes()
+        steps = [float(self.saved.step(name) or 0) if name in shapes else 0.0 for name in self.names]
+        self.core.steps().copy_(torch.tensor(steps, dtype=torch.float32))
 
-    def _saved_states(self):
-        """``(number, index, offset, numel, {kind -> saved pieces})`` of the pieces that this rank owns."""
-        found, saved, fused = {}, self.saved.state_names(), self.stepping.fused
-        slots = {kind: self.core.slots(number) for number, kind in enumerate(self.core.slot_names() if fused else ())}
-        for number, index, offset, numel in self._owned():
-            if index not in found:
-                kinds = saved if self.names[index] in self.saved.shapes() else ()
-                if fused:  # which there are of this parameter
-                    kinds = [kind for kind, own in slots.items() if own[number] is not None]
-                found[index] = self._pieces_of(index, kinds)
-            yield number, index, offset, numel, found[index]
-
-    def _check_states(self):
-        for _, index, offset, numel, found in self._saved_states():
-            for kind, pieces in found.items() if numel else ():
-                if pieces:
-                    self._fill(numel, index, offset, pieces, f"state '{kind}'")
-
-    def _native_states(self):
+    def _read_native(self, masters=False, states=False):
         kept = self.stepping.kept()
-        for number, index, offset, numel, found in self._saved_states():
+        for number, index, offset, numel, found in self._own_pieces(masters, states):
             for kind, pieces in found.items() if numel else ():
                 with self.core.piece(*kept[kind], number, "write") as target:
                     if pieces:
-                        self._fill(target, index, offset, pieces, f"state '{kind}'")
+                        self._fill(target, index, offset, pieces, kind)
                     else:
                         target.zero_()
-        steps = torch.zeros(len(self.params), dtype=torch.float32)
-        for index, name in enumerate(self.names):
-            if name in self.saved.shapes():
-                steps[index] = float(self.saved.step(name) or 0)
-        self.core.steps().copy_(steps)
-
-    def _pieces_of(self, index, kinds):
-        name = self.names[index]
-        found = {kind: self.saved.pieces(name, kind) for kind in kinds}
-        if not self.stepping.fused:
-            return found
-        have = [kind for kind in self.saved.state_names() if self.saved.pieces(name, kind)]
-        # What a strategy of the step keeps beside the optimizer's states may be of one of the two runs alone.
-        apart = {*self.core.strategy_states(), *STRATEGY_STATES}
-        if have and set(have) - apart != set(kinds) - apart and _numel(self.params[index]):
-            raise ValueError(
-                f"{self.saved.origin()} has the states {', '.join(have)} of parameter '{name}', and "
-                f"{type(self.optimizer).__name__} keeps {', '.join(kinds)}: it is of another optimizer. Use that "
-                "one, or load it with load_optimizer_states=False"
-            )
-        return found
 
     def _client_states(self):
         state, shapes = self.optimizer.state, self.saved.shapes()
-        for number, index, offset, numel, found in self._saved_states():
+        for number, index, offset, numel, found in self._own_pieces(False, True):
             name, master, own = self.names[index], self.stepping.masters[number], {}
             if name in shapes:
                 own = {key: _own(value) for key, value in self.saved.scalars(name).items()}
@@ -180,7 +151,7 @@ class Restore:
                     if pieces or not numel:
                         own[kind] = torch.zeros_like(master.detach())
                     if pieces and numel:
-                        self._fill(own[kind], index, offset, pieces, f"state '{kind}'")
+                        self._fill(own[kind], index, offset, pieces, kind)
             if own:
                 state[master] = own
                 if self.stepping.in_files is not None:
@@ -206,15 +177,6 @@ def restore_scaler(scaler, found):
     if scaler is None or saved is None or not scaler.dynamic or not found.get("dynamic_loss_scale"):
         return
     scaler.go_on(saved if isinstance(saved, dict) else vars(saved))
-
-
-def _saved_name(name, saved):
-    """The name under which the checkpoint has a parameter: of tied ones it may be another."""
-    return name if name in saved.shapes() else saved.aliases().get(name, name)
-
-
-def _numel(param):
-    return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
 
 
 def _own(value):

@@ -5,6 +5,7 @@ optimizer may be inside. Source of the method: Rajbhandari et al., "ZeRO: Memory
 Parameter Models" (SC 2020), section 5.
 """
 
+import itertools
 import os
 import weakref
 
@@ -15,6 +16,7 @@ from deepspeed import comm as dist
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import CreateLossScaler
+from deepspeed.utils.forwarding import answers_from
 from deepspeed.zero.core import writing
 from deepspeed.zero.errors import ZeRORuntimeException
 from deepspeed.zero.offload.offload_states import OffloadedStates
@@ -23,11 +25,19 @@ from deepspeed.zero.optimizers.flat_states import with_states
 from deepspeed.zero.optimizers.restore import Restore
 from deepspeed.zero.optimizers.states_in_files import StatesInFiles
 from deepspeed.zero.optimizers.wrapped_optimizer import DTYPES, WrappedOptimizer
-from deepspeed.zero.parameters.param_ranks import ranks_of
+from deepspeed.zero.parameters.param_ranks import ranks_of, shape_of
 from deepspeed.zero.states.named_states import groups_of_params
 from deepspeed.zero.states.param_states import ParamStates
 
 
+# What backward has left on this rank is reduced; whether masters or optimizer states rest in files.
+@answers_from(
+    {
+        "overlapping_partition_gradients_reduce_epilogue": "core.finish_backward()",
+        "independent_gradient_partition_epilogue": "core.finish_backward()",
+        "rests_in_files": "core.rest_in_files()",
+    }
+)
 class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     """The common part of the sharded stages: one core, pieces, access to whole tensors.
 
@@ -53,7 +63,6 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         self.low_precision_dtype = narrow[0] if narrow else torch.float32
         self.param_names = dict(param_names or {})
         core, names, check, rank = self._take_core(engine, **core_options)
-        self._names = names
         self.dp_process_group = core_options.get("data_parallel")
         self._start(core, names, check, rank, CreateLossScaler(self.low_precision_dtype, *scaler_args), clip_grad)
         if not self.stepping.fused and self.rests_in_files():
@@ -94,32 +103,32 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     @property
     def partition_count(self):
         """Number of shards, one entry for each parameter group."""
-        return [dist.get_world_size(self.dp_process_group) if self.dp_process_group is not None else 1] * len(
-            self.bit16_groups
-        )
+        return [_place_in(self.dp_process_group)[1]] * len(self.bit16_groups)
 
     @property
     def rank_in_partitions(self):
-        return dist.get_rank(self.dp_process_group) if self.dp_process_group is not None else 0
+        return _place_in(self.dp_process_group)[0]
 
     @property
     def single_partition_of_fp32_groups(self):
         """One flat fp32 tensor (a copy) for each parameter group: the masters that this rank owns, without padding.
         ``optimizer.optimizer.state[flat]`` has their states, and "step"."""
+        begins = [0, *itertools.accumulate(map(len, self.fp32_groups))]
+        numbers = [range(begin, end) for begin, end in zip(begins, begins[1:])]
         return [
-            with_states(_end_to_end(self._values("fp32", group)), self, "_states_of_masters", group)
-            for group in self.fp32_groups
+            with_states(_end_to_end(self.stepping.own("fp32", own)), self, "_states_of_pieces", own) for own in numbers
         ]
 
-    def _states_of_masters(self, masters):
-        """The states of ``masters``, each end to end, and the number of updates that the most updated one has seen."""
+    def _states_of_pieces(self, numbers):
+        """The states of pieces, each end to end, and the number of updates that the most updated one has seen."""
+        masters = [self.stepping.masters[number] for number in numbers]
         kept = [self.optimizer.state.get(master, {}) for master in masters]
         if not any(kept):
             return {}
         found = {"step": max(int(state.get("step", 0)) for state in kept)}
         for name in self.state_names():
             if any(name in state for state in kept):
-                values = zip(masters, self._values(name, masters))
+                values = zip(masters, self.stepping.own(name, numbers))
                 found[name] = _end_to_end([torch.zeros_like(m) if value is None else value for m, value in values])
         return found
 
@@ -153,7 +162,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         """Runs ``function()`` on one rank of ``group`` (None: the data-parallel one) after the other, in rank order.
         Raises what it raised here, after all had their turn."""
         group, error = self.dp_process_group if group is None else group, None
-        count, mine = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        mine, count = _place_in(group)
         if mine == 0:
             logger.info(message)
         for turn in range(count):
@@ -166,12 +175,6 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
                 dist.barrier(group=group)
         if error is not None:
             raise error
-
-    def overlapping_partition_gradients_reduce_epilogue(self):
-        """Reduces what backward has left on this rank."""
-        self.core.finish_backward()
-
-    independent_gradient_partition_epilogue = overlapping_partition_gradients_reduce_epilogue
 
     def free_grad_in_param_list(self, param_list):
         """Gradients that lie in ``param.grad`` go; what the engine has accumulated stays."""
@@ -204,9 +207,8 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
 
     def _shapes(self):
         """One dict name -> shape for each parameter group, of those that all ranks train."""
-        called = iter(self._names)
-        named = [[(next(called), param) for param in group] for group in self.bit16_groups]
-        return [{name: getattr(p, "ds_shape", p.shape) for name, p in group if ranks_of(p) is None} for group in named]
+        named = [zip(*pair) for pair in zip(self.stepping.names_of(self.bit16_groups), self.bit16_groups)]
+        return [{name: shape_of(p) for name, p in group if ranks_of(p) is None} for group in named]
 
     def load_state_dict(
         self,
@@ -274,6 +276,11 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
             for name in ("_ds_link", "_hp_mapping", "_dp_group", "load_hp_checkpoint_state"):
                 param.__dict__.pop(name, None)
         super().destroy()
+
+
+def _place_in(group):
+    """``(rank, ranks)`` of this process in a group; None: it is alone."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
 def _end_to_end(tensors):

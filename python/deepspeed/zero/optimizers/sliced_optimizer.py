@@ -8,18 +8,26 @@ from deepspeed import comm as dist
 from deepspeed._native import _C
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.formats import torch_archive
-from deepspeed.utils.forwarding import forwarded
+from deepspeed.utils.forwarding import answers_from, forwarded
 from deepspeed.zero.core import writing
 from deepspeed.zero.engine_links import EngineLink
-from deepspeed.zero.optimizers.flat_layout import InnerStates
 from deepspeed.zero.optimizers.flat_states import with_states
+from deepspeed.zero.optimizers.inner_states import InnerStates
 from deepspeed.zero.optimizers.sharded_optimizer import ShardedOptimizer
 from deepspeed.zero.parameters.param_ranks import ranks_of
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
-from deepspeed.zero.states.named_states import OWN_PARAMS, groups_of_params, own_params
+from deepspeed.zero.states.named_states import OWN_PARAMS, OwnedStates, groups_of_params
 from deepspeed.zero.states.param_values import ParamValues
 
 
+# Gathered parameters that nobody holds are released, and the memory kept for gathering: before parameters are saved or
+# loaded slice by slice, too.
+@answers_from(
+    {
+        "empty_partition_cache": "parameter_offload.empty_partition_cache()",
+        "checkpoint_event_prologue": "empty_partition_cache()",
+    }
+)
 class SlicedOptimizer(ParamValues, ShardedOptimizer):
     """Parameters, gradients and states are slices; modules gather what they need while they run.
 
@@ -60,11 +68,9 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
 
     def _sources(self, kind):
         """``_flat_sub_groups`` of dense parameters in files, read when it is written down."""
-        found = []
-        for run in self._sub_groups(dense=True):
-            source = self.core.slice_source(*self.stepping.kept()[kind], run)
-            found.append(TensorOfPieces.of_source(source.bytes // 4, torch.float32, source))
-        return found
+        kept = self.stepping.kept()[kind]
+        sources = [self.core.slice_source(*kept, run) for run in self._sub_groups(dense=True)]
+        return [TensorOfPieces.of_source(source.bytes // 4, torch.float32, source) for source in sources]
 
     @property
     def fp32_partitioned_groups_flat(self):
@@ -75,8 +81,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
 
     def _states_of_sub_group(self, position):
         run = self._sub_groups()[position]
-        masters = [m for m, (index, _, _) in zip(self.stepping.masters, self.core.pieces()) if index in run]
-        kept = self._states_of_masters(masters)
+        kept = self._states_of_pieces([n for n, (index, _, _) in enumerate(self.core.pieces()) if index in run])
         if self.stepping.fused:  # known on a rank that owns nothing of these parameters, too
             kept = {**dict.fromkeys(self.state_names()), "step": max(int(self.core.steps()[index]) for index in run)}
         whole = {name: self._flat_sub_groups(self.own_tensors(name))[position] for name in kept if name != "step"}
@@ -108,7 +113,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
             {**args, "params": [place for place, own in enumerate(places) if own == number]}
             for number, args in enumerate(self._group_args())
         ]
-        own = own_params(self.stepping, self.bit16_groups, in_pieces=in_pieces)
+        own = OwnedStates(self.stepping, self.bit16_groups).by_name(in_pieces=in_pieces)
         return {
             "zero_stage": ZeroStageEnum(self.stage),
             **self._common_state(),
@@ -140,18 +145,10 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         own = flat[self.rank_in_partitions * size : (self.rank_in_partitions + 1) * size]
         return torch.cat([own, own.new_zeros(size - own.numel())])
 
-    def checkpoint_event_prologue(self):
-        """Before parameters are saved or loaded slice by slice: what is gathered and not held is released."""
-        self.empty_partition_cache()
-
     def checkpoint_event_epilogue(self):
         """After it: parameters that stay gathered take what the slices hold now."""
         with writing(self.core):
             pass
-
-    def empty_partition_cache(self):
-        """Releases gathered parameters that nobody holds, and the memory kept for gathering."""
-        self.parameter_offload.empty_partition_cache()
 
     def quantize_nontrainable_params(self):
         """Frozen weights stay as they are: ZeRO++ for frozen weights is off."""

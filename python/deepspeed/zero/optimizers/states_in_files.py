@@ -53,14 +53,6 @@ class StatesOfMaster(collections.UserDict):
     def __reduce__(self):  # whoever copies or pickles it gets plain states
         return (dict, (dict(self),))
 
-    def names(self):
-        """Names of the states that are in files."""
-        return [key for key, value in self.data.items() if isinstance(value, _InFile)]
-
-    def others(self):
-        """dict: name -> value of what is not in files."""
-        return {key: value for key, value in self.data.items() if not isinstance(value, _InFile)}
-
     def in_memory(self):
         """A dict with copies beside the master of what is in files."""
         own = self._master
@@ -68,21 +60,21 @@ class StatesOfMaster(collections.UserDict):
 
     def prefetch(self):
         """Begins to read."""
-        for name in self.names():
-            self.data[name].prefetch()
+        for value in self.data.values():
+            if isinstance(value, _InFile):
+                value.prefetch()
 
 
 def is_each(value, master):
-    """Whether a state of ``master`` has one number for each of its elements."""
-    return torch.is_tensor(value) and value.shape == master.shape and value.dim() > 0
+    """Whether a state of ``master``, in memory or in a file, has one number for each of its elements."""
+    return isinstance(value, _InFile) or (torch.is_tensor(value) and value.shape == master.shape and value.dim() > 0)
 
 
 def split_states(states, master):
     """``(names of states with a value for each element, the others by name)`` of ``master``."""
-    if isinstance(states, StatesOfMaster):
-        return states.names(), states.others()
-    names = [key for key, value in states.items() if is_each(value, master)]
-    return names, {key: value for key, value in states.items() if key not in names}
+    kept = states.data if isinstance(states, StatesOfMaster) else states  # nothing is read
+    names = [key for key, value in kept.items() if is_each(value, master)]
+    return names, {key: value for key, value in kept.items() if key not in names}
 
 
 class StatesInFiles:

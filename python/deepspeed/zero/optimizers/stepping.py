@@ -1,5 +1,6 @@
 """One optimizer step: one call of the core, which reduces what is left, measures, clips, updates and casts."""
 
+import itertools
 import math
 
 import torch
@@ -80,6 +81,11 @@ class Stepping:
     @property
     def loss_scale(self):
         return float(self.scaler.loss_scale) if self.scaler is not None else 1.0
+
+    def names_of(self, groups):
+        """The names of the parameters in the form of ``groups``, lists of all parameters."""
+        names = iter(self.names)
+        return [list(itertools.islice(names, len(group))) for group in groups]
 
     def begin(self, move=None):
         """Returns the call that makes the step, which ``end`` has to follow: of an optimizer of ours its own ``step``,
@@ -198,6 +204,11 @@ class Stepping:
         masters, states = [self.masters[number] for number in numbers], {} if self.fused else self.optimizer.state
         found = [(states.get(master, {}).get(kind), master) for master in masters]
         return [value if is_each(value, master) else None for value, master in found]
+
+    def keep(self, kind, number, values):
+        """``values`` of ``own``, which have been written: a state that lies in a file was read as a copy."""
+        if values is not None and self.in_files is not None:
+            self.optimizer.state[self.masters[number]][kind] = values
 
     def _views(self):
         apart = set(self.core.strategy_states())  # they are the engine's, not the optimizer's

@@ -3,10 +3,11 @@
 import torch
 
 from deepspeed.ops.by_name import rules_of
-from deepspeed.utils.forwarding import forwarded
+from deepspeed.utils.forwarding import answers_from, forwarded
 from deepspeed.zero.core import build_core
 from deepspeed.zero.optimizers.base_optimizer import DeepSpeedOptimizer
 from deepspeed.zero.optimizers.stepping import Stepping, refuse_group
+from deepspeed.zero.parameters.param_ranks import lies_in_rows
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -14,7 +15,7 @@ DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 def in_memory_order(value, param):
     """The elements of ``value``, which has the shape of ``param``, in the order in which ``param`` lies in memory: the
     order of pieces. Flat; a view where that is possible."""
-    if hasattr(param, "ds_handle") or param.is_contiguous():
+    if lies_in_rows(param):
         return value.reshape(-1)
     ordered = torch.empty_strided(param.shape, param.stride(), dtype=value.dtype, device=value.device)
     return ordered.copy_(value).as_strided((value.numel(),), (1,))
@@ -26,6 +27,8 @@ def _of_piece(value, param, offset, numel, master):
     return part.to(master.dtype, copy=True) if value.dtype == param.dtype else part.clone()
 
 
+# Masters take the model's current 16-bit weights, after somebody has loaded those.
+@answers_from({"refresh_fp32_params": "core.refresh_master()"})
 class WrappedOptimizer(DeepSpeedOptimizer):
     """``optimizer`` updates what this rank owns of the fp32 masters: views of the core's flat buffers.
 
@@ -86,9 +89,7 @@ class WrappedOptimizer(DeepSpeedOptimizer):
 
     cur_scale = loss_scale
 
-    @property
-    def dynamic_loss_scale(self):
-        return bool(self.loss_scaler.dynamic)
+    dynamic_loss_scale = forwarded("loss_scaler.dynamic", False)
 
     def needs_scaler(self):
         """True when a loss must be scaled before a backward that the user runs."""
@@ -131,10 +132,6 @@ class WrappedOptimizer(DeepSpeedOptimizer):
 
     def zero_grad(self, set_to_none=True):
         self.core.clear_grads()
-
-    def refresh_fp32_params(self):
-        """Masters take the model's current 16-bit weights, after somebody has loaded those."""
-        self.core.refresh_master()
 
     def initialize_optimizer_states(self):
         for slot in range(len(self.core.slot_names())):

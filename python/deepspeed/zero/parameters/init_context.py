@@ -195,10 +195,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             weakref.finalize(Init, self._remote.exit_guard())
         if module is not None:
             for sub in module.modules():
-                follow_initializers(type(sub))
-                if any(True for _ in sub.parameters(recurse=False)):
-                    self._leave_meta(sub)
-                    follow_loading(sub)
+                self._follow(sub)
             self._convert(module.named_parameters(recurse=True))
             self._ended()
 
@@ -208,7 +205,13 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             self._ended()
 
     def _ended(self):
-        self._tell_of_zeros()
+        if self._zeros and self.access.rank == 0:
+            logger.warning(
+                f"zero.Init: {len(self._zeros)} parameters were made on the meta device (the first: {self._zeros[0]}) "
+                "and are zeros now: load a state dict or a checkpoint, or set them inside "
+                "deepspeed.zero.GatheredParameters"
+            )
+        self._zeros.clear()
         if self._remote is not None:
             self._agree(_error_of(self._remote.settle))
 
@@ -234,14 +237,14 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         return param.ds_process_group
 
     def _post_init_method(self, module):
-        self._leave_meta(module)
+        self._follow(module)
         self._convert(module.named_parameters(recurse=False), type(module).__name__)
-        follow_initializers(type(module))
-        if any(True for _ in module.parameters(recurse=False)):
-            follow_loading(module)
 
-    def _leave_meta(self, module):
-        """Zeros take the place of parameters on the meta device, everywhere the same ones: a tensor cannot leave it."""
+    def _follow(self, module):
+        """Before its parameters are sharded. Zeros take the place of parameters on the meta device, everywhere the same
+        ones: a tensor cannot leave it."""
+        follow_initializers(type(module))
+        follow_loading(module)
         for name, param in module._parameters.items():
             if param is None or not param.is_meta:
                 continue
@@ -252,15 +255,6 @@ class Init(InsertPostInitMethodToModuleSubClasses):
                 self._off_meta[id(param)] = (param, real)
                 self._zeros.append(f"{type(module).__name__}.{name}")
             module._parameters[name] = self._off_meta[id(param)][1]
-
-    def _tell_of_zeros(self):
-        if self._zeros and self.access.rank == 0:
-            logger.warning(
-                f"zero.Init: {len(self._zeros)} parameters were made on the meta device (the first: {self._zeros[0]}) "
-                "and are zeros now: load a state dict or a checkpoint, or set them inside "
-                "deepspeed.zero.GatheredParameters"
-            )
-        self._zeros.clear()
 
     @torch.no_grad()
     def _convert(self, named, owner=None):
@@ -309,16 +303,14 @@ def _dtype_of(config):
 # ---- following constructors ---------------------------------------------------------------------------------
 
 
-def _every_subclass(cls, seen):
+def _every_subclass(cls):
     for sub in type.__subclasses__(cls):
-        if sub not in seen:
-            seen.add(sub)
-            yield sub
-            yield from _every_subclass(sub, seen)
+        yield sub
+        yield from _every_subclass(sub)
 
 
 def _follow(cls):
-    """Wraps the class's own constructor, if it has one."""
+    """Wraps the class's own constructor, if it has one, once."""
     init = cls.__dict__.get("__init__")
     if init is None or hasattr(init, "_ds_wrapped"):
         return
@@ -348,7 +340,7 @@ def _put(cls, name, value):
 
 
 def _patch():
-    for cls in _every_subclass(torch.nn.Module, set()):
+    for cls in set(_every_subclass(torch.nn.Module)):
         _follow(cls)
     original = torch.nn.Module.__dict__.get("__init_subclass__")
 
@@ -382,15 +374,11 @@ def _gathering_apply(apply):
     @functools.wraps(apply)
     def gathering(module, fn):
         """``Module.apply`` where ``fn`` may read and write sharded parameters; rank 0's changes count."""
-
-        def with_values(sub):
-            own = [p for p in sub.parameters(recurse=False) if sharding.is_sharded(p)]
-            with GatheredParameters(own, modifier_rank=0 if own else None):
-                fn(sub)
-
         for child in module.children():
             gathering(child, fn)
-        with_values(module)
+        own = [p for p in module.parameters(recurse=False) if sharding.is_sharded(p)]
+        with GatheredParameters(own, modifier_rank=0 if own else None):
+            fn(module)
         return module
 
     return gathering

@@ -10,7 +10,7 @@ def follow_loading(module):
     loads, and their slices (and the optimizer's masters) take the new values. Every rank must load the same values, but
     inside ``GatheredParameters(..., modifier_rank=r)`` rank r may load alone: the end of that context keeps the values.
     """
-    if _FLAG in module.__dict__:
+    if _FLAG in module.__dict__ or not any(True for _ in module.parameters(recurse=False)):
         return
     module.__dict__[_FLAG] = True
     module._register_load_state_dict_pre_hook(_gather, with_module=True)

@@ -17,10 +17,10 @@ class OwnSlice(torch.Tensor):
     _keep = None
 
     @classmethod
-    def of(cls, shard, name, keep=None):
-        """``keep(values)`` writes a slice of which ``shard`` is a copy."""
+    def of(cls, shard, name, keep=None, **attributes):
+        """``keep(values)`` writes a slice of which ``shard`` is a copy. The view gets the ``attributes``."""
         view = shard.detach().as_subclass(cls)
-        view._slice, view._slice_name, view._keep = shard, name, keep
+        view.__dict__.update(_slice=shard, _slice_name=name, _keep=keep, **attributes)
         return view
 
     def shows(self, shard):

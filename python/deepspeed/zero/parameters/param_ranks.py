@@ -38,13 +38,27 @@ def groups_of(params):
     return found
 
 
+def shape_of(param):
+    """The shape of a parameter, also of a sharded one whose values are not here."""
+    return getattr(param, "ds_shape", param.shape)
+
+
+def numel_of(param):
+    """The elements of a parameter, also of a sharded one whose values are not here."""
+    return getattr(param, "ds_numel", param.numel())
+
+
+def lies_in_rows(param):
+    """Whether the elements of a parameter are in memory in the order that they have in files."""
+    return hasattr(param, "ds_handle") or param.is_contiguous()
+
+
 # ---- in checkpoints ------------------------------------------------------------------------------------------------
 
 
 def saved_part(param):
     """``(first element, torch.Size)``: where a parameter begins in the tensor that checkpoints have, and its shape."""
-    shape = param.ds_shape if hasattr(param, "ds_shape") else param.shape
-    rows = getattr(ranks_of(param), "rows", None)
+    shape, rows = shape_of(param), getattr(ranks_of(param), "rows", None)
     if rows is None:
         return 0, torch.Size(shape)
     row = torch.Size(shape[1:]).numel()
@@ -110,11 +124,8 @@ class SavedLayers:
     def find(self, name):
         """``(number of the layer, name in its file)`` of a parameter or buffer; None where it is in no layer."""
         parts = name.split(".")
-        for end in range(1, len(parts)):
-            layer = self.layers.get(".".join(parts[:end]))
-            if layer is not None:
-                return layer, ".".join(parts[end:])
-        return None
+        cuts = ((".".join(parts[:end]), ".".join(parts[end:])) for end in range(1, len(parts)))
+        return next(((self.layers[path], rest) for path, rest in cuts if path in self.layers), None)
 
 
 def layers_of(module):

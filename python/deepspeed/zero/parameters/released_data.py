@@ -65,6 +65,12 @@ def first_of(args, kwargs):
     return args[0] if args else kwargs.get("input")
 
 
+def needs_no_values(name, given, released):
+    """Whether an operation asks for facts alone, or its first argument ``given`` is not of the class ``released``:
+    another tensor, which becomes like the parameter."""
+    return name in HARMLESS or name in ACCESSORS or (name in CONVERTING and not isinstance(given, released))
+
+
 def only_copies(name, args, kwargs):
     """Whether the operation only copies, moves or looks at its first argument, so that an empty tensor will do."""
     if name in CONVERTING or name in _COPYING:
@@ -93,10 +99,8 @@ class ReleasedData(torch.Tensor):
         name = operation_of(func)
         if is_data_getter(func):
             return as_released(run_plainly(func, args, kwargs), args[0].ds_name, args[0].ds_full_shape)
-        if name in HARMLESS or name in ACCESSORS:
-            return run_plainly(func, args, kwargs)
         given = first_of(args, kwargs)
-        if name in CONVERTING and not isinstance(given, ReleasedData):
+        if needs_no_values(name, given, ReleasedData):
             return run_plainly(func, args, kwargs)
         if isinstance(given, ReleasedData) and only_copies(name, args, kwargs):
             return empty_result(func, args, kwargs, given.ds_name, given.ds_full_shape)

@@ -16,20 +16,18 @@ from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.comm import held, mesh_views
 from deepspeed.config.sections import OffloadDeviceEnum
-from deepspeed.utils.forwarding import forwarded
+from deepspeed.utils.forwarding import answers_from, forwarded
 from deepspeed.zero.core import writing
 from deepspeed.zero.gathers.recomputed import keep_values_in_recomputed_segments
 from deepspeed.zero.nested import tensors_in
 from deepspeed.zero.parameters.own_slice import OwnSlice
 from deepspeed.zero.parameters.released_data import (
-    ACCESSORS,
-    CONVERTING,
     EMPTY_WHILE_BUILDING,
-    HARMLESS,
     as_released,
     empty_result,
     first_of,
     is_data_getter,
+    needs_no_values,
     only_copies,
     operation_of,
     run_plainly,
@@ -105,10 +103,6 @@ class ShardAccess:
         """Global rank of ``rank`` among the ranks that train the same parameters."""
         return dist.get_global_rank(self.copies, rank) if self.copies is not None else 0
 
-    def writing(self):
-        """A context in which all ranks change slices."""
-        return writing(self.core)
-
 
 _ids = itertools.count()
 
@@ -118,6 +112,7 @@ def is_sharded(param):
     return isinstance(param, ShardedParameter)
 
 
+@answers_from({"partition_numel": "ds_handle.slice_numel"})
 class ShardedParameter(torch.nn.Parameter):
     """A parameter of stage 3 while its values are gathered. Its handle, ``ds_handle``, is the native object."""
 
@@ -145,17 +140,13 @@ class ShardedParameter(torch.nn.Parameter):
         """
         handle = self.ds_handle
         shard = handle.shard
+        known = {"status": ZeroParamStatus.AVAILABLE, "ds_numel": shard.numel(), "final_location": None}
         if handle.in_file:
-            return self._dressed_slice(OwnSlice.of(shard, handle.name, handle.set_slice), OffloadDeviceEnum.nvme)
+            known["final_location"] = OffloadDeviceEnum.nvme
+            return OwnSlice.of(shard, handle.name, handle.set_slice, **known)
         found = self.__dict__.get("_ds_slice")
         if found is None or not found.shows(shard):
-            found = self.__dict__["_ds_slice"] = self._dressed_slice(OwnSlice.of(shard, handle.name), None)
-        return found
-
-    def _dressed_slice(self, found, location):
-        found.ds_numel = found.numel()
-        found.status = ZeroParamStatus.AVAILABLE
-        found.final_location = location
+            found = self.__dict__["_ds_slice"] = OwnSlice.of(shard, handle.name, **known)
         return found
 
     @ds_tensor.setter
@@ -174,9 +165,6 @@ class ShardedParameter(torch.nn.Parameter):
         if has_been_updated:
             write_back(params)
         _release(params)
-
-    def partition_numel(self):
-        return self.ds_handle.slice_numel
 
     def aligned_size(self):
         return self.ds_handle.slice_numel * self.ds_handle.parts
@@ -207,10 +195,8 @@ class ShardedParameter(torch.nn.Parameter):
         """A sharded copy with a slice of its own; no rank needs another one for it."""
         if id(self) in memo:
             return memo[id(self)]
-        copy = torch.nn.Parameter(
-            torch.empty(0, dtype=self.ds_handle.dtype, device=self.ds_handle.device), self.requires_grad
-        )
-        access = self.ds_access
+        access, empty = self.ds_access, torch.empty(0, dtype=self.ds_handle.dtype, device=self.ds_handle.device)
+        copy = torch.nn.Parameter(empty, self.requires_grad)
         if access.core is not None:
             access = ShardAccess.of_group(access.group, access.copies)
         _dress(copy, self.ds_handle.copy_for(copy, ShardedParameter, ReleasedParameter), access)
@@ -236,11 +222,9 @@ class ReleasedParameter(ShardedParameter):
             return _released_data(args[0])
         if func == torch.Tensor.data.__set__ and args[1].numel() > 0:
             raise RuntimeError(untouchable(args[0].ds_handle.name, tuple(args[0].ds_shape), "param.data = ..."))
-        if name in HARMLESS or name in ACCESSORS:
-            return run_plainly(func, args, kwargs)
         given = first_of(args, kwargs)
-        if name in CONVERTING and not isinstance(given, ReleasedParameter):
-            return run_plainly(func, args, kwargs)  # another tensor, which becomes like the parameter
+        if needs_no_values(name, given, ReleasedParameter):
+            return run_plainly(func, args, kwargs)
         released = [one for one in tensors_in((args, kwargs)) if isinstance(one, ReleasedParameter)]
         for param in released:
             handle = param.ds_handle
@@ -262,12 +246,15 @@ def _released_data(param):
 
 
 def _dress(param, handle, access):
-    param.ds_handle = handle
-    param.ds_access = access
-    param.ds_id = handle.id = next(_ids)
-    param.ds_param_type = ZeroParamType.PARTITIONED
-    param.ds_active_sub_modules = set()
-    param.ds_secondary_tensor = None
+    handle.id = next(_ids)
+    param.__dict__.update(
+        ds_handle=handle,
+        ds_access=access,
+        ds_id=handle.id,
+        ds_param_type=ZeroParamType.PARTITIONED,
+        ds_active_sub_modules=set(),
+        ds_secondary_tensor=None,
+    )
 
 
 def _new_parameter(new):
@@ -319,7 +306,7 @@ def _release(params):
 def write_back(params):
     """Slices, and masters where there are any, take the gathered values. Every rank calls it with the same values."""
     for access, own in _by_access(params):
-        with access.writing():
+        with writing(access.core):
             for param in own:
                 _write_back(param)
 

@@ -41,8 +41,7 @@ class EngineFragment(NotCopied, tensor_fragment):
         self.link.set_pieces("fp32", value.reshape(-1))
 
     def _state(self, key):
-        found = [view for _, _, view in self.link.pieces(key)]
-        return found[0] if found else None
+        return next((view for _, _, view in self.link.pieces(key)), None)
 
     def get_optim_state_keys(self):
         return [key for key in self.link.owner.state_names() if self._state(key) is not None]
@@ -56,18 +55,15 @@ class EngineFragment(NotCopied, tensor_fragment):
 
     def put_optim_state_fragment(self, key, value):
         """A state that the optimizer makes in its first step is made now."""
-        view = self._state(key)
-        if view is None:
-            view = self.link.owner.make_state(self.link.index, key)
-        if view is None:
+        self.link.make(key)
+        if self._state(key) is None:
             known = self.link.owner.state_names()
             raise ValueError(f"the optimizer has no state {key!r}; it has {known}: another optimizer has saved")
         self.link.set_pieces(key, value.reshape(-1))
 
     def get_lp_grad_fragment(self, index_in_param_group):
         """The reduced gradient of the fragment, or None; times the loss scale."""
-        found = [view for _, _, view in self.link.pieces("grad")]
-        return found[0] if found else None
+        return self._state("grad")
 
 
 def put_fragments(optimizer):

@@ -5,9 +5,9 @@ import dataclasses
 
 import torch
 
+from deepspeed.utils.forwarding import answers_from
 from deepspeed.zero.optimizers.states_in_files import split_states
-from deepspeed.zero.parameters.param_ranks import ranks_of, saved_part
-from deepspeed.zero.parameters.sharded_parameter import is_sharded
+from deepspeed.zero.parameters.param_ranks import lies_in_rows, numel_of, ranks_of, saved_part, shape_of
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 OWN_PARAMS = "own_params"  # key of an optimizer's saved state: parameters that only some ranks train
@@ -23,61 +23,16 @@ class NamedStates:
     strides: dict
 
 
-def named_states(stepping, params, takes, in_pieces=True):
-    """``NamedStates`` of the parameters for whose number ``takes`` is true, views of what is trained. ``params``: of
-    all groups, end to end. ``in_pieces``: what rests in files is a ``TensorOfPieces``, and not a copy."""
-    found, core = NamedStates({}, {}, {}), stepping.core
-    in_files = in_pieces and core.rest_in_files()
-    kept = {kind: at for kind, at in stepping.kept().items() if kind != "grad"}
-    for place, (index, offset, numel) in enumerate(core.pieces()):
-        if not numel or not takes(index):
-            continue
-        name, param, master = stepping.names[index], params[index], stepping.masters[place]
-        for kind, at in kept.items():
-            meta = core.piece_in_file(*at, place) if in_files else None
-            begin, value = None, None
-            if meta is not None and meta.dtype == torch.float32:
-                begin, value = _placed(param, offset, meta)
-            if value is not None and value.is_contiguous():
-                source = core.piece_source(*at, place)
-                value = TensorOfPieces.of_source(value.numel(), value.dtype, source, value.shape)
-            elif (tensor := core.piece_tensor(*at, place)) is not None:
-                begin, value = _placed(param, offset, tensor.detach())
-            if value is not None:
-                found.tensors[kind, name, begin] = value
-        if not stepping.fused:
-            states = stepping.optimizer.state.get(master, {})
-            names, scalars = split_states(states, master)
-            for kind in names:
-                begin, value = _placed(param, offset, states[kind].detach())
-                found.tensors[kind, name, begin] = value
-            if scalars:
-                found.scalars[name] = scalars
-        if numel < _numel(param) and not is_sharded(param) and not param.is_contiguous():
-            found.strides[name] = list(param.stride())
-    return found
-
-
-def _numel(param):
-    return param.ds_numel if is_sharded(param) else param.numel()
-
-
 def _placed(param, offset, tensor):
     """Offset and tensor of a piece. A whole parameter has its shape and row-major meaning, whatever its strides."""
     begin, whole = saved_part(param)
-    if tensor.numel() < _numel(param):
+    if tensor.numel() < numel_of(param):
         return begin + offset, tensor.reshape(-1)
-    shape = param.ds_shape if is_sharded(param) else param.shape
+    shape = shape_of(param)
     if tensor.shape != shape:
         flat = tensor.reshape(-1)
-        in_rows = is_sharded(param) or param.is_contiguous()
-        tensor = flat.view(shape) if in_rows else flat.as_strided(shape, param.stride())
+        tensor = flat.view(shape) if lies_in_rows(param) else flat.as_strided(shape, param.stride())
     return (None, tensor) if tensor.numel() == whole.numel() else (begin, tensor.reshape(-1))
-
-
-def steps_of(stepping):
-    """Updates of each parameter where the core counts them; None where an optimizer keeps them among its states."""
-    return [int(step) for step in stepping.core.steps()] if stepping.fused else None
 
 
 def groups_of_params(optimizer_groups):
@@ -85,26 +40,86 @@ def groups_of_params(optimizer_groups):
     return [number for number, group in enumerate(optimizer_groups) for _ in group]
 
 
+@answers_from({"hold": "_stepping.core.hold_states()", "let_go": "_stepping.core.release_states()"})
 class OwnedStates:
-    """Leases of what this rank owns of masters and optimizer states: saving reads them and can hold their memory.
+    """Leases of what this rank owns of masters and optimizer states: saving reads them. From ``hold()`` on calls that
+    would change the memory wait for ``let_go()``.
 
     ``groups``: lists of the trained parameters. ``made_by``: the name of the optimizer's class.
     """
 
     def __init__(self, stepping, groups):
         self._stepping, self._groups, self.made_by = stepping, groups, type(stepping.optimizer).__name__
+        self._params = [param for group in groups for param in group]
 
-    def named(self, takes):
-        """``NamedStates`` of the parameters for whose number ``takes`` is true."""
-        return named_states(self._stepping, [param for group in self._groups for param in group], takes)
+    def named(self, takes, in_pieces=True):
+        """``NamedStates`` of the parameters for whose number ``takes`` is true, views of what is trained.
+        ``in_pieces``: what rests in files is a ``TensorOfPieces``, and not a copy."""
+        found, stepping, core = NamedStates({}, {}, {}), self._stepping, self._stepping.core
+        in_files = in_pieces and core.rest_in_files()
+        kept = {kind: at for kind, at in stepping.kept().items() if kind != "grad"}
+        for place, (index, offset, numel) in enumerate(core.pieces()):
+            if not numel or not takes(index):
+                continue
+            name, param, master = stepping.names[index], self._params[index], stepping.masters[place]
+            for kind, at in kept.items():
+                meta = core.piece_in_file(*at, place) if in_files else None
+                begin, value = None, None
+                if meta is not None and meta.dtype == torch.float32:
+                    begin, value = _placed(param, offset, meta)
+                if value is not None and value.is_contiguous():
+                    source = core.piece_source(*at, place)
+                    value = TensorOfPieces.of_source(value.numel(), value.dtype, source, value.shape)
+                elif (tensor := core.piece_tensor(*at, place)) is not None:
+                    begin, value = _placed(param, offset, tensor.detach())
+                if value is not None:
+                    found.tensors[kind, name, begin] = value
+            if not stepping.fused:
+                states = stepping.optimizer.state.get(master, {})
+                names, scalars = split_states(states, master)
+                for kind in names:
+                    begin, value = _placed(param, offset, states[kind].detach())
+                    found.tensors[kind, name, begin] = value
+                if scalars:
+                    found.scalars[name] = scalars
+            if numel < numel_of(param) and not lies_in_rows(param):
+                found.strides[name] = list(param.stride())
+        return found
 
-    def by_name(self, takes=None):
-        """``own_params`` over the memory of what is trained."""
-        return own_params(self._stepping, self._groups, takes, in_pieces=True)
+    def by_name(self, takes=None, in_pieces=True):
+        """The value of ``OWN_PARAMS``: parameters with ranks of their own, or those for whose number ``takes`` is true.
+
+        None without any. ``in_pieces``: ``TensorOfPieces`` over the memory of what is trained in place of copies.
+        """
+        params, group_of, names = self._params, groups_of_params(self._groups), self._stepping.names
+        takes = takes or (lambda index: ranks_of(params[index]) is not None)
+        taken = list(filter(takes, range(len(params))))
+        if not taken:
+            return None
+        found, steps, tensors = self.named(takes, in_pieces), self.steps(), {}
+        for (kind, name, offset), value in found.tensors.items():
+            kept = value
+            if torch.is_tensor(value):
+                flat = value.reshape(-1)
+                kept = TensorOfPieces(flat.numel(), flat.dtype, [(0, flat)]) if in_pieces else flat.to("cpu", copy=True)
+            tensors.setdefault(kind, {}).setdefault(name, []).append((offset or 0, kept))
+        return {
+            "parameters": {
+                names[index]: {
+                    "shape": saved_part(params[index])[1],
+                    "group": group_of[index],
+                    **({"step": steps[index]} if steps is not None else {}),
+                }
+                for index in taken
+            },
+            "tensors": tensors,
+            "scalars": found.scalars,
+            "strides": found.strides,
+        }
 
     def steps(self):
-        """Updates of each parameter, or None: see ``steps_of``."""
-        return steps_of(self._stepping)
+        """Updates of each parameter where the core counts them; None where an optimizer keeps them among its states."""
+        return [int(step) for step in self._stepping.core.steps()] if self._stepping.fused else None
 
     def expected_bytes(self):
         """About the bytes of all of it, rather too many than too few."""
@@ -117,52 +132,12 @@ class OwnedStates:
         slots = (core.slots(number) for number in range(len(core.slot_names())))
         return [*core.masters(), *(tensor for slot in slots for tensor in slot)]
 
-    def hold(self):
-        """From now on calls that would change the memory wait for ``let_go``."""
-        self._stepping.core.hold_states()
 
-    def let_go(self):
-        self._stepping.core.release_states()
-
-
-# ---- as an optimizer's saved state has them ------------------------------------------------------------------------
-
-
-def own_params(stepping, groups, takes=None, in_pieces=False):
-    """The value of ``OWN_PARAMS``: parameters with ranks of their own, or those for whose number ``takes`` is true.
-
-    ``groups``: lists of parameters. None without any. ``in_pieces``: ``TensorOfPieces`` over the memory of what is
-    trained in place of copies.
-    """
-    params, group_of = [param for group in groups for param in group], groups_of_params(groups)
-    takes = takes or (lambda index: ranks_of(params[index]) is not None)
-    taken = list(filter(takes, range(len(params))))
-    if not taken:
-        return None
-    found, steps, tensors = named_states(stepping, params, takes, in_pieces), steps_of(stepping), {}
-    for (kind, name, offset), value in found.tensors.items():
-        kept = value
-        if torch.is_tensor(value):
-            flat = value.reshape(-1)
-            kept = TensorOfPieces(flat.numel(), flat.dtype, [(0, flat)]) if in_pieces else flat.to("cpu", copy=True)
-        tensors.setdefault(kind, {}).setdefault(name, []).append((offset or 0, kept))
-    return {
-        "parameters": {
-            stepping.names[index]: {
-                "shape": saved_part(params[index])[1],
-                "group": group_of[index],
-                **({"step": steps[index]} if steps is not None else {}),
-            }
-            for index in taken
-        },
-        "tensors": tensors,
-        "scalars": found.scalars,
-        "strides": found.strides,
-    }
+# ---- what is saved by name, without opening it ---------------------------------------------------------------------
 
 
 def table_of(saved):
-    """name -> what is known of a parameter in ``saved`` (of ``own_params``) without opening it, as JSON can hold it."""
+    """name -> what is known without opening it of a parameter in ``saved`` (of ``OwnedStates.by_name``), for JSON."""
     if not saved:
         return {}
     return {

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import torch
 
 from deepspeed.config.sections import OffloadStateTypeEnum
+from deepspeed.utils.forwarding import forwarded
 from deepspeed.zero.engine_links import EngineLink
 from deepspeed.zero.optimizers.states_in_files import split_states
 from deepspeed.zero.parameters import pickled_params  # noqa: F401  (registers how parameters are pickled)
@@ -43,108 +44,22 @@ class ParamStates:
         files copies."""
         return self.stepping.own(kind, range(len(self.stepping.masters)))
 
-    def rests_in_files(self):
-        """Whether masters or optimizer states rest in files (``offload_optimizer.device`` nvme)."""
-        return self.core.rest_in_files()
-
-    def _values(self, kind, masters):
-        """A kind of these of this rank's pieces."""
-        numbers = {id(master): number for number, master in enumerate(self.stepping.masters)}
-        return self.stepping.own(kind, [numbers[id(master)] for master in masters])
-
-    def _keep(self, kind, number, values):
-        # A state in a file was read as a copy, which goes back.
-        if self.stepping.in_files is not None:
-            self.stepping.optimizer.state[self.stepping.masters[number]][kind] = values
-
-    def _numbers_of(self, index, kind):
-        """``[(number of the piece, offset, numel)]`` of what this rank has of parameter ``index``."""
-        if kind == "grad" and not self.core.used()[index]:
-            return []
-        return [(n, offset, numel) for n, (of, offset, numel) in enumerate(self.core.pieces()) if of == index]
-
-    def own_pieces(self, index, kind):
-        """``[(offset, numel, tensor)]`` of what this rank has of parameter ``index``: views, of what lies in files
-        copies, which ``set_own_pieces`` writes."""
-        pieces = self._numbers_of(index, kind)
-        own = self.stepping.own(kind, [number for number, _, _ in pieces])
-        return [(offset, numel, one) for (_, offset, numel), one in zip(pieces, own) if one is not None]
-
-    def set_own_pieces(self, index, kind, flat):
-        """This rank's pieces of parameter ``index`` take the elements of ``flat``, one piece after the other."""
-        begin, kept = 0, self.stepping.kept().get(kind)
-        native = kept is not None
-        for number, _, numel in self._numbers_of(index, kind):
-            held = self.core.piece(*kept, number, "write") if native else self.stepping.own(kind, [number])[0]
-            with held if native else nullcontext(held) as own:
-                if own is None:
-                    continue
-                own.copy_(flat[begin : begin + numel].reshape(own.shape))
-            if not native:
-                self._keep(kind, number, own)
-            begin += numel
-
-    def full_tensor(self, index, kind):
-        """A copy of the whole ``kind`` of parameter ``index`` in its shape, fp32 (fp64 for fp64 ones).
-
-        Every rank calls it. None for a gradient that no rank has, and for a state that does not exist. Inside
-        ``no_sync`` a gradient that has not been reduced is this rank's own.
-        """
-        kept = self.stepping.kept().get(kind)
-        if kept is None:
-            return self.core.full_of(self.own_tensors(kind), index)
-        found = self.core.full(*kept, index)  # as it lies: reading does not wait for others who read
-        if kind != "grad":
-            return found
-        if found is None and self.engine is not None and self.engine.inside_no_sync_ctxt:
-            found = self.core.local_grad(index)
-        return found if found is None or self.loss_scale == 1.0 else found / self.loss_scale
-
-    def set_full_tensor(self, index, kind, value):
-        """Every rank passes the same ``value``, in the parameter's shape; each takes what it owns of it."""
-        value, kept = value.detach(), self.stepping.kept().get(kind)
-        if kept is not None:
-            self.core.set_full(*kept, index, value.float() * self.loss_scale if kind == "grad" else value)
-            return
-        own = self.own_tensors(kind)
-        self.core.set_full_of(own, index, value)
-        for number, _, _ in self._numbers_of(index, kind):
-            if own[number] is not None:
-                self._keep(kind, number, own[number])
-
-    def make_state(self, index, name):
-        """State ``name`` of this rank's piece of a parameter, zeros if a torch optimizer has not made it yet; None
-        where this rank owns nothing of it, or a native optimizer has no such state."""
-        if not self.stepping.fused:
-            for master, (param, _, _) in zip(self.stepping.masters, self.core.pieces()):
-                if param == index:
-                    return self.stepping.optimizer.state[master].setdefault(name, torch.zeros_like(master))
-        return None
-
 
 class WholeParams(ParamStates):
     """The owner where every rank trains whole parameters and no sharded optimizer stands for them."""
 
     engine = None
+    loss_scale = forwarded("stepping.loss_scale", False)
 
     def __init__(self, core, stepping, params):
-        self.core = core
-        self.stepping = stepping
+        self.core, self.stepping = core, stepping
         self._link(params)
-
-    @property
-    def loss_scale(self):
-        return self.stepping.loss_scale
 
 
 class ParamLink(EngineLink):
-    """From a parameter to the owner of its masters, gradients and states; see utils.tensor_fragment."""
+    """From a parameter to the owner of its masters, gradients and states; see utils.param_access."""
 
     owner = EngineLink.target
-
-    def __init__(self, owner, index):
-        super().__init__(owner)
-        self.index = index
 
     def _living(self, kind):
         owner = self.owner
@@ -154,15 +69,64 @@ class ParamLink(EngineLink):
             owner.states.need(kinds, f"access to the {kind} of a parameter")
         return owner
 
+    def _numbers(self, core, kind):
+        """``[(number of the piece, offset, numel)]`` of what this rank has of the parameter."""
+        pieces = core.pieces() if kind != "grad" or core.used()[self.index] else ()
+        return [(number, offset, numel) for number, (of, offset, numel) in enumerate(pieces) if of == self.index]
+
     def get(self, kind):
-        return self._living(kind).full_tensor(self.index, kind)
+        """A copy of the whole ``kind`` of the parameter in its shape, fp32 (fp64 for fp64 ones).
+
+        Every rank calls it. None for a gradient that no rank has, and for a state that does not exist. Inside
+        ``no_sync`` a gradient that has not been reduced is this rank's own.
+        """
+        owner = self._living(kind)
+        core, kept = owner.core, owner.stepping.kept().get(kind)
+        if kept is None:
+            return core.full_of(owner.own_tensors(kind), self.index)
+        found = core.full(*kept, self.index)  # as it lies: reading does not wait for others who read
+        if kind != "grad":
+            return found
+        if found is None and owner.engine is not None and owner.engine.inside_no_sync_ctxt:
+            found = core.local_grad(self.index)
+        return found if found is None or owner.loss_scale == 1.0 else found / owner.loss_scale
 
     def set(self, kind, value):
-        self._living(kind).set_full_tensor(self.index, kind, value)
+        """Every rank passes the same ``value``, in the parameter's shape; each takes what it owns of it."""
+        owner, value = self._living(kind), value.detach()
+        kept = owner.stepping.kept().get(kind)
+        if kept is not None:
+            owner.core.set_full(*kept, self.index, value.float() * owner.loss_scale if kind == "grad" else value)
+            return
+        own = owner.own_tensors(kind)
+        owner.core.set_full_of(own, self.index, value)
+        for number, _, _ in self._numbers(owner.core, kind):
+            owner.stepping.keep(kind, number, own[number])
 
     def pieces(self, kind):
-        """``(offset, numel, tensor)`` of this rank's pieces, see ``ParamStates.own_pieces``."""
-        return self._living(kind).own_pieces(self.index, kind)
+        """``[(offset, numel, tensor)]`` of what this rank has of the parameter: views, of what lies in files copies,
+        which ``set_pieces`` writes."""
+        owner = self._living(kind)
+        pieces = self._numbers(owner.core, kind)
+        own = owner.stepping.own(kind, [number for number, _, _ in pieces])
+        return [(offset, numel, one) for (_, offset, numel), one in zip(pieces, own) if one is not None]
 
     def set_pieces(self, kind, flat):
-        self._living(kind).set_own_pieces(self.index, kind, flat)
+        """This rank's pieces of the parameter take the elements of ``flat``, one piece after the other."""
+        owner, begin = self._living(kind), 0
+        core, stepping, kept = owner.core, owner.stepping, owner.stepping.kept().get(kind)
+        for number, _, numel in self._numbers(core, kind):
+            held = core.piece(*kept, number, "write") if kept else nullcontext(stepping.own(kind, [number])[0])
+            with held as own:
+                if own is not None:
+                    own.copy_(flat[begin : begin + numel].reshape(own.shape))
+                    begin += numel
+            if not kept:
+                stepping.keep(kind, number, own)
+
+    def make(self, name):
+        """A torch optimizer gets zeros for a state ``name`` of this rank's piece that it has not made yet."""
+        stepping = self.owner.stepping
+        for number, _, _ in self._numbers(self.owner.core, name)[:1] if not stepping.fused else ():
+            master = stepping.masters[number]
+            stepping.optimizer.state[master].setdefault(name, torch.zeros_like(master))

@@ -1,58 +1,15 @@
-"""The layout that checkpoints of ZeRO stages 1 and 2 have, made from the pieces that ranks own."""
-
-import collections
+"""What an inner optimizer keeps of each group, as checkpoints of ZeRO have it: states that are cut, other values."""
 
 import torch
 
-from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed.zero.optimizers.states_in_files import split_states
-from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 from deepspeed.zero.states.named_states import groups_of_params
 
 
 def per_element(value):
     """Whether a saved state has a value for each element of a flat buffer, unlike a step count."""
     return hasattr(value, "shape") and len(value.shape) > 0
-
-
-class FlatLayout:
-    """Each group's parameters end to end in the optimizer's order, cut into equal partitions, one for each rank: see
-    csrc/zero/spaces/group_cut.h. ``optimizer``: a ``ShardedOptimizer`` below stage 3."""
-
-    def __init__(self, optimizer):
-        self._names = optimizer._names
-        self._cuts = [_native._C.GroupCut(optimizer.core, group) for group in range(len(optimizer.bit16_groups))]
-        self.sizes = [cut.size for cut in self._cuts]
-        self.owned = [cut.owned for cut in self._cuts]
-        self.firsts = [cut.first for cut in self._cuts]
-        self.paddings = [size - owned for size, owned in zip(self.sizes, self.owned)]
-
-    def partition(self, group, pieces):
-        """This rank's partition, fp32, padding zero, on the CPU. ``pieces``: one tensor or None for each piece that
-        this rank owns. Every rank calls it."""
-        return self._cuts[group].partition(pieces)
-
-    def in_pieces(self, group, pieces, numel):
-        """The first ``numel`` elements of what ``partition`` gives, as a ``TensorOfPieces`` over the memory of the
-        pieces; None where they cannot be taken as they are: on several ranks, of another dtype, or in another order."""
-        parts = self._cuts[group].in_pieces(pieces, numel)
-        return None if parts is None else TensorOfPieces(numel, torch.float32, parts)
-
-    def source(self, group, core, kept, numel):
-        """The same of what rests in files, read when it is written down, on any number of ranks; ``kept``: kind and
-        slot. None for what does not. Every rank calls it."""
-        found = self._cuts[group].source(core, *kept, numel)
-        dtype = torch.float64 if found is not None and found.bytes > 4 * numel else torch.float32
-        return None if found is None else TensorOfPieces.of_source(numel, dtype, found)
-
-    def slice_mapping(self, group):
-        """Ordered dict: name -> ``fragment_address`` in this rank's partition, of the parameters that have a part."""
-        return collections.OrderedDict(
-            (self._names[index], fragment_address(numel=numel, start=start))
-            for index, start, numel in self._cuts[group].slices()
-        )
 
 
 # Of a saved group or sub-group: values of its parameters, in their order, where they have different ones.
@@ -88,26 +45,22 @@ class InnerStates:
             for key, value in others.items():
                 kept = value.cpu() if torch.is_tensor(value) else value
                 self.scalars.setdefault(index, {}).setdefault(key, kept)
-        cut = self._share(cut, optimizer.dp_process_group)
+        self._share(cut, optimizer.dp_process_group)
         self.kinds = [sorted(key for key, whole in of_group.items() if whole) for of_group in cut]
         for index, kept in self.scalars.items():
             for kind in self.kinds[groups_of[index]]:
                 kept.pop(kind, None)
 
     def _share(self, cut, process_group):
-        """Every rank gets the values of all parameters. Returns what all ranks together say of ``cut``."""
+        """Every rank gets the values of all parameters, and in ``cut`` what all ranks together say."""
         if process_group is None:
-            return cut
+            return
         found = [None] * dist.get_world_size(process_group)
         dist.all_gather_object(found, (cut, self.scalars), group=process_group)
-        agreed = [{} for _ in cut]
         for of_rank, scalars in found:
-            for group, named in enumerate(of_rank):
-                for key, whole in named.items():
-                    agreed[group][key] = whole and agreed[group].get(key, True)
-            for index, kept in scalars.items():
-                self.scalars.setdefault(index, kept)
-        return agreed
+            for agreed, named in zip(cut, of_rank):
+                agreed.update({key: whole and agreed.get(key, True) for key, whole in named.items()})
+            self.scalars = {**scalars, **self.scalars}
 
     def of_group(self, group, params, steps):
         """The values that are not cut, of the parameters with the numbers ``params``, which have seen ``steps``

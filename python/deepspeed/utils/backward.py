@@ -3,7 +3,7 @@
 import torch
 
 from deepspeed._compat import backward_id
-from deepspeed.zero.nested import tensors_in
+from deepspeed._native import _C
 
 
 def count_used_parameters_in_backward(parameters):
@@ -67,7 +67,7 @@ def register_output_backward_hooks(outputs, preprocess_once_fn, preprocess_per_t
     Returns an object whose ``remove()`` takes the hooks off.
     """
     hooks = OutputHooks(preprocess_once_fn, preprocess_per_tensor_fn)
-    for tensor in tensors_in(outputs):
+    for tensor in _C.tensors_in(outputs):
         if tensor.requires_grad:
             hooks.add(tensor)
     return hooks

@@ -4,7 +4,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.zero.optimizers.norms import is_moe_param
+from deepspeed.utils.norms import is_moe_param
 
 
 class CheckOverflow:

@@ -4,11 +4,13 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.zero.partition import partition_uniform
+from deepspeed.utils.forwarding import answers_from
+from deepspeed.utils.partition import partition_uniform
 
 
+@answers_from({"data": "local_data", "local_size": "local_data.size()", "full_size": "orig_size"})
 class TensorParts:
-    """This rank's contiguous part of a flattened tensor, and what it takes to put the whole together again.
+    """This rank's contiguous part of a flattened tensor, ``data()``, and what it takes to put the whole together again.
 
     tensor: the whole tensor, equal on all ranks of `group`; each keeps a copy of its part only.
     """
@@ -50,23 +52,12 @@ class TensorParts:
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
         return torch.tensor(numbers, dtype=torch.long, device=self.orig_device)
 
-    def data(self):
-        """This rank's part, 1-D."""
-        return self.local_data
-
-    def local_size(self):
-        return self.local_data.size()
-
-    def full_size(self):
-        return self.orig_size
-
     def full(self, device=None):
         """The whole tensor, gathered from the group; every rank must call it."""
-        longest = max(end - begin for begin, end in zip(self.partition, self.partition[1:]))
-        padded = self.local_data.new_zeros(longest)
+        sizes = [end - begin for begin, end in zip(self.partition, self.partition[1:])]
+        padded = self.local_data.new_zeros(max(sizes))
         padded[: self.local_data.numel()] = self.local_data
         gathered = [torch.empty_like(padded) for _ in range(self.num_parts)]
         dist.all_gather(gathered, padded, group=self.group)
-        sizes = [end - begin for begin, end in zip(self.partition, self.partition[1:])]
         whole = torch.cat([part[:size] for part, size in zip(gathered, sizes)])
         return whole.reshape(self.orig_size).to(device or self.orig_device)
