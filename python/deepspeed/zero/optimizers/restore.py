@@ -32,7 +32,7 @@ class Restore:
     def check(self, masters=False, states=False):
         """Raises ValueError, and what opening the files raises, for what cannot be restored: other shapes, and of the
         ``masters`` and ``states`` those that are incomplete or of another optimizer. Reads no elements."""
-        shapes = self.saved.shapes()
+        shapes = self.saved.shapes
         for name, param in zip(self.names, self.params):
             here = tuple(saved_part(param)[1])
             if name in shapes and tuple(shapes[name]) != here:
@@ -106,7 +106,7 @@ class Restore:
             self._client_states()
 
     def _check_groups(self):
-        own, saved = self.optimizer.param_groups, self.saved.param_groups()
+        own, saved = self.optimizer.param_groups, self.saved.param_groups
         if len(own) != len(saved):
             raise ValueError(
                 f"{self.saved.origin()} has {len(saved)} parameter groups, this run's optimizer has {len(own)}: make "
@@ -114,7 +114,7 @@ class Restore:
             )
 
     def _groups(self):
-        for group, values, options in zip(self.optimizer.param_groups, self.saved.param_groups(), self.options):
+        for group, values, options in zip(self.optimizer.param_groups, self.saved.param_groups, self.options):
             left = {"names", "params"}
             if self.stepping.fused and "step" not in group:  # FusedAdam has it in its groups, others do not
                 left.add("step")
@@ -127,7 +127,7 @@ class Restore:
         slots = {kind: self.core.slots(number) for number, kind in enumerate(self.core.slot_names() if fused else ())}
         for number, index, offset, numel in self._owned():
             if index not in found:
-                kinds = saved if self.names[index] in self.saved.shapes() else ()
+                kinds = saved if self.names[index] in self.saved.shapes else ()
                 if fused:  # which there are of this parameter
                     kinds = [kind for kind, own in slots.items() if own[number] is not None]
                 found[index] = self._pieces_of(index, kinds)
@@ -150,7 +150,7 @@ class Restore:
                         target.zero_()
         steps = torch.zeros(len(self.params), dtype=torch.float32)
         for index, name in enumerate(self.names):
-            if name in self.saved.shapes():
+            if name in self.saved.shapes:
                 steps[index] = float(self.saved.step(name) or 0)
         self.core.steps().copy_(steps)
 
@@ -171,7 +171,7 @@ class Restore:
         return found
 
     def _client_states(self):
-        state, shapes = self.optimizer.state, self.saved.shapes()
+        state, shapes = self.optimizer.state, self.saved.shapes
         for number, index, offset, numel, found in self._saved_states():
             name, master, own = self.names[index], self.stepping.masters[number], {}
             if name in shapes:
@@ -195,7 +195,7 @@ class Restore:
     def extra(self):
         """The dynamic loss scale and the overflow flag, as far as they were saved. The clipping norm and the rules of
         the loss scale are the configuration's."""
-        found = self.saved.extra()
+        found = self.saved.extra
         self.stepping.overflow = bool(found.get("overflow", False))
         restore_scaler(self.stepping.scaler, found)
 
@@ -210,7 +210,7 @@ def restore_scaler(scaler, found):
 
 def _saved_name(name, saved):
     """The name under which the checkpoint has a parameter: of tied ones it may be another."""
-    return name if name in saved.shapes() else saved.aliases().get(name, name)
+    return name if name in saved.shapes else saved.aliases.get(name, name)
 
 
 def _numel(param):
