@@ -1,4 +1,4 @@
-"""Whether every byte of a checkpoint is the one that was saved; where not, which tensor it belongs to."""
+"""Compares every byte of a checkpoint with the one that was saved, and names the tensors that differ."""
 
 import collections
 import concurrent.futures
