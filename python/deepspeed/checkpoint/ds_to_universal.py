@@ -125,9 +125,8 @@ def _convert(conversion, target, args):
         frozen = [[name] for name in first.frozen_shapes if first.frozen_pieces(name)]
         frozen = run_tasks(conversion, "frozen", frozen, workers)
         _check_patterns(source.rules, [used for used, _ in merged], args)
-        records = {}
-        for files in [*(files for _, files in merged), *frozen, conversion.common()]:
-            records.update(files)
+        written = [*(files for _, files in merged), *frozen, conversion.common()]
+        records = {name: record for files in written for name, record in files.items()}
         copied = _copy_other_files(source.folder, folder)
         for mp_rank in mp_ranks:
             _add_to_model_files(source.saved(mp_rank), mp_rank, source.folder, folder)

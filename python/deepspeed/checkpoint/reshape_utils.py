@@ -21,9 +21,10 @@ def get_files_with_prefix(all_files, prefix):
 
 def get_zero_files(dir):
     """The optimizer files of ``dir`` in the order of their ranks, whichever of the three prefixes they have."""
-    found = names.OPTIM_STATES.found_in(dir).items()
-    kinds = ([name for name, known in found if known["prefix"] == prefix] for prefix in ("", "fp16_", "bf16_"))
-    return [os.path.join(dir, name) for name in next(filter(None, kinds), ())]
+    found = {"": [], "fp16_": [], "bf16_": []}
+    for name, known in names.OPTIM_STATES.found_in(dir).items():
+        found[known["prefix"]].append(os.path.join(dir, name))
+    return next(filter(None, found.values()), [])
 
 
 def get_model_files(dir):

@@ -118,26 +118,27 @@ def _as_tensor(array):
         return torch.from_numpy(flat.reshape(-1).view(numpy.uint8))
 
 
-def decode(value, tensors):
-    """Inverse of ``encode``: ``tensors`` maps places to tensors. Raises ValueError for what ``encode`` never makes."""
+def decode(value, tensor_of):
+    """Inverse of ``encode``: ``tensor_of(place)`` gives the tensors. Raises ValueError for what ``encode`` never
+    makes."""
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [decode(item, tensor_of) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not next(iter(value)).startswith("$"):
-        return {key: decode(item, tensors) for key, item in value.items()}
+        return {key: decode(item, tensor_of) for key, item in value.items()}
     (tag, inner), *_ = value.items()
     name = tag[1:]
     if name == "tensor":
-        return tensors[inner]
+        return tensor_of(inner)
     if name == "array":
         place, dtype, shape = inner
-        return eager(tensors[place]).numpy().reshape(-1).view(numpy.dtype(dtype)).reshape(shape).copy()
+        return eager(tensor_of(place)).numpy().reshape(-1).view(numpy.dtype(dtype)).reshape(shape).copy()
     kind = _KINDS.get(name)
     if kind in _MAPPINGS:
-        return kind({decode(key, tensors): decode(item, tensors) for key, item in inner})
+        return kind({decode(key, tensor_of): decode(item, tensor_of) for key, item in inner})
     if kind in _SEQUENCES:
-        return kind(decode(item, tensors) for item in inner)
+        return kind(decode(item, tensor_of) for item in inner)
     return _SIMPLE[name][2](inner) if name in _SIMPLE else _refuse_tag(tag)
 
 
@@ -179,7 +180,7 @@ class NativeState(ByName):
 
     def _decode(self, value, place=0):
         """``place``: of the rank among those that saved, whose file has the tensors of ``value``. They stay lazy."""
-        return decode(value, self._files[place]["values"] if _holds_tensors(value) else {})
+        return decode(value, lambda tensor: self._files[place]["values"][tensor])
 
     # ---- the model file --------------------------------------------------------------------------------------------
     def _model(self, trained, frozen):
@@ -244,7 +245,7 @@ def _part(folder, rank, parameters):
                 values[name] = tensor
             else:
                 tensors.setdefault(kind, {}).setdefault(name, []).append((offset or 0, tensor))
-    scalars = {name: decode(value, values) for name, value in about["scalars"].items()}
+    scalars = {name: decode(value, values.__getitem__) for name, value in about["scalars"].items()}
     return {**about, "parameters": parameters, "tensors": tensors, "scalars": scalars, "values": values}
 
 
@@ -272,9 +273,3 @@ def read_json(path):
             f"{path} has version {version} of the native format, this library knows up to {names.VERSION}: update it"
         )
     return found
-
-
-def _holds_tensors(value):
-    if isinstance(value, dict):
-        return "$tensor" in value or "$array" in value or any(_holds_tensors(item) for item in value.values())
-    return isinstance(value, list) and any(_holds_tensors(item) for item in value)

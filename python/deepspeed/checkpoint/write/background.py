@@ -28,10 +28,9 @@ _lock = threading.Lock()
 
 
 def _at_exit():
-    for background in list(_unsettled):
-        background.drain()
-        for error, _ in background.failures:
-            print(f"deepspeed: at the end of the program: {error}", file=sys.stderr, flush=True)
+    drain_all()
+    for error, _ in [failure for background in list(_unsettled) for failure in background.failures]:
+        print(f"deepspeed: at the end of the program: {error}", file=sys.stderr, flush=True)
 
 
 _folders = set()  # those that threads of this process write into

@@ -28,6 +28,7 @@ from deepspeed.checkpoint.write.file_writer import WriterOptions
 from deepspeed.checkpoint.write.ranks import attempt, take_each
 from deepspeed.checkpoint.write.save import checked_client_state, expected_bytes, facts_of, files_of
 from deepspeed.checkpoint.write.snapshot import HeldSnapshot, HostCache
+from deepspeed.formats.weight_files import write_text, write_whole
 from deepspeed.host.cpu import memory_bytes
 from deepspeed.host.kept_memory import FOLDER_VARIABLE, KEEPER_VARIABLE, hand_over, own_address
 from deepspeed.host.launcher_messages import tell_launcher
@@ -117,9 +118,7 @@ class RankSnapshot(SnapshotSave):
             if self.error is not None:
                 raise self.error
             said = SAID_BY.path(place, rank=self._facts["rank"])
-            with open(said + ".writing", "w") as file:
-                json.dump({**self._facts, "files": self.records}, file)
-            os.rename(said + ".writing", said)
+            write_whole(said, write_text, json.dumps({**self._facts, "files": self.records}))
             self._after([*self.records, os.path.basename(said)])
         finally:
             leave(place)
