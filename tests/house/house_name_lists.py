@@ -27,7 +27,7 @@ JOINED_NAMES = {
         "names.LATEST_UNIVERSAL if universal else names.LATEST": "constants",
         "tag": "the caller's, or of latest_tag, which has checked it", "name": "memory.parsed has compared its form",
     },
-    "checkpoint/read/memory.py": {"tag": "latest_tag has checked it", "said_by(rank)": _NUMBERED},
+    "checkpoint/read/memory.py": {"tag": "latest_tag has checked it"},
     "checkpoint/read/verify.py": {"name": _LISTED},
     "checkpoint/utils.py": {
         "f'{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}'": _CALLER,
@@ -38,17 +38,14 @@ JOINED_NAMES = {
     },
     "checkpoint/write/frozen_files.py": {"name": _OURS},
     "checkpoint/write/memory.py": {
-        "self.key": "a hash", "name": "files_of has made it", "said_by(self._facts['rank'])": _NUMBERED,
+        "self.key": "a hash", "name": "files_of has made it",
         "f'.rank_{ranks.rank}.lock'": _NUMBERED, "old": _LISTED,
     },
     "checkpoint/write/owner.py": {"path": "of a listing, or the constant name of the manifest", "name": _LISTED},
     "checkpoint/write/pointer.py": {
         "f'.{name}.{_place()}-{os.getpid()}-{secrets.token_hex(8)}.writing'": _OURS, "match[0]": _LISTED,
     },
-    "checkpoint/write/ranks.py": {
-        "f'{turn}.{rank}.json'": _NUMBERED, "f'failed.{rank}'": _NUMBERED, "f'left.{self.rank}'": _NUMBERED,
-        "f'left.{rank}'": _NUMBERED,
-    },
+    "checkpoint/write/ranks.py": {"name": _NUMBERED},
     "checkpoint/write/save.py": {"tag": "check_tag has checked it", "self.name": "files_of has made it"},
     "engine/parts/checkpoints.py": {"tag": _CALLER, "str(tag)": _CALLER},
     "formats/swapped_tensors.py": {

@@ -21,6 +21,7 @@ from deepspeed.checkpoint.layouts.names import (
 )
 from deepspeed.checkpoint.layouts.saved_state import eager
 from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.read.loading import listed
 from deepspeed.checkpoint.write.file_writer import PreparedTorch, WriterOptions, replace_file
 
 # ---- folding metadata ----------------------------------------------------------------------------------------------
@@ -102,14 +103,10 @@ def validate_folding_metadata(
     problems = [
         f"{key} is {repr(metadata[key]) if key in metadata else 'missing'}, this run has {value!r}"
         for key, value in wanted.items()
-        if value is not None and _plain(metadata.get(key)) != _plain(value)
+        if value is not None and listed(metadata.get(key)) != listed(value)
     ]
     if problems:
         raise ValueError(f"the optimizer file was saved by another grid of ranks: {'; '.join(problems)}")
-
-
-def _plain(value):
-    return list(value) if isinstance(value, tuple) else value
 
 
 # ---- universal shards ----------------------------------------------------------------------------------------------
@@ -191,7 +188,7 @@ def layers_of(metadata):
 
 
 def metadata_of(model):
-    """What a model file says, under the current key or the older one; None without."""
+    """The value in a model file under the current key or the older one; None without."""
     found = model.get(keys.AUTOEP_LAYERS_KEY)
     return found if found is not None else model.get(keys.AUTOEP_LAYERS_KEY_LEGACY)
 
@@ -235,7 +232,7 @@ def _autoep_expert_param_names_by_rank(model_files):
 
 
 def _zero12_fragment_path(temp_dir, param_name, state_name, dp_rank):
-    """Where the shard of a data-parallel rank of stage 1 or 2 waits."""
+    """The path at which the shard of a data-parallel rank of stage 1 or 2 waits."""
     return shard_path(temp_dir, param_name, 0, state_name, dp_rank)
 
 

@@ -8,7 +8,7 @@ import torch
 from deepspeed.checkpoint.constants import LAYER_FILE_PREFIX, PARAM_SHAPES
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.reshape_3d_utils import model_3d_desc
-from deepspeed.checkpoint.reshape_meg_2d import reshape_meg_2d_parallel
+from deepspeed.checkpoint.reshape_meg_2d import print_map, reshape_meg_2d_parallel
 from deepspeed.checkpoint.reshape_utils import (
     get_files,
     get_files_with_prefix,
@@ -92,11 +92,7 @@ class DeepSpeedCheckpoint:
         self.new_2d_map = reshape_meg_2d_parallel(
             self.original_pp_degree, self.original_tp_degree, self.pp_degree, self.tp_degree
         )
-        if self.is_change_pp_degree() or self.is_change_tp_degree() or self.is_change_dp_degree():
-            self.zero_checkpoint.reshape(model_3d_desc(self.pp_degree, self.tp_degree, self.dp_degree))
-        self._build_maps()
-
-    def _build_maps(self):
+        self.zero_checkpoint.reshape(model_3d_desc(self.pp_degree, self.tp_degree, self.dp_degree))
         self.tp_to_embedding_map = self._files_by_tp(EMBEDDING_LAYER_INDEX)
         self.tp_to_final_norm_map = self._files_by_tp(self.final_layer_norm_idx)
         self.pp_to_transformer_map, self.transformer_file_map = {}, {}
@@ -120,9 +116,7 @@ class DeepSpeedCheckpoint:
                               self.tp_degree)  # fmt: skip
 
     def _files_by_tp(self, index):
-        if not self.layer_count:
-            return {}
-        return dict(enumerate(self._layer_files_of(self.layer_keys[index])))
+        return dict(enumerate(self._layer_files_of(self.layer_keys[index]))) if self.layer_count else {}
 
     # ---- degrees -----------------------------------------------------------------------------------------------------
     def is_change_tp_degree(self):
@@ -141,16 +135,16 @@ class DeepSpeedCheckpoint:
         self.new_2d_map.print_data("new 2d mapping:")
 
     def show_tp_embedding_map(self):
-        _print_map("tp to embedding files:", self.tp_to_embedding_map)
+        print_map("tp to embedding files:", self.tp_to_embedding_map)
 
     def show_tp_final_norm_map(self):
-        _print_map("tp to final norm files:", self.tp_to_final_norm_map)
+        print_map("tp to final norm files:", self.tp_to_final_norm_map)
 
     def show_pp_transformer_map(self):
-        _print_map("pp to transformer layers:", self.pp_to_transformer_map)
+        print_map("pp to transformer layers:", self.pp_to_transformer_map)
 
     def show_transformer_file_map(self):
-        _print_map("(tp, pp) to files of transformer layers:", self.transformer_file_map)
+        print_map("(tp, pp) to files of transformer layers:", self.transformer_file_map)
 
     def get_embedding_layer_id(self):
         """Key of the first layer, "layer_01" for example."""
@@ -239,15 +233,15 @@ class DeepSpeedCheckpoint:
         return self.global_state.setdefault(key, self._head.get(key, default))
 
     def get_iteration(self):
-        """What the first model file has under ``iteration``; 0 without."""
+        """The value of ``iteration`` in the first model file; 0 without."""
         return self._global(ITERATION_KEY, 0)
 
     def get_args(self):
-        """What it has under ``args``: Megatron's arguments, or None."""
+        """The value of ``args`` in that file: Megatron's arguments, or None."""
         return self._global(ARGS_KEY, None)
 
     def get_checkpoint_info(self, info_key=CHECKPOINT_INFO_KEY):
-        """What it has under ``info_key``, or None."""
+        """The value of ``info_key`` in that file, or None."""
         return self._global(info_key, None)
 
     def validate_files(self):
@@ -255,9 +249,3 @@ class DeepSpeedCheckpoint:
         missing = [path for path in self.file_list if not os.path.isfile(path)]
         if missing:
             raise FileNotFoundError(f"these files of the checkpoint {self.dir} are gone: {', '.join(missing)}")
-
-
-def _print_map(tag, found):
-    print(tag)
-    for key, value in sorted(found.items()):
-        print(f"{key} = {value}")

@@ -109,7 +109,7 @@ def _refuse_overlap(source, target):
 def _convert(conversion, target, args):
     """Writes all files. Returns what the manifest says: facts, and name -> record of every file."""
     source, folder, keeps = conversion.source, conversion.output_folder, getattr(args, "keep_temp_folder", False)
-    tasks, mp_ranks = conversion.tasks(), source.mp_ranks()
+    tasks, mp_ranks = [*map(list, source.parameters().items())], source.mp_ranks()  # names, pipeline stages
     logger.info(f"{source.folder}: {len(tasks)} parameters of ZeRO stage {source.zero_stage}, "
                 f"{source.pp_degree} x {source.tp_degree} model-parallel ranks")  # fmt: skip
     if os.path.lexists(conversion.temp_dir):  # only where folders cannot be renamed: this is the output folder itself
@@ -122,19 +122,17 @@ def _convert(conversion, target, args):
         workers = getattr(args, "num_merge_workers", 2)
         merged = run_tasks(conversion, "merge", tasks, workers)
         first = source.saved(0)
-        frozen = [[name] for name in first.frozen_shapes() if first.frozen_pieces(name)]
+        frozen = [[name] for name in first.frozen_shapes if first.frozen_pieces(name)]
         frozen = run_tasks(conversion, "frozen", frozen, workers)
         _check_patterns(source.rules, [used for used, _ in merged], args)
-        records = {}
-        for files in [*(files for _, files in merged), *frozen, conversion.common()]:
-            records.update(files)
+        written = [*(files for _, files in merged), *frozen, conversion.common()]
+        records = {name: record for files in written for name, record in files.items()}
         copied = _copy_other_files(source.folder, folder)
         for mp_rank in mp_ranks:
             _add_to_model_files(source.saved(mp_rank), mp_rank, source.folder, folder)
         for mp_rank in mp_ranks if names.is_native(source.folder) else ():
             for name, value in torch_files(source.saved(mp_rank), mp_rank):
-                path = path_below(folder, name, source.folder, "entry")
-                records[name] = replace_file(PreparedTorch(value), path)
+                records[name] = replace_file(PreparedTorch(value), path_below(folder, name, source.folder, "entry"))
         for root, _, files in os.walk(conversion.temp_dir) if keeps else ():
             copied += [os.path.relpath(os.path.join(root, name), folder) for name in files]
         records.update({name: _record_of(folder, name) for name in copied})
@@ -180,8 +178,8 @@ def _copy_other_files(source, target):
 
 
 def _add_to_model_files(saved, mp_rank, source, target):
-    """What files of experts have besides trained weights, buffers of theirs, goes into the model files."""
-    module, trained = saved.model.get("module") or {}, saved.shapes()
+    """Adds to the model files what files of experts have besides trained weights: their buffers."""
+    module, trained = saved.model.get("module") or {}, saved.shapes
     more = {name: value for name, value in saved.module().items() if name not in module and name not in trained}
     kinds = (names.MODEL_STATES, names.SHARDED_MODEL_STATES) if more and not names.is_native(source) else ()
     files = {name: known for kind in kinds for name, known in kind.found_in(target).items()}
@@ -258,10 +256,9 @@ def extract_zero_shards_stage3(
     ``param_shapes_grid``: for each one its ``param_shapes``. ``indices``: (tensor-parallel rank, data-parallel rank).
     """
     tp_index, dp_index = indices
-    files = optim_files_grid[tp_index][:dp_degree]
-    shards = [storage.read(path, lazy=True)[OPTIMIZER_STATE_DICT] for path in files]
-    saved = SlicedState(shards, param_shapes_grid[tp_index])
-    for name, shape in saved.shapes().items():
+    files = (storage.read(path, lazy=True) for path in optim_files_grid[tp_index][:dp_degree])
+    saved = SlicedState([state[OPTIMIZER_STATE_DICT] for state in files], param_shapes_grid[tp_index])
+    for name, shape in saved.shapes.items():
         if name in (exclude_param_names or ()):
             continue
         begin = dp_index * -(-shape.numel() // dp_degree)

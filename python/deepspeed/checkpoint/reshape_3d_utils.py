@@ -83,8 +83,7 @@ def get_model_3d_descriptor(dir):
     zero_files = get_zero_files(dir)
     layers = get_layer_files(dir)
     files = [*names.MODEL_STATES.found_in(dir).values(), *names.OPTIM_STATES.found_in(dir).values()]
-    ranks = {known["mp_rank"] for known in files}
-    mp_degree = max(1, len(ranks))
+    mp_degree = max(1, len({known["mp_rank"] for known in files}))
     tp_degree = len({tp for _, tp in layers}) if layers else mp_degree
     dp_degree = max(1, len(zero_files) // mp_degree)
     return model_3d_desc(max(1, mp_degree // tp_degree), tp_degree, dp_degree)

@@ -33,9 +33,14 @@ class meg_2d_parallel_map:
 
     def print_data(self, tag):
         """Prints every cell under the heading ``tag``."""
-        print(tag)
-        for (pp, tp), data in sorted(self.map.items()):
-            print(f"({pp}, {tp}) = {data}")
+        print_map(tag, self.map)
+
+
+def print_map(tag, found):
+    """Prints the items of a dict under the heading ``tag``."""
+    print(tag)
+    for key, value in sorted(found.items()):
+        print(f"{key} = {value}")
 
 
 def reshape_meg_2d_parallel(old_pp_degree, old_tp_degree, new_pp_degree, new_tp_degree, verbose=False):

@@ -140,7 +140,7 @@ class LoadTarget:
 
 @dataclasses.dataclass
 class LoadedRun:
-    """What a checkpoint says of a run beside weights and states. None: it says nothing, or nothing was asked.
+    """Facts of a checkpoint about a run beside weights and states. None: it says nothing, or nothing was asked.
 
     path, client_state: what ``load_checkpoint`` returns to the caller. own_values: those entries of the second that
     belong to the run. schedule: the state of the scheduler. dp_world_size: the data-parallel ranks that saved.

@@ -72,7 +72,7 @@ def _load_fragment(param, key, flat):
 
 
 def _get_param_uc_restore_meta(param):
-    """What automatic tensor parallelism has noted on a parameter about the slice it is, or None."""
+    """The notes of automatic tensor parallelism on a parameter about the slice that it is, or None."""
     return getattr(param, keys.DS_AUTOTP_UC_META, None)
 
 
@@ -104,11 +104,9 @@ def _resolve_autotp_partition(current_param, ckpt_dict, full_hp_param, tp_rank, 
         widths = meta.get("sub_param_shard_widths")
         version = ckpt_dict.get(keys.UNIVERSAL_CHECKPOINT_VERSION_KEY, keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE)
         part = _narrow_sub_params(full, dim, sizes, widths, tp_rank, tp_world_size, version)
-    else:
-        widths = meta.get("partition_sizes")
-        if widths is None or len(widths) != tp_world_size:
-            widths = even_widths(full.shape[dim], tp_world_size, "a parameter of automatic tensor parallelism")
-        part = full.narrow(dim, sum(widths[:tp_rank]), widths[tp_rank])
+    else:  # one that is all of the parameter
+        widths, what = [meta.get("partition_sizes") or ()], "a parameter of automatic tensor parallelism"
+        part = narrow_sub_params(full, dim, [full.shape[dim]], widths, tp_rank, tp_world_size, what)
     wanted = meta.get("target_partition_shape")
     if wanted is not None and torch.Size(wanted).numel() != part.numel():
         raise ValueError(

@@ -1,5 +1,4 @@
-"""Which classes of this process a checkpoint's pickle may name, and how their instances are made without running any of
-their code.
+"""The classes of this process that a checkpoint's pickle may name; their instances are made without running their code.
 
 The plain types of Python, tensors and arrays are in the table of ``csrc/formats``. A class that this process has
 imported and that is data and nothing else is let through as well. Nothing is ever imported because a file says so.

@@ -45,7 +45,7 @@ class StoredWeight:
         return self.shape.numel()
 
     def _opened(self, source):
-        """What the chunks of ``source``, one of the pieces, are read from."""
+        """The object from which the chunks of ``source``, one of the pieces, are read."""
         if isinstance(source, LazyTensor) and not source.is_contiguous():
             source = source.read()  # its elements lie all over the storage
         return source if isinstance(source, LazyTensor) else source.detach().reshape(-1)

@@ -12,7 +12,7 @@ from deepspeed._compat import TORCH2
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.layouts.names import LATEST, latest_tag
 from deepspeed.checkpoint.layouts.open_saved import open_saved
-from deepspeed.checkpoint.read.weights import check_weights, load_weights
+from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_saved
 from deepspeed.checkpoint.run_state import LoadTarget, RunState
 from deepspeed.comm import mesh, mesh_views
 from deepspeed.config.errors import config_error
@@ -50,13 +50,9 @@ def _named_by(source, base, name):
     return base if name == os.curdir else path_below(base, name, source)
 
 
-def _names(saved):
-    return (saved.model.get("module") or {}).keys() | saved.shapes().keys() | saved.module().keys()
-
-
 def _has_stacked(saved):
     """Whether a checkpoint is of a model whose layers with experts were replaced (``expert_parallel``)."""
-    return saved is not None and any(name.endswith(".experts.w1") for name in _names(saved))
+    return saved is not None and any(name.endswith(".experts.w1") for name in names_saved(saved))
 
 
 def init_inference(model, config=None, **kwargs):
@@ -271,7 +267,7 @@ class InferenceEngine(torch.nn.Module):
             self.load_module_state_dict({"module": state.get("module", state.get("model", state))})
             return
         prefixes = tuple(f"{name}.deepspeed_moe.experts.deepspeed_experts." for name in layers)
-        elsewhere = {name for name in _names(saved) if name.startswith(prefixes)}
+        elsewhere = {name for name in names_saved(saved) if name.startswith(prefixes)}
         run = RunState(ModuleTensors(self.module), self.module.state_dict)
         check_weights(run, saved, True, elsewhere=elsewhere)
         load_weights(run, LoadTarget(self.module), saved, elsewhere=elsewhere)

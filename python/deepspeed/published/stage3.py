@@ -1,11 +1,12 @@
 """The published classes of ZeRO stage 3. Their arguments are those of the contract; instead of most of them the
 configuration decides, from which the engine that makes these objects has built the native core."""
 
+import functools
 import sys
 
 import torch
 
-from deepspeed.checkpoint.layouts.saved_shards import own_shard, sliced_form
+from deepspeed.checkpoint.layouts.saved_shards import SlicedState, in_memory, own_shard
 from deepspeed.zero.gathers.model_gathering import ModelGathering
 from deepspeed.zero.optimizers.sliced_optimizer import SlicedOptimizer
 
@@ -47,7 +48,7 @@ class DeepSpeedZeRoOffload(ModelGathering):
 class DeepSpeedZeroOptimizer_Stage3(SlicedOptimizer):
     """Parameters, gradients and states are slices; modules gather what they need while they run."""
 
-    saved_form, own_slices = staticmethod(sliced_form), staticmethod(own_shard)
+    saved_form, own_slices = staticmethod(functools.partial(in_memory, SlicedState)), staticmethod(own_shard)
 
     def __init__(
         self,

@@ -1,9 +1,11 @@
 """The published class of ZeRO stages 1 and 2. Its arguments are those of the contract; where an engine makes it, the
 configuration decides instead of most of them. Made by hand it has a core of its own, configured by its arguments."""
 
+import functools
+
 import torch
 
-from deepspeed.checkpoint.layouts.saved_shards import flat_form
+from deepspeed.checkpoint.layouts.saved_shards import FlatState, in_memory
 from deepspeed.zero.core import core_config, section_values
 from deepspeed.zero.optimizers.flat_optimizer import FlatOptimizer
 
@@ -11,7 +13,7 @@ from deepspeed.zero.optimizers.flat_optimizer import FlatOptimizer
 class DeepSpeedZeroOptimizer(FlatOptimizer):
     """Stage 2 with ``partition_grads``, else stage 1. ``engine``: of ``deepspeed.initialize``, which passes itself."""
 
-    saved_form = staticmethod(flat_form)
+    saved_form = staticmethod(functools.partial(in_memory, FlatState))
 
     def __init__(
         self,

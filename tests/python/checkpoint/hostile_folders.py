@@ -136,7 +136,7 @@ def put_manifest(folder, facts, records, chance, sandbox):
 
 def put_mark(folder, chance, sandbox, **more):
     bad = sandbox.names()
-    facts = {**owner.Process.here().__dict__, "pid": 2**22 + 1, "locked": False, "in_place": True, **more}
+    facts = {**owner.Process.here()._asdict(), "pid": 2**22 + 1, "locked": False, "in_place": True, **more}
     facts["files"] = [MODEL, *(chance.choice(bad) for _ in range(4))]
     if chance.random() < 0.4:
         facts = changed(facts, chance, bad)

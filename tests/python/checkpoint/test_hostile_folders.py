@@ -131,7 +131,7 @@ def a_universal_folder(sandbox, chance, honest):
 
     def read():
         saved = open_saved(folder, group_names=[["words.weight"]])
-        for name in saved.shapes():
+        for name in saved.shapes:
             saved.scalars(name)
             for kind in ("fp32", *saved.state_names()):
                 for _, numel, reader in saved.pieces(name, kind):

@@ -143,10 +143,10 @@ def whole(saved, kind):
 
 def test_pieces_and_hyperparameters(tmp_path):
     saved = small_folder(tmp_path)
-    assert saved.shapes() == {"w": torch.Size([2, 3])} and saved.state_names() == ["exp_avg"]
+    assert saved.shapes == {"w": torch.Size([2, 3])} and saved.state_names() == ["exp_avg"]
     assert whole(saved, "fp32").tolist() == list(range(6))
     assert whole(saved, "exp_avg").tolist() == [n + 1 for n in range(6)]
-    assert saved.param_groups() == [{"lr": 0.5, "betas": (0.9, 0.95), "names": ["w"]}] and saved.step("w") == 4
+    assert saved.param_groups == [{"lr": 0.5, "betas": (0.9, 0.95), "names": ["w"]}] and saved.step("w") == 4
 
 
 def test_pieces_in_the_order_of_memory(tmp_path):

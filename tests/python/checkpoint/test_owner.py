@@ -16,7 +16,7 @@ HERE = Process.here()
 def written(folder, locked=False, **facts):
     """A folder with the mark of a process that differs from this one by ``facts``."""
     os.makedirs(folder, exist_ok=True)
-    mark = {**HERE.__dict__, **facts, "locked": locked}
+    mark = {**HERE._asdict(), **facts, "locked": locked}
     with open(owner.path_in(folder), "w") as file:
         json.dump(mark, file)
     return str(folder)

@@ -31,7 +31,7 @@ def name(value):
 def test_comes_back_as_it_was(value):
     tensors = {}
     text = json.dumps(saved_native.encode({"value": value}, tensors))
-    found = saved_native.decode(json.loads(text), tensors)["value"]
+    found = saved_native.decode(json.loads(text), tensors.__getitem__)["value"]
     assert found == value and type(found) is type(value)
     if isinstance(value, dict):
         assert list(found) == list(value)
@@ -45,7 +45,7 @@ def test_tensors_and_arrays_go_elsewhere():
     tensors = {}
     text = json.dumps(saved_native.encode(value, tensors, "client"))
     assert sorted(tensors) == ["client.n", "client.t.0", "client.t.1.x"]
-    found = saved_native.decode(json.loads(text), tensors)
+    found = saved_native.decode(json.loads(text), tensors.__getitem__)
     assert torch.equal(found["t"][0], value["t"][0]) and found["t"][1]["x"].dtype == torch.bfloat16
     assert numpy.array_equal(found["n"], value["n"]) and found["n"].dtype == value["n"].dtype
 
@@ -53,7 +53,7 @@ def test_tensors_and_arrays_go_elsewhere():
 def test_keys_with_dots_do_not_meet():
     value = {"a.b": torch.zeros(2), "a": {"b": torch.ones(2), "b#2": torch.full((2,), 2.0)}}
     tensors = {}
-    found = saved_native.decode(json.loads(json.dumps(saved_native.encode(value, tensors))), tensors)
+    found = saved_native.decode(json.loads(json.dumps(saved_native.encode(value, tensors))), tensors.__getitem__)
     assert len(tensors) == 3
     assert [float(t[0]) for t in (found["a.b"], found["a"]["b"], found["a"]["b#2"])] == [0, 1, 2]
 
@@ -66,13 +66,13 @@ def test_keys_with_dots_do_not_meet():
 )  # fmt: skip
 def test_arrays_of_any_numbers(array):
     tensors = {}
-    found = saved_native.decode(json.loads(json.dumps(saved_native.encode(array, tensors))), tensors)
+    found = saved_native.decode(json.loads(json.dumps(saved_native.encode(array, tensors))), tensors.__getitem__)
     assert found.dtype == array.dtype and found.shape == array.shape and numpy.array_equal(found, array)
 
 
 def test_the_text_is_json_for_everybody():
     text = json.dumps(saved_native.encode([math.inf, -math.inf, math.nan], {}), allow_nan=False)
-    found = saved_native.decode(json.loads(text), {})
+    found = saved_native.decode(json.loads(text), {}.__getitem__)
     assert found[:2] == [math.inf, -math.inf] and math.isnan(found[2])
 
 

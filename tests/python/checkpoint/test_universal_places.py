@@ -155,7 +155,7 @@ def test_honest_names_with_dots_and_blanks_convert(tmp_path):
     torch.save({"optimizer_state_dict": inner}, source / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     convert(source, tmp_path / "universal")
     saved = UniversalState(str(tmp_path / "universal"))
-    assert set(saved.shapes()) == set(params) and saved.state_names() == ["exp.avg"]
+    assert set(saved.shapes) == set(params) and saved.state_names() == ["exp.avg"]
     for name in params:
         found = torch.load(tmp_path / "universal" / "zero" / name / "exp.avg.pt", weights_only=False)
         assert torch.equal(found["param"].reshape(-1), params[name])

@@ -59,18 +59,18 @@ def difference(first, second, limit=50):
     memory. At most ``limit`` lines and one that says how many more; [] when all is equal."""
     a, b = open_any(first), open_any(second)
     lines = [line for key in _COUNTERS for line in _differ(key, a.model.get(key), b.model.get(key))]
-    weights = dict.fromkeys([*a.module(), *a.shapes(), *b.module(), *b.shapes()])
-    aliases = {**a.aliases(), **b.aliases()}  # the same tensor under another name
+    weights = dict.fromkeys([*a.module(), *a.shapes, *b.module(), *b.shapes])
+    aliases = {**a.aliases, **b.aliases}  # the same tensor under another name
     for name in (name for name in weights if name not in aliases):
         shapes = [saved.weight_shape(name) for saved in (a, b)]
         other = _differ(name, *map(tuple, shapes)) if None not in shapes else []
         lines += other or _compare(name, _whole(a, name, "weight"), _whole(b, name, "weight"))
     kinds = dict.fromkeys(["fp32", *a.state_names(), *b.state_names()])
-    for name in a.shapes().keys() & b.shapes().keys():
+    for name in a.shapes.keys() & b.shapes.keys():
         for kind in kinds:
             lines += _compare(f"{kind} of {name}", _whole(a, name, kind), _whole(b, name, kind))
         lines += _differ(f"step of {name}", a.step(name), b.step(name))
-    if bool(a.shapes()) != bool(b.shapes()):
+    if bool(a.shapes) != bool(b.shapes):
         lines.append("optimizer states are not compared: only one of the two says whose they are (stage 0 does not)")
     if len(lines) > limit:
         lines[limit:] = [f"... and {len(lines) - limit} more"]
@@ -98,7 +98,7 @@ def weights_of(saved, dtype=torch.float32, exclude_frozen_parameters=False):
     Trained parameters come from the fp32 masters where there are some; parameters become ``dtype``. Buffers stay what
     they are; those of fewer bits become fp32 if ``dtype`` is that. ValueError for a parameter that is not there whole.
     """
-    trained, aliases, module = saved.shapes(), saved.aliases(), saved.module()
+    trained, aliases, module = saved.shapes, saved.aliases, saved.module()
     buffers = set(saved.model.get("buffer_names") or ())
     made, found = {}, {}
     for name in dict.fromkeys([*(saved.model.get("module") or ()), *trained, *module]):
@@ -174,7 +174,7 @@ def torch_files(saved, mp_rank):
     module = {key: eager(whole[key]) if key in whole else torch.empty(0) for key in saved.model["module"]}
     state = {key: value for key, value in saved.model.items() if key != "module"}
     yield names.MODEL_STATES(mp_rank=mp_rank), {"module": module, **plain(state)}
-    groups = [group["names"] for group in saved.param_groups()]
+    groups = [group["names"] for group in saved.param_groups]
     for rank in saved.ranks:
         yield names.RUN_STATES(rank=rank), {**saved.run_states(rank)[0], "group_names": groups}
 

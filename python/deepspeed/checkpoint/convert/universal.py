@@ -54,7 +54,7 @@ class Source:
             joined = open_run(folder)
             self._saved = {0: joined} if joined.is_whole else {}
         self.pp_degree, self.tp_degree = (1, 1) if self._saved else self._degrees()
-        if not self.saved(0).shapes():
+        if not self.saved(0).shapes:
             raise ValueError(
                 f"{folder} has no optimizer states (files *{keys.OPTIM_FILE_SUFFIX}), so there are no fp32 weights to "
                 "convert: it was saved without an optimizer, or the files are gone"
@@ -91,6 +91,10 @@ class Source:
             plain = not names.is_native(self.folder) and not get_zero_files(self.folder)
             self._saved[mp_rank] = self._open_plain(mp_rank) if plain else open_saved(self.folder, mp_rank)
         return self._saved[mp_rank]
+
+    def of_stage(self, stage):
+        """The same of each tensor-parallel rank of a pipeline stage."""
+        return [self.saved(stage * self.tp_degree + tp) for tp in range(self.tp_degree)]
 
     def _open_plain(self, mp_rank):
         """Files of stage 0 do not name the optimizer's parameters. Ours say them beside the model file; else they are
@@ -130,7 +134,7 @@ class Source:
                 )
 
     def mp_ranks(self):
-        return [pp * self.tp_degree + tp for pp in range(self.pp_degree) for tp in range(self.tp_degree)]
+        return list(range(self.pp_degree * self.tp_degree))
 
     def parameters(self):
         """dict: name of a trained parameter -> pipeline stage that it is taken from.
@@ -139,7 +143,7 @@ class Source:
         """
         found = {}
         for pp in range(self.pp_degree):
-            for name in self.saved(pp * self.tp_degree).shapes():
+            for name in self.saved(pp * self.tp_degree).shapes:
                 if name in found and not (self._is_pipeline or self.rules.lists(_IN_EVERY_STAGE, name)):
                     raise ValueError(
                         f"parameter '{name}' is in the pipeline stages {found[name]} and {pp}, and no entry of "
@@ -148,13 +152,9 @@ class Source:
                 found.setdefault(name, pp)
         return found
 
-    def slice_shapes(self, name, pp_index):
-        """Shapes of the slices of a parameter, one for each tensor-parallel rank."""
-        return [self.saved(pp_index * self.tp_degree + tp).shapes()[name] for tp in range(self.tp_degree)]
-
 
 def _memory_of(value):
-    """What tied tensors have in common and equal ones have not, or None for an empty one."""
+    """A value that tied tensors have in common and equal ones have not; None for an empty one."""
     if torch.is_tensor(value):
         return (value.data_ptr(), tuple(value.shape)) if value.numel() else None
     return (id(value.memory), value.offset, tuple(value.shape)) if value.numel() else None
@@ -174,21 +174,16 @@ class Conversion:
         self.temp_dir = os.path.join(output_folder, TEMP_FOLDER)
         self.zero_dir = os.path.join(output_folder, ZERO_FOLDER)
 
-    def tasks(self):
-        """``[name of a trained parameter, pipeline stage]`` of all of them."""
-        return [[name, stage] for name, stage in self.source.parameters().items()]
-
     def nbytes(self):
         """Bytes of masters and states of the whole checkpoint, about."""
         kinds = 1 + len(self.source.saved(0).state_names())
-        ranks = [self.source.saved(rank).shapes() for rank in self.source.mp_ranks()]
+        ranks = [self.source.saved(rank).shapes for rank in self.source.mp_ranks()]
         return 4 * kinds * sum(shape.numel() for shapes in ranks for shape in shapes.values())
 
     def extract(self, task):
         """Writes the shards of all states of a parameter, those of every rank that saved, below ``tmp/``."""
         name, stage = task
-        for tp in range(self.source.tp_degree):
-            saved = self.source.saved(stage * self.source.tp_degree + tp)
+        for tp, saved in enumerate(self.source.of_stage(stage)):
             for state in [keys.FP32_WEIGHT_KEY, *saved.state_names()]:
                 for number, (_, numel, reader) in enumerate(saved.pieces(name, state)):
                     write_shard(self.temp_dir, name, tp, state, number, reader.read_range(0, numel))
@@ -200,7 +195,7 @@ class Conversion:
     def merge(self, task):
         """Joins them into the parameter's files. Returns the patterns that this parameter matches, and the records."""
         name, stage = task
-        shapes = self.source.slice_shapes(name, stage)
+        shapes = [saved.shapes[name] for saved in self.source.of_stage(stage)]
         used, records = merge_parameter(self.source.rules, self.zero_dir, self.temp_dir, name, shapes)
         return [sorted(used), records]
 
@@ -217,12 +212,14 @@ class Conversion:
     def common(self):
         """Writes what belongs to the optimizer as a whole."""
         saved = self.source.saved(0)
-        groups = [{**group, "params": [index]} for index, group in enumerate(saved.param_groups())]
-        groups = [{key: value for key, value in group.items() if key != "names"} for group in groups]
-        state = {**saved.extra(), keys.ZERO_STAGE: saved.zero_stage, keys.PARAM_GROUPS: groups}
+        groups = [
+            {**{key: value for key, value in group.items() if key != "names"}, "params": [index]}
+            for index, group in enumerate(saved.param_groups)
+        ]
+        state = plain({**saved.extra, keys.ZERO_STAGE: saved.zero_stage, keys.PARAM_GROUPS: groups})
         os.makedirs(self.zero_dir, exist_ok=True)
-        record = file_writer.write_torch(plain(state), os.path.join(self.zero_dir, OPTIMIZER_STATE))
-        return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": record}
+        path = os.path.join(self.zero_dir, OPTIMIZER_STATE)
+        return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": file_writer.write_torch(state, path)}
 
 
 def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes):

@@ -1,4 +1,4 @@
-"""What every checkpoint engine can do."""
+"""The base classes of checkpoint engines, and the choice of one by the configuration."""
 
 import abc
 import dataclasses

@@ -11,8 +11,9 @@ from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write import commit
 from deepspeed.checkpoint.write.background import Background, SnapshotSave
 from deepspeed.checkpoint.write.file_writer import TorchSaveFile, WriterOptions, replace_file
-from deepspeed.checkpoint.write.ranks import take_each, this_process
+from deepspeed.checkpoint.write.ranks import RanksThroughFiles, take_each, this_process
 from deepspeed.checkpoint.write.snapshot import HostCache, Snapshot
+from deepspeed.constants import default_pg_timeout
 from deepspeed.log import logger, warning_once
 
 # ---- torch engine --------------------------------------------------------------------------------------------------
@@ -27,9 +28,8 @@ class TorchCheckpointEngine(OwnCheckpointEngine):
     def write_file(self, name, value, path):
         if not name.endswith(".pt"):
             return self.prepare(name, value).write(path)
-        prepared = TorchSaveFile(storage.compact(value), self.archives, self.syncs)
         try:
-            return prepared.write(path)
+            return TorchSaveFile(storage.compact(value), self.archives, self.syncs).write(path)
         except OSError as error:
             text = f"cannot write the checkpoint file {path}: {error.strerror}. Check space and permissions."
             raise OSError(error.errno, text) from error
@@ -147,13 +147,15 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         saving.begin(meeting)
         save = SnapshotSave(self, saving, Snapshot(self.cache, states), save_latest)
         try:
-            saving.agree(take_each(saving.shared(files), save.add), save.drop)
+            saving.agree(take_each(saving.shared(files), save.add), before_removal=save.drop)
         except BaseException:
             save.drop()
             if ranks.leads:
                 commit.remove(meeting)
             raise
-        save.end(meeting, [entry[:2] for entry in found])
+        timeout_s = float(os.environ.get("DS_COMM_TIMEOUT_S") or default_pg_timeout.total_seconds())
+        saving.ranks = RanksThroughFiles(ranks, meeting, timeout_s, [entry[:2] for entry in found])
+        save.end()
 
     def save(self, state_dict, path):
         """Returns when ``state_dict`` may change; ``commit`` or ``wait`` say when the file is there."""

@@ -1,1 +1,1 @@
-"""What stands where in the folder of a checkpoint, and every layout read as one ``SavedState``."""
+"""The layouts of checkpoint folders: names of files, and every layout read as one ``SavedState``."""

@@ -128,26 +128,12 @@ OWN_KEYS = (
 )
 
 
-def is_published_file(name):
-    """Whether a save in the published layout makes files of this name at the top of a tag."""
-    return any(kind.find(name) is not None for kind in PUBLISHED)
-
-
-def is_checkpoint_file(name):
-    return is_published_file(name) or is_native_file(name)
-
-
 def latest_tag(save_dir, pointer=LATEST):
     """The tag that ``save_dir/latest`` names, or None. Raises as ``read_tag``."""
     try:
         return read_tag(save_dir, pointer)
     except FileNotFoundError:
         return None
-
-
-def is_model_file(name):
-    """Whether it is the model file of a rank."""
-    return any(kind.find(name) is not None for kind in (MODEL_STATES, SHARDED_MODEL_STATES))
 
 
 def layer_states(layer, slices=""):
@@ -206,30 +192,29 @@ MODULE = "module"  # kind of what the module has besides: buffers, weights that 
 VALUES = "values"  # kind of tensors inside of values that are JSON otherwise
 RESERVED = (MASTER, MODULE, VALUES)
 
-_FILE = re.compile(r"checkpoint(_mp_rank_\d{2,})?\.json|rank_\d{5,}\.(json|safetensors)|frozen_[0-9a-f]+\.safetensors")
+# The facts that all ranks of a model-parallel rank have in common; the first one's file has no number.
+CHECKPOINT_JSON = FileName("checkpoint_mp_rank_{mp_rank:02d}.json", r"checkpoint(_mp_rank_(?P<mp_rank>\d{2,}))?\.json")
+# Every rank writes one of each: facts, and tensors.
+RANK_JSON = FileName("rank_{rank:05d}.json", r"rank_(?P<rank>\d{5,})\.json")
+RANK_TENSORS = FileName("rank_{rank:05d}.safetensors", r"rank_(?P<rank>\d{5,})\.safetensors")
+# The digest is hexadecimal, of names and values.
+FROZEN_TENSORS = FileName("frozen_{digest:.32}.safetensors", r"frozen_(?P<digest>[0-9a-f]+)\.safetensors")
+NATIVE = CHECKPOINT_JSON, RANK_JSON, RANK_TENSORS, FROZEN_TENSORS
 
 
 def checkpoint_json(mp_rank=0):
-    """What all ranks of a model-parallel rank have in common."""
-    return "checkpoint.json" if mp_rank == 0 else f"checkpoint_mp_rank_{mp_rank:02d}.json"
+    return CHECKPOINT_JSON(mp_rank=mp_rank) if mp_rank else "checkpoint.json"
 
 
-def rank_json(rank):
-    """What one rank has alone. Every rank writes one."""
-    return f"rank_{rank:05d}.json"
+def _is_of(kinds, name):
+    return any(kind.find(name) is not None for kind in kinds)
 
 
-def rank_tensors(rank):
-    return f"rank_{rank:05d}.safetensors"
-
-
-def frozen_tensors(digest):
-    """``digest``: hexadecimal, of names and values."""
-    return f"frozen_{digest[:32]}.safetensors"
-
-
-def is_native_file(name):
-    return _FILE.fullmatch(name) is not None
+# Each says whether ``name`` is that of such a file at the top of a tag.
+is_published_file = functools.partial(_is_of, PUBLISHED)
+is_native_file = functools.partial(_is_of, NATIVE)
+is_checkpoint_file = functools.partial(_is_of, (*PUBLISHED, *NATIVE))
+is_model_file = functools.partial(_is_of, (MODEL_STATES, SHARDED_MODEL_STATES))
 
 
 def is_native(folder):

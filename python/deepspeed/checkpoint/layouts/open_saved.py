@@ -1,6 +1,7 @@
 """Opens the checkpoint folder of any stage and number of ranks as one ``SavedState``."""
 
 import functools
+import itertools
 import os
 
 from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
@@ -18,16 +19,11 @@ from deepspeed.formats.swapped_tensors import with_swapped
 def _shards(folder, mp_rank, dp_rank):
     """``Shards`` in the files of optimizer states, or None. On a disk that only some ranks share the facts are in the
     file of ``dp_rank`` instead of rank 0."""
-    for prefix in names.PREFIXES:
-        path = functools.partial(_optim_path, folder, mp_rank, prefix)
-        for rank in (0, dp_rank):
-            if os.path.exists(path(rank)):
-                return Shards(lambda other, path=path: _shard(path(other)), rank, path=path)
+    for prefix, rank in itertools.product(names.PREFIXES, (0, dp_rank)):
+        path = functools.partial(names.OPTIM_STATES.path, folder, mp_rank=mp_rank, prefix=prefix)
+        if os.path.exists(path(dp_rank=rank)):
+            return Shards(lambda other, path=path: _shard(path(dp_rank=other)), rank, path=path)
     return None
-
-
-def _optim_path(folder, mp_rank, prefix, rank):
-    return names.OPTIM_STATES.path(folder, dp_rank=rank, mp_rank=mp_rank, prefix=prefix)
 
 
 def _shard(path):
@@ -154,7 +150,7 @@ def open_run(folder, mp_rank=0, dp_rank=0, mp_size=1, stages=1, layers=None, tie
         _check_optimizers(folder, ranks, states)
         weights = {} if names.is_native(folder) else _layer_weights(folder, tp, tp_rank % tp, layers, tied, states)
         if names.is_universal(folder):  # it has whole parameters; buffers are in the files of layers
-            weights = {name: value for name, value in weights.items() if name not in states[0].shapes()}
+            weights = {name: value for name, value in weights.items() if name not in states[0].shapes}
         own = mp_rank // slices if mp_rank // slices < len(states) else 0
         joined = Joined(states, _model_of(states, own), weights, own)
         joined.is_whole = tp == 1

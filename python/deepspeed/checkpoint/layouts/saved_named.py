@@ -25,7 +25,7 @@ class ByName(SavedState):
         return {}
 
     def state_pieces(self, name, kind):
-        return self._pieces(name, kind, self._shapes[name])
+        return self._pieces(name, kind, self.shapes[name])
 
     def _pieces(self, name, kind, shape):
         found, strides = {}, None  # strides: of a tensor whose pieces are in the order of its memory
@@ -54,12 +54,12 @@ class NamedState(ByName):
     def __init__(self, table, part, optimizer=None):
         super().__init__()
         self._table, self._part = table, part
-        self._shapes = {name: torch.Size(about["shape"]) for name, about in table.items()}
+        self.shapes = {name: torch.Size(about["shape"]) for name, about in table.items()}
         count = 1 + max((about["group"] for about in table.values()), default=-1)
         groups = [{} for _ in range(count)] if optimizer is None else optimizer["param_groups"]
         members = [[name for name, about in table.items() if about["group"] == number] for number in range(len(groups))]
-        self._groups = with_names(groups, members)
-        self._extra = {} if optimizer is None else dict(optimizer["extra"])
+        self.param_groups = with_names(groups, members)
+        self.extra = {} if optimizer is None else dict(optimizer["extra"])
 
     def state_names(self):
         kinds = dict.fromkeys(kind for about in self._table.values() for kind in about["kinds"])
@@ -120,7 +120,7 @@ def with_named(saved, folder, mp_rank, shards=None, experts=None):
         return storage.read(path, lazy=True)["optimizer"]
 
     if table and shards is not None:
-        states = [saved, NamedState(table, lambda rank: _own_of(shards[rank], shards.path(rank)))]
+        states = [saved, NamedState(table, lambda rank: _own_of(shards[rank], shards.path(dp_rank=rank)))]
     elif table:
         states = [saved, NamedState(table, lambda rank: _own_of(alone(rank), folder), alone(0))]
     else:

@@ -27,9 +27,10 @@ from deepspeed.host.recorded_names import open_regular
 # numbers, booleans, None, lists and dicts with text keys are themselves; anything else is a dict with one key that
 # starts with ``$`` and names the type. Nothing that is read can run code.
 
-# The part of the key behind ``$`` -> the type. Values in these are encoded in turn.
-_MAPPINGS = {"dict": dict, "odict": collections.OrderedDict, "counter": collections.Counter}
-_SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size, "deque": collections.deque}
+# The type -> the part of the key behind ``$``. Values in these are encoded in turn.
+_MAPPINGS = {dict: "dict", collections.OrderedDict: "odict", collections.Counter: "counter"}
+_SEQUENCES = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size", collections.deque: "deque"}
+_KINDS = {name: kind for kind, name in {**_MAPPINGS, **_SEQUENCES}.items()}
 
 
 def _dtype_of(name):
@@ -41,7 +42,7 @@ def _refuse_tag(tag):
     raise ValueError(f"the checkpoint's JSON holds {tag!r}, which this library does not know: it is damaged or newer")
 
 
-# The same -> (whether it is for a value, the JSON of the value, the value of the JSON).
+# The part of the key -> (whether it is for a value, the JSON of the value, the value of the JSON).
 _SIMPLE = {
     "float": (lambda value: type(value) is float, repr, float),  # JSON has no infinities and no NaN
     "scalar": (
@@ -70,8 +71,8 @@ class NotPlain(TypeError):
 
 
 def encode(value, tensors, where="client_state"):
-    """What ``json.dumps`` takes. Tensors and arrays of ``value`` are added to the dict ``tensors`` under the place they
-    have in it. Raises ``NotPlain``, which names that place."""
+    """``value`` in a form that ``json.dumps`` takes. Tensors and arrays in it are added to the dict ``tensors`` under
+    the place they have in it. Raises ``NotPlain``, which names that place."""
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
@@ -79,19 +80,16 @@ def encode(value, tensors, where="client_state"):
         return {"$tensor": _put(value.detach(), tensors, where)}
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
         return {"$array": [_put(_as_tensor(value), tensors, where), value.dtype.str, list(value.shape)]}
-    if kind is list:
-        return [encode(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]
+    if kind is list or kind in _SEQUENCES:
+        items = [encode(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]
+        return items if kind is list else {f"${_SEQUENCES[kind]}": items}
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: encode(item, tensors, f"{where}.{key}") for key, item in value.items()}
-    for name, known in _MAPPINGS.items():
-        if kind is known:
-            return {f"${name}": [
-                [encode(key, tensors, f"{where}.key{i}"), encode(item, tensors, f"{where}.{key}")]
-                for i, (key, item) in enumerate(value.items())
-            ]}  # fmt: skip
-    for name, known in _SEQUENCES.items():
-        if kind is known:
-            return {f"${name}": [encode(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]}
+    if kind in _MAPPINGS:
+        return {f"${_MAPPINGS[kind]}": [
+            [encode(key, tensors, f"{where}.key{i}"), encode(item, tensors, f"{where}.{key}")]
+            for i, (key, item) in enumerate(value.items())
+        ]}  # fmt: skip
     for name, (fits, json_of, _) in _SIMPLE.items():
         if fits(value):
             return {f"${name}": json_of(value)}
@@ -120,25 +118,27 @@ def _as_tensor(array):
         return torch.from_numpy(flat.reshape(-1).view(numpy.uint8))
 
 
-def decode(value, tensors):
-    """Inverse of ``encode``: ``tensors`` maps places to tensors. Raises ValueError for what ``encode`` never makes."""
+def decode(value, tensor_of):
+    """Inverse of ``encode``: ``tensor_of(place)`` gives the tensors. Raises ValueError for what ``encode`` never
+    makes."""
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [decode(item, tensor_of) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not next(iter(value)).startswith("$"):
-        return {key: decode(item, tensors) for key, item in value.items()}
+        return {key: decode(item, tensor_of) for key, item in value.items()}
     (tag, inner), *_ = value.items()
     name = tag[1:]
     if name == "tensor":
-        return tensors[inner]
+        return tensor_of(inner)
     if name == "array":
         place, dtype, shape = inner
-        return eager(tensors[place]).numpy().reshape(-1).view(numpy.dtype(dtype)).reshape(shape).copy()
-    if name in _MAPPINGS:
-        return _MAPPINGS[name]({decode(key, tensors): decode(item, tensors) for key, item in inner})
-    if name in _SEQUENCES:
-        return _SEQUENCES[name](decode(item, tensors) for item in inner)
+        return eager(tensor_of(place)).numpy().reshape(-1).view(numpy.dtype(dtype)).reshape(shape).copy()
+    kind = _KINDS.get(name)
+    if kind in _MAPPINGS:
+        return kind({decode(key, tensor_of): decode(item, tensor_of) for key, item in inner})
+    if kind in _SEQUENCES:
+        return kind(decode(item, tensor_of) for item in inner)
     return _SIMPLE[name][2](inner) if name in _SIMPLE else _refuse_tag(tag)
 
 
@@ -164,8 +164,11 @@ class NativeState(ByName):
         trained = [{name: shapes[name] for name in group["names"]} for group in about["groups"]]
         frozen = {name: shape for name, shape in shapes.items() if not self._parameters[name]["trained"]}
         super().__init__(self._model(trained, frozen), folder)
-        self._shapes = {name: shape for group in trained for name, shape in group.items()}
-        self._frozen, self._aliases = frozen, about["tied"]
+        self.shapes = {name: shape for group in trained for name, shape in group.items()}
+        self.frozen_shapes, self.aliases = frozen, about["tied"]
+        options = [plain(self._decode(group["options"])) for group in about["groups"]]
+        self.param_groups = with_names(options, [group["names"] for group in about["groups"]])
+        self.extra = plain(self._decode(about["optimizer"]))
 
     @functools.cached_property
     def _files(self):
@@ -177,7 +180,7 @@ class NativeState(ByName):
 
     def _decode(self, value, place=0):
         """``place``: of the rank among those that saved, whose file has the tensors of ``value``. They stay lazy."""
-        return decode(value, self._files[place]["values"] if _holds_tensors(value) else {})
+        return decode(value, lambda tensor: self._files[place]["values"][tensor])
 
     # ---- the model file --------------------------------------------------------------------------------------------
     def _model(self, trained, frozen):
@@ -203,26 +206,19 @@ class NativeState(ByName):
         own = self._files[self._dp_rank : self._dp_rank + 1]
         for part in [*own, *self._files]:  # this rank's own buffers before those of the first
             for name, runs in part["tensors"].get(MODULE, {}).items():
-                if name not in self._parameters or runs[0][1].shape == self._frozen.get(name):
+                if name not in self._parameters or runs[0][1].shape == self.frozen_shapes.get(name):
                     found.setdefault(name, runs[0][1])
-        return {**found, **{alias: found[name] for alias, name in self._aliases.items() if name in found}}
+        return {**found, **{alias: found[name] for alias, name in self.aliases.items() if name in found}}
 
     def module(self):
         return {name: self._whole[name] for name in self.model["module"] if name in self._whole}
 
     # ---- parameters ------------------------------------------------------------------------------------------------
-    def param_groups(self):
-        groups = self._about["groups"]
-        return with_names([plain(self._decode(one["options"])) for one in groups], [one["names"] for one in groups])
-
     def state_names(self):
         return sorted({kind for part in self._files for kind in part["tensors"]}.difference(names.RESERVED))
 
     def frozen_pieces(self, name):
-        return self._pieces(name, MODULE, self._frozen[name]) if name in self._frozen else []
-
-    def extra(self):
-        return plain(self._decode(self._about["optimizer"]))
+        return self._pieces(name, MODULE, self.frozen_shapes[name]) if name in self.frozen_shapes else []
 
     def run_states(self, rank):
         """``(what the rank with that global number saved to go on, or the first one, whether it is its own)``."""
@@ -238,7 +234,7 @@ class _ModuleKeys(dict):
 def _part(folder, rank, parameters):
     """The files of a rank in the form of ``OwnedStates.by_name``, with the state of its run (``run``) and tensors in
     values that are JSON otherwise (``values``: place -> lazy tensor)."""
-    path = os.path.join(folder, names.rank_json(rank))
+    path = names.RANK_JSON.path(folder, rank=rank)
     about, tensors, values = read_json(path), {}, {}
     for entry in about["files"]:
         file = path_below(folder, entry, path, "entry")
@@ -249,7 +245,7 @@ def _part(folder, rank, parameters):
                 values[name] = tensor
             else:
                 tensors.setdefault(kind, {}).setdefault(name, []).append((offset or 0, tensor))
-    scalars = {name: decode(value, values) for name, value in about["scalars"].items()}
+    scalars = {name: decode(value, values.__getitem__) for name, value in about["scalars"].items()}
     return {**about, "parameters": parameters, "tensors": tensors, "scalars": scalars, "values": values}
 
 
@@ -277,9 +273,3 @@ def read_json(path):
             f"{path} has version {version} of the native format, this library knows up to {names.VERSION}: update it"
         )
     return found
-
-
-def _holds_tensors(value):
-    if isinstance(value, dict):
-        return "$tensor" in value or "$array" in value or any(_holds_tensors(item) for item in value.values())
-    return isinstance(value, list) and any(_holds_tensors(item) for item in value)

@@ -26,7 +26,7 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "
 
 class Shards:
     """The ``optimizer_state_dict`` of each of ``count`` ranks: ``read(rank)``, called once for each rank. Facts
-    that all share are those of the rank ``first``. ``path(rank)``: the file of a rank."""
+    that all share are those of the rank ``first``. ``path(dp_rank=)``: the file of a rank."""
 
     def __init__(self, read, first, count=None, path=None):
         self._read, self.first, self.path = functools.lru_cache(maxsize=None)(read), first, path
@@ -67,10 +67,10 @@ class UnitState(SavedState):
         self._shards, self._first = shards, getattr(shards, "first", 0)
         self._own = shards[self._first] if len(shards) else {}
         self._members = [{name: torch.Size(shape) for name, shape in group.items()} for group in param_shapes]
-        self._shapes = {name: shape for group in self._members for name, shape in group.items()}
+        self.shapes = {name: shape for group in self._members for name, shape in group.items()}
         self._index = {name: index for index, name in enumerate(name for group in self._members for name in group)}
         self._numels = [[shape.numel() for shape in group.values()] for group in self._members]
-        self._extra = {key: self._own[key] for key in EXTRA_KEYS if key in self._own}
+        self.extra = {key: self._own[key] for key in EXTRA_KEYS if key in self._own}
         self.dp_world_size = len(shards)
 
     def _tensor(self, rank, unit, kind):
@@ -131,7 +131,7 @@ class FlatState(UnitState):
         sizes = [master.numel() + padding for master, padding in zip(masters, paddings)]
         self._layout = _C.SavedLayout.flat(self._numels, sizes, len(shards), self.origin())
         saved = self._own.get("base_optimizer_state")
-        self._groups = with_names(saved.get("param_groups") if isinstance(saved, dict) else None, self._members)
+        self.param_groups = with_names(saved.get("param_groups") if isinstance(saved, dict) else None, self._members)
 
     def _inner(self, rank, group):
         saved = self._shards[rank].get("base_optimizer_state") or {}
@@ -164,14 +164,14 @@ class SlicedState(UnitState):
         self, shards, param_shapes, model=None, folder=None, fragments=None, ranks=1, frozen_shapes=None, aliases=()
     ):
         super().__init__(shards, param_shapes, model, folder)
-        self._fragments, self._aliases = fragments, dict(aliases)
-        self._frozen = {name: torch.Size(shape) for name, shape in (frozen_shapes or {}).items()}
+        self._fragments, self.aliases = fragments, dict(aliases)
+        self.frozen_shapes = {name: torch.Size(shape) for name, shape in (frozen_shapes or {}).items()}
         self.dp_world_size = len(shards) or ranks
         self._units = [flat.numel() for flat in self._own.get("fp32_flat_groups", ())]
         numels = [numel for group in self._numels for numel in group]
         self._layout = _C.SavedLayout.sliced(numels, self._units, self.dp_world_size, self.origin())
         groups = (self._own.get("optimizer_state_dict") or {}).get("param_groups")
-        self._groups = with_names(groups, self._members)
+        self.param_groups = with_names(groups, self._members)
 
     def has_optimizer(self):
         return len(self._shards) > 0
@@ -188,9 +188,9 @@ class SlicedState(UnitState):
         return self._shards[rank]["fp32_flat_groups"][unit]
 
     def frozen_pieces(self, name):
-        if name not in self._frozen:
+        if name not in self.frozen_shapes:
             return []
-        layout = _C.SavedLayout.sliced([self._frozen[name].numel()], [], self.dp_world_size, self.origin())
+        layout = _C.SavedLayout.sliced([self.frozen_shapes[name].numel()], [], self.dp_world_size, self.origin())
         return [
             (offset, numel, Range(lambda rank=rank: self._fragments(rank)[name]))
             for offset, numel, rank, _ in layout.runs(0)
@@ -210,7 +210,7 @@ class PlainState(UnitState):
         super().__init__([optimizer or {}], [{name: shapes[name] for name in group} for group in names], model, folder)
         self.dp_world_size = self.model.get("dp_world_size", 1)
         if "cur_scale" in self._own:
-            self._extra["loss_scaler"] = {key: self._own[key] for key in _SCALER_KEYS if key in self._own}
+            self.extra["loss_scaler"] = {key: self._own[key] for key in _SCALER_KEYS if key in self._own}
         saved, flat = self._own.get("optimizer_state_dict", self._own), self._own.get("fp32_groups_flat")
         groups = saved.get("param_groups")
         if groups is not None and len(groups) != len(names):
@@ -228,7 +228,7 @@ class PlainState(UnitState):
                     f"{self.origin()}: group {number} has {held} {what} saved, the model has {wanted}; it is of "
                     "another model. Load it with load_optimizer_states=False, or with the model it is of"
                 )
-        self._groups = with_names(groups, self._members)
+        self.param_groups = with_names(groups, self._members)
         if flat is not None:
             keys, self._units, self._masters = [group["params"][0] for group in groups or ()], self._numels, flat
         else:
@@ -264,18 +264,10 @@ class PlainState(UnitState):
         return found
 
 
-def flat_form(shards, shapes):
-    """``FlatState`` of what all ranks have as ``optimizer_state_dict``, with what only some of them train."""
-    return _with_own(FlatState(shards, shapes), shards)
-
-
-def sliced_form(shards, shapes):
-    """As ``flat_form``, ``SlicedState``."""
-    return _with_own(SlicedState(shards, shapes), shards)
-
-
-def _with_own(saved, shards):
-    first = shards[getattr(shards, "first", 0)]
+def in_memory(layout, shards, shapes):
+    """A ``FlatState`` or ``SlicedState`` (``layout``) of what all ranks have as ``optimizer_state_dict``, with what
+    only some of them train."""
+    saved, first = layout(shards, shapes), shards[getattr(shards, "first", 0)]
     if OWN_PARAMS not in first:
         return saved
     parts = [part[OWN_PARAMS] for part in ([first] if hasattr(shards, "first") else shards)]

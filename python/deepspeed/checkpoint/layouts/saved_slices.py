@@ -1,5 +1,6 @@
 """A checkpoint of another number of tensor-parallel ranks: slices are put together and cut for this run."""
 
+import collections
 import functools
 
 import torch
@@ -9,12 +10,10 @@ from deepspeed.checkpoint.layouts.saved_state import Joined, Range
 from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, join_parts, local_slice, merge_slices
 
 
-class Cut:
-    """How this run's model has a parameter: ``shape`` on this rank; ``dim``: the dimension that tensor parallelism cuts
-    (None: each rank has all of it; -1: it is cut, and was not said where), of ``parts`` side by side."""
-
-    def __init__(self, shape, dim=None, parts=1):
-        self.shape, self.dim, self.parts = torch.Size(shape), dim, parts
+class Cut(collections.namedtuple("Cut", "shape dim parts", defaults=(None, 1))):
+    """The form that a parameter has in this run's model. ``shape``: a torch.Size, on this rank; ``dim``: the dimension
+    that tensor parallelism cuts (None: each rank has all of it; -1: it is cut, and was not said where), of ``parts``
+    side by side."""
 
     @classmethod
     def of(cls, param, shape):
@@ -33,7 +32,7 @@ class SavedSlices(Joined):
         super().__init__(states[:1], states[0].model)
         self.ranks = [one for state in states for one in state.ranks]
         self._slices, self._cuts, self._rank, self._count = states, cuts, rank, count
-        self._shapes = {name: cuts[name].shape if name in cuts else shape for name, shape in self._shapes.items()}
+        self.shapes = {name: cuts[name].shape if name in cuts else shape for name, shape in self.shapes.items()}
         info = self.model.get(keys.UNIVERSAL_CHECKPOINT_INFO)
         self._rules = ParallelRules(info) if info else None
         self._held = (None, None)  # what was put together last
@@ -43,10 +42,12 @@ class SavedSlices(Joined):
         return self._cuts[name].shape if name in self._cuts and saved is not None else saved
 
     def module(self):
-        return {name: self._lazy(name) if name in self._cuts else one for name, one in super().module().items()}
-
-    def _lazy(self, name):
-        return _Slice(functools.partial(self._own_slice, name, "weight"), self._cuts[name].shape)
+        return {
+            name: Range(functools.partial(self._own_slice, name, "weight"), shape=self._cuts[name].shape)
+            if name in self._cuts
+            else value
+            for name, value in super().module().items()
+        }
 
     def state_pieces(self, name, kind):
         return self._pieces(name, kind) if super().state_pieces(name, kind) else []
@@ -92,14 +93,3 @@ class SavedSlices(Joined):
             )
         whole = join_parts([torch.chunk(one, cut.parts, dim=cut.dim) for one in slices], cut.dim)
         return whole, {keys.CAT_DIM: cut.dim, keys.PARAM_N_SUB_PARAMS: cut.parts}
-
-
-class _Slice(Range):
-    """A lazy tensor: what this rank has of a parameter."""
-
-    def __init__(self, source, shape):
-        super().__init__(source)
-        self.shape = shape
-
-    def read(self):
-        return self.source().clone()

@@ -18,11 +18,15 @@ EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 class Range:
     """Elements of ``source``, counted from ``base`` on: of a tensor, of whatever has ``read_range(start, numel)``, or
-    of what a function without arguments gives, called when elements are wanted: files stay closed till then."""
+    of what a function without arguments gives, called when elements are wanted: files stay closed till then. With a
+    ``shape``, a torch.Size, it is a lazy tensor of these elements."""
 
-    def __init__(self, source, base=0):
-        self.source = source
-        self.base = base
+    def __init__(self, source, base=0, shape=None):
+        self.source, self.base, self.shape = source, base, shape
+
+    def read(self):
+        """The tensor, in memory of its own."""
+        return self.read_range(0, self.shape.numel()).view(self.shape).clone()
 
     def read_range(self, start, numel):
         """``numel`` elements from ``start`` on, a 1-D tensor in row-major order; may share memory with the source.
@@ -44,7 +48,7 @@ class Range:
 class SavedState:
     """One checkpoint. Parameters are known by their names in the module; tied ones by the first of their names.
 
-    A layout sets the facts below, and those that methods give, and has three methods of its own:
+    A layout sets the facts below, and has three methods of its own:
 
     state_names():            names of optimizer states that have a value for each element of a parameter, e.g.
                               ``exp_avg``.
@@ -60,6 +64,13 @@ class SavedState:
     ranks:         numbers of the ranks that saved it among all ranks, where the layout says them.
     masters_only:  weights of trained parameters are saved as fp32 masters only.
     is_whole:      the stages of a pipeline are joined, and no parameter is a slice of a tensor-parallel rank.
+    shapes:        name of a trained parameter -> its torch.Size, end to end over the parameter groups.
+    frozen_shapes: name -> torch.Size of parameters that are not trained and are not in the model file in one piece.
+    aliases:       alias -> name, for tied parameters.
+    param_groups:  one dict of hyperparameters for each parameter group of the optimizer; its ``names`` are the
+                   parameters'.
+    extra:         values of the optimizer as a whole, as far as they were saved: ``loss_scaler`` (an object or a dict
+                   of its attributes), ``dynamic_loss_scale``, ``overflow``, ``clip_grad``.
     """
 
     model_path = None
@@ -71,37 +82,16 @@ class SavedState:
 
     def __init__(self, model=None, folder=None):
         self.model, self.folder = model or {}, folder
-        self._shapes, self._frozen, self._groups, self._extra = {}, {}, [], {}
-        self._aliases = self.model.get("shared_params") or {}
+        self.shapes, self.frozen_shapes, self.param_groups, self.extra = {}, {}, [], {}
+        self.aliases = dict(self.model.get("shared_params") or {})
 
     def frozen_pieces(self, name):
         """As ``pieces`` for the value of a parameter that is not trained and is not in the model file in one piece."""
         return []
 
-    def shapes(self):
-        """dict: name of a trained parameter -> its torch.Size, end to end over the parameter groups."""
-        return self._shapes
-
-    def frozen_shapes(self):
-        """dict: name -> torch.Size of parameters that are not trained and are not in the model file in one piece."""
-        return self._frozen
-
-    def aliases(self):
-        """dict: alias -> name, for tied parameters."""
-        return dict(self._aliases)
-
-    def param_groups(self):
-        """One dict of hyperparameters for each parameter group of the optimizer; its ``names`` are the parameters'."""
-        return self._groups
-
     def has_optimizer(self):
         """Whether there are optimizer states at all."""
-        return bool(self.param_groups())
-
-    def extra(self):
-        """Saved values of the optimizer as a whole: ``loss_scaler`` (an object or a dict of its attributes),
-        ``dynamic_loss_scale``, ``overflow``, ``clip_grad``, as far as they were saved."""
-        return self._extra
+        return bool(self.param_groups)
 
     def run_states(self, rank):
         """``(the state with which rank rank resumes, whether it saved that itself)``: else that of rank 0, which is
@@ -128,7 +118,7 @@ class SavedState:
         value = self.module().get(name) if kind == "weight" else None
         if value is not None:
             return [(0, numel_of(value), Range(value))]
-        if name in self.shapes():
+        if name in self.shapes:
             return self.state_pieces(name, "fp32" if kind == "weight" else kind)
         return self.frozen_pieces(name) if kind == "weight" else []
 
@@ -136,7 +126,7 @@ class SavedState:
         """torch.Size of a parameter as it was saved, or None where it is not in the checkpoint."""
         value = self.module().get(name)
         if value is None:
-            return self.shapes().get(name, self._frozen.get(name))
+            return self.shapes.get(name, self.frozen_shapes.get(name))
         return torch.Size(value.shape) if hasattr(value, "shape") else None
 
     def whole(self, name, kind):
@@ -176,7 +166,7 @@ class SavedState:
         return filled
 
     def origin(self):
-        """Where it comes from, for messages."""
+        """The origin of the state, for messages."""
         return f"the checkpoint {self.folder}" if self.folder else "the saved optimizer"
 
 
@@ -193,15 +183,15 @@ class Joined(SavedState):
         self.masters_only = all(state.masters_only for state in states)
         self._states, self._weights, self._owner = states, weights or {}, {}
         for state in states:
-            for name, shape in state.shapes().items():
+            for name, shape in state.shapes.items():
                 self._owner.setdefault(name, state)
-                self._shapes.setdefault(name, shape)
-        self._frozen = self._first_of("frozen_shapes")
-        self._aliases = self._first_of("aliases")
-
-    def _first_of(self, method):
-        """The union of the dicts that a method of all states gives."""
-        return dict(collections.ChainMap(*(getattr(state, method)() for state in self._states)))
+                self.shapes.setdefault(name, shape)
+        self.frozen_shapes = dict(collections.ChainMap(*(state.frozen_shapes for state in states)))
+        self.aliases = dict(collections.ChainMap(*(state.aliases for state in states)))
+        for parts in itertools.zip_longest(*(state.param_groups for state in states), fillvalue={}):
+            found = dict.fromkeys(name for part in parts for name in part.get("names", ()))
+            self.param_groups.append({**collections.ChainMap(*parts), "names": list(found)})
+        self.extra = next((state.extra for state in states if state.extra), {})
 
     def state_names(self):
         return list(dict.fromkeys(kind for state in self._states for kind in state.state_names()))
@@ -215,25 +205,15 @@ class Joined(SavedState):
     def frozen_pieces(self, name):
         return next(filter(None, (state.frozen_pieces(name) for state in self._states)), [])
 
-    def param_groups(self):
-        made = []
-        for parts in itertools.zip_longest(*(state.param_groups() for state in self._states), fillvalue={}):
-            found = dict.fromkeys(name for part in parts for name in part.get("names", ()))
-            made.append({**collections.ChainMap(*parts), "names": list(found)})
-        return made
-
     def has_optimizer(self):
         return any(state.has_optimizer() for state in self._states)
-
-    def extra(self):
-        return next(filter(None, (state.extra() for state in self._states)), {})
 
     def run_states(self, rank):
         found = [state.run_states(rank) for state in self._states]
         return next((one for one in found if one[1]), found[0])
 
     def module(self):
-        return {**self._first_of("module"), **self._weights}
+        return {**collections.ChainMap(*(state.module() for state in self._states)), **self._weights}
 
     def weight_shape(self, name):
         shapes = itertools.chain([super().weight_shape(name)], (state.weight_shape(name) for state in self._states))
@@ -263,11 +243,8 @@ def plain(value):
 
 
 def _holds_lazy(value):
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_lazy, value))
-    return hasattr(value, "read_range")
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return hasattr(value, "read_range") or any(map(_holds_lazy, items))
 
 
 def numel_of(value):

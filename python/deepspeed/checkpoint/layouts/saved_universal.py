@@ -45,7 +45,7 @@ _PATTERN_KEYS = (
 
 
 class ParallelRules:
-    """How the slices of a parameter make a whole one, by its name. Patterns match at the start of a name.
+    """Rules by which the slices of a parameter make a whole one, by its name. Patterns match at the start of a name.
 
     A parameter without a pattern is cut along dimension 0.
     """
@@ -61,11 +61,9 @@ class ParallelRules:
         return found | {pattern for entry in self.sub_params for pattern in entry.patterns}
 
     def _find(self, patterns, name):
-        for pattern in patterns:
-            if re.match(pattern, name):
-                self.used.add(pattern)
-                return True
-        return False
+        found = [pattern for pattern in patterns if re.match(pattern, name)][:1]
+        self.used.update(found)
+        return bool(found)
 
     def lists(self, key, name):
         """Whether a pattern of the list ``key`` matches a parameter."""
@@ -140,13 +138,9 @@ def merge_slices(name, slices, rules):
         return whole, {keys.CAT_DIM: sub.partition_dim, keys.SUB_PARAM_SHAPE: sub}
     dim = 1 if row and slices[0].dim() > 1 else 0
     whole = slices[0] if len(slices) == 1 or not slices[0].dim() else torch.cat(slices, dim=dim)
-    hints = {keys.CAT_DIM: dim}
-    if vocabulary:
-        size = rules.info.get(keys.ORIGINAL_VOCAB_SIZE)
-        if size is not None:
-            whole = whole[:size]
-        hints[keys.VOCAB_TENSOR] = True
-    return whole, hints
+    if not vocabulary:
+        return whole, {keys.CAT_DIM: dim}
+    return whole[: rules.info.get(keys.ORIGINAL_VOCAB_SIZE)], {keys.CAT_DIM: dim, keys.VOCAB_TENSOR: True}
 
 
 def _merge_sub_params(name, slices, sub, widths):
@@ -183,7 +177,7 @@ def narrow_sub_params(full, dim, sizes, widths, rank, count, what):
 
 
 def local_slice(name, file, full, shape, rank, count, origin="the universal checkpoint"):
-    """What tensor-parallel rank ``rank`` of ``count`` has of a whole parameter; ``shape``: what its module has.
+    """The slice of a whole parameter that tensor-parallel rank ``rank`` of ``count`` has; ``shape``: its module's.
 
     ``file``: the content of the parameter's file, for the hints in it. Words beyond the vocabulary are zeros. Raises
     ValueError where the slice does not have that shape.
@@ -216,12 +210,10 @@ def local_slice(name, file, full, shape, rank, count, origin="the universal chec
 
 
 def _pad_words(name, full, rows, origin):
-    if full.shape[0] == rows:
-        return full
-    if full.shape[0] > rows:
+    more = rows - full.shape[0]
+    if more < 0:
         raise ValueError(f"parameter '{name}' has {full.shape[0]} words in {origin}, this model has room for {rows}")
-    padding = torch.zeros(rows - full.shape[0], *full.shape[1:], dtype=full.dtype)
-    return torch.cat([full, padding])
+    return torch.cat([full, full.new_zeros(more, *full.shape[1:])]) if more else full
 
 
 # ---- saved universal -----------------------------------------------------------------------------------------------
@@ -238,14 +230,14 @@ class UniversalState(SavedState):
     def __init__(self, folder, mp_rank=0, mp_size=1, dp_rank=0, group_names=(), shapes=None):
         self.model_path = _model_path(folder, mp_rank, dp_rank)
         super().__init__(storage.read(self.model_path, lazy=True), folder)
-        self._aliases = self._aliases or _aliases_of_first(folder)
+        self.aliases = self.aliases or _aliases_of_first(folder)
         self.dp_world_size = self.model.get("dp_world_size", 1)
         self._rank, self._count, self._local = mp_rank, mp_size, dict(shapes or {})
         self._held, self._kinds = (None, None), {}
         self._all = {entry.name for entry in os.scandir(os.path.join(folder, ZERO_FOLDER)) if entry.is_dir()}
         path = os.path.join(folder, ZERO_FOLDER, OPTIMIZER_STATE)
         common = storage.read(path) if os.path.exists(path) else {}
-        self._extra = {key: common[key] for key in EXTRA_KEYS if key in common}
+        self.extra = {key: common[key] for key in EXTRA_KEYS if key in common}
         stage = common.get(keys.ZERO_STAGE, 1)
         self.zero_stage = int(getattr(stage, "value", stage))
         frozen = self.model.get(keys.FROZEN_PARAM_SHAPES) or {}
@@ -253,9 +245,9 @@ class UniversalState(SavedState):
             [name for name in group if name in self._all and name not in frozen]
             for group in self._names_of_groups(group_names)
         ]
-        self._groups = with_names(common.get(keys.PARAM_GROUPS), groups)
-        self._shapes = {name: self._shape(name) for group in groups for name in group}
-        self._frozen = {name: self._shape(name) for name in sorted(self._all.intersection(frozen))}
+        self.param_groups = with_names(common.get(keys.PARAM_GROUPS), groups)
+        self.shapes = {name: self._shape(name) for group in groups for name in group}
+        self.frozen_shapes = {name: self._shape(name) for name in sorted(self._all.intersection(frozen))}
 
     def _names_of_groups(self, wanted):
         """Those of the model file, unless this run has parameters that a rank of another grid has saved."""
@@ -284,14 +276,14 @@ class UniversalState(SavedState):
         return torch.Size(self._file(name, keys.FP32_WEIGHT_KEY)[keys.PARAM].shape if found is None else found)
 
     def module(self):
-        masters = self._all | {alias for alias, name in self._aliases.items() if name in self._all}
+        masters = self._all | {alias for alias, name in self.aliases.items() if name in self._all}
         return {name: value for name, value in super().module().items() if name not in masters}
 
     @functools.cached_property
     def _states(self):
         """name -> ``(states with a value for each element, others)`` of a parameter, the master left out."""
         found = {}
-        for name in self._shapes:
+        for name in self.shapes:
             files = map(os.path.splitext, sorted(os.listdir(os.path.join(self.folder, ZERO_FOLDER, name))))
             states = [state for state, kind in files if kind == ".pt" and state not in (keys.FP32_WEIGHT_KEY, STEP)]
             whole = [state for state in states if self._has_elements(name, state)]
@@ -300,7 +292,7 @@ class UniversalState(SavedState):
 
     def _has_elements(self, name, state):
         """Whether a state has a value for each element. Asked of one file for each kind: there may be thousands."""
-        if not self._shapes[name]:  # of a parameter without dimensions nothing tells
+        if not self.shapes[name]:  # of a parameter without dimensions nothing tells
             return self._kinds.get(state, True)
         if state not in self._kinds:
             self._kinds[state] = len(self._file(name, state)[keys.PARAM].shape) > 0
@@ -316,10 +308,10 @@ class UniversalState(SavedState):
 
     def state_pieces(self, name, kind):
         known = kind == keys.FP32_WEIGHT_KEY or kind in self._states[name][0]
-        return self._whole(name, kind, self._shapes[name]) if known else []
+        return self._whole(name, kind, self.shapes[name]) if known else []
 
     def frozen_pieces(self, name):
-        return self._whole(name, keys.FP32_WEIGHT_KEY, self._frozen[name]) if name in self._frozen else []
+        return self._whole(name, keys.FP32_WEIGHT_KEY, self.frozen_shapes[name]) if name in self.frozen_shapes else []
 
     def _whole(self, name, state, shape):
         return [(0, shape.numel(), Range(functools.partial(self._part, name, state, shape)))] if shape.numel() else []

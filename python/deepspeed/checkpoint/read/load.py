@@ -12,7 +12,7 @@ from deepspeed.checkpoint.read.loading import checked
 from deepspeed.checkpoint.read.node_local import fetch_missing
 from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_elsewhere
 from deepspeed.checkpoint.write import background, commit
-from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, in_turn, raise_together
+from deepspeed.checkpoint.write.ranks import Ranks, attempt, in_turn
 from deepspeed.log import log_dist, logger
 from deepspeed.zero.parameters.param_ranks import saved_part
 
@@ -150,7 +150,7 @@ def load_checkpoint(
     if place is None:
         return None
     ranks, folder = place
-    together = functools.partial(_together, ranks, folder)
+    together = functools.partial(ranks.together, what=f"the checkpoint {folder} is not loaded")
     with_optimizer = load_optimizer_states and not load_module_only and run.states is not None
     with_scheduler = load_lr_scheduler_states and not load_module_only
     if with_optimizer and section.pipeline_loading_checkpoint:
@@ -201,7 +201,10 @@ def _restore(restore, masters, states):
 def _on_disk(run, load_dir, tag):
     """``(ranks, folder of the tag)``, or None without a tag. RuntimeError on all ranks where only some find one."""
     ranks = Ranks(run.ranks, run.config.use_node_local_storage)
-    tag = _together(ranks, load_dir, lambda: _find_tag(load_dir, tag, run.config.load_universal_checkpoint))
+    tag = ranks.together(
+        lambda: _find_tag(load_dir, tag, run.config.load_universal_checkpoint),
+        f"the checkpoint {load_dir} is not loaded",
+    )
     without = [str(rank) for rank, found in enumerate(ranks.gather(tag)) if found is None]
     if len(without) == ranks.size:
         return None
@@ -245,16 +248,6 @@ def _newer_in_memory(run, load_dir, snapshots):
     return ranks, folder
 
 
-def _together(ranks, folder, function):
-    """What ``function()`` returns. Where it raises on any rank, all raise: none is left waiting for the others."""
-    found, error = attempt(function)
-    failures = ranks.gather(failure_of(ranks.rank, error))
-    if error is not None:
-        raise error
-    raise_together(failures, f"the checkpoint {folder} is not loaded")
-    return found
-
-
 def restore_universal(run, target, folder, params=None, weights=True, states=True):
     """Masters (``weights``: or else the weights alone) and optimizer states from the folder of a universal checkpoint,
     without counters, schedules and buffers. ``params``: those to restore: they must be all trained ones."""
@@ -264,8 +257,8 @@ def restore_universal(run, target, folder, params=None, weights=True, states=Tru
         )
     if params is not None and {id(param) for param in params} != run.trained_ids():
         raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")
-    ranks = Ranks(run.ranks, run.config.use_node_local_storage)
-    saved = _together(ranks, folder, lambda: _open(run, folder, states))
+    ranks, what = Ranks(run.ranks, run.config.use_node_local_storage), f"the checkpoint {folder} is not loaded"
+    saved = ranks.together(lambda: _open(run, folder, states), what)
     restore = target.restoring(saved)
 
     def check():
@@ -273,7 +266,7 @@ def restore_universal(run, target, folder, params=None, weights=True, states=Tru
             check_weights(run, saved, strict=True)
         restore.check(masters=weights, states=states)
 
-    _together(ranks, folder, check)
+    ranks.together(check, what)
     if not states:
         load_weights(run, target, saved)
     with target.writing():

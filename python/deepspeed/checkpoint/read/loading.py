@@ -19,7 +19,7 @@ def winning_options(run, saved, with_scheduler):
     if not made or now is None or before is None:
         return [{} for _ in made]
     before = _optimizer_params(before) or {}
-    changed = {key for key in before.keys() | now.keys() if _listed(before.get(key)) != _listed(now.get(key))}
+    changed = {key for key in before.keys() | now.keys() if listed(before.get(key)) != listed(now.get(key))}
     if with_scheduler and run.scheduler is not None:
         changed -= _SCHEDULED
         changed -= _SCHEDULED_MOMENTA if getattr(run.scheduler, "cycle_momentum", False) else set()
@@ -39,7 +39,7 @@ def _optimizer_params(config):
     return dict(section.get("params") or {}) if isinstance(section, dict) else None
 
 
-def _listed(value):
+def listed(value):
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -6,7 +6,7 @@ import os
 
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write.memory import parsed, ranks_in, said_by
+from deepspeed.checkpoint.write.memory import SAID_BY, parsed, ranks_in
 from deepspeed.formats.recorded_paths import path_below
 
 
@@ -14,7 +14,7 @@ def _said_in(folder):
     """{rank: what it says of its files} of the ranks whose files are all in the folder of a snapshot."""
     found = {}
     for rank in ranks_in(folder):
-        with open(os.path.join(folder, said_by(rank))) as file:
+        with open(SAID_BY.path(folder, rank=rank)) as file:
             found[rank] = json.load(file)
     return found
 
@@ -63,7 +63,7 @@ def undo(ranks, folder):
     ranks.gather(None)  # all have read
     if not ranks.leads:
         return
-    own = {name for rank, facts in _said_in(folder).items() for name in (said_by(rank), *facts["files"])}
+    own = {name for rank, facts in _said_in(folder).items() for name in (SAID_BY(rank=rank), *facts["files"])}
     for name in os.listdir(folder):
         if name not in own and os.path.isfile(os.path.join(folder, name)):
             os.unlink(os.path.join(folder, name))

@@ -6,6 +6,7 @@ What a node lacks for loading comes from the others through the process group, o
 import contextlib
 import functools
 import os
+import pathlib
 import secrets
 
 import torch
@@ -98,7 +99,7 @@ def _send(ranks, path, source, targets, device):
         size = ranks.gather(own)[source]
         if ranks.rank in targets and size is not None:
             step(lambda: os.makedirs(os.path.dirname(path), exist_ok=True))
-            files.callback(_remove, temporary)
+            files.callback(pathlib.Path(temporary).unlink, missing_ok=True)
             out = step(lambda: files.enter_context(open(temporary, "wb")))
         for begin in range(0, size or 0, CHUNK_BYTES):
             chunk = torch.empty(min(CHUNK_BYTES, size - begin), dtype=torch.uint8)
@@ -111,8 +112,3 @@ def _send(ranks, path, source, targets, device):
         if not ranks.gather(error is not None)[source] and out is not None:
             step(finish)
     return error
-
-
-def _remove(path):
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)

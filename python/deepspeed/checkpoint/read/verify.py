@@ -1,4 +1,4 @@
-"""Whether every byte of a checkpoint is the one that was saved; where not, which tensor it belongs to."""
+"""Compares every byte of a checkpoint with the one that was saved, and names the tensors that differ."""
 
 import collections
 import concurrent.futures
@@ -35,17 +35,15 @@ def read(folder):
     path = os.path.join(folder, NAME)
     try:
         with open_regular(path) as file:
-            data = file.read()
-    except FileNotFoundError:
-        return None
-    try:
-        text = data.decode()
+            text = file.read().decode()
         found = json.loads(text)
         body = text[text.index('"checkpoint": ') + len('"checkpoint": ') : text.rindex("}")]
         wrong = zlib.crc32(body.encode()) != found["crc32"]
         facts = found["checkpoint"]
         others = {key: value for key, value in facts.items() if key not in ("version", "files")}
         wrong = wrong or text != text_of(others, facts["files"])
+    except FileNotFoundError:
+        return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedManifest(f"{path} is damaged: {error}") from error
     if wrong:
@@ -192,5 +190,4 @@ def verify_folder(folder, only=None, threads=2):
         records = facts["files"]
     jobs = [(folder, name, record) for name, record in sorted(records.items()) if only is None or name in only]
     with concurrent.futures.ThreadPoolExecutor(max(1, threads)) as pool:
-        results = list(pool.map(lambda job: _check_file(*job), jobs))
-    return [problem for problems in results for problem in problems]
+        return [problem for problems in pool.map(lambda job: _check_file(*job), jobs) for problem in problems]

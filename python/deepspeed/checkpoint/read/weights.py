@@ -141,10 +141,10 @@ def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=(
 
     Raises RuntimeError where shapes do not fit, or keys (``strict``), and ValueError where files are incomplete.
     """
-    params, keys, saved_keys = run.weights.params, _keys(run), _saved_keys(saved)
+    params, keys, saved_keys = run.weights.params, _keys(run), names_saved(saved)
     if custom_load_fn is not None:
         for name in _given_keys(saved_keys, keys, elsewhere) - saved.module().keys():
-            known = saved.aliases().get(name, name)
+            known = saved.aliases.get(name, name)
             shape = saved.weight_shape(known)
             if shape is not None:
                 _filled(saved.check_pieces(saved.pieces(known, "weight"), 0, shape.numel()), shape.numel(), name, saved)
@@ -164,8 +164,9 @@ def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=(
         _filled(saved.check_pieces(pieces, begin, numel), numel, name, saved)
 
 
-def _saved_keys(saved):
-    return (saved.model.get("module") or {}).keys() | saved.shapes().keys() | saved.module().keys()
+def names_saved(saved):
+    """Names of all weights and buffers in a checkpoint."""
+    return (saved.model.get("module") or {}).keys() | saved.shapes.keys() | saved.module().keys()
 
 
 def _given_keys(saved_keys, keys, elsewhere):
@@ -183,7 +184,7 @@ def load_weights(run, target, saved, custom_load_fn=None, later=(), elsewhere=()
     """
     if custom_load_fn is not None:
         keys = _keys(run)
-        state = _whole_by(saved, _given_keys(_saved_keys(saved), keys, elsewhere))
+        state = _whole_by(saved, _given_keys(names_saved(saved), keys, elsewhere))
         target.load_by(custom_load_fn, {keys.get(name, name): value for name, value in state.items()})
     else:
         target.load_module(_whole(run, saved))
@@ -213,7 +214,7 @@ def _check_shapes(weights, saved):
     here = {weights.named(name): saved_part(param)[1] for name, param in weights.params.items()}
     here.update((weights.named(name), buffer.shape) for name, buffer in weights.buffers.items())
     for name, shape in here.items():
-        known = saved.weight_shape(saved.aliases().get(name, name))
+        known = saved.weight_shape(saved.aliases.get(name, name))
         if known is not None and tuple(known) != tuple(shape):
             wrong.append(f"'{name}' was saved with shape {tuple(known)}, the model has {tuple(shape)}")
     if wrong:
@@ -232,7 +233,7 @@ def _in_pieces(run, saved, later):
         if own in whole:
             continue
         name = run.weights.named(own)
-        known = name if saved.weight_shape(name) is not None else saved.aliases().get(name, name)
+        known = name if saved.weight_shape(name) is not None else saved.aliases.get(name, name)
         if saved.weight_shape(known) is None or known in later or name in later:
             continue
         yield name, param, saved.pieces(known, "weight"), *own_extent(param)
@@ -241,16 +242,12 @@ def _in_pieces(run, saved, later):
 @torch.no_grad()
 def _load_pieces(run, saved, later):
     for name, param, pieces, begin, numel in _in_pieces(run, saved, later):
+        own = param.ds_handle.shard if is_sharded(param) else param.data.contiguous()
+        _filled(saved.read_into(own.view(-1)[:numel], pieces, begin), numel, name, saved)
         if is_sharded(param):
-            own = param.ds_handle.shard
-            _filled(saved.read_into(own[:numel], pieces, begin), numel, name, saved)
             param.ds_handle.set_slice(own)
-        elif param.is_contiguous():
-            _filled(saved.read_into(param.data, pieces, begin), numel, name, saved)
-        else:
-            value = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-            _filled(saved.read_into(value, pieces, begin), numel, name, saved)
-            param.data.copy_(value)
+        elif not param.is_contiguous():
+            param.data.copy_(own)
 
 
 def _filled(found, wanted, name, saved):
@@ -265,7 +262,7 @@ def _whole_by(saved, saved_keys):
     """name -> whole value, for a function of the user."""
     state = {name: eager(value) for name, value in saved.module().items() if name in saved_keys}
     for name in saved_keys - state.keys():
-        known = saved.aliases().get(name, name)
+        known = saved.aliases.get(name, name)
         if saved.weight_shape(known) is not None:
             state[name], found = saved.whole(known, "weight")
             _filled(found, state[name].numel(), name, saved)

@@ -11,7 +11,6 @@ step is done, so that a program that catches the error can go on training.
 """
 
 import atexit
-import collections
 import concurrent.futures
 import os
 import sys
@@ -19,8 +18,7 @@ import threading
 import time
 
 from deepspeed.checkpoint.write import owner
-from deepspeed.checkpoint.write.ranks import RanksThroughFiles, attempt, failure_of
-from deepspeed.constants import default_pg_timeout
+from deepspeed.checkpoint.write.ranks import attempt, failure_of
 from deepspeed.log import logger, warning_once
 
 # ---- background ----------------------------------------------------------------------------------------------------
@@ -30,18 +28,9 @@ _lock = threading.Lock()
 
 
 def _at_exit():
-    for background in list(_unsettled):
-        background.drain()
-        for error, _ in background.failures:
-            print(f"deepspeed: at the end of the program: {error}", file=sys.stderr, flush=True)
-
-
-def _is_unsettled(background):
-    with _lock:
-        _unsettled.add(background)
-    # Registered again each time: what is registered last runs first, and this must come before the end of gloo.
-    atexit.unregister(_at_exit)
-    atexit.register(_at_exit)
+    drain_all()
+    for error, _ in [failure for background in list(_unsettled) for failure in background.failures]:
+        print(f"deepspeed: at the end of the program: {error}", file=sys.stderr, flush=True)
 
 
 _folders = set()  # those that threads of this process write into
@@ -95,47 +84,35 @@ class Background:
     def begin_anew(self):
         """Forgets all work and all failures."""
         self.failures = []  # (error, future of the number of finished steps after which it is told)
-        self._jobs = collections.deque()
-        self._changed = threading.Condition()
-        self._thread = None
+        self._thread = self._last = None  # the future of the job that was started last
 
     # ---- work ------------------------------------------------------------------------------------------------------
     def start(self, job):
-        _is_unsettled(self)
-        with self._changed:
-            self._jobs.append(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="deepspeed-checkpoint", daemon=True)
-                self._thread.start()
+        # Registered again each time: what is registered last runs first, and this must come before the end of gloo.
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
+        with _lock:
+            _unsettled.add(self)
+            if self.idle:  # a thread of its own for each row of jobs: a child that was forked has none
+                self._thread = concurrent.futures.ThreadPoolExecutor(1, "deepspeed-checkpoint")
+            self._last = self._thread.submit(self._run, job)
+        self._last.add_done_callback(lambda _: self._forget_if_settled())
 
-    def _run(self):
-        while True:
-            with self._changed:
-                if not self._jobs:
-                    self._thread = None
-                    self._forget_if_settled()
-                    self._changed.notify_all()
-                    return
-                job = self._jobs[0]
-            try:
-                job()
-            except BaseException as error:  # a mistake in this library: told like anything else that goes wrong
-                self.fail(error)
-            del job
-            with self._changed:
-                self._jobs.popleft()
-                self._changed.notify_all()
+    def _run(self, job):
+        try:
+            job()
+        except BaseException as error:  # a mistake in this library: told like anything else that goes wrong
+            self.fail(error)
 
     @property
     def idle(self):
         """Whether all jobs are done."""
-        with self._changed:
-            return self._thread is None
+        return self._last is None or self._last.done()
 
     def drain(self):
         """Waits until all jobs are done."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._thread is None)
+        concurrent.futures.wait([self._last] if self._last is not None else [])
+        self._forget_if_settled()
 
     # ---- failures --------------------------------------------------------------------------------------------------
     def fail(self, error, settle=lambda steps: [steps]):
@@ -160,8 +137,7 @@ class Background:
 
     def _tell(self):
         error, _ = self.failures.pop(0)
-        with self._changed:
-            self._forget_if_settled()
+        self._forget_if_settled()
         raise error
 
     def tell_together(self, ranks):
@@ -174,8 +150,10 @@ class Background:
             raise OSError(number, text) if number is not None else RuntimeError(text)
 
     def _forget_if_settled(self):
-        if self._thread is None and not self.failures:
-            with _lock:
+        with _lock:
+            if self.idle and self._thread is not None:
+                self._thread.shutdown(wait=False)
+            if self.idle and not self.failures:
                 _unsettled.discard(self)
 
 
@@ -203,32 +181,28 @@ class SnapshotSave:
         linked = prepared.link(path) if hasattr(prepared, "link") else None
         if linked is not None:  # it is in another tag: nothing to copy
             self.records[name] = linked
-            return
-        copies = self.snapshot.add(prepared.sources)
-        if copies is None:
+        elif (copies := self.snapshot.add(prepared.sources)) is not None:
+            prepared.sources = ()  # what was copied may go
+            self.behind.start(lambda: self._write_one(name, prepared, path, copies))
+        else:
             gib = self.snapshot.plan(prepared.sources).bytes / 2**30
             warning_once(
                 f"{name} has {gib:.3f} GiB, more than all of host_cache_size: it is written at once, and training "
                 f"waits. Set host_cache_size to at least {gib + 0.001:.3f} GiB"
             )
             self.records[name] = self._writer.write_prepared(prepared, path)
-            return
-        prepared.sources = ()  # what was copied may go
-        self.behind.start(lambda: self._write_one(name, prepared, path, copies))
 
     def drop(self):
-        """What was not written yet stays so; nothing is written any more when this returns."""
+        """Gives up all files that are not written yet; nothing is written any more when this returns."""
         self.error = self.error or RuntimeError("given up")
         self.snapshot.drop()
         self.behind.drain()
         leave(self.saving.place)
 
-    def end(self, meeting, processes):
-        """All ranks have taken their snapshots: the rest happens in the background. Only now, when nothing can go wrong
-        any more in the calling thread, the engine's states are held."""
+    def end(self):
+        """All files are taken: the rest happens in the background, in which ``saving`` has ``RanksThroughFiles``. Only
+        now, when nothing can go wrong any more in the calling thread, the engine's states are held."""
         self.snapshot.start_late_copies()
-        timeout_s = float(os.environ.get("DS_COMM_TIMEOUT_S") or default_pg_timeout.total_seconds())
-        self.saving.ranks = RanksThroughFiles(self.saving.ranks, meeting, timeout_s, processes)
         self.behind.start(self._finish)
 
     # ---- in the background -----------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""What a checkpoint has of models whose ranks do not all have the same parameters: experts, and others with ranks of
-their own. Files of experts' weights; without ZeRO optimizer states by name; the table of who has what."""
+"""Checkpoints of models whose ranks do not all have the same parameters: experts, and others with ranks of their own.
+Files of experts' weights; without ZeRO optimizer states by name; the table of the ranks that have each parameter."""
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.layouts import names
@@ -90,7 +90,7 @@ class PartsByRank:
         return place is None or place[0] in self._layers.writes
 
     def _states(self, run):
-        """What this rank saves by name: with ZeRO what only some ranks train, else everything that it is to save."""
+        """The states that this rank saves by name: with ZeRO of what only some ranks train, else all that it saves."""
         if run.states is None:
             return None
         ranks = [ranks_of(param) for _, param in run.trained()]

@@ -139,8 +139,8 @@ def abandon(folder, staging):
 
 
 def place_of(folder):
-    """Where the checkpoint ``folder`` is to be read, after ``settle``. Raises RuntimeError for one that a save in place
-    has not finished."""
+    """The path from which the checkpoint ``folder`` is to be read, after ``settle``. Raises RuntimeError for one that a
+    save in place has not finished."""
     real = os.path.realpath(folder)
     found = settle(real)
     if found != real:
@@ -178,11 +178,10 @@ def remove_checkpoint(folder):
     looks whole."""
     others, doomed = owner.others_files(folder), hidden(folder, "removing")
     owner.claim(folder, lock=False)
-    if not others:
-        remove(doomed)
-        if cannot_rename(folder, doomed) is None:
-            return remove(doomed)
-    return owner.remove_own(folder)
+    remove(doomed)
+    if others or cannot_rename(folder, doomed) is not None:
+        owner.remove_own(folder)
+    remove(doomed)
 
 
 def retire(save_dir, keep_last, current):
@@ -201,13 +200,11 @@ def retire(save_dir, keep_last, current):
         folder = os.path.join(save_dir, name)
         if name.startswith(".") or os.path.islink(folder) or not os.path.isfile(os.path.join(folder, verify.NAME)):
             continue
-        facts = whole_manifest(folder)
-        if facts is not None and facts.get("universal"):
-            continue  # somebody has converted it on purpose
-        if facts is not None and "saved_at" in facts:
-            found.append((facts["saved_at"], name))
-        else:
+        facts = whole_manifest(folder) or {}
+        if "saved_at" not in facts and not facts.get("universal"):
             logger.warning(f"{folder} is not removed by keep_last: its manifest is damaged; see ds_ckpt verify")
+        elif not facts.get("universal"):  # somebody has converted that on purpose
+            found.append((facts["saved_at"], name))
     removable = [name for _, name in sorted(found) if name not in spared]
     for name in removable[: max(0, len(found) - keep_last)]:
         remove_checkpoint(os.path.join(save_dir, name))

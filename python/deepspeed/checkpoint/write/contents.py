@@ -1,4 +1,4 @@
-"""What a run has when it is saved: counters, the shapes and shards of ZeRO, and its memory.
+"""The contents of a run that is saved: counters, the shapes and shards of ZeRO, and its memory.
 
 Memory that only the core changes (fp32 masters, states of a native optimizer) can be copied later.
 """
@@ -77,15 +77,17 @@ def frozen_fragments(run):
 
 class HeldStates:
     """That memory of a run, and the hold on it. Weights are not in it, even where they are their own masters, and
-    neither are the states of an optimizer of somebody else: programs write to them between steps."""
+    neither are the states of an optimizer of somebody else: programs write to them between steps.
+
+    ``hold()``: from now on calls that would change it wait for ``let_go()``."""
 
     def __init__(self, run):
-        self._states = run.states
+        self.hold, self.let_go = getattr(run.states, "hold", None), getattr(run.states, "let_go", None)
         weights = [*run.weights.params.values(), *run.weights.buffers.values()]
         known = {storage_of(weight).data_ptr() for weight in weights}
         self._ranges = MemoryRanges()
         self._watched = {}  # address of a storage -> (a tensor over it, its version)
-        tensors = self._states.tensors() if self._states is not None else ()
+        tensors = run.states.tensors() if run.states is not None else ()
         on_host = (t for t in tensors if t is not None and t.device.type == "cpu" and t.numel() > 0)
         for tensor in on_host:
             storage = storage_of(tensor)
@@ -96,13 +98,6 @@ class HeldStates:
     def cover(self, address, bytes):
         """Whether all of it is such memory."""
         return self._ranges.find(address, bytes) is not None
-
-    def hold(self):
-        """From now on calls that would change it wait for ``let_go``."""
-        self._states.hold()
-
-    def let_go(self):
-        self._states.let_go()
 
     def check_unchanged(self):
         """RuntimeError if it was written to since this was made, as far as torch saw it."""

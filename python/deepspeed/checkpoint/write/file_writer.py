@@ -55,7 +55,7 @@ SAFETENSORS_NAMES = {str(dtype).removeprefix("torch."): code for code, dtype in 
 
 @dataclass(frozen=True)
 class WriterOptions:
-    """How files are written.
+    """The way in which files are written.
 
     ``io_buffer_size``: bytes of one buffer (a smaller file takes a smaller one). ``double``: two of them, one being
     filled while the other is written. ``threads`` copy and sum; 0: up to four, by the cores this process may use.
@@ -69,11 +69,12 @@ class WriterOptions:
     threads: int = 0
     direct: bool = True
     sync: bool = True
+
     staged: bool = False
     mapped: bool = False
 
     def arguments(self):
-        """What the native writers take after the path and the size."""
+        """The arguments of the native writers after the path and the size."""
         buffers = 2 if self.double else 1
         return self.io_buffer_size, buffers, threads_for(self.threads), self.direct, self.sync, self.staged, self.mapped
 
@@ -95,7 +96,7 @@ def write_bytes(data, path, options=None):
 
 
 class PicklerHooks:
-    """What the pickler in C++ asks about classes: those of tensors, storages and ``TensorOfPieces``."""
+    """Answers to questions of the pickler in C++ about the classes of tensors, storages and ``TensorOfPieces``."""
 
     parameter, tensor, pieces = torch.nn.Parameter, torch.Tensor, TensorOfPieces
     untyped = getattr(torch, "UntypedStorage", None)

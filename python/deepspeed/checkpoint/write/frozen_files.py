@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import pathlib
 
 from deepspeed._native import _C
 from deepspeed.checkpoint.write import commit
@@ -26,14 +27,11 @@ class FrozenFile(PreparedSafetensors):
 
     def link(self, path):
         """Puts a namesake in another tag at ``path`` as well. Returns its record, or None where there is none."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # it may be a link itself: writing to it would write to the other tag
-        for source, record in _same_file_elsewhere(path):
-            if self._is_sound(source, record):
-                try:
-                    os.link(source, path)
-                except OSError:  # no hard links here, or no more of them; or that tag has just been removed
-                    return None
+        pathlib.Path(path).unlink(missing_ok=True)  # it may be a link: writing to it would write to the other tag
+        sound = (found for found in _same_file_elsewhere(path) if self._is_sound(*found))
+        with contextlib.suppress(OSError):  # no hard links here, or no more of them; or that tag has just been removed
+            for source, record in sound:
+                os.link(source, path)
                 return record
         return None
 
@@ -43,9 +41,7 @@ class FrozenFile(PreparedSafetensors):
         with contextlib.suppress(OSError):
             status = os.stat(source)
             place = (status.st_dev, status.st_ino)
-            if place in self.sound:
-                return True
-            if status.st_size == record["bytes"] and file_crc32(source) == record["crc32"]:
+            if place in self.sound or status.st_size == record["bytes"] and file_crc32(source) == record["crc32"]:
                 self.sound.add(place)
                 return True
         return False

@@ -6,27 +6,29 @@ of which all ranks have said so is whole, wherever their files are; no rank wait
 whole one stays until the next is whole, so there are at most two.
 """
 
+import collections
 import contextlib
-import dataclasses
 import fcntl
+import functools
 import gc
 import hashlib
 import itertools
 import json
 import os
+import pathlib
 import shutil
 import socket
 import types
-from typing import Optional
 
 from deepspeed.checkpoint.engines.built_in import FastCheckpointEngine
 from deepspeed.checkpoint.layouts.names import FileName
 from deepspeed.checkpoint.write.background import Background, SnapshotSave, leave
 from deepspeed.checkpoint.write.contents import HeldStates
 from deepspeed.checkpoint.write.file_writer import WriterOptions
-from deepspeed.checkpoint.write.ranks import Ranks, attempt, take_each
+from deepspeed.checkpoint.write.ranks import attempt, take_each
 from deepspeed.checkpoint.write.save import checked_client_state, expected_bytes, facts_of, files_of
 from deepspeed.checkpoint.write.snapshot import HeldSnapshot, HostCache
+from deepspeed.formats.weight_files import write_text, write_whole
 from deepspeed.host.cpu import memory_bytes
 from deepspeed.host.kept_memory import FOLDER_VARIABLE, KEEPER_VARIABLE, hand_over, own_address
 from deepspeed.host.launcher_messages import tell_launcher
@@ -35,7 +37,8 @@ from deepspeed.log import logger
 # ---- names ---------------------------------------------------------------------------------------------------------
 
 _SNAPSHOT = FileName("step{step}.{began}.{world}")
-_WHOLE = FileName("rank_{rank:05d}.whole", r"rank_(?P<rank>\d{5,})\.whole")
+# The file in which a rank says that all of its files are there: facts of the run, and the files' records.
+SAID_BY = FileName("rank_{rank:05d}.whole", r"rank_(?P<rank>\d{5,})\.whole")
 
 
 def parsed(name):
@@ -45,50 +48,39 @@ def parsed(name):
     return found and tuple(found.values())
 
 
-def said_by(rank):
-    """The file in which a rank says that all of its files are there: facts of the run, and the files' records."""
-    return _WHOLE(rank=rank)
-
-
 def ranks_in(folder):
     """The ranks whose files are all in the folder of a snapshot."""
-    return [found["rank"] for found in _WHOLE.found_in(folder).values()]
+    return [found["rank"] for found in SAID_BY.found_in(folder).values()]
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class HostMemory:
-    """The memory of this rank's host, or None from ``found``. Every rank makes it.
+# The memory of this rank's host. ``ranks``: ``Ranks`` with a disk for every node. ``next_keeper``: of the next host,
+# None on one host alone.
+HostMemory = collections.namedtuple("HostMemory", "ranks base next_keeper")
 
-    ``ranks``: ``Ranks`` with a disk for every node. ``next_keeper``: of the next host, None on one host alone.
-    """
 
-    ranks: Ranks
-    base: str
-    next_keeper: Optional[list]
+def host_memory(run, ranks):
+    """The ``HostMemory``, or None where no agent holds memory. Every rank calls it. RuntimeError on all ranks where a
+    host has not enough memory for two snapshots."""
+    base, keeper = os.environ.get(FOLDER_VARIABLE), os.environ.get(KEEPER_VARIABLE, "")
+    port, _, key = keeper.partition(":")
+    own = [base and own_address(), int(port or 0), key]
+    told = ranks.gather([own, sum(expected_bytes(run))])
+    if any(not fact[0][0] for fact in told):
+        return None
+    nodes = list(dict.fromkeys(ranks.nodes))
+    at = nodes.index(ranks.node)
+    before, behind = nodes[at - 1], nodes[(at + 1) % len(nodes)]
 
-    @classmethod
-    def found(cls, run, ranks):
-        """RuntimeError on all ranks where a host has not enough memory for two snapshots."""
-        base, keeper = os.environ.get(FOLDER_VARIABLE), os.environ.get(KEEPER_VARIABLE, "")
-        port, _, key = keeper.partition(":")
-        own = [base and own_address(), int(port or 0), key]
-        told = ranks.gather([own, sum(expected_bytes(run))])
-        if any(not fact[0][0] for fact in told):
-            return None
-        nodes = list(dict.fromkeys(ranks.nodes))
-        at = nodes.index(ranks.node)
-        before, behind = nodes[at - 1], nodes[(at + 1) % len(nodes)]
+    def bytes_on(*hosts):
+        return sum(size for (_, size), node in zip(told, ranks.nodes) if node in hosts)
 
-        def bytes_on(*hosts):
-            return sum(size for (_, size), node in zip(told, ranks.nodes) if node in hosts)
-
-        needed, copied = 2 * bytes_on(ranks.node, before), bytes_on(ranks.node)
-        _, error = attempt(lambda: _check_room(base, needed, copied) if ranks.leads else None)
-        ranks.agree(error, "elasticity.memory_copies")
-        return cls(ranks, base, told[ranks.nodes.index(behind)][0] if len(nodes) > 1 else None)
+    ranks.lead(
+        lambda: _check_room(base, 2 * bytes_on(ranks.node, before), bytes_on(ranks.node)), "elasticity.memory_copies"
+    )
+    return HostMemory(ranks, base, told[ranks.nodes.index(behind)][0] if len(nodes) > 1 else None)
 
 
 def _check_room(base, needed, copied):
@@ -110,7 +102,7 @@ def _check_room(base, needed, copied):
 
 
 class RankSnapshot(SnapshotSave):
-    """What one rank puts into one snapshot. ``after(files)``: called in the background when all is written.
+    """The part of one rank in one snapshot. ``after(files)``: called in the background when all is written.
 
     The states of the run go from where they are into the files, in one pass: see ``HeldSnapshot``.
     """
@@ -119,21 +111,14 @@ class RankSnapshot(SnapshotSave):
         super().__init__(writer, types.SimpleNamespace(place=place, staging=place), HeldSnapshot(cache, states))
         self._facts, self._after = facts, after
 
-    def end(self):
-        """All files are taken; the rest happens in the background."""
-        self.snapshot.start_late_copies()
-        self.behind.start(self._finish)
-
     def _finish(self):
         place = self.saving.place
         try:
             self.snapshot.written()
             if self.error is not None:
                 raise self.error
-            said = os.path.join(place, said_by(self._facts["rank"]))
-            with open(said + ".writing", "w") as file:
-                json.dump({**self._facts, "files": self.records}, file)
-            os.rename(said + ".writing", said)
+            said = SAID_BY.path(place, rank=self._facts["rank"])
+            write_whole(said, write_text, json.dumps({**self._facts, "files": self.records}))
             self._after([*self.records, os.path.basename(said)])
         finally:
             leave(place)
@@ -147,9 +132,9 @@ class Snapshots:
     """
 
     def __init__(self, config, memory, directory, before=None):
-        ranks = memory.ranks
+        self.ranks = ranks = memory.ranks  # by hosts
         own = hashlib.sha256(os.path.realpath(directory).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-        self._memory, self.key, self._before = memory, ranks.gather(own)[0], before
+        self._next_keeper, self.key, self._before = memory.next_keeper, ranks.gather(own)[0], before
         self.folder = os.path.join(memory.base, self.key)
         self.began = 0  # see ``parsed``
         self.whole = None  # the last whole one that this run knows of
@@ -159,7 +144,7 @@ class Snapshots:
         self._writer.times, self._writer.shows = 1, False
         # One core: training has the others.
         self._writer.options = WriterOptions(threads=1, direct=False, sync=False, mapped=True)
-        _make(self.folder)
+        pathlib.Path(self.folder).mkdir(0o700, exist_ok=True)  # not what is above: what the agent has removed stays so
         self._lock = open(os.path.join(self.folder, f".rank_{ranks.rank}.lock"), "w")
         if not (self._is_ours() or (gc.collect() and self._is_ours())):  # one that nobody holds may be in a circle
             raise RuntimeError(
@@ -173,11 +158,6 @@ class Snapshots:
         except BlockingIOError:
             return False
         return True
-
-    @property
-    def ranks(self):
-        """``Ranks`` by hosts."""
-        return self._memory.ranks
 
     def look(self, all_of):
         """Behind a step without a snapshot: whether the last one is whole by now. ``all_of(ok)``: whether it is true on
@@ -204,7 +184,8 @@ class Snapshots:
         self._clear(name, *reused)
         place = os.path.join(self.folder, name)
         facts = {**facts_of(run, name), "rank": run.ranks.rank}
-        save = RankSnapshot(self._writer, self._cache, place, HeldStates(run), facts, self._after(name))
+        after = functools.partial(self._after, name)
+        save = RankSnapshot(self._writer, self._cache, place, HeldStates(run), facts, after)
         self._coming = name
         try:
             files, error = attempt(lambda: files_of(run, checked_client_state(run)))
@@ -223,8 +204,8 @@ class Snapshots:
     def _begin(self, place, reused, files):
         """Makes the folder of a snapshot. It gets the files of one that nobody needs any more, and writes over them:
         their pages are there already. The file in which this rank says that all of its files are there goes first."""
-        _make(place)
-        for old, name in itertools.product(reused, (said_by(self.ranks.rank), *files)):
+        pathlib.Path(place).mkdir(0o700, exist_ok=True)
+        for old, name in itertools.product(reused, (SAID_BY(rank=self.ranks.rank), *files)):
             path = os.path.join(self.folder, old, name)
             with contextlib.suppress(OSError):  # it had no such file, or all of it is removed just now
                 if name not in files or os.stat(path).st_nlink > 1:
@@ -249,17 +230,13 @@ class Snapshots:
             if parsed(name) and name != self.whole and name not in kept:
                 shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
 
-    def _after(self, name):
-        keeper, source, target = self._memory.next_keeper, os.path.join(self.folder, name), f"{self.key}/{name}"
-
-        def after(files):
-            self._clear(name)  # of what was reused the rest, which others have left there
-            if keeper is not None:
-                _, error = attempt(lambda: hand_over(keeper, source, target, files), OSError)
-                if error is not None:
-                    logger.warning(f"elasticity.memory_copies: {target} has no copy on the next host: {error}")
-
-        return after
+    def _after(self, name, files):
+        self._clear(name)  # of what was reused the rest, which others have left there
+        source, target = os.path.join(self.folder, name), f"{self.key}/{name}"
+        if self._next_keeper is not None:
+            _, error = attempt(lambda: hand_over(self._next_keeper, source, target, files), OSError)
+            if error is not None:
+                logger.warning(f"elasticity.memory_copies: {target} has no copy on the next host: {error}")
 
     def stop(self):
         """Waits for what is on its way."""
@@ -273,9 +250,3 @@ class Snapshots:
         self.stop()
         self._clear()
         return self.folder if self.whole is not None else self._before
-
-
-def _make(folder):
-    # Not what is above: a folder that the agent has removed stays so.
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)

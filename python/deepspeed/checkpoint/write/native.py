@@ -1,4 +1,4 @@
-"""What a checkpoint in the native format holds of a run: tensors in safetensors files, all else in JSON.
+"""The content of a checkpoint in the native format: tensors in safetensors files, all else in JSON.
 
 A rank's files are made from what it owns; the only collective is the agreement that every value can be written.
 """
@@ -54,7 +54,7 @@ def owned(run):
 
 
 def _shares(run, params, cut=None):
-    """Which of the parameters this rank saves, a list of truths: those that several ranks have alike are shared out
+    """For each parameter whether this rank saves it: those that several ranks have alike are shared out
     among them. ``cut``: whether ranks have slices; None: as they have of masters."""
     dp_rank, dp_world = run.ranks.dp_rank, run.ranks.dp_world_size
     cut = run.policy.shards_states if cut is None else cut
@@ -154,7 +154,7 @@ def files_of(run, client_state, exclude_frozen_parameters=False):
 
 
 class _Contents:
-    """What this rank saves."""
+    """The contents of the files of this rank."""
 
     def __init__(self, run, exclude_frozen):
         writer = run.writer
@@ -169,7 +169,7 @@ class _Contents:
         self.others = others_of_module(run, exclude_frozen, self.named)
 
     def about_params(self):
-        """What the first rank is to write of this rank's parameters, as JSON can hold it."""
+        """Facts of this rank's parameters that the first rank writes, as JSON can hold them."""
         run = self.run
         return {
             "mp_rank": run.ranks.mp_rank,
@@ -199,16 +199,15 @@ class _Contents:
             about = _checkpoint(run, client_state, self.others, encode, _joined(mine, others))
             found[names.checkpoint_json(mp_rank)] = PreparedBytes(_text(about))
         tensors.update({key_of(names.VALUES, place): tensor for place, tensor in places.items()})
-        _check(tensors)
-        _check(self.frozen)
+        _check({**tensors, **self.frozen})
         rank = run.ranks.rank
-        made = {names.rank_tensors(rank): PreparedSafetensors(tensors, _METADATA)} if tensors else {}
+        made = {names.RANK_TENSORS(rank=rank): PreparedSafetensors(tensors, _METADATA)} if tensors else {}
         if self.frozen:
             kept = run.memo.setdefault("frozen files", {"digest": Digest(), "sound": set()})
             digest = kept["digest"].of(self.frozen, f"{names.VERSION} {mp_rank}")
-            made[names.frozen_tensors(digest)] = FrozenFile(self.frozen, _METADATA, kept["sound"])
+            made[names.FROZEN_TENSORS(digest=digest)] = FrozenFile(self.frozen, _METADATA, kept["sound"])
         about_rank["files"] = list(made)
-        return {**found, **made, names.rank_json(rank): PreparedBytes(_text(about_rank))}
+        return {**found, **made, names.RANK_JSON(rank=rank): PreparedBytes(_text(about_rank))}
 
 
 def _joined(mine, others):
@@ -244,7 +243,7 @@ def _check(tensors):
 
 
 def _checkpoint(run, client_state, others, encode, about):
-    """What is the same on all data-parallel ranks. ``about``: the parameters of all of them."""
+    """The facts that are the same on all data-parallel ranks. ``about``: the parameters of all of them."""
     _, module_values, _, metadata = others
     progress = {"lr_scheduler": _scheduler_state(run.scheduler), **counters_of(run), "ds_version": __version__}
     return {

@@ -1,4 +1,4 @@
-"""Who writes into a folder, as a small file in it says, and whether that process is known to be gone.
+"""The owner of a folder: a small file in it says which process writes there. Is that process known to be gone?
 
 Host name and process id are not enough: two containers may have both in common. The kernel's boot id, the namespace of
 process ids and the time at which the process started tell processes of one machine apart; a lock on the file, which
@@ -6,8 +6,8 @@ the kernel drops with the process, tells more where the file system has locks. O
 can say that they are alive, and nothing that they are gone but time: see ``LEASE_S``.
 """
 
+import collections
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -20,6 +20,7 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
 from deepspeed.formats.recorded_paths import path_below, remove_below
 from deepspeed.host.recorded_names import open_regular
+from deepspeed.host.texts import read_text
 from deepspeed.log import logger
 
 # ---- owner ---------------------------------------------------------------------------------------------------------
@@ -30,25 +31,13 @@ LEASE_S = 24 * 3600.0  # in which a process of which nothing else is known write
 _held = {}  # folder -> descriptor of a file that this process has locked
 
 
-@dataclasses.dataclass(frozen=True)
-class Process:
+class Process(collections.namedtuple("Process", "host boot pid_space pid started")):
     """Facts about a process: where it runs and which one there it is. Empty texts and 0: not known."""
-
-    host: str
-    boot: str
-    pid_space: str
-    pid: int
-    started: int
 
     @classmethod
     def here(cls):
-        return cls(
-            host=socket.gethostname(),
-            boot=_text("/proc/sys/kernel/random/boot_id"),
-            pid_space=_text("/proc/self/ns/pid", os.readlink),
-            pid=os.getpid(),
-            started=started(os.getpid()),
-        )
+        boot = read_text("/proc/sys/kernel/random/boot_id")
+        return cls(socket.gethostname(), boot, _pid_space(), os.getpid(), started(os.getpid()))
 
     def is_gone(self, here):
         """True or False where the process ``here`` can tell, else None."""
@@ -57,22 +46,16 @@ class Process:
         return _C.process_ended(self.pid) or (self.started != 0 and started(self.pid) != self.started)
 
 
-def _read(path):
-    with open(path) as file:
-        return file.read().strip()
-
-
-def _text(path, read=_read):
+def _pid_space():
     try:
-        return read(path)
+        return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
 
 
 def started(pid):
     """When the process began, in ticks since the machine did; 0 where there is none."""
-    text = _text(f"/proc/{pid}/stat")
-    fields = text.rpartition(")")[2].split()  # its name may have spaces and brackets
+    fields = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()  # its name may have spaces and brackets
     return int(fields[19]) if len(fields) > 19 else 0
 
 
@@ -82,25 +65,18 @@ def path_in(folder):
 
 def claim(folder, lock=True, **more):
     """Writes into ``folder`` that it is this process's; ``more``: other facts. Raises OSError."""
-    let_go(folder)
-    facts = {**dataclasses.asdict(Process.here()), **more}
-    if lock:
+    disown(folder)  # a mounted object store writes no file twice
+    facts = {**Process.here()._asdict(), **more, "locked": False}
+    _held[folder] = os.open(path_in(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
         with contextlib.suppress(OSError):  # no locks here
-            return _write(folder, {**facts, "locked": True})
-    return _write(folder, {**facts, "locked": False})
-
-
-def _write(folder, facts):
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path_in(folder))  # a mounted object store writes no file twice
-    descriptor = os.open(path_in(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, descriptor)
-        os.write(descriptor, json.dumps(facts).encode())
-        if facts["locked"]:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            stack.pop_all()
-            _held[folder] = descriptor
+            if lock:
+                fcntl.flock(_held[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                facts["locked"] = True
+        os.write(_held[folder], json.dumps(facts).encode())
+    finally:
+        if not facts["locked"]:
+            let_go(folder)
 
 
 def let_go(folder):
@@ -113,8 +89,7 @@ def let_go(folder):
 def disown(folder, claimed_as=None):
     """Nobody writes into ``folder`` any more; it may have had another name, ``claimed_as``, when that began."""
     let_go(claimed_as or folder)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path_in(folder))
+    pathlib.Path(path_in(folder)).unlink(missing_ok=True)
 
 
 def renamed(folder, name):
@@ -124,7 +99,7 @@ def renamed(folder, name):
 
 
 def facts_of(folder):
-    """What the folder's owner has written, a dict; None where nobody has."""
+    """The facts that the folder's owner has written, a dict; None where nobody has."""
     try:
         with open_regular(path_in(folder)) as file:
             facts = json.loads(file.read())
@@ -149,9 +124,8 @@ def is_gone(folder, here=None):
 
 def _process_of(facts):
     """None for the mark of an earlier version, which wrote less, and for a damaged one."""
-    found = {field.name: facts.get(field.name) for field in dataclasses.fields(Process)}
-    whole = all(type(found[field.name]) is field.type for field in dataclasses.fields(Process))
-    return Process(**found) if whole and 0 < found["pid"] < 1 << 31 else None
+    found = Process(*map(facts.get, Process._fields))
+    return found if [*map(type, found)] == [str, str, str, int, int] and 0 < found.pid < 1 << 31 else None
 
 
 def is_own(folder):
@@ -166,15 +140,12 @@ def is_alive(folder):
 
 def _is_free(path):
     """Whether nobody has locked the file; None where that cannot be found out."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    with contextlib.suppress(OSError), open(path, "r+b") as file:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             return False
-        finally:
-            os.close(descriptor)
     return None
 
 
@@ -202,7 +173,7 @@ def _below(folder):
 
 
 def described(folder):
-    """Who that is, for messages."""
+    """The owner's process and machine, for messages."""
     facts = facts_of(folder) or {}
     return f"process {facts.get('pid', '?')} on {facts.get('host', 'an unknown machine')}"
 
@@ -246,9 +217,8 @@ def _is_as_listed(folder, name, record):
         return True
     try:
         path = path_below(folder, name, os.path.join(folder, verify.NAME))
-        if os.path.getsize(path) != record["bytes"]:
-            return False
-        return names.is_universal_file(name) or verify.crc32_of(path) == record["crc32"]
+        known = os.path.getsize(path) == record["bytes"]
+        return known and (names.is_universal_file(name) or verify.crc32_of(path) == record["crc32"])
     except (OSError, ValueError):
         return False
 

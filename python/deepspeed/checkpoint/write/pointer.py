@@ -7,7 +7,6 @@ removed by the next replacement: their names say whose they are.
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import secrets
@@ -34,9 +33,8 @@ def cannot_rename(source, target):
 
 
 def _place():
-    # Where process ids mean the same.
-    here = owner.Process.here()
-    return hashlib.sha256(f"{here.boot} {here.pid_space}".encode()).hexdigest()[:8]
+    """Eight digits that are the same where process ids mean the same."""
+    return f"{_C.host_id():016x}"[-8:]
 
 
 def replace_text(path, text):

@@ -15,7 +15,7 @@ from deepspeed.checkpoint.read.verify import DamagedManifest
 
 
 def failure_of(rank, error):
-    """What went wrong on a rank, in a form that every rank can raise and JSON can carry: (rank, errno, text)."""
+    """An error of a rank in a form that every rank can raise and JSON can carry: (rank, errno, text)."""
     if error is None:
         return None
     if isinstance(error, OSError) and error.errno is not None:
@@ -84,11 +84,17 @@ class Ranks:
         raise_together([part[0] for part in told if part is not None], what, error)
         return [part and part[1] for part in told]
 
-    def lead(self, function, what):
-        """Runs ``function`` on the leading ranks; every rank learns of a failure (``agree``). Returns what it gave on
-        the leading rank of this rank's node."""
+    def together(self, function, what):
+        """The result of ``function()``. Where it raises on any rank, all raise: none is left waiting for others."""
+        found, error = attempt(function)
+        self.agree(error, what, own=True)
+        return found
+
+    def lead(self, function, what, agree=None):
+        """Runs ``function`` on the leading ranks; every rank learns of a failure (``agree``, or another function like
+        it). Returns what it gave on the leading rank of this rank's node."""
         found, error = attempt(function) if self.leads else (None, None)
-        return self.agree(error, what, found)[self.nodes.index(self.node)]
+        return (agree or self.agree)(error, what, found)[self.nodes.index(self.node)]
 
 
 # ---- ranks through files -------------------------------------------------------------------------------------------
@@ -117,19 +123,13 @@ class RanksThroughFiles(Ranks):
     """
 
     def __init__(self, like, folder, timeout_s, processes=None):
-        self.rank, self.size, self.leads = like.rank, like.size, like.leads
-        self.node, self.nodes = like.node, like.nodes
-        self.folder, self.timeout_s = folder, timeout_s
-        self.processes = processes
-        self.turn = 0
+        vars(self).update(vars(like))
+        self.folder, self.timeout_s, self.processes, self.turn = folder, timeout_s, processes, 0
         self.here = [rank for rank in range(self.size) if self.nodes[rank] == self.node]
         self.broken = None  # the exception after which meeting makes no sense
 
-    def _path(self, turn, rank):
-        return os.path.join(self.folder, f"{turn}.{rank}.json")
-
-    def _failed(self, rank):
-        return os.path.join(self.folder, f"failed.{rank}")
+    def _path(self, name):
+        return os.path.join(self.folder, name)
 
     def gather(self, value):
         """As that of ``Ranks``; ``value`` as JSON hands it on. Raises TimeoutError, and OSError when a rank could not
@@ -150,12 +150,12 @@ class RanksThroughFiles(Ranks):
     def _post(self, turn, value):
         try:
             os.makedirs(self.folder, exist_ok=True)
-            with open(self._path(turn, self.rank), "w") as file:
+            with open(self._path(f"{turn}.{self.rank}.json"), "w") as file:
                 json.dump([value], file)  # who reads half of it, which is no JSON, reads it again
         except OSError as error:
             # A short link takes no block of the disk: it can be made where a file cannot.
             with contextlib.suppress(OSError):
-                os.symlink(str(error.errno), self._failed(self.rank))
+                os.symlink(str(error.errno), self._path(f"failed.{self.rank}"))
             raise
 
     def _collect(self, turn):
@@ -165,16 +165,16 @@ class RanksThroughFiles(Ranks):
             if self.processes is not None and time.monotonic() > asked + 0.5:
                 asked = time.monotonic()
                 gone = [rank for rank in self.here if rank not in found and _is_gone(self.processes[rank])]
-            for rank in self.here:  # after the question who is gone: what those have left counts
-                if rank not in found and os.path.exists(self._path(turn, rank)):
-                    with open(self._path(turn, rank)) as file, contextlib.suppress(ValueError):
-                        found[rank] = json.load(file)[0]
+            for rank in set(self.here) - found.keys():  # after the question who is gone: what those have left counts
+                path = self._path(f"{turn}.{rank}.json")
+                with contextlib.suppress(FileNotFoundError, ValueError), open(path) as file:
+                    found[rank] = json.load(file)[0]
             late = [rank for rank in self.here if rank not in found]
             if not late:
                 return found
-            for rank in late:
-                if os.path.islink(self._failed(rank)):
-                    number = int(os.readlink(self._failed(rank)))
+            for failed, rank in ((self._path(f"failed.{rank}"), rank) for rank in late):
+                if os.path.islink(failed):
+                    number = int(os.readlink(failed))
                     raise OSError(number, f"rank {rank} could not say how far it is: {os.strerror(number)}")
             dead = ", ".join(str(rank) for rank in late if rank in gone)
             if dead:
@@ -199,8 +199,8 @@ class RanksThroughFiles(Ranks):
         """After the last ``gather``. The last rank to call it removes the folder: until then others may be reading."""
         with contextlib.suppress(OSError):
             if self.here != [self.rank]:
-                open(os.path.join(self.folder, f"left.{self.rank}"), "w").close()
-                if all(os.path.exists(os.path.join(self.folder, f"left.{rank}")) for rank in self.here):
+                open(self._path(f"left.{self.rank}"), "w").close()
+                if all(os.path.exists(self._path(f"left.{rank}")) for rank in self.here):
                     shutil.rmtree(self.folder, ignore_errors=True)
 
 

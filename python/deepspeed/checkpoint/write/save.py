@@ -45,8 +45,9 @@ def files_of(run, client_state, exclude_frozen_parameters=False, with_common=Fal
         schedule = run.scheduler.state_dict() if hasattr(run.scheduler, "state_dict") else None
         found[name] = lambda: _model_states(run, client_state, exclude_frozen_parameters, parts, schedule)
     if saved.optimizer_by_rank and run.states is not None:
-        prefix = "bf16_" if run.config.bfloat16_enabled else ""
-        name = names.OPTIM_STATES(dp_rank=dp_rank, mp_rank=mp_rank, prefix=prefix)
+        name = names.OPTIM_STATES(
+            dp_rank=dp_rank, mp_rank=mp_rank, prefix="bf16_" if run.config.bfloat16_enabled else ""
+        )
         found[name] = lambda: {
             "optimizer_state_dict": run.optimizer_state(),
             "ds_config": run.ds_config,
@@ -70,9 +71,9 @@ def _model_states(run, client_state, exclude_frozen_parameters, parts, schedule)
     described, saved = parts.described, run.policy.saved
     frozen = saved.frozen_listed and not exclude_frozen_parameters
     whole = not saved.optimizer_by_rank and not (described and described["table"])
-    module, cut = run.module_state(exclude_frozen_parameters=exclude_frozen_parameters), {}
-    if saved.model_by_rank:
-        cut = {name for name, param in run.weights.params.items() if name in module and is_sharded(param)}
+    module = run.module_state(exclude_frozen_parameters=exclude_frozen_parameters)
+    params = run.weights.params.items() if saved.model_by_rank else ()
+    cut = {name for name, param in params if name in module and is_sharded(param)}
     module.update({name: torch.empty(0, dtype=module[name].dtype) for name in cut})
     state = {
         "module": parts.module_of(module),
@@ -128,9 +129,9 @@ class Sharing:
 
     def cut(self, files, agree):
         """``files`` as ``files_of`` gives them, with the part of this rank in place of the model file. Every rank calls
-        it; ``agree(error, value)`` gives the values of all, or raises on all."""
+        it; ``agree(error, value=)`` gives the values of all, or raises on all."""
         made, error = attempt(lambda: PreparedTorch(files[self.name]()) if self.writes else None)
-        told = agree(error, [len(made.native.texts), made.native.entries()] if made is not None else None)
+        told = agree(error, value=[len(made.native.texts), made.native.entries()] if made is not None else None)
         if made is not None:
             texts, entries = told[self.writers[0]]
             own = [list(entry) for entry in made.native.entries()[texts:-2]]
@@ -145,7 +146,7 @@ class Sharing:
                     "only when all have the same; set checkpoint.writer.data_parallel to null, or give all the same "
                     "client_state"
                 )
-        agree(error, None)
+        agree(error)
         return files
 
     def complete(self, records, folder):
@@ -237,26 +238,21 @@ def save_checkpoint(run, save_dir, tag=None, save_latest=True, exclude_frozen_pa
     if not getattr(writer, "makes_files", True):
         saving.write(files, writer)
         log_dist(f"no checkpoint {saving.folder}: {writer.name} writes nothing", ranks=[0])
-    elif behind is not None and not _on_disks_of_nodes(ranks):
+    elif behind is not None and len(set(ranks.nodes)) == 1:
         writer.save_behind(saving, files, save_latest, states)
         log_dist(f"checkpoint {saving.folder} is copied and being written", ranks=[0])
     else:
+        if behind is not None:
+            warning_once(
+                "checkpoint.use_node_local_storage: the ranks of several nodes have no common folder in which their "
+                "background threads could agree, so checkpoints are written at once, and training waits. Save into a "
+                "directory that all nodes see, with use_node_local_storage false, to write in the background"
+            )
         if not hasattr(writer, "write_file"):
             writer = ForeignFiles(writer, tag, saving.save_dir, save_latest)
         saving.begin()
         saving.end(saving.write(saving.shared(files), writer), save_latest)
         log_dist(f"saved checkpoint {saving.folder}", ranks=[0])
-    return True
-
-
-def _on_disks_of_nodes(ranks):
-    if len(set(ranks.nodes)) == 1:
-        return False
-    warning_once(
-        "checkpoint.use_node_local_storage: the ranks of several nodes have no common folder in which their background "
-        "threads could agree, so checkpoints are written at once, and training waits. Save into a directory that all "
-        "nodes see, with use_node_local_storage false, to write in the background"
-    )
     return True
 
 
@@ -275,18 +271,11 @@ class Saving:
         self._keep_last = run.config.checkpoint_config.keep_last
         self._in_place = run.config.checkpoint_config.write_in_place
 
-    def _together(self, function):
-        """Runs ``function`` on the leading ranks; every rank learns of a failure, and the hidden folder goes. Returns
-        what it has returned on the leading rank of this rank's node."""
-        found, error = attempt(function) if self.ranks.leads else (None, None)
-        told = self.agree(error, value=found)
-        return told[self.ranks.nodes.index(self.ranks.node)]
-
-    def agree(self, error, before_removal=None, value=None):
-        """Raises on all ranks when one has an ``error``; the hidden folder goes, after ``before_removal()`` on all.
-        Returns the ``value`` of every rank."""
+    def agree(self, error, what=None, value=None, before_removal=None):
+        """As ``Ranks.agree``, but that the hidden folder goes when a rank has an ``error``, after ``before_removal()``
+        on all."""
         try:
-            return self.ranks.agree(error, self.failed, value)
+            return self.ranks.agree(error, what or self.failed, value)
         except Exception:
             if before_removal is not None:
                 before_removal()
@@ -306,10 +295,11 @@ class Saving:
                 owner.claim(meeting, lock=False)  # the last rank removes it, which would have to find a lock
             return self.staging
 
-        self.staging = self._together(make)
+        self.staging = self.ranks.lead(make, self.failed, self.agree)
         if self.staging == self.place:
-            lost = "it was written in place, so what was there is gone"
-            self.failed = f"the checkpoint {self.folder} is not saved; {lost}"
+            self.failed = (
+                f"the checkpoint {self.folder} is not saved; it was written in place, so what was there is gone"
+            )
 
     def shared(self, files):
         """``files``, with the one of which all data-parallel ranks have the same cut into parts. Every rank calls it,
@@ -321,7 +311,7 @@ class Saving:
         if self.staging == self.place:
             self.sharing = None
             return {name: files[name] for name in files if name != sharing.name or sharing.leads or not sharing.writes}
-        return sharing.cut(files, lambda error, value: self.agree(error, value=value))
+        return sharing.cut(files, self.agree)
 
     def write(self, files, writer):
         """Writes the files of this rank through ``writer.write_file``. Returns name -> record for the manifest."""
@@ -345,7 +335,7 @@ class Saving:
             everyones = self.agree(error, value=records)
         parts = (part for part, node in zip(everyones, self.ranks.nodes) if node == self.ranks.node)  # in this folder
         together = {name: record for part in parts for name, record in part.items()}
-        self._together(lambda: self._commit(together, save_latest))
+        self.ranks.lead(lambda: self._commit(together, save_latest), self.failed, self.agree)
 
     def _commit(self, records, save_latest):
         commit.finish(self.place, self.staging, self._facts, records)
@@ -360,7 +350,7 @@ class Saving:
 
 
 def facts_of(run, tag):
-    """What the manifest of a checkpoint says of the run."""
+    """Facts of the run for the manifest of a checkpoint."""
     return {
         "tag": tag,
         "saved_at": time.time(),

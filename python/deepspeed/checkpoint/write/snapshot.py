@@ -148,7 +148,7 @@ class MemoryRanges:
 
 @dataclasses.dataclass
 class Plan:
-    """Where the bytes of one file's sources will be. ``parts``: for each source [(block or None for the file's own,
+    """The places of the bytes of one file's sources. ``parts``: for each source [(block or None for the file's own,
     offset, bytes)]. ``bytes``: of the file's own block. ``now``, ``late``: [(address, offset, bytes)]; ``by_torch``:
     [(source, offset)] of sources that are on a device or have gaps."""
 
@@ -208,7 +208,7 @@ class Snapshot:
 
     # ---- in the calling thread -------------------------------------------------------------------------------------
     def plan(self, sources):
-        """Where copies of ``sources`` will be."""
+        """The ``Plan`` of the copies of ``sources``."""
         made = Plan()
         for source in sources:
             if source.bytes and not source.in_place():

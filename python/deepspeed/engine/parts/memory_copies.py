@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from deepspeed.checkpoint.write.memory import HostMemory, Snapshots
+from deepspeed.checkpoint.write.memory import Snapshots, host_memory
 from deepspeed.checkpoint.write.ranks import Ranks
 from deepspeed.comm import mesh_views
 from deepspeed.engine.members import Part, engine_parts
@@ -26,7 +26,7 @@ class MemoryCopies(Part):
         if not section.memory_copies or not engine._trains:
             return
         run = engine._checkpoints.run_state()
-        self._memory = HostMemory.found(run, Ranks(run.ranks, True))
+        self._memory = host_memory(run, Ranks(run.ranks, True))
         if self._memory is None:
             warning_once(
                 "elasticity.memory_copies: no agent holds memory for this job, so no snapshots are taken, and only "

@@ -91,7 +91,7 @@ class MasterOptimizer(WrappedOptimizer):
         if load_optimizer_states:
             restore.states()
         self.core.publish()
-        restore_scaler(self.loss_scaler, saved.extra())
+        restore_scaler(self.loss_scaler, saved.extra)
 
 
 class UnfusedMasterOptimizer(MasterOptimizer):

@@ -23,7 +23,7 @@ class Restore:
         self.core, self.stepping, self.optimizer = stepping.core, stepping, stepping.optimizer
         self.params, self.saved = params, saved
         self.options = options or [{} for _ in self.optimizer.param_groups]
-        shapes, aliases = saved.shapes(), saved.aliases()
+        shapes, aliases = saved.shapes, saved.aliases
         # The names under which the checkpoint has the parameters: of tied ones it may be another.
         self.names = [name if name in shapes else aliases.get(name, name) for name in stepping.names]
         self.core.wait_for_states()  # a checkpoint may be copying them
@@ -31,7 +31,7 @@ class Restore:
     def check(self, masters=False, states=False):
         """Raises ValueError, and what opening the files raises, for what cannot be restored: other shapes, and of the
         ``masters`` and ``states`` those that are incomplete or of another optimizer. Reads no elements."""
-        shapes = self.saved.shapes()
+        shapes = self.saved.shapes
         for name, param in zip(self.names, self.params):
             here = tuple(saved_part(param)[1])
             if name in shapes and tuple(shapes[name]) != here:
@@ -39,7 +39,7 @@ class Restore:
                     f"{self.saved.origin()} does not fit the model: parameter '{name}' was saved with shape "
                     f"{tuple(shapes[name])}, the model has {here}. Build the model as it was saved"
                 )
-        own, saved = self.optimizer.param_groups, self.saved.param_groups() if states else ()
+        own, saved = self.optimizer.param_groups, self.saved.param_groups if states else ()
         if states and len(own) != len(saved):
             raise ValueError(
                 f"{self.saved.origin()} has {len(saved)} parameter groups, this run's optimizer has {len(own)}: make "
@@ -82,7 +82,7 @@ class Restore:
     def _own_pieces(self, masters, states):
         """``(number, index, offset, numel, {kind -> saved pieces})`` of the pieces that this rank owns: of fp32 weights
         that were saved, of all states."""
-        found, fused, saved, shapes = {}, self.stepping.fused, self.saved.state_names(), self.saved.shapes()
+        found, fused, saved, shapes = {}, self.stepping.fused, self.saved.state_names(), self.saved.shapes
         names = self.core.slot_names() if states and fused else ()
         slots = {kind: self.core.slots(number) for number, kind in enumerate(names)}
         for number, (index, offset, numel) in enumerate(self.core.pieces()):
@@ -117,7 +117,7 @@ class Restore:
 
     def states(self):
         """Moments, steps and hyperparameters."""
-        for group, values, options in zip(self.optimizer.param_groups, self.saved.param_groups(), self.options):
+        for group, values, options in zip(self.optimizer.param_groups, self.saved.param_groups, self.options):
             left = {"names", "params"}
             if self.stepping.fused and "step" not in group:  # FusedAdam has it in its groups, others do not
                 left.add("step")
@@ -127,7 +127,7 @@ class Restore:
             self._client_states()
             return
         self._read_native(states=True)
-        shapes = self.saved.shapes()
+        shapes = self.saved.shapes
         steps = [float(self.saved.step(name) or 0) if name in shapes else 0.0 for name in self.names]
         self.core.steps().copy_(torch.tensor(steps, dtype=torch.float32))
 
@@ -142,7 +142,7 @@ class Restore:
                         target.zero_()
 
     def _client_states(self):
-        state, shapes = self.optimizer.state, self.saved.shapes()
+        state, shapes = self.optimizer.state, self.saved.shapes
         for number, index, offset, numel, found in self._own_pieces(False, True):
             name, master, own = self.names[index], self.stepping.masters[number], {}
             if name in shapes:
