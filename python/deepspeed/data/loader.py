@@ -52,11 +52,9 @@ class ResumableDataLoader:
     ):
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"the data loader's batch_size must be a whole number >= 1, got {batch_size!r}.")
-        joined = dist.is_initialized()
-        if data_parallel_world_size is None:
-            data_parallel_world_size = dist.get_world_size() if joined else 1
-        if data_parallel_rank is None:
-            data_parallel_rank = dist.get_rank() if joined else 0
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        self.world_size = ranks if data_parallel_world_size is None else data_parallel_world_size
+        self.rank = rank if data_parallel_rank is None else data_parallel_rank
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, dataloader_drop_last
         self.tput_timer, self.collate_fn = tput_timer, collate_fn
         if num_local_io_workers is None:
@@ -64,15 +62,13 @@ class ResumableDataLoader:
             num_local_io_workers = 0 if alone else WORKERS
         self.num_local_io_workers = num_local_io_workers
         self.post_process_func = None  # callable(batch, sampler state), see engine.set_data_post_process_func
-        self.world_size, self.rank = data_parallel_world_size, data_parallel_rank
-        self.data_sampler = self._make_sampler(data_sampler, data_parallel_world_size, data_parallel_rank)
+        self.data_sampler = self._make_sampler(data_sampler)
         self.epoch = 0
         self.batches = 0  # handed out in this epoch, counted from the sample number
         self._start = 0  # of this epoch, which other ranks or batches have had before
         self.seed = None  # of random numbers in workers; None: torch's initial one, when an epoch begins
         self._order_state = None  # what the random order of this epoch was drawn from, where that is not the epoch
-        self._batches_now = None
-        self._resuming = False
+        self._batches_now = None  # the iterator of torch's loader; None before the first batch of a loop
         # A generator of its own: torch would draw the workers' seed from the global one, and resuming draws once more.
         self._generator = torch.Generator()
         options = {
@@ -86,9 +82,14 @@ class ResumableDataLoader:
         else:
             self._batch_indices = _BatchIndices(self.data_sampler, batch_size, self.drop_last)
             self.dataloader = DataLoader(dataset, batch_sampler=self._batch_indices, **options)
-            self._refuse_empty(data_parallel_world_size)
+            if self.drop_last and hasattr(self.data_sampler, "__len__") and len(self) == 0:
+                raise ValueError(
+                    f"the data loader would yield no batch: {len(dataset)} samples over {self.world_size} "
+                    f"data-parallel ranks are fewer than one batch of {batch_size} per rank, and dataloader_drop_last "
+                    f"drops them."
+                )
 
-    def _make_sampler(self, data_sampler, world_size, rank):
+    def _make_sampler(self, data_sampler):
         if isinstance(self.dataset, IterableDataset):
             if data_sampler is not None:
                 raise ValueError("an IterableDataset decides its own order: pass no data_sampler with it.")
@@ -97,32 +98,21 @@ class ResumableDataLoader:
             return data_sampler
         if len(self.dataset) == 0:
             raise ValueError("the training data set is empty: it has no samples to make batches of.")
-        return ShareSampler(
-            self.dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=SEED, drop_last=self.drop_last
-        )
-
-    def _refuse_empty(self, world_size):
-        if self.drop_last and hasattr(self.data_sampler, "__len__") and len(self) == 0:
-            raise ValueError(
-                f"the data loader would yield no batch: {len(self.dataset)} samples over {world_size} data-parallel "
-                f"ranks are fewer than one batch of {self.batch_size} per rank, and dataloader_drop_last drops them."
-            )
+        share = {"num_replicas": self.world_size, "rank": self.rank, "drop_last": self.drop_last}
+        return ShareSampler(self.dataset, shuffle=True, seed=SEED, **share)
 
     def __len__(self):
         """Batches of one whole epoch on this rank; TypeError where the data has no length."""
         return len(self.dataloader)
 
     def __iter__(self):
-        if self._resuming:
-            self._resuming = False
-        elif self.batches:  # left in the middle: a new loop is a new epoch
+        if self._batches_now is not None and self.batches:  # left in the middle: a new loop is a new epoch
             self._next_epoch()
         self._begin()
         return self
 
     def __next__(self):
         if self._batches_now is None:
-            self._resuming = False
             self._begin()
         if self.tput_timer is not None:
             self.tput_timer.start()
@@ -144,9 +134,16 @@ class ResumableDataLoader:
 
     def _begin(self):
         """Opens this epoch at batch `self.batches`; samples before it are not read where the data can be indexed."""
-        self._generator.manual_seed(self._seed_of_workers())
+        # The generator from which torch draws the first worker's seed; the next workers have the next numbers.
+        told = f"{torch.initial_seed() if self.seed is None else self.seed} {self.rank} {self.epoch}"
+        self._generator.manual_seed(int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "little", signed=True))
         if self.data_sampler is None:
-            self._batches_now = self._after_re_reading(end_with(iter(self.dataloader)))
+            batches = end_with(iter(self.dataloader))
+            if self.batches:
+                logger.info("The data set can only be read in order: reading %d batches again to resume.", self.batches)
+            for _ in itertools.islice(batches, self.batches):
+                pass
+            self._batches_now = batches
             return
         if hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(self.epoch)
@@ -156,18 +153,6 @@ class ResumableDataLoader:
             self._order_state = None if hasattr(self.data_sampler, "set_epoch") else _random_state(self.data_sampler)
         self._batch_indices.start_at(self.batches, self._order_state)
         self._batches_now = end_with(iter(self.dataloader))
-
-    def _seed_of_workers(self):
-        """Of the generator from which torch draws the first worker's seed; the next workers have the next numbers."""
-        told = f"{torch.initial_seed() if self.seed is None else self.seed} {self.rank} {self.epoch}"
-        return int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "little", signed=True)
-
-    def _after_re_reading(self, batches):
-        if self.batches:
-            logger.info("The data set can only be read in order: reading %d batches again to resume.", self.batches)
-            for _ in itertools.islice(batches, self.batches):
-                pass
-        return batches
 
     def state_dict(self):
         """The position: the epoch, and the batches handed out in it. What workers prepared ahead does not count.
@@ -199,7 +184,6 @@ class ResumableDataLoader:
         self.epoch, self.batches, self._order_state = state["epoch"], state["batches"], state.get("order")
         self._start = state.get("start", 0)
         self._batches_now = None
-        self._resuming = True
         batch_size = state.get("batch_size", self.batch_size)
         world_size = state.get("world_size", self.world_size) if self.data_sampler is not None else self.world_size
         if (batch_size, world_size) != (self.batch_size, self.world_size):

@@ -16,6 +16,13 @@ from deepspeed.host.programs import output_of
 _LABEL_WIDTH = 33
 # Below this, data loader workers and collectives between processes of one host run out of room.
 _SMALL_SHM_BYTES = 1 << 30
+# Facts that are there where something does not work; the first one of them is why the others are there.
+_BROKEN = {
+    "error": "torch cannot be imported ({}): training needs it. Install it with `apt install python3-torch` or "
+    "`pip install torch`.",
+    "native_error": "the native module cannot be loaded: {}",
+    "ops_error": "the op builders cannot be asked: {}",
+}
 
 
 def _first_line(command):
@@ -63,9 +70,9 @@ def software_lines(facts):
 
 
 def _compiled_with():
-    versions = {"torch": "version", "cuda": "cuda_version", "hip": "hip_version"}
-    found = {label: build.torch_info[key] for label, key in versions.items()}
-    return ", ".join(f"{label} {version}" for label, version in found.items() if label == "torch" or version != "0.0")
+    info = build.torch_info
+    rows = ("torch", info["version"]), ("cuda", info["cuda_version"]), ("hip", info["hip_version"])
+    return ", ".join(f"{label} {version}" for label, version in rows if label == "torch" or version != "0.0")
 
 
 def machine_lines(facts):
@@ -109,16 +116,7 @@ def _shm_text():
 
 def warnings(facts):
     """One paragraph for each thing that makes training slow or impossible here, with its fix."""
-    found = []
-    if "error" in facts:
-        found.append(
-            f"torch cannot be imported ({facts['error']}): training needs it. Install it with `apt install "
-            f"python3-torch` or `pip install torch`."
-        )
-    elif "native_error" in facts:
-        found.append(f"the native module cannot be loaded: {facts['native_error']}")
-    elif "ops_error" in facts:
-        found.append(f"the op builders cannot be asked: {facts['ops_error']}")
+    found = [text.format(facts[fact]) for fact, text in _BROKEN.items() if fact in facts][:1]
     found += [facts[name] for name in ("blas_warning", "product_warning") if facts.get(name)]
     abi, _, why_not = native.kernel_table("cpu")
     if abi == 0:

@@ -20,10 +20,10 @@ def share_anew(experts, copies):
     ]
     if not held:
         return
-    access, made = sharding.ShardAccess.of_group(copies, copies), {}
+    access = sharding.ShardAccess.of_group(copies, copies)
     for module, name in held:
         old = module._parameters[name]
-        if id(old) not in made:
+        if not hasattr(old, "ds_replaced_by"):  # modules may share it
             with GatheredParameters([old]):
                 new = torch.nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
             for key, value in vars(old).items():
@@ -33,19 +33,18 @@ def share_anew(experts, copies):
             access.gatherer.acquire([new.ds_handle])
             access.gatherer.release([new.ds_handle])
             old.ds_replaced_by = (new,)
-            made[id(old)] = old  # lives as long as its number counts
         module._parameters[name] = old.ds_replaced_by[0]
 
 
 def trained_instead(model_parameters):
     """The parameters or groups that a script gives to be optimised, with replaced parameters exchanged for those that
     took their place. ValueError if one parameter took the place of parameters of two groups."""
-    if model_parameters is None or not isinstance(model_parameters, (list, tuple)):
+    if not isinstance(model_parameters, (list, tuple)):
         return model_parameters  # a generator asks the model when it is asked
     seen = {}
     if model_parameters and isinstance(model_parameters[0], dict):
-        groups = list(model_parameters)
-        return [{**group, "params": _instead(group["params"], seen, number)} for number, group in enumerate(groups)]
+        numbered = enumerate(model_parameters)
+        return [{**group, "params": _instead(group["params"], seen, number)} for number, group in numbered]
     return _instead(model_parameters, seen, 0)
 
 

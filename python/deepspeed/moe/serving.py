@@ -56,9 +56,10 @@ def cut(experts, rank, ranks, where):
     """``experts``, ``Experts`` or ``GroupedExperts``, keep slice ``rank`` of ``ranks`` of each: what all slices make
     adds up to what the expert makes."""
     if isinstance(experts, GroupedExperts):
-        return _cut_stacked(experts, rank, ranks, where)
+        axes = [(experts, "w1", 1), (experts, "w2", 2), (experts, "w3", 1)]
+        return _keep_slices(axes, experts.w2.shape[2], rank, ranks, where)
     for number, expert in enumerate(experts.deepspeed_experts):
-        found = _cut_linears(expert, steps_of(expert) or [])
+        found = _linears(expert, steps_of(expert) or [])
         if found is None:
             fail(
                 where,
@@ -66,38 +67,26 @@ def cut(experts, rank, ranks, where):
                 "the input, functions of single numbers and one linear layer behind them",
             )
         columns, last = found
-        _check_width(last.in_features, ranks, where)
-        for linear in {id(one): one for one in columns}.values():
-            _keep(linear, "weight", linear.weight.chunk(ranks, 0)[rank])
-            linear.out_features = len(linear.weight)
-            if linear.bias is not None:
-                _keep(linear, "bias", linear.bias.chunk(ranks)[rank])
-        _keep(last, "weight", last.weight.chunk(ranks, 1)[rank])
-        last.in_features = last.weight.shape[1]
+        axes = [(linear, name, 0) for linear in dict.fromkeys(columns) for name in ("weight", "bias")]
+        _keep_slices([*axes, (last, "weight", 1)], last.in_features, rank, ranks, where)
         if last.bias is not None and rank != 0:  # it is added once
-            _keep(last, "bias", torch.zeros_like(last.bias))
+            last.bias = nn.Parameter(torch.zeros_like(last.bias), requires_grad=last.bias.requires_grad)
+        for linear in (*columns, last):
+            linear.out_features, linear.in_features = linear.weight.shape
 
 
-def _check_width(width, ranks, where):
+def _keep_slices(axes, width, rank, ranks, where):
+    """``axes``: ``(module, name of a parameter, axis along which it is cut)``; modules need not have all of them."""
     if width % ranks != 0:
         fail(where, f"its experts are {width} wide inside: no {ranks} slices")
+    for module, name, axis in axes:
+        old = getattr(module, name)
+        if old is not None:
+            kept = old.detach().chunk(ranks, axis)[rank].clone(memory_format=torch.contiguous_format)
+            setattr(module, name, nn.Parameter(kept, requires_grad=old.requires_grad))
 
 
-def _cut_stacked(experts, rank, ranks, where):
-    _check_width(experts.w2.shape[2], ranks, where)
-    for name, axis in (("w1", 1), ("w2", 2), ("w3", 1)):
-        weight = getattr(experts, name)
-        if weight is not None:
-            _keep(experts, name, weight.chunk(ranks, axis)[rank])
-
-
-def _keep(module, name, value):
-    old = getattr(module, name)
-    kept = value.detach().clone(memory_format=torch.contiguous_format)
-    setattr(module, name, nn.Parameter(kept, requires_grad=old.requires_grad))
-
-
-def _cut_linears(expert, steps):
+def _linears(expert, steps):
     """``(linear layers that are cut along what they make, the last one, cut along what it gets)``; None for an expert
     that is not cut so: linear layers of the input, functions of single numbers, a linear layer whose result is the
     expert's."""
@@ -147,11 +136,10 @@ class SlicedExperts(nn.Module):
 
     @torch.no_grad()
     def _through_slices(self, mine, counts, first):
-        theirs = [torch.empty(len(counts), dtype=torch.int64) for _ in range(self.ranks)]
+        theirs = torch.empty(self.ranks * len(counts), dtype=torch.int64)
         with named(self.layer_name):
-            dist.all_gather(theirs, torch.tensor(counts, dtype=torch.int64), group=self.group)
-            theirs = torch.cat(theirs).tolist()
-            taken, per_expert, order = _native._C.plan_arrivals(theirs, self.ranks, len(counts))
+            dist.all_gather_into_tensor(theirs, torch.tensor(counts, dtype=torch.int64), group=self.group)
+            taken, per_expert, order = _native._C.plan_arrivals(theirs.tolist(), self.ranks, len(counts))
             given = [len(mine)] * self.ranks
             arrived = mine.new_empty(sum(taken), mine.shape[1])
             dist.all_to_all_single(arrived, mine.repeat(self.ranks, 1), taken, given, group=self.group)
@@ -160,8 +148,7 @@ class SlicedExperts(nn.Module):
             back = made.new_empty(self.ranks * len(mine), mine.shape[1])
             dist.all_to_all_single(back, made.contiguous(), given, taken, group=self.group)
         parts = back.view(self.ranks, len(mine), mine.shape[1])
-        sums = parts if parts.dtype in (torch.float32, torch.float64) else parts.float()
-        return sums.sum(0).to(mine.dtype)
+        return parts.to(torch.promote_types(mine.dtype, torch.float32)).sum(0).to(mine.dtype)
 
 
 class ExpertsOfAlike(nn.Module):
@@ -182,7 +169,7 @@ class ExpertsOfAlike(nn.Module):
         begin = sum(counts[: self.first])
         mine = counts[self.first : self.first + self.count]
         own = slice(begin, begin + sum(mine))
-        made = torch.zeros_like(flat, dtype=flat.dtype if flat.dtype == torch.float64 else torch.float32)
+        made = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
         if sum(mine):
             made[own] = _run(self.experts, flat[own], mine, 0).to(made.dtype)
         dist.all_reduce(made, group=self.group)

@@ -28,8 +28,7 @@ class LayerStatistics:
         """Adds the routes of one forward."""
         if not self.counting:
             return
-        if self.row.device != routes.probs.device:
-            self.row = self.row.to(routes.probs.device)
+        self.row = self.row.to(routes.probs.device)
         self.row[: self.num_experts] += routes.exp_counts
         kept = torch.as_tensor(routes.plan.kept, device=self.row.device)
         probs = routes.probs.detach()[:: max(1, routes.tokens // _SAMPLE)]

@@ -1,17 +1,13 @@
 """``ds_nvme_tune``, second part: prints the best measured setting as the section ``aio`` of a configuration."""
 
-import glob
 import json
 import math
-import os
+from pathlib import Path
 
 
 def results_in(log_dir):
     """The results that ``sweep_main`` has logged, fastest first."""
-    found = []
-    for path in sorted(glob.glob(os.path.join(log_dir, "*.json"))):
-        with open(path, encoding="utf-8") as file:
-            found.append(json.load(file))
+    found = [json.loads(path.read_text("utf-8")) for path in sorted(Path(log_dir).glob("*.json"))]
     return sorted(found, key=lambda result: -result["gb_per_s"])
 
 

@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from deepspeed.nvme.perf_generate_param import generate_main
 from deepspeed.nvme.transfer_rate import Bench, Setting, bytes_of
@@ -75,8 +76,7 @@ def settings_of(path):
     """All settings to try: the product of the lists in a JSON file, or of the default ones (``path`` None)."""
     lists = {NAMES[name]: values for name, values in SPACE.items()}
     if path is not None:
-        with open(path, encoding="utf-8") as file:
-            given = json.load(file)
+        given = json.loads(Path(path).read_text("utf-8"))
         for name in WITHOUT_EFFECT.keys() & given.keys():
             del given[name]
             print(f"ds_nvme_tune: {path}: {name} has no effect here: {WITHOUT_EFFECT[name]}.", file=sys.stderr)
@@ -93,8 +93,7 @@ def settings_of(path):
 def drop_page_cache():
     """Writes out dirty pages, and makes the kernel forget clean ones. Raises OSError where this is not root."""
     os.sync()
-    with open("/proc/sys/vm/drop_caches", "w", encoding="ascii") as file:
-        file.write("1")
+    Path("/proc/sys/vm/drop_caches").write_text("1", "ascii")
 
 
 def sweep_main(args):
@@ -108,9 +107,8 @@ def sweep_main(args):
     device = "cuda" if args.gpu else "cpu"
     operations = [name for name, off in (("write", args.no_write), ("read", args.no_read)) if not off]
     for operation in operations:  # results of an older run would win
-        for name in os.listdir(args.log_dir):
-            if name.startswith(f"{operation}_") and name.endswith(".json"):
-                os.unlink(os.path.join(args.log_dir, name))
+        for old in Path(args.log_dir).glob(f"{operation}_*.json"):
+            old.unlink()
     for number, folder in enumerate(args.nvme_dir):
         with Bench(folder, io_size, device, args.gds) as bench:
             for operation, (i, setting) in itertools.product(operations, enumerate(settings)):
@@ -121,10 +119,8 @@ def sweep_main(args):
                     "op": operation, "folder": folder, "gb_per_s": statistics.median(rates), "loops": rates,
                     "aio": setting.section(args.gds), "io_size": io_size, "device": device,
                 }  # fmt: skip
-                with open(
-                    os.path.join(args.log_dir, f"{operation}_{number}_{i:04}.json"), "w", encoding="utf-8"
-                ) as file:
-                    json.dump(result, file, indent=1)
+                path = os.path.join(args.log_dir, f"{operation}_{number}_{i:04}.json")
+                Path(path).write_text(json.dumps(result, indent=1), "utf-8")
                 if args.verbose:
                     print(f"{folder}: {operation} {result['gb_per_s']:.3f} GB/s with {asdict(setting)}", flush=True)
 

@@ -57,7 +57,6 @@ class Bench:
             )
         self.io_size, self.device, self.use_gds, self.bounce, self.unlocked = io_size, device, use_gds, bounce, unlocked
         self.path = os.path.join(folder, f".ds_io_{os.getpid()}_{time.monotonic_ns()}.tensor")
-        self._written = False
 
     def rates(self, setting, read, loops, validate=False, single=True):
         """GB/s (of 1e9 bytes) of each of ``loops`` transfers. single: by the blocking calls, else ``async_`` and
@@ -66,16 +65,9 @@ class Bench:
         handle = getattr(builder().load(), "gds_handle" if self.use_gds else "aio_handle")(**asdict(setting))
         tensor, release = self._tensor(handle)
         try:
-            if read and not self._written:
+            if read and not os.path.exists(self.path):
                 self._move(handle, tensor, False, validate, single)
-                self._written = True
-            rates = []
-            for _ in range(loops):
-                start = time.perf_counter()
-                self._move(handle, tensor, read, validate, single)
-                rates.append(self.io_size / (time.perf_counter() - start) / 1e9)
-            self._written = True
-            return rates
+            return [self._move(handle, tensor, read, validate, single) for _ in range(loops)]
         finally:
             release()
 
@@ -90,7 +82,8 @@ class Bench:
         return torch.zeros(self.io_size, dtype=torch.uint8, device=self.device), lambda: None
 
     def _move(self, handle, tensor, read, validate, single):
-        staged = tensor
+        """One transfer; returns its GB/s."""
+        start, staged = time.perf_counter(), tensor
         if self.bounce and tensor.device.type != "cpu":
             staged = handle.new_cpu_locked_tensor(self.io_size, torch.empty(0, dtype=torch.uint8))
             if not read:
@@ -103,6 +96,7 @@ class Bench:
             if read:
                 tensor.copy_(staged)
             handle.free_cpu_locked_tensor(staged)
+        return self.io_size / (time.perf_counter() - start) / 1e9
 
     def __enter__(self):
         return self

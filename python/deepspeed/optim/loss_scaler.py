@@ -7,6 +7,7 @@ under the import path ``deepspeed.runtime.fp16.loss_scaler`` that files of this 
 import torch
 
 from deepspeed import _native
+from deepspeed.utils.forwarding import forwarded
 
 INITIAL_LOSS_SCALE = "init_scale"
 SCALE_WINDOW = "scale_window"
@@ -34,10 +35,7 @@ class LossScalerBase:
         self.cur_scale = cur_scale
         self.dynamic = False
 
-    @property
-    def loss_scale(self):
-        """The factor for the next loss."""
-        return self.cur_scale
+    loss_scale = forwarded("cur_scale", False, "The factor for the next loss.")
 
     def scale_gradient(self, module, grad_in, grad_out):
         """A module's full backward hook that multiplies the gradients by the scale; keeps None."""
@@ -151,8 +149,10 @@ class DynamicLossScaler(LossScalerBase):
 
     def go_on(self, saved):
         """Continues where a saved scaler was (its attributes), by the rules of this one: only how far it was counts."""
-        keep = {"scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"}
-        keep |= {"raise_error_at_min_scale", "dynamic", "dtype", "settling"}
+        keep = {
+            "scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis",
+            "raise_error_at_min_scale", "dynamic", "dtype", "settling",
+        }  # fmt: skip
         for name in vars(self).keys() & saved.keys() - keep:
             setattr(self, name, saved[name])
         self.cur_scale = max(self.cur_scale, self.min_scale)
@@ -211,14 +211,7 @@ class LossScaleConfig:
         else:
             self.loss_scaler = CreateLossScaler(low_precision_dtype, static_loss_scale, False, None)
 
-    @property
-    def cur_scale(self):
-        return self.loss_scaler.cur_scale
-
-    @cur_scale.setter
-    def cur_scale(self, value):
-        self.loss_scaler.cur_scale = value
-
+    cur_scale = forwarded("loss_scaler.cur_scale")
     cur_iter = _of_scaler("cur_iter", 0)
     last_overflow_iter = _of_scaler("last_overflow_iter", -1)
     scale_factor = _of_scaler("scale_factor", 1.0)

@@ -47,12 +47,6 @@ def _count(name, value):
     return int(value)
 
 
-def _warmup_steps(value):
-    if value is None:
-        raise ValueError("scheduler parameter warmup_num_steps is None: give the number of steps of the warm-up.")
-    return _count("warmup_num_steps", value)
-
-
 def _curve(value):
     """An unknown curve is read as "log", with a warning: scripts written for DeepSpeed may name others."""
     if not isinstance(value, str):
@@ -137,7 +131,23 @@ def _set_rate(group, rate):
         group["lr"] = rate
 
 
-class _LastBatchIterationStep(_Schedule):
+class _WithWarmup(_Schedule):
+    def _read_warmup(self, num_steps, kind):
+        if num_steps is None:
+            raise ValueError("scheduler parameter warmup_num_steps is None: give the number of steps of the warm-up.")
+        self.warmup_num_steps, self.warmup_type = _count("warmup_num_steps", num_steps), _curve(kind)
+
+    def _read_end(self, total_num_steps):
+        self.total_num_steps = _count("total_num_steps", total_num_steps)
+        if self.total_num_steps < self.warmup_num_steps:
+            logger.warning(
+                "%s: total_num_steps = %d is less than warmup_num_steps = %d, so training ends before the rate has "
+                "risen.",
+                type(self).__name__,
+                self.total_num_steps,
+                self.warmup_num_steps,
+            )
+
     def step(self, last_batch_iteration=None):
         """Goes to the next iteration, or to the given one."""
         super().step(last_batch_iteration)
@@ -227,35 +237,37 @@ class OneCycle(_Schedule):
         max_mom = self._per_group("cycle_max_mom", cycle_max_mom)
         self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
         momenta = _formulas.OneCycleMomentum(min_mom, max_mom, self.decay_mom_rate, shape)
-        groups = self.optimizer.param_groups
-        self.cycle_momentum = bool(cycle_momentum)
-        if self.cycle_momentum:
-            self._take_default_betas(groups)
-        self.min_moms = [_betas(group, one) for group, one in zip(groups, min_mom)]
-        self.max_moms = [_betas(group, one) for group, one in zip(groups, max_mom)]
-        if self.cycle_momentum and not all("betas" in g or "momentum" in g for g in groups):
+        self.cycle_momentum = bool(cycle_momentum) and self._has_momenta()
+        self.min_moms, self.max_moms = self._with_betas(min_mom), self._with_betas(max_mom)
+        self._momenta = momenta if self.cycle_momentum else None
+        self._start(rates, last_batch_iteration)
+
+    def _has_momenta(self):
+        """Whether all groups have a momentum to cycle; a group without one gets the ``betas`` of the optimizer's
+        defaults, where there are any."""
+        without = [group for group in self.optimizer.param_groups if "betas" not in group and "momentum" not in group]
+        betas = getattr(self.optimizer, "defaults", {}).get("betas")
+        if without and betas is None:
             logger.warning(
                 "OneCycle: cycle_momentum is off, because %s has a parameter group with neither betas nor momentum.",
                 type(self.optimizer).__name__,
             )
-            self.cycle_momentum = False
-        self._momenta = momenta if self.cycle_momentum else None
-        self._start(rates, last_batch_iteration)
+            return False
+        for group in without:
+            group["betas"] = tuple(betas)
+        return True
 
-    def _take_default_betas(self, groups):
-        """A group without momentum of its own gets the ``betas`` of the optimizer's defaults, where there are any."""
-        betas = getattr(self.optimizer, "defaults", {}).get("betas")
-        for group in groups:
-            if betas is not None and "betas" not in group and "momentum" not in group:
-                group["betas"] = tuple(betas)
+    def _with_betas(self, momenta):
+        """A value for each group: the whole ``betas`` of groups that have them, else the momentum."""
+        groups = zip(self.optimizer.param_groups, momenta)
+        return [(one, *group["betas"][1:]) if "betas" in group else one for group, one in groups]
 
     def get_mom(self):
         """Momenta of the current iteration, one per group: the whole ``betas`` tuple for groups that have one, else a
         number. None when momentum is not cycled."""
         if self._momenta is None:
             return None
-        values = self._momenta.momentum(self.last_batch_iteration)
-        return [_betas(group, value) for group, value in zip(self.optimizer.param_groups, values)]
+        return self._with_betas(self._momenta.momentum(self.last_batch_iteration))
 
     def _move_to(self, iteration):
         super()._move_to(iteration)
@@ -264,11 +276,7 @@ class OneCycle(_Schedule):
                 group["betas" if "betas" in group else "momentum"] = value
 
 
-def _betas(group, momentum):
-    return (momentum, *group["betas"][1:]) if "betas" in group else momentum
-
-
-class WarmupLR(_LastBatchIterationStep):
+class WarmupLR(_WithWarmup):
     """Raises the rate from ``warmup_min_lr`` to ``warmup_max_lr`` over ``warmup_num_steps`` iterations, then keeps it.
 
     warmup_max_lr: default None: each group's own rate.
@@ -286,19 +294,18 @@ class WarmupLR(_LastBatchIterationStep):
         last_batch_iteration=-1,
     ):
         super().__init__(optimizer)
-        self._read_warmup(warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+        self._read_rates(warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
         self._start(
             _formulas.WarmupLr(self.min_lrs, self.max_lrs, self.warmup_num_steps, self.warmup_type),
             last_batch_iteration,
         )
 
-    def _read_warmup(self, min_lr, max_lr, num_steps, kind):
+    def _read_rates(self, min_lr, max_lr, num_steps, kind):
         if max_lr is None:
             max_lr = self._own_rates("warmup_max_lr")
         self.min_lrs = self._per_group("warmup_min_lr", min_lr)
         self.max_lrs = self._per_group("warmup_max_lr", max_lr)
-        self.warmup_num_steps = _warmup_steps(num_steps)
-        self.warmup_type = _curve(kind)
+        self._read_warmup(num_steps, kind)
 
 
 class WarmupDecayLR(WarmupLR):
@@ -316,9 +323,8 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration=-1,
     ):
         _Schedule.__init__(self, optimizer)
-        self._read_warmup(warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
-        self.total_num_steps = _count("total_num_steps", total_num_steps)
-        _warn_short(self)
+        self._read_rates(warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+        self._read_end(total_num_steps)
         self._start(
             _formulas.WarmupDecayLr(
                 self.min_lrs, self.max_lrs, self.warmup_num_steps, self.warmup_type, self.total_num_steps
@@ -327,7 +333,7 @@ class WarmupDecayLR(WarmupLR):
         )
 
 
-class WarmupCosineLR(_LastBatchIterationStep):
+class WarmupCosineLR(_WithWarmup):
     """A factor on each group's own rate: from ``warmup_min_ratio`` to 1 over ``warmup_num_steps``, then half a cosine
     down to ``cos_min_ratio`` at the last of ``total_num_steps`` iterations, and constant from there on (Loshchilov and
     Hutter 2017, without restarts)."""
@@ -344,10 +350,8 @@ class WarmupCosineLR(_LastBatchIterationStep):
     ):
         super().__init__(optimizer)
         self.org_lrs = self._own_rates()
-        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
-        self.warmup_type = _curve(warmup_type)
-        self.total_num_steps = _count("total_num_steps", total_num_steps)
-        _warn_short(self)
+        self._read_warmup(warmup_num_steps, warmup_type)
+        self._read_end(total_num_steps)
         self._start(
             _formulas.WarmupCosineLr(
                 self.org_lrs,
@@ -363,13 +367,3 @@ class WarmupCosineLR(_LastBatchIterationStep):
     def get_lr_ratio(self):
         """The factor of the current iteration."""
         return self._formula.ratio(self.last_batch_iteration)
-
-
-def _warn_short(schedule):
-    if schedule.total_num_steps < schedule.warmup_num_steps:
-        logger.warning(
-            "%s: total_num_steps = %d is less than warmup_num_steps = %d, so training ends before the rate has risen.",
-            type(schedule).__name__,
-            schedule.total_num_steps,
-            schedule.warmup_num_steps,
-        )
