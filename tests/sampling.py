@@ -36,7 +36,7 @@ def second_torch():
 # A file whose tests ask for a torch or for a package that stands beside torch 2, or whose subject is an interface of
 # torch: process groups, hooks of autograd, compilation, torch's archives, and clients.
 ASKS_FOR_TORCH = re.compile(r"TORCH2|importorskip|skipif\(|hasattr\(torch|torch\.__version__")
-SUBJECT_IS_TORCH = re.compile(r"/(comm|activation_checkpointing|compat)/|test_comm_|transformers|compile|hooks|archive|parity")
+SUBJECT_IS_TORCH = re.compile(r"/(comm|activation_checkpointing)/|test_comm_|transformers|compile|hooks|archive|parity")
 
 
 @functools.lru_cache(maxsize=None)

@@ -28,6 +28,22 @@ def test_jobs_keep_their_order_and_the_thread_goes():
     assert done[-1] == "again"
 
 
+def test_a_save_that_begins_while_the_program_ends_is_done():
+    code = """
+        import atexit
+        from deepspeed.checkpoint.write.background import Background
+        behind = Background()
+        behind.start(lambda: print("first"))
+
+        @atexit.register
+        def last():
+            behind.start(lambda: print("last"))
+            behind.wait()
+        """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.stderr) == ("first\nlast\n", "")
+
+
 def test_a_failure_is_told_once_at_the_next_step():
     behind = Background()
     behind.step_done()

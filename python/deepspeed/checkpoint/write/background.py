@@ -95,7 +95,13 @@ class Background:
             _unsettled.add(self)
             if self.idle:  # a thread of its own for each row of jobs: a child that was forked has none
                 self._thread = concurrent.futures.ThreadPoolExecutor(1, "deepspeed-checkpoint")
-            self._last = self._thread.submit(self._run, job)
+            try:
+                self._last = self._thread.submit(self._run, job)
+            except RuntimeError:  # the interpreter ends and starts no more threads
+                self._last = None
+        if self._last is None:
+            self._run(job)
+            return self._forget_if_settled()
         self._last.add_done_callback(lambda _: self._forget_if_settled())
 
     def _run(self, job):

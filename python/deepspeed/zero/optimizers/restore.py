@@ -166,7 +166,7 @@ class Restore:
     def extra(self):
         """The dynamic loss scale and the overflow flag, as far as they were saved. The clipping norm and the rules of
         the loss scale are the configuration's."""
-        found = self.saved.extra()
+        found = self.saved.extra
         self.stepping.overflow = bool(found.get("overflow", False))
         restore_scaler(self.stepping.scaler, found)
 
