@@ -13,7 +13,6 @@ import torch
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import owner
-from megatron_files import write
 
 MODEL = "mp_rank_00_model_states.pt"
 SHARD = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -60,10 +59,9 @@ class Sandbox:
         ]  # fmt: skip
 
     def plant_links(self):
-        os.symlink(self.outside, os.path.join(self.folder, "out"))
-        os.symlink(os.path.join(self.outside, "victim"), os.path.join(self.folder, "file"))
-        os.symlink("loop", os.path.join(self.folder, "loop"))
-        os.symlink(os.path.join(self.outside, "new"), os.path.join(self.folder, "dangling"))
+        out = self.outside
+        for name, target in (("out", out), ("file", f"{out}/victim"), ("loop", "loop"), ("dangling", f"{out}/new")):
+            os.symlink(target, os.path.join(self.folder, name))
         os.mkfifo(os.path.join(self.folder, "pipe"))
 
 
@@ -108,16 +106,14 @@ def put_files(sandbox, chance):
         with open(path, "wb") as file:
             file.write(bytes([chance.randrange(256)]) * chance.randrange(1, 99))
         records[name] = _record(path)
-    facts = {"tag": "t", "saved_at": 1.0, "global_steps": 3, "zero_stage": 1, "world_size": 1}
-    return facts, records
+    return {"tag": "t", "saved_at": 1.0, "global_steps": 3, "zero_stage": 1, "world_size": 1}, records
 
 
 def put_manifest(folder, facts, records, chance, sandbox):
     """Changed in its structure, with the right checksum over it; or in its bytes."""
     bad, how = sandbox.names(), chance.random()
     if how < 0.5:  # an honest record, or one that fits the sentinel, under another name
-        victim = os.path.join(sandbox.outside, "victim")
-        found = [*records.values(), _record(victim)]
+        found = [*records.values(), _record(os.path.join(sandbox.outside, "victim"))]
         records = {**records, **{chance.choice(bad): chance.choice(found) for _ in range(3)}}
     elif how < 0.9:
         facts, records = chance.choice([(changed(facts, chance, bad), records), (facts, changed(records, chance, bad))])
@@ -147,14 +143,14 @@ def put_mark(folder, chance, sandbox, **more):
         file.write(text)
 
 
-def honest_source(folder):
-    """A small checkpoint that a conversion can read."""
-    write(folder, 1, 1, 2)
-
-
 def change_source(folder, chance, bad):
-    """Names of parameters or states in all files of ``folder`` are changed."""
-    old, new = chance.choice(["words.weight", "layers.0.scale", "exp_avg", "exp_avg_sq"]), chance.choice(bad)
+    """The name of a parameter or state in all files of ``folder`` is changed."""
+    old = chance.choice(["words.weight", "layers.0.scale", "exp_avg", "exp_avg_sq"])
+    rename_key(folder, old, chance.choice(bad))
+
+
+def rename_key(folder, old, new):
+    """The keys ``old`` in all files of ``folder`` become ``new``."""
 
     def renamed(value):
         if isinstance(value, dict):

@@ -10,7 +10,6 @@ import os
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed.utils.tensor_fragment import fragment_address
 
 HIDDEN, WORDS, PADDED = 4, 10, 12
@@ -115,8 +114,7 @@ def write(folder, pp_degree=2, tp_degree=2, dp_degree=2, info=INFO, stage=1, lay
             }
             if info is not None:
                 model[keys.UNIVERSAL_CHECKPOINT_INFO] = info
-            ranks = [f"zero_pp_rank_{dp}_" for dp in range(dp_degree)] if stage == 3 else [""]
-            for rank in ranks:
+            for rank in [f"zero_pp_rank_{dp}_" for dp in range(dp_degree)] if stage == 3 else [""]:
                 torch.save(model, os.path.join(folder, f"{rank}mp_rank_{mp:02d}_model_states.pt"))
             for dp in range(dp_degree):
                 inner = sliced(params, dp, dp_degree) if stage == 3 else flat(params, dp, dp_degree, stage)
@@ -187,6 +185,3 @@ def write_layers(folder, tp_degree):
             torch.save(
                 layer_slice(layer, tp), os.path.join(folder, f"layer_{layer:02d}-model_{tp:02d}-model_states.pt")
             )
-
-
-__all__ = ["INFO", "SubparamShape", "slice_of", "state_of", "whole_parameters", "write"]

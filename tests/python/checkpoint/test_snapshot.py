@@ -3,6 +3,7 @@
 import ctypes
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -128,11 +129,7 @@ def test_a_late_copy_that_fails_is_told(monkeypatch):
     states = States(state)
     snapshot = Snapshot(HostCache(), states)
     copies = snapshot.add(sources(state=state))
-
-    def fail(*args):
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(snapshots, "_copy", fail)
+    monkeypatch.setattr(snapshots, "_copy", mock.Mock(side_effect=RuntimeError("no memory")))
     snapshot.start_late_copies()
     refused(RuntimeError, "no memory", copies.wait)
     while len(states.log) < 2:
@@ -172,11 +169,7 @@ def test_held_states_are_not_copied_but_held_until_they_are_written():
 def test_held_states_that_change_are_told_and_let_go():
     state = torch.randn(100)
     states = States(state)
-
-    def fail():
-        raise RuntimeError("they were written to")
-
-    states.check_unchanged = fail
+    states.check_unchanged = mock.Mock(side_effect=RuntimeError("they were written to"))
     snapshot = HeldSnapshot(HostCache(), states)
     snapshot.add(sources(other=torch.randn(100))).give_back()
     snapshot.start_late_copies()

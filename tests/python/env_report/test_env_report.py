@@ -31,12 +31,11 @@ def test_the_program():
         assert re.match(rf"{row.name} \.+ (\[YES\] \.{{6}}|\[NO\] \.{{7}}) \[(OKAY|NO)\]", line), line
     assert "cpu_adam ............... [YES] ...... [OKAY]" in done.stdout.splitlines()
     labels = re.findall(r"^(\S.*?) \.{2,} ", done.stdout, re.M)
-    for label in (
+    assert all(labels.count(label) == 1 for label in (
         "torch install path", "torch version", "deepspeed install path", "deepspeed info", "torch cuda version",
         "nvcc version", "deepspeed wheel compiled w.", "shared memory (/dev/shm) size", "Python", "BLAS in use",
         "compiler", "cores", "instruction set", "CPU kernels use", "CUDA kernels",
-    ):  # fmt: skip
-        assert labels.count(label) == 1, label
+    )), labels  # fmt: skip
     assert __version__ in done.stdout
     quiet = run("--hide_operator_status", "--hide_errors_and_warnings").stdout
     assert "cpu_adam" not in quiet and "[WARNING]" not in quiet and "Python" in quiet

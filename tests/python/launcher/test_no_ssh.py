@@ -34,6 +34,11 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def port():
+    return free_port()
+
+
 def start(port, *args, **more):
     line = ["--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port, "--join_timeout", "20", *args]
     return launching.start(command(*line), environment(**more))
@@ -60,9 +65,8 @@ print("rank", rank)
 """
 
 
-def test_hosts_come_in_any_order_and_may_differ(folder):
+def test_hosts_come_in_any_order_and_may_differ(folder, port):
     (folder / "train.py").write_text(SEEN)
-    port = free_port()
     second = start(port, "--num_nodes", 2, "--node_rank", 1, "--num_gpus", 1, "train.py", MINE="second")
     time.sleep(0.3)
     first = start(port, "--num_nodes", 2, "--num_gpus", 2, "train.py", JOB_COMPLETION_INDEX="0", MINE="first")
@@ -77,15 +81,14 @@ def test_hosts_come_in_any_order_and_may_differ(folder):
     assert ":2] rank 2" in said[1][0] and ":2]" not in said[0][0]  # each host shows its own ranks
 
 
-def test_a_hostfile_says_how_many_slots_each_has(folder):
+def test_a_hostfile_says_how_many_slots_each_has(folder, port):
     (folder / "train.py").write_text(SEEN)
     (folder / "hosts").write_text("first slots=2\nsecond slots=1\n")
-    port = free_port()
     jobs = [start(port, "-H", "hosts", "--node_rank", node, "train.py") for node in (0, 1)]
     assert [code for _, _, code in ends(*jobs)] == [0, 0]
 
 
-def test_a_failing_rank_ends_all_hosts_with_its_code(folder):
+def test_a_failing_rank_ends_all_hosts_with_its_code(folder, port):
     (folder / "train.py").write_text("""
 import os, sys, time
 open("here" + os.environ["RANK"], "w").close()
@@ -93,28 +96,24 @@ while not all(os.path.exists("here%d" % rank) for rank in range(2)): time.sleep(
 if os.environ["RANK"] == "1": print("last words"); sys.exit(41)
 time.sleep(600)
 """)
-    port = free_port()
     jobs = [start(port, "--num_nodes", 2, "--node_rank", node, "--num_gpus", 1, "train.py") for node in (0, 1)]
     said = ends(*jobs)
     assert [code for _, _, code in said] == [41, 41]
-    for _, errors, _ in said:
-        assert "rank 1 of 2 (pid " in errors and "last words" in errors
+    assert all("rank 1 of 2 (pid " in errors and "last words" in errors for _, errors, _ in said), said
 
 
 @pytest.mark.parametrize("node, code", [(0, 143), (1, 143)])
-def test_a_host_that_is_ended_ends_the_job(node, code, folder):
+def test_a_host_that_is_ended_ends_the_job(node, code, folder, port):
     text = "import os, time; open('here' + os.environ['RANK'], 'w').close(); time.sleep(600)"
     (folder / "train.py").write_text(text)
-    port = free_port()
     jobs = [start(port, "--num_nodes", 2, "--node_rank", one, "--num_gpus", 1, "train.py") for one in (0, 1)]
     wait_for(lambda: all(os.path.exists(f"here{rank}") for rank in (0, 1)), 30)
     jobs[node].terminate()
     assert [one[2] for one in ends(*jobs)] == [code, code]
 
 
-def test_hosts_that_do_not_fit(folder):
+def test_hosts_that_do_not_fit(folder, port):
     (folder / "train.py").write_text("")
-    port = free_port()
     jobs = [start(port, "--num_nodes", 3, "--node_rank", node, "--num_gpus", 1, "train.py") for node in (0, 1, 1)]
     said = ends(*jobs)
     assert all(code == 1 for _, _, code in said)
@@ -127,9 +126,8 @@ def test_hosts_that_do_not_fit(folder):
     ends(*jobs)
 
 
-def test_strangers_at_the_port_change_nothing(folder):
+def test_strangers_at_the_port_change_nothing(folder, port):
     (folder / "train.py").write_text("print('trained')")
-    port = free_port()
     first = start(port, "--num_nodes", 2, "--node_rank", 0, "--num_gpus", 1, "train.py", DS_JOB_KEY="ours")
     limit, strangers = time.monotonic() + 20, []
     said = [b"GET / HTTP/1.0\r\n\r\n", b"", encode_frame(MESSAGE, b"[1]"), encode_frame(MESSAGE, b'{"join": 7}')]
@@ -149,13 +147,11 @@ def test_strangers_at_the_port_change_nothing(folder):
         stranger.close()
 
 
-def test_without_a_key_a_line_says_how_to_make_one(folder):
+def test_without_a_key_a_line_says_how_to_make_one(folder, port):
     (folder / "train.py").write_text("print('trained')")
-    port = free_port()
 
     def both(*args, **more):
-        nodes = [start(port, "--num_nodes", 2, "--node_rank", node, *args, "train.py", **more) for node in (0, 1)]
-        said = ends(*nodes)
+        said = ends(*(start(port, "--num_nodes", 2, "--node_rank", node, *args, "train.py", **more) for node in (0, 1)))
         assert [code for _, _, code in said] == [0, 0], said
         return said[0][1], said[1][1]
 

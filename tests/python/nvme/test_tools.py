@@ -59,8 +59,7 @@ def test_the_published_functions(sweep, tmp_path, capsys, monkeypatch):
     args = nvme.parse_sweep_arguments()
     nvme.sweep_main(args)
     assert capsys.readouterr().out.count("read ") == 8
-    section = nvme.generate_main(args.log_dir)
-    assert set(section["aio"]) == {
+    assert set(nvme.generate_main(args.log_dir)["aio"]) == {
         "block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism",
     }  # fmt: skip
     assert "best write" not in capsys.readouterr().out
@@ -88,8 +87,7 @@ def test_a_published_key_without_effect_is_named(tmp_path, capsys):
     path = tmp_path / "published.json"
     space = {"block_size": ["1M"], "queue_depth": [4], "sequential_requests": [True, False], "io_parallel": [1]}
     path.write_text(json.dumps(space))
-    settings = perf_run_sweep.settings_of(str(path))
-    assert len(settings) == 2  # overlap_events
+    assert len(perf_run_sweep.settings_of(str(path))) == 2  # overlap_events
     said = capsys.readouterr().err
     assert said.count("sequential_requests has no effect here") == 1 and str(path) in said
 

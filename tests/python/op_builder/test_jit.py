@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -207,10 +208,7 @@ def test_a_folder_that_cannot_be_written(toy, monkeypatch, tmp_path):
 
 
 def test_a_file_system_without_locks(toy, monkeypatch, caplog):
-    def flock(file, operation):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(37, "No locks available")))
     monkeypatch.setattr(jit.logger, "propagate", True)
     assert toy.builder().load().answer() == 42
     assert "cannot be locked (No locks available)" in caplog.text

@@ -65,8 +65,7 @@ def test_what_cannot_be_had(env, text):
 
 
 def test_flags():
-    flags = options.cmake_flags({"CFLAGS": "-I/opt/aio ", "CXXFLAGS": "-g", "LDFLAGS": "-L/opt/aio"})
-    assert flags == [
+    assert options.cmake_flags({"CFLAGS": "-I/opt/aio ", "CXXFLAGS": "-g", "LDFLAGS": "-L/opt/aio"}) == [
         "-DCMAKE_CXX_FLAGS=-I/opt/aio -g", "-DCMAKE_SHARED_LINKER_FLAGS=-L/opt/aio",
         "-DCMAKE_MODULE_LINKER_FLAGS=-L/opt/aio",
     ]  # fmt: skip

@@ -17,8 +17,7 @@ from refusals import refused
 
 
 def test_exports_are_lazy_and_complete():
-    for name in deepspeed.utils.__all__:
-        assert getattr(deepspeed.utils, name) is not None
+    assert None not in [getattr(deepspeed.utils, name) for name in deepspeed.utils.__all__]
     assert deepspeed.utils.groups.get_data_parallel_group
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         deepspeed.utils.nothing  # noqa: B018
@@ -36,8 +35,7 @@ def test_meta_costs_no_memory_and_has_the_dtype():
         made = model()
         huge = torch.empty(1 << 40)
         old_style = torch.Tensor(2, 3)
-    for tensor in (*made.parameters(), huge, old_style):
-        assert tensor.device.type == "meta" and tensor.dtype == torch.bfloat16
+    assert all(one.is_meta and one.dtype == torch.bfloat16 for one in (*made.parameters(), huge, old_style))
     assert old_style.shape == (2, 3)
 
 
