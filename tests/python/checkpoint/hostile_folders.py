@@ -5,6 +5,7 @@ Everything follows from the number of a case: a case that failed once can be run
 
 import json
 import os
+import pathlib
 import random
 import zlib
 
@@ -27,8 +28,7 @@ class Sandbox:
         os.makedirs(os.path.join(self.outside, "deep"))
         os.makedirs(os.path.join(self.folder, "mine"))
         for path in self._paths():
-            with open(path, "w") as file:
-                file.write(f"sentinel {os.path.basename(path)}")
+            pathlib.Path(path).write_text(f"sentinel {os.path.basename(path)}")
         self._seen = self._state()
 
     def _paths(self):
@@ -37,10 +37,7 @@ class Sandbox:
 
     def _state(self):
         found = {os.path.join(root, name) for root, ds, fs in os.walk(self.outside) for name in (*ds, *fs)}
-        contents = []
-        for path in self._paths():
-            with open(path, "rb") as file:
-                contents.append((file.read(), os.stat(path).st_size))
+        contents = [(pathlib.Path(path).read_bytes(), os.stat(path).st_size) for path in self._paths()]
         return found, contents, sorted(os.listdir(self.base))
 
     def check(self):
@@ -93,8 +90,7 @@ def changed(value, chance, bad):
 
 
 def _record(path):
-    with open(path, "rb") as file:
-        data = file.read()
+    data = pathlib.Path(path).read_bytes()
     return {"name": os.path.basename(path), "bytes": len(data), "crc32": zlib.crc32(data), "tensors": []}
 
 
@@ -103,8 +99,7 @@ def put_files(sandbox, chance):
     records = {}
     for name in (MODEL, SHARD, names.RUN_STATES(rank=0)):
         path = os.path.join(sandbox.folder, name)
-        with open(path, "wb") as file:
-            file.write(bytes([chance.randrange(256)]) * chance.randrange(1, 99))
+        pathlib.Path(path).write_bytes(bytes([chance.randrange(256)]) * chance.randrange(1, 99))
         records[name] = _record(path)
     return {"tag": "t", "saved_at": 1.0, "global_steps": 3, "zero_stage": 1, "world_size": 1}, records
 
@@ -126,8 +121,7 @@ def put_manifest(folder, facts, records, chance, sandbox):
         for _ in range(chance.randrange(1, 9)):
             data[chance.randrange(len(data))] = chance.randrange(256)
         text = bytes(data[: chance.randrange(1, len(data) + 1)])
-    with open(os.path.join(folder, verify.NAME), "wb") as file:
-        file.write(text)
+    pathlib.Path(folder, verify.NAME).write_bytes(text)
 
 
 def put_mark(folder, chance, sandbox, **more):
@@ -139,8 +133,7 @@ def put_mark(folder, chance, sandbox, **more):
     text = json.dumps(facts)
     if chance.random() < 0.1:
         text = text[: chance.randrange(len(text))]
-    with open(owner.path_in(folder), "w") as file:
-        file.write(text)
+    pathlib.Path(owner.path_in(folder)).write_text(text)
 
 
 def change_source(folder, chance, bad):

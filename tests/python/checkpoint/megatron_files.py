@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.utils.tensor_fragment import fragment_address
+from zero_folders import slices
 
 HIDDEN, WORDS, PADDED = 4, 10, 12
 SIZES = (4, 2, 2)  # of a fused query, key and value
@@ -146,13 +147,7 @@ def flat(params, dp, dp_degree, stage):
 
 def sliced(params, dp, dp_degree):
     def of(kind):
-        parts = []
-        for name, value in params.items():
-            size = -(-value.numel() // dp_degree)
-            whole = torch.zeros(size * dp_degree)
-            whole[: value.numel()] = state_of(name, value, kind).reshape(-1)
-            parts.append(whole[dp * size : (dp + 1) * size])
-        return torch.cat(parts)
+        return torch.cat([slices(state_of(name, value, kind), dp_degree)[dp] for name, value in params.items()])
 
     return {
         "zero_stage": 3,

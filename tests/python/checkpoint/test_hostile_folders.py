@@ -7,12 +7,10 @@ import os
 import pathlib
 import shutil
 import signal
-from types import SimpleNamespace
 
 import pytest
 
 import hostile_folders as hostile
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.write import commit, file_writer, owner
@@ -22,6 +20,7 @@ from megatron_files import write
 from processes import forked
 from refusals import refused
 from sampling import every_case
+from test_universal_convert import convert
 
 REFUSALS = (OSError, RuntimeError, ValueError)
 CASES = 10_000 if every_case() else 240
@@ -35,11 +34,6 @@ def honest(tmp_path_factory):
     write(str(base / "source"), 1, 1, 2)
     convert(base / "source", base / "universal")
     return base
-
-
-def convert(source, target):
-    folders = {"input_folder": str(source), "output_folder": str(target)}
-    ds_to_universal.main(SimpleNamespace(**folders, num_extract_workers=1, num_merge_workers=1))
 
 
 @pytest.fixture

@@ -2,14 +2,13 @@
 
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 
-import deepspeed
 from deepspeed.formats import recorded_paths
 from deepspeed.host import recorded_names
+from places import PYTHON
+from processes import run_python
 from refusals import refused
 
 WORDS = ["a", "b.c", "..", ".", "", "out", "inner", "sub", "dangling", "loop", "file", "..."]
@@ -74,8 +73,6 @@ def test_ds_ckpt_runs_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch')\n")
     (tmp_path / "saves" / "t").mkdir(parents=True)
     (tmp_path / "saves" / "t" / "mp_rank_00_model_states.pt").write_bytes(b"x")
-    package = os.path.dirname(os.path.dirname(deepspeed.__file__))
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{package}"}
-    command = [sys.executable, "-m", "deepspeed.checkpoint.read.cli", "ls", str(tmp_path / "saves")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    code = "import sys; from deepspeed.checkpoint.read.cli import main; sys.exit(main(['ls', sys.argv[1]]))"
+    done = run_python(code, tmp_path / "saves", PYTHONPATH=f"{tmp_path}{os.pathsep}{PYTHON}")
     assert done.returncode == 0 and "unknown" in done.stdout, done.stderr

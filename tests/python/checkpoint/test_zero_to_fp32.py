@@ -25,6 +25,7 @@ from deepspeed.utils.zero_to_fp32 import (
     to_torch_tensor,
 )
 from places import PEERS
+from processes import succeeded
 from refusals import refused
 from zero_folders import weights_of, write_checkpoint
 
@@ -75,8 +76,7 @@ def test_weights_of_another_implementation(path):
         expected = {name[5:]: stored[name] for name in stored if name.startswith("fp32.")}
         frozen = torch.from_numpy(stored["lp.f.weight"]).float()
     assert expected and set(expected) <= set(found)
-    for name, value in expected.items():
-        assert found[name].dtype == torch.float32 and torch.equal(found[name], torch.from_numpy(value)), name
+    assert same({name: found[name] for name in expected}, {n: torch.from_numpy(v) for n, v in expected.items()})
     assert torch.equal(found["f.weight"], frozen)  # at stage 1 too, where the other implementation leaves it out
     if "c.weight" in found:
         assert found["c.weight"] is found["b.weight"]
@@ -324,8 +324,7 @@ def test_memory_does_not_grow_with_the_model(stage, safe, tmp_path):
     del groups
     script = export.write_script(str(tmp_path))
     command = [sys.executable, "-I", "-c", MEASURE, script, str(tmp_path), str(tmp_path / "out")]
-    out = subprocess.run(command + ["--safe_serialization"] * safe, capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
+    out = succeeded(subprocess.run(command + ["--safe_serialization"] * safe, capture_output=True, text=True))
     before, peak = map(int, out.stdout.split("PEAK")[1].split())
     assert peak - before < 256, f"{peak - before} MB above {before} MB"
     (written,) = os.listdir(tmp_path / "out")

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import pathlib
 import re
 import sys
 
@@ -107,14 +108,12 @@ def test_nothing_to_generate(tmp_path):
     ids=" ".join,
 )
 def test_ds_io(tmp_path, capsys, flags):
-    out_file = str(tmp_path / "out.json")
-    folder = tmp_path / "files"
+    out_file, folder = tmp_path / "out.json", tmp_path / "files"
     folder.mkdir()
-    nvme.ds_io_main(["--folder", str(folder), "--io_size", "1M", "--loops", "2", "--json", out_file, *flags])
+    nvme.ds_io_main(["--folder", str(folder), "--io_size", "1M", "--loops", "2", "--json", str(out_file), *flags])
     operation = "read" if "--read" in flags else "write"
     assert f"{operation} speed: " in capsys.readouterr().out
-    with open(out_file, encoding="utf-8") as file:
-        result = json.load(file)
+    result = json.loads(out_file.read_text())
     assert result["op"] == operation and len(result["processes"][0]) == 2 and result["gb_per_s"] > 0
     assert not os.listdir(folder)
 
@@ -144,8 +143,7 @@ def test_ds_io_refuses(flags):
 
 def test_installed_programs(monkeypatch, capsys):
     """The console scripts of setup.py name functions that are there; --help needs no folder and no drive."""
-    with open(os.path.join(ROOT, "setup.py"), encoding="utf-8") as file:
-        scripts = dict(re.findall(r'"(ds_\w+) = ([\w.:]+)"', file.read()))
+    scripts = dict(re.findall(r'"(ds_\w+) = ([\w.:]+)"', pathlib.Path(ROOT, "setup.py").read_text(encoding="utf-8")))
     assert {"ds_io", "ds_nvme_tune"} < set(scripts)
     for name in ("ds_io", "ds_nvme_tune"):
         module, function = scripts[name].split(":")
