@@ -7,8 +7,8 @@ import functools
 import gc
 import inspect
 import os
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from fake_nccl import Orders, build
 from places import PYTHON
 from processes import run_python
 from refusals import refused
+from threads import started
 
 DTYPES = [
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
@@ -59,26 +60,16 @@ def ranks(path, fake, monkeypatch):
 
     def run(size, body, timeout=20):
         id = find_library(path).make_id()
-        results = [None] * size
 
         def rank_body(rank):
             group = types.SimpleNamespace(rank=rank, size=size, id=id)
-            try:
-                comm = NcclCommunicator(group, device="cpu", name="test", timeout=timeout, library=path)
-                results[rank] = body(comm)
-                comm.close()
-            except Exception as error:
-                results[rank] = error
+            comm = NcclCommunicator(group, device="cpu", name="test", timeout=timeout, library=path)
+            result = body(comm)
+            comm.close()
+            return result
 
-        threads = [threading.Thread(target=rank_body, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(rank_body, range(size)))
 
     return run
 
@@ -404,11 +395,10 @@ def test_memory_is_waited_for_before_it_goes(ranks, fake, monkeypatch):
 def test_tensors_that_die_in_another_thread_while_a_call_waits(comm):
     """Neither the interpreter's lock nor the communicator's is held while the other is waited for."""
     for _ in range(50):
-        other = threading.Thread(target=[comm.registered_empty(4)].clear)
-        other.start()
+        other = started([comm.registered_empty(4)].clear)
         with comm.group():
             comm.all_reduce(torch.ones(2))
-        other.join()
+        other.result()
 
 
 @on_threads(1)
