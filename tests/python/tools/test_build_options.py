@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed.ops.op_table import OPS
 from places import ROOT
-from processes import write_program
+from processes import succeeded, write_program
 from refusals import refused
 
 options = SimpleNamespace(**runpy.run_path(os.path.join(ROOT, "tools", "build_options.py")))
@@ -109,8 +109,7 @@ def test_setup_py_hands_them_to_cmake(tmp_path):
     where = ["build_ext", "--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
     (tmp_path / "lib" / "deepspeed").mkdir(parents=True)
     env = dict(PATH=path, DS_BUILD_OPS="0", MAX_JOBS="7", CFLAGS="-DX", DS_BUILD_STRING="+s", DS_ACCELERATOR="cpu")
-    done = setup_py(*where, **env)
-    assert done.returncode == 0, done.stderr
+    succeeded(setup_py(*where, **env))
     calls = (tmp_path / "calls").read_text().splitlines()
     assert "cmake: -DDS_BUILD_CUDA=OFF" in calls and "cmake: -DCMAKE_CXX_FLAGS=-DX" in calls
     assert "ninja: 7" in calls and "ninja: native" in calls

@@ -1,6 +1,7 @@
 """The build's front door: which Python is chosen, what is installed, what `make help` tells."""
 
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from places import ROOT
-from processes import run_python, write_program
+from processes import run_python, succeeded, write_program
 
 
 def bash(code, cwd=ROOT, timeout=120, **env):
@@ -44,9 +45,7 @@ def checkout(tmp_path):
 
 
 def chosen(checkout, **env):
-    out = bash('. tools/common.sh; pick_python; echo "$PY"', cwd=checkout, **env)
-    assert out.returncode == 0, out.stderr
-    return out.stdout.strip()
+    return succeeded(bash('. tools/common.sh; pick_python; echo "$PY"', cwd=checkout, **env)).stdout.strip()
 
 
 def test_active_environment_comes_first(checkout, tmp_path):
@@ -80,8 +79,7 @@ def test_missing_packages_are_installed_and_only_those(checkout, tmp_path):
     path = stand_ins(
         tmp_path / "bin", dpkg_query=knows.format("[ $p = cmake ] || "), apt_get=f"echo $* >>{calls}", sudo='exec "$@"'
     )
-    out = bash("tools/packages.sh build", cwd=checkout, PATH=path)
-    assert out.returncode == 0, out.stderr
+    succeeded(bash("tools/packages.sh build", cwd=checkout, PATH=path))
     lines = calls.read_text().splitlines()
     assert len(lines) == 2 and "update" in lines[0], lines
     assert lines[1].endswith("install --no-install-recommends cmake")
@@ -116,8 +114,8 @@ def test_a_download_that_breaks_off_is_tried_again(breaks, code, checkout, tmp_p
 
 
 def test_package_list_gives_a_reason_for_each():
-    with open(os.path.join(ROOT, "packages", "debian.txt"), encoding="utf-8") as file:
-        lines = [line for line in file if line.strip() and not line.startswith("#")]
+    text = pathlib.Path(ROOT, "packages", "debian.txt").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     assert len(lines) > 15
     form = r"^[a-z0-9.+-]+ +(build|torch|test|cpu|bench|lint|cluster)(,\w+)* +# \S"
     assert [line for line in lines if not re.match(form, line)] == []
@@ -129,8 +127,7 @@ def test_env_tag_is_the_one_the_package_looks_for():
 
 
 def test_help_lists_every_target():
-    with open(os.path.join(ROOT, "Makefile"), encoding="utf-8") as file:
-        targets = re.search(r"^\.PHONY: (.*)$", file.read(), re.M).group(1).split()
+    targets = re.search(r"^\.PHONY: (.*)$", pathlib.Path(ROOT, "Makefile").read_text(), re.M).group(1).split()
     assert sorted(re.findall(r"^  make (\S+)", bash("make help").stdout, re.M)) == sorted(targets)
 
 
@@ -182,6 +179,5 @@ def test_ci_runs_both_suites_and_the_bare_machine(how, code, called, said, tmp_p
 
 @pytest.mark.slow
 def test_wheel_installs_into_a_fresh_environment():
-    out = bash("tools/wheel.sh", PYTHON=sys.executable, timeout=900)  # compiles, where nothing is in ccache yet
-    assert out.returncode == 0, out.stdout + out.stderr
-    assert "works from the wheel" in out.stdout
+    # It compiles, where nothing is in ccache yet.
+    assert "works from the wheel" in succeeded(bash("tools/wheel.sh", PYTHON=sys.executable, timeout=900)).stdout
