@@ -1,11 +1,11 @@
 """Jobs whose hosts are started by hand: --no_ssh."""
 
+import contextlib
 import json
 import os
 import re
 import socket
 import subprocess
-import threading
 import time
 from types import SimpleNamespace
 
@@ -22,6 +22,7 @@ from deepspeed.launcher.host_link import HostLink
 from launching import CLUSTER, command, environment
 from processes import wait_for
 from refusals import refused
+from threads import started
 
 pytestmark = pytest.mark.dist
 
@@ -163,29 +164,24 @@ def test_without_a_key_a_line_says_how_to_make_one(folder, port):
     assert "warning: --insecure without DS_JOB_KEY" in head and "warning: --insecure" in other and MAKE_KEY not in head
 
 
-def stranger(port, answers):
+def stranger(port):
     """A head that takes whoever comes, and asks for all that it has."""
     with socket.create_server(("127.0.0.1", port)) as server:
         fd = server.accept()[0].detach()
         link = Link(fd, fd)
         link.send({"nonce": "1"})
-        try:
-            answers.append(link.wait_for("join", 5.0))
-        except LinkLost as lost:
-            answers.append(str(lost))
-        link.close()
+        with contextlib.closing(link):
+            return link.wait_for("join", 5.0)
 
 
 def test_without_a_key_an_agent_joins_no_head_of_another_host(monkeypatch):
-    hello, answers, port = {"node": 1, "nodes": 2}, [], free_port()
+    hello, port = {"node": 1, "nodes": 2}, free_port()
     monkeypatch.setattr(agent, "is_from_here", lambda connection: False)
     for key, insecure, joins in (("", False, False), ("ours", False, True), ("", True, True)):
-        thread = threading.Thread(target=stranger, args=(port, answers))
-        thread.start()
+        answer = started(stranger, port)
         error = refused(LaunchError, "", agent.connect, ["127.0.0.1"], port, key, hello, 0.5, insecure)
-        thread.join()
         assert ("is another host, and the job has no key" in str(error)) is not joins, error
-        assert isinstance(answers.pop(), dict) is joins
+        assert isinstance(answer.result(), dict) if joins else isinstance(answer.exception(), LinkLost)
 
 
 @pytest.mark.parametrize("key, insecure, joins", [("", False, False), ("ours", False, True), ("", True, True)])
@@ -199,30 +195,20 @@ def test_without_a_key_a_head_lets_no_other_host_in(monkeypatch, key, insecure, 
     )  # fmt: skip
     selector, failed = linux.Selector(), []
     door = arrivals.Arrivals(job, hosts, selector, joined.append, failed.append, said.append)
-    outcome = []
-
-    def come():
-        try:
-            link = agent.connect(["127.0.0.1"], meeting.getsockname()[1], key, {"node": 1}, 5.0, insecure=True)
-            outcome.append("joined")
-            link.close()
-        except LaunchError as error:
-            outcome.append(str(error))
-
-    thread = threading.Thread(target=come)
-    thread.start()
+    visit = started(agent.connect, ["127.0.0.1"], meeting.getsockname()[1], key, {"node": 1}, 5.0, insecure=True)
     limit = time.monotonic() + 20
-    while not outcome and time.monotonic() < limit:
+    while not visit.done() and time.monotonic() < limit:
         for found, _ in selector.select(0.05):
             found.data()
         door.turn()
-    thread.join()
     door.close()
     assert not failed and bool(joined) is joins
     if joins:
-        assert outcome == ["joined"] and not said
+        visit.result().close()
+        assert not said
     else:
-        assert MAKE_KEY in outcome[0] and len(said) == 1 and "a connection from 127.0.0.1 was refused" in said[0]
+        assert MAKE_KEY in str(visit.exception()) and isinstance(visit.exception(), LaunchError)
+        assert len(said) == 1 and "a connection from 127.0.0.1 was refused" in said[0]
 
 
 def test_ends_of_a_connection_on_one_machine():

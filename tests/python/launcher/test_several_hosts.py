@@ -18,7 +18,7 @@ import stand_ins
 from deepspeed.launcher.host_link import Way
 from launching import command
 from places import PYTHON
-from processes import children, pids, running, state_and_parent, taken_port, wait_for
+from processes import children, pids, running, state_and_parent, succeeded, taken_port, wait_for
 from stand_ins import environment
 
 pytestmark = pytest.mark.dist
@@ -76,8 +76,7 @@ def wait_until_nobody_is_left(seconds=15):
 @pytest.mark.parametrize("launcher", ["ssh", "pdsh", "slurm"])
 def test_ranks_get_their_place_on_their_host(launcher):
     script(SEEN)
-    done = run("--launcher", launcher, "train.py", "--x", "a 'b' \"c\" $d %h `e` \\")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(run("--launcher", launcher, "train.py", "--x", "a 'b' \"c\" $d %h `e` \\"))
     found = seen(3)
     assert [one[0][:6] for one in found] == PLACES and [one[0][7] for one in found] == ["hb", "hb", "ha"]
     assert [one[1] for one in found] == [[f"--local_rank={i}", "--x", "a 'b' \"c\" $d %h `e` \\"] for i in (0, 1, 0)]
@@ -111,8 +110,7 @@ with open("got%s" % os.environ["RANK"], "wb") as file:
 """)
     env = {**environment(), **{f"DS_TEST_{i}": os.fsdecode(word) for i, word in enumerate(words)}}
     made = command("-H", "hosts", "--launcher", launcher, "train.py", *map(os.fsdecode, words))
-    done = subprocess.run(made, env=env, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    succeeded(subprocess.run(made, env=env, capture_output=True, timeout=60))
     assert [pathlib.Path(f"got{rank}").read_bytes().split(b"\0") for rank in range(3)] == [words * 2] * 3
 
 
@@ -310,8 +308,9 @@ def test_another_version_of_python_is_refused(folder):
 )
 def test_mpi_starts_the_ranks(launcher, style):
     script(SEEN)
-    done = run("--launcher", launcher, "--master_addr", "10.0.0.7", "train.py", "a b", MPI_STYLE=style, DS_SECRET="s3")
-    assert done.returncode == 0, done.stderr
+    succeeded(
+        run("--launcher", launcher, "--master_addr", "10.0.0.7", "train.py", "a b", MPI_STYLE=style, DS_SECRET="s3")
+    )
     found = seen(3)
     assert [one[0][:7] for one in found] == [[*place, "10.0.0.7"] for place in PLACES]
     assert found[2][1] == ["--local_rank=0", "a b"]
