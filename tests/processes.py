@@ -21,6 +21,12 @@ def launched(script, folder, *arguments, ranks=2, timeout=60, **env):
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=timeout)
 
 
+def succeeded(done):
+    """``done``, a CompletedProcess that must have ended well."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def state_and_parent(pid):
     """The letter of its state, and the number of its parent as text."""
     with open(f"/proc/{pid}/stat") as file:

@@ -2,6 +2,7 @@
 #pragma once
 #include <gtest/gtest.h>
 
+#include <stdexcept>
 #include <string>
 
 #include "base/error.h"
@@ -12,6 +13,28 @@ namespace ds {
 inline testing::AssertionResult says(const std::string& text, const std::string& part) {
   if (text.find(part) != std::string::npos) return testing::AssertionSuccess() << "'" << part << "' is in: " << text;
   return testing::AssertionFailure() << "'" << part << "' is not in: " << text;
+}
+
+// The error of type `Kind` that `call` throws; a failed test where it comes back.
+template <typename Kind, typename Call>
+Kind thrown(Call&& call) {
+  try {
+    call();
+  } catch (const Kind& error) {
+    return error;
+  }
+  throw std::logic_error("no error");
+}
+
+// The text of the error of type `Kind` that `call` throws; "" when it comes back.
+template <typename Kind = std::exception, typename Call>
+std::string failure_of(Call&& call) {
+  try {
+    call();
+  } catch (const Kind& error) {
+    return error.what();
+  }
+  return "";
 }
 
 // The text of the ds::Error that `call` throws; "no error" when it comes back.

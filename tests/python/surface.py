@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import os
+import pathlib
 import sys
 import typing
 
@@ -29,8 +30,7 @@ UNKNOWN = object()
 
 
 def load():
-    with open(_PATH, encoding="utf-8") as file:
-        return json.load(file)
+    return json.loads(pathlib.Path(_PATH).read_text(encoding="utf-8"))
 
 
 def evaluate(expression, module):

@@ -8,14 +8,15 @@ already (tests/dist/harness.py); `make test-all` starts each as the page says.
 
 import glob
 import os
+import pathlib
 import re
 import runpy
-import socket
 import subprocess
 import sys
 
 import pytest
 
+from deepspeed.host.ports import free_port
 from harness import run_ranks
 from places import PYTHON, ROOT
 from sampling import every_case
@@ -27,9 +28,7 @@ def scripts():
     """(name, number of processes, code) of every block; ``share`` blocks of a file make one script."""
     found = []
     for path in [os.path.join(ROOT, "README.md"), *sorted(glob.glob(os.path.join(ROOT, "docs", "tutorials", "*.md")))]:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        shared = None
+        text, shared = pathlib.Path(path).read_text(encoding="utf-8"), None
         for match in BLOCK.finditer(text):
             words = match.group(1).split()
             ranks = next((int(word[7:]) for word in words if word.startswith("launch=")), 0)
@@ -45,12 +44,6 @@ def scripts():
             if "share" in words:
                 shared = entry
     return found
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def test_the_readme_has_a_script_to_run():

@@ -1,18 +1,16 @@
 """`import deepspeed` is cheap and has no side effects a user could trip over."""
 
 import json
-import os
+import pathlib
 
 import pytest
 
 from places import ROOT
-from processes import run_python
+from processes import run_python, succeeded
 
 
 def run(code, **env):
-    out = run_python(code, **env)
-    assert out.returncode == 0, out.stderr
-    return out.stdout
+    return succeeded(run_python(code, **env)).stdout
 
 
 @pytest.mark.alone
@@ -31,14 +29,12 @@ print(json.dumps([(time.perf_counter() - start) * 1e3, torch.cuda.is_initialized
 
 
 def test_prints_nothing_and_starts_no_process_group():
-    code = "import deepspeed, torch.distributed as d; assert not d.is_initialized()"
-    assert run(code) == ""
+    assert run("import deepspeed, torch.distributed as d; assert not d.is_initialized()") == ""
 
 
 def test_version_is_written_once():
     version = run("import deepspeed; print(deepspeed.__version__)").strip()
-    with open(os.path.join(ROOT, "python", "deepspeed", "version.py"), encoding="utf-8") as file:
-        assert f'__version__ = "{version}"' in file.read()
+    assert f'__version__ = "{version}"' in pathlib.Path(ROOT, "python", "deepspeed", "version.py").read_text()
 
 
 def test_names_of_scripts():

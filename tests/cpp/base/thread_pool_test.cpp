@@ -60,14 +60,10 @@ TEST_P(ThreadPoolTest, TheSplitIsAlwaysTheSame) {
 TEST_P(ThreadPoolTest, RethrowsTheFirstExceptionAndWorksAgain) {
   ThreadPool pool(GetParam());
   for (int round = 0; round < 50; ++round) {
-    try {
-      pool.parallel_for(1000, 1, [](size_t begin, size_t) {
-        if (begin == 0) throw std::runtime_error("chunk 0");
-      });
-      FAIL() << "no exception";
-    } catch (const std::runtime_error& e) {
-      EXPECT_STREQ(e.what(), "chunk 0");
-    }
+    const auto chunk = [](size_t begin, size_t) {
+      if (begin == 0) throw std::runtime_error("chunk 0");
+    };
+    EXPECT_EQ(failure_of<std::runtime_error>([&] { pool.parallel_for(1000, 1, chunk); }), "chunk 0");
     std::atomic<size_t> sum{0};
     pool.parallel_for(1000, 1, [&](size_t begin, size_t end) { sum += end - begin; });
     EXPECT_EQ(sum, 1000u);

@@ -133,16 +133,8 @@ TEST(Hierarchical, HostsAtDifferentCollectivesStop) {
   setenv("DS_COMM_TRACE_DIR", "/nonexistent", 1);
   std::vector<std::string> texts(4);
   on_hosts({1, 1, 2, 2}, [&](int rank, const CommunicatorPtr& comm) {
-    try {
-      at::Tensor value = at::ones({10});
-      if (rank < 2) {
-        comm->all_reduce(value, ReduceOp::kSum, "first")->wait();
-      } else {
-        comm->all_reduce(value, ReduceOp::kSum, "second")->wait();
-      }
-    } catch (const Error& error) {
-      texts[rank] = error.what();
-    }
+    at::Tensor value = at::ones({10});
+    texts[rank] = error_of([&] { comm->all_reduce(value, ReduceOp::kSum, rank < 2 ? "first" : "second")->wait(); });
   });
   unsetenv("DS_COMM_TRACE_DIR");
   for (const std::string& text : texts) {
@@ -353,11 +345,7 @@ TEST(Hierarchical, HostsThatGiveWhatNobodyTakesStop) {
   on_hosts({1, 1, 2, 2, 3, 3}, [&](int rank, const CommunicatorPtr& comm) {
     std::vector<int64_t> give(6, 1), take(6, 1);
     if (rank == 1) give[2] = 4;  // which takes 1
-    try {
-      comm->all_to_all(at::ones({rank == 1 ? 9 : 6}), give, at::ones({6}), take)->wait();
-    } catch (const Error& error) {
-      texts[rank] = error.what();
-    }
+    texts[rank] = error_of([&] { comm->all_to_all(at::ones({rank == 1 ? 9 : 6}), give, at::ones({6}), take)->wait(); });
   });
   unsetenv("DS_COMM_TRACE_DIR");
   for (const std::string& text : texts)

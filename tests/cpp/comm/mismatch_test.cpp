@@ -21,17 +21,6 @@ using Clock = std::chrono::steady_clock;
 constexpr int kRanks = 4, kWrong = 2;  // the rank that is wrong
 constexpr std::chrono::seconds kLimit(5);
 
-// "": it does not fail.
-template <typename Call>
-std::string failure_of(const Call& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
-
 enum class Fault { kShape, kLargeShape, kDtype, kCounts, kCountsOfEqualSum, kRoot, kReduction };
 const char* name_of(Fault fault) {
   constexpr const char* kNames[] = {"shape", "large shape", "dtype", "counts", "counts of equal sum",

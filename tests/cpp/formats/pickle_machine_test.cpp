@@ -18,12 +18,7 @@ PickleGraph read(const std::string& bytes) {
 
 std::string complaint(const std::string& code) {
   const std::string bytes = pickled(code);
-  try {
-    read(bytes);
-  } catch (const DamagedPickle& error) {
-    return error.what();
-  }
-  return "";
+  return failure_of<DamagedPickle>([&] { read(bytes); });
 }
 
 TEST(PickleMachine, NumbersAndText) {

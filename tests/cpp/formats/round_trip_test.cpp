@@ -251,6 +251,11 @@ void expect_archive(const std::string& path, const Tensors& tensors) {
   }
 }
 
+TorchZipFile zip_of(const Tensors& tensors) {
+  return TorchZipFile(pickled([&](PickleWriter& out) { write(out, tensors, false); }), tensors.keys, tensors.sources,
+                      tensors.named);
+}
+
 io::StreamOptions small_options() {
   io::StreamOptions options;
   options.buffer_bytes = 8192;
@@ -265,8 +270,7 @@ TEST(RoundTrip, FilesOfEachKindHaveTheirTensors) {
   for (int i = 0; i < cases() / 10 + 1; ++i) {
     const Tensors tensors = random_tensors(random);
     io::Staging staging;
-    const TorchZipFile zip(pickled([&](PickleWriter& out) { write(out, tensors, false); }), tensors.keys,
-                           tensors.sources, tensors.named);
+    const TorchZipFile zip = zip_of(tensors);
     expect_record(file.path(), zip.write(files, file.path(), small_options(), staging), tensors);
     expect_archive(file.path(), tensors);
 
@@ -306,8 +310,7 @@ TEST(RoundTrip, SeveralWritersMakeTheFileOfOne) {
   for (int i = 0; i < cases() / 10 + 1; ++i) {
     const Tensors tensors = random_tensors(random);
     io::Staging staging;
-    const TorchZipFile zip(pickled([&](PickleWriter& out) { write(out, tensors, false); }), tensors.keys,
-                           tensors.sources, tensors.named);
+    const TorchZipFile zip = zip_of(tensors);
     const FileRecord whole = zip.write(files, one.path(), small_options(), staging);
     const size_t count = 1 + random.pick(5);
     const ArchiveCuts cuts(zip.entries(), zip.texts().size(), count);

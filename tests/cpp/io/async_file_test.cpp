@@ -3,8 +3,8 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <string.h>
-#include <sys/wait.h>
 
+#include "../error_of.h"
 #include "folder.h"
 #include "forbid.h"
 #include "io/aio_contexts.h"
@@ -45,9 +45,7 @@ class Both : public testing::TestWithParam<const char*> {
 TEST_P(Both, WritesInAnyOrder) {
   const Folder folder;
   Files files;
-  bool direct = true;
-  bool resizable = true;
-  const Descriptor file = files.create(folder / "x", &direct, &resizable);
+  const Descriptor file = created(files, folder / "x");
   AlignedPool pool(4, kBlockBytes);
   const auto async = open(files, file, folder / "x", 4);
   ASSERT_NE(async, nullptr);
@@ -69,11 +67,7 @@ TEST_P(Both, WritesInAnyOrder) {
 TEST_P(Both, AnErrorOfTheSystemComesOut) {
   const Folder folder;
   Files files;
-  {
-    bool direct = false;
-    bool resizable = true;
-    files.create(folder / "x", &direct, &resizable);
-  }
+  created(files, folder / "x", false);
   const Descriptor reading(::open((folder / "x").c_str(), O_RDONLY));  // every write is EBADF
   AlignedPool pool(1, kBlockBytes);
   const auto async = open(files, reading, folder / "x", 1);
@@ -92,9 +86,7 @@ INSTANTIATE_TEST_SUITE_P(AsyncFile, Both, testing::Values("io_uring", "libaio", 
 TEST(AsyncFile, WithoutDirectOrContextAThreadWrites) {
   const Folder folder("/dev/shm");
   Files files;
-  bool direct = false;
-  bool resizable = true;
-  const Descriptor file = files.create(folder / "x", &direct, &resizable);
+  const Descriptor file = created(files, folder / "x", false);
   EXPECT_STREQ(open_async(files, file, folder / "x", false, 2)->name(), "pwrite");
 }
 
@@ -121,11 +113,7 @@ TEST(AioContexts, AForkHasItsOwn) {
     return content(folder / name) == text;
   };
   EXPECT_TRUE(write("a"));
-  const pid_t child = fork();
-  if (child == 0) _exit(write("b") ? 0 : 1);
-  int status = 0;
-  waitpid(child, &status, 0);
-  EXPECT_EQ(status, 0);
+  EXPECT_EQ(exit_code_of([&] { return write("b") ? 0 : 1; }), 0);
   EXPECT_TRUE(write("c"));
 }
 
@@ -136,16 +124,10 @@ TEST(AsyncFile, WithoutIoUringLibaioTransfers) {
       {
         if (!forbid(SYS_io_uring_setup)) _exit(2);
         Files files;
-        bool direct = true;
-        bool resizable = true;
-        const Descriptor file = files.create(folder / "x", &direct, &resizable);
+        const Descriptor file = created(files, folder / "x");
         const bool other = open_async(files, file, folder / "x", true, 4)->name() == std::string("libaio");
-        std::string why;
-        try {
-          open_async(files, file, folder / "x", true, 4, {Backend::kUring, false, 1});
-        } catch (const Error& error) {
-          why = error.what();
-        }
+        const std::string why =
+            error_of([&] { open_async(files, file, folder / "x", true, 4, {Backend::kUring, false, 1}); });
         const bool named = why.find("refuses io_uring (io_uring_setup: Function not implemented)") != std::string::npos;
         _exit(other && (named || why.find("built without liburing") != std::string::npos) ? 0 : 1);
       },
@@ -180,9 +162,7 @@ TEST(AioContexts, WithoutOneAThreadWrites) {
 TEST(Files, WriteAllTurnsDirectOffWhereTheAlignmentIsRefused) {
   const Folder folder;
   Files files;
-  bool direct = true;
-  bool resizable = true;
-  const Descriptor file = files.create(folder / "x", &direct, &resizable);
+  const Descriptor file = created(files, folder / "x");
   const std::string text = random_bytes(1001);
   files.write_all(file, folder / "x", text.data() + 1, 1000, 0);  // odd address, odd size
   EXPECT_EQ(content(folder / "x"), text.substr(1));

@@ -20,6 +20,13 @@ namespace {
 const char* const kFileSystems[] = {"/tmp", "/dev/shm"};  // O_DIRECT on most disks; none on most tmpfs
 constexpr size_t kPiece = 4 * kBlockBytes;
 
+// The error is that of one piece of the file.
+void expect_place(const FileError& e, int code, uint64_t offset) {
+  EXPECT_EQ(e.code(), code);
+  EXPECT_EQ(e.offset(), offset);
+  EXPECT_EQ(e.bytes(), kPiece);
+}
+
 class Reads : public testing::TestWithParam<std::tuple<const char*, const char*>> {
  protected:
   const std::string method_ = std::get<0>(GetParam());
@@ -86,17 +93,11 @@ TEST_P(Reads, AFaultNamesFileOffsetAndBytes) {
   make(5 * kPiece);
   for (int n = 1; n <= 5; ++n) {
     Files files("read:" + std::to_string(n) + ":eio");
-    try {
-      read(files, 5 * kPiece);
-      FAIL();
-    } catch (const FileError& e) {
-      EXPECT_EQ(e.code(), EIO);
-      EXPECT_EQ(e.path(), path_);
-      EXPECT_EQ(e.offset(), static_cast<uint64_t>(5 - n) * kPiece);
-      EXPECT_EQ(e.bytes(), kPiece);
-      const std::string place = "(" + std::to_string(kPiece) + " bytes at byte " + std::to_string(e.offset()) + ")";
-      EXPECT_TRUE(says(e.what(), "read of " + path_ + " failed: Input/output error " + place));
-    }
+    const FileError e = thrown<FileError>([&] { read(files, 5 * kPiece); });
+    expect_place(e, EIO, static_cast<uint64_t>(5 - n) * kPiece);
+    EXPECT_EQ(e.path(), path_);
+    const std::string place = "(" + std::to_string(kPiece) + " bytes at byte " + std::to_string(e.offset()) + ")";
+    EXPECT_TRUE(says(e.what(), "read of " + path_ + " failed: Input/output error " + place));
   }
 }
 
@@ -105,15 +106,9 @@ TEST_P(Reads, AFileThatEndsTooEarlyIsAnError) {
     const size_t bytes = 5 * kPiece;
     make(bytes - missing);
     Files files;
-    try {
-      read(files, bytes);
-      FAIL();
-    } catch (const FileError& e) {
-      EXPECT_EQ(e.code(), ENODATA);
-      EXPECT_EQ(e.offset(), 4 * kPiece);
-      EXPECT_EQ(e.bytes(), kPiece);
-      EXPECT_TRUE(says(e.what(), path_ + " failed: the file ends at byte "));
-    }
+    const FileError e = thrown<FileError>([&] { read(files, bytes); });
+    expect_place(e, ENODATA, 4 * kPiece);
+    EXPECT_TRUE(says(e.what(), path_ + " failed: the file ends at byte "));
   }
 }
 
@@ -142,18 +137,13 @@ TEST_P(Reads, WriteFaultsNameThePlaceToo) {
   const Descriptor file = files.open_part(path_, &direct, /*read=*/true);
   const auto async = open(files, file, 2);
   AlignedPool pool(2, kPiece);
-  try {
-    async->submit_write(pool.take(), kPiece, 0);
-    async->submit_write(pool.take(), kPiece, kPiece);
+  const FileError e = thrown<FileError>([&] {
+    for (size_t at : {size_t{0}, kPiece}) async->submit_write(pool.take(), kPiece, at);
     while (async->wait() != nullptr) {
     }
-    FAIL();
-  } catch (const FileError& e) {
-    EXPECT_EQ(e.code(), ENOSPC);
-    EXPECT_EQ(e.offset(), kPiece);
-    EXPECT_EQ(e.bytes(), kPiece);
-    EXPECT_TRUE(says(e.what(), "The file needs " + std::to_string(2 * kPiece) + " bytes"));
-  }
+  });
+  expect_place(e, ENOSPC, kPiece);
+  EXPECT_TRUE(says(e.what(), "The file needs " + std::to_string(2 * kPiece) + " bytes"));
 }
 
 INSTANTIATE_TEST_SUITE_P(AsyncFile, Reads,

@@ -13,12 +13,7 @@ namespace ds::io {
 namespace {
 
 std::string refusal(const std::string& library) {
-  try {
-    CuFile::open(library);
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
+  return error_of([&] { CuFile::open(library); });
 }
 
 TEST(CuFile, MovesBytesInPiecesOfItsOwn) {
@@ -38,12 +33,7 @@ TEST(CuFile, MovesBytesInPiecesOfItsOwn) {
   file.read(back.data(), 0, 1 << 20, 0);
   file.read(back.data(), 1 << 20, text.size() - (1 << 20), 1 << 20);
   EXPECT_EQ(back == wanted, true);
-  try {
-    file.read(back.data(), 0, 100, text.size() - 50);
-    FAIL();
-  } catch (const FileError& error) {
-    EXPECT_EQ(error.code(), ENODATA);
-  }
+  EXPECT_EQ(thrown<FileError>([&] { file.read(back.data(), 0, 100, text.size() - 50); }).code(), ENODATA);
   library->add(text.data(), text.size());
   library->remove(text.data());
   EXPECT_THROW(library->add(text.data(), 0), Error);

@@ -27,6 +27,14 @@ StreamOptions small(size_t buffer_bytes, int buffers = 2, int threads = 1, bool 
   return options;
 }
 
+// One write of all of `text` into a file from which `expected` bytes are expected.
+Sum write_file(Files& files, const std::string& path, const std::string& text, uint64_t expected,
+               const StreamOptions& options) {
+  FileStream stream(files, path, expected, options);
+  stream.write(text.data(), text.size());
+  return stream.finish();
+}
+
 TEST(FileStream, WritesWhatItIsGiven) {
   for (const char* parent : kFileSystems) {
     const Folder folder(parent);
@@ -120,9 +128,7 @@ TEST(FileStream, MoreOrLessThanExpectedIsStillTheFile) {
   Files files;
   const std::string text = random_bytes(3000000);
   for (uint64_t expected : {uint64_t{100}, uint64_t{2000000}, uint64_t{9000000}}) {
-    FileStream stream(files, folder / "x", expected, small(1 << 20));
-    stream.write(text.data(), text.size());
-    EXPECT_EQ(stream.finish().bytes, text.size());
+    EXPECT_EQ(write_file(files, folder / "x", text, expected, small(1 << 20)).bytes, text.size());
     ASSERT_EQ(content(folder / "x"), text);
   }
 }
@@ -130,12 +136,7 @@ TEST(FileStream, MoreOrLessThanExpectedIsStillTheFile) {
 TEST(FileStream, AnOlderLongerFileLeavesNothing) {
   const Folder folder;
   Files files;
-  for (size_t bytes : {5000000, 10}) {
-    FileStream stream(files, folder / "x", bytes, small(1 << 20));
-    const std::string text = random_bytes(bytes);
-    stream.write(text.data(), bytes);
-    stream.finish();
-  }
+  for (size_t bytes : {5000000, 10}) write_file(files, folder / "x", random_bytes(bytes), bytes, small(1 << 20));
   EXPECT_EQ(content(folder / "x").size(), 10u);
 }
 
@@ -145,9 +146,7 @@ TEST(FileStream, AShortWriteIsCompleted) {
     const std::string text = random_bytes(7000001);
     for (int n = 1; n <= 8; ++n) {
       Files files("write:" + std::to_string(n) + ":short");
-      FileStream stream(files, folder / "x", text.size(), small(1 << 20));
-      stream.write(text.data(), text.size());
-      stream.finish();
+      write_file(files, folder / "x", text, text.size(), small(1 << 20));
       ASSERT_EQ(content(folder / "x"), text) << parent << " " << n;
     }
   }
@@ -182,9 +181,7 @@ TEST(FileStream, EveryFaultIsAnErrorThatNamesTheFileAndLeavesNone) {
           try {
             StreamOptions options = small(1 << 20);
             options.sync = true;
-            FileStream stream(files, folder / "x", text.size(), options);
-            stream.write(text.data(), text.size());
-            stream.finish();
+            write_file(files, folder / "x", text, text.size(), options);
             break;
           } catch (const FileError& e) {
             ++faults;
@@ -206,13 +203,10 @@ TEST(FileStream, EveryFaultIsAnErrorThatNamesTheFileAndLeavesNone) {
 TEST(FileStream, AFullDiskIsAnErrorBeforeAnythingIsWritten) {
   const Folder folder("/dev/shm");
   Files files("write:1:kill");  // no write may happen
-  try {
-    FileStream stream(files, folder / "x", uint64_t{1} << 50, small(1 << 20));
-    FAIL() << "a petabyte in memory";
-  } catch (const FileError& e) {
-    EXPECT_EQ(e.code(), ENOSPC);
-    EXPECT_TRUE(says(e.what(), "needs 1125899906842624 bytes"));
-  }
+  const FileError e =
+      thrown<FileError>([&] { FileStream stream(files, folder / "x", uint64_t{1} << 50, small(1 << 20)); });
+  EXPECT_EQ(e.code(), ENOSPC);
+  EXPECT_TRUE(says(e.what(), "needs 1125899906842624 bytes"));
   EXPECT_EQ(folder.entries(), 0u);
 }
 
@@ -226,14 +220,7 @@ TEST(FileStream, ALimitOfTheSystemInTheMiddleIsAnError) {
   limit.rlim_cur = 2 << 20;
   setrlimit(RLIMIT_FSIZE, &limit);
   Files files;
-  int code = 0;
-  try {
-    FileStream stream(files, folder / "x", 0, small(1 << 20));
-    stream.write(text.data(), text.size());
-    stream.finish();
-  } catch (const FileError& e) {
-    code = e.code();
-  }
+  const int code = thrown<FileError>([&] { write_file(files, folder / "x", text, 0, small(1 << 20)); }).code();
   setrlimit(RLIMIT_FSIZE, &before);
   std::signal(SIGXFSZ, handler);
   EXPECT_EQ(code, EFBIG);
@@ -245,10 +232,7 @@ TEST(FileStream, AKillTearsTheWrite) {
   EXPECT_EXIT(
       {
         Files files("write:2:kill");
-        const std::string text = random_bytes(4 << 20);
-        FileStream stream(files, folder / "x", text.size(), small(1 << 20));
-        stream.write(text.data(), text.size());
-        stream.finish();
+        write_file(files, folder / "x", random_bytes(4 << 20), 4 << 20, small(1 << 20));
       },
       testing::KilledBySignal(SIGKILL), "");
   const std::string text = content(folder / "x");
@@ -278,10 +262,7 @@ TEST(FileStream, LeavesNoDescriptorOpen) {
   for (int i = 0; i < 20; ++i) {
     Files files(i % 2 ? "write:3:eio" : "");
     try {
-      FileStream stream(files, folder / "x", 4 << 20, small(1 << 20));
-      const std::string text(4 << 20, 'x');
-      stream.write(text.data(), text.size());
-      stream.finish();
+      write_file(files, folder / "x", std::string(4 << 20, 'x'), 4 << 20, small(1 << 20));
     } catch (const FileError&) {
     }
   }
@@ -293,9 +274,7 @@ TEST(FileStream, SeveralAtATime) {
   Files files;
   on_threads(8, [&](int i) {
     const std::string text = random_bytes(3000000, static_cast<unsigned>(i));
-    FileStream stream(files, folder / std::to_string(i), text.size(), small(1 << 19, 2, 2));
-    stream.write(text.data(), text.size());
-    stream.finish();
+    write_file(files, folder / std::to_string(i), text, text.size(), small(1 << 19, 2, 2));
   });
   for (int i = 0; i < 8; ++i)
     EXPECT_EQ(content(folder / std::to_string(i)), random_bytes(3000000, static_cast<unsigned>(i)));
@@ -313,15 +292,11 @@ TEST(FileStream, RefusesOptionsOutOfRange) {
 
 TEST(FileStream, TheSystemsReasonAndTheFixAreInTheError) {
   Files files;
-  try {
-    FileStream stream(files, "/nowhere/at/all", 10, small(1 << 20));
-    FAIL();
-  } catch (const FileError& e) {
-    EXPECT_EQ(e.code(), ENOENT);
-    EXPECT_STREQ(e.what(),
-                 "open for writing of /nowhere/at/all failed: No such file or directory. Make the folder /nowhere/at "
-                 "first, or correct the path.");
-  }
+  const FileError e = thrown<FileError>([&] { FileStream stream(files, "/nowhere/at/all", 10, small(1 << 20)); });
+  EXPECT_EQ(e.code(), ENOENT);
+  EXPECT_STREQ(e.what(),
+               "open for writing of /nowhere/at/all failed: No such file or directory. Make the folder /nowhere/at "
+               "first, or correct the path.");
 }
 
 }  // namespace

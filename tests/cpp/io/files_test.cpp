@@ -110,12 +110,7 @@ TEST(Files, FoldersThatCannotBeRenamed) {
   put(folder / "a", "1");
   Files files("rename_dir:1+:exdev");
   files.rename(folder / "a", folder / "b");
-  try {
-    files.rename(folder / "d", folder / "e");
-    FAIL();
-  } catch (const FileError& e) {
-    EXPECT_EQ(e.code(), EXDEV);
-  }
+  EXPECT_EQ(thrown<FileError>([&] { files.rename(folder / "d", folder / "e"); }).code(), EXDEV);
   EXPECT_THROW(files.exchange(folder / "d", folder / "b"), FileError);
   EXPECT_TRUE(std::filesystem::is_directory(folder / "d"));
 }
@@ -150,12 +145,8 @@ TEST(Files, AFileSystemThatCannotReserveIsAskedWhatIsFree) {
         bool resizable = true;
         const Descriptor file = files.create(folder / "x", &direct, &resizable);
         files.reserve(file, folder / "x", 4096);
-        try {
-          files.reserve(file, folder / "x", uint64_t{1} << 60);
-        } catch (const FileError& e) {
-          _exit(e.code() == ENOSPC ? 0 : 1);
-        }
-        _exit(1);
+        const FileError e = thrown<FileError>([&] { files.reserve(file, folder / "x", uint64_t{1} << 60); });
+        _exit(e.code() == ENOSPC ? 0 : 1);
       },
       testing::ExitedWithCode(0), "");
 }
@@ -179,15 +170,13 @@ TEST(Files, ErrorsNameBothFiles) {
   const Folder folder;
   Files files;
   for (bool swap : {false, true}) {
-    try {
+    const FileError e = thrown<FileError>([&] {
       swap ? static_cast<void>(files.exchange(folder / "none", folder / "b"))
            : files.rename(folder / "none", folder / "b");
-      FAIL();
-    } catch (const FileError& e) {
-      EXPECT_EQ(e.code(), ENOENT);
-      EXPECT_TRUE(says(e.what(), "none"));
-      EXPECT_TRUE(says(e.what(), folder / "b"));
-    }
+    });
+    EXPECT_EQ(e.code(), ENOENT);
+    EXPECT_TRUE(says(e.what(), "none"));
+    EXPECT_TRUE(says(e.what(), folder / "b"));
   }
   EXPECT_THROW(files.sync_directory(folder / "none"), FileError);
 }

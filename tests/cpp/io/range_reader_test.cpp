@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <gtest/gtest.h>
 
+#include "../error_of.h"
 #include "folder.h"
 #include "io/file_error.h"
 
@@ -32,12 +33,7 @@ TEST_F(RangeReader, RangesBehindTheEndAreErrors) {
 }
 
 TEST_F(RangeReader, NoFileOrAFolder) {
-  try {
-    sum_ranges(folder_ / "none", {}, 1);
-    FAIL();
-  } catch (const FileError& e) {
-    EXPECT_EQ(e.code(), ENOENT);
-  }
+  EXPECT_EQ(thrown<FileError>([&] { sum_ranges(folder_ / "none", {}, 1); }).code(), ENOENT);
   EXPECT_THROW(sum_ranges(folder_.path(), {}, 1), FileError);
   const size_t before = open_descriptors();
   EXPECT_THROW(sum_ranges(folder_.path(), {}, 1), FileError);

@@ -24,37 +24,11 @@ void leave_files(const std::string& root) {
 
 bool there(const std::string& path) { return std::filesystem::exists(path); }
 
-// A process that keeps the folder until it is killed.
-class OtherRun {
- public:
-  explicit OtherRun(const std::string& root) {
-    int ready[2];
-    EXPECT_EQ(::pipe(ready), 0);
-    pid_ = ::fork();
-    if (pid_ == 0) {
-      const RunFolder folder(root, "rank0", kOwned);
-      leave_files(root);
-      EXPECT_EQ(::write(ready[1], "x", 1), 1);
-      for (;;) ::pause();
-    }
-    char byte;
-    EXPECT_EQ(::read(ready[0], &byte, 1), 1);
-    ::close(ready[0]);
-    ::close(ready[1]);
-  }
-  ~OtherRun() { kill(); }
-  void kill() {
-    if (pid_ > 0) {
-      ::kill(pid_, SIGKILL);
-      ::waitpid(pid_, nullptr, 0);
-    }
-    pid_ = 0;
-  }
-  pid_t pid() const { return pid_; }
-
- private:
-  pid_t pid_;
-};
+// As a run does that is killed: it never gives its folder up.
+void keep(const std::string& root) {
+  new RunFolder(root, "rank0", kOwned);
+  leave_files(root);
+}
 
 TEST(RunFolder, NothingIsLeftAtItsEnd) {
   const Folder disk;
@@ -69,7 +43,7 @@ TEST(RunFolder, NothingIsLeftAtItsEnd) {
 TEST(RunFolder, FilesOfALivingRunAreNeverTouchedAndThoseOfAKilledOneGo) {
   const Folder disk;
   const std::string root = disk / "zero_stage_3";
-  OtherRun other(root);
+  Lingering other([&] { keep(root); });
   EXPECT_TRUE(says(error_of([&] { const RunFolder folder(root, "rank0", kOwned); }),
                    root + " is in use: process " + std::to_string(other.pid())));
   const RunFolder neighbour(root, "rank1", {"float32params/rank1"});  // another rank's has nothing to do with it
@@ -129,8 +103,7 @@ TEST(RunFolder, WithoutFreeDescriptorsNothingIsRemoved) {
   std::filesystem::create_directories(root);
   std::ofstream(root + "/.rank0.1-1.lock.abcdef") << "";
   leave_files(root);
-  const pid_t child = ::fork();
-  if (child == 0) {
+  const int failures = exit_code_of([&] {
     std::vector<int> taken;
     for (int next = ::dup(0); next >= 0; next = ::dup(0)) taken.push_back(next);
     // One more each time, so that every open of the constructor fails once.
@@ -142,15 +115,12 @@ TEST(RunFolder, WithoutFreeDescriptorsNothingIsRemoved) {
         ::_exit(failed);
       } catch (const Error&) {
         for (const std::string& sub : kOwned)
-          if (!there(root + "/" + sub + "/1_param.tensor.swp")) ::_exit(100);
+          if (!there(root + "/" + sub + "/1_param.tensor.swp")) return 100;
       }
     }
-  }
-  int status = 0;
-  ::waitpid(child, &status, 0);
-  ASSERT_TRUE(WIFEXITED(status));
-  EXPECT_GT(WEXITSTATUS(status), 1);
-  EXPECT_LT(WEXITSTATUS(status), 10);
+  });
+  EXPECT_GT(failures, 1);
+  EXPECT_LT(failures, 10);
 }
 
 TEST(RunFolder, NothingIsRemovedThroughALink) {
@@ -188,57 +158,33 @@ TEST(RunFolder, OtherFilesOfItsFoldersStay) {
 // ---- two users ------------------------------------------------------------------------------------------------------
 bool become(uid_t user) { return ::geteuid() == 0 && ::setresuid(user, user, user) == 0; }
 
-bool can_become_others() {
-  const pid_t child = ::fork();
-  if (child == 0) ::_exit(become(60001) ? 0 : 1);
-  int status = 0;
-  ::waitpid(child, &status, 0);
-  return WEXITSTATUS(status) == 0;
-}
-
 // Another user's run in the same folder: where the test is not root, the same user's under the name of another.
 TEST(RunFolder, AnotherUsersFilesAreNeverTouched) {
   const Folder disk;
   ::chmod(disk.path().c_str(), 01777);
-  const bool two = can_become_others();
-  int ready[2];
-  ASSERT_EQ(::pipe(ready), 0);
-  const pid_t first = ::fork();
-  if (first == 0) {
+  const bool two = exit_code_of([] { return become(60001) ? 0 : 1; }) == 0;
+  Lingering first([&] {
     become(60001);
-    const std::string root = swap_folder("nvme_path", disk.path(), "zero_stage_3");
-    const RunFolder folder(root, "rank0", kOwned);
-    leave_files(root);
-    (void)!::write(ready[1], "x", 1);
-    for (;;) ::pause();
-  }
-  char byte;
-  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+    keep(swap_folder("nvme_path", disk.path(), "zero_stage_3"));
+  });
   const std::string file = disk / "zero_stage_3/" + kOwned[0] + "/1_param.tensor.swp";
   const auto other_run = [&] {
-    const pid_t second = ::fork();
-    if (second == 0) {
+    return exit_code_of([&] {
       become(60002);
       try {
         const std::string root = swap_folder("nvme_path", disk.path(), "zero_stage_3");
         const RunFolder folder(root, "rank0", kOwned);
         ::_exit(root == disk / "zero_stage_3.uid60002" ? 1 : 2);
       } catch (const Error&) {
-        ::_exit(3);
+        return 3;
       }
-    }
-    int status = 0;
-    ::waitpid(second, &status, 0);
-    return WEXITSTATUS(status);
+    });
   };
   EXPECT_EQ(other_run(), two ? 1 : 3);
   EXPECT_EQ(content(file), "left");
-  ::kill(first, SIGKILL);
-  ::waitpid(first, nullptr, 0);
+  first.kill();
   EXPECT_EQ(other_run(), two ? 1 : 2);
   EXPECT_EQ(there(file), two) << "what a killed run has left is its own user's to remove";
-  ::close(ready[0]);
-  ::close(ready[1]);
 }
 
 }  // namespace

@@ -35,27 +35,13 @@ TEST(SwapFiles, EndWithTheirOwner) {
 TEST(SwapFiles, OfTheLivingStayAndOfTheDeadGo) {
   const Folder folder;
   const SwapFile mine(folder.path(), "mine");
-  int ready[2];
-  ASSERT_EQ(::pipe(ready), 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    auto* theirs = new SwapFile(folder.path(), "theirs");  // never removed by its owner
-    (void)!::write(ready[1], "x", 1);
-    (void)theirs;
-    ::pause();
-    ::_exit(0);
-  }
-  char byte;
-  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+  Lingering other([&] { new SwapFile(folder.path(), "theirs"); });  // never removed by its owner
   EXPECT_EQ(remove_leftovers(folder.path()), 0);
   EXPECT_EQ(folder.entries(), 2u);
-  ::kill(child, SIGKILL);
-  ::waitpid(child, nullptr, 0);
+  other.kill();
   { const SwapFile next(folder.path(), "next"); }  // making one removes them
   EXPECT_EQ(folder.entries(), 1u);
   EXPECT_TRUE(there(mine.path()));
-  ::close(ready[0]);
-  ::close(ready[1]);
 }
 
 TEST(SwapFiles, FoldersOfUsersAreMadeWithTheirParents) {
@@ -103,14 +89,10 @@ TEST(SwapFiles, OnlyTheirUserCanReadThem) {
 TEST(SwapFiles, LinksAreRefusedAndWhatTheyPointToStays) {
   const Folder folder, other;
   ASSERT_EQ(::symlink(other.path().c_str(), (folder.path() + "/zero_stage_3").c_str()), 0);
-  try {
-    swap_folder("section.key", folder.path(), "zero_stage_3/optimizer");
-    FAIL() << "a link is no folder of this user";
-  } catch (const FileError& error) {
-    EXPECT_EQ(error.code(), ELOOP);
-    const std::string named = "section.key: the folder " + folder.path() + "/zero_stage_3";
-    EXPECT_TRUE(says(error.what(), named));
-  }
+  const FileError error =
+      thrown<FileError>([&] { swap_folder("section.key", folder.path(), "zero_stage_3/optimizer"); });
+  EXPECT_EQ(error.code(), ELOOP);
+  EXPECT_TRUE(says(error.what(), "section.key: the folder " + folder.path() + "/zero_stage_3"));
   EXPECT_EQ(other.entries(), 0u);
 }
 

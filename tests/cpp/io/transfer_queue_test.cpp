@@ -6,8 +6,8 @@
 
 #include <atomic>
 
+#include "../error_of.h"
 #include "../on_threads.h"
-#include "base/error.h"
 #include "io/aligned_pool.h"
 
 namespace ds::io {
@@ -71,12 +71,7 @@ TEST(TransferQueue, TheFirstErrorComesOutWhenAllHaveEnded) {
     usleep(5000);
     ++ended;
   }));
-  try {
-    queue.wait();
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_STREQ(error.what(), "first");
-  }
+  EXPECT_EQ(error_of([&] { queue.wait(); }), "first");
   EXPECT_EQ(ended, 1);
   queue.start(request(1, [](uint64_t, uint64_t) {}));
   EXPECT_EQ(queue.wait(), 1);

@@ -131,17 +131,15 @@ TEST_P(Transfers, ErrorsNamePathOffsetAndBytes) {
   const size_t before = open_descriptors();
   for (const auto& [order, code] : {std::make_pair("write:3:enospc", ENOSPC), std::make_pair("write:1:eio", EIO)}) {
     files_.inject(with(order));
-    try {
+    const FileError error = thrown<FileError>([&] {
       BlockFile file(files_, path_, Mode::kWrite);
       write_span(file, {data, nullptr, 0, text.size()}, 0, options_);
-      FAIL() << order;
-    } catch (const FileError& error) {
-      EXPECT_EQ(error.code(), code);
-      EXPECT_EQ(error.path(), path_);
-      EXPECT_GT(error.bytes(), 0u);
-      EXPECT_LE(error.offset() + error.bytes(), text.size() + kBlockBytes);
-      EXPECT_TRUE(says(error.what(), path_));
-    }
+    });
+    EXPECT_EQ(error.code(), code);
+    EXPECT_EQ(error.path(), path_);
+    EXPECT_GT(error.bytes(), 0u);
+    EXPECT_LE(error.offset() + error.bytes(), text.size() + kBlockBytes);
+    EXPECT_TRUE(says(error.what(), path_));
   }
   files_.inject(with("open:99:eio"));
   BlockFile(files_, path_, Mode::kWrite).reserve(text.size(), 0, text.size());
@@ -161,13 +159,9 @@ TEST_P(Transfers, AFileThatEndsTooEarlySaysWhere) {
   char* data = memory.take();
   for (const uint64_t bytes : {uint64_t{50001}, uint64_t{53248}, uint64_t{98304}, uint64_t{99999}}) {
     BlockFile file(files_, path_, Mode::kRead);
-    try {
-      read_span(file, {data, nullptr, 0, bytes}, 0, options_);
-      FAIL() << bytes;
-    } catch (const FileError& error) {
-      EXPECT_EQ(error.code(), ENODATA);
-      EXPECT_TRUE(says(error.what(), "ends at byte 50000"));
-    }
+    const FileError error = thrown<FileError>([&] { read_span(file, {data, nullptr, 0, bytes}, 0, options_); });
+    EXPECT_EQ(error.code(), ENODATA);
+    EXPECT_TRUE(says(error.what(), "ends at byte 50000"));
   }
 }
 
@@ -233,17 +227,12 @@ TEST(Transfer, PartsMeetAtBlocks) {
 }
 
 TEST(Transfer, OptionsOutOfRangeAreNamed) {
-  const auto message = [](auto change) -> std::string {
+  const auto message = [](auto change) {
     TransferOptions options;
     change(options);
-    try {
-      check(options);
-    } catch (const Error& error) {
-      return error.what();
-    }
-    return "";
+    return error_of([&] { check(options); });
   };
-  EXPECT_EQ(message([](TransferOptions& o) {}), "");
+  EXPECT_EQ(message([](TransferOptions& o) {}), "no error");
   EXPECT_TRUE(says(message([](TransferOptions& o) { o.block_bytes = 0; }), "block_size"));
   EXPECT_TRUE(says(message([](TransferOptions& o) { o.queue_depth = 0; }), "queue_depth"));
   EXPECT_TRUE(says(message([](TransferOptions& o) { o.queue_depth = 5000; }), "4096"));
@@ -254,13 +243,9 @@ TEST(BlockFile, AFullDiskIsAnErrorBeforeTheFirstByte) {
   Files files;
   BlockFile file(files, folder / "x", Mode::kWrite);
   const uint64_t bytes = uint64_t{1} << 43;
-  try {
-    file.reserve(bytes, 0, bytes);
-    FAIL();
-  } catch (const FileError& error) {
-    EXPECT_TRUE(error.code() == ENOSPC || error.code() == EFBIG) << error.what();
-    EXPECT_EQ(error.bytes(), bytes);
-  }
+  const FileError error = thrown<FileError>([&] { file.reserve(bytes, 0, bytes); });
+  EXPECT_TRUE(error.code() == ENOSPC || error.code() == EFBIG) << error.what();
+  EXPECT_EQ(error.bytes(), bytes);
 }
 
 TEST(BlockFile, FoldersAndMissingFilesAreNamed) {

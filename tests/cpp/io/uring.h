@@ -5,12 +5,16 @@
 
 namespace ds::io {
 
+// The file `path`, new.
+inline Descriptor created(Files& files, const std::string& path, bool direct = true) {
+  bool resizable = true;
+  return files.create(path, &direct, &resizable);
+}
+
 inline bool has_uring() {
   const Folder folder;
   Files files;
-  bool direct = true;
-  bool resizable = true;
-  const Descriptor file = files.create(folder / "x", &direct, &resizable);
+  const Descriptor file = created(files, folder / "x");
   return open_uring(files, file, folder / "x", 1) != nullptr;
 }
 

@@ -9,17 +9,12 @@
 namespace ds::kernels::test {
 namespace {
 
-const AttentionKernels& ref_attention() { return *ds_cpu_attention_kernels_isa(kAttentionAbi, "ref"); }
-
-struct Named {
-  const char* isa;
-  const AttentionKernels* kernels;
-};
-std::vector<Named> isa_attention() {
-  std::vector<Named> all;
-  for (const char* isa : {"scalar", "neon", "sse4", "avx2", "avx512"})
-    if (const AttentionKernels* kernels = ds_cpu_attention_kernels_isa(kAttentionAbi, isa))
-      all.push_back({isa, kernels});
+const AttentionKernels* find_attention(const char* isa) { return ds_cpu_attention_kernels_isa(kAttentionAbi, isa); }
+const AttentionKernels& ref_attention() { return *find_attention("ref"); }
+auto isa_attention() { return of_each_isa(find_attention); }
+auto isa_attention_and_ref() {
+  auto all = isa_attention();
+  all.push_back({"ref", &ref_attention()});
   return all;
 }
 
@@ -128,11 +123,19 @@ void backward(const AttentionKernels& kernels, const Launch& launch, Problem& p,
                    lse.data(), row_sum.data(), to.query.data(), to.key.data(), to.value.data());
 }
 
+// Batch, head and query of a row.
+struct Row {
+  int64_t b, h, i;
+};
+Row row_of(const AttentionShape& s, int64_t row) {
+  return {row / s.queries / s.heads, row / s.queries % s.heads, row % s.queries};
+}
+
 // What backward is given, of a forward's state.
 void statistics(const Problem& p, const State& state, Buffer& lse, Buffer& row_sum) {
   const AttentionShape& s = p.shape;
   for (int64_t row = 0; row < static_cast<int64_t>(p.rows()); ++row) {
-    const int64_t i = row % s.queries, h = row / s.queries % s.heads, b = row / s.queries / s.heads;
+    const auto [b, h, i] = row_of(s, row);
     double sum = 0;
     const double total = state.total.get(row);
     for (int64_t f = 0; f < s.value_size && total > 0; ++f)
@@ -141,6 +144,20 @@ void statistics(const Problem& p, const State& state, Buffer& lse, Buffer& row_s
     row_sum.set(row, sum);
   }
 }
+
+// A forward and its backward.
+struct Results {
+  State state;
+  Buffer lse, row_sum;
+  Gradients grads;
+
+  Results(const AttentionKernels& kernels, Problem& p)
+      : state(p), lse(p.wide, p.rows()), row_sum(p.wide, p.rows()), grads(p) {
+    forward(kernels, {}, p, state);
+    statistics(p, state, lse, row_sum);
+    backward(kernels, {}, p, lse, row_sum, grads);
+  }
+};
 
 void expect_close(const Buffer& got, const Buffer& want, double terms, const std::string& where) {
   ASSERT_TRUE(got.canary_intact()) << where;
@@ -214,11 +231,10 @@ TEST(AttentionTest, TheReferenceIsASoftmaxAndItsDerivative) {
     if (c.queries * c.keys > 5000) continue;
     Problem p(c, DType::kF64);
     const AttentionShape& s = p.shape;
-    State state(p);
-    forward(ref_attention(), {}, p, state);
+    const auto [state, lse_given, row_sum, grads] = Results(ref_attention(), p);
     const Whole whole(p);
     for (int64_t row = 0; row < static_cast<int64_t>(p.rows()); ++row) {
-      const int64_t i = row % s.queries, h = row / s.queries % s.heads, b = row / s.queries / s.heads;
+      const auto [b, h, i] = row_of(s, row);
       double lse;
       const std::vector<double> probs = whole.probabilities(b, h, i, &lse);
       const double total = state.total.get(row);
@@ -233,10 +249,6 @@ TEST(AttentionTest, TheReferenceIsASoftmaxAndItsDerivative) {
                     1e-9)
             << name(c, s.dtype, "ref") << " row " << row;
     }
-    Buffer lse(p.wide, p.rows()), row_sum(p.wide, p.rows());
-    statistics(p, state, lse, row_sum);
-    Gradients grads(p);
-    backward(ref_attention(), {}, p, lse, row_sum, grads);
     const auto slope = [&](Buffer& of, size_t i) {
       const double x = of.get(i), step = 1e-5;
       of.set(i, x + step);
@@ -293,11 +305,9 @@ TEST(AttentionTest, SoManyAreDroppedAndEachByItsOwnNumbers) {
 }
 
 TEST(AttentionTest, RowsThatBeginWithASink) {
-  std::vector<Named> tables = isa_attention();
-  tables.push_back({"ref", &ref_attention()});
   for (const Case& c : kCases) {
     if (c.queries * c.keys > 5000) continue;
-    for (const Named& isa : tables) {
+    for (const auto& isa : isa_attention_and_ref()) {
       Problem p(c, DType::kF32);
       const AttentionShape& s = p.shape;
       std::vector<double> sinks(c.heads);
@@ -313,7 +323,7 @@ TEST(AttentionTest, RowsThatBeginWithASink) {
       const Whole whole(p, sinks);
       double slope = 0;  // of the last head's sink
       for (int64_t row = 0; row < static_cast<int64_t>(p.rows()); ++row) {
-        const int64_t i = row % s.queries, h = row / s.queries % s.heads, b = row / s.queries / s.heads;
+        const auto [b, h, i] = row_of(s, row);
         double level;
         const std::vector<double> probs = whole.probabilities(b, h, i, &level);
         ASSERT_NEAR(lse.get(row), level, 1e-5) << name(c, s.dtype, isa.isa) << " row " << row;
@@ -335,20 +345,15 @@ TEST(AttentionTest, InstructionSetsEqualTheReference) {
   for (const Case& c : kCases) {
     for (DType dtype : kDtypes) {
       Problem p(c, dtype);
-      State want(p);
-      forward(ref_attention(), {}, p, want);
-      Buffer lse(p.wide, p.rows()), row_sum(p.wide, p.rows());
-      statistics(p, want, lse, row_sum);
-      Gradients want_grads(p);
-      backward(ref_attention(), {}, p, lse, row_sum, want_grads);
-      for (const Named& isa : isa_attention()) {
+      Results want(ref_attention(), p);
+      for (const auto& isa : isa_attention()) {
         State got(p);
         forward(*isa.kernels, {&pool}, p, got);
         const double terms = static_cast<double>(c.keys + c.queries * c.heads / c.kv_heads);
-        expect_equal(got, want, terms, name(c, dtype, isa.isa));
+        expect_equal(got, want.state, terms, name(c, dtype, isa.isa));
         Gradients grads(p);
-        backward(*isa.kernels, {&pool}, p, lse, row_sum, grads);
-        expect_equal(grads, want_grads, terms, name(c, dtype, isa.isa));
+        backward(*isa.kernels, {&pool}, p, want.lse, want.row_sum, grads);
+        expect_equal(grads, want.grads, terms, name(c, dtype, isa.isa));
       }
     }
   }
@@ -358,21 +363,16 @@ TEST(AttentionTest, ThreadsDoNotChangeTheBits) {
   const Case c = {1, 4, 2, 700, 401, 40, 40, true, -100, 0, Looks::kAll, 0, 0.1};
   Problem p(c, DType::kF32);
   const AttentionKernels& kernels = *ds_attention_kernels(kAttentionAbi, "cpu");
-  State want(p);
-  forward(kernels, {}, p, want);
-  Buffer lse(p.wide, p.rows()), row_sum(p.wide, p.rows());
-  statistics(p, want, lse, row_sum);
-  Gradients want_grads(p);
-  backward(kernels, {}, p, lse, row_sum, want_grads);
+  Results want(kernels, p);
   for (int threads : {1, 2, 5}) {
     ThreadPool pool(threads);
     State got(p);
     Gradients grads(p);
     forward(kernels, {&pool}, p, got);
-    backward(kernels, {&pool}, p, lse, row_sum, grads);
-    EXPECT_TRUE(same(got.sum, want.sum) && same(got.total, want.total) && same(got.largest, want.largest)) << threads;
-    EXPECT_TRUE(same(grads.query, want_grads.query) && same(grads.key, want_grads.key)) << threads;
-    EXPECT_TRUE(same(grads.value, want_grads.value)) << threads;
+    backward(kernels, {&pool}, p, want.lse, want.row_sum, grads);
+    EXPECT_TRUE(same(got.sum, want.state.sum) && same(got.total, want.state.total)) << threads;
+    EXPECT_TRUE(same(got.largest, want.state.largest) && same(grads.query, want.grads.query)) << threads;
+    EXPECT_TRUE(same(grads.key, want.grads.key) && same(grads.value, want.grads.value)) << threads;
   }
 }
 
@@ -399,9 +399,7 @@ TEST(AttentionTest, BlocksAndMergedBlocksEqualTheWhole) {
     const AttentionShape whole = p.shape;
     State want(p);
     forward(ref_attention(), {}, p, want);
-    std::vector<Named> tables = isa_attention();
-    tables.push_back({"ref", &ref_attention()});
-    for (const Named& isa : tables) {
+    for (const auto& isa : isa_attention_and_ref()) {
       State seen(p), merged(p);
       bool fresh = true;
       in_blocks(p, {1, 9, c.keys}, [&](int64_t first) {
@@ -423,9 +421,7 @@ TEST(AttentionTest, BlocksAndMergedBlocksEqualTheWhole) {
 
 TEST(AttentionTest, ANanIsNotLost) {
   const Case c = {1, 1, 1, 40, 30, 8, 8};
-  std::vector<Named> tables = isa_attention();
-  tables.push_back({"ref", &ref_attention()});
-  for (const Named& isa : tables) {
+  for (const auto& isa : isa_attention_and_ref()) {
     Problem p(c, DType::kF32);
     p.query.set(3 * 9, NAN);
     State state(p);
@@ -449,21 +445,15 @@ TEST(AttentionTest, TheTableOfADeviceIsFound) {
   EXPECT_EQ(ds_attention_kernels(kAttentionAbi + 1, "cuda"), nullptr);
 }
 
-TEST(AttentionTest, TheGpuEqualsTheReference) {
-  const KernelTable* table = ds_kernels(kKernelAbi, "cuda");
-  if (table == nullptr) GTEST_SKIP() << ds_kernels_error(kKernelAbi, "cuda");
-  if (const char* error = table->device_error()) GTEST_SKIP() << "no usable GPU: " << error;
+using CudaAttentionTest = CudaTest;
+TEST_F(CudaAttentionTest, EqualsTheReference) {
   const AttentionKernels& cuda = *ds_attention_kernels(kAttentionAbi, "cuda");
-  Driver driver;
   for (const Case& c : kCases) {
     for (DType dtype : kDtypes) {
       Problem p(c, dtype);
-      State want(p), got(p);
-      forward(ref_attention(), {}, p, want);
-      Buffer lse(p.wide, p.rows()), row_sum(p.wide, p.rows());
-      statistics(p, want, lse, row_sum);
-      Gradients want_grads(p), grads(p);
-      backward(ref_attention(), {}, p, lse, row_sum, want_grads);
+      auto [want, lse, row_sum, want_grads] = Results(ref_attention(), p);
+      State got(p);
+      Gradients grads(p);
       Buffer looks(DType::kF32, (p.looks.size() + 3) / 4);
       std::memcpy(looks.data(), p.looks.data(), p.looks.size());
       OnDevice q(driver, p.query), k(driver, p.key), v(driver, p.value), g(driver, p.grad), l(driver, lse),
@@ -491,8 +481,7 @@ TEST(AttentionTest, TheGpuEqualsTheReference) {
       cuda.backward({}, shape, p.q(q.data()), p.k(k.data()), p.v(v.data()), p.g(g.data()), l.data(), r.data(),
                     for_query.data(), for_key.data(), for_value.data());
       for_query.fetch(), for_key.fetch(), for_value.fetch();
-      const char* error = table->last_error();
-      ASSERT_EQ(error, nullptr) << error;
+      expect_no_error();
       expect_equal(grads, want_grads, terms, name(c, dtype, "cuda"));
     }
   }

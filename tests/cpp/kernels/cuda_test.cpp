@@ -18,12 +18,7 @@ TEST(CudaTableTest, LoadsWithoutAGpu) {
     ASSERT_TRUE(says(error, "cannot be loaded"));
     GTEST_SKIP() << error;
   }
-  EXPECT_EQ(table->abi, kKernelAbi);
-  EXPECT_EQ(table->size, sizeof(KernelTable));
-  EXPECT_STREQ(table->device, "cuda");
-  void* entries[(sizeof(KernelTable) - offsetof(KernelTable, copy)) / sizeof(void*)];
-  std::memcpy(entries, reinterpret_cast<const char*>(table) + offsetof(KernelTable, copy), sizeof entries);
-  for (void* entry : entries) EXPECT_NE(entry, nullptr);
+  expect_whole(*table, "cuda");
   EXPECT_EQ(ds_kernels(kKernelAbi + 1, "cuda"), nullptr);
   EXPECT_TRUE(says(std::string(ds_kernels_error(kKernelAbi + 1, "cuda")), "another version"));
 }
@@ -51,22 +46,6 @@ TEST(CudaTableTest, AMissingLibraryIsAReadableError) {
   EXPECT_EXIT(report_missing("/nowhere/lib.so"), testing::ExitedWithCode(0), "/nowhere/lib.so.*toolkit.*make");
   EXPECT_EXIT(report_missing("libm.so.6"), testing::ExitedWithCode(0), "is no kernel library");
 }
-
-class CudaTest : public testing::Test {
- protected:
-  void SetUp() override {
-    table = cuda_table();
-    if (table == nullptr) GTEST_SKIP() << ds_kernels_error(kKernelAbi, "cuda");
-    if (const char* error = table->device_error()) GTEST_SKIP() << "no usable GPU: " << error;
-    ASSERT_TRUE(driver.ok());
-  }
-  void expect_no_error() {
-    const char* error = table->last_error();
-    EXPECT_EQ(error, nullptr) << error;
-  }
-  Driver driver;
-  const KernelTable* table = nullptr;
-};
 
 TEST_F(CudaTest, CopyAccumulateAndScaleEqualTheReference) {
   for (DType dst : kDtypes) {

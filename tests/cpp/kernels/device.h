@@ -82,4 +82,21 @@ class OnDevice {
   uintptr_t base_, data_;
 };
 
+// A test of the CUDA table, which is skipped without a GPU.
+class CudaTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    table = ds_kernels(kKernelAbi, "cuda");
+    if (table == nullptr) GTEST_SKIP() << ds_kernels_error(kKernelAbi, "cuda");
+    if (const char* error = table->device_error()) GTEST_SKIP() << "no usable GPU: " << error;
+    ASSERT_TRUE(driver.ok());
+  }
+  void expect_no_error() {
+    const char* error = table->last_error();
+    EXPECT_EQ(error, nullptr) << error;
+  }
+  Driver driver;
+  const KernelTable* table = nullptr;
+};
+
 }  // namespace ds::kernels::test

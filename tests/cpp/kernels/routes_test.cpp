@@ -7,18 +7,9 @@
 namespace ds::kernels::test {
 namespace {
 
-const RouteKernels& ref_routes() { return *ds_cpu_route_kernels_isa(kRouteAbi, "ref"); }
-
-struct NamedRoutes {
-  const char* isa;
-  const RouteKernels* kernels;
-};
-std::vector<NamedRoutes> isa_routes() {
-  std::vector<NamedRoutes> all;
-  for (const char* isa : {"scalar", "neon", "sse4", "avx2", "avx512"})
-    if (const RouteKernels* kernels = ds_cpu_route_kernels_isa(kRouteAbi, isa)) all.push_back({isa, kernels});
-  return all;
-}
+const RouteKernels* find_routes(const char* isa) { return ds_cpu_route_kernels_isa(kRouteAbi, isa); }
+const RouteKernels& ref_routes() { return *find_routes("ref"); }
+auto isa_routes() { return of_each_isa(find_routes); }
 
 // Rows of a sum of this many terms differ by so much between orders of the sum.
 void expect_near(const Buffer& got, const Buffer& want, double terms, const std::string& where) {
@@ -51,7 +42,7 @@ TEST(RoutesTest, GatesEqualTheReference) {
         Buffer want(DType::kF32, tokens * experts), got = want;
         std::vector<int32_t> want_index(tokens * k), got_index(tokens * k);
         ref_routes().topk_gate({}, x, nullptr, tokens, experts, k, static_cast<float*>(want.data()), want_index.data());
-        for (const NamedRoutes& isa : isa_routes()) {
+        for (const auto& isa : isa_routes()) {
           isa.kernels->topk_gate({&pool}, x, nullptr, tokens, experts, k, static_cast<float*>(got.data()),
                                  got_index.data());
           EXPECT_TRUE(same(got, want)) << isa.isa << " " << tokens << " " << experts;
@@ -84,7 +75,7 @@ TEST(RoutesTest, RowsTravelAsInTheReference) {
             ref_routes().combine_rows({}, back.data(), moved.data(), dtype, width, tokens, k, slot.data(), w);
             ref_routes().dot_rows({}, static_cast<float*>(dots.data()), moved.data(), grad.data(), dtype, width, tokens,
                                   k, slot.data());
-            for (const NamedRoutes& isa : isa_routes()) {
+            for (const auto& isa : isa_routes()) {
               const std::string where = std::string(isa.isa) + " " + dtype_name(dtype) + " " + std::to_string(width) +
                                         " x " + std::to_string(tokens) + " k=" + std::to_string(k);
               Buffer a(dtype, rows * width), b(dtype, tokens * width), c(DType::kF32, tokens * k);
@@ -136,7 +127,7 @@ TEST(RoutesTest, ProductsOfManyGroupsEqualTheReference) {
         }
         const GemmForm how = {form % 2 == 1, form >= 2};
         ref_routes().grouped_gemm({}, want_groups.data(), want_groups.size(), how, dtype);
-        for (const NamedRoutes& isa : isa_routes()) {
+        for (const auto& isa : isa_routes()) {
           isa.kernels->grouped_gemm({&pool}, got_groups.data(), got_groups.size(), how, dtype);
           for (size_t i = 0; i < std::size(sizes); ++i)
             expect_near(got[i], want[i], static_cast<double>(sizes[i][2]),

@@ -21,11 +21,35 @@ constexpr size_t kSizes[] = {0, 1, 2, 15, 16, 17, 31, 33, 100, 1023, 16384, 1638
 
 inline const KernelTable& ref_table() { return *ds_cpu_kernels_isa(kKernelAbi, "ref"); }
 
+// It is a device's table of this version, and none of its kernels is missing.
+inline void expect_whole(const KernelTable& table, const char* device) {
+  EXPECT_EQ(table.abi, kKernelAbi);
+  EXPECT_EQ(table.size, sizeof(KernelTable));
+  EXPECT_STREQ(table.device, device);
+  void* entries[(sizeof(KernelTable) - offsetof(KernelTable, copy)) / sizeof(void*)];
+  std::memcpy(entries, reinterpret_cast<const char*>(&table) + offsetof(KernelTable, copy), sizeof entries);
+  for (void* entry : entries) EXPECT_NE(entry, nullptr);
+}
+
 // The table of every instruction set that this machine can run.
 inline std::vector<const KernelTable*> isa_tables() {
   std::vector<const KernelTable*> all;
   for (const char* isa : {"scalar", "neon", "sse4", "avx2", "avx512"})
     if (const KernelTable* table = ds_cpu_kernels_isa(kKernelAbi, isa)) all.push_back(table);
+  return all;
+}
+
+// Kernels of one room by the name of their instruction set; find(isa): those of one, or null.
+template <typename Kernels>
+struct Named {
+  const char* isa;
+  Kernels* kernels;
+};
+template <typename Find>
+auto of_each_isa(const Find& find) {
+  std::vector<Named<std::remove_pointer_t<decltype(find(""))>>> all;
+  for (const char* isa : {"scalar", "neon", "sse4", "avx2", "avx512"})
+    if (auto* kernels = find(isa)) all.push_back({isa, kernels});
   return all;
 }
 
@@ -85,6 +109,11 @@ class Buffer {
     for (size_t i = 0; i < n_ && i < 3 * count; ++i) set(i, specials[i % count]);
     return *this;
   }
+  std::vector<double> values() const {
+    std::vector<double> all;
+    for (size_t i = 0; i < n_; ++i) all.push_back(get(i));
+    return all;
+  }
   bool canary_intact() const {
     const size_t used = skip_ + bytes();
     for (size_t i = used; i < storage_.size(); ++i)
@@ -112,6 +141,22 @@ inline testing::AssertionResult same(const Buffer& got, const Buffer& want) {
   return testing::AssertionSuccess();
 }
 
+// The distance from `want` in the 2-norm, by that of `want`.
+inline double relative_error(const Buffer& got, const std::vector<double>& want) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    error += std::pow(got.get(i) - want[i], 2);
+    norm += std::pow(want[i], 2);
+  }
+  return std::sqrt(error / norm);
+}
+
+// Distance in units of the last place of the larger of the two numbers that an update adds.
+inline double ulps(double got, double want, double before) {
+  const float scale = static_cast<float>(std::max(std::abs(want), std::abs(before)));
+  return std::abs(got - want) / (std::nextafterf(scale, INFINITY) - static_cast<double>(scale));
+}
+
 inline std::string where(const KernelTable& table, DType a, DType b, size_t n, size_t offset) {
   return std::string(table.isa) + " " + dtype_name(a) + " " + dtype_name(b) + " n=" + std::to_string(n) +
          " offset=" + std::to_string(offset);
@@ -130,6 +175,12 @@ struct MomentTensor {
       exp_avg.set(i, 0);
       exp_avg_sq.set(i, 0);
     }
+  }
+  // Random gradients with a direction, so that the parameters travel.
+  std::vector<double> draw_gradients(unsigned seed) {
+    grad.randomize(seed);
+    for (size_t i = 0; i < grad.size(); ++i) grad.set(i, grad.get(i) + 0.3);
+    return grad.values();
   }
   UpdateSegment segment(size_t begin, size_t end) {
     UpdateSegment s;

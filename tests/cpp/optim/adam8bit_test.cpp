@@ -199,12 +199,8 @@ TEST(Adam8bitTest, TheFirstStepIsThatOfAdamAndStatesAreClose) {
   }
 }
 
-TEST(Adam8bitTest, OnTheGpuTheBitsAreThoseOfTheReference) {
-  const KernelTable* table = ds_kernels(kKernelAbi, "cuda");
-  if (table == nullptr) GTEST_SKIP() << ds_kernels_error(kKernelAbi, "cuda");
-  if (const char* error = table->device_error()) GTEST_SKIP() << "no usable GPU: " << error;
-  test::Driver driver;
-  ASSERT_TRUE(driver.ok());
+using CudaAdam8bitTest = test::CudaTest;
+TEST_F(CudaAdam8bitTest, TheBitsAreThoseOfTheReference) {
   for (size_t n : {1, 255, 256, 257, 70001}) {
     Tensor want(n, DType::kF32, DType::kF32, 5), got = want;
     const auto put = [&](const void* data, size_t bytes) {
@@ -213,13 +209,10 @@ TEST(Adam8bitTest, OnTheGpuTheBitsAreThoseOfTheReference) {
       return address;
     };
     UpdateSegment host = got.segment(), device = host;
-    uintptr_t at[7] = {put(host.master, n * 4),
-                       put(host.grad, n * 4),
-                       put(host.lp, n * 2),
-                       put(host.states[0], n),
-                       put(host.states[1], n),
-                       put(host.states[2], code_blocks(n) * 4),
-                       put(host.states[3], code_blocks(n) * 4)};
+    const size_t maxima = code_blocks(n) * 4;
+    const uintptr_t at[7] = {put(host.master, n * 4), put(host.grad, n * 4),      put(host.lp, n * 2),
+                             put(host.states[0], n),  put(host.states[1], n),     put(host.states[2], maxima),
+                             put(host.states[3], maxima)};
     device.master = reinterpret_cast<void*>(at[0]);
     device.grad = reinterpret_cast<void*>(at[1]);
     device.lp = reinterpret_cast<void*>(at[2]);
@@ -235,10 +228,10 @@ TEST(Adam8bitTest, OnTheGpuTheBitsAreThoseOfTheReference) {
     driver.to_host(host.lp, at[2], n * 2);
     for (int k = 0; k < 2; ++k) {
       driver.to_host(host.states[k], at[3 + k], n);
-      driver.to_host(host.states[2 + k], at[5 + k], code_blocks(n) * 4);
+      driver.to_host(host.states[2 + k], at[5 + k], maxima);
     }
     for (uintptr_t address : at) driver.release(address);
-    EXPECT_EQ(table->last_error(), nullptr);
+    expect_no_error();
     expect_same(got, want, "cuda n=" + std::to_string(n));
   }
 }

@@ -18,7 +18,6 @@ using kernels::StepScale;
 using kernels::UpdateArgs;
 using kernels::UpdateSegment;
 using kernels::test::Buffer;
-using kernels::test::Driver;
 using kernels::test::DriverScratch;
 using kernels::test::isa_tables;
 using kernels::test::kDtypes;
@@ -237,12 +236,8 @@ TEST(RulesTest, EveryRuleHasItsKernelsOnEveryDevice) {
   }
 }
 
-TEST(RulesTest, OnTheGpuTheBitsAreThoseOfTheReference) {
-  const KernelTable* table = ds_kernels(kernels::kKernelAbi, "cuda");
-  if (table == nullptr) GTEST_SKIP() << ds_kernels_error(kernels::kKernelAbi, "cuda");
-  if (const char* error = table->device_error()) GTEST_SKIP() << "no usable GPU: " << error;
-  Driver driver;
-  ASSERT_TRUE(driver.ok());
+using CudaRulesTest = kernels::test::CudaTest;
+TEST_F(CudaRulesTest, TheBitsAreThoseOfTheReference) {
   for (const Rule& rule : plain_rules()) {
     for (DType grad : kDtypes) {
       for (DType other : kDtypes) {
@@ -278,8 +273,7 @@ TEST(RulesTest, OnTheGpuTheBitsAreThoseOfTheReference) {
           run(rule, *table, launch, device, args, device_scales + 1);  // skipped: changes nothing
           run(rule, *table, launch, device, args, device_scales);
           for (auto& copy : copies) copy->fetch();
-          const char* error = table->last_error();
-          ASSERT_EQ(error, nullptr) << error;
+          expect_no_error();
           for (size_t i = 0; i < got.size(); ++i)
             ASSERT_TRUE(same(got[i], want[i])) << where(rule, *table, args, want[i].numel(), i);
         }

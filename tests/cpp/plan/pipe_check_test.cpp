@@ -13,12 +13,7 @@ namespace ds::plan {
 namespace {
 
 std::string verdict(const PipePlan& plan, int bound = kPipeSendBound) {
-  try {
-    pipe_check(plan, bound);
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
+  return failure_of<Error>([&] { pipe_check(plan, bound); });
 }
 
 // One random change of one rank's list.

@@ -129,24 +129,16 @@ TEST(PipeSchedule, BuffersAreReused) {
 }
 
 TEST(PipeSchedule, BadInput) {
-  const auto message = [](auto&& call) {
-    try {
-      call();
-    } catch (const Error& error) {
-      return std::string(error.what());
-    }
-    return std::string();
-  };
   EXPECT_EQ(
-      message([] { pipe_schedule("2f2b", 2, 1, 2); }),
+      error_of([] { pipe_schedule("2f2b", 2, 1, 2); }),
       "there is no pipeline schedule \"2f2b\": there are 1f1b, gpipe, interleaved, zb-h1, zb-v, dualpipe-v, inference");
   EXPECT_EQ(
-      message([] { pipe_schedule("zb-v", 2, 1, 4); }),
+      error_of([] { pipe_schedule("zb-v", 2, 1, 4); }),
       "the pipeline schedule zb-v wants 2 chunks of layers on each rank, not 1: set PipelineModule(virtual_stages=) "
       "or choose another schedule");
-  EXPECT_TRUE(says(message([] { pipe_schedule("interleaved", 2, 1, 4); }), "wants at least 2 chunks"));
-  EXPECT_TRUE(says(message([] { pipe_schedule("1f1b", 2, 3, 4); }), "wants 1 chunk of"));
-  EXPECT_TRUE(says(message([] { pipe_schedule("1f1b", 2, 1, 0); }), "0 micro-batches"));
+  EXPECT_TRUE(says(error_of([] { pipe_schedule("interleaved", 2, 1, 4); }), "wants at least 2 chunks"));
+  EXPECT_TRUE(says(error_of([] { pipe_schedule("1f1b", 2, 3, 4); }), "wants 1 chunk of"));
+  EXPECT_TRUE(says(error_of([] { pipe_schedule("1f1b", 2, 1, 0); }), "0 micro-batches"));
 }
 
 }  // namespace

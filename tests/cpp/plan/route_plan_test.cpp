@@ -88,12 +88,7 @@ TEST(RoutePlanTest, EqualsPlainLoops) {
 }
 
 std::string refusal(const std::vector<int32_t>& choices, const RouteRules& rules) {
-  try {
-    plan_routes(choices.data(), choices.size(), rules, nullptr);
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "";
+  return failure_of<Error>([&] { plan_routes(choices.data(), choices.size(), rules, nullptr); });
 }
 
 TEST(RoutePlanTest, NamesTheTokenThatCannotBeRouted) {

@@ -4,6 +4,7 @@
 
 #include <filesystem>
 
+#include "../error_of.h"
 #include "io/file_error.h"
 #include "planes.h"
 
@@ -33,14 +34,14 @@ TEST_P(BlockFiles, HoldTheirElementsAndNothingElse) {
     const PlaneId plane = storage.add("p", 30033, at::kFloat, at_rest(Medium::kFile, folder.path()), {7, 20007, 30033},
                                       with_files({"a/b/0.swp", "a/b/1.swp", "a/2.swp"}));
     EXPECT_EQ(folder.entries(), 0u);  // a file is made when it is written
-    fill(storage.acquire(plane, {0, 30033}, Access::kWrite, Medium::kHost).data(), 0);
+    write_plane(storage, plane, {0, 30033}, 0);
     storage.settle();
     EXPECT_EQ(std::filesystem::file_size(folder / "a/b/0.swp"), 7u * 4);
     EXPECT_EQ(std::filesystem::file_size(folder / "a/b/1.swp"), 20000u * 4);
     EXPECT_EQ(std::filesystem::file_size(folder / "a/2.swp"), 10026u * 4);
-    EXPECT_TRUE(holds(storage.acquire(plane, {0, 30033}, Access::kRead, Medium::kHost).data(), 0));
+    EXPECT_TRUE(plane_holds(storage, plane, {0, 30033}, 0));
     fill(storage.acquire(plane, {100, 110}, Access::kUpdate, Medium::kHost).data(), 5);
-    EXPECT_TRUE(holds(storage.acquire(plane, {110, 20007}, Access::kRead, Medium::kHost).data(), 110));
+    EXPECT_TRUE(plane_holds(storage, plane, {110, 20007}, 110));
     const std::string bytes = io::content(folder / "a/b/1.swp");
     float value;
     memcpy(&value, bytes.data() + (103 - 7) * 4, 4);
@@ -48,14 +49,14 @@ TEST_P(BlockFiles, HoldTheirElementsAndNothingElse) {
     // Another plane wants the same name.
     const PlaneId other =
         storage.add("q", 3, at::kFloat, at_rest(Medium::kFile, folder.path()), {3}, with_files({"a/2.swp"}));
-    fill(storage.acquire(other, {0, 3}, Access::kWrite, Medium::kHost).data(), 1);
+    write_plane(storage, other, {0, 3}, 1);
     storage.settle();
     EXPECT_EQ(std::filesystem::file_size(folder / "a/2.swp.1"), 12u);
     storage.discard(plane, {20007, 30033});
     EXPECT_FALSE(std::filesystem::exists(folder / "a/2.swp"));
     storage.move(plane, at_rest(Medium::kHost));
     EXPECT_FALSE(std::filesystem::exists(folder / "a/b/0.swp"));
-    EXPECT_TRUE(holds(storage.acquire(plane, {0, 100}, Access::kRead, Medium::kHost).data(), 0));
+    EXPECT_TRUE(plane_holds(storage, plane, {0, 100}, 0));
   }
   for (const auto& entry : std::filesystem::recursive_directory_iterator(folder.path()))
     EXPECT_TRUE(entry.is_directory()) << entry.path();
@@ -68,15 +69,10 @@ TEST(BlockFiles, AFileThatIsGoneOrCutIsNamed) {
   ShardStorage storage(kCpu);
   const PlaneId plane = storage.add("p", 6000, at::kFloat, at_rest(Medium::kFile, folder.path()), {3000, 6000},
                                     with_files({"0.swp", "1.swp"}));
-  fill(storage.acquire(plane, {0, 6000}, Access::kWrite, Medium::kHost).data(), 0);
+  write_plane(storage, plane, {0, 6000}, 0);
   storage.settle();
   const auto error_of = [&](plan::Range range) {
-    try {
-      storage.acquire(plane, range, Access::kRead, Medium::kHost);
-    } catch (const io::FileError& error) {
-      return error;
-    }
-    return io::FileError(0, "", "");
+    return thrown<io::FileError>([&] { storage.acquire(plane, range, Access::kRead, Medium::kHost); });
   };
   ASSERT_EQ(::truncate((folder / "1.swp").c_str(), 5000), 0);
   EXPECT_EQ(error_of({3000, 6000}).code(), ENODATA);
@@ -103,13 +99,11 @@ TEST(ScratchLimit, IsACeilingOfCopies) {
                                     with_files(names, user));
   for (int round = 0; round < 3; ++round) {
     for (int64_t b = 0; b < kBlocks; ++b)
-      fill(storage.acquire(plane, {b * kBlock, (b + 1) * kBlock}, Access::kWrite, Medium::kHost).data(),
-           static_cast<float>(b * kBlock));
+      write_plane(storage, plane, {b * kBlock, (b + 1) * kBlock}, static_cast<float>(b * kBlock));
     for (int64_t b = 0; b < kBlocks; ++b) {
       for (int64_t ahead = b; ahead < kBlocks; ++ahead)
         storage.prefetch(plane, {ahead * kBlock, (ahead + 1) * kBlock}, Medium::kHost);
-      EXPECT_TRUE(holds(storage.acquire(plane, {b * kBlock, (b + 1) * kBlock}, Access::kRead, Medium::kHost).data(),
-                        b * kBlock));
+      EXPECT_TRUE(plane_holds(storage, plane, {b * kBlock, (b + 1) * kBlock}, b * kBlock));
     }
   }
   storage.settle();

@@ -21,12 +21,8 @@ class StorageFaults : public testing::TestWithParam<const char*> {
   const PlaneId plane_ =
       storage_.add("grads", 2548, at::kFloat, at_rest(Medium::kFile, folder_.path()), {1024, 2048, 2548});
 
-  void write(plan::Range range, float first) {
-    fill(storage_.acquire(plane_, range, Access::kWrite, Medium::kHost).data(), first);
-  }
-  bool reads(plan::Range range, float first) {
-    return holds(storage_.acquire(plane_, range, Access::kRead, Medium::kHost).data(), first);
-  }
+  void write(plan::Range range, float first) { write_plane(storage_, plane_, range, first); }
+  bool reads(plan::Range range, float first) { return plane_holds(storage_, plane_, range, first); }
   io::FileError error_of(const std::function<void()>& call) {
     try {
       call();
@@ -149,16 +145,12 @@ TEST(FileTier, LargeBlocksGoInPieces) {
   ShardStorage storage(c10::Device(at::kCPU), {}, files);
   const int64_t numel = (9 << 20) / 4 + 77;
   const PlaneId plane = storage.add("x", numel, at::kFloat, at_rest(Medium::kFile, folder.path()));
-  fill(storage.acquire(plane, {0, numel}, Access::kWrite, Medium::kHost).data(), 0);
+  write_plane(storage, plane, {0, numel}, 0);
   files->inject("read:1:short,read:3:short");
-  EXPECT_TRUE(holds(storage.acquire(plane, {0, numel}, Access::kRead, Medium::kHost).data(), 0));
+  EXPECT_TRUE(plane_holds(storage, plane, {0, numel}, 0));
   files->inject("read:2:eio");
-  try {
-    storage.acquire(plane, {0, numel}, Access::kRead, Medium::kHost);
-    FAIL();
-  } catch (const io::FileError& e) {
-    EXPECT_EQ(e.code(), EIO);
-  }
+  const auto read = [&] { storage.acquire(plane, {0, numel}, Access::kRead, Medium::kHost); };
+  EXPECT_EQ(thrown<io::FileError>(read).code(), EIO);
 }
 
 }  // namespace

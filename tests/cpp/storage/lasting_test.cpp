@@ -2,19 +2,10 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
-#include "../io/folder.h"
-#include "storage/shard_storage.h"
+#include "planes.h"
 
 namespace ds::storage {
 namespace {
-
-Placement at_rest(Medium medium, const std::string& folder = "", double share = 1.0) {
-  Placement place;
-  place.rest = medium;
-  place.folder = folder;
-  place.host_share = share;
-  return place;
-}
 
 TEST(Lasting, ViewsOfPartsComeBackWithTheirContents) {
   const io::Folder folder;

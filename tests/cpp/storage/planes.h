@@ -14,10 +14,11 @@ namespace ds::storage {
 
 constexpr Medium kMedia[] = {Medium::kDevice, Medium::kHost, Medium::kFile};
 
-inline Placement at_rest(Medium medium, const std::string& folder = "") {
+inline Placement at_rest(Medium medium, const std::string& folder = "", double share = 1.0) {
   Placement placement;
   placement.rest = medium;
   placement.folder = folder;
+  placement.host_share = share;
   return placement;
 }
 
@@ -32,6 +33,15 @@ inline bool holds(const at::Tensor& data, float first) {
     if (values[i] != first + static_cast<float>(i)) return false;
   }
   return true;
+}
+
+inline void write_plane(ShardStorage& storage, PlaneId plane, plan::Range range, float first) {
+  fill(storage.acquire(plane, range, Access::kWrite, Medium::kHost).data(), first);
+}
+
+inline bool plane_holds(ShardStorage& storage, PlaneId plane, plan::Range range, float first,
+                        Medium at = Medium::kHost) {
+  return holds(storage.acquire(plane, range, Access::kRead, at).data(), first);
 }
 
 }  // namespace ds::storage

@@ -69,15 +69,13 @@ TEST_P(Tiers, EveryTypeAndSize) {
 
 TEST_P(Tiers, MovesKeepContents) {
   const PlaneId plane = add(9000, {4000, 4096, 9000});
-  fill(storage.acquire(plane, {0, 9000}, Access::kWrite, Medium::kHost).data(), 3);
+  write_plane(storage, plane, {0, 9000}, 3);
   for (const Medium rest :
        {Medium::kHost, Medium::kFile, Medium::kDevice, Medium::kFile, Medium::kHost, Medium::kHost}) {
     for (const double share : {1.0, 0.45, 0.0}) {
-      Placement placement = at_rest(rest, folder.path());
-      placement.host_share = share;
-      storage.move(plane, placement);
+      storage.move(plane, at_rest(rest, folder.path(), share));
       EXPECT_EQ(storage.placement(plane).rest, rest);
-      EXPECT_TRUE(holds(storage.acquire(plane, {0, 9000}, Access::kRead, Medium::kDevice).data(), 3));
+      EXPECT_TRUE(plane_holds(storage, plane, {0, 9000}, 3, Medium::kDevice));
       const Usage usage = storage.usage();
       int64_t resting = 0;
       for (const MediumUsage& medium : usage.media) resting += medium.resting;
@@ -96,7 +94,7 @@ TEST_P(Tiers, MovesKeepContents) {
 
 TEST_P(Tiers, PrefetchIsAHint) {
   const PlaneId plane = add(8192, {4096, 8192});
-  fill(storage.acquire(plane, {0, 8192}, Access::kWrite, Medium::kHost).data(), 0);
+  write_plane(storage, plane, {0, 8192}, 0);
   storage.settle();
   const Medium at = GetParam() == Medium::kDevice ? Medium::kHost : Medium::kDevice;
   storage.prefetch(plane, {0, 4096}, at);
@@ -107,8 +105,8 @@ TEST_P(Tiers, PrefetchIsAHint) {
   // Somebody changes the second one, elsewhere: what was prefetched is not what is there.
   fill(storage.acquire(plane, {5000, 5010}, Access::kUpdate, GetParam() == Medium::kHost ? Medium::kHost : at).data(),
        1);
-  EXPECT_TRUE(holds(storage.acquire(plane, {5000, 5010}, Access::kRead, at).data(), 1));
-  EXPECT_TRUE(holds(storage.acquire(plane, {5010, 8192}, Access::kRead, at).data(), 5010));
+  EXPECT_TRUE(plane_holds(storage, plane, {5000, 5010}, 1, at));
+  EXPECT_TRUE(plane_holds(storage, plane, {5010, 8192}, 5010, at));
   storage.settle();
   const Usage usage = storage.usage();
   EXPECT_EQ(usage.prefetches, 2);
@@ -145,7 +143,7 @@ TEST(ShardStorage, ALastingViewOutlivesMoves) {
     EXPECT_EQ(lasting.storage().nbytes(), 0u);
     EXPECT_EQ(storage.usage()[0].resting, 0);
     EXPECT_NE(error_of([&] { storage.resident(own); }), "no error");
-    EXPECT_TRUE(holds(storage.acquire(own, {0, 300}, Access::kRead, Medium::kDevice).data(), 9));
+    EXPECT_TRUE(plane_holds(storage, own, {0, 300}, 9, Medium::kDevice));
     storage.move({own, adopted}, at_rest(Medium::kDevice));
     storage.move(own, at_rest(Medium::kDevice));  // is there
     EXPECT_TRUE(holds(view, 102));
@@ -255,7 +253,7 @@ TEST(ShardStorage, ABudgetWaitsForTransfersAndNeverForEver) {
                                     {20000, 40000, 60000, 80000, 100000, 120000, 140000, 160000});
   const auto part = [](int64_t i) { return plan::Range{20000 * i, 20000 * (i + 1)}; };
   for (int64_t i = 0; i < 8; ++i) {
-    fill(storage.acquire(plane, part(i), Access::kWrite, Medium::kHost).data(), static_cast<float>(20000 * i));
+    write_plane(storage, plane, part(i), static_cast<float>(20000 * i));
   }
   storage.settle();
   Usage usage = storage.usage();
@@ -275,7 +273,7 @@ TEST(ShardStorage, ABudgetWaitsForTransfersAndNeverForEver) {
   // Idle scratch and what was prefetched in vain go for a lease.
   storage.prefetch(plane, part(2), Medium::kHost);
   storage.settle();
-  EXPECT_TRUE(holds(storage.acquire(plane, part(3), Access::kRead, Medium::kHost).data(), 60000));
+  EXPECT_TRUE(plane_holds(storage, plane, part(3), 60000));
   EXPECT_EQ(storage.usage()[1].over_budget, 1);
   EXPECT_EQ(storage.usage().prefetch_drops, 2);
   EXPECT_TRUE(storage.has_room(Medium::kDevice, 1 << 30));  // no limit
@@ -294,7 +292,7 @@ TEST(ShardStorage, PinnedMemoryThatCannotBeHadIsReported) {
   Placement placement = at_rest(Medium::kHost);
   placement.pinned = true;
   const PlaneId plane = storage.add("x", 100, at::kFloat, placement);
-  fill(storage.acquire(plane, {0, 100}, Access::kWrite, Medium::kHost).data(), 1);
+  write_plane(storage, plane, {0, 100}, 1);
   const Usage usage = storage.usage();
   if (storage.resident(storage.add("y", 1, at::kFloat, placement)).is_pinned()) GTEST_SKIP() << "there is a GPU";
   EXPECT_EQ(usage.unpinned_bytes, 400);

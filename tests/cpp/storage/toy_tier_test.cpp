@@ -45,13 +45,13 @@ TEST(AToyTier, IsATierLikeTheOthers) {
   budget.bytes[toy] = 20000;
   ShardStorage storage(c10::Device(at::kCPU), budget);
   const PlaneId plane = storage.add("x", 5000, at::kFloat, at_rest(toy), {1000, 5000});
-  fill(storage.acquire(plane, {0, 5000}, Access::kWrite, Medium::kHost).data(), 3);
+  write_plane(storage, plane, {0, 5000}, 3);
   storage.prefetch(plane, {1000, 5000}, Medium::kDevice);
-  EXPECT_TRUE(holds(storage.acquire(plane, {1000, 5000}, Access::kRead, Medium::kDevice).data(), 1003));
+  EXPECT_TRUE(plane_holds(storage, plane, {1000, 5000}, 1003, Medium::kDevice));
   storage.move(plane, at_rest(Medium::kDevice));
   EXPECT_TRUE(holds(storage.resident(plane), 3));
   storage.move(plane, at_rest(toy));
-  EXPECT_TRUE(holds(storage.acquire(plane, {0, 5000}, Access::kRead, Medium::kHost).data(), 3));
+  EXPECT_TRUE(plane_holds(storage, plane, {0, 5000}, 3));
   const Usage usage = storage.usage();
   EXPECT_EQ(usage[3].name, "toy");
   EXPECT_EQ(usage[3].resting, 20000);

@@ -58,15 +58,9 @@ TEST(AutoPlaces, RatesDecide) {
 }
 
 TEST(AutoPlaces, SaysWhatIsMissing) {
-  try {
-    auto_places(kNeed, {100, 150, 500, "/there", false});
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(
-        std::string(error.what()).find("zero_optimization.placement: optimizer states of this rank need 800 bytes"), 0u)
-        << error.what();
-    EXPECT_TRUE(says(error.what(), "All of its states are 1400 bytes"));
-  }
+  const std::string text = error_of([] { auto_places(kNeed, {100, 150, 500, "/there", false}); });
+  EXPECT_EQ(text.find("zero_optimization.placement: optimizer states of this rank need 800 bytes"), 0u) << text;
+  EXPECT_TRUE(says(text, "All of its states are 1400 bytes"));
 }
 
 // An engine counts the states of each group's rule, and none where the optimizer keeps its own.

@@ -105,12 +105,7 @@ TEST(EngineOptions, HowFilesAreReadAndWritten) {
   EXPECT_FALSE(files.transfers.overlap_events);
   EXPECT_EQ(files.threads, 4);
   const ScopedVariable library("DS_CUFILE_LIBRARY", "libcufile_that_is_not_there.so");
-  std::string complaint;
-  try {
-    options_of(R"({"aio": {"use_gds": true}})");
-  } catch (const Error& error) {
-    complaint = error.what();
-  }
+  const std::string complaint = error_of([] { options_of(R"({"aio": {"use_gds": true}})"); });
   EXPECT_EQ(complaint.find("aio.use_gds cannot be: "), 0u) << complaint;
   EXPECT_TRUE(says(complaint, "libcufile_that_is_not_there.so"));
 }

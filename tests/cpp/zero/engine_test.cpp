@@ -199,62 +199,56 @@ TEST(Engine, LateGradientsArriveInASecondRound) {
   });
 }
 
-TEST(Engine, PlainBackwardOnOutputsTrainsToo) {
+// Each of two ranks has a model of its own, and an engine that takes the mean of their gradients.
+template <typename Body>
+void on_two_ranks(const Body& body) {
   auto comms = comm::thread_communicators(2);
   on_threads(2, [&](int rank) {
     Model model;
     EngineOptions options;
     options.reducer.predivide = 0.5f;
-    auto engine = engine_of(model.specs(), options, {comms[rank]});
-    engine->backward().register_hooks();
-    engine->backward().plan(true, 3.0);
+    body(rank, model, *engine_of(model.specs(), options, {comms[rank]}));
+  });
+}
+
+// The gradients of `model` are those of the first batches by one rank, each of which counts `weight` times.
+void expect_gradients(const Model& model, int batches, double weight) {
+  Model whole;
+  for (int i = 0; i < batches; ++i) (whole.loss(batch(i), true) * weight).backward();
+  for (size_t i = 0; i < 4; ++i)
+    EXPECT_TRUE(at::allclose(model.params[i].grad(), whole.params[i].grad(), 1e-5, 1e-7)) << i;
+}
+
+TEST(Engine, PlainBackwardOnOutputsTrainsToo) {
+  on_two_ranks([](int rank, Model& model, Engine& engine) {
+    engine.backward().register_hooks();
+    engine.backward().plan(true, 3.0);
     const at::Tensor out = model.loss(batch(rank), true);
-    engine->backward().hook_outputs({out});
+    engine.backward().hook_outputs({out});
     (out * 2).backward();
-    EXPECT_FALSE(engine->grads().active());
-    Model a, b;
-    (a.loss(batch(0), true) * 6).backward();
-    (b.loss(batch(1), true) * 6).backward();
-    for (size_t i = 0; i < 4; ++i)
-      EXPECT_TRUE(at::allclose(model.params[i].grad(), (a.params[i].grad() + b.params[i].grad()) / 2, 1e-5, 1e-7)) << i;
+    EXPECT_FALSE(engine.grads().active());
+    expect_gradients(model, 2, 6 * 0.5);
   });
 }
 
 // Nobody announced this backward; the step reduces what it finds.
 TEST(Engine, UnannouncedBackwardIsReducedAtTheStep) {
-  auto comms = comm::thread_communicators(2);
-  on_threads(2, [&](int rank) {
-    Model model;
-    EngineOptions options;
-    options.reducer.predivide = 0.5f;
-    auto engine = engine_of(model.specs(), options, {comms[rank]});
-    engine->backward().register_hooks();
+  on_two_ranks([](int rank, Model& model, Engine& engine) {
+    engine.backward().register_hooks();
     model.loss(batch(rank), true).backward();
     model.loss(batch(rank), true).backward();
-    engine->backward().finish();
-    Model a, b;
-    (a.loss(batch(0), true) * 2).backward();
-    (b.loss(batch(1), true) * 2).backward();
-    for (size_t i = 0; i < 4; ++i)
-      EXPECT_TRUE(at::allclose(model.params[i].grad(), (a.params[i].grad() + b.params[i].grad()) / 2, 1e-5, 1e-7)) << i;
+    engine.backward().finish();
+    expect_gradients(model, 2, 2 * 0.5);
   });
 }
 
 TEST(Engine, TwoBackwardsBeforeAStepAddUp) {
-  auto comms = comm::thread_communicators(2);
-  on_threads(2, [&](int rank) {
-    Model model;
-    EngineOptions options;
-    options.reducer.predivide = 0.5f;
-    auto engine = engine_of(model.specs(), options, {comms[rank]});
+  on_two_ranks([](int rank, Model& model, Engine& engine) {
     for (int round = 0; round < 2; ++round) {
-      engine->backward().register_hooks();
-      run_backward(*engine, model.loss(batch(2 * round + rank), true));
+      engine.backward().register_hooks();
+      run_backward(engine, model.loss(batch(2 * round + rank), true));
     }
-    Model whole;
-    for (int i = 0; i < 4; ++i) (whole.loss(batch(i), true) / 2).backward();
-    for (size_t i = 0; i < 4; ++i)
-      EXPECT_TRUE(at::allclose(model.params[i].grad(), whole.params[i].grad(), 1e-5, 1e-7)) << i;
+    expect_gradients(model, 4, 0.5);
   });
 }
 

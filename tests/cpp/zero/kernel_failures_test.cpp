@@ -95,15 +95,6 @@ struct Rank {
   }
 };
 
-std::string failure_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
-
 void on_ranks(int stage, const std::function<void(Rank&)>& body) {
   auto groups = comm::thread_communicators(kWorld), gathers = comm::thread_communicators(kWorld);
   on_threads(kWorld, [&](int rank) {

@@ -279,12 +279,7 @@ TEST(ParamOffload, BuffersAreACeilingAndNoneMayBeSmallerThanAParameter) {
   EXPECT_LE(there[0].usage[1].peak, 3 * 2 * 4096);  // and nothing else is on the host
   EXPECT_EQ(there[0].usage[1].over_budget, 0);
   c.offload.buffer_numel = 31;
-  std::string complaint;
-  try {
-    Rank(c, comm::thread_communicators(1)[0], 0);
-  } catch (const Error& error) {
-    complaint = error.what();
-  }
+  const std::string complaint = error_of([&] { Rank(c, comm::thread_communicators(1)[0], 0); });
   EXPECT_TRUE(says(complaint, "buffer_size is 31 elements"));
   EXPECT_TRUE(says(complaint, "needs 32: set it to at least 32"));
   EXPECT_EQ(disk.entries(), 0u);
@@ -329,11 +324,9 @@ TEST(ParamOffload, AFaultOfOneRankIsAnErrorOfAll) {
         if (rank == 1 && order == "cut") std::filesystem::resize_file(entry.path(), 3);
       }
       Result result;
-      try {
+      errors[rank] = failure_of([&] {
         for (int step = 0; step < 2; ++step) own.step(c, step, rank, result);
-      } catch (const std::exception& error) {
-        errors[rank] = error.what();
-      }
+      });
     });
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
     EXPECT_LT(took.count(), 5.0);

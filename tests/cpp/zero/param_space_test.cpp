@@ -288,12 +288,7 @@ TEST(ParamSpace, EqualKeysShareASpace) {
 }
 
 std::string complaint(const std::vector<ParamSpec>& specs, const EngineOptions& options, const EngineRanks& ranks) {
-  try {
-    Engine(specs, {}, options, ranks);
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
+  return failure_of<Error>([&] { Engine(specs, {}, options, ranks); });
 }
 
 TEST(ParamSpace, NamesWhatIsMissing) {

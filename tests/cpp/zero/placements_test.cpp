@@ -10,7 +10,7 @@
 #include <cmath>
 #include <thread>
 
-#include "../io/folder.h"
+#include "../storage/planes.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
@@ -84,14 +84,6 @@ void compare(const Case& c, const Placements& places, bool norms_too = true) {
     EXPECT_GT(there[rank].usage[1].resting + there[rank].usage[2].resting, 0) << what;
     EXPECT_EQ(there[rank].usage.leases, c.stage == 3 ? kWeights : 0) << what;  // what is gathered
   }
-}
-
-storage::Placement at_rest(Medium medium, const std::string& folder = "", double share = 1.0) {
-  storage::Placement place;
-  place.rest = medium;
-  place.folder = folder;
-  place.host_share = share;
-  return place;
 }
 
 const storage::Placement kHost = at_rest(Medium::kHost);

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "../error_of.h"
-#include "../io/folder.h"
+#include "../storage/planes.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
@@ -18,18 +18,11 @@ namespace {
 
 constexpr int kWorld = 3;
 
-storage::Placement in_files(const std::string& folder) {
-  storage::Placement place;
-  place.rest = storage::Medium::kFile;
-  place.folder = folder;
-  return place;
-}
-
 EngineOptions options_of(const std::string& strategy, int stage, const std::string& folder) {
   EngineOptions options;
   options.policy = stage_policy(stage);
-  options.places.master = options.places.slot = in_files(folder);
-  if (strategy != "zenflow") options.places.grad = in_files(folder);
+  options.places.master = options.places.slot = at_rest(storage::Medium::kFile, folder);
+  if (strategy != "zenflow") options.places.grad = at_rest(storage::Medium::kFile, folder);
   options.strategy = strategy;
   options.step.zenflow.update_interval = 2;
   options.step.zenflow.overlap = true;
@@ -132,31 +125,24 @@ TEST(RankFailures, WhatFailsWhileGradientsAreDroppedIsAnErrorOfAll) {
 TEST(RankFailures, ThreadsBesideTheTrainingFailAsThisRankAlone) {
   Background thread;
   thread.run([] { fail(ErrorKind::kValue, "no"); });
-  try {
-    thread.wait();
-    FAIL();
-  } catch (const LoneFailure& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kValue);
-    EXPECT_STREQ(error.what(), "a thread that steps beside the training has failed: no");
-  }
+  const LoneFailure error = thrown<LoneFailure>([&] { thread.wait(); });
+  EXPECT_EQ(error.kind(), ErrorKind::kValue);
+  EXPECT_STREQ(error.what(), "a thread that steps beside the training has failed: no");
   thread.run([] { throw std::bad_alloc(); });
   EXPECT_THROW(thread.wait(), LoneFailure);
   thread.run([] { throw io::FileError(5, "path", "of a file"); });
   EXPECT_THROW(thread.wait(), io::FileError);
 
   const auto comms = comm::thread_communicators(2);
-  const auto said = on_ranks<std::string>(2, [&](int rank) -> std::string {
-    try {
+  const auto said = on_ranks<std::string>(2, [&](int rank) {
+    return failure_of([&] {
       if (rank == 1) {
         const EngineRanks ranks{comms[rank]};
         const RankFailures failures([&](const std::exception& error) { tell_ranks(ranks, error); });
         failures.guard([&] { run_beside([] { throw std::bad_alloc(); }); });
       }
       comms[rank]->barrier();
-    } catch (const std::exception& error) {
-      return error.what();
-    }
-    return "";
+    });
   });
   EXPECT_TRUE(says(said[0], "rank 1 could not go on: a thread"));
 }

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <random>
 
+#include "../storage/planes.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
@@ -39,12 +40,6 @@ struct Case {
 struct Trained : TrainedWeights {
   std::map<std::string, double> figures;
 };
-
-storage::Placement at_rest(Medium medium) {
-  storage::Placement place;
-  place.rest = medium;
-  return place;
-}
 
 // Steps 0, 1 and 2 need no clipping, 3 does; 5 is not finite.
 double factor_of(int step) { return step == 5 ? INFINITY : step % 4 == 3 ? 1000.0 : 1e-3; }

@@ -8,7 +8,7 @@
 #include <filesystem>
 
 #include "../error_of.h"
-#include "../io/folder.h"
+#include "../storage/planes.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
 #include "small_engine.h"
@@ -31,9 +31,7 @@ TEST(StateSource, BringsRowsAsTheyAreWritten) {
   }
   EngineOptions options;
   options.policy = stage_policy(2);
-  storage::Placement file;
-  file.rest = storage::Medium::kFile;
-  file.folder = folder.path();
+  const storage::Placement file = at_rest(storage::Medium::kFile, folder.path());
   options.places = {file, file, file};
   options.reducer.bucket_numel = 4 * kNumel;  // several pieces in a row
   options.swapping.buffer_count = 4;
@@ -108,9 +106,7 @@ std::vector<std::string> saved(int world, const Given& given) {
     }
     EngineOptions options;
     options.policy = stage_policy(1 + world % 2);
-    storage::Placement file;
-    file.rest = storage::Medium::kFile;
-    file.folder = folder / ("rank" + std::to_string(rank));
+    const storage::Placement file = at_rest(storage::Medium::kFile, folder / ("rank" + std::to_string(rank)));
     std::filesystem::create_directory(file.folder);
     options.places = {file, {}, file};
     options.files.files = std::make_shared<io::Files>();
@@ -125,13 +121,8 @@ std::vector<std::string> saved(int world, const Given& given) {
     comms[rank]->barrier();
     if (rank == 1) options.files.files->inject(given.order);
     if (!given.order.empty()) {
-      std::string text;
       GroupCut cut(engine->params(), engine->states(), 0);
-      try {
-        cut.source(engine, StateKind::kSlot, 1, cut.size());
-      } catch (const io::FileError& error) {
-        text = error.what();
-      }
+      const std::string text = failure_of<io::FileError>([&] { cut.source(engine, StateKind::kSlot, 1, cut.size()); });
       comms[rank]->barrier();
       return text;
     }
@@ -177,9 +168,7 @@ TEST(StateSource, SavesOfSeveralRanksHoldAFewRows) {
           {values(i, {kNumel}, at::kFloat).to(at::kBFloat16).set_requires_grad(true), "w" + std::to_string(i), 0, i});
     EngineOptions options;
     options.policy = stage_policy(2);
-    storage::Placement file;
-    file.rest = storage::Medium::kFile;
-    file.folder = folder / ("rank" + std::to_string(rank));
+    const storage::Placement file = at_rest(storage::Medium::kFile, folder / ("rank" + std::to_string(rank)));
     std::filesystem::create_directory(file.folder);
     options.places = {file, file, file};
     options.reducer.bucket_numel = 2 * kNumel;

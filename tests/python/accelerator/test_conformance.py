@@ -4,7 +4,9 @@ import glob
 import importlib
 import inspect
 import os
+import pathlib
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -84,11 +86,11 @@ def test_devices(accelerator):
     accelerator.synchronize(0)
     here = torch.ones(2, device=accelerator.current_device_name())
     assert accelerator.on_accelerator(here) and not accelerator.on_accelerator(torch.ones(2, device="meta"))
-    for flag in (
+    flags = (
         accelerator.is_synchronized_device, accelerator.use_host_timers, accelerator.resolves_data_dependency,
         accelerator.handles_memory_backpressure, accelerator.is_triton_supported, accelerator.prefer_triton_grouped_mm,
-    ):  # fmt: skip
-        assert isinstance(flag(), bool)
+    )  # fmt: skip
+    assert {type(flag()) for flag in flags} == {bool}
     assert accelerator.communication_backend_name() in ("gloo", "nccl", "ccl")
 
 
@@ -149,8 +151,8 @@ def test_memory(accelerator):
     assert stats["allocated_bytes.all.peak"] >= stats["allocated_bytes.all.current"] * 0.9
     total, available = accelerator.total_memory(), accelerator.available_memory()
     assert 0 < available <= total and total > 1 << 28
-    for figure in ("memory_reserved", "max_memory_reserved", "memory_cached", "max_memory_cached"):
-        assert isinstance(getattr(accelerator, figure)(), int)
+    figures = ("memory_reserved", "max_memory_reserved", "memory_cached", "max_memory_cached")
+    assert {type(getattr(accelerator, figure)()) for figure in figures} == {int}
 
 
 def test_freed_memory_goes_back_to_the_system(accelerator):
@@ -287,37 +289,28 @@ def test_cuda_names_need_no_gpu():
 
 
 def test_cuda_asks_torch_for_what_torch_has():
-    with open(inspect.getsourcefile(class_of("cuda_accelerator")), encoding="utf-8") as file:
-        names = set(re.findall(r"(?:torch\.cuda\.|_of_device\(\"|_call\(\")(\w+)", file.read()))
+    text = pathlib.Path(inspect.getsourcefile(class_of("cuda_accelerator"))).read_text(encoding="utf-8")
+    names = set(re.findall(r"(?:torch\.cuda\.|_of_device\(\"|_call\(\")(\w+)", text))
     names |= {name for name in INTERFACE if name.endswith("Tensor")}
     assert len(names) > 30 and not [name for name in names if not hasattr(torch.cuda, name)]
 
 
-class _Calls:
-    """Stands in for a module: every attribute is a function that notes how it was called."""
-
-    def __init__(self):
-        self.seen = []
-
-    def __getattr__(self, name):
-        return lambda *args: self.seen.append((name, *args)) or name
-
-
 def test_cuda_passes_arguments_on(monkeypatch):
-    cuda, calls = class_of("cuda_accelerator")(), _Calls()
+    cuda, calls = class_of("cuda_accelerator")(), mock.Mock(**{"current_device.return_value": 7})
     monkeypatch.setattr(torch, "cuda", calls)
     for call in (
         "synchronize", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
         "memory_stats", "reset_peak_memory_stats", "current_stream", "default_stream", "set_device", "device",
         "manual_seed", "manual_seed_all", "stream",
     ):  # fmt: skip
-        assert getattr(cuda, call)(3) in (call, None) and calls.seen.pop() == (call, 3)
-    assert cuda.memory_cached(1) == "memory_reserved" and cuda.max_memory_cached(1) == "max_memory_reserved"
-    assert cuda.current_device_name() == "cuda:current_device"
-    cuda.set_rng_state("state", 2)
-    assert calls.seen[-1] == ("set_rng_state", "state", 2)
-    cuda.set_rng_state("state")
-    assert calls.seen[-1] == ("set_rng_state", "state")
+        assert getattr(cuda, call)(3) in (getattr(calls, call).return_value, None)
+        assert calls.mock_calls[-1] == getattr(mock.call, call)(3)
+    assert cuda.memory_cached(1) is calls.memory_reserved.return_value
+    assert cuda.max_memory_cached(1) is calls.max_memory_reserved.return_value
+    assert cuda.current_device_name() == "cuda:7"
+    for state in (("state", 2), ("state",)):
+        cuda.set_rng_state(*state)
+        calls.set_rng_state.assert_called_with(*state)
 
 
 def test_unknown_pinning_is_refused_by_name(monkeypatch):
@@ -326,13 +319,11 @@ def test_unknown_pinning_is_refused_by_name(monkeypatch):
 
 
 def test_no_other_file_calls_torch_cuda():
-    package = os.path.dirname(FOLDER)
-    guilty = []
-    for path in glob.glob(os.path.join(package, "**", "*.py"), recursive=True):
-        if path.endswith(("cuda_accelerator.py", "torch_facts.py", "torch_nccl.py")):  # the last two: versions only
-            continue
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if re.search(r"torch\.cuda\.", line.split("#")[0]) and "``" not in line and '"""' not in line:
-                    guilty.append(f"{os.path.relpath(path, package)}:{number}: {line.strip()}")
+    guilty = [
+        f"{path}:{number}: {line.strip()}"
+        for path in pathlib.Path(FOLDER).parent.rglob("*.py")
+        if path.name not in ("cuda_accelerator.py", "torch_facts.py", "torch_nccl.py")  # the last two: versions only
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"torch\.cuda\.", line.split("#")[0]) and "``" not in line and '"""' not in line
+    ]
     assert not guilty, "call deepspeed.accelerator instead of torch.cuda:\n" + "\n".join(guilty)

@@ -50,6 +50,11 @@ def layers():
     return torch.nn.ModuleList(Layer() for _ in range(3))
 
 
+@pytest.fixture
+def x():
+    return torch.randn(5, 16, requires_grad=True)
+
+
 @pytest.mark.parametrize("needs_grad", [True, False])
 @both
 def test_gradients_and_random_numbers_are_those_of_the_plain_model(run, needs_grad, layers):
@@ -58,8 +63,7 @@ def test_gradients_and_random_numbers_are_those_of_the_plain_model(run, needs_gr
 
 
 @both
-def test_without_restored_random_numbers_dropout_differs(run, layers):
-    x = torch.randn(5, 16, requires_grad=True)
+def test_without_restored_random_numbers_dropout_differs(run, layers, x):
     reentrant = run is checkpoint
 
     def careless(layer, hidden, _):
@@ -163,8 +167,7 @@ def test_results_can_be_changed_in_place(run):
 
 
 @both
-def test_nested_segments(run, layers):
-    x = torch.randn(5, 16, requires_grad=True)
+def test_nested_segments(run, layers, x):
 
     def outer(layer, hidden, call):
         def body(value):
@@ -175,8 +178,7 @@ def test_nested_segments(run, layers):
     assert_same(train(run, layers, x, outer), train(plainly, layers, x, outer))
 
 
-def test_segments_of_both_kinds_in_each_other(layers):
-    x = torch.randn(5, 16, requires_grad=True)
+def test_segments_of_both_kinds_in_each_other(layers, x):
 
     def use(order):
         def go(layer, hidden, call):
@@ -192,8 +194,7 @@ def test_segments_of_both_kinds_in_each_other(layers):
 
 
 @both
-def test_backward_twice_over_a_retained_graph(run, layers):
-    x = torch.randn(5, 16, requires_grad=True)
+def test_backward_twice_over_a_retained_graph(run, layers, x):
     loss = run(layers[0], x).square().sum()
     loss.backward(retain_graph=True)
     once = [p.grad.clone() for p in layers[0].parameters()]
@@ -201,8 +202,7 @@ def test_backward_twice_over_a_retained_graph(run, layers):
     assert_same([p.grad for p in layers[0].parameters()], [2 * grad for grad in once])
 
 
-def test_gradients_of_chosen_inputs(layers):
-    x = torch.randn(5, 16, requires_grad=True)
+def test_gradients_of_chosen_inputs(layers, x):
     refused(RuntimeError, "non_reentrant_checkpoint", torch.autograd.grad, checkpoint(layers[0], x).sum(), x)
     torch.manual_seed(1)
     (got,) = torch.autograd.grad(non_reentrant_checkpoint(layers[0], x).sum(), x)
@@ -250,7 +250,7 @@ def test_autocast_is_restored(run):
 
 
 @both
-def test_an_exception_leaves_nothing_behind(run, layers):
+def test_an_exception_leaves_nothing_behind(run, layers, x):
     calls = []
 
     def fails(where):
@@ -264,7 +264,6 @@ def test_an_exception_leaves_nothing_behind(run, layers):
 
         return body
 
-    x = torch.randn(5, 16, requires_grad=True)
     refused(KeyError, "", run, fails(1), x)
     calls.clear()
     out = run(fails(2), x)
@@ -375,7 +374,7 @@ def test_memory_grows_with_the_inputs_of_the_layers_only(run):
 
 
 @both
-def test_the_activations_of_a_segment_are_freed(run, layers):
+def test_the_activations_of_a_segment_are_freed(run, layers, x):
     alive = []
 
     def body(x):
@@ -383,7 +382,6 @@ def test_the_activations_of_a_segment_are_freed(run, layers):
         alive.append(weakref.ref(middle))
         return middle * 2
 
-    x = torch.randn(5, 16, requires_grad=True)
     out = run(body, x)
     assert alive[0]() is None
     out.sum().backward()

@@ -1,6 +1,7 @@
 """The functions that CheckpointFunction is made of, which scripts can call, too."""
 
 import collections
+import types
 
 import torch
 
@@ -26,10 +27,8 @@ def test_detach_variable():
 
 
 def test_what_is_an_activation():
-    assert c.is_activation_to_checkpoint(torch.ones(3))
-    assert not c.is_activation_to_checkpoint(torch.ones(3, dtype=torch.long))
-    assert not c.is_activation_to_checkpoint(torch.nn.Parameter(torch.ones(3)))
-    assert not c.is_activation_to_checkpoint("x") and not c.is_activation_to_checkpoint(torch.ones(0))
+    others = (torch.ones(3, dtype=torch.long), torch.nn.Parameter(torch.ones(3)), "x", torch.ones(0))
+    assert [c.is_activation_to_checkpoint(one) for one in (torch.ones(3), *others)] == [True] + [False] * 4
 
 
 def test_structures():
@@ -47,24 +46,22 @@ def test_structures():
     assert type(again[5]) is type(item[5]) and again[5].values is item[5].values
 
 
-class Mpu:
-    """Model-parallel rank 1 of 2, without processes."""
-
-    get_slice_parallel_rank = staticmethod(lambda: 1)
-    get_slice_parallel_world_size = staticmethod(lambda: 2)
-    get_slice_parallel_group = staticmethod(lambda: None)
+# Model-parallel rank 1 of 2, without processes.
+MPU = types.SimpleNamespace(
+    get_slice_parallel_rank=lambda: 1, get_slice_parallel_world_size=lambda: 2, get_slice_parallel_group=lambda: None
+)
 
 
 def test_sizes_of_shards():
     x = torch.arange(7.0)
     assert (c.get_partition_size(x), c.get_partition_start(x)) == (7, 0)
-    c.configure(Mpu(), partition_activations=True)
+    c.configure(MPU, partition_activations=True)
     assert (c.get_partition_size(x), c.get_partition_start(x)) == (4, 4)
     assert not c.is_activation_to_checkpoint(torch.ones(1))  # fewer elements than ranks
 
 
 def test_shards_are_memory_of_their_own(monkeypatch):
-    c.configure(Mpu(), partition_activations=True)
+    c.configure(MPU, partition_activations=True)
     monkeypatch.setattr("deepspeed.comm.all_gather", lambda out, mine, group: [one.copy_(mine) for one in out])
     x, ids = torch.arange(7.0), torch.arange(3)
     shard, same = c.partition_activations((x, ids), False, False)
@@ -83,7 +80,7 @@ def test_shards_are_memory_of_their_own(monkeypatch):
 
 def test_activations_that_differ_between_ranks_are_refused(monkeypatch):
     """Sequence parallelism with partition_activations would silently mix two activations."""
-    c.configure(Mpu(), partition_activations=True)
+    c.configure(MPU, partition_activations=True)
 
     def all_gather(out, mine, group):
         out[0].copy_(mine + 1)

@@ -1,5 +1,7 @@
 """The tracker of random number generators."""
 
+import types
+
 import pytest
 import torch
 
@@ -12,12 +14,16 @@ from segments import assert_same, both, plainly
 device = get_accelerator().device_name() if get_accelerator().is_available() else "cpu"
 
 
+@pytest.fixture
+def tracker():
+    return CudaRNGStatesTracker()
+
+
 def draw(count=3):
     return torch.rand(count, device=device)
 
 
-def test_a_generator_goes_on_where_it_stopped_and_leaves_the_default_alone():
-    tracker = CudaRNGStatesTracker()
+def test_a_generator_goes_on_where_it_stopped_and_leaves_the_default_alone(tracker):
     get_accelerator().manual_seed(5)
     expected_default = draw(6)
     get_accelerator().manual_seed(7)
@@ -36,8 +42,7 @@ def test_a_generator_goes_on_where_it_stopped_and_leaves_the_default_alone():
     assert torch.equal(torch.cat([own_first, own_second]), expected_own)
 
 
-def test_names_and_seeds_are_used_once():
-    tracker = CudaRNGStatesTracker()
+def test_names_and_seeds_are_used_once(tracker):
     tracker.add("one", 1)
     refused(ValueError, "seed 1", tracker.add, "two", 1)
     refused(ValueError, "one", tracker.add, "one", 2)
@@ -48,8 +53,7 @@ def test_names_and_seeds_are_used_once():
     tracker.add("one", 1)
 
 
-def test_states_are_copies():
-    tracker = CudaRNGStatesTracker()
+def test_states_are_copies(tracker):
     tracker.add("one", 1)
     states = tracker.get_states()
     with tracker.fork("one"):
@@ -62,10 +66,8 @@ def test_states_are_copies():
         assert torch.equal(draw(), first)
 
 
-class Mpu:
-    def __init__(self, rank):
-        self.get_model_parallel_rank = lambda: rank
-        self.get_model_parallel_world_size = lambda: 4
+def mpu(rank):
+    return types.SimpleNamespace(get_model_parallel_rank=lambda: rank, get_model_parallel_world_size=lambda: 4)
 
 
 def forked():
@@ -81,7 +83,7 @@ def seeded(seed):
 def test_seeds_of_the_ranks():
     seen = []
     for rank in range(3):
-        checkpointing.configure(Mpu(rank))
+        checkpointing.configure(mpu(rank))
         checkpointing.model_parallel_cuda_manual_seed(1234)
         default, split = draw(), forked()
         assert torch.equal(default, seeded(1234))

@@ -5,6 +5,7 @@ Everything follows from the number of a case: a case that failed once can be run
 
 import json
 import os
+import pathlib
 import random
 import zlib
 
@@ -13,7 +14,6 @@ import torch
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import owner
-from megatron_files import write
 
 MODEL = "mp_rank_00_model_states.pt"
 SHARD = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -28,8 +28,7 @@ class Sandbox:
         os.makedirs(os.path.join(self.outside, "deep"))
         os.makedirs(os.path.join(self.folder, "mine"))
         for path in self._paths():
-            with open(path, "w") as file:
-                file.write(f"sentinel {os.path.basename(path)}")
+            pathlib.Path(path).write_text(f"sentinel {os.path.basename(path)}")
         self._seen = self._state()
 
     def _paths(self):
@@ -38,10 +37,7 @@ class Sandbox:
 
     def _state(self):
         found = {os.path.join(root, name) for root, ds, fs in os.walk(self.outside) for name in (*ds, *fs)}
-        contents = []
-        for path in self._paths():
-            with open(path, "rb") as file:
-                contents.append((file.read(), os.stat(path).st_size))
+        contents = [(pathlib.Path(path).read_bytes(), os.stat(path).st_size) for path in self._paths()]
         return found, contents, sorted(os.listdir(self.base))
 
     def check(self):
@@ -60,10 +56,9 @@ class Sandbox:
         ]  # fmt: skip
 
     def plant_links(self):
-        os.symlink(self.outside, os.path.join(self.folder, "out"))
-        os.symlink(os.path.join(self.outside, "victim"), os.path.join(self.folder, "file"))
-        os.symlink("loop", os.path.join(self.folder, "loop"))
-        os.symlink(os.path.join(self.outside, "new"), os.path.join(self.folder, "dangling"))
+        out = self.outside
+        for name, target in (("out", out), ("file", f"{out}/victim"), ("loop", "loop"), ("dangling", f"{out}/new")):
+            os.symlink(target, os.path.join(self.folder, name))
         os.mkfifo(os.path.join(self.folder, "pipe"))
 
 
@@ -95,8 +90,7 @@ def changed(value, chance, bad):
 
 
 def _record(path):
-    with open(path, "rb") as file:
-        data = file.read()
+    data = pathlib.Path(path).read_bytes()
     return {"name": os.path.basename(path), "bytes": len(data), "crc32": zlib.crc32(data), "tensors": []}
 
 
@@ -105,19 +99,16 @@ def put_files(sandbox, chance):
     records = {}
     for name in (MODEL, SHARD, names.RUN_STATES(rank=0)):
         path = os.path.join(sandbox.folder, name)
-        with open(path, "wb") as file:
-            file.write(bytes([chance.randrange(256)]) * chance.randrange(1, 99))
+        pathlib.Path(path).write_bytes(bytes([chance.randrange(256)]) * chance.randrange(1, 99))
         records[name] = _record(path)
-    facts = {"tag": "t", "saved_at": 1.0, "global_steps": 3, "zero_stage": 1, "world_size": 1}
-    return facts, records
+    return {"tag": "t", "saved_at": 1.0, "global_steps": 3, "zero_stage": 1, "world_size": 1}, records
 
 
 def put_manifest(folder, facts, records, chance, sandbox):
     """Changed in its structure, with the right checksum over it; or in its bytes."""
     bad, how = sandbox.names(), chance.random()
     if how < 0.5:  # an honest record, or one that fits the sentinel, under another name
-        victim = os.path.join(sandbox.outside, "victim")
-        found = [*records.values(), _record(victim)]
+        found = [*records.values(), _record(os.path.join(sandbox.outside, "victim"))]
         records = {**records, **{chance.choice(bad): chance.choice(found) for _ in range(3)}}
     elif how < 0.9:
         facts, records = chance.choice([(changed(facts, chance, bad), records), (facts, changed(records, chance, bad))])
@@ -130,8 +121,7 @@ def put_manifest(folder, facts, records, chance, sandbox):
         for _ in range(chance.randrange(1, 9)):
             data[chance.randrange(len(data))] = chance.randrange(256)
         text = bytes(data[: chance.randrange(1, len(data) + 1)])
-    with open(os.path.join(folder, verify.NAME), "wb") as file:
-        file.write(text)
+    pathlib.Path(folder, verify.NAME).write_bytes(text)
 
 
 def put_mark(folder, chance, sandbox, **more):
@@ -143,18 +133,17 @@ def put_mark(folder, chance, sandbox, **more):
     text = json.dumps(facts)
     if chance.random() < 0.1:
         text = text[: chance.randrange(len(text))]
-    with open(owner.path_in(folder), "w") as file:
-        file.write(text)
-
-
-def honest_source(folder):
-    """A small checkpoint that a conversion can read."""
-    write(folder, 1, 1, 2)
+    pathlib.Path(owner.path_in(folder)).write_text(text)
 
 
 def change_source(folder, chance, bad):
-    """Names of parameters or states in all files of ``folder`` are changed."""
-    old, new = chance.choice(["words.weight", "layers.0.scale", "exp_avg", "exp_avg_sq"]), chance.choice(bad)
+    """The name of a parameter or state in all files of ``folder`` is changed."""
+    old = chance.choice(["words.weight", "layers.0.scale", "exp_avg", "exp_avg_sq"])
+    rename_key(folder, old, chance.choice(bad))
+
+
+def rename_key(folder, old, new):
+    """The keys ``old`` in all files of ``folder`` become ``new``."""
 
     def renamed(value):
         if isinstance(value, dict):

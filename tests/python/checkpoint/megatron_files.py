@@ -10,8 +10,8 @@ import os
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed.utils.tensor_fragment import fragment_address
+from zero_folders import slices
 
 HIDDEN, WORDS, PADDED = 4, 10, 12
 SIZES = (4, 2, 2)  # of a fused query, key and value
@@ -115,8 +115,7 @@ def write(folder, pp_degree=2, tp_degree=2, dp_degree=2, info=INFO, stage=1, lay
             }
             if info is not None:
                 model[keys.UNIVERSAL_CHECKPOINT_INFO] = info
-            ranks = [f"zero_pp_rank_{dp}_" for dp in range(dp_degree)] if stage == 3 else [""]
-            for rank in ranks:
+            for rank in [f"zero_pp_rank_{dp}_" for dp in range(dp_degree)] if stage == 3 else [""]:
                 torch.save(model, os.path.join(folder, f"{rank}mp_rank_{mp:02d}_model_states.pt"))
             for dp in range(dp_degree):
                 inner = sliced(params, dp, dp_degree) if stage == 3 else flat(params, dp, dp_degree, stage)
@@ -148,13 +147,7 @@ def flat(params, dp, dp_degree, stage):
 
 def sliced(params, dp, dp_degree):
     def of(kind):
-        parts = []
-        for name, value in params.items():
-            size = -(-value.numel() // dp_degree)
-            whole = torch.zeros(size * dp_degree)
-            whole[: value.numel()] = state_of(name, value, kind).reshape(-1)
-            parts.append(whole[dp * size : (dp + 1) * size])
-        return torch.cat(parts)
+        return torch.cat([slices(state_of(name, value, kind), dp_degree)[dp] for name, value in params.items()])
 
     return {
         "zero_stage": 3,
@@ -187,6 +180,3 @@ def write_layers(folder, tp_degree):
             torch.save(
                 layer_slice(layer, tp), os.path.join(folder, f"layer_{layer:02d}-model_{tp:02d}-model_states.pt")
             )
-
-
-__all__ = ["INFO", "SubparamShape", "slice_of", "state_of", "whole_parameters", "write"]

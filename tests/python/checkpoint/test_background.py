@@ -9,6 +9,7 @@ import time
 from deepspeed.checkpoint.write import background
 from deepspeed.checkpoint.write.background import Background
 from refusals import refused
+from threads import started
 
 
 def test_jobs_keep_their_order_and_the_thread_goes():
@@ -77,48 +78,39 @@ def test_two_failures_are_told_one_after_the_other():
 def test_all_ranks_tell_at_the_same_step():
     """Loops at different speeds that do not even meet: each raises after the step behind the farthest of them."""
     for trial in range(20):
-        ranks, meeting, told = [Background() for _ in range(3)], threading.Barrier(3), [None] * 3
-        posted = [None] * 3
+        ranks, meeting, posted = [Background() for _ in range(3)], threading.Barrier(3), [None] * 3
 
         def settle(rank, steps, posted=posted, meeting=meeting):
             posted[rank] = steps
             meeting.wait()
             return list(posted)
 
-        def train(rank, ranks=ranks, told=told):
+        def train(rank, ranks=ranks):
             for step in range(1, 2000):
                 time.sleep(0.0002 * (rank + 1))
                 try:
                     ranks[rank].step_done()
                 except OSError:
-                    told[rank] = step
-                    return
+                    return step
 
         def break_down(rank, ranks=ranks, settle=settle, trial=trial):
             time.sleep(0.004 * (2 - rank) + 0.001 * (trial % 5))
             ranks[rank].fail(OSError(28, "full"), lambda steps: settle(rank, steps))
 
-        loops = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
-        for loop in loops:
-            loop.start()
+        loops = [started(train, rank) for rank in range(3)]
         for rank in range(3):
             ranks[rank].start(lambda rank=rank: break_down(rank))
-        for loop in loops:
-            loop.join()
-        assert told == [max(posted) + 1] * 3
+        assert [loop.result() for loop in loops] == [max(posted) + 1] * 3
 
 
 def test_a_folder_is_written_by_one_save_at_a_time(tmp_path):
     background.enter(str(tmp_path / "tag"))
-    waited = []
-    other = threading.Thread(target=lambda: waited.append(background.wait_for(str(tmp_path) + "/./tag")))
-    other.start()
+    other = started(background.wait_for, str(tmp_path) + "/./tag")
     background.wait_for(str(tmp_path / "another"))
     time.sleep(0.05)
-    assert waited == []
+    assert not other.done()
     background.leave(str(tmp_path / "tag"))
-    other.join(5)
-    assert waited == [None]
+    assert other.result(5) is None
 
 
 def test_the_end_of_the_program_waits_and_tells(tmp_path):

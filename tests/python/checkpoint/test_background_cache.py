@@ -1,6 +1,5 @@
 """Host memory for snapshots: bounded, used again, and what is in it does not change any more."""
 
-import threading
 import time
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.checkpoint.write.file_writer import prepare
 from deepspeed.checkpoint.write.snapshot import HostCache, Snapshot
+from threads import started
 
 MIB = 1 << 20
 
@@ -34,16 +34,14 @@ def test_what_nobody_uses_goes_back():
 def test_the_bound_holds_and_waiting_ends_when_there_is_room():
     cache = HostCache(4 * MIB)
     assert cache.fits(4 * MIB) and not cache.fits(4 * MIB + 1)
-    held, taken = [cache.take(2 * MIB), cache.take(2 * MIB)], []
-    waiting = threading.Thread(target=lambda: taken.append(cache.take(4 * MIB)))
-    waiting.start()
+    held = [cache.take(2 * MIB), cache.take(2 * MIB)]
+    taken = started(cache.take, 4 * MIB)
     time.sleep(0.05)
     cache.give_back(held.pop())
     time.sleep(0.05)
-    assert taken == []
+    assert not taken.done()
     cache.give_back(held.pop())
-    waiting.join(10)
-    assert len(taken) == 1 and taken[0].bytes == 4 * MIB and cache.peak_bytes == 4 * MIB
+    assert taken.result(10).bytes == 4 * MIB and cache.peak_bytes == 4 * MIB
 
 
 def tensors():

@@ -4,13 +4,14 @@ import errno
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
 from deepspeed.checkpoint.write.ranks import RanksThroughFiles, this_process
+from processes import running, wait_for
 from refusals import refused
+from threads import started
 
 
 def made(rank, size, folder, timeout_s=20, nodes=None, processes=None):
@@ -20,10 +21,8 @@ def made(rank, size, folder, timeout_s=20, nodes=None, processes=None):
 
 
 def on_threads(size, body):
-    pool = ThreadPoolExecutor(size)
-    futures = [pool.submit(body, rank) for rank in range(size)]
+    futures = [started(body, rank) for rank in range(size)]
     errors = [future.exception(60) for future in futures]
-    pool.shutdown(wait=False)
     return [None if error else future.result() for error, future in zip(errors, futures)], errors
 
 
@@ -66,9 +65,8 @@ def test_who_does_not_come_is_named_and_nobody_waits_twice(tmp_path):
 
     _, errors = on_threads(3, body)
     assert errors[2] is None
-    for error in errors[:2]:
-        assert isinstance(error, TimeoutError)
-        assert str(error) == "not saved: rank 2 has not written its part within 0 s"
+    words = "not saved: rank 2 has not written its part within 0 s"
+    assert [(type(error), str(error)) for error in errors[:2]] == [(TimeoutError, words)] * 2
 
 
 def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
@@ -82,8 +80,7 @@ def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
         1,
     )
     zombie = subprocess.Popen([sys.executable, "-c", ""])
-    while open(f"/proc/{zombie.pid}/stat").read().split()[2] != "Z":
-        pass
+    wait_for(lambda: not running(zombie.pid))
     processes[1][1] = zombie.pid
     refused(TimeoutError, "rank 1 ended", made(0, 2, tmp_path / "n", timeout_s=60, processes=processes).gather, 1)
     zombie.wait()

@@ -94,10 +94,9 @@ def test_folding_metadata():
     made = folding(param_families={"w": "expert"})
     validate_folding_metadata(made, tp_size=2, ep_size=4, tp_rank=1, zero_partition_group=(0, 4), family="expert",
                               param_families={"w": "expert"}, etp_rank=0)  # fmt: skip
-    without = {k: v for k, v in made.items() if k != "etp_size"}
     for words, facts, run in (
         ("tp_size is 2, this run has 1.*ep_rank is 3, this run has 0", made, {"tp_size": 1, "ep_rank": 0}),
-        ("etp_size is missing", without, {"tp_size": 2}),
+        ("etp_size is missing", {k: v for k, v in made.items() if k != "etp_size"}, {"tp_size": 2}),
         ("folding", None, {"tp_size": 2}),
     ):
         refused(ValueError, words, validate_folding_metadata, facts, ep_size=4, **run)

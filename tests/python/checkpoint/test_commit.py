@@ -59,9 +59,14 @@ def put_users_files(folder, elsewhere):
     os.symlink(elsewhere, folder / "linked")
 
 
-def killed(action):
-    """Runs ``action`` in a process of its own; whether it was killed."""
-    status = os.waitpid(forked(action), 0)[1]
+def killed_while_saving(folder, *orders):
+    """Saves b"2" in a process of its own with these faults; whether it was killed."""
+
+    def save_with_faults():
+        file_writer.inject_fault(",".join(filter(None, orders)))
+        save(folder, b"2")
+
+    status = os.waitpid(forked(save_with_faults), 0)[1]
     assert status in (0, signal.SIGKILL)
     return status != 0
 
@@ -111,12 +116,7 @@ def test_killed_anywhere_the_old_or_the_new_one_is_whole(call, lacks, tmp_path):
         save(tmp_path / "t", b"1", (*FILES, "run_rank_00007_state.pt"))
         if n == 1:
             put_users_files(tmp_path / "t", tmp_path)
-
-        def again(n=n):
-            file_writer.inject_fault(",".join(filter(None, (f"{call}:{n}:kill", lacks))))
-            save(tmp_path / "t", b"2")
-
-        was_killed = killed(again)
+        was_killed = killed_while_saving(tmp_path / "t", f"{call}:{n}:kill", lacks)
         copy_of_leftovers = sorted(os.listdir(tmp_path))
         found.append(content(tmp_path / "t"))
         assert USERS <= others(tmp_path / "t"), copy_of_leftovers
@@ -132,12 +132,7 @@ def test_killed_anywhere_the_old_or_the_new_one_is_whole(call, lacks, tmp_path):
 
 def test_a_read_only_folder_is_read_where_the_swap_has_left_it(tmp_path):
     save(tmp_path / "t", b"1")
-
-    def again():
-        file_writer.inject_fault("rename:3:kill," + NO_EXCHANGE)
-        save(tmp_path / "t", b"2")
-
-    assert killed(again) and not (tmp_path / "t").exists()
+    assert killed_while_saving(tmp_path / "t", "rename:3:kill", NO_EXCHANGE) and not (tmp_path / "t").exists()
     file_writer.inject_fault("rename:1+:eio")
     assert content(tmp_path / "t") == b"2" and not (tmp_path / "t").exists()
     file_writer.inject_fault("")
@@ -151,12 +146,7 @@ def test_killed_in_place_the_other_tags_are_whole_and_this_one_is_known_not_to_b
     found = set()
     for n in range(1, 20):
         save(tmp_path / "old", b"0", in_place=True)
-
-        def again(n=n):
-            file_writer.inject_fault(",".join(filter(None, (f"{call}:{n}:kill", lacks))))
-            save(tmp_path / "t", b"2")
-
-        was_killed, now = killed(again), None
+        was_killed, now = killed_while_saving(tmp_path / "t", f"{call}:{n}:kill", lacks), None
         try:
             now = content(tmp_path / "t")
         except RuntimeError as error:

@@ -7,20 +7,20 @@ import os
 import pathlib
 import shutil
 import signal
-from types import SimpleNamespace
 
 import pytest
 
 import hostile_folders as hostile
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.write import commit, file_writer, owner
 from deepspeed.checkpoint.write.pointer import replace_text
 from hostile_folders import MODEL, SHARD, Sandbox, chance_of
+from megatron_files import write
 from processes import forked
 from refusals import refused
 from sampling import every_case
+from test_universal_convert import convert
 
 REFUSALS = (OSError, RuntimeError, ValueError)
 CASES = 10_000 if every_case() else 240
@@ -31,14 +31,17 @@ PARTS = 8
 def honest(tmp_path_factory):
     """A checkpoint, and what it converts to."""
     base = tmp_path_factory.mktemp("honest")
-    hostile.honest_source(str(base / "source"))
+    write(str(base / "source"), 1, 1, 2)
     convert(base / "source", base / "universal")
     return base
 
 
-def convert(source, target):
-    folders = {"input_folder": str(source), "output_folder": str(target)}
-    ds_to_universal.main(SimpleNamespace(**folders, num_extract_workers=1, num_merge_workers=1))
+@pytest.fixture
+def sandbox(tmp_path):
+    """The sentinels are as they were when the test ends."""
+    made = Sandbox(tmp_path / "box")
+    yield made
+    made.check()
 
 
 @contextlib.contextmanager
@@ -162,13 +165,21 @@ def test_no_sentinel_is_touched(part, honest, tmp_path):
             raise AssertionError(f"case {number}: {type(error).__name__}: {error}") from error
 
 
-BAD = ["{victim}", "../../outside/victim", "mine/../../../outside/victim", "out/victim", "file", "", "..", "a//b"]
-BAD.append("a\0b")
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_manifest_that_names_others_files(name, tmp_path):
-    sandbox = Sandbox(tmp_path / "box")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "{victim}",
+        "../../outside/victim",
+        "mine/../../../outside/victim",
+        "out/victim",
+        "file",
+        "",
+        "..",
+        "a//b",
+        "a\0b",
+    ],
+)
+def test_a_manifest_that_names_others_files(name, sandbox):
     sandbox.plant_links()
     name = name.format(victim=os.path.join(sandbox.outside, "victim"))
     facts, records = hostile.put_files(sandbox, chance_of(1))
@@ -179,7 +190,6 @@ def test_a_manifest_that_names_others_files(name, tmp_path):
     assert verify.NAME in text and f"the name '{shown}'" in text, text
     save(sandbox.folder, None)
     assert verify.verify_folder(sandbox.folder) == []
-    sandbox.check()
 
 
 @pytest.mark.parametrize("saved_at", [2**70, float("inf"), float("nan"), -1, "now", None, True, []])
@@ -191,29 +201,24 @@ def test_a_manifest_with_a_time_that_is_none(saved_at, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_mark_that_names_others_files(in_place, tmp_path):
-    sandbox = Sandbox(tmp_path / "box")
+def test_a_mark_that_names_others_files(in_place, sandbox):
     sandbox.plant_links()
     hostile.put_files(sandbox, chance_of(1))
     mark = {"pid": 1, "files": [*sandbox.names()], "moving": True}
     pathlib.Path(owner.path_in(sandbox.folder)).write_text(json.dumps(mark))
     with no_hang():
         save(sandbox.folder, in_place)
-    sandbox.check()
     assert verify.verify_folder(sandbox.folder) == []
 
 
-def test_a_link_in_the_place_of_a_file_is_not_written_through(tmp_path):
-    sandbox = Sandbox(tmp_path / "box")
+def test_a_link_in_the_place_of_a_file_is_not_written_through(sandbox):
     for name in (MODEL, verify.NAME, owner.NAME):
         os.symlink(os.path.join(sandbox.outside, "victim"), os.path.join(sandbox.folder, name))
     save(sandbox.folder, True)
-    sandbox.check()
     assert verify.verify_folder(sandbox.folder) == [] and not os.path.islink(os.path.join(sandbox.folder, MODEL))
 
 
-def test_latest_leads_nowhere_else(tmp_path):
-    sandbox = Sandbox(tmp_path / "box")
+def test_latest_leads_nowhere_else(sandbox):
     latest = pathlib.Path(sandbox.saves, "latest")
     for text in ("../outside", sandbox.outside, "t/../../outside", "a\0b"):
         latest.write_text(text)

@@ -4,6 +4,8 @@ import json
 import os
 import zlib
 
+import pytest
+
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.read.cli import main
@@ -29,22 +31,25 @@ def make(directory, tag, step=1, saved_at=1000.0):
     return folder
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return make(tmp_path, "one")
+
+
 def flip(path, position, bit=0):
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << bit
     path.write_bytes(data)
 
 
-def test_round_trip(tmp_path):
-    folder = make(tmp_path, "one")
+def test_round_trip(tmp_path, folder):
     facts = verify.read(folder)
     assert facts["tag"] == "one" and facts["version"] == verify.VERSION
     assert verify.missing_or_short(folder, facts) == [] and verify.verify_folder(folder) == []
     assert verify.read(tmp_path) is None
 
 
-def test_a_flipped_bit_of_the_manifest_is_found_anywhere(tmp_path):
-    folder = make(tmp_path, "one")
+def test_a_flipped_bit_of_the_manifest_is_found_anywhere(folder):
     path = folder / verify.NAME
     good = path.read_bytes()
     for position in range(len(good)):
@@ -53,8 +58,7 @@ def test_a_flipped_bit_of_the_manifest_is_found_anywhere(tmp_path):
         path.write_bytes(good)
 
 
-def test_a_flipped_bit_of_a_file_is_found_and_located(tmp_path):
-    folder = make(tmp_path, "one")
+def test_a_flipped_bit_of_a_file_is_found_and_located(folder):
     path = folder / "mp_rank_00_model_states.pt"
     good = path.read_bytes()
     for position in range(0, len(good), 7):
@@ -65,8 +69,7 @@ def test_a_flipped_bit_of_a_file_is_found_and_located(tmp_path):
         path.write_bytes(good)
 
 
-def test_missing_and_short_files(tmp_path):
-    folder = make(tmp_path, "one")
+def test_missing_and_short_files(folder):
     path = folder / "mp_rank_00_model_states.pt"
     path.write_bytes(path.read_bytes()[:-1])
     facts = verify.read(folder)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -88,11 +89,8 @@ def test_a_frozen_file_is_linked_or_written(tmp_path, monkeypatch):
     FrozenFile(tensors, {}, sound).write(path)  # once more: the link goes, it is not written through
     assert os.path.samefile(path, old)
 
-    def refuse(*_):
-        raise OSError(1, "not permitted")
-
     with monkeypatch.context() as patch:  # a file system without hard links
-        patch.setattr(os, "link", refuse)
+        patch.setattr(os, "link", mock.Mock(side_effect=OSError(1, "not permitted")))
         before = old.read_bytes()
         assert FrozenFile(tensors, {}, sound).write(path) == record
         assert not os.path.samefile(path, old) and old.read_bytes() == before == path.read_bytes()

@@ -2,13 +2,14 @@
 
 import json
 import os
+import pathlib
 import time
 
 import pytest
 
 from deepspeed.checkpoint.write import owner
 from deepspeed.checkpoint.write.owner import Process
-from processes import forked_until_the_end
+from processes import forked_until_the_end, wait_for
 
 HERE = Process.here()
 
@@ -16,9 +17,7 @@ HERE = Process.here()
 def written(folder, locked=False, **facts):
     """A folder with the mark of a process that differs from this one by ``facts``."""
     os.makedirs(folder, exist_ok=True)
-    mark = {**HERE._asdict(), **facts, "locked": locked}
-    with open(owner.path_in(folder), "w") as file:
-        json.dump(mark, file)
+    pathlib.Path(owner.path_in(folder)).write_text(json.dumps({**HERE._asdict(), **facts, "locked": locked}))
     return str(folder)
 
 
@@ -55,8 +54,8 @@ def test_of_an_unknown_process_only_time_can_tell(tmp_path):
     os.utime(owner.path_in(folder), (0, 0))
     assert not owner.is_abandoned(folder, now)  # the file is new
     old = written(tmp_path / "b")
-    with open(owner.path_in(old), "w") as file:
-        json.dump({"host": HERE.host, "pid": 2**22 + 1}, file)  # as earlier versions wrote it
+    earlier = {"host": HERE.host, "pid": 2**22 + 1}  # as earlier versions wrote it
+    pathlib.Path(owner.path_in(old)).write_text(json.dumps(earlier))
     assert owner.is_gone(old) is None and not owner.is_abandoned(old, now)
     os.makedirs(tmp_path / "c")  # nobody's
     assert not owner.is_abandoned(str(tmp_path / "c"), now + 10 * owner.LEASE_S)
@@ -67,10 +66,8 @@ def test_the_lock_says_it_across_containers(tmp_path):
     os.makedirs(folder)
     elsewhere = Process(HERE.host, HERE.boot, "pid:[1]", HERE.pid, HERE.started)  # who asks is in another container
     with forked_until_the_end(lambda: owner.claim(folder)):
-        while not (owner.facts_of(folder) or {}).get("locked"):
-            pass
-        while owner.is_gone(folder, elsewhere) is not False:
-            pass
+        wait_for(lambda: (owner.facts_of(folder) or {}).get("locked"))
+        wait_for(lambda: owner.is_gone(folder, elsewhere) is False)
         assert owner.is_alive(folder) and not owner.is_own(folder)
     assert owner.is_gone(folder, elsewhere) is True
     # Another kernel may not see the lock (Lustre with localflock): a free one proves nothing there.

@@ -2,14 +2,13 @@
 
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 
-import deepspeed
 from deepspeed.formats import recorded_paths
 from deepspeed.host import recorded_names
+from places import PYTHON
+from processes import run_python
 from refusals import refused
 
 WORDS = ["a", "b.c", "..", ".", "", "out", "inner", "sub", "dangling", "loop", "file", "..."]
@@ -22,13 +21,11 @@ def folder(tmp_path):
     (made / "sub" / "deep").mkdir(parents=True)
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "victim").write_text("x")
-    os.symlink(tmp_path / "outside", made / "out")
-    os.symlink("sub", made / "inner")
-    os.symlink("../inner", made / "sub" / "a")
-    os.symlink("../../outside/victim", made / "sub" / "file")
-    os.symlink(tmp_path / "outside" / "victim", made / "file")
-    os.symlink("nothing", made / "dangling")
-    os.symlink("loop", made / "loop")
+    for link, target in {
+        "out": tmp_path / "outside", "inner": "sub", "sub/a": "../inner", "sub/file": "../../outside/victim",
+        "file": tmp_path / "outside" / "victim", "dangling": "nothing", "loop": "loop",
+    }.items():  # fmt: skip
+        os.symlink(target, made / link)
     return made
 
 
@@ -56,8 +53,8 @@ def test_both_give_the_same_verdict(folder):
             real = os.path.realpath(native)
             assert kind == "tag" or real.startswith(os.path.realpath(folder) + "/"), name
     assert unfit > 500 and taken > 200
-    refused(ValueError, "path, entry or tag", recorded_paths.path_below, folder, "a", "m", "file")
-    refused(ValueError, "path, entry or tag", recorded_names.path_below, folder, "a", "m", "file")
+    for path_below in (recorded_paths.path_below, recorded_names.path_below):
+        refused(ValueError, "path, entry or tag", path_below, folder, "a", "m", "file")
 
 
 def test_only_regular_files_are_removed_and_opened(folder, tmp_path):
@@ -76,8 +73,6 @@ def test_ds_ckpt_runs_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch')\n")
     (tmp_path / "saves" / "t").mkdir(parents=True)
     (tmp_path / "saves" / "t" / "mp_rank_00_model_states.pt").write_bytes(b"x")
-    package = os.path.dirname(os.path.dirname(deepspeed.__file__))
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{package}"}
-    command = [sys.executable, "-m", "deepspeed.checkpoint.read.cli", "ls", str(tmp_path / "saves")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    code = "import sys; from deepspeed.checkpoint.read.cli import main; sys.exit(main(['ls', sys.argv[1]]))"
+    done = run_python(code, tmp_path / "saves", PYTHONPATH=f"{tmp_path}{os.pathsep}{PYTHON}")
     assert done.returncode == 0 and "unknown" in done.stdout, done.stderr

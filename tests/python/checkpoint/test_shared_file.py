@@ -1,5 +1,7 @@
 """A file that several writers make is the file of one, whatever is in it and wherever it is cut."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -69,21 +71,16 @@ def test_a_slice_has_the_bytes_between():
 FACTS = [["a", 0, 0, 0], ["a", 0, 0, 1], ["a", 1, 0, 2], ["b", 0, 0, 3], ["a", 0, 1, 0], ["b", 0, 1, 1]]
 
 
-class FewRanks:
-    def __init__(self, rank, nodes=("",) * 6):
-        self.rank, self.nodes = rank, list(nodes)
-
-
 @pytest.mark.parametrize(
     "mode, first, second",
     [("REPLICA", [0, 1, 2, 3], [4, 5]), ("SOCKET", [0, 2, 3], [4, 5]), ("MACHINE", [0, 3], [4, 5])],
 )
 def test_who_writes(mode, first, second):
     for rank in range(6):
-        made = save.Sharing(mode, FACTS, FewRanks(rank))
+        made = save.Sharing(mode, FACTS, SimpleNamespace(rank=rank, nodes=[""] * 6))
         assert made.writers == (first if rank < 4 else second)
         assert made.writes == (rank in made.writers) and made.leads == (rank in (0, 4))
-    own_disks = save.Sharing(mode, FACTS, FewRanks(5, ["x", "x", "x", "y", "x", "y"]))
+    own_disks = save.Sharing(mode, FACTS, SimpleNamespace(rank=5, nodes=["x", "x", "x", "y", "x", "y"]))
     assert own_disks.writers == [4] and not own_disks.writes
 
 
@@ -103,8 +100,8 @@ def test_the_stream_is_what_torch_writes_and_reads(tmp_path):
     record = PreparedStream(made).write(tmp_path / "x.pt", WriterOptions(io_buffer_size=1 << 16))
     assert (tmp_path / "x.pt").stat().st_size == record["bytes"]
     assert verify.crc32_of(tmp_path / "x.pt") == record["crc32"]
-    for tensor in record["tensors"]:
-        assert verify.crc32_of(tmp_path / "x.pt", tensor["offset"], tensor["bytes"]) == tensor["crc32"]
+    sums = [verify.crc32_of(tmp_path / "x.pt", tensor["offset"], tensor["bytes"]) for tensor in record["tensors"]]
+    assert sums == [tensor["crc32"] for tensor in record["tensors"]]
     loaded = torch.load(tmp_path / "x.pt")
     assert loaded.keys() == made.keys() and loaded["text"] == made["text"]
     for name, tensor in made.items():

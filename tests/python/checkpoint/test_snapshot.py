@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-import time
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +10,9 @@ import torch
 from deepspeed.checkpoint.write import snapshot as snapshots
 from deepspeed.checkpoint.write.file_writer import prepare
 from deepspeed.checkpoint.write.snapshot import HeldSnapshot, HostCache, MemoryRanges, Snapshot
+from processes import wait_for
 from refusals import refused
+from threads import started
 
 MIB = 1 << 20
 
@@ -94,10 +96,7 @@ def test_states_are_copied_late(monkeypatch):
     go.set()
     copies.wait()
     assert contents(copies) == expected
-    deadline = time.monotonic() + 10
-    while len(states.log) < 2 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert states.log == ["hold", "let go"]
+    wait_for(lambda: states.log == ["hold", "let go"])
 
 
 def test_a_full_cache_gets_its_room_back_from_late_copies():
@@ -109,14 +108,13 @@ def test_a_full_cache_gets_its_room_back_from_late_copies():
 
     def write():
         copies.wait()
-        found.append(contents(copies)[0])
+        found = contents(copies)
         copies.give_back()
+        return found
 
-    found = []
-    writer = threading.Thread(target=write)
-    writer.start()
+    writer = started(write)
     others = snapshot.add(sources(first=first, second=second)[1:])
-    writer.join(10)
+    found = writer.result(10)
     snapshot.start_late_copies()
     others.wait()
     assert found + contents(others) == expected
@@ -128,15 +126,10 @@ def test_a_late_copy_that_fails_is_told(monkeypatch):
     states = States(state)
     snapshot = Snapshot(HostCache(), states)
     copies = snapshot.add(sources(state=state))
-
-    def fail(*args):
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(snapshots, "_copy", fail)
+    monkeypatch.setattr(snapshots, "_copy", mock.Mock(side_effect=RuntimeError("no memory")))
     snapshot.start_late_copies()
     refused(RuntimeError, "no memory", copies.wait)
-    while len(states.log) < 2:
-        time.sleep(0.001)
+    wait_for(lambda: len(states.log) == 2)
 
 
 @pytest.mark.parametrize("kind", [Snapshot, HeldSnapshot])
@@ -155,12 +148,11 @@ def test_held_states_are_not_copied_but_held_until_they_are_written():
     snapshot = HeldSnapshot(cache, states)
     copies = snapshot.add(sources(weight=weight, state=state))
     weight.zero_()
-    waiting = threading.Thread(target=copies.wait)
-    waiting.start()
-    assert states.log == [] and waiting.is_alive()
+    waiting = started(copies.wait)
+    assert states.log == [] and not waiting.done()
     snapshot.start_late_copies()
-    waiting.join(10)
-    assert states.log == ["hold"] and not waiting.is_alive()
+    waiting.result(10)
+    assert states.log == ["hold"]
     assert contents(copies) == expected and copies.sources[1].pieces() == [(state.data_ptr(), 4 * MIB)]
     assert cache.held_bytes < 200_000
     copies.give_back()
@@ -172,11 +164,7 @@ def test_held_states_are_not_copied_but_held_until_they_are_written():
 def test_held_states_that_change_are_told_and_let_go():
     state = torch.randn(100)
     states = States(state)
-
-    def fail():
-        raise RuntimeError("they were written to")
-
-    states.check_unchanged = fail
+    states.check_unchanged = mock.Mock(side_effect=RuntimeError("they were written to"))
     snapshot = HeldSnapshot(HostCache(), states)
     snapshot.add(sources(other=torch.randn(100))).give_back()
     snapshot.start_late_copies()

@@ -38,8 +38,7 @@ def test_a_grid_becomes_a_smaller_one(target, cells):
     assert source.can_reshape(wanted)[0]
     grids = source.reshape(wanted)
     assert len(grids) == wanted.dp_degree and all((grid.pp_degree, grid.tp_degree) == target[:2] for grid in grids)
-    for (dp, pp, tp), ranks in cells.items():
-        assert grids[dp].get_data(pp_index=pp, tp_index=tp) == ranks
+    assert {(dp, pp, tp): grids[dp].get_data(pp_index=pp, tp_index=tp) for dp, pp, tp in cells} == cells
     assert sorted(rank for grid in grids for rank in grid.get_data()) == list(range(8))
 
 
@@ -75,8 +74,10 @@ def test_names():
     assert constants.BF16_ZERO_FILE_PREFIX == "bf16_zero_pp_rank_"
 
 
-NUMBERS = {"dp_rank": 11, "mp_rank": 3, "layer": 7, "expert": 5, "expp_rank": 2, "rank": 12, "prefix": "bf16_"}
-NUMBERS["slices"] = "-model_03"
+NUMBERS = {
+    "dp_rank": 11, "mp_rank": 3, "layer": 7, "expert": 5, "expp_rank": 2, "rank": 12, "prefix": "bf16_",
+    "slices": "-model_03",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", names.PUBLISHED, ids=lambda kind: kind.template)

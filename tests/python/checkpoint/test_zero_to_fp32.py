@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from deepspeed.utils.zero_to_fp32 import (
     to_torch_tensor,
 )
 from places import PEERS
+from processes import succeeded
 from refusals import refused
 from zero_folders import weights_of, write_checkpoint
 
@@ -38,8 +40,7 @@ def checkpoint(folder, stage, ranks, **options):
     write_checkpoint(folder, groups, stage, ranks, frozen=FROZEN, buffers=BUFFERS, shared=SHARED, **options)
     trained = {name: value for group in groups for name, value in group.items()}
     frozen = {name: value.float() for name, value in FROZEN.items()}
-    buffers = {"count": BUFFERS["count"], "mean": torch.ones(2)}
-    return {**buffers, **frozen, **trained, "c.weight": trained["b.weight"]}
+    return {**BUFFERS, "mean": torch.ones(2), **frozen, **trained, "c.weight": trained["b.weight"]}
 
 
 def same(found, expected):
@@ -75,8 +76,7 @@ def test_weights_of_another_implementation(path):
         expected = {name[5:]: stored[name] for name in stored if name.startswith("fp32.")}
         frozen = torch.from_numpy(stored["lp.f.weight"]).float()
     assert expected and set(expected) <= set(found)
-    for name, value in expected.items():
-        assert found[name].dtype == torch.float32 and torch.equal(found[name], torch.from_numpy(value)), name
+    assert same({name: found[name] for name in expected}, {n: torch.from_numpy(v) for n, v in expected.items()})
     assert torch.equal(found["f.weight"], frozen)  # at stage 1 too, where the other implementation leaves it out
     if "c.weight" in found:
         assert found["c.weight"] is found["b.weight"]
@@ -110,13 +110,11 @@ def test_files_and_index(size, safe, tmp_path):
     if size in ("5GB", None):
         assert names == [f"{stem}.{ending}"] and index is None
         return
-    count = len(names) - 1
-    assert names[0] == f"{stem}-00001-of-{count:05d}.{ending}" and names[-1] == f"{stem}.{ending}.index.json"
+    assert names[0] == f"{stem}-00001-of-{len(names) - 1:05d}.{ending}" and names[-1] == f"{stem}.{ending}.index.json"
     assert set(index["weight_map"]) == set(expected) and set(index["weight_map"].values()) == set(names[:-1])
     held = expected if safe else {n: v for n, v in expected.items() if n != "c.weight"}
     assert index["metadata"]["total_size"] == sum(v.numel() * v.element_size() for v in held.values())
-    for name, file in index["weight_map"].items():
-        assert name in read_file(out / file)
+    assert all(name in read_file(out / file) for name, file in index["weight_map"].items())
     limit = weight_files.parse_size(size)
     for file in names[:-1]:
         inside = {n for n, where in index["weight_map"].items() if where == file and n in held}
@@ -242,10 +240,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run_script(folder, *arguments):
-    """The script of a folder, by a Python that sees neither the environment nor DeepSpeed."""
+def run_script(folder, *arguments, fails=False):
+    """Runs the script of a folder by a Python that sees neither the environment nor DeepSpeed: what it says."""
     command = [sys.executable, "-I", "-c", ALONE, os.path.join(folder, "zero_to_fp32.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd="/", capture_output=True, text=True)
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+    assert (done.returncode != 0) == fails, done.stderr
+    return done.stderr
 
 
 @pytest.mark.sample("values")
@@ -255,13 +255,11 @@ def test_the_script_runs_with_torch_alone(stage, safe, tmp_path):
     expected = checkpoint(tmp_path, stage, 2)
     path = export.write_script(str(tmp_path))
     assert path == str(tmp_path / "zero_to_fp32.py") and os.access(path, os.X_OK)
-    out = run_script(tmp_path, tmp_path, tmp_path / "out", *(["--safe_serialization"] if safe else []))
-    assert out.returncode == 0, out.stderr
+    run_script(tmp_path, tmp_path, tmp_path / "out", *(["--safe_serialization"] if safe else []))
     found = read_back(tmp_path / "out")[0]
     assert same({name: found[name] for name in expected}, expected)
     more = ["--max_shard_size", "500B", "-t", "step", "--exclude_frozen_parameters", "-d"]
-    out = run_script(tmp_path, tmp_path, tmp_path / "parts", *more)
-    assert out.returncode == 0, out.stderr
+    run_script(tmp_path, tmp_path, tmp_path / "parts", *more)
     found, index = read_back(tmp_path / "parts")
     assert set(expected) - set(found) == {"f.weight"} and index is not None
 
@@ -269,29 +267,25 @@ def test_the_script_runs_with_torch_alone(stage, safe, tmp_path):
 @pytest.mark.parametrize("path", sorted(glob.glob(f"{PEERS}/stage[123]-bf16*")), ids=os.path.basename)
 def test_the_script_reads_files_of_another_implementation(path, tmp_path):
     export.write_script(str(tmp_path))
-    out = run_script(tmp_path, path, tmp_path / "out")
-    assert out.returncode == 0, out.stderr
+    run_script(tmp_path, path, tmp_path / "out")
     assert same(read_back(tmp_path / "out")[0], get_fp32_state_dict_from_zero_checkpoint(path))
 
 
 def test_the_script_refuses_and_fails_as_the_module_does(tmp_path):
     export.write_script(str(tmp_path))
-    out = run_script(tmp_path, tmp_path, tmp_path / "out")
-    assert out.returncode != 0 and "ValueError" in out.stderr and "latest" in out.stderr
+    said = run_script(tmp_path, tmp_path, tmp_path / "out", fails=True)
+    assert "ValueError" in said and "latest" in said
     checkpoint(tmp_path, 2, 1)
     path = tmp_path / "step" / "mp_rank_00_model_states.pt"
     torch.save({**torch.load(path), "client": subprocess.CompletedProcess([], 0)}, path)
-    out = run_script(tmp_path, tmp_path, tmp_path / "out")
-    assert out.returncode != 0 and "RefusedClass" in out.stderr and "subprocess.CompletedProcess" in out.stderr
+    said = run_script(tmp_path, tmp_path, tmp_path / "out", fails=True)
+    assert "RefusedClass" in said and "subprocess.CompletedProcess" in said
 
 
 def test_a_script_that_cannot_be_made_executable_is_only_reported(tmp_path, monkeypatch, caplog):
-    def refuse(path, mode):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "chmod", refuse)
+    monkeypatch.setattr(os, "chmod", mock.Mock(side_effect=PermissionError(1, "Operation not permitted")))
     said = []
-    monkeypatch.setattr(export.logger, "warning", lambda text: said.append(text))
+    monkeypatch.setattr(export.logger, "warning", said.append)
     assert os.path.exists(export.write_script(str(tmp_path)))
     assert "cannot be made executable" in said[0]
 
@@ -330,8 +324,7 @@ def test_memory_does_not_grow_with_the_model(stage, safe, tmp_path):
     del groups
     script = export.write_script(str(tmp_path))
     command = [sys.executable, "-I", "-c", MEASURE, script, str(tmp_path), str(tmp_path / "out")]
-    out = subprocess.run(command + ["--safe_serialization"] * safe, capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
+    out = succeeded(subprocess.run(command + ["--safe_serialization"] * safe, capture_output=True, text=True))
     before, peak = map(int, out.stdout.split("PEAK")[1].split())
     assert peak - before < 256, f"{peak - before} MB above {before} MB"
     (written,) = os.listdir(tmp_path / "out")
@@ -372,8 +365,7 @@ def test_every_record_begins_at_a_multiple_of_64(tmp_path):
 
 @pytest.mark.every("66,000 tensors")
 def test_more_tensors_than_a_short_directory_holds(tmp_path):
-    one = {str(n): torch.tensor([n]) for n in range(66000)}
-    weight_files.write_torch(str(tmp_path / "x"), one)
+    weight_files.write_torch(str(tmp_path / "x"), {str(n): torch.tensor([n]) for n in range(66000)})
     found = torch.load(tmp_path / "x")
     assert len(found) == 66000 and found["65999"].item() == 65999
 

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import pathlib
 
 import torch
 
@@ -18,18 +19,14 @@ def flat_shards(group, ranks):
     return [flat[rank * size : (rank + 1) * size].clone() for rank in range(ranks)]
 
 
+def slices(value, ranks):
+    """One row a rank, with zeros behind the last element."""
+    return torch.cat([value.reshape(-1), torch.zeros(-value.numel() % ranks)]).view(ranks, -1)
+
+
 def sliced_shards(groups, ranks):
-    shards = [[] for _ in range(ranks)]
-    for group in groups:
-        parts = [[] for _ in range(ranks)]
-        for value in group.values():
-            size = -(-value.numel() // ranks)
-            padded = torch.cat([value.reshape(-1), torch.zeros(size * ranks - value.numel())])
-            for rank in range(ranks):
-                parts[rank].append(padded[rank * size : (rank + 1) * size])
-        for rank in range(ranks):
-            shards[rank].append(torch.cat(parts[rank]))
-    return shards
+    sliced = [[slices(value, ranks) for value in group.values()] for group in groups]
+    return [[torch.cat([value[rank] for value in group]) for group in sliced] for rank in range(ranks)]
 
 
 def write_checkpoint(folder, groups, stage, ranks, tag="step", frozen=None, buffers=None, shared=None):
@@ -63,5 +60,4 @@ def write_checkpoint(folder, groups, stage, ranks, tag="step", frozen=None, buff
             }
         state = {"optimizer_state_dict": {"zero_stage": stage, **part}, "ds_version": "0"}
         torch.save(state, os.path.join(folder, tag, f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
-    with open(os.path.join(folder, "latest"), "w") as file:
-        file.write(tag)
+    pathlib.Path(folder, "latest").write_text(tag)

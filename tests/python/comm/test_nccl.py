@@ -3,10 +3,12 @@
 How the ranks find each other is tests/dist/test_comm_nccl.py, the real one tests/dist/test_comm_nccl_gpu.py.
 """
 
+import functools
 import gc
+import inspect
 import os
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fake_nccl import Orders, build
 from places import PYTHON
 from processes import run_python
 from refusals import refused
+from threads import started
 
 DTYPES = [
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
@@ -57,28 +60,36 @@ def ranks(path, fake, monkeypatch):
 
     def run(size, body, timeout=20):
         id = find_library(path).make_id()
-        results = [None] * size
 
         def rank_body(rank):
             group = types.SimpleNamespace(rank=rank, size=size, id=id)
-            try:
-                comm = NcclCommunicator(group, device="cpu", name="test", timeout=timeout, library=path)
-                results[rank] = body(comm)
-                comm.close()
-            except Exception as error:
-                results[rank] = error
+            comm = NcclCommunicator(group, device="cpu", name="test", timeout=timeout, library=path)
+            result = body(comm)
+            comm.close()
+            return result
 
-        threads = [threading.Thread(target=rank_body, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(rank_body, range(size)))
 
     return run
+
+
+def on_threads(size):
+    """Makes the function below it a test that each of ``size`` threads runs. Its first parameter is the thread's
+    communicator; pytest gives the others."""
+
+    def decorate(body):
+        _, *rest = inspect.signature(body).parameters.values()
+
+        @functools.wraps(body)
+        def test(ranks, **values):
+            ranks(size, lambda comm: body(comm, **values))
+
+        own = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([own, *rest])
+        return test
+
+    return decorate
 
 
 def values(rank, numel, dtype):
@@ -126,40 +137,36 @@ def test_collectives(ranks, size, dtype):
 
 
 @pytest.mark.skipif(not hasattr(torch, "float8_e5m2"), reason="this torch has no eight-bit floats")
-def test_eight_bit_floats_move(ranks):
-    def body(comm):
-        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-            x = torch.full((3,), comm.rank + 1.0).to(dtype)
-            rows = torch.zeros(6).to(dtype)
-            comm.all_gather(rows, x)
-            assert rows.float().tolist() == [1, 1, 1, 2, 2, 2]
-            comm.broadcast(x, 1)
-            assert x.float().tolist() == [2, 2, 2]
-
-    ranks(2, body)
+@on_threads(2)
+def test_eight_bit_floats_move(comm):
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        x = torch.full((3,), comm.rank + 1.0).to(dtype)
+        rows = torch.zeros(6).to(dtype)
+        comm.all_gather(rows, x)
+        assert rows.float().tolist() == [1, 1, 1, 2, 2, 2]
+        comm.broadcast(x, 1)
+        assert x.float().tolist() == [2, 2, 2]
 
 
-def test_all_to_all_and_a_ring_of_sends(ranks, fake):
-    def body(comm):
-        rank, size = comm.rank, comm.size
-        given = torch.arange(2 * size) + 100 * rank
-        taken = torch.empty_like(given)
-        comm.all_to_all(taken, given)
-        assert taken.tolist() == [100 * r + 2 * rank + i for r in range(size) for i in range(2)]
+@on_threads(3)
+def test_all_to_all_and_a_ring_of_sends(comm):
+    rank, size = comm.rank, comm.size
+    given = torch.arange(2 * size) + 100 * rank
+    taken = torch.empty_like(given)
+    comm.all_to_all(taken, given)
+    assert taken.tolist() == [100 * r + 2 * rank + i for r in range(size) for i in range(2)]
 
-        counts = [rank + r for r in range(size)]  # rank 0 keeps nothing for itself
-        given = torch.full((sum(counts),), float(rank))
-        taken = torch.full((sum(counts),), -1.0)
-        comm.all_to_all(taken, given, output_splits=counts, input_splits=counts)
-        assert taken.tolist() == [float(r) for r in range(size) for _ in range(rank + r)]
+    counts = [rank + r for r in range(size)]  # rank 0 keeps nothing for itself
+    given = torch.full((sum(counts),), float(rank))
+    taken = torch.full((sum(counts),), -1.0)
+    comm.all_to_all(taken, given, output_splits=counts, input_splits=counts)
+    assert taken.tolist() == [float(r) for r in range(size) for _ in range(rank + r)]
 
-        x, y = torch.tensor([rank % 2 == 0, True]), torch.empty(2, dtype=torch.bool)
-        with comm.group():
-            comm.recv(y, (rank - 1) % size)
-            comm.send(x, (rank + 1) % size)
-        assert y.tolist() == [(rank - 1) % size % 2 == 0, True]
-
-    ranks(3, body)
+    x, y = torch.tensor([rank % 2 == 0, True]), torch.empty(2, dtype=torch.bool)
+    with comm.group():
+        comm.recv(y, (rank - 1) % size)
+        comm.send(x, (rank + 1) % size)
+    assert y.tolist() == [(rank - 1) % size % 2 == 0, True]
 
 
 def test_packed_chunks_with_their_scales(ranks, fake):
@@ -205,104 +212,96 @@ def test_packed_chunks_with_their_scales(ranks, fake):
     assert fake.count("groups") == groups + 2  # one launch each
 
 
-def test_uneven_packed_chunks(ranks):
-    def body(comm):
-        rank, size = comm.rank, comm.size
-        packed = torch.cat([torch.full((r + 1,), 10 * rank + r, dtype=torch.uint8) for r in range(size)])
-        scales = torch.cat([torch.full((2 * r,), rank + r / 4, dtype=torch.float16) for r in range(size)])
-        got = torch.empty((rank + 1) * size, dtype=torch.uint8)
-        got_scales = torch.empty(2 * rank * size, dtype=torch.float16)
-        comm.exchange_packed(
-            got,
-            got_scales,
-            packed,
-            scales,
-            input_splits=[r + 1 for r in range(size)],
-            input_scale_splits=[2 * r for r in range(size)],
-        )
-        assert got.tolist() == [10 * r + rank for r in range(size) for _ in range(rank + 1)]
-        assert got_scales.tolist() == [r + rank / 4 for r in range(size) for _ in range(2 * rank)]
-
-    ranks(3, body)
+@on_threads(3)
+def test_uneven_packed_chunks(comm):
+    rank, size = comm.rank, comm.size
+    packed = torch.cat([torch.full((r + 1,), 10 * rank + r, dtype=torch.uint8) for r in range(size)])
+    scales = torch.cat([torch.full((2 * r,), rank + r / 4, dtype=torch.float16) for r in range(size)])
+    got = torch.empty((rank + 1) * size, dtype=torch.uint8)
+    got_scales = torch.empty(2 * rank * size, dtype=torch.float16)
+    comm.exchange_packed(
+        got,
+        got_scales,
+        packed,
+        scales,
+        input_splits=[r + 1 for r in range(size)],
+        input_scale_splits=[2 * r for r in range(size)],
+    )
+    assert got.tolist() == [10 * r + rank for r in range(size) for _ in range(rank + 1)]
+    assert got_scales.tolist() == [r + rank / 4 for r in range(size) for _ in range(2 * rank)]
 
 
-def test_a_group_is_one_launch_and_an_error_in_it_sends_nothing(ranks, fake):
-    def body(comm):
-        x, y = torch.ones(2), torch.ones(3)
+@on_threads(1)
+def test_a_group_is_one_launch_and_an_error_in_it_sends_nothing(comm, fake):
+    x, y = torch.ones(2), torch.ones(3)
+    with comm.group():
+        comm.all_reduce(x)
         with comm.group():
-            comm.all_reduce(x)
-            with comm.group():
-                comm.all_reduce(y)
-            assert fake.count("ncclAllReduce") == 0
-        assert (fake.count("groups"), fake.count("ncclAllReduce")) == (1, 2)
-        with pytest.raises(KeyError), comm.group():
-            comm.all_reduce(x)
-            raise KeyError("x")
-        comm.all_reduce(y)  # nothing has broken
-        assert (fake.count("groups"), fake.count("ncclAllReduce")) == (1, 3)
-        comm.wait()
-
-    ranks(1, body)
+            comm.all_reduce(y)
+        assert fake.count("ncclAllReduce") == 0
+    assert (fake.count("groups"), fake.count("ncclAllReduce")) == (1, 2)
+    with pytest.raises(KeyError), comm.group():
+        comm.all_reduce(x)
+        raise KeyError("x")
+    comm.all_reduce(y)  # nothing has broken
+    assert (fake.count("groups"), fake.count("ncclAllReduce")) == (1, 3)
+    comm.wait()
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_bad_arguments_are_named_and_break_nothing(ranks):
-    def body(comm):
-        x = torch.ones(4)
-        for error, text, call in [
-            (TypeError, "tensor must be a tensor, not list", lambda: comm.all_reduce([1.0])),
-            (
-                TypeError,
-                "tensor has dtype torch.complex64; NCCL knows",
-                lambda: comm.broadcast(x.to(torch.complex64), 0),
-            ),
-            (TypeError, "tensor has dtype torch.bool", lambda: comm.all_reduce(x.bool())),
-            (TypeError, r"view\(torch.uint8\)", lambda: comm.send(x.to(torch.int16), 0)),
-            (TypeError, "float32 and out torch.float64", lambda: comm.all_reduce(x, out=x.double())),
-            (ValueError, "all_reduce of test: tensor is on meta, but .* cpu", lambda: comm.all_reduce(x.to("meta"))),
-            (ValueError, "not contiguous; pass tensor.contig", lambda: comm.all_reduce(x.view(2, 2).t())),
-            (ValueError, "not contiguous", lambda: comm.all_reduce(x.to_sparse())),
-            (
-                ValueError,
-                "out has 3 elements; on 1 ranks it must have 4",
-                lambda: comm.all_reduce(x, out=torch.ones(3)),
-            ),
-            (ValueError, "output has 8 elements; .* have 4", lambda: comm.all_gather(torch.ones(8), x)),
-            (ValueError, "tensor has 4 elements; .* have 8", lambda: comm.reduce_scatter(torch.ones(8), x)),
-            (ValueError, "dst is 1; the ranks .* 0 to 0", lambda: comm.reduce(x, 1)),
-            (ValueError, "src is -1", lambda: comm.recv(x, -1)),
-            (ValueError, "src is True", lambda: comm.broadcast(x, True)),
-            (ValueError, "NCCL does not reduce with BXOR; it has SUM", lambda: comm.all_reduce(x, ReduceOp.BXOR)),
-            (ValueError, r"input_splits is \[3\]", lambda: comm.all_to_all(x, x.clone(), input_splits=[3])),
-            (TypeError, "output has dtype torch.float32", lambda: comm.gather_packed(x, x, x, x)),
-            (TypeError, "registered_empty got dtype torch.int16", lambda: comm.registered_empty(1, torch.int16)),
-            (ValueError, "registered_empty got numel -1", lambda: comm.registered_empty(-1)),
-            (ValueError, "empty tensor", lambda: comm.register(torch.ones(0))),
-        ]:
-            refused(error, text, call)
-        comm.all_reduce(x)
-        assert x.tolist() == [1] * 4
-
-    ranks(1, body)
+@on_threads(1)
+def test_bad_arguments_are_named_and_break_nothing(comm):
+    x = torch.ones(4)
+    for error, text, call in [
+        (TypeError, "tensor must be a tensor, not list", lambda: comm.all_reduce([1.0])),
+        (
+            TypeError,
+            "tensor has dtype torch.complex64; NCCL knows",
+            lambda: comm.broadcast(x.to(torch.complex64), 0),
+        ),
+        (TypeError, "tensor has dtype torch.bool", lambda: comm.all_reduce(x.bool())),
+        (TypeError, r"view\(torch.uint8\)", lambda: comm.send(x.to(torch.int16), 0)),
+        (TypeError, "float32 and out torch.float64", lambda: comm.all_reduce(x, out=x.double())),
+        (ValueError, "all_reduce of test: tensor is on meta, but .* cpu", lambda: comm.all_reduce(x.to("meta"))),
+        (ValueError, "not contiguous; pass tensor.contig", lambda: comm.all_reduce(x.view(2, 2).t())),
+        (ValueError, "not contiguous", lambda: comm.all_reduce(x.to_sparse())),
+        (
+            ValueError,
+            "out has 3 elements; on 1 ranks it must have 4",
+            lambda: comm.all_reduce(x, out=torch.ones(3)),
+        ),
+        (ValueError, "output has 8 elements; .* have 4", lambda: comm.all_gather(torch.ones(8), x)),
+        (ValueError, "tensor has 4 elements; .* have 8", lambda: comm.reduce_scatter(torch.ones(8), x)),
+        (ValueError, "dst is 1; the ranks .* 0 to 0", lambda: comm.reduce(x, 1)),
+        (ValueError, "src is -1", lambda: comm.recv(x, -1)),
+        (ValueError, "src is True", lambda: comm.broadcast(x, True)),
+        (ValueError, "NCCL does not reduce with BXOR; it has SUM", lambda: comm.all_reduce(x, ReduceOp.BXOR)),
+        (ValueError, r"input_splits is \[3\]", lambda: comm.all_to_all(x, x.clone(), input_splits=[3])),
+        (TypeError, "output has dtype torch.float32", lambda: comm.gather_packed(x, x, x, x)),
+        (TypeError, "registered_empty got dtype torch.int16", lambda: comm.registered_empty(1, torch.int16)),
+        (ValueError, "registered_empty got numel -1", lambda: comm.registered_empty(-1)),
+        (ValueError, "empty tensor", lambda: comm.register(torch.ones(0))),
+    ]:
+        refused(error, text, call)
+    comm.all_reduce(x)
+    assert x.tolist() == [1] * 4
 
 
 def test_patience_is_positive(ranks):
     refused(ValueError, "timeout -1; it must be more than 0 seconds", ranks, 1, lambda comm: None, timeout=-1)
 
 
-def test_parts_that_do_not_divide(ranks):
-    def body(comm):
-        refused(
-            ValueError,
-            "3 elements cannot be cut into 2 equal parts.*input_splits",
-            comm.all_to_all,
-            torch.ones(2),
-            torch.ones(3),
-        )
-
-    ranks(2, body)
+@on_threads(2)
+def test_parts_that_do_not_divide(comm):
+    refused(
+        ValueError,
+        "3 elements cannot be cut into 2 equal parts.*input_splits",
+        comm.all_to_all,
+        torch.ones(2),
+        torch.ones(3),
+    )
 
 
 def test_an_error_of_nccl_aborts_and_is_repeated(ranks, fake):
@@ -328,24 +327,20 @@ def test_an_error_that_comes_later(ranks, fake):
     assert fake.count("aborted") == 1
 
 
-def test_abort_by_its_owner(ranks):
-    def body(comm):
-        comm.abort("there is better to do")
-        refused(RuntimeError, "rank 0 of 1 was aborted: there is better to do", comm.all_reduce, torch.ones(1))
-
-    ranks(1, body)
+@on_threads(1)
+def test_abort_by_its_owner(comm):
+    comm.abort("there is better to do")
+    refused(RuntimeError, "rank 0 of 1 was aborted: there is better to do", comm.all_reduce, torch.ones(1))
 
 
-def test_ranks_that_differ(ranks):
-    def body(comm):
-        refused(
-            RuntimeError,
-            f"rank {comm.rank} of 2: all_reduce .* failed: invalid usage",
-            comm.all_reduce,
-            torch.ones(3 + comm.rank),
-        )
-
-    ranks(2, body)
+@on_threads(2)
+def test_ranks_that_differ(comm):
+    refused(
+        RuntimeError,
+        f"rank {comm.rank} of 2: all_reduce .* failed: invalid usage",
+        comm.all_reduce,
+        torch.ones(3 + comm.rank),
+    )
 
 
 # ---- user buffers and what stays alive -------------------------------------------------------------------------------
@@ -396,32 +391,26 @@ def test_memory_is_waited_for_before_it_goes(ranks, fake, monkeypatch):
     ranks(1, body)
 
 
-def test_tensors_that_die_in_another_thread_while_a_call_waits(ranks):
+@on_threads(2)
+def test_tensors_that_die_in_another_thread_while_a_call_waits(comm):
     """Neither the interpreter's lock nor the communicator's is held while the other is waited for."""
-
-    def body(comm):
-        for _ in range(50):
-            other = threading.Thread(target=[comm.registered_empty(4)].clear)
-            other.start()
-            with comm.group():
-                comm.all_reduce(torch.ones(2))
-            other.join()
-
-    ranks(2, body)
+    for _ in range(50):
+        other = started([comm.registered_empty(4)].clear)
+        with comm.group():
+            comm.all_reduce(torch.ones(2))
+        other.result()
 
 
-def test_registering_what_is_there(ranks, fake):
-    def body(comm):
-        x = torch.ones(4)
-        handle = comm.register(x)
-        assert fake.count("registrations") == 1
-        handle.release()
-        handle.release()
-        assert fake.count("deregistrations") == 1
-        comm.register(x)  # dropped at once
-        assert (fake.count("registrations"), fake.count("deregistrations")) == (2, 2)
-
-    ranks(1, body)
+@on_threads(1)
+def test_registering_what_is_there(comm, fake):
+    x = torch.ones(4)
+    handle = comm.register(x)
+    assert fake.count("registrations") == 1
+    handle.release()
+    handle.release()
+    assert fake.count("deregistrations") == 1
+    comm.register(x)  # dropped at once
+    assert (fake.count("registrations"), fake.count("deregistrations")) == (2, 2)
 
 
 def test_a_dropped_communicator_does_not_wait_for_anybody(ranks, path, fake, monkeypatch):

@@ -26,6 +26,11 @@ def bare():
         yield
 
 
+@pytest.fixture
+def no_mpi4py(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
+
+
 def prepared(**arguments):
     rendezvous.prepare_environment(
         **{**dict(auto_mpi_discovery=True, distributed_port=29500, verbose=False), **arguments}
@@ -94,22 +99,19 @@ def hydra(rank=1, size=2, local_rank=1, local_size=2):
 
 
 @pytest.mark.parametrize("environment", [open_mpi(1, 2, 1, 2), hydra()], ids=["Open MPI", "Hydra"])
-def test_one_node_without_mpi4py(environment, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
+def test_one_node_without_mpi4py(environment, no_mpi4py):
     os.environ.update(environment)
     assert prepared(distributed_port=4321) == told(1, 1, 2, "127.0.0.1", 4321)
 
 
-def test_open_mpi_on_several_nodes_needs_an_address(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
+def test_open_mpi_on_several_nodes_needs_an_address(no_mpi4py):
     os.environ.update(open_mpi(1, 4, 1, 2))
     refused(RuntimeError, "mpi4py.*MASTER_ADDR", prepared)
     os.environ["MASTER_ADDR"] = "10.0.0.1"
     assert prepared()["MASTER_ADDR"] == "10.0.0.1"
 
 
-def test_another_mpi_needs_mpi4py(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
+def test_another_mpi_needs_mpi4py(no_mpi4py):
     os.environ["PMI_SIZE"] = "2"
     refused(RuntimeError, "mpi4py", prepared)
     assert prepared(auto_mpi_discovery=False)["WORLD_SIZE"] == "1"

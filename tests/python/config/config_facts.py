@@ -1,12 +1,11 @@
 """The published keys (config-schema.json) and ours (the JSON schema that csrc/config writes), side by side."""
 
 import json
-import os
+import pathlib
 
 from deepspeed._native import _C
 
-with open(os.path.join(os.path.dirname(__file__), "config-schema.json")) as file:
-    PUBLISHED = json.load(file)
+PUBLISHED = json.loads(pathlib.Path(__file__).with_name("config-schema.json").read_text(encoding="utf-8"))
 
 # A bare mention of another section instead of keys of its own.
 SAME_AS_ZERO = "same as zero_optimization"

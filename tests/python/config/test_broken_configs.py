@@ -14,8 +14,7 @@ from refusals import refused
 @pytest.mark.parametrize("name, config, words, world", BROKEN, ids=[item[0] for item in BROKEN])
 def test_refused_with_the_right_suggestion(name, config, words, world):
     error = refused(DeepSpeedConfigError, "", DeepSpeedConfig, config, world_size=world)
-    for word in words:
-        assert word in str(error)
+    assert all(word in str(error) for word in words), error
     assert not torch.distributed.is_available() or not torch.distributed.is_initialized()
 
 

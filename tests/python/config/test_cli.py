@@ -1,7 +1,7 @@
 """ds_config: explain, diff, schema, docs."""
 
 import json
-import os
+import pathlib
 
 import pytest
 
@@ -30,8 +30,8 @@ def file(tmp_path):
 
 def test_docs_are_fresh():
     """After a change of a Field: `make docs`."""
-    with open(os.path.join(ROOT, "docs", "config.md"), encoding="utf-8") as docs:
-        assert docs.read() == cli._C.config.docs(), "docs/config.md is stale: run `make docs`"
+    docs = pathlib.Path(ROOT, "docs", "config.md").read_text(encoding="utf-8")
+    assert docs == cli._C.config.docs(), "docs/config.md is stale: run `make docs`"
 
 
 def test_explain_tells_value_and_origin_of_every_key(file, capsys):

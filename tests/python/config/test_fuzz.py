@@ -78,8 +78,7 @@ def test_files_of_broken_bytes(tmp_path):
     for _ in range(CASES):
         data = bytearray(good.encode())
         for _ in range(rng.randrange(4)):
-            at = rng.randrange(len(data))
-            what = rng.randrange(4)
+            at, what = rng.randrange(len(data)), rng.randrange(4)
             if what == 0:
                 del data[at:]
             elif what == 1:

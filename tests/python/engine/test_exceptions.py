@@ -1,5 +1,7 @@
 """An exception of the model, the loss or the optimizer leaves the engine as it was: the next call works."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -29,22 +31,8 @@ class Model(torch.nn.Module):
         raise KeyError("backward")
 
 
-class Schedule:
-    """A learning-rate schedule whose step raises while it is asked to."""
-
-    def __init__(self):
-        self.fails = False
-
-    def step(self):
-        if self.fails:
-            raise KeyError("step")
-
-    def state_dict(self):
-        return {}
-
-
 def trained(stage, fails_in):
-    model, schedule = Model(), Schedule()
+    model, schedule = Model(), mock.NonCallableMock(spec=["step", "state_dict"])
     adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}}
     more = {"wall_clock_breakdown": True, "gradient_clipping": 0.0}
     engine = engine_of(model, settings(stage, optimizer=adam, zero=KEEP_GATHERED, **more), lr_scheduler=schedule)
@@ -56,9 +44,9 @@ def trained(stage, fails_in):
             model.fails = None
         engine.backward(engine(x))
         if step == 1 and fails_in == "step":
-            schedule.fails = True
+            schedule.step.side_effect = KeyError("step")
             refused(KeyError, "step", engine.step)
-            schedule.fails = False
+            schedule.step.side_effect = None
         engine.step()
     running = [name for name, timer in engine.progress.timers.get_timers().items() if timer.started_]
     weights = weight_list(model)
@@ -82,15 +70,13 @@ def without_exceptions():
 def test_training_goes_on(stage, fails_in, without_exceptions):
     weights, running = trained(stage, fails_in)
     assert running == []
-    for found, expected in zip(weights, without_exceptions, strict=True):
-        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights, without_exceptions, rtol=1e-5, atol=1e-6)
 
 
 def test_a_timer_whose_start_has_failed(monkeypatch):
     """The first of two timers runs when the second cannot start."""
     model = Model()
-    config = {"train_batch_size": 2, "wall_clock_breakdown": True, "optimizer": {"type": "Adam"}}
-    engine = engine_of(model, config)
+    engine = engine_of(model, {"train_batch_size": 2, "wall_clock_breakdown": True, "optimizer": {"type": "Adam"}})
     timers = engine.progress.timers
     take_step(engine, engine(torch.ones(2, 4)))
     for name, call in (
@@ -99,12 +85,8 @@ def test_a_timer_whose_start_has_failed(monkeypatch):
         ("step", engine.step),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(timers(name), "start", fail)
+            patched.setattr(timers(name), "start", mock.Mock(side_effect=KeyError("start")))
             refused(KeyError, "start", call)
         assert not any(timer.started_ for timer in timers.get_timers().values())
         call()
     engine.destroy()
-
-
-def fail():
-    raise KeyError("start")

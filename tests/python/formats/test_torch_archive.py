@@ -12,8 +12,10 @@ import os
 import pathlib
 import pickle
 import random
+import textwrap
 import uuid
 import zipfile
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -193,32 +195,25 @@ def test_generators_and_new_dtypes(tmp_path):
 def test_a_range_of_a_lazy_tensor_reads_that_range_and_nothing_else(tmp_path, monkeypatch):
     torch.save({"x": torch.arange(1000000.0), "t": torch.arange(12.0).view(3, 4).t()}, tmp_path / "x.pt")
     found = load(tmp_path / "x.pt", lazy=True)
-    read, preadv = [], os.preadv
-
-    def counting(descriptor, buffers, offset):
-        read.append(sum(len(buffer) for buffer in buffers))
-        return preadv(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", counting)
+    preadv = mock.Mock(wraps=os.preadv)
+    monkeypatch.setattr(os, "preadv", preadv)
     assert found["x"].shape == (1000000,) and found["x"].dtype == torch.float32 and found["x"].numel() == 1000000
-    assert not read
+    assert not preadv.called
     assert torch.equal(found["x"].read_range(777, 5), torch.arange(777.0, 782.0))
-    assert read == [20]
+    assert [sum(map(len, call.args[1])) for call in preadv.call_args_list] == [20]
     assert torch.equal(found["t"].read_range(1, 3), torch.tensor([4.0, 8.0, 1.0]))
     for start, numel in ((-1, 1), (999999, 2), (0, -1)):
         refused(IndexError, "1000000", found["x"].read_range, start, numel)
 
 
-def repacked(path, method, order=None, extra=None):
-    """The records of a zip file in another zip file."""
+def repacked(path, method, order=None):
+    """The records of a zip file in another zip file, with a record of the byte order."""
     with zipfile.ZipFile(path) as archive:
-        records = [(name, archive.read(name)) for name in archive.namelist()]
+        records = {name: archive.read(name) for name in archive.namelist()}
     if order is not None:
-        records = [(n, order.encode()) if n.endswith("/byteorder") else (n, data) for n, data in records]
-        if not any(n.endswith("/byteorder") for n, _ in records):
-            records.append((records[0][0].split("/")[0] + "/byteorder", order.encode()))
+        records[next(iter(records)).split("/")[0] + "/byteorder"] = order.encode()
     with zipfile.ZipFile(path, "w", method) as archive:
-        for name, data in records:
+        for name, data in records.items():
             archive.writestr(name, data)
 
 
@@ -257,9 +252,8 @@ def test_records_beyond_four_gigabytes(tmp_path):
 
 def test_a_class_is_let_through_when_asked_for(tmp_path, monkeypatch):
     torch.save({"counted": Counted()}, tmp_path / "x.pt")
-    name = f"{Counted.__module__}.Counted"
     error = refused(RefusedClass, "", load, tmp_path / "x.pt")
-    assert error.name == name and str(tmp_path / "x.pt") in str(error)
+    assert error.name == f"{Counted.__module__}.Counted" and str(tmp_path / "x.pt") in str(error)
     assert load(tmp_path / "x.pt", allow=[Counted])["counted"].value == 5
     assert load(tmp_path / "x.pt", allow=["another.name", Counted])["counted"].value == 5
     assert load(tmp_path / "x.pt", trust=True)["counted"].value == 5
@@ -269,15 +263,9 @@ def test_a_class_is_let_through_when_asked_for(tmp_path, monkeypatch):
 
 
 def test_a_name_is_let_through_and_imported(tmp_path):
-    torch.save({"made": textwrapper()}, tmp_path / "x.pt")
+    torch.save({"made": textwrap.TextWrapper(width=33)}, tmp_path / "x.pt")
     refused(RefusedClass, "textwrap.TextWrapper", load, tmp_path / "x.pt")
     assert load(tmp_path / "x.pt", allow=["textwrap.TextWrapper"])["made"].width == 33
-
-
-def textwrapper():
-    import textwrap  # noqa: PLC0415
-
-    return textwrap.TextWrapper(width=33)
 
 
 def test_storage_read_names_file_and_reason(tmp_path):

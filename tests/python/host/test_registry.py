@@ -1,12 +1,9 @@
 """Registries: lazy targets, probes, detection, plug-ins by entry point, and errors that help."""
 
-import subprocess
-import sys
-
 import pytest
 
-from deepspeed import registry
 from deepspeed.registry import Registry, UnknownNameError
+from processes import run_python
 from refusals import refused
 
 
@@ -68,7 +65,5 @@ def test_plug_ins_join_by_entry_point(tmp_path, monkeypatch):
 
 
 def test_registry_and_log_know_no_torch():
-    code = "import sys; sys.path.insert(0, %r); import deepspeed.registry, deepspeed.log; print('torch' in sys.modules)"
-    package = registry.__file__.rsplit("/deepspeed/", 1)[0]
-    asked = subprocess.run([sys.executable, "-c", code % package], capture_output=True, text=True)
+    asked = run_python("import sys; import deepspeed.registry, deepspeed.log; print('torch' in sys.modules)")
     assert asked.stdout.strip() == "False", asked.stderr

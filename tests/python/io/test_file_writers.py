@@ -91,11 +91,7 @@ def test_lists_of_storages(handle, tmp_path):
     wanted = b"".join(
         len(storage).to_bytes(8, "little") + tensor.numpy().tobytes() for storage, tensor in zip(storages, tensors)
     )
-    makers = (
-        lambda path: FastFileWriter(path, config(handle)),
-        PyFileWriter,
-    )
-    for number, make in enumerate(makers):
+    for number, make in enumerate((lambda path: FastFileWriter(path, config(handle)), PyFileWriter)):
         path = str(tmp_path / str(number))
         with make(path) as writer:
             assert writer.save_torch_storage_object_list(storages, True) == len(wanted)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from deepspeed.launcher import probe
 from places import PYTHON
-from processes import taken_port, write_program
+from processes import succeeded, taken_port, write_program
 
 pytestmark = pytest.mark.dist
 
@@ -33,8 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def check(hosts, *args):
-    with open("hosts", "w") as file:
-        file.write(hosts)
+    pathlib.Path("hosts").write_text(hosts)
     env = {**os.environ, "PATH": f"{os.getcwd()}:{os.environ['PATH']}", "PYTHONPATH": PYTHON}
     line = [sys.executable, "-m", "deepspeed.launcher", "-H", "hosts", "--launcher", "ssh", "--check", *map(str, args)]
     return subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
@@ -42,8 +42,7 @@ def check(hosts, *args):
 
 def test_hosts_that_are_fine(folder):
     (folder / "train.py").write_text("")
-    done = check("ha slots=2\nhb slots=1\n", "train.py")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(check("ha slots=2\nhb slots=1\n", "train.py"))
     lines = done.stdout.splitlines()
     assert lines[0].startswith("ha: 2 slots, 0 GPUs") and "torch " in lines[0] and "/dev/shm" in lines[0]
     assert re.search(r"^hb: 1 slots.* \d+\.\d\d ms and \d+ MB/s to ha$", lines[1])
@@ -78,7 +77,6 @@ def test_facts_of_a_host(tmp_path):
     assert re.match(r"\d+\.\d+", facts["torch"])
     assert probe.host_facts(str(tmp_path / "none"), "", 1)["folder"] is False
     with contextlib.ExitStack() as until_lost:
-        port = probe.answer("echo", 1, until_lost)["echo"]
-        measured = probe.measure("127.0.0.1", port)
+        measured = probe.measure("127.0.0.1", probe.answer("echo", 1, until_lost)["echo"])
         assert measured["ms"] > 0 and measured["mb_s"] > 1
     assert "why" in probe.measure("127.0.0.1", 1)

@@ -72,6 +72,11 @@ def start(*args, module="__main__", **more):
     return job
 
 
+def start_host(node, *args, **more):
+    """The part of host ``node`` of a job whose hosts start their parts themselves."""
+    return start(*args, "--node_rank", node, "train.py", STAND_IN=str(node), **more)
+
+
 def rounds():
     """``{restart: {rank: [pid, rank, world, host, restart, run id, port, memory]}}`` of what has started."""
     found = {}
@@ -168,10 +173,7 @@ def test_launch_takes_part_in_an_elastic_job(folder):
     line = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={port}", "--enable_elastic_training"]
     line += ["--min_elastic_nodes", "1", "--max_elastic_nodes", "2", "--no_local_rank"]
 
-    def one(node):
-        return start(*line, "--node_rank", node, "train.py", module="launch", STAND_IN=str(node))
-
-    other, head = one(1), one(0)
+    other, head = (start_host(node, *line, module="launch") for node in (1, 0))
     assert hosts_of(wait_for_round(0, 3, head)) == ["0", "1", "1"]
     os.kill(rounds()[0][2][0], signal.SIGKILL)
     assert hosts_of(wait_for_round(1, 3, head)) == ["0", "1", "1"]
@@ -192,15 +194,12 @@ def test_hosts_that_nobody_reaches_come_back_by_themselves(folder):
     port = free_port()
     where = ["--no_ssh", "--max_elastic_nodes", 2, "--num_gpus", 1, "--master_addr", "127.0.0.1", "--master_port", port]
 
-    def one(node):
-        return start(*where, "--node_rank", node, "train.py", STAND_IN=str(node))
-
-    head, other = one(0), one(1)
+    head, other = (start_host(node, *where) for node in (0, 1))
     assert hosts_of(wait_for_round(0, 2, head)) == ["0", "1"]
     other.kill()
     other.wait()
     assert hosts_of(wait_for_round(1, 1, head)) == ["0"]
-    other = one(1)
+    other = start_host(1, *where)
     wait_for(lambda: head.said().count("is here") == 1, 30)
     tell("saved", saved="folder")
     assert hosts_of(wait_for_round(2, 2, head)) == ["0", "1"]
@@ -208,10 +207,9 @@ def test_hosts_that_nobody_reaches_come_back_by_themselves(folder):
     wait_for(lambda: "waiting 300 s (--join_timeout) for another head" in other.said(), 30)
     kept = {path for path in os.listdir("/dev/shm") if path.startswith("deepspeed-memory-")}
     (folder / "rounds").unlink()
-    head = one(0)
+    head = start_host(0, *where)
     assert hosts_of(wait_for_round(0, 2, head)) == ["0", "1"] and other.poll() is None
-    memory = os.path.basename(rounds()[0][1][7])
-    assert memory in kept  # that of the other host, as it was
+    assert os.path.basename(rounds()[0][1][7]) in kept  # the memory of the other host, as it was
     finish(head)
     assert other.wait(30) == 0, other.said()
 

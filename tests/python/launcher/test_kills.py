@@ -85,8 +85,10 @@ def test_nobody_is_left(who, sig, hosts, phase, tmp_path, monkeypatch):
     ranks = 2 + (hosts - 1)
     port, claim = claim_any_port(random.randrange(20000, 28000))  # that no connection gets meanwhile
     claim.close()
-    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
-    env |= {"DS_TEST_PHASE": phase, "MASTER_PORT": str(port), "DS_LAUNCHER_GRACE_S": "1", "TMPDIR": f"{tmp_path}/tmp"}
+    env = environment(
+        PATH=f"{tmp_path}:{os.environ['PATH']}", DS_TEST_PHASE=phase, MASTER_PORT=str(port), DS_LAUNCHER_GRACE_S="1",
+        TMPDIR=f"{tmp_path}/tmp",
+    )  # fmt: skip
     (tmp_path / "tmp").mkdir()
     if who == "link":
         env["DS_LAUNCHER_LINK_S"] = "2"
@@ -103,9 +105,10 @@ def test_nobody_is_left(who, sig, hosts, phase, tmp_path, monkeypatch):
         wait_for(lambda: all(number(f"{name}{rank}") for rank in range(ranks) for name in ("rank", "helper")), 20)
     if phase == "exit":
         wait_for(lambda: not running(number("rank0")), 10)
-    victims = {"head": job.pid, "ssh": number(f"ssh_{last}"), "agent": number(f"agent_{last}")}
-    victims["link"] = victims["ssh"]
-    victims |= {"rank": number(f"rank{ranks - 1}"), "helper": number(f"helper{ranks - 1}")}
+    victims = {
+        "head": job.pid, "ssh": number(f"ssh_{last}"), "link": number(f"ssh_{last}"), "agent": number(f"agent_{last}"),
+        "rank": number(f"rank{ranks - 1}"), "helper": number(f"helper{ranks - 1}"),
+    }  # fmt: skip
     every = {*below(job.pid), *(one for name in ("203.0.113.1", last) for one in below(number(f"agent_{name}")))}
     every |= {number(f"agent_203.0.113.{one}") for one in (1, hosts)}
     assert all(victims.values() if phase == "training" else [victims[who]])  # 0 would be this very test
@@ -116,9 +119,10 @@ def test_nobody_is_left(who, sig, hosts, phase, tmp_path, monkeypatch):
         open("go", "w").close()
     wait_for(lambda: job.poll() is not None, 15)
     code = job.returncode
-    by_signal = {"head": -sig if sig == signal.SIGKILL else 128 + sig, "rank": 128 + sig, "helper": 0}
-    by_signal["ssh"] = by_signal["link"] = 1
-    by_signal["agent"] = 1 if sig == signal.SIGKILL or phase == "start" else 128 + sig
+    by_signal = {
+        "head": -sig if sig == signal.SIGKILL else 128 + sig, "rank": 128 + sig, "helper": 0, "ssh": 1, "link": 1,
+        "agent": 1 if sig == signal.SIGKILL or phase == "start" else 128 + sig,
+    }  # fmt: skip
     if who == "agent" and phase == "start" and code == 128 + sig:
         by_signal["agent"] = code  # on a busy machine its ranks have started before we came
     wait_for(lambda: not any(map(running, every)), 5)

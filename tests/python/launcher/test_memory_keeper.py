@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import pathlib
 import signal
 import socket
 
@@ -31,8 +32,7 @@ def test_files_come_whole_and_strangers_do_not(source):
         port, folder = int(port), variables["DS_MEMORY_FOLDER"]
         hand_over(("127.0.0.1", port, key), source, "run/step3", ["a", "empty", "last"])
         for name in ("a", "empty", "last"):
-            with open(os.path.join(folder, "run", "step3", name), "rb") as file:
-                assert file.read() == (source / name).read_bytes()
+            assert pathlib.Path(folder, "run", "step3", name).read_bytes() == (source / name).read_bytes()
         refused(ConnectionError, "", hand_over, ("127.0.0.1", port, "another key"), source, "run/step4", ["last"])
         refused(
             OSError,

@@ -1,11 +1,11 @@
 """Jobs whose hosts are started by hand: --no_ssh."""
 
+import contextlib
 import json
 import os
 import re
 import socket
 import subprocess
-import threading
 import time
 from types import SimpleNamespace
 
@@ -22,6 +22,7 @@ from deepspeed.launcher.host_link import HostLink
 from launching import CLUSTER, command, environment
 from processes import wait_for
 from refusals import refused
+from threads import started
 
 pytestmark = pytest.mark.dist
 
@@ -32,6 +33,11 @@ def folder(tmp_path, monkeypatch):
     for name in CLUSTER:
         monkeypatch.delenv(name, raising=False)
     return tmp_path
+
+
+@pytest.fixture
+def port():
+    return free_port()
 
 
 def start(port, *args, **more):
@@ -60,9 +66,8 @@ print("rank", rank)
 """
 
 
-def test_hosts_come_in_any_order_and_may_differ(folder):
+def test_hosts_come_in_any_order_and_may_differ(folder, port):
     (folder / "train.py").write_text(SEEN)
-    port = free_port()
     second = start(port, "--num_nodes", 2, "--node_rank", 1, "--num_gpus", 1, "train.py", MINE="second")
     time.sleep(0.3)
     first = start(port, "--num_nodes", 2, "--num_gpus", 2, "train.py", JOB_COMPLETION_INDEX="0", MINE="first")
@@ -77,15 +82,14 @@ def test_hosts_come_in_any_order_and_may_differ(folder):
     assert ":2] rank 2" in said[1][0] and ":2]" not in said[0][0]  # each host shows its own ranks
 
 
-def test_a_hostfile_says_how_many_slots_each_has(folder):
+def test_a_hostfile_says_how_many_slots_each_has(folder, port):
     (folder / "train.py").write_text(SEEN)
     (folder / "hosts").write_text("first slots=2\nsecond slots=1\n")
-    port = free_port()
     jobs = [start(port, "-H", "hosts", "--node_rank", node, "train.py") for node in (0, 1)]
     assert [code for _, _, code in ends(*jobs)] == [0, 0]
 
 
-def test_a_failing_rank_ends_all_hosts_with_its_code(folder):
+def test_a_failing_rank_ends_all_hosts_with_its_code(folder, port):
     (folder / "train.py").write_text("""
 import os, sys, time
 open("here" + os.environ["RANK"], "w").close()
@@ -93,28 +97,24 @@ while not all(os.path.exists("here%d" % rank) for rank in range(2)): time.sleep(
 if os.environ["RANK"] == "1": print("last words"); sys.exit(41)
 time.sleep(600)
 """)
-    port = free_port()
     jobs = [start(port, "--num_nodes", 2, "--node_rank", node, "--num_gpus", 1, "train.py") for node in (0, 1)]
     said = ends(*jobs)
     assert [code for _, _, code in said] == [41, 41]
-    for _, errors, _ in said:
-        assert "rank 1 of 2 (pid " in errors and "last words" in errors
+    assert all("rank 1 of 2 (pid " in errors and "last words" in errors for _, errors, _ in said), said
 
 
 @pytest.mark.parametrize("node, code", [(0, 143), (1, 143)])
-def test_a_host_that_is_ended_ends_the_job(node, code, folder):
+def test_a_host_that_is_ended_ends_the_job(node, code, folder, port):
     text = "import os, time; open('here' + os.environ['RANK'], 'w').close(); time.sleep(600)"
     (folder / "train.py").write_text(text)
-    port = free_port()
     jobs = [start(port, "--num_nodes", 2, "--node_rank", one, "--num_gpus", 1, "train.py") for one in (0, 1)]
     wait_for(lambda: all(os.path.exists(f"here{rank}") for rank in (0, 1)), 30)
     jobs[node].terminate()
     assert [one[2] for one in ends(*jobs)] == [code, code]
 
 
-def test_hosts_that_do_not_fit(folder):
+def test_hosts_that_do_not_fit(folder, port):
     (folder / "train.py").write_text("")
-    port = free_port()
     jobs = [start(port, "--num_nodes", 3, "--node_rank", node, "--num_gpus", 1, "train.py") for node in (0, 1, 1)]
     said = ends(*jobs)
     assert all(code == 1 for _, _, code in said)
@@ -127,9 +127,8 @@ def test_hosts_that_do_not_fit(folder):
     ends(*jobs)
 
 
-def test_strangers_at_the_port_change_nothing(folder):
+def test_strangers_at_the_port_change_nothing(folder, port):
     (folder / "train.py").write_text("print('trained')")
-    port = free_port()
     first = start(port, "--num_nodes", 2, "--node_rank", 0, "--num_gpus", 1, "train.py", DS_JOB_KEY="ours")
     limit, strangers = time.monotonic() + 20, []
     said = [b"GET / HTTP/1.0\r\n\r\n", b"", encode_frame(MESSAGE, b"[1]"), encode_frame(MESSAGE, b'{"join": 7}')]
@@ -149,13 +148,11 @@ def test_strangers_at_the_port_change_nothing(folder):
         stranger.close()
 
 
-def test_without_a_key_a_line_says_how_to_make_one(folder):
+def test_without_a_key_a_line_says_how_to_make_one(folder, port):
     (folder / "train.py").write_text("print('trained')")
-    port = free_port()
 
     def both(*args, **more):
-        nodes = [start(port, "--num_nodes", 2, "--node_rank", node, *args, "train.py", **more) for node in (0, 1)]
-        said = ends(*nodes)
+        said = ends(*(start(port, "--num_nodes", 2, "--node_rank", node, *args, "train.py", **more) for node in (0, 1)))
         assert [code for _, _, code in said] == [0, 0], said
         return said[0][1], said[1][1]
 
@@ -167,29 +164,24 @@ def test_without_a_key_a_line_says_how_to_make_one(folder):
     assert "warning: --insecure without DS_JOB_KEY" in head and "warning: --insecure" in other and MAKE_KEY not in head
 
 
-def stranger(port, answers):
+def stranger(port):
     """A head that takes whoever comes, and asks for all that it has."""
     with socket.create_server(("127.0.0.1", port)) as server:
         fd = server.accept()[0].detach()
         link = Link(fd, fd)
         link.send({"nonce": "1"})
-        try:
-            answers.append(link.wait_for("join", 5.0))
-        except LinkLost as lost:
-            answers.append(str(lost))
-        link.close()
+        with contextlib.closing(link):
+            return link.wait_for("join", 5.0)
 
 
 def test_without_a_key_an_agent_joins_no_head_of_another_host(monkeypatch):
-    hello, answers, port = {"node": 1, "nodes": 2}, [], free_port()
+    hello, port = {"node": 1, "nodes": 2}, free_port()
     monkeypatch.setattr(agent, "is_from_here", lambda connection: False)
     for key, insecure, joins in (("", False, False), ("ours", False, True), ("", True, True)):
-        thread = threading.Thread(target=stranger, args=(port, answers))
-        thread.start()
+        answer = started(stranger, port)
         error = refused(LaunchError, "", agent.connect, ["127.0.0.1"], port, key, hello, 0.5, insecure)
-        thread.join()
         assert ("is another host, and the job has no key" in str(error)) is not joins, error
-        assert isinstance(answers.pop(), dict) is joins
+        assert isinstance(answer.result(), dict) if joins else isinstance(answer.exception(), LinkLost)
 
 
 @pytest.mark.parametrize("key, insecure, joins", [("", False, False), ("ours", False, True), ("", True, True)])
@@ -203,30 +195,20 @@ def test_without_a_key_a_head_lets_no_other_host_in(monkeypatch, key, insecure, 
     )  # fmt: skip
     selector, failed = linux.Selector(), []
     door = arrivals.Arrivals(job, hosts, selector, joined.append, failed.append, said.append)
-    outcome = []
-
-    def come():
-        try:
-            link = agent.connect(["127.0.0.1"], meeting.getsockname()[1], key, {"node": 1}, 5.0, insecure=True)
-            outcome.append("joined")
-            link.close()
-        except LaunchError as error:
-            outcome.append(str(error))
-
-    thread = threading.Thread(target=come)
-    thread.start()
+    visit = started(agent.connect, ["127.0.0.1"], meeting.getsockname()[1], key, {"node": 1}, 5.0, insecure=True)
     limit = time.monotonic() + 20
-    while not outcome and time.monotonic() < limit:
+    while not visit.done() and time.monotonic() < limit:
         for found, _ in selector.select(0.05):
             found.data()
         door.turn()
-    thread.join()
     door.close()
     assert not failed and bool(joined) is joins
     if joins:
-        assert outcome == ["joined"] and not said
+        visit.result().close()
+        assert not said
     else:
-        assert MAKE_KEY in outcome[0] and len(said) == 1 and "a connection from 127.0.0.1 was refused" in said[0]
+        assert MAKE_KEY in str(visit.exception()) and isinstance(visit.exception(), LaunchError)
+        assert len(said) == 1 and "a connection from 127.0.0.1 was refused" in said[0]
 
 
 def test_ends_of_a_connection_on_one_machine():

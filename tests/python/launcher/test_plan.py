@@ -3,6 +3,7 @@
 import socket
 import sys
 import types
+from unittest import mock
 
 import pytest
 
@@ -121,24 +122,18 @@ def test_autotuning_without_a_tuner_names_what_is_missing(line, kind, words):
 
 @pytest.mark.parametrize("how", ["tune", "run"])
 def test_autotuning_hands_over_to_the_tuner(how, monkeypatch, tmp_path):
-    told = []
-
-    class Autotuner:
-        def __init__(self, args, active_resources):
-            told.append((args.autotuning, args.user_script, args.user_args, active_resources))
-
-        tune, print_tuning_results, run_after_tuning = (
-            lambda self, name=name: told.append(name) for name in ("tune", "print", "run")
-        )
-
+    autotuner = mock.Mock()
     (tmp_path / "hosts").write_text("h1.invalid slots=2\nh2.invalid slots=1\n")
     package = types.ModuleType("deepspeed.autotuning")
-    package.autotuner = types.SimpleNamespace(Autotuner=Autotuner)
+    package.autotuner = types.SimpleNamespace(Autotuner=autotuner)
     monkeypatch.setitem(sys.modules, "deepspeed.autotuning", package)
     monkeypatch.setitem(sys.modules, "deepspeed.autotuning.autotuner", package.autotuner)
     assert runner.main(["--autotuning", how, "-H", str(tmp_path / "hosts"), "train.py", "-x"]) == 0
-    assert told[0] == (how, "train.py", ["-x"], {"h1.invalid": [0, 1], "h2.invalid": [0]})
-    assert told[1:] == ["tune", "print", "run"][: 2 if how == "tune" else 3]
+    args, hosts = autotuner.call_args.args
+    assert (args.autotuning, args.user_script, args.user_args) == (how, "train.py", ["-x"])
+    assert hosts == {"h1.invalid": [0, 1], "h2.invalid": [0]}
+    steps = ["tune", "print_tuning_results", "run_after_tuning"]
+    assert [call[0] for call in autotuner.return_value.mock_calls] == steps[: 2 if how == "tune" else 3]
 
 
 def test_a_file_of_variables_that_is_not_there_is_named(monkeypatch, capfd):

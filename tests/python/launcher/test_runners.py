@@ -55,8 +55,8 @@ def test_pdsh(monkeypatch):
         "--node_rank=%n", "--master_addr=worker-0", "--master_port=1", "--module", job, "train.py", "--x", "'a b'",
     ]  # fmt: skip
     assert end[:8] == words_[:8] and end[8].startswith("pkill -TERM -f '[-]-job_id=") and job[9:] in end[8]
-    other = command(multinode_runner.PDSHRunner)[0][1]
-    assert other[-1] != end[-1]  # another job of the same hosts is left alone
+    # Another job of the same hosts is left alone.
+    assert command(multinode_runner.PDSHRunner)[0][1][-1] != end[-1]
 
 
 def test_ssh():
@@ -134,8 +134,7 @@ def test_programs_that_are_missing_are_named(tmp_path, monkeypatch):
     for name, kind in CLASSES.items():
         runner = made(kind)
         assert runner.backend_exists() is False and f"--launcher {name} needs" in runner.why_not()
-    (tmp_path / "pdsh").write_text("")
-    (tmp_path / "pdsh").chmod(0o755)
+    write_program(tmp_path / "pdsh", "")
     assert made(CLASSES["pdsh"]).backend_exists() is True and made(CLASSES["pdsh"]).why_not() == ""
 
 
@@ -220,8 +219,8 @@ def test_launch_starts_one_hosts_share(tmp_path, monkeypatch, capsys):
     assert launch_plan(f"--world_info={world}", "--save_pid", "4711").save_pid == 4711
     assert launch.main(["--world_info", world, "--max_elastic_nodes", "2", "train.py"]) == 1
     line, _, _ = command(multinode_runner.PDSHRunner, "--save_pid")[0]
-    told = [word.replace("%n", "1") for word in line[line.index("deepspeed.launcher.launch") + 1 :]]
-    options = launch.parse_args(told)
+    told = line[line.index("deepspeed.launcher.launch") + 1 :]
+    options = launch.parse_args([word.replace("%n", "1") for word in told])
     assert options.save_pid == os.getpid() and options.training_script == "train.py"
     capsys.readouterr()
     assert launcher_helper.main(["--world_info", "x", "t.py"]) == 1

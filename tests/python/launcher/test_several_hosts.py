@@ -18,7 +18,7 @@ import stand_ins
 from deepspeed.launcher.host_link import Way
 from launching import command
 from places import PYTHON
-from processes import children, pids, running, state_and_parent, taken_port, wait_for
+from processes import children, pids, running, state_and_parent, succeeded, taken_port, wait_for
 from stand_ins import environment
 
 pytestmark = pytest.mark.dist
@@ -38,6 +38,10 @@ def note(pid):
     with open("pids", "a") as file: file.write("%d\\n" % pid)
 note(os.getpid())
 """
+
+
+# Of ranks 0 to 2: RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE.
+PLACES = [["0", "0", "3", "2", "0", "2"], ["1", "1", "3", "2", "0", "2"], ["2", "0", "3", "1", "1", "2"]]
 
 
 @pytest.fixture(autouse=True)
@@ -72,11 +76,9 @@ def wait_until_nobody_is_left(seconds=15):
 @pytest.mark.parametrize("launcher", ["ssh", "pdsh", "slurm"])
 def test_ranks_get_their_place_on_their_host(launcher):
     script(SEEN)
-    done = run("--launcher", launcher, "train.py", "--x", "a 'b' \"c\" $d %h `e` \\")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(run("--launcher", launcher, "train.py", "--x", "a 'b' \"c\" $d %h `e` \\"))
     found = seen(3)
-    places = [["0", "0", "3", "2", "0", "2"], ["1", "1", "3", "2", "0", "2"], ["2", "0", "3", "1", "1", "2"]]
-    assert [one[0][:6] for one in found] == places and [one[0][7] for one in found] == ["hb", "hb", "ha"]
+    assert [one[0][:6] for one in found] == PLACES and [one[0][7] for one in found] == ["hb", "hb", "ha"]
     assert [one[1] for one in found] == [[f"--local_rank={i}", "--x", "a 'b' \"c\" $d %h `e` \\"] for i in (0, 1, 0)]
     assert len({one[2] for one in found}) == len({one[0][6] for one in found}) == 1
     assert sorted(done.stdout.splitlines()) == ["[ha:2] hello from 2", "[hb:0] hello from 0", "[hb:1] hello from 1"]
@@ -108,10 +110,8 @@ with open("got%s" % os.environ["RANK"], "wb") as file:
 """)
     env = {**environment(), **{f"DS_TEST_{i}": os.fsdecode(word) for i, word in enumerate(words)}}
     made = command("-H", "hosts", "--launcher", launcher, "train.py", *map(os.fsdecode, words))
-    done = subprocess.run(made, env=env, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    for rank in range(3):
-        assert pathlib.Path(f"got{rank}").read_bytes().split(b"\0") == words * 2
+    succeeded(subprocess.run(made, env=env, capture_output=True, timeout=60))
+    assert [pathlib.Path(f"got{rank}").read_bytes().split(b"\0") for rank in range(3)] == [words * 2] * 3
 
 
 def test_variables_that_travel(folder):
@@ -152,8 +152,7 @@ def test_a_virtual_environment_is_entered(folder):
     script("import os; print(os.environ['IN_VENV'])")
     done = run("--launcher", "ssh", "--venv_script", folder / "activate it", "train.py")
     assert sorted(done.stdout.splitlines()) == ["[ha:2] 1", "[hb:0] 1", "[hb:1] 1"], done.stderr
-    line = command("--num_gpus", 2, "--venv_script", folder / "activate it", "train.py")
-    alone = launching.run(line, environment())
+    alone = launching.run(command("--num_gpus", 2, "--venv_script", folder / "activate it", "train.py"), environment())
     assert alone.stdout == "1\n1\n", alone.stderr
 
 
@@ -246,8 +245,8 @@ def test_a_host_that_is_not_heard_of_is_lost():
     script(NOTE + "time.sleep(600)\n")
     job = start("--launcher", "ssh", "train.py", DS_LAUNCHER_LINK_S="2")
     wait_for(lambda: len(pids()) == 3, 15)
-    agent = children(job.pid)[-1]
-    os.kill(agent, signal.SIGSTOP)  # as a cut cable: nobody says anything, nothing is closed
+    # The agent is stopped, as by a cut cable: nobody says anything, nothing is closed.
+    os.kill(children(job.pid)[-1], signal.SIGSTOP)
     assert job.wait(60) == 1
     assert "host ha was lost" in (said := job.stderr.read()) and "nothing was heard for 2 s" in said
     wait_until_nobody_is_left(10)
@@ -309,11 +308,11 @@ def test_another_version_of_python_is_refused(folder):
 )
 def test_mpi_starts_the_ranks(launcher, style):
     script(SEEN)
-    done = run("--launcher", launcher, "--master_addr", "10.0.0.7", "train.py", "a b", MPI_STYLE=style, DS_SECRET="s3")
-    assert done.returncode == 0, done.stderr
+    succeeded(
+        run("--launcher", launcher, "--master_addr", "10.0.0.7", "train.py", "a b", MPI_STYLE=style, DS_SECRET="s3")
+    )
     found = seen(3)
-    places = [["0", "0", "3", "2", "0", "2"], ["1", "1", "3", "2", "0", "2"], ["2", "0", "3", "1", "1", "2"]]
-    assert [one[0][:7] for one in found] == [[*place, "10.0.0.7"] for place in places]
+    assert [one[0][:7] for one in found] == [[*place, "10.0.0.7"] for place in PLACES]
     assert found[2][1] == ["--local_rank=0", "a b"]
     log = open("log").read()
     assert "DS_SECRET" in log and "s3" not in log

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import pathlib
 import re
 import sys
 
@@ -59,8 +60,7 @@ def test_the_published_functions(sweep, tmp_path, capsys, monkeypatch):
     args = nvme.parse_sweep_arguments()
     nvme.sweep_main(args)
     assert capsys.readouterr().out.count("read ") == 8
-    section = nvme.generate_main(args.log_dir)
-    assert set(section["aio"]) == {
+    assert set(nvme.generate_main(args.log_dir)["aio"]) == {
         "block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism",
     }  # fmt: skip
     assert "best write" not in capsys.readouterr().out
@@ -88,8 +88,7 @@ def test_a_published_key_without_effect_is_named(tmp_path, capsys):
     path = tmp_path / "published.json"
     space = {"block_size": ["1M"], "queue_depth": [4], "sequential_requests": [True, False], "io_parallel": [1]}
     path.write_text(json.dumps(space))
-    settings = perf_run_sweep.settings_of(str(path))
-    assert len(settings) == 2  # overlap_events
+    assert len(perf_run_sweep.settings_of(str(path))) == 2  # overlap_events
     said = capsys.readouterr().err
     assert said.count("sequential_requests has no effect here") == 1 and str(path) in said
 
@@ -109,14 +108,12 @@ def test_nothing_to_generate(tmp_path):
     ids=" ".join,
 )
 def test_ds_io(tmp_path, capsys, flags):
-    out_file = str(tmp_path / "out.json")
-    folder = tmp_path / "files"
+    out_file, folder = tmp_path / "out.json", tmp_path / "files"
     folder.mkdir()
-    nvme.ds_io_main(["--folder", str(folder), "--io_size", "1M", "--loops", "2", "--json", out_file, *flags])
+    nvme.ds_io_main(["--folder", str(folder), "--io_size", "1M", "--loops", "2", "--json", str(out_file), *flags])
     operation = "read" if "--read" in flags else "write"
     assert f"{operation} speed: " in capsys.readouterr().out
-    with open(out_file, encoding="utf-8") as file:
-        result = json.load(file)
+    result = json.loads(out_file.read_text())
     assert result["op"] == operation and len(result["processes"][0]) == 2 and result["gb_per_s"] > 0
     assert not os.listdir(folder)
 
@@ -146,8 +143,7 @@ def test_ds_io_refuses(flags):
 
 def test_installed_programs(monkeypatch, capsys):
     """The console scripts of setup.py name functions that are there; --help needs no folder and no drive."""
-    with open(os.path.join(ROOT, "setup.py"), encoding="utf-8") as file:
-        scripts = dict(re.findall(r'"(ds_\w+) = ([\w.:]+)"', file.read()))
+    scripts = dict(re.findall(r'"(ds_\w+) = ([\w.:]+)"', pathlib.Path(ROOT, "setup.py").read_text(encoding="utf-8")))
     assert {"ds_io", "ds_nvme_tune"} < set(scripts)
     for name in ("ds_io", "ds_nvme_tune"):
         module, function = scripts[name].split(":")

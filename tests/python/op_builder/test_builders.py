@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import os
+import pathlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,8 +18,7 @@ from deepspeed.ops.op_builder.builder import CUDAOpBuilder, TorchCPUOpBuilder
 from deepspeed.ops.op_table import NOT_IMPLEMENTED, OPS
 from refusals import refused
 
-with open(os.path.join(os.path.dirname(__file__), "published.json"), encoding="utf-8") as _file:
-    PUBLISHED = json.load(_file)
+PUBLISHED = json.loads(pathlib.Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -32,8 +32,7 @@ def test_published_builder(name):
         static = text.startswith("staticmethod")
         assert isinstance(inspect.getattr_static(cls, method), staticmethod) == static, method
         assert signature(getattr(cls, method))[0 if static else 1 :] == parameters(text), method
-    for member, value in facts["members"].items():
-        assert getattr(cls, member) == value
+    assert {member: getattr(cls, member) for member in facts["members"]} == facts["members"]
 
 
 def parameters(text):
@@ -65,8 +64,7 @@ def test_modules_in_which_scripts_look():
         ("op_builder.all_ops", "ALL_OPS"), ("aio", "AsyncIOBuilder"), ("gds", "GDSBuilder"),
         ("pin_memory", "PinMemoryBuilder"),
     ):  # fmt: skip
-        found = importlib.import_module(f"deepspeed.ops.{module}")
-        assert getattr(found, name) is getattr(op_builder, name), name
+        assert getattr(importlib.import_module(f"deepspeed.ops.{module}"), name) is getattr(op_builder, name), name
 
 
 @pytest.mark.parametrize("row", OPS, ids=lambda row: row.name)

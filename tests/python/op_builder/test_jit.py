@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def forget():
     jit._loaded.clear()
 
 
-def folders(toy):
+def folders():
     """Folders of builds in the cache."""
     return [folder for folder, _, files in os.walk(jit.cache_root()) if "lock" in files]
 
@@ -83,18 +84,15 @@ def test_a_killed_builder_does_not_block(toy):
         time.sleep(0.05)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
-    assert folders(toy) and not toy_is_built(toy) and toy.builder().load().answer() == 42
-    assert [name for name in os.listdir(folders(toy)[0]) if name.startswith("build-")] == []  # its rubbish is gone
-
-
-def toy_is_built(toy):
-    return any("built.json" in os.listdir(folder) for folder in folders(toy))
+    assert folders() and not any("built.json" in os.listdir(folder) for folder in folders())
+    assert toy.builder().load().answer() == 42
+    assert [name for name in os.listdir(folders()[0]) if name.startswith("build-")] == []  # its rubbish is gone
 
 
 @pytest.mark.slow
 def test_a_process_waits_for_the_one_that_builds(toy, capsys):
     toy.builder().load()
-    (folder,) = folders(toy)
+    (folder,) = folders()
     os.remove(os.path.join(folder, "built.json"))
     with open(os.path.join(folder, "lock"), "a+", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -143,14 +141,14 @@ def test_the_old_build_is_still_there(toy):
 
 def test_half_a_build_is_no_build(toy):
     toy.builder().load()
-    pathlib.Path(folders(toy)[0], "built.json").write_text('{"module": ')
+    pathlib.Path(folders()[0], "built.json").write_text('{"module": ')
     forget()
     assert toy.builder().load().answer() == 42 and toy.calls() == 4
 
 
 def test_headers_of_the_op_are_remembered_and_no_others(toy):
     toy.builder().load()
-    headers = json.loads(pathlib.Path(folders(toy)[0], "built.json").read_text())["headers"]
+    headers = json.loads(pathlib.Path(folders()[0], "built.json").read_text())["headers"]
     assert sorted(map(os.path.basename, headers)) == ["answer.h", "toy.cpp"]
 
 
@@ -207,10 +205,7 @@ def test_a_folder_that_cannot_be_written(toy, monkeypatch, tmp_path):
 
 
 def test_a_file_system_without_locks(toy, monkeypatch, caplog):
-    def flock(file, operation):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(37, "No locks available")))
     monkeypatch.setattr(jit.logger, "propagate", True)
     assert toy.builder().load().answer() == 42
     assert "cannot be locked (No locks available)" in caplog.text

@@ -1,6 +1,7 @@
 """Ops with CUDA sources: found toolkit, matching versions, compute capabilities. None of this needs a GPU."""
 
 import os
+import pathlib
 
 import pytest
 import torch
@@ -36,8 +37,7 @@ class CudaToy(CUDAOpBuilder):
 @pytest.fixture
 def cuda_toy(toy, monkeypatch):
     toy.header.write_text("int launch();\n#define ANSWER (launch() >= 0 ? 42 : 0)\n")
-    with open(os.path.join(toy.folder, "toy.cu"), "w", encoding="utf-8") as file:
-        file.write(KERNEL)
+    pathlib.Path(toy.folder, "toy.cu").write_text(KERNEL)
     monkeypatch.delenv(cuda_toolkit.SKIP, raising=False)
     monkeypatch.setenv(cuda_toolkit.ARCHITECTURES, "9.0+PTX")
     return toy

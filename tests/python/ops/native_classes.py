@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import inspect
 import pkgutil
 
 import torch
@@ -83,6 +84,19 @@ def ulps_after_one_step(optimizer, params, formula):
             ulp = torch.ldexp(torch.ones_like(after), exponent - 24)
             worst = max(worst, float(((p.detach().double() - after).abs() / ulp).max()))
     return worst
+
+
+def assert_formula(make, formula):
+    """Optimizers that ``make(params)`` makes stay close to ``formula``, in one step and in 1,000."""
+    for check, bound in ((ulps_after_one_step, 2), (lambda *args: against_formula(*args, 1000), 1e-6)):
+        params = make_params(shapes=((257,), (33, 5), (3, 0)))
+        assert check(make(params), params, formula) <= bound
+
+
+def positional_defaults(cls):
+    """Name and default of each parameter that can be given by its place, without that of the parameters to update."""
+    parameters = list(inspect.signature(cls).parameters.values())
+    return [(p.name, p.default) for p in parameters if p.kind is not p.KEYWORD_ONLY][1:]
 
 
 def run(optimizer, params, steps, first=0):

@@ -6,7 +6,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +18,7 @@ from deepspeed.utils.pin_memory import NativePinnedMemory, get_active_native_pin
 from deepspeed.utils.pin_memory_tracker import _fmt_bytes, _tracker, pinned_memory_summary, track_pinned_memory
 from places import ROOT
 from refusals import refused
+from threads import started
 
 SIZES = [0, 1, 511, 4096, 4097, 1_000_003]
 
@@ -138,9 +138,8 @@ def test_several_threads_share_a_handle(op, tmp_path):
 def test_the_interpreter_goes_on_while_a_handle_waits(op, tmp_path):
     handle, steps = op.aio_handle(4096, 1, True), 0
     handle.async_pwrite(torch.zeros(8 << 20, dtype=torch.uint8), str(tmp_path / "x"))
-    waiting = threading.Thread(target=handle.wait)
-    waiting.start()
-    while waiting.is_alive():
+    waiting = started(handle.wait)
+    while not waiting.done():
         steps += 1
     assert steps > 100
 

@@ -62,8 +62,7 @@ def test_muon_update(shape, nesterov, method):
 def test_muon_update_of_16_bit_and_of_experts():
     grad = torch.randn(3, 8, 16)
     found = muon_update(grad, torch.zeros_like(grad), is_expert_group=True)
-    for expert in range(3):
-        assert gap(found[expert], orthogonalised(grad[expert])) < 1e-4
+    assert all(gap(found[expert], orthogonalised(grad[expert])) < 1e-4 for expert in range(3))
     assert gap(muon_update(grad, torch.zeros_like(grad)), orthogonalised(grad)) < 1e-4, "rows are the first dimension"
     narrow = muon_update(grad[0].bfloat16(), torch.zeros(8, 16))
     assert narrow.dtype == torch.bfloat16 and gap(narrow, orthogonalised(grad[0])) < 0.05

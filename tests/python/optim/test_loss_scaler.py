@@ -110,15 +110,11 @@ def test_has_overflow():
     assert scaler.has_overflow(params) and not LossScaler().has_overflow(params)
 
 
-def _worn(steps):
-    scaler = DynamicLossScaler(init_scale=2**10, scale_window=5, delayed_shift=3)
-    for step in range(steps):
-        scaler.update_scale(step % 4 == 0)
-    return scaler
-
-
 def test_state_and_pickle_continue_bit_for_bit():
-    original, resumed = _worn(13), DynamicLossScaler(scale_window=5, delayed_shift=3)
+    rules = {"scale_window": 5, "delayed_shift": 3}
+    original, resumed = DynamicLossScaler(init_scale=2**10, **rules), DynamicLossScaler(**rules)
+    for step in range(13):
+        original.update_scale(step % 4 == 0)
     state = original.state_dict()
     resumed.load_state_dict(state)
     unpickled = pickle.loads(pickle.dumps(original))

@@ -399,12 +399,10 @@ def test_whole_number_given_as_float_is_one():
 
 def test_names():
     assert VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-    for name in VALID_LR_SCHEDULES:
-        assert getattr(lr_schedules, name).__name__ == name
+    assert [getattr(lr_schedules, name).__name__ for name in VALID_LR_SCHEDULES] == VALID_LR_SCHEDULES
     assert (lr_schedules.WARMUP_LOG_RATE, lr_schedules.WARMUP_LINEAR_RATE) == ("log", "linear")
     constants = "CYCLE_MIN_MOM DECAY_STEP_SIZE TOTAL_NUM_STEPS COS_MIN_RATIO WARMUP_MIN_RATIO LR_RANGE_TEST_MIN_LR"
-    for name in constants.split():
-        assert getattr(lr_schedules, name) == name.lower()
+    assert all(getattr(lr_schedules, name) == name.lower() for name in constants.split())
 
 
 @pytest.mark.parametrize("name", VALID_LR_SCHEDULES)

@@ -1,6 +1,7 @@
 """Layers before they are built, and how they are dealt to parts."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -60,8 +61,7 @@ def test_parameters_are_counted_without_memory_and_without_random_numbers():
 WIDTHS = [LayerSpec(Counted, width) for width in (4, 4, 4, 4, 9)]
 
 
-def _no_profile():
-    raise AssertionError("nobody asked")
+_no_profile = mock.Mock(side_effect=AssertionError("nobody asked"))
 
 
 def test_methods():

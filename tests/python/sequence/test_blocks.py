@@ -2,6 +2,7 @@
 
 import functools
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,7 @@ GAPS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.f
 
 
 def normal(*shape, dtype, seed):
-    made = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return made.to(dtype)
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def plain(query, key, value, causal, mask, cap, sinks=None, dropped=None):
@@ -98,7 +98,7 @@ def test_sinks_stay_as_they_are():
 
 def test_philox_gives_the_published_bits():
     """Random123's kat_vectors."""
-    cases = [
+    for counter, seed, wanted in [
         ([0] * 4, 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
         ([2**32 - 1] * 4, 2**64 - 1, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
         (
@@ -106,8 +106,7 @@ def test_philox_gives_the_published_bits():
             0x299F31D0A4093822,
             [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
         ),
-    ]
-    for counter, seed, wanted in cases:
+    ]:
         assert [int(word) for word in philox([torch.tensor(word) for word in counter], seed)] == wanted
 
 
@@ -186,10 +185,13 @@ def test_models_with_caps_sinks_and_dropout_have_chunks():
 @pytest.mark.parametrize("kernel", [flash_attention_forward, functools.partial(flash_attention_forward, kernel="hub")])
 def test_flash_attentions_have_chunks(kernel, monkeypatch):
     """Padding, windows and documents, as they are told to them."""
-    monkeypatch.setattr(masks.dist, "get_world_size", lambda group: 1)
-    monkeypatch.setattr(masks.dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(masks.dist, "all_gather", lambda every, own, group: every[0].copy_(own))
-    monkeypatch.setattr(masks.dist, "all_gather_into_tensor", lambda every, own, group: every.copy_(own))
+    for name, alone_in_its_group in {
+        "get_world_size": lambda group: 1,
+        "get_rank": lambda group: 0,
+        "all_gather": lambda every, own, group: every[0].copy_(own),
+        "all_gather_into_tensor": lambda every, own, group: every.copy_(own),
+    }.items():
+        monkeypatch.setattr(masks.dist, name, alone_in_its_group)
     module = torch.nn.Module()
     module.is_causal = True
     parts = [normal(1, heads, 9, 4, dtype=torch.float32, seed=heads) for heads in (4, 2, 2)]
@@ -201,8 +203,7 @@ def test_flash_attentions_have_chunks(kernel, monkeypatch):
         found, _ = alone(kernel)._alone(module, *parts, padding, **given)
         every = torch.arange(9)[None] if positions is None else positions
         looks = masks.allowed(every, torch.ones_like(kept) if padding is None else padding, True, window)
-        expected = plain(*parts, True, looks, 0.0)
-        assert torch.allclose(found.transpose(1, 2), expected, atol=1e-5)
+        assert torch.allclose(found.transpose(1, 2), plain(*parts, True, looks, 0.0), atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -217,11 +218,11 @@ def test_kernels_compute_them(dtype, no_scores):
 
 
 def test_torch_computes_what_kernels_do_not(monkeypatch):
-    calls, scores = [], blockwise._scores
-    monkeypatch.setattr(blockwise, "_scores", lambda *args: calls.append(args) or scores(*args))
+    scores = mock.Mock(wraps=blockwise._scores)
+    monkeypatch.setattr(blockwise, "_scores", scores)
     one = torch.ones(1, 1, 3, 2)
     Rows(one.double(), 1, HALF).see(one.double(), one.double())
-    assert len(calls) == 1
+    assert scores.call_count == 1
 
 
 def test_on_meta_no_scores_are_counted(no_scores):
@@ -248,8 +249,7 @@ def test_merged_states_are_the_whole():
 def test_what_is_refused():
     ops, rules, one = _C.AttentionOps(1), _C.BlockRules(1.0), torch.zeros(1, 2, 3, 4)
     state = [torch.zeros(1, 2, 3, size) for size in (1, 1, 4)]
-    looks = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 2, 3, dtype=torch.bool)
-    looks = [_C.BlockRules(1.0, looks=one) for one in looks]
+    looks = [_C.BlockRules(1.0, looks=torch.ones(1, 1, 3, 3)), _C.BlockRules(1.0, looks=torch.ones(1, 1, 2, 3).bool())]
     for words, call, *arguments in (
         ("do not belong together", ops.forward, [one, *[torch.zeros(1, 2, 3, 5)] * 2], state, True, rules),
         ("do not belong together", ops.forward, [one, *[one.double()] * 2], state, True, rules),

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from unittest import mock
 
 import torch
 
@@ -85,15 +86,15 @@ def test_the_loss(monkeypatch):
     made = types.SimpleNamespace(CausalLMOutputWithPast=lambda loss: types.SimpleNamespace(loss=loss))
     monkeypatch.setitem(sys.modules, "transformers.modeling_outputs", made)
     monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
-    calls = []
-    real = TiledFusedLogitsLoss.apply
-    monkeypatch.setattr(TiledFusedLogitsLoss, "apply", lambda *args: calls.append(args[5]) or real(*args))
+    apply = mock.Mock(wraps=TiledFusedLogitsLoss.apply)
+    monkeypatch.setattr(TiledFusedLogitsLoss, "apply", apply)
     assert tile(ToyForCausalLM(final_logit_softcapping=30.0)) == []
     model, tokens = ToyForCausalLM(), torch.randint(0, 11, (2, 9))
     logits = model(tokens)
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     assert tile(model) == ["loss"] and torch.equal(model(tokens), logits)
-    assert torch.allclose(model(input_ids=tokens, labels=tokens).loss, expected) and calls == [3]
+    assert torch.allclose(model(input_ids=tokens, labels=tokens).loss, expected)
+    assert [call.args[5] for call in apply.call_args_list] == [3]
     count = torch.tensor(5)
     assert torch.allclose(model(input_ids=tokens, labels=tokens, num_items_in_batch=count).loss, expected * 16 / 5)
     shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)

@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed.ops.op_table import OPS
 from places import ROOT
-from processes import write_program
+from processes import succeeded, write_program
 from refusals import refused
 
 options = SimpleNamespace(**runpy.run_path(os.path.join(ROOT, "tools", "build_options.py")))
@@ -65,8 +65,7 @@ def test_what_cannot_be_had(env, text):
 
 
 def test_flags():
-    flags = options.cmake_flags({"CFLAGS": "-I/opt/aio ", "CXXFLAGS": "-g", "LDFLAGS": "-L/opt/aio"})
-    assert flags == [
+    assert options.cmake_flags({"CFLAGS": "-I/opt/aio ", "CXXFLAGS": "-g", "LDFLAGS": "-L/opt/aio"}) == [
         "-DCMAKE_CXX_FLAGS=-I/opt/aio -g", "-DCMAKE_SHARED_LINKER_FLAGS=-L/opt/aio",
         "-DCMAKE_MODULE_LINKER_FLAGS=-L/opt/aio",
     ]  # fmt: skip
@@ -110,8 +109,7 @@ def test_setup_py_hands_them_to_cmake(tmp_path):
     where = ["build_ext", "--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
     (tmp_path / "lib" / "deepspeed").mkdir(parents=True)
     env = dict(PATH=path, DS_BUILD_OPS="0", MAX_JOBS="7", CFLAGS="-DX", DS_BUILD_STRING="+s", DS_ACCELERATOR="cpu")
-    done = setup_py(*where, **env)
-    assert done.returncode == 0, done.stderr
+    succeeded(setup_py(*where, **env))
     calls = (tmp_path / "calls").read_text().splitlines()
     assert "cmake: -DDS_BUILD_CUDA=OFF" in calls and "cmake: -DCMAKE_CXX_FLAGS=-DX" in calls
     assert "ninja: 7" in calls and "ninja: native" in calls

@@ -52,8 +52,7 @@ def run(tmp_path, *arguments, broken="nothing", flags="avx avx2", jobs=2):
     out = subprocess.run(
         ["bash", "tools/test_cpu.sh", *arguments], cwd=root, env=env, capture_output=True, text=True, timeout=60
     )
-    ran = re.findall(r"^(.*) \| (.*)$", calls.read_text(), re.M)
-    return out.returncode, ran, out.stdout + out.stderr
+    return out.returncode, re.findall(r"^(.*) \| (.*)$", calls.read_text(), re.M), out.stdout + out.stderr
 
 
 def rooms(ran):
@@ -83,8 +82,7 @@ def test_a_processor_under_qemu_runs_every_room_and_some_python(tmp_path):
     assert {name for name, (_, filters) in found.items() if filters != {"*"}} == {"base", "comm"}
     emulated = [what for what, _ in ran if "-m pytest" in what]
     assert len(emulated) == 1 and emulated[0].startswith("qemu-x86_64 -cpu Haswell ")
-    for path in re.findall(r"tests/python/\S+", emulated[0]):
-        assert os.path.exists(os.path.join(ROOT, path)), path
+    assert all(os.path.exists(os.path.join(ROOT, path)) for path in re.findall(r"tests/python/\S+", emulated[0]))
     left = re.search(r"left out on Haswell: (.*)", said)[1]
     assert "test_comm outside of --gtest_filter=" in left and "all Python tests but for" in left
     assert "TCG doesn't support" not in said and "5 tests" in said
@@ -97,8 +95,7 @@ def test_the_sample_names_what_it_leaves_out(tmp_path):
     assert found["zero"][1] == {"NewtonSchulz*"}
     left = re.search(r"left out on EPYC: (.*)", said)[1]
     folders = {folder.name for folder in os.scandir(os.path.join(ROOT, "tests", "cpp")) if folder.is_dir()}
-    for room in folders - set(found):
-        assert f"test_{room}" in left
+    assert all(f"test_{room}" in left for room in folders - set(found)), left
     assert "test_zero outside of --gtest_filter=NewtonSchulz*" in left
 
 

@@ -1,6 +1,7 @@
 """The build's front door: which Python is chosen, what is installed, what `make help` tells."""
 
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from places import ROOT
-from processes import run_python, write_program
+from processes import run_python, succeeded, write_program
 
 
 def bash(code, cwd=ROOT, timeout=120, **env):
@@ -44,9 +45,7 @@ def checkout(tmp_path):
 
 
 def chosen(checkout, **env):
-    out = bash('. tools/common.sh; pick_python; echo "$PY"', cwd=checkout, **env)
-    assert out.returncode == 0, out.stderr
-    return out.stdout.strip()
+    return succeeded(bash('. tools/common.sh; pick_python; echo "$PY"', cwd=checkout, **env)).stdout.strip()
 
 
 def test_active_environment_comes_first(checkout, tmp_path):
@@ -80,8 +79,7 @@ def test_missing_packages_are_installed_and_only_those(checkout, tmp_path):
     path = stand_ins(
         tmp_path / "bin", dpkg_query=knows.format("[ $p = cmake ] || "), apt_get=f"echo $* >>{calls}", sudo='exec "$@"'
     )
-    out = bash("tools/packages.sh build", cwd=checkout, PATH=path)
-    assert out.returncode == 0, out.stderr
+    succeeded(bash("tools/packages.sh build", cwd=checkout, PATH=path))
     lines = calls.read_text().splitlines()
     assert len(lines) == 2 and "update" in lines[0], lines
     assert lines[1].endswith("install --no-install-recommends cmake")
@@ -116,22 +114,20 @@ def test_a_download_that_breaks_off_is_tried_again(breaks, code, checkout, tmp_p
 
 
 def test_package_list_gives_a_reason_for_each():
-    with open(os.path.join(ROOT, "packages", "debian.txt"), encoding="utf-8") as file:
-        lines = [line for line in file if line.strip() and not line.startswith("#")]
+    text = pathlib.Path(ROOT, "packages", "debian.txt").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     assert len(lines) > 15
-    for line in lines:
-        assert re.match(r"^[a-z0-9.+-]+ +(build|torch|test|cpu|bench|lint|cluster)(,\w+)* +# \S", line), line
+    form = r"^[a-z0-9.+-]+ +(build|torch|test|cpu|bench|lint|cluster)(,\w+)* +# \S"
+    assert [line for line in lines if not re.match(form, line)] == []
 
 
 def test_env_tag_is_the_one_the_package_looks_for():
     out = bash(f'. tools/common.sh; env_tag "{sys.executable}"')
-    expected = run_python("from deepspeed import _native; print(_native.tag())")
-    assert out.stdout.strip() == expected.stdout.strip() != ""
+    assert out.stdout.strip() == run_python("from deepspeed import _native; print(_native.tag())").stdout.strip() != ""
 
 
 def test_help_lists_every_target():
-    with open(os.path.join(ROOT, "Makefile"), encoding="utf-8") as file:
-        targets = re.search(r"^\.PHONY: (.*)$", file.read(), re.M).group(1).split()
+    targets = re.search(r"^\.PHONY: (.*)$", pathlib.Path(ROOT, "Makefile").read_text(), re.M).group(1).split()
     assert sorted(re.findall(r"^  make (\S+)", bash("make help").stdout, re.M)) == sorted(targets)
 
 
@@ -153,8 +149,7 @@ def run_ci(tmp_path, torch2=0, room=None, user=0, broken=None, avx512=False):
     for path, body in programs.items():
         write_program(path, body + "\n")
     out = bash("bash .ci/run", cwd=root, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    called = re.findall(r"^called: (.*)$", out.stdout, re.M)
-    return out.returncode, called, out.stdout
+    return out.returncode, re.findall(r"^called: (.*)$", out.stdout, re.M), out.stdout
 
 
 EMULATED = "make test-cpu CPU=Haswell SAMPLE=1"
@@ -184,6 +179,5 @@ def test_ci_runs_both_suites_and_the_bare_machine(how, code, called, said, tmp_p
 
 @pytest.mark.slow
 def test_wheel_installs_into_a_fresh_environment():
-    out = bash("tools/wheel.sh", PYTHON=sys.executable, timeout=900)  # compiles, where nothing is in ccache yet
-    assert out.returncode == 0, out.stdout + out.stderr
-    assert "works from the wheel" in out.stdout
+    # It compiles, where nothing is in ccache yet.
+    assert "works from the wheel" in succeeded(bash("tools/wheel.sh", PYTHON=sys.executable, timeout=900)).stdout

@@ -2,12 +2,14 @@
 
 import itertools
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
 import sampling
+from processes import succeeded
 from refusals import refused
 
 MATRIX = list(itertools.product(range(4), range(3), ["fp32", "bf16"], [True, False]))
@@ -86,22 +88,21 @@ def run(folder, *arguments, **environment):
     """The number of cases that ran, in a session of pytest with this tree's conftest.py."""
     (folder / "test_many.py").write_text(MODULE)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    with open(os.path.join(os.path.dirname(sampling.__file__), "conftest.py"), encoding="utf-8") as file:
-        (folder / "conftest.py").write_text(file.read().replace("__file__", repr(sampling.__file__)))
+    conftest = pathlib.Path(sampling.__file__).with_name("conftest.py").read_text(encoding="utf-8")
+    (folder / "conftest.py").write_text(conftest.replace("__file__", repr(sampling.__file__)))
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("DS_TEST_", "PYTEST_XDIST"))}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=folder, capture_output=True, text=True, env={**clean, **environment},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()[-1]
+    return succeeded(done).stdout.splitlines()[-1]
 
 
 def test_sampled_whole_or_named(tmp_path):
     assert run(tmp_path).startswith("5 passed, 3 deselected")
     assert run(tmp_path, DS_TEST_EVERY_CASE="1").startswith("8 passed")
-    for name in ("1-2-1", "3-4-1", "5-6-1", "1-2-2", "3-4-2", "5-6-2"):
-        assert run(tmp_path, f"test_many.py::test_many[{name}]").startswith("1 passed")
+    every = [f"test_many.py::test_many[{name}]" for name in ("1-2-1", "3-4-1", "5-6-1", "1-2-2", "3-4-2", "5-6-2")]
+    assert all(run(tmp_path, name).startswith("1 passed") for name in every)
     times = tmp_path / "times"
     run(tmp_path, DS_TEST_TIMES=str(times))
     assert sorted(line.split("::")[1] for line in times.read_text().splitlines())[-2:] == ["test_two[1]", "test_two[2]"]

@@ -1,6 +1,7 @@
 """tools/test.sh with stand-ins for the build, ctest and Python: what it runs, how it ends, what it says."""
 
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -88,8 +89,7 @@ def test_rooms_that_see_torch_have_its_label():
     listed = subprocess.run(
         ["ctest", "--test-dir", folder, "-N", "-L", "^torch$"], capture_output=True, text=True, check=True
     ).stdout
-    with open(os.path.join(ROOT, "CMakeLists.txt"), encoding="utf-8") as file:
-        rooms = set(re.findall(r"ds_room\((\w+) .*LIBS ds_torch ", file.read()))
+    rooms = set(re.findall(r"ds_room\((\w+) .*LIBS ds_torch ", pathlib.Path(ROOT, "CMakeLists.txt").read_text()))
     assert len(rooms) == 4
     assert sorted(re.findall(r"Test +#\d+: (\S+)", listed)) == sorted(f"{r}.{n}of4" for r in rooms for n in range(1, 5))
 

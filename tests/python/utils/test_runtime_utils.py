@@ -118,13 +118,11 @@ def test_clip_grad_norm_is_torchs(max_norm, norm_type):
 
 
 def test_is_model_parallel_parameter():
-    p = torch.nn.Parameter(torch.zeros(1))
-    assert is_model_parallel_parameter(p) is False
-    p.model_parallel = True
-    assert is_model_parallel_parameter(p) is True
-    q = torch.nn.Parameter(torch.zeros(1))
-    q.tensor_model_parallel = True
-    assert is_model_parallel_parameter(q) is True
+    for mark in ("model_parallel", "tensor_model_parallel"):
+        p = torch.nn.Parameter(torch.zeros(1))
+        assert is_model_parallel_parameter(p) is False
+        setattr(p, mark, True)
+        assert is_model_parallel_parameter(p) is True
 
 
 def test_check_overflow_alone():

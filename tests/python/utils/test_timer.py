@@ -1,6 +1,7 @@
 """Timers: sums, resets, means, log lines, throughput."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,11 @@ from deepspeed.utils import timer as timer_module
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 from logs import logged
 from refusals import refused
+
+
+@pytest.fixture
+def timers():
+    return SynchronizedWallClockTimer()
 
 
 @pytest.fixture
@@ -34,8 +40,7 @@ def spend(timers, name, clock, *seconds, **stop):
         timers(name).stop(**stop)
 
 
-def test_elapsed_adds_up_and_resets(clock):
-    timers = SynchronizedWallClockTimer()
+def test_elapsed_adds_up_and_resets(timers, clock):
     spend(timers, "fwd", clock, 0.010, 0.005)
     assert timers("fwd").elapsed(reset=False) == pytest.approx(15.0)
     assert timers("fwd").elapsed() == pytest.approx(15.0) and timers("fwd").elapsed() == 0
@@ -44,8 +49,7 @@ def test_elapsed_adds_up_and_resets(clock):
     assert set(timers.get_timers()) == {"fwd"} and timers.has_timer("fwd") and not timers.has_timer("bwd")
 
 
-def test_elapsed_of_a_running_timer_includes_the_present(clock):
-    timers = SynchronizedWallClockTimer()
+def test_elapsed_of_a_running_timer_includes_the_present(timers, clock):
     timers("step").start()
     clock[0] += 0.003
     assert timers("step").elapsed() == pytest.approx(3.0)
@@ -54,8 +58,7 @@ def test_elapsed_of_a_running_timer_includes_the_present(clock):
     assert timers("step").elapsed() == pytest.approx(4.0)
 
 
-def test_start_and_stop_must_alternate():
-    timers = SynchronizedWallClockTimer()
+def test_start_and_stop_must_alternate(timers):
     refused(AssertionError, "not started", timers("x").stop)
     timers("x").start()
     refused(AssertionError, "already been started", timers("x").start)
@@ -63,8 +66,7 @@ def test_start_and_stop_must_alternate():
     timers("x").start()
 
 
-def test_mean_of_recorded_stretches(clock):
-    timers = SynchronizedWallClockTimer()
+def test_mean_of_recorded_stretches(timers, clock):
     spend(timers, "bwd", clock, *[0.002] * 8, 0.5, 0.0, record=True)
     spend(timers, "bwd", clock, 0.7)
     assert timers("bwd").mean() == pytest.approx(2.0), "the outer tenth on either side does not count"
@@ -72,8 +74,7 @@ def test_mean_of_recorded_stretches(clock):
     assert timers.get_mean(["bwd"]) == {"bwd": 0}
 
 
-def test_log_line(clock, lines):
-    timers = SynchronizedWallClockTimer()
+def test_log_line(timers, clock, lines):
     spend(timers, "fwd", clock, 0.25)
     spend(timers, "bwd", clock, 0.5)
     timers.log(["fwd", "none", "bwd"], normalizer=2.0, reset=False)
@@ -83,8 +84,7 @@ def test_log_line(clock, lines):
     refused(AssertionError, "normalizer", timers.log, ["fwd"], normalizer=0)
 
 
-def test_real_time_is_measured():
-    timers = SynchronizedWallClockTimer()
+def test_real_time_is_measured(timers):
     timers("sleep").start()
     time.sleep(0.02)
     timers("sleep").stop()
@@ -119,9 +119,7 @@ def test_trim_mean_keeps_its_input_and_checks_the_share():
         refused(AssertionError, "trim_percent", trim_mean, data, share)
 
 
-class Config:
-    def __init__(self, enabled=True, synchronized=True):
-        self.enabled, self.synchronized = enabled, synchronized
+CONFIG = SimpleNamespace(enabled=True, synchronized=True)
 
 
 def steps(timer, clock, count, micro_steps=2, seconds=0.5):
@@ -134,7 +132,7 @@ def steps(timer, clock, count, micro_steps=2, seconds=0.5):
 
 def test_throughput(clock):
     said = []
-    timer = ThroughputTimer(Config(), batch_size=8, start_step=2, steps_per_output=4, logging_fn=said.append)
+    timer = ThroughputTimer(CONFIG, batch_size=8, start_step=2, steps_per_output=4, logging_fn=said.append)
     assert timer.avg_samples_per_sec() == float("-inf")
     steps(timer, clock, 2, seconds=99.0)  # warming up does not count
     assert timer.avg_samples_per_sec() == float("-inf")
@@ -149,7 +147,7 @@ def test_throughput(clock):
 
 
 def test_throughput_tells_where_it_stands(clock):
-    timer = ThroughputTimer(Config(), batch_size=8, start_step=1)
+    timer = ThroughputTimer(CONFIG, batch_size=8, start_step=1)
     assert (timer.initialized, timer.started, timer.start_step, timer.start_time) == (False, False, 1, 0)
     assert timer.end_time == 0
     timer.stop(global_step=True)  # not started: nothing to stop
@@ -166,7 +164,7 @@ def test_throughput_tells_where_it_stands(clock):
 
 
 def test_throughput_switched_off(clock):
-    timer = ThroughputTimer(Config(enabled=False), batch_size=8)
+    timer = ThroughputTimer(SimpleNamespace(enabled=False, synchronized=True), batch_size=8)
     steps(timer, clock, 5)
     assert (timer.initialized, timer.started, timer.start_time) == (False, False, 0)
     assert timer.global_step_count == 0 and timer.avg_samples_per_sec() == float("-inf")

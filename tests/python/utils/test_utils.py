@@ -1,6 +1,7 @@
 """deepspeed.utils: lazy exports, OnDevice, profiler ranges, torch versions, enumerations, version information."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,7 @@ from refusals import refused
 
 
 def test_exports_are_lazy_and_complete():
-    for name in deepspeed.utils.__all__:
-        assert getattr(deepspeed.utils, name) is not None
+    assert None not in [getattr(deepspeed.utils, name) for name in deepspeed.utils.__all__]
     assert deepspeed.utils.groups.get_data_parallel_group
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         deepspeed.utils.nothing  # noqa: B018
@@ -36,8 +36,7 @@ def test_meta_costs_no_memory_and_has_the_dtype():
         made = model()
         huge = torch.empty(1 << 40)
         old_style = torch.Tensor(2, 3)
-    for tensor in (*made.parameters(), huge, old_style):
-        assert tensor.device.type == "meta" and tensor.dtype == torch.bfloat16
+    assert all(one.is_meta and one.dtype == torch.bfloat16 for one in (*made.parameters(), huge, old_style))
     assert old_style.shape == (2, 3)
 
 
@@ -77,21 +76,9 @@ def test_one_object_is_not_entered_twice():
 
 
 # ---- profiler ranges ----------------------------------------------------------------------------------------------
-class Recorder:
-    def __init__(self, domains):
-        self.supports_nvtx_domain = domains
-        self.calls = []
-
-    def range_push(self, msg, domain=None, category=None):
-        self.calls.append(("push", msg, domain))
-
-    def range_pop(self, domain=None):
-        self.calls.append(("pop", domain))
-
-
 @pytest.mark.parametrize("domains, name", [(False, None), (True, "DeepSpeed")])
 def test_ranges_close_in_their_domain_even_after_an_error(domains, name, monkeypatch):
-    recorder = Recorder(domains)
+    recorder = mock.Mock(supports_nvtx_domain=domains)
     monkeypatch.setattr(nvtx, "get_accelerator", lambda: recorder)
 
     @nvtx.instrument_w_nvtx
@@ -103,9 +90,9 @@ def test_ranges_close_in_their_domain_even_after_an_error(domains, name, monkeyp
 
     assert work(3) == 6 and work.__name__ == "work" and work.__doc__ == "Doubles."
     refused(OSError, "", work, 3, fail=True)
-    assert [call[0] for call in recorder.calls] == ["push", "pop"] * 2
-    assert all(call[-1] == name for call in recorder.calls)
-    assert recorder.calls[0][1].endswith("work") and nvtx.DEEPSPEED_NVTX_DOMAIN == "DeepSpeed"
+    assert [call[0] for call in recorder.mock_calls] == ["range_push", "range_pop"] * 2
+    assert all(call.kwargs.get("domain") == name for call in recorder.mock_calls)
+    assert recorder.range_push.call_args.args[0].endswith("work") and nvtx.DEEPSPEED_NVTX_DOMAIN == "DeepSpeed"
 
 
 # ---- versions and enumerations ------------------------------------------------------------------------------------

@@ -30,32 +30,21 @@ def test_the_name_means_the_function_whatever_is_imported_first(first):
     assert run_python(code).returncode == 0
 
 
-class Expert(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(2, 2)
-
-
 class Moe(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.experts = torch.nn.ModuleList([Expert(), Expert()])
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
 
 
 class WideMoe(Moe):
     pass
 
 
-class Layer(torch.nn.Module):
-    def __init__(self, moe):
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(2)
-        self.moe = moe
-
-
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList([Layer(Moe()), Layer(WideMoe())])
+        layers = (torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(2), "moe": kind()}) for kind in (Moe, WideMoe))
+        self.layers = torch.nn.ModuleList(layers)
         self.out = torch.nn.Linear(2, 2)
 
 
@@ -156,8 +145,7 @@ def test_config_section(model, monkeypatch):
         classes=["WideMoe", "NotHere"], names=["out", "layers.1.moe", "nowhere"], name_suffixes=["norm"]
     )
     found = apply_z3_leaf_module_config(model, leaf)
-    norms = [layer.norm for layer in model.layers]
-    assert same(found, [model.layers[1].moe, model.out, *norms])
+    assert same(found, [model.layers[1].moe, model.out, *(layer.norm for layer in model.layers)])
     assert {id(m) for m in get_z3_leaf_modules(model)} == {id(m) for m in found}
     assert len(warnings) == 1 and "zero_optimization.leaf_module.names" in warnings[0] and "'nowhere'" in warnings[0]
 

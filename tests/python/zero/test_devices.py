@@ -1,6 +1,7 @@
 """On which device things are made, with stand-ins for devices that are not here."""
 
-import types
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,23 +11,15 @@ from deepspeed.zero import Init, core
 from deepspeed.zero.parameters import init_context
 
 
-class Standin(CPU_Accelerator):
-    def __init__(self, calls):
-        super().__init__()
-        self.calls = calls
-
-    def set_device(self, device_index):
-        self.calls.append(("device", device_index))
-
-
 @pytest.mark.parametrize("local_rank", ["3", None])
 def test_zero_init_takes_the_device_of_its_local_rank_before_anything_else(monkeypatch, local_rank):
-    calls = []
+    calls, accelerator = [], CPU_Accelerator()
+    monkeypatch.setattr(accelerator, "set_device", lambda index: calls.append(("device", index)))
     if local_rank is None:
         monkeypatch.delenv("LOCAL_RANK", raising=False)
     else:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-    monkeypatch.setattr(init_context, "get_accelerator", lambda: Standin(calls))
+    monkeypatch.setattr(init_context, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(init_context.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(init_context.dist, "init_distributed", lambda: calls.append(("group",)))
     with Init():
@@ -34,21 +27,13 @@ def test_zero_init_takes_the_device_of_its_local_rank_before_anything_else(monke
     assert calls == ([("device", 3)] if local_rank else []) + [("group",)]
 
 
-def sharded(device):
-    return types.SimpleNamespace(ds_handle=types.SimpleNamespace(device=device))
-
-
-class Engine:
-    def __init__(self, **options):
-        pass
-
-
 @pytest.mark.parametrize("devices, shared", [("cpu cpu", True), ("cpu cuda", False), ("cuda cuda", False)])
 def test_ranks_share_memory_only_where_all_parameters_are_on_the_cpu(monkeypatch, devices, shared):
     """Of a frozen model too, which has no optimizer whose parameters could be asked."""
     asked = {}
     monkeypatch.setattr(core, "_communicator", lambda group, name, shared: asked.update({name: shared}))
-    monkeypatch.setattr(core, "_native", types.SimpleNamespace(_C=types.SimpleNamespace(Engine=Engine)))
-    others = [sharded(torch.device(device)) for device in devices.split()]
+    monkeypatch.setattr(core, "_native", mock.Mock())
+    handles = [SimpleNamespace(device=torch.device(device)) for device in devices.split()]
+    others = [SimpleNamespace(ds_handle=handle) for handle in handles]
     core.build_core([], others=others, data_parallel=object(), gathers=object())
     assert asked == {"data parallel": shared}

@@ -58,7 +58,6 @@ def test_too_little_memory_is_an_error_with_numbers():
 @pytest.mark.parametrize("optimizer, states", [("AdamW", 2), ("Lion", 1), ("Adagrad", 1)])
 def test_the_engine_places_as_the_plan_says(tmp_path, optimizer, states):
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False) for _ in range(16)]).bfloat16()
-    room = {"device_gb": 4e6 / GIB, "host_gb": 4e6 / GIB}
     made = {
         "train_batch_size": 1,
         "bf16": {"enabled": True},
@@ -66,7 +65,7 @@ def test_the_engine_places_as_the_plan_says(tmp_path, optimizer, states):
         "zero_optimization": {
             "stage": 2,
             "reduce_bucket_size": 1 << 16,
-            "placement": {"auto": True, **room},
+            "placement": {"auto": True, "device_gb": 4e6 / GIB, "host_gb": 4e6 / GIB},
             "offload_optimizer": {"nvme_path": str(tmp_path)},
         },
     }
@@ -94,21 +93,17 @@ def test_the_engine_places_as_the_plan_says(tmp_path, optimizer, states):
     ],
 )
 def test_the_plan_counts_the_states_of_the_optimizer(optimizer, params, states):
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.matrix = torch.nn.Parameter(torch.empty(1024, 1024, device="meta"))
-            self.vector = torch.nn.Parameter(torch.empty(1024 * 1024, device="meta"))
+    shapes = {"matrix": (1024, 1024), "vector": (1024 * 1024,)}
+    model = torch.nn.ParameterDict({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
     def peak(kind, args):
-        zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         made = {
             "train_batch_size": 1,
             "optimizer": {"type": kind, "params": args},
-            "zero_optimization": zero,
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
             "zero_force_ds_cpu_optimizer": False,
         }
-        return deepspeed.offload_plan(Model(), made, world_size=2, rates={})["tiers"]["host"]["peak_bytes"]
+        return deepspeed.offload_plan(model, made, world_size=2, rates={})["tiers"]["host"]["peak_bytes"]
 
     numel = 1 << 20  # of this rank
     assert peak(optimizer, params) - peak("SGD", {"lr": 1}) == 4 * numel * states
