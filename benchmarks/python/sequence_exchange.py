@@ -68,7 +68,7 @@ def work(args):
         every = torch.empty(mine.numel() * world)
         one, other = torch.ones(every.numel()), every
         contenders = {
-            "exchange": lambda t=tensors: exchange.to_heads(t, runs, group, 0),
+            "exchange": lambda t=tensors: exchange.exchanged(t, runs, group, 0, True),
             "packed": lambda t=tensors: packed(torch, comm.all_to_all_single, t, world),
             "all_to_all": lambda a=one, b=other: comm.all_to_all_single(b, a),
             "copy": lambda a=one, b=other: b.copy_(a),

@@ -124,6 +124,11 @@ def storage_of(tensor):
     return tensor.untyped_storage() if TORCH2 else tensor.storage().untyped()
 
 
+def memory_of(tensor):
+    """The identity of a tensor's memory. Meta tensors have no address."""
+    return storage_of(tensor)._cdata
+
+
 def untyped_storage(typed):
     """The bytes under a ``TypedStorage``, as a storage of their own."""
     return typed._untyped_storage if hasattr(typed, "_untyped_storage") else typed._storage

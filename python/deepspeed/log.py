@@ -1,6 +1,6 @@
 """The one logger of the package, named ``DeepSpeed``, and the helpers that speak for a rank.
 
-A line reads ``[2026-01-31 12:00:00,123] [INFO] [engine.py:42:step] [Rank 0] text``: the place is the caller's, not
+A line reads ``[2026-01-31 12:00:00,123] [INFO] [engine.py:42:step] [Rank 0] text``: file and line are the caller's, not
 this file's. ``DS_LOG_LEVEL`` (a name such as ``info`` or a number) sets the level; without it, INFO is printed.
 This file imports no torch, so that the launcher and the report can use it on a head node.
 """

@@ -119,9 +119,7 @@ class Registry:
             answer = (load_target(probe) if isinstance(probe, str) else probe)()
         except Exception as error:  # a plug-in's probe may fail in any way; that means "not here", never a crash
             return f"{type(error).__name__}: {error}"
-        if isinstance(answer, str):
-            return answer
-        return "" if answer else "not available on this machine"
+        return answer if isinstance(answer, str) else "" if answer else "not available on this machine"
 
     def detect(self):
         """The name of highest priority that can work here (ties: first by name), or None."""

@@ -208,9 +208,8 @@ def test_layer_files(rank, world, folder):
         for number in module.local_layers:
             local = module.local_layers.index(number)
             state = every[0 if number == 3 else number]
-            assert all(
-                torch.equal(state[name], value) for name, value in module._modules_by_place[local].state_dict().items()
-            )
+            found = module._modules_by_position[local].state_dict()
+            assert all(torch.equal(state[name], value) for name, value in found.items())
     dist.barrier()
     by_rank_0(rank, os.remove, os.path.join(folder, names[1]))
     if 1 in saved.local_layers:

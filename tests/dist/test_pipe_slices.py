@@ -84,7 +84,7 @@ def _trains(rank, world, copies, stage, partitioned):
     assert losses == pytest.approx(wanted, rel=1e-5)
     place = engine.grid.get_slice_parallel_rank()
     with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=stage == 3):
-        for number, layer in zip(module.local_layers, module._modules_by_place):
+        for number, layer in zip(module.local_layers, module._modules_by_position):
             own = {"up": states[number]["up"].chunk(2, 0)[place], "down": states[number]["down"].chunk(2, 1)[place]}
             for name, value in {**own, "bias": states[number]["bias"]}.items():
                 assert torch.allclose(getattr(layer, name), value, atol=2e-5), (number, name)

@@ -28,7 +28,6 @@ log.py _said | sentences that are printed once per process
 accelerator/real_accelerator.py _current | published: get_accelerator() and set_accelerator() are one pair
 accelerator/real_accelerator.py accelerators | REGISTRY
 activation_checkpointing/hidden_states.py _active | contexts that are open: saved tensors are marked for all of them
-activation_checkpointing/rng.py _tracker | published: get_cuda_rng_tracker(), as Megatron's
 activation_checkpointing/settings.py current | published: checkpointing.configure() is of the module
 activation_checkpointing/settings.py thread | what a thread recomputes right now
 checkpoint/engines/__init__.py ENGINES | REGISTRY
@@ -68,10 +67,10 @@ ops/op_builder/prebuilt/fused_adam.py _stepper | FUNCTION
 ops/op_builder/prebuilt/fused_lamb.py _stepper | FUNCTION
 ops/op_builder/prebuilt/fused_lion.py _stepper | FUNCTION
 utils/expert_groups.py _state | published: deepspeed.utils.groups is a module of getters
-utils/groups.py _tensor_rank | published: set_tensor_model_parallel_rank() and its getter
-utils/groups.py _tensor_world_size | published: set_tensor_model_parallel_world_size() and its getter
+utils/groups.py _overrides | published: set_tensor_model_parallel_rank(), ..._world_size() and their getters
 utils/groups.py mesh_device | published: deepspeed.utils.groups.mesh_device
 utils/pin_memory_tracker.py _tracker | published: track_pinned_memory() and pinned_memory_summary() are of the module
+utils/random_state.py _tracker | published: get_cuda_rng_tracker(), as Megatron's
 zero/optimizers/flat_states.py _makers | a registry: how an optimizer class of torch makes its states
 zero/parameters/init_context.py _nesting | zero.Init replaces functions of torch while any of its contexts is open
 zero/parameters/init_context.py sharding.gather_while_building | set while a context of zero.Init is open

@@ -16,9 +16,9 @@ class ContiguousBuffers:
         self.slots = slots
         self._open = {}
 
-    def slot(self, place, numel, dtype, device, pin=False):
-        """An uninitialised 1-D tensor of ``numel`` elements. ``place``: number of the activation in its segment."""
-        key = (place, numel, dtype, device)
+    def slot(self, index, numel, dtype, device, pin=False):
+        """An uninitialised 1-D tensor of ``numel`` elements. ``index``: number of the activation in its segment."""
+        key = (index, numel, dtype, device)
         buffer, used = self._open.pop(key, (None, 0))
         if buffer is None:
             buffer = torch.empty(self.slots * numel, dtype=dtype, device=device)

@@ -24,8 +24,6 @@ from deepspeed.activation_checkpointing.keep import (
 )
 from deepspeed.activation_checkpointing.offload import _ActivationOffloadEngine
 from deepspeed.activation_checkpointing.rng import (
-    CudaRNGStatesTracker,
-    get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
     model_parallel_reconfigure_tp_seed,
 )
@@ -39,6 +37,7 @@ from deepspeed.activation_checkpointing.tensors import (
 from deepspeed.config import DeepSpeedConfigAssertionError
 from deepspeed.config.getters import resolved_sections
 from deepspeed.log import log_dist
+from deepspeed.utils.random_state import CudaRNGStatesTracker, get_cuda_rng_tracker
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
 
 __all__ = [
@@ -113,8 +112,7 @@ def configure(
     DeepSpeedConfigError for a wrong section, and one that is also an AssertionError for options that contradict each
     other. No option changes then.
     """
-    defaults = _settings.Settings()
-    wanted = {setting: getattr(defaults, setting) for setting in _KEYS}
+    wanted = {setting: getattr(_settings.Settings, setting) for setting in _KEYS}
     if deepspeed_config is not None:
         section = _section(deepspeed_config)
         wanted.update({setting: section[key] for setting, (key, _) in _KEYS.items()})

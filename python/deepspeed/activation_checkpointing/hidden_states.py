@@ -1,6 +1,5 @@
 """Keeps marked hidden states in host memory or in files until their backward."""
 
-import collections
 import functools
 import inspect
 import weakref
@@ -8,7 +7,7 @@ import weakref
 import torch
 
 from deepspeed.activation_checkpointing.offload import _ActivationOffloadEngine
-from deepspeed.utils.waiting_tensors import Waiting, store_of
+from deepspeed.utils.waiting_tensors import BackwardOrder, Waiting, store_of
 
 
 class _Saved:
@@ -47,19 +46,17 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
         self.folder = folder
         torch.autograd.graph.saved_tensors_hooks.__init__(self, self._pack, self._unpack)
         self._marked = {}
-        self._recent = collections.deque()
-        self._order = []  # weak references to moved tensors, in order of forward
+        self._order = BackwardOrder(self.keep_last_count)
 
     def mark(self, tensor):
         """``tensor`` is moved when autograd saves it; returns it."""
-        self._marked[_place(tensor)] = weakref.ref(tensor)
+        self._marked[_identity(tensor)] = weakref.ref(tensor)
         return tensor
 
     def reset(self):
         """Drops the marks of this step; saved tensors stay usable."""
         self._marked.clear()
-        self._recent.clear()
-        self._order = []
+        self._order = BackwardOrder(self.keep_last_count)
         super().reset()
 
     def __enter__(self):
@@ -70,13 +67,13 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
     def __exit__(self, *args, **kwargs):
         _active.remove(self)
         self._marked.clear()
-        self._recent.clear()  # these stay on the device
+        self._order.latest.clear()  # these stay on the device
         return torch.autograd.graph.saved_tensors_hooks.__exit__(self, *args, **kwargs)
 
     def wants(self, tensor):
         """Whether this tensor, which autograd saves, was marked. Autograd passes an alias, so the tensor is identified
         by its address. A mark whose tensor died may name another one by now; moving that one is harmless."""
-        return _place(tensor) in self._marked
+        return _identity(tensor) in self._marked
 
     # ---- where they wait ---------------------------------------------------------------------------------------------
     def worth_moving(self, tensor):
@@ -92,10 +89,11 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
     def to_device(self, host, device):
         return host.get() if isinstance(host, Waiting) else super().to_device(host, device)
 
-    def _start_back(self, saved):
-        if isinstance(saved.host, Waiting):
+    def _start_next_back(self, current=None):
+        saved = self._order.next_back(current)
+        if saved is not None and isinstance(saved.host, Waiting):
             saved.host.prefetch()
-        elif self.use_streams and saved.tensor is None:
+        elif saved is not None and self.use_streams and saved.tensor is None:
             saved.tensor = self.to_device(saved.host, saved.device)
 
     # ---- what autograd calls -----------------------------------------------------------------------------------------
@@ -103,43 +101,26 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
         if not self.wants(tensor) or not self.worth_moving(tensor):
             return tensor
         saved = _Saved(tensor)
-        self._recent.append(weakref.ref(saved))
-        while len(self._recent) > self.keep_last_count:
-            oldest = self._recent.popleft()()
-            if oldest is not None:
-                self._move(oldest)
+        for oldest in self._order.add(saved):
+            oldest.check()
+            oldest.host = self.to_host(oldest.tensor)
+            oldest.tensor = None
         return saved
-
-    def _move(self, saved):
-        saved.check()
-        saved.host = self.to_host(saved.tensor)
-        saved.tensor = None
-        self._order.append(weakref.ref(saved))
 
     def _unpack(self, saved):
         if not isinstance(saved, _Saved):
             return saved
         if saved.host is None:
             saved.check()
-            self._fetch_last()
+            self._start_next_back()
             return saved.tensor
         tensor = self.to_device(saved.host, saved.device) if saved.tensor is None else saved.tensor
         saved.tensor = None  # a second backward fetches it again
-        self._fetch_last(saved)
+        self._start_next_back(saved)
         return tensor
 
-    def _fetch_last(self, current=None):
-        # Backward needs the latest tensor that is still alive next.
-        while self._order:
-            candidate = self._order[-1]()
-            if candidate is None or candidate is current:
-                self._order.pop()
-                continue
-            self._start_back(candidate)
-            return
 
-
-def _place(tensor):
+def _identity(tensor):
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
 
 

@@ -36,17 +36,17 @@ def get_partition_start(item):
 
 
 def partition_activations(args, cpu_checkpoint, contiguous_checkpoint):
-    """The inputs with this rank's shard, 1-D and in memory of its own, in place of each activation.
+    """The inputs with this rank's shard, 1-D and in memory of its own, instead of each activation.
 
     cpu_checkpoint: shards go to the host; contiguous_checkpoint: into buffers for all layers. Returns a list.
     """
     return [
-        _shard(arg, place, cpu_checkpoint, contiguous_checkpoint) if is_activation_to_checkpoint(arg) else arg
-        for place, arg in enumerate(args)
+        _shard(arg, index, cpu_checkpoint, contiguous_checkpoint) if is_activation_to_checkpoint(arg) else arg
+        for index, arg in enumerate(args)
     ]
 
 
-def _shard(arg, place, to_host, contiguous):
+def _shard(arg, index, to_host, contiguous):
     _compare_once(arg)
     size, start = get_partition_size(arg), get_partition_start(arg)
     flat = arg.detach().reshape(-1)
@@ -57,7 +57,7 @@ def _shard(arg, place, to_host, contiguous):
             "cpu_checkpoint is set, but CPU checkpointing is not: call deepspeed.checkpointing.configure with "
             "checkpoint_in_cpu=True."
         )
-    shard = _room(place, size, arg, move, contiguous)
+    shard = _room(index, size, arg, move, contiguous)
     if mine.numel() < size:  # one collective gathers the shards of all ranks, so they have one size
         mine = torch.cat([mine, mine.new_zeros(size - mine.numel())])
     if move:
@@ -67,7 +67,7 @@ def _shard(arg, place, to_host, contiguous):
     return shard
 
 
-def _room(place, size, arg, on_host, contiguous):
+def _room(index, size, arg, on_host, contiguous):
     device = torch.device("cpu") if on_host else arg.device
     if contiguous and not thread.recomputing:
         if current.buffers is None:
@@ -75,10 +75,8 @@ def _room(place, size, arg, on_host, contiguous):
                 "contiguous_checkpoint is set, but there are no buffers: call deepspeed.checkpointing.configure with "
                 "contiguous_checkpointing=True, partition_activations=True and num_checkpoints."
             )
-        return current.buffers.slot(place, size, arg.dtype, device, on_host and current.offload.use_pin_memory)
-    if on_host:
-        return current.offload.room(size, arg.dtype)
-    return torch.empty(size, dtype=arg.dtype, device=device)
+        return current.buffers.slot(index, size, arg.dtype, device, on_host and current.offload.use_pin_memory)
+    return current.offload.room(size, arg.dtype) if on_host else torch.empty(size, dtype=arg.dtype, device=device)
 
 
 def _compare_once(arg):

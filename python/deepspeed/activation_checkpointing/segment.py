@@ -6,9 +6,9 @@ import torch
 
 from deepspeed._compat import autocast_now, no_autocast_cache
 from deepspeed.accelerator import get_accelerator
-from deepspeed.activation_checkpointing.rng import RandomState
 from deepspeed.activation_checkpointing.settings import current, thread
 from deepspeed.activation_checkpointing.tensors import Slot, fill, flatten
+from deepspeed.utils.random_state import RandomState
 
 FORWARD_TIMER = "checkpoint_forward"
 RECOMPUTE_TIMER = "checkpoint_recompute"
@@ -93,19 +93,10 @@ class Call:
             if self._state is not None:
                 stack.enter_context(self._state.replay(tensors))
             stack.enter_context(self._autocast())
-            stack.enter_context(_recomputing())
+            stack.enter_context(thread)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.options.contexts[1])
             return self.function(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _recomputing():
-    thread.recomputing += 1
-    try:
-        yield
-    finally:
-        thread.recomputing -= 1
 
 
 @contextlib.contextmanager

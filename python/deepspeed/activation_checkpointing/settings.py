@@ -45,7 +45,15 @@ def forget():
 
 
 class _Thread(threading.local):
+    """A context: while it is open, this thread computes segments again."""
+
     recomputing = 0
+
+    def __enter__(self):
+        self.recomputing += 1
+
+    def __exit__(self, *error):
+        self.recomputing -= 1
 
 
 thread = _Thread()

@@ -1,10 +1,9 @@
 """Taking arguments and results apart into tensors and the rest, and putting them together again."""
 
-import copy
-
 import torch
 
 from deepspeed.activation_checkpointing.settings import current
+from deepspeed.zero.nested import replace
 
 
 def extract_tensors(all_objects):
@@ -61,39 +60,16 @@ def flatten(item):
     Containers without tensors, and all other objects, are part of the template as they are.
     """
     tensors, numbers = [], {}
-    return _template(item, tensors, numbers), tensors
 
+    def slot(tensor):
+        number = numbers.setdefault(id(tensor), len(tensors))
+        if number == len(tensors):
+            tensors.append(tensor)
+        return Slot(number)
 
-def _template(item, tensors, numbers):
-    # Not a function inside of flatten: one that calls itself is a reference cycle, which would keep the tensors alive.
-    if torch.is_tensor(item):
-        if id(item) not in numbers:
-            numbers[id(item)] = len(tensors)
-            tensors.append(item)
-        return Slot(numbers[id(item)])
-    if not isinstance(item, (dict, list, tuple)):
-        return item
-    before = list(item.values()) if isinstance(item, dict) else item
-    after = [_template(value, tensors, numbers) for value in before]
-    return item if all(new is old for new, old in zip(after, before)) else _rebuilt(item, after)
+    return replace(item, torch.is_tensor, slot), tensors
 
 
 def fill(template, tensors):
     """Inverse of ``flatten``."""
-    if isinstance(template, Slot):
-        return tensors[template.index]
-    if not isinstance(template, (dict, list, tuple)):
-        return template
-    before = list(template.values()) if isinstance(template, dict) else template
-    after = [fill(value, tensors) for value in before]
-    return template if all(new is old for new, old in zip(after, before)) else _rebuilt(template, after)
-
-
-def _rebuilt(container, values):
-    if isinstance(container, dict):
-        made = copy.copy(container)  # keeps what a subclass knows besides, such as the factory of a defaultdict
-        made.update(zip(container, values))
-        return made
-    if isinstance(container, tuple) and hasattr(container, "_fields"):
-        return type(container)(*values)
-    return type(container)(values)
+    return replace(template, lambda one: isinstance(one, Slot), lambda slot: tensors[slot.index])

@@ -18,8 +18,7 @@ comms_logger = CommsLogger(timed.call_log)
 
 
 def _switch(on):
-    raw = os.environ.get("DS_COMMS_LOGGER_RAW", "1") != "0"
-    timed.listen(comms_logger if on else None, torch_calls=raw)
+    timed.listen(comms_logger if on else None, torch_calls=os.environ.get("DS_COMMS_LOGGER_RAW", "1") != "0")
 
 
 comms_logger.on_switch = _switch

@@ -65,9 +65,7 @@ def _is_gloo(group, device):
 
 def _carried(group, device):
     """Whether a native communicator over ``group`` carries tensors of ``device``."""
-    if device == "cpu":
-        return _is_gloo(group, device)
-    return device != "meta" and _backend_of(group, device) != ""
+    return _is_gloo(group, device) if device == "cpu" else device != "meta" and _backend_of(group, device) != ""
 
 
 def _name_of(group):

@@ -131,5 +131,5 @@ def _meet(ranks, name, backend):
     )
     group = made[0] if isinstance(made, tuple) else made  # torch 2.x: and its store
     tables = c10d._world.pg_group_ranks if hasattr(c10d, "_world") else c10d._pg_group_ranks
-    tables[group] = {rank: place for place, rank in enumerate(ranks)}
+    tables[group] = {rank: index for index, rank in enumerate(ranks)}
     return group

@@ -9,7 +9,7 @@ from deepspeed.config.world import sequence_ranks
 
 
 class Members:
-    """Ranks that share something, this one among them: its place there, and torch's group over them when it is asked
+    """Ranks that share something, this one among them: its position there, and torch's group over them when it is asked
     for."""
 
     def __init__(self, ranks, me):
@@ -48,6 +48,11 @@ def get(name, makers=""):
     if not known(name):
         raise RuntimeError(f"there is no {name} group: {makers} makes it, and every rank has to call that")
     return mesh.made_here().views[name]
+
+
+def getter(name, what, makers=""):
+    """A function that returns ``what`` ("group", "size", "rank", "ranks" ...) of the ``Members`` called ``name``."""
+    return lambda: getattr(get(name, makers), what)
 
 
 def names(kind):
@@ -134,21 +139,15 @@ def cut_for_mics(native, size):
     return mesh.group_over(native.ranks(MICS[0]))
 
 
-def splitter_of(mpu):
-    """``mpu`` as far as it splits single weights: ``deepspeed.sequence.parallel_state`` does not (None), though it has
-    model-parallel names: there they are other words for sequence parallel."""
-    return None if hasattr(mpu, "initialize_sequence_parallel") else mpu
+PIPELINE = "pipeline_model", "pipe"  # the names that mpus have for stages
 
 
-def ask_mpu(mpu, what):
-    """``mpu.get_*_parallel_<what>()`` of the ranks that split single weights, under whichever of its names the object
-    has; None where it has none."""
-    mpu = splitter_of(mpu)
-    for kind in ("tensor_model_parallel", "model_parallel", "slice_parallel"):
-        method = getattr(mpu, f"get_{kind}_{what}", None)
-        if method is not None:
-            return method()
-    return None
+def ask_mpu(mpu, what, kinds=("tensor_model", "model", "slice")):
+    """``mpu.get_<kind>_parallel_<what>()`` for the first of ``kinds`` that the object knows; None where it knows none.
+    ``deepspeed.sequence.parallel_state`` has no slices of weights: there "model" is another word for the sequence."""
+    kinds = () if "slice" in kinds and hasattr(mpu, "initialize_sequence_parallel") else kinds
+    methods = (getattr(mpu, f"get_{kind}_parallel_{what}", None) for kind in kinds)
+    return next((method() for method in methods if method is not None), None)
 
 
 def _ask_all(mpu, kind):

@@ -50,7 +50,7 @@ class NcclCommunicator:
         name: for messages; None takes the ranks.
         timeout: ``timedelta`` or seconds that a rank waits for others to join, to call and to leave; None takes the
             timeout of ``deepspeed.comm``.
-        library: path of a library with NCCL's interface to use in its place (tests use one without a GPU); ``device``
+        library: path of a library with NCCL's interface to use instead (tests use one without a GPU); ``device``
             must then be given, and is not required to be a GPU.
     """
 
@@ -72,9 +72,9 @@ class NcclCommunicator:
         if waits <= timedelta(0):
             raise ValueError(f"NcclCommunicator got timeout {timeout!r}; it must be more than 0 seconds.")
         self.name = name or ("all ranks" if group is None else f"a group of {self.size}")
-        place, found, problem = find(device, library)
+        target, found, problem = find(device, library)
         id = introduce(group, self.name, self.rank, found, problem)
-        self.device, self.version, self.library = place, found.version_text, found.path
+        self.device, self.version, self.library = target, found.version_text, found.path
         self._seconds = waits.total_seconds()
         self._grouping = False
         self._native = join(found, id, self.name, self.rank, self.size, waits, self.device)

@@ -72,8 +72,7 @@ def _agreed(name, everybody):
 def find(device, library):
     """``(torch.device, library, problem)`` of a communicator on this rank; ``problem``: why there can be none."""
     try:
-        place = device_of(device, library)
-        return place, find_library(library), None
+        return device_of(device, library), find_library(library), None
     except (RuntimeError, ValueError) as error:
         return None, None, f"{type(error).__name__}: {error}"
 
@@ -96,7 +95,7 @@ def join(found, id, name, rank, size, timeout, device):
 def join_by_store(store, name, rank, size, timeout, device=None, library=None):
     """The same for ranks that have a store of their own and no group yet. None on all of them where one has no NCCL
     that can be used: the reason is logged."""
-    place, found, problem = find(device, library)
+    target, found, problem = find(device, library)
     store.set(f"facts{rank}", _to_text(_facts(rank, found, problem)))
     everybody = [_from_text(store.get(f"facts{r}")) for r in range(size)]
     try:
@@ -104,7 +103,7 @@ def join_by_store(store, name, rank, size, timeout, device=None, library=None):
     except RuntimeError as error:
         logger.warning("torch's own NCCL groups carry this engine: %s", error)
         return None
-    return join(found, id, name, rank, size, timeout, place)
+    return join(found, id, name, rank, size, timeout, target)
 
 
 def on_device(device):

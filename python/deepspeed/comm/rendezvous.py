@@ -10,7 +10,7 @@ import os
 import re
 
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.host.place import place_of, said, said_by_mpi
+from deepspeed.host.mpi_ranks import ranks_of, said, said_by_mpi
 from deepspeed.host.ports import free_port
 from deepspeed.log import log_dist, logger
 
@@ -146,7 +146,7 @@ def _from_variables(distributed_port):
     other = "the one that is installed belongs to another MPI" if _mpi4py_installed() else "it is not installed"
     get = "apt install python3-mpi4py for Open MPI, pip install mpi4py for the MPI whose mpicc is on PATH"
     try:
-        found = place_of(os.environ)
+        found = ranks_of(os.environ)
     except ValueError as error:
         raise RuntimeError(
             f"this process was started by MPI, and {error} The Python package mpi4py could ask MPI, but {other} "
@@ -190,7 +190,7 @@ def _from_mpi4py(distributed_port):
 
 
 def _local_rank_guess():
-    # Schedulers that set RANK but not LOCAL_RANK name the place on the node otherwise.
+    # Schedulers that set RANK but not LOCAL_RANK name the rank on the node otherwise.
     return str(said(os.environ).get("LOCAL_RANK", os.environ["RANK"]))
 
 
@@ -248,7 +248,7 @@ def patch_aws_sm_env_for_torch_nccl_backend(verbose=True):
 
 def _patch_ranks():
     # Sets RANK, LOCAL_RANK and WORLD_SIZE; returns whether all ranks are on this node.
-    found = place_of(os.environ)
+    found = ranks_of(os.environ)
     os.environ.update({name: str(found[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")})
     return found["LOCAL_SIZE"] == found["WORLD_SIZE"]
 

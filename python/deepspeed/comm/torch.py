@@ -202,9 +202,7 @@ class TorchBackend(Backend):
         return mesh.new_group(ranks)
 
     def get_global_rank(self, group, group_rank):
-        if group is None or group is dist.group.WORLD:
-            return group_rank
-        return dist.get_global_rank(group, group_rank)
+        return group_rank if group in (None, dist.group.WORLD) else dist.get_global_rank(group, group_rank)
 
     def get_all_ranks_from_group(self, group=None):
         return [self.get_global_rank(group, index) for index in range(dist.get_world_size(group))]

@@ -2,22 +2,15 @@
 
 import functools
 import inspect
-import os
 
 import torch
+
+from deepspeed.host.variables import number
 
 # The parameter that holds what an operation moves, by preference.
 _DATA = ("tensor", "tensors", "input_list", "input_tensor_list", "input_tensors", "input_tensor", "input")
 
-
-def _number(name, default):
-    text = os.environ.get(name)
-    try:
-        return int(text) if text else default
-    except ValueError:
-        raise ValueError(
-            f"the environment variable {name} is {text!r}; the launcher sets it to a whole number."
-        ) from None
+_number = functools.partial(number, what="a whole number that the launcher sets", kind=int)
 
 
 def get_local_rank_from_launcher():
@@ -73,8 +66,7 @@ def get_tensor_kwarg(func, kwargs):
 def get_msg_size_from_args(func, *args, **kwargs):
     """Bytes that a rank passes to a call ``func(*args, **kwargs)``: of a tensor, or of all tensors of a list."""
     position = get_tensor_position(func)
-    moved = args[position] if 0 <= position < len(args) else get_tensor_kwarg(func, kwargs)
-    return _bytes_of(moved)
+    return _bytes_of(args[position] if 0 <= position < len(args) else get_tensor_kwarg(func, kwargs))
 
 
 def size_of_arguments(given):

@@ -115,7 +115,7 @@ VALUES = {
 def resolve(config, mpu=None, mesh_device=None, world_size=None, given_as="world_size="):
     """``(native, world, source)``: ``config`` with its batch sizes worked out. What is wrong: ``native.issues()``.
 
-    ``given_as``: what messages call the place that ``world_size`` came from.
+    ``given_as``: the source of ``world_size`` in messages.
     """
     native = read(config)
     values = native.values()
@@ -256,8 +256,7 @@ class DeepSpeedConfig:
 
     def print_user_config(self):
         """Logs the configuration as the user gave it."""
-        text = json.dumps(self._param_dict, indent=4, default=repr)
-        logger.info("  json = %s", text)
+        logger.info("  json = %s", json.dumps(self._param_dict, indent=4, default=repr))
 
     def print(self, name):
         """Logs every attribute under the heading ``name``, then the user's configuration."""

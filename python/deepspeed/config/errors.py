@@ -49,15 +49,15 @@ def _can_be_made(kinds, validation_error):
 
 def _make(kinds, validation_error, text, keys, value):
     cls = _class_of(kinds, validation_error)
-    places = [tuple(key.split(".")) for key in keys] or [("__root__",)]
+    paths = [tuple(key.split(".")) for key in keys] or [("__root__",)]
     if hasattr(validation_error, "from_exception_data"):  # pydantic 2
         kind = sys.modules["pydantic_core"].PydanticCustomError("deepspeed_config", "{reason}", {"reason": text})
-        lines = [{"type": kind, "loc": place, "input": value} for place in places]
+        lines = [{"type": kind, "loc": path, "input": value} for path in paths]
         made = cls.from_exception_data("DeepSpeedConfig", lines)
     else:
         pydantic = sys.modules["pydantic"]
         made = cls(text)
-        lines = [pydantic.error_wrappers.ErrorWrapper(ValueError(text), loc=place) for place in places]
+        lines = [pydantic.error_wrappers.ErrorWrapper(ValueError(text), loc=path) for path in paths]
         validation_error.__init__(made, lines, pydantic.create_model("DeepSpeedConfig"))
     made.args = (text,)
     made.keys = tuple(keys)

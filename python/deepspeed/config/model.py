@@ -93,9 +93,7 @@ def _plain(value):
         return value.model_dump()
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class ConfigSection(DeepSpeedConfigModel):

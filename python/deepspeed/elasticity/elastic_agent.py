@@ -38,10 +38,10 @@ class DSElasticAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group):
         spec, hosts = worker_group.spec, worker_group.group_world_size
-        place = {
+        layout = {
             "LOCAL_SIZE": str(spec.local_world_size),
             "CROSS_RANK": str(worker_group.group_rank),
             "CROSS_SIZE": str(hosts),
         }
-        with _environment({**self.ds_env, **place}):
+        with _environment({**self.ds_env, **layout}):
             return super()._start_workers(worker_group)

@@ -76,6 +76,5 @@ def op_rows(rows, facts):
 
 def modules():
     """Names of the (Python, torch) pairs that a native module was built for."""
-    if not os.path.isdir(LIB_DIR):
-        return []
-    return sorted(name for name in os.listdir(LIB_DIR) if name.startswith("cp"))
+    names = os.listdir(LIB_DIR) if os.path.isdir(LIB_DIR) else ()
+    return sorted(name for name in names if name.startswith("cp"))

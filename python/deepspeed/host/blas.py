@@ -41,8 +41,7 @@ def blas_in_use():
         return None, None
     if torch.backends.mkl.is_available():
         return "MKL", None
-    mapped = re.findall(r"(?m)/.*$", read_text("/proc/self/maps"))
-    name, path = blas_name(set(mapped))
+    name, path = blas_name(set(re.findall(r"(?m)/.*$", read_text("/proc/self/maps"))))
     if name is None:
         built = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
         return (built[1] if built else "unknown"), None

@@ -8,6 +8,4 @@ def split_cores(cores, pt_reserved_cores_perc):
     one of the two would have none, both have all."""
     cores = list(cores)
     reserved = math.ceil(len(cores) * pt_reserved_cores_perc)
-    if 0 < reserved < len(cores):
-        return cores[:reserved], cores[reserved:]
-    return cores, list(cores)
+    return (cores[:reserved], cores[reserved:]) if 0 < reserved < len(cores) else (cores, list(cores))

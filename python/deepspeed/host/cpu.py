@@ -20,9 +20,7 @@ _ISA_FLAGS = (
 
 def usable_cores():
     """Numbers of the logical cores that this process may run on, sorted."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+    return sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,7 @@ def nvidia_device_count():
     known = _count("/proc/driver/nvidia/gpus", r".+")
     nodes = _count("/dev", r"nvidia\d+")
     if known or nodes:
-        # A container may see all GPUs of its host in one place and only its own in the other; and before the first
+        # A container may see all GPUs of its host in one folder and only its own in the other; and before the first
         # use after a boot there are no device nodes.
         return min(known, nodes) if known and nodes else known or nodes
     # Neither in some virtual machines (WSL2), where only the tool answers.

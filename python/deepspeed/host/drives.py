@@ -9,10 +9,10 @@ def drive_of(path):
     """``(device, type of its file system, where it is mounted)``; texts, "" where the system does not say."""
     real, found = os.path.realpath(path), ("", "", "")
     for row in map(str.split, read_text("/proc/self/mountinfo").splitlines()):
-        place, after = _plain(row[4]), row.index("-") + 1
-        inside = real == place or real.startswith(place.rstrip("/") + "/")
-        if inside and len(place) >= len(found[2]):  # of several at one place the last one is seen
-            found = (_plain(row[after + 1]), row[after], place)
+        mounted, after = _plain(row[4]), row.index("-") + 1
+        inside = real == mounted or real.startswith(mounted.rstrip("/") + "/")
+        if inside and len(mounted) >= len(found[2]):  # of several at one path the last one is seen
+            found = (_plain(row[after + 1]), row[after], mounted)
     return found
 
 

@@ -215,8 +215,8 @@ class InferenceEngine(torch.nn.Module):
                 )
 
     def _replace(self):
-        """Layers with experts of an unchanged model, as the section ``expert_parallel`` of training. Returns those in
-        their place by name, and how many ranks have a slice of each expert."""
+        """Layers with experts of an unchanged model, as the section ``expert_parallel`` of training. Returns their
+        replacements by name, and how many ranks have a slice of each expert."""
         if not dist.is_initialized():
             dist.init_distributed(get_accelerator().communication_backend_name())
         found = AutoEP(self.module, AutoEPConfig(enabled=True))

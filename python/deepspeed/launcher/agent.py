@@ -237,23 +237,16 @@ def answer(link, asked, told):
 
 class Agent:
     """Runs the shares that heads send. ``own``: the ``Share`` of a host whose agent a user started (--no_ssh); it keeps
-    its options, variables and folder. ``lost``: the link ended without a message of the head; another head may be
-    served then."""
+    its options, variables and folder. Another head may be served after the link to the first was lost."""
 
     def __init__(self, own=None):
-        self._link = None
         self._own = own
         self._keeper = None  # keeps memory beyond the end of the ranks of an elastic job
         self._warm = WarmStart()  # for its ranks
 
-    @property
-    def lost(self):
-        return bool(self._link.lost)
-
     def serve(self, link, node, found, port):
         """Runs the shares that the head sends over ``link``: one, or several in an elastic job. Returns the exit code.
         node: number of this host. found: ``facts``, of ``port``."""
-        self._link, own = link, self._own
         said, claim = found
         link.send({"hello": {**said, "node": node}})
         plan, code, asks = None, None, ("share", "go", "over", *_QUESTIONS)
@@ -267,11 +260,11 @@ class Agent:
             if asked in _QUESTIONS:
                 return answer(link, asked, told)
             if asked == "share":
-                plan = self._planned(told)
+                plan = self._planned(link, told)
                 asks = asks if plan is not None else (*asks, "bye")
                 continue
             kept = () if self._keeper is None else (self._keeper.pid,)
-            job = HostJob(link, plan, own is None, self._warm if kept else None, kept)
+            job = HostJob(link, plan, self._own is None, self._warm if kept else None, kept)
             code, asks = job.run(), (*asks, "bye")
             if link.lost:
                 failed = _said(f"the head of the job is gone: {link.lost}.")
@@ -281,9 +274,8 @@ class Agent:
             said, claim = facts(port)
             link.send({"done": code, "leaving": job.leaving, "port": said.get("port")})
 
-    def _planned(self, told):
+    def _planned(self, link, told):
         # The ``NodePlan``, or None after telling the head why not.
-        link = self._link
         try:
             plan = self._share(told).plan(dict(os.environ))
             if plan.log_dir:

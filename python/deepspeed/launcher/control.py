@@ -13,8 +13,8 @@ import struct
 import time
 from collections import deque
 
+from deepspeed.host.variables import number
 from deepspeed.launcher import linux
-from deepspeed.launcher.environment import number
 
 MESSAGE, OUTPUT, ERRORS, INPUT = b"J", b"O", b"E", b"I"
 _HEAD = struct.Struct(">cI")

@@ -10,9 +10,9 @@ import os
 import signal
 import time
 
+from deepspeed.host.variables import number
 from deepspeed.launcher.control import INPUT
 from deepspeed.launcher.elastic_layout import layout
-from deepspeed.launcher.environment import number
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.head import Head, difference, notes_of, start_ranks
 from deepspeed.launcher.host_link import HostLink

@@ -64,15 +64,6 @@ def read_environment_files():
     return found
 
 
-def number(name, default, what="a number of seconds", error=ValueError, variables=os.environ):
-    """The number in the variable ``name``, or ``default``; ``error``, which says ``what`` it is, for other text."""
-    text = variables.get(name, "")
-    try:
-        return float(text) if text else default
-    except ValueError:
-        raise error(f"the environment variable {name} is {text!r}; it is {what}.") from None
-
-
 def within_quota(threads, local_size):
     """``threads`` of each of ``local_size`` ranks, or fewer where a container may use less time than the cores have."""
     quota = quota_cores()

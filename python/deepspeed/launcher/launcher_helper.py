@@ -1,4 +1,4 @@
-"""The program that mpirun starts as each rank: it finds its place, binds its cores, and runs the script.
+"""The program that mpirun starts as each rank: it finds its rank, binds its cores, and runs the script.
 
 It waits for the script, to say which rank failed on which host: MPI's own words name the one or the other, or neither.
 And Hydra (MPICH) lets the ranks of other hosts run on when one fails that has not called MPI, so that it must be told.
@@ -14,7 +14,7 @@ import time
 
 from deepspeed.host import numa
 from deepspeed.host.cpu import physical_cores
-from deepspeed.host.place import place_of
+from deepspeed.host.mpi_ranks import ranks_of
 from deepspeed.launcher import exit_codes, linux
 from deepspeed.launcher.environment import script_command
 from deepspeed.launcher.options import COMMAND_OPTIONS, add_options, switch
@@ -45,15 +45,15 @@ def parse_args(args=None):
 
 def rank_command(args, environment):
     """``(command, variables, cores)`` of this rank; ``cores`` is None where none are bound."""
-    place = place_of(environment, counts_of(decode_world_info(args.world_info)) if args.world_info else {})
-    variables, cores = {name: str(value) for name, value in place.items()}, None
+    ranks = ranks_of(environment, counts_of(decode_world_info(args.world_info)) if args.world_info else {})
+    variables, cores = {name: str(value) for name, value in ranks.items()}, None
     if args.bind_cores_to_rank:
         if "KMP_AFFINITY" in environment:
             raise ValueError("KMP_AFFINITY is set and would bind threads a second time: unset it.")
-        cores = numa.cores_of_rank(args.bind_core_list, place["LOCAL_SIZE"], place["LOCAL_RANK"])
+        cores = numa.cores_of_rank(args.bind_core_list, ranks["LOCAL_SIZE"], ranks["LOCAL_RANK"])
         if not environment.get("OMP_NUM_THREADS"):
             variables["OMP_NUM_THREADS"] = str(len(physical_cores(cores)))
-    return script_command(args, place["LOCAL_RANK"]), variables, cores
+    return script_command(args, ranks["LOCAL_RANK"]), variables, cores
 
 
 def write_to_file(folder, rank):

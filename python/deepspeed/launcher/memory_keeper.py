@@ -21,7 +21,7 @@ from deepspeed.host.kept_memory import FOLDER_VARIABLE, KEEPER_VARIABLE, SILENT_
 from deepspeed.host.recorded_names import path_below
 from deepspeed.launcher import linux
 
-_PLACE = "/dev/shm"
+_BASE = "/dev/shm"
 _LOCK = ".lock"
 _CHUNK = 1 << 20
 
@@ -29,10 +29,10 @@ _CHUNK = 1 << 20
 class MemoryKeeper:
     """Starts the process. ``variables``: for the environment of the ranks. Raises OSError without /dev/shm."""
 
-    def __init__(self, place=_PLACE):
+    def __init__(self, base=_BASE):
         prefix = f"deepspeed-memory-{os.getuid()}-"
-        remove_left(place, prefix)
-        self.folder, self._lock = claim(place, prefix)
+        remove_left(base, prefix)
+        self.folder, self._lock = claim(base, prefix)
         self._key = os.urandom(16).hex()
         several = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if several else socket.AF_INET
@@ -64,7 +64,7 @@ class MemoryKeeper:
     def _serve(self, listener, agent):
         os.setsid()  # Ctrl-C must reach only the agent
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, _leave)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         try:
             linux.die_with_parent(agent, signal.SIGTERM)
             null = os.open(os.devnull, os.O_RDWR)
@@ -122,10 +122,6 @@ def _fill(connection, path, size):
             size -= count
 
 
-def _leave(number, frame):
-    raise SystemExit
-
-
 def remove(folder):
     """Removes ``folder``. It is renamed first, because ending ranks may still write into it."""
     gone = f"{folder}.removed"
@@ -138,11 +134,11 @@ def remove(folder):
         time.sleep(0.02)
 
 
-def claim(place, prefix):
-    """``(folder, lock)``: a new folder below ``place``, and the descriptor that protects it from ``remove_left``. If
+def claim(base, prefix):
+    """``(folder, lock)``: a new folder below ``base``, and the descriptor that protects it from ``remove_left``. If
     another keeper of this host removes the folder before it is locked, another folder is made."""
     while True:
-        folder = tempfile.mkdtemp(prefix=prefix, dir=place)
+        folder = tempfile.mkdtemp(prefix=prefix, dir=base)
         path = os.path.join(folder, _LOCK)
         lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the end of an earlier removal
@@ -151,11 +147,11 @@ def claim(place, prefix):
         os.close(lock)
 
 
-def remove_left(place, prefix):
+def remove_left(base, prefix):
     """Removes folders of keepers of this user that were killed together with their agents."""
-    for name in os.listdir(place):
+    for name in os.listdir(base):
         if name.startswith(prefix):
-            folder = os.path.join(place, name)
+            folder = os.path.join(base, name)
             # OSError: another removes it, or its keeper or agent is alive and holds the lock.
             with contextlib.suppress(OSError), open(os.path.join(folder, _LOCK), "r+b") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

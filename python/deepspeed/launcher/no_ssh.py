@@ -104,9 +104,7 @@ def where(args, notes):
 
 def _without_count(args):
     # Without a hostfile --num_nodes does not select among listed hosts.
-    if os.path.exists(args.hostfile):
-        return args
-    return type(args)(**{**vars(args), "num_nodes": -1})
+    return args if os.path.exists(args.hostfile) else type(args)(**{**vars(args), "num_nodes": -1})
 
 
 def run_no_ssh(args, verbose):
@@ -159,6 +157,6 @@ def _run_part(args, node, nodes, slots, ids, address, verbose):
         while True:
             link = connect([address], port, key, hello, args.join_timeout, args.insecure)
             code = agent.serve(link, node, facts(meets), meets)
-            if not agent.lost or not args.elastic_training:
+            if not link.lost or not args.elastic_training:
                 return code
             print(f"deepspeed: waiting {args.join_timeout:.0f} s (--join_timeout) for another head.", file=sys.stderr)

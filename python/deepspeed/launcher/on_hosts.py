@@ -29,9 +29,7 @@ def parse_args(args=None):
 def command_on(host, words):
     """The command that runs ``words`` on ``host``."""
     line = words[0] if len(words) == 1 else join_words(words)
-    if is_this_host(host):
-        return ["sh", "-c", line]
-    return ["ssh", "-o", "BatchMode=yes", "-T", host, line]
+    return ["sh", "-c", line] if is_this_host(host) else ["ssh", "-o", "BatchMode=yes", "-T", host, line]
 
 
 def run_everywhere(hosts, words, show):

@@ -154,6 +154,6 @@ def log_file(folder, rank):
 
 
 def same_file(first_fd, second_fd):
-    """True when both descriptors write to the same place, so that one channel keeps the order of lines."""
+    """True when both descriptors write to the same file, so that one channel keeps the order of lines."""
     first, second = os.fstat(first_fd), os.fstat(second_fd)
     return (first.st_dev, first.st_ino, first.st_rdev) == (second.st_dev, second.st_ino, second.st_rdev)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from deepspeed.host import devices, numa, ports
 from deepspeed.host.addresses import is_own_address
 from deepspeed.host.programs import find_program
+from deepspeed.host.variables import number
 from deepspeed.launcher import environment
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
 from deepspeed.launcher.errors import LaunchError
@@ -292,7 +293,7 @@ def check_script(args):
 
 def grace_s(variables=os.environ):
     """The value of ``DS_LAUNCHER_GRACE_S`` in ``variables``, or ``GRACE_S``."""
-    return max(0.0, environment.number("DS_LAUNCHER_GRACE_S", GRACE_S, variables=variables))
+    return max(0.0, number("DS_LAUNCHER_GRACE_S", GRACE_S, variables=variables))
 
 
 def make_plan(args):

@@ -46,8 +46,8 @@ class Supervisor:
         self._messages = RankMessages()
         self._selector.watch(self._messages.fd, None)
         try:
-            for place in range(len(self._plan.commands)):
-                self._ranks.append(self._start(place))
+            for local in range(len(self._plan.commands)):
+                self._ranks.append(self._start(local))
             while self._alive():
                 self._turn()
         except BrokenPipeError:
@@ -57,11 +57,11 @@ class Supervisor:
             self._drain()
         return self._exit_code()
 
-    def _start(self, place):
-        plan, tail, rank = self._plan, Tail(), self._plan.first_rank + place
+    def _start(self, local):
+        plan, tail, rank = self._plan, Tail(), self._plan.first_rank + local
         return RankProcess(
-            rank, plan.commands[place], {**plan.environments[place], SOCKET_VARIABLE: self._messages.name},
-            self._channels(rank, tail), tail, plan.cores[place], plan.memory[place], plan.forks, plan.kept_fds,
+            rank, plan.commands[local], {**plan.environments[local], SOCKET_VARIABLE: self._messages.name},
+            self._channels(rank, tail), tail, plan.cores[local], plan.memory[local], plan.forks, plan.kept_fds,
         )  # fmt: skip
 
     def _channels(self, rank, tail):

@@ -17,9 +17,9 @@ import sys
 import time
 
 from deepspeed.host.launcher_messages import SOCKET_VARIABLE
+from deepspeed.host.variables import number
 from deepspeed.launcher import linux
 from deepspeed.launcher.control import from_wire, to_wire
-from deepspeed.launcher.environment import number
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.forked_script import is_script
 from deepspeed.launcher.launch import FORWARDED, be_supervisor

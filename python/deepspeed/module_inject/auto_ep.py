@@ -92,8 +92,8 @@ class AutoEP:
         router, experts = getattr(module, router_name), getattr(module, experts_name)
         listed = isinstance(experts, torch.nn.ModuleList)
         names = list(preset.listed if listed else preset.stacked)
-        for place, given in enumerate((config.expert_w1, config.expert_w2)):
-            names[place] = given or names[place]
+        for index, given in enumerate((config.expert_w1, config.expert_w2)):
+            names[index] = given or names[index]
         names[2] = names[2] if config.expert_w3 is _UNSET else config.expert_w3
         self._check_experts(name, experts, listed, names)
         if getattr(module, "jitter_noise", 0):

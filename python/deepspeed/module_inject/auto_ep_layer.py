@@ -15,7 +15,7 @@ from deepspeed.moe.ep_router import Fp32Linear, TokenChoiceTopKRouter
 from deepspeed.moe.errors import fail
 from deepspeed.moe.exchange import exchange_of, with_gradient
 from deepspeed.moe.routes import Routes
-from deepspeed.moe.rows import combine_rows, dispatch_rows, places_of
+from deepspeed.moe.rows import combine_rows, dispatch_rows, positions_of
 from deepspeed.moe.statistics import LayerStatistics
 from deepspeed.utils import groups
 from deepspeed.zero.parameters.param_ranks import ParamRanks
@@ -72,7 +72,7 @@ def combine_from_routed(expert_output, top_scores, token_indices_sorted, top_k, 
     weights = top_scores.reshape(-1, top_k).float()
     weights = weights if score_apply == "post" else torch.ones_like(weights)
     sources = token_indices_sorted.to(torch.int32)
-    slots = places_of(sources, len(sources)).view(-1, top_k)
+    slots = positions_of(sources, len(sources)).view(-1, top_k)
     return combine_rows(expert_output, weights, sources, slots).reshape(shape)
 
 

@@ -6,7 +6,7 @@ without an error. Logits that are NaN give weights that are NaN.
 
 import torch
 
-from deepspeed.moe.rows import places_of
+from deepspeed.moe.rows import positions_of
 
 _STABLE = {"dim": 0, "stable": True}
 
@@ -23,14 +23,14 @@ class DevicePlan:
         chosen = torch.where(chosen < 0, num_experts, chosen)
         self.wanted = self._count(chosen)[:-1]
         if priority is None:
-            stays = self._places(chosen) < capacity
+            stays = self._positions(chosen) < capacity
         else:
             ranked = by_order(priority.float()).argsort(descending=True, **_STABLE)
             stays = torch.empty_like(chosen, dtype=torch.bool)
-            stays[ranked] = self._places(chosen[ranked]) < capacity
+            stays[ranked] = self._positions(chosen[ranked]) < capacity
         chosen = torch.where(stays, chosen, num_experts)
         self.kept = self._count(chosen)[:-1]
-        location = torch.where(chosen < num_experts, self._places(chosen), -1)
+        location = torch.where(chosen < num_experts, self._positions(chosen), -1)
         back = (lambda t: t.view(k, tokens).t().contiguous()) if choices_first else (lambda t: t.view(tokens, k))
         self._location, self._experts = back(location), back(chosen)
 
@@ -39,20 +39,19 @@ class DevicePlan:
         counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=chosen.device)
         return counts.scatter_add_(0, chosen, torch.ones_like(chosen))
 
-    def _places(self, chosen):
+    def _positions(self, chosen):
         """For each choice the number of earlier choices of the same expert."""
         order, counts = chosen.argsort(**_STABLE), self._count(chosen)
         starts = counts.cumsum(0) - counts
-        places = torch.empty_like(chosen)
-        places[order] = torch.arange(len(chosen), device=chosen.device) - starts[chosen[order]]
-        return places
+        positions = torch.empty_like(chosen)
+        positions[order] = torch.arange(len(chosen), device=chosen.device) - starts[chosen[order]]
+        return positions
 
     def location(self):
         return self._location.to(torch.int32)
 
     def slots(self, capacity):
-        slots = torch.where(self._location >= 0, self._experts * capacity + self._location, -1)
-        return slots.to(torch.int32)
+        return torch.where(self._location >= 0, self._experts * capacity + self._location, -1).to(torch.int32)
 
     def sources(self, capacity):
-        return places_of(self.slots(capacity), self.num_experts * capacity)
+        return positions_of(self.slots(capacity), self.num_experts * capacity)

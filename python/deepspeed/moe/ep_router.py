@@ -105,10 +105,7 @@ class TokenChoiceTopKRouter(torch.nn.Module):
 
     def _within_groups(self, choice):
         grouped = choice.view(len(choice), self.num_expert_groups, -1)
-        if self.group_score_func == "max":
-            scores = grouped.max(-1)[0]
-        else:
-            scores = grouped.topk(2, dim=-1)[0].sum(-1)
+        scores = grouped.topk(1 if self.group_score_func == "max" else 2, dim=-1)[0].sum(-1)
         kept = torch.zeros_like(scores, dtype=torch.bool)
         kept.scatter_(1, scores.topk(self.num_limited_groups, dim=-1)[1], True)
         return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).view_as(choice)

@@ -7,7 +7,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.moe.rows import places_of, reorder_rows
+from deepspeed.moe.rows import positions_of, reorder_rows
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 
@@ -154,7 +154,7 @@ class TokenDispatcher:
         ranks, local = self.mine.shape
         runs = sources.split(self.mine.view(-1).tolist())
         sources = torch.cat([runs[r * local + e] for a, b in self.parts for r in range(ranks) for e in range(a, b)])
-        return sources, places_of(sources, slots.numel()).view(slots.shape)
+        return sources, positions_of(sources, slots.numel()).view(slots.shape)
 
     def run(self, rows, experts, beside):
         """The rows, in that order, through ``experts(rows, counts, first expert)``. ``beside`` is called during the

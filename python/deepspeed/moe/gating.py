@@ -145,7 +145,7 @@ def capacity_in(group, routes):
 
 
 def _published(routes, ep_group, sparse):
-    """The tuple of the gating functions. ``sparse``: ``(l_aux, capacity, experts, [expert of each token], [its place
+    """The tuple of the gating functions. ``sparse``: ``(l_aux, capacity, experts, [expert of each token], [its position
     there], [its weight], counts)`` with an entry for each of the k choices; expert -1: dropped."""
     capacity = capacity_in(ep_group, routes)
     if not sparse:

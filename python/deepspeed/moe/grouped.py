@@ -21,51 +21,37 @@ _METHODS = {"relu", "tanh", "sigmoid", "mul", "add", "sub"}
 
 
 class _GroupedLinear(torch.autograd.Function):
+    """``apply(x, rows, stacked, *params)``: weights and then biases of all groups, or the weights in one tensor."""
+
     @staticmethod
-    def forward(ctx, x, rows, biased, *params):
-        weights, biases = params[: len(rows)], params[len(rows) :]
-        ctx.save_for_backward(x, *weights)
-        ctx.rows, ctx.biased = rows, biased
-        return ops().grouped_linear(x, rows, list(weights), list(biases))
+    def forward(ctx, x, rows, stacked, *params):
+        weights = params[0].detach().unbind(0) if stacked else params[: len(rows)]
+        ctx.save_for_backward(x, *(params if stacked else weights))
+        ctx.rows, ctx.stacked = rows, stacked
+        return ops().grouped_linear(x, rows, list(weights), [] if stacked else list(params[len(rows) :]))
 
     @staticmethod
     def backward(ctx, grad):
         x, *weights = ctx.saved_tensors
-        wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
-        wants_weights, wants_biases = any(wants[: len(weights)]), any(wants[len(weights) :])
+        count, (wants_x, _, _, *wants) = len(weights), ctx.needs_input_grad
+        wants_weights, wants_biases = any(wants[:count]), any(wants[count:])
+        each = list(weights[0].detach().unbind(0)) if ctx.stacked else weights
         to_x, to_weights, to_biases = ops().grouped_linear_grads(
-            x, grad, ctx.rows, weights, wants_x, wants_weights, wants_biases
+            x, grad, ctx.rows, each, wants_x, wants_weights, wants_biases, stacked=ctx.stacked
         )
-        nothing = [None] * len(weights)
-        biases = (to_biases if wants_biases else nothing) if ctx.biased else []
+        nothing = [None] * count
+        biases = (to_biases if wants_biases else nothing)[: len(wants) - count]
         return to_x, None, None, *(to_weights if wants_weights else nothing), *biases
-
-
-class _StackedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, rows, weight):
-        ctx.save_for_backward(x, weight)
-        ctx.rows = rows
-        return ops().grouped_linear(x, rows, list(weight.detach().unbind(0)), [])
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        wants_x, _, wants_weight = ctx.needs_input_grad
-        to_x, to_weight, _ = ops().grouped_linear_grads(
-            x, grad, ctx.rows, list(weight.detach().unbind(0)), wants_x, wants_weight, False, stacked=True
-        )
-        return to_x, None, to_weight[0] if wants_weight else None
 
 
 def stacked_product(x, rows, weight):
     """The next ``rows[g]`` rows of ``x`` times ``weight[g]`` [out, in], turned, for all g; ``weight`` is one tensor."""
-    return _StackedLinear.apply(x, rows, weight)
+    return _GroupedLinear.apply(x, rows, True, weight)
 
 
 def grouped_product(x, rows, weights, biases=()):
     """The next ``rows[g]`` rows of ``x`` times ``weights[g]`` [out, in], turned, plus ``biases[g]``."""
-    return _GroupedLinear.apply(x, rows, len(biases) > 0, *weights, *biases)
+    return _GroupedLinear.apply(x, rows, False, *weights, *biases)
 
 
 def grouped_linear(x, rows, layers):

@@ -2,6 +2,7 @@
 
 import torch
 
+from deepspeed.comm.mesh_views import PIPELINE, ask_mpu
 from deepspeed.log import log_dist
 from deepspeed.moe.errors import fail
 from deepspeed.moe.experts import Experts
@@ -10,12 +11,6 @@ from deepspeed.moe.replaced import share_anew
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.utils import groups
 from deepspeed.zero.parameters.param_ranks import ParamRanks
-
-
-def _stages(mpu):
-    """Stages of a pipeline, each with experts of its own."""
-    names = ("get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size")
-    return next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), 1)
 
 
 class MoE(torch.nn.Module):
@@ -118,7 +113,7 @@ class MoE(torch.nn.Module):
             if groups.mpu is None or not self.enable_expert_tensor_parallelism:
                 groups._create_expert_and_data_parallel(
                     self.ep_size,
-                    pp_size=self.stages or _stages(groups.mpu),
+                    pp_size=self.stages or ask_mpu(groups.mpu, "world_size", PIPELINE),
                     use_data_before_expert_parallel_=use_data_before_expert_parallel_,
                 )
             else:

@@ -22,6 +22,8 @@ def ops():
 
 
 class _Dispatch(torch.autograd.Function):
+    """``apply(tokens, sources, slots)``: a row for each entry of ``sources``: the token of that assignment."""
+
     @staticmethod
     def forward(ctx, tokens, sources, slots):
         ctx.save_for_backward(slots)
@@ -33,6 +35,8 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
+    """``apply(rows, weights, sources, slots)``: for each token the sum of its rows, times their weights [tokens, k]."""
+
     @staticmethod
     def forward(ctx, rows, weights, sources, slots):
         ctx.save_for_backward(rows, weights, sources, slots)
@@ -63,6 +67,9 @@ class _Gate(torch.autograd.Function):
 
 
 class _AddLoss(torch.autograd.Function):
+    """``apply(output, loss, scale)``: ``output``; its backward also runs that of ``scale()`` times ``loss``, a loss
+    that the model does not return."""
+
     @staticmethod
     def forward(ctx, output, loss, scale):
         ctx.scale, ctx.like = scale, (loss.shape, loss.dtype, loss.device)
@@ -74,33 +81,21 @@ class _AddLoss(torch.autograd.Function):
         return grad, torch.full(shape, ctx.scale(), dtype=dtype, device=device), None
 
 
-def add_loss(output, loss, scale):
-    """``output``; its backward also runs that of ``scale()`` times ``loss``, a loss that the model does not return."""
-    return _AddLoss.apply(output, loss, scale)
+dispatch_rows, combine_rows, add_loss = _Dispatch.apply, _Combine.apply, _AddLoss.apply
 
 
-def dispatch_rows(tokens, sources, slots):
-    """A row for each entry of ``sources``: the token of that assignment."""
-    return _Dispatch.apply(tokens, sources, slots)
-
-
-def combine_rows(rows, weights, sources, slots):
-    """For each token the sum of its rows, times their weights [tokens, k]."""
-    return _Combine.apply(rows, weights, sources, slots)
-
-
-def places_of(numbers, count):
-    """For each of ``count`` numbers its place in ``numbers``, a tensor of any shape, flat; int32, -1 for none. Negative
-    numbers have no place. It is the inverse of a permutation."""
+def positions_of(numbers, count):
+    """For each of ``count`` numbers its position in ``numbers``, a tensor of any shape, flat; int32, -1 for none.
+    Negative numbers have no position. It is the inverse of a permutation."""
     flat = numbers.reshape(-1).long()
     found = torch.full((count + 1,), -1, dtype=torch.int32, device=flat.device)
-    places = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
-    return found.scatter_(0, torch.where(flat < 0, count, flat), places)[:count]
+    positions = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
+    return found.scatter_(0, torch.where(flat < 0, count, flat), positions)[:count]
 
 
 def reorder_rows(rows, order):
     """``rows[order]`` for a permutation ``order``."""
-    inverse = places_of(order, len(order))
+    inverse = positions_of(order, len(order))
     return _Dispatch.apply(rows, order, inverse.unsqueeze(1)), inverse
 
 

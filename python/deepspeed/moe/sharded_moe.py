@@ -31,7 +31,7 @@ from deepspeed.moe.gating import (  # noqa: F401
 )
 from deepspeed.moe.mappings import drop_tokens, gather_tokens, tensor_ranks
 from deepspeed.moe.routes import Routes, capacity_of
-from deepspeed.moe.rows import add_loss, combine_rows, dispatch_rows, places_of
+from deepspeed.moe.rows import add_loss, combine_rows, dispatch_rows, positions_of
 from deepspeed.moe.statistics import LayerStatistics
 from deepspeed.ops.half_products import add_in_fp32
 from deepspeed.utils import groups
@@ -52,13 +52,14 @@ def _capacity(gates, capacity_factor, min_capacity):
 
 
 def _route_slots(indices, locations, num_experts, capacity):
-    """The row ``expert * capacity + place`` of each choice; -1 for one that was dropped: no expert, or no place there.
+    """The row ``expert * capacity + location`` of each choice; -1 for one that was dropped: no expert, or no row left.
 
     ``indices`` and ``locations`` are what ``sparse_routes`` of the gating functions gives, a list of tensors [tokens]
     for each choice or one tensor; so is the result.
     """
     if not torch.is_tensor(indices):
-        return [_route_slots(i, place, num_experts, capacity) for i, place in zip(indices, locations, strict=True)]
+        pairs = zip(indices, locations, strict=True)
+        return [_route_slots(*pair, num_experts, capacity) for pair in pairs]
     kept = (indices >= 0) & (indices < num_experts) & (locations >= 0) & (locations < capacity)
     return torch.where(kept, indices * capacity + locations, torch.full_like(indices, -1))
 
@@ -73,7 +74,7 @@ def _stacked(choices):
 def _sparse_encode(reshaped_input, slots, num_experts, capacity):
     """Tokens [tokens, width] in the rows of their experts: [experts, capacity, width], zeros where there is none."""
     slots = _stacked(slots)
-    return dispatch_rows(reshaped_input, places_of(slots, num_experts * capacity), slots.to(torch.int32)).reshape(
+    return dispatch_rows(reshaped_input, positions_of(slots, num_experts * capacity), slots.to(torch.int32)).reshape(
         num_experts, capacity, -1
     )
 
@@ -82,7 +83,7 @@ def _sparse_decode(expert_output, slots, gates, num_tokens):
     """For each of ``num_tokens`` tokens the sum of its rows of ``expert_output``, times ``gates``."""
     slots, rows = _stacked(slots), expert_output.reshape(-1, expert_output.shape[-1])
     weights = _stacked(gates)
-    return combine_rows(rows, weights, places_of(slots, len(rows)), slots.to(torch.int32))[:num_tokens]
+    return combine_rows(rows, weights, positions_of(slots, len(rows)), slots.to(torch.int32))[:num_tokens]
 
 
 class TopKGate(torch.nn.Module):

@@ -7,14 +7,13 @@ import torch
 
 from deepspeed.moe.layer import MoE
 from deepspeed.utils.norms import is_moe_param
+from deepspeed.utils.runs import runs_of
 
 
 def has_moe_layers(m):
     """``(whether m has MoE layers, experts of the first one)``."""
-    for module in m.modules():
-        if isinstance(module, MoE):
-            return True, module.num_experts
-    return False, 0
+    experts = [module.num_experts for module in m.modules() if isinstance(module, MoE)]
+    return bool(experts), experts[0] if experts else 0
 
 
 def split_params_into_shared_and_expert_params(params):
@@ -47,25 +46,13 @@ def split_params_into_different_moe_groups_for_optimizer(param_groups, max_group
         group["params"], experts = split_params_into_shared_and_expert_params(_listed(group["params"]))
         for name in dict.fromkeys(param.group_name for param in experts):
             mine = [param for param in experts if param.group_name == name]
-            made += [{**group, "name": name, "moe": True, "params": run} for run in _runs(mine, max_group_size)]
+            runs = runs_of(mine, max_group_size, lambda param: getattr(param, "ds_numel", param.numel()))
+            made += [{**group, "name": name, "moe": True, "params": run} for run in runs]
     return param_groups + made
 
 
 def _listed(params):
     return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
-def _runs(params, largest):
-    """``params`` in runs of at most ``largest`` elements; a parameter is never cut."""
-    runs, numel = [[]], 0
-    for param in params:
-        size = getattr(param, "ds_numel", param.numel())
-        if largest is not None and runs[-1] and numel + size > largest:
-            runs.append([])
-            numel = 0
-        runs[-1].append(param)
-        numel += size
-    return runs
 
 
 def is_moe_param_group(param_group):

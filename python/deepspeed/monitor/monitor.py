@@ -36,9 +36,6 @@ class MonitorMaster(Monitor):
             setattr(self, name, None)
 
     def write_events(self, event_list):
-        if print_rank() != 0:
-            return
-        for name in KINDS.values():
-            monitor = getattr(self, name)
-            if monitor is not None:
-                monitor.write_events(event_list)
+        monitors = (getattr(self, name) for name in KINDS.values()) if print_rank() == 0 else ()
+        for monitor in filter(None, monitors):
+            monitor.write_events(event_list)

@@ -54,13 +54,13 @@ def parse_io_arguments(argv=None):
             parser.error(why)
     try:
         args.io_size, args.block_size = bytes_of(args.io_size), bytes_of(args.block_size)
-        args.places = places_of(args)
+        args.targets = targets_of(args)
     except ValueError as error:
         parser.error(str(error))
     return args
 
 
-def places_of(args):
+def targets_of(args):
     """(folder, device) of each process."""
     kind = "cuda" if args.gpu else "cpu"
     if args.folder:
@@ -85,11 +85,11 @@ def measure(args, folder, device):
 
 def run(args):
     """{"op", "gb_per_s": sum of the processes' medians, "processes": GB/s of each loop of each}."""
-    if len(args.places) == 1:
-        rates = [measure(args, *args.places[0])]
+    if len(args.targets) == 1:
+        rates = [measure(args, *args.targets[0])]
     else:
-        with ProcessPoolExecutor(len(args.places), mp_context=get_context("spawn")) as pool:
-            rates = list(pool.map(measure, [args] * len(args.places), *zip(*args.places)))
+        with ProcessPoolExecutor(len(args.targets), mp_context=get_context("spawn")) as pool:
+            rates = list(pool.map(measure, [args] * len(args.targets), *zip(*args.targets)))
     total = sum(statistics.median(each) for each in rates)
     return {"op": "read" if args.read else "write", "gb_per_s": total, "processes": rates}
 
@@ -103,7 +103,7 @@ def ds_io_main(argv=None):
         print(f"ds_io: {error}", file=sys.stderr)
         raise SystemExit(1) from error
     for number, rates in enumerate(result["processes"]):
-        folder, device = args.places[number]
+        folder, device = args.targets[number]
         texts = ", ".join(f"{rate:.3f}" for rate in rates)
         print(f"process {number}: {folder}, {device}: {result['op']} GB/s of each loop: {texts}")
     print(f"{result['op']} speed: {result['gb_per_s']:.3f} GB/s")

@@ -59,9 +59,7 @@ def optimizer_named(name, parameters, params, on_host=False):
             f"torch.optim.{nearest(name, _names() + dir(torch.optim))}"
         )
     try:
-        if builder is not None:
-            return builder(name.lower(), parameters, params)
-        return torch_class(parameters, **params)
+        return torch_class(parameters, **params) if builder is None else builder(name.lower(), parameters, params)
     except TypeError as error:
         raise DeepSpeedConfigError(f"optimizer.params do not fit {name}: {error}") from error
 

@@ -184,12 +184,12 @@ class NativeOptimizer(torch.optim.Optimizer):
         stream = get_accelerator().current_stream(device).cuda_stream if device.type == "cuda" else 0
         random = {}
         if self.stochastic_rounding and any(param.dtype == torch.bfloat16 for param in params):
-            places = {}
+            positions = {}
             for group in self.param_groups:
-                places.update({param: len(places) + index for index, param in enumerate(group["params"])})
+                positions.update({param: len(positions) + index for index, param in enumerate(group["params"])})
             random = {
                 "seed": (self._seed ^ (step << 40)) & 0xFFFFFFFFFFFFFFFF,
-                "streams": [places[param] for param in params],
+                "streams": [positions[param] for param in params],
             }
         self._runner(rule).step(
             params, grads, states, args, step=step, threads=torch.get_num_threads(), cuda_stream=stream, **random

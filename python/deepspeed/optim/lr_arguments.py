@@ -105,6 +105,4 @@ def get_lr_from_config(config):
     if schedule not in VALID_LR_SCHEDULES:
         return None, f"{schedule} is not a known LR schedule; use one of {', '.join(VALID_LR_SCHEDULES)}"
     key = {LR_RANGE_TEST: "lr_range_test_min_lr", ONE_CYCLE: "cycle_max_lr"}.get(schedule, "warmup_max_lr")
-    if key not in params:
-        return None, f"{key} of {schedule} not defined in config"
-    return params[key], ""
+    return (params[key], "") if key in params else (None, f"{key} of {schedule} not defined in config")

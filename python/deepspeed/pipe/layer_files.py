@@ -14,8 +14,8 @@ class LayerFiles:
         """The beginning of the names of files of this rank's stage and slice; copies share them."""
         axes = [axis for axis in self._topo.get_axis_names() if axis not in ("data", "sequence")]
         coordinate = self._topo.get_coord(self._grid.get_global_rank())
-        places = "".join(f"-{axis}_{getattr(coordinate, axis):02d}" for axis in axes)
-        return os.path.join(checkpoints_path, str(tag), f"module{places}")
+        coordinates = "".join(f"-{axis}_{getattr(coordinate, axis):02d}" for axis in axes)
+        return os.path.join(checkpoints_path, str(tag), f"module{coordinates}")
 
     def _slices(self):
         """Which part of its layers this rank has, such as ``"model_01"``; "" for all of them."""
@@ -38,7 +38,7 @@ class LayerFiles:
         """For checkpoints of an engine: the file that each module of this stage is in."""
         first = {layers[0]: f"tied_modules.{key}" for key, layers in self._tied_layers.items()}
         numbers, layers = {path: number for number, path in first.items()}, {}
-        for number, module in zip(self.local_layers, self._modules_by_place):
+        for number, module in zip(self.local_layers, self._modules_by_position):
             key = getattr(self._layer_specs[number], "key", None)
             if module is not None:
                 path = str(number) if key is None else f"tied_modules.{key}"
@@ -53,7 +53,7 @@ class LayerFiles:
         )
 
     def _file_of(self, local):
-        """The layer under which the module of this place is saved: its own; for a tied one, the first of its key."""
+        """The layer under which the module of this position is saved: its own; for a tied one, the first of its key."""
         key = getattr(self._layer_specs[self.local_layers[local]], "key", None)
         return self.local_layers[local] if key is None else self._tied_layers[key][0]
 
@@ -64,7 +64,7 @@ class LayerFiles:
         offsets = partition_uniform(len(self.forward_funcs), self._grid.get_sequence_data_parallel_world_size())
         os.makedirs(save_dir, exist_ok=True)
         for local in range(offsets[copy], offsets[copy + 1]):
-            module = self._modules_by_place[local]
+            module = self._modules_by_position[local]
             called_itself = self.forward_funcs[local] is module
             if module is None or not (called_itself or self._file_of(local) == self.local_layers[local]):
                 continue
@@ -80,7 +80,7 @@ class LayerFiles:
     def load_state_dir(self, load_dir, checkpoint_engine, strict=True):
         """Reads the layers of this stage, however many stages wrote them. Copies of a tied layer read one file, so they
         are equal afterwards; no rank waits for another."""
-        for local, module in enumerate(self._modules_by_place):
+        for local, module in enumerate(self._modules_by_position):
             if module is None:
                 continue
             path = self._layer_path(load_dir, self._file_of(local))

@@ -1,16 +1,15 @@
 """The work of each layer of a pipeline for a micro-batch, found with meta tensors, which take no memory and no time."""
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed._compat import TORCH2
+from deepspeed._compat import memory_of
 from deepspeed.pipe.layers import LayerSpec, built_on_meta, call_of, describe
-from deepspeed.pipe.profile import tensors_of
-from deepspeed.zero.nested import replace
+from deepspeed.pipe.profile import fresh, saved_bytes, tensors_of
+from deepspeed.utils.init_on_device import copy_on_meta
 
 ELEMENTWISE = 8  # operations that writing one element costs as much as, where no matrices are multiplied
 
@@ -28,11 +27,6 @@ class LayerWork:
     state_bytes: int = 0  # what its parameters take with gradients and optimizer states
 
 
-def _memory(tensor):
-    """An identity of the memory of a tensor: meta tensors have no address."""
-    return (tensor.untyped_storage() if TORCH2 else tensor.storage())._cdata
-
-
 class _Counting(TorchDispatchMode):
     """Adds up what is done into ``work``. A product with a weight has two gradients, one of each kind; a product of two
     activations has two of inputs."""
@@ -47,13 +41,13 @@ class _Counting(TorchDispatchMode):
         operands = [one for one in args if isinstance(one, torch.Tensor)]
         product = _product(name, operands, out)
         if product:
-            weights = [one for one in operands[-2:] if _memory(one) in self.trainable | self.frozen]
-            own = any(_memory(one) in self.trainable for one in weights)
+            weights = [one for one in operands[-2:] if memory_of(one) in self.trainable | self.frozen]
+            own = any(memory_of(one) in self.trainable for one in weights)
             self.work.forward += product
             self.work.backward_input += product if weights else 2 * product
             self.work.backward_weight += product if own else 0
         elif isinstance(out, torch.Tensor) and name not in _FREE:
-            if _memory(out) not in {_memory(one) for one in operands}:
+            if memory_of(out) not in {memory_of(one) for one in operands}:
                 self.work.forward += ELEMENTWISE * out.numel()
                 self.work.backward_input += ELEMENTWISE * out.numel()
         return out
@@ -73,25 +67,10 @@ def _product(name, operands, out):
     return 0
 
 
-def on_meta(value):
-    """The same inputs, without values."""
-    return replace(
-        value,
-        torch.is_tensor,
-        lambda one: torch.empty_like(one, device="meta").requires_grad_(one.is_floating_point()),
-    )
-
-
 def _module(layer):
     if isinstance(layer, LayerSpec):
         return built_on_meta(layer).to("meta")
-    if not isinstance(layer, nn.Module):
-        return None
-    memo = {}
-    for tensor in (*layer.parameters(), *layer.buffers()):
-        bare = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-    return copy.deepcopy(layer, memo)
+    return copy_on_meta(layer) if isinstance(layer, nn.Module) else None
 
 
 def on_meta_call(layer):
@@ -102,19 +81,12 @@ def on_meta_call(layer):
 
 def _one_layer(run, module, inputs):
     parameters = list(module.parameters()) if module is not None else []
-    trainable = {_memory(one) for one in parameters if one.requires_grad}
-    frozen = {_memory(one) for one in parameters if not one.requires_grad}
-    work, kept = LayerWork(parameters=sum(one.numel() for one in parameters)), {}
-
-    def pack(tensor):
-        if _memory(tensor) not in trainable | frozen:
-            kept[_memory(tensor)] = (tensor.numel() * tensor.element_size(), tensor)  # held: numbers are not reused
-        return tensor
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with _Counting(work, trainable, frozen):
-            out = run(inputs)
-    work.activation_bytes = sum(size for size, _ in kept.values())
+    trainable = {memory_of(one) for one in parameters if one.requires_grad}
+    frozen = {memory_of(one) for one in parameters if not one.requires_grad}
+    work = LayerWork(parameters=sum(one.numel() for one in parameters))
+    with torch.enable_grad(), saved_bytes(module) as kept, _Counting(work, trainable, frozen):
+        out = run(inputs)
+    work.activation_bytes = sum(kept.values())
     work.output_bytes = sum(one.numel() * one.element_size() for one in tensors_of(out))
     return work, out
 
@@ -122,17 +94,17 @@ def _one_layer(run, module, inputs):
 def layer_works(layers, sample, calls=None):
     """``LayerWork`` of each layer for the inputs ``sample``, of which only shapes and types are read. Into the list
     ``calls`` goes what ``on_meta_call`` makes of each."""
-    inputs, works = on_meta(sample), []
-    for place, layer in enumerate(layers):
+    inputs, works = fresh(sample, "meta"), []
+    for number, layer in enumerate(layers):
         try:
             call = on_meta_call(layer)
             work, out = _one_layer(*call, inputs)
         except Exception as error:
             raise RuntimeError(
-                f"{describe(place, layer)} of the pipeline cannot run on meta tensors: {error}"
+                f"{describe(number, layer)} of the pipeline cannot run on meta tensors: {error}"
             ) from error
         works.append(work)
         if calls is not None:
             calls.append(call)
-        inputs = on_meta(out)
+        inputs = fresh(out, "meta")
     return works

@@ -57,10 +57,10 @@ class TiedLayerSpec(LayerSpec):
 def as_layers(layers):
     """The list that ``PipelineModule(layers)`` stands for; TypeError for what is no layer."""
     layers = list(layers)  # an nn.Sequential, too
-    for place, layer in enumerate(layers):
+    for number, layer in enumerate(layers):
         if isinstance(layer, type) or not (isinstance(layer, LayerSpec) or callable(layer)):
             raise TypeError(
-                f"layer {place} of the pipeline is {layer!r}: layers are modules, LayerSpec(class, ...) or functions"
+                f"layer {number} of the pipeline is {layer!r}: layers are modules, LayerSpec(class, ...) or functions"
             )
     return layers
 
@@ -72,9 +72,9 @@ def class_name(layer):
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 
-def describe(place, layer):
+def describe(number, layer):
     """``"layer 3 (Linear)"``."""
-    return f"layer {place} ({class_name(layer)})"
+    return f"layer {number} ({class_name(layer)})"
 
 
 def call_of(layer, module):

@@ -16,7 +16,7 @@ from deepspeed.log import log_dist
 from deepspeed.pipe.layer_files import LayerFiles
 from deepspeed.pipe.layers import LayerSpec, TiedLayerSpec, as_layers, call_of, describe
 from deepspeed.pipe.partitioning import partition
-from deepspeed.pipe.place import LAYER, Place
+from deepspeed.pipe.position import LAYER, Position
 from deepspeed.pipe.profile import profile_layers, tensors_of
 from deepspeed.pipe.recompute import segments
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
@@ -76,7 +76,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self.activation_checkpoint_func = activation_checkpoint_func
         self.micro_offset = 0
         self.running_layer = None  # the number in the model of the layer that ran last
-        self.place = Place()
+        self.position = Position()
 
         self._topo = topology if topology is not None else self._stages_and_copies(num_stages)
         self._grid = PipelineParallelGrid(self._topo)
@@ -97,10 +97,9 @@ class PipelineModule(LayerFiles, nn.Module):
         bounds = [self.pipe_shape.virtual_stage(self.stage_id, chunk) for chunk in range(virtual_stages)]
         self._chunks = [range(self.parts[part], self.parts[part + 1]) for part in bounds]
         self.local_layers = [layer for chunk in self._chunks for layer in chunk]  # their numbers in the model
-        self._local_start, self._local_stop = self._chunks[0].start, self._chunks[-1].stop
 
         self.forward_funcs, self.fwd_map = [], {}
-        self._modules_by_place = []  # the module behind each of forward_funcs, or None
+        self._modules_by_position = []  # the module behind each of forward_funcs, or None
         self.tied_modules, self.tied_weight_attrs = nn.ModuleDict(), {}
         self._tied_layers = {}  # key -> its layers in the whole model
         for number, layer in enumerate(self._layer_specs):
@@ -166,17 +165,17 @@ class PipelineModule(LayerFiles, nn.Module):
             self.add_module(name, module)
         self.fwd_map[name] = len(self.forward_funcs)
         self.forward_funcs.append(call_of(layer, module))
-        self._modules_by_place.append(module)
+        self._modules_by_position.append(module)
 
     def compile(self, *args, **kwargs):
         """Each layer of this stage through ``torch.compile``."""
         if not TORCH2:
             raise RuntimeError("PipelineModule.compile needs torch 2.0 or later, which has torch.compile")
-        for place, layer in enumerate(self.forward_funcs):
+        for position, layer in enumerate(self.forward_funcs):
             if isinstance(layer, nn.Module):
                 layer.compile(*args, **kwargs)
             else:
-                self.forward_funcs[place] = torch.compile(layer, *args, **kwargs)
+                self.forward_funcs[position] = torch.compile(layer, *args, **kwargs)
 
     def get_additional_losses(self):
         """Losses beside the one of ``loss_fn``, by name, or None; to be overridden."""
@@ -202,13 +201,13 @@ class PipelineModule(LayerFiles, nn.Module):
         return x
 
     def _run(self, first, last, x, offset=None):
-        for place in range(first, last):
-            self.__dict__["running_layer"] = self.local_layers[place]
-            self.place.words[LAYER] = self.local_layers[place] + 1
+        for position in range(first, last):
+            self.__dict__["running_layer"] = self.local_layers[position]
+            self.position.words[LAYER] = self.local_layers[position] + 1
             if self.seed_layers:
                 micro = self.micro_offset if offset is None else offset
-                self.seed_fn(self.base_seed * micro + self.local_layers[place])
-            x = self.forward_funcs[place](x)
+                self.seed_fn(self.base_seed * micro + self.local_layers[position])
+            x = self.forward_funcs[position](x)
         return x
 
     def _recomputed(self, first, last, x):
@@ -223,10 +222,10 @@ class PipelineModule(LayerFiles, nn.Module):
             run = checkpointing.non_reentrant_checkpoint
         return run(segment, *(x if packed else (x,)))
 
-    def _check_output(self, place, x):
+    def _check_output(self, position, x):
         ours = isinstance(x, torch.Tensor) or (isinstance(x, tuple) and len(x) == len(tensors_of(x)) > 0)
         if not ours:
-            number = self.local_layers[place]
+            number = self.local_layers[position]
             raise TypeError(
                 f"{describe(number, self._layer_specs[number])} is the last of stage {self.stage_id} and returned "
                 f"{type(x).__name__}: what goes to another stage is a tensor or a tuple of tensors"

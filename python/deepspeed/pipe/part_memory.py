@@ -11,7 +11,7 @@ from deepspeed._native import _C
 from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.pipe.profile import tensors_of
 from deepspeed.pipe.recompute import segments
-from deepspeed.zero.nested import replace
+from deepspeed.zero.nested import replace, tensors_in
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,8 @@ class _Allocating(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(one, torch.Tensor):
-                self.memory.track(one)
+        for one in tensors_in(out):
+            self.memory.track(one)
         return out
 
 

@@ -124,7 +124,7 @@ def plan(
     works = layer_works(layers, sample, calls)
     for work in works:
         work.state_bytes = state_bytes * work.parameters
-    times = [_times(work, costs[place] if costs else None) for place, work in enumerate(works)]
+    times = [_times(work, costs[number] if costs else None) for number, work in enumerate(works)]
     parts = num_stages * virtual_stages
     bounds = partition(layers, parts, partition_method, lambda: [sum(time) for time in times])
     memories, unknown = part_memories(

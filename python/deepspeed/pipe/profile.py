@@ -1,5 +1,6 @@
 """Measured costs of the layers of a pipeline, which are built one at a time, on one micro-batch."""
 
+import contextlib
 import copy
 import time
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed._compat import memory_of
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe.layers import LayerSpec, call_of, describe
 from deepspeed.zero.nested import replace
@@ -33,11 +35,27 @@ def tensors_of(value):
     return [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, torch.Tensor)]
 
 
-def _fresh(value, device):
+def fresh(value, device):
     """The same inputs, as if they had just been received."""
     return replace(
         value, torch.is_tensor, lambda one: one.detach().to(device).clone().requires_grad_(one.is_floating_point())
     )
+
+
+@contextlib.contextmanager
+def saved_bytes(module):
+    """``{memory: bytes}`` of what autograd saves in this context, without parameters of ``module`` (or None)."""
+    own = {memory_of(one) for one in module.parameters()} if module is not None else ()
+    sizes, held = {}, []  # numbers of freed memory come again
+
+    def pack(tensor):
+        if memory_of(tensor) not in own:
+            sizes[memory_of(tensor)] = tensor.numel() * tensor.element_size()
+            held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
 
 
 def _one_layer(layer, inputs, device, repeats):
@@ -47,19 +65,11 @@ def _one_layer(layer, inputs, device, repeats):
     elif isinstance(layer, nn.Module):
         module = copy.deepcopy(layer).to(device)  # running statistics of the model stay as they are
     run = call_of(layer, module)
-    own = {parameter.data_ptr() for parameter in module.parameters()} if module is not None else set()
-    forward, backward, kept, out = [], [], {}, None
+    forward, backward, out = [], [], None
     for _ in range(repeats + 1):  # the first one warms up
-        kept.clear()
-        x = _fresh(inputs, device)
-
-        def pack(tensor):
-            if tensor.data_ptr() not in own:
-                kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-            return tensor
-
+        x = fresh(inputs, device)
         begin = _now()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_bytes(module) as kept:
             out = run(x)
         middle = _now()
         heads = [one for one in tensors_of(out) if one.requires_grad]
@@ -80,14 +90,14 @@ def profile_layers(layers, sample, repeats=3, group=None):
     """``LayerCost`` of every layer for the inputs ``sample``; the means of all ranks of ``group``, so they agree."""
     device, inputs, costs = get_accelerator().current_device_name(), sample, []
     with torch.random.fork_rng(), torch.enable_grad():
-        for place, layer in enumerate(layers):
+        for number, layer in enumerate(layers):
             try:
                 cost, inputs = _one_layer(layer, inputs, device, repeats)
             except Exception as error:
                 raise RuntimeError(
-                    f"profile_input does not go through {describe(place, layer)} of the pipeline: {error}"
+                    f"profile_input does not go through {describe(number, layer)} of the pipeline: {error}"
                 ) from error
-            inputs = _fresh(inputs, device)
+            inputs = fresh(inputs, device)
             costs.append(cost)
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         times = torch.tensor([[cost.forward, cost.backward] for cost in costs], dtype=torch.float64)

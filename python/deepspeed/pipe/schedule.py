@@ -69,9 +69,6 @@ class PipeSchedule(ABC):
     def _valid_micro_batch(self, micro_batch_id):
         return 0 <= micro_batch_id < self.micro_batches
 
-    def _valid_stage(self, stage_id):
-        return 0 <= stage_id < self.stages
-
     def _buffer_idx(self, micro_batch_id):
         assert self._valid_micro_batch(micro_batch_id), f"there is no micro-batch {micro_batch_id}"
         return micro_batch_id % self.num_pipe_buffers()

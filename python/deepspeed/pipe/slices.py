@@ -10,8 +10,8 @@ SMALLEST = 4096  # bytes: below, the gather costs more than the transfer
 
 class Slices:
     """``pipeline.pipe_partitioned``, ``grad_partitioned``: tensors that are equal on all slice ranks travel in parts,
-    one from each, and are gathered where they arrive. Whether they are is looked at when a place in the messages of a
-    stream has a tensor for the first time; tensors that differ, or do not divide, travel whole.
+    one from each, and are gathered where they arrive. Whether they are is looked at when a position in the messages of
+    a stream has a tensor for the first time; tensors that differ, or do not divide, travel whole.
 
     communicator: of the slice ranks. streams: those that are cut.
     """
@@ -19,15 +19,15 @@ class Slices:
     def __init__(self, communicator, streams):
         self.communicator, self.streams = communicator, streams
         self.size, self.rank = communicator.size, communicator.rank
-        self.equal = {}  # (stream, peer, place) -> whether its tensors are
+        self.equal = {}  # (stream, peer, position) -> whether its tensors are
 
     def cut(self, stream, peer, tensors):
         """The tensors to send: first one that says how the others were cut, and into which shapes they grow again."""
         if stream not in self.streams:
             return tensors
         plan, parts = [], []
-        for place, tensor in enumerate(tensors):
-            if tensor is None or not self._cuts((stream, peer, place), tensor):
+        for position, tensor in enumerate(tensors):
+            if tensor is None or not self._cuts((stream, peer, position), tensor):
                 plan.append([])
                 parts.append(tensor)
                 continue
@@ -54,18 +54,18 @@ class Slices:
             found.append(whole.view(shape).requires_grad_(part.requires_grad))
         return found
 
-    def _cuts(self, place, tensor):
+    def _cuts(self, position, tensor):
         if tensor.dim() == 0 or tensor.numel() % self.size or tensor.numel() * tensor.element_size() < SMALLEST:
             return False
-        if place not in self.equal:
-            self.equal[place] = self._is_equal(tensor)
-            if not self.equal[place]:
+        if position not in self.equal:
+            self.equal[position] = self._is_equal(tensor)
+            if not self.equal[position]:
                 warning_once(
                     "tensors between pipeline stages differ on the ranks that share a layer, so they travel whole: "
                     "pipeline.pipe_partitioned and grad_partitioned have no effect on them. This is said once.",
                     key="slices that differ",
                 )
-        return self.equal[place]
+        return self.equal[position]
 
     def _is_equal(self, tensor):
         """Whether all slice ranks have the same bytes."""

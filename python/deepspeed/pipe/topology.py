@@ -73,10 +73,10 @@ class ProcessTopology:
         """Ranks whose coordinates are these."""
         self._known(filter_kwargs)
         wanted = filter_kwargs.items()
-        return [rank for at, rank in self.mapping.items() if all(getattr(at, axis) == place for axis, place in wanted)]
+        return [rank for at, rank in self.mapping.items() if all(getattr(at, axis) == index for axis, index in wanted)]
 
     def get_axis_list(self, axis, idx):
-        """Ranks at place ``idx`` of ``axis``."""
+        """Ranks at index ``idx`` of ``axis``."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self):
@@ -121,8 +121,8 @@ def _prime_factors(N):
 def _even_topology(world):
     """Stages and copies from the prime factors of ``world`` in turn."""
     stages = copies = 1
-    for place, prime in enumerate(_prime_factors(world)):
-        stages, copies = (stages * prime, copies) if place % 2 == 0 else (stages, copies * prime)
+    for turn, prime in enumerate(_prime_factors(world)):
+        stages, copies = (stages * prime, copies) if turn % 2 == 0 else (stages, copies * prime)
     return PipeDataParallelTopology(stages, copies)
 
 

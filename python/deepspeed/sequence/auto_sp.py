@@ -32,8 +32,7 @@ def auto_wrap_model_for_sp(model, process_group):
             "cannot be reached. Wrap it in deepspeed.sequence.layer.DistributedAttention"
         )
     if others:
-        modules = [model.get_submodule(name) for name in others]
-        share_model(model, modules, process_group)
+        share_model(model, map(model.get_submodule, others), process_group)
     for name, module in bare:
         _replace(model, name, DistributedAttention(module, process_group, gather_idx=1))
     for name, module in info.vit_attn_modules:

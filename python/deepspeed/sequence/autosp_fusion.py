@@ -10,24 +10,24 @@ _DEFAULT_IMAGE_TOKEN_ID = -200  # LLaVA's
 
 
 class _FusionAdapter(nn.Module):
-    """The base of the adapters, which know the ``places`` of visual features among the tokens."""
+    """The base of the adapters, which know the tokens that visual features replace."""
 
     def __init__(self, projection, process_group):
         super().__init__()
         self.projection, self.process_group = projection, process_group
 
     def forward(self, visual_features, text_embeds, input_ids):
-        places = self.places(input_ids)
+        replaced = self.replaced(input_ids)
         group = self.process_group
         world, rank = dist.get_world_size(group), dist.get_rank(group)
-        if places.shape != text_embeds.shape[:2]:
+        if replaced.shape != text_embeds.shape[:2]:
             raise ValueError(
-                f"input_ids of shape {tuple(places.shape)} do not belong to text_embeds of shape "
+                f"input_ids of shape {tuple(replaced.shape)} do not belong to text_embeds of shape "
                 f"{tuple(text_embeds.shape)}"
             )
         projected = self.projection(visual_features)
         whole = gathered(projected, group, 1) if world > 1 else projected
-        rows = [_row(*row) for row in zip(text_embeds, whole.to(text_embeds.dtype), places)]
+        rows = [_row(*row) for row in zip(text_embeds, whole.to(text_embeds.dtype), replaced)]
         lengths = sorted({row.shape[0] for row in rows})
         if len(lengths) > 1 or lengths[0] % world:
             raise ValueError(
@@ -42,15 +42,15 @@ class ModalityFusionSPAdapter(_FusionAdapter):
     part, features]``), and the embeddings and ids of the whole text (``[batch, tokens(, hidden)]``); returns this
     rank's part of the whole sequence, ``[batch, part, hidden]``.
 
-    Visual features pass ``projection``. They take the places of the tokens ``image_token_id``: one each where there
-    are as many, else all places of a row grow to an equal number of features. Gradients are those of one process.
+    Visual features pass ``projection``. They replace the tokens ``image_token_id``: one each where there
+    are as many, else all of a row grow to an equal number of features. Gradients are those of one process.
     """
 
     def __init__(self, projection, process_group, image_token_id=_DEFAULT_IMAGE_TOKEN_ID):
         super().__init__(projection, process_group)
         self.image_token_id = image_token_id
 
-    def places(self, input_ids):
+    def replaced(self, input_ids):
         """A mask ``[batch, tokens]``: True for tokens that visual features replace."""
         return input_ids == self.image_token_id
 
@@ -64,14 +64,14 @@ class InternVLFusionAdapter(ModalityFusionSPAdapter):
 
 
 class Qwen2VLFusionAdapter(_FusionAdapter):
-    """As ``ModalityFusionSPAdapter``: visual features take the places between ``vision_start_token_id`` and
+    """As ``ModalityFusionSPAdapter``: visual features replace the tokens between ``vision_start_token_id`` and
     ``vision_end_token_id``."""
 
     def __init__(self, projection, process_group, vision_start_token_id, vision_end_token_id):
         super().__init__(projection, process_group)
         self.vision_start_token_id, self.vision_end_token_id = vision_start_token_id, vision_end_token_id
 
-    def places(self, input_ids):
+    def replaced(self, input_ids):
         starts, ends = input_ids == self.vision_start_token_id, input_ids == self.vision_end_token_id
         if not torch.equal(starts.sum(1), ends.sum(1)):
             raise ValueError(
@@ -82,13 +82,13 @@ class Qwen2VLFusionAdapter(_FusionAdapter):
         return (starts.cumsum(1) - ends.cumsum(1) > 0) & ~starts
 
 
-def _row(text, visual, places):
-    count = int(places.sum())
+def _row(text, visual, replaced):
+    count = int(replaced.sum())
     if count == 0 and visual.shape[0]:
         return text + 0 * visual.sum()  # a text without pictures: all ranks still meet in backward
     if count and visual.shape[0] == count:
         fused = text.clone()
-        fused[places] = visual
+        fused[replaced] = visual
         return fused
     if count == 0 or visual.shape[0] % count:
         raise ValueError(
@@ -96,10 +96,10 @@ def _row(text, visual, places):
             "number for each; is image_token_id right?"
         )
     pictures = iter(visual.split(visual.shape[0] // count))
-    cuts = [-1, *places.nonzero().flatten().tolist(), places.shape[0]]
+    cuts = [-1, *replaced.nonzero().flatten().tolist(), replaced.shape[0]]
     parts = []
     for before, after in zip(cuts[:-1], cuts[1:]):
         parts.append(text[before + 1 : after])
-        if after < places.shape[0]:
+        if after < replaced.shape[0]:
             parts.append(next(pictures))
     return torch.cat(parts)

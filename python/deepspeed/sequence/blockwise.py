@@ -49,26 +49,26 @@ class Dropped:
         """For heads from number ``first`` of these on."""
         return Dropped(self.probability, self.seed, self.head + first)
 
-    def at(self, place):
-        """For the kernels, of a block whose first query and key are ``place``."""
-        return _C.BlockDropout(self.probability, self.seed, self.head, *place)
+    def at(self, position):
+        """For the kernels, of a block whose first query and key are ``position``."""
+        return _C.BlockDropout(self.probability, self.seed, self.head, *position)
 
-    def mask(self, like, place):
+    def mask(self, like, position):
         """The factors of a block's probabilities ``[batch, kv heads, readers, queries, keys]``."""
         batch, kv, readers, queries, keys = like.shape
 
         def numbers(start, stop, *shape):
             return torch.arange(start, stop, device=like.device).view(*shape)
 
-        first, last = place[1] // 4, (place[1] + keys - 1) // 4 + 1
+        first, last = position[1] // 4, (position[1] + keys - 1) // 4 + 1
         counter = (
-            numbers(place[0], place[0] + queries, -1, 1),
+            numbers(position[0], position[0] + queries, -1, 1),
             numbers(first, last, 1, -1),
             numbers(self.head, self.head + kv * readers, 1, -1, 1, 1),
             numbers(0, batch, -1, 1, 1, 1),
         )
         words = torch.stack(torch.broadcast_tensors(*philox(counter, self.seed)), -1).flatten(-2)
-        words = words[..., place[1] % 4 :][..., :keys].view(like.shape)
+        words = words[..., position[1] % 4 :][..., :keys].view(like.shape)
         return (words >= int(self.probability * (1 << 32))).to(like.dtype) * (1 / (1 - self.probability))
 
 
@@ -105,13 +105,13 @@ class ScoreRules(NamedTuple):
             )
         return cls(query.shape[-1] ** -0.5 if scale is None else scale, float(soft_cap), sinks, dropped)
 
-    def of_block(self, causal, looks, place):
+    def of_block(self, causal, looks, position):
         """For the kernels."""
-        dropout = self.dropped and self.dropped.at(place)
+        dropout = self.dropped and self.dropped.at(position)
         return _C.BlockRules(self.scale, causal, looks=looks, soft_cap=self.soft_cap, dropout=dropout)
 
-    def mask(self, like, place):
-        return None if self.dropped is None else self.dropped.mask(like, place)
+    def mask(self, like, position):
+        return None if self.dropped is None else self.dropped.mask(like, position)
 
 
 def sink_gradient(sinks, lse, row_sum):
@@ -144,12 +144,12 @@ class Rows:
         self.query, self.kv_heads, self.rules = query, kv_heads, rules
         self.high = self.total = self.sum = None
 
-    def see(self, key, value, causal=False, place=(0, 0), looks=None):
-        """``place``: of the first query and key in the whole sequence."""
+    def see(self, key, value, causal=False, position=(0, 0), looks=None):
+        """``position``: of the first query and key in the whole sequence."""
         if self.high is None and self.rules.sinks is not None:
             self._begin_with_sinks(value.shape[-1])
         if _by_kernel(self.query):
-            self._see_by_kernel(key, value, causal, place, looks)
+            self._see_by_kernel(key, value, causal, position, looks)
             return
         query = _grouped(self.query, self.kv_heads)
         scores = _scores(query, key, self.rules, causal, looks)
@@ -158,7 +158,7 @@ class Rows:
             high = high.clamp_(min=torch.finfo(high.dtype).min)
         high = high if self.high is None else torch.maximum(high, self.high)
         scores = (scores - high).exp_()
-        total, mask = scores.sum(-1, keepdim=True), self.rules.mask(scores, place)
+        total, mask = scores.sum(-1, keepdim=True), self.rules.mask(scores, position)
         seen = torch.matmul(scores if mask is None else scores * mask, value.to(scores.dtype).unsqueeze(2))
         if self.high is not None:
             shrink = (self.high - high).exp_()
@@ -175,14 +175,14 @@ class Rows:
         batch, heads, tokens, _ = self.query.shape
         return batch, self.kv_heads, heads // self.kv_heads, tokens
 
-    def _see_by_kernel(self, key, value, causal, place, looks):
+    def _see_by_kernel(self, key, value, causal, position, looks):
         fresh, query = self.high is None, self.query
         if fresh:
             made = [query.new_empty(*self._shape(), size, dtype=torch.float32) for size in (1, 1, value.shape[-1])]
             self.high, self.total, self.sum = made
         if not query.is_meta:
             state = [self.high, self.total, self.sum]
-            rules = self.rules.of_block(causal, looks, place)
+            rules = self.rules.of_block(causal, looks, position)
             _ops_of(torch.get_num_threads()).forward([query, key, value], state, fresh, rules)
 
     def result(self):
@@ -193,14 +193,14 @@ class Rows:
         return output, (self.high.clamp(min=lowest) + self.total.log()).flatten(1, 2)
 
 
-def block_gradients(query, key, value, grad, row_sum, lse, rules, causal, place=(0, 0), looks=None):
+def block_gradients(query, key, value, grad, row_sum, lse, rules, causal, position=(0, 0), looks=None):
     """Of one block: ``(queries', keys', values')`` gradients, fp32 or wider. ``grad``: of the output; ``row_sum``: the
-    sum over features of output times ``grad``; ``lse``: what ``Rows.result`` has returned; ``place``: as in
+    sum over features of output times ``grad``; ``lse``: what ``Rows.result`` has returned; ``position``: as in
     ``Rows.see``."""
     if _by_kernel(query):
         found = [torch.empty(one.shape, dtype=lse.dtype, device=one.device) for one in (query, key, value)]
         if not query.is_meta:
-            how = rules.of_block(causal, looks, place)
+            how = rules.of_block(causal, looks, position)
             _ops_of(torch.get_num_threads()).backward([query, key, value, grad], [lse, row_sum], found, how)
         return tuple(found)
     heads, soft_cap = key.shape[1], rules.soft_cap
@@ -209,7 +209,7 @@ def block_gradients(query, key, value, grad, row_sum, lse, rules, causal, place=
     grad = _grouped(grad, heads).to(wide)
     scores = _scores(query, key, rules, causal, looks)
     probabilities = (scores - lse).exp_()
-    mask = rules.mask(probabilities, place)
+    mask = rules.mask(probabilities, position)
     used = probabilities if mask is None else probabilities * mask
     for_value = torch.matmul(used.transpose(-1, -2), grad).sum(2)
     upper = torch.matmul(grad, value.to(wide).transpose(-1, -2).unsqueeze(2))

@@ -27,8 +27,8 @@ def attend_to_chunks(rows, store, index, causal, starts, looks=None):
     for seen in _visited(last, rows.query, lambda _: True):
         key, value = (store.get(name, seen) for name in _KEYS)
         store.ahead(_KEYS, seen + 1)
-        place = (starts[index], starts[seen])
-        rows.see(key, value, causal and seen == index, place, looks and looks(index, seen))
+        position = (starts[index], starts[seen])
+        rows.see(key, value, causal and seen == index, position, looks and looks(index, seen))
 
 
 def chunk_gradients(store, index, rules, causal, starts, last=None, looks=None):
@@ -42,8 +42,8 @@ def chunk_gradients(store, index, rules, causal, starts, last=None, looks=None):
         store.ahead(_KEYS, seen + 1)
         diagonal = causal and seen == index
         may = looks and looks(index, seen)
-        place = (starts[index], starts[seen])
-        found = block_gradients(query, key, value, grad, row_sum, lse, rules, diagonal, place, may)
+        position = (starts[index], starts[seen])
+        found = block_gradients(query, key, value, grad, row_sum, lse, rules, diagonal, position, may)
         whole = found[0] if whole is None else whole + found[0]
         store.add("key gradient", seen, found[1])
         store.add("value gradient", seen, found[2])
@@ -84,7 +84,7 @@ class _Chunked(torch.autograd.Function):
         store, sizes, causal, count = ctx.store, ctx.sizes, ctx.causal, len(ctx.sizes)
         wide = torch.promote_types(grad.dtype, torch.float32)
         grads = [grad.new_empty(shape) for shape in ctx.shapes]
-        places = [one.split(sizes, TOKENS) for one in grads]
+        slots = [one.split(sizes, TOKENS) for one in grads]
         for_sinks = None if sinks is None else grad.new_zeros(sinks.shape, dtype=wide)
         for index, (own, result) in enumerate(zip(grad.split(sizes, TOKENS), output.split(sizes, TOKENS))):
             row_sum = (own.to(wide) * result.to(wide)).sum(-1, keepdim=True)
@@ -94,11 +94,11 @@ class _Chunked(torch.autograd.Function):
             store.put("row sum", index, row_sum)
         for index in reversed(range(count)):  # the last queries have seen all keys
             found = chunk_gradients(store, index, ctx.rules, causal, ctx.starts, count - 1, ctx.looks)
-            for place, one in zip(places, found):
-                place[index].copy_(one)
+            for slot, one in zip(slots, found):
+                slot[index].copy_(one)
         for index in range(count) if not causal else ():
-            places[1][index].copy_(store.take("key gradient", index))
-            places[2][index].copy_(store.take("value gradient", index))
+            slots[1][index].copy_(store.take("key gradient", index))
+            slots[2][index].copy_(store.take("value gradient", index))
         store.kept.clear()
         return (*grads, None if sinks is None else for_sinks.to(sinks.dtype), *[None] * 5)
 

@@ -61,7 +61,7 @@ class PlannedGroup:
         return made.transpose(1, HEADS) if heads_first else made
 
 
-def place(group):
+def size_and_rank(group):
     """``(ranks of the group, this one's number)``."""
     if isinstance(group, PlannedGroup):
         return group.size, 0
@@ -99,32 +99,24 @@ class _Planned(torch.autograd.Function):
         return *[None] * 5, *ctx.group.exchange(grads, not ctx.to_heads, *ctx.how)
 
 
-def to_heads(tensors, ranges, group, batch_dim, heads_first=False):
-    """Of each tensor the whole sequence, with this rank's run of heads; with a gradient.
+def exchanged(tensors, ranges, group, batch_dim, to_heads, heads_first=False):
+    """With a gradient. ``to_heads``: of each tensor the whole sequence, with this rank's run of heads; else this rank's
+    part of the sequence, with all heads, and copies of a head added up.
 
     ``heads_first``: the memory layout of the results is ``[batch, heads, sequence, ...]``, so that attention only
     transposes them; their shape is the same.
     """
     along = sequence_dim(batch_dim)
     if isinstance(group, PlannedGroup):
-        return list(_Planned.apply(group, ranges, along, True, heads_first, *tensors))
-    tokens = [tensors[0].shape[along]] * len(ranges[0])
-    return _native(group, tensors[0]).to_heads(list(tensors), tokens, ranges, along, heads_first)
-
-
-def to_sequence(tensors, ranges, group, batch_dim):
-    """Of each tensor this rank's part of the sequence, with all heads, and copies of a head added up; with a
-    gradient."""
-    along = sequence_dim(batch_dim)
-    if isinstance(group, PlannedGroup):
-        return list(_Planned.apply(group, ranges, along, False, False, *tensors))
-    tokens = [tensors[0].shape[along] // len(ranges[0])] * len(ranges[0])
-    return _native(group, tensors[0]).to_sequence(list(tensors), tokens, ranges, along, False)
+        return list(_Planned.apply(group, ranges, along, to_heads, heads_first, *tensors))
+    native, length, ranks = _native(group, tensors[0]), tensors[0].shape[along], len(ranges[0])
+    call, tokens = (native.to_heads, length) if to_heads else (native.to_sequence, length // ranks)
+    return call(list(tensors), [tokens] * ranks, ranges, along, heads_first)
 
 
 def start(tensor, runs, group, batch_dim, to_heads):
-    """``to_heads``, or ``to_sequence``, of one tensor without a gradient: ``(result, work)``, complete when
-    ``work.wait()`` has returned."""
+    """``exchanged`` of one tensor without a gradient: ``(result, work)``, complete when ``work.wait()`` has
+    returned."""
     along, native = sequence_dim(batch_dim), _native(group, tensor)
     length = tensor.shape[along]
     call, tokens = (native.start_to_heads, length) if to_heads else (native.start_to_sequence, length // len(runs))
@@ -138,7 +130,7 @@ class HeadExchange:
     read each of the heads that ``spread`` returns."""
 
     def __init__(self, query, kv, group, batch_dim=0):
-        self.group, self.batch_dim, (self.world, self.rank) = group, batch_dim, place(group)
+        self.group, self.batch_dim, (self.world, self.rank) = group, batch_dim, size_and_rank(group)
         self.plan = HeadPlan(query, kv, self.world)
         self.own, self.repeats = self.plan.query_ranges[self.rank], self.plan.repeats(self.rank)
         self.index = None  # of the key/value heads, one for each query head, where those do not come in even runs
@@ -147,15 +139,15 @@ class HeadExchange:
 
     def to_heads(self, tensors, heads_first=False):
         """Of query, key and value, or of the first of them, the whole sequence with this rank's heads."""
-        if self.world == 1:
-            return list(tensors)
-        return to_heads(tensors, self.plan.ranges()[: len(tensors)], self.group, self.batch_dim, heads_first)
+        return self._exchanged(tensors, True, heads_first)
 
     def to_sequence(self, tensors):
         """The other way."""
-        if self.world == 1:
-            return list(tensors)
-        return to_sequence(tensors, self.plan.ranges()[: len(tensors)], self.group, self.batch_dim)
+        return self._exchanged(tensors, False)
+
+    def _exchanged(self, tensors, *how):
+        ranges = self.plan.ranges()[: len(tensors)]
+        return exchanged(tensors, ranges, self.group, self.batch_dim, *how) if self.world > 1 else list(tensors)
 
     def spread(self, *tensors, dim=HEADS):
         """Keys and values with heads that equal runs of query heads read: an attention that repeats key/value heads

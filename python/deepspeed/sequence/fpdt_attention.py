@@ -46,9 +46,8 @@ def _tables(rotary_pos_emb):
     """Cosines and sines ``[sequence, 1, 1, size]``."""
     if rotary_pos_emb is None:
         return None
-    if torch.is_tensor(rotary_pos_emb):
-        return rotary_pos_emb.cos(), rotary_pos_emb.sin()
-    return tuple(rotary_pos_emb)
+    is_angles = torch.is_tensor(rotary_pos_emb)
+    return (rotary_pos_emb.cos(), rotary_pos_emb.sin()) if is_angles else tuple(rotary_pos_emb)
 
 
 def _for_blocks(tensor):
@@ -166,15 +165,13 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
         grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=wide)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for index in reversed(range(count)):
-            # The last chunk comes first: its queries read all keys. No other queries read its own keys after that.
-            grads = chunk_gradients(store, index, ctx.rules, True, plan.firsts) if not plan.idle else None
-            start, length = plan.starts[index], plan.sizes[index]
-            first = plan.firsts[index]
-            if grads is None:
+            start, length, first = plan.starts[index], plan.sizes[index], plan.firsts[index]
+            if plan.idle:
                 grads = [x.new_zeros(length * plan.world, batch, 0, plan.size) for _ in range(3)]
             else:
-                grads = [grads[0], *map(plan.unspread, grads[1:])]
-                grads = [_from_blocks(one).to(x.dtype) for one in grads]
+                # The last chunk comes first: its queries read all keys. No other queries read its own keys after that.
+                for_query, *others = chunk_gradients(store, index, ctx.rules, True, plan.firsts)
+                grads = [_from_blocks(one).to(x.dtype) for one in (for_query, *map(plan.unspread, others))]
             grads = [_turn(grads[0], ctx.tables, first, True), _turn(grads[1], ctx.tables, first, True), grads[2]]
             own = torch.cat([one.flatten(2) for one in plan.to_sequence([one.contiguous() for one in grads])], -1)
             grad_x[start : start + length] = add_in_fp32(torch.matmul, own, weight)

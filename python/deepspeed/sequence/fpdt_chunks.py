@@ -30,14 +30,14 @@ class FPDT_InputConstruct(torch.nn.Module):
         starts = range(0, self.local_seq_len, self.chunk_size)
         self.num_chunk_per_gpu = len(starts)
         sizes = [min(self.chunk_size, self.local_seq_len - start) for start in starts]
-        places = [
+        positions = [
             torch.arange(size) + start * sp_size + sp_rank * size for start, size in zip(starts, sizes, strict=True)
         ]
-        self.places = torch.cat(places).to(tokens.device)
+        self.positions = torch.cat(positions).to(tokens.device)
 
     def generate(self):
         cut = [
-            None if tensor is None else tensor.index_select(1, self.places.to(tensor.device)).contiguous()
+            None if tensor is None else tensor.index_select(1, self.positions.to(tensor.device)).contiguous()
             for tensor in (self.tokens, self.labels, self.loss_mask, self.position_ids)
         ]
         return cut[0], cut[1], cut[2], self.attention_mask, cut[3]

@@ -17,8 +17,7 @@ from deepspeed.comm.mesh import made_here
 
 def train_on(engine, group):
     """Notes that ``engine`` trains sequences that the ranks of ``group`` share, until it is dropped or destroyed."""
-    ranks = tuple(dist.get_all_ranks_from_group(group))
-    made_here().sequences.setdefault(ranks, weakref.WeakSet()).add(engine)
+    made_here().sequences.setdefault(tuple(dist.get_all_ranks_from_group(group)), weakref.WeakSet()).add(engine)
 
 
 def leave(engine):

@@ -145,8 +145,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         if self.chunk:
             return None
         if self._size is None:
-            hosts = methods.hosts_of(self.process_group)
-            self._size = methods.exchanging(self.method, heads, hosts)
+            self._size = methods.exchanging(self.method, heads, methods.hosts_of(self.process_group))
             log_dist_once(methods.said(self.method, self._size, self.world_size, heads), ranks=[0])
         if self._size == self.world_size:
             return None
@@ -406,8 +405,7 @@ def _core_of(table, name):
             f'core_attn_implementation "{name}" cannot share sequences: {_REFUSED[name]}. Use one of {_usable(table)}'
         )
     if name not in table and "/" in name:
-        kernels = importlib.import_module("transformers.integrations.hub_kernels")
-        kernels.load_and_register_attn_kernel(name)
+        importlib.import_module("transformers.integrations.hub_kernels").load_and_register_attn_kernel(name)
     if name not in table:
         raise ValueError(
             f'transformers has no attention function "{name}" (core_attn_implementation): use one of {_usable(table)}'

@@ -96,9 +96,8 @@ class _SeqAllToAll(torch.autograd.Function):
         (grad,) = grad_output
         if ctx.plan is not None:
             scattered, runs, group, batch_dim_idx = ctx.plan
-            back = exchange.to_sequence if scattered else exchange.to_heads
             with _on_stream(ctx.stream, grad):
-                grad = back([grad], [runs], group, batch_dim_idx)[0]
+                grad = exchange.exchanged([grad], [runs], group, batch_dim_idx, to_heads=not scattered)[0]
         return None, grad, None, None, None, None, None, None, None
 
 
@@ -154,7 +153,7 @@ class DistributedAttention(torch.nn.Module):
             batch_dim_idx, rotary_pos_emb = 0 if self.gather_idx == 1 else 1, None
         if batch_dim_idx not in (0, 1):
             raise ValueError(f"batch_dim_idx is {batch_dim_idx}: it must be 0 ([batch, sequence, ...]) or 1")
-        world, _ = exchange.place(self.spg)
+        world, _ = exchange.size_and_rank(self.spg)
         if world == 1:
             query, key = _rotated(query, key, rotary_pos_emb, batch_dim_idx)
             return self.local_attn(query, key, value, *args, **kwargs)
@@ -174,7 +173,7 @@ class DistributedAttention(torch.nn.Module):
                 context = (q.sum() + k.sum() + v.sum()) * q.new_zeros(shape)
         runs = [(start * width, stop * width) for start, stop in heads.plan.query_ranges]
         with _on_stream(self.sp_stream, query):
-            return exchange.to_sequence([context], [runs], self.spg, batch_dim_idx)[0]
+            return exchange.exchanged([context], [runs], self.spg, batch_dim_idx, to_heads=False)[0]
 
     def _check(self, query, key, value, batch_dim_idx):
         along = exchange.sequence_dim(batch_dim_idx)

@@ -8,27 +8,23 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed._compat import TORCH2
+from deepspeed._compat import memory_of, storage_of
 from deepspeed._native import _C
-from deepspeed.utils.waiting_tensors import Waiting
+from deepspeed.utils.waiting_tensors import BackwardOrder, Waiting
+from deepspeed.zero.nested import tensors_in
 
 PARTS = ("kept for backward", "attention", "mlp", "head and loss", "buffers", "other")
 KEPT, BUFFERS, OTHER = 0, 4, 5
 _KINDS = [(1, re.compile("attn|attention")), (2, re.compile("mlp|ffn|feed_?forward|expert")), (3, re.compile("head"))]
 
 
-def memory_of(tensor):
-    """The identity of a tensor's memory. Meta tensors have no address."""
-    return (tensor.untyped_storage() if TORCH2 else tensor.storage())._cdata
-
-
 class _Block:
-    """The memory behind some tensors."""
+    """The memory behind some tensors. ``users``: the number of tensors, and of what autograd has saved."""
 
-    __slots__ = ("bytes", "freed", "holders", "keepers", "part")
+    __slots__ = ("bytes", "freed", "part", "users")
 
     def __init__(self, size, part):
-        self.bytes, self.part, self.holders, self.keepers, self.freed = size, part, 0, 0, None
+        self.bytes, self.part, self.users, self.freed = size, part, [0, 0], None
 
 
 class _Kept:
@@ -47,28 +43,11 @@ class Leaving:
     LEAST = 1024  # bytes
 
     def __init__(self, shapes, store):
-        self.shapes, self.store = shapes, store
-        self.recent, self.order = collections.deque(), []
+        self.shapes, self.store, self.order = shapes, store, BackwardOrder()
 
     def wants(self, tensor):
         size = tensor.numel() * tensor.element_size()
         return tensor.is_floating_point() and tensor.shape in self.shapes and size >= self.LEAST
-
-    def next_to_go(self, kept):
-        """Adds ``kept``. Returns the tensor that leaves instead, or None."""
-        self.recent.append(weakref.ref(kept))
-        oldest = self.recent.popleft()() if len(self.recent) > 1 else None
-        if oldest is not None:
-            self.order.append(weakref.ref(oldest))
-        return oldest
-
-    def prefetch(self, current):
-        while self.order:
-            found = self.order[-1]()
-            if found is not None and found is not current:
-                found.gone.prefetch()
-                return
-            self.order.pop()
 
 
 def _metadata(tensor):
@@ -187,20 +166,20 @@ class Ledger(TorchDispatchMode):
         out = self.known_results.run(func, args, kwargs or {})
         if isinstance(out, (int, float)) and func.overloadpacket.__name__ == "detach":
             return torch.tensor(out)  # torch 1.13: a number that autograd has saved as a tensor
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self._hold(tensor)
+        for tensor in tensors_in(out):
+            self._hold(tensor)
         return out
 
     def _hold(self, tensor):
         key = memory_of(tensor)
         if key in self.known or id(tensor) in self.watched:
             return
-        if key not in self.blocks:
-            storage = tensor.untyped_storage() if TORCH2 else tensor.storage()
-            self.blocks[key] = _Block(storage.nbytes(), self.part)
-            self._add(self.blocks[key], 1)
+        if key in self.blocks:
+            self._watch(id(tensor), tensor, key)
+            return
+        self.blocks[key] = _Block(storage_of(tensor).nbytes(), self.part)
         self._watch(id(tensor), tensor, key)
+        self._note()
 
     def _watch(self, number, user, key):
         """``user`` of the memory ``key`` counts while it lives: a tensor, or a ``_Kept`` (with a negative number)."""
@@ -210,26 +189,21 @@ class Ledger(TorchDispatchMode):
     def _unwatch(self, number, key):
         self.watched.pop(number, None)
         block = self._count_user(number, key, -1)
-        if block.holders == 0 and block.keepers == 0:
-            self._add(block, -1)
+        if not any(block.users):
             del self.blocks[key]
             if block.freed is not None:
                 block.freed(block.bytes)
 
     def _count_user(self, number, key, change):
         block = self.blocks[key]
-        self.bytes[KEPT if block.keepers else block.part] -= block.bytes
-        if number < 0:
-            block.keepers += change
-        else:
-            block.holders += change
-        self.bytes[KEPT if block.keepers else block.part] += block.bytes
+        self._add(block, -1)
+        block.users[number < 0] += change
+        self._add(block, 1)
         return block
 
     def _add(self, block, sign):
-        self.bytes[KEPT if block.keepers else block.part] += sign * block.bytes
-        if sign > 0:
-            self._note()
+        if any(block.users):
+            self.bytes[KEPT if block.users[1] else block.part] += sign * block.bytes
 
     def _note(self):
         if sum(self.bytes) > sum(self.peaks.get(self.moment, ())):
@@ -259,8 +233,7 @@ class Ledger(TorchDispatchMode):
         if key in self.blocks:
             self._watch(-id(kept), kept, key)
         if self.leaving is not None and not self.backward and key not in self.known and self.leaving.wants(tensor):
-            going = self.leaving.next_to_go(kept)
-            if going is not None:
+            for going in self.leaving.order.add(kept):
                 going.gone = Waiting(self.leaving.store, going.tensor)
                 going.tensor = None
                 if -id(going) in self.watched:
@@ -273,7 +246,9 @@ class Ledger(TorchDispatchMode):
         if self.leaving is None:
             return kept.tensor
         tensor = kept.tensor if kept.gone is None else kept.gone.get()
-        self.leaving.prefetch(kept)
+        following = self.leaving.order.next_back(kept)
+        if following is not None:
+            following.gone.prefetch()
         return tensor
 
     def __enter__(self):

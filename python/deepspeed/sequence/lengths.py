@@ -243,8 +243,8 @@ def _steps(setup, memory):
     if can_recompute and how["offload"] == "none":
         again = {} if how["checkpointing"] else {"checkpointing": True}
         before = "".join("gradient_checkpointing_enable() and " for _ in again)
-        place = "file" if get_accelerator().device_name() == "cpu" else "host"
-        add(f'{before}sequence_parallel.offload: "{place}"', offload=place, **again)
+        medium = "file" if get_accelerator().device_name() == "cpu" else "host"
+        add(f'{before}sequence_parallel.offload: "{medium}"', offload=medium, **again)
     double = 2 * setup.shared
     states = setup.states(ranks=max(setup.ranks, double))
     add(f"{double} ranks for a sequence (sequence_parallel.size: {double})", shared=double, states=states)

@@ -10,9 +10,7 @@ from deepspeed import comm as dist
 
 def allowed_of(mask):
     """A boolean mask (True: look) from a boolean one or one that is added to scores; None stays None."""
-    if mask is None or mask.dtype == torch.bool:
-        return mask
-    return mask >= 0
+    return mask if mask is None or mask.dtype == torch.bool else mask >= 0
 
 
 def documents(positions):
@@ -30,8 +28,8 @@ def allowed(positions, kept, causal, window):
 
 def allowed_in(numbers, kept, causal, window, queries, keys):
     """``allowed`` of two runs of tokens ``(start, stop)``. ``numbers``: of documents."""
-    place = torch.arange(numbers.shape[1], device=numbers.device)
-    distance = place[slice(*queries), None] - place[None, slice(*keys)]
+    position = torch.arange(numbers.shape[1], device=numbers.device)
+    distance = position[slice(*queries), None] - position[None, slice(*keys)]
     found = torch.ones_like(distance, dtype=torch.bool)
     if causal:
         found = distance >= 0

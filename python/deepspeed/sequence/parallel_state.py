@@ -24,11 +24,7 @@ def sequence_parallel_is_initialized():
 
 def _views(name):
     """``(group, world size, rank)`` getters of the ranks that ``groups`` calls ``name``."""
-
-    def view(what):
-        return lambda: getattr(mesh_views.get(name, "initialize_sequence_parallel(size)"), what)
-
-    return view("group"), view("size"), view("rank")
+    return (mesh_views.getter(name, what, "initialize_sequence_parallel(size)") for what in ("group", "size", "rank"))
 
 
 # The ranks that share a sequence; those that see other data; both: the ranks that hold the same weights.

@@ -1,30 +1,19 @@
 """A planned training step of one rank: the model runs on the device ``meta``, and no other rank exists."""
 
 import contextlib
-import copy
 import functools
 
 import torch
 
+from deepspeed._compat import memory_of
 from deepspeed.accelerator import get_accelerator
 from deepspeed.sequence import exchange, hf_attention, methods, tiling
 from deepspeed.sequence.chunked import chunked_attention
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.sequence.ledger import ExchangeMemory, FusedAttention, HostStore, Leaving, Ledger, memory_of
+from deepspeed.sequence.ledger import ExchangeMemory, FusedAttention, HostStore, Leaving, Ledger
 from deepspeed.sequence.ring import ring_attention
+from deepspeed.utils.init_on_device import copy_on_meta
 from deepspeed.utils.waiting_tensors import ShapeStore
-
-
-def on_meta(model, dtype):
-    """A copy of ``model`` without values, its floating parameters of ``dtype`` where that is one."""
-    memo = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        shape = getattr(tensor, "ds_shape", tensor.shape)  # a sharded one looks empty
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        wanted = dtype if is_parameter and dtype is not None and tensor.is_floating_point() else tensor.dtype
-        bare = torch.empty(shape, dtype=wanted, device="meta")
-        memo[id(tensor)] = torch.nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
-    return copy.deepcopy(model, memo)
 
 
 def _attend(core, ranks, how, memory, store, module, query, key, value, mask, *args, **kwargs):
@@ -41,8 +30,7 @@ def _attend(core, ranks, how, memory, store, module, query, key, value, mask, *a
     elif chunk:
         context = chunked_attention(query, key, value, chunk, True, None, store).transpose(1, 2)
     else:
-        repeats = query.shape[1] // key.shape[1]
-        seen = hf_attention.Seen(module, repeats)
+        seen = hf_attention.Seen(module, query.shape[1] // key.shape[1])
         query, key, value = (one.contiguous() for one in (query, key, value))
         context = core(seen, query, key, value, None, *args, **kwargs)[0]
     return shared.to_sequence([context])[0], None
@@ -84,7 +72,7 @@ class PlannedStep:
     """
 
     def __init__(self, model, dtype, batch, ranks, inputs, how):
-        self.model, self.batch, self.ranks, self.how = on_meta(model, dtype), batch, ranks, how
+        self.model, self.batch, self.ranks, self.how = copy_on_meta(model, dtype), batch, ranks, how
         self.inputs = inputs
         if how["checkpointing"]:
             self.model.gradient_checkpointing_enable()
@@ -103,8 +91,8 @@ class PlannedStep:
         args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
         store = self._store(ledger)
         if store:
-            place = store if self.how["offload"] == "file" else HostStore()
-            ledger.leaving = Leaving(_hidden_shapes(self.model, self.batch, local), place)
+            waits = store if self.how["offload"] == "file" else HostStore()
+            ledger.leaving = Leaving(_hidden_shapes(self.model, self.batch, local), waits)
         memory = ExchangeMemory(ledger, get_accelerator().device_name() == "cpu")
         with _shared(self.model, self.ranks, self.how, memory, store), FusedAttention(), ledger:
             loss = _loss_of(self.model(*args, **kwargs))
@@ -118,7 +106,7 @@ class PlannedStep:
 
     def _store(self, ledger):
         """The store in which tensors wait for backward; False if they stay on the device."""
-        here = get_accelerator().device_name() == "cpu"  # host memory is no other place
+        here = get_accelerator().device_name() == "cpu"  # host memory is the device's
         return self.how["offload"] in (("file",) if here else ("file", "host")) and ShapeStore(ledger.buffer)
 
 

@@ -9,7 +9,7 @@ Transformers" (2023); Brandon et al., "Striped Attention" (2023), on balance.
 import torch
 
 from deepspeed.sequence.blockwise import Rows, ScoreRules, block_gradients, sink_gradient
-from deepspeed.sequence.exchange import check_lengths, place, start_views
+from deepspeed.sequence.exchange import check_lengths, size_and_rank, start_views
 
 TOKENS = 2  # the dimension of [batch, heads, tokens, size]
 
@@ -17,7 +17,7 @@ TOKENS = 2  # the dimension of [batch, heads, tokens, size]
 class Ring:
     def __init__(self, group, causal):
         self.group, self.causal = group, causal
-        self.world, self.rank = place(group)
+        self.world, self.rank = size_and_rank(group)
 
     # ---- balance -----------------------------------------------------------------------------------------------------
     def pieces(self, rank):
@@ -33,18 +33,10 @@ class Ring:
         source, target = (computed, held) if back else (held, computed)
         out = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
         split, into = ([tensor.chunk(2, TOKENS) for tensor in of] for of in (tensors, out))
-        give, take = [[] for _ in range(self.world)], [[] for _ in range(self.world)]
-        for rank in range(self.world):
-            for index, piece in enumerate(source[self.rank]):
-                if piece in target[rank]:
-                    give[rank].extend(one[index] for one in split)
-            for piece in source[rank]:
-                if piece in target[self.rank]:
-                    take[rank].extend(one[target[self.rank].index(piece)] for one in into)
-        work = start_views(give, take, self.group)
-        if work is not None:
-            work.wait()
-        return out
+        mine, own = source[self.rank], target[self.rank]
+        give = [[one[mine.index(piece)] for piece in mine if piece in there for one in split] for there in target]
+        take = [[one[own.index(piece)] for piece in there if piece in own for one in into] for there in source]
+        return self.take((start_views(give, take, self.group), out))
 
     # ---- travel ------------------------------------------------------------------------------------------------------
     def send_on(self, tensors):
@@ -90,8 +82,8 @@ class Ring:
     def _seen(self, held, source, looks):
         for mine, theirs, diagonal in self.blocks(source):
             queries, keys = self.spans(mine, theirs, source, held[0].shape[TOKENS])
-            place = queries[0], keys[0]
-            yield mine, theirs, [_piece(one, theirs) for one in held], diagonal, place, looks and looks(queries, keys)
+            position, seen = (queries[0], keys[0]), [_piece(one, theirs) for one in held]
+            yield mine, theirs, seen, diagonal, position, looks and looks(queries, keys)
 
 
 def _run(index, length):
@@ -111,8 +103,7 @@ class _RingAttention(torch.autograd.Function):
         for blocks in ring.steps([key, value], looks):
             for mine, _, keys, *how in blocks:
                 rows[mine or 0].see(*keys, *how)
-        results = [one.result() for one in rows]
-        output, lse = (torch.cat(pair, dim=TOKENS) for pair in zip(*results))
+        output, lse = (torch.cat(pair, dim=TOKENS) for pair in zip(*(one.result() for one in rows)))
         ctx.save_for_backward(query, key, value, sinks, output, lse)
         ctx.ring, ctx.rules, ctx.looks = ring, rules, looks
         return ring.balanced([output], back=True)[0]

@@ -1,13 +1,11 @@
 """Runs modules that treat every token alone tile by tile along the sequence: intermediate results exist for one tile at
 a time. Backward runs each tile again: only the input is kept, and parameters get the gradients of the tiles."""
 
-import contextlib
-
 import torch
 
 from deepspeed._compat import autocast_now
-from deepspeed.accelerator import get_accelerator
 from deepspeed.sequence.loss import IGNORED
+from deepspeed.utils.random_state import RandomState
 
 REDUCTIONS = ("mean", "sum")
 
@@ -20,22 +18,6 @@ def tile_sizes(length, shards):
     return [min(size, length - start) for start in range(0, length, size)]
 
 
-def _randomness_now(device):
-    """A function that makes a context with the random numbers of this moment, to run something again with the same."""
-    devices = [device] if device.type == "cuda" else []
-    cpu, of_devices = torch.get_rng_state(), [get_accelerator().get_rng_state(one) for one in devices]
-
-    @contextlib.contextmanager
-    def again():
-        with torch.random.fork_rng(devices=devices):
-            torch.set_rng_state(cpu)
-            for one, state in zip(devices, of_devices):
-                get_accelerator().set_rng_state(state, one)
-            yield
-
-    return again
-
-
 class _Tiles:
     """``compute(tile of x, index)`` for tiles of ``x`` along ``dim``, each contiguous, so that it may be viewed in any
     shape. ``weights``: of the tiles' results, which are then added up to one; None: they are joined along ``join``."""
@@ -45,7 +27,7 @@ class _Tiles:
 
     def forward(self, ctx, x):
         kinds = {x.device.type, "cpu"} - {"meta"}
-        ctx.tiles, ctx.random, ctx.autocast = self, _randomness_now(x.device), autocast_now(kinds)
+        ctx.tiles, ctx.random, ctx.autocast = self, RandomState([x]), autocast_now(kinds)
         ctx.save_for_backward(x)
         with torch.no_grad():
             tiles = x.split(self.sizes, self.dim)
@@ -63,16 +45,16 @@ class _Tiles:
         found = torch.zeros_like(x) if ctx.needs_x else None
         grads = grad.split(ctx.parts, self.join) if self.weights is None else [grad * one for one in self.weights]
         tiles = x.detach().split(self.sizes, self.dim)
-        places = [None] * len(tiles) if found is None else found.split(self.sizes, self.dim)
-        with ctx.random():
-            for index, (tile, upper, place) in enumerate(zip(tiles, grads, places)):
+        slots = [None] * len(tiles) if found is None else found.split(self.sizes, self.dim)
+        with ctx.random.replay([x]):
+            for index, (tile, upper, slot) in enumerate(zip(tiles, grads, slots)):
                 tile = tile.detach().contiguous().requires_grad_(ctx.needs_x)
                 with torch.enable_grad(), ctx.autocast():
                     out = self.compute(tile, index)
                 if out.requires_grad and (self.weights is None or self.weights[index]):
                     torch.autograd.backward(out, upper.to(out.dtype))
                     if tile.grad is not None:
-                        place.copy_(tile.grad)
+                        slot.copy_(tile.grad)
         return found
 
 

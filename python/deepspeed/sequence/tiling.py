@@ -30,8 +30,7 @@ def tile(model, mlp="auto", loss="auto"):
         raise ValueError(f'mlp is {mlp!r}: it must be "auto", a list of names of modules, or None')
     if loss not in ("auto", None):
         raise ValueError(f'loss is {loss!r}: it must be "auto" or None')
-    found = proven(model, mlp)
-    return cut(model, found, loss == "auto" and has_known_loss(model))
+    return cut(model, proven(model, mlp), loss == "auto" and has_known_loss(model))
 
 
 def proven(model, mlp, believe=False):
@@ -109,7 +108,7 @@ def _probed(module, width):
         except Exception as error:  # modules with another kind of input may raise anything
             return f"called with a tensor of shape {tuple(x.shape)} it raises {type(error).__name__}: {error}"
     if not torch.is_tensor(whole) or whole.shape[:2] != x.shape[:2]:
-        return "it does not return a tensor with a place for each token"
+        return "it does not return a tensor with an entry for each token"
     alone = torch.cat([torch.cat(row, dim=1) for row in alone])
     bound = 1e-4 if param.dtype in (torch.float32, torch.float64) else 5e-2
     if not torch.allclose(whole.float(), alone.float(), rtol=bound, atol=bound * float(whole.abs().max())):

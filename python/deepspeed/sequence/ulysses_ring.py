@@ -14,10 +14,10 @@ class UlyssesRing:
 
     def __init__(self, group, heads, size=None):
         ranks, me = dist.get_all_ranks_from_group(group), dist.get_rank()
-        size, place = size or methods.exchanging("auto", heads, ["here"] * len(ranks)), ranks.index(me)
+        size, rank = size or methods.exchanging("auto", heads, ["here"] * len(ranks)), ranks.index(me)
         self.size = size
-        self.neighbours = Members(ranks[place // size * size :][:size], me).group
-        self.ring = Members(ranks[place % size :: size], me).group
+        self.neighbours = Members(ranks[rank // size * size :][:size], me).group
+        self.ring = Members(ranks[rank % size :: size], me).group
 
     def takes(self, length, causal):
         """Whether parts of ``length`` can be balanced."""

@@ -24,13 +24,8 @@ def _get_expert_parallel_ranks(
     16 ranks, tensor 2, expert 4: experts [0, 2, 4, 6], [8, 10, 12, 14], [1, 3, 5, 7], [9, 11, 13, 15] and data
     [0, 8], [2, 10], ... Raises ValueError for sizes that do not divide the ranks.
     """
-    grid = _grid(
-        world_size,
-        tensor_parallel_size_,
-        expert_parallel_size_,
-        pipeline_parallel_size_,
-        use_data_before_expert_parallel_,
-    )
+    sizes = tensor_parallel_size_, expert_parallel_size_, pipeline_parallel_size_
+    grid = _grid(world_size, *sizes, use_data_before_expert_parallel_)
     return grid.lists(["experts.ep"]), grid.lists(["experts.edp"])
 
 
@@ -61,38 +56,31 @@ def _create_expert_and_data_parallel(
     if mp_mode not in ("tp", "sp"):
         raise ValueError(f"mp_mode is 'tp' or 'sp', not {mp_mode!r}")
     tensor_size = 1 if mp_size is None or mp_mode == "sp" else mp_size
-    _make(expert_parallel_size_, tensor_size, 1 if pp_size is None else pp_size, use_data_before_expert_parallel_)
+    _make(expert_parallel_size_, tensor_size, pp_size, use_data_before_expert_parallel_)
     _state["model_parallel_size"] = 1
 
 
 def _create_expert_data_and_model_parallel(expert_parallel_size_, mpu, use_data_before_expert_parallel_=False):
     """The same where experts are split over the model-parallel ranks of ``mpu``."""
-    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
-        if hasattr(mpu, name):
-            tensor_size = getattr(mpu, name)()
-            break
-    else:
+    tensor_size = views.ask_mpu(mpu, "world_size", ("tensor_model", "model"))
+    if tensor_size is None:
         raise ValueError("the mpu has neither get_tensor_model_parallel_world_size nor get_model_parallel_world_size")
-    pipeline = getattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
+    pipeline = views.ask_mpu(mpu, "world_size", ("pipeline_model",))
     _make(expert_parallel_size_, tensor_size, pipeline, use_data_before_expert_parallel_)
     _state["model_parallel_size"] = tensor_size
 
 
 def _make(expert_size, tensor_size, pipeline_size, data_before_expert):
     name = f"ep_size_{expert_size}"
-    made = _grid(dist.get_world_size(), tensor_size, expert_size, pipeline_size, data_before_expert)
-    mesh = views.numbered(made)
+    pipeline_size = 1 if pipeline_size is None else pipeline_size
+    mesh = views.numbered(_grid(dist.get_world_size(), tensor_size, expert_size, pipeline_size, data_before_expert))
     views.make((_EXPERT, name), mesh, ["experts.ep"])
     views.make((_COPIES, name), mesh, ["experts.edp"])
 
 
 def _view(kind, what):
     """A function of the group's name."""
-
-    def view(group_name):
-        return getattr(views.get((kind, group_name), _MAKERS), what)
-
-    return view
+    return lambda group_name: views.getter((kind, group_name), what, _MAKERS)()
 
 
 # The ranks that hold the other experts of a layer.

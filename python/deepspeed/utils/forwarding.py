@@ -44,7 +44,7 @@ def _accessor(cls, name, path, default):
     return accessor
 
 
-def put(cls, name, value, place):
+def put(cls, name, value, source):
     """``value`` becomes the member ``name`` of a class that has no such member of its own yet."""
-    assert name not in vars(cls), f"{name} is in {place} and in {cls.__name__}"
+    assert name not in vars(cls), f"{name} is in {source} and in {cls.__name__}"
     setattr(cls, name, value)

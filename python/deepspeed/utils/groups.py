@@ -41,8 +41,7 @@ _DATA, _TENSOR, _SEQUENCE, _SEQUENCE_DATA = "data-parallel", "tensor-parallel", 
 _SEQUENCE_PEERS = "sequence peers"
 _ZERO_PARAM = "ZeRO secondary partition"
 
-_tensor_rank = None
-_tensor_world_size = None
+_overrides = {}  # of this rank's position in its tensor-parallel group ("rank"), and of the group's "size"
 
 
 def initialize(ep_size=1, mpu=None):
@@ -65,8 +64,9 @@ def set_mpu(unit):
 
 def clear():
     """Forgets groups and mpu; for a process that leaves one job and joins another."""
-    global _tensor_rank, _tensor_world_size, mesh_device
-    _tensor_rank = _tensor_world_size = mesh_device = None
+    global mesh_device
+    mesh_device = None
+    _overrides.clear()
     views.clear()
     expert_groups.clear()
     set_mpu(None)
@@ -100,7 +100,7 @@ get_data_parallel_world_size = _view(
 
 
 def get_data_parallel_rank():
-    """This rank's place in its data-parallel group."""
+    """This rank's position in its data-parallel group."""
     return dist.get_rank(group=get_data_parallel_group())
 
 
@@ -153,24 +153,22 @@ get_model_parallel_world_size, _tensor_world_size_of_groups = _of_tensor("world_
 
 def set_tensor_model_parallel_world_size(world_size):
     """Overrides the size of the tensor-parallel group (None: no override)."""
-    global _tensor_world_size
-    _tensor_world_size = world_size
+    _overrides["size"] = world_size
 
 
 def set_tensor_model_parallel_rank(rank):
-    """Overrides this rank's place in the tensor-parallel group (None: no override)."""
-    global _tensor_rank
-    _tensor_rank = rank
+    """Overrides this rank's position in the tensor-parallel group (None: no override)."""
+    _overrides["rank"] = rank
 
 
 def get_tensor_model_parallel_world_size():
     """Size of the tensor-parallel group."""
-    return _tensor_world_size_of_groups() if _tensor_world_size is None else _tensor_world_size
+    return _tensor_world_size_of_groups() if _overrides.get("size") is None else _overrides["size"]
 
 
 def get_tensor_model_parallel_rank():
-    """This rank's place in the tensor-parallel group."""
-    return _tensor_rank_of_groups() if _tensor_rank is None else _tensor_rank
+    """This rank's position in the tensor-parallel group."""
+    return _tensor_rank_of_groups() if _overrides.get("rank") is None else _overrides["rank"]
 
 
 def get_tensor_model_parallel_src_rank():
@@ -182,7 +180,7 @@ def get_tensor_model_parallel_src_rank():
 def _create_sequence_parallel(sequence_parallel_size):
     """Makes groups of ``sequence_parallel_size`` neighbours that split sequences, once.
 
-    Returns this rank's group. Ranks at the same place of different groups see different data: they are the
+    Returns this rank's group. Ranks at the same position of different groups see different data: they are the
     data-parallel groups, unless tensor parallelism or an mpu has made others. ValueError where a job that shares
     sequences among another number of ranks has made its groups.
     """
@@ -249,22 +247,16 @@ def _zero_param_parallel_is_initialized():
     return views.known(_ZERO_PARAM)
 
 
-def _zero_param():
-    return views.get(_ZERO_PARAM, "groups._create_zero_param_parallel_group(group_size)")
-
-
 def _get_zero_param_intra_parallel_group():
     """This rank's group; None before it was made."""
-    return _zero_param().group if _zero_param_parallel_is_initialized() else None
+    return views.get(_ZERO_PARAM).group if _zero_param_parallel_is_initialized() else None
 
 
-def _get_zero_param_intra_parallel_rank_in_mygroup():
-    return _zero_param().rank
-
-
-def _get_zero_param_intra_parallel_group_world_size():
-    return _zero_param().size
-
-
-def _get_zero_param_intra_parallel_group_ranks():
-    return _zero_param().ranks
+(
+    _get_zero_param_intra_parallel_rank_in_mygroup,
+    _get_zero_param_intra_parallel_group_world_size,
+    _get_zero_param_intra_parallel_group_ranks,
+) = (
+    views.getter(_ZERO_PARAM, what, "groups._create_zero_param_parallel_group(group_size)")
+    for what in ("rank", "size", "ranks")
+)

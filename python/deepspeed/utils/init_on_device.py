@@ -1,4 +1,7 @@
-"""``OnDevice``: build a module directly on a device and in a dtype, without a first copy elsewhere."""
+"""``OnDevice``: build a module directly on a device and in a dtype, without a first copy elsewhere; and copies of
+modules without values."""
+
+import copy
 
 import torch
 
@@ -65,3 +68,15 @@ class OnDevice:
         for name, function in saved.items():
             setattr(torch, name, function)
         return False
+
+
+def copy_on_meta(model, dtype=None):
+    """A copy of ``model`` without values, its floating parameters of ``dtype`` where that is one."""
+    memo = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        shape = getattr(tensor, "ds_shape", tensor.shape)  # a sharded one looks empty
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        wanted = dtype if is_parameter and dtype is not None and tensor.is_floating_point() else tensor.dtype
+        bare = torch.empty(shape, dtype=wanted, device="meta")
+        memo[id(tensor)] = torch.nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+    return copy.deepcopy(model, memo)

@@ -26,14 +26,7 @@ import torch
 def safe_get_full_fp32_param(param):
     """The parameter's fp32 value (fp64 for fp64 ones) in its full shape: a copy on every rank. None: there is none, as
     for frozen parameters."""
-    link = _link(param)
-    if link is not None:
-        return link.get("fp32")
-    if _has_fragment(param):
-        return param.get_full_hp_param()
-    if not _is_own_master(param):
-        return None
-    return _with_values(param, lambda: param.detach().clone())
+    return _keeper(param).get("fp32")
 
 
 @torch.no_grad()
@@ -44,12 +37,7 @@ def safe_get_full_grad(param):
     micro-steps of stage 1, too, until they are reduced; inside ``engine.no_sync()`` it is what this rank alone has
     accumulated.
     """
-    link = _link(param)
-    if link is not None:
-        return link.get("grad")
-    if _has_fragment(param):
-        return param.get_full_hp_grad()
-    return None if param.grad is None or not param.requires_grad else _widened(param.grad).clone()
+    return _keeper(param).get("grad")
 
 
 @torch.no_grad()
@@ -59,12 +47,7 @@ def safe_get_full_optimizer_state(param, optim_state_key):
     None when the optimizer has no such state with a value for each element, or not yet: many make theirs in their first
     step.
     """
-    link = _link(param)
-    if link is not None:
-        return link.get(optim_state_key)
-    if _has_fragment(param):
-        return param.get_full_hp_param(optim_state_key)
-    return None
+    return _keeper(param).get(optim_state_key)
 
 
 @torch.no_grad()
@@ -73,16 +56,7 @@ def safe_set_full_fp32_param(param, value):
 
     Every rank passes the same value. Raises ValueError when it does not fit or when there is no fp32 value to set.
     """
-    value = _fitting(param, value)
-    link = _link(param)
-    if link is not None:
-        link.set("fp32", value)
-    elif _has_fragment(param):
-        param.set_full_hp_param(value)
-    elif _is_own_master(param):
-        _with_values(param, lambda: param.detach().copy_(value), changed=True)
-    else:
-        raise ValueError(_nothing("fp32 value", param))
+    _keeper(param).set("fp32", _fitting(param, value))
 
 
 @torch.no_grad()
@@ -92,18 +66,7 @@ def safe_set_full_grad(param, value):
     Every rank passes the same value, which is rounded to the dtype that gradients are kept in (see ``ds_config
     explain``). A parameter that had no gradient has one from now on. Raises ValueError when the value does not fit.
     """
-    value = _fitting(param, value)
-    link = _link(param)
-    if link is not None:
-        link.set("grad", value)
-    elif _has_fragment(param):
-        param.set_full_hp_grad(value)
-    elif param.grad is not None:
-        param.grad.copy_(value)
-    elif not hasattr(param, "ds_id"):
-        param.grad = value.to(param).clone()
-    else:
-        raise ValueError(_nothing("gradient", param))
+    _keeper(param).set("grad", _fitting(param, value))
 
 
 @torch.no_grad()
@@ -112,14 +75,10 @@ def safe_set_full_optimizer_state(param, value, optim_state_key):
 
     Raises ValueError when it does not fit, or when the optimizer has no such state, or not yet.
     """
-    value = _fitting(param, value)
-    link = _link(param)
-    if link is not None and link.get(optim_state_key) is not None:
-        link.set(optim_state_key, value)
-    elif _has_fragment(param):
-        param.set_full_hp_param(value, optim_state_key)
-    else:
-        raise ValueError(_nothing(f"optimizer state {optim_state_key!r}", param))
+    value, link = _fitting(param, value), _link(param)
+    if link is not None and link.get(optim_state_key) is None:
+        raise ValueError(_nothing(optim_state_key, param))
+    _keeper(param).set(optim_state_key, value)
 
 
 def safe_update_full_grad_vectorized(param_list, update_func):
@@ -145,27 +104,20 @@ def safe_get_local_fp32_param(param):
     At stage 3 it has the shape of ``param.ds_tensor``: zeros follow the last element. At stages 1 and 2 parameters are
     cut where the shares of ranks end, so a part may have any length; None where this rank owns nothing.
     """
-    link = _link(param)
-    return safe_get_full_fp32_param(param) if link is None else _local(param, link, "fp32")
+    return _local(param, "fp32")
 
 
 @torch.no_grad()
 def safe_get_local_grad(param):
     """This rank's part of the gradient, in the shape of ``safe_get_local_fp32_param``. None where there is none."""
-    link = _link(param)
-    if link is None:
-        return safe_get_full_grad(param)
-    found = _local(param, link, "grad")
-    return found if found is None or _scale(link) == 1.0 else found.div_(_scale(link))
+    found, link = _local(param, "grad"), _link(param)
+    return found if found is None or link is None or _scale(link) == 1.0 else found.div_(_scale(link))
 
 
 @torch.no_grad()
 def safe_get_local_optimizer_state(param, optim_state_key):
     """This rank's part of a state, in the shape of ``safe_get_local_fp32_param``. None where there is none."""
-    link = _link(param)
-    return (
-        safe_get_full_optimizer_state(param, optim_state_key) if link is None else _local(param, link, optim_state_key)
-    )
+    return _local(param, optim_state_key)
 
 
 @torch.no_grad()
@@ -175,12 +127,7 @@ def safe_set_local_fp32_param(param, value):
     ``value`` has the shape that ``safe_get_local_fp32_param`` returns, and is None where that is. Raises ValueError
     when it does not fit.
     """
-    link = _link(param)
-    if link is None:
-        safe_set_full_fp32_param(param, value)
-        return
-    _set_local(param, link, "fp32", value)
-    link.set("fp32", link.get("fp32"))  # the weights of all ranks follow, and masters are what they are
+    _set_local(param, "fp32", value)
 
 
 @torch.no_grad()
@@ -191,10 +138,7 @@ def safe_set_local_grad(param, value):
     a gradient; ``safe_set_full_grad`` makes one.
     """
     link = _link(param)
-    if link is None:
-        safe_set_full_grad(param, value)
-    else:
-        _set_local(param, link, "grad", value if value is None else value * _scale(link))
+    _set_local(param, "grad", value if link is None or value is None else value * _scale(link))
 
 
 @torch.no_grad()
@@ -204,11 +148,7 @@ def safe_set_local_optimizer_state(param, value, optim_state_key):
     ``value`` has the shape that ``safe_get_local_optimizer_state`` returns. Raises ValueError when it does not fit, or
     when the optimizer has no such state, or not yet.
     """
-    link = _link(param)
-    if link is None:
-        safe_set_full_optimizer_state(param, value, optim_state_key)
-    else:
-        _set_local(param, link, optim_state_key, value)
+    _set_local(param, optim_state_key, value)
 
 
 # ---- how ------------------------------------------------------------------------------------------------------------
@@ -219,9 +159,52 @@ def _link(param):
     return None if link is None or link.owner is None else link
 
 
-def _has_fragment(param):
-    """Whether ``mixed_precision_linkage.link_hp_params`` has been given it."""
-    return "get_full_hp_param" in param.__dict__
+def _keeper(param):
+    """The object whose ``get(kind)`` and ``set(kind, value)`` reach what training keeps of ``param``."""
+    kind = _Fragments if "get_full_hp_param" in param.__dict__ else _Untrained
+    return _link(param) or kind(param)
+
+
+class _Fragments:
+    """Of a parameter that ``mixed_precision_linkage.link_hp_params`` has been given."""
+
+    def __init__(self, param):
+        self.param = param
+
+    def get(self, kind):
+        return self.param.get_full_hp_grad() if kind == "grad" else self.param.get_full_hp_param(*_state_of(kind))
+
+    def set(self, kind, value):
+        if kind == "grad":
+            self.param.set_full_hp_grad(value)
+        else:
+            self.param.set_full_hp_param(value, *_state_of(kind))
+
+
+def _state_of(kind):
+    return () if kind == "fp32" else (kind,)
+
+
+class _Untrained(_Fragments):
+    """Of a parameter that no engine trains."""
+
+    def get(self, kind):
+        param = self.param
+        if kind == "fp32" and _is_own_master(param):
+            return _with_values(param, lambda: param.detach().clone())
+        has_grad = kind == "grad" and param.grad is not None and param.requires_grad
+        return _widened(param.grad).clone() if has_grad else None
+
+    def set(self, kind, value):
+        param = self.param
+        if kind == "fp32" and _is_own_master(param):
+            _with_values(param, lambda: param.detach().copy_(value), changed=True)
+        elif kind == "grad" and param.grad is not None:
+            param.grad.copy_(value)
+        elif kind == "grad" and not hasattr(param, "ds_id"):
+            param.grad = value.to(param).clone()
+        else:
+            raise ValueError(_nothing(kind, param))
 
 
 def _scale(link):
@@ -259,7 +242,8 @@ def _called(param):
     )
 
 
-def _nothing(what, param):
+def _nothing(kind, param):
+    what = {"grad": "gradient", "fp32": "fp32 value"}.get(kind, f"optimizer state {kind!r}")
     return (
         f"{_called(param)} has no {what} to set. What can be set is what training keeps of the parameters that the "
         "engine's optimizer updates; optimizer states exist once the optimizer has made them, often in its first step."
@@ -283,9 +267,11 @@ def _slice_numel(param):
     return None if handle is None else handle.slice_numel
 
 
-def _local(param, link, kind):
-    pieces = link.pieces(kind)
-    padded = _slice_numel(param)
+def _local(param, kind):
+    link = _link(param)
+    if link is None:
+        return _keeper(param).get(kind)
+    pieces, padded = link.pieces(kind), _slice_numel(param)
     if not pieces and (padded is None or link.pieces("fp32")):
         return None
     parts = [_widened(view).reshape(-1) for _, _, view in pieces]
@@ -296,17 +282,21 @@ def _local(param, link, kind):
     return torch.cat(parts)  # a copy, of one part too
 
 
-def _set_local(param, link, kind, value):
+def _set_local(param, kind, value):
+    link = _link(param)
+    if link is None:
+        _keeper(param).set(kind, _fitting(param, value))
+        return
     pieces = link.pieces(kind)
     own = sum(numel for _, numel, _ in pieces)
-    expected = _slice_numel(param)
-    if expected is None:
-        expected = own
+    padded = _slice_numel(param)
+    expected = own if padded is None else padded
     if not pieces and link.pieces("fp32"):
-        what = {"grad": "gradient", "fp32": "fp32 value"}.get(kind, f"optimizer state {kind!r}")
-        raise ValueError(_nothing(what, param))
+        raise ValueError(_nothing(kind, param))
     given = 0 if value is None else value.numel()
     if given not in (expected, own):
         raise ValueError(f"{_called(param)}: this rank's part has {expected} elements, the value {given}")
     if pieces:
         link.set_pieces(kind, value.detach().reshape(-1))
+    if kind == "fp32":
+        link.set(kind, link.get(kind))  # the weights of all ranks follow, and masters are what they are

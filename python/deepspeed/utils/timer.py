@@ -37,36 +37,23 @@ def trim_mean(data, trim_percent):
     return sum(kept) / len(kept)
 
 
-class _HostInterval:
-    """A stretch of time on the host's clock, with the device idle at both ends."""
-
-    def __init__(self):
-        get_accelerator().synchronize()
-        self._start_s = time.perf_counter()
-        self._end_s = None
-
-    def end(self):
-        get_accelerator().synchronize()
-        self._end_s = time.perf_counter()
-
-    def milliseconds(self):
-        return (self._end_s - self._start_s) * 1000.0
+def _now(on_host):
+    """This moment: on the host's clock with the device idle, or as an event of the device's current stream."""
+    device = get_accelerator()
+    if on_host:
+        device.synchronize()
+        return time.perf_counter()
+    event = device.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-class _DeviceInterval:
-    """A stretch of the device's current stream between two events."""
-
-    def __init__(self):
-        self._start = get_accelerator().Event(enable_timing=True)
-        self._end = get_accelerator().Event(enable_timing=True)
-        self._start.record()
-
-    def end(self):
-        self._end.record()
-
-    def milliseconds(self):
-        self._end.synchronize()
-        return self._start.elapsed_time(self._end)
+def _milliseconds(begin, end):
+    """The time between two moments of ``_now``."""
+    if isinstance(end, float):
+        return (end - begin) * 1000.0
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 class SynchronizedWallClockTimer:
@@ -77,42 +64,36 @@ class SynchronizedWallClockTimer:
 
         def __init__(self, name):
             self.name_ = name
-            self.started_ = False
-            self._host = get_accelerator().use_host_timers()
-            self._running = None
-            self._ended = []
-            self._records = []
+            self._on_host = get_accelerator().use_host_timers()
+            self.reset()
 
         def start(self):
             assert not self.started_, f"timer {self.name_} has already been started"
-            self._running = _HostInterval() if self._host else _DeviceInterval()
+            self._begin = _now(self._on_host)
             self.started_ = True
 
         def stop(self, reset=False, record=False):
             """Ends the running stretch. reset: forget earlier ones; record: keep its length for mean()."""
             assert self.started_, f"timer {self.name_} is not started"
-            self._running.end()
+            stretch = self._begin, _now(self._on_host)
             if reset:
                 self._ended = []
-            self._ended.append(self._running)
+            self._ended.append(stretch)
             if record:
-                self._records.append(self._running)
-            self._running = None
+                self._records.append(stretch)
             self.started_ = False
 
         def reset(self):
             """Forgets everything, a running stretch too."""
             self.started_ = False
-            self._running = None
-            self._ended = []
-            self._records = []
+            self._ended, self._records = [], []  # stretches: pairs of moments
 
         def elapsed(self, reset=True):
             """Milliseconds measured since the last reset, a running stretch included; it goes on running."""
             running = self.started_
             if running:
                 self.stop()
-            total = sum(interval.milliseconds() for interval in self._ended)
+            total = sum(_milliseconds(*stretch) for stretch in self._ended)
             if reset:
                 self._ended = []
             if running:
@@ -121,7 +102,7 @@ class SynchronizedWallClockTimer:
 
         def mean(self):
             """Mean milliseconds of the recorded stretches without the outer tenth on either side."""
-            return trim_mean([interval.milliseconds() for interval in self._records], 0.1)
+            return trim_mean([_milliseconds(*stretch) for stretch in self._records], 0.1)
 
     def __init__(self):
         self.timers = {}
@@ -228,16 +209,12 @@ class ThroughputTimer:
         self.start_step, self.steps_per_output = start_step, steps_per_output
         self.monitor_memory = monitor_memory
         self.logging = logging_fn or logger.info
-        self.epoch_count = 0
-        self.micro_step_count = 0
-        self.global_step_count = 0
-        self.initialized = False
-        self.started = False
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.initialized = self.started = False
         self.start_time = self.end_time = 0
         self.total_elapsed_time = 0.0  # seconds, of the counted steps
         self.step_elapsed_time = 0.0  # seconds since the last report
-        self._steps_since_report = 0
-        self._counted_steps = 0
+        self._steps_since_report = self._counted_steps = 0
         self._start_s = None
 
     def update_epoch_count(self):
@@ -252,10 +229,9 @@ class ThroughputTimer:
 
     def start(self):
         """Before a batch is read; called twice without a stop, the later call counts."""
-        if not self.enabled:
-            return
-        self.initialized = self.started = True
-        if self.global_step_count >= self.start_step:
+        if self.enabled:
+            self.initialized = self.started = True
+        if self.enabled and self.global_step_count >= self.start_step:
             self._start_s = self._now()
             self.start_time = time.time()
 
@@ -272,10 +248,8 @@ class ThroughputTimer:
             self._start_s, self.end_time = None, time.time()
             self.total_elapsed_time += duration
             self.step_elapsed_time += duration
-        if not global_step:
-            return
-        self.global_step_count += 1
-        if not measured:
+        self.global_step_count += global_step
+        if not (global_step and measured):
             return
         self._counted_steps += 1
         self._steps_since_report += 1

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import weakref
 
 import torch
 
@@ -29,6 +30,32 @@ class Waiting:
 
     def __del__(self):
         self.store.drop(self.number)
+
+
+class BackwardOrder:
+    """Which of the objects that stand for saved tensors wait elsewhere, all but the latest ``stay``, and which one
+    backward, which begins with the latest, needs next. It keeps none of them alive."""
+
+    def __init__(self, stay=1):
+        self.stay, self.latest, self.waiting = stay, collections.deque(), []
+
+    def add(self, saved):
+        """Yields those that leave now."""
+        self.latest.append(weakref.ref(saved))
+        while len(self.latest) > self.stay:
+            oldest = self.latest.popleft()()
+            if oldest is not None:
+                self.waiting.append(weakref.ref(oldest))
+                yield oldest
+
+    def next_back(self, current=None):
+        """The latest one that waits, besides ``current``, which has come back; None if there is none."""
+        while self.waiting:
+            found = self.waiting[-1]()
+            if found is not None and found is not current:
+                return found
+            self.waiting.pop()
+        return None
 
 
 class ShapeStore:

@@ -28,12 +28,10 @@ def z3_leaf_parameter(model):
 
 def set_z3_leaf_module(model, flag):
     """Flags the module ``model`` as a leaf, or takes the flag away."""
-    flag = bool(flag)
-    if flag == z3_leaf_module(model):
-        return
-    model.__dict__[_FLAG] = flag
-    for param in model.parameters():
-        setattr(param, _COUNT, max(0, getattr(param, _COUNT, 0) + (1 if flag else -1)))
+    change = bool(flag) - z3_leaf_module(model)
+    model.__dict__[_FLAG] = bool(flag)
+    for param in model.parameters() if change else ():
+        setattr(param, _COUNT, max(0, getattr(param, _COUNT, 0) + change))
 
 
 def get_z3_leaf_modules(model):

@@ -10,6 +10,7 @@ The weights are streamed: memory does not grow with the model. Files are read wi
 import argparse
 import dataclasses
 import glob
+import itertools
 import math
 import os
 import re
@@ -52,13 +53,20 @@ class GatheredTensor(StoredWeight):
         self.offset, self.partitioned_numel = offset, partitioned_numel
         pieces, left = [], torch.Size(shape).numel()
         for groups in flat_groups:
-            begin, end = offset, offset + min(partitioned_numel, left)
-            left -= end - begin
-            for flat, first, last in zip(groups, flat_groups_offset, flat_groups_offset[1:]):
-                low, high = max(begin, first), min(end, last)
-                if low < high:
-                    pieces.append((flat, low - first, high - low))
+            pieces += _cut(groups, offset, min(partitioned_numel, left))
+            left -= min(partitioned_numel, left)
         super().__init__(pieces, shape, flat_groups[0][0].dtype)
+
+
+def _cut(tensors, offset, numel):
+    """The pieces of a ``StoredWeight``, ``numel`` elements from ``offset`` on in the concatenation of ``tensors``."""
+    pieces, first = [], 0
+    for tensor in tensors:
+        low, high = max(offset, first), min(offset + numel, first + tensor.numel())
+        if low < high:
+            pieces.append((tensor, low - first, high - low))
+        first += tensor.numel()
+    return pieces
 
 
 def atoi(text):
@@ -209,12 +217,8 @@ def _frozen(states, stage):
     shapes, fragments = first.frozen_param_shapes or {}, first.frozen_param_fragments or {}
     if stage == 3:
         for name, shape in shapes.items():
-            pieces, left = [], torch.Size(shape).numel()
-            for state in states:
-                part = (state.frozen_param_fragments or {})[name]
-                pieces.append((part, 0, min(part.numel(), left)))
-                left -= pieces[-1][2]
-            found[name] = StoredWeight(pieces, shape, torch.float32)
+            parts = [(state.frozen_param_fragments or {})[name] for state in states]
+            found[name] = StoredWeight(_cut(parts, 0, torch.Size(shape).numel()), shape, torch.float32)
         return found
     for name in shapes:
         if name not in fragments:
@@ -232,15 +236,10 @@ def _flat_weights(param_shapes, ranks, flats):
         shards = [rank[group] for rank in flats]
         held, offset = sum(shard.numel() for shard in shards), 0
         for name, shape in shapes.items():
-            numel, pieces, first = torch.Size(shape).numel(), [], 0
-            for shard in shards:
-                low, high = max(offset, first), min(offset + numel, first + shard.numel())
-                if low < high:
-                    pieces.append((shard, low - first, high - low))
-                first += shard.numel()
+            numel = torch.Size(shape).numel()
             if offset + numel > held:
                 raise ValueError(f"group {group} has {held} elements, too few for parameter '{name}' at {offset}")
-            found[name] = StoredWeight(pieces, shape, torch.float32)
+            found[name] = StoredWeight(_cut(shards, offset, numel), shape, torch.float32)
             offset += numel
         unit = 2 * ranks  # older versions padded the group to it
         if math.ceil(offset / unit) != math.ceil(held / unit):
@@ -256,9 +255,7 @@ def zero3_partitioned_param_info(unpartitioned_numel, world_size):
 
 def _sliced_weights(param_shapes, ranks, flats):
     """Stage 3: every parameter is cut into a slice per rank; a rank's slices follow each other in its flat tensors."""
-    begins, found, offset = [0], {}, 0
-    for flat in flats[0]:
-        begins.append(begins[-1] + flat.numel())
+    begins, found, offset = list(itertools.accumulate((flat.numel() for flat in flats[0]), initial=0)), {}, 0
     for rank, groups in enumerate(flats):
         if [g.numel() for g in groups] != [g.numel() for g in flats[0]]:
             raise ValueError(f"the flat groups of rank {rank} are not as long as those of rank 0")
@@ -380,10 +377,10 @@ def to_torch_tensor(state_dict, return_empty_tensor=False):
     """The tensors of a lazy state dict; tied names keep one tensor. ``return_empty_tensor``: shapes and dtypes only."""
     made = {}
     for weight in state_dict.values():
-        if id(weight) not in made and return_empty_tensor:
-            made[id(weight)] = torch.empty(weight.shape, dtype=weight.dtype)
-        elif id(weight) not in made:
-            made[id(weight)] = weight.contiguous()
+        if id(weight) not in made:
+            made[id(weight)] = (
+                torch.empty(weight.shape, dtype=weight.dtype) if return_empty_tensor else weight.contiguous()
+            )
     return {name: made[id(weight)] for name, weight in state_dict.items()}
 
 

@@ -1,5 +1,7 @@
 """Tensors inside lists, tuples, dicts and dataclasses."""
 
+import copy
+
 import torch
 
 from deepspeed._native import _C
@@ -11,20 +13,26 @@ tensors_within = _C.tensors_within
 
 
 def replace(item, wanted, change):
-    """`item` with `change` applied to what is `wanted`; lists, tuples (named ones too) and dicts are rebuilt."""
+    """`item` with `change` applied to what is `wanted`. Lists, tuples (named ones too) and dicts around it are made
+    anew; those without any are kept."""
     if wanted(item):
         return change(item)
+    if not isinstance(item, (dict, list, tuple)):
+        return item
+    before = list(item.values()) if isinstance(item, dict) else item
+    after = [replace(value, wanted, change) for value in before]
+    if all(new is old for new, old in zip(after, before)):
+        return item
     if isinstance(item, dict):
-        return type(item)((key, replace(value, wanted, change)) for key, value in item.items())
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(replace(value, wanted, change) for value in item))
-    if isinstance(item, (list, tuple)):
-        return type(item)(replace(value, wanted, change) for value in item)
-    return item
+        made = copy.copy(item)  # with what a subclass knows besides, such as the factory of a defaultdict
+        for key, value in zip(item, after):
+            made[key] = value
+        return made
+    return type(item)(*after) if hasattr(item, "_fields") else type(item)(after)
 
 
 def move_to_device(item, device, criterion_func=None):
-    """`item` with every tensor in it on `device`; lists, tuples (named ones too) and dicts are rebuilt around them.
+    """`item` with every tensor in it on `device`; lists, tuples (named ones too) and dicts are made anew around them.
 
     criterion_func: what to move: called with each item; default: torch.is_tensor. Other items are kept as they are.
     """

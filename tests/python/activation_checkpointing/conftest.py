@@ -1,7 +1,7 @@
 import pytest
 
 from deepspeed.activation_checkpointing import settings
-from deepspeed.activation_checkpointing.rng import get_cuda_rng_tracker
+from deepspeed.utils.random_state import get_cuda_rng_tracker
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 
 from deepspeed import checkpointing
 from deepspeed.accelerator import get_accelerator
-from deepspeed.activation_checkpointing.rng import CudaRNGStatesTracker, get_cuda_rng_tracker
+from deepspeed.utils.random_state import CudaRNGStatesTracker, get_cuda_rng_tracker
 from refusals import refused
 from segments import assert_same, both, plainly
 

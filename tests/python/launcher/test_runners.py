@@ -10,7 +10,7 @@ from copy import deepcopy
 
 import pytest
 
-from deepspeed.host.place import place_of
+from deepspeed.host.mpi_ranks import ranks_of
 from deepspeed.launcher import constants, launch, launcher_helper, multinode_runner, words
 from deepspeed.launcher.resources import decode_world_info
 from deepspeed.launcher.runner import encode_world_info, parse_args
@@ -240,21 +240,21 @@ PLACES = [
 @pytest.mark.parametrize("environment, place", PLACES)
 def test_the_place_that_mpi_says(environment, place):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-    assert tuple(place_of(environment)[name] for name in names) == place
+    assert tuple(ranks_of(environment)[name] for name in names) == place
 
 
 def test_the_place_on_hosts_of_different_sizes():
-    found = place_of({"PMIX_RANK": "2"}, {"a": 2, "b": 1})
+    found = ranks_of({"PMIX_RANK": "2"}, {"a": 2, "b": 1})
     assert found == dict(RANK=2, WORLD_SIZE=3, LOCAL_RANK=0, LOCAL_SIZE=1, CROSS_RANK=1, CROSS_SIZE=2)
-    refused(ValueError, "start it by mpirun", place_of, {})
-    refused(ValueError, "LOCAL_SIZE of rank 1", place_of, {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"})
-    refused(ValueError, "rank 2 of 2", place_of, {**deepcopy(PLACES[1][0]), "PMI_RANK": "2"})
+    refused(ValueError, "start it by mpirun", ranks_of, {})
+    refused(ValueError, "LOCAL_SIZE of rank 1", ranks_of, {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"})
+    refused(ValueError, "rank 2 of 2", ranks_of, {**deepcopy(PLACES[1][0]), "PMI_RANK": "2"})
 
 
 def test_slurms_word_on_what_started_mpi_is_not_that_on_the_rank():
     slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
-    refused(ValueError, "LOCAL_RANK and LOCAL_SIZE of rank 1", place_of, {"PMI_RANK": "1", "PMI_SIZE": "4", **slurm})
-    by_srun = place_of({"PMIX_RANK": "1", **slurm, "SLURM_PROCID": "1"}, {"a": 1, "b": 1})  # srun --mpi=pmix
+    refused(ValueError, "LOCAL_RANK and LOCAL_SIZE of rank 1", ranks_of, {"PMI_RANK": "1", "PMI_SIZE": "4", **slurm})
+    by_srun = ranks_of({"PMIX_RANK": "1", **slurm, "SLURM_PROCID": "1"}, {"a": 1, "b": 1})  # srun --mpi=pmix
     assert by_srun == dict(RANK=1, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_SIZE=1, CROSS_RANK=1, CROSS_SIZE=2)
 
 

@@ -120,7 +120,7 @@ def test_the_mask_of_dropout_does_not_know_the_cut(dtype):
     for first, last in ((0, 11), (11, 30), (30, 37)):
         rows = Rows(query[:, :, first:last], 2, ScoreRules(1.0, dropped=dropped))
         for start, stop in ((0, 3), (3, 22), (22, 37)):
-            rows.see(query[:, :2, start:stop], value[:, :, start:stop], place=(first, start))
+            rows.see(query[:, :2, start:stop], value[:, :, start:stop], position=(first, start))
         found[:, :, first:last] = rows.result()[0]
     assert torch.equal(found != 0, whole.flatten(1, 2) != 0) and torch.allclose(found * tokens, whole.flatten(1, 2))
     assert 0.37 < float((found == 0).double().mean()) < 0.43

@@ -9,7 +9,8 @@ from deepspeed.sequence import explain, longest
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.sequence.ledger import BUFFERS, PARTS, KnownResults, Ledger, memory_of
 from deepspeed.sequence.lengths import Setup
-from deepspeed.sequence.planned import PlannedStep, on_meta
+from deepspeed.sequence.planned import PlannedStep
+from deepspeed.utils.init_on_device import copy_on_meta
 from refusals import refused
 
 PLAIN = {"method": "auto", "chunk": 0, "offload": "none", "tile_loss": False, "widths": {}, "checkpointing": False}
@@ -31,7 +32,7 @@ def config_of(stage=0, **section):
 
 
 def test_the_ledger_counts_what_is_alive():
-    model = on_meta(torch.nn.Linear(8, 4), None)
+    model = copy_on_meta(torch.nn.Linear(8, 4))
     x = torch.empty(16, 8, device="meta")
     with Ledger(model) as ledger:
         first = model(x)  # 256 bytes
@@ -82,7 +83,7 @@ def test_the_longest_length_is_the_last_that_fits(toy):
     found = peak_of(model, tokens) + report.peak(tokens).parts["states"]
     assert abs(report.peak(tokens).bytes - found) <= 0.01 * found
     assert longest(model, config_of(), memory=1000, ranks=1) == 0
-    assert longest(on_meta(model, None), config_of(), memory=64 << 20, ranks=1) == tokens
+    assert longest(copy_on_meta(model), config_of(), memory=64 << 20, ranks=1) == tokens
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -13,7 +13,7 @@ from deepspeed.checkpoint.run_state import Counters, LoadTarget, RunRanks, RunSt
 from deepspeed.checkpoint.write.contents import param_shapes
 from deepspeed.checkpoint.write.save import save_checkpoint
 from deepspeed.comm import process_group as dist
-from deepspeed.comm.mesh_views import splitter_of
+from deepspeed.comm.mesh_views import PIPELINE, ask_mpu
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.members import engine_parts, member, run_hooks
 from deepspeed.optim.schedule_values import rehearse
@@ -25,22 +25,11 @@ from deepspeed.zero.parameters.param_ranks import ModuleTensors
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 from deepspeed.zero.states.named_states import OwnedStates
 
-_PIPELINE = ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
-_TENSOR = (
-    "get_tensor_model_parallel_world_size",
-    "get_slice_parallel_world_size",
-    "get_model_parallel_world_size",
-)
-
 
 def parallel_metadata(mpu):
     """``{pp_degree, tp_degree}`` of an ``mpu``, under whichever names it has them; 1 each without."""
-    return {CHECKPOINT_PP_DEGREE: _ask(mpu, _PIPELINE), CHECKPOINT_TP_DEGREE: _ask(splitter_of(mpu), _TENSOR)}
-
-
-def _ask(mpu, methods):
-    found = [method for method in (getattr(mpu, name, None) for name in methods) if method is not None]
-    return found[0]() if found else 1
+    names = {CHECKPOINT_PP_DEGREE: PIPELINE, CHECKPOINT_TP_DEGREE: ("tensor_model", "slice", "model")}
+    return {degree: ask_mpu(mpu, "world_size", kinds) or 1 for degree, kinds in names.items()}
 
 
 def optimizer_values(optimizer, stepping, shards_params):

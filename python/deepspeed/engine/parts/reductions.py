@@ -8,6 +8,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.engine.members import engine_parts, member
 from deepspeed.engine.sparse_tensor import SparseTensor
+from deepspeed.utils.runs import runs_of
 
 
 @engine_parts.add("_reductions")
@@ -68,15 +69,9 @@ class Reductions:
 
     @member
     def allreduce_no_retain(self, bucket, dp_group, numel_per_bucket=500000000, dp_world_size=None):
-        """Reduces the tensors of ``bucket`` in place, in collectives of about ``numel_per_bucket`` elements."""
-        small, numel = [], 0
-        for tensor in bucket:
-            small.append(tensor)
-            numel += tensor.numel()
-            if numel > numel_per_bucket:
-                self.engine.allreduce_and_copy(small, dp_group, dp_world_size)
-                small, numel = [], 0
-        if small:
+        """Reduces the tensors of ``bucket`` in place, in collectives of at most ``numel_per_bucket`` elements, or of
+        one tensor."""
+        for small in runs_of(bucket, numel_per_bucket, torch.numel):
             self.engine.allreduce_and_copy(small, dp_group, dp_world_size)
 
     @member

@@ -14,7 +14,7 @@ from deepspeed import _native
 from deepspeed.engine.members import member, pipeline_parts
 from deepspeed.pipe import instructions as ops
 from deepspeed.pipe.micro_batch import BUFFERS, Column, MicroBatch
-from deepspeed.pipe.place import MICRO_BATCH
+from deepspeed.pipe.position import MICRO_BATCH
 from deepspeed.pipe.profile import tensors_of
 from deepspeed.pipe.schedule import kind_of
 from deepspeed.zero.nested import cast_floats, move_to_device, replace
@@ -70,7 +70,7 @@ class Execution:
         self.fwd_outputs, self.logits, self._seen = [], [], 0
         last = self._begin_schedule([one for step in steps for one in step])
         command, functions, measured = None, engine._INSTRUCTION_MAP, engine._measured
-        failures, words = engine._failures, engine.module.place.words
+        failures, words = engine._failures, engine.module.position.words
         try:
             for step in steps:
                 for command in step:
@@ -122,7 +122,7 @@ class Execution:
             micro = held.number
             if micro is None:
                 micro, self._seen = self._seen, self._seen + 1
-            self.engine.module.place.words[MICRO_BATCH] = micro + 1  # else the instruction has said it
+            self.engine.module.position.words[MICRO_BATCH] = micro + 1  # else the instruction has said it
         if held.number != micro or held.part != part:
             held = self.records[buffer_id] = self._ahead.pop((part, micro), held)
             held.part, held.number = part, micro

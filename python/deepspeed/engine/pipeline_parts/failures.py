@@ -6,7 +6,7 @@ import time
 from deepspeed.engine.members import Part, pipeline_parts
 from deepspeed.pipe.failures import PipelineError, retold
 from deepspeed.pipe.layers import describe
-from deepspeed.pipe.place import INSTRUCTION, LAYER, MICRO_BATCH
+from deepspeed.pipe.position import INSTRUCTION, LAYER, MICRO_BATCH
 from deepspeed.pipe.schedule import kind_of
 
 CAUSE_TIMEOUT = 1.5  # seconds: a message that did not come has a cause, which its rank is about to tell
@@ -24,7 +24,7 @@ class Failures(Part):
     error_propagation = None
 
     def start_places(self):
-        """Names of instructions by the numbers that this rank's ``Place`` gives them, from 1 on."""
+        """Names of instructions by the numbers that this rank's ``Position`` gives them, from 1 on."""
         kinds = list(self.engine._INSTRUCTION_MAP)
         self._instruction_numbers = {kind: number for number, kind in enumerate(kinds, 1)}
         return [kind.__name__ for kind in kinds]

@@ -40,7 +40,7 @@ class Links:
         places = engine._failures.start_places()
         engine.error_propagation = ranks.error_propagation(self.channel, groups + core, places, layers)
         if engine.error_propagation is not None:
-            engine.module.place.share(engine.error_propagation.place)
+            engine.module.position.share(engine.error_propagation.place)
 
     def from_first(self, objects):
         """Stages of one copy hear of its first stage, copies of stages of the first copy: all have the same then."""

@@ -27,8 +27,7 @@ class SlurmRunner(PoolRunner):
 
     def agents_command(self, hosts, words, environment):
         """The command that starts an agent on each of ``hosts``, which find their names in Slurm's variables."""
-        command = self.base_command(hosts, len(hosts)) + ["--ntasks-per-node", "1", "--export", "ALL"]
-        return [*command, *words]
+        return [*self.base_command(hosts, len(hosts)), "--ntasks-per-node", "1", "--export", "ALL", *words]
 
     def get_cmd(self, environment, active_resources):
         counts = list(counts_of(active_resources).values())

@@ -47,7 +47,7 @@ class MoELayerSpec:
     ``expert_storage``: experts are modules in a list, or rows of three-dimensional parameters. ``expert_w1_name`` makes
     the gated half (with ``expert_w3_name`` None, in rows: both halves, one after the other), ``expert_w3_name`` the
     other half, ``expert_w2_name`` the output. ``return_router_logits``: forward returns them behind the output.
-    ``router_logits_capture_*``: whose output transformers records them from, and at which place. ``fused_layout`` is
+    ``router_logits_capture_*``: whose output transformers records them from, and at which index. ``fused_layout`` is
     ours: how rows lie (``classify_fused_gate_up_layout``).
     """
 

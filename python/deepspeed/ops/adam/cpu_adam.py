@@ -37,7 +37,7 @@ class DeepSpeedCPUAdam(CPUOptimizer):
 
     # ---- subgroups ---------------------------------------------------------------------------------------------------
     # Parts of a flat partition that are updated one after the other: before each call the caller puts one part, with
-    # its gradient, in the place of the parameters. Each part has states of its own, ``state[subgroup_id]``.
+    # its gradient, into the parameters. Each part has states of its own, ``state[subgroup_id]``.
 
     def _in_subgroup(self):
         """``[(group, parameters)]`` of those that have a gradient now."""

@@ -6,6 +6,7 @@ The engine does this in C++ (``zero_optimization.zenflow``) and needs no such ob
 import torch
 
 from deepspeed.ops.native_optimizer import loss_of
+from deepspeed.utils.runs import runs_of
 
 
 class _SelectiveAdamW(torch.optim.AdamW):
@@ -45,12 +46,12 @@ class _SelectiveAdamW(torch.optim.AdamW):
         """Moments of these parameters go to host memory."""
         self._move_mv(params, lambda param: torch.device("cpu"))
 
-    def _move_mv(self, params, place):
+    def _move_mv(self, params, device_of):
         for param in params:
             state = self.state.get(param, {})
             for name in ("exp_avg", "exp_avg_sq"):
                 if name in state:
-                    state[name] = state[name].to(place(param))
+                    state[name] = state[name].to(device_of(param))
 
     @torch.no_grad()
     def _copy_aside(self, params):
@@ -61,24 +62,13 @@ class _SelectiveAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def _step_params(self, group, params):
         taken = [param for param in params if getattr(param, "selected_grad", None) is not None]
-        for bucket in self._buckets(taken):
+        for bucket in runs_of(taken, self.bucket_size, lambda param: param.selected_grad.numel()):
             if self.offload:
                 self.copy_mv_from_cpu(bucket)
             for param in bucket:
                 self._update(group, param)
             if self.offload:
                 self.copy_mv_to_cpu(bucket)
-
-    def _buckets(self, params):
-        held, numel = [], 0
-        for param in params:
-            if held and numel + param.selected_grad.numel() > self.bucket_size:
-                yield held
-                held, numel = [], 0
-            held.append(param)
-            numel += param.selected_grad.numel()
-        if held:
-            yield held
 
     def _update(self, group, param):
         columns, grad = _chosen(param), param.selected_grad

@@ -20,9 +20,7 @@ def set_optimizer_flags(config_class, model):
     For Muon every parameter gets ``use_muon``: true for those of two or more dimensions whose name contains neither
     ``embed`` nor ``lm_head``. Flags that are there already stay.
     """
-    if config_class.optimizer_name != MUON:
-        return
-    for name, param in model.named_parameters():
+    for name, param in model.named_parameters() if config_class.optimizer_name == MUON else ():
         if getattr(param, "use_muon", None) is None:
             lower = name.lower()
             param.use_muon = ndim_of(param) >= 2 and "embed" not in lower and "lm_head" not in lower

@@ -335,9 +335,8 @@ class CUDAOpBuilder(OpBuilder):
         return ["-O3", "-std=c++17", "-g0", "-Wno-reorder"]
 
     def nvcc_args(self):
-        if self.build_for_cpu:
-            return []
-        return ["-O3", "-std=c++17", "--use_fast_math", *self.compute_capability_args()]
+        fast = ["-O3", "-std=c++17", "--use_fast_math"]
+        return [] if self.build_for_cpu else [*fast, *self.compute_capability_args()]
 
     def libraries_args(self):
         return [] if self.build_for_cpu else ["cudart"]

@@ -4,11 +4,11 @@
 is a hash of the sources' contents, all flags and torch's version; the compiler's folder name is a hash of its file.
 Headers are found by compiling, so they cannot be in the key: ``built.json`` lists those that belong to the op (not to
 the system, Python or torch) with their hashes, and a changed one means a new build. A second use therefore reads and
-hashes a few files and runs no program. ``~/.cache/torch_extensions`` is the default place.
+hashes a few files and runs no program. ``~/.cache/torch_extensions`` is the default folder.
 
 [Note: JIT lock] A process that builds holds an flock on ``lock`` in that folder; the kernel releases it when the
-process ends. Everything is made in a folder of the builder's own and moved into place at the end, ``built.json`` last:
-a killed build leaves unused files, but no incomplete module.
+process ends. Everything is made in a folder of the builder's own and moved there at the end, ``built.json`` last: a
+killed build leaves unused files, but no incomplete module.
 """
 
 import fcntl
@@ -305,12 +305,12 @@ def _build(plan, flags, folder, compiler, ninja, verbose):
         )
     headers = _own_headers(plan, scratch)
     # By the headers' hashes, because a process that has the module of other headers keeps that file mapped.
-    place = os.path.join(_digest(headers), module)
-    target = os.path.join(folder, place)
+    relative = os.path.join(_digest(headers), module)
+    target = os.path.join(folder, relative)
     os.makedirs(os.path.dirname(target), exist_ok=True)
     os.replace(os.path.join(scratch, module), target)
     with open(os.path.join(scratch, "built.json"), "w", encoding="utf-8") as file:
-        json.dump({"module": place, "headers": headers}, file)
+        json.dump({"module": relative, "headers": headers}, file)
     os.replace(os.path.join(scratch, "built.json"), os.path.join(folder, "built.json"))
     shutil.rmtree(scratch, ignore_errors=True)
     return target

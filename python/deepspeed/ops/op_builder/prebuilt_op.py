@@ -138,7 +138,7 @@ class SystemLibraries:
         return self.sources()
 
     def check_for_libaio_pkg(self):
-        """Whether libaio's header and library are found, by CFLAGS and LDFLAGS or in the usual places."""
+        """Whether libaio's header and library are found, by CFLAGS and LDFLAGS or in the usual folders."""
         return bool(find_header("libaio.h") and find_library("aio"))
 
     def is_compatible(self, verbose=False):
@@ -152,8 +152,7 @@ class GPUDirect:
     """For the op on NVIDIA's cuFile, which is opened at run time."""
 
     def why_not(self):
-        reason = super().why_not()
-        return reason or native_module()[0].aio.gds_error()
+        return super().why_not() or native_module()[0].aio.gds_error()
 
 
 class EvoformerSwitches:
@@ -192,8 +191,7 @@ class RaggedPrefix:
     """The folder in which sources of ragged ops would be."""
 
     def get_prefix(self):
-        path = self.deepspeed_src_path("deepspeed")
-        return "deepspeed" if os.path.isdir(path) else ".."
+        return "deepspeed" if os.path.isdir(self.deepspeed_src_path("deepspeed")) else ".."
 
 
 _EXTRAS = {

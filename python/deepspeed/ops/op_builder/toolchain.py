@@ -67,7 +67,7 @@ def torch_includes():
 
 
 def torch_link_flags(cuda):
-    """Options that link torch's libraries; their places are known to the process that imported torch."""
+    """Options that link torch's libraries, wherever the process that imported torch has found them."""
     libraries = ["c10", "torch_cpu", "torch", "torch_python"]
     if cuda:
         libraries += ["c10_cuda", "torch_cuda"]

@@ -15,9 +15,8 @@ def multi_tensor_adam(chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, eps
     need. ``noop_flag``, a tensor, is read on the CPU only: nothing happens where it is not zero.
     """
     names = ("gradients", "parameters", "exp_avgs", "exp_avg_sqs")
-    if not is_wanted("multi_tensor_adam", names, tensor_lists, noop_flag):
-        return
-    grads, params, exp_avgs, exp_avg_sqs = tensor_lists
     hyper = dict(lr=lr, beta1=beta1, beta2=beta2, eps=epsilon, weight_decay=weight_decay,
                  bias_correction=bool(bias_correction), decoupled=mode == 1)  # fmt: skip
-    _stepper.step(params, grads, [exp_avgs, exp_avg_sqs], hyper, step)
+    if is_wanted("multi_tensor_adam", names, tensor_lists, noop_flag):
+        grads, params, *moments = tensor_lists
+        _stepper.step(params, grads, moments, hyper, step)

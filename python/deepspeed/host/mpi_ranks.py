@@ -22,16 +22,14 @@ def said(environment):
     """As ``said_by_mpi``; what is missing there srun says, unless it started only what started the rank (a proxy of
     mpirun on each node, or the script of a batch job)."""
     found, by_srun = said_by_mpi(environment), _row(_SRUN, environment)
-    if found.get("RANK", by_srun.get("RANK")) == by_srun.get("RANK"):
-        return {**by_srun, **found}
-    return found
+    return {**by_srun, **found} if found.get("RANK", by_srun.get("RANK")) == by_srun.get("RANK") else found
 
 
 def _row(row, environment):
     return {name: int(environment[var]) for name, var in zip(NAMES, row) if environment.get(var, "").isdigit()}
 
 
-def place_of(environment, world=None):
+def ranks_of(environment, world=None):
     """``{RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, CROSS_RANK, CROSS_SIZE}`` as numbers, by the variables of MPI.
 
     ``world``: ``{host: ranks}`` in the order of ranks, which fills in what MPI does not say. ValueError where neither
@@ -54,13 +52,13 @@ def place_of(environment, world=None):
 
 
 def _by_layout(found, counts):
-    # Ranks fill host after host, unless MPI was told to place them otherwise.
+    # Ranks fill host after host, unless MPI was told to spread them otherwise.
     found.setdefault("WORLD_SIZE", sum(counts))
     first = 0
     for host, count in enumerate(counts):
-        place = found["RANK"] - first
-        if 0 <= place < count and found.get("LOCAL_RANK", place) == place:
-            found.setdefault("LOCAL_RANK", place)
+        local = found["RANK"] - first
+        if 0 <= local < count and found.get("LOCAL_RANK", local) == local:
+            found.setdefault("LOCAL_RANK", local)
             found.setdefault("LOCAL_SIZE", count)
             found["CROSS_RANK"] = host
         first += count

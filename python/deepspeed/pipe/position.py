@@ -4,7 +4,7 @@ csrc/comm/boards/place_page.h."""
 INSTRUCTION, MICRO_BATCH, LAYER = range(3)
 
 
-class Place:
+class Position:
     """``words``: numbers from 1 on of the instruction, the micro-batch and the layer; 0: none."""
 
     def __init__(self):
@@ -15,4 +15,4 @@ class Place:
         self.words = memoryview(page)
 
     def __reduce__(self):  # a copy of a module is somewhere else
-        return Place, ()
+        return Position, ()

@@ -1,0 +1,105 @@
+"""The random generators of a process: at one moment, and under names of their own, as Megatron has them.
+
+On the CPU as accelerator the device's generator is torch's own.
+"""
+
+import contextlib
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+
+MODEL_PARALLEL = "model-parallel-rng"  # the name of the generator of dropout on what model-parallel ranks split
+
+
+class CudaRNGStatesTracker:
+    """Named generators of the accelerator, each at its own position in its own sequence.
+
+    Dropout on activations that every model-parallel rank holds draws from the device's default generator, equal on all
+    of them; dropout on what they split draws inside ``fork()``, from a generator seeded differently on each.
+    """
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        """Forgets all generators."""
+        self.states_ = {}
+        self.seeds_ = set()
+
+    def get_states(self):
+        """``{name: state}``, a copy."""
+        return dict(self.states_)
+
+    def set_states(self, states):
+        """Inverse of ``get_states``."""
+        self.states_ = dict(states)
+
+    def add(self, name, seed):
+        """A generator ``name`` that starts at ``seed``; ValueError when the name or the seed is taken."""
+        if seed in self.seeds_:
+            raise ValueError(f"seed {seed} already exists: two generators with one seed draw the same numbers.")
+        if name in self.states_:
+            raise ValueError(f"cuda rng state {name} already exists.")
+        device = get_accelerator()
+        before = device.get_rng_state()
+        device.manual_seed(seed)
+        self.seeds_.add(seed)
+        self.states_[name] = device.get_rng_state()
+        device.set_rng_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name=MODEL_PARALLEL):
+        """A context in which the accelerator draws from generator ``name``; KeyError for a name that was not added."""
+        if name not in self.states_:
+            known = ", ".join(sorted(self.states_)) or "none"
+            raise KeyError(f"cuda rng state {name} is not added (added: {known}): call add() first.")
+        device = get_accelerator()
+        before = device.get_rng_state()
+        device.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = device.get_rng_state()
+            device.set_rng_state(before)
+
+
+_tracker = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker():
+    """The tracker whose generators are restored when a segment is computed again."""
+    return _tracker
+
+
+class RandomState:
+    """The generators of this process at one moment: the CPU's, the accelerator's and the tracker's."""
+
+    def __init__(self, tensors=()):
+        """``tensors``: the accelerator's devices that hold one of them are included, besides the current one."""
+        device = get_accelerator()
+        self._cpu = torch.get_rng_state()
+        self._tracked = _tracker.get_states()
+        self._devices = {}
+        if device.device_name() != "cpu" and device.is_available():
+            kind = device.device_name()
+            indices = {t.device.index for t in tensors if torch.is_tensor(t) and t.device.type == kind} | {
+                device.current_device()
+            }
+            self._devices = {index: device.get_rng_state(index) for index in indices}
+
+    def _set(self):
+        torch.set_rng_state(self._cpu)
+        for index, state in self._devices.items():
+            get_accelerator().set_rng_state(state, index)
+        _tracker.set_states(self._tracked)
+
+    @contextlib.contextmanager
+    def replay(self, tensors=()):
+        """A context that starts from this state and leaves the generators as it found them."""
+        before = RandomState(tensors)
+        self._set()
+        try:
+            yield
+        finally:
+            before._set()
