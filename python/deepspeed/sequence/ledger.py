@@ -86,9 +86,9 @@ class KnownResults:
         if key in self.results:
             return self._made(self.results[key])
         out = func(*args, **kwargs)
-        given = {memory_of(one) for one in _tensors((args, tuple(kwargs.values())))}
-        made = list(_tensors(out if isinstance(out, tuple) else (out,)))
-        own = {memory_of(one) for one in made} - given
+        given = set(map(memory_of, tensors_in((args, kwargs))))
+        made = tensors_in(out)
+        own = set(map(memory_of, made)) - given
         if len(own) == len(made) == (len(out) if isinstance(out, tuple) else 1) and all(map(_is_plain, made)):
             found = tuple(map(_metadata, made))
             self.results[key] = found if isinstance(out, tuple) else found[0]
@@ -101,18 +101,9 @@ class KnownResults:
         return tuple(map(self._made, found))
 
 
-def _tensors(values):
-    """The tensors in ``values`` and in sequences in it."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
-
-
 def _is_plain(tensor):
     """Whether ``torch.empty_strided`` makes the same tensor from its metadata."""
-    held = (tensor.untyped_storage() if TORCH2 else tensor.storage()).nbytes()
+    held = storage_of(tensor).nbytes()
     extent = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride())) + 1 if tensor.numel() else 0
     return tensor.is_meta and held == extent * tensor.element_size() and tensor.storage_offset() == 0
 
