@@ -76,13 +76,13 @@ JOINED_NAMES = {
     "ops/op_builder/jit.py": {
         "tag": _OURS, "plan.name": "a builder's own name", "_key(plan, flags)": "a hash",
         "_digest(toolchain.compiler_identity(compiler))": "a hash", "f'build-{os.getpid()}'": _OURS, "module": _OURS,
-        "place": "a hash and the module's name",
+        "relative": "a hash and the module's name",
         "re.sub('\\\\\\\\(.)', '\\\\1', word)": "headers that this compiler has read, which are hashed",
     },
     "ops/op_builder/prebuilt_op.py": {"name": "constants of builders"},
     "ops/op_builder/toolchain.py": {"f'lib{name}.so'": "constants"},
     "pipe/layer_files.py": {
-        "str(tag)": _CALLER, "f'module{places}'": _NUMBERED,
+        "str(tag)": _CALLER, "f'module{coordinates}'": _NUMBERED,
         "f'layer_{layer:02d}' + (f'-{slices}' if slices else '') + '-model_states.pt'": _NUMBERED,
         "f'layer_{layer:02d}-*model_states.pt'": _NUMBERED,
     },
