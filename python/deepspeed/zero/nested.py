@@ -21,7 +21,7 @@ def replace(item, wanted, change):
         return item
     before = list(item.values()) if isinstance(item, dict) else item
     after = [replace(value, wanted, change) for value in before]
-    if all(new is old for new, old in zip(after, before)):
+    if all(new is old and not wanted(old) for new, old in zip(after, before)):
         return item
     if isinstance(item, dict):
         made = copy.copy(item)  # with what a subclass knows besides, such as the factory of a defaultdict

@@ -62,6 +62,8 @@ Pair = collections.namedtuple("Pair", "a b")
 def test_move_to_device():
     tensor = torch.ones(2)
     item = {"x": [tensor, (1, tensor)], "pair": Pair(tensor, "text"), "none": None}
+    here = move_to_device(item, "cpu")  # containers of tensors are made anew even where nothing moves
+    assert here is not item and here.keys() == item.keys()
     moved = move_to_device(item, "meta")
     assert moved["x"][0].is_meta and moved["x"][1][1].is_meta and moved["x"][1][0] == 1
     assert type(moved["pair"]) is Pair and moved["pair"].a.is_meta and moved["pair"].b == "text"
