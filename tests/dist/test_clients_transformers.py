@@ -272,4 +272,5 @@ def test_from_pretrained_of_models_for_speech(tmp_path, name):
         optimizer.step()
     for start, got in run_ranks(2, listen, str(tmp_path), name, fresh=True, timeout=120):
         assert start == state
-        assert got == pytest.approx([loss.item() for loss in losses], abs=1e-5)
+        # Losses of CTC are above 20, where neighbouring fp32 numbers differ by 2e-6.
+        assert got == pytest.approx([loss.item() for loss in losses], rel=1e-5)
