@@ -1,4 +1,4 @@
-"""What one rank does in place of the collective that the others call."""
+"""Faults of one rank: calls that it makes instead of the collective that the others call."""
 
 import ctypes
 import os

@@ -81,7 +81,7 @@ def weights(engine):
 
 
 def value_of(param):
-    """What a model computes with, whole."""
+    """The whole value that a model computes with."""
     with deepspeed.zero.GatheredParameters([param]):
         return param.detach().clone()
 
@@ -163,7 +163,7 @@ def raised(call, *given, **named):
 
 
 def same_states(loaded, saved):
-    """What ``go_on`` has returned on each rank has the states of ``save_midway`` on any: all of them, bit by bit."""
+    """The results of ``go_on`` on all ranks have every state of ``save_midway`` on any rank, bit by bit."""
     known = {name: value for states, *_ in saved for name, value in states.items()}
     assert {name for states, *_ in loaded for name in states} == known.keys()
     for states, *_ in loaded:

@@ -44,7 +44,7 @@ def part(tensor, rank, world, dim):
 
 
 def of_cases(rank, world, find, cases):
-    """What a function of ranks finds in each case."""
+    """The results of a function of ranks, one for each case."""
     return [find(rank, world, *case) for case in cases]
 
 

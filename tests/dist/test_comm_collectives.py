@@ -62,7 +62,7 @@ REDUCTIONS = [(dtype, op) for dtype in DTYPES for op in reductions(dtype)]
 
 
 def received(function, shape, dtype, *given, **more):
-    """What a collective puts into an empty tensor."""
+    """An empty tensor after a collective has filled it."""
     found = torch.empty(shape, dtype=dtype)
     work = function(found, *given, **more)
     if work is not None:

@@ -37,7 +37,7 @@ def member(function):
 
 
 class Part:
-    """What parts have in common. State that begins with a constant is an attribute of the class."""
+    """The base class of parts. State that begins with a constant is an attribute of the part's class."""
 
     def __init__(self, engine):
         self.engine = engine

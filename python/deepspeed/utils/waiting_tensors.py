@@ -33,8 +33,9 @@ class Waiting:
 
 
 class BackwardOrder:
-    """Which of the objects that stand for saved tensors wait elsewhere, all but the latest ``stay``, and which one
-    backward, which begins with the latest, needs next. It keeps none of them alive."""
+    """The order in which saved tensors leave and come back. ``add`` yields all objects that stand for them but the
+    latest ``stay``; ``next_back`` gives the one that backward, which begins with the latest, needs next. The order
+    holds weak references only."""
 
     def __init__(self, stay=1):
         self.stay, self.latest, self.waiting = stay, collections.deque(), []

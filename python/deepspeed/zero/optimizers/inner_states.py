@@ -1,4 +1,4 @@
-"""What an inner optimizer keeps of each group, as checkpoints of ZeRO have it: states that are cut, other values."""
+"""Values that an inner optimizer keeps of each group, in the form of ZeRO checkpoints: cut states, and others."""
 
 import torch
 

@@ -101,7 +101,7 @@ class Restore:
     def _check_kinds(self, index, kinds):
         name = self.names[index]
         have = [kind for kind in self.saved.state_names() if self.saved.pieces(name, kind)]
-        # What a strategy of the step keeps beside the optimizer's states may be of one of the two runs alone.
+        # One of the two runs alone may have states of a strategy of the step beside those of the optimizer.
         apart = {*self.core.strategy_states(), *STRATEGY_STATES}
         if have and set(have) - apart != set(kinds) - apart and numel_of(self.params[index]):
             raise ValueError(

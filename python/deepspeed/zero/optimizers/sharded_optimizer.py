@@ -30,7 +30,8 @@ from deepspeed.zero.states.named_states import groups_of_params
 from deepspeed.zero.states.param_states import ParamStates
 
 
-# What backward has left on this rank is reduced; whether masters or optimizer states rest in files.
+# The epilogues reduce the gradients that backward has left on this rank. ``rests_in_files`` says whether masters or
+# optimizer states rest in files.
 @answers_from(
     {
         "overlapping_partition_gradients_reduce_epilogue": "core.finish_backward()",

@@ -11,6 +11,7 @@ import collections
 import torch
 
 from deepspeed import _native
+from deepspeed.utils.runs import runs_of
 
 _MOST = 1 << 22  # elements of a part that has several masters
 
@@ -121,17 +122,10 @@ class StatesInFiles:
 
     def _parts(self, groups):
         """Lists of masters with gradients, one for each group, of so many elements in all."""
-        parts, held = [], 0  # at least one, since the groups may count steps without gradients
-        for number, params in enumerate(groups):
-            for master in params:
-                if master.grad is None:
-                    continue
-                if not parts or held + master.numel() > self._most:
-                    parts.append([[] for _ in groups])
-                    held = 0
-                parts[-1][number].append(master)
-                held += master.numel()
-        return parts or [[[] for _ in groups]]
+        stepped = [(number, m) for number, params in enumerate(groups) for m in params if m.grad is not None]
+        runs = list(runs_of(stepped, self._most, lambda one: one[1].numel()))
+        # At least one, since the groups may count steps without gradients.
+        return [[[m for of, m in run if of == number] for number in range(len(groups))] for run in runs or [[]]]
 
     def _in_files(self, masters):
         """``[(master, its StatesOfMaster)]`` of those that have some."""

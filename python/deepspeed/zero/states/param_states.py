@@ -84,7 +84,7 @@ class ParamLink(EngineLink):
         core, kept = owner.core, owner.stepping.kept().get(kind)
         if kept is None:
             return core.full_of(owner.own_tensors(kind), self.index)
-        found = core.full(*kept, self.index)  # as it lies: reading does not wait for others who read
+        found = core.full(*kept, self.index)  # in its layout: a read does not wait for other readers
         if kind != "grad":
             return found
         if found is None and owner.engine is not None and owner.engine.inside_no_sync_ctxt:
