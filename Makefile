@@ -29,7 +29,7 @@ test-torch2: ## the suite against torch 2.x from PyPI, in .venv-torch2; SECOND=1
 	@tools/torch2_env.sh
 	@PYTHON=$(CURDIR)/.venv-torch2/bin/python tools/test.sh $(if $(SECOND),second,all)
 
-test-gpu: ## the tests that need a GPU
+test-gpu: ## a checklist on a GPU: kernels, NCCL, training, times (tests/device/checklist.py); DEVICE=name: another device
 	@tools/test.sh gpu
 
 test-cluster: ## the launcher over real ssh, pdsh, Slurm and MPI, between namespaces of this machine (root; else skipped)

@@ -21,6 +21,7 @@ for folder in (  # the last one comes first where two have a file of one name
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
+import devices  # noqa: E402  (the path above makes it importable)
 import harness  # noqa: E402  (the path above makes it importable)
 import sampling  # noqa: E402
 
@@ -44,6 +45,7 @@ def pytest_configure(config):
     """tools/test.sh names a file in which each test leaves its seconds. With pytest-xdist the first process writes."""
     # Every group of torch 2 asks the name server for its own address' name, and waits 5 s where the answer is lost.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    devices.select()
     path = os.environ.get("DS_TEST_TIMES")
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Times(path))

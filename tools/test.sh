@@ -23,9 +23,11 @@ case $kind in
     export DS_TEST_COVER=values
     ;;
   unit) marks="not gpu and not slow and not dist" ;;
-  gpu) marks="gpu"
-    "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
-      die "make test-gpu needs a GPU and a torch that can use it; $PY sees none." ;;
+  gpu)  # a checklist (tests/device/checklist.py); DEVICE=name runs it on the device of another accelerator
+    device=${DEVICE:-cuda}
+    [ "$device" != cuda ] || "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+      die "make test-gpu needs a GPU and a torch that can use it; $PY sees none."
+    exec "$PY" tests/device/checklist.py --device "$device" --programs "$dir/bin" --json "$dir/checklist-$device.json" "$@" ;;
   cluster) marks="not gpu"  # jobs over real ssh, pdsh, Slurm and MPI, between namespaces; needs root, else skipped
     tools/packages.sh cluster
     export DS_TEST_CLUSTER=1
@@ -40,7 +42,7 @@ took=$(mktemp)  # a line for each test: seconds, a tab, its name
 trap 'rm -f "$took"' EXIT
 export DS_TEST_TIMES=$took
 
-if [ "$kind" != gpu ] && [ "$kind" != cluster ]; then
+if [ "$kind" != cluster ]; then
   say "C++ tests"
   labels=()
   case $kind in
@@ -63,7 +65,7 @@ fi
 # Several pytest processes, each with rank processes of its own; a file's tests stay together. One more than cores, up to
 # eight: some tests only wait, for a timeout or for a process that is to die.
 workers=()
-if [ "$kind" != gpu ] && [ "$kind" != cluster ] && [ "$JOBS" -gt 1 ]; then
+if [ "$kind" != cluster ] && [ "$JOBS" -gt 1 ]; then
   if "$PY" -c 'import xdist' 2>/dev/null; then
     export PYTHONHASHSEED=${PYTHONHASHSEED:-$RANDOM}  # the same in all: the names of tests may hold sets
     workers=(-n $((JOBS < 8 ? JOBS + 1 : 8)) --dist loadfile)

@@ -37,6 +37,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+import devices
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 WORKER_SCRIPT = os.path.join(HERE, "rank_worker.py")
 GRACE_AFTER_FAILURE_S = 2.0  # the other ranks may be about to report the more telling error
@@ -214,7 +216,7 @@ def run_ranks(world_size, fn, *args, timeout=60, init=False, env=None, fresh=Fal
             variables = dict(
                 os.environ,
                 RANK=str(rank),
-                LOCAL_RANK=str(rank),
+                LOCAL_RANK=str(devices.local_rank(rank)),
                 WORLD_SIZE=str(world_size),
                 LOCAL_WORLD_SIZE=str(world_size),
                 LOCAL_SIZE=str(world_size),

@@ -122,12 +122,12 @@ def batch(step, part, out=2):
 
 def loss_of(output, target):
     wide = output.double() if output.dtype == torch.float64 else output.float()
-    return ((wide - target.to(wide.dtype)) ** 2).mean()
+    return ((wide - target.to(wide)) ** 2).mean()
 
 
 def loss_on(model, step, part, out):
     x, target = batch(step, part, out)
-    return loss_of(model(x.to(next(model.parameters()).dtype), step), target)
+    return loss_of(model(x.to(next(model.parameters())), step), target)
 
 
 class Reference:

@@ -233,7 +233,7 @@ def parameters_of(engine):
     with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=engine._stage_policy.shards_params):
         for place, layer in zip(module.local_layers, module._modules_by_position):
             for name, value in layer.state_dict().items() if layer is not None else ():
-                found[f"{place}.{name}"] = value.detach().float().clone()
+                found[f"{place}.{name}"] = value.detach().cpu().float().clone()
     return found
 
 

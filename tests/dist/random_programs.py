@@ -48,7 +48,9 @@ def net():
 
 def batch(number, rank):
     generator = torch.Generator().manual_seed(7919 * number + rank)
-    return torch.randn(ROWS, 6, generator=generator), torch.randn(ROWS, 3, generator=generator), number % 3 == 0
+    device = deepspeed.get_accelerator().current_device_name()
+    x, target = (torch.randn(ROWS, width, generator=generator).to(device) for width in (6, 3))
+    return x, target, number % 3 == 0
 
 
 def loss_of(output, target):
@@ -200,7 +202,7 @@ class Run:
     def __init__(self, rank, made, folder):
         self.rank, self.made, self.folder = rank, made, folder
         os.makedirs(folder, exist_ok=True)
-        model = seeded(net, seed=3)
+        model = seeded(net, seed=3).to(deepspeed.get_accelerator().current_device_name())
         self.plain = Plain(model, made)
         self.engine = engine_of(model, config_of(made, folder))
         self.params = dict(self.engine.module.named_parameters())
@@ -216,7 +218,7 @@ class Run:
 
     # ---- comparing
     def compare(self, what, ours, expected):
-        ours, expected = ours.detach().float(), expected.detach().float()
+        ours, expected = ours.detach().float().cpu(), expected.detach().float().cpu()
         assert ours.shape == expected.shape, f"{what}: {tuple(ours.shape)} for {tuple(expected.shape)}"
         gap = (ours - expected).abs().max().item() if ours.numel() else 0.0
         limit = self.tolerance * max(1.0, expected.abs().max().item())

@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+import devices
+
 try:  # gives failed asserts of a rank their values, as pytest does in its own process
     from _pytest.assertion.rewrite import rewrite_asserts
 except ImportError:
@@ -121,6 +123,7 @@ def _run(task, payload, noted):
         torch.set_default_dtype(torch.float32)
         _reset_log_level()
         _arm_fault()
+        devices.choose_backend(task["world_size"])
         fn = _find(task)
         noted.begin()
         gc.freeze()  # what is there now stays, and need not be looked at by every collection: torch 2 alone takes 0.2 s

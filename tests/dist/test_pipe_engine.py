@@ -10,6 +10,9 @@ from refusals import refused
 BATCHES, MICRO_BATCHES = 2, 4
 
 
+pytestmark = pytest.mark.any_device
+
+
 def _looked_at(data, engine, whole):
     """``data``; whenever an item is taken, the bytes of whole gradients go into ``whole``."""
     for item in data:

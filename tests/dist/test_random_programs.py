@@ -11,6 +11,7 @@ from harness import RankError, RankTimeout, run_ranks
 from random_programs import ProgramFailed, program_of, run_programs, shrunk
 from sampling import every_case
 
+pytestmark = pytest.mark.any_device
 PART = 25
 COUNT = 2000 if every_case() else 200
 

@@ -18,6 +18,7 @@ from test_lion import lion
 from zero_models import clip, relative
 from zero_training import Deep, loss_on, start
 
+pytestmark = pytest.mark.any_device
 STEPS = 6
 
 

@@ -6,6 +6,7 @@ from engine_models import adam_like, config, difference, make_net, train_engine,
 from harness import on_ranks
 from runs import engine_of, together, weight_list
 
+pytestmark = pytest.mark.any_device
 STEPS = 10
 STAGES = [1, 2, 3]
 

@@ -280,5 +280,5 @@ def reduced_mean(parts):
 
 def relative(found, expected):
     """Difference in the 2-norm, relative to ``expected``."""
-    expected = expected.detach().double()
-    return float((found.detach().double() - expected).norm() / expected.norm().clamp_min(1e-9))
+    expected = expected.detach().cpu().double()
+    return float((found.detach().cpu().double() - expected).norm() / expected.norm().clamp_min(1e-9))

@@ -35,13 +35,13 @@ def batch(step, part):
 
 
 def loss_of(output, target):
-    return ((output - target.to(output.dtype)) ** 2).mean()
+    return ((output - target.to(output)) ** 2).mean()
 
 
 def loss_on(model, step, part, *given, **named):
     """The loss of a model or an engine, in its type, on a part of a batch."""
     x, target = batch(step, part)
-    return loss_of(model(x.to(next(model.parameters()).dtype), *given, **named), target)
+    return loss_of(model(x.to(next(model.parameters())), *given, **named), target)
 
 
 def start(model, stage, world, accumulate=1, client=None, mpu=None, **more):

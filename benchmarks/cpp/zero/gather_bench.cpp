@@ -4,6 +4,7 @@
 // what it has replaced, an agreement before each gather and a collective for each parameter. Limit: one collective
 // after the other, 400 x 50 us = 20 ms, unless gathers overlap, which the prefetch of the next unit allows.
 #include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
 #include <benchmark/benchmark.h>
 
 #include <algorithm>

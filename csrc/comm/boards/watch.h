@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -70,6 +71,9 @@ struct GroupFacts {
   std::shared_ptr<Watch> store_watch;
   BlockingRegion blocking_region;  // null: the caller holds nothing
   std::shared_ptr<CallLog> log;    // of its calls; null: there is none
+  // Whether a core is free for a thread that runs collectives in shared memory; without a value, usable_cores()
+  // decides.
+  std::optional<bool> spare_cores;
 };
 
 }  // namespace ds::comm

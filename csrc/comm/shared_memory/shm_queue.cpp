@@ -13,7 +13,8 @@ constexpr int kNaps = 25;
 
 }  // namespace
 
-ShmQueue::ShmQueue(std::unique_ptr<ShmGroup> group) : group_(std::move(group)), pid_(getpid()) {}
+ShmQueue::ShmQueue(std::unique_ptr<ShmGroup> group, bool background)
+    : group_(std::move(group)), pid_(getpid()), background_(background) {}
 
 ShmQueue::~ShmQueue() {
   if (getpid() != pid_) {  // a forked child: the thread is not in it, and the collectives are not its own
@@ -44,11 +45,15 @@ ShmQueue::TaskPtr ShmQueue::submit(std::function<void(ShmGroup&)> run, Start sta
   std::lock_guard lock(mutex_);
   waiting_.push_back(task);
   if (start != Start::kByWaiting) {
-    background_ = waiting_.size();  // tasks before it have to run first
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+    start_serving();
     if (start == Start::kSoon || asleep_) changed_.notify_one();
   }
   return task;
+}
+
+void ShmQueue::start_serving() {
+  for_thread_ = waiting_.size();  // tasks run in the order of their calls
+  if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
 }
 
 bool ShmQueue::run_next() {
@@ -58,7 +63,7 @@ bool ShmQueue::run_next() {
     if (waiting_.empty()) return false;
     task = std::move(waiting_.front());
     waiting_.pop_front();
-    if (background_ > 0) --background_;
+    if (for_thread_ > 0) --for_thread_;
   }
   try {
     task->run_(*group_);
@@ -80,13 +85,19 @@ void ShmQueue::complete(const TaskPtr& task) {
   if (task->error_) std::rethrow_exception(task->error_);
 }
 
-void ShmQueue::drain() {
+void ShmQueue::progress() {
+  if (background_) {
+    std::lock_guard lock(mutex_);
+    if (waiting_.empty()) return;
+    start_serving();
+    return changed_.notify_one();
+  }
   std::lock_guard running(running_);
   while (run_next()) {
   }
 }
 
-bool ShmQueue::due() const { return background_ > 0 && (ending_ || waiting_.front()->due_ <= Clock::now()); }
+bool ShmQueue::due() const { return for_thread_ > 0 && (ending_ || waiting_.front()->due_ <= Clock::now()); }
 
 void ShmQueue::serve() {
   for (;;) {
@@ -95,12 +106,12 @@ void ShmQueue::serve() {
       // While collectives come in quick succession the thread only dozes, and nobody has to wake it.
       for (int naps = 0; naps < kNaps && !due() && !ending_; ++naps) {
         changed_.wait_for(lock, kNap);
-        if (background_ > 0) naps = 0;
+        if (for_thread_ > 0) naps = 0;
       }
-      asleep_ = background_ == 0;
-      changed_.wait(lock, [this] { return background_ > 0 || ending_; });
+      asleep_ = for_thread_ == 0;
+      changed_.wait(lock, [this] { return for_thread_ > 0 || ending_; });
       asleep_ = false;
-      if (background_ == 0) return;
+      if (for_thread_ == 0) return;
       if (!due()) continue;
     }
     std::lock_guard running(running_);

@@ -16,7 +16,8 @@ namespace ds::comm {
 
 class ShmQueue {
  public:
-  explicit ShmQueue(std::unique_ptr<ShmGroup> group);
+  // background: whether a core is free for a thread that runs collectives while this rank computes.
+  ShmQueue(std::unique_ptr<ShmGroup> group, bool background);
   ~ShmQueue();  // runs what is left; gives up on ranks that do not come
 
   class Task {
@@ -42,22 +43,26 @@ class ShmQueue {
   TaskPtr submit(std::function<void(ShmGroup&)> run, Start start,
                  std::function<void(std::exception_ptr)> after = nullptr);
   void complete(const TaskPtr& task);  // on return it has run; throws what it threw
-  // Runs what has been submitted. For who is about to wait for a rank by other means: that rank may be in one of these.
-  void drain();
+  // Sees to it that all submitted tasks run, here or in the background. Is called before this rank waits for another
+  // rank by other means, because that rank may wait for this one in one of the tasks.
+  void progress();
+  bool background() const { return background_; }
   ShmGroup& group() { return *group_; }
 
  private:
-  bool run_next();   // false: there was none; needs running_
-  bool due() const;  // the first task is one for the background, now; needs mutex_
+  bool run_next();       // false: there was none; needs running_
+  bool due() const;      // the first task is one for the background, now; needs mutex_
+  void start_serving();  // needs mutex_
   void serve();
 
   std::unique_ptr<ShmGroup> group_;
   const int64_t pid_;
+  const bool background_;
   std::mutex running_;  // one collective at a time
   std::mutex mutex_;    // of all below
   std::condition_variable changed_;
   std::deque<TaskPtr> waiting_;
-  size_t background_ = 0;  // tasks among them that the thread is to run
+  size_t for_thread_ = 0;  // the first tasks among them: the thread is to run them
   bool ending_ = false;
   bool asleep_ = false;  // the thread: until somebody wakes it
   std::thread thread_;

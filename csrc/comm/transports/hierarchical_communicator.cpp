@@ -118,13 +118,13 @@ bool narrow(const at::Tensor& tensor) {
 
 class HierarchicalCommunicator : public Communicator {
  public:
-  HierarchicalCommunicator(CommunicatorPtr inner, std::unique_ptr<ShmGroup> group, Tree tree, ByHosts what)
+  HierarchicalCommunicator(CommunicatorPtr inner, std::unique_ptr<ShmGroup> group, bool background, Tree tree,
+                           ByHosts what)
       : inner_(std::move(inner)),
-        queue_(std::make_shared<ShmQueue>(std::move(group))),
+        queue_(std::make_shared<ShmQueue>(std::move(group), background)),
         tree_(std::make_shared<Tree>(std::move(tree))),
         memory_(std::make_shared<LeaderMemory>()),
-        what_(what),
-        background_(has_spare_cores(inner_->size())) {}
+        what_(what) {}
 
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
@@ -132,7 +132,7 @@ class HierarchicalCommunicator : public Communicator {
   // All but what is made of two calls: what leaders cannot speed up goes as it would without them.
   bool carries(const Op& op) const override { return op.verb != Verb::kExchangePacked; }
   WorkPtr run_all(const std::vector<Op>& ops) override {
-    if (!background_ && what_ == ByHosts::kAll) queue_->drain();
+    queue_->progress();
     return inner_->run_all(ops);
   }
   PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
@@ -151,15 +151,15 @@ class HierarchicalCommunicator : public Communicator {
   WorkPtr start(const Op& op) override {
     const bool even = op.in_counts.empty() && op.out_counts.empty();
     if (op.verb == Verb::kAllToAll && op.own().device().is_cpu()) return all_to_all(op);
-    if (what_ == ByHosts::kExchanges) return inner_->run(op);
-    if (op.verb == Verb::kBarrier) return barriers();
-    if (op.own().device().is_cpu() && even && op.reduce != ReduceOp::kAvg) {
+    const bool all = what_ == ByHosts::kAll;
+    if (all && op.verb == Verb::kBarrier) return barriers();
+    if (all && op.own().device().is_cpu() && even && op.reduce != ReduceOp::kAvg) {
       if (op.verb == Verb::kAllReduce) return all_reduce(op);
       if (op.verb == Verb::kBroadcast) return broadcast(op);
       if (op.verb == Verb::kReduceScatter) return reduce_scatter(op);
       if (op.verb == Verb::kAllGather) return all_gather(op);
     }
-    if (!background_) queue_->drain();
+    queue_->progress();
     return inner_->run(op);
   }
 
@@ -253,7 +253,8 @@ class HierarchicalCommunicator : public Communicator {
       tree.between_hosts(group, [&](Communicator&) { crossing->wait(); });
       exchange.deliver(group);
     };
-    return submit(header, body, op.wait == Wait::kDetached || (background_ && op.wait == Wait::kLater), numbers);
+    return submit(header, body, op.wait == Wait::kDetached || (queue_->background() && op.wait == Wait::kLater),
+                  numbers);
   }
 
   // Hosts may have different numbers of ranks: leaders send blocks as long as the longest.
@@ -289,7 +290,7 @@ class HierarchicalCommunicator : public Communicator {
     return mine;
   }
 
-  WorkPtr submit(const Record& header, Body body) { return submit(header, std::move(body), background_, 0); }
+  WorkPtr submit(const Record& header, Body body) { return submit(header, std::move(body), queue_->background(), 0); }
 
   // `numbers`: how many each leader tells the others beside its fingerprint.
   WorkPtr submit(const Record& header, Body body, bool soon, size_t numbers) {
@@ -314,7 +315,6 @@ class HierarchicalCommunicator : public Communicator {
   std::shared_ptr<Tree> tree_;
   std::shared_ptr<LeaderMemory> memory_;
   const ByHosts what_;
-  const bool background_;
 };
 
 }  // namespace
@@ -345,7 +345,8 @@ CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, millisec
   };
   auto group = ShmGroup::create(tree.hosts.local, static_cast<int>(here.size()), rendezvous, timeout, facts);
   if (!group) return nullptr;
-  return std::make_shared<HierarchicalCommunicator>(inner, std::move(group), std::move(tree), what);
+  const bool background = facts.spare_cores.value_or(has_spare_cores(inner->size()));
+  return std::make_shared<HierarchicalCommunicator>(inner, std::move(group), background, std::move(tree), what);
 }
 
 }  // namespace ds::comm

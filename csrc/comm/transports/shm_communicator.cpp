@@ -14,10 +14,8 @@ namespace {
 
 class ShmCommunicator : public Communicator {
  public:
-  ShmCommunicator(CommunicatorPtr inner, std::unique_ptr<ShmGroup> group)
-      : inner_(std::move(inner)),
-        queue_(std::make_shared<ShmQueue>(std::move(group))),
-        background_(has_spare_cores(inner_->size())) {}
+  ShmCommunicator(CommunicatorPtr inner, std::unique_ptr<ShmGroup> group, bool background)
+      : inner_(std::move(inner)), queue_(std::make_shared<ShmQueue>(std::move(group), background)) {}
 
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
@@ -38,7 +36,7 @@ class ShmCommunicator : public Communicator {
     }
   }
   WorkPtr run_all(const std::vector<Op>& ops) override {
-    if (!background_) queue_->drain();
+    queue_->progress();
     return inner_->run_all(ops);
   }
   PeerMemoryPtr peer_memory(int64_t bytes) override {
@@ -57,7 +55,7 @@ class ShmCommunicator : public Communicator {
   bool carries_parts() const override { return true; }
   WorkPtr start(const Op& op) override {
     if (by_inner(op)) {
-      if (!background_) queue_->drain();
+      queue_->progress();
       return inner_->run(op);
     }
     return std::make_shared<ShmWork>(queue_, queue_->submit([op](ShmGroup& group) { call(group, op); }, begin(op)));
@@ -66,7 +64,7 @@ class ShmCommunicator : public Communicator {
  private:
   ShmQueue::Start begin(const Op& op) const {
     if (op.wait == Wait::kDetached) return ShmQueue::Start::kPerhapsLater;
-    const bool soon = background_ && op.wait == Wait::kLater && op.verb != Verb::kBarrier;
+    const bool soon = queue_->background() && op.wait == Wait::kLater && op.verb != Verb::kBarrier;
     return soon ? ShmQueue::Start::kSoon : ShmQueue::Start::kByWaiting;
   }
 
@@ -112,7 +110,6 @@ class ShmCommunicator : public Communicator {
 
   CommunicatorPtr inner_;
   std::shared_ptr<ShmQueue> queue_;
-  const bool background_;
 };
 
 }  // namespace
@@ -127,7 +124,8 @@ bool unwanted(const Communicator& inner) {
 CommunicatorPtr in_shared_memory(CommunicatorPtr inner, milliseconds timeout, const GroupFacts& facts) {
   auto group = ShmGroup::create(inner->rank(), inner->size(), rendezvous_over(inner->bare()), timeout, facts);
   if (!group) return inner;
-  return std::make_shared<ShmCommunicator>(std::move(inner), std::move(group));
+  const bool background = facts.spare_cores.value_or(has_spare_cores(inner->size()));
+  return std::make_shared<ShmCommunicator>(std::move(inner), std::move(group), background);
 }
 
 }  // namespace

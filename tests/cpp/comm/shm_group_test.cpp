@@ -183,7 +183,7 @@ TEST_P(OfSize, RandomCollectivesEqualASerialModel) {
   on_ranks(
       size,
       [&](int rank, std::unique_ptr<ShmGroup> group) {
-        ShmQueue queue(std::move(group));
+        ShmQueue queue(std::move(group), true);
         std::deque<std::pair<ShmQueue::TaskPtr, std::function<bool()>>> open;
         const auto close = [&](size_t index) {
           queue.complete(open[index].first);

@@ -41,13 +41,23 @@ class Restricted : public Communicator {
   bool pairwise_;
 };
 
+inline bool begins_with(const std::string& transport, const char* kind) { return transport.rfind(kind, 0) == 0; }
+
 inline std::vector<std::string> transport_names() {
-  return {"local", "thread", "shm", "hierarchical", "nccl", "send_and_recv_only", "all_to_all_only"};
+  return {"local",
+          "thread",
+          "shm",
+          "shm_in_background",
+          "hierarchical",
+          "hierarchical_in_background",
+          "nccl",
+          "send_and_recv_only",
+          "all_to_all_only"};
 }
 
 // Whether there is that transport for so many ranks.
 inline bool exists(const std::string& transport, int size) {
-  return transport == "local" ? size == 1 : transport == "hierarchical" ? size > 2 : true;
+  return transport == "local" ? size == 1 : begins_with(transport, "hierarchical") ? size > 2 : true;
 }
 
 using Body = std::function<void(int rank, Communicator&)>;
@@ -58,9 +68,11 @@ inline CommunicatorPtr make(const std::string& transport, const CommunicatorPtr&
   const int rank = thread->rank(), size = thread->size();
   if (transport == "local") return local_communicator();
   if (transport == "thread") return thread;
-  if (transport == "shm") return shm_communicator(thread, seconds(600));
-  if (transport == "hierarchical")  // two hosts, ranks in turn, and one that is alone where there are many
-    return hierarchical_communicator(thread, seconds(600), {}, size > 5 && rank == 4 ? 9 : rank % 2);
+  GroupFacts facts;
+  facts.spare_cores = transport.find("_in_background") != std::string::npos;  // on every machine
+  if (begins_with(transport, "shm")) return shm_communicator(thread, seconds(600), facts);
+  if (begins_with(transport, "hierarchical"))  // two hosts, ranks in turn, and one that is alone where there are many
+    return hierarchical_communicator(thread, seconds(600), facts, size > 5 && rank == 4 ? 9 : rank % 2);
   if (transport == "send_and_recv_only")
     return std::make_shared<Restricted>(thread, std::set<Verb>{Verb::kSend, Verb::kRecv}, true);
   if (transport == "all_to_all_only")

@@ -26,9 +26,11 @@ void with_ranks(const std::string& transport, int size,
   const auto between = comm::thread_communicators(size);
   on_threads(size, [&](int rank) {
     auto made = between[rank];
-    if (transport == "shm") made = comm::shm_communicator(made, std::chrono::seconds(600));
+    comm::GroupFacts facts;
+    facts.spare_cores = size % 2 == 0;  // on every machine
+    if (transport == "shm") made = comm::shm_communicator(made, std::chrono::seconds(600), facts);
     if (transport == "hierarchical")
-      made = comm::hierarchical_communicator(made, std::chrono::seconds(600), {}, rank % 2);
+      made = comm::hierarchical_communicator(made, std::chrono::seconds(600), facts, rank % 2);
     ASSERT_TRUE(made);
     body(rank, made);
   });

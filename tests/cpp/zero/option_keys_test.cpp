@@ -62,12 +62,12 @@ std::string told(const EngineOptions& o) {
       << o.swapping.own_folder << o.swapping.fast_init;
   const io::TransferOptions& t = o.files.transfers;
   out << " files " << t.block_bytes << ' ' << t.queue_depth << ' ' << t.single_submit << t.overlap_events << ' '
-      << o.files.threads << " reducer " << o.reducer.bucket_numel << ' ' << o.reducer.overlap << o.reducer.scatter
-      << ' ' << o.reducer.predivide << ' ' << o.reducer.postscale << ' ' << dtype(o.reducer.comm_dtype)
-      << o.reducer.find_nonfinite_grads << " gather " << o.gather.overlap << o.gather.collective << ' '
-      << o.allgather_bucket_numel << " gatherer " << o.gatherer.max_live_numel << ' ' << o.gatherer.max_reuse_numel
-      << ' ' << o.gatherer.persistence_numel << ' ' << o.gatherer.model_persistence_numel << ' '
-      << o.gatherer.prefetch_numel << " strategy " << o.strategy << ' ' << o.step.threads;
+      << o.files.threads << (o.files.cufile != nullptr) << " reducer " << o.reducer.bucket_numel << ' '
+      << o.reducer.overlap << o.reducer.scatter << ' ' << o.reducer.predivide << ' ' << o.reducer.postscale << ' '
+      << dtype(o.reducer.comm_dtype) << o.reducer.find_nonfinite_grads << " gather " << o.gather.overlap
+      << o.gather.collective << ' ' << o.allgather_bucket_numel << " gatherer " << o.gatherer.max_live_numel << ' '
+      << o.gatherer.max_reuse_numel << ' ' << o.gatherer.persistence_numel << ' ' << o.gatherer.model_persistence_numel
+      << ' ' << o.gatherer.prefetch_numel << " strategy " << o.strategy << ' ' << o.step.threads;
   const ZenFlowOptions& z = o.step.zenflow;
   out << ' ' << z.topk_ratio << ' ' << int(z.select) << ' ' << z.select_interval << ' ' << z.update_interval << ' '
       << z.overlap << z.offload << ' ' << z.auto_ratio << ' ' << z.warm_up << ' ' << z.steps_per_epoch;

@@ -1,0 +1,33 @@
+"""The device on which tests run their engines: DS_TEST_DEVICE, which is the CPU where it is not set.
+
+`make test` runs on the CPU on machines with GPUs, too, where deepspeed would choose a GPU; `make test-gpu` sets
+DS_TEST_DEVICE=cuda. More ranks than GPUs share them; NCCL refuses two ranks on one GPU, so such ranks use gloo.
+"""
+
+import os
+
+NAME = os.environ.get("DS_TEST_DEVICE") or "cpu"
+
+
+def select():
+    """Makes NAME the accelerator of this process and of those that it starts, unless DS_ACCELERATOR names another."""
+    os.environ.setdefault("DS_ACCELERATOR", NAME)
+
+
+def _gpus():
+    from deepspeed.host.devices import nvidia_device_count
+
+    return nvidia_device_count()
+
+
+def local_rank(rank):
+    """The index of the device that a rank of this host uses, which is its LOCAL_RANK."""
+    return rank % max(_gpus(), 1) if NAME == "cuda" else rank
+
+
+def choose_backend(world_size):
+    """In a rank process: the backend that `init_distributed` takes by default."""
+    if NAME == "cuda":
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+        CUDA_Accelerator._communication_backend_name = "gloo" if world_size > _gpus() else "nccl"
