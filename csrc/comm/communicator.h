@@ -92,7 +92,7 @@ class Communicator {
   virtual bool reaches(const c10::Device&) const { return true; }
   // Whether start() does Op::parts; else they are packed, and it gets what is packed.
   virtual bool carries_parts() const { return false; }
-  // The sends and receives of one collective, which every rank makes at the same place of its sequence of calls.
+  // The sends and receives of one collective, which every rank makes at the same position of its sequence of calls.
   virtual WorkPtr exchange(const std::vector<Op>& ops) { return run_all(ops); }
 
  private:

@@ -21,7 +21,7 @@ namespace ds::comm {
 
 using plan::Axes;
 
-// Some ranks of the job, in the order of their group, and this one's place there.
+// Some ranks of the job, in the order of their group, and the rank of this process there.
 struct SubMesh {
   std::vector<int> ranks;
   int rank = 0;
@@ -34,8 +34,8 @@ const char* name_of(Purpose purpose);
 // The job as this process knows it, shared by all meshes over it: how its ranks reach each other.
 class Job {
  public:
-  // Makes a communicator of `members`, who all call it. They give equal keys, and no two communicators share one: the
-  // place in the job's store where they meet. Never called for one member.
+  // Makes a communicator of `members`, who all call it. They give equal keys, the
+  // prefix of their keys in the job's store, and no two communicators share one. Never called for one member.
   using Open = std::function<CommunicatorPtr(const std::string& key, const SubMesh& members)>;
 
   Job(int rank, int world, Open open);
@@ -78,11 +78,11 @@ class ProcessMesh {
  private:
   ProcessMesh(std::map<std::string, std::vector<int>> own, JobPtr job);
   const plan::ProcessGrid& grid(const char* what) const;
-  std::vector<int> of_job(std::vector<int> places) const;
+  std::vector<int> of_job(std::vector<int> ranks) const;  // from ranks of the grid
 
   std::optional<plan::ProcessGrid> grid_;
   std::vector<int> ranks_;                       // of the job, as the grid numbers them
-  int place_ = 0;                                // of this one among them
+  int position_ = 0;                             // of this process among them
   std::map<std::string, std::vector<int>> own_;  // without a grid
   JobPtr job_;
   std::map<std::pair<std::vector<int>, Purpose>, std::weak_ptr<Communicator>> made_;

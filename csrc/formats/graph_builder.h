@@ -40,7 +40,7 @@ class GraphBuilder {
   Ref tuple(const Ref* items, size_t count, Kind kind = Kind::kTuple);
   Ref global(Global found);
   Ref object(Call call, Ref global, const Ref* arguments, size_t count, bool with_contents = false);
-  Ref tensor(TensorPlace place);  // Complaint when it lies outside of its storage
+  Ref tensor(StoredTensor tensor);  // Complaint when it is outside of its storage
   Ref storage(StoredMemory memory);
 
   void extend(Ref target, const Ref* items, size_t count);

@@ -73,7 +73,7 @@ struct Global {
   std::string full() const { return module + "." + name; }
 };
 
-struct TensorPlace {
+struct StoredTensor {
   uint32_t storage = 0;
   const Element* element = nullptr;
   int64_t offset = 0;  // elements
@@ -103,7 +103,7 @@ struct PickleGraph {
   std::vector<std::string_view> texts;     // into the file's bytes, or into `owned`
   std::deque<std::string> owned;
   std::vector<Global> globals;
-  std::vector<TensorPlace> tensors;
+  std::vector<StoredTensor> tensors;
   std::vector<StoredMemory> storages;
   Ref root = kNoRef;
 

@@ -37,7 +37,7 @@ class ArchiveCuts {
   size_t texts() const { return texts_; }
   size_t tail() const { return layout_.entries().size() - 2; }  // the first of the last two
   // Of the file; empty where the writer has nothing to write.
-  std::pair<uint64_t, uint64_t> part(size_t index) const { return {places_.at(index), places_.at(index + 1)}; }
+  std::pair<uint64_t, uint64_t> part(size_t index) const { return {bounds_.at(index), bounds_.at(index + 1)}; }
   std::vector<EntryRun> runs(size_t index) const;  // of tensors
   // Whether one writer has all of its bytes and the checksum behind them.
   bool is_in_one_part(size_t entry) const;
@@ -45,7 +45,7 @@ class ArchiveCuts {
  private:
   io::ZipLayout layout_;
   size_t texts_;
-  std::vector<uint64_t> places_;
+  std::vector<uint64_t> bounds_;
 };
 
 // One writer's part of a file. `sources` as in PreparedFile.

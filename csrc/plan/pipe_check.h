@@ -18,7 +18,7 @@ namespace ds::plan {
 
 constexpr int kPipeSendBound = 2;  // sends of one stream that may be on their way
 
-// ErrorKind::kValue names rank, step (the place in the rank's list, from 0) and instruction of the first thing that is
+// ErrorKind::kValue names rank, step (the index in the rank's list, from 0) and instruction of the first thing that is
 // wrong.
 void pipe_check(const PipePlan& plan, int send_bound = kPipeSendBound);
 

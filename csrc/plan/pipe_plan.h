@@ -67,8 +67,8 @@ struct PipeShape {
   }
   int chunk_of(int virtual_stage) const { return virtual_stage / stages; }
   int rank_of(int virtual_stage) const {
-    const int place = virtual_stage % stages;
-    return placement == PipePlacement::kV && chunk_of(virtual_stage) % 2 == 1 ? stages - 1 - place : place;
+    const int column = virtual_stage % stages;
+    return placement == PipePlacement::kV && chunk_of(virtual_stage) % 2 == 1 ? stages - 1 - column : column;
   }
   // The rank that a part's neighbour in the model is on, where that is another one; else -1. step: -1 or 1.
   int other_rank(int virtual_stage, int step) const;

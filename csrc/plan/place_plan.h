@@ -1,5 +1,6 @@
 // The placement of gradients, masters and optimizer states of a rank with which a step takes the least time: shares of
-// three tiers of memory, within what there is of each. Numbers only: what is made of them is zero/auto_places.
+// three tiers of memory, within what there is of each. Numbers only: zero/offload/auto_placements makes placements of
+// them.
 //
 // A step works where the masters of an element rest, on the host where those are in files, and what rests elsewhere
 // travels there and back. What travels between the device and the host, what files are read and written, the step on

@@ -19,7 +19,7 @@ namespace ds::storage {
 class TensorIo {
  public:
   // A file by name, or one that the caller has open and keeps open until the operation has ended.
-  struct Place {
+  struct FileOffset {
     std::string path;
     int number = -1;
     uint64_t offset = 0;
@@ -38,8 +38,8 @@ class TensorIo {
 
   // Fills the tensor, or writes it. `validate`: reads the file again and compares. kBackground: `tensor` must be left
   // alone until wait(). Throws FileError and ErrorKind::kRuntime; kBackground throws what is known at once.
-  void read(const at::Tensor& tensor, const Place& place, How how, bool validate);
-  void write(const at::Tensor& tensor, const Place& place, How how, bool validate);
+  void read(const at::Tensor& tensor, const FileOffset& file, How how, bool validate);
+  void write(const at::Tensor& tensor, const FileOffset& file, How how, bool validate);
 
   // Waits for all background operations. Returns how many have ended since the last call; throws the first error.
   int64_t wait() { return queue_.wait(); }
@@ -61,7 +61,7 @@ class TensorIo {
   bool unpin_device(const at::Tensor& tensor);
 
  private:
-  void move(const at::Tensor& tensor, const Place& place, How how, bool validate, bool reads);
+  void move(const at::Tensor& tensor, const FileOffset& file, How how, bool validate, bool reads);
   bool by_cufile(const at::Tensor& tensor) const;
   io::CuFile& cufile(const char* what) const;
 

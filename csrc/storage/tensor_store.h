@@ -23,7 +23,7 @@ class TensorStore {
 
   // `at_once`: how many times the bytes of the largest tensor its copies may have of the device, whether they are on
   // their way or wait for the next tensor.
-  TensorStore(c10::Device device, Placement place, FileAccess files = {}, int at_once = kAtOnce);
+  TensorStore(c10::Device device, Placement placement, FileAccess files = {}, int at_once = kAtOnce);
 
   // Of the device: what one copy of a tensor takes, and the most that all take where the largest tensor is that large.
   static int64_t copy_bytes(int64_t bytes);
@@ -59,7 +59,7 @@ class TensorStore {
   Waiting find(int64_t number) const;
   void make_room(int64_t bytes);
 
-  const Placement place_;
+  const Placement placement_;
   const int at_once_;
   const std::shared_ptr<ShardStorage> storage_;
   mutable std::mutex lock_;

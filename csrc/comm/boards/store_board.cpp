@@ -46,7 +46,7 @@ bool strict() {
 }  // namespace
 
 // Times are those of its own host's clock: `now_us` tells how far that is from another's.
-struct StoreBoard::Place {
+struct StoreBoard::Posted {
   struct Head {
     int64_t tick = 0, now_us = 0, pid = -1;
     int32_t job_rank = -1, waits = 0;
@@ -67,8 +67,8 @@ struct StoreBoard::Place {
     std::memcpy(made.data() + made.size() - stack.size(), stack.data(), stack.size());
     return made;
   }
-  static std::unique_ptr<Place> of(const Bytes& bytes) {
-    auto made = std::make_unique<Place>();
+  static std::unique_ptr<Posted> of(const Bytes& bytes) {
+    auto made = std::make_unique<Posted>();
     if (bytes.size() < sizeof(Head)) return nullptr;
     std::memcpy(static_cast<void*>(&made->head), bytes.data(), sizeof(Head));
     const Head& head = made->head;
@@ -191,32 +191,32 @@ bool StoreBoard::gone(int rank, const Store& store) const {
 }
 
 void StoreBoard::post(const DiagnosticCallbacks& callbacks, const Store& store) {
-  Place place;
-  place.flights = ring_->read();
-  const Flight* const open = oldest_open(place.flights);
-  if (place.flights.size() > kPosted) {  // the last ones, and where it waits
-    std::vector<Flight> kept(place.flights.end() - kPosted, place.flights.end());
+  Posted mine;
+  mine.flights = ring_->read();
+  const Flight* const open = oldest_open(mine.flights);
+  if (mine.flights.size() > kPosted) {  // the last ones, and where it waits
+    std::vector<Flight> kept(mine.flights.end() - kPosted, mine.flights.end());
     if (open && open->number < kept.front().number) kept.front() = *open;
-    place.flights = std::move(kept);
+    mine.flights = std::move(kept);
   }
-  place.head.tick = asked_;
-  place.head.now_us = now_us();
-  place.head.pid = getpid();
-  place.head.job_rank = job_rank_;
-  place.head.waits = waiting_since_us_ != 0;
-  gethostname(place.head.host, sizeof(place.head.host) - 1);
-  place.stack = callbacks.stacks ? callbacks.stacks().substr(0, kMostStack) : "";
-  store->set("place" + std::to_string(rank_), place.packed());
+  mine.head.tick = asked_;
+  mine.head.now_us = now_us();
+  mine.head.pid = getpid();
+  mine.head.job_rank = job_rank_;
+  mine.head.waits = waiting_since_us_ != 0;
+  gethostname(mine.head.host, sizeof(mine.head.host) - 1);
+  mine.stack = callbacks.stacks ? callbacks.stacks().substr(0, kMostStack) : "";
+  store->set("post" + std::to_string(rank_), mine.packed());
   store->add("posted" + std::to_string(rank_), 1);
 }
 
 // By rank; null where nothing is there that is as new as `tick`.
-std::vector<std::unique_ptr<StoreBoard::Place>> StoreBoard::places(const Store& store, int64_t tick) const {
-  std::vector<std::unique_ptr<Place>> found(size_);
+std::vector<std::unique_ptr<StoreBoard::Posted>> StoreBoard::posted(const Store& store, int64_t tick) const {
+  std::vector<std::unique_ptr<Posted>> found(size_);
   for (int rank = 0; rank < size_; ++rank) {
     if (!store->add("posted" + std::to_string(rank), 0)) continue;
-    auto place = Place::of(store->get("place" + std::to_string(rank)));
-    if (place && place->head.tick >= tick) found[rank] = std::move(place);
+    auto theirs = Posted::of(store->get("post" + std::to_string(rank)));
+    if (theirs && theirs->head.tick >= tick) found[rank] = std::move(theirs);
   }
   return found;
 }
@@ -256,7 +256,7 @@ void StoreBoard::judge(const Store& store) {
   const std::vector<Flight> mine = ring_->read();
   const Flight* const here = oldest_open(mine);
   if (!here) return;
-  const auto all = places(store, 0);
+  const auto all = posted(store, 0);
   std::vector<RankCall> same_number;  // of ranks that are in the call with this one's number
   std::string text;
   for (int rank = 0; rank < size_ && text.empty(); ++rank) {
@@ -311,14 +311,14 @@ std::vector<RankView> StoreBoard::views() {
   next_look_us_ = 0;
   std::vector<bool> ended(size_);
   for (int rank = 0; rank < size_; ++rank) ended[rank] = gone(rank, store);
-  std::vector<std::unique_ptr<Place>> all;
+  std::vector<std::unique_ptr<Posted>> all;
   const auto silent = [&] {
     for (int rank = 0; rank < size_; ++rank)
       if (!all[rank] && !ended[rank]) return true;
     return false;
   };
   within(kAnswer, [&] {
-    all = places(store, tick);
+    all = posted(store, tick);
     return !silent();
   });
   std::vector<RankView> found(size_);
@@ -326,16 +326,16 @@ std::vector<RankView> StoreBoard::views() {
     RankView& each = found[rank];
     each.called = "rank " + std::to_string(rank);
     if (!all[rank]) {
-      each.place = ended[rank] || gone(rank, store) ? "has ended"
-                                                    : "does not answer; it has ended, or its interpreter is busy in C";
+      each.status = ended[rank] || gone(rank, store) ? "has ended"
+                                                     : "does not answer; it has ended, or its interpreter is busy in C";
       continue;
     }
-    const Place& theirs = *all[rank];
+    const Posted& theirs = *all[rank];
     each.job_rank = theirs.head.job_rank;
     each.pid = theirs.head.pid;
     each.called += " (process " + std::to_string(each.pid) + " on " + theirs.head.host + ")";
     each.flights = theirs.flights;
-    each.place = place_of(each.flights);
+    each.status = status_of(each.flights);
     each.stack = theirs.stack;
   }
   return found;

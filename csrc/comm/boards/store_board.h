@@ -1,11 +1,11 @@
 // The boards of ranks that share no memory: in the job's store.
 //
 // [Note: asking]
-// Comparing every call before it starts would cost round trips each. So a rank only writes down what it calls, and
-// nothing is sent while all goes well. A rank that has waited for a second asks, by a counter in the store that the
-// watch of every rank looks at twice a second; then all ranks of the group post what they are doing. Two that wait in
-// the same place with different calls have found the mistake: all ranks of the group fail, with a message that says
-// where each of them is. Strict (DS_COMM_FINGERPRINTS=strict), the ranks do compare every call before it starts: gloo
+// A comparison before every call would cost round trips. So a rank only records its calls, and nothing is sent without
+// a failure. A rank that has waited for a second asks, by a counter in the store that the
+// watch of every rank looks at twice a second; then all ranks of the group post what they are doing. If two
+// ranks wait in calls of the same number that differ, all ranks of the group fail, with a message that names the call
+// of each rank. Strict (DS_COMM_FINGERPRINTS=strict), the ranks do compare every call before it starts: gloo
 // of torch 1.13 ends the process where sizes differ, before anybody can say why.
 #pragma once
 #include <functional>
@@ -51,10 +51,10 @@ class StoreBoard : public Board {
   std::vector<RankView> views() override;
 
  private:
-  struct Place;                                      // what a rank posts
+  struct Posted;                                     // what a rank posts
   void compare(const Record& call, int64_t number);  // strict
   void post(const DiagnosticCallbacks& callbacks, const Store& store);
-  std::vector<std::unique_ptr<Place>> places(const Store& store, int64_t tick) const;
+  std::vector<std::unique_ptr<Posted>> posted(const Store& store, int64_t tick) const;
   bool gone(int rank, const Store& store) const;
   void judge(const Store& store);
   void tell(const std::string& why, const Store& store);  // all ranks, with where everybody is

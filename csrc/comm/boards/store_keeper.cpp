@@ -14,16 +14,16 @@ namespace ds::comm {
 namespace {
 
 constexpr milliseconds kStoreNap(20);
-constexpr std::string_view kGone("gone");  // in place of a host and a process
+constexpr std::string_view kGone("gone");  // instead of a host and a process
 
-std::string place_of(int rank) { return "deepspeed/process/" + std::to_string(rank); }
+std::string key_of(int rank) { return "deepspeed/process/" + std::to_string(rank); }
 
 }  // namespace
 
 StoreKeeper::StoreKeeper(c10::intrusive_ptr<c10d::Store> store, int rank, int world)
     : store_(std::move(store)), rank_(rank), world_(world), host_(std::to_string(host_id()) + " ") {
   const std::string mine = host_ + std::to_string(getpid());
-  store_->set(place_of(rank_), std::vector<uint8_t>(mine.begin(), mine.end()));
+  store_->set(key_of(rank_), std::vector<uint8_t>(mine.begin(), mine.end()));
 }
 
 StoreKeeper::~StoreKeeper() {
@@ -35,7 +35,7 @@ StoreKeeper::~StoreKeeper() {
 void StoreKeeper::goodbye() {
   if (!store_ || thread_.joinable() || !owner_.here()) return;
   try {
-    store_->set(place_of(rank_), std::vector<uint8_t>(kGone.begin(), kGone.end()));
+    store_->set(key_of(rank_), std::vector<uint8_t>(kGone.begin(), kGone.end()));
   } catch (const std::exception&) {  // rank 0 has ended: there is nobody left to tell
     store_.reset();
     return;
@@ -63,8 +63,8 @@ void StoreKeeper::keep() {
 
 bool StoreKeeper::all_gone() {
   for (int rank = 1; rank < world_; ++rank) {
-    if (!store_->check({place_of(rank)})) return false;
-    const std::vector<uint8_t> bytes = store_->get(place_of(rank));
+    if (!store_->check({key_of(rank)})) return false;
+    const std::vector<uint8_t> bytes = store_->get(key_of(rank));
     const std::string theirs(bytes.begin(), bytes.end());
     if (theirs == kGone) continue;
     // Those of other hosts, and those that have not ended, will say so.

@@ -62,8 +62,8 @@ class HostExchange {
 
   template <typename Visit>
   void over_others(const Visit& visit) const;  // visit(number of the host, its ranks), in the order of the hosts
-  int64_t given(size_t place, int to) const { return counts_[place * 2 * n_ + static_cast<size_t>(to)]; }
-  int64_t taken(size_t place, int from) const { return counts_[(place * 2 + 1) * n_ + static_cast<size_t>(from)]; }
+  int64_t given(size_t local, int to) const { return counts_[local * 2 * n_ + static_cast<size_t>(to)]; }
+  int64_t taken(size_t local, int from) const { return counts_[(local * 2 + 1) * n_ + static_cast<size_t>(from)]; }
   void gather_counts(ShmGroup& group);
   void move(ShmGroup& group, Views give, Views take) const;
   int64_t all_of(size_t first) const;  // the sum of totals_ of all hosts from there on

@@ -3,7 +3,7 @@
 //
 // Contract: raw device pointers, element counts, and the stream to put the work on (a cudaStream_t). Calls return when
 // the work is on the stream; it ends when the stream gets there. Every rank issues the same calls in the same order.
-// `in` may be `out` where that is the same place of memory in the operation's sense (of all_gather this rank's row),
+// `in` may be `out` where NCCL works in place (in all_gather `in` is this rank's row of `out`),
 // else they do not overlap. Counts of zero do nothing. Ranks are those of the communicator.
 //
 // [Note: errors and timeout] The communicator is NCCL's non-blocking kind: what takes time is asked for, never waited
@@ -29,7 +29,7 @@ namespace ds::comm {
 const char* nccl_type_name(nccl::DataType type);  // fp32
 size_t nccl_type_bytes(nccl::DataType type);
 
-struct NcclPlace {
+struct NcclMember {
   std::string name;  // for messages
   int rank = 0;
   int size = 1;
@@ -43,14 +43,14 @@ struct NcclPlace {
 class NcclComm {
  public:
   // Collective over the ranks that have `id` from one of them. Binds the device that is current.
-  static std::shared_ptr<NcclComm> join(NcclLibraryPtr library, const nccl::UniqueId& id, NcclPlace place);
+  static std::shared_ptr<NcclComm> join(NcclLibraryPtr library, const nccl::UniqueId& id, NcclMember member);
   ~NcclComm() { leave(); }
   NcclComm(const NcclComm&) = delete;
 
-  int rank() const { return place_.rank; }
-  int size() const { return place_.size; }
-  const std::string& name() const { return place_.name; }
-  const NcclPlace& place() const { return place_; }
+  int rank() const { return member_.rank; }
+  int size() const { return member_.size; }
+  const std::string& name() const { return member_.name; }
+  const NcclMember& member() const { return member_; }
   const NcclLibraryPtr& library() const { return library_; }
 
   void all_reduce(const void* in, void* out, size_t count, nccl::DataType, nccl::RedOp, void* stream);
@@ -86,7 +86,7 @@ class NcclComm {
   void deregister_memory(void* handle) noexcept;
 
  private:
-  NcclComm(NcclLibraryPtr library, NcclPlace place);
+  NcclComm(NcclLibraryPtr library, NcclMember member);
   template <typename Call>
   void run(const char* what, size_t count, nccl::DataType type, const Call& call);
   void start(const std::string& what);
@@ -101,7 +101,7 @@ class NcclComm {
   void recv_parts(void* out, const std::vector<size_t>& counts, nccl::DataType, void* stream);
 
   const NcclLibraryPtr library_;
-  const NcclPlace place_;
+  const NcclMember member_;
   const OwningProcess owner_;
   mutable std::recursive_mutex mutex_;
   nccl::Comm comm_ = nullptr;

@@ -5,7 +5,7 @@
 namespace ds::comm {
 
 // A file without a name. `nonce`: a random number that belongs to it alone: process and file numbers of two containers
-// may be the same, and a process that is told those of another would open its own file in place of the other's.
+// may be the same, and a process that is told those of another would open its own file instead of the other's.
 struct SharedFile {
   int64_t pid = -1, file = -1, nonce = 0;  // file < 0: there is none
 };

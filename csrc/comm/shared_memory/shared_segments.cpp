@@ -61,7 +61,7 @@ std::shared_ptr<SharedSegments> SharedSegments::create(int rank, int size, int64
   SegmentFacts mine;
   // Taken now: a page that is missing later would end the process with a bus error.
   if (file >= 0 && posix_fallocate(file, 0, bytes) == 0) mine.file = own;
-  mine.place = host_id();
+  mine.host = host_id();
   mine.bytes = bytes;
   const std::vector<SegmentFacts> all = rendezvous.exchange(mine);
 
@@ -69,7 +69,7 @@ std::shared_ptr<SharedSegments> SharedSegments::create(int rank, int size, int64
   bool ok = static_cast<int>(all.size()) == size;
   for (int other = 0; other < size && ok; ++other) {
     const SegmentFacts& theirs = all[other];
-    ok = theirs.file.file >= 0 && theirs.place == mine.place && theirs.bytes == bytes;
+    ok = theirs.file.file >= 0 && theirs.host == mine.host && theirs.bytes == bytes;
     if (!ok) break;
     const int opened = other == rank ? file : open_shared_file(theirs.file);
     ok = opened >= 0;

@@ -1,8 +1,8 @@
 // Gradients as users see them between backward and step: a view of the flat buffer as .grad, and what they put there.
 //
 // Only gradients that lie whole on every rank are shown, and only where they have the parameter's own dtype (autograd
-// allows no other). Edits of .grad count: in place they change the buffer itself; a tensor that the user has put in its
-// place is copied into the slot; a .grad that is gone is no gradient.
+// allows no other). Edits of .grad count: in place they change the buffer itself; another tensor as
+// .grad is copied into the slot; a .grad that is gone is no gradient.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -32,7 +32,7 @@ class OffloadedParams {
  private:
   storage::PlaneId add(const char* name, const std::vector<Slice>& slices, int64_t numel, at::ScalarType type,
                        const at::Tensor& memory, bool alone);
-  storage::Placement placed(const storage::Cuts& ends);
+  storage::Placement placement_for(const storage::Cuts& ends);
 
   const std::shared_ptr<storage::ShardStorage> storage_;
   const storage::Placement placement_;

@@ -14,7 +14,7 @@ namespace ds::zero {
 // is removed. Throws where they are another run's.
 std::shared_ptr<io::RunFolder> param_folders(const std::string& root, int rank);
 
-// "<dtype>params/rank<N>/<id>_param.tensor.swp"; `name` in place of a negative id.
+// "<dtype>params/rank<N>/<id>_param.tensor.swp"; `name` instead of a negative id.
 std::string param_file(at::ScalarType type, int rank, int64_t id, const std::string& name);
 
 }  // namespace ds::zero

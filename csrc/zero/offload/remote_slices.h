@@ -13,7 +13,7 @@ class RemoteSlices {
       : storage_(std::make_shared<storage::ShardStorage>(device, storage::Budget{}, files)),
         params_(storage_, placement, options) {}
 
-  // Its slice rests there from now on, until an engine gives it another place.
+  // Its slice rests there from now on, until an engine gives it another placement.
   void take(ShardedParam& param) {
     if (param.slice_numel() > 0) params_.add_alone("parameter", param, {});
   }

@@ -45,7 +45,7 @@ struct StoreOptions {
   int64_t align = 64;                        // elements between parameter starts
   int64_t bucket_numel = INT64_MAX;          // limit of a bucket
   StagePolicy policy{};
-  Placements places;
+  Placements placements;
   ParamOffload param_offload{};
   storage::FileAccess files{};
   Swapping swapping;
@@ -60,7 +60,7 @@ struct StoreOptions {
 class ParamStore {
  public:
   // Fails for a parameter that appears twice, is no leaf or lies on another device. `others`: sharded parameters that
-  // are not trained; their shards get a place beside those of the others.
+  // are not trained; their shards get memory beside those of the others.
   ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options, std::vector<ShardedParamPtr> others = {});
   ~ParamStore();  // parameters that rest in planes keep the storage; all other buffers go
 
@@ -88,9 +88,9 @@ class ParamStore {
 
   at::Tensor grad_view(size_t param) const { return view(param, space_of(param).grad.data); }
 
-  // See [Note: a storage for each parameter]. Whether the data of a parameter is its place in the flat buffer.
+  // See [Note: a storage for each parameter]. Whether the data of a parameter is its view of the flat buffer.
   bool at_home(size_t param) const;
-  // Its place takes the value, and the parameter returns there. References to the old data keep the old values. Fails
+  // The view takes the value, and the parameter returns to it. References to the old data keep the old values. Fails
   // for another shape or dtype, and names the parameter.
   void bring_home(size_t param, const at::Tensor& value);
   void follow_moves();                          // after planes of parameters have moved
@@ -151,8 +151,8 @@ class ParamStore {
   void make_home(size_t param, at::IntArrayRef sizes, at::IntArrayRef strides);
   bool home_is_here(size_t param) const;
   void plan_space(ParamSpace& space);
-  void place_shards();
-  void place_others(const std::vector<ShardedParamPtr>& others, const at::Tensor& region, int64_t begin);
+  void allocate_shards();
+  void allocate_others(const std::vector<ShardedParamPtr>& others, const at::Tensor& region, int64_t begin);
   SpaceRanks ranks_of_other(const ShardedParam& other) const;
   void build_space(ParamSpace& space);
   void fill_masters(ParamSpace& space);
@@ -168,7 +168,7 @@ class ParamStore {
   at::Tensor shaped(const Piece& piece, const at::Tensor& flat) const;
   // Reduced gradients have a buffer of their own.
   bool keeps_grads_apart(const ParamSpace& space) const {
-    return options_.policy.shards_grads() || space.key.places.moves_grads();
+    return options_.policy.shards_grads() || space.key.placements.moves_grads();
   }
 
   std::vector<ParamSpec> specs_;

@@ -27,7 +27,7 @@ struct SpaceRanks {
   float scale_before = 1.0f, scale_after = 1.0f;
 
   bool alone() const { return shard->size() == 1 && replicas->size() == 1; }
-  // This rank's place, for messages.
+  // This rank, for messages.
   int rank() const { return shard->size() > 1 ? shard->rank() : replicas->rank(); }
 };
 

@@ -10,7 +10,7 @@
 #include "zero/spaces/param_store.h"
 #include "zero/step/step.h"
 #include "zero/step/step_gather.h"
-#include "zero/step/step_places.h"
+#include "zero/step/step_memory.h"
 #include "zero/step/strategies/step_strategy.h"
 #include "zero/step/update_runs.h"
 
@@ -85,7 +85,7 @@ class Stepper {
 
   ParamStore& store_;
   DeviceContext& device_;
-  StepPlaces places_;
+  StepMemory memory_;
   StepGather gather_;
   std::vector<const optim::Rule*> rules_;  // of each group; empty: the optimizer runs elsewhere
   std::vector<std::string> slot_names_;

@@ -213,13 +213,13 @@ def _aggregate_autoep_zero12_metadata(model_state_metadata):
     found = {}
     for metadata in model_state_metadata:
         for layer in layers_of(metadata):
-            place = (layer.get("module_path"), layer.get("moe_layer_id"))
-            if place in found and found[place] != layer:
+            key = (layer.get("module_path"), layer.get("moe_layer_id"))
+            if key in found and found[key] != layer:
                 raise ValueError(
-                    f"two model files describe the expert layer {place[0]} differently: {found[place]} and {layer}. "
+                    f"two model files describe the expert layer {key[0]} differently: {found[key]} and {layer}. "
                     "They are of different checkpoints"
                 )
-            found[place] = layer
+            found[key] = layer
     return list(found.values())
 
 

@@ -1,4 +1,4 @@
-"""The layer that takes the place of a model's layer with experts: the same router, the experts of this rank, and the
+"""The layer that replaces a model's layer with experts: the same router, the experts of this rank, and the
 exchange of rows between the ranks that share the experts. No token is dropped."""
 
 import dataclasses

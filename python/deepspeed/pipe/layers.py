@@ -35,7 +35,7 @@ class LayerSpec:
 class TiedLayerSpec(LayerSpec):
     """A layer that appears several times, under one ``key``: its weights are one set.
 
-    forward_fn: ``forward_fn(module, inputs)`` in place of the module's own call, for this appearance.
+    forward_fn: ``forward_fn(module, inputs)`` instead of the module's own call, for this appearance.
     tied_weight_attr: the weights that are kept equal where stages have copies; dots lead into submodules.
     """
 

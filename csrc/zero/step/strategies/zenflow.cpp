@@ -52,9 +52,9 @@ constexpr int64_t kLongestInterval = 16;
 constexpr int64_t kStepsPerChoice = 100;  // if no epoch is known
 
 storage::Placement on_host() {
-  storage::Placement place;
-  place.rest = Medium::kHost;
-  return place;
+  storage::Placement placement;
+  placement.rest = Medium::kHost;
+  return placement;
 }
 
 class ZenFlow : public StepStrategy {

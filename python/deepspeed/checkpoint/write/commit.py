@@ -138,7 +138,7 @@ def abandon(folder, staging):
 # ---- before loading ------------------------------------------------------------------------------------------------
 
 
-def place_of(folder):
+def path_to_read(folder):
     """The path from which the checkpoint ``folder`` is to be read, after ``settle``. Raises RuntimeError for one that a
     save in place has not finished."""
     real = os.path.realpath(folder)
@@ -211,7 +211,7 @@ def retire(save_dir, keep_last, current):
 
 
 # ---- swap ----------------------------------------------------------------------------------------------------------
-# A complete hidden folder takes the place of a tag's folder; killed in between, either of the two is there to load. -
+# A complete hidden folder replaces a tag's folder; killed in between, either of the two is there to load. -
 # ``RENAME_EXCHANGE`` swaps them in one step. - Where the file system has none (NFS, older Lustre): the old folder is
 # renamed to ``.<tag>.replaced``, then the new one takes the name. Between the two the name is free; ``settle`` finds
 # the new folder, and gives it its name. - Where the old folder cannot be renamed (it is of a lower layer of an

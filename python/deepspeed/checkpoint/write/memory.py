@@ -107,21 +107,21 @@ class RankSnapshot(SnapshotSave):
     The states of the run go from where they are into the files, in one pass: see ``HeldSnapshot``.
     """
 
-    def __init__(self, writer, cache, place, states, facts, after):
-        super().__init__(writer, types.SimpleNamespace(place=place, staging=place), HeldSnapshot(cache, states))
+    def __init__(self, writer, cache, target, states, facts, after):
+        super().__init__(writer, types.SimpleNamespace(target=target, staging=target), HeldSnapshot(cache, states))
         self._facts, self._after = facts, after
 
     def _finish(self):
-        place = self.saving.place
+        target = self.saving.target
         try:
             self.snapshot.written()
             if self.error is not None:
                 raise self.error
-            said = SAID_BY.path(place, rank=self._facts["rank"])
+            said = SAID_BY.path(target, rank=self._facts["rank"])
             write_whole(said, write_text, json.dumps({**self._facts, "files": self.records}))
             self._after([*self.records, os.path.basename(said)])
         finally:
-            leave(place)
+            leave(target)
 
 
 class Snapshots:
@@ -182,15 +182,15 @@ class Snapshots:
         name = _SNAPSHOT(step=run.counters.global_steps, began=self.began, world=run.ranks.world_size)
         reused = self._outdated(name)[-1:]
         self._clear(name, *reused)
-        place = os.path.join(self.folder, name)
+        target = os.path.join(self.folder, name)
         facts = {**facts_of(run, name), "rank": run.ranks.rank}
         after = functools.partial(self._after, name)
-        save = RankSnapshot(self._writer, self._cache, place, HeldStates(run), facts, after)
+        save = RankSnapshot(self._writer, self._cache, target, HeldStates(run), facts, after)
         self._coming = name
         try:
             files, error = attempt(lambda: files_of(run, checked_client_state(run)))
             if error is None:
-                _, error = attempt(lambda: self._begin(place, reused, files))
+                _, error = attempt(lambda: self._begin(target, reused, files))
             error = take_each(files or {}, save.add, error)
         except BaseException:
             save.drop()
@@ -201,17 +201,17 @@ class Snapshots:
             save.drop()
             self._behind.fail(error)
 
-    def _begin(self, place, reused, files):
+    def _begin(self, target, reused, files):
         """Makes the folder of a snapshot. It gets the files of one that nobody needs any more, and writes over them:
         their pages are there already. The file in which this rank says that all of its files are there goes first."""
-        pathlib.Path(place).mkdir(0o700, exist_ok=True)
+        pathlib.Path(target).mkdir(0o700, exist_ok=True)
         for old, name in itertools.product(reused, (SAID_BY(rank=self.ranks.rank), *files)):
             path = os.path.join(self.folder, old, name)
             with contextlib.suppress(OSError):  # it had no such file, or all of it is removed just now
                 if name not in files or os.stat(path).st_nlink > 1:
                     os.unlink(path)
                 else:
-                    os.rename(path, os.path.join(place, name))
+                    os.rename(path, os.path.join(target, name))
 
     def _ended_well(self):
         _, error = attempt(self._behind.wait)

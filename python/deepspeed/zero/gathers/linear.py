@@ -19,7 +19,7 @@ _torch_linear = torch.nn.functional.linear  # as it is before anybody replaces i
 
 
 def noop_decorator(func):
-    """Returns ``func`` unchanged; a published name for the place of an optional decorator."""
+    """Returns ``func`` unchanged; a published name that stands for an optional decorator."""
     return func
 
 
@@ -31,7 +31,7 @@ def _set_up(ctx, inputs, output):
 
 
 def _gradients(ctx, grad_output, product):
-    """Of input, weight and bias, where they are asked for. ``product``: ``torch.matmul``, or in its place."""
+    """Of input, weight and bias, where they are asked for. ``product``: ``torch.matmul``, or a replacement."""
     input, weight = ctx.saved_tensors
     grad_input = grad_weight = grad_bias = None
     if torch.is_grad_enabled():  # create_graph: nobody will fetch the weight for that graph, so it keeps the values

@@ -141,10 +141,10 @@ class OffloadedStates:
         """``[(plane, bytes, placement, made)]`` of what moves. Memory that two kinds share goes with the first."""
         found, from_device = [], self.even_on_host or to_files or self.storage.device.type != "cpu"
         for plane, size in self.core.planes(_PLANES[kind]) if kind in _PLANES else ():
-            place, addresses = self.storage.placement(plane), self.storage.addresses(plane)
-            moves = from_device if place.rest == "device" else to_files and place.rest == "host"
+            placement, addresses = self.storage.placement(plane), self.storage.addresses(plane)
+            moves = from_device if placement.rest == "device" else to_files and placement.rest == "host"
             if size and moves and not taken.intersection([plane, *addresses]):
-                found.append((plane, size, place, False))
+                found.append((plane, size, placement, False))
             taken.update(addresses)
         for tensor in tensors:
             storage = storage_of(tensor)
@@ -170,9 +170,9 @@ class OffloadedStates:
             return
         left = sum(self.away.values(), [])
         while left:
-            place = left[0][2]
-            self.storage.move([number for number, _, to, _ in left if to == place], place, not non_blocking)
-            left = [one for one in left if not one[2] == place]
+            placement = left[0][2]
+            self.storage.move([number for number, _, to, _ in left if to == placement], placement, not non_blocking)
+            left = [one for one in left if not one[2] == placement]
         _C.follow_moves(self.core)
         get_accelerator().synchronize()
         away, self.away = self.away, {}

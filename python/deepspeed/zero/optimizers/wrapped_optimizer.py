@@ -54,7 +54,7 @@ class WrappedOptimizer(DeepSpeedOptimizer):
         )
 
     def _take_masters(self):
-        """Puts the masters that this rank owns in the place of the parameters in the inner optimizer."""
+        """Replaces the parameters of the inner optimizer by the masters that this rank owns."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
         rows = [(position, param) for position, group in enumerate(groups) for param in group["params"]]
         self.fp32_groups = [[] for _ in groups]

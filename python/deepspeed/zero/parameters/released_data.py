@@ -91,7 +91,7 @@ def run_plainly(func, args, kwargs):
 
 
 class ReleasedData(torch.Tensor):
-    """An empty tensor in place of values that are not here: ``.data`` of a released parameter, and copies of it."""
+    """An empty tensor instead of values that are not here: ``.data`` of a released parameter, and copies of it."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -29,7 +29,7 @@ plan::PlaceNeed place_need(const StateBytes& need, const TierBytes& have);
 // Each takes whole buckets of each tier. Where nothing is known of rates, gradients, masters and states take the device
 // in this order as far as it reaches, then the host, then files. Throws ErrorKind::kValue where they do not fit, with
 // what is missing.
-Placements auto_places(const StateBytes& need, const TierBytes& have);
+Placements auto_placements(const StateBytes& need, const TierBytes& have);
 
 // The rates of this machine, measured once and kept (storage/rates.h). `device`: on which the model computes.
 plan::PlaceRates machine_rates(c10::Device device, bool pinned, const std::string& folder,

@@ -11,26 +11,26 @@
 namespace ds::comm {
 
 // Names for the words, for messages.
-struct PlaceNames {
+struct PositionNames {
   std::vector<std::string> instructions, layers;
 };
 
-class PlacePage {
+class PositionPage {
  public:
   enum Word { kInstruction, kMicroBatch, kLayer, kWords };  // numbers from 1 on; 0: none
 
-  PlacePage();  // of this process, zeros. Without memory to share (fds, /proc) others see nothing, and nothing fails
+  PositionPage();  // of this process, zeros. Without memory to share (fds, /proc) others see nothing, and nothing fails
   // That of another process, which has told its file(). Null where it cannot be opened.
-  static std::shared_ptr<PlacePage> of(const SharedFile& file);
-  ~PlacePage();
-  PlacePage(const PlacePage&) = delete;
+  static std::shared_ptr<PositionPage> of(const SharedFile& file);
+  ~PositionPage();
+  PositionPage(const PositionPage&) = delete;
 
   int64_t* words() { return words_; }
-  const SharedFile& file() const { return file_; }  // without one nobody can see it
-  std::string text(const PlaceNames& names) const;  // "layer 2 (Block), micro-batch 1, ForwardPass"; "": not known
+  const SharedFile& file() const { return file_; }     // without one nobody can see it
+  std::string text(const PositionNames& names) const;  // "layer 2 (Block), micro-batch 1, ForwardPass"; "": not known
 
  private:
-  explicit PlacePage(int64_t* words) : words_(words) {}
+  explicit PositionPage(int64_t* words) : words_(words) {}
 
   int64_t own_[kWords] = {};
   int64_t* words_ = own_;

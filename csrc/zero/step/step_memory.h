@@ -21,9 +21,9 @@
 namespace ds::zero {
 
 // A bucket of a space; -1: all of them.
-class StepPlaces {
+class StepMemory {
  public:
-  StepPlaces(const ParamStore& store, DeviceContext& device) : store_(store), device_(device) {}
+  StepMemory(const ParamStore& store, DeviceContext& device) : store_(store), device_(device) {}
 
   // Kernels of who works there.
   DeviceContext& context(storage::Medium at);
