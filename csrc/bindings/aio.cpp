@@ -23,7 +23,7 @@ using HandlePtr = std::shared_ptr<TensorIo>;
 using FileOffset = TensorIo::FileOffset;
 using How = TensorIo::How;
 
-// Workers that drop a tensor may need the lock that who drops the handle has.
+// Workers that drop a tensor may need the interpreter's lock, which the thread that drops the handle holds.
 template <typename T>
 std::shared_ptr<T> freed_without_lock(T* made) {
   return std::shared_ptr<T>(made, [](T* gone) { bindings::without_lock([gone] { delete gone; }); });

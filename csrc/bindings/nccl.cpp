@@ -44,8 +44,8 @@ std::function<bool()> quiesce(py::function synchronize) {
   };
 }
 
-// Tensors die under the interpreter's lock as a rule. Whoever holds the communicator's lock may wait for the
-// interpreter's, so nobody may wait for the former with the latter.
+// Tensors are freed under the interpreter's lock as a rule. A thread with the communicator's lock may wait for the
+// interpreter's, so a thread with the interpreter's lock must not wait for the communicator's.
 template <typename Held>
 void let_go(Held& held) {
   without_lock([&held] { held.reset(); });

@@ -62,7 +62,7 @@ class GraphBuilder {
   bool has_contents(Ref ref) const;
   // Items of a list, tuple or set; keys and values of a dict or mapping. They move when nodes are added.
   const Ref* items_of(Ref ref, size_t* count) const;
-  // Complaint unless hashing and comparing it is cheap and runs nobody's code.
+  // Complaint unless hashing and comparing it is cheap and runs no code of the file.
   void check_key(Ref key) const;
   void count_unguarded();
   std::string type_name(Ref ref) const;  // "builtins.list"

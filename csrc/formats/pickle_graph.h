@@ -66,7 +66,7 @@ struct Global {
   uint16_t rule = 0;
   const Element* element = nullptr;
   // Of kPlain and kTrusted, as the resolver says.
-  uint32_t token = 0;      // whatever the resolver wants to find it again
+  uint32_t token = 0;      // by which the resolver finds it again
   bool is_enum = false;    // its call gives a member
   bool cheap_key = false;  // instances are hashed and compared without their own code
   bool unguarded = false;  // a deque or defaultdict: freed recursively

@@ -1,4 +1,4 @@
-// One archive of torch.save that several processes write, who have the same in memory: each writes one range of it.
+// One archive of torch.save that several processes with equal contents write together: each writes one range of it.
 //
 // The layout of a zip archive is known before anything is written, so they need nothing of each other but that. What
 // stands behind a tensor is its checksum; where a tensor is cut, the one that leads puts it there at the end, with the
@@ -65,8 +65,8 @@ class ArchivePart {
   std::vector<std::string> texts_;  // the first one's
 };
 
-// Ends the file when all have written theirs. `runs`: of every writer, in any order. io::FileError; ErrorKind::kRuntime
-// where bytes of a tensor are missing.
+// Ends the file when all writers have written their ranges. `runs`: of every writer, in any order. io::FileError;
+// ErrorKind::kRuntime where bytes of a tensor are missing.
 FileRecord complete_archive(const std::string& path, const TorchZipFile& file, const ArchiveCuts& cuts,
                             std::vector<WrittenRun> runs);
 

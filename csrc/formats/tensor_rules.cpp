@@ -83,7 +83,7 @@ Ref parameter(Builder& b, Ref function, const Ref* a, size_t n) {
   return b.object(Call::kReduce, function, parts, 2);
 }
 
-// Its state is what somebody hung on it; it stays behind, as the table's other tensors have none.
+// Its state, attributes that a user has set, is dropped: the other tensors of the table have none.
 Ref parameter_with_state(Builder& b, Ref function, const Ref* a, size_t n) {
   need(n == 4, "a parameter of other parts");
   Global plain = b.global_of(function);

@@ -3,7 +3,7 @@
 // The layers of a model are cut into stages x chunks consecutive parts, the *virtual stages*: 0 has the first layers.
 // Each rank of the pipe (a stage) holds `chunks` of them. Micro-batch m passes all virtual stages in order, forward,
 // and all in reverse, backward. The backward of a part may be one instruction or two: the gradient of its input, which
-// the previous part waits for, and the gradients of its weights, which nobody waits for before the step.
+// the previous part waits for, and the gradients of its weights, which are not needed before the step.
 //
 // Between parts of two ranks activations and gradients are sent and received. What one rank sends to another forms two
 // streams, one of activations and one of gradients; each arrives in the order in which it was sent. Parts of one rank

@@ -18,7 +18,7 @@ using RankLists = std::vector<RankList>;
 
 struct Axis {
   std::string name;
-  int size = 1;     // 0: what the others leave
+  int size = 1;     // 0: the rest, after the other axes
   std::string key;  // the name of its size in the user's configuration; "": its own name
 };
 

@@ -25,7 +25,7 @@ class SavedLayout {
   static SavedLayout flat(const std::vector<std::vector<int64_t>>& numels, const std::vector<int64_t>& partitions,
                           int32_t ranks, const std::string& origin);
 
-  // The same of one group that is about to be saved: its partitions have an equal, even number of elements, the last
+  // The same of one group to be saved: its partitions have an equal, even number of elements, the last
   // ones with padding. A parameter that is saved elsewhere counts as one without elements.
   static SavedLayout partitioned(const std::vector<int64_t>& numels, int32_t ranks);
 
@@ -34,7 +34,7 @@ class SavedLayout {
   static SavedLayout sliced(const std::vector<int64_t>& numels, const std::vector<int64_t>& units, int32_t ranks,
                             const std::string& origin);
 
-  // The same of the groups of an optimizer that is about to be saved: the parameters of a group in units of at most
+  // The same of the groups of an optimizer to be saved: the parameters of a group in units of at most
   // `most` elements of all ranks; a larger parameter has a unit of its own. A parameter that is saved elsewhere has -1
   // elements and the unit -1.
   static SavedLayout sub_grouped(const std::vector<std::vector<int64_t>>& numels, int64_t most, int32_t ranks);

@@ -52,7 +52,7 @@ BufferedWriter::~BufferedWriter() {
   for (Half& half : halves_) {
     try {
       await(half);
-    } catch (const std::exception&) {  // nobody is left to tell
+    } catch (const std::exception&) {  // the caller has gone
     }
   }
 }

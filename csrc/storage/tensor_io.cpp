@@ -98,7 +98,7 @@ TensorIo::TensorIo(std::shared_ptr<io::Files> files, std::shared_ptr<io::LockedP
 TensorIo::~TensorIo() {
   try {
     queue_.wait();
-  } catch (const std::exception&) {  // nobody is left to tell
+  } catch (const std::exception&) {  // the caller has gone
   }
   for (const auto& [memory, bytes] : registered_) cufile_->remove(memory);
 }

@@ -33,8 +33,8 @@ class TensorStore {
   int64_t put(const at::Tensor& tensor);
   // A copy on the device. Throws what writing or reading it has thrown, and ErrorKind::kValue for an unknown number.
   at::Tensor get(int64_t number);
-  void prefetch(int64_t number);  // a hint: it is the next to be asked for
-  void drop(int64_t number);      // nobody asks for it again; nothing for one that is not here
+  void prefetch(int64_t number);  // a hint that get() of it comes next
+  void drop(int64_t number);      // frees it; unknown numbers are ignored
 
   int64_t waiting() const;  // tensors
   Usage usage() const { return storage_->usage(); }

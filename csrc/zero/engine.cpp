@@ -19,7 +19,7 @@ namespace {
 
 // 64 bytes of the narrowest type: vector loads and cuBLAS want aligned starts.
 constexpr int64_t kAlignNumel = 64;
-// Of slices: nobody computes on them but element-wise kernels, and every small parameter pays for it.
+// Of slices: only element-wise kernels read them, and every small parameter pays for the padding.
 constexpr int64_t kAlignSliceNumel = 16;
 
 // Numbers that the optimizer keeps in planes, of each element.
@@ -29,7 +29,7 @@ int64_t slots_of(const OptimizerRules& rules, int32_t group) {
   return rules[group] == nullptr ? 0 : static_cast<int64_t>(rules[group]->slots.size());
 }
 
-// Of what this rank owns.
+// The bytes of the states of this rank.
 StateBytes bytes_of_states(const std::vector<ParamSpec>& params, const comm::Communicator& ranks,
                            const EngineOptions& options) {
   StateBytes found;
@@ -89,7 +89,7 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
   return made;
 }
 
-// From memory that ranks share where that is so of all groups, and on all ranks: else gathers need everybody.
+// Slices come from shared memory if all groups have it, on all ranks; otherwise from collectives of all ranks.
 ShardSourcePtr Engine::shard_source() {
   const comm::CommunicatorPtr& everyone = store_.everyone().shard;
   std::vector<GatherGroup> groups;
@@ -203,7 +203,7 @@ StepReport Engine::make_step(const StepInputs& inputs) {
   stepper_.norm(grads_, inputs.loss_scale, inputs.max_norm, inputs.check);
   if (inputs.before_update && !(inputs.check && stepper_.report().skipped)) inputs.before_update();
   states_.hold().wait();
-  writes_.adopt();  // behind the norm nobody reads slices any more
+  writes_.adopt();  // after the norm no rank reads slices any more
   if (!inputs.outside) {
     stepper_.update(grads_, strategy_->parts(inputs), inputs.hyper);
   } else if (!stepper_.report().skipped) {

@@ -19,7 +19,7 @@ class Config;
 
 namespace ds::zero {
 
-// Of each parameter group; null: the optimizer keeps states of its own. Empty: nobody knows yet.
+// By parameter group; null: the optimizer keeps states of its own. Empty: not known yet.
 using OptimizerRules = std::vector<const optim::Rule*>;
 
 struct RunFacts {
@@ -38,7 +38,7 @@ struct EngineOptions {
   Placements placements;            // of masters, gradients, optimizer states and slices of parameters
   std::optional<TierBytes> memory;  // instead of `placements`: they are planned for this memory
   ParamOffload param_offload;
-  Swapping swapping;  // how what rests elsewhere comes and goes
+  Swapping swapping;  // transfers of buffers of other tiers
   storage::FileAccess files;
   storage::Budget budget;  // of all memory that the engine has, by medium
   ReducerOptions reducer;

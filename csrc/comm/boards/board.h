@@ -21,11 +21,11 @@ std::string mismatch(const std::vector<RankCall>& calls, const Record& mine, int
 // "" where each rank takes what the others give it. `calls`: of all ranks of the group, without a mismatch.
 std::string unbalanced(const std::vector<RankCall>& calls, int64_t number);
 
-// The state of another rank, as a rank that has failed knows it.
+// The state of another rank, as known to a rank that has failed.
 struct RankView {
   std::string called;  // rank 1 (rank 5 of the job, process 123)
   std::string status;  // its call when the question came up: status_of(flights)
-  std::string stack;   // of its threads; or, in brackets, why it is not known; "": nothing to say
+  std::string stack;   // of its threads; or, in parentheses, the reason why it is unknown; "": none
   std::vector<Flight> flights;
   int32_t job_rank = -1;
   int64_t pid = -1;

@@ -51,7 +51,7 @@ void ErrorPropagation::leave() noexcept {
   if (left_.exchange(true)) return;
   try {
     store_->add("left" + std::to_string(rank_), 1);
-  } catch (const std::exception&) {  // the store has gone, and with it whoever would ask
+  } catch (const std::exception&) {  // the store has gone, and with it its readers
     return;
   }
 }
@@ -72,7 +72,7 @@ void ErrorPropagation::receive(const std::string& why) {
   if (on_error) on_error(why);
   try {
     store_->add("received", 1);
-  } catch (const std::exception&) {  // the store has gone, and nobody waits for this
+  } catch (const std::exception&) {  // the store has gone, and with it the ranks that wait for this
     return;
   }
 }
@@ -108,7 +108,7 @@ void ErrorPropagation::meet(int rank) {
   if (store_->add("known" + std::to_string(rank), 0)) meet(rank, string_of(store_->get("who" + std::to_string(rank))));
 }
 
-// `who`: process, host, and the file of its position with its nonce, if there is one.
+// `who`: process, host, and the file of its PositionPage with its nonce, if it has one.
 void ErrorPropagation::meet(int rank, const std::string& who) {
   std::istringstream words(who);
   std::string host;
@@ -181,9 +181,9 @@ void ErrorPropagation::look(const DiagnosticCallbacks&) {
   next_look_us_ = now_us() + kLookUs;
   if (!working_) {
     if (keeper_ < 0 || rank_ == keeper_ || pids_[keeper_] != 0 || left_) return;
-    try {  // it may end in the first moment of its first batch
+    try {  // the keeper may end at the start of its first batch
       meet(keeper_);
-    } catch (const std::exception&) {  // the store has gone, while nobody works
+    } catch (const std::exception&) {  // the store has gone while no rank works
       return;
     }
     return;
@@ -194,7 +194,7 @@ void ErrorPropagation::look(const DiagnosticCallbacks&) {
     return "the pipeline failed: " + names_[rank] + " (process " + std::to_string(pids_[rank]) +
            ") has ended in the middle of a batch" + (position.empty() ? "" : ", in " + position) + seen_by;
   };
-  // Without the store, which ended with its rank, nobody knows who was first: all say the same.
+  // Without the store no rank knows which one was first, so all report the same text.
   const std::string first = "; " + names_[rank_] + " has seen it first";
   try {
     ended = ended_rank();

@@ -1,5 +1,5 @@
-// The position of a rank of a pipeline: three words that it writes and other processes of its host read, also after it
-// has ended.
+// The position of a rank of a pipeline: three words that the rank writes and other processes of its host read, even
+// after the rank has ended.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace ds::comm {
 
-// Names for the words, for messages.
+// The names of instructions and layers in messages.
 struct PositionNames {
   std::vector<std::string> instructions, layers;
 };
@@ -19,15 +19,15 @@ class PositionPage {
  public:
   enum Word { kInstruction, kMicroBatch, kLayer, kWords };  // numbers from 1 on; 0: none
 
-  PositionPage();  // of this process, zeros. Without memory to share (fds, /proc) others see nothing, and nothing fails
-  // That of another process, which has told its file(). Null where it cannot be opened.
+  PositionPage();  // of this process, zeros. Where memory cannot be shared (fds, /proc), other processes see none
+  // The page of another process, by the file() that it has sent. Null where it cannot be opened.
   static std::shared_ptr<PositionPage> of(const SharedFile& file);
   ~PositionPage();
   PositionPage(const PositionPage&) = delete;
 
   int64_t* words() { return words_; }
-  const SharedFile& file() const { return file_; }     // without one nobody can see it
-  std::string text(const PositionNames& names) const;  // "layer 2 (Block), micro-batch 1, ForwardPass"; "": not known
+  const SharedFile& file() const { return file_; }     // none: other processes cannot see the page
+  std::string text(const PositionNames& names) const;  // "layer 2 (Block), micro-batch 1, ForwardPass"; "": unknown
 
  private:
   explicit PositionPage(int64_t* words) : words_(words) {}

@@ -13,14 +13,14 @@ namespace ds::comm {
 
 namespace {
 
-enum : uint32_t { kNobody, kSomebody, kLeft };  // who answers for a rank
+enum : uint32_t { kNobody, kSomebody, kLeft };  // whether a watch answers for a rank
 
 }  // namespace
 
 struct RankBoard::Page {
   std::atomic<int32_t> job_rank;
-  std::atomic<uint32_t> watched;   // who answers here
-  std::atomic<uint32_t> asked;     // somebody wants to know
+  std::atomic<uint32_t> watched;   // kNobody, kSomebody or kLeft
+  std::atomic<uint32_t> asked;     // another rank asks for the stack
   std::atomic<uint32_t> answered;  // the stack is there
   FlightRing ring;
   char stack[12 * 1024];
@@ -29,7 +29,7 @@ struct RankBoard::Page {
 RankBoard::RankBoard(int rank, std::shared_ptr<SharedSegments> segments, int64_t offset, const GroupFacts& facts)
     : Board(rank, facts), segments_(std::move(segments)), offset_(offset) {
   static_assert(sizeof(Page) <= kBytes);
-  // Not the watch itself: it holds on to boards while it looks at them.
+  // Facts, not the watch itself, which holds boards while it looks at them.
   page(rank_)->job_rank = facts.job_rank;
   page(rank_)->watched = facts.watch ? kSomebody : kNobody;
 }

@@ -17,7 +17,7 @@ class RankBoard : public Board {
   RankBoard(int rank, std::shared_ptr<SharedSegments> segments, int64_t offset, const GroupFacts& facts);
 
   FlightRing& ring();
-  void close();                        // nobody answers for this rank any more
+  void close();                        // this rank answers no more questions
   std::string called(int rank) const;  // "rank 1 (rank 5 of the job, process 123)"
 
   void look(const DiagnosticCallbacks& callbacks) override;

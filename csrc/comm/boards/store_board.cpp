@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kPollUs = 500'000;
 constexpr int64_t kSuspiciousUs = 1'000'000;
-constexpr milliseconds kHeard{1200};  // how long the one who has found out waits until the others know
+constexpr milliseconds kHeard{1200};  // the wait of the rank that fails first until the others have its text
 constexpr size_t kPosted = 32;        // flights that a rank posts
 constexpr size_t kMostStack = 12 * 1024;
 
@@ -45,7 +45,7 @@ bool strict() {
 
 }  // namespace
 
-// Times are those of its own host's clock: `now_us` tells how far that is from another's.
+// What a rank posts. Times are of its host's clock; `now_us` gives the difference to another host's clock.
 struct StoreBoard::Posted {
   struct Head {
     int64_t tick = 0, now_us = 0, pid = -1;
@@ -178,7 +178,8 @@ void StoreBoard::compare(const Record& call, int64_t number) {
   std::string text = mismatch(calls, call, number);
   if (text.empty()) text = unbalanced(calls, number);
   if (!text.empty()) fail(ErrorKind::kRuntime, give_up(text));
-  if (rank_ != 0 || number <= 2) return;  // everybody has read those before the last: all have come to the next call
+  if (rank_ != 0 || number <= 2)
+    return;  // all ranks have come to the next call, so they have read the calls before the last
   const std::string before = "call" + std::to_string(number - 2) + "/";
   for (int rank = 0; rank < size_; ++rank) store->deleteKey(before + std::to_string(rank));
   store->deleteKey(before + "met");
@@ -194,7 +195,7 @@ void StoreBoard::post(const DiagnosticCallbacks& callbacks, const Store& store) 
   Posted mine;
   mine.flights = ring_->read();
   const Flight* const open = oldest_open(mine.flights);
-  if (mine.flights.size() > kPosted) {  // the last ones, and where it waits
+  if (mine.flights.size() > kPosted) {  // the last ones, and the one in which it waits
     std::vector<Flight> kept(mine.flights.end() - kPosted, mine.flights.end());
     if (open && open->number < kept.front().number) kept.front() = *open;
     mine.flights = std::move(kept);
@@ -210,7 +211,7 @@ void StoreBoard::post(const DiagnosticCallbacks& callbacks, const Store& store) 
   store->add("posted" + std::to_string(rank_), 1);
 }
 
-// By rank; null where nothing is there that is as new as `tick`.
+// By rank; null where a rank has posted nothing since `tick`.
 std::vector<std::unique_ptr<StoreBoard::Posted>> StoreBoard::posted(const Store& store, int64_t tick) const {
   std::vector<std::unique_ptr<Posted>> found(size_);
   for (int rank = 0; rank < size_; ++rank) {
@@ -221,7 +222,7 @@ std::vector<std::unique_ptr<StoreBoard::Posted>> StoreBoard::posted(const Store&
   return found;
 }
 
-// From the watch's thread: answers whoever asks; asks, and judges, where this rank waits too long.
+// From the watch's thread: answers other ranks; asks them and judges if this rank waits too long.
 void StoreBoard::look(const DiagnosticCallbacks& callbacks) {
   Board::look(callbacks);
   if (!owner_.here() || now_us() < next_look_us_) return;
@@ -273,7 +274,7 @@ std::string StoreBoard::give_up(const std::string& why) {
   if (failed().empty()) {
     try {
       const Store store = this->store();
-      // Another rank may be asking everybody already: the watch hears what it has found.
+      // Another rank may be asking all ranks already: the watch receives its text.
       if (store->add("failing", 1) == 1 || !within(2 * kAnswer, [this] { return !failed().empty(); })) tell(why, store);
     } catch (const std::exception&) {
       set_failed(why + " (Rank 0 of the job has ended; nobody knows more.)");

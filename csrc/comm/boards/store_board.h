@@ -32,15 +32,15 @@ class StoreBoard : public Board {
   // This rank begins a call; its number, for ended(). Throws on every rank alike when the group has failed before.
   int64_t enter(const Record& call);
   void ended(int64_t number);
-  // This rank waits, from here on, in one of the calls under way, and does no longer; for several at once on several
-  // threads. Where the end of one leaves others, these count from then on: the group has moved on.
+  // This rank begins and ends to wait in a call under way. Several threads may wait at once; when one of them ends, the
+  // waits of the others are timed anew, since the group has made progress.
   void wait_begins();
   void wait_ends();
-  // All ranks of the group stop. Returns the message, with where everybody is; the first one where there is one.
+  // All ranks of the group fail. Returns the first message of the group, with the status of every rank.
   std::string give_up(const std::string& why);
-  // Why the group has failed; "": it has not.
+  // The reason of the failure; "": none.
   std::string failed() const;
-  // Told once when the group fails, by this rank or another, from any thread.
+  // `told` is called once when the group fails on any rank, from any thread.
   void on_failure(std::function<void(const std::string& why)> told);
 
   void look(const DiagnosticCallbacks& callbacks) override;
@@ -57,7 +57,7 @@ class StoreBoard : public Board {
   std::vector<std::unique_ptr<Posted>> posted(const Store& store, int64_t tick) const;
   bool gone(int rank, const Store& store) const;
   void judge(const Store& store);
-  void tell(const std::string& why, const Store& store);  // all ranks, with where everybody is
+  void tell(const std::string& why, const Store& store);  // all ranks, with the status of each
   void set_failed(const std::string& why);
   Store store() const;  // fails when it has gone
 
@@ -65,7 +65,7 @@ class StoreBoard : public Board {
   const milliseconds timeout_;
   const std::string transport_;
   const bool strict_;
-  const std::string host_;  // host_id(), as it was when this was made
+  const std::string host_;  // host_id() at construction
   const OwningProcess owner_;
   const std::unique_ptr<FlightRing> ring_;
   std::atomic<int64_t> waiting_since_us_{0};
@@ -74,7 +74,7 @@ class StoreBoard : public Board {
   int64_t number_ = 0;
   std::atomic<int64_t> next_look_us_{0}, asked_{0};
   mutable std::mutex mutex_;  // of what follows
-  Store store_;               // null: it has ended
+  Store store_;               // null: the store has ended
   DiagnosticCallbacks callbacks_;
   std::thread::id looking_;  // the watch's thread
   std::string failed_;

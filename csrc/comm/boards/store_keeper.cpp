@@ -36,7 +36,7 @@ void StoreKeeper::goodbye() {
   if (!store_ || thread_.joinable() || !owner_.here()) return;
   try {
     store_->set(key_of(rank_), std::vector<uint8_t>(kGone.begin(), kGone.end()));
-  } catch (const std::exception&) {  // rank 0 has ended: there is nobody left to tell
+  } catch (const std::exception&) {  // rank 0 has ended, and the store with it
     store_.reset();
     return;
   }
@@ -55,7 +55,7 @@ void StoreKeeper::keep() {
   const auto deadline = Clock::now() + kMost;
   try {
     while (!ending_ && Clock::now() < deadline && !all_gone()) std::this_thread::sleep_for(kStoreNap);
-  } catch (const std::exception&) {  // the store is not this process's, and has ended
+  } catch (const std::exception&) {  // the store is in another process, which has ended
     ending_ = true;
   }
   store_.reset();
@@ -67,7 +67,7 @@ bool StoreKeeper::all_gone() {
     const std::vector<uint8_t> bytes = store_->get(key_of(rank));
     const std::string theirs(bytes.begin(), bytes.end());
     if (theirs == kGone) continue;
-    // Those of other hosts, and those that have not ended, will say so.
+    // Ranks of other hosts and ranks that have not ended say goodbye themselves.
     if (theirs.compare(0, host_.size(), host_) != 0) return false;
     if (!process_ended(std::strtoll(theirs.c_str() + host_.size(), nullptr, 10))) return false;
   }

@@ -95,7 +95,7 @@ bool NcclComm::closed() const {
 }
 
 void NcclComm::abort(const std::string& reason) {
-  abort_asked_ = true;  // whoever waits in settle() lets go of the lock
+  abort_asked_ = true;  // a thread that waits in settle() releases the lock
   const std::lock_guard lock(mutex_);
   if (comm_ && problem_.empty()) problem_ = who() + " was aborted: " + reason;
   drop();

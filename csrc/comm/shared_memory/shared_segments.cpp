@@ -78,7 +78,7 @@ std::shared_ptr<SharedSegments> SharedSegments::create(int rank, int size, int64
     ok = made_segments->mappings_.back()->data != nullptr;
     if (other != rank) close(opened);
   }
-  const bool everywhere = rendezvous.all(ok);  // nobody closes its file before all have opened it
+  const bool everywhere = rendezvous.all(ok);  // no rank closes its file before all have opened it
   if (file >= 0) close(file);
   return everywhere ? made_segments : nullptr;
 }

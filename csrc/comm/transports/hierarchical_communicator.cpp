@@ -63,14 +63,14 @@ class FingerprintExchange {
       }
     });
   }
-  // This host has failed in the call, for this reason. Waits for nobody: who has not come yet hears of it then.
+  // Tells the other hosts that this one has failed in the call. Does not wait: hosts that come later get it then.
   void tell_failure(const std::string& why) noexcept {
     if (!tree_.leaders || work_) return;
     try {
       why_ = why.substr(0, why.find('\n'));
       begin(record(kFailed), {});
       tree_.told = work_;
-    } catch (const std::exception&) {  // nobody can be told
+    } catch (const std::exception&) {  // the leaders cannot be reached
       return;
     }
   }

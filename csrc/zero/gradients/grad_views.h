@@ -39,8 +39,8 @@ class GradViews {
   void attach(size_t param) { store_.spec(param).tensor.mutable_grad() = slot(param); }
   void detach();  // every .grad is undefined
 
-  // Takes what the user has left in .grad; `filled` says afterwards which slots hold a gradient. Gradients that are
-  // not shown go to `elsewhere`, and .grad is undefined then.
+  // Takes the values of .grad that the user has left; `filled` then marks the slots that hold a gradient. Gradients
+  // that are not shown go to `elsewhere`, and their .grad is undefined.
   using Elsewhere = std::function<void(size_t param, const at::Tensor& grad)>;
   void adopt(std::vector<SlotState>& filled, const Elsewhere& elsewhere);
 

@@ -190,7 +190,7 @@ SplitBackward::SplitBackward(const std::vector<at::Tensor>& outputs, std::vector
   const Graph graph(halves.roots, leaves);
   for (const NodePtr& node : graph.nodes())
     if (leaves.count(node.get())) halves.first.emplace_back(node, 0);
-  halves.whole = halves.first.empty();  // nobody waits
+  halves.whole = halves.first.empty();  // no part waits for it
   if (halves.whole) return;
   const auto& nodes = graph.nodes();
   halves.whole_first = any_of(nodes, [](const NodePtr& node) { return recomputes(*node); });

@@ -18,7 +18,7 @@ class RemoteSlices {
     if (param.slice_numel() > 0) params_.add_alone("parameter", param, {});
   }
   const std::shared_ptr<storage::ShardStorage>& storage() const { return storage_; }
-  void settle() { storage_->settle(); }  // throws what could not be written
+  void settle() { storage_->settle(); }  // throws errors of writes
 
  private:
   const std::shared_ptr<storage::ShardStorage> storage_;

@@ -13,7 +13,7 @@ namespace ds::zero {
 enum class GradForm {
   kDense,
   kRows,        // the rows that a backward has touched
-  kSparseRows,  // likewise, and an optimizer of the user's gets them as a COO tensor
+  kSparseRows,  // the same rows, which a client optimizer gets as a COO tensor
 };
 
 struct ParamSpec {

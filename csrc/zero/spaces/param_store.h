@@ -1,7 +1,7 @@
 // The parameters an engine trains and the flat buffers they live in.
 //
 // A buffer has the layout of the full space or of this rank's shard space of its plan::ShardMap. Which buffer has
-// which is decided here, from the row of the stage table; everybody else asks offset_in().
+// which is decided here, from the row of the stage table; other code asks offset_in().
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -83,7 +83,7 @@ class ParamStore {
   int64_t largest_row() const;  // elements of the largest bucket that this rank owns
 
   // The part of a full-space buffer that belongs to the parameter, in the parameter's shape and memory order. Only
-  // where parameters lie in one piece.
+  // where parameters are in one piece.
   at::Tensor view(size_t param, const at::Tensor& full) const;
 
   at::Tensor grad_view(size_t param) const { return view(param, space_of(param).grad.data); }
@@ -102,7 +102,7 @@ class ParamStore {
   // The piece in a buffer: in the parameter's shape where its space is in place, one-dimensional otherwise. Of a piece
   // in a file nothing but shape and type: a tensor of the device "meta".
   at::Tensor piece_view(const Piece& piece, const Buffer& buffer) const;
-  // The same for as long as the lease is held, wherever it rests; on the host where nobody can compute.
+  // The same as long as the lease is held, in its tier; on the host if kernels cannot address that.
   std::pair<storage::Lease, at::Tensor> piece_lease(const Piece& piece, const Buffer& buffer,
                                                     storage::Access access) const;
 
@@ -111,7 +111,7 @@ class ParamStore {
   Buffer make_buffer(const ParamSpace& space, const char* name, at::ScalarType dtype, bool full,
                      const storage::Placement& placement = {}, storage::ScratchUser copies = {});
   void drop(Buffer& buffer);  // waits for its leases
-  // Elements of it, leased where they rest, or copied to the host where nobody can compute.
+  // Elements of it, leased in their tier; on the host if kernels cannot address that.
   storage::Lease lease(const Buffer& buffer, plan::Range range, storage::Access access) const;
 
   // Makes the buffer of local gradients of every space, where it does not exist (where reduced ones are kept apart
@@ -183,7 +183,7 @@ class ParamStore {
   storage::ScratchUser grad_copies_;             // copies of reduced gradients
   std::shared_ptr<io::RunFolder> state_folder_;  // of files of masters, gradients and states
   std::unique_ptr<OffloadedParams> offloaded_;   // null: slices rest on the device
-  int64_t host_limit_ = 0;  // bytes of the host: what rests there and buffers of files; 0: nobody has said
+  int64_t host_limit_ = 0;  // bytes of the host for resting blocks and buffers of files; 0: not configured
 };
 
 }  // namespace ds::zero

@@ -240,7 +240,7 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
     rows.lp = lease(space.lp, fills ? storage::Access::kWrite : storage::Access::kUpdate);
     if (fills) rows.lp.narrow(bucket, first[0].end, space.map.buckets[bucket].shard_end).zero_();
   }
-  // A prefetched copy that nobody takes would be old in a later step.
+  // A prefetched copy that is not taken would be stale in a later step.
   const auto is_next = [&](size_t e) {
     const int32_t i = space.map.extents[e].param;
     return space.map.bucket_of[i] == bucket - 1 && used(space.params[i]) && (!part.takes || part.takes(space, e));
@@ -259,8 +259,8 @@ void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
   ParamSpace& space = turn.space;
   const size_t last = turn.rule.passes.size() - 1;
   if (space.gathers_after_step() && gather_.overlaps()) {
-    // From the first parameters on: the next forward wants them first. Where weights come back from elsewhere their
-    // bucket is gathered when the next one has been stepped: nobody waits for them.
+    // From the first parameters on: the next forward needs them first. If weights come back from another tier, their
+    // bucket is gathered when the next one has been stepped, so that no gather waits for them.
     const int32_t lag = memory_.travel(space) ? 1 : 0, buckets = static_cast<int32_t>(space.map.buckets.size());
     for (int32_t b = buckets - 1; b >= -lag; --b) {
       if (b >= 0) run_pass(turn, grads, last, b);
@@ -275,8 +275,8 @@ void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
 void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
   ParamSpace& space = turn.space;
   const auto iteration = NewtonSchulz::of(optim::Values(turn.rule.hyper, turn.hyper.data()));
-  // Elsewhere whether to skip is known on the device alone: the passes then do nothing, what lies between works on
-  // zeros.
+  // On other devices only the device knows whether the step is skipped: then the passes do nothing, and the code
+  // between them works on zeros.
   const bool skip = device_.device().is_cpu() && device_.read_step_scale().skip;
   for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0 && !skip; --b) {
     const plan::Bucket& bucket = space.map.buckets[b];

@@ -42,8 +42,8 @@ class Stepper {
   float grad_scale() { return device_.read_step_scale().grad_scale; }
   void scale_grads(const GradReducer& grads);
   void publish();         // lp = master, on every rank
-  void gather();          // lp of every rank is everybody's, where each has its shard
-  void refresh_master();  // master = lp, after somebody wrote the model's weights
+  void gather();          // all-gathers lp, where each rank has a shard
+  void refresh_master();  // master = lp, after a write to the model's weights
 
   void ensure_slots(ParamSpace& space);  // makes the states of the space's rule, where they do not exist
 

@@ -26,15 +26,15 @@ namespace ds::zero {
 
 class UserWrites {
  public:
-  // `before_change` waits for who reads or writes masters.
+  // `before_change` waits for readers and writers of masters.
   UserWrites(ParamStore& store, std::function<void()> before_change);
 
   // Parameters with data of their own return to their views of the flat buffer, which take the values.
   void bring_home();
   void bring_home(size_t param);
   void bring_home(size_t param, const at::Tensor& value);
-  // Masters take what was written in place since the last call. For a gathered parameter this rank's slice does, too:
-  // nobody else may be reading it.
+  // Masters take the values written in place since the last call. For a gathered parameter this rank's slice does, too:
+  // no other rank may be reading it.
   void adopt();
   // Names of the parameters of which adopt() has changed what this rank owns, since the last call.
   std::vector<std::string> take_names() { return std::exchange(names_, {}); }

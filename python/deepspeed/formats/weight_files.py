@@ -180,7 +180,7 @@ def write_text(path, text):
 def write_whole(path, write, content):
     """``write(path, content)`` through a temporary file: under ``path`` stands a whole file or what was there before.
     OSError that names the file."""
-    temporary = f"{path}.writing.{secrets.token_hex(8)}"  # nobody can have put a link there
+    temporary = f"{path}.writing.{secrets.token_hex(8)}"  # a random name: no link can be there
     try:
         write(temporary, content)
         try:

@@ -78,7 +78,7 @@ def describe(number, layer):
 
 
 def call_of(layer, module):
-    """What runs ``layer``, of which ``module`` is built, or None for a function."""
+    """The callable of ``layer``. ``module``: the one built from it, or None for a function."""
     if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
         return functools.partial(layer.forward_fn, module)
     return layer if module is None else module

@@ -214,7 +214,7 @@ def _on_disk(run, load_dir, tag):
             "hosts, or set checkpoint.use_node_local_storage"
         )
     folder = os.path.join(load_dir, tag)
-    # What a broken-off save has left is put right first.
+    # The leftovers of a broken-off save are repaired first.
     folder = ranks.lead(lambda: commit.path_to_read(folder), f"the checkpoint {folder} is not loaded")
     fetch_missing(run, ranks, folder)
     if not os.path.isdir(folder):

@@ -127,7 +127,7 @@ class Background:
         due = concurrent.futures.Future()
         self.failures.append((error, due))
         told, _ = attempt(lambda: max(settle(self.steps)) + 1)
-        due.set_result(told or 0)  # with nobody left to agree with: at the next step
+        due.set_result(told or 0)  # without other ranks to agree with: at the next step
 
     def step_done(self):
         """The training loop calls it at the end of a step. Raises what went wrong in the background."""

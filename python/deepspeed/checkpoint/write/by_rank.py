@@ -45,7 +45,7 @@ class PartsByRank:
 
     def _divide(self, run, exclude_frozen):
         ranks, before = Ranks(run.ranks, False), 0
-        # What raises on one rank must not keep it from telling the others, who wait for it.
+        # A rank that raises still tells the others, which wait for it.
         layers, error = attempt(lambda: self._expert_layers(run))
         layers = layers or []
         if self._layers is not None:  # layers of experts are counted over all stages

@@ -203,7 +203,7 @@ def retire(save_dir, keep_last, current):
         facts = whole_manifest(folder) or {}
         if "saved_at" not in facts and not facts.get("universal"):
             logger.warning(f"{folder} is not removed by keep_last: its manifest is damaged; see ds_ckpt verify")
-        elif not facts.get("universal"):  # somebody has converted that on purpose
+        elif not facts.get("universal"):  # a user has converted that on purpose
             found.append((facts["saved_at"], name))
     removable = [name for _, name in sorted(found) if name not in spared]
     for name in removable[: max(0, len(found) - keep_last)]:
@@ -241,7 +241,7 @@ def swap(new, folder):
     """The complete folder ``new`` becomes ``folder``. What others have put into the old one is there again."""
     parent = os.path.dirname(folder)
     owner.carry_over(folder, new)
-    with contextlib.suppress(PermissionError):  # a folder that nobody may write to is swapped all the same
+    with contextlib.suppress(PermissionError):  # a folder without write permission is swapped all the same
         owner.claim(folder, lock=False)  # so that it can be removed, under whatever name a crash leaves it
     try:
         old = new

@@ -146,7 +146,9 @@ class Snapshots:
         self._writer.options = WriterOptions(threads=1, direct=False, sync=False, mapped=True)
         pathlib.Path(self.folder).mkdir(0o700, exist_ok=True)  # not what is above: what the agent has removed stays so
         self._lock = open(os.path.join(self.folder, f".rank_{ranks.rank}.lock"), "w")
-        if not (self._is_ours() or (gc.collect() and self._is_ours())):  # one that nobody holds may be in a circle
+        if not (
+            self._is_ours() or (gc.collect() and self._is_ours())
+        ):  # an unreferenced one may be in a reference cycle
             raise RuntimeError(
                 f"elasticity.memory_copies: two engines of this process take snapshots of the run in {directory}. Save "
                 "each into a directory of its own, or set memory_copies to 0 for one of them"
@@ -202,7 +204,7 @@ class Snapshots:
             self._behind.fail(error)
 
     def _begin(self, target, reused, files):
-        """Makes the folder of a snapshot. It gets the files of one that nobody needs any more, and writes over them:
+        """Makes the folder of a snapshot. It gets the files of one that is not needed any more, and writes over them:
         their pages are there already. The file in which this rank says that all of its files are there goes first."""
         pathlib.Path(target).mkdir(0o700, exist_ok=True)
         for old, name in itertools.product(reused, (SAID_BY(rank=self.ranks.rank), *files)):
@@ -220,7 +222,7 @@ class Snapshots:
         return error is None
 
     def _outdated(self, coming):
-        """Snapshots of as many ranks as ``coming`` that nobody needs, older ones first."""
+        """Snapshots of as many ranks as ``coming`` that are not needed, older ones first."""
         known = [name for name in os.listdir(self.folder) if parsed(name) and name not in (self.whole, coming)]
         return sorted((name for name in known if parsed(name)[2] == parsed(coming)[2]), key=parsed)
 

@@ -16,7 +16,7 @@ from deepspeed._native import _C
 from deepspeed.checkpoint.write import file_writer, owner
 from deepspeed.formats.recorded_paths import remove_below
 
-# What a file system says that has no rename of folders, or not of this one. EMFILE: gcsfuse, above a number of files.
+# Errors of file systems that cannot rename folders, or not this one. EMFILE: gcsfuse, above a number of files.
 CANNOT_RENAME = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EMFILE)
 
 

@@ -41,7 +41,7 @@ def files_of(run, client_state, exclude_frozen_parameters=False, with_common=Fal
     if saved.model_by_rank or dp_rank == 0 or with_common:
         kind = names.SHARDED_MODEL_STATES if saved.model_by_rank else names.MODEL_STATES
         name = kind(dp_rank=dp_rank, mp_rank=mp_rank)
-        # Now, and not when the file is written: what a scheduler of somebody else raises comes before any folder.
+        # Now, and not when the file is written: errors of a client scheduler come before any folder is made.
         schedule = run.scheduler.state_dict() if hasattr(run.scheduler, "state_dict") else None
         found[name] = lambda: _model_states(run, client_state, exclude_frozen_parameters, parts, schedule)
     if saved.optimizer_by_rank and run.states is not None:
@@ -58,7 +58,7 @@ def files_of(run, client_state, exclude_frozen_parameters=False, with_common=Fal
 
 
 def expected_bytes(run):
-    """About so many bytes of tensors each larger file of this rank will hold, rather too many than too few."""
+    """An estimate of the bytes of tensors in each larger file of this rank, rather too many than too few."""
     saved, tensors = run.policy.saved, [*(param for _, param in run.weights.unique()), *run.weights.buffers.values()]
     leads = run.ranks.dp_rank == 0
     module = sum(t.numel() * t.element_size() for t in tensors) if leads and not saved.model_by_rank else 0
@@ -282,7 +282,7 @@ class Saving:
                 self.ranks.gather(None)
             if self.ranks.leads and self.staging is not None:
                 commit.abandon(self.target, self.staging)
-            self.ranks.gather(None)  # nobody goes on while files are still being removed
+            self.ranks.gather(None)  # no rank goes on while files are still being removed
             raise
 
     def begin(self, meeting=None):

@@ -117,7 +117,7 @@ class HostCache:
             self._changed.notify_all()
 
     def release(self):
-        """Gives memory that nobody uses back to the system."""
+        """Gives unused memory back to the system."""
         with self._changed:
             self.held_bytes -= sum(block.bytes for block in self._free)
             self._free.clear()

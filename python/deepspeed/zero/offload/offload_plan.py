@@ -78,7 +78,7 @@ def offload_plan(model, config, world_size=None, rates=None):
         tiers["host"] += weights
         tiers["host"] += int(own * grad * (1 - shares["grad"][0])) if accumulates else 0  # what is added to the sums
     if planned.in_files:
-        # What a step holds of a bucket, and of the next one; what is being written may fill all buffers.
+        # A step holds states of a bucket and of the next one; those that are being written may fill all buffers.
         states_of_row = row * (grad + master + slots)
         buffers = row * 4 * (planned.buffers + 1) * (1 + planned.reads_ahead + planned.writes_behind)
         held_ahead = states_of_row * (1 + planned.reads_ahead)
@@ -138,9 +138,9 @@ def _device_in(section):
 
 @dataclasses.dataclass
 class _Shares:
-    """``shares``: kind -> those on the device, on the host, in files. Of files: ``buffers`` of the host for a bucket,
-    and how they come and go. ``moved``: bytes between host and device and of files in a step; ``seconds`` that it takes
-    at least, where that is known."""
+    """``shares``: kind -> shares on the device, on the host, in files. Of files: ``buffers`` of the host for a bucket,
+    and whether they are read ahead and written behind. ``moved``: bytes between host and device and of files in a step;
+    ``seconds``: the least time of a step, where it is known."""
 
     shares: dict
     buffers: int = 0
@@ -187,10 +187,10 @@ def _shares_of(zero, policy, need, steps, rates):
 
 
 def _gradients_on_device(policy, moves, numel, world, bucket, leaving):
-    """Elements of buffers for gradients on their way, beside those that are reduced. ``leaving``: so many rows of a
-    bucket may be copied to where they rest at a time (0: all)."""
+    """Elements of buffers for gradients before and during their reduction. ``leaving``: the number of rows of a bucket that
+    may be in transfer to their tier at a time (0: all)."""
     own, row, count = -(-numel // world), -(-bucket // world), -(-numel // bucket)
-    if not moves:  # one rank alone sums them where they lie; else sums go where they rest
+    if not moves:  # one rank alone sums them in place; otherwise sums go to their tier
         return 0 if world == 1 and not policy.shards_params else min(2, count) * bucket
     copies = min(own, min(count, leaving or count) * row)
     if policy.shards_grads:  # a bucket that is filled, one that is reduced; a sum, which is copied, and copies
@@ -199,7 +199,7 @@ def _gradients_on_device(policy, moves, numel, world, bucket, leaving):
 
 
 def _gathered(zero, numels):
-    """Elements of whole parameters: those that are kept up to their next use, what is fetched ahead, and a layer."""
+    """Elements of whole parameters: those that are kept up to their next use, those that are fetched ahead, and a layer."""
     numel, largest = sum(numels), max(numels, default=0)
     kept = min(numel, zero.max_live_parameters)
     if numel > zero.max_reuse_distance:

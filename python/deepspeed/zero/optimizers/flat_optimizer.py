@@ -121,7 +121,7 @@ class FlatOptimizer(ShardedOptimizer):
         self.core.finish_backward()
 
     def backward_epilogue(self, *args, **kwargs):
-        """After a backward that somebody else runs: what has not been reduced is."""
+        """Reduces the remaining gradients after a backward that the engine has not run."""
         super().backward_epilogue()
 
     def get_param_id(self, param):

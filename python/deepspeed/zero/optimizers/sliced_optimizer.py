@@ -20,8 +20,8 @@ from deepspeed.zero.states.named_states import OWN_PARAMS, OwnedStates, groups_o
 from deepspeed.zero.states.param_values import ParamValues
 
 
-# Gathered parameters that nobody holds are released, and the memory kept for gathering: before parameters are saved or
-# loaded slice by slice, too.
+# Releases gathered parameters that are not in use, and the memory kept for gathers; also before parameters are saved or
+# loaded slice by slice.
 @answers_from(
     {
         "empty_partition_cache": "parameter_offload.empty_partition_cache()",

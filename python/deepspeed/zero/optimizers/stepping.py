@@ -106,7 +106,7 @@ class Stepping:
 
     def step(self):
         """One step by one call of the core. ``step`` of an optimizer of ours calls it."""
-        if self._sizes_of_groups() != self._sizes:  # somebody wrote to the lists
+        if self._sizes_of_groups() != self._sizes:  # a client wrote to the lists
             refuse_group(None)
         if self.need_all:
             self._refuse_unused()

@@ -12,7 +12,7 @@ class ParamValues:
     copies."""
 
     def backward_epilogue(self):
-        """After a backward that somebody else runs: what has not been reduced is."""
+        """Reduces the remaining gradients after a backward that the engine has not run."""
         super().backward_epilogue()
 
     def get_param_id(self, param):
