@@ -25,8 +25,8 @@ from deepspeed.checkpoint.read.loading import listed
 from deepspeed.checkpoint.write.file_writer import PreparedTorch, WriterOptions, replace_file
 
 # ---- folding metadata ----------------------------------------------------------------------------------------------
-# The ``folding`` key of an optimizer file: the grid of a run whose experts are on other ranks than its dense layers. It is
-# compared before such a file is loaded.
+# The ``folding`` key of an optimizer file: the grid of a run whose experts are on other ranks than its dense layers.
+# It is compared before such a file is loaded.
 
 SHARED_EXPERTS_ON_TP_RANKS = "tensor_parallel"
 DISPATCH_ALL_TO_ALL = "all_to_all"

@@ -23,8 +23,8 @@ _SUB_GROUP_SIZE = 1_000_000_000  # where the configuration does not say
 
 
 def with_swapped(path, whole, load):
-    """``optimizer_state_dict`` of ``whole``, the contents of the optimizer file at ``path``, with the tensors of swap files
-    instead of empty ones. ``load(path, lazy=True)`` reads the model file beside it, if there are any.
+    """``optimizer_state_dict`` of ``whole``, the contents of the optimizer file at ``path``, with the tensors of swap
+    files instead of empty ones. ``load(path, lazy=True)`` reads the model file beside it, if there are any.
 
     FileNotFoundError and ValueError name the folder or file that is missing or does not fit.
     """

@@ -140,8 +140,8 @@ class AutoEPMoELayer(torch.nn.Module):
 
     @torch.no_grad()
     def _capture_mode(self, source):
-        """The kind of logits that ``source``, the model's router, returns, found by a call: "raw" as in transformers 5.23,
-        or "post_score", after softmax or sigmoid, as in 5.0."""
+        """The kind of logits that ``source``, the model's router, returns, found by a call: "raw" as in transformers
+        5.23, or "post_score", after softmax or sigmoid, as in 5.0."""
         spec, usual = self.spec, self.spec.router_logits_capture_mode
         if source.weight.device.type == "meta":
             return usual

@@ -187,8 +187,8 @@ def _shares_of(zero, policy, need, steps, rates):
 
 
 def _gradients_on_device(policy, moves, numel, world, bucket, leaving):
-    """Elements of buffers for gradients before and during their reduction. ``leaving``: the number of rows of a bucket that
-    may be in transfer to their tier at a time (0: all)."""
+    """Elements of buffers for gradients before and during their reduction. ``leaving``: the number of rows of a bucket
+    that may be in transfer to their tier at a time (0: all)."""
     own, row, count = -(-numel // world), -(-bucket // world), -(-numel // bucket)
     if not moves:  # one rank alone sums them in place; otherwise sums go to their tier
         return 0 if world == 1 and not policy.shards_params else min(2, count) * bucket
@@ -199,7 +199,7 @@ def _gradients_on_device(policy, moves, numel, world, bucket, leaving):
 
 
 def _gathered(zero, numels):
-    """Elements of whole parameters: those that are kept up to their next use, those that are fetched ahead, and a layer."""
+    """Elements of whole parameters: those kept up to their next use, those fetched ahead, and a layer."""
     numel, largest = sum(numels), max(numels, default=0)
     kept = min(numel, zero.max_live_parameters)
     if numel > zero.max_reuse_distance:

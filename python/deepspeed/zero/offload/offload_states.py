@@ -2,7 +2,8 @@
 
 The core's buffers are planes of its ``ShardStorage`` (csrc/storage/shard_storage.h), which go to another placement;
 memory behind other tensors is made a plane while it is away. Tensors stay, and all views of them, those of the native
-core included, are valid again after ``reload``. Between the two nothing may read them; ``need`` raises for code that does. On a CPU accelerator all states are on the host already and stay where they are, unless they go to files.
+core included, are valid again after ``reload``. Between the two nothing may read them; ``need`` raises for code that
+does. On a CPU accelerator all states are on the host already and stay there, unless they go to files.
 """
 
 import torch

@@ -29,8 +29,8 @@ HARMLESS |= {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "ne
 ACCESSORS = {"__get__", "__set__", "__delete__"}
 # Properties that are views of the values.
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
-# Members that Module.to and Module.state_dict call. The first argument may be another tensor, which takes dtype and device
-# from the parameter.
+# Members that Module.to and Module.state_dict call. The first argument may be another tensor, which takes dtype and
+# device from the parameter.
 CONVERTING = {
     "detach", "to", "type", "type_as", "cpu", "cuda", "xpu", "npu", "half", "float", "double", "bfloat16",
     "byte", "char", "short", "int", "long", "bool",
