@@ -95,7 +95,7 @@ TEST(ScratchPool, ABufferThatChangesStreamsWaitsForTheOneItWasGivenBackOn) {
   using Calls = std::vector<std::string>;
   {
     const at::Tensor buffer =
-        at::for_blob(memory.data(), {64}).options(bytes().device(fake)).target_device(device).make_tensor();
+        at::for_blob(memory.data(), {64}).options(bytes().device(fake)).target_device(fake).make_tensor();
     device().stream = 1;
     pool.give(buffer);
   }
@@ -123,7 +123,7 @@ TEST(ShardStorage, ALeaseOnAnotherStreamWaitsForTheLastOnes) {
   ShardStorage storage(fake);
   const PlaneId plane =
       storage.add("x", 64, at::kByte, {}, {32, 64},
-                  at::for_blob(memory.data(), {64}).options(bytes().device(fake)).target_device(device).make_tensor());
+                  at::for_blob(memory.data(), {64}).options(bytes().device(fake)).target_device(fake).make_tensor());
   using Calls = std::vector<std::string>;
   const auto calls = [] { return std::exchange(device().calls, {}); };
   const auto lease = [&](int64_t stream, Access access, plan::Range range) {
