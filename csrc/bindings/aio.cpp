@@ -20,10 +20,10 @@ namespace {
 
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 using HandlePtr = std::shared_ptr<TensorIo>;
-using Place = TensorIo::Place;
+using FileOffset = TensorIo::FileOffset;
 using How = TensorIo::How;
 
-// Workers that drop a tensor may need the lock that who drops the handle has.
+// Workers that drop a tensor may need the interpreter's lock, which the thread that drops the handle holds.
 template <typename T>
 std::shared_ptr<T> freed_without_lock(T* made) {
   return std::shared_ptr<T>(made, [](T* gone) { bindings::without_lock([gone] { delete gone; }); });
@@ -39,28 +39,28 @@ std::string path_of(const py::object& path) {
 }
 
 template <typename Move>
-int in_place(const py::object& filename, int64_t offset, How how, const Move& move) {
+int at_offset(const py::object& filename, int64_t offset, How how, const Move& move) {
   if (offset < 0) throw py::value_error("file_offset is 0 or more, got " + std::to_string(offset));
-  Place place;
+  FileOffset file;
   if (PyLong_Check(filename.ptr())) {
-    place.number = py::cast<int>(filename);
-    if (place.number < 0) throw py::value_error("fd is an open file's number, got " + std::to_string(place.number));
+    file.number = py::cast<int>(filename);
+    if (file.number < 0) throw py::value_error("fd is an open file's number, got " + std::to_string(file.number));
   } else {
-    place.path = path_of(filename);
+    file.path = path_of(filename);
   }
-  place.offset = static_cast<uint64_t>(offset);
+  file.offset = static_cast<uint64_t>(offset);
   py::gil_scoped_release released;
-  move(place);
+  move(file);
   return how == How::kBackground ? 0 : 1;
 }
 
 int read(TensorIo& self, const at::Tensor& buffer, const py::object& filename, bool validate, How how, int64_t offset) {
-  return in_place(filename, offset, how, [&](const Place& place) { self.read(buffer, place, how, validate); });
+  return at_offset(filename, offset, how, [&](const FileOffset& file) { self.read(buffer, file, how, validate); });
 }
 
 int write(TensorIo& self, const at::Tensor& buffer, const py::object& filename, bool validate, How how,
           int64_t offset) {
-  return in_place(filename, offset, how, [&](const Place& place) { self.write(buffer, place, how, validate); });
+  return at_offset(filename, offset, how, [&](const FileOffset& file) { self.write(buffer, file, how, validate); });
 }
 
 io::TransferOptions options_of(size_t block_size, int queue_depth, bool single_submit, bool overlap_events) {

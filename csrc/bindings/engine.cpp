@@ -30,7 +30,7 @@ using zero::Engine;
 using zero::StateAccess;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-// (tensor, name, parameter group, place in the module, zero::GradForm, shard or None, rule of ranks, axis along which
+// (tensor, name, parameter group, index in the module, zero::GradForm, shard or None, rule of ranks, axis along which
 // an earlier rank has a copy)
 using ParamRow =
     std::tuple<at::Tensor, std::string, int32_t, int32_t, int, zero::ShardedParamPtr, std::string, std::string>;

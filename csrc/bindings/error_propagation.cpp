@@ -22,7 +22,8 @@ using comm::ErrorPropagation;
 std::shared_ptr<ErrorPropagation> make_error_propagation(
     c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<std::string> names,
     const std::shared_ptr<comm::PipeChannel>& channel, const std::vector<comm::CommunicatorPtr>& groups,
-    const comm::GroupFacts& facts, std::pair<std::vector<std::string>, std::vector<std::string>> places, int keeper) {
+    const comm::GroupFacts& facts, std::pair<std::vector<std::string>, std::vector<std::string>> position_names,
+    int keeper) {
   std::weak_ptr<comm::PipeChannel> messages = channel;
   std::vector<std::weak_ptr<comm::Communicator>> others(groups.begin(), groups.end());
   py::gil_scoped_release unlocked;
@@ -31,9 +32,9 @@ std::shared_ptr<ErrorPropagation> make_error_propagation(
     for (const auto& other : others)
       if (const auto here = other.lock()) here->bare().abort(why);  // every rank gets the error by itself
   };
-  auto propagation =
-      std::make_shared<ErrorPropagation>(std::move(store), rank, std::move(names), abort_all,
-                                         comm::PlaceNames{std::move(places.first), std::move(places.second)}, keeper);
+  auto propagation = std::make_shared<ErrorPropagation>(
+      std::move(store), rank, std::move(names), abort_all,
+      comm::PositionNames{std::move(position_names.first), std::move(position_names.second)}, keeper);
   if (facts.store_watch) facts.store_watch->add(propagation);
   return propagation;
 }
@@ -42,19 +43,19 @@ std::shared_ptr<ErrorPropagation> make_error_propagation(
 
 DS_BINDINGS(m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
-  // Its memory: three integers (csrc/comm/boards/place_page.h).
-  py::class_<comm::PlacePage, std::shared_ptr<comm::PlacePage>>(m, "PlacePage", py::buffer_protocol())
-      .def_buffer([](comm::PlacePage& page) { return py::buffer_info(page.words(), comm::PlacePage::kWords); });
+  // Its memory: three integers (csrc/comm/boards/position_page.h).
+  py::class_<comm::PositionPage, std::shared_ptr<comm::PositionPage>>(m, "PositionPage", py::buffer_protocol())
+      .def_buffer([](comm::PositionPage& page) { return py::buffer_info(page.words(), comm::PositionPage::kWords); });
   py::class_<ErrorPropagation, std::shared_ptr<ErrorPropagation>>(m, "ErrorPropagation")
       .def(py::init(&make_error_propagation), py::kw_only(), "store"_a, "rank"_a, "names"_a, "channel"_a, "groups"_a,
-           "facts"_a, "places"_a, "keeper"_a)
+           "facts"_a, "position_names"_a, "keeper"_a)
       .def("begin", &ErrorPropagation::begin)
       .def("end", &ErrorPropagation::end)
       .def("report", &ErrorPropagation::report, Unlocked(), "why"_a)
       .def("await_delivery", &ErrorPropagation::await_delivery, Unlocked())
       .def("leave", &ErrorPropagation::leave, Unlocked())
       .def_property_readonly("error", &ErrorPropagation::error)
-      .def_property_readonly("place", [](const ErrorPropagation& propagation) { return propagation.place(); })
+      .def_property_readonly("position", [](const ErrorPropagation& propagation) { return propagation.position(); })
       .def_property_readonly("where", &ErrorPropagation::where);
 }
 

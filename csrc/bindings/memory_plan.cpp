@@ -6,7 +6,7 @@
 #include "bindings/registry.h"
 #include "bindings/torch_types.h"
 #include "storage/rates.h"
-#include "zero/offload/auto_places.h"
+#include "zero/offload/auto_placements.h"
 #include "zero/stage_policy.h"
 
 namespace py = pybind11;
@@ -59,7 +59,7 @@ DS_BINDINGS(m) {
   // what -> (device, host, file) shares; seconds of a step, bytes on the link and of files. need: bytes of this rank,
   // of gradients, masters, states, weights; room as zero_optimization.placement has it.
   memory.def(
-      "auto_places",
+      "auto_placements",
       [](const std::array<int64_t, 4>& need, const std::array<int64_t, 3>& room, int64_t accumulation,
          const Rates& rates) {
         ds::zero::TierBytes have;
@@ -69,7 +69,7 @@ DS_BINDINGS(m) {
         have.accumulation = accumulation;
         have.rates = {rates[0], rates[1], rates[2], rates[3], rates[4], rates[5]};
         const ds::zero::StateBytes bytes{need[0], need[1], need[2], need[3]};
-        ds::zero::auto_places(bytes, have);  // says what is missing
+        ds::zero::auto_placements(bytes, have);  // says what is missing
         const PlacePlan plan = place_plan(ds::zero::place_need(bytes, have), have.rates);
         py::dict shares;
         for (const auto& [name, of] : {std::make_pair("grad", plan.grad), std::make_pair("master", plan.master),

@@ -44,8 +44,8 @@ std::function<bool()> quiesce(py::function synchronize) {
   };
 }
 
-// Tensors die under the interpreter's lock as a rule. Whoever holds the communicator's lock may wait for the
-// interpreter's, so nobody may wait for the former with the latter.
+// Tensors are freed under the interpreter's lock as a rule. A thread with the communicator's lock may wait for the
+// interpreter's, so a thread with the interpreter's lock must not wait for the communicator's.
 template <typename Held>
 void let_go(Held& held) {
   without_lock([&held] { held.reset(); });
@@ -54,11 +54,11 @@ void let_go(Held& held) {
 at::Tensor bytes_of(std::shared_ptr<comm::NcclBuffer> buffer, const std::string& device) {
   void* data = buffer->data();
   const auto bytes = static_cast<int64_t>(buffer->bytes());
-  const c10::Device place(device);
+  const c10::Device target(device);
   return at::for_blob(data, {bytes})
       .deleter([buffer = std::move(buffer)](void*) mutable { let_go(buffer); })
-      .target_device(place)
-      .options(at::TensorOptions().dtype(at::kByte).device(place))
+      .target_device(target)
+      .options(at::TensorOptions().dtype(at::kByte).device(target))
       .make_tensor();
 }
 
@@ -140,14 +140,14 @@ DS_BINDINGS(m) {
   py::class_<NcclTensors, std::shared_ptr<NcclTensors>>(m, "NcclCommunicator")
       .def(py::init([](const std::shared_ptr<NcclLibrary>& library, const std::string& id, std::string name, int rank,
                        int size, milliseconds timeout, py::function synchronize, const std::string& device) {
-             comm::NcclPlace place;
-             place.name = std::move(name);
-             place.rank = rank;
-             place.size = size;
-             place.timeout = timeout;
-             place.quiesce = quiesce(std::move(synchronize));
+             comm::NcclMember member;
+             member.name = std::move(name);
+             member.rank = rank;
+             member.size = size;
+             member.timeout = timeout;
+             member.quiesce = quiesce(std::move(synchronize));
              const Released unlocked;
-             auto joined = comm::NcclComm::join(library, id_from(id), std::move(place));
+             auto joined = comm::NcclComm::join(library, id_from(id), std::move(member));
              auto calls = comm::nccl_communicator_alone(joined);
              return std::make_shared<NcclTensors>(std::move(joined), std::move(calls), c10::Device(device));
            }),

@@ -158,9 +158,9 @@ class ObjectMaker {
     return checked(PyObject_CallObject(function.ptr(), arguments.ptr()));
   }
 
-  py::object tensor(const TensorPlace& place) const {
-    return tensor_(place.storage, py::str(place.element->name.data(), place.element->name.size()), place.offset,
-                   py::tuple(py::cast(place.shape)), py::tuple(py::cast(place.stride)), place.requires_grad);
+  py::object tensor(const StoredTensor& stored) const {
+    return tensor_(stored.storage, py::str(stored.element->name.data(), stored.element->name.size()), stored.offset,
+                   py::tuple(py::cast(stored.shape)), py::tuple(py::cast(stored.stride)), stored.requires_grad);
   }
 
   py::list items(const Step& step) const {
@@ -242,13 +242,13 @@ py::object load_archive(TorchArchive& archive, const py::object& names, const py
                         const py::object& storages) {
   ProcessNames resolver(names);
   const PickleGraph graph = refusing(names, [&] { return archive.read_structure(resolver); });
-  py::list places;
+  py::list records;
   for (const StoredMemory& memory : graph.storages) {
-    const StoragePlace place = archive.place(memory);
-    const py::object record = place.packed ? py::object(py::str(place.record)) : py::object(py::none());
-    places.append(py::make_tuple(std::string(memory.element->name), place.offset, place.bytes, record));
+    const StorageRecord found = archive.record_of(memory);
+    const py::object record = found.packed ? py::object(py::str(found.record)) : py::object(py::none());
+    records.append(py::make_tuple(std::string(memory.element->name), found.offset, found.bytes, record));
   }
-  storages.attr("prepare")(places);
+  storages.attr("prepare")(records);
   return ObjectMaker(graph, resolver, names, values, storages).make();
 }
 

@@ -20,7 +20,7 @@ namespace {
 using comm::PipeChannel;
 using comm::PipeStream;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
-using Tensors = std::vector<c10::optional<at::Tensor>>;  // None: nothing at this place
+using Tensors = std::vector<c10::optional<at::Tensor>>;  // None: no tensor at this index
 
 PipeStream stream_of(bool grads) { return grads ? PipeStream::kGrads : PipeStream::kActivations; }
 
@@ -38,8 +38,8 @@ std::shared_ptr<PipeChannel> make_channel(comm::CommunicatorPtr activations, com
 
 void send(PipeChannel& channel, bool grads, int to, const Tensors& tensors, bool packed) {
   comm::PipeMessage message{std::vector<comm::PipePiece>(tensors.size()), packed};
-  for (size_t place = 0; place < tensors.size(); ++place)
-    if (tensors[place]) message.pieces[place] = {*tensors[place], tensors[place]->requires_grad()};
+  for (size_t index = 0; index < tensors.size(); ++index)
+    if (tensors[index]) message.pieces[index] = {*tensors[index], tensors[index]->requires_grad()};
   channel.send(stream_of(grads), to, message);
 }
 

@@ -61,7 +61,7 @@ DS_BINDINGS(m) {
       .def("size", &ProcessGrid::size, "axes"_a)
       .def("list", &ProcessGrid::list, "axes"_a, "rank"_a)
       .def("lists", &ProcessGrid::lists, "axes"_a)
-      .def("place", &ProcessGrid::place, "axes"_a, "rank"_a);
+      .def("index", &ProcessGrid::index, "axes"_a, "rank"_a);
   m.def("fold_experts", &plan::fold_experts, "grid"_a, "name"_a, "from_"_a, "expert"_a, "data_first"_a);
 
   py::enum_<Purpose>(m, "Purpose")
@@ -94,10 +94,10 @@ DS_BINDINGS(m) {
           "axes"_a, "purpose"_a)
       .def(
           "over",
-          [](ProcessMesh& mesh, const std::vector<int>& ranks, int place, Purpose purpose) {
-            return mesh.communicator({ranks, place}, purpose);
+          [](ProcessMesh& mesh, const std::vector<int>& ranks, int rank, Purpose purpose) {
+            return mesh.communicator({ranks, rank}, purpose);
           },
-          "ranks"_a, "place"_a, "purpose"_a);
+          "ranks"_a, "rank"_a, "purpose"_a);
 }
 
 }  // namespace ds::bindings

@@ -15,7 +15,7 @@ DS_BINDINGS(m) {
       .def_static("sub_grouped", &SavedLayout::sub_grouped, "numels"_a, "most"_a, "ranks"_a)
       .def("units", &SavedLayout::units)
       .def("unit", &SavedLayout::unit, "param"_a)
-      .def("place_in_unit", &SavedLayout::place_in_unit, "param"_a)
+      .def("index_in_unit", &SavedLayout::index_in_unit, "param"_a)
       // [(first element within the parameter, numel, rank, first element within the unit's tensor)]
       .def(
           "runs",

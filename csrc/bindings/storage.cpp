@@ -82,7 +82,7 @@ DS_BINDINGS(m) {
              return made;
            }),
            "rest"_a, "pinned"_a = false, "folder"_a = "")
-      .def_property_readonly("rest", [](const Placement& place) { return name_of(place.rest); })
+      .def_property_readonly("rest", [](const Placement& placement) { return name_of(placement.rest); })
       .def(
           "__eq__", [](const Placement& a, const Placement& b) { return a == b; }, py::is_operator());
   m.def(

@@ -7,7 +7,7 @@
 
 namespace ds::bindings {
 
-// {tensor: where it stands} in dicts, lists and tuples: module.fc.weight, states[0].step. The first place wins.
+// {tensor: its path} in dicts, lists and tuples: module.fc.weight, states[0].step. The first path wins.
 // pieces_class: what else is a tensor.
 std::unordered_map<PyObject*, std::string> tensor_names(const pybind11::object& value,
                                                         const pybind11::object& pieces_class);

@@ -74,8 +74,8 @@ TensorSource::TensorSource(const at::Tensor& given, bool row_major) {
     stride_ = row_major_strides(shape_);
   }
   // Tensors without elements have no address that would tell them apart.
-  const void* place = numel_ > 0 ? tensor.data_ptr() : static_cast<const void*>(this);
-  key_ = tensor.device().str() + " " + std::to_string(reinterpret_cast<uintptr_t>(place)) + " " +
+  const void* address = numel_ > 0 ? tensor.data_ptr() : static_cast<const void*>(this);
+  key_ = tensor.device().str() + " " + std::to_string(reinterpret_cast<uintptr_t>(address)) + " " +
          std::to_string(static_cast<int>(tensor.scalar_type())) + " " + std::to_string(bytes()) + " " + way;
 }
 

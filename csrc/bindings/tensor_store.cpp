@@ -12,10 +12,10 @@ DS_BINDINGS(m) {
   using namespace ds::storage;
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<TensorStore, std::shared_ptr<TensorStore>>(m, "TensorStore", "Tensors that wait for backward.")
-      .def(py::init([](const at::Device& device, const Placement& place, int at_once) {
-             return std::make_shared<TensorStore>(device, place, FileAccess{}, at_once);
+      .def(py::init([](const at::Device& device, const Placement& placement, int at_once) {
+             return std::make_shared<TensorStore>(device, placement, FileAccess{}, at_once);
            }),
-           "device"_a, "place"_a, "at_once"_a = 2)
+           "device"_a, "placement"_a, "at_once"_a = 2)
       .def("put", &TensorStore::put, "tensor"_a, Unlocked(), "A number; the copy is made beside the device.")
       .def("get", &TensorStore::get, "number"_a, Unlocked(), "A copy on the device.")
       .def("prefetch", &TensorStore::prefetch, "number"_a, Unlocked(), "It is the next to be asked for.")

@@ -68,16 +68,16 @@ class Communicator {
   // Host memory of `bytes` on every rank that all ranks can read, or null on all of them where there is no such thing.
   // Collective, with tensors in host memory.
   virtual PeerMemoryPtr peer_memory(int64_t bytes) = 0;
-  // A communicator of these ranks alone (ascending, this one among them), over what carries this one. Only they call
-  // it. Its tensors are in host memory. Null where there is no such thing.
+  // A communicator of these ranks alone (ascending, this one among them), over the same transport. Only they call it.
+  // Its tensors are in host memory. Null where the transport has none.
   virtual std::shared_ptr<Communicator> among(const std::vector<int>& ranks);
-  // The process is about to end, or nobody needs it: lets go of what it is carried by, and cannot be used any more.
+  // Releases the transport, at the end of the process or when the communicator is not needed; no calls after it.
   virtual void leave() {}
-  // How long a rank waits for others, where the transport bounds that itself.
+  // The longest wait of a rank for others, where the transport bounds it itself.
   virtual void set_timeout(milliseconds) {}
-  // Ends what is under way here, as far as the transport can, and makes further calls fail. From any thread.
+  // Ends the calls under way, as far as the transport can, and makes further calls fail. From any thread.
   virtual void abort(const std::string& why) noexcept { (void)why; }
-  // Without decorators: for calls that are nobody's business, as those by which ranks meet.
+  // The communicator without decorators, for internal calls such as those by which ranks meet.
   virtual Communicator& bare() { return *this; }
 
   const Traffic& traffic() const { return traffic_; }
@@ -92,7 +92,7 @@ class Communicator {
   virtual bool reaches(const c10::Device&) const { return true; }
   // Whether start() does Op::parts; else they are packed, and it gets what is packed.
   virtual bool carries_parts() const { return false; }
-  // The sends and receives of one collective, which every rank makes at the same place of its sequence of calls.
+  // The sends and receives of one collective, which every rank makes at the same position of its sequence of calls.
   virtual WorkPtr exchange(const std::vector<Op>& ops) { return run_all(ops); }
 
  private:

@@ -70,7 +70,7 @@ ProcessMesh::ProcessMesh(plan::ProcessGrid grid, JobPtr job, std::vector<int> ra
   if (own == ranks_.end())
     fail(ErrorKind::kValue, "rank ", job_->rank(), " is not among the ranks [", text_of(ranks_),
          "] of its mesh: only these make it");
-  place_ = static_cast<int>(own - ranks_.begin());
+  position_ = static_cast<int>(own - ranks_.begin());
 }
 
 ProcessMesh::ProcessMesh(std::map<std::string, std::vector<int>> own, JobPtr job)
@@ -109,14 +109,14 @@ void ProcessMesh::fold(const std::string& name, const Axes& from, const std::vec
   for (const plan::Axis& one : to) {
     const std::string axis = name + "." + one.name;
     if (own_.count(axis)) fail(ErrorKind::kValue, "the axis ", axis, " exists already: give it another name");
-    for (int place : line.list({axis}, along.rank)) own_[axis].push_back(along.ranks[place]);
+    for (int rank : line.list({axis}, along.rank)) own_[axis].push_back(along.ranks[rank]);
   }
 }
 
 SubMesh ProcessMesh::sub(const Axes& axes) const {
   SubMesh found{{job_->rank()}, 0};
   if (grid_) {
-    found.ranks = of_job(grid_->list(axes, place_));
+    found.ranks = of_job(grid_->list(axes, position_));
   } else {
     std::set<std::string> longer;  // than one rank
     for (const std::string& axis : axes) {
@@ -139,9 +139,9 @@ std::vector<std::vector<int>> ProcessMesh::lists(const Axes& axes) const {
   return found;
 }
 
-std::vector<int> ProcessMesh::of_job(std::vector<int> places) const {
-  for (int& place : places) place = ranks_[place];
-  return places;
+std::vector<int> ProcessMesh::of_job(std::vector<int> ranks) const {
+  for (int& rank : ranks) rank = ranks_[rank];
+  return ranks;
 }
 
 CommunicatorPtr ProcessMesh::communicator(const SubMesh& members, Purpose purpose) {

@@ -66,9 +66,9 @@ const Value* Config::find(const std::string& path) const {
 }
 
 void Config::set(const std::string& path, Value value, Origin origin) {
-  const Value* place = find(path);
-  if (!place) fail(ErrorKind::kKey, "there is no configuration key \"", path, "\"");
-  *const_cast<Value*>(place) = std::move(value);  // values_ is ours and not const here
+  const Value* found = find(path);
+  if (!found) fail(ErrorKind::kKey, "there is no configuration key \"", path, "\"");
+  *const_cast<Value*>(found) = std::move(value);  // values_ is ours and not const here
   origins_[path] = std::move(origin);
 }
 

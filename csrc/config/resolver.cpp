@@ -316,9 +316,9 @@ class Resolver {
   void apply_forwards() {
     for (const Forward& forward : forwards_) {
       const Origin now = config_.origin(forward.to);
-      const Value* place = config_.find(forward.to);
+      const Value* target = config_.find(forward.to);
       if (now.source == Source::kGiven) {
-        if (place && *place == forward.value) continue;
+        if (target && *target == forward.value) continue;
         error("two_spellings", forward.from,
               config_.where(forward.from) + " is the deprecated name of " + config_.where(forward.to) +
                   ", and both are given.",
@@ -326,8 +326,8 @@ class Resolver {
         continue;
       }
       const Field* field = field_at(forward.to);
-      if (!field || !place) continue;
-      one(*field, forward.value, forward.to, forward.to, false, *const_cast<Value*>(place));
+      if (!field || !target) continue;
+      one(*field, forward.value, forward.to, forward.to, false, *const_cast<Value*>(target));
       config_.origins_[forward.to] = {Source::kDeprecated, config_.line(forward.from), forward.from};
     }
   }
@@ -337,7 +337,7 @@ class Resolver {
   void apply_environment() {
     for (const auto& [path, variable] : schema_.environment) {
       const Field* field = field_at(path);
-      if (!is_overridden(*field) || !config_.find(path)) continue;  // no place: its section is absent
+      if (!is_overridden(*field) || !config_.find(path)) continue;  // its section is absent
       const Value given = scalar_in(options_.environment.at(variable));
       CheckResult verdict = check(*field, given, true, nullptr);
       if (!verdict.value) {

@@ -1,6 +1,6 @@
 // The JSON value of this room, and how it is shown in messages.
 //
-// A Python-only value travels as `binary`: the bytes are its repr for messages, the subtype is its place in the list
+// A Python-only value travels as `binary`: the bytes are its repr for messages, the subtype is its index in the list
 // that the bindings keep.
 #pragma once
 #include <nlohmann/json.hpp>

@@ -72,8 +72,8 @@ void read_ranges(const std::string& path, const FileIdentity& identity, const st
   for (const io::Range& range : ranges) {
     ask_for_huge_pages(range);
     for (uint64_t at = 0; at < range.bytes;) {
-      const auto place = reinterpret_cast<uintptr_t>(range.to) + at;
-      const uint64_t now = std::min(range.bytes - at, kPiece - place % kHugePage);
+      const auto address = reinterpret_cast<uintptr_t>(range.to) + at;
+      const uint64_t now = std::min(range.bytes - at, kPiece - address % kHugePage);
       pieces.push_back({range.offset + at, now, static_cast<char*>(range.to) + at});
       at += now;
     }

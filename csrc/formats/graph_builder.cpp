@@ -169,28 +169,28 @@ Ref GraphBuilder::storage(StoredMemory memory) {
   return add(node);
 }
 
-Ref GraphBuilder::tensor(TensorPlace place) {
-  const StoredMemory& memory = graph_.storages[place.storage];
+Ref GraphBuilder::tensor(StoredTensor tensor) {
+  const StoredMemory& memory = graph_.storages[tensor.storage];
   int64_t held = 0;
   need(sizes::multiply<int64_t>(memory.numel, memory.element->bytes, &held), "a storage of this size");
-  held /= place.element->bytes;
-  need(place.offset >= 0 && place.shape.size() == place.stride.size(), "a tensor of another shape than its strides");
+  held /= tensor.element->bytes;
+  need(tensor.offset >= 0 && tensor.shape.size() == tensor.stride.size(), "a tensor of another shape than its strides");
   // 128 bits hold any product of two numbers of 64; sums stop as soon as they are too large.
-  __int128 numel = 1, end = place.offset;
-  for (size_t i = 0; i < place.shape.size(); ++i) {
-    need(place.shape[i] >= 0 && place.stride[i] >= 0, "a tensor of a negative size or stride");
-    if (place.shape[i] == 0) numel = 0;
+  __int128 numel = 1, end = tensor.offset;
+  for (size_t i = 0; i < tensor.shape.size(); ++i) {
+    need(tensor.shape[i] >= 0 && tensor.stride[i] >= 0, "a tensor of a negative size or stride");
+    if (tensor.shape[i] == 0) numel = 0;
   }
-  for (size_t i = 0; numel != 0 && i < place.shape.size(); ++i) {
-    numel *= place.shape[i];
-    end += static_cast<__int128>(place.shape[i] - 1) * place.stride[i];
+  for (size_t i = 0; numel != 0 && i < tensor.shape.size(); ++i) {
+    numel *= tensor.shape[i];
+    end += static_cast<__int128>(tensor.shape[i] - 1) * tensor.stride[i];
     need(numel <= std::max(held, kMostExpandedNumel) && end <= held, "a tensor lies outside of its storage");
   }
   need(end + (numel != 0 ? 1 : 0) <= held, "a tensor lies outside of its storage");
   Node node;
   node.kind = Kind::kTensor;
   node.index = static_cast<uint32_t>(graph_.tensors.size());
-  graph_.tensors.push_back(std::move(place));
+  graph_.tensors.push_back(std::move(tensor));
   return add(node);
 }
 

@@ -40,7 +40,7 @@ class GraphBuilder {
   Ref tuple(const Ref* items, size_t count, Kind kind = Kind::kTuple);
   Ref global(Global found);
   Ref object(Call call, Ref global, const Ref* arguments, size_t count, bool with_contents = false);
-  Ref tensor(TensorPlace place);  // Complaint when it lies outside of its storage
+  Ref tensor(StoredTensor tensor);  // Complaint when it is outside of its storage
   Ref storage(StoredMemory memory);
 
   void extend(Ref target, const Ref* items, size_t count);
@@ -62,7 +62,7 @@ class GraphBuilder {
   bool has_contents(Ref ref) const;
   // Items of a list, tuple or set; keys and values of a dict or mapping. They move when nodes are added.
   const Ref* items_of(Ref ref, size_t* count) const;
-  // Complaint unless hashing and comparing it is cheap and runs nobody's code.
+  // Complaint unless hashing and comparing it is cheap and runs no code of the file.
   void check_key(Ref key) const;
   void count_unguarded();
   std::string type_name(Ref ref) const;  // "builtins.list"

@@ -66,14 +66,14 @@ struct Global {
   uint16_t rule = 0;
   const Element* element = nullptr;
   // Of kPlain and kTrusted, as the resolver says.
-  uint32_t token = 0;      // whatever the resolver wants to find it again
+  uint32_t token = 0;      // by which the resolver finds it again
   bool is_enum = false;    // its call gives a member
   bool cheap_key = false;  // instances are hashed and compared without their own code
   bool unguarded = false;  // a deque or defaultdict: freed recursively
   std::string full() const { return module + "." + name; }
 };
 
-struct TensorPlace {
+struct StoredTensor {
   uint32_t storage = 0;
   const Element* element = nullptr;
   int64_t offset = 0;  // elements
@@ -103,7 +103,7 @@ struct PickleGraph {
   std::vector<std::string_view> texts;     // into the file's bytes, or into `owned`
   std::deque<std::string> owned;
   std::vector<Global> globals;
-  std::vector<TensorPlace> tensors;
+  std::vector<StoredTensor> tensors;
   std::vector<StoredMemory> storages;
   Ref root = kNoRef;
 

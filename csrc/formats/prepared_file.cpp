@@ -35,13 +35,13 @@ uint64_t bytes_of(const std::vector<io::SourcePtr>& sources) {
 
 }  // namespace
 
-FileRecord PreparedFile::record(const io::Sum& file, const std::vector<WrittenBytes>& places) const {
+FileRecord PreparedFile::record(const io::Sum& file, const std::vector<WrittenBytes>& written) const {
   FileRecord made{file.bytes, file.crc32, {}};
   std::unordered_set<std::string_view> known;
   for (const NamedTensor& tensor : tensors_) {
-    const WrittenBytes& place = places.at(tensor.source);
+    const WrittenBytes& bytes = written.at(tensor.source);
     if (!known.insert(tensor.name).second) continue;
-    made.tensors.push_back({tensor.name, tensor.dtype, tensor.shape, place.offset, place.bytes, place.crc32});
+    made.tensors.push_back({tensor.name, tensor.dtype, tensor.shape, bytes.offset, bytes.bytes, bytes.crc32});
   }
   return made;
 }
@@ -83,11 +83,11 @@ FileRecord TorchZipFile::write(io::Files& files, const std::string& path, const 
   put(kVersion);
   put(serialization_id(all, writer.crc32()));
   const io::Sum sum = writer.finish();
-  std::vector<WrittenBytes> places;
+  std::vector<WrittenBytes> written;
   for (size_t i = texts_.size(); i < texts_.size() + sources.size(); ++i) {
-    places.push_back({writer.layout().data_offset(i), all[i].bytes, writer.crc32()[i]});
+    written.push_back({writer.layout().data_offset(i), all[i].bytes, writer.crc32()[i]});
   }
-  return record(sum, places);
+  return record(sum, written);
 }
 
 std::string serialization_id(const std::vector<io::ZipEntry>& entries, const std::vector<uint32_t>& crc32) {
@@ -112,13 +112,13 @@ FileRecord TorchStreamFile::write(io::Files& files, const std::string& path, con
                                   io::Staging& staging) const {
   io::FileStream stream(files, path, head_.size() + 8 * sources.size() + bytes_of(sources), options);
   stream.write(head_.data(), head_.size());
-  std::vector<WrittenBytes> places;
+  std::vector<WrittenBytes> written;
   for (size_t i = 0; i < sources.size(); ++i) {
     const std::string count = little64(counts_[i]);
     stream.write(count.data(), count.size());
-    places.push_back(write_source(stream, *sources[i], staging));
+    written.push_back(write_source(stream, *sources[i], staging));
   }
-  return record(stream.finish(), places);
+  return record(stream.finish(), written);
 }
 
 // ---- safetensors
@@ -155,9 +155,9 @@ FileRecord SafetensorsFile::write(io::Files& files, const std::string& path, con
   const std::string head = little64(header_.size()) + header_;
   io::FileStream stream(files, path, head.size() + bytes_of(sources), options);
   stream.write(head.data(), head.size());
-  std::vector<WrittenBytes> places;
-  for (const io::SourcePtr& source : sources) places.push_back(write_source(stream, *source, staging));
-  return record(stream.finish(), places);
+  std::vector<WrittenBytes> written;
+  for (const io::SourcePtr& source : sources) written.push_back(write_source(stream, *source, staging));
+  return record(stream.finish(), written);
 }
 
 }  // namespace ds::formats

@@ -49,8 +49,8 @@ class PreparedFile {
   // there.
   std::vector<io::SourcePtr> sources;
 
-  // The record of the file; of several tensors with a name, the first. `places`: of each source.
-  FileRecord record(const io::Sum& file, const std::vector<WrittenBytes>& places) const;
+  // The record of the file; of several tensors with a name, the first. `written`: of each source.
+  FileRecord record(const io::Sum& file, const std::vector<WrittenBytes>& written) const;
 
  protected:
   std::vector<NamedTensor> tensors_;

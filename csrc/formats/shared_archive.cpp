@@ -35,11 +35,11 @@ void put_at(const io::Descriptor& file, const std::string& path, const std::stri
 }  // namespace
 
 ArchiveCuts::ArchiveCuts(std::vector<io::ZipEntry> entries, size_t texts, size_t count)
-    : layout_(std::move(entries)), texts_(texts), places_{0} {
+    : layout_(std::move(entries)), texts_(texts), bounds_{0} {
   const uint64_t end = layout_.header_offset(tail());
   const uint64_t first = std::min(round_up(layout_.header_offset(texts)), end);
-  for (size_t i = 1; i < count; ++i) places_.push_back(std::max(first, end * i / count / kBlock * kBlock));
-  places_.push_back(end);
+  for (size_t i = 1; i < count; ++i) bounds_.push_back(std::max(first, end * i / count / kBlock * kBlock));
+  bounds_.push_back(end);
 }
 
 std::vector<EntryRun> ArchiveCuts::runs(size_t index) const {
@@ -56,8 +56,8 @@ std::vector<EntryRun> ArchiveCuts::runs(size_t index) const {
 bool ArchiveCuts::is_in_one_part(size_t entry) const {
   const uint64_t data = layout_.data_offset(entry);
   const uint64_t end = data + layout_.entries()[entry].bytes + layout_.descriptor(entry, 0).size();
-  for (size_t i = 0; i + 1 < places_.size(); ++i) {
-    if (places_[i] <= data && end <= places_[i + 1]) return true;
+  for (size_t i = 0; i + 1 < bounds_.size(); ++i) {
+    if (bounds_[i] <= data && end <= bounds_[i + 1]) return true;
   }
   return false;
 }
@@ -124,7 +124,7 @@ FileRecord complete_archive(const std::string& path, const TorchZipFile& file, c
   const io::Descriptor out(::open(path.c_str(), O_WRONLY | O_CLOEXEC));
   if (!out.is_open()) io::fail_file(errno, "open", path);
   uint32_t total = 0;
-  std::vector<WrittenBytes> places;
+  std::vector<WrittenBytes> written;
   for (size_t entry = 0; entry < cuts.tail(); ++entry) {
     const uint64_t data = layout.data_offset(entry), bytes = entries[entry].bytes;
     const std::string head = layout.local_header(entry), descriptor = layout.descriptor(entry, sums[entry]);
@@ -134,12 +134,12 @@ FileRecord complete_archive(const std::string& path, const TorchZipFile& file, c
     for (const auto& [sum, size] : parts) {
       if (size > 0) total = io::crc32_joined(total, sum, size);
     }
-    if (entry >= cuts.texts()) places.push_back({data, bytes, sums[entry]});
+    if (entry >= cuts.texts()) written.push_back({data, bytes, sums[entry]});
   }
   put_at(out, path, tail, layout.header_offset(cuts.tail()));
   if (::ftruncate(out.get(), static_cast<off_t>(layout.file_bytes())) != 0) io::fail_file(errno, "ftruncate", path);
   if (::fsync(out.get()) != 0) io::fail_file(errno, "fsync", path);
-  return file.record({layout.file_bytes(), io::crc32_joined(total, sum_of(tail), tail.size())}, places);
+  return file.record({layout.file_bytes(), io::crc32_joined(total, sum_of(tail), tail.size())}, written);
 }
 
 }  // namespace ds::formats

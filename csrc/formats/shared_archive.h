@@ -1,4 +1,4 @@
-// One archive of torch.save that several processes write, who have the same in memory: each writes one range of it.
+// One archive of torch.save that several processes with equal contents write together: each writes one range of it.
 //
 // The layout of a zip archive is known before anything is written, so they need nothing of each other but that. What
 // stands behind a tensor is its checksum; where a tensor is cut, the one that leads puts it there at the end, with the
@@ -37,7 +37,7 @@ class ArchiveCuts {
   size_t texts() const { return texts_; }
   size_t tail() const { return layout_.entries().size() - 2; }  // the first of the last two
   // Of the file; empty where the writer has nothing to write.
-  std::pair<uint64_t, uint64_t> part(size_t index) const { return {places_.at(index), places_.at(index + 1)}; }
+  std::pair<uint64_t, uint64_t> part(size_t index) const { return {bounds_.at(index), bounds_.at(index + 1)}; }
   std::vector<EntryRun> runs(size_t index) const;  // of tensors
   // Whether one writer has all of its bytes and the checksum behind them.
   bool is_in_one_part(size_t entry) const;
@@ -45,7 +45,7 @@ class ArchiveCuts {
  private:
   io::ZipLayout layout_;
   size_t texts_;
-  std::vector<uint64_t> places_;
+  std::vector<uint64_t> bounds_;
 };
 
 // One writer's part of a file. `sources` as in PreparedFile.
@@ -65,8 +65,8 @@ class ArchivePart {
   std::vector<std::string> texts_;  // the first one's
 };
 
-// Ends the file when all have written theirs. `runs`: of every writer, in any order. io::FileError; ErrorKind::kRuntime
-// where bytes of a tensor are missing.
+// Ends the file when all writers have written their ranges. `runs`: of every writer, in any order. io::FileError;
+// ErrorKind::kRuntime where bytes of a tensor are missing.
 FileRecord complete_archive(const std::string& path, const TorchZipFile& file, const ArchiveCuts& cuts,
                             std::vector<WrittenRun> runs);
 

@@ -44,14 +44,14 @@ std::vector<int64_t> integers(const Builder& b, Ref ref, const char* what) {
 
 Ref make_tensor(Builder& b, const Ref* a, bool requires_grad, const Element* element) {
   need(b.is(a[0], Kind::kStorage), "a tensor without a storage");
-  TensorPlace place;
-  place.storage = b.node(a[0]).index;
-  place.element = element != nullptr ? element : b.graph().storages[place.storage].element;
-  place.offset = integer(b, a[1], "a tensor that begins nowhere");
-  place.shape = integers(b, a[2], "sizes that are no integers");
-  place.stride = integers(b, a[3], "strides that are no integers");
-  place.requires_grad = requires_grad;
-  return b.tensor(std::move(place));
+  StoredTensor tensor;
+  tensor.storage = b.node(a[0]).index;
+  tensor.element = element != nullptr ? element : b.graph().storages[tensor.storage].element;
+  tensor.offset = integer(b, a[1], "a tensor that begins nowhere");
+  tensor.shape = integers(b, a[2], "sizes that are no integers");
+  tensor.stride = integers(b, a[3], "strides that are no integers");
+  tensor.requires_grad = requires_grad;
+  return b.tensor(std::move(tensor));
 }
 
 Ref tensor_v1(Builder& b, Ref, const Ref* a, size_t n) {
@@ -83,7 +83,7 @@ Ref parameter(Builder& b, Ref function, const Ref* a, size_t n) {
   return b.object(Call::kReduce, function, parts, 2);
 }
 
-// Its state is what somebody hung on it; it stays behind, as the table's other tensors have none.
+// Its state, attributes that a user has set, is dropped: the other tensors of the table have none.
 Ref parameter_with_state(Builder& b, Ref function, const Ref* a, size_t n) {
   need(n == 4, "a parameter of other parts");
   Global plain = b.global_of(function);

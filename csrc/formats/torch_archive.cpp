@@ -84,24 +84,24 @@ void TorchArchive::open_zip() {
 
 void TorchArchive::check(const StoredMemory& memory) {
   const uint64_t wanted = bytes_of(file_, memory);
-  StoragePlace place;
+  StorageRecord found;
   if (zip_ != nullptr) {
     const ZipRecord record = zip_->record(root_ + "data/" + memory.key);
     if (wanted > record.bytes) {
       broken(file_, "the storage '", memory.key, "' has ", record.bytes, " bytes, not ", memory.numel,
              " elements of torch.", memory.element->name);
     }
-    place = {record.offset, wanted, record.packed, root_ + "data/" + memory.key};
+    found = {record.offset, wanted, record.packed, root_ + "data/" + memory.key};
   } else {
     if (wanted > file_.bytes()) broken(file_, "the storage '", memory.key, "' is larger than the file");
-    place = {0, wanted, false, {}};
+    found = {0, wanted, false, {}};
   }
-  places_[memory.key] = place;
+  records_[memory.key] = found;
 }
 
-StoragePlace TorchArchive::place(const StoredMemory& memory) {
-  if (places_.find(memory.key) == places_.end()) check(memory);
-  return places_.at(memory.key);
+StorageRecord TorchArchive::record_of(const StoredMemory& memory) {
+  if (records_.find(memory.key) == records_.end()) check(memory);
+  return records_.at(memory.key);
 }
 
 PickleGraph TorchArchive::read_structure(NameResolver& names) {
@@ -179,7 +179,7 @@ void TorchArchive::find_legacy_storages(uint64_t position, const std::vector<Sto
     if (numel != static_cast<uint64_t>(known->second->numel) || bytes > file_.bytes() - position) {
       broken(file_, "the storage '", key, "' is cut off or of another size");
     }
-    places_[key] = {position, bytes, false, {}};
+    records_[key] = {position, bytes, false, {}};
     position += bytes;
     waiting.erase(known);
   }

@@ -16,7 +16,7 @@
 namespace ds::formats {
 
 // The bytes of one storage.
-struct StoragePlace {
+struct StorageRecord {
   uint64_t offset = 0;
   uint64_t bytes = 0;
   bool packed = false;  // then it is read by ZipDirectory::unpack
@@ -32,13 +32,13 @@ class TorchArchive {
   bool swapped() const { return swapped_; }  // of the other byte order
   bool legacy() const { return zip_ == nullptr; }
 
-  // Its structure, which points into this object. Every storage that it names has its place() then.
+  // Its structure, which points into this object. Every storage that it names has its record_of() then.
   PickleGraph read_structure(NameResolver& names);
 
   // The bytes that Python's own machine would read from, for files that may do as they please.
   std::string_view structure() const { return structure_; }
-  // For that machine: the place of a storage. DamagedPickle, DamagedZip.
-  StoragePlace place(const StoredMemory& memory);
+  // For that machine: the bytes of a storage. DamagedPickle, DamagedZip.
+  StorageRecord record_of(const StoredMemory& memory);
   // Legacy: behind the structure, which ends at `position`, stand the storages.
   void find_legacy_storages(uint64_t position, const std::vector<StoredMemory>& named);
 
@@ -55,7 +55,7 @@ class TorchArchive {
   std::string_view structure_;
   uint64_t begin_ = 0;
   bool swapped_ = false;
-  std::unordered_map<std::string, StoragePlace> places_;
+  std::unordered_map<std::string, StorageRecord> records_;
 };
 
 }  // namespace ds::formats

@@ -139,10 +139,10 @@ void ZipDirectory::read_entries(const std::string& directory, uint64_t count, ui
     entries_.emplace(name, entry);
     names_.push_back(name);
   }
-  check_places(directory_offset);
+  check_offsets(directory_offset);
 }
 
-void ZipDirectory::check_places(uint64_t directory_offset) {
+void ZipDirectory::check_offsets(uint64_t directory_offset) {
   std::vector<const std::string*> order;
   order.reserve(names_.size());
   for (const std::string& name : names_) order.push_back(&name);

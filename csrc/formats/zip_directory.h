@@ -1,5 +1,5 @@
-// The directory of a zip file, by offsets (PKWARE APPNOTE 6.3, zip64 included): every record's place is checked against
-// the file and its neighbours, and a stored record is a range of the file that can be read from anywhere.
+// The directory of a zip file, by offsets (PKWARE APPNOTE 6.3, zip64 included): every record's offset is checked
+// against the file and its neighbours, and a stored record is a range of the file that can be read from anywhere.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -42,7 +42,7 @@ class ZipDirectory {
     uint32_t crc32;
   };
   void read_entries(const std::string& directory, uint64_t count, uint64_t directory_offset);
-  void check_places(uint64_t directory_offset);
+  void check_offsets(uint64_t directory_offset);
 
   const CheckedFile& file_;
   std::vector<std::string> names_;

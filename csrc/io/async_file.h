@@ -26,7 +26,7 @@ class AsyncFile {
   virtual void flush() {}
 
   // Waits until one more transfer is complete, short ones completed too, and returns its buffer; null when nothing is
-  // on its way. Throws FileError if one failed, with its place and size; ENODATA where the file ends too early.
+  // on its way. Throws FileError if one failed, with its offset and size; ENODATA where the file ends too early.
   virtual char* wait() = 0;
 
   // As wait(), but null when nothing is complete yet.

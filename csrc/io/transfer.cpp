@@ -90,14 +90,14 @@ class SpanTransfer {
 
     uint64_t next = 0;  // of the body, what is not asked for yet
     int busy = 0;
-    std::vector<std::pair<char*, uint64_t>> places;  // of bounce buffers on their way
+    std::vector<std::pair<char*, uint64_t>> offsets;  // of bounce buffers on their way
     const auto start = [&] {
       const auto now = static_cast<size_t>(std::min<uint64_t>(block, bytes - next));
       char* buffer = host + next;
       if (remote != nullptr) {
         buffer = bounce->take();
         if (reads_) {
-          places.emplace_back(buffer, next);
+          offsets.emplace_back(buffer, next);
         } else {
           remote->load(buffer, begin + next, now);
         }
@@ -114,10 +114,10 @@ class SpanTransfer {
       --busy;
       if (remote == nullptr) return;
       if (reads_) {
-        const auto place = find_if(places, [&](const auto& entry) { return entry.first == buffer; });
-        const uint64_t at = place->second;
-        *place = places.back();
-        places.pop_back();
+        const auto found = find_if(offsets, [&](const auto& entry) { return entry.first == buffer; });
+        const uint64_t at = found->second;
+        *found = offsets.back();
+        offsets.pop_back();
         remote->store(buffer, begin + at, static_cast<size_t>(std::min<uint64_t>(block, bytes - at)));
       }
       bounce->give_back(buffer);

@@ -7,7 +7,7 @@ namespace ds::io {
 
 class ZipWriter {
  public:
-  // Sizes are known beforehand, so the place of everything is too. `files` outlives it.
+  // Sizes are known beforehand, so every offset is, too. `files` outlives it.
   ZipWriter(Files& files, const std::string& path, std::vector<ZipEntry> entries, const StreamOptions& options);
 
   const ZipLayout& layout() const { return layout_; }

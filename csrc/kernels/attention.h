@@ -61,11 +61,11 @@ struct AttentionKernels {
 
 constexpr uint32_t kAttentionAbi = 2;
 
-// The keys [first, stop) of a block that query `row` may see by its place alone.
+// The keys [first, stop) of a block that query `row` may see by its position alone.
 struct KeyRun {
   int64_t first, stop;
 };
-constexpr KeyRun keys_by_place(const AttentionShape& s, int64_t row) {
+constexpr KeyRun keys_by_position(const AttentionShape& s, int64_t row) {
   const int64_t own = row + s.offset;
   const int64_t first = s.window > 0 && own - s.window + 1 > 0 ? own - s.window + 1 : 0;
   const int64_t stop = s.causal && own + 1 < s.keys ? (own + 1 > 0 ? own + 1 : 0) : s.keys;

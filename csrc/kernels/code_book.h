@@ -10,9 +10,9 @@
 //
 // The numbers above 0 come in eight levels: the decades of 10^-6 to 10^0, each with twice as many evenly spaced numbers
 // as the one below, and 1. Numbered in order, with the first of each level at a power of two, their numbers ("ranks")
-// are 1, 2-3, 4-7, ..., 128 (unsigned: 2-3, 4-7, ..., 256): the level is the exponent of the rank as a float, the place
-// within it its fraction. So both directions are a handful of fp32 operations on one of eight constants, no search, and
-// the same bits follow on every device, as long as products and sums are not fused.
+// are 1, 2-3, 4-7, ..., 128 (unsigned: 2-3, 4-7, ..., 256): the level is the exponent of the rank as a float, the
+// number within it its fraction. So both directions are a handful of fp32 operations on one of eight constants, no
+// search, and the same bits follow on every device, as long as products and sums are not fused.
 #pragma once
 #include <cstddef>
 #include <initializer_list>

@@ -18,7 +18,7 @@ class Scratch {
   ~Scratch() = default;
 };
 
-// The place of execution. CPU: on `pool` (null: on the calling thread). CUDA: on `stream`, a cudaStream_t of the
+// Where a kernel is executed. CPU: on `pool` (null: on the calling thread). CUDA: on `stream`, a cudaStream_t of the
 // device that is current on the calling thread; `scratch` is asked before the first launch, and when it has nothing the
 // entry does nothing at all. The CPU's entries need none.
 struct Launch {

@@ -26,7 +26,7 @@ LengthCurve::LengthCurve(std::vector<LengthSample> samples) : samples_(std::move
   for (size_t i = 0; i < samples_.size(); ++i) {
     const LengthSample& one = samples_[i];
     if (one.length < 1 || (i > 0 && one.length <= samples_[i - 1].length)) {
-      fail(ErrorKind::kValue, "Lengths must rise: ", one.length, " tokens at place ", i, ".");
+      fail(ErrorKind::kValue, "Lengths must rise: ", one.length, " tokens at index ", i, ".");
     }
     check_like_first(one);
   }

@@ -7,7 +7,7 @@
 namespace ds::plan {
 namespace {
 
-// The progress of a micro-batch in one part, and the place where it is kept.
+// The progress of a micro-batch in one part, and the buffer that holds it.
 struct PipeProgress {
   bool happened[kPipeOps] = {};
   int buffer = -1;
@@ -175,8 +175,8 @@ class RankCheck {
 
   // The micro-batch that owns the buffer, and the passes for which it still needs it.
   std::string describe(const PipeProgress* of) const {
-    const int place = static_cast<int>(of - progress_.data());
-    const int micro = place % shape_.micro_batches, chunk = place / shape_.micro_batches;
+    const int index = static_cast<int>(of - progress_.data());
+    const int micro = index % shape_.micro_batches, chunk = index / shape_.micro_batches;
     const int op = missing(micro, chunk, *of);
     const std::string wants =
         op < 0 ? std::string(", which another part of this rank has still to read")
@@ -215,11 +215,11 @@ void check_streams(const PipePlan& plan) {
       stream.push_back(message_of(plan.shape, rank, step, act));
     }
   for (int rank = 0; rank < plan.shape.stages; ++rank) {
-    std::vector<size_t> place(sent.size(), 0);
+    std::vector<size_t> next(sent.size(), 0);
     for (size_t step = 0; step < plan.ranks[rank].size(); ++step) {
       const PipeAct& act = plan.ranks[rank][step];
       if (!receives(act.op)) continue;
-      const size_t stream = pipe_stream(plan.shape, rank, act), number = place[stream]++;
+      const size_t stream = pipe_stream(plan.shape, rank, act), number = next[stream]++;
       const PipeMessage& want = wanted[stream][number];
       const PipeMessage& get = sent[stream].at(number);
       if (want.micro == get.micro && want.virtual_stage == get.virtual_stage) continue;

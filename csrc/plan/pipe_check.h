@@ -4,7 +4,7 @@
 // On each rank, reading its list once: each forward pass, whole backward (or gradient of inputs, then of weights), send
 // and recv happens exactly once, where it is wanted, after what it needs; each names the buffer that its micro-batch
 // has; and no buffer is taken that something still needs. Over ranks: the k-th recv of a stream gets what the k-th send
-// put in (one stream of activations and one of gradients from each rank to each other). And nobody waits for ever, if a
+// put in (one stream of activations and one of gradients from each rank to each other). And no rank waits forever if a
 // stream takes `send_bound` messages before the next send waits for a recv. Ranks are deterministic and each stream has
 // one sender and one receiver, so what can run at all runs in every timing: one walk through the lists proves it.
 #pragma once
@@ -18,7 +18,7 @@ namespace ds::plan {
 
 constexpr int kPipeSendBound = 2;  // sends of one stream that may be on their way
 
-// ErrorKind::kValue names rank, step (the place in the rank's list, from 0) and instruction of the first thing that is
+// ErrorKind::kValue names rank, step (the index in the rank's list, from 0) and instruction of the first thing that is
 // wrong.
 void pipe_check(const PipePlan& plan, int send_bound = kPipeSendBound);
 

@@ -62,8 +62,8 @@ struct Waiting {
 int64_t waiting_bytes(const std::vector<Waiting>& messages, size_t from, double start, double end) {
   constexpr size_t kNext = 16;  // no more have come: a stream has kPipeSendBound on their way
   int64_t bytes = 0;
-  for (size_t place = from; place < std::min(messages.size(), from + kNext); ++place)
-    if (messages[place].came < end && messages[place].received > start) bytes += messages[place].bytes;
+  for (size_t index = from; index < std::min(messages.size(), from + kNext); ++index)
+    if (messages[index].came < end && messages[index].received > start) bytes += messages[index].bytes;
   return bytes;
 }
 

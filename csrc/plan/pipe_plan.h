@@ -3,7 +3,7 @@
 // The layers of a model are cut into stages x chunks consecutive parts, the *virtual stages*: 0 has the first layers.
 // Each rank of the pipe (a stage) holds `chunks` of them. Micro-batch m passes all virtual stages in order, forward,
 // and all in reverse, backward. The backward of a part may be one instruction or two: the gradient of its input, which
-// the previous part waits for, and the gradients of its weights, which nobody waits for before the step.
+// the previous part waits for, and the gradients of its weights, which are not needed before the step.
 //
 // Between parts of two ranks activations and gradients are sent and received. What one rank sends to another forms two
 // streams, one of activations and one of gradients; each arrives in the order in which it was sent. Parts of one rank
@@ -67,8 +67,8 @@ struct PipeShape {
   }
   int chunk_of(int virtual_stage) const { return virtual_stage / stages; }
   int rank_of(int virtual_stage) const {
-    const int place = virtual_stage % stages;
-    return placement == PipePlacement::kV && chunk_of(virtual_stage) % 2 == 1 ? stages - 1 - place : place;
+    const int column = virtual_stage % stages;
+    return placement == PipePlacement::kV && chunk_of(virtual_stage) % 2 == 1 ? stages - 1 - column : column;
   }
   // The rank that a part's neighbour in the model is on, where that is another one; else -1. step: -1 or 1.
   int other_rank(int virtual_stage, int step) const;

@@ -1,9 +1,10 @@
 // The placement of gradients, masters and optimizer states of a rank with which a step takes the least time: shares of
-// three tiers of memory, within what there is of each. Numbers only: what is made of them is zero/auto_places.
+// three tiers of memory, within the memory of each. Numbers only: zero/offload/auto_placements makes placements of
+// them.
 //
-// A step works where the masters of an element rest, on the host where those are in files, and what rests elsewhere
-// travels there and back. What travels between the device and the host, what files are read and written, the step on
-// the host and that on the device go on side by side: a step takes as long as the longest of the four.
+// A step computes in the tier of an element's masters, on the host if that is files, and operands of other tiers are
+// copied there and back. Copies between device and host, reads and writes of files, updates on the host and updates on
+// the device run at the same time: a step takes as long as the longest of the four.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -12,7 +13,7 @@ namespace ds::plan {
 
 enum PlaceTier { kOnDevice, kOnHost, kInFiles };  // storage::Medium has the same order
 
-struct PlaceRates {                       // 0: of no weight
+struct PlaceRates {                       // 0: takes no time
   double to_host = 0, to_device = 0;      // bytes per second between the device and the host
   double file_read = 0, file_write = 0;   // bytes per second
   double host_step = 0, device_step = 0;  // bytes per second that an update reads and writes
@@ -21,7 +22,7 @@ struct PlaceRates {                       // 0: of no weight
 struct PlaceNeed {
   int64_t numel = 0;                                // elements of this rank
   double grad = 0, master = 0, slots = 0;           // bytes of an element
-  double weight = 0;                                // of the parameter, which goes back to the device
+  double weight = 0;                                // of the parameter, which is copied to the device
   int64_t accumulation = 1;                         // micro-steps of a step, each of which adds to the gradients
   std::array<int64_t, 3> room = {0, INT64_MAX, 0};  // bytes, by tier
 };
@@ -35,19 +36,19 @@ struct PlaceShares {
 struct PlacePlan {
   PlaceShares grad, master, slots;
   double seconds = 0;  // of a step, at least
-  bool fits = false;   // else nothing of the rest means anything
+  bool fits = false;   // false: the other fields have no meaning
 };
 
 // Of elements of which all three are at one tier each: seconds of the device's link, of files, of updates.
 std::array<double, 3> place_seconds(const PlaceNeed& need, const PlaceRates& rates, PlaceTier grad, PlaceTier master,
                                     PlaceTier slots);
-// The same of such shares, whether they fit or not; and what a step takes then. With rates of 1: bytes.
+// The same of such shares, whether they fit or not; step_seconds: the time of a step. With rates of 1: bytes.
 std::array<double, 3> shared_seconds(const PlaceNeed& need, const PlaceRates& rates, const PlaceShares& grad,
                                      const PlaceShares& master, const PlaceShares& slots);
 double step_seconds(const PlaceNeed& need, const PlaceRates& rates, const PlaceShares& grad, const PlaceShares& master,
                     const PlaceShares& slots);
 
-// The same for equal arguments. Of plans that take as long, the one that moves less.
+// Deterministic. Of plans that take equally long, the one that moves fewer bytes.
 PlacePlan place_plan(const PlaceNeed& need, const PlaceRates& rates);
 
 }  // namespace ds::plan

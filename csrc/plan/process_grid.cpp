@@ -36,7 +36,7 @@ void check_divides(int size, int whole, const std::string& key, const std::strin
   fail(ErrorKind::kValue, sizes, " is not the ", whole, " ", of, " there are; ", fix);
 }
 
-// The sizes, with what is left in place of 0.
+// The sizes, with what is left instead of 0.
 std::vector<int> fitted(int whole, const std::vector<Axis>& axes, const std::string& of) {
   std::vector<int> sizes;
   int left = whole, open = -1, product = 1;
@@ -137,16 +137,16 @@ void ProcessGrid::fold(const std::string& name, const Axes& from, const std::vec
     if (has(name + "." + axis.name))
       fail(ErrorKind::kValue, "the axis ", name, ".", axis.name, " exists already: give it another name");
   }
-  RankList places(world_);
+  RankList indices(world_);
   for (const RankList& list : lists(from))
-    for (size_t place = 0; place < list.size(); ++place) places[list[place]] = static_cast<int>(place);
+    for (size_t index = 0; index < list.size(); ++index) indices[list[index]] = static_cast<int>(index);
   int stride = size(from);
   for (size_t i = 0; i < to.size(); ++i) {
     const std::string axis = name + "." + to[i].name;
     stride /= sizes[i];
     sizes_[axis] = sizes[i];
     RankList& coordinates = coordinates_[axis];
-    for (int place : places) coordinates.push_back(place / stride % sizes[i]);
+    for (int index : indices) coordinates.push_back(index / stride % sizes[i]);
     made.push_back(axis);
   }
   numberings_.push_back(std::move(made));
@@ -183,7 +183,7 @@ int ProcessGrid::coordinate(const std::string& axis, int rank) const {
   return coordinates_.at(axis)[rank];
 }
 
-int ProcessGrid::place(const Axes& axes, int rank) const {
+int ProcessGrid::index(const Axes& axes, int rank) const {
   const RankList members = list(axes, rank);
   return static_cast<int>(index_of(members, rank));
 }

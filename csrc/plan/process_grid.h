@@ -18,7 +18,7 @@ using RankLists = std::vector<RankList>;
 
 struct Axis {
   std::string name;
-  int size = 1;     // 0: what the others leave
+  int size = 1;     // 0: the rest, after the other axes
   std::string key;  // the name of its size in the user's configuration; "": its own name
 };
 
@@ -39,8 +39,8 @@ class ProcessGrid {
   int world() const { return world_; }
   bool has(const std::string& axis) const { return coordinates_.count(axis) != 0; }
   int size(const Axes& axes) const;
-  // Place of `rank` in its list.
-  int place(const Axes& axes, int rank) const;
+  // The index of `rank` in its list.
+  int index(const Axes& axes, int rank) const;
   int coordinate(const std::string& axis, int rank) const;
   // The ranks that differ from `rank` in these axes only, ascending, itself among them. {}: itself.
   RankList list(const Axes& axes, int rank) const;

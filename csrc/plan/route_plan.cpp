@@ -25,14 +25,14 @@ void check_expert(int32_t expert, size_t assignment, const RouteRules& rules) {
 
 // Marks in `stays` the `capacity` assignments of `all`, which are in their order, that have the largest priority.
 void choose(std::vector<int32_t> all, int64_t capacity, const float* priority, std::vector<char>& stays) {
-  std::vector<int32_t> place(all.size());  // so that of equal ones those that come first win
-  std::iota(place.begin(), place.end(), 0);
+  std::vector<int32_t> order(all.size());  // of equal priorities the first ones stay
+  std::iota(order.begin(), order.end(), 0);
   const auto before = [&](int32_t a, int32_t b) {
     const float x = priority[all[a]], y = priority[all[b]];
     return x != y ? x > y : a < b;
   };
-  std::nth_element(place.begin(), place.begin() + capacity, place.end(), before);
-  for (int64_t i = 0; i < capacity; ++i) stays[all[place[i]]] = 1;
+  std::nth_element(order.begin(), order.begin() + capacity, order.end(), before);
+  for (int64_t i = 0; i < capacity; ++i) stays[all[order[i]]] = 1;
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 // them, ranks exchange what experts of theirs have kept.
 //
 // An *assignment* is one choice of one token: number token * k + choice. A *row* is a kept assignment's copy of its
-// token. Rows lie expert by expert, either without gaps (*compact*) or with `capacity` places for each expert
+// token. Rows lie expert by expert, either without gaps (*compact*) or with `capacity` slots for each expert
 // (*padded*); inside an expert in the order in which the assignments came.
 #pragma once
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace ds::plan {
 
-// Values in place of an expert's number.
+// Values that stand for no expert.
 constexpr int32_t kUnrouted = -1;    // this token goes nowhere
 constexpr int32_t kNotANumber = -2;  // its logits are no numbers: a plan refuses it
 

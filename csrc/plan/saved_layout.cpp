@@ -26,9 +26,9 @@ SavedLayout SavedLayout::flat(const std::vector<std::vector<int64_t>>& numels, c
   made.partitions_ = partitions;
   for (size_t group = 0; group < numels.size(); ++group) {
     int64_t at = 0;
-    int32_t place = 0;
+    int32_t index = 0;
     for (const int64_t numel : numels[group]) {
-      made.places_.push_back({static_cast<int32_t>(group), place++, at, numel});
+      made.entries_.push_back({static_cast<int32_t>(group), index++, at, numel});
       at = counted(origin, at, numel);
     }
     const int64_t size = partitions[group];
@@ -53,14 +53,14 @@ SavedLayout SavedLayout::sliced(const std::vector<int64_t>& numels, const std::v
                                 const std::string& origin) {
   SavedLayout made(ranks, true);
   int64_t at = 0, start = 0;  // in a rank's slices, end to end; where the current unit begins there
-  int32_t unit = 0, place = 0;
+  int32_t unit = 0, index = 0;
   for (const int64_t numel : numels) {
     // A unit may be empty, or follow empty slices: a parameter is in the last one that begins where it does.
     while (static_cast<size_t>(unit) + 1 < units.size() && at >= start + units[static_cast<size_t>(unit)]) {
       start += units[static_cast<size_t>(unit++)];
-      place = 0;
+      index = 0;
     }
-    made.places_.push_back({unit, place++, at - start, numel});
+    made.entries_.push_back({unit, index++, at - start, numel});
     at = counted(origin, at, slice_numel(numel, ranks));
   }
   int64_t held = 0;
@@ -78,18 +78,18 @@ SavedLayout SavedLayout::sub_grouped(const std::vector<std::vector<int64_t>>& nu
   int32_t unit = -1;
   for (const std::vector<int64_t>& group : numels) {
     int64_t held = -1, at = 0;  // elements of all ranks in the current unit (-1: there is none), and of one rank
-    int32_t place = 0;
+    int32_t index = 0;
     for (const int64_t numel : group) {
       if (numel < 0) {
-        made.places_.push_back({-1, 0, 0, 0});
+        made.entries_.push_back({-1, 0, 0, 0});
         continue;
       }
       if (held < 0 || held + numel > most) {
         ++unit;
         held = at = 0;
-        place = 0;
+        index = 0;
       }
-      made.places_.push_back({unit, place++, at, numel});
+      made.entries_.push_back({unit, index++, at, numel});
       held += numel;
       at += slice_numel(numel, ranks);
     }
@@ -99,8 +99,8 @@ SavedLayout SavedLayout::sub_grouped(const std::vector<std::vector<int64_t>>& nu
 
 std::vector<std::vector<int64_t>> SavedLayout::units() const {
   std::vector<std::vector<int64_t>> found;
-  for (size_t param = 0; param < places_.size(); ++param) {
-    const int32_t unit = places_[param].unit;
+  for (size_t param = 0; param < entries_.size(); ++param) {
+    const int32_t unit = entries_[param].unit;
     if (unit < 0) continue;
     if (found.size() <= static_cast<size_t>(unit)) found.resize(static_cast<size_t>(unit) + 1);
     found[static_cast<size_t>(unit)].push_back(static_cast<int64_t>(param));
@@ -109,15 +109,15 @@ std::vector<std::vector<int64_t>> SavedLayout::units() const {
 }
 
 std::vector<SavedRun> SavedLayout::runs(size_t param) const {
-  const Place& place = places_.at(param);
+  const Entry& entry = entries_.at(param);
   std::vector<SavedRun> found;
-  const int64_t slice = is_sliced_ ? slice_numel(place.numel, ranks_) : 0;
-  for (int64_t at = 0; at < place.numel;) {
-    const int64_t size = is_sliced_ ? slice : partitions_[static_cast<size_t>(place.unit)];
-    const int64_t row = is_sliced_ ? at : place.begin + at;  // position among what all ranks have
+  const int64_t slice = is_sliced_ ? slice_numel(entry.numel, ranks_) : 0;
+  for (int64_t at = 0; at < entry.numel;) {
+    const int64_t size = is_sliced_ ? slice : partitions_[static_cast<size_t>(entry.unit)];
+    const int64_t row = is_sliced_ ? at : entry.begin + at;  // position among what all ranks have
     const int64_t rank = row / size, within = row - rank * size;
-    const int64_t numel = std::min(place.numel - at, size - within);
-    found.push_back({at, numel, static_cast<int32_t>(rank), is_sliced_ ? place.begin : within});
+    const int64_t numel = std::min(entry.numel - at, size - within);
+    found.push_back({at, numel, static_cast<int32_t>(rank), is_sliced_ ? entry.begin : within});
     at += numel;
   }
   return found;
@@ -129,7 +129,7 @@ std::vector<int32_t> writers_of(const std::vector<int64_t>& numels, int32_t coun
   found.reserve(numels.size());
   int64_t at = 0;
   for (const int64_t numel : numels) {
-    const int64_t middle = 2 * at + numel;  // twice the middle of the tensor, whose place decides
+    const int64_t middle = 2 * at + numel;  // twice the middle of the tensor, which decides
     const int64_t rank =
         total > 0 ? sizes::product("elements of all writers", middle, int64_t{count}) / (2 * total) : 0;
     found.push_back(static_cast<int32_t>(std::min<int64_t>(count - 1, rank)));

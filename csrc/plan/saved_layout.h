@@ -25,7 +25,7 @@ class SavedLayout {
   static SavedLayout flat(const std::vector<std::vector<int64_t>>& numels, const std::vector<int64_t>& partitions,
                           int32_t ranks, const std::string& origin);
 
-  // The same of one group that is about to be saved: its partitions have an equal, even number of elements, the last
+  // The same of one group to be saved: its partitions have an equal, even number of elements, the last
   // ones with padding. A parameter that is saved elsewhere counts as one without elements.
   static SavedLayout partitioned(const std::vector<int64_t>& numels, int32_t ranks);
 
@@ -34,26 +34,26 @@ class SavedLayout {
   static SavedLayout sliced(const std::vector<int64_t>& numels, const std::vector<int64_t>& units, int32_t ranks,
                             const std::string& origin);
 
-  // The same of the groups of an optimizer that is about to be saved: the parameters of a group in units of at most
+  // The same of the groups of an optimizer to be saved: the parameters of a group in units of at most
   // `most` elements of all ranks; a larger parameter has a unit of its own. A parameter that is saved elsewhere has -1
   // elements and the unit -1.
   static SavedLayout sub_grouped(const std::vector<std::vector<int64_t>>& numels, int64_t most, int32_t ranks);
 
-  int32_t unit(size_t param) const { return places_.at(param).unit; }
+  int32_t unit(size_t param) const { return entries_.at(param).unit; }
   // The first element of a parameter in the row of all ranks' partitions (flat), or in a rank's slices of its unit.
-  int64_t begin(size_t param) const { return places_.at(param).begin; }
+  int64_t begin(size_t param) const { return entries_.at(param).begin; }
   // Elements of a rank's partition of a unit; of flat layouts only.
   int64_t partition(int32_t unit) const { return partitions_.at(static_cast<size_t>(unit)); }
   // The number of parameters of the same unit before it.
-  int32_t place_in_unit(size_t param) const { return places_.at(param).place; }
+  int32_t index_in_unit(size_t param) const { return entries_.at(param).index; }
   // The parameters of each unit, in order.
   std::vector<std::vector<int64_t>> units() const;
   // In order of param_offset, all elements of the parameter; none for a parameter without elements.
   std::vector<SavedRun> runs(size_t param) const;
 
  private:
-  struct Place {
-    int32_t unit, place;
+  struct Entry {
+    int32_t unit, index;
     int64_t begin;  // in the unit: of the row of all ranks' partitions, or of one rank's slices
     int64_t numel;
   };
@@ -63,7 +63,7 @@ class SavedLayout {
   int32_t ranks_;
   bool is_sliced_;
   std::vector<int64_t> partitions_;  // of each unit, where they are not sliced
-  std::vector<Place> places_;
+  std::vector<Entry> entries_;
 };
 
 // For each tensor, the one of `count` ranks with the same tensors that writes it: about the same number of elements for

@@ -29,7 +29,8 @@ BufferedWriter::BufferedWriter(std::shared_ptr<TensorIo> io, const std::string& 
   const auto first = reinterpret_cast<uintptr_t>(memory_.data_ptr());
   const uintptr_t begin = io::round_up(first, io::kBlockBytes);
   const auto bytes = static_cast<uintptr_t>(bytes_of(memory_));
-  // Several writers cut the file at the same places, so the capacity must not depend on where the memory of one begins.
+  // Several writers cut the file at the same offsets, so the capacity must not depend on where the memory of one
+  // begins.
   const uintptr_t skipped = share_.writers > 1 ? io::kBlockBytes - 1 : begin - first;
   const uintptr_t usable = bytes > skipped ? bytes - skipped : 0;
   const uint64_t halves = share_.two_halves ? 2 : 1;
@@ -51,7 +52,7 @@ BufferedWriter::~BufferedWriter() {
   for (Half& half : halves_) {
     try {
       await(half);
-    } catch (const std::exception&) {  // nobody is left to tell
+    } catch (const std::exception&) {  // the caller has gone
     }
   }
 }
@@ -79,17 +80,17 @@ void BufferedWriter::write(const void* data, size_t bytes) {
   const char* at = static_cast<const char*>(data);
   while (bytes > 0) {
     const uint64_t window = position_ / capacity_;
-    const uint64_t place = position_ % capacity_;
-    const auto now = static_cast<size_t>(std::min<uint64_t>(bytes, capacity_ - place));
+    const uint64_t filled = position_ % capacity_;
+    const auto now = static_cast<size_t>(std::min<uint64_t>(bytes, capacity_ - filled));
     if (mine(window)) {
       Half& half = halves_[share_.two_halves ? window / static_cast<uint64_t>(share_.writers) % 2 : 0];
       if (from_ == position_) await(half);
-      memcpy(half.memory + place, at, now);
+      memcpy(half.memory + filled, at, now);
     }
     position_ += now;
     at += now;
     bytes -= now;
-    if (place + now == capacity_) send();
+    if (filled + now == capacity_) send();
   }
 }
 

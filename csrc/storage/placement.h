@@ -1,4 +1,4 @@
-// The place of memory, its destination, and limits on its size.
+// The placement of memory, ways to access it, and limits on its size.
 #pragma once
 #include <cstdint>
 #include <map>

@@ -54,10 +54,10 @@ class DeviceBytes : public io::RemoteMemory {
   const FencePtr before_;
 };
 
-std::unique_ptr<io::BlockFile> open_file(io::Files& files, const TensorIo::Place& place, bool reads) {
+std::unique_ptr<io::BlockFile> open_file(io::Files& files, const TensorIo::FileOffset& file, bool reads) {
   const auto mode = reads ? io::BlockFile::Mode::kRead : io::BlockFile::Mode::kWrite;
-  if (place.number >= 0) return std::make_unique<io::BlockFile>(files, place.number, mode);
-  return std::make_unique<io::BlockFile>(files, place.path, mode);
+  if (file.number >= 0) return std::make_unique<io::BlockFile>(files, file.number, mode);
+  return std::make_unique<io::BlockFile>(files, file.path, mode);
 }
 
 // One operation: what its parts share.
@@ -98,19 +98,19 @@ TensorIo::TensorIo(std::shared_ptr<io::Files> files, std::shared_ptr<io::LockedP
 TensorIo::~TensorIo() {
   try {
     queue_.wait();
-  } catch (const std::exception&) {  // nobody is left to tell
+  } catch (const std::exception&) {  // the caller has gone
   }
   for (const auto& [memory, bytes] : registered_) cufile_->remove(memory);
 }
 
 size_t TensorIo::alignment() { return io::kBlockBytes; }
 
-void TensorIo::read(const at::Tensor& tensor, const Place& place, How how, bool validate) {
-  move(tensor, place, how, validate, true);
+void TensorIo::read(const at::Tensor& tensor, const FileOffset& file, How how, bool validate) {
+  move(tensor, file, how, validate, true);
 }
 
-void TensorIo::write(const at::Tensor& tensor, const Place& place, How how, bool validate) {
-  move(tensor, place, how, validate, false);
+void TensorIo::write(const at::Tensor& tensor, const FileOffset& file, How how, bool validate) {
+  move(tensor, file, how, validate, false);
 }
 
 bool TensorIo::by_cufile(const at::Tensor& tensor) const {
@@ -124,7 +124,7 @@ bool TensorIo::by_cufile(const at::Tensor& tensor) const {
   return false;
 }
 
-void TensorIo::move(const at::Tensor& tensor, const Place& place, How how, bool validate, bool reads) {
+void TensorIo::move(const at::Tensor& tensor, const FileOffset& file, How how, bool validate, bool reads) {
   storage::check(tensor);
   auto now = std::make_shared<Operation>();
   now->tensor = tensor;
@@ -136,35 +136,34 @@ void TensorIo::move(const at::Tensor& tensor, const Place& place, How how, bool 
   }
   const bool device = by_cufile(now->contiguous);
   if (!tensor.is_cpu()) now->remote = std::make_unique<DeviceBytes>(now->contiguous);
-  now->file = open_file(*files_, place, reads);
+  now->file = open_file(*files_, file, reads);
   const io::Span span = now->span();
-  sizes::sum("file_offset + bytes", static_cast<int64_t>(place.offset), static_cast<int64_t>(span.bytes));
-  if (!reads) now->file->reserve(place.offset + span.bytes, place.offset, span.bytes);
+  sizes::sum("file_offset + bytes", static_cast<int64_t>(file.offset), static_cast<int64_t>(span.bytes));
+  if (!reads) now->file->reserve(file.offset + span.bytes, file.offset, span.bytes);
   if (device) {
-    if (place.number >= 0)
-      fail(ErrorKind::kValue, "gds_handle opens files by name, got file descriptor ", place.number);
-    now->device_file = std::make_unique<io::CuFile::File>(*cufile_, place.path, !reads);
+    if (file.number >= 0) fail(ErrorKind::kValue, "gds_handle opens files by name, got file descriptor ", file.number);
+    now->device_file = std::make_unique<io::CuFile::File>(*cufile_, file.path, !reads);
   }
 
   io::TransferQueue::Request request;
-  request.offset = place.offset;
+  request.offset = file.offset;
   request.bytes = span.bytes;
   request.keep = now;
   // torch decides which streams of copies wait for the caller's kernels: `remote` orders each copy.
-  request.move = [this, place, span, device, reads, operation = now.get()](uint64_t begin, uint64_t bytes) {
+  request.move = [this, file, span, device, reads, operation = now.get()](uint64_t begin, uint64_t bytes) {
     if (device) {
       void* base = operation->contiguous.data_ptr();
-      if (reads) return operation->device_file->read(base, begin, bytes, place.offset + begin);
-      return operation->device_file->write(base, begin, bytes, place.offset + begin);
+      if (reads) return operation->device_file->read(base, begin, bytes, file.offset + begin);
+      return operation->device_file->write(base, begin, bytes, file.offset + begin);
     }
     const io::Span part = part_of(span, begin, bytes);
-    if (reads) return io::read_span(*operation->file, part, place.offset + begin, options_);
-    io::write_span(*operation->file, part, place.offset + begin, options_);
+    if (reads) return io::read_span(*operation->file, part, file.offset + begin, options_);
+    io::write_span(*operation->file, part, file.offset + begin, options_);
   };
   const bool copy_back = reads && !tensor.is_contiguous();
   if (validate || copy_back) {
-    request.after = [place, span, validate, copy_back, operation = now.get()] {
-      if (validate) io::compare_span(*operation->file, span, place.offset);
+    request.after = [file, span, validate, copy_back, operation = now.get()] {
+      if (validate) io::compare_span(*operation->file, span, file.offset);
       const c10::InferenceMode without_autograd;
       if (copy_back) operation->tensor.copy_(operation->contiguous);
     };

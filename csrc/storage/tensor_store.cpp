@@ -15,8 +15,8 @@ namespace {
 constexpr int64_t kMostBlocksOfFile = 64;
 }  // namespace
 
-TensorStore::TensorStore(c10::Device device, Placement place, FileAccess files, int at_once)
-    : place_(std::move(place)),
+TensorStore::TensorStore(c10::Device device, Placement placement, FileAccess files, int at_once)
+    : placement_(std::move(placement)),
       at_once_(at_once),
       storage_(std::make_shared<ShardStorage>(device, Budget{}, std::move(files))) {
   if (at_once < 1) fail(ErrorKind::kValue, "A store moves at least one tensor at a time, got ", at_once, ".");
@@ -28,12 +28,13 @@ TensorStore::Block TensorStore::block_for(int64_t bytes) {
   Blocks& of_size = blocks_[bytes];
   if (of_size.free.empty()) {
     // Memory one by one; files, which are opened, for as many as there are already.
-    const int64_t more = place_.rest == Medium::kFile ? std::clamp<int64_t>(of_size.count, 1, kMostBlocksOfFile) : 1;
+    const int64_t more =
+        placement_.rest == Medium::kFile ? std::clamp<int64_t>(of_size.count, 1, kMostBlocksOfFile) : 1;
     Cuts cuts;
     const int64_t all = sizes::product("bytes of waiting tensors", more, bytes);
     for (int64_t block = 1; block <= more; ++block) cuts.push_back(block * bytes);
     const std::string name = "waiting_" + std::to_string(bytes) + "_" + std::to_string(of_size.count);
-    const PlaneId plane = storage_->add(name, all, at::kByte, place_, cuts);
+    const PlaneId plane = storage_->add(name, all, at::kByte, placement_, cuts);
     for (int64_t block = more; block-- > 0;) of_size.free.push_back({plane, {block * bytes, (block + 1) * bytes}});
     of_size.count += more;
   }
@@ -45,7 +46,7 @@ TensorStore::Block TensorStore::block_for(int64_t bytes) {
 // Limits the device memory of copies on their way to a multiple of the largest tensor: a caller that puts faster than
 // they leave waits for the oldest.
 void TensorStore::make_room(int64_t bytes) {
-  if (bytes <= largest_ || place_.rest == Medium::kDevice) return;
+  if (bytes <= largest_ || placement_.rest == Medium::kDevice) return;
   largest_ = bytes;
   storage_->limit(Medium::kDevice, room(largest_, at_once_));
 }

@@ -23,7 +23,7 @@ class TensorStore {
 
   // `at_once`: how many times the bytes of the largest tensor its copies may have of the device, whether they are on
   // their way or wait for the next tensor.
-  TensorStore(c10::Device device, Placement place, FileAccess files = {}, int at_once = kAtOnce);
+  TensorStore(c10::Device device, Placement placement, FileAccess files = {}, int at_once = kAtOnce);
 
   // Of the device: what one copy of a tensor takes, and the most that all take where the largest tensor is that large.
   static int64_t copy_bytes(int64_t bytes);
@@ -33,8 +33,8 @@ class TensorStore {
   int64_t put(const at::Tensor& tensor);
   // A copy on the device. Throws what writing or reading it has thrown, and ErrorKind::kValue for an unknown number.
   at::Tensor get(int64_t number);
-  void prefetch(int64_t number);  // a hint: it is the next to be asked for
-  void drop(int64_t number);      // nobody asks for it again; nothing for one that is not here
+  void prefetch(int64_t number);  // a hint that get() of it comes next
+  void drop(int64_t number);      // frees it; unknown numbers are ignored
 
   int64_t waiting() const;  // tensors
   Usage usage() const { return storage_->usage(); }
@@ -59,7 +59,7 @@ class TensorStore {
   Waiting find(int64_t number) const;
   void make_room(int64_t bytes);
 
-  const Placement place_;
+  const Placement placement_;
   const int at_once_;
   const std::shared_ptr<ShardStorage> storage_;
   mutable std::mutex lock_;

@@ -22,10 +22,10 @@ std::vector<Entry>& registered() {
 // Those of the enumeration first, the others by name: numbers do not depend on the order of linking.
 std::vector<Entry> in_order() {
   const std::vector<std::string> first = {"device", "host", "file"};
-  const auto place = [&](const Entry& entry) { return index_of(first, entry.name); };
+  const auto rank = [&](const Entry& entry) { return index_of(first, entry.name); };
   std::vector<Entry> entries = registered();
   sort(entries, [&](const Entry& a, const Entry& b) {
-    return std::make_pair(place(a), a.name) < std::make_pair(place(b), b.name);
+    return std::make_pair(rank(a), a.name) < std::make_pair(rank(b), b.name);
   });
   return entries;
 }

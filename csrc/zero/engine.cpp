@@ -19,7 +19,7 @@ namespace {
 
 // 64 bytes of the narrowest type: vector loads and cuBLAS want aligned starts.
 constexpr int64_t kAlignNumel = 64;
-// Of slices: nobody computes on them but element-wise kernels, and every small parameter pays for it.
+// Of slices: only element-wise kernels read them, and every small parameter pays for the padding.
 constexpr int64_t kAlignSliceNumel = 16;
 
 // Numbers that the optimizer keeps in planes, of each element.
@@ -29,7 +29,7 @@ int64_t slots_of(const OptimizerRules& rules, int32_t group) {
   return rules[group] == nullptr ? 0 : static_cast<int64_t>(rules[group]->slots.size());
 }
 
-// Of what this rank owns.
+// The bytes of the states of this rank.
 StateBytes bytes_of_states(const std::vector<ParamSpec>& params, const comm::Communicator& ranks,
                            const EngineOptions& options) {
   StateBytes found;
@@ -48,7 +48,7 @@ StateBytes bytes_of_states(const std::vector<ParamSpec>& params, const comm::Com
 StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const EngineOptions& options) {
   StoreOptions made;
   made.policy = policy_;
-  made.places = options.places;
+  made.placements = options.placements;
   made.param_offload = options.param_offload;
   made.files = options.files;
   made.swapping = options.swapping;
@@ -63,13 +63,13 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
   if (made.policy.shards_states() && !made.policy.shards_params())
     made.bucket_numel = std::max<int64_t>(1, std::min(made.bucket_numel, options.allgather_bucket_numel));
   if (options.memory && !params.empty()) {
-    const storage::Placement lp = made.places.lp;
+    const storage::Placement lp = made.placements.lp;
     const StateBytes need = bytes_of_states(params, *made.everyone.shard, options);
-    made.places = auto_places(need, rated(need, *options.memory, params.front().tensor.device(), options.files,
-                                          *ranks_.data_parallel, options.threads));
-    made.places.lp = lp;
+    made.placements = auto_placements(need, rated(need, *options.memory, params.front().tensor.device(), options.files,
+                                                  *ranks_.data_parallel, options.threads));
+    made.placements.lp = lp;
   }
-  if (made.places.moves_params()) {
+  if (made.placements.moves_params()) {
     // A step leases the rows of a bucket: one is written back while the next one is computed.
     const ParamOffload& offload = made.param_offload;
     made.bucket_numel = std::min(made.bucket_numel, options.swapping.bucket_numel);
@@ -79,7 +79,7 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
     }
     made.bucket_numel = std::max<int64_t>(1, made.bucket_numel);
   }
-  if (made.places.moves_states())
+  if (made.placements.moves_states())
     made.bucket_numel = std::min({made.bucket_numel, options.swapping.bucket_numel, plan::moved_bucket_limit(total)});
   made.allocate = [this](int64_t bytes, c10::Device device, const comm::CommunicatorPtr& ranks) {
     peers_.push_back(device.is_cpu() ? ranks->peer_memory(bytes) : nullptr);
@@ -89,7 +89,7 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
   return made;
 }
 
-// From memory that ranks share where that is so of all groups, and on all ranks: else gathers need everybody.
+// Slices come from shared memory if all groups have it, on all ranks; otherwise from collectives of all ranks.
 ShardSourcePtr Engine::shard_source() {
   const comm::CommunicatorPtr& everyone = store_.everyone().shard;
   std::vector<GatherGroup> groups;
@@ -144,7 +144,7 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
   gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), std::move(gathering));
   gatherer_->release_all();
   gatherer_->source().before_write();
-  gatherer_->source().after_write();  // the shards are in place
+  gatherer_->source().after_write();  // the shards have their values
   gatherer_->mark_persistent();
 }
 
@@ -153,8 +153,9 @@ Engine::~Engine() = default;
 // One rank alone may fail to make its files, and opening a communicator cannot be aborted.
 void Engine::meet_where_files_are() const {
   const auto in_files = [](const ParamSpace& space) {
-    const Placements& places = space.key.places;
-    return places.master.in_files() || places.grad.in_files() || places.slot.in_files() || places.lp.in_files();
+    const Placements& placements = space.key.placements;
+    return placements.master.in_files() || placements.grad.in_files() || placements.slot.in_files() ||
+           placements.lp.in_files();
   };
   if (none_of(store_.spaces(), in_files)) return;
   store_.storage()->settle();
@@ -175,9 +176,9 @@ void Engine::tell_others(const std::exception& error) const {
 
 namespace {
 
-// After an optimizer that lives outside has failed, for another try: gradients that were multiplied by `factor` in
-// place (those of the masters' type) are what backward has left again, and .grad of the masters is what it was before,
-// `shown`: at stage 0 a parameter without .grad has no gradient.
+// Undoes the preparation of a client optimizer that has failed, so that its step can be tried again. Gradients that
+// were multiplied by `factor` in place (those of the masters' type) are divided by it, and .grad of the masters is
+// `shown`, its value before: at stage 0 a parameter without .grad has no gradient.
 void restore_grads(ParamStore& store, const GradReducer& grads, StateAccess& states,
                    const std::vector<at::Tensor>& masters, const std::vector<at::Tensor>& shown, float factor) {
   at::NoGradGuard no_grad;
@@ -202,7 +203,7 @@ StepReport Engine::make_step(const StepInputs& inputs) {
   stepper_.norm(grads_, inputs.loss_scale, inputs.max_norm, inputs.check);
   if (inputs.before_update && !(inputs.check && stepper_.report().skipped)) inputs.before_update();
   states_.hold().wait();
-  writes_.adopt();  // behind the norm nobody reads slices any more
+  writes_.adopt();  // after the norm no rank reads slices any more
   if (!inputs.outside) {
     stepper_.update(grads_, strategy_->parts(inputs), inputs.hyper);
   } else if (!stepper_.report().skipped) {

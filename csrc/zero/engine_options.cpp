@@ -77,7 +77,7 @@ int64_t state_buffers(const config::Config& config) {
 }
 
 // `placement` says how much memory there is.
-void find_places(const config::Config& config, int job_rank, EngineOptions& options) {
+void read_auto_placement(const config::Config& config, int job_rank, EngineOptions& options) {
   const std::string section = "zero_optimization.placement.", other = "zero_optimization.offload_optimizer.";
   if (!key<bool>(config, section + "auto") || !options.policy.shards_states()) return;
   const auto bytes = [&](const char* name, int64_t without_limit) {
@@ -126,7 +126,7 @@ void place_states(const config::Config& config, int job_rank, EngineOptions& opt
     swapping.writes_behind = key<bool>(config, section + "pipeline_write");
     swapping.fast_init = key<bool>(config, section + "fast_init");
   }
-  options.places = {placement, placement, placement, {}};
+  options.placements = {placement, placement, placement, {}};
 }
 
 // Slices of parameters rest where `offload_param` says (stage 3).
@@ -137,7 +137,7 @@ void place_params(const config::Config& config, const RunFacts& facts, EngineOpt
   options.swapping.bucket_numel = std::max<int64_t>(1, key<int64_t>(config, "zero_optimization.sub_group_size"));
   const RemoteOptions remote =
       remote_options(config, device, key<bool>(config, section + "pin_memory"), facts.job_rank);
-  options.places.lp = remote.placement;
+  options.placements.lp = remote.placement;
   options.param_offload = remote.offload;
 }
 
@@ -171,7 +171,7 @@ void choose_strategy(const config::Config& config, const RunFacts& facts, Engine
   const auto share = [&](double of) { return std::max(1, static_cast<int>(facts.threads * of)); };
   if (!key_value(config, zero + "zenflow").is_null()) {
     options.strategy = "zenflow";
-    options.places.grad = {};  // the chosen elements are updated on the device at once
+    options.placements.grad = {};  // the chosen elements are updated on the device at once
     options.step.threads = share(1.0 - key<double>(config, flow + "pt_reserved_cores_perc"));
     ZenFlowOptions& made = options.step.zenflow;
     const auto select = key<std::string>(config, flow + "select_strategy");
@@ -221,7 +221,7 @@ EngineOptions engine_options(const config::Config& config, const RunFacts& facts
   options.gatherer.model_persistence_numel = key<int64_t>(config, zero + "stage3_model_persistence_threshold");
   options.gatherer.prefetch_numel = key<int64_t>(config, zero + "stage3_prefetch_bucket_size");
   place_states(config, facts.job_rank, options);
-  find_places(config, facts.job_rank, options);
+  read_auto_placement(config, facts.job_rank, options);
   choose_strategy(config, facts, options);
   place_params(config, facts, options);
   options.files = file_access(config);

@@ -1,4 +1,4 @@
-// The options of an engine, from the resolved configuration and the facts of this run. The only place that reads a key
+// The options of an engine, from the resolved configuration and the facts of this run. The only file that reads a key
 // for the engine: a new one costs its Field line in csrc/config and the line here that reads it.
 #pragma once
 #include <optional>
@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "optim/rule.h"
-#include "zero/offload/auto_places.h"
+#include "zero/offload/auto_placements.h"
 #include "zero/gradients/grad_reducer.h"
 #include "zero/gathers/param_gatherer.h"
 #include "zero/offload/placements.h"
@@ -19,7 +19,7 @@ class Config;
 
 namespace ds::zero {
 
-// Of each parameter group; null: the optimizer keeps states of its own. Empty: nobody knows yet.
+// By parameter group; null: the optimizer keeps states of its own. Empty: not known yet.
 using OptimizerRules = std::vector<const optim::Rule*>;
 
 struct RunFacts {
@@ -35,10 +35,10 @@ struct EngineOptions {
   int threads = 1;
   c10::optional<at::ScalarType> grad_dtype;
   OptimizerRules rules;             // `memory` needs room for their states
-  Placements places;                // of masters, gradients, optimizer states and slices of parameters
-  std::optional<TierBytes> memory;  // instead of `places`: they are found with what there is of each
+  Placements placements;            // of masters, gradients, optimizer states and slices of parameters
+  std::optional<TierBytes> memory;  // instead of `placements`: they are planned for this memory
   ParamOffload param_offload;
-  Swapping swapping;  // how what rests elsewhere comes and goes
+  Swapping swapping;  // transfers of buffers of other tiers
   storage::FileAccess files;
   storage::Budget budget;  // of all memory that the engine has, by medium
   ReducerOptions reducer;

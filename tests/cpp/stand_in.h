@@ -1,4 +1,4 @@
-// Libraries that tests open in place of those of vendors. Included as "../stand_in.h" by the tests of any room.
+// Libraries that tests open instead of those of vendors. Included as "../stand_in.h" by the tests of any room.
 #pragma once
 #include <filesystem>
 #include <string>

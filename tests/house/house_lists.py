@@ -107,7 +107,7 @@ _SMALL = "numbers for each parameter or rank, some bytes"
 _CALL = "alive for one call only; who calls is Python or a checkpoint"
 _WIRE = "the transport below moves tensors of one dtype, device or layout: a copy that lives as long as the call"
 ALLOCATIONS = {
-    "zero/offload/auto_places.cpp": (1, "six numbers, which ranks compare"),
+    "zero/offload/auto_placements.cpp": (1, "six numbers, which ranks compare"),
     "zero/gradients/audit.cpp": (3, "flags of some bytes; whole gradients for as long as the audit runs"),
     "zero/gradients/bucket_reduction.cpp": (2, "a round of late gradients, which no plan knew of"),
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),

@@ -43,7 +43,7 @@ JOINED_NAMES = {
     },
     "checkpoint/write/owner.py": {"path": "of a listing, or the constant name of the manifest", "name": _LISTED},
     "checkpoint/write/pointer.py": {
-        "f'.{name}.{_place()}-{os.getpid()}-{secrets.token_hex(8)}.writing'": _OURS, "match[0]": _LISTED,
+        "f'.{name}.{_host()}-{os.getpid()}-{secrets.token_hex(8)}.writing'": _OURS, "match[0]": _LISTED,
     },
     "checkpoint/write/ranks.py": {"name": _NUMBERED},
     "checkpoint/write/save.py": {"tag": "check_tag has checked it", "self.name": "files_of has made it"},

@@ -76,7 +76,7 @@ def test_a_wide_binding():
         'bool b = config.find("a.b").value_or(true);',
         "double d = value->is_null() ? 1.0 : value->get<double>();",
         "auto f = [&](const char* name, int64_t fallback) {};",
-        'place.pinned = key<bool>(config, section + "pin_memory", true);',
+        'placement.pinned = key<bool>(config, section + "pin_memory", true);',
     ],
 )
 def test_a_default_beside_its_field(line):

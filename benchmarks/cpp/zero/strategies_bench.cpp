@@ -73,8 +73,8 @@ Times train(const std::string& strategy) {
   }
   EngineOptions options;
   options.policy = stage_policy(2);
-  options.places.master.rest = options.places.slot.rest = storage::medium_named("slow");
-  if (strategy != "zenflow") options.places.grad.rest = storage::Medium::kHost;
+  options.placements.master.rest = options.placements.slot.rest = storage::medium_named("slow");
+  if (strategy != "zenflow") options.placements.grad.rest = storage::Medium::kHost;
   options.strategy = strategy;
   options.step.zenflow.topk_ratio = 0.05;
   options.step.zenflow.update_interval = 4;

@@ -17,7 +17,7 @@ namespace ds::comm {
 
 namespace {
 
-constexpr size_t kMostRanks = 16;  // whose places a message describes one by one
+constexpr size_t kMostRanks = 16;  // the ranks that a message describes one by one
 
 std::string seconds(int64_t us) {
   char text[32];
@@ -74,7 +74,7 @@ const Flight* oldest_open(const std::vector<Flight>& flights) {
   return found == flights.end() ? nullptr : &*found;
 }
 
-std::string place_of(const std::vector<Flight>& flights) {
+std::string status_of(const std::vector<Flight>& flights) {
   if (flights.empty()) return "has not entered any collective of this group";
   const Flight* const open = oldest_open(flights);
   const Flight& last = open ? *open : flights.back();
@@ -110,7 +110,7 @@ std::string Board::write_flights(const std::string& why, const std::vector<RankV
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const RankView& each = ranks[rank];
     file << (rank ? ",\n" : "\n") << "{\"rank\": " << rank << ", \"job_rank\": " << each.job_rank
-         << ", \"process\": " << each.pid << ", \"place\": " << json_text(each.place)
+         << ", \"process\": " << each.pid << ", \"place\": " << json_text(each.status)
          << ", \"stack\": " << json_text(each.stack) << ", \"flights\": " << to_json(each.flights) << "}";
   }
   file << "]}\n";
@@ -129,7 +129,7 @@ std::string Board::report(const std::string& why) {
       text += "\n  ... and " + std::to_string(ranks.size() - rank) + " more, in the file";
       break;
     }
-    text += "\n  " + ranks[rank].called + ": " + ranks[rank].place;
+    text += "\n  " + ranks[rank].called + ": " + ranks[rank].status;
     const std::string& stack = ranks[rank].stack;
     if (stack.empty()) continue;
     const auto [found, fresh] = first_with.emplace(stack, rank);

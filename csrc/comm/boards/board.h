@@ -12,37 +12,36 @@
 
 namespace ds::comm {
 
-// "" where all of `calls`, of these ranks, may meet with `mine`; else who calls what, in words.
+// "" where all of `calls`, of these ranks, may meet with `mine`; else a text that says which rank calls what.
 struct RankCall {
   int rank;
   Record call;
 };
 std::string mismatch(const std::vector<RankCall>& calls, const Record& mine, int64_t number);
-// "" where what ranks give each other is what they take; `calls`: of all ranks of the group, which fit.
+// "" where each rank takes what the others give it. `calls`: of all ranks of the group, without a mismatch.
 std::string unbalanced(const std::vector<RankCall>& calls, int64_t number);
 
-// The state of another rank, as a rank that has failed knows it.
+// The state of another rank, as known to a rank that has failed.
 struct RankView {
   std::string called;  // rank 1 (rank 5 of the job, process 123)
-  std::string place;   // where it was when the question came up
-  std::string stack;   // of its threads; or, in brackets, why it is not known; "": nothing to say
+  std::string status;  // its call when the question came up: status_of(flights)
+  std::string stack;   // of its threads; or, in parentheses, the reason why it is unknown; "": none
   std::vector<Flight> flights;
   int32_t job_rank = -1;
   int64_t pid = -1;
 };
 // "in all_reduce(...), number 7, for 1.2 s": the oldest call under way, else the last one.
-std::string place_of(const std::vector<Flight>& flights);
+std::string status_of(const std::vector<Flight>& flights);
 const Flight* oldest_open(const std::vector<Flight>& flights);  // null: none is under way
 
 class Board : public Watched {
  public:
-  static constexpr milliseconds kAnswer{2000};  // how long ranks have to say where they are
+  static constexpr milliseconds kAnswer{2000};  // the time that ranks have to post their status
 
   Board(int rank, const GroupFacts& facts);
 
-  // Everything a person wants to know when a group has failed because of `why`: which rank is where, since when, doing
-  // what, with its Python stack where it answers in time, and the name of the file that the flight recorders of all
-  // ranks have been written to.
+  // The text for a group that has failed because of `why`. For each rank it has the call, its duration and, where the
+  // rank answers in time, its Python stack; then the file with the flight recorders of all ranks.
   std::string report(const std::string& why);
   void warn(const std::string& text);  // to the log of this process, from the watch's thread
 

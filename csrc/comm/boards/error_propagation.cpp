@@ -24,21 +24,21 @@ std::vector<uint8_t> value_of(const std::string& text) { return {text.begin(), t
 }  // namespace
 
 ErrorPropagation::ErrorPropagation(Store store, int rank, std::vector<std::string> names, OnError on_error,
-                                   PlaceNames places, int keeper)
+                                   PositionNames position_names, int keeper)
     : store_(std::move(store)),
       rank_(rank),
       names_(std::move(names)),
-      place_names_(std::move(places)),
+      position_names_(std::move(position_names)),
       keeper_(keeper),
       host_(std::to_string(host_id())),
       pids_(names_.size()),
       pages_(names_.size()),
       on_error_(std::move(on_error)) {
-  pages_.at(rank_) = place_;
-  const SharedFile& page = place_->file();
+  pages_.at(rank_) = position_;
+  const SharedFile& page = position_->file();
   store_->set("who" + std::to_string(rank_), value_of(std::to_string(getpid()) + " " + host_ + " " +
                                                       std::to_string(page.file) + " " + std::to_string(page.nonce)));
-  if (rank_ == keeper_) store_->set("place", value_of(""));
+  if (rank_ == keeper_) store_->set("position", value_of(""));
   store_->add("known" + std::to_string(rank_), 1);
 }
 
@@ -51,7 +51,7 @@ void ErrorPropagation::leave() noexcept {
   if (left_.exchange(true)) return;
   try {
     store_->add("left" + std::to_string(rank_), 1);
-  } catch (const std::exception&) {  // the store has gone, and with it whoever would ask
+  } catch (const std::exception&) {  // the store has gone, and with it its readers
     return;
   }
 }
@@ -72,7 +72,7 @@ void ErrorPropagation::receive(const std::string& why) {
   if (on_error) on_error(why);
   try {
     store_->add("received", 1);
-  } catch (const std::exception&) {  // the store has gone, and nobody waits for this
+  } catch (const std::exception&) {  // the store has gone, and with it the ranks that wait for this
     return;
   }
 }
@@ -108,7 +108,7 @@ void ErrorPropagation::meet(int rank) {
   if (store_->add("known" + std::to_string(rank), 0)) meet(rank, string_of(store_->get("who" + std::to_string(rank))));
 }
 
-// `who`: process, host, and the file of its place with its nonce, if there is one.
+// `who`: process, host, and the file of its PositionPage with its nonce, if it has one.
 void ErrorPropagation::meet(int rank, const std::string& who) {
   std::istringstream words(who);
   std::string host;
@@ -117,7 +117,7 @@ void ErrorPropagation::meet(int rank, const std::string& who) {
   if (words.fail()) file.file = -1;
   pids_[rank] = host == host_ ? file.pid : -1;
   if (host != host_) return;
-  const auto page = PlacePage::of(file);
+  const auto page = PositionPage::of(file);
   std::lock_guard lock(mutex_);
   pages_[rank] = page;
 }
@@ -126,8 +126,8 @@ std::string ErrorPropagation::where() const {
   std::lock_guard lock(mutex_);
   std::string found;
   for (size_t rank = 0; rank < pages_.size(); ++rank) {
-    const std::string place = pages_[rank] ? pages_[rank]->text(place_names_) : "";
-    if (!place.empty()) found += (found.empty() ? "" : "; ") + names_[rank] + ": " + place;
+    const std::string position = pages_[rank] ? pages_[rank]->text(position_names_) : "";
+    if (!position.empty()) found += (found.empty() ? "" : "; ") + names_[rank] + ": " + position;
   }
   return found;
 }
@@ -149,31 +149,31 @@ bool ErrorPropagation::keeper_ends() const {
   return false;
 }
 
-std::string ErrorPropagation::place_text(int rank) const {
+std::string ErrorPropagation::position_text(int rank) const {
   std::lock_guard lock(mutex_);
-  return pages_[rank] ? pages_[rank]->text(place_names_) : "";
+  return pages_[rank] ? pages_[rank]->text(position_names_) : "";
 }
 
 void ErrorPropagation::see_keeper() {
   if (keeper_ < 0) return;
   if (rank_ == keeper_) {
-    const std::string place = place_text(rank_);
-    store_->set("place", value_of(place));
+    const std::string position = position_text(rank_);
+    store_->set("position", value_of(position));
   } else if (pids_[keeper_] < 0) {
-    const std::string place = string_of(store_->get("place"));
+    const std::string position = string_of(store_->get("position"));
     std::lock_guard lock(mutex_);
-    keepers_place_ = place;
+    keepers_position_ = position;
   }
 }
 
 std::string ErrorPropagation::without_store() const {
   const std::string gone = "the job's store";
   if (keeper_ < 0) return "the pipeline failed: " + gone + " has gone";
-  std::string place = place_text(keeper_);
+  std::string position = position_text(keeper_);
   std::lock_guard lock(mutex_);
-  if (place.empty()) place = keepers_place_;
+  if (position.empty()) position = keepers_position_;
   return "the pipeline failed: " + names_[keeper_] + " has ended in the middle of a batch" +
-         (place.empty() ? "" : ", last seen in " + place) + ": " + gone + ", which its process had, has gone";
+         (position.empty() ? "" : ", last seen in " + position) + ": " + gone + ", which its process had, has gone";
 }
 
 void ErrorPropagation::look(const DiagnosticCallbacks&) {
@@ -181,20 +181,20 @@ void ErrorPropagation::look(const DiagnosticCallbacks&) {
   next_look_us_ = now_us() + kLookUs;
   if (!working_) {
     if (keeper_ < 0 || rank_ == keeper_ || pids_[keeper_] != 0 || left_) return;
-    try {  // it may end in the first moment of its first batch
+    try {  // the keeper may end at the start of its first batch
       meet(keeper_);
-    } catch (const std::exception&) {  // the store has gone, while nobody works
+    } catch (const std::exception&) {  // the store has gone while no rank works
       return;
     }
     return;
   }
   int ended = -1;
   const auto text = [&](int rank, const std::string& seen_by) {
-    const std::string place = place_text(rank);
+    const std::string position = position_text(rank);
     return "the pipeline failed: " + names_[rank] + " (process " + std::to_string(pids_[rank]) +
-           ") has ended in the middle of a batch" + (place.empty() ? "" : ", in " + place) + seen_by;
+           ") has ended in the middle of a batch" + (position.empty() ? "" : ", in " + position) + seen_by;
   };
-  // Without the store, which ended with its rank, nobody knows who was first: all say the same.
+  // Without the store no rank knows which one was first, so all report the same text.
   const std::string first = "; " + names_[rank_] + " has seen it first";
   try {
     ended = ended_rank();

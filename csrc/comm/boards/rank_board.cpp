@@ -13,29 +13,29 @@ namespace ds::comm {
 
 namespace {
 
-enum : uint32_t { kNobody, kSomebody, kLeft };  // who answers for a rank
+enum : uint32_t { kNobody, kSomebody, kLeft };  // whether a watch answers for a rank
 
 }  // namespace
 
 struct RankBoard::Page {
   std::atomic<int32_t> job_rank;
-  std::atomic<uint32_t> watched;   // who answers here
-  std::atomic<uint32_t> asked;     // somebody wants to know
+  std::atomic<uint32_t> watched;   // kNobody, kSomebody or kLeft
+  std::atomic<uint32_t> asked;     // another rank asks for the stack
   std::atomic<uint32_t> answered;  // the stack is there
   FlightRing ring;
   char stack[12 * 1024];
 };
 
-RankBoard::RankBoard(int rank, std::shared_ptr<SharedSegments> segments, int64_t place, const GroupFacts& facts)
-    : Board(rank, facts), segments_(std::move(segments)), place_(place) {
+RankBoard::RankBoard(int rank, std::shared_ptr<SharedSegments> segments, int64_t offset, const GroupFacts& facts)
+    : Board(rank, facts), segments_(std::move(segments)), offset_(offset) {
   static_assert(sizeof(Page) <= kBytes);
-  // Not the watch itself: it holds on to boards while it looks at them.
+  // Facts, not the watch itself, which holds boards while it looks at them.
   page(rank_)->job_rank = facts.job_rank;
   page(rank_)->watched = facts.watch ? kSomebody : kNobody;
 }
 
 RankBoard::Page* RankBoard::page(int rank) const {
-  return reinterpret_cast<Page*>(static_cast<char*>(segments_->data(rank)) + place_);
+  return reinterpret_cast<Page*>(static_cast<char*>(segments_->data(rank)) + offset_);
 }
 
 FlightRing& RankBoard::ring() { return page(rank_)->ring; }
@@ -82,10 +82,10 @@ std::string RankBoard::stack_of(int rank) const {
 std::vector<RankView> RankBoard::views() {
   const int size = segments_->size();
   std::vector<RankView> found(size);
-  for (int rank = 0; rank < size; ++rank) {  // places are taken before anybody moves on
+  for (int rank = 0; rank < size; ++rank) {  // statuses are taken before any rank moves on
     RankView& each = found[rank];
     each.called = called(rank);
-    each.place = place_of(page(rank)->ring.read());
+    each.status = status_of(page(rank)->ring.read());
     each.job_rank = page(rank)->job_rank;
     each.pid = segments_->pid(rank);
     page(rank)->asked.store(1, std::memory_order_release);

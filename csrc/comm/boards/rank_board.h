@@ -12,12 +12,12 @@ namespace ds::comm {
 
 class RankBoard : public Board {
  public:
-  static constexpr int64_t kBytes = 64 * 1024;  // at the given place of each segment, zeros at first
+  static constexpr int64_t kBytes = 64 * 1024;  // at the given offset of each segment, zeros at first
 
-  RankBoard(int rank, std::shared_ptr<SharedSegments> segments, int64_t place, const GroupFacts& facts);
+  RankBoard(int rank, std::shared_ptr<SharedSegments> segments, int64_t offset, const GroupFacts& facts);
 
   FlightRing& ring();
-  void close();                        // nobody answers for this rank any more
+  void close();                        // this rank answers no more questions
   std::string called(int rank) const;  // "rank 1 (rank 5 of the job, process 123)"
 
   void look(const DiagnosticCallbacks& callbacks) override;
@@ -33,7 +33,7 @@ class RankBoard : public Board {
   std::string stack_of(int rank) const;
 
   std::shared_ptr<SharedSegments> segments_;
-  int64_t place_;
+  int64_t offset_;
 };
 
 }  // namespace ds::comm

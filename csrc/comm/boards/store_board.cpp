@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kPollUs = 500'000;
 constexpr int64_t kSuspiciousUs = 1'000'000;
-constexpr milliseconds kHeard{1200};  // how long the one who has found out waits until the others know
+constexpr milliseconds kHeard{1200};  // the wait of the rank that fails first until the others have its text
 constexpr size_t kPosted = 32;        // flights that a rank posts
 constexpr size_t kMostStack = 12 * 1024;
 
@@ -45,8 +45,8 @@ bool strict() {
 
 }  // namespace
 
-// Times are those of its own host's clock: `now_us` tells how far that is from another's.
-struct StoreBoard::Place {
+// What a rank posts. Times are of its host's clock; `now_us` gives the difference to another host's clock.
+struct StoreBoard::Posted {
   struct Head {
     int64_t tick = 0, now_us = 0, pid = -1;
     int32_t job_rank = -1, waits = 0;
@@ -67,8 +67,8 @@ struct StoreBoard::Place {
     std::memcpy(made.data() + made.size() - stack.size(), stack.data(), stack.size());
     return made;
   }
-  static std::unique_ptr<Place> of(const Bytes& bytes) {
-    auto made = std::make_unique<Place>();
+  static std::unique_ptr<Posted> of(const Bytes& bytes) {
+    auto made = std::make_unique<Posted>();
     if (bytes.size() < sizeof(Head)) return nullptr;
     std::memcpy(static_cast<void*>(&made->head), bytes.data(), sizeof(Head));
     const Head& head = made->head;
@@ -178,7 +178,8 @@ void StoreBoard::compare(const Record& call, int64_t number) {
   std::string text = mismatch(calls, call, number);
   if (text.empty()) text = unbalanced(calls, number);
   if (!text.empty()) fail(ErrorKind::kRuntime, give_up(text));
-  if (rank_ != 0 || number <= 2) return;  // everybody has read those before the last: all have come to the next call
+  if (rank_ != 0 || number <= 2)
+    return;  // all ranks have come to the next call, so they have read the calls before the last
   const std::string before = "call" + std::to_string(number - 2) + "/";
   for (int rank = 0; rank < size_; ++rank) store->deleteKey(before + std::to_string(rank));
   store->deleteKey(before + "met");
@@ -191,37 +192,37 @@ bool StoreBoard::gone(int rank, const Store& store) const {
 }
 
 void StoreBoard::post(const DiagnosticCallbacks& callbacks, const Store& store) {
-  Place place;
-  place.flights = ring_->read();
-  const Flight* const open = oldest_open(place.flights);
-  if (place.flights.size() > kPosted) {  // the last ones, and where it waits
-    std::vector<Flight> kept(place.flights.end() - kPosted, place.flights.end());
+  Posted mine;
+  mine.flights = ring_->read();
+  const Flight* const open = oldest_open(mine.flights);
+  if (mine.flights.size() > kPosted) {  // the last ones, and the one in which it waits
+    std::vector<Flight> kept(mine.flights.end() - kPosted, mine.flights.end());
     if (open && open->number < kept.front().number) kept.front() = *open;
-    place.flights = std::move(kept);
+    mine.flights = std::move(kept);
   }
-  place.head.tick = asked_;
-  place.head.now_us = now_us();
-  place.head.pid = getpid();
-  place.head.job_rank = job_rank_;
-  place.head.waits = waiting_since_us_ != 0;
-  gethostname(place.head.host, sizeof(place.head.host) - 1);
-  place.stack = callbacks.stacks ? callbacks.stacks().substr(0, kMostStack) : "";
-  store->set("place" + std::to_string(rank_), place.packed());
+  mine.head.tick = asked_;
+  mine.head.now_us = now_us();
+  mine.head.pid = getpid();
+  mine.head.job_rank = job_rank_;
+  mine.head.waits = waiting_since_us_ != 0;
+  gethostname(mine.head.host, sizeof(mine.head.host) - 1);
+  mine.stack = callbacks.stacks ? callbacks.stacks().substr(0, kMostStack) : "";
+  store->set("post" + std::to_string(rank_), mine.packed());
   store->add("posted" + std::to_string(rank_), 1);
 }
 
-// By rank; null where nothing is there that is as new as `tick`.
-std::vector<std::unique_ptr<StoreBoard::Place>> StoreBoard::places(const Store& store, int64_t tick) const {
-  std::vector<std::unique_ptr<Place>> found(size_);
+// By rank; null where a rank has posted nothing since `tick`.
+std::vector<std::unique_ptr<StoreBoard::Posted>> StoreBoard::posted(const Store& store, int64_t tick) const {
+  std::vector<std::unique_ptr<Posted>> found(size_);
   for (int rank = 0; rank < size_; ++rank) {
     if (!store->add("posted" + std::to_string(rank), 0)) continue;
-    auto place = Place::of(store->get("place" + std::to_string(rank)));
-    if (place && place->head.tick >= tick) found[rank] = std::move(place);
+    auto theirs = Posted::of(store->get("post" + std::to_string(rank)));
+    if (theirs && theirs->head.tick >= tick) found[rank] = std::move(theirs);
   }
   return found;
 }
 
-// From the watch's thread: answers whoever asks; asks, and judges, where this rank waits too long.
+// From the watch's thread: answers other ranks; asks them and judges if this rank waits too long.
 void StoreBoard::look(const DiagnosticCallbacks& callbacks) {
   Board::look(callbacks);
   if (!owner_.here() || now_us() < next_look_us_) return;
@@ -256,7 +257,7 @@ void StoreBoard::judge(const Store& store) {
   const std::vector<Flight> mine = ring_->read();
   const Flight* const here = oldest_open(mine);
   if (!here) return;
-  const auto all = places(store, 0);
+  const auto all = posted(store, 0);
   std::vector<RankCall> same_number;  // of ranks that are in the call with this one's number
   std::string text;
   for (int rank = 0; rank < size_ && text.empty(); ++rank) {
@@ -273,7 +274,7 @@ std::string StoreBoard::give_up(const std::string& why) {
   if (failed().empty()) {
     try {
       const Store store = this->store();
-      // Another rank may be asking everybody already: the watch hears what it has found.
+      // Another rank may be asking all ranks already: the watch receives its text.
       if (store->add("failing", 1) == 1 || !within(2 * kAnswer, [this] { return !failed().empty(); })) tell(why, store);
     } catch (const std::exception&) {
       set_failed(why + " (Rank 0 of the job has ended; nobody knows more.)");
@@ -311,14 +312,14 @@ std::vector<RankView> StoreBoard::views() {
   next_look_us_ = 0;
   std::vector<bool> ended(size_);
   for (int rank = 0; rank < size_; ++rank) ended[rank] = gone(rank, store);
-  std::vector<std::unique_ptr<Place>> all;
+  std::vector<std::unique_ptr<Posted>> all;
   const auto silent = [&] {
     for (int rank = 0; rank < size_; ++rank)
       if (!all[rank] && !ended[rank]) return true;
     return false;
   };
   within(kAnswer, [&] {
-    all = places(store, tick);
+    all = posted(store, tick);
     return !silent();
   });
   std::vector<RankView> found(size_);
@@ -326,16 +327,16 @@ std::vector<RankView> StoreBoard::views() {
     RankView& each = found[rank];
     each.called = "rank " + std::to_string(rank);
     if (!all[rank]) {
-      each.place = ended[rank] || gone(rank, store) ? "has ended"
-                                                    : "does not answer; it has ended, or its interpreter is busy in C";
+      each.status = ended[rank] || gone(rank, store) ? "has ended"
+                                                     : "does not answer; it has ended, or its interpreter is busy in C";
       continue;
     }
-    const Place& theirs = *all[rank];
+    const Posted& theirs = *all[rank];
     each.job_rank = theirs.head.job_rank;
     each.pid = theirs.head.pid;
     each.called += " (process " + std::to_string(each.pid) + " on " + theirs.head.host + ")";
     each.flights = theirs.flights;
-    each.place = place_of(each.flights);
+    each.status = status_of(each.flights);
     each.stack = theirs.stack;
   }
   return found;

@@ -1,11 +1,11 @@
 // The boards of ranks that share no memory: in the job's store.
 //
 // [Note: asking]
-// Comparing every call before it starts would cost round trips each. So a rank only writes down what it calls, and
-// nothing is sent while all goes well. A rank that has waited for a second asks, by a counter in the store that the
-// watch of every rank looks at twice a second; then all ranks of the group post what they are doing. Two that wait in
-// the same place with different calls have found the mistake: all ranks of the group fail, with a message that says
-// where each of them is. Strict (DS_COMM_FINGERPRINTS=strict), the ranks do compare every call before it starts: gloo
+// A comparison before every call would cost round trips. So a rank only records its calls, and nothing is sent without
+// a failure. A rank that has waited for a second asks, by a counter in the store that the
+// watch of every rank looks at twice a second; then all ranks of the group post what they are doing. If two
+// ranks wait in calls of the same number that differ, all ranks of the group fail, with a message that names the call
+// of each rank. Strict (DS_COMM_FINGERPRINTS=strict), the ranks do compare every call before it starts: gloo
 // of torch 1.13 ends the process where sizes differ, before anybody can say why.
 #pragma once
 #include <functional>
@@ -32,15 +32,15 @@ class StoreBoard : public Board {
   // This rank begins a call; its number, for ended(). Throws on every rank alike when the group has failed before.
   int64_t enter(const Record& call);
   void ended(int64_t number);
-  // This rank waits, from here on, in one of the calls under way, and does no longer; for several at once on several
-  // threads. Where the end of one leaves others, these count from then on: the group has moved on.
+  // This rank begins and ends to wait in a call under way. Several threads may wait at once; when one of them ends, the
+  // waits of the others are timed anew, since the group has made progress.
   void wait_begins();
   void wait_ends();
-  // All ranks of the group stop. Returns the message, with where everybody is; the first one where there is one.
+  // All ranks of the group fail. Returns the first message of the group, with the status of every rank.
   std::string give_up(const std::string& why);
-  // Why the group has failed; "": it has not.
+  // The reason of the failure; "": none.
   std::string failed() const;
-  // Told once when the group fails, by this rank or another, from any thread.
+  // `told` is called once when the group fails on any rank, from any thread.
   void on_failure(std::function<void(const std::string& why)> told);
 
   void look(const DiagnosticCallbacks& callbacks) override;
@@ -51,13 +51,13 @@ class StoreBoard : public Board {
   std::vector<RankView> views() override;
 
  private:
-  struct Place;                                      // what a rank posts
+  struct Posted;                                     // what a rank posts
   void compare(const Record& call, int64_t number);  // strict
   void post(const DiagnosticCallbacks& callbacks, const Store& store);
-  std::vector<std::unique_ptr<Place>> places(const Store& store, int64_t tick) const;
+  std::vector<std::unique_ptr<Posted>> posted(const Store& store, int64_t tick) const;
   bool gone(int rank, const Store& store) const;
   void judge(const Store& store);
-  void tell(const std::string& why, const Store& store);  // all ranks, with where everybody is
+  void tell(const std::string& why, const Store& store);  // all ranks, with the status of each
   void set_failed(const std::string& why);
   Store store() const;  // fails when it has gone
 
@@ -65,7 +65,7 @@ class StoreBoard : public Board {
   const milliseconds timeout_;
   const std::string transport_;
   const bool strict_;
-  const std::string host_;  // host_id(), as it was when this was made
+  const std::string host_;  // host_id() at construction
   const OwningProcess owner_;
   const std::unique_ptr<FlightRing> ring_;
   std::atomic<int64_t> waiting_since_us_{0};
@@ -74,7 +74,7 @@ class StoreBoard : public Board {
   int64_t number_ = 0;
   std::atomic<int64_t> next_look_us_{0}, asked_{0};
   mutable std::mutex mutex_;  // of what follows
-  Store store_;               // null: it has ended
+  Store store_;               // null: the store has ended
   DiagnosticCallbacks callbacks_;
   std::thread::id looking_;  // the watch's thread
   std::string failed_;

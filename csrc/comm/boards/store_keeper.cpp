@@ -14,16 +14,16 @@ namespace ds::comm {
 namespace {
 
 constexpr milliseconds kStoreNap(20);
-constexpr std::string_view kGone("gone");  // in place of a host and a process
+constexpr std::string_view kGone("gone");  // instead of a host and a process
 
-std::string place_of(int rank) { return "deepspeed/process/" + std::to_string(rank); }
+std::string key_of(int rank) { return "deepspeed/process/" + std::to_string(rank); }
 
 }  // namespace
 
 StoreKeeper::StoreKeeper(c10::intrusive_ptr<c10d::Store> store, int rank, int world)
     : store_(std::move(store)), rank_(rank), world_(world), host_(std::to_string(host_id()) + " ") {
   const std::string mine = host_ + std::to_string(getpid());
-  store_->set(place_of(rank_), std::vector<uint8_t>(mine.begin(), mine.end()));
+  store_->set(key_of(rank_), std::vector<uint8_t>(mine.begin(), mine.end()));
 }
 
 StoreKeeper::~StoreKeeper() {
@@ -35,8 +35,8 @@ StoreKeeper::~StoreKeeper() {
 void StoreKeeper::goodbye() {
   if (!store_ || thread_.joinable() || !owner_.here()) return;
   try {
-    store_->set(place_of(rank_), std::vector<uint8_t>(kGone.begin(), kGone.end()));
-  } catch (const std::exception&) {  // rank 0 has ended: there is nobody left to tell
+    store_->set(key_of(rank_), std::vector<uint8_t>(kGone.begin(), kGone.end()));
+  } catch (const std::exception&) {  // rank 0 has ended, and the store with it
     store_.reset();
     return;
   }
@@ -55,7 +55,7 @@ void StoreKeeper::keep() {
   const auto deadline = Clock::now() + kMost;
   try {
     while (!ending_ && Clock::now() < deadline && !all_gone()) std::this_thread::sleep_for(kStoreNap);
-  } catch (const std::exception&) {  // the store is not this process's, and has ended
+  } catch (const std::exception&) {  // the store is in another process, which has ended
     ending_ = true;
   }
   store_.reset();
@@ -63,11 +63,11 @@ void StoreKeeper::keep() {
 
 bool StoreKeeper::all_gone() {
   for (int rank = 1; rank < world_; ++rank) {
-    if (!store_->check({place_of(rank)})) return false;
-    const std::vector<uint8_t> bytes = store_->get(place_of(rank));
+    if (!store_->check({key_of(rank)})) return false;
+    const std::vector<uint8_t> bytes = store_->get(key_of(rank));
     const std::string theirs(bytes.begin(), bytes.end());
     if (theirs == kGone) continue;
-    // Those of other hosts, and those that have not ended, will say so.
+    // Ranks of other hosts and ranks that have not ended say goodbye themselves.
     if (theirs.compare(0, host_.size(), host_) != 0) return false;
     if (!process_ended(std::strtoll(theirs.c_str() + host_.size(), nullptr, 10))) return false;
   }

@@ -1,5 +1,5 @@
-// The job's store lives in the process of its rank 0. Ranks that end later still need it: to make groups, to
-// hear where others are. So every rank says goodbye when it is done, and rank 0 keeps the store until all have.
+// The job's store is in the process of its rank 0. Ranks that end later still need it, to make groups and to read the
+// status of other ranks. So every rank says goodbye when it ends, and rank 0 keeps the store until all ranks have.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -17,19 +17,18 @@ class StoreKeeper {
   static constexpr std::chrono::seconds kMost{120};
 
   StoreKeeper(c10::intrusive_ptr<c10d::Store> store, int rank, int world);
-  ~StoreKeeper();  // waits no longer
+  ~StoreKeeper();  // does not wait for other ranks
 
-  // This rank needs the store no more; again: nothing happens. On rank 0 a thread keeps it until the others say so,
-  // too.
+  // This rank needs the store no more. Idempotent. On rank 0 a thread keeps the store until all ranks have called it.
   void goodbye();
   bool said_goodbye() const { return !store_ || thread_.joinable(); }
-  void wait();  // until that thread has let go of it; at the end of the process
+  void wait();  // until that thread has released the store; at the end of the process
 
  private:
   bool all_gone();
   void keep();
 
-  c10::intrusive_ptr<c10d::Store> store_;  // null: it is no longer kept
+  c10::intrusive_ptr<c10d::Store> store_;  // null: released
   const int rank_, world_;
   // With a blank at its end. Read once, because a script may change the environment beside this thread.
   const std::string host_;

@@ -89,23 +89,23 @@ void HostExchange::collect(ShmGroup& group) {
     for (const int rank : ranks) append(give[0], give_[rank]);
   });
   if (hosts_.leads()) {
-    const size_t places = hosts_.ranks[hosts_.mine].size(), hosts = hosts_.ranks.size();
+    const size_t members = hosts_.ranks[hosts_.mine].size(), hosts = hosts_.ranks.size();
     totals_.assign(2 * hosts, 0);
     over_others([&](size_t host, const std::vector<int>& ranks) {
-      for (size_t place = 0; place < places; ++place)
+      for (size_t local = 0; local < members; ++local)
         for (const int rank : ranks) {
-          totals_[host] += given(place, rank);
-          totals_[hosts + host] += taken(place, rank);
+          totals_[host] += given(local, rank);
+          totals_[hosts + host] += taken(local, rank);
         }
     });
     outgoing_ = memory_.outgoing.of(all_of(0), type_);
     incoming_ = memory_.incoming.of(all_of(hosts), type_);
     int64_t at = 0;
     over_others([&](size_t, const std::vector<int>& ranks) {
-      for (size_t place = 0; place < places; ++place) {
+      for (size_t local = 0; local < members; ++local) {
         int64_t count = 0;
-        for (const int rank : ranks) count += given(place, rank);
-        take[place].push_back(next_of(outgoing_, at, count));
+        for (const int rank : ranks) count += given(local, rank);
+        take[local].push_back(next_of(outgoing_, at, count));
       }
     });
   }
@@ -118,9 +118,9 @@ std::vector<int64_t> HostExchange::told() const {
   Record sums;
   const auto begin = counts_.begin();
   const auto row = static_cast<std::ptrdiff_t>(n_);
-  for (size_t place = 0; place < hosts_.ranks[hosts_.mine].size(); ++place) {
-    const auto first = begin + static_cast<std::ptrdiff_t>(place) * 2 * row;
-    add_parts(sums, hosts_.ranks[hosts_.mine][place], {first, first + row}, {first + row, first + 2 * row});
+  for (size_t local = 0; local < hosts_.ranks[hosts_.mine].size(); ++local) {
+    const auto first = begin + static_cast<std::ptrdiff_t>(local) * 2 * row;
+    add_parts(sums, hosts_.ranks[hosts_.mine][local], {first, first + row}, {first + row, first + 2 * row});
   }
   made.push_back(static_cast<int64_t>(sums.given));
   made.push_back(static_cast<int64_t>(sums.taken));
@@ -164,8 +164,8 @@ void HostExchange::deliver(ShmGroup& group) const {
   over_others([&](size_t, const std::vector<int>& ranks) {
     for (const int rank : ranks) {
       append(take[0], take_[rank]);
-      for (size_t place = 0; hosts_.leads() && place < give.size(); ++place)
-        give[place].push_back(next_of(incoming_, at, taken(place, rank)));
+      for (size_t local = 0; hosts_.leads() && local < give.size(); ++local)
+        give[local].push_back(next_of(incoming_, at, taken(local, rank)));
     }
   });
   move(group, std::move(give), std::move(take));

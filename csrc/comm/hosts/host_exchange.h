@@ -1,4 +1,4 @@
-// One all_to_all among ranks on several hosts, carried by the hosts' leaders.
+// One all_to_all among ranks on several hosts; the leaders of the hosts exchange the messages.
 //
 // [Note: one message for each pair of hosts]
 // Sent from rank to rank, the rows of a host with m ranks for one with n would be m x n messages. Instead ranks copy
@@ -44,11 +44,11 @@ class HostExchange {
 
   // Copies rows for other hosts into the memory of the leader.
   void collect(ShmGroup& group);
-  // The numbers that a leader sends to the others. By host: the elements that ranks of this host send to ranks of that
-  // one, then the elements that they receive; and checksums of the counts of each rank of this host for each rank.
+  // The numbers that a leader sends to the others: for each host the elements that ranks of this host send to it, then
+  // for each host the elements that they receive from it, and two checksums of the counts of single ranks.
   std::vector<int64_t> told() const;
   static size_t numbers(const Hosts& hosts) { return 2 * hosts.ranks.size() + 2; }
-  // `all`: told() of all hosts. Fails if they contradict each other.
+  // `all`: told() of all hosts. Fails where the counts of two hosts differ.
   void check(const std::vector<std::vector<int64_t>>& all) const;
   // Exchanges one message with each other host: none is sent where there are no elements for it.
   WorkPtr cross(Communicator& leaders) const;
@@ -62,8 +62,8 @@ class HostExchange {
 
   template <typename Visit>
   void over_others(const Visit& visit) const;  // visit(number of the host, its ranks), in the order of the hosts
-  int64_t given(size_t place, int to) const { return counts_[place * 2 * n_ + static_cast<size_t>(to)]; }
-  int64_t taken(size_t place, int from) const { return counts_[(place * 2 + 1) * n_ + static_cast<size_t>(from)]; }
+  int64_t given(size_t local, int to) const { return counts_[local * 2 * n_ + static_cast<size_t>(to)]; }
+  int64_t taken(size_t local, int from) const { return counts_[(local * 2 + 1) * n_ + static_cast<size_t>(from)]; }
   void gather_counts(ShmGroup& group);
   void move(ShmGroup& group, Views give, Views take) const;
   int64_t all_of(size_t first) const;  // the sum of totals_ of all hosts from there on

@@ -17,7 +17,7 @@ int Hosts::host_of(int rank) const {
   return -1;
 }
 
-int Hosts::place_of(int rank) const {
+int Hosts::local_rank_of(int rank) const {
   const auto& host = ranks[host_of(rank)];
   return static_cast<int>(std::lower_bound(host.begin(), host.end(), rank) - host.begin());
 }
@@ -31,7 +31,7 @@ Hosts group_by_host(const std::vector<int64_t>& host_of_rank, int rank) {
     made.ranks[found->second].push_back(static_cast<int>(r));
   }
   made.mine = made.host_of(rank);
-  made.local = made.place_of(rank);
+  made.local = made.local_rank_of(rank);
   return made;
 }
 

@@ -56,12 +56,13 @@ size_t nccl_type_bytes(nccl::DataType type) {
 
 // ---- coming and going -----------------------------------------------------------------------------------------------
 
-NcclComm::NcclComm(NcclLibraryPtr library, NcclPlace place) : library_(std::move(library)), place_(std::move(place)) {}
+NcclComm::NcclComm(NcclLibraryPtr library, NcclMember member)
+    : library_(std::move(library)), member_(std::move(member)) {}
 
-std::shared_ptr<NcclComm> NcclComm::join(NcclLibraryPtr library, const nccl::UniqueId& id, NcclPlace place) {
-  if (place.size < 1 || place.rank < 0 || place.rank >= place.size)
-    fail(ErrorKind::kValue, "there is no rank ", place.rank, " in an NCCL communicator of ", place.size, " ranks");
-  std::shared_ptr<NcclComm> made(new NcclComm(std::move(library), std::move(place)));
+std::shared_ptr<NcclComm> NcclComm::join(NcclLibraryPtr library, const nccl::UniqueId& id, NcclMember member) {
+  if (member.size < 1 || member.rank < 0 || member.rank >= member.size)
+    fail(ErrorKind::kValue, "there is no rank ", member.rank, " in an NCCL communicator of ", member.size, " ranks");
+  std::shared_ptr<NcclComm> made(new NcclComm(std::move(library), std::move(member)));
   nccl::Config config;
   made->settle(made->library_->calls().comm_init_rank_config(&made->comm_, made->size(), id, made->rank(), &config));
   return made;
@@ -72,7 +73,7 @@ void NcclComm::leave() noexcept {
   const std::lock_guard lock(mutex_);
   if (!comm_ || depth_ > 0) return;
   try {
-    if (place_.quiesce && !place_.quiesce()) comm_ = nullptr;
+    if (member_.quiesce && !member_.quiesce()) comm_ = nullptr;
   } catch (const std::exception&) {  // a device that cannot be waited for has nothing under way
   }
   drop();
@@ -82,7 +83,7 @@ void NcclComm::close() {
   const std::lock_guard lock(mutex_);
   if (!comm_) return;
   if (depth_ > 0) fail(ErrorKind::kRuntime, who(), " cannot be closed inside a group: leave the group first.");
-  if (place_.quiesce && !place_.quiesce()) return static_cast<void>(comm_ = nullptr);
+  if (member_.quiesce && !member_.quiesce()) return static_cast<void>(comm_ = nullptr);
   last_ = "taking leave";
   for (void* handle : std::exchange(registered_, {})) library_->buffer_calls().comm_deregister(comm_, handle);
   settle(library_->calls().comm_finalize(comm_));
@@ -98,7 +99,7 @@ bool NcclComm::closed() const {
 }
 
 void NcclComm::abort(const std::string& reason) {
-  abort_asked_ = true;  // whoever waits in settle() lets go of the lock
+  abort_asked_ = true;  // a thread that waits in settle() releases the lock
   const std::lock_guard lock(mutex_);
   if (comm_ && problem_.empty()) problem_ = who() + " was aborted: " + reason;
   drop();
@@ -114,8 +115,8 @@ void NcclComm::drop() noexcept {
 // -----------------------------------------------------------------------------------------------------------
 
 std::string NcclComm::who() const {
-  return "NCCL communicator \"" + place_.name + "\", rank " + std::to_string(place_.rank) + " of " +
-         std::to_string(place_.size);
+  return "NCCL communicator \"" + member_.name + "\", rank " + std::to_string(member_.rank) + " of " +
+         std::to_string(member_.size);
 }
 
 void NcclComm::broken(const std::string& problem) {
@@ -127,11 +128,11 @@ void NcclComm::broken(const std::string& problem) {
 }
 
 void NcclComm::settle(nccl::Result result) {
-  const auto deadline = Clock::now() + place_.timeout;
+  const auto deadline = Clock::now() + member_.timeout;
   for (int turn = 0; result == nccl::kInProgress; ++turn) {
     if (abort_asked_) broken("it was aborted by another thread");
     if (turn > 0 && Clock::now() > deadline) {
-      const double seconds = std::chrono::duration<double>(place_.timeout).count();
+      const double seconds = std::chrono::duration<double>(member_.timeout).count();
       std::ostringstream text;
       text << "it has not come about within " << seconds << " s: another rank has not come, or is at another call";
       broken(text.str());
@@ -174,8 +175,8 @@ void NcclComm::run(const char* what, size_t count, nccl::DataType type, const Ca
 }
 
 void NcclComm::check_peer(const char* what, const char* role, int rank) const {
-  if (rank < 0 || rank >= place_.size)
-    fail(ErrorKind::kValue, who(), ": ", what, " got ", role, " ", rank, ", but ranks here are 0 to ", place_.size - 1,
+  if (rank < 0 || rank >= member_.size)
+    fail(ErrorKind::kValue, who(), ": ", what, " got ", role, " ", rank, ", but ranks here are 0 to ", member_.size - 1,
          ". They are those of the communicator, not of the whole job.");
 }
 
@@ -242,7 +243,7 @@ void NcclComm::recv(void* out, size_t count, nccl::DataType type, int peer, void
 
 void NcclComm::send_parts(const void* in, const std::vector<size_t>& counts, nccl::DataType type, void* stream) {
   size_t begun = 0;
-  for (int peer = 0; peer < place_.size; ++peer) {
+  for (int peer = 0; peer < member_.size; ++peer) {
     send(at(in, begun * nccl_type_bytes(type)), counts[peer], type, peer, stream);
     begun += counts[peer];
   }
@@ -250,7 +251,7 @@ void NcclComm::send_parts(const void* in, const std::vector<size_t>& counts, ncc
 
 void NcclComm::recv_parts(void* out, const std::vector<size_t>& counts, nccl::DataType type, void* stream) {
   size_t begun = 0;
-  for (int peer = 0; peer < place_.size; ++peer) {
+  for (int peer = 0; peer < member_.size; ++peer) {
     recv(const_cast<char*>(at(out, begun * nccl_type_bytes(type))), counts[peer], type, peer, stream);
     begun += counts[peer];
   }
@@ -268,8 +269,8 @@ void check_parts(const std::string& who, const char* what, const std::vector<siz
 
 void NcclComm::all_to_all(const void* in, const std::vector<size_t>& in_counts, void* out,
                           const std::vector<size_t>& out_counts, nccl::DataType type, void* stream) {
-  check_parts(who(), "the input of all_to_all", in_counts, place_.size);
-  check_parts(who(), "the output of all_to_all", out_counts, place_.size);
+  check_parts(who(), "the input of all_to_all", in_counts, member_.size);
+  check_parts(who(), "the output of all_to_all", out_counts, member_.size);
   grouped([&] {
     send_parts(in, in_counts, type, stream);
     recv_parts(out, out_counts, type, stream);

@@ -1,15 +1,15 @@
-// NCCL called directly, beside torch's process group: for what c10d has no way to say. Registered user buffers
-// (nccl_memory.h), several calls as one.
+// NCCL called directly, beside torch's process group, for features that c10d lacks: registered user buffers
+// (nccl_memory.h) and several calls as one.
 //
 // Contract: raw device pointers, element counts, and the stream to put the work on (a cudaStream_t). Calls return when
-// the work is on the stream; it ends when the stream gets there. Every rank issues the same calls in the same order.
-// `in` may be `out` where that is the same place of memory in the operation's sense (of all_gather this rank's row),
+// the work is on the stream, before it has ended. Every rank issues the same calls in the same order.
+// `in` may be `out` where NCCL works in place (in all_gather `in` is this rank's row of `out`),
 // else they do not overlap. Counts of zero do nothing. Ranks are those of the communicator.
 //
-// [Note: errors and timeout] The communicator is NCCL's non-blocking kind: what takes time is asked for, never waited
-// for inside the library. A rank that does not come, and whatever NCCL reports, now or later from its own threads,
-// becomes one ds::Error with the name, the rank and the call, and aborts the communicator, so that streams stop waiting
-// for it; all further calls repeat that error. Other ranks learn of it from NCCL, or when their timeout has passed.
+// [Note: errors and timeout] The communicator is NCCL's non-blocking kind: this class polls, and no call waits inside
+// the library. A missing rank or an error of NCCL, now or later from its own threads, becomes one ds::Error with the
+// name, the rank and the call, and aborts the communicator, so that streams stop waiting for it; all further calls
+// repeat that error. Other ranks get an error from NCCL, or when their timeout has passed.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -29,13 +29,13 @@ namespace ds::comm {
 const char* nccl_type_name(nccl::DataType type);  // fp32
 size_t nccl_type_bytes(nccl::DataType type);
 
-struct NcclPlace {
+struct NcclMember {
   std::string name;  // for messages
   int rank = 0;
   int size = 1;
   milliseconds timeout{30 * 60 * 1000};
-  // Waits until the device has done what streams hold; called before memory or a communicator is given back. False: the
-  // process is ending, and things are left to its end. Any thread.
+  // Waits until the device has finished all work on streams; called before memory or a communicator is freed. False:
+  // the process is ending, and nothing is freed. Any thread.
   std::function<bool()> quiesce;
 };
 
@@ -43,14 +43,14 @@ struct NcclPlace {
 class NcclComm {
  public:
   // Collective over the ranks that have `id` from one of them. Binds the device that is current.
-  static std::shared_ptr<NcclComm> join(NcclLibraryPtr library, const nccl::UniqueId& id, NcclPlace place);
+  static std::shared_ptr<NcclComm> join(NcclLibraryPtr library, const nccl::UniqueId& id, NcclMember member);
   ~NcclComm() { leave(); }
   NcclComm(const NcclComm&) = delete;
 
-  int rank() const { return place_.rank; }
-  int size() const { return place_.size; }
-  const std::string& name() const { return place_.name; }
-  const NcclPlace& place() const { return place_; }
+  int rank() const { return member_.rank; }
+  int size() const { return member_.size; }
+  const std::string& name() const { return member_.name; }
+  const NcclMember& member() const { return member_; }
   const NcclLibraryPtr& library() const { return library_; }
 
   void all_reduce(const void* in, void* out, size_t count, nccl::DataType, nccl::RedOp, void* stream);
@@ -65,19 +65,19 @@ class NcclComm {
                   const std::vector<size_t>& out_counts, nccl::DataType, void* stream);
 
   // The calls that `body` makes become one launch, and may depend on each other's peers in any order: sends and
-  // receives between two ranks do not wait for each other. Groups nest. If `body` throws, nothing more can be said of
-  // the other ranks: the communicator is aborted.
+  // receives between two ranks do not wait for each other. Groups nest. If `body` throws, the state of the other ranks
+  // is unknown, and the communicator is aborted.
   void grouped(const std::function<void()>& body);
 
   // kType where this NCCL cannot reduce elements of `type`.
   void check_reduction(const char* what, nccl::DataType type) const;
-  // Throws what NCCL has found out since the last call. Every call above does it first.
+  // Throws the errors that NCCL has reported since the last call. Every call above does it first.
   void check();
-  // Ends it here and now; what is on streams ends without a result. The first reason stays.
+  // Ends it at once; work on streams ends without a result. The first reason stays.
   void abort(const std::string& reason);
-  // Takes leave of the other ranks, which do the same. Idempotent. kRuntime if they do not within the timeout.
+  // Collective: finalizes the communicator. Idempotent. kRuntime if the other ranks do not call it in time.
   void close();
-  // Goes without waiting for the others, when what is on the device has ended. Idempotent.
+  // Ends it without the other ranks, after the work on the device. Idempotent.
   void leave() noexcept;
   bool closed() const;
 
@@ -86,7 +86,7 @@ class NcclComm {
   void deregister_memory(void* handle) noexcept;
 
  private:
-  NcclComm(NcclLibraryPtr library, NcclPlace place);
+  NcclComm(NcclLibraryPtr library, NcclMember member);
   template <typename Call>
   void run(const char* what, size_t count, nccl::DataType type, const Call& call);
   void start(const std::string& what);
@@ -101,13 +101,13 @@ class NcclComm {
   void recv_parts(void* out, const std::vector<size_t>& counts, nccl::DataType, void* stream);
 
   const NcclLibraryPtr library_;
-  const NcclPlace place_;
+  const NcclMember member_;
   const OwningProcess owner_;
   mutable std::recursive_mutex mutex_;
   nccl::Comm comm_ = nullptr;
   int depth_ = 0;                 // of groups
   int64_t calls_ = 0;             // number of the last call
-  std::string last_ = "joining";  // the call that an error is told of
+  std::string last_ = "joining";  // the call that an error names
   std::string problem_;           // the first error
   std::set<void*> registered_;
   std::atomic<bool> abort_asked_{false};

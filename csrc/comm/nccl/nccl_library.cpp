@@ -66,7 +66,7 @@ NcclLibraryPtr NcclLibrary::find(const std::vector<std::string>& candidates) {
     if (!wanted.empty() && !same_file(wanted, path))
       fail(ErrorKind::kValue, "DS_NCCL_LIBRARY names ", wanted, ", but this process has ", path,
            " already (torch loads its own), and two NCCLs in one process get into each other's way. Unset the variable "
-           "to use the one that is there, or put the other one in its place before the program starts: LD_PRELOAD=",
+           "to use the one that is there, or load the other one before the program starts: LD_PRELOAD=",
            wanted, ".");
     return NcclLibraryPtr(new NcclLibrary(handle, path));
   }

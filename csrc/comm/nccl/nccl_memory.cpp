@@ -21,7 +21,7 @@ bool quiet(const std::function<bool()>& quiesce) noexcept {
 
 NcclRegistration::NcclRegistration(const NcclCommPtr& communicator, void* data, size_t bytes)
     : communicator_(communicator),
-      quiesce_(communicator->place().quiesce),
+      quiesce_(communicator->member().quiesce),
       handle_(communicator->register_memory(data, bytes)) {}
 
 void NcclRegistration::release() {
@@ -32,7 +32,7 @@ void NcclRegistration::release() {
 }
 
 NcclBuffer::NcclBuffer(const NcclCommPtr& communicator, size_t bytes)
-    : library_(communicator->library()), quiesce_(communicator->place().quiesce), bytes_(bytes) {
+    : library_(communicator->library()), quiesce_(communicator->member().quiesce), bytes_(bytes) {
   communicator->check();
   const nccl::Result result = library_->buffer_calls().mem_alloc(&data_, bytes);
   if (result != nccl::kSuccess)

@@ -58,7 +58,7 @@ class NoteRings {
   NoteRings(const NoteRings&) = delete;
 
   const SharedFile& file() const { return file_; }
-  NoteRing& at(int place) const { return rings_[place]; }
+  NoteRing& at(int index) const { return rings_[index]; }
 
  private:
   NoteRings() = default;

@@ -169,8 +169,8 @@ bool PipeInbox::help(Lock& lock) {
 }
 
 void PipeInbox::copy_chunks(Copying& copying) const {
-  for (size_t place = copying.next++; place < copying.chunks.size(); place = copying.next++) {
-    const Chunk& chunk = copying.chunks[place];
+  for (size_t index = copying.next++; index < copying.chunks.size(); index = copying.next++) {
+    const Chunk& chunk = copying.chunks[index];
     if (!read_peer(source_.pid, chunk.from, chunk.to, chunk.bytes)) copying.failed = true;
     ++copying.done;
   }

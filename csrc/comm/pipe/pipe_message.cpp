@@ -37,19 +37,19 @@ T take(const char*& bytes, const char* end) {
 std::vector<char> describe_pieces(const PipeMessage& message) {
   std::vector<char> bytes;
   bytes.reserve(message.pieces.size() * 40);
-  for (size_t place = 0; place < message.pieces.size(); ++place) {
-    const at::Tensor& tensor = message.pieces[place].tensor;
+  for (size_t index = 0; index < message.pieces.size(); ++index) {
+    const at::Tensor& tensor = message.pieces[index].tensor;
     if (!tensor.defined()) {
       append_bytes(bytes, PieceHead{-1, 0, 0});
       continue;
     }
     if (tensor.layout() != at::kStrided || tensor.is_quantized())
-      fail(ErrorKind::kValue, "tensor ", place, " of what goes to another stage is ",
+      fail(ErrorKind::kValue, "tensor ", index, " of what goes to another stage is ",
            tensor.is_quantized() ? "quantized" : "sparse", ": only dense tensors travel; convert it, for example with ",
            tensor.is_quantized() ? "dequantize()" : "to_dense()");
     append_bytes(
         bytes, PieceHead{static_cast<int16_t>(tensor.scalar_type()),
-                         static_cast<uint16_t>(message.pieces[place].wants_grad), static_cast<int32_t>(tensor.dim())});
+                         static_cast<uint16_t>(message.pieces[index].wants_grad), static_cast<int32_t>(tensor.dim())});
     for (const int64_t size : tensor.sizes()) append_bytes(bytes, size);
   }
   return bytes;

@@ -15,7 +15,7 @@
 namespace ds::comm {
 
 struct PipePiece {
-  at::Tensor tensor;        // undefined: nothing at this place
+  at::Tensor tensor;        // undefined: no tensor at this index
   bool wants_grad = false;  // of an activation: its gradient comes back
 };
 struct PipeMessage {

@@ -61,7 +61,7 @@ std::shared_ptr<SharedSegments> SharedSegments::create(int rank, int size, int64
   SegmentFacts mine;
   // Taken now: a page that is missing later would end the process with a bus error.
   if (file >= 0 && posix_fallocate(file, 0, bytes) == 0) mine.file = own;
-  mine.place = host_id();
+  mine.host = host_id();
   mine.bytes = bytes;
   const std::vector<SegmentFacts> all = rendezvous.exchange(mine);
 
@@ -69,7 +69,7 @@ std::shared_ptr<SharedSegments> SharedSegments::create(int rank, int size, int64
   bool ok = static_cast<int>(all.size()) == size;
   for (int other = 0; other < size && ok; ++other) {
     const SegmentFacts& theirs = all[other];
-    ok = theirs.file.file >= 0 && theirs.place == mine.place && theirs.bytes == bytes;
+    ok = theirs.file.file >= 0 && theirs.host == mine.host && theirs.bytes == bytes;
     if (!ok) break;
     const int opened = other == rank ? file : open_shared_file(theirs.file);
     ok = opened >= 0;
@@ -78,7 +78,7 @@ std::shared_ptr<SharedSegments> SharedSegments::create(int rank, int size, int64
     ok = made_segments->mappings_.back()->data != nullptr;
     if (other != rank) close(opened);
   }
-  const bool everywhere = rendezvous.all(ok);  // nobody closes its file before all have opened it
+  const bool everywhere = rendezvous.all(ok);  // no rank closes its file before all have opened it
   if (file >= 0) close(file);
   return everywhere ? made_segments : nullptr;
 }

@@ -13,7 +13,7 @@ namespace ds::comm {
 // Facts with which another rank maps this rank's file.
 struct SegmentFacts {
   SharedFile file;
-  int64_t place = 0, bytes = 0;
+  int64_t host = 0, bytes = 0;
 };
 
 // Functions by which ranks exchange facts; both are collective.

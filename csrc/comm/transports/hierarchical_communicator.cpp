@@ -63,14 +63,14 @@ class FingerprintExchange {
       }
     });
   }
-  // This host has failed in the call, for this reason. Waits for nobody: who has not come yet hears of it then.
+  // Tells the other hosts that this one has failed in the call. Does not wait: hosts that come later get it then.
   void tell_failure(const std::string& why) noexcept {
     if (!tree_.leaders || work_) return;
     try {
       why_ = why.substr(0, why.find('\n'));
       begin(record(kFailed), {});
       tree_.told = work_;
-    } catch (const std::exception&) {  // nobody can be told
+    } catch (const std::exception&) {  // the leaders cannot be reached
       return;
     }
   }
@@ -192,11 +192,11 @@ class HierarchicalCommunicator : public Communicator {
     const Record header = record_of(op, rank(), size());
     return submit(header, [op, header](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
       const at::Tensor& tensor = op.out;
-      const int from = tree.hosts.host_of(op.peer), place = tree.hosts.place_of(op.peer);
+      const int from = tree.hosts.host_of(op.peer), local = tree.hosts.local_rank_of(op.peer);
       const auto inside = [&](int local_root) {
         group.broadcast(tensor.data_ptr(), count_of(tensor), tensor.scalar_type(), local_root, op.tag);
       };
-      from == tree.hosts.mine ? inside(place) : group.agree(header);
+      from == tree.hosts.mine ? inside(local) : group.agree(header);
       fingerprints.compare(group);
       tree.between_hosts(group, [&](Communicator& leaders) { leaders.broadcast(tensor, from)->wait(); });
       if (from != tree.hosts.mine) inside(0);
@@ -272,19 +272,19 @@ class HierarchicalCommunicator : public Communicator {
     mine.narrow(0, 0, block.size(0)).copy_(block);
     leaders.all_gather(mine, blocks)->wait();
     for (size_t host = 0; host < hosts.ranks.size(); ++host)
-      for (size_t place = 0; place < hosts.ranks[host].size(); ++place)
-        rows.select(0, hosts.ranks[host][place])
-            .copy_(blocks.select(0, static_cast<int64_t>(host)).select(0, static_cast<int64_t>(place)));
+      for (size_t local = 0; local < hosts.ranks[host].size(); ++local)
+        rows.select(0, hosts.ranks[host][local])
+            .copy_(blocks.select(0, static_cast<int64_t>(host)).select(0, static_cast<int64_t>(local)));
   }
 
   // rows[r]: what this host has reduced for rank r. Returns what all hosts have for the ranks of this host.
   static at::Tensor reduced_over_hosts(Communicator& leaders, const Hosts& hosts, const at::Tensor& rows, ReduceOp op) {
     const at::Tensor blocks = at::zeros({leaders.size(), most_ranks(hosts), rows.size(1)}, rows.options());
     for (size_t host = 0; host < hosts.ranks.size(); ++host)
-      for (size_t place = 0; place < hosts.ranks[host].size(); ++place)
+      for (size_t local = 0; local < hosts.ranks[host].size(); ++local)
         blocks.select(0, static_cast<int64_t>(host))
-            .select(0, static_cast<int64_t>(place))
-            .copy_(rows.select(0, hosts.ranks[host][place]));
+            .select(0, static_cast<int64_t>(local))
+            .copy_(rows.select(0, hosts.ranks[host][local]));
     const at::Tensor mine = blocks.select(0, leaders.rank());
     leaders.run({Verb::kReduceScatter, blocks, mine, {}, {}, op, -1, {}})->wait();
     return mine;

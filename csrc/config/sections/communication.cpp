@@ -86,7 +86,7 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
   c.add(integer("data_parallel_size", nullptr, "Data-parallel ranks; with sequence_parallel_size it makes a 2-D mesh.")
             .above(0));
   c.add(integer("allgather_size", 500000000,
-                "Old place of the bucket size, read when zero_optimization is a bare boolean.")
+                "Old key of the bucket size, read when zero_optimization is a bare boolean.")
             .at_least(0)
             .deprecated_for("zero_optimization.allgather_bucket_size"));
   // Ours, not DeepSpeed's.

@@ -34,7 +34,7 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
                 integer("memory_limit", 0, "Bytes of states and activations of a stage, for schedule auto; 0: any.")
                     .at_least(0),
                 boolean("use_reentrant", true, "Recomputed segments run re-entrantly."),
-                boolean("seed_layers", false, "Seed each layer by its place."),
+                boolean("seed_layers", false, "Seed each layer by its index."),
                 integer("activation_checkpoint_interval", 0, "Layers per recomputed segment; 0 keeps all activations.")
                     .at_least(0),
                 boolean("pipe_partitioned", true, "Shard activations over model-parallel ranks between stages."),

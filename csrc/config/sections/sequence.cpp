@@ -6,7 +6,7 @@ DS_CONFIG_CHAPTER(36, kTraining, "Sequence parallelism") {
   // Ours, not DeepSpeed's.
   c.add(section("sequence_parallel", "Ranks that share one sequence, and what lets sequences be longer.",
                 {
-                    integer("size", nullptr, "Ranks that share one sequence: another place of sequence_parallel_size.")
+                    integer("size", nullptr, "Ranks that share one sequence: another key for sequence_parallel_size.")
                         .above(0),
                     text("method", "auto",
                          "How they share the attention of a model of transformers. ulysses: tokens are exchanged for "
@@ -51,7 +51,7 @@ DS_CONFIG_CHAPTER(36, kTraining, "Sequence parallelism") {
   c.rule("sequence_parallel.offload \"file\" needs sequence_parallel.folder.", [](RuleContext& j) {
     const bool file = j.text("sequence_parallel.offload") == "file";
     if (file && j.text("sequence_parallel.folder").empty())
-      j.error({"sequence_parallel.offload"}, "files need a place.", "Set sequence_parallel.folder to a folder.");
+      j.error({"sequence_parallel.offload"}, "files need a folder.", "Set sequence_parallel.folder to a folder.");
     if (!file && j.given("sequence_parallel.folder"))
       j.warn({"sequence_parallel.folder"}, "has no effect unless offload is \"file\".");
   });

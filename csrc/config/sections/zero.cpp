@@ -129,7 +129,7 @@ std::vector<Field> stage_3_fields() {
           .alias("module_granularity_threshold"),
       boolean("stage3_use_all_reduce_for_fetch_params", false,
               "Gather parameters by an all-reduce of zeros and slices.")
-          .no_effect("gathers copy each slice to its place")
+          .no_effect("gathers copy each slice to its offset")
           .alias("use_all_reduce_for_fetch_params"),
       boolean("stage3_allgather_sequential", false, "Gather parameters one after the other, not into one buffer.")
           .no_effect("gathers need no common buffer")

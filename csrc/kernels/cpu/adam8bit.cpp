@@ -92,8 +92,8 @@ void encode_block(const CodeBook& book, const float* x, unsigned char* codes, fl
     auto level = Max(Sub(BitCast(di, guess), whole_bits), Zero(di));
     const auto higher = RebindMask(di, Ge(size, until.pick(d, level)));
     level = IfThenElse(higher, Add(level, Set(di, 1)), level);
-    const auto place = Add(Mul(size, scale.pick(d, level)), bias.pick(d, level));
-    const auto rank = CopySignToAbs(Min(place, last.pick(d, level)), y);
+    const auto scaled = Add(Mul(size, scale.pick(d, level)), bias.pick(d, level));
+    const auto rank = CopySignToAbs(Min(scaled, last.pick(d, level)), y);
     const auto code = Add(start, BitCast(di, Add(rank, whole)));
     const auto none = RebindMask(di, Lt(size, least));
     StoreU(DemoteTo(d8, IfThenElse(none, zero, code)), d8, codes + i);  // -1, not in the book, becomes 0
@@ -130,7 +130,7 @@ void adam8bit(const Launch& launch, Isa isa, const UpdateSegment* segments, size
   for (size_t s = 0; s < count; ++s) blocks[s].numel = code_blocks(segments[s].numel);
   const auto update = [&](size_t s, size_t first, size_t last) {
     alignas(64) float states[2][kCodeBlock];
-    unsigned char shorter[kCodeBlock] = {};  // in place of the codes of a last block that is not full
+    unsigned char shorter[kCodeBlock] = {};  // instead of the codes of a last block that is not full
     const UpdateSegment& whole = segments[s];
     for (size_t block = first; block < last; ++block) {
       const size_t begin = block * kCodeBlock, n = std::min(kCodeBlock, whole.numel - begin);

@@ -80,7 +80,7 @@ struct Seen {
   bool partly;
 };
 inline Seen seen_of(const AttentionShape& s, int64_t row, int64_t count, int64_t start, int64_t keys) {
-  const KeyRun low = keys_by_place(s, row), high = keys_by_place(s, row + count - 1);
+  const KeyRun low = keys_by_position(s, row), high = keys_by_position(s, row + count - 1);
   const int64_t begin = cpu::most(low.first - start, 0), end = cpu::least(high.stop - start, keys);
   const bool partly = high.first - start > begin / kTileRows * kTileRows || low.stop - start < end;
   return {begin / kTileRows * kTileRows, cpu::most(end, begin / kTileRows * kTileRows), partly};
@@ -118,7 +118,7 @@ inline bool mask_scores(const AttentionShape& s, int64_t batch, int64_t row, int
   if (seen.partly) {
     HWY_ALIGN float first[cpu::kPadding], stop[cpu::kPadding];
     for (int64_t i = 0; i < wide; ++i) {
-      const KeyRun run = keys_by_place(s, row + cpu::least(i, count - 1));
+      const KeyRun run = keys_by_position(s, row + cpu::least(i, count - 1));
       first[i] = static_cast<float>(cpu::most(run.first - start, 0));
       stop[i] = static_cast<float>(cpu::most(cpu::least(run.stop - start, seen.end), 0));
     }

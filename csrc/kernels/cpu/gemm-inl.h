@@ -89,7 +89,7 @@ void pack(float* packed, const T* x, int64_t count, int64_t depth, int64_t along
 }
 
 // c[i][j] += sum over p of a[p][i] * b[p][j] for a tile of kTileRows x two registers, of which `rows` x `columns` are
-// c's; with `fresh` = in the place of +=.
+// c's; with `fresh` = instead of +=.
 inline void add_tile(const float* a, const float* b, int64_t depth, float* c, int64_t stride, int64_t rows,
                      int64_t columns, bool fresh) {
   const ScalableTag<float> d;

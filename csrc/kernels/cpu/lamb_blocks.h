@@ -1,4 +1,4 @@
-// The arguments of LAMB's range bodies in place of plain constants. Includes nothing that generates code: it is seen by
+// The arguments of LAMB's range bodies instead of plain constants. Includes nothing that generates code: it is seen by
 // every instruction set's compilation ([Note: dispatch] in targets.h).
 #pragma once
 #include <cstddef>

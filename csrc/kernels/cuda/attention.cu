@@ -29,7 +29,7 @@ __device__ Acc largest_of_warp(Acc x) {
   return x;
 }
 
-__device__ inline int64_t place(const AttentionOperand& x, int64_t batch, int64_t head, int64_t token) {
+__device__ inline int64_t offset_of(const AttentionOperand& x, int64_t batch, int64_t head, int64_t token) {
   return batch * x.batch + head * x.head + token * x.token;
 }
 
@@ -48,7 +48,7 @@ __device__ Acc dot(const Acc* row, const void* data, DType dtype, int64_t at, in
   return sum;
 }
 
-// keys_by_place() and looks, for one key.
+// keys_by_position() and looks, for one key.
 __device__ inline bool may_see(const AttentionShape& s, int64_t batch, int64_t row, int64_t key) {
   const int64_t own = row + s.offset;
   if (s.causal && key > own) return false;
@@ -101,7 +101,7 @@ __global__ void forward_kernel(AttentionShape s, AttentionOperand query, Attenti
   Acc* sums = own + s.size;
   Acc *largest = static_cast<Acc*>(state.largest) + r.number, *total = static_cast<Acc*>(state.total) + r.number,
       *sum = static_cast<Acc*>(state.sum) + r.number * s.value_size;
-  const int64_t kv = r.head / (s.heads / s.kv_heads), at = place(query, r.batch, r.head, r.token);
+  const int64_t kv = r.head / (s.heads / s.kv_heads), at = offset_of(query, r.batch, r.head, r.token);
   for (int64_t f = lane; f < s.size; f += kWarp)
     own[f] = element<Acc>(query.data, s.dtype, at + f) * static_cast<Acc>(s.scale);
   for (int64_t f = lane; f < s.value_size; f += kWarp) sums[f] = fresh ? Acc(0) : sum[f];
@@ -110,8 +110,8 @@ __global__ void forward_kernel(AttentionShape s, AttentionOperand query, Attenti
   for (int64_t first = 0; first < s.keys; first += kWarp) {
     const int64_t j = first + lane;
     const bool sees = j < s.keys && may_see(s, r.batch, r.token, j);
-    const Acc score =
-        sees ? capped(s, dot(own, key.data, s.dtype, place(key, r.batch, kv, j), s.size)) : static_cast<Acc>(-INFINITY);
+    const Acc score = sees ? capped(s, dot(own, key.data, s.dtype, offset_of(key, r.batch, kv, j), s.size))
+                           : static_cast<Acc>(-INFINITY);
     const Acc level = larger(high, largest_of_warp(score));
     if (level == static_cast<Acc>(-INFINITY)) continue;  // the whole warp: nothing has been seen
     const Acc shrink = exp(high - level), p = sees ? exp(score - level) : Acc(0);
@@ -122,7 +122,7 @@ __global__ void forward_kernel(AttentionShape s, AttentionOperand query, Attenti
     for (int64_t f = lane; f < s.value_size; f += kWarp) sums[f] *= shrink;
     for (int64_t t = 0; t < count; ++t) {
       const Acc weight = __shfl_sync(0xffffffffu, used, static_cast<int>(t));
-      const int64_t from = place(value, r.batch, kv, first + t);
+      const int64_t from = offset_of(value, r.batch, kv, first + t);
       if (weight == 0) continue;
       for (int64_t f = lane; f < s.value_size; f += kWarp)
         sums[f] += weight * element<Acc>(value.data, s.dtype, from + f);
@@ -167,8 +167,8 @@ __global__ void query_kernel(AttentionShape s, AttentionOperand query, Attention
   if (!row_of_warp(s.heads, s.queries, rows, r)) return;
   const int lane = threadIdx.x % kWarp;
   Acc *own = shared_of_warp<Acc>(2 * s.size + s.value_size), *upper = own + s.size, *sums = upper + s.value_size;
-  const int64_t kv = r.head / (s.heads / s.kv_heads), at = place(query, r.batch, r.head, r.token),
-                above = place(grad, r.batch, r.head, r.token);
+  const int64_t kv = r.head / (s.heads / s.kv_heads), at = offset_of(query, r.batch, r.head, r.token),
+                above = offset_of(grad, r.batch, r.head, r.token);
   for (int64_t f = lane; f < s.size; f += kWarp) own[f] = element<Acc>(query.data, s.dtype, at + f), sums[f] = 0;
   for (int64_t f = lane; f < s.value_size; f += kWarp) upper[f] = element<Acc>(grad.data, s.dtype, above + f);
   __syncwarp();
@@ -176,13 +176,13 @@ __global__ void query_kernel(AttentionShape s, AttentionOperand query, Attention
     const int64_t j = first + lane;
     Pair<Acc> found = {0, 0};
     if (j < s.keys && may_see(s, r.batch, r.token, j))
-      found = pair_of(s, dot(own, key.data, s.dtype, place(key, r.batch, kv, j), s.size),
-                      dot(upper, value.data, s.dtype, place(value, r.batch, kv, j), s.value_size), lse[r.number],
+      found = pair_of(s, dot(own, key.data, s.dtype, offset_of(key, r.batch, kv, j), s.size),
+                      dot(upper, value.data, s.dtype, offset_of(value, r.batch, kv, j), s.value_size), lse[r.number],
                       row_sum[r.number], factor<Acc>(s, r.batch, r.head, r.token, j));
     const int64_t count = s.keys - first < kWarp ? s.keys - first : kWarp;
     for (int64_t t = 0; t < count; ++t) {
       const Acc weight = __shfl_sync(0xffffffffu, found.score, static_cast<int>(t));
-      const int64_t from = place(key, r.batch, kv, first + t);
+      const int64_t from = offset_of(key, r.batch, kv, first + t);
       if (weight == 0) continue;
       for (int64_t f = lane; f < s.size; f += kWarp) sums[f] += weight * element<Acc>(key.data, s.dtype, from + f);
     }
@@ -200,8 +200,8 @@ __global__ void key_kernel(AttentionShape s, AttentionOperand query, AttentionOp
   const int lane = threadIdx.x % kWarp;
   Acc *own = shared_of_warp<Acc>(2 * (s.size + s.value_size)), *own_value = own + s.size,
       *key_sums = own_value + s.value_size, *value_sums = key_sums + s.size;
-  const int64_t readers = s.heads / s.kv_heads, at = place(key, r.batch, r.head, r.token),
-                at_value = place(value, r.batch, r.head, r.token);
+  const int64_t readers = s.heads / s.kv_heads, at = offset_of(key, r.batch, r.head, r.token),
+                at_value = offset_of(value, r.batch, r.head, r.token);
   for (int64_t f = lane; f < s.size; f += kWarp) own[f] = element<Acc>(key.data, s.dtype, at + f), key_sums[f] = 0;
   for (int64_t f = lane; f < s.value_size; f += kWarp)
     own_value[f] = element<Acc>(value.data, s.dtype, at_value + f), value_sums[f] = 0;
@@ -212,14 +212,15 @@ __global__ void key_kernel(AttentionShape s, AttentionOperand query, AttentionOp
       const int64_t i = first + lane;
       Pair<Acc> found = {0, 0};
       if (i < s.queries && may_see(s, r.batch, i, r.token))
-        found = pair_of(s, dot(own, query.data, s.dtype, place(query, r.batch, head, i), s.size),
-                        dot(own_value, grad.data, s.dtype, place(grad, r.batch, head, i), s.value_size),
+        found = pair_of(s, dot(own, query.data, s.dtype, offset_of(query, r.batch, head, i), s.size),
+                        dot(own_value, grad.data, s.dtype, offset_of(grad, r.batch, head, i), s.value_size),
                         lse[number + i], row_sum[number + i], factor<Acc>(s, r.batch, head, i, r.token));
       const int64_t count = s.queries - first < kWarp ? s.queries - first : kWarp;
       for (int64_t t = 0; t < count; ++t) {
         const Acc p = __shfl_sync(0xffffffffu, found.probability, static_cast<int>(t)),
                   down = __shfl_sync(0xffffffffu, found.score, static_cast<int>(t));
-        const int64_t from = place(query, r.batch, head, first + t), above = place(grad, r.batch, head, first + t);
+        const int64_t from = offset_of(query, r.batch, head, first + t),
+                      above = offset_of(grad, r.batch, head, first + t);
         if (p == 0 && down == 0) continue;
         for (int64_t f = lane; f < s.size; f += kWarp)
           key_sums[f] += down * element<Acc>(query.data, s.dtype, from + f);

@@ -12,7 +12,7 @@ namespace {
 DType wide_of(DType dtype) { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
 
 // The offset of a token's features.
-int64_t place(const AttentionOperand& x, int64_t batch, int64_t head, int64_t token) {
+int64_t offset_of(const AttentionOperand& x, int64_t batch, int64_t head, int64_t token) {
   return batch * x.batch + head * x.head + token * x.token;
 }
 
@@ -23,7 +23,7 @@ double dot(DType dtype, const void* a, int64_t i, const void* b, int64_t j, int6
 }
 
 bool may_see(const AttentionShape& s, int64_t batch, int64_t row, int64_t key) {
-  const KeyRun run = keys_by_place(s, row);
+  const KeyRun run = keys_by_position(s, row);
   if (key < run.first || key >= run.stop) return false;
   return s.looks == nullptr || s.looks[batch * s.looks_batch + row * s.looks_query + key] != 0;
 }
@@ -60,8 +60,8 @@ void attention_forward(const Launch&, const AttentionShape& s, const AttentionOp
     double largest = before, total = fresh ? 0 : load(state.total, wide, row);
     for (int64_t j = 0; j < s.keys; ++j) {
       if (!may_see(s, b, i, j)) continue;
-      scores[j] =
-          capped(s, s.scale * dot(s.dtype, query.data, place(query, b, h, i), key.data, place(key, b, kv, j), s.size));
+      scores[j] = capped(
+          s, s.scale * dot(s.dtype, query.data, offset_of(query, b, h, i), key.data, offset_of(key, b, kv, j), s.size));
       largest = larger(largest, scores[j]);
     }
     const double shrink = before == -INFINITY ? 0 : std::exp(before - largest);
@@ -75,7 +75,7 @@ void attention_forward(const Launch&, const AttentionShape& s, const AttentionOp
     for (int64_t f = 0; f < s.value_size; ++f) {
       double sum = shrink == 0 ? 0 : load(state.sum, wide, row * s.value_size + f) * shrink;
       for (int64_t j = 0; j < s.keys; ++j)
-        if (may_see(s, b, i, j)) sum += scores[j] * load(value.data, s.dtype, place(value, b, kv, j) + f);
+        if (may_see(s, b, i, j)) sum += scores[j] * load(value.data, s.dtype, offset_of(value, b, kv, j) + f);
       store(state.sum, wide, row * s.value_size + f, sum);
     }
     store(state.largest, wide, row, largest);
@@ -104,15 +104,15 @@ void attention_backward(const Launch&, const AttentionShape& s, const AttentionO
       values(s.batch * s.kv_heads * s.keys * s.value_size);
   std::vector<double> queries(s.size);
   each_row(s, [&](int64_t b, int64_t h, int64_t kv, int64_t i, int64_t row) {
-    const int64_t own = place(query, b, h, i), upper = place(grad, b, h, i);
+    const int64_t own = offset_of(query, b, h, i), upper = offset_of(grad, b, h, i);
     std::fill(queries.begin(), queries.end(), 0.0);
     for (int64_t j = 0; j < s.keys; ++j) {
       if (!may_see(s, b, i, j)) continue;
-      const int64_t at = place(key, b, kv, j), slot = (b * s.kv_heads + kv) * s.keys + j;
+      const int64_t at = offset_of(key, b, kv, j), slot = (b * s.kv_heads + kv) * s.keys + j;
       const double score = capped(s, s.scale * dot(s.dtype, query.data, own, key.data, at, s.size));
       const double p = std::exp(score - load(lse, wide, row));
       const double kept = factor(s, b, h, i, j);
-      const double part = kept * dot(s.dtype, grad.data, upper, value.data, place(value, b, kv, j), s.value_size);
+      const double part = kept * dot(s.dtype, grad.data, upper, value.data, offset_of(value, b, kv, j), s.value_size);
       const double slope = s.soft_cap > 0 ? 1 - (score / s.soft_cap) * (score / s.soft_cap) : 1;
       const double down = p * (part - load(row_sum, wide, row)) * slope * s.scale;
       for (int64_t f = 0; f < s.value_size; ++f)

@@ -50,19 +50,19 @@ class FilePart : public Part {
   }
 
  private:
-  struct Place {
+  struct Block {
     uint64_t offset;
     size_t bytes;
   };
 
   void transfer(size_t block, char* data, bool reads) {
-    const Place place = blocks_[block];
-    const size_t whole = io::round_up(place.bytes, io::kBlockBytes);
+    const Block found = blocks_[block];
+    const size_t whole = io::round_up(found.bytes, io::kBlockBytes);
     const auto async =
         direct_ && whole > request_bytes_ ? io::open_async(*files_, file_, path_, direct_, depth_) : nullptr;
     if (!async) {
-      if (reads) return files_->read_all(file_, path_, data, whole, place.offset, place.bytes);
-      return files_->write_all(file_, path_, data, whole, place.offset);
+      if (reads) return files_->read_all(file_, path_, data, whole, found.offset, found.bytes);
+      return files_->write_all(file_, path_, data, whole, found.offset);
     }
     int busy = 0;
     for (size_t at = 0; at < whole; at += request_bytes_) {
@@ -72,9 +72,9 @@ class FilePart : public Part {
       }
       const size_t now = std::min(request_bytes_, whole - at);
       if (reads) {
-        async->submit_read(data + at, now, place.offset + at, std::min(now, place.bytes - at));
+        async->submit_read(data + at, now, found.offset + at, std::min(now, found.bytes - at));
       } else {
-        async->submit_write(data + at, now, place.offset + at);
+        async->submit_write(data + at, now, found.offset + at);
       }
       ++busy;
     }
@@ -89,7 +89,7 @@ class FilePart : public Part {
   std::string path_;
   bool direct_ = true;
   io::Descriptor file_;
-  std::vector<Place> blocks_;
+  std::vector<Block> blocks_;
 };
 
 class FileTier : public Tier {

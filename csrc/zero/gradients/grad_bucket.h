@@ -17,7 +17,7 @@ enum class BucketState : uint8_t {
   kFilling,    // gradients are written into the slots
   kLaunched,   // the reduction has started, and may still read the slots
   kReceived,   // `received` is this rank's row of the sum, and the slots are free
-  kLeaving,    // that row is being written to its place of rest; it counts when the backward has ended
+  kLeaving,    // that row is being written to its tier; it counts when the backward has ended
   kReduced,    // the sum is in the row of reduced gradients
   kArrived,    // the row is complete, and GradArrivals has been told
   kAbandoned,  // the backward has raised

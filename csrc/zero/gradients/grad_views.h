@@ -1,8 +1,8 @@
 // Gradients as users see them between backward and step: a view of the flat buffer as .grad, and what they put there.
 //
 // Only gradients that lie whole on every rank are shown, and only where they have the parameter's own dtype (autograd
-// allows no other). Edits of .grad count: in place they change the buffer itself; a tensor that the user has put in its
-// place is copied into the slot; a .grad that is gone is no gradient.
+// allows no other). Edits of .grad count: in place they change the buffer itself; another tensor as
+// .grad is copied into the slot; a .grad that is gone is no gradient.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -39,8 +39,8 @@ class GradViews {
   void attach(size_t param) { store_.spec(param).tensor.mutable_grad() = slot(param); }
   void detach();  // every .grad is undefined
 
-  // Takes what the user has left in .grad; `filled` says afterwards which slots hold a gradient. Gradients that are
-  // not shown go to `elsewhere`, and .grad is undefined then.
+  // Takes the values of .grad that the user has left; `filled` then marks the slots that hold a gradient. Gradients
+  // that are not shown go to `elsewhere`, and their .grad is undefined.
   using Elsewhere = std::function<void(size_t param, const at::Tensor& grad)>;
   void adopt(std::vector<SlotState>& filled, const Elsewhere& elsewhere);
 

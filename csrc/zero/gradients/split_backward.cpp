@@ -190,7 +190,7 @@ SplitBackward::SplitBackward(const std::vector<at::Tensor>& outputs, std::vector
   const Graph graph(halves.roots, leaves);
   for (const NodePtr& node : graph.nodes())
     if (leaves.count(node.get())) halves.first.emplace_back(node, 0);
-  halves.whole = halves.first.empty();  // nobody waits
+  halves.whole = halves.first.empty();  // no part waits for it
   if (halves.whole) return;
   const auto& nodes = graph.nodes();
   halves.whole_first = any_of(nodes, [](const NodePtr& node) { return recomputes(*node); });
@@ -237,10 +237,10 @@ void SplitBackward::run_weights() {
     // set_next_edge() refuses nodes that others lead to: it cannot know that nothing runs through them any more.
     for (Edge& edge : const_cast<edge_list&>(boundary.node->next_edges()))
       if (edge.is_valid() && halves->to_input.count(edge.function.get())) edge = Edge();
-    for (size_t place = 0; place < boundary.grads->size(); ++place) {
-      if (!(*boundary.grads)[place].defined()) continue;
-      roots.emplace_back(boundary.node, static_cast<uint32_t>(place));
-      grads.push_back((*boundary.grads)[place]);
+    for (size_t index = 0; index < boundary.grads->size(); ++index) {
+      if (!(*boundary.grads)[index].defined()) continue;
+      roots.emplace_back(boundary.node, static_cast<uint32_t>(index));
+      grads.push_back((*boundary.grads)[index]);
     }
   }
   run(roots, grads, false, halves->later);

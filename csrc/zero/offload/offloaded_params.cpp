@@ -31,7 +31,7 @@ OffloadedParams::OffloadedParams(std::shared_ptr<storage::ShardStorage> storage,
 }
 
 // As many of the first blocks as there is room for rest on the host.
-storage::Placement OffloadedParams::placed(const storage::Cuts& ends) {
+storage::Placement OffloadedParams::placement_for(const storage::Cuts& ends) {
   storage::Placement placement = placement_;
   if (!in_files(placement) || ends.empty()) return placement;
   int64_t fitting = 0;
@@ -65,7 +65,7 @@ storage::PlaneId OffloadedParams::add(const char* name, const std::vector<Slice>
     if (folder_)
       extras.block_files.push_back(param_file(type, options_.rank, slices[i].param->id, slices[i].param->name()));
   }
-  const storage::Placement placement = placed(ends);
+  const storage::Placement placement = placement_for(ends);
   int64_t largest = 0;  // of those in files
   const ShardedParam* widest = nullptr;
   for (size_t i = 0; folder_ && i < slices.size(); ++i) {

@@ -1,5 +1,5 @@
-// Slices of parameters that rest on the host or in files (offload_param): a plane for those of one space, of which each
-// is a block, so that who gathers one parameter fetches that one alone.
+// Slices of parameters that rest on the host or in files (offload_param): one plane for each space, with one block for
+// each slice, so that a gather of one parameter fetches only its block.
 #pragma once
 #include <memory>
 #include <vector>
@@ -25,14 +25,14 @@ class OffloadedParams {
   // Throws ErrorKind::kValue for a slice that is larger than a buffer, with the size that works.
   storage::PlaneId add(const char* name, const std::vector<Slice>& slices, int64_t numel, at::ScalarType type,
                        const at::Tensor& memory);
-  int64_t limit() const { return limit_; }  // bytes of copies on the host, at most; 0: nobody has said
+  int64_t limit() const { return limit_; }  // bytes of copies on the host, at most; 0: not configured
   // A plane for one slice, which goes when the slice leaves it.
   void add_alone(const char* name, ShardedParam& param, const at::Tensor& memory);
 
  private:
   storage::PlaneId add(const char* name, const std::vector<Slice>& slices, int64_t numel, at::ScalarType type,
                        const at::Tensor& memory, bool alone);
-  storage::Placement placed(const storage::Cuts& ends);
+  storage::Placement placement_for(const storage::Cuts& ends);
 
   const std::shared_ptr<storage::ShardStorage> storage_;
   const storage::Placement placement_;

@@ -10,11 +10,11 @@
 
 namespace ds::zero {
 
-// This rank's folders below `root`, for as long as somebody holds the result: what a run that was killed has left there
-// is removed. Throws where they are another run's.
+// This rank's folders below `root`, as long as the result is referenced; files that a killed run has left there are
+// removed. Throws if they belong to another run.
 std::shared_ptr<io::RunFolder> param_folders(const std::string& root, int rank);
 
-// "<dtype>params/rank<N>/<id>_param.tensor.swp"; `name` in place of a negative id.
+// "<dtype>params/rank<N>/<id>_param.tensor.swp"; `name` instead of a negative id.
 std::string param_file(at::ScalarType type, int rank, int64_t id, const std::string& name);
 
 }  // namespace ds::zero

@@ -1,8 +1,7 @@
 // The placements of the buffers of training between the moments in which they are used.
 //
-// Only this file decides them: gathers, the step, checkpoints and users acquire leases, wherever a buffer
-// rests. A step computes where the masters of a bucket rest, or on the host where nobody can compute (files): what lies
-// elsewhere is copied there and back.
+// Gathers, the step, checkpoints and users acquire leases, whatever the tier of a buffer. A step computes in the tier
+// of the masters of a bucket, or on the host if that is files: buffers of other tiers are copied there and back.
 #pragma once
 #include <cstdint>
 
@@ -29,25 +28,25 @@ struct Placements {
   // The parameters that the model computes with, where a rank has a slice of each (stage 3).
   storage::Placement lp = {};
 
-  // The slices of parameters have no memory on the device.
+  // Whether the slices of parameters have no memory on the device.
   bool moves_params() const { return lp.rest != storage::Medium::kDevice; }
-  // Something of the optimizer's does not rest on the device.
+  // Whether masters, gradients or optimizer states rest outside of the device.
   bool moves_states() const {
     const storage::Placement device;
     return !(master == device && grad == device && slot == device);
   }
-  // The gradient of a parameter does not stay in the memory that backward fills.
+  // Whether gradients leave the memory that backward fills.
   bool moves_grads() const { return grad.rest != storage::Medium::kDevice; }
 };
 
-// How a step fetches what rests elsewhere.
+// How a step fetches buffers of other tiers.
 struct Swapping {
   int64_t bucket_numel = INT64_MAX;  // elements of a bucket, at most
-  // Of files: the number of rows of the largest bucket that may be in the host's memory at a time: for the bucket that
-  // is worked on, the one that is read ahead and the one that is being written, each. 0: no limit.
+  // Of files: the number of rows of the largest bucket in the host's memory at a time, for each of the bucket that is
+  // updated, the one that is read ahead and the one that is written. 0: no limit.
   int64_t buffer_count = 0;
-  // So many rows of reduced gradients may be on their way from the device to where they rest; the backward waits for
-  // the first of them to be there before another one leaves. 0: no limit.
+  // The number of rows of reduced gradients in transfer from the device to their tier; the backward waits for the first
+  // of them before it starts another transfer. 0: no limit.
   int64_t leaving_rows = 0;
   bool reads_ahead = true, writes_behind = true;
   bool own_folder = false;  // no other run may use the folder of the files while this one lives

@@ -13,12 +13,12 @@ class RemoteSlices {
       : storage_(std::make_shared<storage::ShardStorage>(device, storage::Budget{}, files)),
         params_(storage_, placement, options) {}
 
-  // Its slice rests there from now on, until an engine gives it another place.
+  // Its slice rests there from now on, until an engine gives it another placement.
   void take(ShardedParam& param) {
     if (param.slice_numel() > 0) params_.add_alone("parameter", param, {});
   }
   const std::shared_ptr<storage::ShardStorage>& storage() const { return storage_; }
-  void settle() { storage_->settle(); }  // throws what could not be written
+  void settle() { storage_->settle(); }  // throws errors of writes
 
  private:
   const std::shared_ptr<storage::ShardStorage> storage_;

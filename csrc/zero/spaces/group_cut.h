@@ -2,9 +2,9 @@
 // order of the optimizer, cut into equal partitions with an even number of elements, one for each rank. What is left
 // behind the last parameter is padding.
 //
-// The engine keeps them in other places: bucket by bucket, each bucket in rows. Each rank lays out what it gives to
-// each other one, an uneven all-to-all carries it, and it is put in place there: one collective for each kind of
-// tensor.
+// The engine keeps them in another order: bucket by bucket, each bucket in rows. Each rank lays out what it gives to
+// each other one, an uneven all-to-all carries it, and the receiver copies it to its position: one collective for each
+// kind of tensor.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -30,11 +30,11 @@ struct SpaceKey {
   int32_t param_group;
   at::ScalarType dtype;
   SpaceRanks ranks;
-  Placements places;  // of its buffers
+  Placements placements;  // of its buffers
 };
 
 inline bool operator==(const SpaceKey& a, const SpaceKey& b) {
-  return a.param_group == b.param_group && a.dtype == b.dtype && a.ranks == b.ranks && a.places == b.places;
+  return a.param_group == b.param_group && a.dtype == b.dtype && a.ranks == b.ranks && a.placements == b.placements;
 }
 
 struct ParamSpace {

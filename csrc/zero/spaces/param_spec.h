@@ -13,7 +13,7 @@ namespace ds::zero {
 enum class GradForm {
   kDense,
   kRows,        // the rows that a backward has touched
-  kSparseRows,  // likewise, and an optimizer of the user's gets them as a COO tensor
+  kSparseRows,  // the same rows, which a client optimizer gets as a COO tensor
 };
 
 struct ParamSpec {
@@ -25,7 +25,7 @@ struct ParamSpec {
   GradForm form = GradForm::kDense;
   std::string rule = "dense";  // of the ranks over which it is spread, see spaces/rules/
   std::string copied_along{};  // axis along which an earlier rank trains a copy of it, see add_model_ranks(); or ""
-  at::Tensor home = {};        // its place in the flat buffer; undefined for a sharded one. `tensor` may leave it
+  at::Tensor home = {};        // its view of the flat buffer; undefined for a sharded one. `tensor` may leave it
 
   int64_t numel() const { return sharded ? sharded->numel() : tensor.numel(); }
   at::IntArrayRef sizes() const { return sharded ? at::IntArrayRef(sharded->sizes()) : whole().sizes(); }

@@ -70,7 +70,7 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
       fail(ErrorKind::kType, "parameter '", spec.name, "' has dtype ", c10::toString(spec.tensor.scalar_type()),
            "; only floating point parameters can be optimised");
     const SpaceKey key{spec.group, spec.tensor.scalar_type(),
-                       options_.ranks_of ? options_.ranks_of(spec) : options_.everyone, options_.places};
+                       options_.ranks_of ? options_.ranks_of(spec) : options_.everyone, options_.placements};
     const auto found = find_if(spaces_, [&](const ParamSpace& space) { return space.key == key; });
     positions_[param].space = static_cast<int32_t>(found - spaces_.begin());
     if (found == spaces_.end()) spaces_.emplace_back(key);
@@ -87,7 +87,7 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
   for (ParamSpace& space : spaces_) plan_space(space);
   if (options_.policy.shards_params()) {
     check_slices();
-    place_shards();
+    allocate_shards();
   }
   if (options_.swapping.buffer_count > 0) {
     // A buffer is a row of fp32, aligned. One more is for the parameters on their way back.
@@ -99,11 +99,11 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
     host_limit_ = rows > INT64_MAX / 2 - others ? 0 : rows + others;
     if (host_limit_ > 0) storage_->limit(storage::Medium::kHost, host_limit_);
   }
-  if (options_.swapping.leaving_rows > 0 && options_.places.moves_grads()) {
+  if (options_.swapping.leaving_rows > 0 && options_.placements.moves_grads()) {
     grad_copies_ = storage_->add_scratch_user();
     limit_leaving();
   }
-  const Placements& rest = options_.places;
+  const Placements& rest = options_.placements;
   for (const storage::Placement& placement : {rest.master, rest.grad, rest.slot})
     if (options_.swapping.own_folder && placement.in_files() && !state_folder_) state_folder_ = owned(placement.folder);
   for (ParamSpace& space : spaces_) build_space(space);
@@ -130,7 +130,7 @@ void ParamStore::plan_space(ParamSpace& space) {
     positions_[param].numel = numels.back();
   }
   const int64_t parts = space.ranks().shard->size();
-  const bool alone = options_.everyone.alone() && !policy.shards_params() && !space.key.places.moves_grads();
+  const bool alone = options_.everyone.alone() && !policy.shards_params() && !space.key.placements.moves_grads();
   space.in_place = parts == 1 && (policy.grads_on_params || alone);
   space.map = policy.shards_params() ? plan::param_shards(numels, options_.align, parts, options_.bucket_numel)
                                      : plan::flat_shards(numels, options_.align, parts, options_.bucket_numel, by_rows);
@@ -145,16 +145,16 @@ void ParamStore::build_space(ParamSpace& space) {
   adopt_params(space);
 
   const bool narrow = space.key.dtype == at::kHalf || space.key.dtype == at::kBFloat16;
-  if (!narrow && rest_alike(space.key.places.master, space.key.places.lp)) {
+  if (!narrow && rest_alike(space.key.placements.master, space.key.placements.lp)) {
     space.master = space.lp;
   } else {
-    space.master =
-        make_buffer(space, "masters", narrow ? at::kFloat : space.key.dtype, space.in_place, space.key.places.master);
+    space.master = make_buffer(space, "masters", narrow ? at::kFloat : space.key.dtype, space.in_place,
+                               space.key.placements.master);
     fill_masters(space);
   }
   const bool joined = space.in_place || !keeps_grads_apart(space);
   space.grad = make_buffer(space, "gradients", grad_type(space), joined,
-                           joined ? storage::Placement{} : space.key.places.grad, grad_copies_);
+                           joined ? storage::Placement{} : space.key.placements.grad, grad_copies_);
   if (joined) space.local = space.grad;
 }
 
@@ -238,7 +238,7 @@ storage::Lease ParamStore::lease(const Buffer& buffer, plan::Range range, storag
 
 Buffer ParamStore::copied(const ParamSpace& space, const char* name, const Buffer& from, at::ScalarType dtype) {
   const Buffer made = make_buffer(space, name, dtype, from.full,
-                                  from.data.defined() ? storage::Placement{} : space.key.places.grad, grad_copies_);
+                                  from.data.defined() ? storage::Placement{} : space.key.placements.grad, grad_copies_);
   if (from.data.defined()) {
     made.data.copy_(from.data);
     return made;

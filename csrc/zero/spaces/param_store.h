@@ -1,7 +1,7 @@
 // The parameters an engine trains and the flat buffers they live in.
 //
 // A buffer has the layout of the full space or of this rank's shard space of its plan::ShardMap. Which buffer has
-// which is decided here, from the row of the stage table; everybody else asks offset_in().
+// which is decided here, from the row of the stage table; other code asks offset_in().
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -45,7 +45,7 @@ struct StoreOptions {
   int64_t align = 64;                        // elements between parameter starts
   int64_t bucket_numel = INT64_MAX;          // limit of a bucket
   StagePolicy policy{};
-  Placements places;
+  Placements placements;
   ParamOffload param_offload{};
   storage::FileAccess files{};
   Swapping swapping;
@@ -60,7 +60,7 @@ struct StoreOptions {
 class ParamStore {
  public:
   // Fails for a parameter that appears twice, is no leaf or lies on another device. `others`: sharded parameters that
-  // are not trained; their shards get a place beside those of the others.
+  // are not trained; their shards get memory beside those of the others.
   ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options, std::vector<ShardedParamPtr> others = {});
   ~ParamStore();  // parameters that rest in planes keep the storage; all other buffers go
 
@@ -83,14 +83,14 @@ class ParamStore {
   int64_t largest_row() const;  // elements of the largest bucket that this rank owns
 
   // The part of a full-space buffer that belongs to the parameter, in the parameter's shape and memory order. Only
-  // where parameters lie in one piece.
+  // where parameters are in one piece.
   at::Tensor view(size_t param, const at::Tensor& full) const;
 
   at::Tensor grad_view(size_t param) const { return view(param, space_of(param).grad.data); }
 
-  // See [Note: a storage for each parameter]. Whether the data of a parameter is its place in the flat buffer.
+  // See [Note: a storage for each parameter]. Whether the data of a parameter is its view of the flat buffer.
   bool at_home(size_t param) const;
-  // Its place takes the value, and the parameter returns there. References to the old data keep the old values. Fails
+  // The view takes the value, and the parameter returns to it. References to the old data keep the old values. Fails
   // for another shape or dtype, and names the parameter.
   void bring_home(size_t param, const at::Tensor& value);
   void follow_moves();                          // after planes of parameters have moved
@@ -102,7 +102,7 @@ class ParamStore {
   // The piece in a buffer: in the parameter's shape where its space is in place, one-dimensional otherwise. Of a piece
   // in a file nothing but shape and type: a tensor of the device "meta".
   at::Tensor piece_view(const Piece& piece, const Buffer& buffer) const;
-  // The same for as long as the lease is held, wherever it rests; on the host where nobody can compute.
+  // The same as long as the lease is held, in its tier; on the host if kernels cannot address that.
   std::pair<storage::Lease, at::Tensor> piece_lease(const Piece& piece, const Buffer& buffer,
                                                     storage::Access access) const;
 
@@ -111,7 +111,7 @@ class ParamStore {
   Buffer make_buffer(const ParamSpace& space, const char* name, at::ScalarType dtype, bool full,
                      const storage::Placement& placement = {}, storage::ScratchUser copies = {});
   void drop(Buffer& buffer);  // waits for its leases
-  // Elements of it, leased where they rest, or copied to the host where nobody can compute.
+  // Elements of it, leased in their tier; on the host if kernels cannot address that.
   storage::Lease lease(const Buffer& buffer, plan::Range range, storage::Access access) const;
 
   // Makes the buffer of local gradients of every space, where it does not exist (where reduced ones are kept apart
@@ -151,8 +151,8 @@ class ParamStore {
   void make_home(size_t param, at::IntArrayRef sizes, at::IntArrayRef strides);
   bool home_is_here(size_t param) const;
   void plan_space(ParamSpace& space);
-  void place_shards();
-  void place_others(const std::vector<ShardedParamPtr>& others, const at::Tensor& region, int64_t begin);
+  void allocate_shards();
+  void allocate_others(const std::vector<ShardedParamPtr>& others, const at::Tensor& region, int64_t begin);
   SpaceRanks ranks_of_other(const ShardedParam& other) const;
   void build_space(ParamSpace& space);
   void fill_masters(ParamSpace& space);
@@ -168,7 +168,7 @@ class ParamStore {
   at::Tensor shaped(const Piece& piece, const at::Tensor& flat) const;
   // Reduced gradients have a buffer of their own.
   bool keeps_grads_apart(const ParamSpace& space) const {
-    return options_.policy.shards_grads() || space.key.places.moves_grads();
+    return options_.policy.shards_grads() || space.key.placements.moves_grads();
   }
 
   std::vector<ParamSpec> specs_;
@@ -183,7 +183,7 @@ class ParamStore {
   storage::ScratchUser grad_copies_;             // copies of reduced gradients
   std::shared_ptr<io::RunFolder> state_folder_;  // of files of masters, gradients and states
   std::unique_ptr<OffloadedParams> offloaded_;   // null: slices rest on the device
-  int64_t host_limit_ = 0;  // bytes of the host: what rests there and buffers of files; 0: nobody has said
+  int64_t host_limit_ = 0;  // bytes of the host for resting blocks and buffers of files; 0: not configured
 };
 
 }  // namespace ds::zero

@@ -1,10 +1,10 @@
-// Whole parameters and their places in the flat buffer.
+// Whole parameters and their views of the flat buffer.
 //
 // [Note: a storage for each parameter]
 // A parameter is a view of the flat buffer with a storage of its own, which begins and ends where the parameter does.
-// torch.save and the like write whole storages: with the buffer's they would write all parameters in place of one. That
-// storage also says who refers to the place of a parameter: somebody who puts another tensor in the place of its data
-// and keeps the old one, to put it back later, keeps its values.
+// torch.save and the like write whole storages: with the buffer's they would write all parameters instead of one. The
+// count of that storage also tells whether other tensors refer to it: a caller that assigns another tensor to the data
+// and keeps the old one, to assign it again later, keeps its values.
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
@@ -99,7 +99,7 @@ void ParamStore::bring_home(size_t param, const at::Tensor& value) {
   const c10::DeviceGuard current(device_);
   const at::Tensor from = value.detach();
   if (spec.home.storage().use_count() > 1) {
-    // Others refer to the old place: they keep its values, in memory of their own.
+    // Other tensors refer to the old view: they keep its values, in memory of their own.
     if (home_is_here(param) && spec.home.numel() > 0) {
       c10::StorageImpl* left = spec.home.storage().unsafeGetStorageImpl();
       const int64_t bytes = static_cast<int64_t>(left->nbytes());

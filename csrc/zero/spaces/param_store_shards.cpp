@@ -43,24 +43,24 @@ SpaceRanks ParamStore::ranks_of_other(const ShardedParam& other) const {
 
 // One piece of memory for the shards of all spaces of the same ranks, and of their parameters that are not trained; or
 // a plane elsewhere for each space.
-void ParamStore::place_shards() {
-  const Placements& places = options_.places;
-  if (places.moves_params()) {
+void ParamStore::allocate_shards() {
+  const Placements& placements = options_.placements;
+  if (placements.moves_params()) {
     int64_t largest = 0;
     for (const ShardedParamPtr& param : sharded_params()) largest = std::max(largest, param->slice_numel());
     largest = (largest + options_.align - 1) / options_.align * options_.align;
-    offloaded_ = std::make_unique<OffloadedParams>(storage_, places.lp, options_.param_offload, largest);
+    offloaded_ = std::make_unique<OffloadedParams>(storage_, placements.lp, options_.param_offload, largest);
   }
   // Of a CPU the host's memory is what ranks share.
-  const bool shared = !offloaded_ || (places.lp.rest == storage::Medium::kHost && device_.is_cpu());
+  const bool shared = !offloaded_ || (placements.lp.rest == storage::Medium::kHost && device_.is_cpu());
   for (const auto& [ranks, params] : sharded_groups()) {
     const comm::CommunicatorPtr& group = ranks.shard;
     int64_t total = 0;
-    std::vector<std::pair<ParamSpace*, int64_t>> placed;
+    std::vector<std::pair<ParamSpace*, int64_t>> starts;
     for (ParamSpace& space : spaces_) {
       if (!same_ranks(space.ranks().shard, group)) continue;
       space.lp.numel = space.map.shard_numel;
-      placed.emplace_back(&space, total);
+      starts.emplace_back(&space, total);
       total += aligned(space.lp.bytes());
     }
     const int64_t of_others = total;
@@ -69,7 +69,7 @@ void ParamStore::place_shards() {
       if (same_ranks(ranks_of_other(*other).shard, group)) others.push_back(other);
     for (const ShardedParamPtr& other : others) total += aligned(other->slice_bytes());
     const at::Tensor region = shared ? options_.allocate(total, device_, group) : at::Tensor();
-    for (const auto& [space, start] : placed) {
+    for (const auto& [space, start] : starts) {
       at::Tensor memory;
       if (shared) memory = region.narrow(0, start, space->lp.bytes()).view(space->key.dtype);
       if (offloaded_) {
@@ -84,11 +84,11 @@ void ParamStore::place_shards() {
       space->lp.data = memory;
       space->lp.plane = add_plane(*space, "parameters", space->lp, {}, {memory});
     }
-    place_others(others, region, of_others);
+    allocate_others(others, region, of_others);
   }
 }
 
-void ParamStore::place_others(const std::vector<ShardedParamPtr>& others, const at::Tensor& region, int64_t begin) {
+void ParamStore::allocate_others(const std::vector<ShardedParamPtr>& others, const at::Tensor& region, int64_t begin) {
   for (const ShardedParamPtr& other : others) {
     const int64_t bytes = other->slice_bytes();
     const at::Tensor memory = region.defined() ? region.narrow(0, begin, bytes).view(other->dtype()) : at::Tensor();

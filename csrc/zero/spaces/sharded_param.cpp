@@ -33,7 +33,7 @@ void ShardedParam::cast(at::ScalarType type) {
   at::NoGradGuard no_grad;
   if (available()) fail(ErrorKind::kRuntime, "parameter '", name_, "' is gathered and cannot change its dtype");
   if (type == dtype_) return;
-  // An offloaded slice waits in memory until an engine gives it another place.
+  // An offloaded slice waits in memory until an engine gives it another placement.
   shard_ = slice(storage::Access::kRead).data().to(device_, type);
   leave_home();
   dtype_ = type;
@@ -174,9 +174,9 @@ bool ShardedParam::write_back() {
   if (own_numel() <= 0 || !values.defined() || values.is_meta()) return false;
   if (buffer_.defined() && tensor().data_ptr() != buffer_.data_ptr()) {
     // Somebody has put another tensor there: what is gathered later comes into the buffer.
-    const at::Tensor place = buffer_.as_strided(sizes_, strides_, buffer_.storage_offset());
-    place.copy_(tensor().detach());
-    set_data(place);
+    const at::Tensor view = buffer_.as_strided(sizes_, strides_, buffer_.storage_offset());
+    view.copy_(tensor().detach());
+    set_data(view);
   }
   const SliceLease now = slice(storage::Access::kUpdate);
   const at::Tensor own = now.data().narrow(0, 0, own_numel()), wanted = values.narrow(0, own_begin(), own_numel());

@@ -14,7 +14,7 @@ struct NormRanks {
 };
 
 // A reduction is a reduce-scatter over `shard`, then an all-reduce over `replicas`, each where it has more than one
-// rank. Neither is null; a group of one stands for "nobody else".
+// rank. Neither is null; a group of one stands for no other ranks.
 struct SpaceRanks {
   comm::CommunicatorPtr shard;     // each element has one owner among these ranks
   comm::CommunicatorPtr replicas;  // these hold the same shard: all data-parallel ranks at stage 0, MiCS, experts
@@ -27,7 +27,7 @@ struct SpaceRanks {
   float scale_before = 1.0f, scale_after = 1.0f;
 
   bool alone() const { return shard->size() == 1 && replicas->size() == 1; }
-  // This rank's place, for messages.
+  // This rank, for messages.
   int rank() const { return shard->size() > 1 ? shard->rank() : replicas->rank(); }
 };
 

@@ -18,7 +18,7 @@ namespace ds::zero {
 Stepper::Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather)
     : store_(store),
       device_(device),
-      places_(store, device),
+      memory_(store, device),
       gather_(store, gather),
       steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)),
       squares_(store, device.sum_tensor()) {}
@@ -56,12 +56,12 @@ void Stepper::share_failure() {
 // Adds this rank's part of the space to `sum`.
 void Stepper::sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum) {
   const auto all = owned_runs(space, [&](size_t, size_t param) { return grads.used(param); });
-  places_.each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
+  memory_.each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
     std::vector<UpdateRun> parts;
     for (const UpdateRun& run : all)
       if (bucket < 0 || run.bucket == bucket) parts.push_back(run);
     if (parts.empty()) return;
-    const LeasedRow grad = places_.lease(space, space.grad, bucket, storage::Access::kRead, at);
+    const LeasedRow grad = memory_.lease(space, space.grad, bucket, storage::Access::kRead, at);
     const bool here = grad.data().device() == sum.device();
     const at::Tensor total = here ? sum : at::zeros({1}, at::TensorOptions().dtype(at::kDouble));
     if (!has_kernel_dtype(space.grad.dtype)) {
@@ -71,7 +71,7 @@ void Stepper::sum_squares(const ParamSpace& space, const GradReducer& grads, con
       std::vector<kernels::Segment> segments;
       for (const UpdateRun& run : parts)
         segments.push_back({grad.address(run.bucket, run.begin), static_cast<size_t>(run.end - run.begin)});
-      DeviceContext& context = places_.context(at);
+      DeviceContext& context = memory_.context(at);
       context.run_reserved([&](const kernels::Launch& launch) {
         context.table().sum_squares(launch, segments.data(), segments.size(),
                                     kernel_dtype(space.grad.dtype, "gradient"), static_cast<double*>(total.data_ptr()));
@@ -95,7 +95,7 @@ void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, b
                                 device_.step_scale());
   });
   device_.post_step_scale();
-  places_.share_step_scale();
+  memory_.share_step_scale();
   stepped_.clear();
 }
 
@@ -103,7 +103,7 @@ void Stepper::set_rules(std::vector<const optim::Rule*> by_group) {
   for (const optim::Rule* rule : by_group)
     if (rule->packed)
       fail(ErrorKind::kValue, "the optimizer '", rule->name, "' keeps its states packed and cannot be cut into shards");
-  for (const optim::Rule* rule : by_group) places_.check_buffers(*rule);
+  for (const optim::Rule* rule : by_group) memory_.check_buffers(*rule);
   rules_ = std::move(by_group);
   slot_names_.clear();
   for (const optim::Rule* rule : rules_)
@@ -204,8 +204,8 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
   ParamSpace& space = turn.space;
   const optim::Rule& rule = turn.rule;
   const Buffer& grad_buffer = part.grads ? part.grads(space) : space.grad;
-  const storage::Medium medium = places_.of_pass(space, rule, part.scale != nullptr, bucket);
-  const bool view = places_.hold_all(space, grad_buffer, bucket, medium);
+  const storage::Medium medium = memory_.of_pass(space, rule, part.scale != nullptr, bucket);
+  const bool view = memory_.hold_all(space, grad_buffer, bucket, medium);
   if (bucket < 0 && !view) {
     for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) run_pass(turn, part, grads, pass, b);
     return;
@@ -219,12 +219,12 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
   choice.apart = rule.by_parameter();
   const RunsByCount by_count = runs_by_count(space, choice);
   if (by_count.empty()) return;
-  DeviceContext& context = places_.context(medium);
+  DeviceContext& context = memory_.context(medium);
   const bool host_knows = medium != storage::Medium::kDevice || device_.device().is_cpu();
   if (!view && host_knows && context.read_step_scale().skip) return;
 
   const auto lease = [&](const Buffer& buffer, storage::Access access) {
-    return places_.lease(space, buffer, bucket, access, medium);
+    return memory_.lease(space, buffer, bucket, access, medium);
   };
   UpdateRows rows;
   rows.master = lease(space.master, storage::Access::kUpdate);
@@ -240,13 +240,13 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
     rows.lp = lease(space.lp, fills ? storage::Access::kWrite : storage::Access::kUpdate);
     if (fills) rows.lp.narrow(bucket, first[0].end, space.map.buckets[bucket].shard_end).zero_();
   }
-  // A prefetched copy that nobody takes would be old in a later step.
+  // A prefetched copy that is not taken would be stale in a later step.
   const auto is_next = [&](size_t e) {
     const int32_t i = space.map.extents[e].param;
     return space.map.bucket_of[i] == bucket - 1 && used(space.params[i]) && (!part.takes || part.takes(space, e));
   };
   if (!view && bucket > 0 && any_of(space.owned, is_next))
-    places_.prefetch(space, grad_buffer, bucket - 1, places_.of_pass(space, rule, part.scale != nullptr, bucket - 1));
+    memory_.prefetch(space, grad_buffer, bucket - 1, memory_.of_pass(space, rule, part.scale != nullptr, bucket - 1));
 
   if (turn.scratch.data.defined()) rows.scratch = turn.scratch.data.data_ptr<float>();
   rows.origin = turn.scratch.origin;
@@ -259,9 +259,9 @@ void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
   ParamSpace& space = turn.space;
   const size_t last = turn.rule.passes.size() - 1;
   if (space.gathers_after_step() && gather_.overlaps()) {
-    // From the first parameters on: the next forward wants them first. Where weights come back from elsewhere their
-    // bucket is gathered when the next one has been stepped: nobody waits for them.
-    const int32_t lag = places_.travel(space) ? 1 : 0, buckets = static_cast<int32_t>(space.map.buckets.size());
+    // From the first parameters on: the next forward needs them first. If weights come back from another tier, their
+    // bucket is gathered when the next one has been stepped, so that no gather waits for them.
+    const int32_t lag = memory_.travel(space) ? 1 : 0, buckets = static_cast<int32_t>(space.map.buckets.size());
     for (int32_t b = buckets - 1; b >= -lag; --b) {
       if (b >= 0) run_pass(turn, grads, last, b);
       if (b + lag < buckets) gather_.start(space, space.map.buckets[b + lag]);
@@ -275,8 +275,8 @@ void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
 void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
   ParamSpace& space = turn.space;
   const auto iteration = NewtonSchulz::of(optim::Values(turn.rule.hyper, turn.hyper.data()));
-  // Elsewhere whether to skip is known on the device alone: the passes then do nothing, what lies between works on
-  // zeros.
+  // On other devices only the device knows whether the step is skipped: then the passes do nothing, and the code
+  // between them works on zeros.
   const bool skip = device_.device().is_cpu() && device_.read_step_scale().skip;
   for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0 && !skip; --b) {
     const plan::Bucket& bucket = space.map.buckets[b];
@@ -298,7 +298,7 @@ void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
 StepReport Stepper::report() {
   gather_.finish();
   for (const ParamSpace& space : store_.spaces())
-    if (!beside_) places_.arrive(space);
+    if (!beside_) memory_.arrive(space);
   const kernels::StepScale scale = device_.read_step_scale();
   if (scale.skip)
     for (float* count : stepped_) *count -= 1.0f;
@@ -319,8 +319,8 @@ void Stepper::scale_grads(const GradReducer& grads) {
   for (const ParamSpace& space : store_.spaces()) {
     if (space.grad.dtype != space.master.dtype) continue;
     const auto all = owned_runs(space, [&](size_t, size_t param) { return grads.used(param); });
-    places_.each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
-      const LeasedRow grad = places_.lease(space, space.grad, bucket, storage::Access::kUpdate, at);
+    memory_.each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
+      const LeasedRow grad = memory_.lease(space, space.grad, bucket, storage::Access::kUpdate, at);
       for (const UpdateRun& run : all) {
         if (bucket >= 0 && run.bucket != bucket) continue;
         const at::Tensor part = grad.narrow(run.bucket, run.begin, run.end);
@@ -334,7 +334,7 @@ void Stepper::ensure_slots(ParamSpace& space) {
   const size_t wanted = rules_.empty() ? 0 : rules_.at(space.key.param_group)->slots.size();
   while (space.slots.size() < wanted)
     space.slots.push_back(
-        store_.make_buffer(space, "optimizer states", at::kFloat, space.in_place, space.key.places.slot));
+        store_.make_buffer(space, "optimizer states", at::kFloat, space.in_place, space.key.placements.slot));
 }
 
 const Buffer* Stepper::slot(ParamSpace& space, int slot) {

@@ -10,7 +10,7 @@
 #include "zero/spaces/param_store.h"
 #include "zero/step/step.h"
 #include "zero/step/step_gather.h"
-#include "zero/step/step_places.h"
+#include "zero/step/step_memory.h"
 #include "zero/step/strategies/step_strategy.h"
 #include "zero/step/update_runs.h"
 
@@ -42,8 +42,8 @@ class Stepper {
   float grad_scale() { return device_.read_step_scale().grad_scale; }
   void scale_grads(const GradReducer& grads);
   void publish();         // lp = master, on every rank
-  void gather();          // lp of every rank is everybody's, where each has its shard
-  void refresh_master();  // master = lp, after somebody wrote the model's weights
+  void gather();          // all-gathers lp, where each rank has a shard
+  void refresh_master();  // master = lp, after a write to the model's weights
 
   void ensure_slots(ParamSpace& space);  // makes the states of the space's rule, where they do not exist
 
@@ -85,7 +85,7 @@ class Stepper {
 
   ParamStore& store_;
   DeviceContext& device_;
-  StepPlaces places_;
+  StepMemory memory_;
   StepGather gather_;
   std::vector<const optim::Rule*> rules_;  // of each group; empty: the optimizer runs elsewhere
   std::vector<std::string> slot_names_;

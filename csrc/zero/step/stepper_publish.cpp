@@ -27,13 +27,13 @@ void Stepper::refresh_master() {
   for (ParamSpace& space : store_.spaces()) {
     for (size_t b = 0; space.has_masters() && b < space.map.buckets.size(); ++b)
       copy_row(space, space.master, space.lp, static_cast<int32_t>(b));
-    places_.arrive(space);
+    memory_.arrive(space);
   }
 }
 
 void Stepper::copy_row(const ParamSpace& space, const Buffer& to, const Buffer& from, int32_t bucket) {
   const auto lease = [&](const Buffer& buffer, storage::Access access) {
-    return places_.lease_at_rest(space, buffer, bucket, access);
+    return memory_.lease_at_rest(space, buffer, bucket, access);
   };
   const LeasedRow source = lease(from, storage::Access::kRead);
   device_.copy(lease(to, storage::Access::kWrite).data(), source.data(), 1.0f);

@@ -1,7 +1,7 @@
 // Finds writes into the parameters that the engine has not made.
 //
 // [Note: what the user has written counts]
-// A write is seen in one of two ways. `param.data = tensor` leaves the parameter with other memory than its place in
+// A write is seen in one of two ways. `param.data = tensor` leaves the parameter with other memory than its view of
 // the flat buffer: one comparison of pointers. A write in place raises the parameter's version (Tensor._version), which
 // nothing of the engine does: it writes the flat buffers, whose versions are others, and what it writes through
 // parameters (loading) ends with know(). Of a parameter that was written, masters take those elements that are not the
@@ -26,15 +26,15 @@ namespace ds::zero {
 
 class UserWrites {
  public:
-  // `before_change` waits for who reads or writes masters.
+  // `before_change` waits for readers and writers of masters.
   UserWrites(ParamStore& store, std::function<void()> before_change);
 
-  // Parameters with data of their own return to their places, which take the values.
+  // Parameters with data of their own return to their views of the flat buffer, which take the values.
   void bring_home();
   void bring_home(size_t param);
   void bring_home(size_t param, const at::Tensor& value);
-  // Masters take what was written in place since the last call. For a gathered parameter this rank's slice does, too:
-  // nobody else may be reading it.
+  // Masters take the values written in place since the last call. For a gathered parameter this rank's slice does, too:
+  // no other rank may be reading it.
   void adopt();
   // Names of the parameters of which adopt() has changed what this rank owns, since the last call.
   std::vector<std::string> take_names() { return std::exchange(names_, {}); }

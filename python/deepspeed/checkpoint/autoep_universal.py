@@ -25,8 +25,8 @@ from deepspeed.checkpoint.read.loading import listed
 from deepspeed.checkpoint.write.file_writer import PreparedTorch, WriterOptions, replace_file
 
 # ---- folding metadata ----------------------------------------------------------------------------------------------
-# What an optimizer file says about the grid of a run whose experts lie on other ranks than its dense layers: its
-# ``folding`` key, compared before such a file is loaded.
+# The ``folding`` key of an optimizer file: the grid of a run whose experts are on other ranks than its dense layers.
+# It is compared before such a file is loaded.
 
 SHARED_EXPERTS_ON_TP_RANKS = "tensor_parallel"
 DISPATCH_ALL_TO_ALL = "all_to_all"
@@ -213,13 +213,13 @@ def _aggregate_autoep_zero12_metadata(model_state_metadata):
     found = {}
     for metadata in model_state_metadata:
         for layer in layers_of(metadata):
-            place = (layer.get("module_path"), layer.get("moe_layer_id"))
-            if place in found and found[place] != layer:
+            key = (layer.get("module_path"), layer.get("moe_layer_id"))
+            if key in found and found[key] != layer:
                 raise ValueError(
-                    f"two model files describe the expert layer {place[0]} differently: {found[place]} and {layer}. "
+                    f"two model files describe the expert layer {key[0]} differently: {found[key]} and {layer}. "
                     "They are of different checkpoints"
                 )
-            found[place] = layer
+            found[key] = layer
     return list(found.values())
 
 

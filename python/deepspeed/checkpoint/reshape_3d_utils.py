@@ -31,10 +31,10 @@ class model_3d_desc:
         # Every cell takes its old cells from all old data-parallel ranks, and shares them out among the new ones.
         size, target = self.pp_degree * self.tp_degree, target_3d_desc
         cells = [meg_2d_parallel_map(target.pp_degree, target.tp_degree) for _ in range(target.dp_degree)]
-        for place, olds in grid.map.items():
+        for coord, olds in grid.map.items():
             ranks = [old + dp * size for old in olds for dp in range(self.dp_degree)]
             for cell, part in zip(cells, partition_data(ranks, target.dp_degree), strict=True):
-                cell.add_data(*place, part)
+                cell.add_data(*coord, part)
         if verbose:
             for rank, cell in enumerate(cells):
                 cell.print_data(f"data-parallel rank {rank}")

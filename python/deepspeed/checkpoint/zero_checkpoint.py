@@ -123,8 +123,8 @@ def _strip_paddings(state):
 
 
 def _join_mappings(merged, state):
-    """Says in ``merged`` where parameters lie when the shards of ``state`` follow. Slices of one parameter that do not
-    lie end to end have no such place: then neither keeps a mapping."""
+    """Adds to ``merged`` the ranges of parameters when the shards of ``state`` follow. Slices of one parameter that are
+    not end to end have no range: then neither keeps a mapping."""
     if merged is None or not _inner(state).get(PARAM_SLICE_MAPPINGS):
         return
     ours, theirs = _inner(merged), _inner(state)

@@ -1,6 +1,6 @@
 """Names and defaults of the keys of the section ``elasticity``: ``MIN_GPUS``, ``MIN_GPUS_DEFAULT``.
 
-They are read from the schema in csrc/config, so that there is one place for each.
+They are read from the schema in csrc/config, so that each has one definition.
 """
 
 from deepspeed.config.elasticity import ELASTICITY, SCHEDULER_VARIABLE  # noqa: F401

@@ -106,10 +106,10 @@ def tell_of_drives(engine):
     for name, section in sections.items():
         if engine.core is None or section is None or section.nvme_path is None or section.device != "nvme":
             continue
-        device, kind, place = drive_of(section.nvme_path)
+        device, kind, mount = drive_of(section.nvme_path)
         log_dist(
             f"zero_optimization.{name}: files rest in {section.nvme_path}, on the drive {device} ({kind}, mounted at "
-            f"{place}).",
+            f"{mount}).",
             ranks=[0],
         )
 

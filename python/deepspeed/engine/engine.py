@@ -97,7 +97,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         model_parameters = self._experts.find(model_parameters)
         self._long_sequences.prepare()
         self.sparse_tensor_module_names = set(self._assembly.sparse_embeddings())
-        self._assembly.place_model(dont_change_device)
+        self._assembly.move_model(dont_change_device)
         self._assembly.make_optimizer(model_parameters)
         checks.check_step_strategy(self)
         checks.tell_of_unpinned(self)

@@ -108,9 +108,9 @@ class PipelineEngine(DeepSpeedEngine):
         """Runs ``num_micro_batches`` (None: the accumulation steps) of ``data_iter`` forward, without gradients.
 
         Returns the mean loss, over the copies too: on every rank, or with ``bcast_loss`` false on the last stage and
-        None elsewhere. With ``compute_loss`` false the outputs of the model take the place of losses, on the last
+        None elsewhere. With ``compute_loss`` false the outputs of the model are returned instead of losses, on the last
         stage. ``reduce_output``: ``"avg"``, ``"sum"`` (both over micro-batches and copies, of tuples of tensors for
-        each place), or None: a list with one entry for each micro-batch. ``return_logits``: ``(that, outputs)``, where
+        each index), or None: a list with one entry for each micro-batch. ``return_logits``: ``(that, outputs)``, where
         outputs are those of the model on the last stage (a list where there are several micro-batches) and None
         elsewhere.
         """

@@ -30,7 +30,7 @@ _LIBRARY = ("builtins", "collections", "typing", "abc")
 _CONTAINERS = (dict, list, tuple, set, frozenset, str, int, float, bytes)
 _WITH_ATTRIBUTES = (argparse.Namespace, collections.Counter, collections.OrderedDict, types.SimpleNamespace)
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
-# Where files name DeepSpeed's own records, and where the classes live here.
+# (module in files, module here) -> DeepSpeed's own classes that files name.
 _PUBLISHED = {
     ("deepspeed.runtime.zero.config", "deepspeed.config.sections"): ("ZeroStageEnum",),
     ("deepspeed.runtime.zero.offload_config", "deepspeed.config.sections"): (
@@ -75,8 +75,8 @@ def _generated(base, name):
 
 def _published_class(module, name):
     """A class of DeepSpeed by the import path that files name, or None."""
-    places = (path for (path, room), names in _PUBLISHED.items() if name in names and module in (path, room))
-    path = next(places, None)
+    paths = (path for (path, room), names in _PUBLISHED.items() if name in names and module in (path, room))
+    path = next(paths, None)
     return None if path is None else getattr(importlib.import_module(path), name)
 
 
@@ -196,11 +196,11 @@ def _facts(cls):
 
 
 def _check_attribute(cls, name):
-    """Attributes must not stand in for methods: somebody would call them."""
+    """Attributes must not stand in for methods: other code would call them."""
     need(type(name) is str and not (name.startswith("__") and name.endswith("__")), f"an attribute {name!r}")
     found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-    own_place = isinstance(found, types.MemberDescriptorType) and found.__objclass__.__module__ not in _LIBRARY
-    need(own_place or not (callable(found) or hasattr(found, "__get__")), f"an attribute {name!r} over a method")
+    own_slot = isinstance(found, types.MemberDescriptorType) and found.__objclass__.__module__ not in _LIBRARY
+    need(own_slot or not (callable(found) or hasattr(found, "__get__")), f"an attribute {name!r} over a method")
 
 
 def member_of(cls, *arguments):

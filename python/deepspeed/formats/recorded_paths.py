@@ -1,6 +1,6 @@
 """The one way from a name that a file or a socket says to a path: ``csrc/io/paths.h``.
 
-Code that runs without torch takes ``deepspeed.host.recorded_names``. A house test lists every other place that joins
+Code that runs without torch takes ``deepspeed.host.recorded_names``. A house test lists every other module that joins
 names to a folder.
 """
 

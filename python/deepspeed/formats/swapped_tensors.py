@@ -3,7 +3,7 @@
 Other implementations copy their swap files there, without gradients. Each file has the fp32 elements of one sub-group
 of a rank's slices, and may be longer by a few sectors: ``<first>_<last>.tensor.swp`` the masters,
 ``<state>-<first>_<last>.tensor.swp`` a state; first and last number the sub-group's parameters in the order of the
-module. The optimizer file has empty tensors in their place, and says nowhere how long they were: that follows from
+module. The optimizer file has empty tensors instead, without their lengths, which follow from
 ``sub_group_size`` and the shapes.
 """
 
@@ -23,8 +23,8 @@ _SUB_GROUP_SIZE = 1_000_000_000  # where the configuration does not say
 
 
 def with_swapped(path, whole, load):
-    """``optimizer_state_dict`` of ``whole``, what the optimizer file at ``path`` holds, with the tensors of swap files
-    in their places. ``load(path, lazy=True)`` reads the model file beside it, if there are any.
+    """``optimizer_state_dict`` of ``whole``, the contents of the optimizer file at ``path``, with the tensors of swap
+    files instead of empty ones. ``load(path, lazy=True)`` reads the model file beside it, if there are any.
 
     FileNotFoundError and ValueError name the folder or file that is missing or does not fit.
     """
@@ -81,7 +81,7 @@ def _sub_groups(param_shapes, ranks, size):
 
 
 def _numbers(model):
-    """name -> place among the module's parameters."""
+    """name -> index among the module's parameters."""
     others = {*(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
     return {name: i for i, name in enumerate(name for name in model.get("module") or {} if name not in others)}
 
@@ -98,9 +98,9 @@ def _files_of(folder, units, numbers):
             f"{folder} has files of {len(found)} sub-groups, {len(units)} are wanted: files are missing, or are of "
             "another tag; copy the whole folder of the tag, or load an older one"
         )
-    places = {unit: (numbers.get(names[0], -1), numbers.get(names[-1], -1)) for unit, (_, names, _) in units.items()}
-    in_order = dict(zip(sorted(units, key=places.get), sorted(found)))
-    if len({own - place for unit, key in in_order.items() for own, place in zip(key, places[unit])}) == 1:
+    indices = {unit: (numbers.get(names[0], -1), numbers.get(names[-1], -1)) for unit, (_, names, _) in units.items()}
+    in_order = dict(zip(sorted(units, key=indices.get), sorted(found)))
+    if len({own - index for unit, key in in_order.items() for own, index in zip(key, indices[unit])}) == 1:
         return {unit: found[key] for unit, key in in_order.items()}
     # Numbered in another order than the module's: by how long they are, else one group's one after the other.
     fitting = {key: [unit for unit in units if _fits(found[key], units[unit][2])] for key in found}
@@ -109,7 +109,7 @@ def _files_of(folder, units, numbers):
     if len({group for group, _, _ in units.values()}) > 1:
         raise ValueError(
             f"{folder}: which of its files are of which sub-group cannot be told: their numbers {sorted(found)} are "
-            f"not those of the model's parameters, {sorted(places.values())}, and several are equally long. Load the "
+            f"not those of the model's parameters, {sorted(indices.values())}, and several are equally long. Load the "
             "checkpoint with the model that saved it and save it again"
         )
     return {unit: found[key] for unit, key in zip(sorted(units), sorted(found))}

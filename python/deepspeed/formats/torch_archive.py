@@ -64,9 +64,9 @@ class _Storages:
     def __init__(self, path, archive, lazy):
         self.path, self.archive, self.lazy, self.memories = path, archive, lazy, []
 
-    def prepare(self, places):
-        """places: (dtype, offset, bytes, name of a packed record or None) of each storage."""
-        for dtype, offset, size, record in places:
+    def prepare(self, records):
+        """``records``: (dtype, offset, bytes, name of a packed record or None) of each storage."""
+        for dtype, offset, size, record in records:
             if record is None:
                 source = LargeRange(self.path, offset, size, self.archive.identity)
             else:

@@ -65,7 +65,7 @@ def write_torch_stream(path, value, as_weight):
     """Writes ``value``, any structure of plain data, to ``path``.
 
     as_weight(item): None, or what has the ``shape``, the ``dtype`` and the ``chunks()`` (1-D uint8 tensors on the CPU)
-    of a tensor in the structure. It is asked once for each object; an object in two places comes back as one tensor.
+    of a tensor in the structure. It is asked once for each object; an object that occurs twice is one tensor again.
     """
     structure = io.BytesIO()
     pickler = _StructurePickler(structure, as_weight)

@@ -128,17 +128,17 @@ def parse_size(text):
 def _shards(weights, limit, tied):
     """Names by file, in order: as many as fit; a weight larger than the limit has a file of its own. ``tied``: names of
     one weight go together and count once."""
-    shards, used, place = [[]], 0, {}
+    shards, used, names_of = [[]], 0, {}
     for name, weight in weights.items():
-        if tied and id(weight) in place:
-            place[id(weight)].append(name)
+        if tied and id(weight) in names_of:
+            names_of[id(weight)].append(name)
             continue
         size = weight.numel() * itemsize(weight.dtype)
         if limit is not None and shards[-1] and used + size > limit:
             shards.append([])
             used = 0
         shards[-1].append(name)
-        place[id(weight)], used = shards[-1], used + size
+        names_of[id(weight)], used = shards[-1], used + size
     return shards
 
 
@@ -180,7 +180,7 @@ def write_text(path, text):
 def write_whole(path, write, content):
     """``write(path, content)`` through a temporary file: under ``path`` stands a whole file or what was there before.
     OSError that names the file."""
-    temporary = f"{path}.writing.{secrets.token_hex(8)}"  # nobody can have put a link there
+    temporary = f"{path}.writing.{secrets.token_hex(8)}"  # a random name: no link can be there
     try:
         write(temporary, content)
         try:

@@ -207,7 +207,7 @@ class AutoEP:
 
     # ---- replacing ---------------------------------------------------------------------------------------------------
     def replace_moe_layer(self, spec, ep_size, ep_rank):
-        """Puts an ``AutoEPMoELayer`` with the experts of rank ``ep_rank`` of ``ep_size`` in the layer's place, and
+        """Replaces the layer by an ``AutoEPMoELayer`` with the experts of rank ``ep_rank`` of ``ep_size``, and
         returns it. The experts' parameters are new ones; the old ones know them (``ds_replaced_by``)."""
         parent, _, child = spec.moe_module_name.rpartition(".")
         parent = self.model.get_submodule(parent)

@@ -1,4 +1,4 @@
-"""The layer that takes the place of a model's layer with experts: the same router, the experts of this rank, and the
+"""The layer that replaces a model's layer with experts: the same router, the experts of this rank, and the
 exchange of rows between the ranks that share the experts. No token is dropped."""
 
 import dataclasses
@@ -83,7 +83,7 @@ def _recorded_as(source, made):
 
 
 class _Logits(torch.nn.Module):
-    """Gives out what a router of transformers would, for whoever records it."""
+    """Returns the outputs of a router of transformers, for hooks that record them."""
 
     def forward(self, recorded, scores, experts):
         return recorded, scores, experts
@@ -140,8 +140,8 @@ class AutoEPMoELayer(torch.nn.Module):
 
     @torch.no_grad()
     def _capture_mode(self, source):
-        """What ``source``, the model's router, calls its logits, asked of it: "raw" ones, as transformers has in 5.23,
-        or "post_score", what softmax or sigmoid has made of them, as in 5.0."""
+        """The kind of logits that ``source``, the model's router, returns, found by a call: "raw" as in transformers
+        5.23, or "post_score", after softmax or sigmoid, as in 5.0."""
         spec, usual = self.spec, self.spec.router_logits_capture_mode
         if source.weight.device.type == "meta":
             return usual

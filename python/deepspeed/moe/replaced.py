@@ -37,8 +37,8 @@ def share_anew(experts, copies):
 
 
 def trained_instead(model_parameters):
-    """The parameters or groups that a script gives to be optimised, with replaced parameters exchanged for those that
-    took their place. ValueError if one parameter took the place of parameters of two groups."""
+    """The parameters or groups that a script gives to be optimised, with replaced parameters exchanged for their
+    replacements. ValueError if one parameter replaces parameters of two groups."""
     if not isinstance(model_parameters, (list, tuple)):
         return model_parameters  # a generator asks the model when it is asked
     seen = {}
@@ -55,7 +55,7 @@ def replace_in_optimizer(optimizer):
         gone = [param for param in group["params"] if hasattr(param, "ds_replaced_by")]
         if any(param in optimizer.state for param in gone):
             raise ValueError(
-                "the optimizer has states of experts' parameters whose place others have taken (expert_parallel, "
+                "the optimizer has states of experts' parameters that others have replaced (expert_parallel, "
                 "zero.Init): pass one that has made no step, and load a checkpoint afterwards"
             )
         if gone:

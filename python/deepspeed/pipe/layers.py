@@ -35,7 +35,7 @@ class LayerSpec:
 class TiedLayerSpec(LayerSpec):
     """A layer that appears several times, under one ``key``: its weights are one set.
 
-    forward_fn: ``forward_fn(module, inputs)`` in place of the module's own call, for this appearance.
+    forward_fn: ``forward_fn(module, inputs)`` instead of the module's own call, for this appearance.
     tied_weight_attr: the weights that are kept equal where stages have copies; dots lead into submodules.
     """
 
@@ -78,7 +78,7 @@ def describe(number, layer):
 
 
 def call_of(layer, module):
-    """What runs ``layer``, of which ``module`` is built, or None for a function."""
+    """The callable of ``layer``. ``module``: the one built from it, or None for a function."""
     if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
         return functools.partial(layer.forward_fn, module)
     return layer if module is None else module

@@ -1,5 +1,5 @@
 """The position of a stage: three numbers in memory that other processes of the host can read, see
-csrc/comm/boards/place_page.h."""
+csrc/comm/boards/position_page.h."""
 
 INSTRUCTION, MICRO_BATCH, LAYER = range(3)
 
@@ -11,7 +11,7 @@ class Position:
         self.words = [0, 0, 0]
 
     def share(self, page):
-        """Into the native ``PlacePage``."""
+        """Into the native ``PositionPage``."""
         self.words = memoryview(page)
 
     def __reduce__(self):  # a copy of a module is somewhere else

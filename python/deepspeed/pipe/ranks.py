@@ -77,7 +77,7 @@ class PipelineRanks(EngineRanks):
             channel=channel if isinstance(channel, _native._C.PipeChannel) else None,
             groups=groups,
             facts=group_facts("pipeline"),
-            places=(instructions, layers),
+            position_names=(instructions, layers),
             keeper=grid._ranks.index(0) if 0 in grid._ranks and not agents_store else -1,
         )
 

@@ -1,6 +1,6 @@
 """Names and defaults of the top-level keys as constants: ``GRADIENT_CLIPPING``, ``GRADIENT_CLIPPING_DEFAULT``.
 
-They are read from the schema in csrc/config, so that there is one place for each.
+They are read from the schema in csrc/config, so that each has one definition.
 """
 
 from deepspeed.config.model import layout

@@ -4,7 +4,7 @@ import weakref
 
 
 class NotCopied:
-    """Copied and pickled models have no engine: they have None in the place of such an object."""
+    """Copied and pickled models have no engine: they have None instead of such an object."""
 
     def __deepcopy__(self, memo):
         return None

@@ -28,7 +28,7 @@ struct Ranks {
       all.push_back(std::make_unique<ErrorPropagation>(
           store, rank, std::vector<std::string>{"stage 0", "stage 1", "stage 2"},
           [this, rank](const std::string& why) { told[rank] += why; },
-          PlaceNames{{"ForwardPass"}, {"layer 0 (A)", "layer 1 (B)"}}));
+          PositionNames{{"ForwardPass"}, {"layer 0 (A)", "layer 1 (B)"}}));
   }
   void look() {
     std::this_thread::sleep_for(std::chrono::milliseconds(260));  // they look four times a second
@@ -107,10 +107,10 @@ TEST(ErrorPropagation, SaysWhereAKilledProcessWas) {
   ASSERT_EQ(pipe(there) + pipe(here), 0);
   const pid_t child = fork();
   if (child == 0) {
-    PlacePage page;
-    page.words()[PlacePage::kInstruction] = 1;
-    page.words()[PlacePage::kMicroBatch] = 4;
-    page.words()[PlacePage::kLayer] = 2;
+    PositionPage page;
+    page.words()[PositionPage::kInstruction] = 1;
+    page.words()[PositionPage::kMicroBatch] = 4;
+    page.words()[PositionPage::kLayer] = 2;
     const SharedFile file = page.file();
     char byte = 0;
     const bool told = write(there[1], &file, sizeof(file)) == sizeof(file);
@@ -123,14 +123,15 @@ TEST(ErrorPropagation, SaysWhereAKilledProcessWas) {
   ranks.store->set("who2", std::vector<uint8_t>(who.begin(), who.end()));
   ranks.store->add("known2", 1);
   ranks.all[0]->begin();
-  ranks.all[0]->place()->words()[PlacePage::kInstruction] = 1;
+  ranks.all[0]->position()->words()[PositionPage::kInstruction] = 1;
   ranks.look();
-  const std::string place = "layer 1 (B), micro-batch 3, ForwardPass";
-  EXPECT_EQ(ranks.all[0]->where(), "stage 0: ForwardPass; stage 2: " + place);
+  const std::string position = "layer 1 (B), micro-batch 3, ForwardPass";
+  EXPECT_EQ(ranks.all[0]->where(), "stage 0: ForwardPass; stage 2: " + position);
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
   ranks.look();
-  EXPECT_TRUE(says(ranks.told[0], "has ended in the middle of a batch, in " + place + "; stage 0 has seen it first"));
+  EXPECT_TRUE(
+      says(ranks.told[0], "has ended in the middle of a batch, in " + position + "; stage 0 has seen it first"));
   for (const int end : {there[0], there[1], here[0], here[1]}) close(end);
 }
 
@@ -166,7 +167,7 @@ TEST(ErrorPropagation, ARankWhoseProcessHadTheStore) {
     const auto made = [&](int rank) {
       return std::make_unique<ErrorPropagation>(
           store, rank, std::vector<std::string>{"stage 0", "stage 1"}, [&](const std::string& why) { told += why; },
-          PlaceNames{{"ForwardPass"}, {"layer 0 (A)"}}, keeper);
+          PositionNames{{"ForwardPass"}, {"layer 0 (A)"}}, keeper);
     };
     const auto first = made(0), second = made(1);
     if (elsewhere) {
@@ -174,7 +175,7 @@ TEST(ErrorPropagation, ARankWhoseProcessHadTheStore) {
       store->set("who0", std::vector<uint8_t>(who.begin(), who.end()));
     }
     for (auto* rank : {first.get(), second.get()}) rank->begin();
-    first->place()->words()[PlacePage::kLayer] = 1;
+    first->position()->words()[PositionPage::kLayer] = 1;
     if (seen)
       for (auto* rank : {first.get(), second.get()}) rank->look({});
     store->has_ended = true;

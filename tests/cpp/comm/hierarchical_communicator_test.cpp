@@ -53,7 +53,7 @@ TEST(Hosts, AreFoundByTheirRanks) {
   EXPECT_FALSE(hosts.leads());
   EXPECT_EQ(hosts.leaders(), (std::vector<int>{0, 1, 4}));
   EXPECT_EQ(hosts.host_of(2), 0);
-  EXPECT_EQ(hosts.place_of(2), 1);
+  EXPECT_EQ(hosts.local_rank_of(2), 1);
 }
 
 TEST(Hierarchical, IsForSeveralHostsOfSeveralRanks) {

@@ -46,13 +46,13 @@ class Nccl : public testing::Test {
   }
 
   NcclCommPtr join(const nccl::UniqueId& id, int rank, int size, milliseconds timeout = milliseconds(10000)) {
-    NcclPlace place;
-    place.name = "world";
-    place.rank = rank;
-    place.size = size;
-    place.timeout = timeout;
-    place.quiesce = quiesce;
-    return NcclComm::join(library, id, place);
+    NcclMember member;
+    member.name = "world";
+    member.rank = rank;
+    member.size = size;
+    member.timeout = timeout;
+    member.quiesce = quiesce;
+    return NcclComm::join(library, id, member);
   }
   NcclCommPtr alone() { return join(library->make_id(), 0, 1); }
 

@@ -71,8 +71,8 @@ PipeMessage message_of(int from, int to, PipeStream stream, int number) {
 void expect_equal(const PipeMessage& found, const PipeMessage& wanted) {
   ASSERT_EQ(found.pieces.size(), wanted.pieces.size());
   EXPECT_EQ(found.packed, wanted.packed);
-  for (size_t place = 0; place < wanted.pieces.size(); ++place) {
-    const PipePiece &a = found.pieces[place], &b = wanted.pieces[place];
+  for (size_t index = 0; index < wanted.pieces.size(); ++index) {
+    const PipePiece &a = found.pieces[index], &b = wanted.pieces[index];
     ASSERT_EQ(a.tensor.defined(), b.tensor.defined());
     EXPECT_EQ(a.wants_grad, b.wants_grad);
     if (!b.tensor.defined()) continue;

@@ -77,13 +77,13 @@ inline CommunicatorPtr make(const std::string& transport, const CommunicatorPtr&
     return std::make_shared<Restricted>(thread, std::set<Verb>{Verb::kSend, Verb::kRecv}, true);
   if (transport == "all_to_all_only")
     return std::make_shared<Restricted>(thread, std::set<Verb>{Verb::kAllToAll}, false);
-  NcclPlace place;
-  place.name = "tested";
-  place.rank = rank;
-  place.size = size;
-  place.timeout = seconds(600);
+  NcclMember member;
+  member.name = "tested";
+  member.rank = rank;
+  member.size = size;
+  member.timeout = seconds(600);
   const auto library = NcclLibrary::open(stand_in("fake_nccl"));
-  return nccl_communicator_alone(NcclComm::join(library, id, place));
+  return nccl_communicator_alone(NcclComm::join(library, id, member));
 }
 
 inline void on_transport(const std::string& transport, int size, const Body& body) {

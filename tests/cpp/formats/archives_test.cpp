@@ -1,4 +1,4 @@
-// Zip files, torch archives of both formats and safetensors headers: places of bytes.
+// Zip files, torch archives of both formats and safetensors headers: offsets of bytes.
 #include <gtest/gtest.h>
 #include <zlib.h>
 
@@ -93,8 +93,8 @@ TEST(TorchArchive, BothFormatsSayTheSame) {
     const PickleGraph graph = archive.read_structure(names);
     ASSERT_EQ(graph.storages.size(), 2u);
     for (size_t i = 0; i < 2; ++i) {
-      const StoragePlace place = archive.place(graph.storages[i]);
-      EXPECT_EQ(archive.file().text(place.offset, place.bytes), i == 0 ? std::string(24, 'a') : std::string(8, 'b'));
+      const StorageRecord record = archive.record_of(graph.storages[i]);
+      EXPECT_EQ(archive.file().text(record.offset, record.bytes), i == 0 ? std::string(24, 'a') : std::string(8, 'b'));
     }
     EXPECT_FALSE(archive.swapped());
     EXPECT_EQ(archive.legacy(), legacy);

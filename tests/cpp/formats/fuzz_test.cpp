@@ -69,16 +69,16 @@ void check(const PickleGraph& graph) {
     ASSERT_LT(step.target, step.nodes);
     for (uint32_t j = 0; j < step.count; ++j) ASSERT_LT(graph.parts[step.begin + j], step.nodes);
   }
-  for (const TensorPlace& place : graph.tensors) {
-    const StoredMemory& memory = graph.storages[place.storage];
-    int64_t last = place.offset;
+  for (const StoredTensor& tensor : graph.tensors) {
+    const StoredMemory& memory = graph.storages[tensor.storage];
+    int64_t last = tensor.offset;
     bool empty = false;
-    for (size_t d = 0; d < place.shape.size(); ++d) {
-      empty = empty || place.shape[d] == 0;
-      last += (place.shape[d] - 1) * place.stride[d];
+    for (size_t d = 0; d < tensor.shape.size(); ++d) {
+      empty = empty || tensor.shape[d] == 0;
+      last += (tensor.shape[d] - 1) * tensor.stride[d];
     }
     if (!empty) {
-      ASSERT_LT(last * place.element->bytes, memory.numel * memory.element->bytes);
+      ASSERT_LT(last * tensor.element->bytes, memory.numel * memory.element->bytes);
     }
   }
 }
@@ -149,9 +149,9 @@ TEST(Fuzz, TorchArchives) {
         const PickleGraph graph = archive.read_structure(names);
         check(graph);
         for (const StoredMemory& memory : graph.storages) {
-          const StoragePlace place = archive.place(memory);
-          if (!place.packed) {
-            ASSERT_LE(place.offset + place.bytes, bytes.size());
+          const StorageRecord record = archive.record_of(memory);
+          if (!record.packed) {
+            ASSERT_LE(record.offset + record.bytes, bytes.size());
           }
         }
       });

@@ -111,7 +111,7 @@ void write(PickleWriter& out, const Value& value) {
       break;
     default: return out.none();
   }
-  // Met again at once, in the place of itself.
+  // Met again at once, inside of itself.
   const uint32_t number = out.put();
   out.pop();
   out.get(number);
@@ -246,8 +246,8 @@ void expect_archive(const std::string& path, const Tensors& tensors) {
   const PickleGraph graph = archive.read_structure(names);
   ASSERT_EQ(graph.tensors.size(), tensors.keys.size());
   for (size_t i = 0; i < graph.storages.size(); ++i) {
-    const StoragePlace place = archive.place(graph.storages[i]);
-    ASSERT_EQ(archive.file().text(place.offset, place.bytes), tensors.memory[std::stoul(graph.storages[i].key)]);
+    const StorageRecord record = archive.record_of(graph.storages[i]);
+    ASSERT_EQ(archive.file().text(record.offset, record.bytes), tensors.memory[std::stoul(graph.storages[i].key)]);
   }
 }
 

@@ -21,7 +21,7 @@ const char* const kFileSystems[] = {"/tmp", "/dev/shm"};  // O_DIRECT on most di
 constexpr size_t kPiece = 4 * kBlockBytes;
 
 // The error is that of one piece of the file.
-void expect_place(const FileError& e, int code, uint64_t offset) {
+void expect_offset(const FileError& e, int code, uint64_t offset) {
   EXPECT_EQ(e.code(), code);
   EXPECT_EQ(e.offset(), offset);
   EXPECT_EQ(e.bytes(), kPiece);
@@ -47,15 +47,15 @@ class Reads : public testing::TestWithParam<std::tuple<const char*, const char*>
     const auto async = open(files, file, 3);
     AlignedPool pool(3, kPiece);
     std::string text(bytes, 'x');
-    std::map<char*, size_t> places;
+    std::map<char*, size_t> offsets;
     const auto take = [&](char* buffer) {
-      const size_t at = places.at(buffer);
+      const size_t at = offsets.at(buffer);
       memcpy(text.data() + at, buffer, std::min(kPiece, bytes - at));
     };
     for (size_t i = (bytes + kPiece - 1) / kPiece; i-- > 0;) {
       char* buffer = pool.take();
       if (buffer == nullptr) take(buffer = async->wait());
-      places[buffer] = i * kPiece;
+      offsets[buffer] = i * kPiece;
       const size_t least = std::min(kPiece, bytes - i * kPiece);
       async->submit_read(buffer, direct ? round_up(least, kBlockBytes) : least, i * kPiece, least);
     }
@@ -94,10 +94,10 @@ TEST_P(Reads, AFaultNamesFileOffsetAndBytes) {
   for (int n = 1; n <= 5; ++n) {
     Files files("read:" + std::to_string(n) + ":eio");
     const FileError e = thrown<FileError>([&] { read(files, 5 * kPiece); });
-    expect_place(e, EIO, static_cast<uint64_t>(5 - n) * kPiece);
+    expect_offset(e, EIO, static_cast<uint64_t>(5 - n) * kPiece);
     EXPECT_EQ(e.path(), path_);
-    const std::string place = "(" + std::to_string(kPiece) + " bytes at byte " + std::to_string(e.offset()) + ")";
-    EXPECT_TRUE(says(e.what(), "read of " + path_ + " failed: Input/output error " + place));
+    const std::string range = "(" + std::to_string(kPiece) + " bytes at byte " + std::to_string(e.offset()) + ")";
+    EXPECT_TRUE(says(e.what(), "read of " + path_ + " failed: Input/output error " + range));
   }
 }
 
@@ -107,7 +107,7 @@ TEST_P(Reads, AFileThatEndsTooEarlyIsAnError) {
     make(bytes - missing);
     Files files;
     const FileError e = thrown<FileError>([&] { read(files, bytes); });
-    expect_place(e, ENODATA, 4 * kPiece);
+    expect_offset(e, ENODATA, 4 * kPiece);
     EXPECT_TRUE(says(e.what(), path_ + " failed: the file ends at byte "));
   }
 }
@@ -131,7 +131,7 @@ TEST_P(Reads, WritesAndReadsOfOneFileShareAnObject) {
   }
 }
 
-TEST_P(Reads, WriteFaultsNameThePlaceToo) {
+TEST_P(Reads, WriteFaultsNameTheOffsetToo) {
   Files files("write:2:enospc");
   bool direct = true;
   const Descriptor file = files.open_part(path_, &direct, /*read=*/true);
@@ -142,7 +142,7 @@ TEST_P(Reads, WriteFaultsNameThePlaceToo) {
     while (async->wait() != nullptr) {
     }
   });
-  expect_place(e, ENOSPC, kPiece);
+  expect_offset(e, ENOSPC, kPiece);
   EXPECT_TRUE(says(e.what(), "The file needs " + std::to_string(2 * kPiece) + " bytes"));
 }
 

@@ -30,7 +30,7 @@ TEST(Crc32, AgreesWithThePlainLoopWherverItIsCut) {
   }
 }
 
-TEST(Crc32, FoldedIsThatOfThePlainLoopForEveryLengthAndPlace) {
+TEST(Crc32, FoldedIsThatOfThePlainLoopForEveryLengthAndAddress) {
   if (!can_fold_crc32()) GTEST_SKIP() << "this processor has no carry-less multiplication";
   const std::string text = random_bytes(kFoldFrom + 400);
   for (size_t begin = 0; begin < 17; ++begin) {

@@ -60,7 +60,7 @@ TEST(PipeCheck, RandomCorruptionsAreFound) {
 
 PipePlan two_stages() { return pipe_schedule("1f1b", 2, 1, 2); }
 
-size_t place(const PipePlan& plan, int rank, PipeOp op, int micro) {
+size_t index_of_act(const PipePlan& plan, int rank, PipeOp op, int micro) {
   for (size_t i = 0; i < plan.ranks[rank].size(); ++i)
     if (plan.ranks[rank][i].op == op && plan.ranks[rank][i].micro == micro) return i;
   return plan.ranks[rank].size();
@@ -68,24 +68,24 @@ size_t place(const PipePlan& plan, int rank, PipeOp op, int micro) {
 
 TEST(PipeCheck, SaysWhereAndWhat) {
   PipePlan plan = two_stages();
-  plan.ranks[1].erase(plan.ranks[1].begin() + static_cast<std::ptrdiff_t>(place(plan, 1, PipeOp::kSendGrad, 1)));
+  plan.ranks[1].erase(plan.ranks[1].begin() + static_cast<std::ptrdiff_t>(index_of_act(plan, 1, PipeOp::kSendGrad, 1)));
   EXPECT_EQ(verdict(plan),
             "pipeline schedule 1f1b, rank 1, step 7 (its end): SendGrad of micro-batch 1 in chunk 0 never happens");
 
   plan = two_stages();
-  plan.ranks[0][place(plan, 0, PipeOp::kForward, 1)].buffer = 0;
+  plan.ranks[0][index_of_act(plan, 0, PipeOp::kForward, 1)].buffer = 0;
   EXPECT_EQ(verdict(plan),
             "pipeline schedule 1f1b, rank 0, step 2, ForwardPass(micro 1, chunk 0, buffer 0): buffer 0 still holds "
             "micro-batch 0 of chunk 0, whose RecvGrad is still to come");
 
   plan = two_stages();
-  plan.ranks[1][place(plan, 1, PipeOp::kBackward, 0)].op = PipeOp::kForward;
+  plan.ranks[1][index_of_act(plan, 1, PipeOp::kBackward, 0)].op = PipeOp::kForward;
   EXPECT_EQ(verdict(plan),
             "pipeline schedule 1f1b, rank 1, step 2, ForwardPass(micro 0, chunk 0, buffer 0): happens twice: each "
             "instruction stands once for each micro-batch and chunk");
 
   plan = two_stages();
-  plan.ranks[0][place(plan, 0, PipeOp::kSendActivation, 0)].peer = 0;
+  plan.ranks[0][index_of_act(plan, 0, PipeOp::kSendActivation, 0)].peer = 0;
   EXPECT_TRUE(says(verdict(plan),
                    "rank 0, step 1, SendActivation(micro 0, chunk 0, buffer 0, to rank 0): the next part of "
                    "the model is on rank 1"));
@@ -94,8 +94,8 @@ TEST(PipeCheck, SaysWhereAndWhat) {
 TEST(PipeCheck, StreamsArriveInTheOrderInWhichTheyWereSent) {
   PipePlan plan = pipe_schedule("gpipe", 2, 1, 2);
   auto& acts = plan.ranks[0];
-  std::swap(acts[place(plan, 0, PipeOp::kRecvGrad, 0)], acts[place(plan, 0, PipeOp::kRecvGrad, 1)]);
-  std::swap(acts[place(plan, 0, PipeOp::kBackward, 0)], acts[place(plan, 0, PipeOp::kBackward, 1)]);
+  std::swap(acts[index_of_act(plan, 0, PipeOp::kRecvGrad, 0)], acts[index_of_act(plan, 0, PipeOp::kRecvGrad, 1)]);
+  std::swap(acts[index_of_act(plan, 0, PipeOp::kBackward, 0)], acts[index_of_act(plan, 0, PipeOp::kBackward, 1)]);
   EXPECT_EQ(
       verdict(plan),
       "pipeline schedule gpipe, rank 0, step 4, RecvGrad(micro 1, chunk 0, buffer 1, from rank 1): this is number 0 "
@@ -107,14 +107,16 @@ TEST(PipeCheck, StreamsArriveInTheOrderInWhichTheyWereSent) {
 TEST(PipeCheck, DeadlocksAreFound) {
   PipePlan plan = pipe_schedule("1f1b", 2, 1, 3);
   auto& acts = plan.ranks[1];
-  const size_t from = place(plan, 1, PipeOp::kRecvActivation, 1), to = place(plan, 1, PipeOp::kSendGrad, 0);
+  const size_t from = index_of_act(plan, 1, PipeOp::kRecvActivation, 1),
+               to = index_of_act(plan, 1, PipeOp::kSendGrad, 0);
   std::rotate(acts.begin() + static_cast<std::ptrdiff_t>(to), acts.begin() + static_cast<std::ptrdiff_t>(from),
               acts.begin() + static_cast<std::ptrdiff_t>(from) + 1);
   for (PipeAct& act : acts) act.buffer = act.micro;  // each its own
   plan.buffers[1] = 3;
   EXPECT_EQ(verdict(plan), "");
   // Now rank 1 wants the third activation before it gives the first gradient, which rank 0 waits for.
-  const size_t third = place(plan, 1, PipeOp::kRecvActivation, 2), first = place(plan, 1, PipeOp::kSendGrad, 0);
+  const size_t third = index_of_act(plan, 1, PipeOp::kRecvActivation, 2),
+               first = index_of_act(plan, 1, PipeOp::kSendGrad, 0);
   std::rotate(acts.begin() + static_cast<std::ptrdiff_t>(first), acts.begin() + static_cast<std::ptrdiff_t>(third),
               acts.begin() + static_cast<std::ptrdiff_t>(third) + 1);
   EXPECT_EQ(

@@ -1,4 +1,4 @@
-// Runs a plan of a pipeline with numbers in place of tensors, as an engine would: buffers, bounded streams of messages,
+// Runs a plan of a pipeline with numbers instead of tensors, as an engine would: buffers, bounded streams of messages,
 // ranks one after the other or as threads. Knows nothing of how plans are checked.
 #pragma once
 #include <chrono>

@@ -18,7 +18,7 @@ RankList all_ranks(int world) {
   return ranks;
 }
 
-// `list` in runs of `size`; the holders of the same place in them.
+// `list` in runs of `size`; the members of all runs with the same index.
 RankLists runs(const RankList& list, int size) {
   RankLists cut;
   for (size_t i = 0; i < list.size(); ++i) {
@@ -104,8 +104,8 @@ TEST(ProcessGrid, ListsOfEveryWorldUpTo64EqualLoops) {
             ASSERT_EQ(grid.coordinate("pipe", rank), p);
             ASSERT_EQ(grid.coordinate("data", rank), d);
             ASSERT_EQ(grid.coordinate("model", rank), m);
-            ASSERT_EQ(grid.place({"data"}, rank), d);
-            ASSERT_EQ(grid.place({"data", "model"}, rank), d * model + m);
+            ASSERT_EQ(grid.index({"data"}, rank), d);
+            ASSERT_EQ(grid.index({"data", "model"}, rank), d * model + m);
             ASSERT_EQ(grid.list({"data"}, rank)[d], rank);
             ASSERT_EQ(grid.list({}, rank), RankList{rank});
           }

@@ -26,7 +26,7 @@ std::vector<int32_t> random_choices(unsigned seed, int64_t tokens, const RouteRu
   return all;
 }
 
-// Assignments that `expert` keeps, in the order of their places.
+// Assignments that `expert` keeps, in the order of their slots.
 std::vector<int32_t> kept_by(int32_t expert, const std::vector<int32_t>& choices, const RouteRules& rules,
                              const std::vector<float>& priority) {
   std::vector<int32_t> all;

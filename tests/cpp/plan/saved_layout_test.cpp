@@ -151,7 +151,7 @@ TEST(SavedLayout, SubGroupsThatAreSavedAreFoundByTheirSizes) {
       const auto number = static_cast<size_t>(params[i]);
       EXPECT_EQ(layout.unit(number), read.unit(i));
       EXPECT_EQ(layout.begin(number), read.begin(i));
-      EXPECT_EQ(layout.place_in_unit(number), read.place_in_unit(i));
+      EXPECT_EQ(layout.index_in_unit(number), read.index_in_unit(i));
       EXPECT_EQ(layout.runs(number).size(), read.runs(i).size());
     }
     for (int64_t other = 0; other < param; ++other) {
@@ -179,17 +179,17 @@ TEST(SavedLayout, WritersShareByElementsInOrder) {
   }
 }
 
-TEST(SavedLayout, PlacesCountTheParametersOfAUnit) {
+TEST(SavedLayout, IndicesCountTheParametersOfAUnit) {
   const SavedLayout flat = SavedLayout::flat({{3, 4}, {5}}, {7, 5}, 1, "here");
   EXPECT_EQ(flat.unit(1), 0);
-  EXPECT_EQ(flat.place_in_unit(1), 1);
+  EXPECT_EQ(flat.index_in_unit(1), 1);
   EXPECT_EQ(flat.unit(2), 1);
-  EXPECT_EQ(flat.place_in_unit(2), 0);
+  EXPECT_EQ(flat.index_in_unit(2), 0);
   const SavedLayout sliced = SavedLayout::sliced({4, 2, 6, 2}, {3, 4}, 2, "here");
   EXPECT_EQ(sliced.unit(1), 0);
-  EXPECT_EQ(sliced.place_in_unit(1), 1);
+  EXPECT_EQ(sliced.index_in_unit(1), 1);
   EXPECT_EQ(sliced.unit(3), 1);
-  EXPECT_EQ(sliced.place_in_unit(3), 1);
+  EXPECT_EQ(sliced.index_in_unit(3), 1);
 }
 
 void expect_refused(const std::function<void()>& make, const std::string& part) {

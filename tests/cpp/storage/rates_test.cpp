@@ -12,16 +12,16 @@ namespace ds::storage {
 namespace {
 
 Placement at(Medium medium, const std::string& folder = "") {
-  Placement place;
-  place.rest = medium;
-  place.folder = folder;
-  return place;
+  Placement placement;
+  placement.rest = medium;
+  placement.folder = folder;
+  return placement;
 }
 
 TEST(Rates, AreOfWhatIsReadAndWritten) {
   const io::Folder disk;
-  for (const Placement& place : {at(Medium::kHost), at(Medium::kFile, disk.path())}) {
-    const TierRate rate = measure_rate(c10::Device(at::kCPU), place, {}, 1 << 18);
+  for (const Placement& placement : {at(Medium::kHost), at(Medium::kFile, disk.path())}) {
+    const TierRate rate = measure_rate(c10::Device(at::kCPU), placement, {}, 1 << 18);
     EXPECT_GT(rate.read, 0);
     EXPECT_GT(rate.write, 0);
   }
@@ -32,19 +32,19 @@ TEST(Rates, AreMeasuredOnce) {
   const io::Folder disk;
   std::filesystem::create_directory(disk / "drive");
   const c10::Device cpu(at::kCPU);
-  for (const Placement& place : {at(Medium::kHost), at(Medium::kFile, disk / "drive")}) {
+  for (const Placement& placement : {at(Medium::kHost), at(Medium::kFile, disk / "drive")}) {
     const std::string cache = disk / "cache/of/rates";
-    const TierRate first = known_rate(cache, cpu, place), again = known_rate(cache, cpu, place);
+    const TierRate first = known_rate(cache, cpu, placement), again = known_rate(cache, cpu, placement);
     EXPECT_NEAR(again.read, first.read, 1.0);
     EXPECT_NEAR(again.write, first.write, 1.0);
     for (const auto& entry : std::filesystem::directory_iterator(cache)) std::ofstream(entry.path()) << "123 456\n";
-    EXPECT_EQ(known_rate(cache, cpu, place).read, 123);
-    EXPECT_EQ(known_rate(cache, cpu, place).write, 456);
+    EXPECT_EQ(known_rate(cache, cpu, placement).read, 123);
+    EXPECT_EQ(known_rate(cache, cpu, placement).write, 456);
     for (const auto& entry : std::filesystem::directory_iterator(cache)) std::ofstream(entry.path()) << "damaged";
-    EXPECT_GT(known_rate(cache, cpu, place).read, 456);
+    EXPECT_GT(known_rate(cache, cpu, placement).read, 456);
     std::filesystem::remove_all(cache);
     std::ofstream(disk / "file") << "";
-    EXPECT_GT(known_rate(disk / "file/cannot", cpu, place).read, 0);
+    EXPECT_GT(known_rate(disk / "file/cannot", cpu, placement).read, 0);
   }
 }
 

@@ -90,40 +90,40 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 TEST(ScratchPool, ABufferThatChangesStreamsWaitsForTheOneItWasGivenBackOn) {
   ScratchPool pool;
   std::vector<uint8_t> memory(64);
-  const c10::Device place(c10::DeviceType::PrivateUse1, 0);
+  const c10::Device fake(c10::DeviceType::PrivateUse1, 0);
   const auto calls = [] { return std::exchange(device().calls, {}); };
   using Calls = std::vector<std::string>;
   {
     const at::Tensor buffer =
-        at::for_blob(memory.data(), {64}).options(bytes().device(place)).target_device(place).make_tensor();
+        at::for_blob(memory.data(), {64}).options(bytes().device(fake)).target_device(fake).make_tensor();
     device().stream = 1;
     pool.give(buffer);
   }
   EXPECT_EQ(calls(), (Calls{"record 1", "keep 1"}));
-  at::Tensor taken = pool.take(64, bytes().device(place));
+  at::Tensor taken = pool.take(64, bytes().device(fake));
   EXPECT_EQ(taken.data_ptr(), memory.data());
   EXPECT_EQ(calls(), Calls{});  // the same stream is behind it anyway
 
   pool.give(std::exchange(taken, at::Tensor()));
   calls();
   device().stream = 2;
-  taken = pool.take(64, bytes().device(place));
+  taken = pool.take(64, bytes().device(fake));
   EXPECT_EQ(calls(), (Calls{"block 2", "keep 2"}));
   pool.give(std::exchange(taken, at::Tensor()));  // given back on the second one now
   EXPECT_EQ(calls(), (Calls{"record 2", "keep 2"}));
   device().stream = 1;
-  taken = pool.take(64, bytes().device(place));
+  taken = pool.take(64, bytes().device(fake));
   EXPECT_EQ(calls(), (Calls{"block 1", "keep 1"}));
   device().stream = 1;
 }
 
 TEST(ShardStorage, ALeaseOnAnotherStreamWaitsForTheLastOnes) {
   std::vector<uint8_t> memory(64);
-  const c10::Device place(c10::DeviceType::PrivateUse1, 0);
-  ShardStorage storage(place);
+  const c10::Device fake(c10::DeviceType::PrivateUse1, 0);
+  ShardStorage storage(fake);
   const PlaneId plane =
       storage.add("x", 64, at::kByte, {}, {32, 64},
-                  at::for_blob(memory.data(), {64}).options(bytes().device(place)).target_device(place).make_tensor());
+                  at::for_blob(memory.data(), {64}).options(bytes().device(fake)).target_device(fake).make_tensor());
   using Calls = std::vector<std::string>;
   const auto calls = [] { return std::exchange(device().calls, {}); };
   const auto lease = [&](int64_t stream, Access access, plan::Range range) {

@@ -69,11 +69,11 @@ TEST(EngineOptions, DefaultsOfAbsentSectionsAreThoseOfTheirFields) {
 
 TEST(EngineOptions, WhereParametersRest) {
   const io::Folder disk;
-  EXPECT_FALSE(options_of(zero(R"("stage": 3)")).places.moves_params());
-  EXPECT_FALSE(options_of(zero(R"("stage": 3, "offload_param": {"device": "none"})")).places.moves_params());
+  EXPECT_FALSE(options_of(zero(R"("stage": 3)")).placements.moves_params());
+  EXPECT_FALSE(options_of(zero(R"("stage": 3, "offload_param": {"device": "none"})")).placements.moves_params());
   EngineOptions o = options_of(zero(R"("stage": 3, "sub_group_size": 7, "offload_param": {"device": "cpu"})"));
-  EXPECT_EQ(o.places.lp.rest, storage::Medium::kHost);
-  EXPECT_TRUE(o.places.lp.pinned);
+  EXPECT_EQ(o.placements.lp.rest, storage::Medium::kHost);
+  EXPECT_TRUE(o.placements.lp.pinned);
   EXPECT_EQ(o.swapping.bucket_numel, 7);
   const std::string path = "\"nvme_path\": \"" + disk.path() + "\"";
   RunFacts facts;
@@ -82,9 +82,9 @@ TEST(EngineOptions, WhereParametersRest) {
                          "buffer_size": 3, "max_in_cpu": 4, )" +
                       path + "}"),
                  facts);
-  EXPECT_EQ(o.places.lp.rest, storage::Medium::kFile);
-  EXPECT_FALSE(o.places.lp.pinned);
-  EXPECT_EQ(o.places.lp.folder, disk / "zero_stage_3");
+  EXPECT_EQ(o.placements.lp.rest, storage::Medium::kFile);
+  EXPECT_FALSE(o.placements.lp.pinned);
+  EXPECT_EQ(o.placements.lp.folder, disk / "zero_stage_3");
   EXPECT_EQ(o.param_offload.rank, 5);
   EXPECT_EQ(o.param_offload.buffers, 2);
   EXPECT_EQ(o.param_offload.buffer_numel, 3);
@@ -162,17 +162,17 @@ TEST(EngineOptions, TypesAndFacts) {
 TEST(EngineOptions, WhereStatesRest) {
   using storage::Medium;
   EngineOptions o = options_of(zero(R"("stage": 2)"));
-  EXPECT_EQ(o.places, Placements{});
+  EXPECT_EQ(o.placements, Placements{});
   o = options_of(zero(R"("stage": 2, "offload_optimizer": {"device": "none"})"));
-  EXPECT_EQ(o.places, Placements{});
+  EXPECT_EQ(o.placements, Placements{});
   for (const char* keys :
        {R"("stage": 1, "cpu_offload": true)", R"("stage": 1, "offload_optimizer": {"device": "cpu"})"}) {
     o = options_of(zero(keys));
-    EXPECT_EQ(o.places.master.rest, Medium::kHost) << keys;
-    EXPECT_EQ(o.places.slot.rest, Medium::kHost);
-    EXPECT_EQ(o.places.grad.rest, Medium::kHost);
-    EXPECT_TRUE(o.places.slot.pinned);
-    EXPECT_EQ(o.places.slot.host_share, 1.0);
+    EXPECT_EQ(o.placements.master.rest, Medium::kHost) << keys;
+    EXPECT_EQ(o.placements.slot.rest, Medium::kHost);
+    EXPECT_EQ(o.placements.grad.rest, Medium::kHost);
+    EXPECT_TRUE(o.placements.slot.pinned);
+    EXPECT_EQ(o.placements.slot.host_share, 1.0);
     EXPECT_EQ(o.swapping.buffer_count, 0);
     EXPECT_EQ(o.swapping.leaving_rows, 4);
     EXPECT_FALSE(o.swapping.own_folder);
@@ -184,10 +184,10 @@ TEST(EngineOptions, WhereStatesRest) {
   const std::string keys = R"("stage": 3, "sub_group_size": 77, "offload_optimizer": {"device": "nvme", "ratio": 0.3,
       "buffer_count": 6, "pipeline_read": true, "fast_init": true, "pin_memory": false, )";
   o = options_of(zero(keys + path + "}"), facts);
-  EXPECT_EQ(o.places.master.rest, Medium::kFile);
-  EXPECT_EQ(o.places.master.folder, folder.path() + "/zero_stage_3/optimizer/rank3");
-  EXPECT_EQ(o.places.slot.host_share, 0.3);
-  EXPECT_FALSE(o.places.slot.pinned);
+  EXPECT_EQ(o.placements.master.rest, Medium::kFile);
+  EXPECT_EQ(o.placements.master.folder, folder.path() + "/zero_stage_3/optimizer/rank3");
+  EXPECT_EQ(o.placements.slot.host_share, 0.3);
+  EXPECT_FALSE(o.placements.slot.pinned);
   EXPECT_EQ(o.swapping.bucket_numel, 77);
   EXPECT_EQ(o.swapping.buffer_count, 6);
   EXPECT_EQ(o.swapping.leaving_rows, 6);
@@ -196,7 +196,7 @@ TEST(EngineOptions, WhereStatesRest) {
   EXPECT_FALSE(o.swapping.writes_behind);
 }
 
-TEST(EngineOptions, MemoryInsteadOfPlaces) {
+TEST(EngineOptions, MemoryInsteadOfPlacements) {
   EXPECT_FALSE(options_of(zero(R"("stage": 2, "placement": {"device_gb": 1})")).memory.has_value());
   EngineOptions o = options_of(zero(R"("stage": 2, "placement": {"auto": true, "device_gb": 0.5, "host_gb": 2})"));
   ASSERT_TRUE(o.memory.has_value());

@@ -91,7 +91,7 @@ class Player : public GradArrivals {
     options.reducer.overlap = setting.overlap;
     options.reducer.waits = setting.waits;
     options.reducer.predivide = setting.sums ? 1.0 : 1.0 / setting.world;
-    if (setting.on_host) options.places.grad.rest = storage::Medium::kHost;
+    if (setting.on_host) options.placements.grad.rest = storage::Medium::kHost;
     engine_ = engine_of(specs, options, {ranks});
     in_place_ = engine_->params().space_of(0).in_place;
     grads().tell(this);

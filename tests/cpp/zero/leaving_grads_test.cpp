@@ -75,7 +75,7 @@ struct Seen {
   int64_t most_on_device = 0, budget_waits = 0;
 };
 
-Seen train(int stage, at::ScalarType type, const storage::Placement& place, int64_t leaving, bool slow) {
+Seen train(int stage, at::ScalarType type, const storage::Placement& placement, int64_t leaving, bool slow) {
   std::vector<at::Tensor> weights;
   std::vector<ParamSpec> specs;
   for (int i = 0; i < kWeights; ++i) {
@@ -84,7 +84,7 @@ Seen train(int stage, at::ScalarType type, const storage::Placement& place, int6
   }
   EngineOptions options;
   options.policy = stage_policy(stage);
-  options.places = {place, place, place};
+  options.placements = {placement, placement, placement};
   options.reducer.bucket_numel = kNumel;
   options.swapping.leaving_rows = leaving;
   const auto engine = engine_of(specs, options, {comm::thread_communicators(1)[0]});

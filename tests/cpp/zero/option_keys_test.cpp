@@ -49,8 +49,8 @@ std::string told(const storage::Placement& p) {
 std::string told(const EngineOptions& o) {
   std::ostringstream out;
   const auto dtype = [](const c10::optional<at::ScalarType>& type) { return type ? int(*type) : -1; };
-  out << o.policy.stage << ' ' << o.threads << ' ' << dtype(o.grad_dtype) << " places " << told(o.places.master) << ' '
-      << told(o.places.grad) << ' ' << told(o.places.slot) << ' ' << told(o.places.lp);
+  out << o.policy.stage << ' ' << o.threads << ' ' << dtype(o.grad_dtype) << " places " << told(o.placements.master)
+      << ' ' << told(o.placements.grad) << ' ' << told(o.placements.slot) << ' ' << told(o.placements.lp);
   if (o.memory) {
     const TierBytes& m = *o.memory;
     out << " memory " << m.device << ' ' << m.host << ' ' << m.file << ' ' << m.folder << ' ' << m.pinned << ' '
@@ -91,14 +91,14 @@ std::string options_with(const Value& root) {
 }
 
 Value at_path(Value root, const std::string& path, const Value& value) {
-  Value* place = &root;
+  Value* at = &root;
   for (size_t start = 0; start <= path.size();) {
     const size_t end = std::min(path.find('.', start), path.size());
-    if (!place->is_null() && !place->is_object()) return root;  // a bare boolean for the section
-    place = &(*place)[path.substr(start, end - start)];
+    if (!at->is_null() && !at->is_object()) return root;  // a bare boolean for the section
+    at = &(*at)[path.substr(start, end - start)];
     start = end + 1;
   }
-  *place = value;
+  *at = value;
   return root;
 }
 

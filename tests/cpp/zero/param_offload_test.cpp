@@ -29,7 +29,7 @@ struct Case {
   at::ScalarType type = at::kFloat;
   bool peers = true;  // ranks share memory
   int micro_steps = 1;
-  Placements places{};
+  Placements placements{};
   ParamOffload offload{};
   int64_t bucket = 20;
   bool trains = true;
@@ -77,7 +77,7 @@ struct Rank {
     }
     EngineOptions options;
     options.policy = stage_policy(3);
-    options.places = c.places;
+    options.placements = c.placements;
     options.param_offload = c.offload;
     options.param_offload.rank = number;
     options.files.files = c.files;
@@ -150,16 +150,16 @@ std::vector<Result> train(const Case& c, const std::string& folder = "") {
 }
 
 storage::Placement at_rest(Medium medium, const std::string& folder = "") {
-  storage::Placement place;
-  place.rest = place.work = medium;
-  place.folder = folder;
-  return place;
+  storage::Placement placement;
+  placement.rest = placement.work = medium;
+  placement.folder = folder;
+  return placement;
 }
 
 // Against the same run with everything on the device.
 void compare(Case c, const std::string& folder = "") {
   const std::vector<Result> there = train(c, folder);
-  c.places = {};
+  c.placements = {};
   const std::vector<Result> here = train(c);
   for (int rank = 0; rank < c.world; ++rank) {
     const std::string what = "rank " + std::to_string(rank) + " of " + std::to_string(c.world) + ", " +
@@ -188,10 +188,10 @@ TEST(ParamOffload, OnTheHostChangesNoBit) {
     for (at::ScalarType type : {at::kFloat, at::kBFloat16})
       for (bool peers : {true, false}) {
         Case c{world, type, peers, world == 2 ? 2 : 1};
-        c.places.lp = at_rest(Medium::kHost);
+        c.placements.lp = at_rest(Medium::kHost);
         compare(c);
         if (world > 2) continue;
-        c.places.master = c.places.slot = c.places.grad = c.places.lp;
+        c.placements.master = c.placements.slot = c.placements.grad = c.placements.lp;
         compare(c);
       }
 }
@@ -203,10 +203,10 @@ TEST(ParamOffload, InFilesUnderThePublishedNames) {
       const std::string folder = disk / "zero_stage_3";
       Case c{world, type, world != 2, world == 2 ? 2 : 1};
       c.offload.host_numel = 0;
-      c.places.lp = at_rest(Medium::kFile, folder);
+      c.placements.lp = at_rest(Medium::kFile, folder);
       compare(c, folder);
       if (world > 2) continue;
-      c.places.slot = c.places.grad = at_rest(Medium::kFile, disk.path());
+      c.placements.slot = c.placements.grad = at_rest(Medium::kFile, disk.path());
       compare(c, folder);
     }
   EXPECT_EQ(disk.entries(), 0u);
@@ -216,12 +216,12 @@ TEST(ParamOffload, Fp16WithItsLossScale) {
   const io::Folder disk;
   for (int world : {1, 2}) {
     Case c{world, at::kHalf, world == 2, 2};
-    c.places.lp = at_rest(Medium::kHost);
+    c.placements.lp = at_rest(Medium::kHost);
     compare(c);
     const std::string folder = disk / "zero_stage_3";
     c.offload.host_numel = 0;
-    c.places.lp = at_rest(Medium::kFile, folder);
-    c.places.master = c.places.slot = at_rest(Medium::kFile, disk.path());
+    c.placements.lp = at_rest(Medium::kFile, folder);
+    c.placements.master = c.placements.slot = at_rest(Medium::kFile, disk.path());
     compare(c, folder);
   }
 }
@@ -233,7 +233,7 @@ TEST(ParamOffload, InferenceWithoutAnOptimizer) {
     Case c{world, at::kBFloat16};
     c.trains = false;
     c.offload.host_numel = 0;
-    c.places.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
+    c.placements.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
     on_ranks(c, [&](const comm::CommunicatorPtr& ranks, int rank) {
       Rank own(c, ranks, rank);
       EXPECT_EQ(own.engine->params().storage()->usage()[0].resting, 0);
@@ -254,9 +254,9 @@ TEST(ParamOffload, ElementsOnTheHostAreACeiling) {
   for (int64_t allowed : {0, 1, 50, 100, 1000}) {
     Case c{2, at::kBFloat16};
     c.offload.host_numel = allowed;
-    c.places.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
+    c.placements.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
     const std::vector<Result> there = train(c);
-    c.places = {};
+    c.placements = {};
     const std::vector<Result> here = train(c);
     for (int rank = 0; rank < 2; ++rank) {
       expect_same(here[rank].params, there[rank].params, "parameter");
@@ -274,7 +274,7 @@ TEST(ParamOffload, BuffersAreACeilingAndNoneMayBeSmallerThanAParameter) {
   const io::Folder disk;
   Case c{1, at::kBFloat16};
   c.offload = {0, 3, 48, 0};
-  c.places.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
+  c.placements.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
   const std::vector<Result> there = train(c);
   EXPECT_LE(there[0].usage[1].peak, 3 * 2 * 4096);  // and nothing else is on the host
   EXPECT_EQ(there[0].usage[1].over_budget, 0);
@@ -290,7 +290,7 @@ TEST(ParamOffload, ParametersOutliveTheirEngineInTheirFiles) {
   const io::Folder disk;
   Case c{1, at::kBFloat16};
   c.offload.host_numel = 0;
-  c.places.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
+  c.placements.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
   const auto ranks = comm::thread_communicators(1);
   auto own = std::make_unique<Rank>(c, ranks[0], 0);
   const auto params = own->engine->params().sharded_params();
@@ -309,7 +309,7 @@ TEST(ParamOffload, AFaultOfOneRankIsAnErrorOfAll) {
   for (const std::string order : {"read:1+:eio", "write:1+:enospc", "read:4+:eio", "write:3+:eio", "gone", "cut"}) {
     Case c{3, at::kBFloat16};
     c.offload.host_numel = 0;
-    c.places.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
+    c.placements.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
     std::vector<std::string> errors(c.world);
     const auto begin = std::chrono::steady_clock::now();
     on_ranks(c, [&](const comm::CommunicatorPtr& ranks, int rank) {

@@ -126,7 +126,7 @@ std::shared_ptr<Engine> make_engine(const Case& c, const std::vector<at::Tensor>
   }
   EngineOptions options;
   options.policy = stage_policy(c.stage);
-  options.places.master.rest = options.places.grad.rest = options.places.slot.rest = c.rest;
+  options.placements.master.rest = options.placements.grad.rest = options.placements.slot.rest = c.rest;
   options.reducer.bucket_numel = c.bucket;
   options.reducer.overlap = c.overlap;
   options.reducer.predivide = 1.0 / c.world;  // of experts, too: by all ranks, not by those that have the expert

@@ -1,6 +1,6 @@
 // Where masters, gradients and optimizer states rest changes no bit of training: on the host, in files, a share of
 // each. On the CPU the tiers of the device and of the host are different buffers with budgets of their own, so whatever
-// looks for a buffer in the wrong place fails here, too.
+// looks for a buffer in the wrong tier fails here, too.
 #include "zero/offload/placements.h"
 
 #include <ATen/Functions.h>
@@ -37,11 +37,11 @@ struct Trained : TrainedWeights {
   storage::Usage usage;
 };
 
-Trained train_rank(const Case& c, const Placements& places, const storage::Budget& budget,
+Trained train_rank(const Case& c, const Placements& placements, const storage::Budget& budget,
                    const comm::CommunicatorPtr& ranks) {
   EngineOptions options;
   options.policy = stage_policy(c.stage);
-  options.places = places;
+  options.placements = placements;
   options.budget = budget;
   options.grad_dtype = c.grad_dtype;
   TrainingRank rank(kWeights, c.type, c.rule, options, c.bucket, ranks);
@@ -63,13 +63,13 @@ Trained train_rank(const Case& c, const Placements& places, const storage::Budge
   return result;
 }
 
-std::vector<Trained> train(const Case& c, const Placements& places, const storage::Budget& budget = {}) {
+std::vector<Trained> train(const Case& c, const Placements& placements, const storage::Budget& budget = {}) {
   const auto comms = comm::thread_communicators(c.world);
-  return on_ranks<Trained>(c.world, [&](int rank) { return train_rank(c, places, budget, comms[rank]); });
+  return on_ranks<Trained>(c.world, [&](int rank) { return train_rank(c, placements, budget, comms[rank]); });
 }
 
-void compare(const Case& c, const Placements& places, bool norms_too = true) {
-  const std::vector<Trained> here = train(c, {}), there = train(c, places);
+void compare(const Case& c, const Placements& placements, bool norms_too = true) {
+  const std::vector<Trained> here = train(c, {}), there = train(c, placements);
   for (int rank = 0; rank < c.world; ++rank) {
     const std::string what = c.name + ", stage " + std::to_string(c.stage) + ", rank " + std::to_string(rank) + " of " +
                              std::to_string(c.world) + ", " + c.rule;
@@ -155,11 +155,11 @@ TEST(Placements, ABudgetOfAFewBuckets) {
 // What is read and written between steps finds buffers where they are.
 TEST(Placements, StatesAreReadAndWrittenWhereTheyRest) {
   const io::Folder folder;
-  for (const auto& place : {at_rest(Medium::kDevice), kHost, at_rest(Medium::kFile, folder.path())}) {
+  for (const auto& placement : {at_rest(Medium::kDevice), kHost, at_rest(Medium::kFile, folder.path())}) {
     at::Tensor weight = at::arange(6, at::kFloat).to(at::kBFloat16).set_requires_grad(true);
     EngineOptions options;
     options.policy = stage_policy(2);
-    options.places = {place, place, place};
+    options.placements = {placement, placement, placement};
     Engine engine({{weight, "w", 0, 0}}, {}, options, {comm::thread_communicators(1)[0]});
     use_adam(engine);
     EXPECT_TRUE(at::equal(engine.states().full(StateKind::kMaster, 0, 0), at::arange(6, at::kFloat)));
@@ -177,7 +177,7 @@ TEST(Placements, StatesAreReadAndWrittenWhereTheyRest) {
     // A piece, for as long as somebody holds it; what has no address shows its shape alone.
     const at::Tensor shown = engine.states().pieces(StateKind::kMaster, 0).at(0);
     EXPECT_EQ(shown.numel(), 6);
-    EXPECT_EQ(shown.is_meta(), place.rest == Medium::kFile);
+    EXPECT_EQ(shown.is_meta(), placement.rest == Medium::kFile);
     engine.states().piece(StateKind::kSlot, 0, 0, storage::Access::kWrite).second.fill_(3);
     EXPECT_TRUE(at::equal(engine.states().full(StateKind::kSlot, 0, 0), at::full({6}, 3.0f)));
     EXPECT_TRUE(at::equal(engine.states().pieces(StateKind::kSlot, 0, true).at(0).reshape({6}), at::full({6}, 3.0f)));

@@ -21,8 +21,8 @@ constexpr int kWorld = 3;
 EngineOptions options_of(const std::string& strategy, int stage, const std::string& folder) {
   EngineOptions options;
   options.policy = stage_policy(stage);
-  options.places.master = options.places.slot = at_rest(storage::Medium::kFile, folder);
-  if (strategy != "zenflow") options.places.grad = at_rest(storage::Medium::kFile, folder);
+  options.placements.master = options.placements.slot = at_rest(storage::Medium::kFile, folder);
+  if (strategy != "zenflow") options.placements.grad = at_rest(storage::Medium::kFile, folder);
   options.strategy = strategy;
   options.step.zenflow.update_interval = 2;
   options.step.zenflow.overlap = true;
@@ -39,7 +39,7 @@ std::vector<std::string> errors_of(const std::string& strategy, int stage, const
   const auto comms = comm::thread_communicators(kWorld);
   return on_ranks<std::string>(kWorld, [&](int rank) -> std::string {
     EngineOptions options = options_of(strategy, stage, disk / ("rank" + std::to_string(rank)));
-    std::filesystem::create_directory(options.places.master.folder);
+    std::filesystem::create_directory(options.placements.master.folder);
     options.files.files = std::make_shared<io::Files>();
     std::vector<at::Tensor> weights;
     std::vector<ParamSpec> specs;

@@ -33,7 +33,7 @@ struct Case {
   int64_t bucket = 20;
   std::string strategy = "speculative";
   storage::Budget budget{};
-  Placements places{};
+  Placements placements{};
   bool disturb = true;  // reads, aborted backwards, changed hyperparameters, changed gradients
 };
 
@@ -47,7 +47,7 @@ double factor_of(int step) { return step == 5 ? INFINITY : step % 4 == 3 ? 1000.
 Trained train_rank(const Case& c, const comm::CommunicatorPtr& ranks) {
   EngineOptions options;
   options.policy = stage_policy(c.stage);
-  options.places = c.places;
+  options.placements = c.placements;
   options.budget = c.budget;
   options.strategy = c.strategy;
   TrainingRank rank(kWeights, c.type, c.rule, options, c.bucket, ranks);
@@ -89,9 +89,9 @@ void expect_alike(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
 
 // Returns the figures of all ranks together.
 std::map<std::string, double> compare(Case c) {
-  if (c.places == Placements{}) {
-    c.places.master = c.places.slot = at_rest(Medium::kHost);
-    if (c.stage > 1) c.places.grad = at_rest(Medium::kHost);
+  if (c.placements == Placements{}) {
+    c.placements.master = c.placements.slot = at_rest(Medium::kHost);
+    if (c.stage > 1) c.placements.grad = at_rest(Medium::kHost);
   }
   const std::vector<Trained> ahead = train(c);
   c.strategy = "plain";
@@ -130,7 +130,7 @@ TEST(Speculative, ChangesNoBit) {
   EXPECT_GT(compare({2, 2, at::kHalf}).at("buckets undone"), 0);
 }
 
-TEST(Speculative, RulesAndPlaces) {
+TEST(Speculative, RulesAndPlacements) {
   for (const char* rule : {"adagrad", "lion", "sgd"})
     EXPECT_GT(compare({2, 2, at::kBFloat16, rule}).at("buckets stepped ahead"), 0) << rule;
   // They look at whole parameters: every bucket waits for the step.
@@ -138,13 +138,13 @@ TEST(Speculative, RulesAndPlaces) {
     EXPECT_EQ(compare({2, 2, at::kBFloat16, rule}).at("buckets stepped ahead"), 0) << rule;
   // Gradients, or states, that are elsewhere; a share of the buckets on the host.
   Case c{2, 2, at::kBFloat16};
-  c.places = {at_rest(Medium::kHost), {}, {}};
+  c.placements = {at_rest(Medium::kHost), {}, {}};
   EXPECT_GT(compare(c).at("buckets stepped ahead"), 0);
-  c.places = {{}, {}, at_rest(Medium::kHost)};
+  c.placements = {{}, {}, at_rest(Medium::kHost)};
   EXPECT_EQ(compare(c).at("buckets stepped ahead"), 0);
   c.stage = 3;
-  c.places = {at_rest(Medium::kHost), {}, at_rest(Medium::kHost)};
-  c.places.master.host_share = c.places.slot.host_share = 0.5;
+  c.placements = {at_rest(Medium::kHost), {}, at_rest(Medium::kHost)};
+  c.placements.master.host_share = c.placements.slot.host_share = 0.5;
   EXPECT_GT(compare(c).at("buckets stepped ahead"), 0);
   c.check = false;  // what is not finite is stepped, and never ahead
   compare(c);
@@ -173,10 +173,10 @@ struct One {
   at::Tensor second = at::ones({40}).set_requires_grad(true);
   std::shared_ptr<Engine> engine;
 
-  explicit One(const Placements& places, int stage = 2) {
+  explicit One(const Placements& placements, int stage = 2) {
     EngineOptions options;
     options.policy = stage_policy(stage);
-    options.places = places;
+    options.placements = placements;
     options.strategy = "speculative";
     options.reducer.bucket_numel = 1;
     engine = engine_of({{weight, "w", 0, 0}, {second, "v", 0, 1}}, options, {comm::thread_communicators(1)[0]});

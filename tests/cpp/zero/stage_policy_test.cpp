@@ -22,7 +22,7 @@ TEST(StagePolicy, EachStageShardsOneThingMore) {
 TEST(StagePolicy, WhatFollowsFromTheCuts) {
   for (int stage = 0; stage <= 3; ++stage) {
     const StagePolicy& policy = stage_policy(stage);
-    EXPECT_EQ(policy.reduce == ReduceAt::kMicroStep, policy.shards_grads());  // whole sums have no place to wait in
+    EXPECT_EQ(policy.reduce == ReduceAt::kMicroStep, policy.shards_grads());  // whole sums have no memory to wait in
     EXPECT_EQ(policy.layout == Layout::kPerParam, policy.shards_params());
     EXPECT_EQ(policy.gather == GatherAt::kOnUse, policy.shards_params());
     EXPECT_EQ(policy.gather == GatherAt::kNever, !policy.shards_states());

@@ -32,7 +32,7 @@ TEST(StateSource, BringsRowsAsTheyAreWritten) {
   EngineOptions options;
   options.policy = stage_policy(2);
   const storage::Placement file = at_rest(storage::Medium::kFile, folder.path());
-  options.places = {file, file, file};
+  options.placements = {file, file, file};
   options.reducer.bucket_numel = 4 * kNumel;  // several pieces in a row
   options.swapping.buffer_count = 4;
   options.swapping.reads_ahead = options.swapping.writes_behind = false;
@@ -108,7 +108,7 @@ std::vector<std::string> saved(int world, const Given& given) {
     options.policy = stage_policy(1 + world % 2);
     const storage::Placement file = at_rest(storage::Medium::kFile, folder / ("rank" + std::to_string(rank)));
     std::filesystem::create_directory(file.folder);
-    options.places = {file, {}, file};
+    options.placements = {file, {}, file};
     options.files.files = std::make_shared<io::Files>();
     options.reducer.bucket_numel = 3 * given.numel;
     options.swapping.buffer_count = 4;
@@ -170,7 +170,7 @@ TEST(StateSource, SavesOfSeveralRanksHoldAFewRows) {
     options.policy = stage_policy(2);
     const storage::Placement file = at_rest(storage::Medium::kFile, folder / ("rank" + std::to_string(rank)));
     std::filesystem::create_directory(file.folder);
-    options.places = {file, file, file};
+    options.placements = {file, file, file};
     options.reducer.bucket_numel = 2 * kNumel;
     options.swapping.buffer_count = 1;
     options.swapping.reads_ahead = options.swapping.writes_behind = false;

@@ -183,12 +183,12 @@ struct Rank {
     }
     EngineOptions options;
     options.policy = stage_policy(c.stage);
-    options.places.master.rest = options.places.slot.rest = Medium::kHost;
+    options.placements.master.rest = options.placements.slot.rest = Medium::kHost;
     if (!c.folder.empty()) {
-      options.places.master.rest = options.places.slot.rest = Medium::kFile;
-      options.places.master.folder = options.places.slot.folder = c.folder;
+      options.placements.master.rest = options.placements.slot.rest = Medium::kFile;
+      options.placements.master.folder = options.placements.slot.folder = c.folder;
     }
-    if (c.grads_on_host) options.places.grad.rest = Medium::kHost;
+    if (c.grads_on_host) options.placements.grad.rest = Medium::kHost;
     options.strategy = c.strategy;
     options.step.zenflow = c.flow;
     options.reducer.bucket_numel = c.bucket;

@@ -33,7 +33,7 @@ def save(folder, text, files=FILES, in_place=None):
 
 def content(folder):
     """The text with which the checkpoint was saved, all of whose files have it."""
-    place = commit.place_of(str(folder))
+    place = commit.path_to_read(str(folder))
     assert verify.verify_folder(place) == []
     found = {open(os.path.join(place, name), "rb").read()[:1] for name in verify.read(place)["files"]}
     assert len(found) == 1

@@ -102,14 +102,14 @@ def a_save_into_the_folder(sandbox, chance, _):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         tried(cli.main, ["ls", sandbox.saves])
         tried(cli.main, ["verify", sandbox.saves])
-    tried(commit.place_of, sandbox.folder)
+    tried(commit.path_to_read, sandbox.folder)
     tried(owner.others_files, sandbox.folder)
     faults = ["", "", "exchange:1+:einval", "rename_dir:2+:exdev", "rename_dir:1+:exdev"]
     file_writer.inject_fault(chance.choice(faults))
     try:
         tried(save, sandbox.folder, chance.choice([None, None, False, True]))
         tried(commit.retire, sandbox.saves, 1, chance.choice(["t", "u"]))
-        tried(commit.place_of, sandbox.folder)
+        tried(commit.path_to_read, sandbox.folder)
         if chance.random() < 0.3:
             tried(commit.remove_checkpoint, sandbox.folder)
     finally:

@@ -23,7 +23,7 @@ class Peers {
     ++version_;
   }
   void copy(const ShardedParam& param, const at::Tensor& buffer) const {
-    if (param.slice_numel() == 0) return;  // has no place in the regions either
+    if (param.slice_numel() == 0) return;  // has no memory in the regions either
     const SliceLease own = param.slice(storage::Access::kRead);
     const int64_t offset =
         static_cast<char*>(own.data().data_ptr()) - static_cast<char*>(regions_[ranks_->rank()].data_ptr());

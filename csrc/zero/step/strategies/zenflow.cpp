@@ -52,9 +52,9 @@ constexpr int64_t kLongestInterval = 16;
 constexpr int64_t kStepsPerChoice = 100;  // if no epoch is known
 
 storage::Placement on_host() {
-  storage::Placement place;
-  place.rest = Medium::kHost;
-  return place;
+  storage::Placement placement;
+  placement.rest = Medium::kHost;
+  return placement;
 }
 
 class ZenFlow : public StepStrategy {
@@ -365,7 +365,7 @@ class ZenFlow : public StepStrategy {
     waited_ms_ += 1e3 * seconds_since(begin);
   }
 
-  // Chosen elements are updated with the others: in the planes lie old values of theirs, which nobody uses.
+  // Chosen elements are updated with the others: the planes hold stale values of them, which are not used.
   void update_bucket(ParamSpace& space, const Buffer& sums, int32_t bucket, const Flags& used, const at::Tensor& steps,
                      const std::vector<std::vector<double>>& hyper) {
     const optim::Rule& rule = stepper_.rule(space.key.param_group);
@@ -418,8 +418,8 @@ class ZenFlow : public StepStrategy {
   Stepper& stepper_;
   ZenFlowOptions options_;
   ZenFlowChoice choice_;
-  DeviceContext host_;           // of whoever updates the rest
-  DeviceContext adding_;         // of whoever adds it up
+  DeviceContext host_;           // updates the other elements
+  DeviceContext adding_;         // adds up their gradients
   std::vector<Buffer> sums_[2];  // of each space: of the interval; of the last one, while it is updated
   int front_ = 0;
   std::vector<Buffer> weights_;

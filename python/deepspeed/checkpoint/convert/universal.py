@@ -102,10 +102,10 @@ class Source:
         module = open_saved(self.folder, mp_rank, with_optimizer=False).model
         shapes, seen = {}, set()
         for name, value in (module.get("module") or {}).items():
-            place = _memory_of(value)
-            if name not in (module.get(keys.BUFFER_NAMES) or ()) and (place is None or place not in seen):
+            memory = _memory_of(value)
+            if name not in (module.get(keys.BUFFER_NAMES) or ()) and (memory is None or memory not in seen):
                 shapes[name] = torch.Size(value.shape)
-                seen.add(place)
+                seen.add(memory)
         try:
             return open_saved(self.folder, mp_rank, group_names=[list(shapes)], shapes=shapes)
         except ValueError as error:

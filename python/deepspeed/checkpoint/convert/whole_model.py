@@ -98,14 +98,14 @@ def _remote(run, state):
     first_slice = layers is None or not layers.slices or layers.slices.endswith("_00")
     for name in list(state):
         value, param = state.pop(name), weights.params.get(name)
-        place = layers.find(name) if layers is not None else None
-        if name not in copies and place is None:
+        layer = layers.find(name) if layers is not None else None
+        if name not in copies and layer is None:
             state[named(name)] = value
             continue
         tensor = value if param is None else param
         own[named(name)] = _lent(tensor)
         saved = is_sharded(tensor) or saves(run, copies.get(name))  # of slices each rank has another one
-        if saved and first_slice and (place is None or place[0] in layers.writes):
+        if saved and first_slice and (layer is None or layer[0] in layers.writes):
             shape = saved_part(param)[1] if param is not None else value.shape
             told[named(name)] = [list(shape), str(value.dtype).removeprefix("torch."), *own_extent(tensor)]
     found = {}

@@ -143,7 +143,7 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         ranks = saving.ranks
         found = ranks.gather([*this_process(), secrets.token_hex(8)])
         token = found[ranks.nodes.index(ranks.node)][2]  # the leading rank's
-        meeting = commit.hidden(saving.place, f"{token}.meeting")  # one save's, where the background threads meet
+        meeting = commit.hidden(saving.target, f"{token}.meeting")  # one save's, where the background threads meet
         saving.begin(meeting)
         save = SnapshotSave(self, saving, Snapshot(self.cache, states), save_latest)
         try:

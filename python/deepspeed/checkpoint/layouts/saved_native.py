@@ -72,7 +72,7 @@ class NotPlain(TypeError):
 
 def encode(value, tensors, where="client_state"):
     """``value`` in a form that ``json.dumps`` takes. Tensors and arrays in it are added to the dict ``tensors`` under
-    the place they have in it. Raises ``NotPlain``, which names that place."""
+    their path in it. Raises ``NotPlain``, which names that path."""
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
@@ -100,13 +100,13 @@ def encode(value, tensors, where="client_state"):
 
 
 def _put(tensor, tensors, where):
-    """The place of ``tensor``: ``where``, unless keys with dots in them have brought another one there."""
-    place, number = where, 1
-    while place in tensors:
+    """The key of ``tensor``: ``where``, with a number behind it if keys with dots have given it to another one."""
+    key, number = where, 1
+    while key in tensors:
         number += 1
-        place = f"{where}#{number}"
-    tensors[place] = tensor
-    return place
+        key = f"{where}#{number}"
+    tensors[key] = tensor
+    return key
 
 
 def _as_tensor(array):
@@ -119,7 +119,7 @@ def _as_tensor(array):
 
 
 def decode(value, tensor_of):
-    """Inverse of ``encode``: ``tensor_of(place)`` gives the tensors. Raises ValueError for what ``encode`` never
+    """Inverse of ``encode``: ``tensor_of(key)`` gives the tensors. Raises ValueError for what ``encode`` never
     makes."""
     if isinstance(value, list):
         return [decode(item, tensor_of) for item in value]
@@ -132,8 +132,8 @@ def decode(value, tensor_of):
     if name == "tensor":
         return tensor_of(inner)
     if name == "array":
-        place, dtype, shape = inner
-        return eager(tensor_of(place)).numpy().reshape(-1).view(numpy.dtype(dtype)).reshape(shape).copy()
+        key, dtype, shape = inner
+        return eager(tensor_of(key)).numpy().reshape(-1).view(numpy.dtype(dtype)).reshape(shape).copy()
     kind = _KINDS.get(name)
     if kind in _MAPPINGS:
         return kind({decode(key, tensor_of): decode(item, tensor_of) for key, item in inner})
@@ -178,9 +178,10 @@ class NativeState(ByName):
     def _parts(self, name, kind=None):
         return self._files
 
-    def _decode(self, value, place=0):
-        """``place``: of the rank among those that saved, whose file has the tensors of ``value``. They stay lazy."""
-        return decode(value, lambda tensor: self._files[place]["values"][tensor])
+    def _decode(self, value, index=0):
+        """``index``: the number, among the ranks that saved, of the rank whose file has the tensors of ``value``. They
+        stay lazy."""
+        return decode(value, lambda tensor: self._files[index]["values"][tensor])
 
     # ---- the model file --------------------------------------------------------------------------------------------
     def _model(self, trained, frozen):
@@ -223,8 +224,8 @@ class NativeState(ByName):
     def run_states(self, rank):
         """``(what the rank with that global number saved to go on, or the first one, whether it is its own)``."""
         own = rank in self.ranks
-        place = self.ranks.index(rank) if own else 0
-        return plain(self._decode(self._files[place]["run"], place)), own
+        index = self.ranks.index(rank) if own else 0
+        return plain(self._decode(self._files[index]["run"], index)), own
 
 
 class _ModuleKeys(dict):
@@ -233,7 +234,7 @@ class _ModuleKeys(dict):
 
 def _part(folder, rank, parameters):
     """The files of a rank in the form of ``OwnedStates.by_name``, with the state of its run (``run``) and tensors in
-    values that are JSON otherwise (``values``: place -> lazy tensor)."""
+    values that are JSON otherwise (``values``: key -> lazy tensor)."""
     path = names.RANK_JSON.path(folder, rank=rank)
     about, tensors, values = read_json(path), {}, {}
     for entry in about["files"]:

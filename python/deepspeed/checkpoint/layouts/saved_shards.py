@@ -87,14 +87,14 @@ class UnitState(SavedState):
 
     def scalars(self, name):
         index = self._index[name]
-        unit, place = self._layout.unit(index), self._layout.place_in_unit(index)
+        unit, position = self._layout.unit(index), self._layout.index_in_unit(index)
         inner = self._inner(self._first, unit).items()
         found = {key: value for key, value in inner if not self._has_elements(unit, value)}
         steps, others = found.pop(PARAM_STEPS, None), found.pop(PARAM_SCALARS, {})
         if steps is not None:
             like = eager(found.get("step"))
-            found["step"] = torch.full_like(like, float(steps[place])) if torch.is_tensor(like) else steps[place]
-        return {**found, **{key: values[place] for key, values in others.items() if values[place] is not None}}
+            found["step"] = torch.full_like(like, float(steps[position])) if torch.is_tensor(like) else steps[position]
+        return {**found, **{key: values[position] for key, values in others.items() if values[position] is not None}}
 
     def state_pieces(self, name, kind):
         index = self._index[name]

@@ -146,10 +146,10 @@ def load_checkpoint(
     kept = None
     if snapshots is not None and tag is None and not run.config.load_universal_checkpoint:
         kept = _newer_in_memory(run, load_dir, snapshots)
-    place = kept or _on_disk(run, load_dir, tag)
-    if place is None:
+    found = kept or _on_disk(run, load_dir, tag)
+    if found is None:
         return None
-    ranks, folder = place
+    ranks, folder = found
     together = functools.partial(ranks.together, what=f"the checkpoint {folder} is not loaded")
     with_optimizer = load_optimizer_states and not load_module_only and run.states is not None
     with_scheduler = load_lr_scheduler_states and not load_module_only
@@ -214,8 +214,8 @@ def _on_disk(run, load_dir, tag):
             "hosts, or set checkpoint.use_node_local_storage"
         )
     folder = os.path.join(load_dir, tag)
-    # What a broken-off save has left is put right first.
-    folder = ranks.lead(lambda: commit.place_of(folder), f"the checkpoint {folder} is not loaded")
+    # The leftovers of a broken-off save are repaired first.
+    folder = ranks.lead(lambda: commit.path_to_read(folder), f"the checkpoint {folder} is not loaded")
     fetch_missing(run, ranks, folder)
     if not os.path.isdir(folder):
         tags = os.scandir(load_dir) if os.path.isdir(load_dir) else ()

@@ -127,7 +127,7 @@ class Background:
         due = concurrent.futures.Future()
         self.failures.append((error, due))
         told, _ = attempt(lambda: max(settle(self.steps)) + 1)
-        due.set_result(told or 0)  # with nobody left to agree with: at the next step
+        due.set_result(told or 0)  # without other ranks to agree with: at the next step
 
     def step_done(self):
         """The training loop calls it at the end of a step. Raises what went wrong in the background."""
@@ -176,7 +176,7 @@ class SnapshotSave:
         self.saving, self.save_latest = saving, save_latest
         self.records, self.error = {}, None
         self.began = time.monotonic()
-        enter(saving.place)
+        enter(saving.target)
 
     # ---- in the calling thread -------------------------------------------------------------------------------------
     def add(self, name, value):
@@ -203,7 +203,7 @@ class SnapshotSave:
         self.error = self.error or RuntimeError("given up")
         self.snapshot.drop()
         self.behind.drain()
-        leave(self.saving.place)
+        leave(self.saving.target)
 
     def end(self):
         """All files are taken: the rest happens in the background, in which ``saving`` has ``RanksThroughFiles``. Only
@@ -237,4 +237,4 @@ class SnapshotSave:
             self.behind.fail(error, lambda steps: [s for s in ranks.gather(steps) if s is not None])
         finally:
             ranks.close()
-            leave(self.saving.place)
+            leave(self.saving.target)

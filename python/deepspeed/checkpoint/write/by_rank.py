@@ -45,7 +45,7 @@ class PartsByRank:
 
     def _divide(self, run, exclude_frozen):
         ranks, before = Ranks(run.ranks, False), 0
-        # What raises on one rank must not keep it from telling the others, who wait for it.
+        # A rank that raises still tells the others, which wait for it.
         layers, error = attempt(lambda: self._expert_layers(run))
         layers = layers or []
         if self._layers is not None:  # layers of experts are counted over all stages
@@ -86,8 +86,8 @@ class PartsByRank:
 
     def _is_written(self, name):
         """Whether it is for this stage to save what all stages with the same layer have."""
-        place = self._layers.find(name) if self._layers is not None else None
-        return place is None or place[0] in self._layers.writes
+        layer = self._layers.find(name) if self._layers is not None else None
+        return layer is None or layer[0] in self._layers.writes
 
     def _states(self, run):
         """The states that this rank saves by name: with ZeRO of what only some ranks train, else all that it saves."""
@@ -109,8 +109,8 @@ class PartsByRank:
             own = param is not None and name in copies
             value = frozen.get(id(param), value)
             cut = param is not None and run.policy.shards_params and id(param) not in frozen
-            place = self._layers.find(name) if self._layers is not None else None
-            if own or ((expert is not None or place is not None) and not cut):
+            layer = self._layers.find(name) if self._layers is not None else None
+            if own or ((expert is not None or layer is not None) and not cut):
                 self._elsewhere.add(name)
             if expert is not None and not cut:
                 if saves(run, copies.get(name)) and self._is_written(name):
@@ -119,11 +119,11 @@ class PartsByRank:
             elif own and id(param) not in trained:
                 raise ValueError(
                     f"parameter '{name}' has ranks of its own (ds_ranks), and is neither trained nor an expert's "
-                    "(ds_expert_numbers): files of torch.save have no place for it. Set "
+                    "(ds_expert_numbers): files of torch.save cannot hold it. Set "
                     '"checkpoint": {"writer": {"format": "safetensors"}}'
                 )
-            elif place is not None and not (cut or own) and self._is_written(name) and saves(run, None):
-                found.setdefault(names.layer_states(place[0], self._layers.slices), {})[place[1]] = value
+            elif layer is not None and not (cut or own) and self._is_written(name) and saves(run, None):
+                found.setdefault(names.layer_states(layer[0], self._layers.slices), {})[layer[1]] = value
         return found
 
     def _frozen_experts(self, params, trained):

@@ -138,7 +138,7 @@ def abandon(folder, staging):
 # ---- before loading ------------------------------------------------------------------------------------------------
 
 
-def place_of(folder):
+def path_to_read(folder):
     """The path from which the checkpoint ``folder`` is to be read, after ``settle``. Raises RuntimeError for one that a
     save in place has not finished."""
     real = os.path.realpath(folder)
@@ -203,7 +203,7 @@ def retire(save_dir, keep_last, current):
         facts = whole_manifest(folder) or {}
         if "saved_at" not in facts and not facts.get("universal"):
             logger.warning(f"{folder} is not removed by keep_last: its manifest is damaged; see ds_ckpt verify")
-        elif not facts.get("universal"):  # somebody has converted that on purpose
+        elif not facts.get("universal"):  # a user has converted that on purpose
             found.append((facts["saved_at"], name))
     removable = [name for _, name in sorted(found) if name not in spared]
     for name in removable[: max(0, len(found) - keep_last)]:
@@ -211,7 +211,7 @@ def retire(save_dir, keep_last, current):
 
 
 # ---- swap ----------------------------------------------------------------------------------------------------------
-# A complete hidden folder takes the place of a tag's folder; killed in between, either of the two is there to load. -
+# A complete hidden folder replaces a tag's folder; killed in between, either of the two is there to load. -
 # ``RENAME_EXCHANGE`` swaps them in one step. - Where the file system has none (NFS, older Lustre): the old folder is
 # renamed to ``.<tag>.replaced``, then the new one takes the name. Between the two the name is free; ``settle`` finds
 # the new folder, and gives it its name. - Where the old folder cannot be renamed (it is of a lower layer of an
@@ -241,7 +241,7 @@ def swap(new, folder):
     """The complete folder ``new`` becomes ``folder``. What others have put into the old one is there again."""
     parent = os.path.dirname(folder)
     owner.carry_over(folder, new)
-    with contextlib.suppress(PermissionError):  # a folder that nobody may write to is swapped all the same
+    with contextlib.suppress(PermissionError):  # a folder without write permission is swapped all the same
         owner.claim(folder, lock=False)  # so that it can be removed, under whatever name a crash leaves it
     try:
         old = new

@@ -40,9 +40,9 @@ class FrozenFile(PreparedSafetensors):
         while the right values are in memory."""
         with contextlib.suppress(OSError):
             status = os.stat(source)
-            place = (status.st_dev, status.st_ino)
-            if place in self.sound or status.st_size == record["bytes"] and file_crc32(source) == record["crc32"]:
-                self.sound.add(place)
+            inode = (status.st_dev, status.st_ino)
+            if inode in self.sound or status.st_size == record["bytes"] and file_crc32(source) == record["crc32"]:
+                self.sound.add(inode)
                 return True
         return False
 

@@ -107,21 +107,21 @@ class RankSnapshot(SnapshotSave):
     The states of the run go from where they are into the files, in one pass: see ``HeldSnapshot``.
     """
 
-    def __init__(self, writer, cache, place, states, facts, after):
-        super().__init__(writer, types.SimpleNamespace(place=place, staging=place), HeldSnapshot(cache, states))
+    def __init__(self, writer, cache, target, states, facts, after):
+        super().__init__(writer, types.SimpleNamespace(target=target, staging=target), HeldSnapshot(cache, states))
         self._facts, self._after = facts, after
 
     def _finish(self):
-        place = self.saving.place
+        target = self.saving.target
         try:
             self.snapshot.written()
             if self.error is not None:
                 raise self.error
-            said = SAID_BY.path(place, rank=self._facts["rank"])
+            said = SAID_BY.path(target, rank=self._facts["rank"])
             write_whole(said, write_text, json.dumps({**self._facts, "files": self.records}))
             self._after([*self.records, os.path.basename(said)])
         finally:
-            leave(place)
+            leave(target)
 
 
 class Snapshots:
@@ -146,7 +146,9 @@ class Snapshots:
         self._writer.options = WriterOptions(threads=1, direct=False, sync=False, mapped=True)
         pathlib.Path(self.folder).mkdir(0o700, exist_ok=True)  # not what is above: what the agent has removed stays so
         self._lock = open(os.path.join(self.folder, f".rank_{ranks.rank}.lock"), "w")
-        if not (self._is_ours() or (gc.collect() and self._is_ours())):  # one that nobody holds may be in a circle
+        if not (
+            self._is_ours() or (gc.collect() and self._is_ours())
+        ):  # an unreferenced one may be in a reference cycle
             raise RuntimeError(
                 f"elasticity.memory_copies: two engines of this process take snapshots of the run in {directory}. Save "
                 "each into a directory of its own, or set memory_copies to 0 for one of them"
@@ -182,15 +184,15 @@ class Snapshots:
         name = _SNAPSHOT(step=run.counters.global_steps, began=self.began, world=run.ranks.world_size)
         reused = self._outdated(name)[-1:]
         self._clear(name, *reused)
-        place = os.path.join(self.folder, name)
+        target = os.path.join(self.folder, name)
         facts = {**facts_of(run, name), "rank": run.ranks.rank}
         after = functools.partial(self._after, name)
-        save = RankSnapshot(self._writer, self._cache, place, HeldStates(run), facts, after)
+        save = RankSnapshot(self._writer, self._cache, target, HeldStates(run), facts, after)
         self._coming = name
         try:
             files, error = attempt(lambda: files_of(run, checked_client_state(run)))
             if error is None:
-                _, error = attempt(lambda: self._begin(place, reused, files))
+                _, error = attempt(lambda: self._begin(target, reused, files))
             error = take_each(files or {}, save.add, error)
         except BaseException:
             save.drop()
@@ -201,17 +203,17 @@ class Snapshots:
             save.drop()
             self._behind.fail(error)
 
-    def _begin(self, place, reused, files):
-        """Makes the folder of a snapshot. It gets the files of one that nobody needs any more, and writes over them:
+    def _begin(self, target, reused, files):
+        """Makes the folder of a snapshot. It gets the files of one that is not needed any more, and writes over them:
         their pages are there already. The file in which this rank says that all of its files are there goes first."""
-        pathlib.Path(place).mkdir(0o700, exist_ok=True)
+        pathlib.Path(target).mkdir(0o700, exist_ok=True)
         for old, name in itertools.product(reused, (SAID_BY(rank=self.ranks.rank), *files)):
             path = os.path.join(self.folder, old, name)
             with contextlib.suppress(OSError):  # it had no such file, or all of it is removed just now
                 if name not in files or os.stat(path).st_nlink > 1:
                     os.unlink(path)
                 else:
-                    os.rename(path, os.path.join(place, name))
+                    os.rename(path, os.path.join(target, name))
 
     def _ended_well(self):
         _, error = attempt(self._behind.wait)
@@ -220,7 +222,7 @@ class Snapshots:
         return error is None
 
     def _outdated(self, coming):
-        """Snapshots of as many ranks as ``coming`` that nobody needs, older ones first."""
+        """Snapshots of as many ranks as ``coming`` that are not needed, older ones first."""
         known = [name for name in os.listdir(self.folder) if parsed(name) and name not in (self.whole, coming)]
         return sorted((name for name in known if parsed(name)[2] == parsed(coming)[2]), key=parsed)
 

@@ -49,7 +49,7 @@ def owned(run):
                 f"the optimizer {run.states.made_by} has a state called {kind!r}, a name that a "
                 'checkpoint in the native format cannot use: set "checkpoint": {"writer": {"format": "torch"}}'
             )
-    found.tensors = {key_of(*place): tensor for place, tensor in found.tensors.items()}
+    found.tensors = {key_of(*key): tensor for key, tensor in found.tensors.items()}
     return found
 
 
@@ -182,8 +182,8 @@ class _Contents:
 
     def files(self, client_state, of_all):
         """name -> value. ``of_all``: ``about_params`` of all ranks where they differ, else None."""
-        run, places = self.run, {}
-        encode = functools.partial(saved_native.encode, tensors=places)
+        run, values = self.run, {}
+        encode = functools.partial(saved_native.encode, tensors=values)
         leads, mp_rank = run.ranks.dp_rank == 0, run.ranks.mp_rank
         tensors = {**self.owned.tensors, **self.changing, **self.others[0]}
         resumed = {key: value for key, value in run_states(run).items() if key != "group_names"}
@@ -198,7 +198,7 @@ class _Contents:
             others = [about for about in of_all or () if about is not None and about["mp_rank"] == mp_rank]
             about = _checkpoint(run, client_state, self.others, encode, _joined(mine, others))
             found[names.checkpoint_json(mp_rank)] = PreparedBytes(_text(about))
-        tensors.update({key_of(names.VALUES, place): tensor for place, tensor in places.items()})
+        tensors.update({key_of(names.VALUES, key): tensor for key, tensor in values.items()})
         _check({**tensors, **self.frozen})
         rank = run.ranks.rank
         made = {names.RANK_TENSORS(rank=rank): PreparedSafetensors(tensors, _METADATA)} if tensors else {}

@@ -1,7 +1,7 @@
 """Small text files that are replaced in one step: ``latest`` and ``latest_universal``.
 
 Each replacement goes through a temporary file of its own in the same folder, so that processes that save at the same
-time never mix their texts, and nobody can have put a link in its place. Those that a killed process has left are
+time never mix their texts, and nobody can have put a link there. Those that a killed process has left are
 removed by the next replacement: their names say whose they are.
 """
 
@@ -16,7 +16,7 @@ from deepspeed._native import _C
 from deepspeed.checkpoint.write import file_writer, owner
 from deepspeed.formats.recorded_paths import remove_below
 
-# What a file system says that has no rename of folders, or not of this one. EMFILE: gcsfuse, above a number of files.
+# Errors of file systems that cannot rename folders, or not this one. EMFILE: gcsfuse, above a number of files.
 CANNOT_RENAME = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EMFILE)
 
 
@@ -32,7 +32,7 @@ def cannot_rename(source, target):
     return None
 
 
-def _place():
+def _host():
     """Eight digits that are the same where process ids mean the same."""
     return f"{_C.host_id():016x}"[-8:]
 
@@ -40,7 +40,7 @@ def _place():
 def replace_text(path, text):
     """Replaces the file ``path``, in one rename where the file system has one; else it is written anew."""
     folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{_place()}-{os.getpid()}-{secrets.token_hex(8)}.writing")
+    temporary = os.path.join(folder, f".{name}.{_host()}-{os.getpid()}-{secrets.token_hex(8)}.writing")
     try:
         file_writer.write_bytes(text.encode(), temporary)
         if cannot_rename(temporary, path) is not None:
@@ -58,5 +58,5 @@ def _remove_left(folder, name):
     for match in filter(None, map(form.fullmatch, os.listdir(folder or os.curdir))):
         with contextlib.suppress(OSError):  # another process has removed it, or may alone
             old = time.time() - os.lstat(os.path.join(folder, match[0])).st_mtime > owner.LEASE_S
-            if old or (match[1] == _place() and _C.process_ended(int(match[2]))):
+            if old or (match[1] == _host() and _C.process_ended(int(match[2]))):
                 remove_below(folder, match[0], folder)

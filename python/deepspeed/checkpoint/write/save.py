@@ -41,7 +41,7 @@ def files_of(run, client_state, exclude_frozen_parameters=False, with_common=Fal
     if saved.model_by_rank or dp_rank == 0 or with_common:
         kind = names.SHARDED_MODEL_STATES if saved.model_by_rank else names.MODEL_STATES
         name = kind(dp_rank=dp_rank, mp_rank=mp_rank)
-        # Now, and not when the file is written: what a scheduler of somebody else raises comes before any folder.
+        # Now, and not when the file is written: errors of a client scheduler come before any folder is made.
         schedule = run.scheduler.state_dict() if hasattr(run.scheduler, "state_dict") else None
         found[name] = lambda: _model_states(run, client_state, exclude_frozen_parameters, parts, schedule)
     if saved.optimizer_by_rank and run.states is not None:
@@ -58,7 +58,7 @@ def files_of(run, client_state, exclude_frozen_parameters=False, with_common=Fal
 
 
 def expected_bytes(run):
-    """About so many bytes of tensors each larger file of this rank will hold, rather too many than too few."""
+    """An estimate of the bytes of tensors in each larger file of this rank, rather too many than too few."""
     saved, tensors = run.policy.saved, [*(param for _, param in run.weights.unique()), *run.weights.buffers.values()]
     leads = run.ranks.dp_rank == 0
     module = sum(t.numel() * t.element_size() for t in tensors) if leads and not saved.model_by_rank else 0
@@ -116,7 +116,7 @@ class Sharing:
     def __init__(self, mode, facts, ranks):
         self.ranks, mp_rank = ranks, facts[ranks.rank][2]
         members = sorted((fact[3], rank) for rank, fact in enumerate(facts) if fact[2] == mp_rank)
-        first = {}  # place -> its first rank
+        first = {}  # replica, socket or host -> its first rank
         for dp_rank, rank in members:
             if ranks.nodes[rank] == ranks.nodes[members[0][1]]:
                 host, socket_number = facts[rank][:2]
@@ -128,7 +128,7 @@ class Sharing:
         self._led = None  # (PreparedTorch, Cuts) of the file, where this rank completes it
 
     def cut(self, files, agree):
-        """``files`` as ``files_of`` gives them, with the part of this rank in place of the model file. Every rank calls
+        """``files`` as ``files_of`` gives them, with the part of this rank instead of the model file. Every rank calls
         it; ``agree(error, value=)`` gives the values of all, or raises on all."""
         made, error = attempt(lambda: PreparedTorch(files[self.name]()) if self.writes else None)
         told = agree(error, value=[len(made.native.texts), made.native.entries()] if made is not None else None)
@@ -178,15 +178,15 @@ def _agreed_tag(run, ranks, tag, error):
     return names[0]
 
 
-def _agreed_place(ranks, save_dir, tag, error):
+def _agreed_folder(ranks, save_dir, tag, error):
     """The folder that the tag is. Where it is none for a rank, whose disk may be another, all raise, as they do where a
     rank could not collect its files (``error``)."""
-    found, no_place = attempt(lambda: names.folder_of(save_dir, tag), (ValueError, OSError))
-    failures = ranks.gather(failure_of(ranks.rank, error or no_place))
+    found, no_folder = attempt(lambda: names.folder_of(save_dir, tag), (ValueError, OSError))
+    failures = ranks.gather(failure_of(ranks.rank, error or no_folder))
     if error is not None and None not in failures:  # all know already: of one rank, or of all together
         raise error
-    if error is None and no_place is not None:
-        raise no_place
+    if error is None and no_folder is not None:
+        raise no_folder
     raise_together(failures, "nothing is saved", error)
     return found
 
@@ -232,9 +232,9 @@ def save_checkpoint(run, save_dir, tag=None, save_latest=True, exclude_frozen_pa
 
     made, error = attempt(collect)
     files, states = made or (None, None)
-    place = _agreed_place(ranks, os.fspath(save_dir), tag, error)
-    saving = Saving(run, ranks, os.fspath(save_dir), tag, place, sharing)
-    background.wait_for(saving.place)
+    target = _agreed_folder(ranks, os.fspath(save_dir), tag, error)
+    saving = Saving(run, ranks, os.fspath(save_dir), tag, target, sharing)
+    background.wait_for(saving.target)
     if not getattr(writer, "makes_files", True):
         saving.write(files, writer)
         log_dist(f"no checkpoint {saving.folder}: {writer.name} writes nothing", ranks=[0])
@@ -259,11 +259,11 @@ def save_checkpoint(run, save_dir, tag=None, save_latest=True, exclude_frozen_pa
 class Saving:
     """One checkpoint on its way to the disk. It keeps no tensor of the run: training may go on meanwhile."""
 
-    def __init__(self, run, ranks, save_dir, tag, place, sharing=None):
+    def __init__(self, run, ranks, save_dir, tag, target, sharing=None):
         self.ranks, self.sharing = ranks, sharing
         self.save_dir, self.tag = save_dir, tag
         self.folder = os.path.join(save_dir, tag)
-        self.place = place  # that folder, whatever links lead to it
+        self.target = target  # the real path of that folder
         self.staging = None  # where this rank's files are written, after ``begin``
         self.failed = f"the checkpoint {self.folder} is not saved, the one before it is unharmed"
         self._facts = facts_of(run, tag)
@@ -281,22 +281,22 @@ class Saving:
                 before_removal()
                 self.ranks.gather(None)
             if self.ranks.leads and self.staging is not None:
-                commit.abandon(self.place, self.staging)
-            self.ranks.gather(None)  # nobody goes on while files are still being removed
+                commit.abandon(self.target, self.staging)
+            self.ranks.gather(None)  # no rank goes on while files are still being removed
             raise
 
     def begin(self, meeting=None):
         """Makes the hidden folder, and the folder ``meeting``, if given, in which the ranks meet in the background."""
 
         def make():
-            self.staging = commit.begin(self.place, self._in_place)
+            self.staging = commit.begin(self.target, self._in_place)
             if meeting is not None and self.ranks.size > 1:
                 os.mkdir(meeting)
                 owner.claim(meeting, lock=False)  # the last rank removes it, which would have to find a lock
             return self.staging
 
         self.staging = self.ranks.lead(make, self.failed, self.agree)
-        if self.staging == self.place:
+        if self.staging == self.target:
             self.failed = (
                 f"the checkpoint {self.folder} is not saved; it was written in place, so what was there is gone"
             )
@@ -308,7 +308,7 @@ class Saving:
         sharing = self.sharing
         if sharing is None:
             return files
-        if self.staging == self.place:
+        if self.staging == self.target:
             self.sharing = None
             return {name: files[name] for name in files if name != sharing.name or sharing.leads or not sharing.writes}
         return sharing.cut(files, self.agree)
@@ -328,7 +328,7 @@ class Saving:
         return records
 
     def end(self, records, save_latest):
-        """All have written: the checkpoint takes its place."""
+        """All have written: the hidden folder becomes the checkpoint."""
         everyones = self.ranks.gather(records)
         if self.sharing is not None:
             records, error = attempt(lambda: self.sharing.complete(everyones, self.staging))
@@ -338,7 +338,7 @@ class Saving:
         self.ranks.lead(lambda: self._commit(together, save_latest), self.failed, self.agree)
 
     def _commit(self, records, save_latest):
-        commit.finish(self.place, self.staging, self._facts, records)
+        commit.finish(self.target, self.staging, self._facts, records)
         if self._with_script:
             write_script(self.save_dir)
         if save_latest:
@@ -346,7 +346,7 @@ class Saving:
         if self._keep_last is not None:
             commit.retire(self.save_dir, self._keep_last, self.tag)
         if save_latest:
-            tell_launcher(saved=self.place)
+            tell_launcher(saved=self.target)
 
 
 def facts_of(run, tag):

@@ -45,7 +45,7 @@ class Block:
 
     @functools.cached_property
     def memory(self):
-        """A 1-D uint8 tensor whose pages are all in place. RuntimeError when the memory is not there."""
+        """A 1-D uint8 tensor whose pages are all in memory. RuntimeError when the memory is not there."""
         if self.pinned:
             return torch.empty(self.bytes, dtype=torch.uint8, pin_memory=True)
         return torch.frombuffer(_C.io.HostMemory(self.bytes, copy_threads()), dtype=torch.uint8)
@@ -117,7 +117,7 @@ class HostCache:
             self._changed.notify_all()
 
     def release(self):
-        """Gives memory that nobody uses back to the system."""
+        """Gives unused memory back to the system."""
         with self._changed:
             self.held_bytes -= sum(block.bytes for block in self._free)
             self._free.clear()
@@ -148,7 +148,7 @@ class MemoryRanges:
 
 @dataclasses.dataclass
 class Plan:
-    """The places of the bytes of one file's sources. ``parts``: for each source [(block or None for the file's own,
+    """The positions of the bytes of one file's sources. ``parts``: for each source [(block or None for the file's own,
     offset, bytes)]. ``bytes``: of the file's own block. ``now``, ``late``: [(address, offset, bytes)]; ``by_torch``:
     [(source, offset)] of sources that are on a device or have gaps."""
 
@@ -164,12 +164,12 @@ class Plan:
 
 
 class FileCopies:
-    """Stands for the sources of one file, in the same order: ``places`` are [(block, offset, bytes)] of each.
+    """Stands for the sources of one file, in the same order: ``ranges`` are [(block, offset, bytes)] of each.
     ``late``: futures of the copies that are made later."""
 
-    def __init__(self, cache, places, late):
-        self._cache, self._places, self._late = cache, places, late
-        self._blocks = list({block for part in places for block, _, _ in part} - {InPlace})
+    def __init__(self, cache, ranges, late):
+        self._cache, self._ranges, self._late = cache, ranges, late
+        self._blocks = list({block for part in ranges for block, _, _ in part} - {InPlace})
         cache.share(self._blocks)
 
     @property
@@ -177,9 +177,9 @@ class FileCopies:
         """Over the copies, which are there after ``wait``."""
         return [
             _C.prepared.memory_source(
-                [(block.address + offset, bytes) for block, offset, bytes in places], self._blocks
+                [(block.address + offset, bytes) for block, offset, bytes in ranges], self._blocks
             )
-            for places in self._places
+            for ranges in self._ranges
         ]
 
     def wait(self):
@@ -215,10 +215,10 @@ class Snapshot:
                 made.by_torch.append((source, made.put(source.bytes)))
                 made.parts.append([(None, made.by_torch[-1][1], source.bytes)])
             else:
-                made.parts.append([self._place(made, *piece) for piece in source.pieces()] if source.bytes else [])
+                made.parts.append([self._range(made, *piece) for piece in source.pieces()] if source.bytes else [])
         return made
 
-    def _place(self, plan, address, bytes):
+    def _range(self, plan, address, bytes):
         found = self._copied.find(address, bytes)
         if found is not None:
             start, (block, offset) = found
@@ -245,8 +245,8 @@ class Snapshot:
                 self.cache.give_back(block)
                 raise
             self._kept.append(block)
-        places = [[(own or block, offset, bytes) for own, offset, bytes in part] for part in plan.parts]
-        return FileCopies(self.cache, places, [made for made, *_ in self._late])
+        ranges = [[(own or block, offset, bytes) for own, offset, bytes in part] for part in plan.parts]
+        return FileCopies(self.cache, ranges, [made for made, *_ in self._late])
 
     def _forget(self):
         """Later files find nothing copied, and blocks are free when the files that are in them are written."""
@@ -321,9 +321,9 @@ class HeldSnapshot(Snapshot):
         self._late.append((concurrent.futures.Future(), None, ()))  # the time from which the states are held
         self._needed = False
 
-    def _place(self, plan, address, bytes):
+    def _range(self, plan, address, bytes):
         if not self.states.cover(address, bytes):
-            return super()._place(plan, address, bytes)
+            return super()._range(plan, address, bytes)
         self._needed = True
         return InPlace, address, bytes
 

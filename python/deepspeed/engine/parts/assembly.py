@@ -1,4 +1,4 @@
-"""Assembles an engine: places and casts the model, makes the native core and the optimizer object around both."""
+"""Assembles an engine: moves and casts the model, makes the native core and the optimizer object around both."""
 
 import functools
 
@@ -40,7 +40,7 @@ class Assembly(Part):
     shard_group = whole = None
     made_groups = ()  # hyperparameters of the optimizer's groups as the configuration and the caller gave them
 
-    def place_model(self, dont_change_device):
+    def move_model(self, dont_change_device):
         engine, module = self.engine, self.engine.module
         checks.check_precision(engine)
         dtype = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else None
@@ -183,7 +183,7 @@ class Assembly(Part):
         for param in engine.module.parameters():
             if ranks_of(param) is None:
                 dense.append(param)
-            else:  # others train something else in its place
+            else:  # other ranks train another parameter instead
                 copies = ranks_of(param).copies
                 dist.broadcast(param.detach(), dist.get_global_rank(copies, 0), group=copies)
         tensors = [t.detach() for t in (*dense, *broadcast_own_buffers(engine.module))]

@@ -25,7 +25,7 @@ class ExpertLayers(Part):
 
     def find(self, model_parameters):
         """Every rank calls it, before parameters find their ranks: layers learn their names and make their groups.
-        Returns ``model_parameters`` with those that have taken the place of others."""
+        Returns ``model_parameters`` with those that have replaced others."""
         engine = self.engine
         if engine._config.expert_parallel_config.enabled:
             self._replace_layers()

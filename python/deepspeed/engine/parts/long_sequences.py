@@ -42,7 +42,7 @@ class LongSequences:
         self.engine, self.section, self.inputs = engine, engine._config.sequence_parallel_config, None
 
     def prepare(self):
-        """Once, before the model is placed: its attention shares sequences, and what was asked for works by tiles."""
+        """Once, before the model is moved: its attention shares sequences, and what was asked for works by tiles."""
         section, model = self.section, self.engine.module
         if section is None:
             return

@@ -15,7 +15,7 @@ class UserWeights(Part):
     def start(self):
         numbers = {id(p): n for n, p in enumerate(p for group in self.engine.trained_groups for p in group)}
         self._trained = set(numbers)
-        # Of each place where a module has a trained parameter: (its dict, name, parameter, number).
+        # One row for each attribute of a module that is a trained parameter: (its dict, name, parameter, number).
         self._rows = [
             (module._parameters, name, param, numbers[id(param)])
             for module in self.engine.module.modules()
@@ -24,7 +24,7 @@ class UserWeights(Part):
         ]
 
     def bring_home(self):
-        """Before a forward and a step: new values of ``param.data`` and new parameters in a module's place become the
+        """Before a forward and a step: new values of ``param.data`` and new parameters of modules become the
         values of the parameters that are trained. Raises RuntimeError for another shape or dtype."""
         core = self.engine.core
         if core is None:

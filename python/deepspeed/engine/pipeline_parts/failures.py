@@ -23,7 +23,7 @@ class Failures(Part):
 
     error_propagation = None
 
-    def start_places(self):
+    def number_instructions(self):
         """Names of instructions by the numbers that this rank's ``Position`` gives them, from 1 on."""
         kinds = list(self.engine._INSTRUCTION_MAP)
         self._instruction_numbers = {kind: number for number, kind in enumerate(kinds, 1)}
@@ -42,8 +42,8 @@ class Failures(Part):
         held = records[buffer_id] if buffer_id is not None and buffer_id < len(records) else None
         return none if held is None or held.number is None else held.number
 
-    def _place(self, command):
-        """Words for where an instruction was: stage, rank, layer, micro-batch."""
+    def _position(self, command):
+        """The text for the position of an instruction: stage, rank, layer, micro-batch."""
         words = [f"stage {self.engine.stage_id}", f"rank {self.engine.global_rank}"]
         kind = kind_of(command) if command is not None else None
         number, given = self.engine.module.running_layer, getattr(command, "kwargs", {})
@@ -96,9 +96,9 @@ class Failures(Part):
         return self.error_propagation.error if self.error_propagation is not None else ""
 
     def give_up(self, command, error):
-        """Raises ``error`` with the place where it happened; here, and on the ranks that wait for this one."""
-        place = self._place(command)
-        text = f"the pipeline failed on {place}: {type(error).__name__}: {error}".rstrip(": ")
+        """Raises ``error`` with the position of the command; here, and on the ranks that wait for this one."""
+        position = self._position(command)
+        text = f"the pipeline failed on {position}: {type(error).__name__}: {error}".rstrip(": ")
         waited = isinstance(error, RuntimeError) and (command is None or kind_of(command) not in ("ForwardPass", None))
         told = self._cause(CAUSE_TIMEOUT if waited else 0.0)
         if not told and self.error_propagation is not None:

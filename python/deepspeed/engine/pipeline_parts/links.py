@@ -37,10 +37,10 @@ class Links:
         groups += [] if self.slices is None else [self.slices.communicator]
         core = [] if engine.core is None else held.held_by(engine.core)
         layers = [describe(number, layer) for number, layer in enumerate(engine.module._layer_specs)]
-        places = engine._failures.start_places()
-        engine.error_propagation = ranks.error_propagation(self.channel, groups + core, places, layers)
+        instructions = engine._failures.number_instructions()
+        engine.error_propagation = ranks.error_propagation(self.channel, groups + core, instructions, layers)
         if engine.error_propagation is not None:
-            engine.module.position.share(engine.error_propagation.place)
+            engine.module.position.share(engine.error_propagation.position)
 
     def from_first(self, objects):
         """Stages of one copy hear of its first stage, copies of stages of the first copy: all have the same then."""

@@ -115,7 +115,7 @@ class Plans(Part):
         return found[0]
 
     def train_schedule(self):
-        """The client's, where it has put one in the place of ours; else what ``pipeline.schedule`` says."""
+        """The schedule that a client has assigned instead of ours; else the one that ``pipeline.schedule`` names."""
         facade = sys.modules.get("deepspeed.runtime.pipe.schedule")
         for module in (facade, schedule):
             made = getattr(module, "TrainSchedule", None)

@@ -15,11 +15,11 @@ from deepspeed._compat import autocast_is_on, autocast_now, takes_context_setup
 from deepspeed.ops.half_products import add_in_fp32, needs_fp32
 from deepspeed.zero.parameters.sharded_parameter import ReleasedParameter, is_sharded
 
-_torch_linear = torch.nn.functional.linear  # as it is before anybody replaces it by zero3_linear_wrap
+_torch_linear = torch.nn.functional.linear  # before zero3_linear_wrap may replace it
 
 
 def noop_decorator(func):
-    """Returns ``func`` unchanged; a published name for the place of an optional decorator."""
+    """Returns ``func`` unchanged; a published name that stands for an optional decorator."""
     return func
 
 
@@ -31,10 +31,10 @@ def _set_up(ctx, inputs, output):
 
 
 def _gradients(ctx, grad_output, product):
-    """Of input, weight and bias, where they are asked for. ``product``: ``torch.matmul``, or in its place."""
+    """Of input, weight and bias, where they are asked for. ``product``: ``torch.matmul``, or a replacement."""
     input, weight = ctx.saved_tensors
     grad_input = grad_weight = grad_bias = None
-    if torch.is_grad_enabled():  # create_graph: nobody will fetch the weight for that graph, so it keeps the values
+    if torch.is_grad_enabled():  # create_graph: the weight is not gathered for that graph, so it keeps the values
         weight = weight.view_as(weight)
     with ctx.autocast():
         rows = grad_output.reshape(-1, grad_output.shape[-1])

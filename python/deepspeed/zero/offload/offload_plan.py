@@ -51,12 +51,12 @@ def offload_plan(model, config, world_size=None, rates=None):
     parts = [-(-one // world) for one in numels]
     in_planes = 4 * sum(part * count for part, count in zip(parts, states))
     slots = -(-(in_planes + 4 * own_states * sum(parts)) // max(1, sum(parts)))  # bytes of an element
-    placed = _placed(zero, policy, [sum(parts) * grad, sum(parts) * 4, in_planes, sum(parts) * width], steps, rates)
-    shares, away = placed.shares, placed.away
+    planned = _shares_of(zero, policy, [sum(parts) * grad, sum(parts) * 4, in_planes, sum(parts) * width], steps, rates)
+    shares, away = planned.shares, planned.away
     if own_states:  # where torch makes them: beside the masters
         shares = {**shares, "slots": shares["master"]}
     of_params = zero.offload_param if policy.shards_params else None  # elsewhere the section has no effect
-    slices = of_params if _place(of_params) != "none" else None
+    slices = of_params if _device_in(of_params) != "none" else None
     master = 4 if narrow or away or slices is not None else 0
     held = _C.memory.states_per_rank(int(zero.stage), numel, world, width, grad, master, slots)
     if shares["grad"][0] < 1:  # reduced gradients have a buffer of their own
@@ -77,19 +77,19 @@ def offload_plan(model, config, world_size=None, rates=None):
         weights = row * (5 if width == 2 else 4)  # new ones on their way: two or three rows of 16 bits, or one
         tiers["host"] += weights
         tiers["host"] += int(own * grad * (1 - shares["grad"][0])) if accumulates else 0  # what is added to the sums
-    if placed.in_files:
-        # What a step holds of a bucket, and of the next one; what is being written may fill all buffers.
+    if planned.in_files:
+        # A step holds states of a bucket and of the next one; those that are being written may fill all buffers.
         states_of_row = row * (grad + master + slots)
-        buffers = row * 4 * (placed.buffers + 1) * (1 + placed.reads_ahead + placed.writes_behind)
-        held_ahead = states_of_row * (1 + placed.reads_ahead)
-        held_ahead += weights * placed.reads_ahead  # new ones of two buckets, then
-        tiers["host"] += buffers - weights if placed.writes_behind else min(buffers, held_ahead)
+        buffers = row * 4 * (planned.buffers + 1) * (1 + planned.reads_ahead + planned.writes_behind)
+        held_ahead = states_of_row * (1 + planned.reads_ahead)
+        held_ahead += weights * planned.reads_ahead  # new ones of two buckets, then
+        tiers["host"] += buffers - weights if planned.writes_behind else min(buffers, held_ahead)
     moved = {"device": 0, "host": 0, "file": 0}
-    if placed.moved is not None:
-        moved["host"], moved["file"] = placed.moved
+    if planned.moved is not None:
+        moved["host"], moved["file"] = planned.moved
     elif away:
         moved["host"] = int(own * (grad + width) * section.ratio)
-        if placed.in_files:
+        if planned.in_files:
             moved["file"] = int(own * (2 * grad + 2 * master + 2 * slots) * section.ratio)
     if slices is not None:
         _add_params(slices, held["param"], width, tiers, moved)
@@ -117,7 +117,7 @@ def offload_plan(model, config, world_size=None, rates=None):
         "parameters": numel,
         "tiers": report,
         "placement": placement,
-        "step_seconds": max(times + [placed.seconds]) if times else None,
+        "step_seconds": max(times + [planned.seconds]) if times else None,
     }
 
 
@@ -132,15 +132,15 @@ def _states(made, trained):
     return [counts[id(param)] for param in trained], 0
 
 
-def _place(section):
+def _device_in(section):
     return "none" if section is None else str(getattr(section.device, "value", section.device))
 
 
 @dataclasses.dataclass
-class _Placed:
-    """``shares``: kind -> those on the device, on the host, in files. Of files: ``buffers`` of the host for a bucket,
-    and how they come and go. ``moved``: bytes between host and device and of files in a step; ``seconds`` that it takes
-    at least, where that is known."""
+class _Shares:
+    """``shares``: kind -> shares on the device, on the host, in files. Of files: ``buffers`` of the host for a bucket,
+    and whether they are read ahead and written behind. ``moved``: bytes between host and device and of files in a step;
+    ``seconds``: the least time of a step, where it is known."""
 
     shares: dict
     buffers: int = 0
@@ -158,7 +158,7 @@ class _Placed:
         return any(share[2] > 0 for share in self.shares.values())
 
 
-def _placed(zero, policy, need, steps, rates):
+def _shares_of(zero, policy, need, steps, rates):
     """``need``: bytes of this rank's gradients, masters, states and weights."""
     section, placement = zero.offload_optimizer, zero.placement
     if placement is not None and placement.auto and policy.shards_states:
@@ -174,23 +174,23 @@ def _placed(zero, policy, need, steps, rates):
             reached = [host, host, file, file, step, step]
         elif not one_memory and (os.path.isdir(folder) or not files):
             reached = _C.memory.machine_rates(_device(), pinned, folder, torch.get_num_threads())
-        shares, seconds, link, drive = _C.memory.auto_places(need, room, steps, reached)
+        shares, seconds, link, drive = _C.memory.auto_placements(need, room, steps, reached)
         buffers = section.buffer_count if section is not None else 0
-        return _Placed(shares, buffers, True, True, (int(link), int(drive)), seconds)
-    device = _place(section)
+        return _Shares(shares, buffers, True, True, (int(link), int(drive)), seconds)
+    device = _device_in(section)
     share = section.ratio if device != "none" else 0.0
     each = (1 - share, share if device == "cpu" else 0.0, share if device == "nvme" else 0.0)
     shares = dict.fromkeys(("grad", "master", "slots"), each)
     if device != "nvme":
-        return _Placed(shares)
-    return _Placed(shares, section.buffer_count, section.pipeline_read, section.pipeline_write)
+        return _Shares(shares)
+    return _Shares(shares, section.buffer_count, section.pipeline_read, section.pipeline_write)
 
 
 def _gradients_on_device(policy, moves, numel, world, bucket, leaving):
-    """Elements of buffers for gradients on their way, beside those that are reduced. ``leaving``: so many rows of a
-    bucket may be copied to where they rest at a time (0: all)."""
+    """Elements of buffers for gradients before and during their reduction. ``leaving``: the number of rows of a bucket
+    that may be in transfer to their tier at a time (0: all)."""
     own, row, count = -(-numel // world), -(-bucket // world), -(-numel // bucket)
-    if not moves:  # one rank alone sums them where they lie; else sums go where they rest
+    if not moves:  # one rank alone sums them in place; otherwise sums go to their tier
         return 0 if world == 1 and not policy.shards_params else min(2, count) * bucket
     copies = min(own, min(count, leaving or count) * row)
     if policy.shards_grads:  # a bucket that is filled, one that is reduced; a sum, which is copied, and copies
@@ -199,7 +199,7 @@ def _gradients_on_device(policy, moves, numel, world, bucket, leaving):
 
 
 def _gathered(zero, numels):
-    """Elements of whole parameters: those that are kept up to their next use, what is fetched ahead, and a layer."""
+    """Elements of whole parameters: those kept up to their next use, those fetched ahead, and a layer."""
     numel, largest = sum(numels), max(numels, default=0)
     kept = min(numel, zero.max_live_parameters)
     if numel > zero.max_reuse_distance:
@@ -209,7 +209,7 @@ def _gathered(zero, numels):
 
 def _add_params(section, held, width, tiers, moved):
     """Slices of parameters that rest elsewhere."""
-    where = _place(section)
+    where = _device_in(section)
     tiers["device"] -= held
     on_host = held if where == "cpu" else min(held, int(section.max_in_cpu) * width)
     tiers["host"] += on_host
@@ -230,7 +230,7 @@ def _bucket(zero, policy, numel, away, numels):
     limit = min(zero.reduce_bucket_size, numel)
     if away:
         limit = min(limit, _C.memory.moved_bucket_limit(numel))
-        if policy.shards_params and _place(zero.offload_optimizer) != "none":
+        if policy.shards_params and _device_in(zero.offload_optimizer) != "none":
             limit = min(limit, zero.sub_group_size)
     if numels is None:
         return max(1, limit)

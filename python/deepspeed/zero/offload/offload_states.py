@@ -1,9 +1,9 @@
-"""Moves what training keeps on an accelerator to the host, or to files, and back, while nobody needs it there.
+"""Moves states of training from an accelerator to the host, or to files, and back, while they are not in use.
 
 The core's buffers are planes of its ``ShardStorage`` (csrc/storage/shard_storage.h), which go to another placement;
 memory behind other tensors is made a plane while it is away. Tensors stay, and all views of them, those of the native
-core included, are valid again after ``reload``. Between the two nothing may read them; ``need`` says who is stopped by
-what. On a CPU accelerator all states are on the host already and stay where they are, unless they go to files.
+core included, are valid again after ``reload``. Between the two nothing may read them; ``need`` raises for code that
+does. On a CPU accelerator all states are on the host already and stay there, unless they go to files.
 """
 
 import torch
@@ -141,10 +141,10 @@ class OffloadedStates:
         """``[(plane, bytes, placement, made)]`` of what moves. Memory that two kinds share goes with the first."""
         found, from_device = [], self.even_on_host or to_files or self.storage.device.type != "cpu"
         for plane, size in self.core.planes(_PLANES[kind]) if kind in _PLANES else ():
-            place, addresses = self.storage.placement(plane), self.storage.addresses(plane)
-            moves = from_device if place.rest == "device" else to_files and place.rest == "host"
+            placement, addresses = self.storage.placement(plane), self.storage.addresses(plane)
+            moves = from_device if placement.rest == "device" else to_files and placement.rest == "host"
             if size and moves and not taken.intersection([plane, *addresses]):
-                found.append((plane, size, place, False))
+                found.append((plane, size, placement, False))
             taken.update(addresses)
         for tensor in tensors:
             storage = storage_of(tensor)
@@ -170,9 +170,9 @@ class OffloadedStates:
             return
         left = sum(self.away.values(), [])
         while left:
-            place = left[0][2]
-            self.storage.move([number for number, _, to, _ in left if to == place], place, not non_blocking)
-            left = [one for one in left if not one[2] == place]
+            placement = left[0][2]
+            self.storage.move([number for number, _, to, _ in left if to == placement], placement, not non_blocking)
+            left = [one for one in left if not one[2] == placement]
         _C.follow_moves(self.core)
         get_accelerator().synchronize()
         away, self.away = self.away, {}

@@ -44,7 +44,7 @@ class FlatOptimizer(ShardedOptimizer):
         return self._saved_state(in_pieces=False)
 
     def state_dict_in_pieces(self):
-        """The same for writing it down: with ``TensorOfPieces`` over the memory of what is trained in place of tensors,
+        """The same for writing it down: with ``TensorOfPieces`` over the memory of what is trained instead of tensors,
         where that is possible. Write it, or copy it, before the next step."""
         return self._saved_state(in_pieces=True)
 
@@ -66,7 +66,7 @@ class FlatOptimizer(ShardedOptimizer):
 
         for group, cut in enumerate(cuts):
             in_row = [ranks_of(param) is None for param in self.bit16_groups[group]]
-            dense = [cut.first + place for place, row in enumerate(in_row) if row]
+            dense = [cut.first + index for index, row in enumerate(in_row) if row]
             states[group] = inner.of_group(group, dense, [steps[index] for index in dense])
             states[group].update({kind: take(cut, kind, cut.size) for kind in inner.kinds[group]})
             masters.append(take(cut, "fp32", cut.owned))
@@ -121,7 +121,7 @@ class FlatOptimizer(ShardedOptimizer):
         self.core.finish_backward()
 
     def backward_epilogue(self, *args, **kwargs):
-        """After a backward that somebody else runs: what has not been reduced is."""
+        """Reduces the remaining gradients after a backward that the engine has not run."""
         super().backward_epilogue()
 
     def get_param_id(self, param):

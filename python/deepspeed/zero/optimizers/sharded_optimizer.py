@@ -104,11 +104,11 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     @property
     def partition_count(self):
         """Number of shards, one entry for each parameter group."""
-        return [_place_in(self.dp_process_group)[1]] * len(self.bit16_groups)
+        return [_rank_and_size(self.dp_process_group)[1]] * len(self.bit16_groups)
 
     @property
     def rank_in_partitions(self):
-        return _place_in(self.dp_process_group)[0]
+        return _rank_and_size(self.dp_process_group)[0]
 
     @property
     def single_partition_of_fp32_groups(self):
@@ -163,7 +163,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         """Runs ``function()`` on one rank of ``group`` (None: the data-parallel one) after the other, in rank order.
         Raises what it raised here, after all had their turn."""
         group, error = self.dp_process_group if group is None else group, None
-        mine, count = _place_in(group)
+        mine, count = _rank_and_size(group)
         if mine == 0:
             logger.info(message)
         for turn in range(count):
@@ -279,7 +279,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         super().destroy()
 
 
-def _place_in(group):
+def _rank_and_size(group):
     """``(rank, ranks)`` of this process in a group; None: it is alone."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 

@@ -20,8 +20,8 @@ from deepspeed.zero.states.named_states import OWN_PARAMS, OwnedStates, groups_o
 from deepspeed.zero.states.param_values import ParamValues
 
 
-# Gathered parameters that nobody holds are released, and the memory kept for gathering: before parameters are saved or
-# loaded slice by slice, too.
+# Releases gathered parameters that are not in use, and the memory kept for gathers; also before parameters are saved or
+# loaded slice by slice.
 @answers_from(
     {
         "empty_partition_cache": "parameter_offload.empty_partition_cache()",
@@ -105,12 +105,12 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         states = {name: flats(name) for name in sorted({kind for kinds in kept.kinds for kind in kinds})}
         groups_of = groups_of_params(self.bit16_groups)
         runs = self._sub_groups(dense=True)
-        places = [groups_of[run[0]] for run in runs]
-        for position, (group, run) in enumerate(zip(places, runs)):
+        groups_of_runs = [groups_of[run[0]] for run in runs]
+        for position, (group, run) in enumerate(zip(groups_of_runs, runs)):
             inner[position] = kept.of_group(group, run, [steps[index] for index in run])
             inner[position].update({kind: states[kind][position] for kind in kept.kinds[group]})
         groups = [
-            {**args, "params": [place for place, own in enumerate(places) if own == number]}
+            {**args, "params": [index for index, own in enumerate(groups_of_runs) if own == number]}
             for number, args in enumerate(self._group_args())
         ]
         own = OwnedStates(self.stepping, self.bit16_groups).by_name(in_pieces=in_pieces)

@@ -92,7 +92,7 @@ class Stepping:
         so that hooks on it see the step.
 
         ``move``, of the learning-rate schedule (``engine.scheduling.Move``), is made when it is known that the step is
-        not skipped, before anything changes: what it raises leaves all as it was, and the gradients in place.
+        not skipped, before anything changes: if it raises, nothing has changed, gradients included.
         """
         self.move, self._made = move, False
         return self.optimizer.step if self.fused else self.step
@@ -106,7 +106,7 @@ class Stepping:
 
     def step(self):
         """One step by one call of the core. ``step`` of an optimizer of ours calls it."""
-        if self._sizes_of_groups() != self._sizes:  # somebody wrote to the lists
+        if self._sizes_of_groups() != self._sizes:  # a client wrote to the lists
             refuse_group(None)
         if self.need_all:
             self._refuse_unused()
@@ -214,22 +214,22 @@ class Stepping:
         apart = set(self.core.strategy_states())  # they are the engine's, not the optimizer's
         names, steps = [name for name in self.core.slot_names() if name not in apart], self.core.steps()
         slots = [self.core.slots(number) for number in range(len(names))]
-        for place, (param, (index, _, _)) in enumerate(zip(self.masters, self.core.pieces())):
-            own = {name: slot[place] for name, slot in zip(names, slots) if slot[place] is not None}
+        for number, (param, (index, _, _)) in enumerate(zip(self.masters, self.core.pieces())):
+            own = {name: slot[number] for name, slot in zip(names, slots) if slot[number] is not None}
             yield param, {"step": steps[index], **own}
 
-    def read(self, place, state):
-        """``state``, of parameter number ``place``, with copies of what lies in files and has no memory."""
+    def read(self, number, state):
+        """``state``, of parameter number ``number``, with copies of what lies in files and has no memory."""
         kept = self.kept()
         return {
-            name: self.own(name, [place])[0] if name in kept and value.is_meta else value
+            name: self.own(name, [number])[0] if name in kept and value.is_meta else value
             for name, value in state.items()
         }
 
     def adopt(self):
         """Takes what ``load_state_dict`` put into ``optimizer.state`` into the flat buffers."""
         kept = self.kept()
-        for place, (param, views) in enumerate(self._views()):
+        for number, (param, views) in enumerate(self._views()):
             loaded = self.optimizer.state.get(param, {})
             for name, view in views.items():
                 if name == "step":
@@ -240,7 +240,7 @@ class Stepping:
                         f"optimizer state '{name}' has shape {tuple(loaded[name].shape)} where the parameter has "
                         f"{tuple(view.shape)}: the checkpoint is of another model or of other parameter groups"
                     )
-                with self.core.piece(*kept[name], place, "write") as own:
+                with self.core.piece(*kept[name], number, "write") as own:
                     if name in loaded:
                         own.copy_(loaded[name].reshape(view.shape))
                     else:

@@ -27,7 +27,7 @@ def _of_piece(value, param, offset, numel, master):
     return part.to(master.dtype, copy=True) if value.dtype == param.dtype else part.clone()
 
 
-# Masters take the model's current 16-bit weights, after somebody has loaded those.
+# Masters take the model's current 16-bit weights, after those have been loaded.
 @answers_from({"refresh_fp32_params": "core.refresh_master()"})
 class WrappedOptimizer(DeepSpeedOptimizer):
     """``optimizer`` updates what this rank owns of the fp32 masters: views of the core's flat buffers.
@@ -54,7 +54,7 @@ class WrappedOptimizer(DeepSpeedOptimizer):
         )
 
     def _take_masters(self):
-        """Puts the masters that this rank owns in the place of the parameters in the inner optimizer."""
+        """Replaces the parameters of the inner optimizer by the masters that this rank owns."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
         rows = [(position, param) for position, group in enumerate(groups) for param in group["params"]]
         self.fp32_groups = [[] for _ in groups]

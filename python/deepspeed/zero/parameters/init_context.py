@@ -143,7 +143,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             return
         if self.dtype is None and found is None and module is None:
             self.dtype = torch.float16
-        self._off_meta = {}  # id of a parameter on the meta device -> (it, what took its place)
+        self._off_meta = {}  # id of a parameter on the meta device -> (it, its replacement)
         self._zeros = []
         for value, name in (
             (zero_quantized_weights, "zero_quantized_weights"),
@@ -241,8 +241,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         self._convert(module.named_parameters(recurse=False), type(module).__name__)
 
     def _follow(self, module):
-        """Before its parameters are sharded. Zeros take the place of parameters on the meta device, everywhere the same
-        ones: a tensor cannot leave it."""
+        """Before its parameters are sharded. Zeros replace parameters on the meta device, the same
+        ones in all modules: a tensor cannot leave it."""
         follow_initializers(type(module))
         follow_loading(module)
         for name, param in module._parameters.items():

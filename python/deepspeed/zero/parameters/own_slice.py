@@ -44,7 +44,7 @@ class OwnSlice(torch.Tensor):
             self._keep(shard)
 
     def set_(self, source=None, *args, **kwargs):
-        """``values`` in place of a storage are copied into the slice, too."""
+        """A tensor instead of a storage is copied into the slice, too."""
         if torch.is_tensor(source) and not args and not kwargs:
             self.take(source)
             return self

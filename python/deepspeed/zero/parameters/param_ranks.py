@@ -1,4 +1,4 @@
-"""Parameters with ranks of their own: some ranks train one, others train another in its place (experts)."""
+"""Parameters with ranks of their own: some ranks train one, others train another one instead (experts)."""
 
 import functools
 

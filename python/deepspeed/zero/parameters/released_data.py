@@ -15,7 +15,7 @@ import torch
 from deepspeed.log import print_rank, warning_once
 from deepspeed.zero.nested import tensors_in
 
-# What may be asked of a parameter whose values are elsewhere: facts about the object, not about its values.
+# Members that work for a parameter without values: facts about the object, not about its values.
 HARMLESS = {
     "size", "dim", "ndimension", "nelement", "numel", "element_size", "is_floating_point", "is_complex", "is_signed",
     "is_contiguous", "stride", "storage_offset", "get_device", "requires_grad_",
@@ -29,15 +29,15 @@ HARMLESS |= {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "ne
 ACCESSORS = {"__get__", "__set__", "__delete__"}
 # Properties that are views of the values.
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
-# What Module.to and Module.state_dict call. The first argument may be another tensor, which takes dtype and device
-# from the parameter.
+# Members that Module.to and Module.state_dict call. The first argument may be another tensor, which takes dtype and
+# device from the parameter.
 CONVERTING = {
     "detach", "to", "type", "type_as", "cpu", "cuda", "xpu", "npu", "half", "float", "double", "bfloat16",
     "byte", "char", "short", "int", "long", "bool",
 }  # fmt: skip
 # Addresses tell tied parameters apart: those of memory that was gathered for the question would make strangers equal.
 _ADDRESSES = {"data_ptr", "untyped_storage", "storage", "_typed_storage"}
-# What else copies values, moves them or looks at their bytes.
+# Other members that copy values, move them or read their bytes.
 _COPYING = _ADDRESSES | {
     "clone", "detach_", "contiguous", "numpy", "tolist", "__array__", "pin_memory", "share_memory_", "alias", "flatten",
     "ravel", "__dlpack__",
@@ -91,7 +91,7 @@ def run_plainly(func, args, kwargs):
 
 
 class ReleasedData(torch.Tensor):
-    """An empty tensor in place of values that are not here: ``.data`` of a released parameter, and copies of it."""
+    """An empty tensor instead of values that are not here: ``.data`` of a released parameter, and copies of it."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

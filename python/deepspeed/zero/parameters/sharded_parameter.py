@@ -272,7 +272,7 @@ def _new_parameter(new):
 
 
 def shard(param, access, name=None):
-    """Makes a stage 3 parameter of ``param``, in place; it stays gathered until its slices are placed or released.
+    """Makes a stage 3 parameter of ``param``, in place; it stays gathered until its slices have memory or are released.
 
     Every rank calls it with the same values, or with values of which its own slice is right.
     """

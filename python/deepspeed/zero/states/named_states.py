@@ -23,7 +23,7 @@ class NamedStates:
     strides: dict
 
 
-def _placed(param, offset, tensor):
+def _positioned(param, offset, tensor):
     """Offset and tensor of a piece. A whole parameter has its shape and row-major meaning, whatever its strides."""
     begin, whole = saved_part(param)
     if tensor.numel() < numel_of(param):
@@ -58,27 +58,27 @@ class OwnedStates:
         found, stepping, core = NamedStates({}, {}, {}), self._stepping, self._stepping.core
         in_files = in_pieces and core.rest_in_files()
         kept = {kind: at for kind, at in stepping.kept().items() if kind != "grad"}
-        for place, (index, offset, numel) in enumerate(core.pieces()):
+        for number, (index, offset, numel) in enumerate(core.pieces()):
             if not numel or not takes(index):
                 continue
-            name, param, master = stepping.names[index], self._params[index], stepping.masters[place]
+            name, param, master = stepping.names[index], self._params[index], stepping.masters[number]
             for kind, at in kept.items():
-                meta = core.piece_in_file(*at, place) if in_files else None
+                meta = core.piece_in_file(*at, number) if in_files else None
                 begin, value = None, None
                 if meta is not None and meta.dtype == torch.float32:
-                    begin, value = _placed(param, offset, meta)
+                    begin, value = _positioned(param, offset, meta)
                 if value is not None and value.is_contiguous():
-                    source = core.piece_source(*at, place)
+                    source = core.piece_source(*at, number)
                     value = TensorOfPieces.of_source(value.numel(), value.dtype, source, value.shape)
-                elif (tensor := core.piece_tensor(*at, place)) is not None:
-                    begin, value = _placed(param, offset, tensor.detach())
+                elif (tensor := core.piece_tensor(*at, number)) is not None:
+                    begin, value = _positioned(param, offset, tensor.detach())
                 if value is not None:
                     found.tensors[kind, name, begin] = value
             if not stepping.fused:
                 states = stepping.optimizer.state.get(master, {})
                 names, scalars = split_states(states, master)
                 for kind in names:
-                    begin, value = _placed(param, offset, states[kind].detach())
+                    begin, value = _positioned(param, offset, states[kind].detach())
                     found.tensors[kind, name, begin] = value
                 if scalars:
                     found.scalars[name] = scalars
@@ -89,7 +89,7 @@ class OwnedStates:
     def by_name(self, takes=None, in_pieces=True):
         """The value of ``OWN_PARAMS``: parameters with ranks of their own, or those for whose number ``takes`` is true.
 
-        None without any. ``in_pieces``: ``TensorOfPieces`` over the memory of what is trained in place of copies.
+        None without any. ``in_pieces``: ``TensorOfPieces`` over the memory of what is trained instead of copies.
         """
         params, group_of, names = self._params, groups_of_params(self._groups), self._stepping.names
         takes = takes or (lambda index: ranks_of(params[index]) is not None)

@@ -12,7 +12,7 @@ class ParamValues:
     copies."""
 
     def backward_epilogue(self):
-        """After a backward that somebody else runs: what has not been reduced is."""
+        """Reduces the remaining gradients after a backward that the engine has not run."""
         super().backward_epilogue()
 
     def get_param_id(self, param):
@@ -62,7 +62,7 @@ class ParamValues:
         param_access.safe_update_full_grad_vectorized(param_list, update_func)
 
     def get_hp_param_device(self, param, optim_state_key=None):
-        """The place of this rank's slice of the fp32 values, or of a state."""
+        """The device of this rank's slice of the fp32 values, or of a state."""
         self._linked(param)
         if self.states.away:
             kind = "hp_params" if optim_state_key is None else "optim_states"

@@ -1,6 +1,6 @@
-// What tests of csrc/io/cufile.h open in cuFile's place: its functions over pread and pwrite, on memory of the host.
-// Transfers are at most 1 MiB, as cuFile's may be short, too. Built three times: the whole, one whose driver does not
-// open, one that lacks a function.
+// The library that tests of csrc/io/cufile.h open instead of cuFile: its functions over pread and pwrite, on host
+// memory. Transfers are at most 1 MiB, as cuFile's may be short, too. Built three times: the whole, one whose driver
+// does not open, one that lacks a function.
 #include <fcntl.h>
 #include <stddef.h>
 #include <sys/types.h>

@@ -1,4 +1,4 @@
-#include "comm/boards/place_page.h"
+#include "comm/boards/position_page.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -7,7 +7,7 @@ namespace ds::comm {
 
 namespace {
 
-constexpr size_t kPageBytes = PlacePage::kWords * sizeof(int64_t);
+constexpr size_t kPageBytes = PositionPage::kWords * sizeof(int64_t);
 
 int64_t* map_words(int file) {
   void* const data = mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -20,7 +20,7 @@ std::string word_name(const std::vector<std::string>& names, int64_t number) {
 
 }  // namespace
 
-PlacePage::PlacePage() {
+PositionPage::PositionPage() {
   const SharedFile made = make_shared_file();
   const int file = static_cast<int>(made.file);
   if (file < 0) return;
@@ -33,21 +33,21 @@ PlacePage::PlacePage() {
   words_ = words;
 }
 
-std::shared_ptr<PlacePage> PlacePage::of(const SharedFile& file) {
+std::shared_ptr<PositionPage> PositionPage::of(const SharedFile& file) {
   const int opened = open_shared_file(file);
   if (opened < 0) return nullptr;
   const bool fits = lseek(opened, 0, SEEK_END) == static_cast<off_t>(kPageBytes);
   int64_t* const words = fits ? map_words(opened) : nullptr;
   close(opened);
-  return words ? std::shared_ptr<PlacePage>(new PlacePage(words)) : nullptr;
+  return words ? std::shared_ptr<PositionPage>(new PositionPage(words)) : nullptr;
 }
 
-PlacePage::~PlacePage() {
+PositionPage::~PositionPage() {
   if (words_ != own_) munmap(words_, kPageBytes);
   if (file_.file >= 0) close(static_cast<int>(file_.file));
 }
 
-std::string PlacePage::text(const PlaceNames& names) const {
+std::string PositionPage::text(const PositionNames& names) const {
   std::string found;
   const auto add = [&](const std::string& words) {
     if (!words.empty()) found += (found.empty() ? "" : ", ") + words;

@@ -1,5 +1,5 @@
 // What is touched most is nearest to the device, as far as memory reaches; with rates, what takes the least time.
-#include "zero/offload/auto_places.h"
+#include "zero/offload/auto_placements.h"
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
@@ -18,13 +18,13 @@ using storage::Medium;
 const StateBytes kNeed{200, 400, 800};
 
 TEST(AutoPlaces, FillsTheDeviceThenTheHostThenFiles) {
-  EXPECT_EQ(auto_places(kNeed, {1400, 0, 0, "", false}), Placements{});
-  Placements p = auto_places(kNeed, {0, INT64_MAX, 0, "", true});
+  EXPECT_EQ(auto_placements(kNeed, {1400, 0, 0, "", false}), Placements{});
+  Placements p = auto_placements(kNeed, {0, INT64_MAX, 0, "", true});
   EXPECT_EQ(p.grad.rest, Medium::kHost);
   EXPECT_EQ(p.slot.rest, Medium::kHost);
   EXPECT_EQ(p.slot.host_share, 1.0);
   EXPECT_TRUE(p.slot.pinned);
-  p = auto_places(kNeed, {300, 300, 800, "/there", false});
+  p = auto_placements(kNeed, {300, 300, 800, "/there", false});
   EXPECT_EQ(p.grad, storage::Placement{});
   EXPECT_EQ(p.master.rest, Medium::kHost);
   EXPECT_EQ(p.master.host_share, 0.75);
@@ -34,7 +34,7 @@ TEST(AutoPlaces, FillsTheDeviceThenTheHostThenFiles) {
 }
 
 TEST(AutoPlaces, OneKindMayBeInAllMemories) {
-  const Placements p = auto_places(kNeed, {700, 200, 500, "/there", true});
+  const Placements p = auto_placements(kNeed, {700, 200, 500, "/there", true});
   EXPECT_EQ(p.grad, storage::Placement{});
   EXPECT_EQ(p.master, storage::Placement{});
   EXPECT_EQ(p.slot.rest, Medium::kHost);
@@ -48,17 +48,17 @@ TEST(AutoPlaces, OneKindMayBeInAllMemories) {
 TEST(AutoPlaces, RatesDecide) {
   TierBytes have{700, INT64_MAX, 0, "", false};
   have.rates = {1, 1, 0, 0, 100, 100};  // a slow link: elements that are on the device are there as a whole
-  const Placements p = auto_places(kNeed, have);
-  for (const storage::Placement* place : {&p.grad, &p.master, &p.slot}) {
-    EXPECT_EQ(place->rest, Medium::kHost);
-    EXPECT_NEAR(place->host_share, 0.5, 0.02);
+  const Placements p = auto_placements(kNeed, have);
+  for (const storage::Placement* placement : {&p.grad, &p.master, &p.slot}) {
+    EXPECT_EQ(placement->rest, Medium::kHost);
+    EXPECT_NEAR(placement->host_share, 0.5, 0.02);
   }
   have.accumulation = 8;  // gradients travel eight times
-  EXPECT_EQ(auto_places(kNeed, have).grad, storage::Placement{});
+  EXPECT_EQ(auto_placements(kNeed, have).grad, storage::Placement{});
 }
 
 TEST(AutoPlaces, SaysWhatIsMissing) {
-  const std::string text = error_of([] { auto_places(kNeed, {100, 150, 500, "/there", false}); });
+  const std::string text = error_of([] { auto_placements(kNeed, {100, 150, 500, "/there", false}); });
   EXPECT_EQ(text.find("zero_optimization.placement: optimizer states of this rank need 800 bytes"), 0u) << text;
   EXPECT_TRUE(says(text, "All of its states are 1400 bytes"));
 }

@@ -1,4 +1,4 @@
-#include "zero/offload/auto_places.h"
+#include "zero/offload/auto_placements.h"
 
 #include <ATen/Functions.h>
 
@@ -32,7 +32,7 @@ namespace {
   fail(ErrorKind::kValue, "zero_optimization.placement: states of this rank do not fit");
 }
 
-storage::Placement placed(const plan::PlaceShares& shares, const TierBytes& have) {
+storage::Placement placement_of(const plan::PlaceShares& shares, const TierBytes& have) {
   storage::Placement made;
   if (shares.file + shares.host == 0) return made;
   if (shares.file > 0) made.folder = have.folder;
@@ -62,31 +62,31 @@ plan::PlaceNeed place_need(const StateBytes& need, const TierBytes& have) {
   return made;
 }
 
-Placements auto_places(const StateBytes& need, const TierBytes& have) {
+Placements auto_placements(const StateBytes& need, const TierBytes& have) {
   const plan::PlacePlan plan = plan::place_plan(place_need(need, have), have.rates);
   if (!plan.fits) fail_missing(need, have);
-  Placements places;
-  places.grad = placed(plan.grad, have);
-  places.master = placed(plan.master, have);
-  places.slot = placed(plan.slots, have);
-  return places;
+  Placements placements;
+  placements.grad = placement_of(plan.grad, have);
+  placements.master = placement_of(plan.master, have);
+  placements.slot = placement_of(plan.slots, have);
+  return placements;
 }
 
 plan::PlaceRates machine_rates(c10::Device device, bool pinned, const std::string& folder,
                                const storage::FileAccess& files, int threads) {
   const std::string kept = storage::rates_folder();
   plan::PlaceRates rates;
-  storage::Placement place;
-  place.rest = storage::Medium::kHost;
-  place.pinned = pinned && !device.is_cpu();
-  const storage::TierRate link = storage::known_rate(kept, device, place);
+  storage::Placement placement;
+  placement.rest = storage::Medium::kHost;
+  placement.pinned = pinned && !device.is_cpu();
+  const storage::TierRate link = storage::known_rate(kept, device, placement);
   rates.to_host = link.write;
   rates.to_device = link.read;
   if (!folder.empty()) {
-    place.rest = storage::Medium::kFile;
-    place.pinned = false;
-    place.folder = folder;
-    const storage::TierRate drive = storage::known_rate(kept, device, place, files);
+    placement.rest = storage::Medium::kFile;
+    placement.pinned = false;
+    placement.folder = folder;
+    const storage::TierRate drive = storage::known_rate(kept, device, placement, files);
     rates.file_read = drive.read;
     rates.file_write = drive.write;
   }

@@ -1,13 +1,13 @@
 // The memory in which an optimizer step works.
 //
-// Masters, states, gradients and parameters are leased where the masters of a
-// bucket rest, or on the host where nobody can compute (files); on the device
-// where a rule needs scratch or sums there. Where all of them rest there, one
-// lease of each serves all buckets, and it is a view. Else one bucket is worked
-// on while the next one is fetched and the last one is written back: what
-// travels takes the memory of a few buckets, whatever the size of the model. A
-// bucket of which no parameter was used does not travel, and nothing does when
-// the step is skipped.
+// Masters, states, gradients and parameters of a bucket are leased in the tier
+// of its masters, on the host if that tier is files, and on the device if the
+// rule needs scratch or sums there. If all of them rest in that tier, one lease
+// of each serves all buckets, and it is a view. Otherwise a bucket is updated
+// while the next one is fetched and the last one is written back, so transfers
+// need the memory of a few buckets, whatever the size of the model. A bucket
+// without used parameters is not transferred, and a skipped step transfers
+// nothing.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -21,23 +21,23 @@
 namespace ds::zero {
 
 // A bucket of a space; -1: all of them.
-class StepPlaces {
+class StepMemory {
  public:
-  StepPlaces(const ParamStore& store, DeviceContext& device) : store_(store), device_(device) {}
+  StepMemory(const ParamStore& store, DeviceContext& device) : store_(store), device_(device) {}
 
-  // Kernels of who works there.
+  // The kernels of a medium.
   DeviceContext& context(storage::Medium at);
-  // The device has found another one, which kernels of the host need, too.
+  // Passes the step scale of the device on to the kernels of the host.
   void share_step_scale();
 
-  // The medium in which a pass of the rule works. `scaled`: by a factor that is on the
+  // The medium in which a pass of the rule computes. `scaled`: by a factor on the
   // device.
   storage::Medium of_pass(const ParamSpace& space, const optim::Rule& rule, bool scaled, int32_t bucket) const;
-  // Whether everything that an update needs rests there, in one piece.
+  // Whether all operands of an update rest in this medium, each in one piece.
   bool hold_all(const ParamSpace& space, const Buffer& grad, int32_t bucket, storage::Medium at) const;
-  // Fails where the rule needs more buffers for a bucket than there may be.
+  // Fails if the rule needs more buffers for a bucket than the options allow.
   void check_buffers(const optim::Rule& rule) const;
-  // A hint: an update of this bucket comes next.
+  // A hint that this bucket is updated next.
   void prefetch(const ParamSpace& space, const Buffer& grad, int32_t bucket, storage::Medium at) const;
 
   LeasedRow lease(const ParamSpace& space, const Buffer& buffer, int32_t bucket, storage::Access access,
@@ -48,13 +48,13 @@ class StepPlaces {
   LeasedRow lease_at_rest(const ParamSpace& space, const Buffer& buffer, int32_t bucket, storage::Access access) const {
     return lease(space, buffer, bucket, access, resting(space, buffer, bucket).value_or(storage::Medium::kHost));
   }
-  // Waits until rows that were computed elsewhere are written back to memory.
+  // Waits until rows that were computed in another tier are written back.
   void arrive(const ParamSpace& space) const;
-  // Weights of a bucket may be on their way back while the next one is stepped.
+  // Whether weights of a bucket may be transferred while the next one is updated.
   bool travel(const ParamSpace& space) const { return space.has_masters() && !space.master.data.defined(); }
 
-  // Calls visit(bucket, medium) for a buffer that rests in one piece of memory
-  // with -1, else for each bucket.
+  // Calls visit(-1, medium) for a buffer that rests in one piece of memory, else
+  // visit(bucket, medium) for each bucket.
   template <typename Visit>
   void each_piece(const ParamSpace& space, const Buffer& buffer, const Visit& visit) const {
     if (const auto at = resting(space, buffer, -1)) return visit(-1, *at);
