@@ -91,7 +91,7 @@ TEST_F(CpuForCudaTest, ABarrierInABranchIsFound) {
 }
 
 TEST_F(CpuForCudaTest, AThreadThatReturnedBeforeABarrierIsFound) {
-  expect_found("returned before a barrier", "of which thread 17 has returned");
+  expect_found("returned before a barrier", "of which thread 17 of block");
 }
 
 TEST_F(CpuForCudaTest, ALaneThatDoesNotComeIsFound) {

@@ -1,14 +1,7 @@
 #include "block.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <numeric>
-
-#include "sanitizers.h"
 
 namespace cuda_on_cpu {
 namespace {
@@ -25,11 +18,6 @@ std::string hexadecimal(unsigned x) {
 }
 
 }  // namespace
-
-const char* name_of(Order order) {
-  const char* names[kOrders] = {"forward", "reverse", "random", "another random"};
-  return names[static_cast<int>(order)];
-}
 
 Machine::Machine() {
   void* stacks = mmap(nullptr, kMostThreads * Fiber::kStack, PROT_READ | PROT_WRITE,
@@ -136,8 +124,7 @@ void Machine::suspend(State state, Site site) {
 }
 
 void Machine::fail(std::string text) {
-  const Position& at = current_->position;
-  error_ = text + " (thread " + std::to_string(at.thread.x) + " of block " + std::to_string(at.block.x) + ")";
+  error_ = text + " (" + name(*current_) + ")";
   for (;;) suspend(State::kReady, {"", 0});  // nobody resumes it
 }
 
@@ -173,7 +160,7 @@ bool Machine::wake_warp(size_t first) {
   const size_t end = std::min<size_t>(first + kWarp, threads_.size());
   for (size_t t = first; t < end; ++t) {
     Thread& one = threads_[t];
-    if (one.state != State::kAtShuffle && one.state != State::kAtSyncWarp) continue;
+    if (!at_warp(one)) continue;
     bool all = true;
     for (unsigned l = 0; l < kWarp && all; ++l) {
       if ((one.mask >> l & 1) == 0) continue;
@@ -206,41 +193,36 @@ bool Machine::wake() {
 
 std::string Machine::stands(const Thread& thread) const {
   if (thread.state == State::kDone) return "has returned";
-  const char* what = thread.state == State::kAtBlock     ? "waits for its block at "
-                     : thread.state == State::kAtShuffle ? "shuffles at "
-                                                         : "waits for its warp at ";
-  return what + text(thread.site);
+  return (thread.state == State::kAtBlock ? "waits for its block at " : "waits for its warp at ") + text(thread.site);
 }
 
 // Empty where all threads have returned.
 std::string Machine::why_stuck() const {
   for (const Thread& one : threads_) {
-    if (one.state != State::kAtShuffle && one.state != State::kAtSyncWarp) continue;
-    const unsigned number = one.position.thread.x, first = number / kWarp * kWarp;
-    for (unsigned l = 0; l < kWarp; ++l) {
+    if (one.state == State::kDone) continue;
+    const std::string begin = text(one.site) + ": " + name(one) + " waits for ";
+    const unsigned first = one.position.thread.x / kWarp * kWarp;
+    for (unsigned l = 0; l < kWarp && at_warp(one); ++l) {
       if ((one.mask >> l & 1) == 0) continue;
-      const std::string begin = text(one.site) + ": thread " + std::to_string(number) + " of block " +
-                                std::to_string(one.position.block.x) + " waits for the lanes " + hexadecimal(one.mask) +
-                                ", of which lane " + std::to_string(l) + " ";
-      if (first + l >= threads_.size()) return begin + "does not exist";
+      const std::string missing =
+          begin + "the lanes " + hexadecimal(one.mask) + ", of which lane " + std::to_string(l) + " ";
+      if (first + l >= threads_.size()) return missing + "does not exist";
       const Thread& other = threads_[first + l];
-      if (other.state != one.state || !same(other.site, one.site)) return begin + stands(other);
-      if (other.mask != one.mask) return begin + "waits for the lanes " + hexadecimal(other.mask);
+      if (other.state != one.state || !same(other.site, one.site)) return missing + stands(other);
+      if (other.mask != one.mask) return missing + "waits for the lanes " + hexadecimal(other.mask);
     }
   }
   for (const Thread& one : threads_) {
-    if (one.state != State::kAtBlock) continue;
+    if (one.state == State::kDone) continue;
     for (const Thread& other : threads_)
       if (other.state != State::kAtBlock || !same(other.site, one.site))
-        return text(one.site) + ": thread " + std::to_string(one.position.thread.x) + " of block " +
-               std::to_string(one.position.block.x) + " waits for its block, of which thread " +
-               std::to_string(other.position.thread.x) + " " + stands(other);
+        return text(one.site) + ": " + name(one) + " waits for its block, of which " + name(other) + " " +
+               stands(other);
   }
   return "";
 }
 
-// ---- runtime.h
-// -------------------------------------------------------------------------------------------------------
+// ---- runtime.h ------------------------------------------------------------------------------------------------------
 const Position& position() { return here->position(); }
 void sync_block(Site site) { here->wait_block(site); }
 void sync_warp(unsigned mask, Site site) { here->wait_warp(false, mask, 0, 0, site); }

@@ -14,7 +14,6 @@ namespace cuda_on_cpu {
 
 enum class Order { kForward, kReverse, kRandom, kOtherRandom };
 constexpr int kOrders = 4;
-const char* name_of(Order order);
 
 class Machine {
  public:
@@ -53,6 +52,13 @@ class Machine {
   bool wake();
   bool wake_warp(size_t first);
   std::string why_stuck() const;
+  static bool at_warp(const Thread& thread) {
+    return thread.state == State::kAtShuffle || thread.state == State::kAtSyncWarp;
+  }
+  static std::string name(const Thread& thread) {
+    return "thread " + std::to_string(thread.position.thread.x) + " of block " +
+           std::to_string(thread.position.block.x);
+  }
   std::string stands(const Thread& thread) const;
   Fiber* fiber_for(const Thread& thread);
 

@@ -92,11 +92,6 @@ T __shfl_down_sync(unsigned mask, T value, unsigned by, CUDA_ON_CPU_SITE) {
   const unsigned own = cuda_on_cpu::lane(), from = own + by;
   return cuda_on_cpu::of_lane(mask, value, from < cuda_on_cpu::kWarp ? from : own, {file, line});
 }
-template <typename T>
-T __shfl_up_sync(unsigned mask, T value, unsigned by, CUDA_ON_CPU_SITE) {
-  const unsigned own = cuda_on_cpu::lane();
-  return cuda_on_cpu::of_lane(mask, value, own >= by ? own - by : own, {file, line});
-}
 
 inline unsigned __float_as_uint(float x) {
   unsigned bits;

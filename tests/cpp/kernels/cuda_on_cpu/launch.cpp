@@ -43,15 +43,15 @@ std::string run_in_all_orders(const Grid& grid, const std::function<void()>& thr
   thread_local uint64_t number = 0;
   const uint64_t with = seed + 1000003 * number++;
   if (kAddressSanitizer || kThreadSanitizer) return machine.run(grid, thread, static_cast<Order>(with % kOrders), with);
+  const char* names[kOrders] = {"forward", "reverse", "random", "another random"};
   machine.log().begin_launch();
   for (int i = 0; i < orders; ++i) {
     if (i > 0) machine.log().restore();
     std::string error = machine.run(grid, thread, static_cast<Order>(i), with);
     if (!error.empty()) return error;
-    const void* from = nullptr;
-    if (machine.log().end_run(i == 0, from))
-      return source_of(from) + ": what is written here depends on the order of threads (forward, and " +
-             name_of(static_cast<Order>(i)) + "): a barrier is missing";
+    if (const void* from = machine.log().end_run(i == 0))
+      return source_of(from) + ": what is written here depends on the order of threads (forward, and " + names[i] +
+             "): a barrier is missing";
   }
   return "";
 }
