@@ -24,4 +24,9 @@ export DS_FUZZ_CASES=${DS_FUZZ_CASES:-10000}
 for target in "${targets[@]}"; do
   say "$target"
   "$dir/bin/$target" --gtest_brief=1 || die "$target failed under -fsanitize=$sanitizers."
+  case $target in test_kernels|test_optim)  # the CUDA kernels, which the same compiler makes for the CPU
+    say "$target, CUDA kernels on the CPU"
+    DS_CUDA_KERNELS=$ROOT/$dir/bin/libds_kernels_cuda_on_cpu.so "$dir/bin/$target" --gtest_brief=1 --gtest_filter='Cuda*' ||
+      die "the CUDA kernels failed under -fsanitize=$sanitizers." ;;
+  esac
 done

@@ -42,7 +42,7 @@ __device__ float max_of_block(float x, float* shared) {
 
 __global__ void __launch_bounds__(kLanes)
     adam8bit_kernel(const __grid_constant__ List list, UpdateDtypes t, AdamConstants c, const StepScale* scale) {
-  __shared__ float shared[kLanes];
+  DS_SHARED(float, shared, [kLanes]);
   float grad_scale = 1.0f;
   if (scale != nullptr) {
     if (scale->skip) return;
@@ -110,7 +110,7 @@ void adam8bit(const Launch& launch, const UpdateSegment* segments, size_t count,
       part.end = static_cast<unsigned>(blocks);
     }
     if (list.count == 0) break;
-    adam8bit_kernel<<<static_cast<unsigned>(blocks), kLanes, 0, stream_of(launch)>>>(list, dtypes, constants, scale);
+    launch_kernel(launch, &adam8bit_kernel, static_cast<unsigned>(blocks), kLanes, 0, list, dtypes, constants, scale);
   }
 }
 

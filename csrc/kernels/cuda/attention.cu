@@ -85,9 +85,9 @@ __device__ inline bool row_of_warp(int64_t heads, int64_t tokens, int64_t rows, 
   return r.number < rows;
 }
 
-extern __shared__ __align__(16) unsigned char shared_bytes[];
 template <typename Acc>
 __device__ Acc* shared_of_warp(int64_t per_warp) {
+  DS_DYNAMIC_SHARED(shared_bytes);
   return reinterpret_cast<Acc*>(shared_bytes) + threadIdx.x / kWarp * per_warp;
 }
 
@@ -252,8 +252,8 @@ void forward_as(const Launch& launch, const AttentionShape& s, const AttentionOp
   const int64_t rows = s.batch * s.heads * s.queries;
   if (rows == 0) return;
   const Grid grid(rows, (s.size + s.value_size) * sizeof(Acc));
-  forward_kernel<Acc>
-      <<<grid.blocks, grid.threads, grid.shared, stream_of(launch)>>>(s, query, key, value, state, fresh, rows);
+  launch_kernel(launch, &forward_kernel<Acc>, grid.blocks, grid.threads, grid.shared, s, query, key, value, state,
+                fresh, rows);
 }
 
 template <typename Acc>
@@ -264,13 +264,13 @@ void backward_as(const Launch& launch, const AttentionShape& s, const AttentionO
   const int64_t rows = s.batch * s.heads * s.queries, keys = s.batch * s.kv_heads * s.keys;
   if (rows > 0) {
     const Grid grid(rows, (2 * s.size + s.value_size) * sizeof(Acc));
-    query_kernel<Acc><<<grid.blocks, grid.threads, grid.shared, stream_of(launch)>>>(
-        s, query, key, value, grad, levels, less, static_cast<Acc*>(for_query), rows);
+    launch_kernel(launch, &query_kernel<Acc>, grid.blocks, grid.threads, grid.shared, s, query, key, value, grad,
+                  levels, less, static_cast<Acc*>(for_query), rows);
   }
   if (keys > 0) {
     const Grid grid(keys, 2 * (s.size + s.value_size) * sizeof(Acc));
-    key_kernel<Acc><<<grid.blocks, grid.threads, grid.shared, stream_of(launch)>>>(
-        s, query, key, value, grad, levels, less, static_cast<Acc*>(for_key), static_cast<Acc*>(for_value), keys);
+    launch_kernel(launch, &key_kernel<Acc>, grid.blocks, grid.threads, grid.shared, s, query, key, value, grad, levels,
+                  less, static_cast<Acc*>(for_key), static_cast<Acc*>(for_value), keys);
   }
 }
 
@@ -285,7 +285,7 @@ void merge(const Launch& launch, const AttentionState& into, const AttentionStat
   if (rows == 0) return;
   const auto kernel = wide == DType::kF64 ? &merge_kernel<double> : &merge_kernel<float>;
   const auto blocks = static_cast<unsigned>((rows * kWarp + kThreads - 1) / kThreads);
-  kernel<<<blocks, kThreads, 0, stream_of(launch)>>>(into, from, rows, value_size);
+  launch_kernel(launch, kernel, blocks, kThreads, 0, into, from, rows, value_size);
 }
 
 void backward(const Launch& launch, const AttentionShape& s, const AttentionOperand& query, const AttentionOperand& key,

@@ -25,7 +25,7 @@ __global__ void column_sums_kernel(const void* data, DType dtype, size_t n, size
 void column_sums(const Launch& launch, const void* data, DType dtype, size_t n, size_t first, size_t columns,
                  double* sums) {
   if (n == 0) return;  // a launch of no blocks is an error
-  column_sums_kernel<<<blocks_for(columns, 1), kThreads, 0, stream_of(launch)>>>(data, dtype, n, first, columns, sums);
+  launch_kernel(launch, &column_sums_kernel, blocks_for(columns, 1), kThreads, 0, data, dtype, n, first, columns, sums);
 }
 
 }  // namespace ds::kernels::cuda

@@ -31,10 +31,9 @@ void launch_copy(const Launch& launch, void* dst, DType dst_dtype, const void* s
   if (n == 0) return;
   const unsigned blocks = blocks_for(n, kPack);
   if (dst_dtype == DType::kF64 || src_dtype == DType::kF64) {
-    copy_kernel<double, kAdd>
-        <<<blocks, kThreads, 0, stream_of(launch)>>>(dst, dst_dtype, src, src_dtype, n, static_cast<double>(scale));
+    launch_kernel(launch, &copy_kernel<double, kAdd>, blocks, kThreads, 0, dst, dst_dtype, src, src_dtype, n, scale);
   } else {
-    copy_kernel<float, kAdd><<<blocks, kThreads, 0, stream_of(launch)>>>(dst, dst_dtype, src, src_dtype, n, scale);
+    launch_kernel(launch, &copy_kernel<float, kAdd>, blocks, kThreads, 0, dst, dst_dtype, src, src_dtype, n, scale);
   }
 }
 

@@ -1,14 +1,11 @@
 // The CUDA entries of the kernel table, and what they share on the host side.
 #pragma once
-#include <cuda_runtime.h>
-
+#include "kernels/cuda/launch.cuh"
 #include "kernels/table.h"
 
 namespace ds::kernels::cuda {
 
 constexpr int kThreads = 256;
-
-inline cudaStream_t stream_of(const Launch& launch) { return static_cast<cudaStream_t>(launch.stream); }
 
 // Blocks for a loop over n elements in which every thread takes several turns: enough to fill any GPU.
 inline unsigned blocks_for(size_t n, size_t per_thread) {

@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(kWarpsPerBlock* kWarp)
 // Adds the block sums of each part to its parameter's: one thread block per part.
 __global__ void __launch_bounds__(kSumBlockLanes)
     add_block_sums(const __grid_constant__ SegmentList list, const Sums* block_sums) {
-  __shared__ double masters[kSumBlockLanes], updates[kSumBlockLanes];
+  DS_SHARED(double, masters, [kSumBlockLanes]);
+  DS_SHARED(double, updates, [kSumBlockLanes]);
   const SegmentPart& part = list.parts[blockIdx.x];
   double master = 0, update = 0;
   for (unsigned b = list.begin(blockIdx.x) + threadIdx.x; b < part.end; b += kSumBlockLanes) {
@@ -124,7 +125,6 @@ __global__ void __launch_bounds__(kThreads)
 
 void moments(const Launch& launch, const UpdateSegment* segments, size_t count, const UpdateArgs& args,
              const StepScale* scale) {
-  const cudaStream_t stream = stream_of(launch);
   const auto constants = *static_cast<const LambConstants*>(args.constants);
   size_t all = 0;
   for (size_t s = 0; s < count; ++s) all += sum_blocks(segments[s].numel);
@@ -136,8 +136,9 @@ void moments(const Launch& launch, const UpdateSegment* segments, size_t count, 
   // No list cuts a segment here: that would take 2^31 blocks of 2^14 elements.
   for_segment_lists<kSumBlock>(segments, count, args, 2, [&](const SegmentList& list, unsigned blocks) {
     const unsigned grid = (blocks + kWarpsPerBlock - 1) / kWarpsPerBlock;
-    moments_kernel<<<grid, kWarpsPerBlock * kWarp, 0, stream>>>(list, dtypes_of(args), constants, scale, found);
-    add_block_sums<<<list.count, kSumBlockLanes, 0, stream>>>(list, found);
+    launch_kernel(launch, &moments_kernel, grid, kWarpsPerBlock * kWarp, 0, list, dtypes_of(args), constants, scale,
+                  found);
+    launch_kernel(launch, &add_block_sums, list.count, kSumBlockLanes, 0, list, found);
     found += blocks;
   });
 }
@@ -146,7 +147,7 @@ void weights(const Launch& launch, const UpdateSegment* segments, size_t count, 
              const StepScale* scale) {
   const auto constants = *static_cast<const LambConstants*>(args.constants);
   for_segment_lists<kUpdateChunk>(segments, count, args, 2, [&](const SegmentList& list, unsigned chunks) {
-    weights_kernel<<<chunks, kThreads, 0, stream_of(launch)>>>(list, dtypes_of(args), constants, scale);
+    launch_kernel(launch, &weights_kernel, chunks, kThreads, 0, list, dtypes_of(args), constants, scale);
   });
 }
 

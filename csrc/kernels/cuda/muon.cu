@@ -64,7 +64,7 @@ void pass(const Launch& launch, const UpdateSegment* segments, size_t count, con
           const StepScale* scale) {
   const auto constants = *static_cast<const MuonConstants*>(args.constants);
   for_segment_lists<kUpdateChunk>(segments, count, args, 1, [&](const SegmentList& list, unsigned chunks) {
-    kKernel<<<chunks, kThreads, 0, stream_of(launch)>>>(list, dtypes_of(args), constants, scale);
+    launch_kernel(launch, kKernel, chunks, kThreads, 0, list, dtypes_of(args), constants, scale);
   });
 }
 

@@ -72,7 +72,7 @@ __global__ void sum_blocks_kernel(const __grid_constant__ SumList list, DType dt
 }
 
 __global__ void add_block_sums(const double* block_sums, size_t blocks, double* sum) {
-  __shared__ double lanes[kSumBlockLanes];
+  DS_SHARED(double, lanes, [kSumBlockLanes]);
   double mine = 0;
   for (size_t b = threadIdx.x; b < blocks; b += kSumBlockLanes) mine += block_sums[b];
   lanes[threadIdx.x] = mine;
@@ -104,7 +104,6 @@ void sum_squares(const Launch& launch, const Segment* segments, size_t count, DT
   size_t blocks = 0;
   for (size_t s = 0; s < count; ++s) blocks += sum_blocks(segments[s].numel);
   if (blocks == 0) return;
-  const cudaStream_t stream = stream_of(launch);
   auto* block_sums = static_cast<double*>(launch.scratch->allocate(blocks * sizeof(double)));
   if (block_sums == nullptr) return;  // whoever passed the scratch knows
   size_t done = 0;
@@ -120,15 +119,15 @@ void sum_squares(const Launch& launch, const Segment* segments, size_t count, DT
     }
     if (here == 0) break;
     const unsigned grid = static_cast<unsigned>((here + kWarpsPerBlock - 1) / kWarpsPerBlock);
-    sum_blocks_kernel<<<grid, kWarpsPerBlock * kWarp, 0, stream>>>(list, dtype, block_sums + done);
+    launch_kernel(launch, &sum_blocks_kernel, grid, kWarpsPerBlock * kWarp, 0, list, dtype, block_sums + done);
     done += here;
   }
-  add_block_sums<<<1, kSumBlockLanes, 0, stream>>>(block_sums, blocks, sum);
+  launch_kernel(launch, &add_block_sums, 1, kSumBlockLanes, 0, block_sums, blocks, sum);
 }
 
 void finish_norm(const Launch& launch, const double* sum, const double* failed, float loss_scale, float max_norm,
                  bool check, StepScale* out) {
-  finish_norm_kernel<<<1, 1, 0, stream_of(launch)>>>(sum, failed, loss_scale, max_norm, check, out);
+  launch_kernel(launch, &finish_norm_kernel, 1, 1, 0, sum, failed, loss_scale, max_norm, check, out);
 }
 
 }  // namespace ds::kernels::cuda

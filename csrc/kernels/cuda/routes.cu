@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(kThreads)
   const GemmGroup g = list.groups[which];
   const unsigned tile = blockIdx.x - list.first_tile[which], across = static_cast<unsigned>((g.n + kTile - 1) / kTile);
   const int64_t row = static_cast<int64_t>(tile / across) * kTile, column = static_cast<int64_t>(tile % across) * kTile;
-  __shared__ Acc a[kDepth][kTile + 1], b[kDepth][kTile + 1];
+  DS_SHARED(Acc, a, [kDepth][kTile + 1]);
+  DS_SHARED(Acc, b, [kDepth][kTile + 1]);
   const int ty = threadIdx.x / (kTile / kSub), tx = threadIdx.x % (kTile / kSub);
   Acc sum[kSub][kSub] = {};
   for (int64_t p = 0; p < g.k; p += kDepth) {
@@ -172,31 +173,31 @@ unsigned blocks_of_warps(size_t warps) { return static_cast<unsigned>((warps * k
 void topk_gate(const Launch& launch, const float* logits, const float* select, size_t tokens, size_t experts, size_t k,
                float* probs, int32_t* index) {
   if (tokens == 0) return;
-  topk_gate_kernel<<<blocks_of_warps(tokens), kThreads, 0, stream_of(launch)>>>(logits, select, tokens, experts, k,
-                                                                                probs, index);
+  launch_kernel(launch, &topk_gate_kernel, blocks_of_warps(tokens), kThreads, 0, logits, select, tokens, experts, k,
+                probs, index);
 }
 
 void permute_rows(const Launch& launch, void* out, const void* src, DType dtype, size_t width, size_t rows,
                   const int32_t* index, const float* weight, int64_t divisor) {
   if (rows * width == 0) return;
   const auto kernel = dtype == DType::kF64 ? &permute_kernel<double> : &permute_kernel<float>;
-  kernel<<<blocks_of_rows(rows), kThreads, 0, stream_of(launch)>>>(out, src, dtype, width, rows, index, weight,
-                                                                   divisor);
+  launch_kernel(launch, kernel, blocks_of_rows(rows), kThreads, 0, out, src, dtype, width, rows, index, weight,
+                divisor);
 }
 
 void combine_rows(const Launch& launch, void* out, const void* src, DType dtype, size_t width, size_t tokens, size_t k,
                   const int32_t* slot, const float* weight) {
   if (tokens * width == 0) return;
   const auto kernel = dtype == DType::kF64 ? &combine_kernel<double> : &combine_kernel<float>;
-  kernel<<<blocks_of_rows(tokens), kThreads, 0, stream_of(launch)>>>(out, src, dtype, width, tokens, k, slot, weight);
+  launch_kernel(launch, kernel, blocks_of_rows(tokens), kThreads, 0, out, src, dtype, width, tokens, k, slot, weight);
 }
 
 void dot_rows(const Launch& launch, float* out, const void* src, const void* grad, DType dtype, size_t width,
               size_t tokens, size_t k, const int32_t* slot) {
   if (tokens * k == 0) return;
   const auto kernel = dtype == DType::kF64 ? &dot_kernel<double> : &dot_kernel<float>;
-  kernel<<<blocks_of_warps(tokens * k), kThreads, 0, stream_of(launch)>>>(out, src, grad, dtype, width, tokens * k, k,
-                                                                          slot);
+  launch_kernel(launch, kernel, blocks_of_warps(tokens * k), kThreads, 0, out, src, grad, dtype, width, tokens * k, k,
+                slot);
 }
 
 void grouped_gemm(const Launch& launch, const GemmGroup* groups, size_t count, GemmForm form, DType dtype) {
@@ -205,7 +206,7 @@ void grouped_gemm(const Launch& launch, const GemmGroup* groups, size_t count, G
   list.count = 0;
   list.first_tile[0] = 0;
   const auto send = [&] {
-    if (list.count > 0) kernel<<<list.first_tile[list.count], kThreads, 0, stream_of(launch)>>>(list, form, dtype);
+    if (list.count > 0) launch_kernel(launch, kernel, list.first_tile[list.count], kThreads, 0, list, form, dtype);
     list.count = 0;
   };
   for (const GemmGroup* g = groups; g != groups + count; ++g) {

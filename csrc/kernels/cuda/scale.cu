@@ -25,9 +25,9 @@ void scale(const Launch& launch, void* data, DType dtype, size_t n, float factor
   if (n == 0) return;  // a launch of no blocks is an error
   const unsigned blocks = blocks_for(n, kPack);
   if (dtype == DType::kF64) {
-    scale_kernel<double><<<blocks, kThreads, 0, stream_of(launch)>>>(data, dtype, n, factor);
+    launch_kernel(launch, &scale_kernel<double>, blocks, kThreads, 0, data, dtype, n, factor);
   } else {
-    scale_kernel<float><<<blocks, kThreads, 0, stream_of(launch)>>>(data, dtype, n, factor);
+    launch_kernel(launch, &scale_kernel<float>, blocks, kThreads, 0, data, dtype, n, factor);
   }
 }
 

@@ -168,8 +168,8 @@ void launch_update(const Launch& launch, const UpdateSegment* segments, size_t c
       offset += numel;
     }
     if (list.count == 0) break;
-    update_kernel<Rule>
-        <<<static_cast<unsigned>(chunks), kThreads, 0, stream_of(launch)>>>(list, dtypes, constants, scale);
+    launch_kernel(launch, &update_kernel<Rule>, static_cast<unsigned>(chunks), kThreads, 0, list, dtypes, constants,
+                  scale);
   }
 }
 

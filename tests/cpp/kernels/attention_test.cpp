@@ -449,6 +449,7 @@ using CudaAttentionTest = CudaTest;
 TEST_F(CudaAttentionTest, EqualsTheReference) {
   const AttentionKernels& cuda = *ds_attention_kernels(kAttentionAbi, "cuda");
   for (const Case& c : kCases) {
+    if (cuda_runs_on_cpu() && c.batch * c.heads * c.queries * c.keys > 5000) continue;
     for (DType dtype : kDtypes) {
       Problem p(c, dtype);
       auto [want, lse, row_sum, want_grads] = Results(ref_attention(), p);

@@ -50,7 +50,7 @@ TEST(CudaTableTest, AMissingLibraryIsAReadableError) {
 TEST_F(CudaTest, CopyAccumulateAndScaleEqualTheReference) {
   for (DType dst : kDtypes) {
     for (DType src : kDtypes) {
-      for (size_t n : kSizes) {
+      for (size_t n : sizes()) {
         for (size_t offset : {0, 1}) {
           for (int entry = 0; entry < 4; ++entry) {
             Buffer from(src, n, offset), want(dst, n, offset);
@@ -78,7 +78,7 @@ TEST_F(CudaTest, CopyAccumulateAndScaleEqualTheReference) {
 
 TEST_F(CudaTest, ColumnSumsEqualTheReference) {
   for (DType dtype : kDtypes) {
-    for (size_t n : kSizes) {
+    for (size_t n : sizes()) {
       for (size_t columns : {size_t{1}, size_t{7}, size_t{1000}}) {
         Buffer data(dtype, n, 1), want(DType::kF64, columns);
         data.randomize(3);
@@ -98,9 +98,10 @@ TEST_F(CudaTest, ColumnSumsEqualTheReference) {
 
 TEST_F(CudaTest, SumSquaresAndFinishNormEqualTheReference) {
   for (DType dtype : kDtypes) {
+    const std::vector<size_t> lengths = sizes();
     std::vector<Buffer> buffers;
     for (size_t i = 0; i < 300; ++i) {  // more than one launch takes
-      buffers.emplace_back(dtype, kSizes[i % 14], i % 2);
+      buffers.emplace_back(dtype, lengths[i % lengths.size()], i % 2);
       buffers.back().randomize(static_cast<unsigned>(i));
     }
     std::vector<Segment> host, device;

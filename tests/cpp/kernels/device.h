@@ -1,15 +1,24 @@
-// Device memory for tests, from the driver (libcuda.so.1): no toolkit is needed to run them.
+// Device memory for tests, from the driver (libcuda.so.1): no toolkit is needed to run them. Where the CUDA kernels run
+// on the CPU (cuda_on_cpu), it is the host's.
 #pragma once
 #include <dlfcn.h>
+
+#include <new>
 
 #include "support.h"
 
 namespace ds::kernels::test {
 
+inline bool cuda_runs_on_cpu() {
+  const KernelTable* table = ds_kernels(kKernelAbi, "cuda");
+  return table != nullptr && std::strcmp(table->isa, "CPU") == 0;
+}
+
 // The driver's part that the tests need, on device 0, in its primary context (which the CUDA runtime uses, too).
 class Driver {
  public:
   Driver() {
+    if ((ok_ = on_host_)) return;
     library_ = dlopen("libcuda.so.1", RTLD_NOW);
     if (library_ == nullptr) return;
     int device = 0;
@@ -19,16 +28,25 @@ class Driver {
           call<int(void*)>("cuCtxSetCurrent", context) == 0;
   }
   bool ok() const { return ok_; }
+  // At a boundary of 256 bytes.
   uintptr_t allocate(size_t bytes) {
+    if (on_host_) return reinterpret_cast<uintptr_t>(::operator new (bytes, std::align_val_t{256}));
     unsigned long long address = 0;
-    check(call<int(unsigned long long*, size_t)>("cuMemAlloc_v2", &address, bytes + 256));
+    check(call<int(unsigned long long*, size_t)>("cuMemAlloc_v2", &address, bytes + 1));
     return address;
   }
-  void release(uintptr_t address) { call<int(unsigned long long)>("cuMemFree_v2", address); }
+  void release(uintptr_t address) {
+    if (on_host_) return ::operator delete (reinterpret_cast<void*>(address), std::align_val_t{256});
+    call<int(unsigned long long)>("cuMemFree_v2", address);
+  }
   void to_device(uintptr_t to, const void* from, size_t bytes) {
+    if (on_host_ && bytes) std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+    if (on_host_) return;
     if (bytes) check(call<int(unsigned long long, const void*, size_t)>("cuMemcpyHtoD_v2", to, from, bytes));
   }
   void to_host(void* to, uintptr_t from, size_t bytes) {
+    if (on_host_ && bytes) std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+    if (on_host_) return;
     check(call<int()>("cuCtxSynchronize"));
     if (bytes) check(call<int(void*, unsigned long long, size_t)>("cuMemcpyDtoH_v2", to, from, bytes));
   }
@@ -41,6 +59,7 @@ class Driver {
   }
   static void check(int code) { ASSERT_EQ(code, 0) << "CUDA driver error"; }
 
+  const bool on_host_ = cuda_runs_on_cpu();
   void* library_ = nullptr;
   bool ok_ = false;
 };
@@ -68,7 +87,7 @@ class OnDevice {
   OnDevice(Driver& driver, Buffer& host)
       : driver_(driver),
         host_(host),
-        base_(driver.allocate(host.bytes())),
+        base_(driver.allocate(host.offset() * dtype_bytes(host.dtype()) + host.bytes())),
         data_(base_ + host.offset() * dtype_bytes(host.dtype())) {
     driver.to_device(data_, host.data(), host.bytes());
   }
@@ -94,6 +113,11 @@ class CudaTest : public testing::Test {
   void expect_no_error() {
     const char* error = table->last_error();
     EXPECT_EQ(error, nullptr) << error;
+  }
+  // On the CPU a launch is run and compared in several orders of its threads, so with fewer elements.
+  static std::vector<size_t> sizes() {
+    if (cuda_runs_on_cpu()) return {0, 1, 31, 32, 33, 255, 257, 1025};
+    return {std::begin(kSizes), std::end(kSizes)};
   }
   Driver driver;
   const KernelTable* table = nullptr;

@@ -1,8 +1,10 @@
-// The kernels of a mixture of experts: the reference against values by hand, every instruction set against the
-// reference.
+// The kernels of a mixture of experts: the reference against values by hand, every instruction set and the GPU against
+// the reference.
 #include "kernels/routes.h"
 
-#include "support.h"
+#include <memory>
+
+#include "device.h"
 
 namespace ds::kernels::test {
 namespace {
@@ -148,6 +150,138 @@ TEST(RoutesTest, TheTableOfADeviceIsFound) {
     ASSERT_NE(cuda, nullptr);
     EXPECT_EQ(cuda->size, sizeof(RouteKernels));
     EXPECT_EQ(ds_route_kernels(kRouteAbi + 1, "cuda"), nullptr);
+  }
+}
+
+class CudaRoutesTest : public CudaTest {
+ protected:
+  void SetUp() override {
+    CudaTest::SetUp();
+    if (!IsSkipped()) routes = ds_route_kernels(kRouteAbi, "cuda");
+  }
+  static Buffer of_integers(const std::vector<int32_t>& values) {
+    Buffer buffer(DType::kF32, values.size());
+    if (!values.empty()) std::memcpy(buffer.data(), values.data(), buffer.bytes());
+    return buffer;
+  }
+  const RouteKernels* routes = nullptr;
+};
+
+TEST_F(CudaRoutesTest, GatesEqualTheReference) {
+  for (size_t tokens : {0, 1, 31, 33}) {
+    for (size_t experts : {1, 3, 32, 65}) {
+      for (size_t k = 1; k <= std::min<size_t>(experts, 4); k *= 2) {
+        for (bool selects : {false, true}) {
+          Buffer logits(DType::kF32, tokens * experts, 1), select = logits;
+          logits.randomize(3), select.randomize(4);
+          for (size_t i = 0; i < logits.size(); ++i) logits.set(i, std::round(logits.get(i) * 4) / 4);  // ties
+          if (tokens > 30) logits.set(30 * experts, NAN);
+          Buffer want(DType::kF32, tokens * experts), got = want;
+          std::vector<int32_t> want_index(tokens * k);
+          Buffer got_index = of_integers(want_index);
+          const auto floats = [](void* data) { return static_cast<float*>(data); };
+          ref_routes().topk_gate({}, floats(logits.data()), selects ? floats(select.data()) : nullptr, tokens, experts,
+                                 k, floats(want.data()), want_index.data());
+          OnDevice l(driver, logits), s(driver, select), p(driver, got), i(driver, got_index);
+          routes->topk_gate({}, floats(l.data()), selects ? floats(s.data()) : nullptr, tokens, experts, k,
+                            floats(p.data()), static_cast<int32_t*>(i.data()));
+          p.fetch(), i.fetch();
+          expect_no_error();
+          const std::string where =
+              std::to_string(tokens) + " x " + std::to_string(experts) + " k=" + std::to_string(k);
+          for (size_t at = 0; at < got.size(); ++at)
+            ASSERT_TRUE(std::isnan(want.get(at)) || std::abs(got.get(at) - want.get(at)) < 1e-6) << where;
+          ASSERT_TRUE(got_index.canary_intact()) << where;
+          for (size_t at = 0; at < want_index.size(); ++at)
+            ASSERT_EQ(static_cast<const int32_t*>(got_index.data())[at], want_index[at]) << where;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaRoutesTest, RowsTravelAsInTheReference) {
+  for (DType dtype : kDtypes) {
+    for (size_t width : {1, 31, 32, 33, 257}) {
+      for (size_t tokens : {0, 1, 33}) {
+        for (size_t k : {1, 3}) {
+          const size_t rows = tokens * k + 5;
+          std::vector<int32_t> slot(tokens * k), index(rows, -1);
+          for (size_t a = 0; a < slot.size(); ++a)
+            slot[a] = a % 5 == 3 ? -1 : static_cast<int32_t>((a * 11 + 2) % rows);
+          for (size_t a = slot.size(); a-- > 0;)
+            if (slot[a] >= 0) index[slot[a]] = static_cast<int32_t>(a);
+          Buffer slots = of_integers(slot), indices = of_integers(index), weight(DType::kF32, tokens * k);
+          Buffer src(dtype, tokens * width, k), moved(dtype, rows * width), grad(dtype, tokens * width);
+          src.randomize(1), moved.randomize(2), grad.randomize(4), weight.randomize(3);
+          OnDevice s(driver, slots), i(driver, indices), w(driver, weight), from(driver, src), to(driver, moved),
+              g(driver, grad);
+          for (bool weighted : {false, true}) {
+            Buffer there(dtype, rows * width), back(dtype, tokens * width), dots(DType::kF32, tokens * k);
+            Buffer a = there, b = back, c = dots;
+            const auto run = [&](const RouteKernels& kernels, const void* sources, const void* rests, const void* above,
+                                 const void* at, const void* of, const void* factors, void* x, void* y, void* z) {
+              const auto* weights = weighted ? static_cast<const float*>(factors) : nullptr;
+              const auto* slots_at = static_cast<const int32_t*>(at);
+              kernels.permute_rows({}, x, sources, dtype, width, rows, static_cast<const int32_t*>(of), weights, k);
+              kernels.combine_rows({}, y, rests, dtype, width, tokens, k, slots_at, weights);
+              kernels.dot_rows({}, static_cast<float*>(z), rests, above, dtype, width, tokens, k, slots_at);
+            };
+            run(ref_routes(), src.data(), moved.data(), grad.data(), slot.data(), index.data(), weight.data(),
+                there.data(), back.data(), dots.data());
+            OnDevice x(driver, a), y(driver, b), z(driver, c);
+            run(*routes, from.data(), to.data(), g.data(), s.data(), i.data(), w.data(), x.data(), y.data(), z.data());
+            x.fetch(), y.fetch(), z.fetch();
+            expect_no_error();
+            const std::string where = std::string(dtype_name(dtype)) + " " + std::to_string(width) + " x " +
+                                      std::to_string(tokens) + " k=" + std::to_string(k);
+            ASSERT_TRUE(same(a, there)) << where;
+            ASSERT_TRUE(same(b, back)) << where;
+            expect_near(c, dots, width, where);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaRoutesTest, ProductsOfManyGroupsEqualTheReference) {
+  const int64_t sizes[][3] = {{0, 5, 3}, {4, 3, 0}, {1, 1, 1}, {7, 17, 5}, {65, 33, 31}, {13, 65, 19}, {12, 32, 33}};
+  for (DType dtype : kDtypes) {
+    for (int form = 0; form < 4; ++form) {
+      std::vector<Buffer> want, got;
+      std::vector<std::unique_ptr<Buffer>> inputs;
+      std::vector<std::unique_ptr<OnDevice>> copies;
+      std::vector<GemmGroup> host, device;
+      const auto put = [&](size_t n, int64_t seed) {
+        inputs.push_back(std::make_unique<Buffer>(dtype, n, 1));
+        inputs.back()->randomize(static_cast<unsigned>(seed));
+        copies.push_back(std::make_unique<OnDevice>(driver, *inputs.back()));
+      };
+      const size_t count = cuda_runs_on_cpu() ? 14 : 70;  // 70: more than a launch takes
+      for (size_t i = 0; i < count; ++i) {
+        const auto& [m, n, k] = sizes[i % std::size(sizes)];
+        put(m * k, m + 1), put(k * n, n + 2), put(n, k + 3);
+        want.emplace_back(dtype, m * n), got.emplace_back(dtype, m * n);
+      }
+      for (size_t i = 0; i < count; ++i) {
+        const auto& [m, n, k] = sizes[i % std::size(sizes)];
+        copies.push_back(std::make_unique<OnDevice>(driver, got[i]));
+        const bool biased = i % 2 == 0;
+        host.push_back({inputs[3 * i]->data(), inputs[3 * i + 1]->data(), biased ? inputs[3 * i + 2]->data() : nullptr,
+                        want[i].data(), m, n, k});
+        device.push_back({copies[3 * i]->data(), copies[3 * i + 1]->data(),
+                          biased ? copies[3 * i + 2]->data() : nullptr, copies.back()->data(), m, n, k});
+      }
+      const GemmForm how = {form % 2 == 1, form >= 2};
+      ref_routes().grouped_gemm({}, host.data(), count, how, dtype);
+      routes->grouped_gemm({}, device.data(), count, how, dtype);
+      for (size_t i = 0; i < count; ++i) copies[3 * count + i]->fetch();
+      expect_no_error();
+      for (size_t i = 0; i < count; ++i)
+        expect_near(got[i], want[i], static_cast<double>(host[i].k),
+                    std::string(dtype_name(dtype)) + " form " + std::to_string(form) + " group " + std::to_string(i));
+    }
   }
 }
 

@@ -1,0 +1,9 @@
+// fp16 for the host's compiler: the conversions that the kernels use, which are those of the CPU's kernels.
+#pragma once
+#include "base/half.h"
+
+struct __half {
+  ds::Fp16 value;
+};
+inline float __half2float(__half x) { return ds::to_float(x.value); }
+inline __half __float2half_rn(float x) { return {ds::to_fp16(x)}; }

@@ -1,0 +1,14 @@
+// What a library of CUDA kernels that runs on the CPU offers beside its tables, for tests and for a stand-in device.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+// Runs one launch or copy: calls run(work) once, on any thread, after all that `stream` was given before. What `work`
+// finds wrong is then an error of the thread that launched (KernelTable::last_error).
+using CudaOnCpuRunner = void (*)(void* stream, void (*run)(void* work), void* work);
+// The runner of all launches from now on; null, the default: run(work) at once, so that memory may be the host's.
+__attribute__((visibility("default"))) void ds_cuda_on_cpu_set_runner(CudaOnCpuRunner runner);
+// Seed of the random orders of threads and blocks (default 1), and in how many orders each launch is run and compared:
+// 1 to 4, the default. With a sanitizer a launch runs once, in one of the four by the seed.
+__attribute__((visibility("default"))) void ds_cuda_on_cpu_set_orders(uint64_t seed, int orders);
+}
