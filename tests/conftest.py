@@ -11,6 +11,7 @@ for folder in (  # the last one comes first where two have a file of one name
     TESTS,
     os.path.join(TESTS, "python", "activation_checkpointing"),
     os.path.join(TESTS, "cluster"),
+    os.path.join(TESTS, "device"),
     os.path.join(TESTS, "dist"),
     os.path.join(TESTS, "house"),
     os.path.join(TESTS, "python", "ops"),

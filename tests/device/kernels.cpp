@@ -1,0 +1,100 @@
+#include "kernels.h"
+
+#include <execinfo.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+#include <unordered_map>
+
+#include "memory.h"
+
+namespace standin {
+
+namespace {
+
+struct Kernel {
+  const Operation& operation;
+  c10::DeviceIndex device;
+  std::vector<Access> touched;
+  std::unordered_map<char*, bool> pages;  // opened, and whether to writes
+  std::string wrong_device;
+};
+
+thread_local Kernel* running = nullptr;
+struct sigaction before;  // who had the signal
+
+void touch(const Mapping& mapping, char* address, bool write) {
+  char* page = address - (address - mapping.begin()) % static_cast<ptrdiff_t>(kPage);
+  const bool was_written = running->pages[page];
+  running->pages[page] = write || was_written;
+  running->touched.push_back({address, address + 1, write});
+  Mapping::protect(page, page + kPage, write || was_written ? PROT_READ | PROT_WRITE : PROT_READ);
+  if (&mapping != &device_memory(running->device).mapping && &mapping != &pinned_memory().mapping)
+    running->wrong_device = "kernel " + running->operation.name + " on standin:" + std::to_string(running->device) +
+                            " touches memory of another device:\n" + running->operation.stack.text();
+}
+
+void on_fault(int signal, siginfo_t* info, void* context) {
+  auto* address = static_cast<char*>(info->si_addr);
+  const bool write = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_ERR] & 2;
+  const Mapping* mapping = mapping_of(address);
+  if (mapping && running) return touch(*mapping, address, write);
+  if (mapping == &pinned_memory().mapping) return pinned_memory().host_access(address, write);
+  if (mapping) {
+    char text[128];
+    const int length = std::snprintf(text, sizeof(text), "stand-in device: the host %s memory of a device at %p:\n",
+                                     write ? "writes" : "reads", static_cast<void*>(address));
+    void* frames[32];
+    if (::write(STDERR_FILENO, text, static_cast<size_t>(length)) == length)
+      backtrace_symbols_fd(frames, backtrace(frames, 32), STDERR_FILENO);
+  }
+  if (before.sa_flags & SA_SIGINFO) return before.sa_sigaction(signal, info, context);
+  if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) return before.sa_handler(signal);
+  ::signal(signal, SIG_DFL);  // the access happens again, and ends the process
+}
+
+}  // namespace
+
+void install_fault_handler() {
+  struct sigaction now;
+  sigaction(SIGSEGV, nullptr, &now);
+  if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == &on_fault) return;
+  before = now;
+  struct sigaction ours {};
+  ours.sa_sigaction = &on_fault;
+  ours.sa_flags =
+      SA_SIGINFO | SA_NODEFER;  // not on the stack for signals: Python's has few KiB, and stacks are told here
+  sigaction(SIGSEGV, &ours, nullptr);
+}
+
+void run_kernel(const OperationPtr& operation, c10::DeviceIndex device, const std::function<void()>& kernel) {
+  static auto* one_at_a_time = new std::mutex;  // a page that one kernel has opened would hide the access of another
+  const std::lock_guard alone(*one_at_a_time);
+  install_fault_handler();
+  Kernel now{*operation, device, {}, {}, {}};
+  const auto end = [&] {
+    running = nullptr;
+    for (const auto& [page, written] : now.pages)
+      Mapping::protect(page, page + kPage, pinned_memory().mapping.holds(page) ? PROT_READ | PROT_WRITE : PROT_NONE);
+    {
+      const std::lock_guard lock(order().mutex);
+      order().kernel_ended(operation, now.touched);
+    }
+    order().tell();
+    if (!now.wrong_device.empty()) order().report(now.wrong_device);
+  };
+  running = &now;
+  try {
+    kernel();
+  } catch (...) {
+    end();
+    throw;
+  }
+  end();
+}
+
+}  // namespace standin

@@ -1,0 +1,81 @@
+#include "standin.h"
+
+#include <c10/util/Exception.h>
+
+#include "memory.h"
+
+namespace standin {
+
+namespace {
+
+Stream& given(void* stream) { return stream ? *static_cast<Stream*>(stream) : current_stream(current_device()); }
+
+}  // namespace
+
+}  // namespace standin
+
+#define DS_VISIBLE __attribute__((visibility("default")))
+
+extern "C" {
+
+DS_VISIBLE const char* standin_launch(void* stream, const char* name, void (*kernel)(void*), void* context) {
+  static thread_local std::string error;
+  try {
+    standin::submit_kernel(standin::given(stream), name, [=] { kernel(context); });
+    return nullptr;
+  } catch (const c10::Error& e) {
+    error = e.what_without_backtrace();
+    return error.c_str();
+  }
+}
+
+DS_VISIBLE void standin_queue(void* stream, const char* name, const StandinAccess* accesses, int count,
+                              void (*work)(void*), void* context) {
+  std::vector<standin::Access> all;
+  for (int i = 0; i < count; ++i) {
+    const auto* begin = static_cast<const char*>(accesses[i].begin);
+    if (standin::mapping_of(begin)) all.push_back({begin, begin + accesses[i].bytes, accesses[i].write != 0});
+  }
+  standin::submit(standin::given(stream), name, std::move(all), [=] { work(context); });
+}
+
+DS_VISIBLE void* standin_open(const void* address) { return standin::open_address(address); }
+
+DS_VISIBLE int standin_device_of(const void* stream) {
+  return stream ? static_cast<const standin::Stream*>(stream)->device : standin::current_device();
+}
+
+DS_VISIBLE void standin_fail(const char* what) { TORCH_CHECK(false, what); }
+
+DS_VISIBLE void standin_choose(uint64_t seed, int lazy) { standin::choose(seed, lazy != 0); }
+
+DS_VISIBLE void standin_limit(int device, size_t bytes) {
+  standin::device_memory(static_cast<c10::DeviceIndex>(device)).limit(bytes);
+}
+
+DS_VISIBLE void standin_figures(int device, uint64_t* five) {
+  standin::DeviceMemory& memory = standin::device_memory(static_cast<c10::DeviceIndex>(device));
+  const standin::Figures now = memory.figures(false);
+  const uint64_t all[] = {now.allocated, now.allocated_peak, now.reserved, now.reserved_peak, memory.limit()};
+  std::copy(std::begin(all), std::end(all), five);
+}
+
+DS_VISIBLE void standin_new_peaks(int device) {
+  standin::device_memory(static_cast<c10::DeviceIndex>(device)).figures(true);
+}
+
+DS_VISIBLE void standin_empty_cache() { standin::device_allocator().emptyCache({0, 0}); }
+
+DS_VISIBLE int standin_faults(int clear) { return static_cast<int>(standin::order().reports(clear != 0).size()); }
+
+DS_VISIBLE const char* standin_fault(int index) {
+  static thread_local std::string text;
+  const std::vector<std::string> all = standin::order().reports(false);
+  if (index < 0 || static_cast<size_t>(index) >= all.size()) return nullptr;
+  text = all[static_cast<size_t>(index)];
+  return text.c_str();
+}
+
+DS_VISIBLE void standin_end() { standin::end_streams(); }
+
+}  // extern "C"

@@ -1,0 +1,37 @@
+// The functions of libstandin.so for other test libraries and for Python (ctypes). Streams are what
+// getStreamNativeHandle() gives; null is the current stream of the current device.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+
+struct StandinAccess {
+  const void* begin;
+  size_t bytes;
+  int write;
+};
+
+// Queues a kernel with pointers that tensors carry. What it touches is found out while it runs.
+// Gives null, or what is wrong with the launch.
+const char* standin_launch(void* stream, const char* name, void (*kernel)(void*), void* context);
+// Queues work that says what it reads and writes, and uses the addresses that standin_open() gives. It may wait for
+// others.
+void standin_queue(void* stream, const char* name, const StandinAccess* accesses, int count, void (*work)(void*),
+                   void* context);
+void* standin_open(const void* address);  // memory of the host is its own
+int standin_device_of(const void* stream);
+// What goes wrong in a library at work: the next wait of the host for the stream throws it.
+void standin_fail(const char* what);
+
+void standin_choose(uint64_t seed, int lazy);
+void standin_limit(int device, size_t bytes);
+void standin_figures(int device, uint64_t* five);  // allocated and its peak, reserved and its peak, the limit
+void standin_new_peaks(int device);
+void standin_empty_cache();
+// Faults found so far: their number, and the text of one, or null. `clear` forgets them.
+int standin_faults(int clear);
+const char* standin_fault(int index);
+void standin_end();
+
+}  // extern "C"

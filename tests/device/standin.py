@@ -1,0 +1,270 @@
+"""The stand-in device: a device of torch 2 that runs on the CPU, with memory, streams and events that behave as CUDA's.
+
+    import standin
+    standin.load()                        # torch.device("standin:0") and "standin:1", the module torch.standin
+    standin.choose(seed=7, lazy=True)     # how queued work is put off; seed 0: not at all
+    with standin.no_faults():             # raises where the order of operations has a fault
+        ...
+    set_accelerator(standin.Standin_Accelerator())
+
+DS_STANDIN_SEED, DS_STANDIN_MODE (lazy), DS_STANDIN_MEMORY (bytes of a device) and DS_STANDIN_STACKS (python: stacks of
+Python beside those of C++) say the same for a whole process. tests/device/*.h says what the device does.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import os
+import sys
+import types
+
+import torch
+
+from deepspeed.accelerator import DeepSpeedAccelerator
+from deepspeed.accelerator.abstract_accelerator import constant, of_device
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+DEVICES = 2
+KIND = 20  # c10::DeviceType::PrivateUse1
+_library = None
+_kernels, _finished = {}, []  # functions of Python that are queued as kernels
+
+
+def supported():
+    """Whether this torch has what the stand-in is made of."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
+
+
+def library_path():
+    """Where CMake puts the library for this Python and torch; DS_STANDIN_LIBRARY names another."""
+    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__.split('+')[0]}"
+    return os.environ.get("DS_STANDIN_LIBRARY") or os.path.join(ROOT, "build", tag, "bin", "libstandin.so")
+
+
+def load():
+    """Makes the devices of this process, once. Torch knows them from then on under the name `standin`."""
+    global _library
+    if _library is not None:
+        return _library
+    torch.utils.rename_privateuse1_backend("standin")
+    torch.ops.load_library(library_path())
+    _library = ctypes.CDLL(library_path())
+    _library.standin_fault.restype = _library.standin_launch.restype = ctypes.c_char_p
+    _library.standin_choose.argtypes = (ctypes.c_uint64, ctypes.c_int)
+    _library.standin_limit.argtypes = (ctypes.c_int, ctypes.c_size_t)
+    _library.standin_launch.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p)
+    torch._register_device_module("standin", _module())
+    torch.utils.generate_methods_for_privateuse1_backend()
+    torch.empty(0, device="standin")  # from here on torch takes the devices as initialised
+    atexit.register(_library.standin_end)
+    return _library
+
+
+def choose(seed=0, lazy=False):
+    """How operations that are queued from now on are put off."""
+    load().standin_choose(seed, int(lazy))
+
+
+def limit(size, device=0):
+    """The bytes that a device has."""
+    load().standin_limit(device, size)
+
+
+def faults(clear=False):
+    """The texts of what was found: accesses without an order, accesses of the host that came too early."""
+    library = load()
+    texts = [library.standin_fault(index).decode() for index in range(library.standin_faults(0))]
+    if clear:
+        library.standin_faults(1)
+    return texts
+
+
+_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def launch(function, name, stream=None):
+    """Queues a function that uses pointers of tensors, as a kernel does; None: on the current stream."""
+    key = object()
+
+    def run(_):
+        try:
+            function()
+        finally:
+            _finished.append(key)
+
+    while _finished:
+        _kernels.pop(_finished.pop(), None)
+    _kernels[key] = _KERNEL(run)
+    handle = None if stream is None else stream.native_handle
+    error = load().standin_launch(handle, name.encode(), _kernels[key], None)
+    if error:
+        raise RuntimeError(error.decode())
+
+
+def fill(tensor, value):
+    """A kernel: `value` into all elements of a contiguous fp32 tensor, through its pointer."""
+    (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())[:] = [value] * tensor.numel()
+
+
+class OrderFault(AssertionError):
+    """Operations of the stand-in device have no order."""
+
+
+@contextlib.contextmanager
+def no_faults():
+    """A context at whose end all devices have finished; OrderFault names what was found in it."""
+    faults(clear=True)
+    yield
+    for device in range(DEVICES):
+        torch.standin.synchronize(device)
+    found = faults(clear=True)
+    if found:
+        raise OrderFault("\n".join(found))
+
+
+def _index(device):
+    if device is None:
+        return torch.accelerator.current_device_index()
+    return device if isinstance(device, int) else torch.device(device).index or 0
+
+
+def _figures(device=None):
+    five = (ctypes.c_uint64 * 5)()
+    load().standin_figures(_index(device), five)
+    return list(five)
+
+
+def _module():
+    """torch.standin: the functions of torch.cuda that device-independent code uses."""
+    module = types.ModuleType("torch.standin", "The stand-in device of tests/device.")
+    generators = tuple(torch.ops.standin.default_generator(index) for index in range(DEVICES))
+
+    def memory_stats(device=None):
+        allocated, allocated_peak, reserved, reserved_peak, _ = _figures(device)
+        return {
+            "allocated_bytes.all.current": allocated,
+            "allocated_bytes.all.peak": allocated_peak,
+            "reserved_bytes.all.current": reserved,
+            "reserved_bytes.all.peak": reserved_peak,
+        }
+
+    def manual_seed_all(seed):
+        for generator in generators:
+            generator.manual_seed(seed)
+
+    module.__dict__.update(
+        device=lambda device: torch.accelerator.device_index(_index(device)),
+        Stream=lambda device=None, **options: torch.Stream(f"standin:{_index(device)}", **options),
+        Event=lambda enable_timing=False, **_: torch.Event("standin", enable_timing=enable_timing),
+        stream=lambda stream: contextlib.nullcontext() if stream is None else stream,
+        current_stream=lambda device=None: torch.accelerator.current_stream(_index(device)),
+        default_stream=lambda device=None: torch.Stream(stream_id=0, device_index=_index(device), device_type=KIND),
+        set_stream=torch.accelerator.set_stream,
+        synchronize=lambda device=None: torch.accelerator.synchronize(_index(device)),
+        current_device=torch.accelerator.current_device_index,
+        set_device=lambda device: torch.accelerator.set_device_index(_index(device)),
+        device_count=lambda: DEVICES,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        _lazy_init=lambda: None,  # without it torch.accelerator.synchronize() does not wait
+        _lazy_call=lambda callback: callback(),
+        empty_cache=lambda: load().standin_empty_cache(),
+        memory_allocated=lambda device=None: _figures(device)[0],
+        max_memory_allocated=lambda device=None: _figures(device)[1],
+        memory_reserved=lambda device=None: _figures(device)[2],
+        max_memory_reserved=lambda device=None: _figures(device)[3],
+        mem_get_info=lambda device=None: (_figures(device)[4] - _figures(device)[2], _figures(device)[4]),
+        memory_stats=memory_stats,
+        reset_peak_memory_stats=lambda device=None: load().standin_new_peaks(_index(device)),
+        default_generators=generators,
+        manual_seed=lambda seed: generators[_index(None)].manual_seed(seed),
+        manual_seed_all=manual_seed_all,
+        initial_seed=lambda: generators[_index(None)].initial_seed(),
+        get_rng_state=lambda device=None: generators[_index(device)].get_state(),
+        set_rng_state=lambda state, device=None: generators[_index(device)].set_state(state),
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    )
+    return module
+
+
+def _of_device(name):
+    return of_device(lambda index: getattr(torch.standin, name)(index))
+
+
+def _call(name):
+    return lambda self, *arguments: getattr(torch.standin, name)(*arguments)
+
+
+class Standin_Accelerator(DeepSpeedAccelerator):
+    """torch.standin as an accelerator: a copy of CUDA_Accelerator in all that a training run asks."""
+
+    _name = "standin"
+    _communication_backend_name = "gloo"
+
+    def __init__(self):
+        load()
+
+    is_synchronized_device = constant(False)
+    use_host_timers = constant(False)
+    resolves_data_dependency = constant(False)
+    handles_memory_backpressure = constant(False)
+
+    device = _of_device("device")
+    synchronize = _of_device("synchronize")
+    current_device = _call("current_device")
+    device_count = _call("device_count")
+    set_device = _call("set_device")
+    is_available = constant(True)
+
+    def device_name(self, device_index=None):
+        return "standin" if device_index is None else f"standin:{device_index}"
+
+    def current_device_name(self):
+        return f"standin:{torch.standin.current_device()}"
+
+    def set_rng_state(self, new_state, device_index=None):
+        torch.standin.set_rng_state(new_state, device_index)
+
+    get_rng_state = _of_device("get_rng_state")
+    manual_seed = _call("manual_seed")
+    manual_seed_all = _call("manual_seed_all")
+    initial_seed = _call("initial_seed")
+
+    def default_generator(self, device_index):
+        return torch.standin.default_generators[device_index]
+
+    Stream = property(lambda self: torch.standin.Stream)
+    Event = property(lambda self: torch.standin.Event)
+    current_stream = _of_device("current_stream")
+    default_stream = _of_device("default_stream")
+    stream = _call("stream")
+
+    empty_cache = _call("empty_cache")
+    memory_allocated = _of_device("memory_allocated")
+    max_memory_allocated = _of_device("max_memory_allocated")
+    memory_stats = _of_device("memory_stats")
+    reset_peak_memory_stats = _of_device("reset_peak_memory_stats")
+    memory_reserved = _of_device("memory_reserved")
+    max_memory_reserved = _of_device("max_memory_reserved")
+
+    def total_memory(self, device_index=None):
+        return torch.standin.mem_get_info(device_index)[1]
+
+    def available_memory(self, device_index=None):
+        return self.total_memory(device_index) - self.memory_allocated(device_index)
+
+    is_bf16_supported = constant(True)
+    is_fp16_supported = constant(True)
+
+    def supported_dtypes(self):
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    lazy_call = _call("_lazy_call")
+    is_triton_supported = constant(False)
+
+    def pin_memory(self, tensor, make_copy=True, match_shape=True):
+        pinned = tensor.pin_memory() if make_copy else torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return pinned if match_shape else pinned.reshape(-1)
+
+    op_builder_dir = constant("deepspeed.ops.op_builder")

@@ -1,0 +1,20 @@
+// Tensors of the stand-in: what an operation of the CPU works on in their place, and which bytes it uses.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include "streams.h"
+
+namespace standin {
+
+inline bool on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
+bool is_pinned(const at::Tensor& tensor);
+
+// The same elements as a tensor of the CPU. Only operations that are queued may use it; it keeps no memory alive.
+at::Tensor opened(const at::Tensor& tensor);
+void add_access(std::vector<Access>& accesses, const at::Tensor& tensor, bool write);
+
+at::Tensor new_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device);
+const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format);
+void resize_storage(const c10::Storage& storage, size_t bytes);
+
+}  // namespace standin
