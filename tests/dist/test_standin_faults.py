@@ -150,6 +150,7 @@ def test_planted_fault_is_found_for_every_seed_and_nothing_else(name):
         name,
         list(range(1, 201) if every_case() else SEEDS),
         fresh=True,
+        timeout=1200 if every_case() else 180,
         env={"DS_STANDIN_STACKS": "python"},
     )
     for planted, clean in found:
