@@ -75,20 +75,14 @@ class Circles {
     const int device = world.device[rank];
     const Verb verb = call.verb == kSend ? kRecv : call.verb == kRecv ? kSend : call.verb;
     bool others = false;  // calls of the communicator that come before one that has not been made
-    for (const auto& [key, calls] : left_) {
-      if (key.first != device) continue;
-      for (const Call* one : calls) {
-        if (one->world != call.world) continue;
-        others = true;
-        if (one->number == call.number && (call.collective() ? one->collective() : one->verb == verb) &&
-            (call.collective() || one->peer == call.rank))
-          return runs(key, calls);
-      }
-    }
-    for (int i = 0; verb == kSend && i < job_.devices[device].top; ++i) {
+    for (int i = 0; i < job_.devices[device].top; ++i) {
       const Call& one = job_.devices[device].calls[i];
-      if (one.state == kAhead && one.world == call.world && one.peer == call.rank && one.number == call.number)
-        return true;
+      if (one.state == kFree || one.world != call.world || one.rank != rank) continue;
+      const auto left = left_.find({device, one.operation});
+      const bool alike = call.collective() ? one.collective() : one.verb == verb && one.peer == call.rank;
+      if (alike && one.number == call.number)
+        return one.state == kAhead || left == left_.end() || runs(left->first, left->second);
+      others = others || left != left_.end();
     }
     return !others && may_call(world.callers[rank]);
   }

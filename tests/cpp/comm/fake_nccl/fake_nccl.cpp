@@ -279,6 +279,7 @@ FAKE int ncclCommInitRankConfig(Comm** made, int size, Id id, int rank, Config* 
   world.size = size;
   world.here[rank] = true;
   world.device[rank] = device;
+  add_caller(world, rank);
   ++world.alive;
   ++job().devices[device].communicators;
   ++job().communicators;

@@ -84,7 +84,7 @@ struct World {
   int size, alive;
   bool here[kRanks], aborted;
   int device[kRanks];
-  int callers[kRanks][kCallers];  // threads that have made calls: those that may make the next one
+  int callers[kRanks][kCallers];  // threads that have joined or made calls: those that may make the next one
   int64_t collectives[kRanks], sends[kRanks][kRanks], receives[kRanks][kRanks];  // called
 };
 
