@@ -178,7 +178,10 @@ inline void leave_job(const std::string& name, const OpenJob& open) {
 // Copies between this process and another one. False: it has ended.
 inline bool copy(int pid, uint64_t theirs, char* ours, size_t bytes, bool reads) {
   char* const there = reinterpret_cast<char*>(theirs);
-  if (pid == getpid()) return std::memmove(reads ? ours : there, reads ? there : ours, bytes) != nullptr;
+  if (pid == getpid()) {
+    if (bytes > 0) std::memcpy(reads ? ours : there, reads ? there : ours, bytes);
+    return true;
+  }
   for (size_t done = 0; done < bytes;) {
     const iovec mine{ours + done, bytes - done}, other{there + done, bytes - done};
     const ssize_t moved = (reads ? process_vm_readv : process_vm_writev)(pid, &mine, 1, &other, 1, 0);
