@@ -25,15 +25,21 @@ using Tensors = std::vector<c10::optional<at::Tensor>>;  // None: no tensor at t
 PipeStream stream_of(bool grads) { return grads ? PipeStream::kGrads : PipeStream::kActivations; }
 
 std::shared_ptr<PipeChannel> make_channel(comm::CommunicatorPtr activations, comm::CommunicatorPtr grads,
-                                          const std::string& device, const std::string& notes, int bound, int ahead,
+                                          const plan::PipeShape& shape, const py::function& open_edge,
+                                          const std::pair<std::string, std::string>& devices, int bound,
                                           milliseconds timeout) {
-  return {new PipeChannel(std::move(activations), std::move(grads),
-                          {c10::Device(device), c10::Device(notes), bound, ahead, /*direct=*/true, timeout}),
-          [](PipeChannel* channel) {
-            if (!Py_IsInitialized() || !PyGILState_Check()) return delete channel;
-            py::gil_scoped_release unlocked;  // its threads end first
-            delete channel;
-          }};
+  const auto open = [&](const comm::PipeEdge& edge) {
+    return open_edge(edge.stream == PipeStream::kGrads, edge.from, edge.to).cast<comm::CommunicatorPtr>();
+  };
+  return {
+      new PipeChannel(std::move(activations), std::move(grads),
+                      {c10::Device(devices.first), c10::Device(devices.second), bound, bound, /*direct=*/true, timeout},
+                      {comm::pipe_edges(shape), open}),
+      [](PipeChannel* channel) {
+        if (!Py_IsInitialized() || !PyGILState_Check()) return delete channel;
+        py::gil_scoped_release unlocked;  // its threads end first
+        delete channel;
+      }};
 }
 
 void send(PipeChannel& channel, bool grads, int to, const Tensors& tensors, bool packed) {
@@ -57,8 +63,9 @@ std::pair<Tensors, bool> recv(PipeChannel& channel, bool grads, int from) {
 
 DS_BINDINGS(m) {
   py::class_<PipeChannel, std::shared_ptr<PipeChannel>>(m, "PipeChannel")
-      .def(py::init(&make_channel), py::kw_only(), "activations"_a, "grads"_a, "device"_a, "notes"_a, "bound"_a,
-           "ahead"_a, "timeout"_a)
+      // `devices`: of tensors, and of notes. `open_edge(grads, from, to)` returns the Communicator of two stages.
+      .def(py::init(&make_channel), py::kw_only(), "activations"_a, "grads"_a, "shape"_a, "open_edge"_a, "devices"_a,
+           "bound"_a, "timeout"_a)
       .def(
           "expect",
           [](PipeChannel& channel, bool grads, int from, int64_t messages) {

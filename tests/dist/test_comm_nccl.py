@@ -1,7 +1,4 @@
-"""How the ranks of an ``NcclCommunicator`` come together through a torch group, and how they do not.
-
-The library that stands in for NCCL joins ranks of one process only, so communicators here have one rank, or fail.
-"""
+"""How the ranks of an ``NcclCommunicator`` come together through a torch group, and how they do not."""
 
 import os
 import threading
@@ -65,18 +62,23 @@ def test_all_ranks_name_versions_that_differ(rank, world, folder):
 
 
 @on_ranks(2, init=True)
+def test_ranks_are_processes(rank, world, folder):
+    comm = NcclCommunicator(device="cpu", library=str(folder / "libfake_nccl.so"))
+    x, all_ranks = torch.full((3,), rank + 1.0), torch.empty(2)
+    comm.all_reduce(x)
+    comm.all_gather(all_ranks, torch.tensor([float(rank)]))
+    comm.close()
+    assert (x.tolist(), all_ranks.tolist()) == ([3.0] * 3, [0.0, 1.0])
+
+
+@on_ranks(2, init=True, fresh=True)
 def test_a_rank_that_does_not_come_ends_the_timeout(rank, world, folder):
-    """Two processes do not meet in this library: to each the other one never comes."""
-    error = refused(
-        RuntimeError,
-        None,
-        NcclCommunicator,
-        device="cpu",
-        library=str(folder / "libfake_nccl.so"),
-        name="halves",
-        timeout=0.2,
-    )
-    assert f'"halves", rank {rank} of 2: joining failed: it has not come about within 0.2 s' in str(error)
+    path = str(folder / "libfake_nccl.so")
+    if rank == 1:
+        Orders(path).fail("ncclCommInitRankConfig", 2)
+    error = refused(RuntimeError, None, NcclCommunicator, device="cpu", library=path, name="halves", timeout=0.2)
+    why = ["it has not come about within 0.2 s", "unhandled system error"][rank]
+    assert f'"halves", rank {rank} of 2: joining failed: {why}' in str(error)
 
 
 @on_ranks(1, init=True, env={"DS_ACCELERATOR": "cpu"}, fresh=True)
@@ -104,14 +106,11 @@ def test_engines_of_nccl_jobs_call_it_directly(rank, world, folder):
     assert (alone.name, alone.size) == ("nccl", 1) and x.tolist() == [rank] * 3
     alone.leave()
     assert Orders(path).count("created") == 1 and Orders(path).count("alive") == 0
-    refused(
-        RuntimeError,
-        f'mesh/reduce/0,1/0", rank {rank} of 2: joining failed',
-        mesh._open,
-        "nccl",
-        "mesh/reduce/0,1/0",
-        [0, 1],
-    )
+    both = mesh._open("nccl", "mesh/reduce/0,1/0", [0, 1])
+    both.run("all_reduce", None, x).wait()
+    assert x.tolist() == [1.0] * 3
+    both.run("barrier").wait()
+    both.leave()
 
 
 def _threads(size, body):

@@ -2,6 +2,8 @@
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <unistd.h>
 
@@ -11,6 +13,8 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "comm/calls/one_queue.h"
+#include "comm/decorators/logged.h"
 #include "comm/pipe/peer_reads.h"
 #include "comm/shared_memory/shared_segments.h"
 
@@ -22,19 +26,40 @@ constexpr const char* kStreamNames[] = {"activations", "gradients"};
 
 }  // namespace
 
-PipeChannel::PipeChannel(CommunicatorPtr activations, CommunicatorPtr grads, PipeChannelOptions options)
+std::set<PipeEdge> pipe_edges(const plan::PipeShape& shape) {
+  std::set<PipeEdge> edges;
+  for (int part = 0; part < shape.virtual_stages(); ++part)
+    if (const int rank = shape.rank_of(part), next = shape.other_rank(part, 1); next >= 0) {
+      edges.insert({PipeStream::kActivations, rank, next});
+      edges.insert({PipeStream::kGrads, next, rank});
+    }
+  return edges;
+}
+
+PipeChannel::PipeChannel(CommunicatorPtr activations, CommunicatorPtr grads, PipeChannelOptions options,
+                         PipeEdges edges)
     : options_(options),
       pids_(activations->size()),
       others_(activations->size()),
-      communicators_{std::move(activations), std::move(grads)} {
+      rank_(activations->rank()),
+      routes_{{{std::move(activations), {}}, {std::move(grads), {}}}} {
+  if (has_one_queue(*routes_[0].communicator)) {
+    if (!edges.open)
+      fail(ErrorKind::kValue, "sends and receives of ", routes_[0].communicator->name(),
+           " share one queue: say how the channel of a pipeline opens a communicator for each edge");
+    for (const PipeEdge& edge : edges.all)
+      if (edge.from == rank_ || edge.to == rank_) edges_[edge].communicator = edges.open(edge);
+    for (Route& route : routes_) route.communicator = nullptr;
+    return;
+  }
   if (options_.device.is_cpu() && options_.direct && options_.bound <= static_cast<int>(NoteRing::kSlots))
     find_readers();
 }
 
 // Each rank shows a word of its memory and its rings. A rank that can read the word and open the rings says so.
 void PipeChannel::find_readers() {
-  Communicator& all = *communicators_[0];
-  const int rank = all.rank(), size = all.size();
+  Communicator& all = *routes_[0].communicator;
+  const int rank = rank_, size = all.size();
   notes_ = std::make_unique<NoteRings>(2 * size);
   uint64_t word = static_cast<uint64_t>(notes_->file().nonce);  // not one that is in another process at this address
   const at::TensorOptions longs = at::TensorOptions().dtype(at::kLong);
@@ -75,9 +100,24 @@ PipeChannel::~PipeChannel() {
   bool busy = false;
   for (auto& [key, inbox] : inboxes_)
     if (owner_.here()) busy = inbox->end(why) || busy;
-  for (const CommunicatorPtr& communicator : communicators_)
-    if (busy) communicator->bare().abort(why);
+  if (busy) abort_communicators(why);
   for (auto& [key, inbox] : inboxes_) inbox->join(owner_.here());
+}
+
+void PipeChannel::abort_communicators(const std::string& why) {
+  for (const Route& route : routes_)
+    if (route.communicator) route.communicator->bare().abort(why);
+  for (const auto& [edge, route] : edges_) route.communicator->bare().abort(why);
+}
+
+// ErrorKind::kValue where the plan has no such edge.
+PipeChannel::Route& PipeChannel::route(PipeStream stream, int from, int to) {
+  if (edges_.empty()) return routes_[static_cast<size_t>(stream)];
+  const auto found = edges_.find({stream, from, to});
+  if (found == edges_.end())
+    fail(ErrorKind::kValue, "no ", kStreamNames[static_cast<size_t>(stream)], " go from stage ", from, " to stage ", to,
+         " in the plan of this pipeline, so there is no communicator for them");
+  return found->second;
 }
 
 std::string PipeChannel::failed() const {
@@ -97,9 +137,9 @@ void PipeChannel::abort(const std::string& why) {
   for (int other = 0; other < static_cast<int>(others_.size()); ++other)
     for (int stream = 0; stream < 2; ++stream) {
       if (pids_[other]) notes_->at(2 * other + stream).close(why);
-      if (others_[other]) others_[other]->at(2 * communicators_[0]->rank() + stream).close(why);
+      if (others_[other]) others_[other]->at(2 * rank_ + stream).close(why);
     }
-  for (const CommunicatorPtr& communicator : communicators_) communicator->bare().abort(why);
+  abort_communicators(why);
 }
 
 void PipeChannel::refuse_if_failed() const {
@@ -110,12 +150,13 @@ void PipeChannel::refuse_if_failed() const {
 PipeInbox& PipeChannel::inbox(PipeStream stream, int from) {
   std::lock_guard lock(mutex_);
   if (!failed_.empty()) fail(ErrorKind::kRuntime, failed_);
+  const auto index = static_cast<int>(stream);
+  Route& from_there = route(stream, from, rank_);
   auto& found = inboxes_[{stream, from}];
-  const auto index = static_cast<size_t>(stream);
   if (!found)
     found = std::make_unique<PipeInbox>(
-        PipeInbox::Source{communicators_[index], issuing_[index], from, pids_.at(from),
-                          pids_[from] ? &notes_->at(2 * from + static_cast<int>(index)) : nullptr, kStreamNames[index]},
+        PipeInbox::Source{from_there.communicator, from_there.issuing, from, edges_.empty() ? from : 0, pids_.at(from),
+                          pids_[from] ? &notes_->at(2 * from + index) : nullptr, kStreamNames[index]},
         options_);
   return *found;
 }
@@ -160,15 +201,27 @@ void PipeChannel::wait_for(Sent& sent, int to) {
   }
 }
 
+// The host waits, not the current stream: what is computed there must not wait for what another stage receives.
+void PipeChannel::make_room(std::deque<Sent>& under_way, int to) {
+  const c10::Device device = options_.device;
+  c10::OptionalStreamGuard aside;
+  if (!device.is_cpu()) {
+    if (!aside_) aside_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+    aside.reset_stream(*aside_);
+  }
+  for (; static_cast<int>(under_way.size()) >= options_.bound; under_way.pop_front()) {
+    wait_for(under_way.front(), to);
+    finish_device(device);
+  }
+  refuse_if_failed();  // a device goes on where a send was aborted
+}
+
 void PipeChannel::send(PipeStream stream, int to, const PipeMessage& message) {
   at::NoGradGuard no_grad;
   refuse_if_failed();
   release_taken();
   std::deque<Sent>& under_way = sent_[{stream, to}];
-  while (static_cast<int>(under_way.size()) >= options_.bound) {
-    wait_for(under_way.front(), to);
-    under_way.pop_front();
-  }
+  if (static_cast<int>(under_way.size()) >= options_.bound) make_room(under_way, to);
   PipeNote note;
   note.pieces = static_cast<uint32_t>(message.pieces.size());
   note.packed = message.packed;
@@ -182,7 +235,7 @@ void PipeChannel::send(PipeStream stream, int to, const PipeMessage& message) {
   }
   ++traffic_.messages;
   if (others_.at(to)) {
-    sent.ring = &others_[to]->at(2 * communicators_[0]->rank() + static_cast<int>(stream));
+    sent.ring = &others_[to]->at(2 * rank_ + static_cast<int>(stream));
     sent.number = note.sequence;
     note.tensors = static_cast<uint32_t>(sent.held.size());
     for (const at::Tensor& tensor : sent.held) {
@@ -213,9 +266,10 @@ void PipeChannel::send_note(Sent& sent, PipeStream stream, int to, PipeNote note
   std::vector<at::Tensor> first{travels(&note, PipeNote::kBytes)};
   if (!fits) first.push_back(travels(described.data(), note.described));
   sent.held.insert(sent.held.begin(), first.begin(), first.end());
-  const auto index = static_cast<size_t>(stream);
-  const std::lock_guard lock(issuing_[index]);
-  for (const at::Tensor& tensor : sent.held) sent.works.push_back(communicators_[index]->send(tensor, to));
+  Route& there = route(stream, rank_, to);
+  const std::lock_guard lock(there.issuing);
+  for (const at::Tensor& tensor : sent.held)
+    sent.works.push_back(there.communicator->send(tensor, edges_.empty() ? to : 1));
 }
 
 void PipeChannel::settle() {

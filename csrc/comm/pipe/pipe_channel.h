@@ -2,15 +2,19 @@
 //
 // [Note: streams of messages]
 // One rank sends two streams to another, activations and gradients. Each keeps its order, and neither waits for the
-// other. There is a communicator for each of the two.
+// other. There is a communicator for each of the two. Where sends and receives of a communicator share one queue
+// (one_queue.h), two stages that both send first would wait for each other for ever. There, each edge of the plan, a
+// stream from one rank to another, has a communicator of these two ranks, in which all goes one way. All ranks open
+// theirs in the order of the edges when the channel opens, because other orders can wait in a circle.
 //
 // [Note: ahead]
 // Receives are posted before they are asked for: each stream that comes in here has a thread, which takes messages off
 // the wire as soon as they come, as far as expect() says that they will, and at most `ahead` before recv() has taken
 // them. Sends return at once; where `bound` messages of a stream are still on their way, the next one waits for the
-// oldest. On asynchronous devices the thread works on a stream of its own, and recv() puts the current one behind it:
-// the host waits until the sender's host has sent, never for the device. A thread posts the receives of a message when
-// its note has come, so it never puts a receive before a send of this rank on which it depends.
+// oldest: on asynchronous devices the host does, and what is computed there goes on. There, the thread works on a
+// stream of its own, and recv() puts the current one behind it: the host waits until the sender's host has sent, never
+// for the device. A thread posts the receives of a message when its note has come, so it never puts a receive before a
+// send of this rank on which it depends.
 //
 // [Note: memory of the sender]
 // Between processes of one host that may read each other's memory nothing goes over the communicator: the sender writes
@@ -20,14 +24,20 @@
 // [Note: failure]
 // The next recv() throws the error of a thread; abort() ends every wait here, with its text.
 #pragma once
+#include <c10/core/Stream.h>
+#include <c10/util/Optional.h>
+
 #include <array>
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "base/clock.h"
@@ -36,6 +46,7 @@
 #include "comm/pipe/note_ring.h"
 #include "comm/pipe/pipe_inbox.h"
 #include "comm/pipe/pipe_message.h"
+#include "plan/pipe_plan.h"
 
 namespace ds::comm {
 
@@ -50,14 +61,33 @@ struct PipeChannelOptions {
   milliseconds timeout{std::chrono::minutes(30)};  // of a message that does not come, or is not taken
 };
 
+// A stream from one rank to another.
+struct PipeEdge {
+  PipeStream stream;
+  int from, to;
+  bool operator<(const PipeEdge& other) const {
+    return std::tie(stream, from, to) < std::tie(other.stream, other.from, other.to);
+  }
+};
+// Of every schedule with that placement, in their order.
+std::set<PipeEdge> pipe_edges(const plan::PipeShape& shape);
+
+// How a channel gets the communicators of edges, where it needs them: `open` is called by both ranks of an edge, of
+// which `from` is rank 0 there and `to` rank 1.
+struct PipeEdges {
+  std::set<PipeEdge> all;
+  std::function<CommunicatorPtr(const PipeEdge&)> open;
+};
+
 struct PipeTraffic {
   int64_t messages = 0, bytes = 0;  // sent
 };
 
 class PipeChannel {
  public:
-  // `activations` and `grads`: over the same ranks, for this channel alone. Collective.
-  PipeChannel(CommunicatorPtr activations, CommunicatorPtr grads, PipeChannelOptions options);
+  // `activations` and `grads`: over the same ranks, for this channel alone. Collective. ErrorKind::kValue where they
+  // have one queue and nothing opens `edges`.
+  PipeChannel(CommunicatorPtr activations, CommunicatorPtr grads, PipeChannelOptions options, PipeEdges edges = {});
   ~PipeChannel();
   PipeChannel(const PipeChannel&) = delete;
 
@@ -83,10 +113,18 @@ class PipeChannel {
     int64_t number = 0;  // there
   };
   using Key = std::pair<PipeStream, int>;
+  // What carries a stream to or from another rank: one of the two communicators, or that of an edge.
+  struct Route {
+    CommunicatorPtr communicator;
+    std::mutex issuing;  // one call at a time
+  };
 
   PipeInbox& inbox(PipeStream stream, int from);
+  Route& route(PipeStream stream, int from, int to);
+  void abort_communicators(const std::string& why);
   void refuse_if_failed() const;
   void wait_for(Sent& sent, int to);
+  void make_room(std::deque<Sent>& under_way, int to);
   void release_taken();
   void send_note(Sent& sent, PipeStream stream, int to, PipeNote note, std::vector<char> described);
   void find_readers();
@@ -96,8 +134,10 @@ class PipeChannel {
   std::unique_ptr<NoteRings> notes_;                // that come in: a ring for each rank and stream
   std::vector<std::shared_ptr<NoteRings>> others_;  // those of ranks that read this one's memory, else null
   const OwningProcess owner_;
-  std::array<CommunicatorPtr, 2> communicators_;
-  std::array<std::mutex, 2> issuing_;  // one call at a time
+  const int rank_;
+  std::array<Route, 2> routes_;  // of the streams; empty where edges have their own
+  std::map<PipeEdge, Route> edges_;
+  c10::optional<c10::Stream> aside_;  // waits for what has been sent
   std::map<Key, std::deque<Sent>> sent_;
   std::map<Key, int64_t> sequence_;
   std::map<Key, std::unique_ptr<PipeInbox>> inboxes_;

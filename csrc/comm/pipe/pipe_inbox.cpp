@@ -148,7 +148,7 @@ bool PipeInbox::take_next(Lock& lock, NoteRing::Waiter waiter) {
 
 WorkPtr PipeInbox::start(const at::Tensor& tensor) {
   const std::lock_guard lock(source_.issuing);
-  return source_.communicator->recv(tensor, source_.from);
+  return source_.communicator->recv(tensor, source_.place);
 }
 
 void PipeInbox::receive_bytes(void* data, int64_t size) {

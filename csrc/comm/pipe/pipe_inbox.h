@@ -32,6 +32,7 @@ class PipeInbox {
     CommunicatorPtr communicator;
     std::mutex& issuing;  // one call at a time
     int from;
+    int place;       // of that rank in the communicator
     int64_t pid;     // of the process whose memory this one reads; 0: none
     NoteRing* ring;  // notes come over it; null: over the communicator, with the tensors behind them
     const char* what;

@@ -12,6 +12,7 @@
 #include "base/process.h"
 #include "base/ranges.h"
 #include "comm/c10d_compat.h"
+#include "comm/calls/one_queue.h"
 #include "comm/shared_memory/process_peer_memory.h"
 
 namespace ds::comm {
@@ -149,7 +150,7 @@ class C10dWork : public Work {
 
 at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
-class C10dCommunicator : public Communicator {
+class C10dCommunicator : public Communicator, public OneQueue {
  public:
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region, GlooBy gloo_by)
       : gloo_by_(gloo_by),
@@ -173,6 +174,8 @@ class C10dCommunicator : public Communicator {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   std::string name() const override { return name_; }
+  // NCCL and its kin: torch gives two ranks one stream for both directions.
+  bool has_one_queue() const override { return name_.find("ccl") != std::string::npos; }
   bool carries(const Op& op) const override {
     if (op.verb == Verb::kBarrier) return members_.empty();
     if (native(op.own())) return natively(op);

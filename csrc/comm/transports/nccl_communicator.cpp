@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/calls/one_queue.h"
 #include "comm/nccl/native_stream.h"
 #include "comm/nccl/nccl_tensors.h"
 
@@ -63,7 +64,7 @@ class StreamWork : public Work {
   std::function<void()> finish_;
 };
 
-class NcclCommunicator : public Communicator {
+class NcclCommunicator : public Communicator, public OneQueue {
  public:
   NcclCommunicator(NcclCommPtr nccl, CommunicatorPtr host) : nccl_(std::move(nccl)), host_(std::move(host)) {}
 

@@ -40,18 +40,25 @@ class PipelineRanks(EngineRanks):
             return "pp"
         return "" if self.grid.get_slice_parallel_rank() == 0 else super().copied_along(param)
 
-    def channel(self, device):
-        """The native ``PipeChannel`` of this stage with the others; None where it is the only one."""
+    def channel(self, device, shape):
+        """The native ``PipeChannel`` of this stage with the others; None where it is the only one. ``shape``: where the
+        parts of the model are (``PipelineModule.pipe_shape``)."""
         if self.grid.pipe_parallel_size == 1:
             return None
         notes = str(device) if dist.get_backend() == "nccl" and os.environ.get("DS_NCCL_DIRECT") == "0" else "cpu"
+        stages = self.mesh.ranks(["pp"])
+
+        def open_edge(grads, start, end):
+            purpose = Purpose.PIPE_GRADS if grads else Purpose.PIPE
+            return mesh_views.over(self.mesh, [stages[start], stages[end]], purpose)
+
         return _native._C.PipeChannel(
             activations=self.mesh.communicator(["pp"], Purpose.PIPE),
             grads=self.mesh.communicator(["pp"], Purpose.PIPE_GRADS),
-            device=str(device),
-            notes=notes,
+            shape=shape,
+            open_edge=open_edge,
+            devices=(str(device), notes),
             bound=_native._C.pipe.SEND_BOUND,
-            ahead=_native._C.pipe.SEND_BOUND,
             timeout=default_timeout(),
         )
 

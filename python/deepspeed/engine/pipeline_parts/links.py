@@ -24,7 +24,7 @@ class Links:
     def meet(self):
         """Once this engine knows its stage. All members ask in one order."""
         engine, ranks = self.engine, self.engine.parallel
-        self.channel = ranks.channel(engine.device) or NoChannel()
+        self.channel = ranks.channel(engine.device, engine.module.pipe_shape) or NoChannel()
         self.copies = ranks.communicator(SAME_WEIGHTS, Purpose.CONTROL) if ranks.dp_world_size > 1 else None
         self.stages = ranks.communicator(["pp"], Purpose.CONTROL) if engine.is_pipe_parallel else None
         self.tied = {key: ranks.over(tied["ranks"]) for key, tied in engine.module.tied_comms.items()}

@@ -1,27 +1,27 @@
-// A library with NCCL's interface for tests without a GPU: memory is the host's, streams are ignored, the ranks of a
-// communicator are threads of one process. Every collective is computed when all ranks have come to it. It counts what
-// is alive and fails when told to (functions fake_nccl_*). Compiled with FAKE_NCCL_OLD it is an NCCL 2.18 without user
-// buffers, with FAKE_NCCL_BROKEN one without ncclAllReduce.
-#include <chrono>
-#include <condition_variable>
-#include <cstdint>
+// A library with NCCL's interface for tests without a GPU, which waits where NCCL does: ranks are threads or processes
+// of one host, memory is the host's or that of a device that stands in for a GPU (fake_nccl.h). Compiled with
+// FAKE_NCCL_OLD it is an NCCL 2.18 without user buffers, with FAKE_NCCL_BROKEN one without ncclAllReduce.
+//
+// [Note: what waits]
+// A call is queued on its stream. A communicator runs its calls one at a time, in the order of calls, over all streams.
+// A send ends when its receive runs; between two ranks FAKE_NCCL_EAGER bytes may travel ahead (default: 0). A group is
+// one operation, on one stream: its sends and receives progress together. At most four operations run at once on a
+// device. Calls that do not match, and a circle of waits (circles.h), end the job: all its calls fail, and every rank's
+// queues are printed. The library counts what is alive and fails when told to.
+#include "fake_nccl.h"
+
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <set>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
-namespace {
+#include "operations.h"
 
-enum Result { kOk = 0, kSystem = 2, kInvalidArgument = 4, kInvalidUsage = 5, kRemote = 6, kInProgress = 7 };
-enum Op { kSum, kProd, kMax, kMin, kAvg };
+using namespace fake_nccl;
+
+namespace {
 
 struct Id {
   char bytes[128];
@@ -34,258 +34,182 @@ struct Config {
   int blocking;
 };
 
-struct Call {
-  std::string what;
-  const void* in;
-  void* out;
-  size_t count;
-  int type, op, root;
-};
-
-struct Meeting {
-  std::map<int, Call> calls;
-  int left = 0;
-  bool done = false;
-  int result = kOk;
-};
-
-struct World {
-  int size = 0;
-  std::set<int> here;
-  std::map<int64_t, std::shared_ptr<Meeting>> meetings;  // by number of the collective
-  std::map<std::pair<int, int>, std::deque<std::vector<char>>> mail;
-  bool aborted = false;
-};
-
-struct Comm {
-  std::shared_ptr<World> world;
-  int rank = 0;
-  int64_t collectives = 0;
-  int busy = 0;  // how often InProgress is still said
-  int async_error = kOk;
-  std::set<void*> registered;
-};
-
-struct State {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::map<std::string, std::shared_ptr<World>> worlds;
-  std::set<Comm*> alive;
-  std::map<std::string, int64_t> counts;
-  std::map<std::string, int> failures;  // by function: the result that its next call gives
-  std::map<void*, size_t> memory;
-  std::string last_error;
-  int busy = 0;  // for every call from now on: how often it says InProgress
-  int64_t ids = 0;
-};
-
-State& state() {
-  static State* all = new State;
-  return *all;
-}
-
 struct Queued {
   Comm* comm;
   Call call;
-  int peer;  // of send and recv
+  void* stream;
 };
 
 thread_local int group_depth = 0;
 thread_local std::vector<Queued> group;
-
-size_t bytes_of(int type) {
-  static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-  return sizes[type];
-}
-
-float bits_to_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-uint32_t float_to_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-
-// Enough for tests: normal numbers and zero, rounded to nearest by cutting half a unit.
-struct Half {
-  uint16_t bits;
-  operator double() const {
-    const uint32_t sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
-    return rest == 0 ? bits_to_float(sign) : bits_to_float(sign | ((rest << 13) + (112u << 23)));
-  }
-  static Half from(double v) {
-    const uint32_t f = float_to_bits(static_cast<float>(v));
-    const uint32_t rest = f & 0x7fffffffu;
-    const uint32_t rounded = rest < (113u << 23) ? 0 : (rest - (112u << 23) + 0x1000u) >> 13;
-    return {static_cast<uint16_t>((f >> 16 & 0x8000u) | rounded)};
-  }
-};
-struct Brain {
-  uint16_t bits;
-  operator double() const { return bits_to_float(static_cast<uint32_t>(bits) << 16); }
-  static Brain from(double v) {
-    return {static_cast<uint16_t>((float_to_bits(static_cast<float>(v)) + 0x8000u) >> 16)};
-  }
-};
-template <typename T>
-T from_double(double v) {
-  if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, Brain>)
-    return T::from(v);
-  else
-    return static_cast<T>(v);
-}
-
-template <typename T>
-void reduce_as(const std::vector<std::vector<char>>& inputs, size_t begin, size_t count, int op, void* out) {
-  for (size_t i = 0; i < count; ++i) {
-    double total = 0;
-    for (size_t r = 0; r < inputs.size(); ++r) {
-      T element;
-      std::memcpy(&element, inputs[r].data() + (begin + i) * sizeof(T), sizeof(T));
-      const double v = static_cast<double>(element);
-      if (r == 0)
-        total = v;
-      else if (op == kSum || op == kAvg)
-        total += v;
-      else if (op == kProd)
-        total *= v;
-      else
-        total = (op == kMax) == (v > total) ? v : total;
-    }
-    const T result = from_double<T>(op == kAvg ? total / static_cast<double>(inputs.size()) : total);
-    std::memcpy(static_cast<char*>(out) + i * sizeof(T), &result, sizeof(T));
-  }
-}
-
-int reduce(int type, const std::vector<std::vector<char>>& inputs, size_t begin, size_t count, int op, void* out) {
-  switch (type) {
-    case 0: reduce_as<int8_t>(inputs, begin, count, op, out); return kOk;
-    case 1: reduce_as<uint8_t>(inputs, begin, count, op, out); return kOk;
-    case 2: reduce_as<int32_t>(inputs, begin, count, op, out); return kOk;
-    case 3: reduce_as<uint32_t>(inputs, begin, count, op, out); return kOk;
-    case 4: reduce_as<int64_t>(inputs, begin, count, op, out); return kOk;
-    case 5: reduce_as<uint64_t>(inputs, begin, count, op, out); return kOk;
-    case 6: reduce_as<Half>(inputs, begin, count, op, out); return kOk;
-    case 7: reduce_as<float>(inputs, begin, count, op, out); return kOk;
-    case 8: reduce_as<double>(inputs, begin, count, op, out); return kOk;
-    case 9: reduce_as<Brain>(inputs, begin, count, op, out); return kOk;
-    default: return kInvalidArgument;  // fp8 needs hardware
-  }
-}
-
-// All ranks are there: fills everybody's output.
-int compute(const World& world, Meeting& meeting) {
-  const Call& first = meeting.calls.begin()->second;
-  for (const auto& [rank, call] : meeting.calls)
-    if (call.what != first.what || call.count != first.count || call.type != first.type || call.op != first.op ||
-        call.root != first.root)
-      return kInvalidUsage;
-  const size_t bytes = bytes_of(first.type), count = first.count;
-  const size_t size = static_cast<size_t>(world.size);
-  const size_t taken = (first.what == "reduce_scatter" ? count * size : count) * bytes;
-  std::vector<std::vector<char>> inputs;
-  for (const auto& [rank, call] : meeting.calls) {
-    const char* in = static_cast<const char*>(call.in);
-    inputs.emplace_back(in, in + (first.what == "broadcast" && rank != first.root ? 0 : taken));
-  }
-  for (const auto& [rank, call] : meeting.calls) {
-    int result = kOk;
-    if (call.what == "all_reduce" || (call.what == "reduce" && rank == call.root))
-      result = reduce(call.type, inputs, 0, count, call.op, call.out);
-    else if (call.what == "reduce_scatter")
-      result = reduce(call.type, inputs, static_cast<size_t>(rank) * count, count, call.op, call.out);
-    else if (call.what == "broadcast")
-      std::memcpy(call.out, inputs[static_cast<size_t>(call.root)].data(), count * bytes);
-    else if (call.what == "all_gather")
-      for (size_t r = 0; r < size; ++r)
-        std::memcpy(static_cast<char*>(call.out) + r * count * bytes, inputs[r].data(), count * bytes);
-    if (result != kOk) return result;
-  }
-  return kOk;
-}
-
-int collective(std::unique_lock<std::mutex>& lock, const Queued& queued) {
-  Comm& comm = *queued.comm;
-  World& world = *comm.world;
-  const int64_t number = comm.collectives++;
-  auto& meeting = world.meetings[number];
-  if (!meeting) meeting = std::make_shared<Meeting>();
-  const auto mine = meeting;
-  mine->calls[comm.rank] = queued.call;
-  if (static_cast<int>(mine->calls.size()) == world.size) {
-    mine->result = compute(world, *mine);
-    mine->done = true;
-    world.meetings.erase(number);
-    state().changed.notify_all();
-  }
-  if (!state().changed.wait_for(lock, std::chrono::seconds(20), [&] { return mine->done || world.aborted; }))
-    return kSystem;
-  return mine->done ? mine->result : kRemote;
-}
-
-int post(const Queued& queued) {
-  const Call& call = queued.call;
-  const char* in = static_cast<const char*>(call.in);
-  queued.comm->world->mail[{queued.comm->rank, queued.peer}].emplace_back(in, in + call.count * bytes_of(call.type));
-  state().changed.notify_all();
-  return kOk;
-}
-
-int fetch(std::unique_lock<std::mutex>& lock, const Queued& queued) {
-  World& world = *queued.comm->world;
-  auto& box = world.mail[{queued.peer, queued.comm->rank}];
-  if (!state().changed.wait_for(lock, std::chrono::seconds(20), [&] { return !box.empty() || world.aborted; }))
-    return kSystem;
-  if (box.empty()) return kRemote;
-  const std::vector<char> letter = std::move(box.front());
-  box.pop_front();
-  if (letter.size() != queued.call.count * bytes_of(queued.call.type)) return kInvalidUsage;
-  std::memcpy(queued.call.out, letter.data(), letter.size());
-  return kOk;
-}
+thread_local std::unique_ptr<Waits> host_waits;
 
 int failure(const char* function) {
-  auto& failures = state().failures;
+  auto& failures = local().failures;
   const auto found = failures.find(function);
   if (found == failures.end()) return kOk;
   const int result = found->second;
   failures.erase(found);
-  state().last_error = std::string("told to fail in ") + function;
+  local().last_error = std::string("told to fail in ") + function;
   return result;
 }
 
-int perform(const std::vector<Queued>& calls) {
-  std::unique_lock lock(state().mutex);
-  int result = kOk;
-  for (const Queued& queued : calls)
-    if (queued.call.what == "send") post(queued);
+int refused(int result, const std::string& why) {
+  local().last_error = why;
+  return result;
+}
+
+// Of the calling thread, or -1.
+int device_here(bool make) {
+  const int pid = getpid(), number = local().device.current ? local().device.current() : this_thread();
+  auto& devices = job().devices;
+  for (int d = 0; d < kDevices; ++d)
+    if (devices[d].communicators > 0 && devices[d].pid == pid && devices[d].number == number) return d;
+  for (int d = 0; make && d < kDevices; ++d)
+    if (devices[d].communicators == 0 && devices[d].top == 0) {
+      devices[d].pid = pid;
+      devices[d].number = number;
+      return d;
+    }
+  return -1;
+}
+
+std::vector<Range> ranges_of(const std::vector<Queued>& calls) {
+  std::vector<Range> ranges;
   for (const Queued& queued : calls) {
-    if (queued.call.what == "send") continue;
-    const int one = queued.call.what == "recv" ? fetch(lock, queued) : collective(lock, queued);
-    if (result == kOk) result = one;
+    const Call& call = queued.call;
+    const World& world = job().worlds[queued.comm->world];
+    const size_t whole = call.bytes() * static_cast<size_t>(world.size);
+    if (call.in)
+      ranges.push_back({reinterpret_cast<void*>(call.in), call.verb == kReduceScatter ? whole : call.bytes(), 0});
+    if (call.out)
+      ranges.push_back({reinterpret_cast<void*>(call.out), call.verb == kAllGather ? whole : call.bytes(), 1});
   }
-  if (result == kOk && state().busy > 0 && !calls.empty()) {
-    for (const Queued& queued : calls) queued.comm->busy = state().busy;
-    return kInProgress;
-  }
-  return result;
+  return ranges;
 }
 
-int enqueue(const char* function, Comm* comm, Call call, int peer = -1) {
-  {
-    const std::lock_guard lock(state().mutex);
-    if (const int told = failure(function)) return told;
-    if (!state().alive.count(comm)) return kInvalidArgument;
-    ++state().counts[function];
+uint64_t reached(uint64_t address) {
+  if (!address || !local().device.reach) return address;
+  return reinterpret_cast<uint64_t>(local().device.reach(reinterpret_cast<void*>(address)));
+}
+
+void add_caller(World& world, int rank) {
+  for (int& thread : world.callers[rank]) {
+    if (thread == this_thread()) return;
+    if (!thread) return static_cast<void>(thread = this_thread());
   }
-  if (call.type < 0 || call.type > 11 || !call.count || (call.what != "recv" && !call.in && call.what != "broadcast"))
-    return kInvalidArgument;
-  group.push_back({comm, std::move(call), peer});
+}
+
+// Writes the calls down where all ranks see them, and puts them on their stream.
+int perform(const std::vector<Queued>& calls) {
+  if (calls.empty()) return kOk;
+  Lock lock;
+  sweep();
+  auto operation = std::make_unique<Operation>();
+  operation->device = calls[0].comm->device;
+  operation->stream = calls[0].stream;
+  for (const Queued& queued : calls)
+    if (queued.comm->device != operation->device || queued.stream != operation->stream)
+      return refused(kInvalidUsage, "this library takes groups of one device and one stream");
+  if (calls.size() > kCalls) return refused(kInvalidUsage, "this library takes no group of so many calls");
+  Device& device = job().devices[operation->device];
+  const auto room = [&] {
+    return std::count_if(device.calls, device.calls + kCalls, [](const Call& call) { return call.state == kFree; });
+  };
+  while (!job().ended && room() < static_cast<int64_t>(calls.size())) lock.wait(operation->device);
+  if (job().ended) return refused(job().ended, job().reason);
+  operation->number = ++device.operations;
+  const std::vector<Range> ranges = ranges_of(calls);
+  int place = 0;
+  for (const Queued& queued : calls) {
+    const CommPtr& comm = local().alive.at(queued.comm);
+    World& world = job().worlds[comm->world];
+    while (device.calls[place].state != kFree) ++place;
+    Call& call = device.calls[place] = queued.call;
+    device.top = std::max(device.top, place + 1);
+    call.state = kQueued;
+    call.world = comm->world;
+    call.rank = comm->rank;
+    call.pid = getpid();
+    call.in = reached(call.in);
+    call.out = reached(call.out);
+    call.stream = reinterpret_cast<uint64_t>(queued.stream);
+    call.operation = operation->number;
+    call.number = call.verb == kSend   ? world.sends[comm->rank][call.peer]++
+                  : call.verb == kRecv ? world.receives[comm->rank][call.peer]++
+                                       : world.collectives[comm->rank]++;
+    add_caller(world, comm->rank);
+    operation->calls.emplace_back(comm, &call);
+  }
+  const int result = queue(lock, std::move(operation), ranges);
+  if (result != kOk) return refused(result, job().ended ? job().reason : "the communicator was aborted");
+  if (local().busy == 0) return kOk;
+  for (const Queued& queued : calls) queued.comm->busy = local().busy;
+  return kInProgress;
+}
+
+int enqueue(const char* function, Verb verb, const void* in, void* out, size_t count, int type, int op, int peer,
+            Comm* comm, void* stream) {
+  {
+    const Lock lock;
+    if (const int told = failure(function)) return told;
+    if (!local().alive.count(comm) || peer >= job().worlds[comm->world].size) return kInvalidArgument;
+    ++local().counts[function];
+  }
+  if (type < 0 || type > 11 || !count || (verb != kRecv && !in && verb != kBroadcast)) return kInvalidArgument;
+  Call call{};
+  call.verb = verb;
+  call.type = type;
+  call.op = op;
+  call.peer = peer;
+  call.count = count;
+  call.in = reinterpret_cast<uint64_t>(in);
+  call.out = reinterpret_cast<uint64_t>(out);
+  group.push_back({comm, call, stream});
   return group_depth > 0 ? static_cast<int>(kOk) : perform(std::exchange(group, {}));
+}
+
+bool waits(int device, uint64_t stream, int64_t last) {
+  const Device& of = job().devices[device];
+  return std::any_of(of.calls, of.calls + of.top,
+                     [&](const Call& call) { return call.waits() && call.stream == stream && call.operation <= last; });
+}
+
+void forget(int index) {
+  for (Device& device : job().devices)
+    for (int i = 0; i < device.top; ++i)
+      if (device.calls[i].state == kAhead && device.calls[i].world == index) device.calls[i].state = kDone;
+  job().worlds[index] = {};
+  sweep();
+}
+
+int end(Comm* given, const char* how) {
+  Lock lock;
+  const auto found = local().alive.find(given);
+  if (found == local().alive.end()) return kInvalidArgument;
+  const CommPtr comm = found->second;
+  local().alive.erase(found);
+  for (const Queued& queued : group)
+    if (queued.comm == given) std::abort();  // a real NCCL would touch freed memory at the end of the group
+  ++local().counts[how];
+  local().counts["registrations lost"] += static_cast<int64_t>(comm->registered.size());
+  World& world = job().worlds[comm->world];
+  Device& device = job().devices[comm->device];
+  if (std::string(how) == "aborted") {
+    world.aborted = true;
+    lock.changed(world);
+  }
+  const auto left = [&] {
+    return std::any_of(device.calls, device.calls + device.top,
+                       [&](const Call& call) { return call.waits() && call.world == comm->world; });
+  };
+  while (left()) lock.wait(comm->device);
+  --device.communicators;
+  --local().communicators;
+  if (--world.alive == 0) forget(comm->world);
+  if (--job().communicators == 0) job().ended = kOk;
+  if (local().alive.empty()) local().queues.clear();
+  return kOk;
 }
 
 }  // namespace
@@ -302,10 +226,14 @@ FAKE int ncclGetVersion(int* version) {
 }
 
 FAKE int ncclGetUniqueId(Id* id) {
-  const std::lock_guard lock(state().mutex);
+  const std::string here = job_here();
+  Job* const named = use_job(here);  // or the one in which this process is
+  const Lock lock;
   if (const int told = failure("ncclGetUniqueId")) return told;
   std::memset(id->bytes, 0, sizeof(id->bytes));
-  const std::string text = "fake " + std::to_string(++state().ids);
+  std::string text = named ? here : job().name;
+  text += '\n' + std::to_string(getpid()) + '.' + std::to_string(++local().ids);
+  if (text.size() >= sizeof(id->bytes)) return refused(kInvalidUsage, "FAKE_NCCL_JOB is too long");
   std::memcpy(id->bytes, text.data(), text.size());
   return kOk;
 }
@@ -322,58 +250,68 @@ FAKE const char* ncclGetErrorString(int result) {
   return result >= 0 && result <= 7 ? texts[result] : "unknown result code";
 }
 
-FAKE const char* ncclGetLastError(Comm*) { return state().last_error.c_str(); }
+FAKE const char* ncclGetLastError(Comm*) {
+  const Lock lock;
+  if (job().ended) local().last_error = job().reason;
+  return local().last_error.c_str();
+}
 
 FAKE int ncclCommInitRankConfig(Comm** made, int size, Id id, int rank, Config* config) {
-  const std::lock_guard lock(state().mutex);
+  const std::string name(id.bytes, strnlen(id.bytes, sizeof(id.bytes)));
+  const bool in_job = use_job(name.substr(0, name.find('\n'))) != nullptr;
+  const Lock lock;
   if (const int told = failure("ncclCommInitRankConfig")) return told;
+  if (!in_job) return refused(kInvalidUsage, "the id is of another job: set FAKE_NCCL_JOB to the same on all ranks");
   if (config->magic != 0xcafebeef || config->version < 21400 || config->blocking != 0) return kInvalidArgument;
-  auto& world = state().worlds[id.bytes];
-  if (!world) world = std::make_shared<World>();
-  if ((world->size && world->size != size) || !world->here.insert(rank).second) return kInvalidUsage;
-  world->size = size;
-  *made = new Comm;
-  (*made)->world = world;
-  (*made)->rank = rank;
-  state().alive.insert(*made);
-  ++state().counts["created"];
+  auto& worlds = job().worlds;
+  const auto called = [&](const char* wanted) {
+    return static_cast<int>(
+        std::find_if(worlds, worlds + kWorlds, [&](const World& one) { return std::strcmp(one.name, wanted) == 0; }) -
+        worlds);
+  };
+  const int known = called(name.c_str()), index = known < kWorlds ? known : called("");
+  const int device = device_here(true);
+  if (index == kWorlds || device < 0 || size > kRanks)
+    return refused(kSystem, "this library has no room for more ranks, devices or communicators");
+  World& world = worlds[index];
+  if ((world.size && world.size != size) || world.here[rank]) return kInvalidUsage;
+  std::memcpy(world.name, name.c_str(), name.size());
+  world.size = size;
+  world.here[rank] = true;
+  world.device[rank] = device;
+  add_caller(world, rank);
+  ++world.alive;
+  ++job().devices[device].communicators;
+  ++job().communicators;
+  ++local().communicators;
+  const auto comm = std::make_shared<Comm>();
+  comm->world = index;
+  comm->rank = rank;
+  comm->device = device;
+  local().alive[*made = comm.get()] = comm;
+  ++local().counts["created"];
   return kInProgress;
 }
 
 FAKE int ncclCommGetAsyncError(Comm* comm, int* result) {
-  const std::lock_guard lock(state().mutex);
-  if (!state().alive.count(comm)) return kInvalidArgument;
-  if (comm->async_error != kOk) {
-    *result = comm->async_error;
-    return kOk;
-  }
-  const bool whole = static_cast<int>(comm->world->here.size()) == comm->world->size;
-  *result = !whole || (comm->busy > 0 && comm->busy-- > 0) ? kInProgress : kOk;
+  const Lock lock;
+  if (!local().alive.count(comm)) return kInvalidArgument;
+  const World& world = job().worlds[comm->world];
+  const bool whole = std::count(world.here, world.here + kRanks, true) == world.size;
+  if (comm->async_error != kOk || job().ended)
+    *result = comm->async_error != kOk ? comm->async_error : job().ended;
+  else
+    *result = !whole || (comm->busy > 0 && comm->busy-- > 0) ? kInProgress : kOk;
   return kOk;
 }
 
 FAKE int ncclCommFinalize(Comm* comm) {
-  const std::lock_guard lock(state().mutex);
+  const Lock lock;
   if (const int told = failure("ncclCommFinalize")) return told;
-  if (!state().alive.count(comm)) return kInvalidArgument;
-  ++state().counts["finalized"];
+  if (!local().alive.count(comm)) return kInvalidArgument;
+  ++local().counts["finalized"];
   comm->busy = 2;
   return kInProgress;
-}
-
-static int end(Comm* comm, const char* how) {
-  const std::lock_guard lock(state().mutex);
-  if (!state().alive.erase(comm)) return kInvalidArgument;
-  for (const Queued& queued : group)
-    if (queued.comm == comm) std::abort();  // a real NCCL would touch freed memory at the end of the group
-  ++state().counts[how];
-  state().counts["registrations lost"] += static_cast<int64_t>(comm->registered.size());
-  if (std::string(how) == "aborted") {
-    comm->world->aborted = true;
-    state().changed.notify_all();
-  }
-  delete comm;
-  return kOk;
 }
 
 FAKE int ncclCommDestroy(Comm* comm) { return end(comm, "destroyed"); }
@@ -388,8 +326,8 @@ FAKE int ncclGroupEnd() {
   if (group_depth == 0) return kInvalidUsage;
   if (--group_depth > 0) return kOk;
   {
-    const std::lock_guard lock(state().mutex);
-    ++state().counts["groups"];
+    const Lock lock;
+    ++local().counts["groups"];
     if (const int told = failure("ncclGroupEnd")) {
       group.clear();
       return told;
@@ -399,90 +337,151 @@ FAKE int ncclGroupEnd() {
 }
 
 #ifndef FAKE_NCCL_BROKEN
-FAKE int ncclAllReduce(const void* in, void* out, size_t count, int type, int op, Comm* comm, void*) {
-  return enqueue("ncclAllReduce", comm, {"all_reduce", in, out, count, type, op, 0});
+FAKE int ncclAllReduce(const void* in, void* out, size_t count, int type, int op, Comm* comm, void* stream) {
+  return enqueue("ncclAllReduce", kAllReduce, in, out, count, type, op, 0, comm, stream);
 }
 #endif
-FAKE int ncclBroadcast(const void* in, void* out, size_t count, int type, int root, Comm* comm, void*) {
-  return enqueue("ncclBroadcast", comm, {"broadcast", in, out, count, type, 0, root});
+FAKE int ncclBroadcast(const void* in, void* out, size_t count, int type, int root, Comm* comm, void* stream) {
+  return enqueue("ncclBroadcast", kBroadcast, in, out, count, type, 0, root, comm, stream);
 }
-FAKE int ncclReduce(const void* in, void* out, size_t count, int type, int op, int root, Comm* comm, void*) {
-  return enqueue("ncclReduce", comm, {"reduce", in, out, count, type, op, root});
+FAKE int ncclReduce(const void* in, void* out, size_t count, int type, int op, int root, Comm* comm, void* stream) {
+  return enqueue("ncclReduce", kReduce, in, out, count, type, op, root, comm, stream);
 }
-FAKE int ncclAllGather(const void* in, void* out, size_t count, int type, Comm* comm, void*) {
-  return enqueue("ncclAllGather", comm, {"all_gather", in, out, count, type, 0, 0});
+FAKE int ncclAllGather(const void* in, void* out, size_t count, int type, Comm* comm, void* stream) {
+  return enqueue("ncclAllGather", kAllGather, in, out, count, type, 0, 0, comm, stream);
 }
-FAKE int ncclReduceScatter(const void* in, void* out, size_t count, int type, int op, Comm* comm, void*) {
-  return enqueue("ncclReduceScatter", comm, {"reduce_scatter", in, out, count, type, op, 0});
+FAKE int ncclReduceScatter(const void* in, void* out, size_t count, int type, int op, Comm* comm, void* stream) {
+  return enqueue("ncclReduceScatter", kReduceScatter, in, out, count, type, op, 0, comm, stream);
 }
-FAKE int ncclSend(const void* in, size_t count, int type, int peer, Comm* comm, void*) {
-  return enqueue("ncclSend", comm, {"send", in, nullptr, count, type, 0, 0}, peer);
+FAKE int ncclSend(const void* in, size_t count, int type, int peer, Comm* comm, void* stream) {
+  return enqueue("ncclSend", kSend, in, nullptr, count, type, 0, peer, comm, stream);
 }
-FAKE int ncclRecv(void* out, size_t count, int type, int peer, Comm* comm, void*) {
-  return enqueue("ncclRecv", comm, {"recv", nullptr, out, count, type, 0, 0}, peer);
+FAKE int ncclRecv(void* out, size_t count, int type, int peer, Comm* comm, void* stream) {
+  return enqueue("ncclRecv", kRecv, nullptr, out, count, type, 0, peer, comm, stream);
 }
 
 #ifndef FAKE_NCCL_OLD
 FAKE int ncclMemAlloc(void** made, size_t bytes) {
-  const std::lock_guard lock(state().mutex);
+  const Lock lock;
   if (const int told = failure("ncclMemAlloc")) return told;
   *made = std::malloc(bytes);
-  state().memory[*made] = bytes;
+  local().memory[*made] = bytes;
   return kOk;
 }
 FAKE int ncclMemFree(void* memory) {
-  const std::lock_guard lock(state().mutex);
-  if (!state().memory.erase(memory)) return kInvalidArgument;
+  const Lock lock;
+  if (!local().memory.erase(memory)) return kInvalidArgument;
   std::free(memory);
   return kOk;
 }
 FAKE int ncclCommRegister(Comm* comm, void* memory, size_t bytes, void** handle) {
-  const std::lock_guard lock(state().mutex);
+  const Lock lock;
   if (const int told = failure("ncclCommRegister")) return told;
-  if (!state().alive.count(comm) || !memory || !bytes) return kInvalidArgument;
+  if (!local().alive.count(comm) || !memory || !bytes) return kInvalidArgument;
   *handle = std::malloc(1);
   comm->registered.insert(*handle);
-  ++state().counts["registrations"];
+  ++local().counts["registrations"];
   return kOk;
 }
 FAKE int ncclCommDeregister(Comm* comm, void* handle) {
-  const std::lock_guard lock(state().mutex);
-  if (!state().alive.count(comm) || !comm->registered.erase(handle)) return kInvalidArgument;
+  const Lock lock;
+  if (!local().alive.count(comm) || !comm->registered.erase(handle)) return kInvalidArgument;
   std::free(handle);
-  ++state().counts["deregistrations"];
+  ++local().counts["deregistrations"];
   return kOk;
 }
 #endif
 
-// ---- what tests ask and order
-// ----------------------------------------------------------------------------------------
+// ---- beside NCCL's interface
+// -----------------------------------------------------------------------------------------
 
-// Of "alive", "memory" (both now); "created", "finalized", "destroyed", "aborted", "groups", "registrations",
-// "deregistrations", "registrations lost", and names of functions (so far).
+FAKE void fake_nccl_use_device(const DeviceCalls* device) {
+  const Lock lock;
+  local().device = device ? *device : DeviceCalls{};
+}
+
+FAKE void fake_nccl_memory_grows() {
+  Lock lock;
+  const int device = device_here(false);
+  if (device < 0) return;
+  const Device& of = job().devices[device];
+  std::set<int64_t> running;
+  for (int i = 0; i < of.top; ++i)
+    if (of.calls[i].state == kRunning) running.insert(of.calls[i].operation);
+  if (running.empty()) return;
+  const Waits waits({this_thread(), device, 0, *running.begin(), *running.rbegin(), true});
+  const auto left = [&] {
+    return std::any_of(of.calls, of.calls + of.top,
+                       [&](const Call& call) { return call.state == kRunning && running.count(call.operation); });
+  };
+  while (!job().ended && left()) lock.wait(device);
+}
+
+FAKE void fake_nccl_host_waits(void* stream) {
+  const Lock lock;
+  const int device = device_here(false);
+  if (device < 0) return;
+  host_waits = std::make_unique<Waits>(
+      Waiter{this_thread(), device, reinterpret_cast<uint64_t>(stream), 0, job().devices[device].operations, false});
+}
+
+FAKE void fake_nccl_host_goes_on() {
+  const Lock lock;
+  host_waits = nullptr;
+}
+
+FAKE int64_t fake_nccl_record(void* stream) {
+  const Lock lock;
+  const auto found = local().queues.find(stream);
+  return found == local().queues.end() ? 0 : job().devices[found->second.device].operations;
+}
+
+FAKE int fake_nccl_ended(void* stream, int64_t number) {
+  const Lock lock;
+  const auto found = local().queues.find(stream);
+  return found == local().queues.end() || !waits(found->second.device, reinterpret_cast<uint64_t>(stream), number);
+}
+
+FAKE int fake_nccl_wait(void* stream, int64_t number) {
+  Lock lock;
+  const auto found = local().queues.find(stream);
+  if (found == local().queues.end()) return kOk;
+  const uint64_t value = reinterpret_cast<uint64_t>(stream);
+  const int device = found->second.device;
+  const Waits mark({this_thread(), device, value, 0, number, false});
+  while (waits(device, value, number)) lock.wait(device);
+  const auto still = local().queues.find(stream);
+  return still == local().queues.end() ? static_cast<int>(kRemote) : still->second.error;
+}
+
 FAKE int64_t fake_nccl_count(const char* what) {
-  const std::lock_guard lock(state().mutex);
-  if (std::strcmp(what, "alive") == 0) return static_cast<int64_t>(state().alive.size());
-  if (std::strcmp(what, "memory") == 0) return static_cast<int64_t>(state().memory.size());
-  return state().counts[what];
+  const Lock lock;
+  if (std::strcmp(what, "alive") == 0) return static_cast<int64_t>(local().alive.size());
+  if (std::strcmp(what, "memory") == 0) return static_cast<int64_t>(local().memory.size());
+  return local().counts[what];
 }
 FAKE void fake_nccl_fail(const char* function, int result) {
-  const std::lock_guard lock(state().mutex);
-  state().failures[function] = result;
+  const Lock lock;
+  local().failures[function] = result;
 }
-// As if the library's own threads had found it, for all communicators there are.
 FAKE void fake_nccl_async_error(int result) {
-  const std::lock_guard lock(state().mutex);
-  state().last_error = "told to fail later";
-  for (Comm* comm : state().alive) comm->async_error = result;
+  const Lock lock;
+  local().last_error = "told to fail later";
+  for (const auto& [key, comm] : local().alive) comm->async_error = result;
 }
 FAKE void fake_nccl_busy(int times) {
-  const std::lock_guard lock(state().mutex);
-  state().busy = times;
+  const Lock lock;
+  local().busy = times;
+}
+FAKE const char* fake_nccl_report() {
+  const Lock lock;
+  return job().report;
 }
 FAKE void fake_nccl_reset() {
-  const std::lock_guard lock(state().mutex);
-  state().counts.clear();
-  state().failures.clear();
-  state().last_error.clear();
-  state().busy = 0;
+  const Lock lock;
+  local().counts.clear();
+  local().failures.clear();
+  local().last_error.clear();
+  local().busy = 0;
+  job().report[0] = 0;
 }
