@@ -47,6 +47,6 @@ add_dependencies(test_kernels planted_faults)
 foreach(room kernels optim)
   add_dependencies(test_${room} ds_kernels_cuda_on_cpu)
   add_test(NAME ${room}.cuda_on_cpu COMMAND test_${room} --gtest_filter=Cuda*)
-  set_tests_properties(${room}.cuda_on_cpu PROPERTIES TIMEOUT 240 LABELS ${room}
+  set_tests_properties(${room}.cuda_on_cpu PROPERTIES TIMEOUT 600 LABELS ${room}
     ENVIRONMENT "DS_CUDA_KERNELS=$<TARGET_FILE:ds_kernels_cuda_on_cpu>")
 endforeach()

@@ -52,7 +52,6 @@ std::string Machine::run(const Grid& grid, const std::function<void()>& body, Or
     fibers_.push_back(std::make_unique<Fiber>(stacks_ + fibers_.size() * Fiber::kStack));
     idle_.push_back(fibers_.back().get());
   }
-  order_before(began_);
   set_watch(&watch_);
   for (unsigned block : blocks) {
     run_block(block);
@@ -74,6 +73,7 @@ void Machine::run_block(unsigned block) {
   std::iota(turns_.begin(), turns_.end(), 0u);
   if (order_ == Order::kReverse) std::reverse(turns_.begin(), turns_.end());
   shared_.begin_block(grid_.shared);
+  order_before(began_);  // what the host has done, which knows of no other block
   rotation_ = static_cast<unsigned>(random_());
   if (kThreadSanitizer) barrier_ = &barriers_[block];
   do {
@@ -120,6 +120,7 @@ void Machine::give_turn(Thread& thread) {
 void Machine::suspend(State state, Site site) {
   current_->state = state;
   current_->site = site;
+  order_before(ended_);  // if nobody resumes it
   current_->fiber->suspend();
 }
 

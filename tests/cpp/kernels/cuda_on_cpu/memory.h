@@ -28,7 +28,7 @@ class SharedMemory {
   // Forgets the arrays. `dynamic`: bytes of the first, without a declaration.
   void begin_block(size_t dynamic) {
     if (kThreadSanitizer) munmap(base_, kBytes), map();  // what another block did with the old pages is no race
-    std::memset(states_, kOutside, used_);
+    if (!kThreadSanitizer) std::memset(states_, kOutside, used_);
     poison(base_, used_);
     used_ = kGap, asked_ = 0, count_ = 0;
     add(nullptr, dynamic, 16);
@@ -65,9 +65,10 @@ class SharedMemory {
     const size_t begin = (used_ + alignment - 1) / alignment * alignment;
     if (asked_ + bytes > kMostShared || count_ == kMostArrays || begin + bytes + kGap > kBytes) return nullptr;
     unpoison(base_ + begin, bytes);
-    std::memset(states_ + begin, kUnwritten, bytes);
-    // Numbers that are NaN. The thread sanitizer would take this for an access of the thread that comes first.
-    if (!kThreadSanitizer) std::memset(base_ + begin, 0xff, bytes);
+    if (!kThreadSanitizer) {  // which would take this for an access of the thread that comes first
+      std::memset(states_ + begin, kUnwritten, bytes);
+      std::memset(base_ + begin, 0xff, bytes);  // numbers that are NaN
+    }
     used_ = begin + bytes + kGap;
     asked_ += bytes;
     arrays_[count_++] = {declaration, base_ + begin};
