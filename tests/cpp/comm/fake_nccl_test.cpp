@@ -47,7 +47,7 @@ class FakeNccl : public testing::Test {
   using Comms = std::vector<NcclCommPtr>;
 
   NcclCommPtr join(const nccl::UniqueId& id, int rank, int size) {
-    NcclPlace place;
+    NcclMember place;
     place.rank = rank;
     place.size = size;
     place.timeout = std::chrono::seconds(20);

@@ -107,7 +107,7 @@ class QueuedNccl : public Communicator, public OneQueue {
 };
 
 CommunicatorPtr queued_nccl(const CommunicatorPtr& thread, const nccl::UniqueId& id, bool says_it) {
-  NcclPlace place;
+  NcclMember place;
   place.name = "pipe";
   place.rank = thread->rank();
   place.size = thread->size();
