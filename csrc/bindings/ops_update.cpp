@@ -36,6 +36,14 @@ using kernels::UpdateArgs;
 using kernels::UpdateSegment;
 using Tensors = std::vector<at::Tensor>;
 
+const KernelTable& table_for(const at::Device& device, const std::string& title) {
+  try {
+    return zero::kernels_of(device);
+  } catch (const Error& error) {
+    fail(error.kind(), "there are no kernels of ", title, " for tensors on ", device.str(), ": ", error.what());
+  }
+}
+
 // One native optimizer and everything one optimizer object keeps between steps: its worker threads.
 class UpdateRunner {
  public:
@@ -59,7 +67,7 @@ class UpdateRunner {
       fail(ErrorKind::kValue, title_, " has ", rule_.slots.size(), " states, not ", states.size());
     const std::vector<double> values = hyper_values(rule_, hyper);
     const at::Device device = params[0].device();
-    const KernelTable& table = zero::kernels_of(device);
+    const KernelTable& table = table_for(device, title_);
     using Dtypes = std::tuple<DType, DType, DType>;  // parameter, state, gradient
     std::map<Dtypes, std::vector<UpdateSegment>> groups;
     at::Tensor sums, scratch;
