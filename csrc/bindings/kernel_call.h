@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <string>
 
 #include "base/error.h"
 #include "base/thread_pool.h"
@@ -24,7 +25,8 @@ template <typename Table, typename Call>
 void call_kernels(const char* what, TableOf<Table> table_of, uint32_t abi, const at::Tensor& t, ThreadPool& pool,
                   const Call& call) {
   const at::Device device = t.device();
-  const char* name = device.is_cpu() ? "cpu" : device.is_cuda() ? "cuda" : "";
+  const std::string type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
+  const char* name = type.c_str();
   const Table* table = table_of(abi, name);
   if (table == nullptr) {
     const char* error = ds_kernels_error(kernels::kKernelAbi, name);

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
 
 #include <map>
@@ -16,10 +17,12 @@
 #include "base/thread_pool.h"
 #include "bindings/optimizer_rules.h"
 #include "bindings/registry.h"
+#include "comm/nccl/native_stream.h"
 #include "kernels/code_book.h"
 #include "kernels/stream.h"
 #include "kernels/sum_order.h"
 #include "kernels/table.h"
+#include "zero/any_kernels.h"
 #include "zero/step/newton_schulz.h"
 #include "zero/torch_scratch.h"
 
@@ -34,13 +37,11 @@ using kernels::UpdateSegment;
 using Tensors = std::vector<at::Tensor>;
 
 const KernelTable& table_for(const at::Device& device, const std::string& title) {
-  const char* name = device.is_cpu() ? "cpu" : device.is_cuda() ? "cuda" : nullptr;
-  if (name == nullptr)
-    fail(ErrorKind::kRuntime, "there are no kernels of ", title, " for tensors on ", device.str(),
-         "; move them to the CPU or a CUDA device");
-  const KernelTable* table = ds_kernels(kernels::kKernelAbi, name);
-  if (table == nullptr) fail(ErrorKind::kRuntime, ds_kernels_error(kernels::kKernelAbi, name));
-  return *table;
+  try {
+    return zero::kernels_of(device);
+  } catch (const Error& error) {
+    fail(error.kind(), "there are no kernels of ", title, " for tensors on ", device.str(), ": ", error.what());
+  }
 }
 
 // One native optimizer and everything one optimizer object keeps between steps: its worker threads.
@@ -49,12 +50,11 @@ class UpdateRunner {
   UpdateRunner(const std::string& rule, std::string title) : rule_(optim::find_rule(rule)), title_(std::move(title)) {}
 
   // One update of params[i] by grads[i] for all i, which lie on one device; `step` is its number, from 1. states[k][i]
-  // is slot k of params[i], in fp32 or in the parameter's dtype; all tensors with index i have one shape. `cuda_stream`
-  // is the cudaStream_t of that device. With a `seed`, bf16 results are rounded at random, params[i] by random numbers
-  // of its own, streams[i].
+  // is slot k of params[i], in fp32 or in the parameter's dtype; all tensors with index i have one shape. With a
+  // `seed`, bf16 results are rounded at random, params[i] by random numbers of its own, streams[i].
   void step(Tensors params, const Tensors& grads, std::vector<Tensors> states,
-            const std::map<std::string, double>& hyper, double step, int threads, uintptr_t cuda_stream,
-            c10::optional<uint64_t> seed, const std::vector<uint64_t>& streams) {
+            const std::map<std::string, double>& hyper, double step, int threads, c10::optional<uint64_t> seed,
+            const std::vector<uint64_t>& streams) {
     if (params.empty()) return;
     std::unique_lock busy(mutex_, std::defer_lock);
     {
@@ -115,8 +115,9 @@ class UpdateRunner {
                              at::TensorOptions().device(device).dtype(at::kByte));
       }
       zero::TorchScratch memory(device, reserved);
-      const kernels::Launch launch = {device.is_cpu() ? pool(threads) : nullptr, reinterpret_cast<void*>(cuda_stream),
-                                      &memory};
+      kernels::Launch launch = {device.is_cpu() ? pool(threads) : nullptr, nullptr, &memory};
+      if (!device.is_cpu())
+        launch.stream = comm::native_stream(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
       for (size_t pass = 0; pass < rule_.passes.size(); ++pass) {
         for (const auto& [dtypes, segments] : groups) {
           UpdateArgs args;
@@ -252,7 +253,7 @@ DS_BINDINGS(m) {
                            "A native optimizer over lists of tensors, with worker threads of its own.")
       .def(py::init<const std::string&, std::string>(), "rule"_a, "title"_a)
       .def("step", &UpdateRunner::step, "params"_a, "grads"_a, "states"_a, "hyper"_a, "step"_a, "threads"_a,
-           "cuda_stream"_a = 0, "seed"_a = py::none(), "streams"_a = std::vector<uint64_t>())
+           "seed"_a = py::none(), "streams"_a = std::vector<uint64_t>())
       .def("sums", &UpdateRunner::sums)
       .def("memory_bound", &UpdateRunner::memory_bound, "params"_a, "grads"_a, "states"_a, "threads"_a);
 }

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "storage/pinned.h"
+
 namespace ds::bindings {
 namespace {
 
@@ -20,9 +22,9 @@ std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape) {
 
 // Elements of `tensor` (at most staging.bytes) in row-major order, valid until the next call.
 at::Tensor staged(io::Staging& staging, const at::Tensor& tensor) {
-  std::shared_ptr<void>& memory = tensor.is_cuda() ? staging.pinned : staging.pageable;
+  std::shared_ptr<void>& memory = tensor.is_cpu() ? staging.pageable : staging.pinned;
   if (memory == nullptr) {
-    const auto options = at::TensorOptions(at::kByte).pinned_memory(tensor.is_cuda());
+    const auto options = storage::host_options(tensor.device()).dtype(at::kByte);
     memory = std::make_shared<at::Tensor>(at::empty({static_cast<int64_t>(staging.bytes)}, options));
   }
   void* data = static_cast<at::Tensor*>(memory.get())->data_ptr();

@@ -28,7 +28,7 @@ class TensorSource : public io::ByteSource {
     return sizes::product<uint64_t>("bytes of a tensor", static_cast<uint64_t>(numel_), tensor().element_size());
   }
   bool in_place() const override { return flat_.defined() && flat_.is_cpu(); }
-  bool on_device() const override { return tensor().is_cuda(); }
+  bool on_device() const override { return !tensor().is_cpu(); }
   void each(io::Staging& staging, const io::TakePiece& take) const override;
   void copy_range(char* to, uint64_t begin, uint64_t end) const override;
 

@@ -80,5 +80,5 @@ __attribute__((visibility("default"))) const ds::kernels::AttentionKernels* ds_a
                                                                                                  const char* device);
 __attribute__((visibility("default"))) const ds::kernels::AttentionKernels* ds_cpu_attention_kernels_isa(
     uint32_t abi, const char* isa);
-__attribute__((visibility("default"))) const ds::kernels::AttentionKernels* ds_cuda_attention_kernels(uint32_t abi);
+__attribute__((visibility("default"))) const ds::kernels::AttentionKernels* ds_device_attention_kernels(uint32_t abi);
 }

@@ -51,5 +51,5 @@ __attribute__((visibility("default"))) const ds::kernels::RouteKernels* ds_route
                                                                                          const char* device);
 __attribute__((visibility("default"))) const ds::kernels::RouteKernels* ds_cpu_route_kernels_isa(uint32_t abi,
                                                                                                  const char* isa);
-__attribute__((visibility("default"))) const ds::kernels::RouteKernels* ds_cuda_route_kernels(uint32_t abi);
+__attribute__((visibility("default"))) const ds::kernels::RouteKernels* ds_device_route_kernels(uint32_t abi);
 }

@@ -16,7 +16,7 @@ namespace ds::kernels {
 
 struct KernelTable {
   uint32_t abi, size;
-  const char* device;  // "cpu" or "cuda"
+  const char* device;  // torch's name of the kind of device the library was written for
   const char* isa;     // the instruction set in use, for reports
 
   // dst = src * scale, converting.
@@ -71,11 +71,15 @@ __attribute__((visibility("default"))) const char* ds_cpu_kernels_error(uint32_t
 // the plain loops of kernels/ref, on one thread. For tests and benchmarks.
 __attribute__((visibility("default"))) const ds::kernels::KernelTable* ds_cpu_kernels_isa(uint32_t abi,
                                                                                           const char* isa);
-// The table of "cpu" or "cuda". The CUDA library is opened (once) from the folder of this one, or, for tests, from
-// the path in DS_CUDA_KERNELS. It opens without a GPU: ask the table's device_error().
+// The table of a kind of device, by torch's name of it in small letters. That of "cpu" is in this library; that of any
+// other is in libds_kernels_<device>.so in the folder of this one, or in the file that DS_<DEVICE>_KERNELS names. Such
+// a library is opened once. It must open without a device: the table's device_error() says whether there is one.
 __attribute__((visibility("default"))) const ds::kernels::KernelTable* ds_kernels(uint32_t abi, const char* device);
 __attribute__((visibility("default"))) const char* ds_kernels_error(uint32_t abi, const char* device);
+// Whether there is such a library, or one is named: where it cannot be used, that is an error, and where there is none,
+// the caller may have other kernels (zero/any_kernels.h).
+__attribute__((visibility("default"))) bool ds_has_kernels(const char* device);
 
-// In libds_kernels_cuda.so. Null when `abi` is not this library's.
-__attribute__((visibility("default"))) const ds::kernels::KernelTable* ds_cuda_kernels(uint32_t abi);
+// In the library of a device other than "cpu". Null when `abi` is not this library's.
+__attribute__((visibility("default"))) const ds::kernels::KernelTable* ds_device_kernels(uint32_t abi);
 }

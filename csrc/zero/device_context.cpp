@@ -4,28 +4,47 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
 #include "base/error.h"
 #include "comm/nccl/native_stream.h"
+#include "storage/pinned.h"
+#include "zero/any_kernels.h"
 #include "zero/torch_compat.h"
 
 namespace ds::zero {
 
 namespace {
 
-const kernels::KernelTable* table_for(const c10::Device& device) {
-  if (!device.is_cpu() && !device.is_cuda())
-    fail(ErrorKind::kNotImplemented, "no kernels for device ", device.str(), "; use cpu or cuda");
-  const char* name = device.is_cpu() ? "cpu" : "cuda";
-  const kernels::KernelTable* table = ds_kernels(kernels::kKernelAbi, name);
-  if (!table) fail(ErrorKind::kRuntime, ds_kernels_error(kernels::kKernelAbi, name));
-  if (const char* problem = table->device_error()) fail(ErrorKind::kRuntime, problem);
-  return table;
+// The CPU's library, and no other body, cannot fail.
+bool can_fail(const c10::Device& device, const kernels::KernelTable& table) {
+  return !device.is_cpu() || scratch_bytes(table, device, 1, 1) > 0;
 }
 
 }  // namespace
+
+const kernels::KernelTable& kernels_of(const c10::Device& device) {
+  const std::string name = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
+  if (device.is_meta() || !c10::impl::hasDeviceGuardImpl(device.type()))
+    fail(ErrorKind::kNotImplemented, "nothing can be trained on the device ", device.str(),
+         ": this torch has no guard ", "for '", name,
+         "'. Import the package that brings this device to torch before deepspeed.initialize, or move ",
+         "the model to another device");
+  const char* body = std::getenv("DS_DEVICE_BODY");
+  const std::string chosen = body != nullptr ? body : "";
+  if (!chosen.empty() && chosen != "any")
+    fail(ErrorKind::kValue, "the environment variable DS_DEVICE_BODY is '", chosen,
+         "'. Set it to 'any', for kernels made of operations of torch, or unset it, for the kernel library of the ",
+         "device");
+  if (!chosen.empty() || !ds_has_kernels(name.c_str())) return any_kernels(device.type());
+  const kernels::KernelTable* table = ds_kernels(kernels::kKernelAbi, name.c_str());
+  if (!table) fail(ErrorKind::kRuntime, ds_kernels_error(kernels::kKernelAbi, name.c_str()));
+  if (const char* problem = table->device_error()) fail(ErrorKind::kRuntime, problem);
+  return *table;
+}
 
 bool has_kernel_dtype(at::ScalarType type) { return type == at::kFloat || type == at::kHalf || type == at::kBFloat16; }
 
@@ -39,18 +58,25 @@ DType kernel_dtype(at::ScalarType type, const char* what) {
 }
 
 DeviceContext::DeviceContext(c10::Device device, int threads, const kernels::KernelTable* table)
+    : DeviceContext(device, threads, table != nullptr ? *table : kernels_of(device),
+                    table != nullptr || can_fail(device, kernels_of(device))) {}
+
+DeviceContext::DeviceContext(int host_threads)
+    : DeviceContext(c10::Device(at::kCPU), host_threads, cpu_library(), /*may_fail=*/false) {}
+
+DeviceContext::DeviceContext(c10::Device device, int threads, const kernels::KernelTable& table, bool may_fail)
     : device_(device),
       threads_(threads),
-      may_fail_(table != nullptr || !device.is_cpu()),
+      may_fail_(may_fail),
       pool_(device.is_cpu() ? std::make_unique<ThreadPool>(threads) : nullptr),
-      table_(table ? table : table_for(device)) {
+      table_(&table) {
   const c10::DeviceGuard current(device_);  // pinned memory, too, opens a context: on this device
   const auto options = at::TensorOptions().device(device_);
   sum_ = at::zeros({3}, options.dtype(at::kDouble));
   step_scale_ =
       at::zeros({static_cast<int64_t>(sizeof(kernels::StepScale) / sizeof(double))}, options.dtype(at::kDouble));
   if (!device_.is_cpu())
-    step_scale_host_ = at::zeros(step_scale_.sizes(), at::TensorOptions().dtype(at::kDouble).pinned_memory(true));
+    step_scale_host_ = at::zeros(step_scale_.sizes(), storage::host_options(device_).dtype(at::kDouble));
 }
 
 kernels::Launch DeviceContext::launch(kernels::Scratch* scratch) const {
@@ -153,7 +179,8 @@ void DeviceContext::set_step_scale(const kernels::StepScale& scale) {
   std::memcpy(step_scale_.data_ptr(), &scale, sizeof(scale));
 }
 
-void DeviceContext::reserve(int64_t bytes) {
+void DeviceContext::reserve(int64_t bytes, int64_t numel) {
+  bytes = std::max(bytes, static_cast<int64_t>(scratch_bytes(*table_, device_, threads_, numel)));
   if (reserved_.defined() && reserved_.numel() >= bytes) return;
   reserved_ = at::empty({bytes}, at::TensorOptions().device(device_).dtype(at::kByte));
 }

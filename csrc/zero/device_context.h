@@ -34,9 +34,11 @@ std::string failure_text(const std::string& own, const Number* ranks, int rank) 
 
 class DeviceContext {
  public:
-  // `threads` serves CPU kernels. Fails with the reason where the device's kernels are missing or cannot run. `table`:
-  // other kernels than the device's, for tests; they may fail.
+  // `threads` serves CPU kernels. Fails with the reason where the device's kernels (zero/any_kernels.h) are missing or
+  // cannot run. `table`: other kernels than the device's, for tests; they may fail.
   DeviceContext(c10::Device device, int threads, const kernels::KernelTable* table = nullptr);
+  // The host beside a device that trains: its kernels are those of the CPU's library, which cannot fail.
+  explicit DeviceContext(int host_threads);
 
   const c10::Device& device() const { return device_; }
   const kernels::KernelTable& table() const { return *table_; }
@@ -53,13 +55,14 @@ class DeviceContext {
   void run_reserved(const Call& call) const {
     run_with(reserved_, call);
   }
-  void reserve(int64_t bytes);  // throws what torch's allocator throws
+  // `bytes`: of scratch as kernels/table.h says; `numel`: elements in all. Throws what torch's allocator throws.
+  void reserve(int64_t bytes, int64_t numel);
 
   // [Note: failures]
   // A kernel that could not be launched, or had no memory, leaves results that are wrong, and says so to the thread
   // alone that called it, which may be one of autograd's. So every call is followed by a question, and the first answer
   // is kept here until the ranks have agreed on it: with the flags at the end of a backward and with the norm, before
-  // anything is updated. The CPU's kernels cannot fail: there is nothing to agree on.
+  // anything is updated. The kernels of the CPU's library cannot fail: there is nothing to agree on.
   bool may_fail() const { return may_fail_; }
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   void note_failure(const std::string& what) const;  // from any thread
@@ -90,6 +93,7 @@ class DeviceContext {
   void check() const;  // fails with the device's own message when one of its kernels could not run
 
  private:
+  DeviceContext(c10::Device device, int threads, const kernels::KernelTable& table, bool may_fail);
   kernels::Launch launch(kernels::Scratch* scratch) const;
   void note_errors(const TorchScratch& scratch) const;
   template <typename Call>

@@ -111,6 +111,7 @@ ALLOCATIONS = {
     "zero/gradients/audit.cpp": (3, "flags of some bytes; whole gradients for as long as the audit runs"),
     "zero/gradients/bucket_reduction.cpp": (2, "a round of late gradients, which no plan knew of"),
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),
+    "zero/any_kernels.cpp": (2, "a number for each run of a sum; magnitudes whose columns are added up"),
     "zero/engine.cpp": (2, "the arena in which storage takes planes where peers read them"),
     "zero/spaces/param_store_homes.cpp": (1, "old values that somebody else has kept: the memory is theirs"),
     "zero/gradients/flag_exchange.cpp": (1, _SMALL),

@@ -5,6 +5,7 @@ import os
 import pytest
 
 import house_cpp
+import house_devices
 import house_engine
 import house_names
 import house_published
@@ -27,6 +28,7 @@ CMAKE = read(ROOT, "CMakeLists.txt")
         house_python.check_head_node,
         house_python.check_facades,
         house_python.check_groups,
+        house_devices.check_devices_python,
         house_names.check_joined,
         house_engine.check_stage_numbers_python,
         house_engine.check_checkpoint_without_engine,
@@ -47,6 +49,7 @@ def test_python(modules, check):
     [
         house_names.check_joined_cpp,
         house_cpp.check_includes,
+        house_devices.check_devices_cpp,
         house_cpp.check_torch_versions,
         house_cpp.check_mutable_globals,
         house_engine.check_stage_numbers_cpp,

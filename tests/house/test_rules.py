@@ -5,6 +5,7 @@ import textwrap
 import pytest
 
 import house_cpp
+import house_devices
 import house_names
 import house_python
 from sentences import only
@@ -232,6 +233,22 @@ def test_good_includes():
     text = '#include <vector>\n#include "base/error.h"\n#include "plan/shard_map.h"\n#include "comm/communicator.h"\n'
     assert house_cpp.check_includes({"zero/a.cpp": text + "#include <torch/csrc/autograd/engine.h>\n"}, CMAKE) == []
     assert house_cpp.check_includes({"bindings/a.cpp": "#include <pybind11/stl.h>\n#include <Python.h>\n"}, CMAKE) == []
+
+
+def test_devices_cpp():
+    text = '// is_cuda() and "cuda" are words here\nif (tensor.is_cuda()) use("cuda");\n'
+    found = house_devices.check_devices_cpp({"storage/a.cpp": text, "kernels/cuda/a.cu": text, "io/cufile.cpp": text})
+    assert [line.split(": ")[0] for line in found] == [
+        "csrc/storage/a.cpp:2 asks for is_cuda", 'csrc/storage/a.cpp:2 asks for "cuda"',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line", ['x.type == "cuda"', 'x in ("cpu", "cuda")', "torch.cuda.synchronize()", "import torch.cuda.amp"]
+)
+def test_devices_python(line):
+    modules = {path: house_python.Module(path, line + "\n") for path in ("zero/core.py", "accelerator/a.py")}
+    only(house_devices.check_devices_python(modules), "python/deepspeed/zero/core.py:1", "accelerator")
 
 
 def test_torch_versions():

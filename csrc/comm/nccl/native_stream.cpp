@@ -6,8 +6,9 @@
 
 namespace ds::comm {
 
-// The accessor is a plain member function of libc10_cuda.so, which torch has loaded if it has CUDA.
+// CUDA's accessor is a plain member function of libc10_cuda.so, which torch has loaded if it has CUDA.
 void* native_stream(c10::Stream stream) {
+  if (stream.device_type() != c10::kCUDA) return reinterpret_cast<void*>(stream.id());
   using Accessor = void* (*)(const c10::Stream*);
   static const Accessor accessor = [] {
     void* library = dlopen("libc10_cuda.so", RTLD_NOLOAD | RTLD_LAZY);

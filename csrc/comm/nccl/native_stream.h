@@ -1,9 +1,11 @@
-// The CUDA stream behind one of torch's, without linking or including anything of CUDA.
+// The stream behind one of torch's, as kernel libraries and NCCL take it, without linking or including anything of
+// CUDA.
 #pragma once
 #include <c10/core/Stream.h>
 
 namespace ds::comm {
 
-void* native_stream(c10::Stream stream);  // a cudaStream_t; kRuntime where this torch has no CUDA
+// Of a CUDA device a cudaStream_t (ErrorKind::kRuntime where this torch has no CUDA), of another one c10::Stream::id().
+void* native_stream(c10::Stream stream);
 
 }  // namespace ds::comm

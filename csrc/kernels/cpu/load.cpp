@@ -1,8 +1,12 @@
-// Opens the kernel library of another device, which lies beside this one.
+// Opens the kernel libraries of other devices, which lie beside this one.
 #include <dlfcn.h>
+#include <unistd.h>
 
+#include <cctype>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <string>
 
 #include "kernels/attention.h"
@@ -16,47 +20,61 @@ struct Loaded {
   const KernelTable* (*get)(uint32_t) = nullptr;
   const RouteKernels* (*routes)(uint32_t) = nullptr;
   const AttentionKernels* (*attention)(uint32_t) = nullptr;
-  std::string error;
+  bool present = false;  // in its place, or named by the environment
+  std::string error, other_abi;
 
-  Loaded() {
-    std::string path;
-    if (const char* forced = std::getenv("DS_CUDA_KERNELS"); forced != nullptr && *forced != '\0') {
+  explicit Loaded(const std::string& device) {
+    std::string variable = "DS_" + device + "_KERNELS", path;
+    for (char& letter : variable) letter = static_cast<char>(std::toupper(static_cast<unsigned char>(letter)));
+    if (const char* forced = std::getenv(variable.c_str()); forced != nullptr && *forced != '\0') {
       path = forced;
+      present = true;
     } else {
       Dl_info self;
       if (dladdr(reinterpret_cast<const void*>(&ds_kernels), &self) != 0 && self.dli_fname != nullptr)
         path = self.dli_fname;
-      path = path.substr(0, path.rfind('/') + 1) + "libds_kernels_cuda.so";
+      path = path.substr(0, path.rfind('/') + 1) + "libds_kernels_" + device + ".so";
+      present = access(path.c_str(), F_OK) == 0;
     }
+    other_abi = path +
+                " was built from another version of the kernel table than its caller: build both again from one source "
+                "tree (`make`), or reinstall the package.";
     // Never closed: its kernels stay registered with the driver, and tables point into it.
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
-      error = std::string("the CUDA kernels cannot be loaded: ") + dlerror() +
-              ". They are built where nvcc is found: install the CUDA toolkit and build again with `make`.";
+      error = "the kernels of '" + device + "' cannot be loaded: " + dlerror() +
+              ". Those of CUDA devices are built where nvcc is found: install the CUDA toolkit and build again with "
+              "`make`. " +
+              variable + " names the file of a library that lies elsewhere.";
       return;
     }
-    get = reinterpret_cast<const KernelTable* (*)(uint32_t)>(dlsym(library, "ds_cuda_kernels"));
-    routes = reinterpret_cast<const RouteKernels* (*)(uint32_t)>(dlsym(library, "ds_cuda_route_kernels"));
-    attention = reinterpret_cast<const AttentionKernels* (*)(uint32_t)>(dlsym(library, "ds_cuda_attention_kernels"));
-    if (get == nullptr) error = path + " is no kernel library: it has no ds_cuda_kernels.";
+    get = reinterpret_cast<const KernelTable* (*)(uint32_t)>(dlsym(library, "ds_device_kernels"));
+    routes = reinterpret_cast<const RouteKernels* (*)(uint32_t)>(dlsym(library, "ds_device_route_kernels"));
+    attention = reinterpret_cast<const AttentionKernels* (*)(uint32_t)>(dlsym(library, "ds_device_attention_kernels"));
+    if (get == nullptr) error = path + " is no kernel library: it has no ds_device_kernels.";
   }
 };
 
-const Loaded& cuda() {
-  static const Loaded loaded;
-  return loaded;
+bool is_cpu(const char* device) { return std::strcmp(device, "cpu") == 0; }
+
+// The library of a device other than the CPU, which is looked for at the first call.
+const Loaded& loaded(const char* device) {
+  static std::mutex mutex;
+  static std::map<std::string, Loaded> all;
+  const std::lock_guard lock(mutex);
+  return all.try_emplace(device, device).first->second;
 }
 
 // On the CPU, those of the instruction set that was chosen for the kernel table.
 template <typename Table>
 const Table* find_table(uint32_t abi, const char* device, const Table* (*of_cpu)(uint32_t, const char*),
-                        const Table* (*Loaded::*of_cuda)(uint32_t)) {
-  if (std::strcmp(device, "cpu") == 0) {
+                        const Table* (*Loaded::*of_device)(uint32_t)) {
+  if (is_cpu(device)) {
     const KernelTable* chosen = ds_cpu_kernels(kKernelAbi);
     return chosen != nullptr ? of_cpu(abi, chosen->isa) : nullptr;
   }
-  if (std::strcmp(device, "cuda") != 0 || cuda().*of_cuda == nullptr) return nullptr;
-  return (cuda().*of_cuda)(abi);
+  const auto get = loaded(device).*of_device;
+  return get != nullptr ? get(abi) : nullptr;
 }
 
 }  // namespace
@@ -65,10 +83,12 @@ const Table* find_table(uint32_t abi, const char* device, const Table* (*of_cpu)
 using namespace ds::kernels;
 
 const KernelTable* ds_kernels(uint32_t abi, const char* device) {
-  if (std::strcmp(device, "cpu") == 0) return ds_cpu_kernels(abi);
-  if (std::strcmp(device, "cuda") != 0) return nullptr;
-  return cuda().get != nullptr ? cuda().get(abi) : nullptr;
+  if (is_cpu(device)) return ds_cpu_kernels(abi);
+  const auto get = loaded(device).get;
+  return get != nullptr ? get(abi) : nullptr;
 }
+
+bool ds_has_kernels(const char* device) { return is_cpu(device) || loaded(device).present; }
 
 const RouteKernels* ds_route_kernels(uint32_t abi, const char* device) {
   return find_table(abi, device, &ds_cpu_route_kernels_isa, &Loaded::routes);
@@ -79,10 +99,8 @@ const AttentionKernels* ds_attention_kernels(uint32_t abi, const char* device) {
 }
 
 const char* ds_kernels_error(uint32_t abi, const char* device) {
-  if (std::strcmp(device, "cpu") == 0) return ds_cpu_kernels_error(abi);
-  if (std::strcmp(device, "cuda") != 0) return "there are kernels for the devices cpu and cuda only.";
-  if (cuda().get == nullptr) return cuda().error.c_str();
-  if (cuda().get(abi) != nullptr) return nullptr;
-  return "libds_kernels_cuda.so was built from another version of the kernel table than its caller: build both again "
-         "from one source tree (`make`), or reinstall the package.";
+  if (is_cpu(device)) return ds_cpu_kernels_error(abi);
+  const Loaded& library = loaded(device);
+  if (library.get == nullptr) return library.error.c_str();
+  return library.get(abi) != nullptr ? nullptr : library.other_abi.c_str();
 }

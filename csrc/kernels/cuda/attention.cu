@@ -300,6 +300,6 @@ constexpr AttentionKernels kAttention = {kAttentionAbi, sizeof(AttentionKernels)
 }  // namespace
 }  // namespace ds::kernels::cuda
 
-const ds::kernels::AttentionKernels* ds_cuda_attention_kernels(uint32_t abi) {
+const ds::kernels::AttentionKernels* ds_device_attention_kernels(uint32_t abi) {
   return abi == ds::kernels::kAttentionAbi ? &ds::kernels::cuda::kAttention : nullptr;
 }

@@ -226,6 +226,6 @@ constexpr RouteKernels kRoutes = {kRouteAbi, sizeof(RouteKernels), &topk_gate, &
 }  // namespace
 }  // namespace ds::kernels::cuda
 
-const ds::kernels::RouteKernels* ds_cuda_route_kernels(uint32_t abi) {
+const ds::kernels::RouteKernels* ds_device_route_kernels(uint32_t abi) {
   return abi == ds::kernels::kRouteAbi ? &ds::kernels::cuda::kRoutes : nullptr;
 }

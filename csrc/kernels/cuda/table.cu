@@ -34,6 +34,6 @@ constexpr KernelTable kTable = {kKernelAbi,   sizeof(KernelTable), "cuda",      
 }  // namespace
 }  // namespace ds::kernels::cuda
 
-const ds::kernels::KernelTable* ds_cuda_kernels(uint32_t abi) {
+const ds::kernels::KernelTable* ds_device_kernels(uint32_t abi) {
   return abi == ds::kernels::kKernelAbi ? &ds::kernels::cuda::kTable : nullptr;
 }

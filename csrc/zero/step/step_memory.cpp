@@ -8,7 +8,7 @@ namespace ds::zero {
 DeviceContext& StepMemory::context(storage::Medium at) {
   if (at == storage::Medium::kDevice || device_.device().is_cpu()) return device_;
   if (!host_) {
-    host_ = std::make_unique<DeviceContext>(c10::Device(at::kCPU), device_.threads());
+    host_ = std::make_unique<DeviceContext>(device_.threads());
     share_step_scale();
   }
   return *host_;

@@ -31,9 +31,12 @@ void Stepper::prepare() {
     for (ParamSpace& space : store_.spaces()) ensure_slots(space);
     if (!device_.may_fail()) return;
     size_t blocks = 0;
-    for (const ParamSpace& space : store_.spaces())
+    int64_t numel = 0;
+    for (const ParamSpace& space : store_.spaces()) {
       for (size_t e : space.owned) blocks += kernels::sum_blocks(static_cast<size_t>(space.map.extents[e].numel)) + 1;
-    device_.reserve(static_cast<int64_t>(blocks * kernels::kSumScratchBytes));
+      numel += space.map.shard_numel;
+    }
+    device_.reserve(static_cast<int64_t>(blocks * kernels::kSumScratchBytes), numel);
   } catch (const c10::Error& error) {
     if (!device_.may_fail()) throw;
     device_.note_failure(std::string("there is no memory for the optimizer: ") + error.what_without_backtrace());

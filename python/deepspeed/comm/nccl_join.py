@@ -16,6 +16,16 @@ from deepspeed.log import logger
 _LIBRARY = os.path.join("nvidia", "nccl", "lib", "libnccl.so.2")
 
 
+def moves_memory_of(accelerator):
+    """Whether NCCL moves the memory of this accelerator, and there is one here."""
+    return accelerator._name == "cuda" and accelerator.is_available()
+
+
+def moves(backend, device):
+    """Whether a torch group of this backend may move memory of ``device``, as far as its name tells."""
+    return backend != "nccl" or device.type == "cuda"
+
+
 def find_library(path=None):
     """The NCCL of this process, opened; ``path``: that file and no other. It has ``path``, ``version`` (22809 is
     2.28.9), ``version_text`` and ``has_buffers``. RuntimeError with all that was tried if there is none."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import group_communicators, held, mesh, timeouts
+from deepspeed.comm import group_communicators, held, mesh, nccl_join, timeouts
 from deepspeed.comm.comms_log import configure
 from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.comm.torch import TorchBackend
@@ -147,12 +147,30 @@ def _leave():
 
 def _check_backend(backend):
     accelerator = get_accelerator()
-    if backend == "nccl" and (accelerator._name != "cuda" or not accelerator.is_available()):
+    if backend == "nccl" and not nccl_join.moves_memory_of(accelerator):
         raise RuntimeError(
             f"dist_backend is 'nccl', which moves GPU tensors only, but the accelerator here is {accelerator._name!r}: "
             f"leave dist_backend out (the accelerator chooses {accelerator.communication_backend_name()!r}), or pass "
             f"dist_backend='gloo'."
         )
+
+
+def group_refuses(group, device):
+    """Why the collectives of ``group`` cannot move memory of ``device``, or None. gloo's go through the host."""
+    backend = dist.get_backend(group)
+    if "gloo" in backend:
+        return None
+    try:
+        if hasattr(group, "_get_backend"):
+            group._get_backend(device)
+        elif not nccl_join.moves(backend, device):
+            raise RuntimeError(f"{backend} does not move memory of {device.type}")
+    except RuntimeError as error:
+        return (
+            f"The process group ({backend}) does not carry tensors on {device.type}: {str(error).splitlines()[0]}. "
+            f"Call deepspeed.init_distributed() with the backend of the accelerator, or with dist_backend='gloo'"
+        )
+    return None
 
 
 def _explained(error):

@@ -5,6 +5,7 @@ import importlib
 import torch
 import torch.distributed as dist
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import group_communicators as communicators
 from deepspeed.comm import mesh
 from deepspeed.comm.backend import Backend
@@ -217,7 +218,9 @@ class TorchBackend(Backend):
 
     def init_device_mesh(self, mesh_shape, mesh_dim_names):
         """A torch ``DeviceMesh`` over all ranks; RuntimeError on a torch older than 2.2."""
-        return mesh.init_device_mesh("cuda" if self.get_backend() == "nccl" else "cpu", mesh_shape, mesh_dim_names)
+        accelerator = get_accelerator()
+        kind = accelerator._name if self.get_backend() == accelerator.communication_backend_name() else "cpu"
+        return mesh.init_device_mesh(kind, mesh_shape, mesh_dim_names)
 
     def enable_symm_mem_for_group(self, group_name):
         """Lets kernels of this group reach each other's memory; RuntimeError on a torch without symmetric memory."""

@@ -2,13 +2,17 @@
 
 import torch
 
+from deepspeed import _native
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.process_group import group_refuses
 from deepspeed.host.drives import drive_of
 from deepspeed.log import log_dist, logger
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.by_name import is_native
 from deepspeed.zero.errors import ZeRORuntimeException
 
+OWN_OPERATIONS = "operations of torch"  # the kernels of csrc/zero/any_kernels.cpp
 KNOWN_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -18,6 +22,35 @@ def check_precision(engine):
         raise ValueError(f"fp16.enabled: fp16 is not supported on {accelerator.device_name()} here; use bf16 or fp32")
     if engine.bfloat16_enabled() and not accelerator.is_bf16_supported():
         raise ValueError(f"bf16.enabled: bf16 is not supported on {accelerator.device_name()} here; use fp16 or fp32")
+
+
+def check_device(engine):
+    """What cannot train on one rank is an error on all of the data-parallel ones: they would wait for it."""
+    device, problem = engine.device, None
+    try:
+        kernels = _native._C.kernels_of(str(device))
+        if kernels == OWN_OPERATIONS and device.type != "cpu":
+            log_dist(f"There is no kernel library of {device.type}: the kernels are {kernels}.", ranks=[0])
+    except (RuntimeError, ValueError) as error:
+        problem = str(error)
+    problem = problem or _several_devices(engine.module)
+    if engine.dp_world_size > 1:
+        problem = problem or group_refuses(engine.data_parallel_group, device)
+        told = [None] * engine.dp_world_size
+        dist.all_gather_object(told, problem, group=engine.data_parallel_group)
+        problem = "; ".join(f"data-parallel rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
+    if problem:
+        raise RuntimeError(f"this engine cannot train on {device}. {problem}")
+
+
+def _several_devices(module):
+    found = {}
+    for name, param in module.named_parameters():
+        found.setdefault(getattr(param, "ds_handle", param).device, name)
+    if len(found) > 1:
+        listed = ", ".join(f"'{name}' on {device}" for device, name in found.items())
+        return f"Parameters lie on {len(found)} devices: {listed}. Move the model to one device"
+    return None
 
 
 def check_grad_dtype(engine):

@@ -98,6 +98,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self._long_sequences.prepare()
         self.sparse_tensor_module_names = set(self._assembly.sparse_embeddings())
         self._assembly.move_model(dont_change_device)
+        checks.check_device(self)
         self._assembly.make_optimizer(model_parameters)
         checks.check_step_strategy(self)
         checks.tell_of_unpinned(self)
@@ -115,7 +116,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
             self.stepping.need_all = not self._config.zero_config.ignore_unused_parameters
         if hasattr(self.checkpoint_engine, "expect"):
             sizes = expected_bytes(self._checkpoints.run_state())
-            self.checkpoint_engine.expect(sizes, pinned=self.device.type == "cuda")
+            self.checkpoint_engine.expect(sizes, pinned=self.device.type != "cpu")
         run_hooks(self, "start")
         self._report_config()
 

@@ -9,7 +9,6 @@ import collections
 import torch
 
 from deepspeed._native import _C
-from deepspeed.accelerator import get_accelerator
 
 RULES = _C.optimizer_rules()
 
@@ -181,7 +180,6 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def _update(self, rule, args, device, step, params, grads, states):
         """One native update of ``params`` with ``states[slot][parameter]``."""
-        stream = get_accelerator().current_stream(device).cuda_stream if device.type == "cuda" else 0
         random = {}
         if self.stochastic_rounding and any(param.dtype == torch.bfloat16 for param in params):
             positions = {}
@@ -191,9 +189,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 "seed": (self._seed ^ (step << 40)) & 0xFFFFFFFFFFFFFFFF,
                 "streams": [positions[param] for param in params],
             }
-        self._runner(rule).step(
-            params, grads, states, args, step=step, threads=torch.get_num_threads(), cuda_stream=stream, **random
-        )
+        self._runner(rule).step(params, grads, states, args, step=step, threads=torch.get_num_threads(), **random)
 
     @torch.no_grad()
     def updated(self, group, weight, grad, states, step):

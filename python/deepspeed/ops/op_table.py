@@ -53,6 +53,7 @@ def _cuda(name, class_name, what, takes_name=True, **more):
 
 
 LIBRARIES = {"cpu": "libds_kernels_cpu.so", "cuda": "libds_kernels_cuda.so"}
+SOURCES = {"cpu": "cpp", "cuda": "cu"}  # the endings of the files in csrc/kernels
 
 OPS = (
     # Optimizers

@@ -54,7 +54,9 @@ TEST(KernelTableTest, AnotherAbiIsRefused) {
 
 TEST(KernelTableTest, UnknownDevicesAreRefused) {
   EXPECT_EQ(ds_kernels(kKernelAbi, "abacus"), nullptr);
-  EXPECT_TRUE(says(std::string(ds_kernels_error(kKernelAbi, "abacus")), "cpu and cuda"));
+  EXPECT_TRUE(says(std::string(ds_kernels_error(kKernelAbi, "abacus")), "libds_kernels_abacus.so"));
+  EXPECT_FALSE(ds_has_kernels("abacus"));
+  EXPECT_TRUE(ds_has_kernels("cpu"));
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/ranges.h"
+#include "storage/pinned.h"
 
 namespace ds::zero {
 
@@ -89,7 +90,7 @@ void StagedGather::arrive() {
     return;
   }
   const at::Tensor column = note_column_.contiguous();
-  host_notes_ = at::empty({column.size(0)}, at::TensorOptions().dtype(at::kByte).pinned_memory(column.is_cuda()));
+  host_notes_ = at::empty({column.size(0)}, storage::host_options(column.device()).dtype(at::kByte));
   host_notes_.copy_(column, /*non_blocking=*/true);
   const c10::impl::VirtualGuardImpl device(column.device().type());
   copied_.emplace(column.device().type());

@@ -52,7 +52,7 @@ class Speculative : public StepStrategy, public GradArrivals {
         device_(parts.device),
         grads_(parts.grads),
         stepper_(*parts.stepper),
-        host_(c10::Device(at::kCPU), std::max(1, parts.options.threads)),
+        host_(std::max(1, parts.options.threads)),
         copies_(store_.storage()->add_scratch_user()),
         confirmed_(store_.spaces().size()) {
     // The next backward needs the same memory again.

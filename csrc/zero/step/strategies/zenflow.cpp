@@ -66,7 +66,7 @@ class ZenFlow : public StepStrategy {
         stepper_(*parts.stepper),
         options_(parts.options.zenflow),
         choice_(store_, device_, stepper_, options_),
-        host_(c10::Device(at::kCPU), std::max(1, options_.overlap ? parts.options.threads : device_.threads())),
+        host_(std::max(1, options_.overlap ? parts.options.threads : device_.threads())),
         adding_(c10::Device(at::kCPU), 1),
         late_steps_(at::zeros({static_cast<int64_t>(store_.size())})),
         late_used_(store_.size()),

@@ -49,8 +49,7 @@ ZenFlowChoice::ZenFlowChoice(ParamStore& store, DeviceContext& device, Stepper& 
       ratio_(options.topk_ratio),
       at_(options.offload ? Medium::kHost : Medium::kDevice),
       squares_(store, at::zeros({1}, device.sum_tensor().options())) {
-  if (options.offload && !device.device().is_cpu())
-    host_ = std::make_unique<DeviceContext>(c10::Device(at::kCPU), device.threads());
+  if (options.offload && !device.device().is_cpu()) host_ = std::make_unique<DeviceContext>(device.threads());
   for (size_t param = 0; param < store.size(); ++param) widths_.push_back(width_of(store.spec(param)));
 }
 

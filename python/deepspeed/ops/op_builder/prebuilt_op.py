@@ -10,7 +10,7 @@ from deepspeed.host.devices import nvidia_device_count
 from deepspeed.host.libraries import find_header, find_library, missing_libraries
 from deepspeed.log import logger
 from deepspeed.ops.op_builder import builder as interface
-from deepspeed.ops.op_table import LIBRARIES, NOT_IMPLEMENTED
+from deepspeed.ops.op_table import LIBRARIES, NOT_IMPLEMENTED, SOURCES
 from deepspeed.registry import load_target
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -47,7 +47,7 @@ class PrebuiltOp:
         if missing:
             return missing
         device = self.device()
-        if device == "cuda" and get_accelerator()._name != "cuda":
+        if device not in ("cpu", get_accelerator()._name):
             return "needs an NVIDIA GPU" + ("" if nvidia_device_count() else ", and there is none on this machine")
         if self.ROW.rule is None:
             return ""
@@ -116,7 +116,7 @@ class PrebuiltOp:
 
     def sources(self):
         """The kernels' files in the source tree of deepspeed, relative to its top (they are not in a wheel)."""
-        endings = {"ref": "cpp", "cpu": "cpp", **({"cuda": "cu"} if "cuda" in self.ROW.devices else {})}
+        endings = {"ref": "cpp", **{kind: SOURCES[kind] for kind in ("cpu", *self.ROW.devices)}}
         return [f"csrc/kernels/{kind}/{name}.{end}" for name in self.ROW.kernels for kind, end in endings.items()]
 
     def include_paths(self):

@@ -5,7 +5,6 @@ import threading
 import torch
 
 from deepspeed._native import _C
-from deepspeed.accelerator import get_accelerator
 
 
 def has_rule(rule):
@@ -32,8 +31,6 @@ class Stepper:
         the rule. ``hyper`` holds the rule's hyperparameters by name."""
         if not params:
             return
-        device = params[0].device
-        stream = get_accelerator().current_stream(device).cuda_stream if device.type == "cuda" else 0
         with torch.no_grad():
             self._runner().step(
                 list(params),
@@ -42,7 +39,6 @@ class Stepper:
                 {name: float(value) for name, value in hyper.items()},
                 float(step),
                 torch.get_num_threads(),
-                stream,
             )
 
     def sums(self):
