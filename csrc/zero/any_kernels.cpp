@@ -104,7 +104,7 @@ std::vector<Run> runs_of(const AnySegment* segments, size_t count, int64_t bytes
   return runs;
 }
 
-// Calls body(number, run, scratch) for each run, on the host from the pool's threads; for none where there is no memory.
+// Calls body(number, run, scratch) for each run, on the host from the pool's threads; for none without memory.
 template <typename Body>
 void each_run(const c10::Device& device, const Launch& launch, const std::vector<Run>& runs, int64_t bytes,
               const Body& body) {
