@@ -24,8 +24,7 @@
 #include "zero/torch_scratch.h"
 
 // An operation of a formula is one operation of torch, in fp32, so that it is rounded as in kernels/ref: what torch
-// fuses (lerp, addcmul) is rounded otherwise on some devices. Intermediate results are in scratch, and the work is done
-// in runs of elements, so that their size is bounded.
+// fuses (lerp, addcmul) is rounded otherwise on some devices. Runs of elements bound the scratch of a call.
 namespace ds::zero {
 
 const kernels::KernelTable& cpu_library() {
@@ -105,8 +104,7 @@ std::vector<Run> runs_of(const AnySegment* segments, size_t count, int64_t bytes
   return runs;
 }
 
-// Calls body(number, run, scratch) for each run, or not once where there is no memory. On the host the threads of the
-// pool share the runs.
+// Calls body(number, run, scratch) for each run, on the host from the pool's threads; for none without memory.
 template <typename Body>
 void each_run(const c10::Device& device, const Launch& launch, const std::vector<Run>& runs, int64_t bytes,
               const Body& body) {
