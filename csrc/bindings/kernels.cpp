@@ -11,8 +11,8 @@ namespace py = pybind11;
 
 DS_BINDINGS(m) {
   m.def(
-      "kernels_of", [](const std::string& device) { return std::string(ds::zero::kernels_of(c10::Device(device)).isa); },
-      "device"_a,
+      "kernels_of",
+      [](const std::string& device) { return std::string(ds::zero::kernels_of(c10::Device(device)).isa); }, "device"_a,
       "The instruction set of the kernels with which an engine trains on a device, for reports. RuntimeError,\n"
       "ValueError or NotImplementedError where there can be none.");
   m.def(

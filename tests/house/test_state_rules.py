@@ -172,7 +172,7 @@ def of_the_test():
         ("csrc/comm/calls/op.h", "  kBarrier,", "  kBarrier,\n  kAllToAllV,", "the first 12 of 13"),
         ("tests/cpp/comm/verbs_test.cpp", "case Verb::kGather:", "", "Verb::kGather must give"),
         ("tests/cpp/comm/verbs_test.cpp", "size <= 8;", "size <= 4;", "1 to 8 ranks"),
-        ("tests/cpp/comm/transports.h", '"shm", ', "", "Add 'shm' to transport_names()"),
+        ("tests/cpp/comm/transports.h", '"shm",', "", "Add 'shm' to transport_names()"),
     ],
 )
 def test_a_verb_or_transport_without_a_test(of_the_test, path, old, new, part):

@@ -85,10 +85,10 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
             .above(0));
   c.add(integer("data_parallel_size", nullptr, "Data-parallel ranks; with sequence_parallel_size it makes a 2-D mesh.")
             .above(0));
-  c.add(integer("allgather_size", 500000000,
-                "Old key of the bucket size, read when zero_optimization is a bare boolean.")
-            .at_least(0)
-            .deprecated_for("zero_optimization.allgather_bucket_size"));
+  c.add(
+      integer("allgather_size", 500000000, "Old key of the bucket size, read when zero_optimization is a bare boolean.")
+          .at_least(0)
+          .deprecated_for("zero_optimization.allgather_bucket_size"));
   // Ours, not DeepSpeed's.
   c.add(section("comm", "Collectives between ranks.",
                 {number("timeout", nullptr,
