@@ -7,7 +7,7 @@
 . "$(dirname "$0")/common.sh"
 kind=${1:-all}
 shift || true
-tools/build.sh native tests
+tools/build.sh native tests $([ "$kind" != all ] || echo benchmarks)  # benchmarks that do not compile are found here
 pick_python
 dir=build/$(env_tag "$PY")
 export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}

@@ -105,7 +105,9 @@ TEST_F(FakeNccl, SomeBytesTravelAhead) {
     if (rank == 0) {
       for (float& value : values) {
         comms[0]->send(&value, 1, nccl::kFloat32, 1, stream(0));
-        if (&value != values + 2) EXPECT_EQ(wait(stream(0)), 0);
+        if (&value != values + 2) {
+          EXPECT_EQ(wait(stream(0)), 0);
+        }
         if (&value != values + 2) value = 0;  // it has left
       }
       pause();

@@ -43,10 +43,14 @@ Machine& Machine::own() {
 
 std::string Machine::run(const Grid& grid, const std::function<void()>& body, Order order, uint64_t seed) {
   grid_ = grid, body_ = &body, order_ = order, error_.clear();
-  random_.seed(static_cast<uint32_t>(seed * kOrders + static_cast<uint64_t>(order)));
   std::vector<unsigned> blocks(grid.blocks);
   std::iota(blocks.begin(), blocks.end(), 0u);
+  // Forward and reverse run any two blocks in different orders.
+  random_.seed(static_cast<uint32_t>(seed));
   std::shuffle(blocks.begin(), blocks.end(), random_);
+  if (order == Order::kReverse) std::reverse(blocks.begin(), blocks.end());
+  random_.seed(static_cast<uint32_t>(seed * kOrders + static_cast<uint64_t>(order)));
+  if (order >= Order::kRandom) std::shuffle(blocks.begin(), blocks.end(), random_);
   if (kThreadSanitizer) barriers_ = std::vector<Barriers>(grid.blocks);
   while (fibers_.size() < grid.threads) {
     fibers_.push_back(std::make_unique<Fiber>(stacks_ + fibers_.size() * Fiber::kStack));
