@@ -43,12 +43,14 @@ CASES = [
 @pytest.mark.parametrize("world, stage, dtype, accumulate, offload", [CASES[index] for index in sample(CASES)])
 def test_training_is_that_of_the_library(world, stage, dtype, accumulate, offload):
     given = (stage, dtype, accumulate, offload)
+    # Sums are rounded in another order. The last digit of a norm may round a 16-bit weight to its neighbour.
+    near = {"fp32": 1e-6, "bf16": torch.finfo(torch.bfloat16).eps, "fp16": torch.finfo(torch.float16).eps}[dtype]
     results = run_ranks(world, body, *given, env=ANY)
     for rank, (found, expected) in enumerate(zip(results, run_ranks(world, body, *given))):
-        assert found[0] == pytest.approx(expected[0], rel=1e-6), rank
-        assert found[1] == pytest.approx(expected[1], rel=1e-6), rank
+        assert found[0] == pytest.approx(expected[0], rel=near), rank
+        assert found[1] == pytest.approx(expected[1], rel=near), rank
         for name, value in expected[2].items():
-            assert torch.allclose(found[2][name], value, rtol=1e-6, atol=1e-6), (rank, name)
+            assert torch.allclose(found[2][name], value, rtol=near, atol=near), (rank, name)
     if dtype == "fp32":
         plain = dict(train_plain(STEPS, adam_like)[2].named_parameters())
         for name, value in results[0][2].items():
