@@ -139,7 +139,9 @@ def groups_of(output, with_debian_torch):
     room = re.match(r"ds_(\w+)\.dir", name)
     if room and room[1] in ROOMS_WITHOUT_TORCH:
         return {"build"}
-    more = {"bench_": {"bench"}, "test_": {"test"}, "fake_": {"test"}}.get(name.partition("_")[0] + "_", set())
+    more = {"bench_": {"bench"}, "test_": {"test"}, "fake_": {"test"}, "cuda_": {"test"}}.get(
+        name.partition("_")[0] + "_", set()
+    )
     return {"build", "torch" if with_debian_torch else "torch2"} | more
 
 
