@@ -6,6 +6,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <string>
 
@@ -135,6 +137,23 @@ TEST(AnyKernels, ColumnSumsEqualTheReference) {
   }
 }
 
+// Of one value in fp32, and of neighbours in 16 bits: the last digit of torch's operations differs between its
+// versions.
+testing::AssertionResult near(const Tensor& got, const Tensor& want) {
+  for (size_t b = 0; b < got.buffers.size(); ++b) {
+    const auto &mine = got.buffers[b], &theirs = want.buffers[b];
+    const DType dtype = theirs.dtype();
+    const double share = dtype == DType::kBF16 ? 1.0 / 128 : dtype == DType::kF16 ? 1.0 / 1024 : 1e-6;
+    for (size_t i = 0; i < theirs.size(); ++i) {
+      const double x = mine.get(i), y = theirs.get(i);
+      const bool equal = x == y || (std::isnan(x) && std::isnan(y));
+      if (!equal && !(std::abs(x - y) <= share * std::max(1.0, std::abs(y))))
+        return testing::AssertionFailure() << "element " << i << ": " << x << ", not " << y << " (buffer " << b << ")";
+    }
+  }
+  return testing::AssertionSuccess();
+}
+
 TEST(AnyKernels, EveryRuleEqualsTheReference) {
   ThreadPool pool(3);
   const StepScale scale = {0, 0.7f, 0}, skip = {0, 0.7f, kernels::kSkipNotFinite};
@@ -164,7 +183,7 @@ TEST(AnyKernels, EveryRuleEqualsTheReference) {
           run(rule, ref_table(), {}, host, args, &scale);
           run(rule, any(), {&pool}, segments, args, &scale);
           for (size_t i = 0; i < want.size(); ++i)
-            ASSERT_TRUE(optim::test::same(got[i], want[i]))
+            ASSERT_TRUE(near(got[i], want[i]))
                 << optim::test::where(rule, any(), args, want[i].numel(), i % 3) << " form " << form;
         }
       }
