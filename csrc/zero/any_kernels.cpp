@@ -47,7 +47,7 @@ constexpr int64_t kDeviceScratch = 64ll << 20;    // bytes
 constexpr int64_t kAlign = 64, kMostArrays = 16;  // of the scratch of a run
 constexpr int64_t kMostElementBytes = 64;         // of scratch, for each element
 
-// What went wrong on this thread: since it was asked last, and what it was told then.
+// Errors of this thread: the one since the last call of last_error(), and the text that this call returned.
 thread_local std::string found_failure, told_failure;
 
 // Neither autograd nor autocast sees what a kernel does.
@@ -197,7 +197,7 @@ void column_sums(const c10::Device& device, const Launch&, const void* data, DTy
   array_at(sums, at::kDouble, width, device).add_(whole.sum({0}));
 }
 
-// What a rule works on: a run of fp32 values, and their gradients, scaled, which it may overwrite.
+// The operands of a rule: a run of fp32 values and their scaled gradients, which the rule may overwrite.
 struct Work {
   at::Tensor p, g, s[kernels::kMaxStates];
   at::Tensor t;  // of the same size, to write to

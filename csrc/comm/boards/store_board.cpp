@@ -45,7 +45,7 @@ bool strict() {
 
 }  // namespace
 
-// What a rank posts. Times are of its host's clock; `now_us` gives the difference to another host's clock.
+// The values that a rank posts. Times are of its host's clock; `now_us` gives the difference to another host's clock.
 struct StoreBoard::Posted {
   struct Head {
     int64_t tick = 0, now_us = 0, pid = -1;

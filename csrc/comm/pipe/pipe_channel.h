@@ -113,7 +113,7 @@ class PipeChannel {
     int64_t number = 0;  // there
   };
   using Key = std::pair<PipeStream, int>;
-  // What carries a stream to or from another rank: one of the two communicators, or that of an edge.
+  // The communicator of a stream to or from another rank: one of the two whole ones, or that of an edge.
   struct Route {
     CommunicatorPtr communicator;
     std::mutex issuing;  // one call at a time

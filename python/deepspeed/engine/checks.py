@@ -25,7 +25,7 @@ def check_precision(engine):
 
 
 def check_device(engine):
-    """What cannot train on one rank is an error on all of the data-parallel ones: they would wait for it."""
+    """Raises RuntimeError on all data-parallel ranks if one of them cannot train: the others would wait for it."""
     device, problem = engine.device, None
     try:
         kernels = _native._C.kernels_of(str(device))

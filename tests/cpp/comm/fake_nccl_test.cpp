@@ -1,7 +1,6 @@
 // The library that stands in for NCCL (fake_nccl/) waits where NCCL does, and says who waits for whom.
-#include "fake_nccl/fake_nccl.h"
+#include "fake_nccl_calls.h"
 
-#include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -14,36 +13,22 @@
 #include <vector>
 
 #include "../on_threads.h"
-#include "../stand_in.h"
 #include "comm/nccl/nccl_comm.h"
 
 namespace ds::comm {
 namespace {
 
 using std::chrono::milliseconds;
-const std::string kFake = stand_in("fake_nccl");
-
-template <typename Function>
-Function* order(Function*, const char* name) {
-  return reinterpret_cast<Function*>(dlsym(dlopen(kFake.c_str(), RTLD_NOW), name));
-}
-#define FAKE_NCCL(function) order(&function, #function)
-
 void* const kFirst = reinterpret_cast<void*>(0x10);  // streams
 void* stream(int rank, int number = 0) { return static_cast<char*>(kFirst) + 64 * rank + number; }
 
-// What of a stream is there now; the host waits for it.
+// The host waits for the work that is on a stream now.
 int wait(void* stream) { return FAKE_NCCL(fake_nccl_wait)(stream, FAKE_NCCL(fake_nccl_record)(stream)); }
 bool ended(void* stream) { return FAKE_NCCL(fake_nccl_ended)(stream, FAKE_NCCL(fake_nccl_record)(stream)) == 1; }
 void pause() { std::this_thread::sleep_for(milliseconds(30)); }
 
-class FakeNccl : public testing::Test {
+class FakeNccl : public FakeNcclTest {
  protected:
-  void SetUp() override { FAKE_NCCL(fake_nccl_reset)(); }
-  void TearDown() override {
-    EXPECT_EQ(FAKE_NCCL(fake_nccl_count)("alive"), 0);
-    unsetenv("FAKE_NCCL_EAGER");
-  }
   using Comms = std::vector<NcclCommPtr>;
 
   NcclCommPtr join(const nccl::UniqueId& id, int rank, int size) {
@@ -51,14 +36,14 @@ class FakeNccl : public testing::Test {
     place.rank = rank;
     place.size = size;
     place.timeout = std::chrono::seconds(20);
-    return NcclComm::join(NcclLibrary::open(kFake), id, place);
+    return NcclComm::join(NcclLibrary::open(fake_nccl_path()), id, place);
   }
 
   // `count` communicators on each of `size` ranks, which are threads.
   template <typename Body>
   void on_ranks(int size, int count, const Body& body) {
     std::vector<nccl::UniqueId> ids(count);
-    for (auto& id : ids) id = NcclLibrary::open(kFake)->make_id();
+    for (auto& id : ids) id = NcclLibrary::open(fake_nccl_path())->make_id();
     std::atomic<int> done{0};
     on_threads(size, [&](int rank) {
       Comms comms;
@@ -239,7 +224,7 @@ TEST_F(FakeNccl, CallsThatDoNotMatchEndTheJob) {
 // ----------------------------------------------------------------------------------------------
 
 TEST_F(FakeNccl, RanksMayBeProcesses) {
-  const nccl::UniqueId id = NcclLibrary::open(kFake)->make_id();
+  const nccl::UniqueId id = NcclLibrary::open(fake_nccl_path())->make_id();
   const auto works = [&](int rank) {
     const NcclCommPtr comm = join(id, rank, 2);
     std::vector<double> sum(1000, rank + 1.0), all(2000), got(1000);

@@ -1,6 +1,5 @@
 // Schedules of pipelines over sends that end when their receives run (fake_nccl/): ranks are threads.
 #include <ATen/Functions.h>
-#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,14 +15,13 @@
 
 #include "../error_of.h"
 #include "../on_threads.h"
-#include "../stand_in.h"
 #include "base/error.h"
 #include "comm/calls/one_queue.h"
 #include "comm/decorators/forwarding.h"
 #include "comm/nccl/nccl_comm.h"
 #include "comm/pipe/pipe_channel.h"
 #include "comm/transports/thread_communicator.h"
-#include "fake_nccl/fake_nccl.h"
+#include "fake_nccl_calls.h"
 #include "plan/pipe_check.h"
 #include "plan/pipe_schedule.h"
 
@@ -32,14 +30,6 @@ namespace {
 
 using plan::PipeOp;
 using plan::PipePlan;
-
-const std::string kFake = stand_in("fake_nccl");
-
-template <typename Function>
-Function* order(Function*, const char* name) {
-  return reinterpret_cast<Function*>(dlsym(dlopen(kFake.c_str(), RTLD_NOW), name));
-}
-#define FAKE_NCCL(function) order(&function, #function)
 
 // A send or receive on an opaque stream. The host waits for it, because host memory has no device that could.
 class QueuedWork : public Work {
@@ -71,8 +61,8 @@ class LateWork : public Work {
   const WorkPtr note_;
 };
 
-// What NcclCommunicator does on a GPU: tensors of messages go through NCCL, on one stream for the communicator; notes
-// go over the host.
+// A communicator like NcclCommunicator on a GPU: tensors of messages go through NCCL, on one stream for the
+// communicator; notes go over the host.
 class QueuedNccl : public Communicator, public OneQueue {
  public:
   QueuedNccl(NcclCommPtr nccl, CommunicatorPtr host, bool says_it)
@@ -112,7 +102,7 @@ CommunicatorPtr queued_nccl(const CommunicatorPtr& thread, const nccl::UniqueId&
   place.rank = thread->rank();
   place.size = thread->size();
   place.timeout = std::chrono::seconds(60);
-  return std::make_shared<QueuedNccl>(NcclComm::join(NcclLibrary::open(kFake), id, place), thread, says_it);
+  return std::make_shared<QueuedNccl>(NcclComm::join(NcclLibrary::open(fake_nccl_path()), id, place), thread, says_it);
 }
 
 // ---- what ranks compute
@@ -207,7 +197,7 @@ Outcome by_threads(const PipePlan& plan, int64_t numel) {
 // receives share a stream.
 Outcome by_two_communicators(const PipePlan& plan, int64_t numel) {
   const auto first = thread_communicators(plan.shape.stages), second = thread_communicators(plan.shape.stages);
-  const auto library = NcclLibrary::open(kFake);
+  const auto library = NcclLibrary::open(fake_nccl_path());
   const nccl::UniqueId ids[] = {library->make_id(), library->make_id()};
   return run_plan(plan, numel, [&](int rank) {
     const auto activations = queued_nccl(first[rank], ids[0], false), grads = queued_nccl(second[rank], ids[1], false);
@@ -215,7 +205,7 @@ Outcome by_two_communicators(const PipePlan& plan, int64_t numel) {
   });
 }
 
-// What both ranks of an edge need to open it.
+// Both ranks of an edge open it with these.
 struct EdgeMeeting {
   nccl::UniqueId id;
   std::vector<CommunicatorPtr> threads;
@@ -225,7 +215,7 @@ using EdgeMeetings = std::map<PipeEdge, EdgeMeeting>;
 EdgeMeetings ids_of(const PipePlan& plan) {
   EdgeMeetings made;
   for (const PipeEdge& edge : pipe_edges(plan.shape))
-    made[edge] = {NcclLibrary::open(kFake)->make_id(), thread_communicators(2)};
+    made[edge] = {NcclLibrary::open(fake_nccl_path())->make_id(), thread_communicators(2)};
   return made;
 }
 
@@ -281,14 +271,7 @@ std::vector<Case> cases() {
   return made;
 }
 
-class PipesOnNccl : public testing::Test {
- protected:
-  void SetUp() override { FAKE_NCCL(fake_nccl_reset)(); }
-  void TearDown() override {
-    EXPECT_EQ(FAKE_NCCL(fake_nccl_count)("alive"), 0);
-    unsetenv("FAKE_NCCL_EAGER");
-  }
-};
+class PipesOnNccl : public FakeNcclTest {};
 
 // The rank of a schedule that sends to ranks that send to it, at last, waits for them while they wait for it.
 bool hangs_in_two_communicators(const Case& one) {
@@ -331,7 +314,7 @@ INSTANTIATE_TEST_SUITE_P(Bytes, PipesOnNcclWithBytesAhead, testing::Values(0, 1'
 
 // A transport with one queue and no way to open more.
 TEST_F(PipesOnNccl, AChannelSaysWhatIsMissing) {
-  const auto library = NcclLibrary::open(kFake);
+  const auto library = NcclLibrary::open(fake_nccl_path());
   const auto thread = thread_communicators(1);
   const auto alone = queued_nccl(thread[0], library->make_id(), true);
   EXPECT_TRUE(says(error_of(ErrorKind::kValue, [&] { PipeChannel(alone, alone, options_of_test()); }),

@@ -4,8 +4,9 @@
 // All calls of the job are let go in thought, as often as something can: a call once all that come before it on its
 // stream and its communicator have ended, its device has room for it, and the calls that it meets can go, too. A call
 // that has not been made counts as one that can go, unless the threads that have made such calls all wait for
-// operations that stay. What stays where hosts could still make every missing call is a circle for certain. What stays
-// only because hosts wait is one when it has stayed for a while: a thread that was never seen may make the call.
+// operations that stay. Operations that stay although hosts could still make every missing call are a circle.
+// Operations that stay only because hosts wait are a circle after a while: a thread that was never seen may make the
+// call.
 #pragma once
 #include <map>
 #include <set>

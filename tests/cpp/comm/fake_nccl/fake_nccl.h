@@ -1,5 +1,5 @@
-// What a library that stands in for NCCL offers beside NCCL's interface: to a device that stands in for a GPU, and to
-// tests. Found with dlsym; `Stream` is a cudaStream_t.
+// Functions that the library that stands in for NCCL has beside NCCL's interface, for a device that stands in for a GPU
+// and for tests. They are found with dlsym; `Stream` is a cudaStream_t.
 #pragma once
 #include <cstddef>
 #include <cstdint>

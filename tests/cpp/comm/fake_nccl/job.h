@@ -1,9 +1,8 @@
-// What the ranks of a job share, be they threads or processes of one host: a file in memory with the calls that have
-// not ended, by device, and the communicators. One lock guards all of it, and what a process keeps for itself.
+// The state that the ranks of a job share, as threads or processes of one host: a file in memory with the calls that
+// have not ended, by device, and the communicators. One lock guards it, and the state of each process.
 //
 // The job is named by FAKE_NCCL_JOB, else by MASTER_ADDR and MASTER_PORT, else it is this process; an id of NCCL
-// carries the name. Whoever finds that nobody holds the file makes it anew, so a job that was killed leaves nothing to
-// the next.
+// carries the name. A process that finds the file unused makes it anew, so a killed job leaves nothing to the next one.
 #pragma once
 #include <fcntl.h>
 #include <pthread.h>

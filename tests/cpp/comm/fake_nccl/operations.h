@@ -1,4 +1,4 @@
-// What a process keeps for itself, and how its operations run.
+// The state of one process, and the run of its operations.
 #pragma once
 #include <atomic>
 #include <deque>
