@@ -6,6 +6,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <unordered_map>
@@ -25,7 +26,8 @@ struct Kernel {
 };
 
 thread_local Kernel* running = nullptr;
-struct sigaction before;  // who had the signal
+struct sigaction before;           // who had the signal
+std::atomic<bool> ended = false;  // by a fault of the host
 
 void touch(const Mapping& mapping, char* address, bool write) {
   char* page = address - (address - mapping.begin()) % static_cast<ptrdiff_t>(kPage);
@@ -44,17 +46,14 @@ void on_fault(int signal, siginfo_t* info, void* context) {
   const Mapping* mapping = mapping_of(address);
   if (mapping && running) return touch(*mapping, address, write);
   if (mapping == &pinned_memory().mapping) return pinned_memory().host_access(address, write);
-  if (mapping) {
-    char text[128];
-    const int length = std::snprintf(text, sizeof(text), "stand-in device: the host %s memory of a device at %p:\n",
-                                     write ? "writes" : "reads", static_cast<void*>(address));
-    void* frames[32];
-    if (::write(STDERR_FILENO, text, static_cast<size_t>(length)) == length)
-      backtrace_symbols_fd(frames, backtrace(frames, 32), STDERR_FILENO);
-  }
-  if (before.sa_flags & SA_SIGINFO) return before.sa_sigaction(signal, info, context);
-  if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) return before.sa_handler(signal);
-  ::signal(signal, SIG_DFL);  // the access happens again, and ends the process
+  char text[128];
+  const int length = std::snprintf(text, sizeof(text), "stand-in device: the host %s memory of %s at %p:\n",
+                                   write ? "writes" : "reads", mapping ? "a device" : "nobody", info->si_addr);
+  void* frames[32];
+  if (::write(STDERR_FILENO, text, static_cast<size_t>(length)) == length)
+    backtrace_symbols_fd(frames, backtrace(frames, 32), STDERR_FILENO);
+  ended = true;
+  sigaction(SIGSEGV, &before, nullptr);  // the access happens again, and ends the process
 }
 
 }  // namespace
@@ -62,7 +61,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
 void install_fault_handler() {
   struct sigaction now;
   sigaction(SIGSEGV, nullptr, &now);
-  if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == &on_fault) return;
+  if (ended || ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == &on_fault)) return;
   before = now;
   struct sigaction ours {};
   ours.sa_sigaction = &on_fault;

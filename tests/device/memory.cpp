@@ -3,12 +3,14 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "kernels.h"
 
@@ -24,15 +26,27 @@ char* page_of(const void* address) {
 
 }  // namespace
 
-Mapping::Mapping(const char* name, int protection) : file_(memfd_create(name, MFD_CLOEXEC)) {
+Mapping::Mapping(const char* name, int protection) : name_(name), protection_(protection) {
+  map();
+  static std::vector<Mapping*>* all = [] {  // a process that another one forks has memory of its own
+    pthread_atfork(nullptr, nullptr, [] {
+      for (Mapping* each : *all) each->map();
+    });
+    return new std::vector<Mapping*>;
+  }();
+  all->push_back(this);
+}
+
+void Mapping::map() {
+  file_ = memfd_create(name_, MFD_CLOEXEC);
   TORCH_CHECK(file_ >= 0 && ftruncate(file_, kBytes) == 0, "no memory file for the stand-in: ", std::strerror(errno));
-  const auto map = [&](int access) {
-    void* at = mmap(nullptr, kBytes, access, MAP_SHARED | MAP_NORESERVE, file_, 0);
+  const auto map = [&](char* place, int access) {
+    void* at = mmap(place, kBytes, access, MAP_SHARED | MAP_NORESERVE | (place ? MAP_FIXED : 0), file_, 0);
     TORCH_CHECK(at != MAP_FAILED, "no addresses for the stand-in: ", std::strerror(errno));
     return static_cast<char*>(at);
   };
-  begin_ = map(protection);
-  open_ = map(PROT_READ | PROT_WRITE);
+  begin_ = map(begin_, protection_);
+  open_ = map(open_, PROT_READ | PROT_WRITE);
 }
 
 void Mapping::protect(const void* begin, const void* end, int protection) {

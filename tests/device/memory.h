@@ -19,6 +19,7 @@ constexpr size_t kPage = 4096;
 class Mapping {
  public:
   Mapping(const char* name, int protection);
+  Mapping(const Mapping&) = delete;
 
   bool holds(const void* address) const { return begin_ <= address && address < begin_ + kBytes; }
   char* begin() const { return begin_; }
@@ -31,9 +32,13 @@ class Mapping {
   static constexpr size_t kBytes = size_t{32} << 30;  // of addresses
 
  private:
-  char* begin_;
-  char* open_;
-  int file_;
+  void map();
+
+  const char* name_;
+  int protection_;
+  char* begin_ = nullptr;
+  char* open_ = nullptr;
+  int file_ = -1;
 };
 
 struct Figures {

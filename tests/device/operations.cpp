@@ -269,6 +269,7 @@ class Call {
     for (const at::Tensor& tensor : fresh_) outputs.push_back(tensor.defined() ? opened(tensor) : tensor);
     auto work = [op = op_, cpu = std::move(cpu), outputs = std::move(outputs)]() mutable {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      const Stack kept = cpu;  // torch returns references to several outputs after it has dropped the arguments
       op.callBoxed(cpu);
       keep(cpu, outputs, op.schema());
     };

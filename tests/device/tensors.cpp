@@ -182,7 +182,13 @@ void record_stream(at::Tensor& self, at::Stream stream) {
   device_allocator().recordStream(self.storage().data_ptr(), stream);
 }
 
+// Parameters stay the objects that they are when a module moves between the host and the device, as on CUDA.
+bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
+  return self.layout() == from.layout();
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);

@@ -4,6 +4,7 @@
 DS_TEST_DEVICE=cuda. More ranks than GPUs share them; NCCL refuses two ranks on one GPU, so such ranks use gloo.
 """
 
+import contextlib
 import os
 
 NAME = os.environ.get("DS_TEST_DEVICE") or "cpu"
@@ -22,6 +23,8 @@ def _gpus():
 
 def local_rank(rank):
     """The index of the device that a rank of this host uses, which is its LOCAL_RANK."""
+    if NAME == "standin":
+        return rank % 2
     return rank % max(_gpus(), 1) if NAME == "cuda" else rank
 
 
@@ -31,3 +34,16 @@ def choose_backend(world_size):
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
         CUDA_Accelerator._communication_backend_name = "gloo" if world_size > _gpus() else "nccl"
+
+
+@contextlib.contextmanager
+def checked():
+    """Around what a rank runs. On the stand-in device it raises where operations have no order."""
+    if NAME != "standin":
+        yield
+        return
+    import standin
+
+    standin.choose(int(os.environ.get("DS_STANDIN_SEED", "1")), os.environ.get("DS_STANDIN_MODE") == "lazy")
+    with standin.no_faults():
+        yield

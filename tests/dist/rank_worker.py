@@ -132,7 +132,8 @@ def _run(task, payload, noted):
             importlib.import_module("deepspeed").init_distributed(dist_backend="gloo")
         elif task["init"]:
             dist.init_process_group(task["init"], init_method="env://")
-        value = fn(task["rank"], task["world_size"], *args)
+        with devices.checked():
+            value = fn(task["rank"], task["world_size"], *args)
         report = pickle.dumps(("ok", value))
         del value
         _leave_groups(noted)

@@ -179,10 +179,11 @@ class C10dCommunicator : public Communicator, public OneQueue {
   bool carries(const Op& op) const override {
     if (op.verb == Verb::kBarrier) return members_.empty();
     if (native(op.own())) return natively(op);
-    if (op.verb == Verb::kSend || op.verb == Verb::kRecv) return op.own().device().is_cpu();
+    if (!reaches(op.own().device())) return false;  // gloo itself has a way for CUDA alone, and copies to the host there
+    if (op.verb == Verb::kSend || op.verb == Verb::kRecv) return true;
     if (!members_.empty()) return false;
     if (by_collectives(op.own())) return carries_by_collectives(op);
-    if (op.own().device().is_cpu() && !gloo_carries(op.own().scalar_type())) return false;
+    if (!gloo_carries(op.own().scalar_type())) return false;
     return op.verb == Verb::kBroadcast || (op.verb == Verb::kAllReduce && arithmetic(op.reduce));
   }
   WorkPtr run_all(const std::vector<Op>& ops) override { return transfers(ops, first_tag_); }

@@ -50,13 +50,14 @@ class GroupCommunicator:
 
 
 def _backend_of(group, device):
-    """The name of the backend that carries tensors of ``device`` in ``group``; "" where there is none."""
+    """The name of the backend that carries tensors of ``device`` in ``group``; "" where there is none. gloo carries
+    those of every device, through the host."""
     if not hasattr(group, "_get_backend"):  # torch 1.13: a group has one backend
         return str(dist.get_backend(group))
     try:
         return group._get_backend(torch.device(device)).name()
     except RuntimeError:
-        return ""
+        return "gloo" if device != "cpu" and _is_gloo(group, "cpu") else ""
 
 
 def _is_gloo(group, device):

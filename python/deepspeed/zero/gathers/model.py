@@ -1,5 +1,6 @@
 """A whole model at ZeRO stage 3: sharding it, moving it, and the link between its parameters and the engine."""
 
+import contextlib
 import weakref
 
 import torch
@@ -92,9 +93,35 @@ def shard_model(module, parallel, group):
     return made
 
 
+def _keep_parameters(module, device):
+    """A context in which ``module.to(device)`` changes parameters in place on every device. On some devices torch makes
+    new ones, so that tied weights become separate and an optimizer of the caller has the old ones."""
+    if torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device)):
+        return contextlib.nullcontext()
+    if not hasattr(torch.__future__, "set_swap_module_params_on_conversion"):
+        raise RuntimeError(
+            f"torch {torch.__version__} makes new parameters when a model moves to {device}, which separates tied "
+            f"weights and optimizers from the model: use torch 2.3 or later, or build the model on that device"
+        )
+    return _swapping(list(module.parameters()))
+
+
+@contextlib.contextmanager
+def _swapping(params):
+    attributes = [dict(vars(param)) for param in params]  # torch gives them to the other tensor
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+        for param, own in zip(params, attributes):
+            vars(param).update(own)
+
+
 def move_module(module, device):
-    """``module.to(device)`` that leaves sharded parameters where their slices are. Raises ValueError for a tensor on
-    the meta device, which has no values."""
+    """``module.to(device)`` that leaves sharded parameters where their slices are. Every parameter stays the same
+    object. Raises ValueError for a tensor on the meta device, which has no values."""
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in named:
             if tensor.is_meta:
@@ -103,7 +130,8 @@ def move_module(module, device):
                     f"module.to_empty(device=...) and load or initialise it"
                     + (", or build the model inside deepspeed.zero.Init" if kind == "parameter" else "")
                 )
-    if any(sharding.is_sharded(param) for param in module.parameters()):
-        module._apply(lambda tensor: tensor if sharding.is_sharded(tensor) else tensor.to(device))
-    else:
-        module.to(device)
+    with _keep_parameters(module, device):
+        if any(sharding.is_sharded(param) for param in module.parameters()):
+            module._apply(lambda tensor: tensor if sharding.is_sharded(tensor) else tensor.to(device))
+        else:
+            module.to(device)
