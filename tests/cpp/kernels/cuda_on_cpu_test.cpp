@@ -145,7 +145,11 @@ TEST_F(CpuForCudaTest, ALaunchThatAGpuRefusesIsAnError) {
 std::vector<std::pair<void (*)(void*), void*>> queued;
 
 TEST_F(CpuForCudaTest, ARunnerMayQueueLaunches) {
-  set_runner([](void*, void (*run)(void*), void* work) { queued.emplace_back(run, work); });
+  set_runner([](void*, void (*run)(void*), void* work) -> const char* {
+    if (queued.size() == 2) return "no such stream";
+    queued.emplace_back(run, work);
+    return nullptr;
+  });
   EXPECT_EQ(run("right"), "");
   EXPECT_FALSE(turned_round());
   ASSERT_EQ(queued.size(), 1u);
