@@ -1,8 +1,8 @@
 """Tables of kernels (csrc/kernels/table.h, routes.h, attention.h) as functions of Python, and calls of every entry.
 
-    tables = host_tables()      # of the CUDA kernels that run on the CPU: tensors lie in memory of the host
-    tables = standin_tables()   # those that deepspeed chooses for the stand-in, with DS_STANDIN_KERNELS=library_path()
-    results = call_every_entry(tables, lambda tensor: tensor.to("standin"))
+tables = host_tables()      # of the CUDA kernels that run on the CPU: tensors lie in memory of the host
+tables = standin_tables()   # those that deepspeed chooses for the stand-in, with DS_STANDIN_KERNELS=library_path()
+results = call_every_entry(tables, lambda tensor: tensor.to("standin"))
 """
 
 import ctypes
@@ -237,7 +237,9 @@ def _updates(t):
             segments = (UpdateSegment * len(made))(*[one[0] for one in made])
             master, state, grad, lp = (DTYPES.index(dtype) for dtype in dtypes)
             args = UpdateArgs(grad, lp, master, state, ctypes.addressof(constants), False, 0)
-            scale = t.make(torch.tensor([0.0, torch.tensor([0.5, 0.0]).view(torch.float64).item()], dtype=torch.float64))
+            scale = t.make(
+                torch.tensor([0.0, torch.tensor([0.5, 0.0]).view(torch.float64).item()], dtype=torch.float64)
+            )
             t.call("update", kernel, segments, len(made), args, scale)
             yield f"update {name} {dtypes}", [tensor for one in made for tensor in one[1]]
 

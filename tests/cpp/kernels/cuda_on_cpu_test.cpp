@@ -156,6 +156,7 @@ TEST_F(CpuForCudaTest, ARunnerMayQueueLaunches) {
   queued[0].first(queued[0].second);
   EXPECT_TRUE(turned_round());
   EXPECT_EQ(run("lane left out"), "");
+  EXPECT_EQ(run("right"), "no such stream");
   queued[1].first(queued[1].second);
   set_runner(nullptr);
   EXPECT_NE(run("right").find("of which lane 9 has returned"), std::string::npos);  // CUDA's errors come late, too
