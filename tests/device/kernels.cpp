@@ -23,6 +23,10 @@ struct Kernel {
   std::vector<Access> touched;
   std::unordered_map<char*, bool> pages;  // opened, and whether to writes
   std::string wrong_device;
+
+  std::string about(const char* what) const {
+    return "kernel " + operation.name + " on standin:" + std::to_string(device) + what + ":\n" + operation.stack.text();
+  }
 };
 
 thread_local Kernel* running = nullptr;
@@ -36,8 +40,7 @@ void touch(const Mapping& mapping, char* address, bool write) {
   running->touched.push_back({address, address + 1, write});
   Mapping::protect(page, page + kPage, write || was_written ? PROT_READ | PROT_WRITE : PROT_READ);
   if (&mapping != &device_memory(running->device).mapping && &mapping != &pinned_memory().mapping)
-    running->wrong_device = "kernel " + running->operation.name + " on standin:" + std::to_string(running->device) +
-                            " touches memory of another device:\n" + running->operation.stack.text();
+    running->wrong_device = running->about(" touches memory of another device");
 }
 
 void on_fault(int signal, siginfo_t* info, void* context) {
@@ -68,6 +71,11 @@ void install_fault_handler() {
   ours.sa_flags =
       SA_SIGINFO | SA_NODEFER;  // not on the stack for signals: Python's has few KiB, and stacks are told here
   sigaction(SIGSEGV, &ours, nullptr);
+}
+
+void kernel_used(std::vector<Access> accesses, const void* of_host) {
+  running->touched = std::move(accesses);
+  if (of_host) running->wrong_device = running->about(" writes memory of the host that is not pinned");
 }
 
 void run_kernel(const OperationPtr& operation, c10::DeviceIndex device, const std::function<void()>& kernel) {

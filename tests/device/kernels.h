@@ -11,6 +11,10 @@ namespace standin {
 // recorded: the byte that it touched, as read or written.
 void run_kernel(const OperationPtr& operation, c10::DeviceIndex device, const std::function<void()>& kernel);
 
+// What the kernel that runs on this thread has used, to the byte, if it knows: recorded in place of its faults.
+// `of_host`: memory of the host that it has written and that is not pinned; no device reaches that.
+void kernel_used(std::vector<Access> accesses, const void* of_host);
+
 void install_fault_handler();  // once more where somebody else has taken its place
 
 }  // namespace standin

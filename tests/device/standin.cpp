@@ -8,7 +8,12 @@ namespace standin {
 
 namespace {
 
-Stream& given(void* stream) { return stream ? *static_cast<Stream*>(stream) : current_stream(current_device()); }
+Stream& given(void* stream) {
+  if (!stream) return current_stream(current_device());
+  const std::vector<Stream*> all = streams_of(current_device());
+  const auto id = reinterpret_cast<uintptr_t>(stream);
+  return id < all.size() ? *all[id] : *static_cast<Stream*>(stream);
+}
 
 }  // namespace
 

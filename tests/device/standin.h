@@ -1,5 +1,5 @@
 // The functions of libstandin.so for other test libraries and for Python (ctypes). Streams are what
-// getStreamNativeHandle() gives; null is the current stream of the current device.
+// getStreamNativeHandle() gives, or c10::Stream::id() of a stream of the current device; null is its current stream.
 #pragma once
 #include <cstddef>
 #include <cstdint>

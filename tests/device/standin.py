@@ -8,7 +8,8 @@
     set_accelerator(standin.Standin_Accelerator())
 
 DS_STANDIN_SEED, DS_STANDIN_MODE (lazy), DS_STANDIN_MEMORY (bytes of a device) and DS_STANDIN_STACKS (python: stacks of
-Python beside those of C++) say the same for a whole process. tests/device/*.h says what the device does.
+Python beside those of C++) say the same for a whole process. DS_STANDIN_KERNELS=standin_kernels.library_path() gives it
+the CUDA kernels. tests/device/*.h says what the device does.
 """
 
 import atexit

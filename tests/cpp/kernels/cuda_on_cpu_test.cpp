@@ -145,13 +145,18 @@ TEST_F(CpuForCudaTest, ALaunchThatAGpuRefusesIsAnError) {
 std::vector<std::pair<void (*)(void*), void*>> queued;
 
 TEST_F(CpuForCudaTest, ARunnerMayQueueLaunches) {
-  set_runner([](void*, void (*run)(void*), void* work) { queued.emplace_back(run, work); });
+  set_runner([](void*, void (*run)(void*), void* work) -> const char* {
+    if (queued.size() == 2) return "no such stream";
+    queued.emplace_back(run, work);
+    return nullptr;
+  });
   EXPECT_EQ(run("right"), "");
   EXPECT_FALSE(turned_round());
   ASSERT_EQ(queued.size(), 1u);
   queued[0].first(queued[0].second);
   EXPECT_TRUE(turned_round());
   EXPECT_EQ(run("lane left out"), "");
+  EXPECT_EQ(run("right"), "no such stream");
   queued[1].first(queued[1].second);
   set_runner(nullptr);
   EXPECT_NE(run("right").find("of which lane 9 has returned"), std::string::npos);  // CUDA's errors come late, too

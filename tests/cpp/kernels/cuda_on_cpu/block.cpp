@@ -196,38 +196,30 @@ bool Machine::wake() {
   return true;
 }
 
-std::string Machine::stands(const Thread& thread) const {
-  if (thread.state == State::kDone) return "has returned";
-  return (thread.state == State::kAtBlock ? "waits for its block at " : "waits for its warp at ") + text(thread.site);
-}
-
-// Empty where all threads have returned.
+// Empty where all threads have returned. A warp that is stuck comes first: its block waits for it, too.
 std::string Machine::why_stuck() const {
-  for (const Thread& one : threads_) {
-    if (one.state == State::kDone) continue;
-    const std::string begin = text(one.site) + ": " + name(one) + " waits for ";
-    const unsigned first = one.position.thread.x / kWarp * kWarp;
-    for (unsigned l = 0; l < kWarp && at_warp(one); ++l) {
-      if ((one.mask >> l & 1) == 0) continue;
-      const std::string missing =
-          begin + "the lanes " + hexadecimal(one.mask) + ", of which lane " + std::to_string(l) + " ";
-      if (first + l >= threads_.size()) return missing + "does not exist";
-      const Thread& other = threads_[first + l];
-      if (other.state != one.state || !same(other.site, one.site)) return missing + stands(other);
-      if (other.mask != one.mask) return missing + "waits for the lanes " + hexadecimal(other.mask);
+  for (const bool warp : {true, false}) {
+    for (const Thread& one : threads_) {
+      if (one.state == State::kDone || at_warp(one) != warp) continue;
+      const unsigned first = warp ? one.position.thread.x / kWarp * kWarp : 0, count = warp ? kWarp : grid_.threads;
+      const std::string whom = warp ? "the lanes " + hexadecimal(one.mask) : "its block";
+      for (unsigned i = 0; i < count; ++i) {
+        if (warp && (one.mask >> i & 1) == 0) continue;
+        const std::string found = text(one.site) + ": " + name(one) + " waits for " + whom + ", of which " +
+                                  (warp ? "lane " + std::to_string(i) : name(threads_[i])) + " ";
+        if (first + i >= threads_.size()) return found + "does not exist";
+        const Thread& other = threads_[first + i];
+        if (other.state == State::kDone) return found + "has returned";
+        if (other.state != one.state || !same(other.site, one.site))
+          return found + "waits for its " + (at_warp(other) ? "warp" : "block") + " at " + text(other.site);
+        if (warp && other.mask != one.mask) return found + "waits for the lanes " + hexadecimal(other.mask);
+      }
     }
-  }
-  for (const Thread& one : threads_) {
-    if (one.state == State::kDone) continue;
-    for (const Thread& other : threads_)
-      if (other.state != State::kAtBlock || !same(other.site, one.site))
-        return text(one.site) + ": " + name(one) + " waits for its block, of which " + name(other) + " " +
-               stands(other);
   }
   return "";
 }
 
-// ---- runtime.h ------------------------------------------------------------------------------------------------------
+// ---- runtime.h ----
 const Position& position() { return here->position(); }
 void sync_block(Site site) { here->wait_block(site); }
 void sync_warp(unsigned mask, Site site) { here->wait_warp(false, mask, 0, 0, site); }

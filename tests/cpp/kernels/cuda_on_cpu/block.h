@@ -24,7 +24,7 @@ class Machine {
 
   // All blocks once. Empty, or what is wrong.
   std::string run(const Grid& grid, const std::function<void()>& body, Order order, uint64_t seed);
-  WriteLog& log() { return log_; }
+  AccessLog& log() { return log_; }
 
   // From the thread that runs:
   const Position& position() const { return current_->position; }
@@ -59,7 +59,6 @@ class Machine {
     return "thread " + std::to_string(thread.position.thread.x) + " of block " +
            std::to_string(thread.position.block.x);
   }
-  std::string stands(const Thread& thread) const;
   Fiber* fiber_for(const Thread& thread);
 
   Grid grid_ = {};
@@ -77,7 +76,7 @@ class Machine {
   unsigned rotation_ = 0;
 
   SharedMemory shared_;
-  WriteLog log_;
+  AccessLog log_;
   Watch watch_;
 
   // For the thread sanitizer: addresses that stand for the barriers of a block, each of its own, so that blocks have no

@@ -30,8 +30,7 @@
       &name##_declaration, sizeof(name##_array), alignof(name##_array), {__FILE__, __LINE__}))
 #define DS_DYNAMIC_SHARED(name) unsigned char* const name = static_cast<unsigned char*>(::cuda_on_cpu::dynamic_shared())
 
-// ---- the host's side
-// -------------------------------------------------------------------------------------------------
+// ---- the host's side ----
 using cudaStream_t = void*;
 enum cudaError_t {  // the numbers of CUDA
   cudaSuccess = 0,
@@ -73,8 +72,7 @@ inline unsigned lane() { return position().thread.x % kWarp; }
 
 }  // namespace cuda_on_cpu
 
-// ---- the device's side: `file` and `line` are where a kernel calls
-// ---------------------------------------------------
+// ---- the device's side: `file` and `line` are where a kernel calls ----
 #define CUDA_ON_CPU_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 inline void __syncthreads(CUDA_ON_CPU_SITE) { cuda_on_cpu::sync_block({file, line}); }

@@ -18,20 +18,14 @@ std::atomic<uint64_t> seed{1};
 std::atomic<int> orders{kOrders};
 
 // The first error that a thread of the host has not asked for.
-class LastError {
- public:
-  void set(const std::string& text) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (text_.empty()) text_ = text;
-  }
-  std::string take() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return std::exchange(text_, std::string());
-  }
+struct LastError {
+  std::mutex mutex;
+  std::string text;
 
- private:
-  std::mutex mutex_;
-  std::string text_;
+  void set(const std::string& what) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (text.empty()) text = what;
+  }
 };
 const std::shared_ptr<LastError>& last_error() {
   thread_local const auto own = std::make_shared<LastError>();
@@ -44,14 +38,14 @@ std::string run_in_all_orders(const Grid& grid, const std::function<void()>& thr
   const uint64_t with = seed + 1000003 * number++;
   if (kAddressSanitizer || kThreadSanitizer) return machine.run(grid, thread, static_cast<Order>(with % kOrders), with);
   const char* names[kOrders] = {"forward", "reverse", "random", "another random"};
-  machine.log().begin_launch();
+  machine.log().begin_launch(runner != nullptr);
   for (int i = 0; i < orders; ++i) {
     if (i > 0) machine.log().restore();
     std::string error = machine.run(grid, thread, static_cast<Order>(i), with);
     if (!error.empty()) return error;
     if (const void* from = machine.log().end_run(i == 0))
       return source_of(from) + ": what is written here depends on the order of threads (forward, and " + names[i] +
-             "): a barrier is missing";
+             "): a barrier is missing, or a wait for other work";
   }
   return "";
 }
@@ -63,8 +57,9 @@ void run(void* work) {
 }
 void hand_over(void* stream, Work work) {
   auto* all = new Work(std::move(work));
-  if (const CudaOnCpuRunner other = runner) return other(stream, &run, all);
-  run(all);
+  const CudaOnCpuRunner other = runner;
+  if (other == nullptr) return run(all);
+  if (const char* error = other(stream, &run, all)) last_error()->set(error), delete all;
 }
 
 }  // namespace
@@ -90,20 +85,31 @@ void ds_cuda_on_cpu_set_orders(uint64_t to, int count) {
   orders = count < 1 ? 1 : count > kOrders ? kOrders : count;
 }
 
+void ds_cuda_on_cpu_accesses(void (*visit)(void*, const void*, size_t, bool), void* context) {
+  Machine::own().log().each_run(
+      [=](const void* begin, size_t bytes, bool writes) { visit(context, begin, bytes, writes); });
+}
+
 static thread_local const char* last_text = "";
 
 cudaError_t cudaGetLastError() {
-  const std::string text = last_error()->take();
-  if (text.empty()) return cudaSuccess;
-  static std::mutex mutex;
   static auto* const texts = new std::set<std::string>;  // callers keep what they were given
-  const std::lock_guard<std::mutex> lock(mutex);
+  static std::mutex mutex;
+  const std::scoped_lock lock(mutex, last_error()->mutex);
+  const std::string text = std::exchange(last_error()->text, {});
+  if (text.empty()) return cudaSuccess;
   last_text = texts->insert(text).first->c_str();
   return cudaErrorLaunchFailure;
 }
 const char* cudaGetErrorString(cudaError_t) { return last_text; }
 cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
-  hand_over(stream, [=] { std::memcpy(to, from, bytes); });
+  hand_over(stream, [=] {
+    AccessLog& log = Machine::own().log();
+    log.begin_launch(true);
+    log.note(reinterpret_cast<uintptr_t>(from), bytes, nullptr);
+    log.note(reinterpret_cast<uintptr_t>(to), bytes, to);
+    std::memcpy(to, from, bytes);
+  });
   return cudaSuccess;
 }

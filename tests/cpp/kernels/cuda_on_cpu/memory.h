@@ -3,6 +3,7 @@
 #pragma once
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -86,17 +87,20 @@ class SharedMemory {
   int count_ = 0;
 };
 
-// The memory that a launch writes, outside of shared arrays: to take it back, and to compare.
-class WriteLog {
+// The memory that a launch uses, outside of shared arrays: to take writes back, to compare them, and to tell others.
+class AccessLog {
  public:
-  void begin_launch() { chunks_.clear(), by_number_.clear(), last_ = 0; }
+  void begin_launch(bool reads) { chunks_.clear(), by_number_.clear(), last_ = 0, reads_ = reads; }
+  bool reads() const { return reads_; }  // whether they are noted, too: in the first run
 
+  // `from`: the instruction that writes; null for a read.
   void note(uintptr_t at, size_t bytes, const void* from) {
     while (bytes > 0) {
       Chunk& chunk = find(at / kChunk);
       const size_t begin = at % kChunk, count = bytes < kChunk - begin ? bytes : kChunk - begin;
-      for (size_t i = begin; i < begin + count; ++i) chunk.written[i / 64] |= uint64_t{1} << i % 64;
-      for (size_t i = begin / 8; i <= (begin + count - 1) / 8; ++i) chunk.from[i] = from;
+      uint64_t* bits = from != nullptr ? chunk.written : chunk.read;
+      for (size_t i = begin; i < begin + count; ++i) bits[i / 64] |= uint64_t{1} << i % 64;
+      for (size_t i = begin / 8; from != nullptr && i <= (begin + count - 1) / 8; ++i) chunk.from[i] = from;
       at += count, bytes -= count;
     }
   }
@@ -104,15 +108,33 @@ class WriteLog {
   // last, or null.
   const void* end_run(bool first) {
     const void* differs = nullptr;
-    for_written([&](Chunk& chunk, size_t i, unsigned char now) {
-      if (first) chunk.first[i] = now;
-      if (chunk.first[i] != now && differs == nullptr) differs = chunk.from[i / 8];
-    });
+    for (Chunk& chunk : chunks_)
+      each_byte(chunk, chunk.written, [&](size_t i, unsigned char now) {
+        if (first) chunk.first[i] = now;
+        if (chunk.first[i] != now && differs == nullptr) differs = chunk.from[i / 8];
+      });
+    reads_ = false;
     return differs;
   }
   // All bytes as they were before the launch.
   void restore() {
-    for_written([](Chunk& chunk, size_t i, unsigned char& memory) { memory = chunk.before[i]; });
+    for (Chunk& chunk : chunks_)
+      each_byte(chunk, chunk.written, [&](size_t i, unsigned char& memory) { memory = chunk.before[i]; });
+  }
+  // Calls visit(begin, bytes, whether it is written) with runs of bytes that were read or written.
+  template <typename Visit>
+  void each_run(const Visit& visit) {
+    std::sort(chunks_.begin(), chunks_.end(), [](const Chunk& a, const Chunk& b) { return a.number < b.number; });
+    for (const bool writes : {false, true}) {
+      unsigned char *begin = nullptr, *end = nullptr;
+      for (Chunk& chunk : chunks_)
+        each_byte(chunk, writes ? chunk.written : chunk.read, [&](size_t, unsigned char& memory) {
+          if (&memory != end && begin != end) visit(begin, static_cast<size_t>(end - begin), writes);
+          if (&memory != end) begin = &memory;
+          end = &memory + 1;
+        });
+      if (begin != end) visit(begin, static_cast<size_t>(end - begin), writes);
+    }
   }
 
  private:
@@ -120,7 +142,7 @@ class WriteLog {
   struct Chunk {
     uintptr_t number;
     unsigned char before[kChunk], first[kChunk];
-    uint64_t written[kChunk / 64];  // a bit for each byte
+    uint64_t read[kChunk / 64], written[kChunk / 64];  // a bit for each byte
     const void* from[kChunk / 8];
   };
 
@@ -138,26 +160,25 @@ class WriteLog {
     return chunks_[last_];
   }
   template <typename Byte>
-  void for_written(const Byte& byte) {
-    for (Chunk& chunk : chunks_) {
-      auto* memory = reinterpret_cast<unsigned char*>(chunk.number * kChunk);
-      for (size_t word = 0; word < kChunk / 64; ++word)
-        for (uint64_t bits = chunk.written[word]; bits != 0; bits &= bits - 1) {
-          const size_t i = word * 64 + static_cast<size_t>(__builtin_ctzll(bits));
-          byte(chunk, i, memory[i]);
-        }
-    }
+  static void each_byte(const Chunk& chunk, const uint64_t* marked, const Byte& byte) {
+    auto* memory = reinterpret_cast<unsigned char*>(chunk.number * kChunk);
+    for (size_t word = 0; word < kChunk / 64; ++word)
+      for (uint64_t bits = marked[word]; bits != 0; bits &= bits - 1) {
+        const size_t i = word * 64 + static_cast<size_t>(__builtin_ctzll(bits));
+        byte(i, memory[i]);
+      }
   }
 
   std::vector<Chunk> chunks_;
   std::unordered_map<uintptr_t, size_t> by_number_;
   size_t last_ = 0;
+  bool reads_ = false;
 };
 
 // What is watched on this thread of the host.
 struct Watch {
   SharedMemory* shared;
-  WriteLog* log;
+  AccessLog* log;
   uintptr_t stacks;  // of fibers: what is written there, no other thread sees
   size_t stack_bytes;
   void (*fail)(const char* text, const void* from);

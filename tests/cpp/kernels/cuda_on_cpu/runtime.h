@@ -25,8 +25,7 @@ struct Grid {
   size_t shared;  // bytes of dynamic shared memory
 };
 
-// ---- for the thread that runs
-// ----------------------------------------------------------------------------------------
+// ---- for the thread that runs ----
 const Position& position();
 // Until all threads of the block are at `site`.
 void sync_block(Site site);
@@ -38,9 +37,8 @@ uint64_t of_lane_bits(unsigned mask, uint64_t bits, unsigned lane, Site site);
 void* shared_array(const void* declaration, size_t bytes, size_t alignment, Site site);
 void* dynamic_shared();
 
-// ---- for the host
-// ---------------------------------------------------------------------------------------------------- Hands the launch
-// to the runner (on_cpu.h). `thread` is called as each thread of each block.
+// ---- for the host ----
+// Hands the launch to the runner (on_cpu.h). `thread` is called as each thread of each block.
 void launch(void* stream, Grid grid, std::function<void()> thread);
 
 }  // namespace cuda_on_cpu

@@ -32,8 +32,8 @@ inline void access(const void* data, size_t bytes, const void* from) {
   if (w == nullptr || at - w->stacks < w->stack_bytes) return;
   if (w->shared->contains(at)) {
     if (const char* wrong = w->shared->access(at, bytes, kWrites)) w->fail(wrong, from);
-  } else if (kWrites) {
-    w->log->note(at, bytes, from);
+  } else if (kWrites || w->log->reads()) {
+    w->log->note(at, bytes, kWrites ? from : nullptr);
   }
 }
 

@@ -1,0 +1,217 @@
+"""The CUDA kernels on the stand-in device: the library that runs them on the CPU is what DS_STANDIN_KERNELS names, and
+its launches are queued on the stand-in's streams. Their bits are those of memory of the host and of the CPU's kernels,
+and a launch that is not ordered is found."""
+
+import pytest
+import standin
+import standin_kernels
+import torch
+
+import deepspeed
+from deepspeed import ops
+from harness import run_ranks
+
+pytestmark = pytest.mark.skipif(not standin.supported(), reason="the stand-in device needs torch 2.9 or newer")
+
+SEEDS = (1, 2)  # with one of them all is lazy
+
+
+def queued(fn, *args, **more):
+    """The result of ``fn`` on the stand-in with the CUDA kernels."""
+    env = {"DS_STANDIN_KERNELS": standin_kernels.library_path(), "DS_STANDIN_STACKS": "python"}
+    return run_ranks(1, fn, *args, fresh=True, env=env, timeout=400, **more)[0]
+
+
+def on_host(rank, world):
+    return standin_kernels.call_every_entry(standin_kernels.host_tables())
+
+
+def on_standin(rank, world):
+    standin.load()
+    tables, results = standin_kernels.standin_tables(), []
+    for seed in SEEDS:
+        standin.choose(seed, lazy=seed % 2 == 1)
+        with standin.no_faults():
+            results.append(standin_kernels.call_every_entry(tables))
+    return results
+
+
+def same_bits(one, other):
+    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.dtype == other.dtype and torch.equal(*bits)
+
+
+def test_each_entry_gives_the_bits_of_host_memory():
+    expected = run_ranks(1, on_host, fresh=True)[0]
+    for results in queued(on_standin):
+        for (name, found), (again, wanted) in zip(results, expected, strict=True):
+            assert name == again
+            for at, (one, other) in enumerate(zip(found, wanted, strict=True)):
+                assert same_bits(one, other), (name, at)
+
+
+OPTIMIZERS = (
+    (ops.adam.FusedAdam, {"weight_decay": 0.1}),
+    (ops.adam.Adam8bit, {}),
+    (ops.adagrad.FusedAdagrad, {}),
+    (ops.lamb.FusedLamb, {}),
+    (ops.lion.FusedLion, {}),
+    (ops.sgd.FusedSGD, {"momentum": 0.9, "lr": 0.1}),
+)
+
+
+def stepped(rank, world, device):
+    """Parameters and states after steps of each optimizer of deepspeed, while another device is the current one."""
+    if device != "cpu":
+        standin.load()
+        standin.choose(3, lazy=True)
+    found = []
+    for cls, settings in OPTIMIZERS:
+        for dtype in (torch.float32, torch.bfloat16):
+            generator = torch.Generator().manual_seed(5)
+            drawn = [torch.randn(4, *size, generator=generator) for size in ((1,), (33, 5), (700, 17), (0,))]
+            params = [torch.nn.Parameter(one[0].to(dtype).to(device)) for one in drawn]
+            optimizer = cls(params, **settings)
+            for step in range(1, 4):
+                for param, one in zip(params, drawn, strict=True):
+                    param.grad = one[step].to(dtype).to(device)
+                optimizer.step()
+            states = [value for param in params for value in optimizer.state[param].values() if torch.is_tensor(value)]
+            found.append([one.detach().cpu() for one in (*params, *states)])
+    return found, standin.faults() if device != "cpu" else []
+
+
+def test_optimizers_give_the_bits_of_the_kernels_of_the_cpu():
+    expected, _ = run_ranks(1, stepped, "cpu", fresh=True)[0]
+    found, faults = queued(stepped, "standin:1")
+    assert faults == []
+    for (cls, _), ours, theirs in zip([one for one in OPTIMIZERS for _ in "ab"], found, expected, strict=True):
+        assert all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True)), cls
+
+
+def routed(rank, world, device):
+    if device != "cpu":
+        standin.load()
+    routes, attention = (getattr(deepspeed._native._C, name)(1) for name in ("RouteOps", "AttentionOps"))
+    generator = torch.Generator().manual_seed(5)
+    logits, rows, queries = (
+        torch.randn(size, generator=generator).to(device) for size in ((40, 6), (40, 33), (1, 2, 9, 8))
+    )
+    probs, index = routes.topk_gate(logits, 2)
+    moved = routes.permute_rows(rows, index, 1)
+    joined = routes.combine_rows(rows, index, probs[:, :2].contiguous())
+    dots = routes.dot_rows(rows, rows, index)
+    state = [torch.zeros(1, 2, 9, size, device=device) for size in (1, 1, 8)]
+    attention.forward([queries] * 3, state, True, deepspeed._native._C.BlockRules(0.3, True))
+    return [
+        one.cpu() for one in (index, moved, joined, probs, dots, *state)
+    ], standin.faults() if device != "cpu" else []
+
+
+def test_routes_and_attention_run_there():
+    expected, _ = run_ranks(1, routed, "cpu", fresh=True)[0]
+    found, faults = queued(routed, "standin:1")
+    assert faults == []
+    for at, (one, other) in enumerate(zip(found, expected, strict=True)):
+        # exponentials, and sums over a row, have other last bits on each instruction set, too
+        assert same_bits(one, other) if at < 2 else torch.allclose(one, other, rtol=1e-5, atol=1e-6), at
+
+
+SIZE = 500
+
+
+def scale(tables, values, stream=None):
+    """values *= 2, by a kernel on a stream."""
+    tables.stream = 0 if stream is None else stream.stream_id
+    tables.call("scale", values, values.dtype, values.numel(), 2.0)
+
+
+def before_a_kernel(tables, now, side, fault):
+    values = torch.ones(SIZE, device="standin")
+    if not fault:
+        side.wait_stream(now)
+    scale(tables, values, side)
+    now.wait_stream(side)
+    assert fault or values.sum().item() == 2 * SIZE
+
+
+def behind_a_kernel(tables, now, side, fault):
+    values = torch.ones(SIZE, device="standin")
+    side.wait_stream(now)
+    scale(tables, values)
+    if not fault:
+        side.wait_stream(now)
+    with side:
+        total = values.sum()
+    now.wait_stream(side)
+    assert fault or total.item() == 2 * SIZE
+
+
+def between_kernels_that_share_an_element(tables, now, side, fault):
+    values = torch.ones(SIZE, device="standin")  # one page
+    side.wait_stream(now)
+    scale(tables, values[:200])
+    scale(tables, values[199 if fault else 200 :], side)
+    now.wait_stream(side)
+    assert fault or values.sum().item() == 2 * SIZE
+
+
+def behind_a_copy_by_the_runtime(tables, now, side, fault):
+    values, to = torch.ones(SIZE, device="standin"), torch.zeros(SIZE, device="standin")
+    side.wait_stream(now)
+    tables.stream = 0
+    tables.call("copy", to, to.dtype, values, values.dtype, SIZE, 1.0)
+    if not fault:
+        side.wait_stream(now)
+    with side:
+        values.zero_()
+    now.wait_stream(side)
+    assert fault or to.sum().item() == SIZE
+
+
+PLANTED = [before_a_kernel, behind_a_kernel, between_kernels_that_share_an_element, behind_a_copy_by_the_runtime]
+
+
+def planted(rank, world):
+    standin.load()
+    tables, found = standin_kernels.standin_tables(), []
+    now, side = torch.standin.current_stream(), torch.standin.Stream()
+    for body in PLANTED:
+        for seed in range(1, 21):
+            for fault in (True, False):
+                standin.choose(seed, lazy=seed % 2 == 0)
+                standin.faults(clear=True)
+                body(tables, now, side, fault)
+                torch.standin.synchronize()
+                error = tables.entries["last_error"]()  # the other work may change what the kernel reads
+                assert fault or not error, error
+                found.append((body.__name__, fault, standin.faults(clear=True)))
+    return found
+
+
+def test_a_missing_wait_beside_a_kernel_is_found_for_every_seed_and_nothing_else():
+    for name, fault, texts in queued(planted):
+        assert bool(texts) == fault, (name, texts)
+        if fault:
+            assert "have no order" in texts[0] and "of CUDA" in texts[0], texts[0]
+            assert texts[0].count(f"in {name}") >= 2, f"both stacks name the test: {texts[0]}"
+
+
+def misplaced(rank, world):
+    standin.load()
+    tables, texts = standin_kernels.standin_tables(), []
+    for values in (torch.ones(SIZE, device="standin:1"), torch.ones(SIZE)):
+        torch.standin.synchronize(1)
+        scale(tables, values)
+        torch.standin.synchronize()
+        texts += standin.faults(clear=True)
+    tables.stream = torch.standin.Stream(1).native_handle
+    with pytest.raises(RuntimeError, match="on a stream of standin:1 while standin:0 is the current device"):
+        tables.call("scale", values, values.dtype, SIZE, 2.0)
+    return texts
+
+
+def test_a_kernel_on_the_wrong_device_is_found():
+    first, second = queued(misplaced)
+    assert "kernel of CUDA on standin:0 touches memory of another device" in first
+    assert "kernel of CUDA on standin:0 writes memory of the host that is not pinned" in second
