@@ -9,7 +9,10 @@ import torch
 
 import deepspeed
 from deepspeed import ops
+from engine_models import make_net, net_engine, train_engine
 from harness import run_ranks
+from runs import DTYPES, weights
+from sampling import sample
 
 pytestmark = pytest.mark.skipif(not standin.supported(), reason="the stand-in device needs torch 2.9 or newer")
 
@@ -215,3 +218,57 @@ def test_a_kernel_on_the_wrong_device_is_found():
     first, second = queued(misplaced)
     assert "kernel of CUDA on standin:0 touches memory of another device" in first
     assert "kernel of CUDA on standin:0 writes memory of the host that is not pinned" in second
+
+
+STEPS = 10
+OFFLOADS = {
+    "none": {},
+    "states": {"offload_optimizer": {"device": "cpu"}},
+    "pinned": {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
+}
+CASES = [
+    (stage, dtype, accumulate, offload)
+    for stage in (0, 1, 2, 3)
+    for dtype in DTYPES
+    for accumulate in (1, 2)
+    for offload in OFFLOADS
+    if offload == "none" or stage > 0
+]
+
+
+def trained(rank, world, device, cases):
+    """Losses, norms and parameters of each case."""
+    if device != "cpu":
+        deepspeed.accelerator.set_accelerator(standin.Standin_Accelerator())
+    found = []
+    for seed, (stage, dtype, accumulate, offload) in enumerate(cases):
+        model = make_net()
+        if device != "cpu":
+            standin.choose(seed, lazy=seed % 2 == 1)
+        engine = net_engine(world, stage, accumulate, model=model, zero=OFFLOADS[offload], **DTYPES[dtype])
+        assert engine.device.type == device
+        losses, norms = train_engine(engine, STEPS, rank, world)
+        found.append((losses, norms, {name: value.float().cpu() for name, value in weights(engine).items()}))
+        engine.destroy()
+    if device != "cpu":
+        assert standin.faults() == []
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["cuda", "any"])
+def test_engines_equal_those_of_the_cpu(kernels):
+    cases = [CASES[index] for index in sample(CASES)]
+    expected = run_ranks(1, trained, "cpu", cases, fresh=True, timeout=400)[0]
+    if kernels == "cuda":
+        found = queued(trained, "standin", cases)
+    else:
+        found = run_ranks(1, trained, "standin", cases, fresh=True, timeout=400)[0]
+    for case, (losses, norms, values), wanted in zip(cases, found, expected, strict=True):
+        if kernels == "cuda":
+            assert (losses, norms) == wanted[:2], case
+            assert all(torch.equal(value, wanted[2][name]) for name, value in values.items()), case
+        else:
+            near = {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-10}[case[1]]
+            assert losses == pytest.approx(wanted[0], rel=near) and norms == pytest.approx(wanted[1], rel=near), case
+            for name, value in values.items():
+                assert torch.allclose(value, wanted[2][name], rtol=near, atol=near), (case, name)
