@@ -72,7 +72,7 @@ CASES = [(stage, precision, False) for stage in range(4) for precision in sorted
 CASES += [(0, "fp32", True), (1, "bf16", True), (2, "fp32", True), (3, "bf16", True)]
 
 
-@pytest.mark.sample("values", 6)
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage, precision, client", CASES)
 def test_resumes_bit_by_bit(stage, precision, client, tmp_path):
     given = str(tmp_path), stage, PRECISIONS[precision], client
@@ -137,6 +137,7 @@ def body_load_strided(rank, world, folder, stage, more):
     return everything(engine)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage, precision", [(0, "fp32"), (0, "bf16"), (2, "fp32"), (3, "bf16")])
 def test_loads_at_any_number_of_ranks_and_stage(stage, precision, tmp_path):
     more = PRECISIONS[precision]

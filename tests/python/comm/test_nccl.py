@@ -108,6 +108,7 @@ def reduced(op, size, numel, dtype):
     return made.to(dtype)
 
 
+@pytest.mark.sample("values", 8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 3])
 def test_collectives(ranks, size, dtype):

@@ -56,6 +56,7 @@ def test_defaults_and_getters(op):
         assert [getattr(handle, f"get_{name}")() for name in getters] == wanted and handle.get_alignment() == 4096
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("backend", ["io_uring", "libaio", "threads"])
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
