@@ -73,8 +73,27 @@ class Times:
             file.writelines(f"{seconds:.3f}\t{name}\n" for name, seconds in self.seconds.items())
 
 
+# The files whose tests take longest come first: at the end of a run with several processes only one of them would work.
+LONGEST = (
+    "python/tools/test_make.py",
+    "dist/test_front_door.py",
+    "dist/test_quickstart.py",
+    "python/test_docs.py",
+    "python/op_builder/test_jit.py",
+    "python/checkpoint/test_zero_to_fp32.py",
+    "python/checkpoint/test_universal_convert.py",
+    "python/sequence/test_lengths.py",
+    "python/launcher/test_several_hosts.py",
+)
+COLLECTED = pytest.StashKey()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Everything in tests/dist starts several processes: `make test-unit` leaves it out. Large matrices are sampled."""
+    config.stash[COLLECTED] = [item.nodeid for item in items]
+    order = {os.path.join(TESTS, path): place for place, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(str(item.path), len(order)))
     for item in items:
         if os.path.dirname(str(item.path)) == os.path.join(TESTS, "dist"):
             item.add_marker(pytest.mark.dist)
@@ -111,3 +130,13 @@ def no_job_is_left():
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture
+def collected(request):
+    """The names of all cases that this run of pytest has found, also of those that it leaves out; None where the
+    command line names files."""
+    config = request.config
+    named = [os.path.abspath(argument) for argument in config.args]
+    whole = named == [str(config.rootpath / path) for path in config.getini("testpaths")]
+    return config.stash[COLLECTED] if whole else None

@@ -3,9 +3,11 @@
 import contextlib
 import os
 import pathlib
+import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -102,6 +104,40 @@ def run_python(code, *args, **env):
     """What ``python -c code args`` does, with the modules of this process and further variables."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **env}
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], env=env, capture_output=True, text=True)
+
+
+_servers = {}  # of torch, by process: one that a test has forked starts its own
+
+
+def _torch_server():
+    """The socket to this process' server of new processes that have torch (torch_server.py)."""
+    if os.getpid() not in _servers:
+        _servers.clear()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "torch_server.py")
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        process = subprocess.Popen(
+            [sys.executable, script, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=env,
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        _servers[os.getpid()] = ours, process
+    return _servers[os.getpid()][0]
+
+
+def run_after_torch(code, *args, **env):
+    """As run_python, in a new process in which torch has been imported already, which takes seconds. For code that
+    imports torch or deepspeed, and for which no variable matters that torch itself reads when it is imported."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **env}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        channel = _torch_server()
+        request = pickle.dumps((code, [*map(str, args)], env, os.getcwd()))
+        socket.send_fds(channel, [request], [out.fileno(), err.fileno()])
+        status = pickle.loads(channel.recv(1 << 10))
+        out.seek(0), err.seek(0)
+        return subprocess.CompletedProcess([sys.executable, "-c", code], status, out.read(), err.read())
 
 
 @contextlib.contextmanager

@@ -35,20 +35,26 @@ def second_torch():
 
 # A file whose tests ask for a torch or for a package that stands beside torch 2, or whose subject is an interface of
 # torch: process groups, hooks of autograd, compilation, torch's archives, and clients.
-ASKS_FOR_TORCH = re.compile(r"TORCH2|importorskip|skipif\(|hasattr\(torch|torch\.__version__")
+ASKS_FOR_TORCH = re.compile(
+    r"TORCH2|importorskip|skipif\(\s*[^\n]*(torch|fp16|HALF_ON_CPU|standin)"
+    r"|hasattr\(torch|torch\.__version__(\.split| >=)"
+)
 SUBJECT_IS_TORCH = re.compile(r"/(comm|activation_checkpointing)/|test_comm_|transformers|compile|hooks|archive|parity")
+
+
+ONE_IN = 12
 
 
 @functools.lru_cache(maxsize=None)
 def meets_torch(path):
-    """Whether all tests of the file run on each torch. Of other files a quarter runs on the second torch."""
+    """Whether all tests of the file run on each torch. Of other files one in ``ONE_IN`` runs on the second torch."""
     with open(path, encoding="utf-8") as file:
         return bool(SUBJECT_IS_TORCH.search(path) or ASKS_FOR_TORCH.search(file.read()))
 
 
 def only_on_first_torch(path, case):
     """Whether the second torch leaves out a test case."""
-    return second_torch() and hashlib.sha256(case.encode()).digest()[0] % 4 != 0 and not meets_torch(path)
+    return second_torch() and hashlib.sha256(case.encode()).digest()[0] % ONE_IN != 0 and not meets_torch(path)
 
 
 def _parts(case, strength):

@@ -2,7 +2,7 @@
 # tools/test.sh all|every|second|unit|gpu|cluster [pytest arguments]: builds what is missing, then runs ctest and pytest, both on
 # every core. `all` runs a fixed sample of each large matrix of cases (tests/sampling.py), `every` all of them. `second` is
 # for another torch on a machine where `all` has passed on this tree with the first: without the tests of rooms that do not
-# see torch (cmake/Rooms.cmake, tests/conftest.py), and with a quarter of the Python tests that do not meet torch
+# see torch (cmake/Rooms.cmake, tests/conftest.py), and with a twelfth of the Python tests that do not meet torch
 # (tests/sampling.py). Tests that are marked `alone` measure time or the whole machine and run after the others, one at a time.
 . "$(dirname "$0")/common.sh"
 kind=${1:-all}
@@ -38,6 +38,13 @@ esac
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 status=0
 started=$SECONDS
+# pytest rewrites the asserts of each file once and keeps the code. Here one process does so beside the C++ tests:
+# several that begin at the same time with nothing kept would each do it for all files.
+keeping=
+if [ $# = 0 ] && [ "$JOBS" -gt 1 ]; then
+  "$PY" -m pytest --collect-only -q >/dev/null 2>&1 &
+  keeping=$!
+fi
 took=$(mktemp)  # a line for each test: seconds, a tab, its name
 trap 'rm -f "$took"' EXIT
 export DS_TEST_TIMES=$took
@@ -67,8 +74,10 @@ fi
 workers=()
 if [ "$kind" != cluster ] && [ "$JOBS" -gt 1 ]; then
   if "$PY" -c 'import xdist' 2>/dev/null; then
+    # Newer ones start with the files that have most tests, which are not those that take longest (tests/conftest.py).
+    ! grep -q -e --no-loadscope-reorder <("$PY" -m pytest --help) || workers=(--no-loadscope-reorder)
     export PYTHONHASHSEED=${PYTHONHASHSEED:-$RANDOM}  # the same in all: the names of tests may hold sets
-    workers=(-n $((JOBS < 8 ? JOBS + 1 : 8)) --dist loadfile)
+    workers+=(-n $((JOBS < 8 ? JOBS + 1 : 8)) --dist loadfile)
   else
     say "Python tests run one after the other: $PY -m pip install pytest-xdist uses all $JOBS cores"
   fi
@@ -83,6 +92,7 @@ pytest() {  # pytest ARGUMENTS: nothing to run (5) is an error only if no part r
 }
 say "Python tests"
 before=$SECONDS
+[ -z "$keeping" ] || wait "$keeping" || true  # what it finds wrong, the tests find
 if [ ${#workers[@]} -gt 0 ]; then
   pytest "${workers[@]}" -m "$marks and not alone" "$@"
   if [ $# = 0 ]; then  # all files again would take longer to import than these tests

@@ -1,23 +1,31 @@
 """The library with NCCL's interface that tests use where there is no GPU: built from its source, and ordered about."""
 
 import ctypes
+import glob
 import os
 import shutil
 import subprocess
 
 import pytest
 
-SOURCE = os.path.join(
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "cpp", "comm", "fake_nccl", "fake_nccl.cpp"
-)
+from deepspeed import _native
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+SOURCE = os.path.join(ROOT, "tests", "cpp", "comm", "fake_nccl", "fake_nccl.cpp")
+BUILT = {None: "libfake_nccl.so", "FAKE_NCCL_OLD": "libfake_nccl_old.so", "FAKE_NCCL_BROKEN": "libfake_nccl_broken.so"}
 
 
 def build(folder, name="libfake_nccl.so", define=None):
-    """Its path in ``folder``. ``define``: FAKE_NCCL_OLD or FAKE_NCCL_BROKEN (fake_nccl.cpp says what they are)."""
+    """Its path in ``folder``. ``define``: FAKE_NCCL_OLD or FAKE_NCCL_BROKEN (fake_nccl.cpp says what they are). What
+    the C++ tests have built is copied, unless a source has changed since."""
+    path = os.path.join(str(folder), name)
+    built = os.path.join(ROOT, "build", _native.tag(), "bin", BUILT[define])
+    sources = glob.glob(os.path.join(os.path.dirname(SOURCE), "*"))
+    if os.path.exists(built) and os.path.getmtime(built) > max(map(os.path.getmtime, sources)):
+        return shutil.copy(built, path)
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler to build tests/cpp/comm/fake_nccl with")
-    path = os.path.join(str(folder), name)
     flags = ["-std=c++17", "-shared", "-fPIC", "-O0", *([f"-D{define}"] if define else [])]
     subprocess.run([*compiler.split(), *flags, "-o", path, SOURCE, "-lpthread"], check=True)
     return path

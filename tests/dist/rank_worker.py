@@ -13,6 +13,7 @@ import gc
 import importlib
 import logging
 import os
+import pathlib
 import pickle
 import random
 import signal
@@ -30,7 +31,7 @@ import torch.distributed as dist
 import devices
 
 try:  # gives failed asserts of a rank their values, as pytest does in its own process
-    from _pytest.assertion.rewrite import rewrite_asserts
+    from _pytest.assertion.rewrite import PYC_TAIL, _read_pyc, get_cache_dir, rewrite_asserts
 except ImportError:
     rewrite_asserts = None
 try:
@@ -234,20 +235,31 @@ def _find(task):
 
 def _load(name, path):
     """Executes the test file as module `name`, with the asserts rewritten where pytest's machinery is there."""
+    module = types.ModuleType(name)
+    module.__file__ = path
+    sys.modules[name] = module
+    try:
+        exec(_code(path), module.__dict__)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _code(path):
+    """The code that pytest has made of the test file, from pytest's cache where it has one: for a large file making it
+    takes longer than most tests."""
+    if rewrite_asserts is not None:
+        file = pathlib.Path(path)
+        cached = _read_pyc(file, get_cache_dir(file) / (file.stem + PYC_TAIL))
+        if cached is not None:
+            return cached
     with open(path, "rb") as file:
         source = file.read()
     tree = ast.parse(source, filename=path)
     if rewrite_asserts is not None:
         rewrite_asserts(tree, source, path)
-    module = types.ModuleType(name)
-    module.__file__ = path
-    sys.modules[name] = module
-    try:
-        exec(compile(tree, path, "exec"), module.__dict__)
-    except BaseException:
-        sys.modules.pop(name, None)
-        raise
-    return module
+    return compile(tree, path, "exec")
 
 
 def _preload():

@@ -97,6 +97,7 @@ SHARDED = {"partition_activations": True}
 CONTIGUOUS = {**SHARDED, "contiguous_checkpointing": True, "num_checkpoints": LAYERS}
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
 @pytest.mark.parametrize(
     "options", [SHARDED, CONTIGUOUS, {**CONTIGUOUS, "checkpoint_in_cpu": True}], ids=["sharded", "contiguous", "cpu"]

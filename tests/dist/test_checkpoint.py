@@ -70,6 +70,7 @@ def trained(engine, steps, seed=None, train=run):
     return engine
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 @pytest.mark.parametrize("world", [1, 2])

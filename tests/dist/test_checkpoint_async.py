@@ -51,6 +51,7 @@ OTHER_SECTIONS = [  # that ask for it
 ]
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize(
     "world, stage, section",
     [

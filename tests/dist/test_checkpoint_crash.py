@@ -79,6 +79,7 @@ STEPS = [("rename", "a"), ("fsync", "b"), ("open", "a"), ("write", "b")]
 OTHER_STEPS = [("write", "a"), ("fsync", "a"), ("open", "b"), ("rename", "b")]
 
 
+@pytest.mark.sample("values")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "operation, tag",
@@ -96,6 +97,7 @@ def test_a_killed_rank_leaves_the_old_one(operation, n, tmp_path):
     assert kill_everywhere(str(tmp_path), 2, 3, "b", operation, [n]) == [1]
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("fault", ["write:1:enospc", "write:2:eio", "fsync:1:eio", "open:2:enospc"])
 @pytest.mark.parametrize("world, stage", [(1, 0), (2, 1), (2, 3)])
 @on_ranks()

@@ -122,7 +122,7 @@ LAYOUTS = {  # (world, degree) -> those
 }
 
 
-@pytest.mark.sample("values", 10)
+@pytest.mark.sample("values", 5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
@@ -144,7 +144,7 @@ SHARED = {"writer": {"data_parallel": "replica"}}
 FORMATS = {"torch": None, "native": NATIVE, "background": {"async": True}, "shared": SHARED}
 
 
-@pytest.mark.sample("values", 8)
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_same_layout_goes_on_bit_by_bit(stage, format, tmp_path):

@@ -76,6 +76,7 @@ def body_weights(rank, world, folder, stage, precision):
     return weights(engine), engine._zero3_consolidated_16bit_state_dict() if stage == 3 else None
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_16bit_model(stage, precision, tmp_path):
@@ -121,6 +122,7 @@ def test_nothing_to_consolidate(rank, world, stage):
         refused(ValueError, None, function, exclude_frozen_parameters=True)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("after", [0, 5])
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2)

@@ -8,6 +8,7 @@ from harness import run_ranks
 from models import Parts, seeded
 from runs import KEEP_GATHERED, dtype_of, engine_of, load_into, moments, settings, weights, with_fp16
 from runs import train as train_on
+from sampling import every_case, sample
 
 
 def element_wise():
@@ -78,6 +79,9 @@ def test_the_loss_scale_goes_on(tmp_path):
     for world in (1, 2, 3):
         pairs = [(stage, to, "fp16") for stage in range(4) for to in range(4)]
         pairs += [(stage, 3 - stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16")]
+        if not every_case():
+            kept = sample(pairs, "values", 8, seed=world)
+            pairs = [pair for place, pair in enumerate(pairs) if place in kept or (world == 2 and pair[0] == pair[1])]
         for (stage, to, dtype), found in zip(pairs, run_ranks(world, body_load, str(tmp_path), pairs)[0]):
             wanted = saved[stage]
             if dtype == "fp16":

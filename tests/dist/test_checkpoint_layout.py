@@ -54,6 +54,7 @@ def saved(tmp_path_factory):
     return target
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage, dtype", peer_model.KINDS)
 def test_same_files_keys_shapes_and_types(stage, dtype, saved):
     theirs, ours = os.path.join(peer_model.folder(stage, dtype), "global_step4"), saved / f"{stage}{dtype}/global_step4"

@@ -48,6 +48,7 @@ def gather_and_write(weight):
         weight.add_(1)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("client_optimizer", [False, True])
 @on_ranks(1)

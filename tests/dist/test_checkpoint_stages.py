@@ -99,7 +99,7 @@ def load_damaged(rank, world, stages, copies, stage, folder):
 OTHERS = {"1x1": (1, 1), "1x2": (1, 2), "2x2": (2, 2), "3x1": (3, 1), "4x1": (4, 1)}  # stages x copies
 
 
-@pytest.mark.sample("values", 8)
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
@@ -133,6 +133,7 @@ def test_files_are_those_of_the_layers(stage, tmp_path):
     assert torch.load(folder / "mp_rank_01_model_states.pt")["module"] is None
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("format", ["torch", "native"])
 def test_universal_and_whole_weights(stage, format, tmp_path):

@@ -57,6 +57,7 @@ def mixed(params):
     return Mixed([{"params": params[::2]}, {"params": params[1::2], "full": False}])
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
 @on_ranks(2)
@@ -156,6 +157,7 @@ def end_of(stage, dtype, rank, failures):
     return (weights(engine), engine.get_global_grad_norm(), engine.global_steps)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
 @on_ranks(2)

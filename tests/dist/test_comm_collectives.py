@@ -225,6 +225,7 @@ def _meeting(rank, world):
     dist.monitored_barrier()
 
 
+@pytest.mark.sample("values", 16)
 @BOTH
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def finish(draw, works, correct):
     assert correct(), draw
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @on_ranks(init=True)

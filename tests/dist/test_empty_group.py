@@ -36,6 +36,7 @@ def resumes(rank, world, folder, stage, order, config_optimizer):
     return expected
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("config_optimizer", [False, True], ids=["torch", "ours"])
 @pytest.mark.parametrize("order", [1, -1], ids=["behind", "before"])
 def test_saved_and_loaded(tmp_path, order, config_optimizer):

@@ -48,6 +48,7 @@ def check(rank, world, engine, make_optimizer=adam_like, user_backward=False, **
     assert difference(engine.module, reference) < 1e-6
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("user_backward", [False, True], ids=["engine.backward", "loss.backward"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("world", [1, 2])
@@ -118,6 +119,7 @@ CLIENTS = {
 }
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("as_callable", [False, True], ids=["object", "callable"])
 @pytest.mark.parametrize("name", sorted(CLIENTS))
 @on_ranks(2)

@@ -57,6 +57,7 @@ def shrink(params):
 
 
 # ---- .grad at stage 0, and the rounding of the sum over ranks -------------------------------------------------------
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @on_ranks()
@@ -209,6 +210,7 @@ def test_unscaling_does_not_round_to_fp16(rank, world, stage):
 
 
 # ---- sums instead of means ------------------------------------------------------------------------------------------
+@pytest.mark.sample("values", 5)
 @pytest.mark.parametrize("more", [{}, {"prescale_gradients": True, "gradient_predivide_factor": 4.0}])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -231,6 +233,7 @@ def test_gradients_can_be_added_up(rank, world, stage, more, dtype):
 
 
 # ---- what is not reduced yet ---------------------------------------------------------------------------------------
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)

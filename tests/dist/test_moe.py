@@ -31,7 +31,7 @@ def assert_like_loops(rank, world, stage, ep_size, k, drop, residual, steps=STEP
         assert torch.allclose(safe_get_full_fp32_param(param), expected, rtol=1e-5, atol=2e-6), name
 
 
-@pytest.mark.sample
+@pytest.mark.sample("values", 6)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("k", [1, 2, 4])

@@ -38,6 +38,7 @@ def on(where, folder):
     return {"offload_optimizer": section}
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize(
     "stage, where, params, ep_size",
     [(2, "nvme", False, 2), (1, "cpu", False, 1), (3, "nvme", True, 2), (3, "cpu", True, 2)],

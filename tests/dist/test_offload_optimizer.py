@@ -75,7 +75,7 @@ def files_below(folder):
 
 
 # ---- equality -----------------------------------------------------------------------------------------------------
-@pytest.mark.sample
+@pytest.mark.sample("values", 6)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lion", "Lamb", "Muon"])
@@ -157,7 +157,7 @@ def test_values_are_read_and_set_where_they_rest(rank, world, where, stage, fold
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
-@pytest.mark.sample("values", 5)
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("save_format", ["torch", "safetensors", "async"])
 @pytest.mark.parametrize(
     "before, after",

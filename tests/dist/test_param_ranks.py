@@ -52,6 +52,7 @@ def measure(world):
     return {name: param.detach() for name, param in model.named_parameters()}, norms
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [2, 4])
 @on_ranks(init=True)

@@ -61,6 +61,7 @@ def test_equals_one_process(kind, stages, copies, stage):
         assert len(tied) == 2 * copies and all(torch.equal(one, tied[0]) for one in tied)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("kind", ["plain", "tied"])
 @pytest.mark.parametrize("stages", [1, 3, 4])
 def test_other_numbers_of_stages(kind, stages):
@@ -73,7 +74,7 @@ def test_other_numbers_of_stages(kind, stages):
     [("interleaved", 2, "loop"), ("gpipe", 1, "loop"), ("zb-h1", 1, "loop"), ("zb-v", 2, "v"), ("dualpipe-v", 2, "v")],
 )
 @pytest.mark.parametrize("stages, copies, stage", [(1, 1, 0), (2, 1, 0), (2, 2, 2), (2, 2, 3), (4, 1, 1)])
-@pytest.mark.sample("values", 14)
+@pytest.mark.sample("values", 8)
 def test_schedules(kind, schedule, virtual, placement, stages, copies, stage):
     options = {"virtual_stages": virtual, "placement": placement}
     run(kind, stages, copies, stage, options=options, pipeline={"schedule": schedule})

@@ -83,6 +83,7 @@ FAULTS = [("shape", 1), *((fault, at) for fault in ("dry", "raise", "kill", "slo
 WITH_COPIES = [("raise", 1), ("kill", 1)]  # of `make test`: four processes each
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize(
     "fault, at, copies",
     [(*fault, 1 + (fault in WITH_COPIES)) for fault in FAULTS if every_case() or fault[0] != "slow"]

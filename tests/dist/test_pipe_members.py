@@ -247,7 +247,7 @@ FP16_ON_CPU = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16
 @pytest.mark.parametrize("kind", ["plain", "tied"])
 @pytest.mark.parametrize("stage, world", [(0, 2), (1, 4), (2, 4), (3, 4)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=FP16_ON_CPU)])
-@pytest.mark.sample
+@pytest.mark.sample("values")
 @on_ranks(init=True)
 def test_sixteen_bits(rank, world, dtype, stage, kind):
     narrow = {"fp16": {"enabled": True, "initial_scale_power": 8}} if dtype == torch.float16 else DTYPES["bf16"]

@@ -27,6 +27,7 @@ HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
 needs_fp16 = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks()

@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+from sampling import every_case
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 QUICKSTART = os.path.join(ROOT, "examples", "quickstart")
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
@@ -78,9 +80,8 @@ def curve(out):
     return [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in rows(out)]
 
 
-def test_trains_then_resumes(cache, config, whole, tmp_path):
-    out, text = tmp_path / "out", whole[1]
-    shutil.copytree(whole[0], out)
+def test_trains_and_shows_what_came_of_it(whole):
+    out, text = whole
     before, after = map(float, re.search(r"held-out loss\s+([\d.]+) before\s+([\d.]+) after", text).groups())
     assert after < before
     assert [row["step"] for row in rows(out)] == ["5", "10", "15", "20"]
@@ -89,24 +90,25 @@ def test_trains_then_resumes(cache, config, whole, tmp_path):
     assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert os.listdir(out / "checkpoints").count("global_step20") == 1
 
-    text = train(cache, config, out, "--more", "5")  # nobody to ask: it goes on
-    assert "There is a checkpoint at step 20 of 20" in text and "resumed at step 20, on to 25" in text
-    assert [row["step"] for row in rows(out)] == ["5", "10", "15", "20", "25"]
-    assert sorted(os.listdir(out / "checkpoints")) == ["global_step25", "latest"]
 
-
-def test_an_interrupted_run_ends_like_an_uninterrupted_one(cache, config, whole, tmp_path):
-    parts = tmp_path / "parts"
-    train(cache, config, parts, "--steps", "10")
-    train(cache, config, parts, "--resume")
-    assert curve(parts) == curve(whole[0])
-    assert (parts / "sample.txt").read_text() == (whole[0] / "sample.txt").read_text()
-
-
-def test_restart_removes_our_files_and_no_others(cache, config, whole, tmp_path):
+def test_it_begins_anew_goes_on_and_goes_on_at_another_number_of_ranks(cache, config, whole, tmp_path):
+    """--restart removes our files and no others; an interrupted run ends like an uninterrupted one; a finished one
+    goes on."""
     out = tmp_path / "out"
     shutil.copytree(whole[0], out)
     (out / "mine.txt").write_text("keep")
-    assert "resumed" not in train(cache, config, out, "--steps", "5", "--restart", ranks=1)
+    assert "resumed" not in train(cache, config, out, "--steps", "10", "--restart")
     assert (out / "mine.txt").read_text() == "keep"
-    assert [row["step"] for row in rows(out)] == ["5"]
+    assert [row["step"] for row in rows(out)] == ["5", "10"]
+
+    train(cache, config, out, "--resume")
+    assert curve(out) == curve(whole[0])
+    assert (out / "sample.txt").read_text() == (whole[0] / "sample.txt").read_text()
+
+    for ranks in (1, 2, 3) if every_case() else (3,):
+        more = tmp_path / f"on {ranks}"
+        shutil.copytree(out, more)
+        text = train(cache, config, more, "--more", "5", ranks=ranks)  # nobody to ask: it goes on
+        assert "There is a checkpoint at step 20 of 20" in text and "resumed at step 20, on to 25" in text
+        assert [row["step"] for row in rows(more)] == ["5", "10", "15", "20", "25"]
+        assert sorted(os.listdir(more / "checkpoints")) == ["global_step25", "latest"]

@@ -1,6 +1,6 @@
 """Random training programs: parameters are those of plain PyTorch in the same program, whatever it does in between.
 
-`make test` runs 200 programs, `make test-all` 2,000. What fails is shrunk, and printed as a row for SHRUNK.
+`make test` runs 100 programs, `make test-all` 2,000. What fails is shrunk, and printed as a row for SHRUNK.
 """
 
 import pprint
@@ -13,7 +13,7 @@ from sampling import every_case
 
 pytestmark = pytest.mark.any_device
 PART = 25
-COUNT = 2000 if every_case() else 200
+COUNT = 2000 if every_case() else 100
 
 # Programs that have failed once, shortened: {what was wrong: (configuration, operations)}.
 PLAINEST = {

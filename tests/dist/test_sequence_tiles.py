@@ -43,6 +43,7 @@ def batch_of(step, rank):
     return tokens, labels
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("shards, accumulate", [(1, 1), (3, 2)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2, timeout=60)

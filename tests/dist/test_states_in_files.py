@@ -48,7 +48,7 @@ def in_files(engine):
     return [states for states in engine.basic_optimizer.state.values() if isinstance(states, StatesOfMaster)]
 
 
-@pytest.mark.sample
+@pytest.mark.sample("values", 5)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -34,7 +34,7 @@ def train(engine, rank, world, steps, accumulate=1, plain=False):
     return engine
 
 
-@pytest.mark.sample
+@pytest.mark.sample("values", 5)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lion", "Lamb"])
 @pytest.mark.parametrize("plain", [False, True])

@@ -83,6 +83,7 @@ def close(a, b, precision):
     return float((a.double() - b.double()).norm()) <= limit * float(b.double().norm())
 
 
+@pytest.mark.sample("values", 6)
 @pytest.mark.parametrize("stage, precision, optimizer", CASES)
 @on_ranks(2)
 def test_whole_tensors_are_those_of_one_process(rank, world, stage, precision, optimizer):
@@ -130,6 +131,7 @@ def before_the_second_step(rank, world, stage, precision, optimizer):
     return engine, params
 
 
+@pytest.mark.sample("values", 6)
 @pytest.mark.parametrize("stage, precision, optimizer", CASES)
 @on_ranks(2)
 def test_what_is_set_is_what_the_next_step_uses(rank, world, stage, precision, optimizer):
@@ -175,6 +177,7 @@ def test_what_is_set_is_what_the_next_step_uses(rank, world, stage, precision, o
         assert torch.equal(value_of(p), safe_get_full_fp32_param(p).to(p.dtype)), name
 
 
+@pytest.mark.sample("values", 6)
 @pytest.mark.parametrize("stage, precision, optimizer", CASES)
 @on_ranks(2)
 def test_parts_of_ranks(rank, world, stage, precision, optimizer):

@@ -136,6 +136,7 @@ def test_loaded_weights_stay(rank, world, stage, dtype, offload):
         assert deepspeed.utils.safe_get_full_fp32_param(param).unique().tolist() == [0.375]
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage, dtype, offload", BESIDE)
 @on_ranks(2, init=True)
 def test_only_written_elements_change(rank, world, stage, dtype, offload, folder):

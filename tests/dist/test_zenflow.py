@@ -155,7 +155,7 @@ FLOWS = {
 
 
 # ---- the schedule -------------------------------------------------------------------------------------------------
-@pytest.mark.sample
+@pytest.mark.sample("values", 4)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -189,6 +189,7 @@ def test_a_select_interval_below_the_update_interval_counts_as_that(rank, world)
     assert hasty == patient == 3 and same(ours, theirs)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
@@ -200,7 +201,7 @@ def test_warm_up_throughout_is_zero_offload(rank, world, stage, dtype):
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
-@pytest.mark.sample
+@pytest.mark.sample("values", 5)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("writer", [None, "safetensors"])
 @pytest.mark.parametrize("saved_at", [1, 4, 6, 7])

@@ -26,6 +26,7 @@ def make_engine(world, stage, accumulate=1, precision=None, steps=3, optimizer=N
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -54,6 +55,7 @@ def body_fault(rank, world, stage, fault):
         engine.step()
 
 
+@pytest.mark.sample("values", 6)
 @pytest.mark.parametrize(
     "fault, words",
     [

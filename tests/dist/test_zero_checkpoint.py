@@ -31,6 +31,7 @@ def comparable(value):
     return value
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -59,6 +60,7 @@ def body_files(rank, world, folder, stage, precision):
     return weights(engine)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_file_names_and_keys(stage, precision, tmp_path):
@@ -123,6 +125,7 @@ def body_load(rank, world, folder, stage, seed):
     return weights(engine), [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("other", [1, 3])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_1_and_2_load_into_another_world(stage, other, tmp_path):

@@ -191,6 +191,7 @@ def check(dtype, results):
     assert not failed, "\n".join(f"stage {c[0]}, accumulation {c[1]}, {c[2]}: {why}" for c, why in failed)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("world, dtype", sorted({case[:2] for case in chosen()}))
 def test_matrix(world, dtype):
     wanted = stages_of(world, dtype)

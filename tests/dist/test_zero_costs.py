@@ -46,6 +46,7 @@ def train(engine, rank, steps=1):
     return engine
 
 
+@pytest.mark.sample("values", 8)
 @pytest.mark.parametrize("accumulate, width", [(1, 2), (4, 4)])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -76,6 +77,7 @@ def small_change(world):
     return 2 * (4 * LAYERS + 40) + 0.03 * NUMEL
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_communication_of_the_replicated_stages(stage, world):
@@ -84,6 +86,7 @@ def test_communication_of_the_replicated_stages(stage, world):
         assert sent <= 2 * NUMEL * share + small_change(world)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize(
     "zero, gathers", [({"stage3_max_reuse_distance": 0}, 2), ({}, 1)], ids=["nothing kept", "kept for backward"]
 )
@@ -152,6 +155,7 @@ class Counting:
         return call
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2)

@@ -19,6 +19,7 @@ from zero_training import STAGES, WIDTH, Deep, batch, below, beside, gap, loss_o
 
 
 # ---- one result, always --------------------------------
+@pytest.mark.sample("values")
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", STAGES)
@@ -45,6 +46,7 @@ def test_many_runs_have_one_result(rank, world, stage):
 ALONE = {"DS_PEER_MEMORY": "0"}  # as between hosts and on GPUs: the ranks agree on what is gathered next
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("how", ["expert", "depth"])
 @pytest.mark.parametrize("stage, env", [*((stage, {}) for stage in STAGES), (3, ALONE)])
 @on_ranks(3, timeout=30, given=["env"])
@@ -67,6 +69,7 @@ def evaluate(engine, times):
     engine.train()
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("env", [{}, ALONE], ids=["shared memory", "without"])
 @pytest.mark.parametrize("how", ["gather", "eval before", "eval between", "eval after"])
 @on_ranks(3, timeout=30, given=["env"])
@@ -118,6 +121,7 @@ class Trapped(Deep):
         return self.head(hidden + self.extra[1])
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("user_backward", [False, True], ids=["engine.backward", "loss.backward"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
@@ -201,6 +205,7 @@ BACKWARDS = {
 }
 
 
+@pytest.mark.sample("values", 12)
 @pytest.mark.parametrize("how", BACKWARDS)
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2, timeout=30)
@@ -316,6 +321,7 @@ def keywords(kind):
     return Parts(forward_keywords, inlet=inlet, pair=pair_of(kind), outlet=pair_of(kind))
 
 
+@pytest.mark.sample("values", 8)
 @pytest.mark.parametrize("user_backward", [False, True], ids=["engine.backward", "loss.backward"])
 @pytest.mark.parametrize("kind", ["tuple", "dict", "list", "dataclass"])
 @pytest.mark.parametrize("stage", STAGES)
@@ -399,6 +405,7 @@ def borrows(kind):
     )
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2, timeout=30)

@@ -62,6 +62,7 @@ def grads_of(world, accumulation, dtype):
     return sums
 
 
+@pytest.mark.sample("values", 6)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])

@@ -47,6 +47,7 @@ def pieces_of_ranks(rank, world, kind, stage, dtype, accumulate):
     return [params for _, params in told]
 
 
+@pytest.mark.sample("values", 8)
 @KIND
 @STAGE
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -59,6 +60,7 @@ def test_every_stage_equals_plain_training(rank, world, kind, stage, dtype):
         assert any(a & b for a, b in pairs), "no parameter straddles ranks: the test tests nothing"
 
 
+@pytest.mark.sample("values")
 @KIND
 @STAGE
 @on_ranks(2)
@@ -66,6 +68,7 @@ def test_accumulated_micro_batches(rank, world, kind, stage):
     pieces_of_ranks(rank, world, kind, stage, "fp32", 2)
 
 
+@pytest.mark.sample("values", 6)
 @KIND
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -128,6 +131,7 @@ def test_states_are_slots_of_whole_parameters(stage):
         assert lamb[0][key] == (norm if norm is None else pytest.approx(norm, rel=1e-5)), key
 
 
+@pytest.mark.sample("values")
 @KIND
 @STAGE
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -145,6 +149,7 @@ def norms_of_states(engine):
     return [float(piece.double().norm()) for piece in pieces if piece is not None]
 
 
+@pytest.mark.sample("values")
 @KIND
 @STAGE
 @pytest.mark.parametrize("world", [1, 2])

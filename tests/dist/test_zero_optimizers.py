@@ -121,6 +121,7 @@ def train(engine, rank, steps, first=0):
     return engine
 
 
+@pytest.mark.sample("values", 12)
 @pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -151,6 +152,7 @@ def test_equals_a_plain_process(rank, world, case, stage, narrow):
     assert worst < (2e-2 if narrow else 2e-6)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("case", ["Adagrad of the config", "FusedSGD", "Lion of the config"])
 @on_ranks(2)

@@ -43,6 +43,7 @@ def check(rank, world, stage, accumulate=2, user_backward=False, zero=(), sparse
     assert difference(full_copy(engine), reference) < 1e-6
 
 
+@pytest.mark.sample("values", 10)
 @pytest.mark.parametrize("user_backward", [False, True], ids=["engine.backward", "loss.backward"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -52,6 +53,7 @@ def test_fp32_equals_plain_training(rank, world, stage, accumulate, user_backwar
     check(rank, world, stage, accumulate, user_backward)
 
 
+@pytest.mark.sample("values", 8)
 @pytest.mark.parametrize(
     "zero",
     [

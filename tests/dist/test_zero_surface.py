@@ -139,6 +139,7 @@ def test_a_model_without_an_optimizer_is_gathered_and_run(rank, world):
     assert torch.equal(out, make_net()(tokens))
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("init", [False, True], ids=["plain model", "MiCS_Init"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @on_ranks(4)

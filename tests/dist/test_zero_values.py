@@ -17,6 +17,7 @@ from zero_training import WIDTH, Deep, Reference, batch, below, beside, gap, los
 
 
 # ---- several models and engines --------------------------------
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stages", [(0, 0), (1, 2), (3, 3), (3, 1)], ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["in turn", "through both"])
 @on_ranks(2, timeout=30)
@@ -191,6 +192,7 @@ class Built(Base):
         return self.head(self.tied(torch.tanh(self.stack(self.first(x) * self.gain))))
 
 
+@pytest.mark.sample("values", 8)
 @pytest.mark.parametrize("how", ["plain", "nested", "module", "disabled", "whole class", "rank 0 counts"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @on_ranks(timeout=30, init=True)

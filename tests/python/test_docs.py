@@ -2,8 +2,8 @@
 
 A block is a script of its own and is started in an empty folder. Words after ```python say more:
 ``launch=2`` starts it through the launcher on two processes; ``share`` joins it to the ``share`` blocks before it in
-the same file, as if they were one script. `make test` runs the scripts in new processes that have torch and deepspeed
-already (tests/dist/harness.py); `make test-all` starts each as the page says.
+the same file, as if they were one script; ``every`` leaves it to `make test-all`. `make test` runs the scripts in new
+processes that have torch and deepspeed already (tests/dist/harness.py); `make test-all` starts each as the page says.
 """
 
 import glob
@@ -32,12 +32,14 @@ def scripts():
         for match in BLOCK.finditer(text):
             words = match.group(1).split()
             ranks = next((int(word[7:]) for word in words if word.startswith("launch=")), 0)
-            unknown = [word for word in words if word != "share" and not word.startswith("launch=")]
+            unknown = [word for word in words if word not in ("share", "every") and not word.startswith("launch=")]
             assert not unknown, f"{path}: ```python {match.group(1)}: {unknown} is not known here"
             line = text.count("\n", 0, match.start()) + 1
             if "share" in words and shared is not None:
                 shared[2] += "\n" + match.group(2)
                 shared[1] = max(shared[1], ranks)
+                continue
+            if "every" in words and not every_case():
                 continue
             entry = [f"{os.path.relpath(path, ROOT)}:{line}", ranks, match.group(2)]
             found.append(entry)

@@ -13,7 +13,7 @@ from deepspeed.registry import lazy_package
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
 
-from processes import run_python, succeeded  # noqa: E402
+from processes import run_after_torch, succeeded  # noqa: E402
 from refusals import refused  # noqa: E402
 from surface_tables import LATER  # noqa: E402
 
@@ -42,7 +42,7 @@ for path in sys.argv[1:]:
 
 
 def walk(paths):
-    return succeeded(run_python(WALK, *paths)).stdout
+    return succeeded(run_after_torch(WALK, *paths)).stdout
 
 
 def test_paths_that_clients_write():

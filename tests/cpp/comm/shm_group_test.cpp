@@ -14,6 +14,7 @@
 #include <random>
 #include <thread>
 
+#include "../every_case.h"
 #include "../on_threads.h"
 #include "../error_of.h"
 #include "base/error.h"
@@ -170,10 +171,7 @@ std::pair<std::function<void(ShmGroup&)>, std::function<bool()>> make(const Draw
 }
 
 // DS_SHM_CASES: collectives in all, over the four sizes.
-int cases() {
-  const char* given = std::getenv("DS_SHM_CASES");
-  return given ? std::atoi(given) : 12000;
-}
+int cases() { return cases_of("DS_SHM_CASES", 12000, 4000); }
 
 class OfSize : public testing::TestWithParam<int> {};
 

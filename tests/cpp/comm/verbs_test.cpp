@@ -8,6 +8,7 @@
 #include <random>
 
 #include "../error_of.h"
+#include "../every_case.h"
 #include "base/error.h"
 #include "transports.h"
 
@@ -212,10 +213,7 @@ Call call(const Case& c, int round, int rank, int size) {
 }
 
 // DS_COMM_CASES: calls for each transport and number of ranks. 1000 take some minutes.
-int calls() {
-  const char* wanted = std::getenv("DS_COMM_CASES");
-  return wanted ? std::atoi(wanted) : 80;
-}
+int calls() { return cases_of("DS_COMM_CASES", 80, 40); }
 
 class Verbs : public testing::TestWithParam<std::string> {};
 

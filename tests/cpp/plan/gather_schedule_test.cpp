@@ -1,3 +1,4 @@
+#include "../every_case.h"
 #include "plan/gather_schedule.h"
 
 #include <gtest/gtest.h>
@@ -228,8 +229,7 @@ TEST(GatherSchedule, AnExceptionDoesNotChangeTheScheduleButTheSameTwiceDoes) {
 
 // Every rank with a program of its own: all of them end, and all issue the same collectives.
 TEST(GatherSchedule, RandomBranchesOnEveryRankNeverHang) {
-  const char* every = std::getenv("DS_TEST_EVERY_CASE");
-  const int cases = every ? 20000 : 3000;
+  const int cases = every_case() ? 20000 : 3000;
   std::mt19937 random(11);
   for (int which = 0; which < cases; ++which) {
     const int world = 1 + static_cast<int>(random() % 5), lag = 1 + static_cast<int>(random() % 5);

@@ -12,6 +12,7 @@
 #include <random>
 #include <set>
 
+#include "../every_case.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "small_engine.h"
@@ -269,8 +270,7 @@ class Player : public GradArrivals {
 };
 
 TEST(GradStates, RandomSequencesReduceEveryGradientOnce) {
-  const char* asked = std::getenv("DS_REDUCER_SEQUENCES");
-  const int wanted = asked ? std::atoi(asked) : 3000;
+  const int wanted = cases_of("DS_REDUCER_SEQUENCES", 3000, 1000);
   constexpr int kBatch = 25;  // sequences of one set of engines
   std::mt19937 random(11);
   for (int played = 0; played < wanted && !testing::Test::HasFailure(); played += kBatch) {

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "../error_of.h"
+#include "../every_case.h"
 #include "../io/folder.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
@@ -289,9 +290,11 @@ void expect_schedule(const Case& c, const std::string& what) {
 }
 
 TEST(ZenFlow, FollowsItsSchedule) {
+  NewPairs sample;
   for (int stage : {1, 2, 3}) {
     for (int world : {1, 2, 3, 8}) {
       for (bool overlap : {false, true}) {
+        if (!sample({stage, world, overlap})) continue;
         Case c{stage, world, flow(0.3, 3, 6, overlap)};
         expect_schedule(c, "intervals");
         c.flow.warm_up = 2;

@@ -14,7 +14,7 @@ import torch
 import deepspeed.accelerator
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.real_accelerator import accelerators
-from processes import run_python
+from processes import run_after_torch
 from refusals import refused
 
 FOLDER = os.path.dirname(deepspeed.accelerator.__file__)
@@ -235,14 +235,14 @@ CHOSEN = "from deepspeed.accelerator import get_accelerator as g; print(g()._nam
 
 @pytest.mark.slow
 def test_the_environment_chooses():
-    assert run_python(CHOSEN, DS_ACCELERATOR="cpu").stdout.strip() == "cpu True"
-    asked = run_python(CHOSEN, DS_ACCELERATOR="cdua")
+    assert run_after_torch(CHOSEN, DS_ACCELERATOR="cpu").stdout.strip() == "cpu True"
+    asked = run_after_torch(CHOSEN, DS_ACCELERATOR="cdua")
     assert asked.returncode != 0 and "DS_ACCELERATOR is 'cdua'" in asked.stderr and "cpu, cuda" in asked.stderr
-    chosen = run_python(CHOSEN, DS_ACCELERATOR="cuda").stdout
+    chosen = run_after_torch(CHOSEN, DS_ACCELERATOR="cuda").stdout
     assert chosen.splitlines()[-1] == "cuda True"
     if "cuda" not in working():
         assert "does not seem to work here" in chosen
-        assert run_python(CHOSEN, DS_ACCELERATOR="").stdout.strip() == "cpu True"
+        assert run_after_torch(CHOSEN, DS_ACCELERATOR="").stdout.strip() == "cpu True"
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
 """The thread of an engine: order, failures told once and at one step, waiting."""
 
-import subprocess
-import sys
 import textwrap
 import threading
 import time
 
 from deepspeed.checkpoint.write import background
 from deepspeed.checkpoint.write.background import Background
+from processes import run_after_torch
 from refusals import refused
 from threads import started
 
@@ -41,7 +40,7 @@ def test_a_save_that_begins_while_the_program_ends_is_done():
             behind.start(lambda: print("last"))
             behind.wait()
         """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    run = run_after_torch(textwrap.dedent(code))
     assert (run.stdout, run.stderr) == ("first\nlast\n", "")
 
 
@@ -126,7 +125,7 @@ def test_the_end_of_the_program_waits_and_tells(tmp_path):
         behind.start(slow)
         """
     )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    out = run_after_torch(script)
     assert (tmp_path / "done").exists()
     assert "at the end of the program: [Errno 28] rank 1: disk full" in out.stderr
 
@@ -145,4 +144,4 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_is_not_there():
         gate.set()
         """
     )
-    assert subprocess.run([sys.executable, "-c", script], timeout=30).returncode == 0
+    assert run_after_torch(script).returncode == 0

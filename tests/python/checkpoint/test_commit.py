@@ -108,6 +108,7 @@ def test_without_a_manifest_published_names_at_the_top_go(damaged, tmp_path):
     assert others(folder) == USERS | {"checkpoint.json"} and content(folder) == b"2"
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
 @pytest.mark.parametrize("lacks", [EXCHANGE, NO_EXCHANGE, LOWER_LAYER], ids=["exchange", "renames", "files"])
 def test_killed_anywhere_the_old_or_the_new_one_is_whole(call, lacks, tmp_path):
@@ -140,6 +141,7 @@ def test_a_read_only_folder_is_read_where_the_swap_has_left_it(tmp_path):
     assert content(tmp_path / "t") == b"1" and (tmp_path / "t").exists()
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("lacks", [NO_FOLDERS, NO_RENAME])
 @pytest.mark.parametrize("call", ["open", "write", "fsync"])
 def test_killed_in_place_the_other_tags_are_whole_and_this_one_is_known_not_to_be(call, lacks, tmp_path):

@@ -19,7 +19,7 @@ from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.checkpoint.write.file_writer import WriterOptions, write_bytes, write_safetensors, write_torch
 from places import ROOT
-from processes import run_python
+from processes import run_after_torch, run_python
 from refusals import refused
 
 DTYPES = [
@@ -507,7 +507,7 @@ def test_names(tmp_path, inject):
 def test_the_environment_arms_a_fault(tmp_path):
     code = "import sys; from deepspeed.checkpoint.write import file_writer as w; w.write_bytes(b'x' * 99, sys.argv[1])"
     for order, expected in (("write:1:kill", -9), ("fsync:2:kill", 0)):
-        assert run_python(code, tmp_path / "x", DS_IO_FAULT=order).returncode == expected
+        assert run_after_torch(code, tmp_path / "x", DS_IO_FAULT=order).returncode == expected
     assert (tmp_path / "x").read_bytes() == b"x" * 99
 
 

@@ -23,8 +23,7 @@ from sampling import every_case
 from test_universal_convert import convert
 
 REFUSALS = (OSError, RuntimeError, ValueError)
-CASES = 10_000 if every_case() else 240
-PARTS = 8
+CASES, PARTS = (10_000, 8) if every_case() else (120, 4)
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
 """A ``RunState`` is all that ``deepspeed.checkpoint`` needs: it saves and loads one where there is no engine."""
 
-import subprocess
-import sys
-
 import pytest
+
+from processes import run_after_torch
 
 WITHOUT_ENGINE = """
 import sys
@@ -113,6 +112,5 @@ print("done")
 
 @pytest.mark.parametrize("format", ["torch", "safetensors"])
 def test_a_run_is_saved_and_loaded_without_an_engine(format, tmp_path):
-    command = [sys.executable, "-c", WITHOUT_ENGINE, str(tmp_path), format]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = run_after_torch(WITHOUT_ENGINE, tmp_path, format)
     assert ended.returncode == 0 and ended.stdout.endswith("done\n"), ended.stderr

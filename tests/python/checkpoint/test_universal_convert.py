@@ -265,6 +265,7 @@ def test_what_cannot_be_converted(tmp_path):
     refused(ValueError, "no optimizer states", convert, tmp_path / "step7", tmp_path / "more")
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_files_of_another_implementation(stage, dtype, tmp_path):

@@ -25,7 +25,7 @@ from deepspeed.utils.zero_to_fp32 import (
     to_torch_tensor,
 )
 from places import PEERS
-from processes import succeeded
+from processes import run_after_torch, succeeded
 from refusals import refused
 from zero_folders import weights_of, write_checkpoint
 
@@ -241,9 +241,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run_script(folder, *arguments, fails=False):
-    """Runs the script of a folder by a Python that sees neither the environment nor DeepSpeed: what it says."""
-    command = [sys.executable, "-I", "-c", ALONE, os.path.join(folder, "zero_to_fp32.py"), *map(str, arguments)]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+    """Runs the script of a folder by a Python that does not see DeepSpeed: what it says."""
+    done = run_after_torch(ALONE, os.path.join(folder, "zero_to_fp32.py"), *arguments, PYTHONPATH="")
     assert (done.returncode != 0) == fails, done.stderr
     return done.stderr
 

@@ -18,7 +18,7 @@ from deepspeed.comm import ReduceOp, nccl, nccl_join
 from deepspeed.comm.nccl import NcclCommunicator, find_library
 from fake_nccl import Orders, build
 from places import PYTHON
-from processes import run_python
+from processes import run_after_torch
 from refusals import refused
 from threads import started
 
@@ -108,6 +108,7 @@ def reduced(op, size, numel, dtype):
     return made.to(dtype)
 
 
+@pytest.mark.sample("values", 8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 3])
 def test_collectives(ranks, size, dtype):
@@ -464,7 +465,7 @@ print("import loads it:", before and not torch.version.cuda)
 
 
 def search(**env):
-    done = run_python(SEARCH, **env)
+    done = run_after_torch(SEARCH, **env)
     assert done.returncode == 0 and "import loads it: False" in done.stdout, done.stderr
     return done.stdout
 

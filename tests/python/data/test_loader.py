@@ -159,6 +159,7 @@ def test_random_numbers_of_workers_depend_on_seed_rank_worker_and_epoch():
 # ---- position ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", range(0, 17, 2))
 def test_resume_goes_on_with_the_next_batch_and_reads_nothing_before(stop, workers):

@@ -12,15 +12,15 @@ from deepspeed.env_report import native, op_report, report
 from deepspeed.host import libraries
 from deepspeed.ops.op_table import OPS
 from deepspeed.version import __version__
-from processes import succeeded
+from processes import run_after_torch, succeeded
 
 PYTHON_DIR = os.path.dirname(os.path.dirname(report.__file__)).rsplit("/deepspeed", 1)[0]
 
 
 def run(*args, **env):
-    env = dict(os.environ, PYTHONPATH=PYTHON_DIR, **env)
-    line = [sys.executable, "-m", "deepspeed.env_report", *args]
-    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=120)
+    """What ``python -m deepspeed.env_report`` does."""
+    code = "import runpy; runpy.run_module('deepspeed.env_report', run_name='__main__', alter_sys=True)"
+    return run_after_torch(code, *args, **{"PYTHONPATH": PYTHON_DIR, **env})
 
 
 @pytest.mark.slow

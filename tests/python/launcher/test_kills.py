@@ -75,7 +75,7 @@ def below(pid):
     return found + [one for child in found for one in below(child)]
 
 
-@pytest.mark.sample
+@pytest.mark.sample("values", 8)
 @pytest.mark.parametrize("who, sig, hosts, phase", CASES, ids=["-".join(map(str, case)) for case in CASES])
 def test_nobody_is_left(who, sig, hosts, phase, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

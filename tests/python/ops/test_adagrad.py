@@ -22,6 +22,7 @@ def adagrad(lr, eps, weight_decay):
     return formula
 
 
+@pytest.mark.sample("values")
 @CLASSES
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_the_paper(cls, weight_decay):

@@ -4,8 +4,6 @@ import errno
 import os
 import pathlib
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,6 +15,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder, PinMemoryBuilde
 from deepspeed.utils.pin_memory import NativePinnedMemory, get_active_native_pinned_memory
 from deepspeed.utils.pin_memory_tracker import _fmt_bytes, _tracker, pinned_memory_summary, track_pinned_memory
 from places import ROOT
+from processes import run_after_torch, succeeded
 from refusals import refused
 from threads import started
 
@@ -56,6 +55,7 @@ def test_defaults_and_getters(op):
         assert [getattr(handle, f"get_{name}")() for name in getters] == wanted and handle.get_alignment() == 4096
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("backend", ["io_uring", "libaio", "threads"])
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
@@ -286,7 +286,7 @@ except RuntimeError as error:
 
 @pytest.mark.slow
 def test_the_memlock_limit_is_named_with_the_bytes_missing():
-    out = subprocess.run([sys.executable, "-c", LIMIT], capture_output=True, text=True, check=True).stdout
+    out = succeeded(run_after_torch(LIMIT)).stdout
     assert "3145728 bytes of memory cannot be page-locked" in out and "may lock 1048576 bytes (ulimit -l)" in out
     used = int(re.search(r"has locked (\d+): ", out).group(1))
     assert f"{used + 2097152} bytes are missing. Raise the limit to {used + 3145728} bytes or more" in out

@@ -72,6 +72,7 @@ def test_copies_are_independent(cls, duplicate):
     assert equal(params, others)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("cls", [cls for cls in ALL if cls is not MuonWithAuxAdam], ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}], ids=str)
 def test_threads_change_nothing(cls, options):

@@ -105,6 +105,12 @@ def test_the_next_step_is_the_cheapest_that_helps(toy):
     assert any("gradient_checkpointing_enable" in what for what in names) and "2 ranks" in names[-1]
     tiled = explain(model, config_of(tile_loss=True), memory=64 << 20, ranks=1)
     assert tiled.longest == report.next_step[1] and "tile_loss" not in str(tiled.steps)
+
+
+@pytest.mark.every("forty curves; one rank is in make test")
+def test_the_next_step_of_several_ranks(toy):
+    model = toy(heads=1, kv=1, hidden=64, layers=1, vocabulary=4000)
+    tiled = explain(model, config_of(tile_loss=True), memory=64 << 20, ranks=1)
     four = explain(model, config_of(stage=2, size=2, tile_loss=True), memory=64 << 20, ranks=4)
     assert four.longest % 2 == 0 and four.longest > 1.3 * tiled.longest
     assert [what for what, _ in four.steps if "zero_optimization.stage: 3" in what]

@@ -15,6 +15,8 @@ from processes import write_program
 PYTHON = """#!/bin/bash
 if [ "$1" = - ]; then echo tag; exit; fi
 if [ "$1" = -c ]; then [[ "$2" != *xdist* ]] || exit {no_xdist}; exit 0; fi
+if [[ "$*" == *--help* ]]; then echo "{options}"; exit; fi
+if [[ "$*" == *--collect-only* ]]; then touch kept; exit 1; fi
 echo "pytest: ${{*:4}} / every=${{DS_TEST_EVERY_CASE:-}}"
 echo "cover=${{DS_TEST_COVER:-}}"
 if [[ "$*" == *"not alone"* ]]; then
@@ -35,7 +37,7 @@ exit {ctest}
 
 
 def run(tmp_path, kind="all", jobs=2, **codes):
-    codes = {"first": 0, "second": 0, "no_xdist": 0, "ctest": 0, **codes}
+    codes = {"first": 0, "second": 0, "no_xdist": 0, "ctest": 0, "options": "", **codes}
     root = tmp_path / "checkout"
     shutil.copytree(os.path.join(ROOT, "tools"), root / "tools")
     (root / "build" / "tag").mkdir(parents=True)
@@ -66,6 +68,12 @@ def test_all_cores_then_those_that_run_alone(tmp_path):
         ["1.5", "s", "C++", "Suite.Case/3"], ["0.0", "s", "tests/a.py::test_fast"],
     ]  # fmt: skip
     assert re.findall(r"==> (\w+): \d+ s", err) == ["ctest", "pytest", "tests"]
+    assert (tmp_path / "checkout" / "kept").exists()  # the code of rewritten asserts
+
+
+def test_a_newer_xdist_keeps_the_order_of_files(tmp_path):
+    _, runs, _, _ = run(tmp_path, options="  --no-loadscope-reorder   Pass if you would like to disable reordering")
+    assert runs[0][0] == "--no-loadscope-reorder -n 3 --dist loadfile -m not gpu and not alone"
 
 
 def test_every_case(tmp_path):
@@ -104,6 +112,7 @@ def test_the_fast_part_runs_on_all_cores_too(tmp_path):
 def test_one_after_the_other(how, tmp_path):
     code, runs, _, err = run(tmp_path, **how)
     assert code == 0 and [arguments for arguments, _ in runs] == ["-m not gpu"]
+    assert how != {"jobs": 1} or not (tmp_path / "checkout" / "kept").exists()
     assert ("pip install pytest-xdist" in err) == ("no_xdist" in how)
 
 

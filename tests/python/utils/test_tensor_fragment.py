@@ -18,7 +18,7 @@ from deepspeed.utils.tensor_fragment import (
     map_to_flat_opt_states,
     tensor_fragment,
 )
-from processes import run_python
+from processes import run_after_torch
 from refusals import refused
 from runs import identical
 
@@ -53,7 +53,7 @@ def test_names_and_signatures():
 @pytest.mark.parametrize("first", ["deepspeed.utils", "deepspeed.utils.tensor_fragment"])
 def test_the_name_means_the_class_whatever_is_imported_first(first):
     code = f"import {first}\nfrom deepspeed.utils import tensor_fragment\nassert isinstance(tensor_fragment, type)"
-    assert run_python(code).returncode == 0
+    assert run_after_torch(code).returncode == 0
 
 
 class Link:

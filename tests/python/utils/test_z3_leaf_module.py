@@ -20,14 +20,14 @@ from deepspeed.utils import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from processes import run_python
+from processes import run_after_torch
 from refusals import refused
 
 
 @pytest.mark.parametrize("first", ["deepspeed.utils", "deepspeed.utils.z3_leaf_module"])
 def test_the_name_means_the_function_whatever_is_imported_first(first):
     code = f"import {first}\nfrom deepspeed.utils import z3_leaf_module\nassert callable(z3_leaf_module)"
-    assert run_python(code).returncode == 0
+    assert run_after_torch(code).returncode == 0
 
 
 class Moe(torch.nn.Module):

@@ -52,6 +52,7 @@ def held_by(engine):
     return found
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage, bf16", [(0, False), (0, True), (1, True), (2, True), (3, False), (3, True)])
 def test_a_dropped_engine_frees_its_memory_and_leaves_the_model(stage, bf16):
     model = make_model()

@@ -156,6 +156,7 @@ def test_the_device_holds_what_the_plan_says(stage, dtype):
     assert seen["device"] == pytest.approx(found["device"], rel=0.05)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("where", ["cpu", "nvme"])
 def test_gradients_that_leave_the_device_are_no_more_than_planned(stage, where, tmp_path):
