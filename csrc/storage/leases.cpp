@@ -9,18 +9,6 @@
 #include "storage/waited.h"
 
 namespace ds::storage {
-namespace {
-
-// The next work on a device that has failed reports the failure; here nobody could be told.
-FencePtr fence_after(const at::Tensor& memory) noexcept {
-  try {
-    return Fence::after(memory);
-  } catch (const std::exception&) {
-    return nullptr;
-  }
-}
-
-}  // namespace
 
 Lease Leases::acquire(int32_t number, plan::Range range, Access access, Medium at) {
   auto lock = lock_.hold();
@@ -53,7 +41,7 @@ Lease Leases::acquire(int32_t number, plan::Range range, Access access, Medium a
     }
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
-    planes_.unmark(*plane, first, end, alone, nullptr);
+    planes_.unmark(*plane, first, end, alone);
     throw;
   }
   ++memory_.events().leases;
@@ -83,7 +71,7 @@ StagingPtr Leases::copy_of(StorageLock::Held& lock, Plane& plane, plan::Range ra
   StagingPtr copy = prefetches_.take(lock, plane, first, end, at);
   if (alone) prefetches_.drop(plane, first, end);
   if (copy) {
-    if (copy->ready) copy->ready->wait(copy->memory);
+    if (const FencePtr ready = std::exchange(copy->ready, nullptr)) ready->wait(copy->memory);
     return copy;
   }
   copy = plane.new_copy(first, end, at);
@@ -102,10 +90,12 @@ StagingPtr Leases::copy_of(StorageLock::Held& lock, Plane& plane, plan::Range ra
     }
   } catch (...) {
     lock.lock();
+    planes_.add_fence(plane, first, end);
     memory_.give(*copy);
     throw;
   }
   lock.lock();
+  planes_.add_fence(plane, first, end);
   if (first < end) memory_.used(plane.part_of(first).medium).waited_seconds += seconds;
   return copy;
 }
@@ -132,14 +122,13 @@ void Leases::release(Lease& lease) noexcept {
     background_.run([this, plane, copy, fence] { write_back(plane, copy, fence); });
     return;
   }
-  FencePtr fence;
   if (copy) {
     memory_.give(*copy);
   } else {
-    fence = fence_after(used);
+    planes_.add_fence(*plane, lease.first_, lease.end_);
   }
   used.reset();  // before somebody else may have the memory, or free it
-  planes_.unmark(*plane, lease.first_, lease.end_, alone, fence);
+  planes_.unmark(*plane, lease.first_, lease.end_, alone);
 }
 
 void Leases::write_back(const PlanePtr& plane, const StagingPtr& copy, const FencePtr& fence) {
@@ -149,13 +138,10 @@ void Leases::write_back(const PlanePtr& plane, const StagingPtr& copy, const Fen
     const auto lock = lock_.hold();
     planes_.wait_for_streams(*plane, copy->first, copy->end);
   }
-  FencePtr written;
   for (int32_t b = copy->first; b < copy->end; ++b) {
     try {
       if (fence) fence->wait(copy->memory);
       copies_.write_back(*plane, b, *copy);
-      const at::Tensor& home = plane->part_of(b).memory;
-      if (home.defined() && !home.device().is_cpu()) written = Fence::after(home);
     } catch (...) {
       errors[b] = caught();
     }
@@ -168,7 +154,8 @@ void Leases::write_back(const PlanePtr& plane, const StagingPtr& copy, const Fen
   memory_.count_flight(*copy, -1);
   memory_.give(*copy);
   background_.end();
-  planes_.unmark(*plane, copy->first, copy->end, /*alone=*/true, written);
+  planes_.add_fence(*plane, copy->first, copy->end);
+  planes_.unmark(*plane, copy->first, copy->end, /*alone=*/true);
 }
 
 }  // namespace ds::storage

@@ -176,7 +176,7 @@ void MemoryAccounts::give(Staging& staging) {
   count(staging, -staging.bytes);
   User& user = user_of(staging);
   if (memory.defined() && staging.bytes > 0 && user.keeps) {
-    user.pool.give(memory);
+    user.pool.give(memory, staging.ready);
     account.free_idle(account.total() - account.limit);
   }
   lock_.changed();

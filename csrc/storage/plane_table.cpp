@@ -50,7 +50,7 @@ void PlaneTable::mark(Plane& plane, int32_t first, int32_t end, bool alone) {
   }
 }
 
-void PlaneTable::unmark(Plane& plane, int32_t first, int32_t end, bool alone, const FencePtr& fence) {
+void PlaneTable::unmark(Plane& plane, int32_t first, int32_t end, bool alone) {
   for (int32_t b = first; b < end; ++b) {
     Block& block = plane.blocks[b];
     if (alone) {
@@ -58,9 +58,16 @@ void PlaneTable::unmark(Plane& plane, int32_t first, int32_t end, bool alone, co
     } else {
       --block.readers;
     }
-    block.fences.add(fence);
   }
   lock_.changed();
+}
+
+void PlaneTable::add_fence(Plane& plane, int32_t first, int32_t end) noexcept {
+  for (const PlanePart& part : plane.parts) {
+    if (!part.memory.defined() || part.end <= first || part.first >= end) continue;
+    const FencePtr fence = fence_after(part.memory);
+    for (int32_t b = std::max(first, part.first); b < std::min(end, part.end); ++b) plane.blocks[b].fences.add(fence);
+  }
 }
 
 void PlaneTable::wait_for_streams(const Plane& plane, int32_t first, int32_t end) const {
@@ -158,6 +165,7 @@ int32_t PlaneTable::add(std::string name, int64_t numel, at::ScalarType type, co
     }
   }
   plane->swap_parts(parts);
+  add_fence(*plane, 0, plane->block_count());  // torch's allocator may hand out memory that the stream still uses
   planes_.push_back(std::move(plane));
   return static_cast<int32_t>(planes_.size()) - 1;
 }

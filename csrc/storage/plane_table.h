@@ -27,7 +27,9 @@ class PlaneTable {
   // `alone`: as a writer; else as one of several readers. Throws where the plane is removed meanwhile.
   void wait_for_blocks(StorageLock::Held& lock, const Plane& plane, int32_t first, int32_t end, bool alone);
   static void mark(Plane& plane, int32_t first, int32_t end, bool alone);
-  void unmark(Plane& plane, int32_t first, int32_t end, bool alone, const FencePtr& fence);
+  void unmark(Plane& plane, int32_t first, int32_t end, bool alone);
+  // Others wait for what has been launched on the current stream with the memory in which these blocks rest.
+  void add_fence(Plane& plane, int32_t first, int32_t end) noexcept;
   // The current stream waits for earlier work of other streams on these blocks.
   void wait_for_streams(const Plane& plane, int32_t first, int32_t end) const;
 

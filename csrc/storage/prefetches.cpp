@@ -64,7 +64,8 @@ void Prefetches::fetch(const PlanePtr& plane, const StagingPtr& copy) {
     ++memory_.events().prefetch_drops;
     memory_.give(*copy);
   }
-  planes_.unmark(*plane, copy->first, copy->end, /*alone=*/false, copy->ready);
+  planes_.add_fence(*plane, copy->first, copy->end);
+  planes_.unmark(*plane, copy->first, copy->end, /*alone=*/false);
 }
 
 bool Prefetches::here(int32_t number, plan::Range range, Medium at) {

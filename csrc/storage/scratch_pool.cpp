@@ -32,11 +32,12 @@ at::Tensor ScratchPool::take(int64_t numel, const at::TensorOptions& options) {
   return idle.scalar_type() == type ? idle : flat_view(idle, 0, type, numel);
 }
 
-void ScratchPool::give(const at::Tensor& memory) {
+void ScratchPool::give(const at::Tensor& memory, const FencePtr& ready) {
   if (!memory.defined()) return;
   keep_two_of(bytes_of(memory));
   Idle idle{memory, nullptr};
   try {
+    if (ready) ready->wait(memory);
     idle.given = Fence::after(memory);
   } catch (const std::exception&) {
     return;  // a device that has failed: it says so to whoever works on it

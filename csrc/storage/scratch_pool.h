@@ -28,8 +28,9 @@ class ScratchPool {
   at::Tensor take(int64_t bytes, c10::Device device);
   // From torch's allocator where there is none. Keeps room for two of them.
   at::Tensor take(int64_t numel, const at::TensorOptions& options);
-  // All memory of a tensor to which nobody else refers; an undefined one is ignored.
-  void give(const at::Tensor& memory);
+  // All memory of a tensor to which nobody else refers; an undefined one is ignored. `ready`: what wrote it on another
+  // stream, where nobody has waited for that.
+  void give(const at::Tensor& memory, const FencePtr& ready = nullptr);
   // Frees the oldest until at most `bytes` are idle.
   void trim(int64_t bytes = 0);
 

@@ -30,8 +30,11 @@ void Lease::release() noexcept {
 at::Tensor as_tensor(Lease lease) {
   const at::Tensor data = lease.data();
   auto held = std::make_shared<Lease>(std::move(lease));
-  return at::from_blob(
-      data.data_ptr(), data.sizes(), [held](void*) { held->release(); }, data.options());
+  return at::for_blob(data.data_ptr(), data.sizes())
+      .deleter([held](void*) { held->release(); })
+      .options(data.options())
+      .target_device(data.device())  // not every device can tell whose an address is
+      .make_tensor();
 }
 
 ShardStorage::ShardStorage(c10::Device device, Budget budget, FileAccess files) {

@@ -69,7 +69,7 @@ void StorageState::move(std::vector<int32_t> numbers, const Placement& placement
   for (const int32_t number : numbers) all.push_back({planes.find(number)});
   const auto unlock_planes = [&] {
     for (const auto& [plane, locked, parts] : all)
-      if (locked) planes.unmark(*plane, 0, plane->block_count(), /*alone=*/true, nullptr);
+      if (locked) planes.unmark(*plane, 0, plane->block_count(), /*alone=*/true);
   };
   try {
     for (Moving& one : all) {

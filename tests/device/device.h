@@ -1,10 +1,91 @@
-// What torch asks of a kind of device.
+// What torch asks of a kind of device. What torch 1 and torch 2 ask in different ways is in torch1.cpp and torch2.cpp,
+// of which one is built.
 #pragma once
 #include <ATen/core/Generator.h>
-#include <c10/core/Device.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <atomic>
+
+#include "memory.h"
+#include "standin.h"
 
 namespace standin {
 
 const at::Generator& default_generator(c10::DeviceIndex device);
+
+// Calls of one kind by which the code under test puts work in order. One of them may be left out.
+class Waits {
+ public:
+  void leave_out(int number) {
+    count_ = 0;
+    left_out_ = number;
+  }
+  int count() const { return count_; }
+  bool is_left_out() { return ++count_ == left_out_; }  // of the next call
+  // For a call that is repeated until it says so: one that says no does not count.
+  template <typename Query>
+  bool passed(const Query& query) {
+    const bool passed = count_ + 1 == left_out_ || query();
+    count_ += passed;
+    return passed;
+  }
+
+ private:
+  std::atomic<int> count_{0}, left_out_{0};
+};
+
+Waits& waits(StandinWait kind);
+
+// What csrc uses of CUDA, too: all of it through c10::impl::VirtualGuardImpl.
+class Guard : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override { return c10::kPrivateUse1; }
+  c10::Device exchangeDevice(c10::Device device) const override { return at(exchange_device(device.index())); }
+  c10::Device getDevice() const override { return at(current_device()); }
+  void setDevice(c10::Device device) const override {
+    if (device.has_index()) exchange_device(device.index());
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { setDevice(device); }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+
+  c10::Stream getStream(c10::Device device) const noexcept override { return current_stream(device.index()).c10(); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    const c10::DeviceIndex index = device.has_index() ? device.index() : current_device();
+    return streams_of(index).front()->c10();
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return stream_from_pool(device.index()).c10();
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
+    return exchange_stream(stream_of(stream)).c10();
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    return waits(kStandinHostWait).passed([&] { return passed(mark(stream_of(stream))); });
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (!waits(kStandinHostWait).is_left_out()) wait_on_host(mark(stream_of(stream)));
+  }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device,
+              const c10::EventFlag) const override {
+    TORCH_CHECK(device < 0 || device == stream.device_index(), "an event of standin:", static_cast<int>(device),
+                " cannot be recorded on a stream of ", stream.device());
+    if (!*event) *event = new Mark;
+    *static_cast<Mark*>(*event) = standin::record(stream_of(stream));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event && !waits(kStandinStreamWait).is_left_out()) wait(stream_of(stream), *static_cast<Mark*>(event));
+  }
+  bool queryEvent(void* event) const override {
+    return !event || waits(kStandinHostWait).passed([&] { return passed(*static_cast<Mark*>(event)); });
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Mark*>(event); }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    if (!waits(kStandinKeptMemory).is_left_out()) also_used_by(memory.get(), stream_of(stream));
+  }
+
+ private:
+  static c10::Device at(c10::DeviceIndex index) { return {c10::kPrivateUse1, index}; }
+};
 
 }  // namespace standin

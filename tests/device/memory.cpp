@@ -1,6 +1,5 @@
 #include "memory.h"
 
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -59,9 +58,8 @@ void Mapping::drop(char* begin, size_t bytes) const {
   fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin - begin_, static_cast<off_t>(bytes));
 }
 
-DeviceMemory::DeviceMemory(c10::DeviceIndex device)
-    : mapping("standin", PROT_NONE), device_(device), limit_(size_t{4} << 30) {
-  if (const char* text = std::getenv("DS_STANDIN_MEMORY")) limit_ = std::strtoull(text, nullptr, 10);
+DeviceMemory::DeviceMemory(c10::DeviceIndex device) : mapping("standin", PROT_NONE), device_(device) {
+  if (const char* text = std::getenv("DS_STANDIN_MEMORY")) figures_.limit = std::strtoull(text, nullptr, 10);
   unreserved_[mapping.begin()] = Mapping::kBytes;
 }
 
@@ -81,7 +79,7 @@ void* DeviceMemory::allocate(size_t bytes, Stream& stream) {
     }
     TORCH_CHECK_WITH(OutOfMemoryError, address, "standin:", static_cast<int>(device_), " is out of memory: ", bytes,
                      " bytes are asked for, ", figures_.allocated, " are in use, ", figures_.reserved,
-                     " are reserved, and the limit is ", limit_);
+                     " are reserved, and the limit is ", figures_.limit);
     blocks_.at(address).counted = counted;
     figures_.allocated += counted;
     figures_.allocated_peak = std::max(figures_.allocated_peak, figures_.allocated);
@@ -99,7 +97,7 @@ char* DeviceMemory::take(size_t bytes, Stream& stream) {
     fit->second.erase(fit->second.begin());
     if (fit->second.empty()) free_.erase(fit);
   } else {
-    if (figures_.reserved + bytes > limit_) return nullptr;
+    if (figures_.reserved + bytes > figures_.limit) return nullptr;
     auto hole = unreserved_.begin();
     while (hole != unreserved_.end() && hole->second < bytes) ++hole;
     if (hole == unreserved_.end()) return nullptr;
@@ -196,10 +194,6 @@ void DeviceMemory::give_back() {
   synchronize_device(device_);
   const std::lock_guard lock(mutex_);
   settle();
-  unreserve();
-}
-
-void DeviceMemory::unreserve() {
   for (const auto& [key, addresses] : free_) {
     for (char* address : addresses) {
       size_t bytes = key.second;
@@ -223,12 +217,7 @@ void DeviceMemory::unreserve() {
 
 void DeviceMemory::limit(size_t bytes) {
   const std::lock_guard lock(mutex_);
-  limit_ = bytes;
-}
-
-size_t DeviceMemory::limit() {
-  const std::lock_guard lock(mutex_);
-  return limit_;
+  figures_.limit = bytes;
 }
 
 Figures DeviceMemory::figures(bool new_peaks) {
@@ -366,61 +355,42 @@ void release_pinned(void* address) {
   if (address) pinned_memory().release(address);
 }
 
-[[noreturn]] void no_copy() { TORCH_CHECK(false, "the stand-in copies tensors, not allocations"); }
+c10::DataPtr allocate_device(size_t bytes) {
+  const c10::DeviceIndex device = current_device();
+  void* address = device_memory(device).allocate(bytes, current_stream(device));
+  return {address, address, &release_device, c10::Device(c10::DeviceType::PrivateUse1, device)};
+}
 
-class AllocatorOfDevices final : public c10::DeviceAllocator {
- public:
-  c10::DataPtr allocate(size_t bytes) override {
-    const c10::DeviceIndex device = current_device();
-    void* address = device_memory(device).allocate(bytes, current_stream(device));
-    return {address, address, &release_device, c10::Device(c10::DeviceType::PrivateUse1, device)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &release_device; }
-  void copy_data(void*, const void*, size_t) const override { no_copy(); }
-  bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {
-    for (c10::DeviceIndex device = 0; device < kDevices; ++device) device_memory(device).give_back();
-  }
-  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
-    for (c10::DeviceIndex device = 0; device < kDevices; ++device)
-      device_memory(device).also_used_by(memory.get(), stream_of(stream));
-  }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
-    const Figures now = device_memory(device).figures(false);
-    c10::CachingDeviceAllocator::DeviceStats stats;
-    stats.allocated_bytes[0].current = static_cast<int64_t>(now.allocated);
-    stats.allocated_bytes[0].peak = static_cast<int64_t>(now.allocated_peak);
-    stats.reserved_bytes[0].current = static_cast<int64_t>(now.reserved);
-    stats.reserved_bytes[0].peak = static_cast<int64_t>(now.reserved_peak);
-    return stats;
-  }
-  void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex device) override { device_memory(device).figures(true); }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
-    const size_t limit = device_memory(device).limit();
-    return {limit - std::min(limit, device_memory(device).figures(false).reserved), limit};
-  }
-};
+c10::DataPtr allocate_pinned(size_t bytes) {
+  void* address = pinned_memory().allocate(bytes);
+  return {address, address, &release_pinned, c10::Device(c10::DeviceType::CPU)};
+}
 
-class AllocatorOfPinned final : public c10::Allocator {
+// Of the functions allocate() one is torch's: it is const in torch 1.
+template <c10::DataPtr (*kAllocate)(size_t), void (*kRelease)(void*)>
+class AllocatorOf final : public c10::Allocator {
  public:
-  c10::DataPtr allocate(size_t bytes) override {
-    void* address = pinned_memory().allocate(bytes);
-    return {address, address, &release_pinned, c10::Device(c10::DeviceType::CPU)};
+  c10::DataPtr allocate(size_t bytes) const { return kAllocate(bytes); }
+  c10::DataPtr allocate(size_t bytes) { return kAllocate(bytes); }
+  c10::DeleterFnPtr raw_deleter() const override { return kRelease; }
+  void copy_data(void*, const void*, size_t) const {
+    TORCH_CHECK(false, "the stand-in copies tensors, not allocations");
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
 }  // namespace
 
-c10::DeviceAllocator& device_allocator() {
-  static auto* one = new AllocatorOfDevices;
+void also_used_by(const void* address, Stream& stream) {
+  for (c10::DeviceIndex device = 0; device < kDevices; ++device) device_memory(device).also_used_by(address, stream);
+}
+
+c10::Allocator& device_allocator() {
+  static auto* one = new AllocatorOf<&allocate_device, &release_device>;
   return *one;
 }
 
 c10::Allocator& pinned_allocator() {
-  static auto* one = new AllocatorOfPinned;
+  static auto* one = new AllocatorOf<&allocate_pinned, &release_pinned>;
   return *one;
 }
 

@@ -2,7 +2,6 @@
 // addresses that tensors carry, closed to the host in part or whole, and at addresses that only operations use.
 #pragma once
 #include <c10/core/Allocator.h>
-#include <c10/core/CachingDeviceAllocator.h>
 
 #include <map>
 #include <mutex>
@@ -42,7 +41,7 @@ class Mapping {
 };
 
 struct Figures {
-  size_t allocated = 0, allocated_peak = 0, reserved = 0, reserved_peak = 0;
+  size_t allocated = 0, allocated_peak = 0, reserved = 0, reserved_peak = 0, limit = size_t{4} << 30;
 };
 
 // One device. Freed memory goes to the stream that it was made on, and is used again at once: what follows on that
@@ -57,7 +56,6 @@ class DeviceMemory {
   void also_used_by(const void* address, Stream& stream);
   void give_back();  // what is not in use, after all work of the device, as cudaFree
   void limit(size_t bytes);
-  size_t limit();
   Figures figures(bool new_peaks);
 
   const Mapping mapping;
@@ -75,7 +73,6 @@ class DeviceMemory {
   char* take(size_t bytes, Stream& stream);
   void make_free(Blocks::iterator block);
   void settle();  // blocks that were in use by other streams when they were freed
-  void unreserve();
 
   const c10::DeviceIndex device_;
   std::mutex mutex_;
@@ -83,7 +80,6 @@ class DeviceMemory {
   std::map<std::pair<Stream*, size_t>, std::set<char*>> free_;
   std::vector<char*> unsettled_;
   std::map<char*, size_t> unreserved_;
-  size_t limit_;
   Figures figures_;
 };
 
@@ -134,7 +130,8 @@ PinnedMemory& pinned_memory();
 const Mapping* mapping_of(const void* address);  // null: memory of the host
 void* open_address(const void* address);         // that of the host is its own
 
-c10::DeviceAllocator& device_allocator();
+void also_used_by(const void* address, Stream& stream);  // memory of any device
+c10::Allocator& device_allocator();                      // for the current stream of the current device
 c10::Allocator& pinned_allocator();
 
 }  // namespace standin

@@ -28,9 +28,9 @@ IValue each_tensor(const IValue& value, const Function& function) {
     return made;
   }
   if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> made;
-    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
-      made.push_back(tensor && tensor->defined() ? std::optional<at::Tensor>(function(*tensor)) : tensor);
+    c10::List<c10::optional<at::Tensor>> made;
+    for (const c10::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
+      made.push_back(tensor && tensor->defined() ? c10::optional<at::Tensor>(function(*tensor)) : tensor);
     return made;
   }
   return value;
@@ -114,7 +114,7 @@ class Call {
       TORCH_CHECK(on_device(tensor) || !write, schema_.name(), " has inputs on ", device_, " and an output on ",
                   tensor.device());
     });
-    std::optional<Stack> results = infer();
+    c10::optional<Stack> results = infer();
     if (!results) return run_now(stream);
     if (fresh_.empty() && is_view_) return *results;
     queue(stream);
@@ -132,9 +132,9 @@ class Call {
   }
 
   void find_device() {
-    std::optional<c10::Device> found;
+    c10::optional<c10::Device> found;
     for (const IValue& value : arguments_)
-      if (value.isDevice() && value.toDevice().is_privateuseone()) found = value.toDevice();
+      if (value.isDevice() && value.toDevice().type() == c10::kPrivateUse1) found = value.toDevice();
     if (found && !found->has_index()) found->set_index(current_device());
     bool has_tensor = false;
     for_each_argument([&](const at::Tensor& tensor, bool) {
@@ -188,12 +188,12 @@ class Call {
   }
 
   // What the call returns, where the Meta kernel knows. Outputs that were given get their sizes.
-  std::optional<Stack> infer() {
+  c10::optional<Stack> infer() {
     if (has_outputs())
       return Stack(arguments_.end() - static_cast<ptrdiff_t>(schema_.returns().size()), arguments_.end());
-    if (!op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return std::nullopt;
+    if (!op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return c10::nullopt;
     for (const c10::Argument& result : schema_.returns())
-      if (result.type()->str() != "Tensor" && result.type()->str() != "Tensor[]") return std::nullopt;
+      if (result.type()->str() != "Tensor" && result.type()->str() != "Tensor[]") return c10::nullopt;
     Stack meta;
     for (const IValue& value : arguments_)
       meta.push_back(value.isDevice() ? IValue(c10::Device(c10::kMeta)) : each_tensor(value, meta_of));
@@ -201,7 +201,7 @@ class Call {
     try {
       op_.callBoxed(meta);
     } catch (const std::exception&) {
-      return std::nullopt;
+      return c10::nullopt;
     }
     for (size_t i = 0; i < arguments_.size(); ++i)
       if (written(schema_.arguments()[i]) && arguments_[i].isTensor() && arguments_[i].toTensor().defined())
@@ -227,7 +227,7 @@ class Call {
 
   void fit(const at::Tensor& tensor, const at::Tensor& meta) {
     if (tensor.sizes() == meta.sizes()) return;
-    resize(tensor, meta.sizes(), std::nullopt);
+    resize(tensor, meta.sizes(), c10::nullopt);
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
     add_access(accesses_, tensor, true);
   }
@@ -292,7 +292,7 @@ class Call {
       if (!written(schema_.arguments()[i])) continue;
       const std::vector<at::Tensor> targets = tensors_of(arguments_[i]), sources = tensors_of(cpu[i]);
       for (size_t j = 0; j < targets.size(); ++j) {
-        if (targets[j].sizes() != sources[j].sizes()) resize(targets[j], sources[j].sizes(), std::nullopt);
+        if (targets[j].sizes() != sources[j].sizes()) resize(targets[j], sources[j].sizes(), c10::nullopt);
         at::Tensor(targets[j]).copy_(sources[j]);
       }
     }

@@ -29,19 +29,13 @@ Stack Stack::here() {
   }();
   Stack stack;
   stack.depth_ = backtrace(stack.frames_.data(), static_cast<int>(stack.frames_.size()));
-  if (python) stack.python_ = torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
+  if (python) stack.python_ = python_frames();
   return stack;
 }
 
 std::string Stack::text() const {
   std::ostringstream out;
-  if (python_) {
-    const torch::SymbolizedTracebacks found = torch::symbolize({python_.get()});
-    for (const uint64_t frame : found.tracebacks.at(0)) {
-      const auto& at = found.all_frames[frame];
-      out << "      " << at.filename << ":" << at.lineno << " in " << at.funcname << "\n";
-    }
-  }
+  if (python_) out << text_of_python(python_.get());
   char** names = backtrace_symbols(frames_.data(), depth_);
   for (int i = 0; names && i < depth_; ++i)
     if (!std::strstr(names[i], "libstandin") && !std::strstr(names[i], "libpython"))

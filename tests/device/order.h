@@ -2,8 +2,6 @@
 // host. Two accesses to the same bytes, one of them a write, that no clock orders are reported with both stacks,
 // however they happened to run.
 #pragma once
-#include <torch/csrc/profiler/combined_traceback.h>
-
 #include <array>
 #include <cstdint>
 #include <functional>
@@ -25,6 +23,9 @@ class Clock {
   std::vector<uint64_t> last_;
 };
 
+std::shared_ptr<void> python_frames();  // null where torch cannot tell
+std::string text_of_python(void* frames);
+
 // Where a call came from. Frames of Python are taken with DS_STANDIN_STACKS=python only: taking them waits for the GIL,
 // which a thread that holds a lock of the library must not do.
 class Stack {
@@ -35,7 +36,7 @@ class Stack {
  private:
   std::array<void*, 24> frames_{};
   int depth_ = 0;
-  std::shared_ptr<torch::CapturedTraceback> python_;
+  std::shared_ptr<void> python_;
 };
 
 struct Operation {

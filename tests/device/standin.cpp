@@ -2,20 +2,28 @@
 
 #include <c10/util/Exception.h>
 
-#include "memory.h"
+#include "device.h"
+#include "kernels.h"
 
 namespace standin {
 
 namespace {
 
-Stream& given(void* stream) {
-  if (!stream) return current_stream(current_device());
-  const std::vector<Stream*> all = streams_of(current_device());
-  const auto id = reinterpret_cast<uintptr_t>(stream);
-  return id < all.size() ? *all[id] : *static_cast<Stream*>(stream);
-}
+// Loading the library makes the devices.
+const bool made = [] {
+  c10::SetAllocator(c10::kPrivateUse1, &device_allocator());
+  install_fault_handler();
+  return true;
+}();
+
+Stream& given(void* stream) { return stream ? *static_cast<Stream*>(stream) : current_stream(current_device()); }
 
 }  // namespace
+
+Waits& waits(StandinWait kind) {
+  static auto* all = new std::array<Waits, 3>;
+  return all->at(kind);
+}
 
 }  // namespace standin
 
@@ -54,14 +62,17 @@ DS_VISIBLE void standin_fail(const char* what) { TORCH_CHECK(false, what); }
 
 DS_VISIBLE void standin_choose(uint64_t seed, int lazy) { standin::choose(seed, lazy != 0); }
 
+DS_VISIBLE void standin_leave_out(StandinWait kind, int number) { standin::waits(kind).leave_out(number); }
+
+DS_VISIBLE int standin_waits(StandinWait kind) { return standin::waits(kind).count(); }
+
 DS_VISIBLE void standin_limit(int device, size_t bytes) {
   standin::device_memory(static_cast<c10::DeviceIndex>(device)).limit(bytes);
 }
 
 DS_VISIBLE void standin_figures(int device, uint64_t* five) {
-  standin::DeviceMemory& memory = standin::device_memory(static_cast<c10::DeviceIndex>(device));
-  const standin::Figures now = memory.figures(false);
-  const uint64_t all[] = {now.allocated, now.allocated_peak, now.reserved, now.reserved_peak, memory.limit()};
+  const standin::Figures now = standin::device_memory(static_cast<c10::DeviceIndex>(device)).figures(false);
+  const uint64_t all[] = {now.allocated, now.allocated_peak, now.reserved, now.reserved_peak, now.limit};
   std::copy(std::begin(all), std::end(all), five);
 }
 
@@ -69,7 +80,9 @@ DS_VISIBLE void standin_new_peaks(int device) {
   standin::device_memory(static_cast<c10::DeviceIndex>(device)).figures(true);
 }
 
-DS_VISIBLE void standin_empty_cache() { standin::device_allocator().emptyCache({0, 0}); }
+DS_VISIBLE void standin_empty_cache() {
+  for (c10::DeviceIndex device = 0; device < standin::kDevices; ++device) standin::device_memory(device).give_back();
+}
 
 DS_VISIBLE int standin_faults(int clear) { return static_cast<int>(standin::order().reports(clear != 0).size()); }
 

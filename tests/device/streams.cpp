@@ -15,7 +15,7 @@ namespace {
 
 using std::chrono::microseconds;
 
-constexpr c10::StreamId kPool = 32;
+constexpr size_t kPool = 32;
 
 struct Choices {
   std::atomic<uint64_t> seed{0};
@@ -40,13 +40,13 @@ uint64_t drawn(size_t stream, uint64_t operation) {
 }
 
 struct Streams {
-  std::vector<std::unique_ptr<Stream>> all;  // by device and id
-  std::array<std::atomic<c10::StreamId>, kDevices> next{};
+  std::vector<std::unique_ptr<Stream>> all;  // of each device the default stream, and the pool
+  std::array<std::atomic<size_t>, kDevices> next{};
   Streams() {
     for (c10::DeviceIndex device = 0; device < kDevices; ++device)
-      for (c10::StreamId id = 0; id <= kPool; ++id) all.push_back(std::make_unique<Stream>(all.size(), device, id));
+      for (size_t i = 0; i <= kPool; ++i) all.push_back(std::make_unique<Stream>(all.size(), device, i == 0));
   }
-  Stream& at(c10::DeviceIndex device, c10::StreamId id) { return *all.at(device * (kPool + 1) + id); }
+  Stream& at(c10::DeviceIndex device, size_t i) { return *all.at(static_cast<size_t>(device) * (kPool + 1) + i); }
 };
 
 Streams& streams() {
@@ -143,7 +143,9 @@ c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
   return std::exchange(device_now, device);
 }
 
-Stream& stream_of(const c10::Stream& stream) { return streams().at(stream.device_index(), stream.id()); }
+Stream& stream_of(const c10::Stream& stream) {
+  return stream.id() ? *reinterpret_cast<Stream*>(stream.id()) : streams().at(stream.device_index(), 0);
+}
 
 bool has_ended(const Operation& operation) { return streams().all.at(operation.stream)->done(operation.number); }
 
@@ -166,7 +168,7 @@ Stream& stream_from_pool(c10::DeviceIndex device) {
 
 std::vector<Stream*> streams_of(c10::DeviceIndex device) {
   std::vector<Stream*> all;
-  for (c10::StreamId id = 0; id <= kPool; ++id) all.push_back(&streams().at(device, id));
+  for (size_t i = 0; i <= kPool; ++i) all.push_back(&streams().at(device, i));
   return all;
 }
 

@@ -21,13 +21,14 @@ constexpr c10::DeviceIndex kDevices = 2;
 
 class Stream {
  public:
-  Stream(size_t number, c10::DeviceIndex device, c10::StreamId id) : number(number), device(device), id(id) {}
+  Stream(size_t number, c10::DeviceIndex device, bool is_default)
+      : number(number), device(device), id(is_default ? 0 : reinterpret_cast<c10::StreamId>(this)) {}
 
   const size_t number;
   const c10::DeviceIndex device;
-  const c10::StreamId id;
-  Clock clock;          // under the order's mutex, as what follows
-  uint64_t queued = 0;  // the last operation
+  const c10::StreamId id;  // the address, which kernels get as their stream; 0: the default stream
+  Clock clock;             // under the order's mutex, as what follows
+  uint64_t queued = 0;     // the last operation
 
   c10::Stream c10() const {
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::PrivateUse1, device), id);

@@ -10,6 +10,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -19,20 +20,19 @@
 namespace standin {
 
 bool is_pinned(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.is_cpu() && tensor.numel() > 0 &&
-         pinned_memory().mapping.holds(tensor.const_data_ptr());
+  return tensor.defined() && tensor.is_cpu() && tensor.numel() > 0 && pinned_memory().mapping.holds(tensor.data_ptr());
 }
 
 at::Tensor opened(const at::Tensor& tensor) {
   // Tensors without elements may lie anywhere, and operations look at none of their bytes.
-  return at::from_blob(open_address(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+  return at::from_blob(open_address(tensor.data_ptr()), tensor.sizes(), tensor.strides(),
                        at::TensorOptions().dtype(tensor.dtype()));
 }
 
 void add_access(std::vector<Access>& accesses, const at::Tensor& tensor, bool write) {
   if (!tensor.defined() || tensor.numel() == 0) return;
   Access access;
-  access.begin = static_cast<const char*>(tensor.const_data_ptr());
+  access.begin = static_cast<const char*>(tensor.data_ptr());
   access.write = write;
   access.item = static_cast<int64_t>(tensor.itemsize());
   int64_t last = 0, dense = access.item;
@@ -81,7 +81,7 @@ void need_storage(const at::Tensor& self) {
 
 }  // namespace
 
-const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, c10::optional<at::MemoryFormat> format) {
   if (self.sizes() != sizes) self.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   if (format && *format != at::MemoryFormat::Preserve) self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
   need_storage(self);
@@ -90,21 +90,18 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::opt
 
 namespace {
 
-at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> type, std::optional<at::Layout>,
-                 std::optional<at::Device> device, std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
+at::Tensor empty(at::IntArrayRef sizes, c10::optional<at::ScalarType> type, c10::optional<at::Layout>,
+                 c10::optional<at::Device> device, c10::optional<bool> pinned, c10::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pinned.value_or(false), "only memory of the host can be pinned");
   const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(sizes, &device_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    c10::dtype_or_default(type), format);
 }
 
-at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> type,
-                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool> pinned) {
+at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, c10::optional<at::ScalarType> type,
+                         c10::optional<at::Layout>, c10::optional<at::Device> device, c10::optional<bool> pinned) {
   TORCH_CHECK(!pinned.value_or(false), "only memory of the host can be pinned");
-  const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_strided_generic(sizes, strides, &device_allocator(),
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                           c10::dtype_or_default(type));
+  return new_tensor(sizes, strides, c10::dtype_or_default(type), device.value_or(c10::Device(c10::kPrivateUse1)));
 }
 
 at::Tensor& set_all(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef sizes,
@@ -179,7 +176,7 @@ at::Scalar item(const at::Tensor& self) {
 }
 
 void record_stream(at::Tensor& self, at::Stream stream) {
-  device_allocator().recordStream(self.storage().data_ptr(), stream);
+  c10::impl::VirtualGuardImpl(c10::kPrivateUse1).recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
 
 // Parameters stay the objects that they are when a module moves between the host and the device, as on CUDA.

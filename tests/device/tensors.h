@@ -6,7 +6,9 @@
 
 namespace standin {
 
-inline bool on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
+inline bool on_device(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == c10::kPrivateUse1;
+}
 bool is_pinned(const at::Tensor& tensor);
 
 // The same elements as a tensor of the CPU. Only operations that are queued may use it; it keeps no memory alive.
@@ -14,7 +16,7 @@ at::Tensor opened(const at::Tensor& tensor);
 void add_access(std::vector<Access>& accesses, const at::Tensor& tensor, bool write);
 
 at::Tensor new_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device);
-const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format);
+const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, c10::optional<at::MemoryFormat> format);
 void resize_storage(const c10::Storage& storage, size_t bytes);
 
 }  // namespace standin

@@ -1,5 +1,9 @@
-// Every transport that works with ranks as threads, made for a test.
+// Every transport that works with ranks as threads, made for a test; on the stand-in device NCCL between its two
+// devices.
 #pragma once
+#include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
+
 #include <chrono>
 #include <cstdlib>
 #include <functional>
@@ -10,6 +14,8 @@
 
 #include "../on_threads.h"
 #include "../stand_in.h"
+#include "../test_device.h"
+#include "fake_nccl_calls.h"
 #include "comm/nccl/nccl_library.h"
 #include "comm/transports/hierarchical_communicator.h"
 #include "comm/transports/local_communicator.h"
@@ -43,6 +49,99 @@ class Restricted : public Communicator {
 
 inline bool begins_with(const std::string& transport, const char* kind) { return transport.rfind(kind, 0) == 0; }
 
+inline c10::Device device_of(int rank) {
+  return on_standin() ? c10::Device(test_device().type(), static_cast<c10::DeviceIndex>(rank)) : test_device();
+}
+
+// The stand-in device for the library that stands in for NCCL.
+inline void use_standin() {
+  static const fake_nccl::DeviceCalls calls = {
+      [] { return STANDIN(standin_device_of)(nullptr); },
+      [](void* stream, const fake_nccl::Range* ranges, size_t count, void (*run)(void*), void* operation) {
+        std::vector<StandinAccess> accesses;
+        for (size_t i = 0; i < count; ++i) accesses.push_back({ranges[i].memory, ranges[i].bytes, ranges[i].written});
+        STANDIN(standin_queue)(stream, "NCCL", accesses.data(), static_cast<int>(count), run, operation);
+      },
+      [](void* memory) { return STANDIN(standin_open)(memory); }};
+  FAKE_NCCL(fake_nccl_use_device)(&calls);
+}
+
+// Of rank `rank`, whose device is current. `host`: for tensors in host memory.
+inline CommunicatorPtr nccl_on_device(const CommunicatorPtr& host, const nccl::UniqueId& id) {
+  use_standin();
+  NcclMember member;
+  member.name = "on the device";
+  member.rank = host->rank();
+  member.size = host->size();
+  member.timeout = std::chrono::seconds(600);
+  member.quiesce = [] {
+    STANDIN(standin_empty_cache)();
+    return true;
+  };
+  return nccl_communicator(NcclComm::join(NcclLibrary::open(fake_nccl_path()), id, member), host);
+}
+
+// Calls with tensors of the host, made with copies on the device.
+class OnDevice : public Communicator {
+ public:
+  OnDevice(CommunicatorPtr inner, c10::Device device) : inner_(std::move(inner)), device_(device) {}
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  std::string name() const override { return "on the device"; }
+  bool carries(const Op&) const override { return true; }
+  PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
+  void abort(const std::string& why) noexcept override { inner_->abort(why); }
+  WorkPtr run_all(const std::vector<Op>& ops) override {
+    Copies copies{device_};
+    std::vector<Op> there;
+    for (const Op& op : ops) there.push_back(copies.of(op));
+    return copies.then(inner_->run_all(there));
+  }
+
+ protected:
+  WorkPtr start(const Op& op) override {
+    if (op.verb == Verb::kBarrier) return inner_->run(op);
+    Copies copies{device_};
+    return copies.then(inner_->run(copies.of(op)));
+  }
+
+ private:
+  struct Copies {
+    const c10::Device device;
+    std::vector<std::pair<at::Tensor, at::Tensor>> made = {};  // of all memory of a tensor, here and there
+
+    at::Tensor of(const at::Tensor& tensor) {
+      if (!tensor.defined()) return tensor;
+      for (const auto& [here, there] : made)
+        if (here.is_alias_of(tensor))
+          return there.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+      const auto numel = static_cast<int64_t>(tensor.storage().nbytes() / tensor.element_size());
+      const at::Tensor here = tensor.as_strided({numel}, {1}, 0);
+      made.emplace_back(here, here.to(device, /*non_blocking=*/true));
+      return of(tensor);
+    }
+    Op of(const Op& op) {
+      Op there = op;
+      there.in = of(op.in);
+      there.out = of(op.out);
+      if (!op.scales) return there;
+      ChunkScales scales = *op.scales;
+      scales.in = of(scales.in);
+      scales.out = of(scales.out);
+      there.scales = std::make_shared<ChunkScales>(scales);
+      return there;
+    }
+    WorkPtr then(WorkPtr work) const {
+      return std::make_shared<JoinedWork>(std::vector<WorkPtr>{std::move(work)}, [made = made] {
+        for (const auto& [here, there] : made) here.copy_(there);
+      });
+    }
+  };
+
+  const CommunicatorPtr inner_;
+  const c10::Device device_;
+};
+
 inline std::vector<std::string> transport_names() {
   return {"local",
           "thread",
@@ -52,11 +151,13 @@ inline std::vector<std::string> transport_names() {
           "hierarchical_in_background",
           "nccl",
           "send_and_recv_only",
-          "all_to_all_only"};
+          "all_to_all_only",
+          "nccl_on_device"};
 }
 
 // Whether there is that transport for so many ranks.
 inline bool exists(const std::string& transport, int size) {
+  if (transport == "nccl_on_device") return on_standin() && size <= 2;
   return transport == "local" ? size == 1 : begins_with(transport, "hierarchical") ? size > 2 : true;
 }
 
@@ -68,6 +169,7 @@ inline CommunicatorPtr make(const std::string& transport, const CommunicatorPtr&
   const int rank = thread->rank(), size = thread->size();
   if (transport == "local") return local_communicator();
   if (transport == "thread") return thread;
+  if (transport == "nccl_on_device") return std::make_shared<OnDevice>(nccl_on_device(thread, id), device_of(rank));
   GroupFacts facts;
   facts.spare_cores = transport.find("_in_background") != std::string::npos;  // on every machine
   if (begins_with(transport, "shm")) return shm_communicator(thread, seconds(600), facts);
@@ -89,8 +191,11 @@ inline CommunicatorPtr make(const std::string& transport, const CommunicatorPtr&
 inline void on_transport(const std::string& transport, int size, const Body& body) {
   const auto between_threads = thread_communicators(size);
   nccl::UniqueId id;
-  if (transport == "nccl") id = NcclLibrary::open(stand_in("fake_nccl"))->make_id();
-  on_threads(size, [&](int rank) { body(rank, *make(transport, between_threads[rank], id)); });
+  if (begins_with(transport, "nccl")) id = NcclLibrary::open(stand_in("fake_nccl"))->make_id();
+  on_threads(size, [&](int rank) {
+    const c10::DeviceGuard current(device_of(rank));
+    body(rank, *make(transport, between_threads[rank], id));
+  });
 }
 
 }  // namespace ds::comm::testing_transports

@@ -250,6 +250,22 @@ TEST_P(Verbs, RandomSequencesEqualASerialModel) {
 INSTANTIATE_TEST_SUITE_P(Transports, Verbs, testing::ValuesIn(transport_names()),
                          [](const auto& parameter) { return parameter.param; });
 
+// A call waits for what its caller has launched, and what the caller launches behind wait() for the call.
+TEST(Verbs, OnADeviceCallsAndCallersWaitForEachOther) {
+  const auto body = [](bool sound) {
+    const c10::DeviceGuard current(device_of(0));
+    CommunicatorPtr comm = thread_communicators(1)[0];
+    if (on_standin()) comm = nccl_on_device(comm, NcclLibrary::open(fake_nccl_path())->make_id());
+    const at::Tensor sum = at::full({3000}, 2.0, at::TensorOptions().device(device_of(0)));
+    comm->all_reduce(sum, ReduceOp::kSum)->wait();
+    const at::Tensor more = sum.add(1);
+    if (sound) {
+      EXPECT_TRUE(more.cpu().eq(3).all().item<bool>());
+    }
+  };
+  EXPECT_EQ(waits_that_nothing_misses(body), std::vector<std::string>{});
+}
+
 TEST(Verbs, WhatDoesNotFitIsRefusedBeforeAnythingIsSent) {
   on_transport("thread", 2, [](int rank, Communicator& comm) {
     const at::Tensor three = at::zeros({3}), two = at::zeros({2}), four = at::zeros({4});

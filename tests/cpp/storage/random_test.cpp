@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 #include <random>
 
 #include "../on_threads.h"
 #include "planes.h"
+#include "storage/side_stream.h"
 
 namespace ds::storage {
 namespace {
@@ -58,20 +60,26 @@ void work(ShardStorage& storage, std::vector<Modelled>& planes, const std::strin
     }
     const Access access = static_cast<Access>(random() % 3);
     const Lease lease = storage.acquire(plane.id, range, access, at);
-    float* data = lease.data().data_ptr<float>();
     float* model = plane.values.data() + range.begin;
     if (access != Access::kWrite) {
+      const at::Tensor here = lease.data().cpu();
+      const float* data = here.data_ptr<float>();
       ASSERT_TRUE(std::equal(data, data + range.numel(), model)) << step;
     }
     if (access == Access::kRead) continue;
-    for (int64_t i = 0; i < range.numel(); ++i) data[i] = model[i] = static_cast<float>(random() % 1000);
+    const auto first = static_cast<float>(random() % 1000);
+    fill(lease.data(), first);
+    std::iota(model, model + range.numel(), first);
   }
 }
 
-void run(unsigned seed, int threads, int steps, Budget budget) {
+// Runs that differ, and what threads do there. On the stand-in device the runs are repeated (standin_runs.cpp).
+int on_cpu_or_standin(int on_cpu, int on_device) { return test_device().is_cpu() ? on_cpu : on_device; }
+
+void run(int seed, int threads, int steps, Budget budget) {
   const io::Folder folder;
-  ShardStorage storage(c10::Device(at::kCPU), std::move(budget));
-  std::mt19937 random(seed);
+  ShardStorage storage(test_device(), std::move(budget));
+  std::mt19937 random(static_cast<unsigned>(seed));
   std::vector<Modelled> planes;
   for (const int64_t numel : {1, 1024, 5000, 12345}) {
     Modelled plane{{}, std::vector<float>(static_cast<size_t>(numel)), {}};
@@ -84,8 +92,10 @@ void run(unsigned seed, int threads, int steps, Budget budget) {
     storage.acquire(plane.id, {0, numel}, Access::kWrite, Medium::kHost).data().zero_();
     planes.push_back(std::move(plane));
   }
-  on_threads(threads,
-             [&](int i) { work(storage, planes, folder.path(), seed * 100 + static_cast<unsigned>(i), steps); });
+  on_threads(threads, [&](int i) {
+    const SideStream own(test_device());
+    work(storage, planes, folder.path(), static_cast<unsigned>(seed * 100 + i), steps);
+  });
   storage.settle();
   for (const Modelled& plane : planes) {
     const auto numel = static_cast<int64_t>(plane.values.size());
@@ -106,18 +116,18 @@ void run(unsigned seed, int threads, int steps, Budget budget) {
 }
 
 TEST(RandomLeases, OneThread) {
-  for (unsigned seed = 1; seed <= 4; ++seed) run(seed, 1, 1500, {});
+  for (int seed = 1; seed <= on_cpu_or_standin(4, 1); ++seed) run(seed, 1, on_cpu_or_standin(1500, 300), {});
 }
 
 TEST(RandomLeases, ManyThreads) {
-  for (unsigned seed = 11; seed <= 14; ++seed) run(seed, 4, 500, {});
+  for (int seed = 11; seed <= on_cpu_or_standin(14, 11); ++seed) run(seed, 4, on_cpu_or_standin(500, 200), {});
 }
 
 TEST(RandomLeases, InATightBudget) {
   Budget budget;
   budget.bytes = {{Medium::kDevice, 40000}, {Medium::kHost, 30000}};
   budget.idle_scratch = 100000;
-  for (unsigned seed = 21; seed <= 24; ++seed) run(seed, 3, 500, budget);
+  for (int seed = 21; seed <= on_cpu_or_standin(24, 21); ++seed) run(seed, 3, on_cpu_or_standin(500, 200), budget);
 }
 
 }  // namespace

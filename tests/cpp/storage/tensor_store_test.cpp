@@ -10,13 +10,13 @@ namespace ds::storage {
 namespace {
 
 at::Tensor numbers(int64_t rows, float first, at::ScalarType type = at::kFloat) {
-  return at::arange(first, first + static_cast<float>(rows * 3), at::kFloat).view({rows, 3}).to(type);
+  return at::arange(first, first + static_cast<float>(rows * 3), at::kFloat).view({rows, 3}).to(type).to(test_device());
 }
 
 class TensorStoreIn : public ::testing::TestWithParam<Medium> {
  protected:
   io::Folder folder;
-  TensorStore store{c10::Device(c10::kCPU), at_rest(GetParam(), folder.path())};
+  TensorStore store{test_device(), at_rest(GetParam(), folder.path())};
 };
 
 TEST_P(TensorStoreIn, WhatWaitsComesBackWhateverBecameOfTheTensor) {
@@ -31,7 +31,7 @@ TEST_P(TensorStoreIn, WhatWaitsComesBackWhateverBecameOfTheTensor) {
     if (i > 0) store.prefetch(waiting[i - 1]);
     const at::Tensor found = store.get(waiting[i]);
     EXPECT_EQ(found.scalar_type(), i % 2 ? at::kDouble : at::kFloat);
-    EXPECT_TRUE(found.to(at::kFloat).equal(numbers(40, static_cast<float>(100 * i))));
+    EXPECT_TRUE(found.to(at::kFloat).cpu().equal(numbers(40, static_cast<float>(100 * i)).cpu()));
     store.drop(waiting[i]);
   }
   EXPECT_EQ(store.waiting(), 0);
@@ -45,7 +45,7 @@ TEST_P(TensorStoreIn, BlocksAreUsedAgain) {
     std::vector<int64_t> waiting;
     for (int i = 0; i < 8; ++i) waiting.push_back(store.put(numbers(64, static_cast<float>(step + i))));
     for (int i = 0; i < 8; ++i) {
-      EXPECT_TRUE(store.get(waiting[i]).equal(numbers(64, static_cast<float>(step + i))));
+      EXPECT_TRUE(store.get(waiting[i]).cpu().equal(numbers(64, static_cast<float>(step + i)).cpu()));
       store.drop(waiting[i]);
     }
     if (step == 0) after_first = resting();
@@ -55,8 +55,9 @@ TEST_P(TensorStoreIn, BlocksAreUsedAgain) {
 
 TEST_P(TensorStoreIn, ShapesOfAllKinds) {
   const at::Tensor turned = numbers(5, 0).t();
-  const int64_t number = store.put(turned), none = store.put(at::empty({0, 4}, at::kHalf));
-  EXPECT_TRUE(store.get(number).equal(turned));
+  const int64_t number = store.put(turned),
+                none = store.put(at::empty({0, 4}, at::device(test_device()).dtype(at::kHalf)));
+  EXPECT_TRUE(store.get(number).cpu().equal(turned.cpu()));
   const at::Tensor found = store.get(none);
   EXPECT_EQ(found.sizes(), (c10::IntArrayRef{0, 4}));
   EXPECT_EQ(found.scalar_type(), at::kHalf);

@@ -1,14 +1,12 @@
-#include "device.h"
-
+// What torch 2 alone asks of a device: streams and events for Python, generators, pinned memory, stacks of Python.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/profiler/combined_traceback.h>
 #include <torch/library.h>
 
 #include <array>
 
-#include "kernels.h"
-#include "memory.h"
+#include "device.h"
 #include "tensors.h"
 
 namespace standin {
@@ -31,62 +29,24 @@ class GeneratorOfDevice final : public at::CPUGeneratorImpl {
   }
 };
 
-// What csrc uses of CUDA, too: all of it through c10::impl::VirtualGuardImpl.
-class Guard final : public c10::impl::DeviceGuardImplInterface {
+class GuardOfTorch2 final : public Guard {
  public:
-  c10::DeviceType type() const override { return c10::kPrivateUse1; }
-  c10::Device exchangeDevice(c10::Device device) const override { return at(exchange_device(device.index())); }
-  c10::Device getDevice() const override { return at(current_device()); }
-  void setDevice(c10::Device device) const override {
-    if (device.has_index()) exchange_device(device.index());
-  }
-  void uncheckedSetDevice(c10::Device device) const noexcept override { setDevice(device); }
-  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
-
-  c10::Stream getStream(c10::Device device) const override { return current_stream(device.index()).c10(); }
-  c10::Stream getDefaultStream(c10::Device device) const override {
-    const c10::DeviceIndex index = device.has_index() ? device.index() : current_device();
-    return streams_of(index).front()->c10();
-  }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return stream_from_pool(device.index()).c10();
-  }
   c10::Stream getNewStream(c10::Device device, int) const override { return stream_from_pool(device.index()).c10(); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream_of(stream)).c10(); }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return &stream_of(stream); }
-  bool queryStream(const c10::Stream& stream) const override { return passed(mark(stream_of(stream))); }
-  void synchronizeStream(const c10::Stream& stream) const override { wait_on_host(mark(stream_of(stream))); }
   void synchronizeDevice(c10::DeviceIndex device) const override {
-    synchronize_device(device < 0 ? current_device() : device);
+    if (!waits(kStandinHostWait).is_left_out()) synchronize_device(device < 0 ? current_device() : device);
   }
-
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device,
-              const c10::EventFlag) const override {
-    TORCH_CHECK(device < 0 || device == stream.device_index(), "an event of standin:", static_cast<int>(device),
-                " cannot be recorded on a stream of ", stream.device());
-    if (!*event) *event = new Mark;
-    *static_cast<Mark*>(*event) = standin::record(stream_of(stream));
-  }
-  void block(void* event, const c10::Stream& stream) const override {
-    if (event) wait(stream_of(stream), *static_cast<Mark*>(event));
-  }
-  bool queryEvent(void* event) const override { return !event || passed(*static_cast<Mark*>(event)); }
   void synchronizeEvent(void* event) const override {
-    if (event) wait_on_host(*static_cast<Mark*>(event));
+    if (event && !waits(kStandinHostWait).is_left_out()) wait_on_host(*static_cast<Mark*>(event));
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Mark*>(event); }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
     TORCH_CHECK(from && to && queryEvent(from) && queryEvent(to), "both events have to be recorded and reached");
     const auto passed_time = *static_cast<Mark*>(to)->time - *static_cast<Mark*>(from)->time;
     return std::chrono::duration<double, std::milli>(passed_time).count();
   }
-  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
-    device_allocator().recordStream(memory, stream);
-  }
-
- private:
-  static c10::Device at(c10::DeviceIndex index) { return {c10::kPrivateUse1, index}; }
 };
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardOfTorch2);
 
 class Hooks final : public at::PrivateUse1HooksInterface {
  public:
@@ -116,13 +76,8 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   }
 };
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
-
-// Loading the library makes the devices.
 const bool registered = [] {
-  c10::SetAllocator(c10::kPrivateUse1, &device_allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks);
-  install_fault_handler();
   return true;
 }();
 
@@ -138,6 +93,20 @@ const at::Generator& default_generator(c10::DeviceIndex device) {
   static auto* all = new std::array<at::Generator, kDevices>{at::make_generator<GeneratorOfDevice>(0),
                                                              at::make_generator<GeneratorOfDevice>(1)};
   return all->at(device < 0 ? current_device() : device);
+}
+
+std::shared_ptr<void> python_frames() {
+  return torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
+}
+
+std::string text_of_python(void* frames) {
+  const torch::SymbolizedTracebacks found = torch::symbolize({static_cast<torch::CapturedTraceback*>(frames)});
+  std::string text;
+  for (const uint64_t frame : found.tracebacks.at(0)) {
+    const auto& at = found.all_frames[frame];
+    text += "      " + at.filename + ":" + std::to_string(at.lineno) + " in " + at.funcname + "\n";
+  }
+  return text;
 }
 
 }  // namespace standin

@@ -1,0 +1,33 @@
+// With DS_TEST_DEVICE=standin the tests of a program run again and again: with each seed of the stand-in device, in its
+// two modes. A test fails where the order of its operations has a fault.
+#include <gtest/gtest.h>
+
+#include "test_device.h"
+
+namespace ds {
+namespace {
+
+class StandinRuns : public testing::EmptyTestEventListener {
+  void OnTestProgramStart(const testing::UnitTest&) override {
+    const char* every = std::getenv("DS_TEST_EVERY_CASE");
+    GTEST_FLAG_SET(repeat, 2 * (every && *every ? 200 : 5));
+  }
+  void OnTestIterationStart(const testing::UnitTest&, int iteration) override {
+    STANDIN(standin_choose)(static_cast<uint64_t>(1 + iteration / 2), iteration % 2);
+  }
+  void OnTestEnd(const testing::TestInfo&) override {
+    for (const std::string& text : standin_faults_found()) ADD_FAILURE() << text;
+  }
+  void OnTestProgramEnd(const testing::UnitTest&) override { STANDIN(standin_end)(); }
+};
+
+// Before main(): torch asks once who has pinned memory.
+const bool listening = [] {
+  if (!on_standin()) return false;
+  STANDIN(standin_choose)(0, 0);
+  testing::UnitTest::GetInstance()->listeners().Append(new StandinRuns);
+  return true;
+}();
+
+}  // namespace
+}  // namespace ds
