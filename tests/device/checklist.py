@@ -2,6 +2,8 @@
 
     python tests/device/checklist.py [--device cuda] [--programs build/<tag>/bin] [--json FILE] [--only REGEX]
 
+`make test-gpu DEVICE=standin` runs the list on the stand-in device (tests/device/standin.py), and so tests it.
+
 A row is `ok`, `differs` (with what was expected and what was found) or `not run` (with the reason). A row names the
 claim of CHANGELOG.md that it settles, if there is one. Rows of kernels are C++ tests that compare a body with plain
 loops; rows of training are pytest functions, each with all its cases: those marked `gpu` and, with the engine on the
@@ -17,11 +19,12 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-sys.path[:0] = [os.path.join(ROOT, "python"), os.path.join(ROOT, "benchmarks", "python")]
+sys.path[:0] = [HERE, os.path.join(ROOT, "python"), os.path.join(ROOT, "benchmarks", "python")]
 
 # The rows that settle a sentence of CHANGELOG.md: a regular expression for names of rows, and words of the sentence.
 SETTLES = {
@@ -30,6 +33,8 @@ SETTLES = {
     r"^measure: train_gpt": "GPTs of 125M and 1.3B parameters against plain torch, step time and peak memory",
 }
 KERNEL_PROGRAMS = {"test_kernels": "Cuda*", "test_optim": "Cuda*"}
+# Names of ctest whose programs run their tests of streams, events and copies on the stand-in device.
+ON_STANDIN = {"test_storage": "storage.standin", "test_comm": "comm.standin", "test_zero": "zero.standin"}
 
 
 @dataclasses.dataclass
@@ -61,8 +66,11 @@ def machine_rows(device):
 
 
 # ---- kernels -------------------------------------------------------------------------------------------------------
-def kernel_rows(programs):
-    """A row for each C++ test of a CUDA body."""
+def kernel_rows(device, programs):
+    """A row for each C++ test of a CUDA body. For the stand-in device the bodies are compiled for the CPU."""
+    environment = dict(os.environ)
+    if device == "standin":
+        environment["DS_CUDA_KERNELS"] = os.path.join(programs, "libds_kernels_cuda_on_cpu.so")
     for program, pattern in KERNEL_PROGRAMS.items():
         path = os.path.join(programs, program)
         if not os.path.exists(path):
@@ -72,6 +80,7 @@ def kernel_rows(programs):
             report = os.path.join(folder, "report.json")
             done = subprocess.run(
                 [path, f"--gtest_filter={pattern}", f"--gtest_output=json:{report}"],
+                env=environment,
                 capture_output=True,
                 text=True,
                 timeout=1200,
@@ -94,10 +103,34 @@ def kernel_rows(programs):
                     yield Row(name, "ok", "", seconds)
 
 
+# ---- streams -------------------------------------------------------------------------------------------------------
+def stream_rows(device, programs):
+    """A row for each room whose C++ tests run on the stand-in device."""
+    if device != "standin":
+        yield Row(
+            "streams: all",
+            "not run",
+            "the C++ tests of streams know the CPU and the stand-in device; training shows them",
+        )
+        return
+    for program, name in ON_STANDIN.items():
+        if not os.path.exists(os.path.join(programs, program)):
+            yield Row(
+                f"streams: {name}", "not run", f"{program} is not in {programs or 'no folder'}: tools/build.sh tests"
+            )
+            continue
+        command = ["ctest", "--test-dir", os.path.dirname(programs.rstrip("/")), "-R", f"^{re.escape(name)}$"]
+        started = time.monotonic()
+        done = subprocess.run([*command, "--output-on-failure", "--no-tests=error"], capture_output=True, text=True)
+        found = re.findall(r"\[  FAILED  \] (\S+)", done.stdout)
+        detail = f"failed: {', '.join(dict.fromkeys(found)) or done.stdout[-300:]}" if done.returncode else ""
+        yield Row(f"streams: {name}", "differs" if done.returncode else "ok", detail, time.monotonic() - started)
+
+
 # ---- training ------------------------------------------------------------------------------------------------------
 def training_rows(device, more):
     """A row for each test function of pytest; it has all cases of the function."""
-    marks = "gpu or any_device" if device == "cuda" else "any_device"
+    marks = "any_device" if device == "cpu" else "gpu or any_device"
     with tempfile.TemporaryDirectory() as folder:
         report = os.path.join(folder, "report.xml")
         environment = dict(os.environ, DS_TEST_DEVICE=device)
@@ -207,14 +240,17 @@ def main(arguments=None):
     )
     parser.add_argument("--programs", default="", help="the folder of the C++ test programs")
     parser.add_argument("--json", metavar="FILE", help="write the rows and figures there")
-    parser.add_argument("--only", default=".", metavar="REGEX", help="parts: machine, kernels, training, measure")
+    parser.add_argument(
+        "--only", default=".", metavar="REGEX", help="parts: machine, kernels, streams, training, measure"
+    )
     parser.add_argument("pytest", nargs="*", help="more arguments for pytest")
     args = parser.parse_args(arguments)
     os.environ.setdefault("DS_ACCELERATOR", args.device)
     figures, rows = {}, []
     parts = {
         "machine": lambda: machine_rows(args.device),
-        "kernels": lambda: kernel_rows(args.programs),
+        "kernels": lambda: kernel_rows(args.device, args.programs),
+        "streams": lambda: stream_rows(args.device, args.programs),
         "training": lambda: training_rows(args.device, args.pytest),
         "measure": lambda: measure_rows(args.device, figures),  # last, on a machine that does nothing else
     }

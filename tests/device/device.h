@@ -21,17 +21,23 @@ class Waits {
     left_out_ = number;
   }
   int count() const { return count_; }
-  bool is_left_out() { return ++count_ == left_out_; }  // of the next call
+  bool is_left_out() {  // of the next call
+    if (++count_ != left_out_) return false;
+    place_ = Stack::here();
+    return true;
+  }
+  std::string place() const { return place_.text(); }  // of the call that was left out last
   // For a call that is repeated until it says so: one that says no does not count.
   template <typename Query>
   bool passed(const Query& query) {
-    const bool passed = count_ + 1 == left_out_ || query();
-    count_ += passed;
-    return passed;
+    if (count_ + 1 != left_out_ && !query()) return false;
+    is_left_out();
+    return true;
   }
 
  private:
   std::atomic<int> count_{0}, left_out_{0};
+  Stack place_;
 };
 
 Waits& waits(StandinWait kind);

@@ -66,6 +66,12 @@ DS_VISIBLE void standin_leave_out(StandinWait kind, int number) { standin::waits
 
 DS_VISIBLE int standin_waits(StandinWait kind) { return standin::waits(kind).count(); }
 
+DS_VISIBLE const char* standin_place(StandinWait kind) {
+  static thread_local std::string text;
+  text = standin::waits(kind).place();
+  return text.c_str();
+}
+
 DS_VISIBLE void standin_limit(int device, size_t bytes) {
   standin::device_memory(static_cast<c10::DeviceIndex>(device)).limit(bytes);
 }

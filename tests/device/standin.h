@@ -29,6 +29,7 @@ void standin_choose(uint64_t seed, int lazy);
 enum StandinWait { kStandinStreamWait, kStandinKeptMemory, kStandinHostWait };
 void standin_leave_out(enum StandinWait kind, int number);
 int standin_waits(enum StandinWait kind);  // calls since then
+const char* standin_place(enum StandinWait kind);  // the stack of the call that was left out
 void standin_limit(int device, size_t bytes);
 void standin_figures(int device, uint64_t* five);  // allocated and its peak, reserved and its peak, the limit
 void standin_new_peaks(int device);

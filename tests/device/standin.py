@@ -51,6 +51,7 @@ def load():
     torch.ops.load_library(library_path())
     _library = ctypes.CDLL(library_path())
     _library.standin_fault.restype = _library.standin_launch.restype = ctypes.c_char_p
+    _library.standin_place.restype = ctypes.c_char_p
     _library.standin_choose.argtypes = (ctypes.c_uint64, ctypes.c_int)
     _library.standin_limit.argtypes = (ctypes.c_int, ctypes.c_size_t)
     _library.standin_launch.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -78,6 +79,24 @@ def faults(clear=False):
     if clear:
         library.standin_faults(1)
     return texts
+
+
+WAITS = ("stream wait", "kept memory", "host wait")
+
+
+def leave_out(kind, number):
+    """The ``number``-th call of a kind of WAITS from now on does nothing; 0: none."""
+    load().standin_leave_out(WAITS.index(kind), number)
+
+
+def waits(kind):
+    """How many calls of the kind there have been since ``leave_out``."""
+    return load().standin_waits(WAITS.index(kind))
+
+
+def place(kind):
+    """The stack of the call that was left out."""
+    return load().standin_place(WAITS.index(kind)).decode()
 
 
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -1,8 +1,9 @@
-"""The same engine on a CUDA device, against the same plain process on the CPU. One GPU, one rank: NCCL gives no two."""
+"""The same engine on a device, against the same plain process on the CPU. One rank: NCCL gives no two on one GPU."""
 
 import pytest
 
 import deepspeed
+import devices
 from engine_models import adam_like, config, difference, make_net, train_engine, train_plain
 from harness import run_ranks
 
@@ -13,7 +14,7 @@ STEPS = 50
 def body(rank, world, accumulate, precision, user_backward):
     model = make_net()
     engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config(world, accumulate, **precision))
-    assert engine.device.type == "cuda"
+    assert engine.device.type == devices.NAME
     losses, norms = train_engine(engine, STEPS, rank, world, user_backward)
     _, _, reference = train_plain(STEPS, adam_like)
     return losses, norms, difference(model, reference), engine.skipped_steps
@@ -21,7 +22,7 @@ def body(rank, world, accumulate, precision, user_backward):
 
 @pytest.mark.parametrize("user_backward", [False, True], ids=["engine.backward", "loss.backward"])
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_fp32_on_the_gpu_equals_plain_training(accumulate, user_backward):
+def test_fp32_on_the_device_equals_plain_training(accumulate, user_backward):
     expected, expected_norms, _ = train_plain(STEPS, adam_like)
     ((losses, norms, gap, _),) = run_ranks(1, body, accumulate, {}, user_backward)
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -30,7 +31,7 @@ def test_fp32_on_the_gpu_equals_plain_training(accumulate, user_backward):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_sixteen_bits_on_the_gpu(name):
+def test_sixteen_bits_on_the_device(name):
     expected, _, _ = train_plain(STEPS, adam_like)
     ((losses, _, _, skipped),) = run_ranks(1, body, 2, {name: {"enabled": True}}, False)
     assert losses[-1] == pytest.approx(expected[-1], rel=0.05)

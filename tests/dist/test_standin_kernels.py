@@ -12,7 +12,7 @@ from deepspeed import ops
 from engine_models import make_net, net_engine, train_engine
 from harness import run_ranks
 from runs import DTYPES, weights
-from sampling import sample
+from sampling import every_case, sample
 
 pytestmark = pytest.mark.skipif(not standin.supported(), reason="the stand-in device needs torch 2.9 or newer")
 
@@ -227,7 +227,8 @@ OFFLOADS = {
     "pinned": {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
 }
 CASES = [
-    (stage, dtype, accumulate, offload)
+    (world, stage, dtype, accumulate, offload)
+    for world in (1, 2)
     for stage in (0, 1, 2, 3)
     for dtype in DTYPES
     for accumulate in (1, 2)
@@ -241,7 +242,7 @@ def trained(rank, world, device, cases):
     if device != "cpu":
         deepspeed.accelerator.set_accelerator(standin.Standin_Accelerator())
     found = []
-    for seed, (stage, dtype, accumulate, offload) in enumerate(cases):
+    for seed, (_, stage, dtype, accumulate, offload) in enumerate(cases):
         model = make_net()
         if device != "cpu":
             standin.choose(seed, lazy=seed % 2 == 1)
@@ -255,20 +256,20 @@ def trained(rank, world, device, cases):
     return found
 
 
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kernels", ["cuda", "any"])
-def test_engines_equal_those_of_the_cpu(kernels):
-    cases = [CASES[index] for index in sample(CASES)]
-    expected = run_ranks(1, trained, "cpu", cases, fresh=True, timeout=400)[0]
-    if kernels == "cuda":
-        found = queued(trained, "standin", cases)
-    else:
-        found = run_ranks(1, trained, "standin", cases, fresh=True, timeout=400)[0]
+def test_engines_equal_those_of_the_cpu(kernels, world):
+    chosen = range(len(CASES)) if every_case() else sample(CASES)
+    cases = [CASES[index] for index in chosen if CASES[index][0] == world]
+    expected = run_ranks(world, trained, "cpu", cases, init=world > 1, fresh=True, timeout=900)[0]
+    variables = {"DS_STANDIN_KERNELS": standin_kernels.library_path()} if kernels == "cuda" else {}
+    found = run_ranks(world, trained, "standin", cases, init=world > 1, fresh=True, timeout=900, env=variables)[0]
     for case, (losses, norms, values), wanted in zip(cases, found, expected, strict=True):
         if kernels == "cuda":
             assert (losses, norms) == wanted[:2], case
             assert all(torch.equal(value, wanted[2][name]) for name, value in values.items()), case
         else:
-            near = {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-10}[case[1]]
+            near = {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-10}[case[2]]
             assert losses == pytest.approx(wanted[0], rel=near) and norms == pytest.approx(wanted[1], rel=near), case
             for name, value in values.items():
                 assert torch.allclose(value, wanted[2][name], rtol=near, atol=near), (case, name)

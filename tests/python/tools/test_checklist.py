@@ -4,6 +4,11 @@ import importlib.util
 import json
 import os
 import stat
+import subprocess
+import sys
+
+import pytest
+import standin
 
 TESTS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PROGRAM = """#!/bin/sh
@@ -30,7 +35,7 @@ def test_rows_of_kernels(tmp_path):
     program = tmp_path / "test_kernels"
     program.write_text(PROGRAM)
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
-    rows = {row.name: row for row in loaded().kernel_rows(str(tmp_path))}
+    rows = {row.name: row for row in loaded().kernel_rows("cuda", str(tmp_path))}
     assert rows["kernels: CudaTest.Equal"].result == "ok"
     assert rows["kernels: CudaTest.Equal"].settles
     wrong = rows["kernels: CudaTest.Wrong"]
@@ -50,6 +55,26 @@ def test_a_part_of_the_list_on_the_cpu(tmp_path, capsys):
     assert rows == {
         "machine: accelerator": "ok",
         "training: test_random_programs.test_programs_that_have_failed": "ok",
+        "measure: all": "not run",
+    }
+
+
+@pytest.mark.skipif(not standin.supported(), reason="the stand-in device needs torch 2.9 or newer")
+def test_a_part_of_the_list_on_the_stand_in_device(tmp_path):
+    """`make test-gpu DEVICE=standin` runs the whole list: engines there equal plain training on the CPU, in order."""
+    out = tmp_path / "rows.json"
+    wanted = ["--device", "standin", "--only", "machine|training|measure", "--json", str(out)]
+    command = [sys.executable, os.path.join(TESTS, "device", "checklist.py"), *wanted]
+    done = subprocess.run(
+        [*command, "--", "-k", "test_zero_parity", "-p", "no:cacheprovider"], capture_output=True, text=True, timeout=600
+    )
+    rows = {row["name"]: row["result"] for row in json.loads(out.read_text())["figures"]["rows"]}
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert rows == {
+        "machine: accelerator": "ok",
+        "training: test_zero_parity.test_fp32_equals_plain_training": "ok",
+        "training: test_zero_parity.test_ways_to_communicate_are_equal": "ok",
+        "training: test_zero_parity.test_sparse_gradients_are_summed": "not run",
         "measure: all": "not run",
     }
 
