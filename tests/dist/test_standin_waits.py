@@ -1,0 +1,131 @@
+"""The audit of waits: of one step of training on the stand-in device, each stream wait, `record_stream` and wait of the
+host is left out in turn. An omission is missed where the device reports an access without an order or the weights
+differ. A call that nothing needs to miss in these runs is listed here with its reason."""
+
+import bisect
+import collections
+import re
+import subprocess
+
+import pytest
+import standin
+import standin_kernels
+import torch
+
+import deepspeed
+from deepspeed import _native
+from engine_models import make_net, net_engine, train_engine
+from harness import run_ranks
+from runs import weights
+from sampling import every_case
+
+pytestmark = pytest.mark.skipif(not standin.supported(), reason="the stand-in device needs torch 2.9 or newer")
+
+STATES, PARAMS = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
+RUNS = [  # stage, section of ZeRO, with the CUDA kernels
+    (3, {**STATES, **PARAMS}, True),
+    (1, {}, True),
+    (2, STATES, True),
+    (2, STATES, False),
+    (3, {}, False),
+]
+OTHER_STREAM = (
+    "The call does nothing for the stream on which torch's allocator has made the memory, and steps of one rank use no "
+    "other for memory that goes back to the allocator. tests/cpp/storage leaves it out where another stream does."
+)
+SECOND_WAIT = (
+    "In these steps another wait puts the same work in order. tests/cpp/storage leaves it out where it is the only one."
+)
+TIMING = (
+    "The thread of transfers takes memory that another stream has used in some runs and not in others: it is missed then. "
+    "tests/cpp/storage leaves it out where the memory is that of another stream."
+)
+NOT_MISSED = {
+    ("kept memory", "PlaneTable::add_fence"): OTHER_STREAM,
+    ("kept memory", "PlaneTable::wait_for_streams"): OTHER_STREAM,
+    ("kept memory", "ScratchPool::give"): OTHER_STREAM,
+    ("kept memory", "ScratchPool::take"): OTHER_STREAM,
+    ("kept memory", "Leases::release"): OTHER_STREAM,
+    ("kept memory", "Leases::copy_of"): OTHER_STREAM,
+    ("kept memory", "Leases::write_back"): OTHER_STREAM,
+    ("kept memory", "Prefetches::fetch"): OTHER_STREAM,
+    ("stream wait", "PlaneTable::wait_for_streams"): SECOND_WAIT,
+    ("stream wait", "Leases::copy_of"): SECOND_WAIT,
+    ("stream wait", "ScratchPool::take"): TIMING,
+    ("host wait", "StagedGather::notes"): "In some runs the host waits for later work between the copy and its use.",
+}
+MISSED = {
+    ("host wait", "DeviceContext::read_step_scale"),
+    ("stream wait", "Leases::write_back"),
+}
+
+
+class Symbols:
+    """Names of functions of the extension module, also of those that it does not export."""
+
+    def __init__(self):
+        listed = subprocess.run(["nm", "-Cn", _native._C.__file__], capture_output=True, text=True, check=True).stdout
+        rows = [(int(line[:16], 16), line[19:]) for line in listed.splitlines() if line[:16].strip()]
+        self.addresses, self.names = zip(*rows)
+
+    def caller(self, stack):
+        """The function of this project that made a call, below what only passes it on; None: torch or Python did."""
+        for offset in re.findall(r"_C\.cpython[^(]*\(\+0x([0-9a-f]+)\)", stack):
+            name = self.names[bisect.bisect_right(self.addresses, int(offset, 16)) - 1].split("(")[0]
+            if "Fence" not in name:
+                return "::".join(name.split("::")[-2:])
+        return None
+
+
+def one_step(stage, zero, kind=None, number=0):
+    """The third step of an engine without one call: how many calls of each kind there were, the stack of the one that
+    was left out, what the device reported, the weights."""
+    sizes = {"reduce_bucket_size": 300, "allgather_bucket_size": 200, "stage3_param_persistence_threshold": 20}
+    engine = net_engine(1, stage, 2, model=make_net(), zero={**sizes, **zero})
+    train_engine(engine, 2, 0, 1)
+    for device in range(standin.DEVICES):
+        torch.standin.synchronize(device)
+    standin.faults(clear=True)
+    for each in standin.WAITS:
+        standin.leave_out(each, number if each == kind else 0)
+    train_engine(engine, 1, 0, 1, start=2)
+    counts = {each: standin.waits(each) for each in standin.WAITS}
+    stack = standin.place(kind) if kind else ""
+    for each in standin.WAITS:
+        standin.leave_out(each, 0)
+    for device in range(standin.DEVICES):
+        torch.standin.synchronize(device)
+    found, values = standin.faults(clear=True), {name: value.float().cpu() for name, value in weights(engine).items()}
+    engine.destroy()
+    return counts, stack, found, values
+
+
+def audit(rank, world, stage, zero):
+    """How often the omission of calls of each kind and function was missed, and was not."""
+    deepspeed.accelerator.set_accelerator(standin.Standin_Accelerator())
+    standin.choose(1, lazy=True)
+    counts, _, found, expected = one_step(stage, zero)
+    assert found == []
+    symbols, tally = Symbols(), collections.Counter()
+    for kind, count in counts.items():
+        for number in range(1, count + 1):
+            _, stack, found, values = one_step(stage, zero, kind, number)
+            missed = bool(found) or any(not torch.equal(value, expected[name]) for name, value in values.items())
+            if caller := symbols.caller(stack):
+                tally[kind, caller, missed] += 1
+    return dict(tally)
+
+
+def test_each_wait_of_a_step_is_missed_or_listed():
+    missed, seen = set(), set()
+    for stage, zero, cuda in RUNS if every_case() else RUNS[:1]:
+        variables = {"DS_STANDIN_KERNELS": standin_kernels.library_path()} if cuda else {}
+        for kind, caller, found in run_ranks(1, audit, stage, zero, fresh=True, timeout=900, env=variables)[0]:
+            seen.add((kind, caller))
+            if found:
+                missed.add((kind, caller))
+    needless = seen - missed - set(NOT_MISSED)
+    assert not needless, f"nothing misses {sorted(needless)}: remove the wait, or list it with its reason"
+    assert missed >= (MISSED if every_case() else MISSED & seen)
+    if every_case():
+        assert set(NOT_MISSED) <= seen, f"no longer there: {sorted(set(NOT_MISSED) - seen)}"
