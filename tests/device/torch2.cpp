@@ -1,6 +1,7 @@
 // What torch 2 alone asks of a device: streams and events for Python, generators, pinned memory, stacks of Python.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/DeviceType.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 #include <torch/library.h>
 
@@ -77,6 +78,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
 };
 
 const bool registered = [] {
+  c10::register_privateuse1_backend("standin");  // torch asks the hooks of a device with a name for pinned memory
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;
 }();

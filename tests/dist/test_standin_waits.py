@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(not standin.supported(), reason="the stand-in de
 
 STATES, PARAMS = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
 RUNS = [  # stage, section of ZeRO, with the CUDA kernels
+    (2, STATES, True),
     (3, {**STATES, **PARAMS}, True),
     (1, {}, True),
-    (2, STATES, True),
     (2, STATES, False),
     (3, {}, False),
 ]
