@@ -30,7 +30,7 @@ struct Kernel {
 };
 
 thread_local Kernel* running = nullptr;
-struct sigaction before;           // who had the signal
+struct sigaction before;          // who had the signal
 std::atomic<bool> ended = false;  // by a fault of the host
 
 void touch(const Mapping& mapping, char* address, bool write) {

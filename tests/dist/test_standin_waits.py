@@ -37,7 +37,7 @@ SECOND_WAIT = (
     "In these steps another wait puts the same work in order. tests/cpp/storage leaves it out where it is the only one."
 )
 TIMING = (
-    "The thread of transfers takes memory that another stream has used in some runs and not in others: it is missed then. "
+    "The thread of transfers takes memory that another stream has used in some runs, and only there it is missed. "
     "tests/cpp/storage leaves it out where the memory is that of another stream."
 )
 NOT_MISSED = {
