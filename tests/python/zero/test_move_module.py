@@ -1,4 +1,4 @@
-"""A model that moves to a device keeps its parameters, also where torch makes new ones, as it does for the meta device."""
+"""A model that moves to a device keeps its parameters, also where torch makes new ones (as for the meta device)."""
 
 import pytest
 import torch
