@@ -6,6 +6,7 @@ DS_TEST_DEVICE=cuda. More ranks than GPUs share them; NCCL refuses two ranks on 
 
 import contextlib
 import os
+import sys
 
 NAME = os.environ.get("DS_TEST_DEVICE") or "cpu"
 
@@ -13,6 +14,9 @@ NAME = os.environ.get("DS_TEST_DEVICE") or "cpu"
 def select():
     """Makes NAME the accelerator of this process and of those that it starts, unless DS_ACCELERATOR names another."""
     os.environ.setdefault("DS_ACCELERATOR", NAME)
+    if NAME == "standin":  # a package that brings an accelerator by an entry point
+        device = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "device")
+        sys.path += [device, os.path.join(device, "package")]
 
 
 def _gpus():
