@@ -245,7 +245,7 @@ def main(arguments=None):
     )
     parser.add_argument("pytest", nargs="*", help="more arguments for pytest")
     args = parser.parse_args(arguments)
-    os.environ.setdefault("DS_ACCELERATOR", args.device)
+    os.environ["DS_ACCELERATOR"] = args.device
     if args.device == "standin":
         sys.path.append(os.path.join(HERE, "package"))  # it brings the accelerator
     figures, rows = {}, []
