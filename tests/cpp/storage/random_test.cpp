@@ -127,7 +127,8 @@ TEST(RandomLeases, InATightBudget) {
   Budget budget;
   budget.bytes = {{Medium::kDevice, 40000}, {Medium::kHost, 30000}};
   budget.idle_scratch = 100000;
-  for (int seed = 21; seed <= on_cpu_or_standin(24, 21); ++seed) run(seed, 3, on_cpu_or_standin(500, 200), budget);
+  // Few prefetches find room. With 200 steps on a busy machine none was hit.
+  for (int seed = 21; seed <= on_cpu_or_standin(24, 21); ++seed) run(seed, 3, on_cpu_or_standin(500, 1000), budget);
 }
 
 }  // namespace
