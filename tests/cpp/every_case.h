@@ -1,4 +1,4 @@
-// What `make test` leaves to `make test-all` of large matrices in C++; tests/sampling.py does so for those in Python.
+// Chooses the cases of large C++ matrices that `make test` runs; `make test-all` runs all. Python: tests/sampling.py.
 // Included as "../every_case.h" by the tests of any room.
 #pragma once
 #include <array>

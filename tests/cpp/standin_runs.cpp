@@ -2,16 +2,14 @@
 // two modes. A test fails where the order of its operations has a fault.
 #include <gtest/gtest.h>
 
+#include "every_case.h"
 #include "test_device.h"
 
 namespace ds {
 namespace {
 
 class StandinRuns : public testing::EmptyTestEventListener {
-  void OnTestProgramStart(const testing::UnitTest&) override {
-    const char* every = std::getenv("DS_TEST_EVERY_CASE");
-    GTEST_FLAG_SET(repeat, 2 * (every && *every ? 200 : 5));
-  }
+  void OnTestProgramStart(const testing::UnitTest&) override { GTEST_FLAG_SET(repeat, 2 * (every_case() ? 200 : 5)); }
   void OnTestIterationStart(const testing::UnitTest&, int iteration) override {
     STANDIN(standin_choose)(static_cast<uint64_t>(1 + iteration / 2), iteration % 2);
   }

@@ -30,7 +30,7 @@ Function* standin_function(Function*, const char* name) {
 }
 #define STANDIN(function) standin_function(&function, #function)
 
-// What the stand-in has found since the last call, when all that was queued has run.
+// Waits for all queued work and returns the faults that the stand-in device has found since the last call.
 inline std::vector<std::string> standin_faults_found() {
   STANDIN(standin_empty_cache)();
   std::vector<std::string> texts;

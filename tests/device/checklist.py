@@ -24,7 +24,10 @@ import xml.etree.ElementTree as ElementTree
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-sys.path[:0] = [HERE, os.path.join(ROOT, "python"), os.path.join(ROOT, "benchmarks", "python")]
+FOLDERS = ("tests/device", "tests/dist", "python", "benchmarks/python")
+sys.path[:0] = [os.path.join(ROOT, folder) for folder in FOLDERS]
+
+import devices  # noqa: E402  (the path above makes it importable)
 
 # The rows that settle a sentence of CHANGELOG.md: a regular expression for names of rows, and words of the sentence.
 SETTLES = {
@@ -246,8 +249,7 @@ def main(arguments=None):
     parser.add_argument("pytest", nargs="*", help="more arguments for pytest")
     args = parser.parse_args(arguments)
     os.environ["DS_ACCELERATOR"] = args.device
-    if args.device == "standin":
-        sys.path.append(os.path.join(HERE, "package"))  # it brings the accelerator
+    devices.add_package(args.device)
     figures, rows = {}, []
     parts = {
         "machine": lambda: machine_rows(args.device),

@@ -49,7 +49,7 @@ const char* queue(void* stream, void (*run)(void*), void* work) {
   return error;
 }
 
-// Whoever calls the kernels says what is wrong with a library that does not open, or is another.
+// A library that does not open, or is another one, is no error here: the caller of the kernels reports it.
 [[maybe_unused]] const bool connected = [] {
   const char* path = std::getenv("DS_STANDIN_KERNELS");
   void* library = path && *path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : nullptr;

@@ -1,5 +1,5 @@
-// What torch asks of a kind of device. What torch 1 and torch 2 ask in different ways is in torch1.cpp and torch2.cpp,
-// of which one is built.
+// The interface of torch to a kind of device. torch1.cpp and torch2.cpp have the parts in which torch 1 and torch 2
+// differ; one of them is built.
 #pragma once
 #include <ATen/core/Generator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -42,7 +42,7 @@ class Waits {
 
 Waits& waits(StandinWait kind);
 
-// What csrc uses of CUDA, too: all of it through c10::impl::VirtualGuardImpl.
+// The operations that csrc uses on CUDA, too, all of them through c10::impl::VirtualGuardImpl.
 class Guard : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return c10::kPrivateUse1; }

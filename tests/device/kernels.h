@@ -11,7 +11,7 @@ namespace standin {
 // recorded: the byte that it touched, as read or written.
 void run_kernel(const OperationPtr& operation, c10::DeviceIndex device, const std::function<void()>& kernel);
 
-// What the kernel that runs on this thread has used, to the byte, if it knows: recorded in place of its faults.
+// Records the bytes that the kernel on this thread has used, in place of its page faults; for kernels that know them.
 // `of_host`: memory of the host that it has written and that is not pinned; no device reaches that.
 void kernel_used(std::vector<Access> accesses, const void* of_host);
 

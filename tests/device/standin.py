@@ -126,6 +126,13 @@ def fill(tensor, value):
     (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())[:] = [value] * tensor.numel()
 
 
+def faults_at_end():
+    """The texts of what was found since the last time, when all devices have finished."""
+    for device in range(DEVICES):
+        torch.standin.synchronize(device)
+    return faults(clear=True)
+
+
 class OrderFault(AssertionError):
     """Operations of the stand-in device have no order."""
 
@@ -135,9 +142,7 @@ def no_faults():
     """A context at whose end all devices have finished; OrderFault names what was found in it."""
     faults(clear=True)
     yield
-    for device in range(DEVICES):
-        torch.standin.synchronize(device)
-    found = faults(clear=True)
+    found = faults_at_end()
     if found:
         raise OrderFault("\n".join(found))
 

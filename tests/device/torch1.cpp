@@ -1,5 +1,5 @@
-// What torch 1 has of torch2.cpp: it asks CUDA for pinned memory, and knows no generator of such a device. Python does
-// not use the device there.
+// The part of the device for torch 1, in place of torch2.cpp. Torch 1 asks CUDA for pinned memory and has no generator
+// for such a device; Python does not use the device there.
 #include <ATen/detail/CUDAHooksInterface.h>
 
 #include "device.h"

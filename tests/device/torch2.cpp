@@ -1,4 +1,4 @@
-// What torch 2 alone asks of a device: streams and events for Python, generators, pinned memory, stacks of Python.
+// The part of the device for torch 2: streams and events for Python, generators, pinned memory, stacks of Python.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/DeviceType.h>

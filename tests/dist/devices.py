@@ -14,9 +14,14 @@ NAME = os.environ.get("DS_TEST_DEVICE") or "cpu"
 def select():
     """Makes NAME the accelerator of this process and of those that it starts, unless DS_ACCELERATOR names another."""
     os.environ.setdefault("DS_ACCELERATOR", NAME)
-    if NAME == "standin":  # a package that brings an accelerator by an entry point
-        device = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "device")
-        sys.path += [device, os.path.join(device, "package")]
+    add_package(NAME)
+
+
+def add_package(name):
+    """Makes Python find the package that brings the accelerator ``standin`` by an entry point."""
+    if name == "standin":
+        tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        sys.path.append(os.path.join(tests, "device", "package"))
 
 
 def _gpus():
@@ -42,7 +47,7 @@ def choose_backend(world_size):
 
 @contextlib.contextmanager
 def checked():
-    """Around what a rank runs. On the stand-in device it raises where operations have no order."""
+    """A context for the code of a rank. On the stand-in device it raises where operations have no order."""
     if NAME != "standin":
         yield
         return

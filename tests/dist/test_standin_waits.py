@@ -83,9 +83,7 @@ def one_step(stage, zero, kind=None, number=0):
     sizes = {"reduce_bucket_size": 300, "allgather_bucket_size": 200, "stage3_param_persistence_threshold": 20}
     engine = net_engine(1, stage, 2, model=make_net(), zero={**sizes, **zero})
     train_engine(engine, 2, 0, 1)
-    for device in range(standin.DEVICES):
-        torch.standin.synchronize(device)
-    standin.faults(clear=True)
+    standin.faults_at_end()
     for each in standin.WAITS:
         standin.leave_out(each, number if each == kind else 0)
     train_engine(engine, 1, 0, 1, start=2)
@@ -93,9 +91,7 @@ def one_step(stage, zero, kind=None, number=0):
     stack = standin.place(kind) if kind else ""
     for each in standin.WAITS:
         standin.leave_out(each, 0)
-    for device in range(standin.DEVICES):
-        torch.standin.synchronize(device)
-    found, values = standin.faults(clear=True), {name: value.float().cpu() for name, value in weights(engine).items()}
+    found, values = standin.faults_at_end(), {name: value.float().cpu() for name, value in weights(engine).items()}
     engine.destroy()
     return counts, stack, found, values
 

@@ -73,7 +73,7 @@ def test_ways_to_communicate_are_equal(rank, world, stage, zero):
     check(rank, world, stage, zero=zero)
 
 
-@pytest.mark.skipif(devices.NAME == "standin", reason="torch has no sparse tensors on devices of other packages")
+@pytest.mark.skipif(devices.NAME == "standin", reason="torch has no sparse tensors on PrivateUse1 devices")
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_sparse_gradients_are_summed(rank, world, stage):

@@ -179,8 +179,7 @@ class C10dCommunicator : public Communicator, public OneQueue {
   bool carries(const Op& op) const override {
     if (op.verb == Verb::kBarrier) return members_.empty();
     if (native(op.own())) return natively(op);
-    if (!reaches(op.own().device()))
-      return false;  // gloo itself has a way for CUDA alone, and copies to the host there
+    if (!reaches(op.own().device())) return false;  // through the host: gloo takes no device but CUDA
     if (op.verb == Verb::kSend || op.verb == Verb::kRecv) return true;
     if (!members_.empty()) return false;
     if (by_collectives(op.own())) return carries_by_collectives(op);

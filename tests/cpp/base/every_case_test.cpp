@@ -1,4 +1,4 @@
-// What `make test` leaves to `make test-all` (every_case.h): of a matrix each pair of values stays.
+// The sample of a matrix (every_case.h) has each pair of values.
 #include "../every_case.h"
 
 #include <gtest/gtest.h>

@@ -202,7 +202,7 @@ TEST(PipeChannel, EndsAllWaitsWithOneText) {
   });
 }
 
-// What is received is made on another stream than the one that uses it, and its memory is used for the next message.
+// A message is written on another stream than the one that uses it, and its memory is used for the next message.
 TEST(PipeChannel, MessagesWaitForStreams) {
   constexpr int kMessages = 5;
   const auto body = [](bool sound) {

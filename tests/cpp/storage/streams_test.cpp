@@ -1,5 +1,5 @@
-// Who waits for whom where memory of a device goes from one stream to another. On the stand-in device each of these
-// waits is left out once, and has to be missed (test_device.h).
+// Streams wait for each other where memory of a device goes from one to another. On the stand-in device each of these
+// waits is left out once, and the omission has to be reported (test_device.h).
 #include <ATen/Functions.h>
 
 #include "../test_device.h"
@@ -126,7 +126,7 @@ TEST(Streams, APrefetchedCopyThatNobodyTakesIsDroppedWithItsPlane) {
   EXPECT_EQ(waits_that_nothing_misses(body, kWaits), Unmissed{});
 }
 
-// What a lease copies on its own stream, others change on theirs.
+// A lease copies a block on its own stream while another stream wants to change the block.
 TEST(Streams, ABlockThatIsBeingCopiedIsNotChanged) {
   const auto body = [](bool sound) {
     ShardStorage storage(test_device());

@@ -1,4 +1,4 @@
-// What the engine asks of the device of its tensors: copies, sums, and the numbers that a step reads on the host.
+// DeviceContext tests: copies, sums, and the numbers that a step reads on the host.
 #include "zero/device_context.h"
 
 #include <ATen/Functions.h>
@@ -86,7 +86,7 @@ TEST(DeviceContext, TheStepScaleIsReadWhenItIsThere) {
   EXPECT_EQ(waits_that_nothing_misses(body), Unmissed{});
 }
 
-// What a failed kernel leaves is remembered until somebody asks, and asked once.
+// The error of a failed kernel is kept until take_failure() returns it, once.
 TEST(DeviceContext, FailuresAreToldOnce) {
   DeviceContext device(test_device(), 1);
   device.note_failure("no memory for a kernel");

@@ -10,7 +10,7 @@ extern "C" {
 using CudaOnCpuRunner = const char* (*)(void* stream, void (*run)(void* work), void* work);
 // The runner of all launches from now on; null, the default: run(work) at once, so that memory may be the host's.
 __attribute__((visibility("default"))) void ds_cuda_on_cpu_set_runner(CudaOnCpuRunner runner);
-// What the work that this thread has run last has read and written, for a runner. Nothing with a sanitizer.
+// For a runner: visits the bytes that the last work of this thread has read and written; none with a sanitizer.
 __attribute__((visibility("default"))) void ds_cuda_on_cpu_accesses(void (*visit)(void* context, const void* begin,
                                                                                   size_t bytes, bool writes),
                                                                     void* context);
