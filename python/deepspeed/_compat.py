@@ -35,6 +35,11 @@ def backward_id():
     return ask() if ask is not None else None
 
 
+def dispatch_modes():
+    """The modes (``TorchDispatchMode``) that are on in this thread, the outermost first."""
+    return [torch._C._get_dispatch_stack_at(index) for index in range(torch._C._len_torch_dispatch_stack())]
+
+
 def recomputation_hooks():
     """torch's class of hooks that keep what a checkpoint without re-entrance saves when it runs again. None in torch
     1.13, which has none: it keeps all tensors detached and compares nothing."""

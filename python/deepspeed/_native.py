@@ -11,6 +11,8 @@ import sys
 
 import torch
 
+from deepspeed._compat import dispatch_modes
+
 LIB_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_lib")
 
 
@@ -41,3 +43,11 @@ def _load():
 _C = _load()
 sys.modules["deepspeed._C"] = _C
 DeepSpeedConfigError = _C.DeepSpeedConfigError
+
+
+def tell_modes(name, out, *args):
+    """A kernel has run that torch does not see: modes with a method ``kernel_ran(name, out, *args)`` are told."""
+    for mode in dispatch_modes():
+        told = getattr(mode, "kernel_ran", None)
+        if told is not None:
+            told(name, out, *args)

@@ -6,6 +6,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from deepspeed import _native
 from deepspeed.moe.rows import ops
 
 # Modules and functions that work on each element by itself: rows of several experts can be computed together.
@@ -20,6 +21,11 @@ _FUNCTIONS = {
 _METHODS = {"relu", "tanh", "sigmoid", "mul", "add", "sub"}
 
 
+def _tell_of_product(out, x, weights):
+    if x.device.type == "cpu":  # elsewhere the kernel consists of torch's products
+        _native.tell_modes("grouped_linear", out, x, weights)
+
+
 class _GroupedLinear(torch.autograd.Function):
     """``apply(x, rows, stacked, *params)``: weights and then biases of all groups, or the weights in one tensor."""
 
@@ -28,7 +34,9 @@ class _GroupedLinear(torch.autograd.Function):
         weights = params[0].detach().unbind(0) if stacked else params[: len(rows)]
         ctx.save_for_backward(x, *(params if stacked else weights))
         ctx.rows, ctx.stacked = rows, stacked
-        return ops().grouped_linear(x, rows, list(weights), [] if stacked else list(params[len(rows) :]))
+        out = ops().grouped_linear(x, rows, list(weights), [] if stacked else list(params[len(rows) :]))
+        _tell_of_product(out, x, weights)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
@@ -39,6 +47,8 @@ class _GroupedLinear(torch.autograd.Function):
         to_x, to_weights, to_biases = ops().grouped_linear_grads(
             x, grad, ctx.rows, each, wants_x, wants_weights, wants_biases, stacked=ctx.stacked
         )
+        for _ in range(bool(wants_x) + wants_weights):
+            _tell_of_product(grad, x, each)
         nothing = [None] * count
         biases = (to_biases if wants_biases else nothing)[: len(wants) - count]
         return to_x, None, None, *(to_weights if wants_weights else nothing), *biases

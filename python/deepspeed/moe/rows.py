@@ -55,6 +55,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, k, select):
         probs, index = ops().topk_gate(logits, k, select)
+        _native.tell_modes("topk_gate", probs, logits)
         ctx.save_for_backward(probs)
         ctx.mark_non_differentiable(index)
         return probs, index

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed._native import _C
+from deepspeed._native import _C, tell_modes
 from deepspeed.accelerator import get_accelerator
 
 _BY_KERNEL = (torch.float32, torch.bfloat16, torch.float16)
@@ -184,6 +184,7 @@ class Rows:
             state = [self.high, self.total, self.sum]
             rules = self.rules.of_block(causal, looks, position)
             _ops_of(torch.get_num_threads()).forward([query, key, value], state, fresh, rules)
+        tell_modes("attention", self.sum, query, key, value)
 
     def result(self):
         """``(output, log of the sum of exponentials of each row)``; zeros for a query that has seen nothing."""
@@ -202,6 +203,7 @@ def block_gradients(query, key, value, grad, row_sum, lse, rules, causal, positi
         if not query.is_meta:
             how = rules.of_block(causal, looks, position)
             _ops_of(torch.get_num_threads()).backward([query, key, value, grad], [lse, row_sum], found, how)
+        tell_modes("attention_backward", found, grad, query, key, value)
         return tuple(found)
     heads, soft_cap = key.shape[1], rules.soft_cap
     query, lse, row_sum = _grouped(query, heads), _grouped(lse, heads), _grouped(row_sum, heads)
