@@ -60,7 +60,6 @@ _LATER = {
     "tensor parallelism": ("tp_model_init", "set_autotp_mode"),
     "the hybrid engine": ("DeepSpeedHybridEngine",),
     "the transformer kernel": ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
-    "the flops profiler": ("profiling",),
 }
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import sys
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,61 @@ def backward_id():
     """A number that tells running backward passes apart, or None where torch has none (1.13)."""
     ask = getattr(torch._C, "_current_graph_task_id", None)
     return ask() if ask is not None else None
+
+
+def _nothing():
+    pass
+
+
+def in_backward():
+    """Whether a backward pass runs in this thread."""
+    if TORCH2:
+        return torch._C._current_graph_task_id() != -1
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(_nothing)
+    except RuntimeError:
+        return False
+    return True
+
+
+def uncompiled():
+    """A context in which functions that torch.compile has compiled run as they were written."""
+    stance = getattr(getattr(torch, "compiler", None), "set_stance", None)  # from 2.6 on
+    return contextlib.nullcontext() if stance is None else stance("force_eager")
+
+
+class _Inputs(tuple):
+    """The inputs of a call of ``module``, which that call holds until it has ended."""
+
+    def __del__(self):
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is self.module:
+                return  # another hook has replaced them
+            frame = frame.f_back
+        self.tell()
+
+
+def when_call_fails(module, tell):
+    """Calls ``tell()`` when a call of ``module`` raises an error; in torch 1.13, which has no hook for that, when the
+    error has been handled and its traceback is gone. Returns handles of hooks, to be removed."""
+    open_calls = []
+
+    def enter(module, inputs):
+        open_calls.append(sys.exc_info()[1])
+        if TORCH2:
+            return None
+        held = _Inputs(inputs)
+        held.module, depth = module, len(open_calls)
+        held.tell = lambda: tell() if len(open_calls) >= depth else None
+        return held
+
+    def leave(module, inputs, output):
+        if open_calls.pop() is not sys.exc_info()[1] and TORCH2:
+            tell()
+
+    always = {"always_call": True} if TORCH2 else {}
+    return module.register_forward_pre_hook(enter), module.register_forward_hook(leave, **always)
 
 
 def dispatch_modes():

@@ -1,4 +1,6 @@
-"""Models whose operations are known."""
+"""Models whose operations are known, and the fields of a report."""
+
+import re
 
 from torch import nn
 
@@ -24,3 +26,18 @@ def alexnet(classes=1000):
         nn.Dropout(), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True),
         nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Linear(4096, classes),
     )  # fmt: skip
+
+
+_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "ms": 1e-3, "us": 1e-6, "s": 1.0}
+
+
+def fields(text):
+    """``{name: value}`` of the summary of a report, in its order."""
+    summary = text.split("sum of fwd, bwd and step latency)\n")[1].split("\n---")[0]
+    return dict(re.fullmatch(r"(.+?): +(.*)", line).groups() for line in summary.splitlines() if line)
+
+
+def field(value):
+    """A value of the report as a number: ``"3.5 GFLOPS"`` is 3.5e9."""
+    number, unit = (*value.split(), "")[:2]
+    return float(number) * _UNITS.get(unit.replace("FLOPS", ""), 1.0)

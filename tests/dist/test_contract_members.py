@@ -49,7 +49,7 @@ def objects():
     pipeline.train_batch(models.batches("plain", 1, 2, 0))
     stage3 = engine_at(3)
     return {
-        "DeepSpeedEngine": engine_at(0),
+        "DeepSpeedEngine": engine_at(0, flops_profiler={"enabled": True}),
         "PipelineEngine": pipeline,
         "PipelineModule": pipeline.module,
         "DeepSpeedZeroOptimizer": engine_at(1).optimizer,

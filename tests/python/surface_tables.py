@@ -25,7 +25,6 @@ ABSENT_MEMBERS = {
         "DeepSpeedEngine.random_ltd_scheduler",
         "DeepSpeedEngine.set_custom_curriculum_learning_schedule",
     ],
-    "flops profiler": ["DeepSpeedEngine.flops_profiler"],
     "inference": ["InferenceEngine.cuda_graph_created"],
 }
 

@@ -3,20 +3,18 @@
 namespace ds::config {
 
 DS_CONFIG_CHAPTER(60, kTraining, "Profiling") {
-  auto flops =
-      section("flops_profiler", "Count floating-point operations of one step, per module.",
-              {
-                  boolean("enabled", false, "Switch it on."),
-                  number("recompute_fwd_factor", 0.0,
-                         "Forward passes that activation checkpointing adds; 1.0 when all is recomputed.")
-                      .at_least(0),
-                  integer("profile_step", 1, "The step to profile.").at_least(0),
-                  integer("module_depth", -1, "Depth of the aggregated table; -1 is the deepest.").at_least(-1),
-                  integer("top_modules", 1, "Modules shown per depth.").at_least(1),
-                  boolean("detailed", true, "Print every module."),
-                  text("output_file", nullptr, "File to write; null prints."),
-              });
-  c.add(flops.not_built("the flops profiler"));
+  c.add(section("flops_profiler", "Count floating-point operations of one step, per module.",
+                {
+                    boolean("enabled", false, "Switch it on."),
+                    number("recompute_fwd_factor", 0.0,
+                           "Forward passes that activation checkpointing adds; 1.0 when all is recomputed.")
+                        .at_least(0),
+                    integer("profile_step", 1, "The step to profile.").at_least(0),
+                    integer("module_depth", -1, "Depth of the aggregated table; -1 is the deepest.").at_least(-1),
+                    integer("top_modules", 1, "Modules shown per depth.").at_least(1),
+                    boolean("detailed", true, "Print every module."),
+                    text("output_file", nullptr, "File to write; null prints."),
+                }));
   c.add(validated(
       "comms_logger", "Record every collective: size, time, bandwidth.",
       {

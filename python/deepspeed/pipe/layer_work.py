@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed._compat import memory_of
 from deepspeed.pipe.layers import LayerSpec, built_on_meta, call_of, describe
 from deepspeed.pipe.profile import fresh, saved_bytes, tensors_of
+from deepspeed.profiling.op_costs import CountedOps, tensors_in
 from deepspeed.utils.init_on_device import copy_on_meta
 
 ELEMENTWISE = 8  # operations that writing one element costs as much as, where no matrices are multiplied
@@ -27,44 +27,26 @@ class LayerWork:
     state_bytes: int = 0  # what its parameters take with gradients and optimizer states
 
 
-class _Counting(TorchDispatchMode):
-    """Adds up what is done into ``work``. A product with a weight has two gradients, one of each kind; a product of two
-    activations has two of inputs."""
+class _Splitting:
+    """Adds the cost of operators up into ``work``. A product with a weight has two gradients, one of each kind; a product
+    of two activations has two of inputs."""
 
     def __init__(self, work, trainable, frozen):
-        super().__init__()
         self.work, self.trainable, self.frozen = work, trainable, frozen
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        operands = [one for one in args if isinstance(one, torch.Tensor)]
-        product = _product(name, operands, out)
-        if product:
-            weights = [one for one in operands[-2:] if memory_of(one) in self.trainable | self.frozen]
+    def __call__(self, name, cost, operands, out):
+        if cost.macs:
+            params = [one for one in operands if memory_of(one) in self.trainable | self.frozen]
+            weights = [one for one in params if one.dim() > 1] or params  # rather than the bias
             own = any(memory_of(one) in self.trainable for one in weights)
-            self.work.forward += product
-            self.work.backward_input += product if weights else 2 * product
-            self.work.backward_weight += product if own else 0
-        elif isinstance(out, torch.Tensor) and name not in _FREE:
-            if memory_of(out) not in {memory_of(one) for one in operands}:
-                self.work.forward += ELEMENTWISE * out.numel()
-                self.work.backward_input += ELEMENTWISE * out.numel()
-        return out
-
-
-_FREE = {"empty", "empty_like", "_unsafe_view"}  # and views, which share their operand's memory
-
-
-def _product(name, operands, out):
-    if name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv"):
-        return 2 * operands[-2].numel() * (operands[-1].shape[-1] if operands[-1].dim() > 1 else 1)
-    if name == "convolution":
-        return 2 * out.numel() * operands[1].numel() // operands[1].shape[0]
-    if "scaled_dot_product" in name:
-        q, k = operands[0], operands[1]
-        return 4 * q.numel() * k.shape[-2]
-    return 0
+            self.work.forward += 2 * cost.macs
+            self.work.backward_input += 2 * cost.macs if weights else 4 * cost.macs
+            self.work.backward_weight += 2 * cost.macs if own else 0
+        elif cost.bytes:
+            written = {memory_of(one) for one in operands}
+            count = ELEMENTWISE * sum(one.numel() for one in tensors_in([out]) if memory_of(one) not in written)
+            self.work.forward += count
+            self.work.backward_input += count
 
 
 def _module(layer):
@@ -84,7 +66,7 @@ def _one_layer(run, module, inputs):
     trainable = {memory_of(one) for one in parameters if one.requires_grad}
     frozen = {memory_of(one) for one in parameters if not one.requires_grad}
     work = LayerWork(parameters=sum(one.numel() for one in parameters))
-    with torch.enable_grad(), saved_bytes(module) as kept, _Counting(work, trainable, frozen):
+    with torch.enable_grad(), saved_bytes(module) as kept, CountedOps(_Splitting(work, trainable, frozen)):
         out = run(inputs)
     work.activation_bytes = sum(kept.values())
     work.output_bytes = sum(one.numel() * one.element_size() for one in tensors_of(out))

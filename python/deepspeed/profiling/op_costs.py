@@ -144,7 +144,9 @@ def _convolution_backward(out, grad, x, weight, *args, **kwargs):
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
-_FUSED = _words("flash_attention flash_attention_for_cpu efficient_attention cudnn_attention", "aten::_scaled_dot_product_{}")
+_FUSED = _words(
+    "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention", "aten::_scaled_dot_product_{}"
+)
 
 
 @costs(*_FUSED, "deepspeed::attention")

@@ -74,8 +74,8 @@ TEST(Resolver, DeprecatedNamesForwardOnce) {
 }
 
 TEST(Resolver, NotBuiltIsRefusedWhenSwitchedOn) {
-  EXPECT_FALSE(resolved("{\"flops_profiler\": {\"enabled\": false, \"detailed\": false}}").broken());
-  EXPECT_EQ(codes(resolved("{\"flops_profiler\": {\"enabled\": true}}"), Severity::kError), Words{"not_built"});
+  EXPECT_FALSE(resolved("{\"amp\": {\"enabled\": false, \"opt_level\": \"O1\"}}").broken());
+  EXPECT_EQ(codes(resolved("{\"amp\": {\"enabled\": true}}"), Severity::kError), Words{"not_built"});
   EXPECT_TRUE(codes(resolved("{\"gradient_allreduce_op\": \"SUM\"}"), Severity::kError).empty());
   EXPECT_FALSE(resolved("{\"sequence_parallel_size\": 1}").broken());
   EXPECT_FALSE(resolved("{\"sequence_parallel_size\": 2}").broken());

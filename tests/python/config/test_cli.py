@@ -46,7 +46,7 @@ def test_explain_tells_value_and_origin_of_every_key(file, capsys):
     assert rows["zero_optimization.reduce_bucket_size"] == ["500000000", 'default, "auto" on line 6']
     where = "deprecated name zero_optimization.stage3_gather_fp16_weights_on_model_save, line 7"
     assert rows["zero_optimization.stage3_gather_16bit_weights_on_model_save"][1].startswith(where)
-    assert rows["flops_profiler.enabled"] == ["false", "default; known, not built yet: the flops profiler"]
+    assert rows["amp.enabled"] == ["false", "default; known, not built yet: apex amp"]
     assert "No conflicts." in text
     assert len(rows) > 350
 

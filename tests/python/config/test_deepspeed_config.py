@@ -341,10 +341,10 @@ def test_where_the_world_size_comes_from(monkeypatch):
 
 
 def test_features_that_are_not_built_are_refused_when_switched_on_only():
-    off = {"flops_profiler": {"enabled": False, "profile_step": 3}, "amp": {"enabled": False, "opt_level": "O1"}}
+    off = {"hybrid_engine": {"enabled": False, "pin_parameters": True}, "amp": {"enabled": False, "opt_level": "O1"}}
     DeepSpeedConfig({"train_batch_size": 8, **off})
     for on in (
-        {"flops_profiler": {"enabled": True}},
+        {"hybrid_engine": {"enabled": True}},
         {"amp": {"enabled": True}},
         {"sparse_attention": {"mode": "fixed"}},
         {"optimizer": {"type": "OneBitLamb"}},

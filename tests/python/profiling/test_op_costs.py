@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from deepspeed._compat import TORCH2
 from deepspeed.moe.grouped import grouped_product, stacked_product
 from deepspeed.moe.rows import gate
-from deepspeed.profiling.op_costs import CountedOps, Cost, costs
+from deepspeed.profiling.op_costs import Cost, CountedOps, costs
 from deepspeed.sequence.chunked import chunked_attention
 from flops_models import LENET_FLOPS, LENET_MACS, alexnet, lenet
 

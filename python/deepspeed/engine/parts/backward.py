@@ -71,7 +71,11 @@ class Backward(Part):
             engine.progress.begin("forward")
             if engine.training:
                 engine.progress.throughput.start()
-            with engine._experts.counting(), engine._long_sequences.offloading():
+            with (
+                engine._experts.counting(),
+                engine._long_sequences.offloading(),
+                engine._flops_profiling.inside("forward"),
+            ):
                 outputs = engine.module(*inputs, **kwargs)
         except BaseException:
             if engine.core is not None and engine.core.gatherer is not None:
@@ -114,7 +118,8 @@ class Backward(Part):
             loss = loss / parts
         try:
             engine.progress.begin("backward")
-            self._run(loss, scale, parts, retain_graph)
+            with engine._flops_profiling.inside("backward"):
+                self._run(loss, scale, parts, retain_graph)
         finally:
             engine.progress.end("backward")
         self.seen = True

@@ -155,7 +155,7 @@ class Execution:
     @member
     def _exec_forward_pass(self, buffer_id, chunk=0, micro=None):
         held = self.micro_batch(buffer_id, chunk, micro)
-        with self.engine._experts.counting():
+        with self.engine._experts.counting(), self.engine._flops_profiling.inside("forward"):
             held.outputs = self.engine.module(held.inputs, chunk)
         if held.part == self.last_part:
             self._keep_loss(held)
@@ -237,14 +237,15 @@ class Execution:
         reduces = self.engine._accumulation.reduces_now()
         if run is None and not reduces:
             return
-        self.engine.core.begin_backward(reduces)
-        try:
-            if run is not None:
-                run()
-        except BaseException:
-            self.engine.core.abort_backward()
-            raise
-        self.engine.core.end_backward()
+        with self.engine._flops_profiling.inside("backward"):
+            self.engine.core.begin_backward(reduces)
+            try:
+                if run is not None:
+                    run()
+            except BaseException:
+                self.engine.core.abort_backward()
+                raise
+            self.engine.core.end_backward()
         self.engine._backward.seen = True
 
     def _after_input_grads(self, held):

@@ -1,0 +1,109 @@
+"""The section ``flops_profiler``: one step is counted, module by module, and told of."""
+
+import contextlib
+import os
+import weakref
+
+import torch
+
+from deepspeed._native import DeepSpeedConfigError
+from deepspeed.engine.members import Part, engine_parts
+from deepspeed.log import logger
+from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.profiling.flops_profiler.module_counts import now
+
+_PHASES = ("forward", "backward", "step")
+
+
+@engine_parts.add("_flops_profiling")
+class FlopsProfiling(Part):
+    """A part of the engine, which gets ``flops_profiler`` while the section is enabled. All figures are means of the
+    micro-batches of the step; rank 0 prints its own."""
+
+    profiler = None  # until the step is done, or always where the section is off
+    _begun = None  # when the step of this micro-step began
+
+    def start(self):
+        engine = self.engine
+        if not engine.flops_profiler_enabled():
+            return
+        self._step = engine.flops_profiler_profile_step()
+        _check(engine.flops_profiler_output_file())
+        factor = engine.flops_profiler_recompute_fwd_factor()
+        self.profiler = engine.flops_profiler = FlopsProfiler(engine.module, engine, factor)
+        self._seconds = dict.fromkeys(_PHASES, 0.0)
+        self._unreached = weakref.finalize(engine, _tell_unreached, self._step)
+
+    def stop(self):
+        if self.profiler is not None:
+            self._unreached()
+            self.profiler = None
+
+    def _counts_now(self):
+        return self.profiler is not None and self.engine.global_steps == self._step and torch.is_grad_enabled()
+
+    @contextlib.contextmanager
+    def inside(self, phase):
+        """The context of each forward and backward of the engine's model."""
+        if not self._counts_now():
+            yield
+            return
+        counts, begin = self.profiler.counts, now()
+        try:
+            with counts.watch():
+                yield
+        except BaseException:
+            self._seconds = dict.fromkeys(_PHASES, 0.0)
+            counts.clear()
+            raise
+        self._seconds[phase] += now() - begin
+
+    def before_micro_step(self, boundary):
+        self._begun = now() if self._counts_now() else None
+
+    def after_micro_step(self, boundary):
+        if self._begun is None:
+            return
+        self._seconds["step"] += now() - self._begun
+        self._begun = None
+        if boundary:
+            self._finish()
+
+    def _finish(self):
+        engine, profiler, self.profiler = self.engine, self.profiler, None
+        self._unreached.detach()
+        passes = engine.gradient_accumulation_steps()
+        profiler.counts.divide(passes)
+        profiler.phases = {phase: seconds / passes for phase, seconds in self._seconds.items()}
+        profiler.take_totals()
+        if engine.global_rank == 0:
+            profiler.print_model_profile(
+                self._step,
+                engine.flops_profiler_module_depth(),
+                engine.flops_profiler_top_modules(),
+                engine.flops_profiler_detailed(),
+                engine.flops_profiler_output_file(),
+            )
+        profiler.end_profile()
+
+
+def _check(path):
+    """Before training, on all ranks: the report comes late."""
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise DeepSpeedConfigError(f"flops_profiler.output_file {path!r}: its folder cannot be made: {error}") from None
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise DeepSpeedConfigError(
+            f"flops_profiler.output_file {path!r} cannot be written: name a file in a folder that can"
+        )
+
+
+def _tell_unreached(step):
+    logger.warning(
+        f"flops_profiler.profile_step is {step}, and the training has ended before that step was done: there is no "
+        "profile. Steps are counted from 0."
+    )
