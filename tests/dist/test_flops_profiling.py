@@ -126,7 +126,7 @@ def test_a_stage_of_a_pipeline(rank, world, schedule):
     engine = pipe_models.engine_of("plain", 2, world, 4, **section)
     for _ in range(3):
         engine.train_batch(pipe_models.batches("plain", 1, 4, 0))
-    product = pipe_models.MICRO * pipe_models.WIDTH**2
+    product = pipe_models.MICRO * 4 * pipe_models.WIDTH**2  # of four tokens
     macs = 4 * product  # four layers on each stage
     profiler = engine.flops_profiler
     assert (profiler.macs, profiler.params) == (macs, 4 * (pipe_models.WIDTH**2 + pipe_models.WIDTH))

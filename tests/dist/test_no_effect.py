@@ -228,6 +228,7 @@ def test_keys_are_read(rank, world, folder):
     with pytest.MonkeyPatch.context() as patch:
         reads = Reads(patch)
         whole = {"wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True, "scheduler": WARM}
+        whole["flops_profiler"] = {"enabled": True, "profile_step": 0}
         writer = {"checkpoint": {"writer": {"type": "FAST"}, "keep_last": 2}}
         engine = made(**whole, **writer)
         engine.deepspeed_io([torch.ones(4)] * 4)

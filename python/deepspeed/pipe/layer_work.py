@@ -28,8 +28,8 @@ class LayerWork:
 
 
 class _Splitting:
-    """Adds the cost of operators up into ``work``. A product with a weight has two gradients, one of each kind; a product
-    of two activations has two of inputs."""
+    """Adds up the cost of operators into ``work``. A product with a weight has two gradients, one of each kind; one of
+    two activations has two of inputs."""
 
     def __init__(self, work, trainable, frozen):
         self.work, self.trainable, self.frozen = work, trainable, frozen

@@ -51,6 +51,10 @@ def test_convolutions_attention_and_ties():
     assert head.backward_weight == 2 * 2 * 8 * 16 * 50 and head.output_bytes == 2 * 8 * 50 * 4
     [conv] = layer_works([nn.Conv2d(3, 5, 3, padding=1)], torch.ones(2, 3, 7, 7))
     assert conv.backward_weight == 2 * 2 * 5 * 7 * 7 * 3 * 9
+    layers = [nn.ConvTranspose2d(3, 5, 3), nn.LayerNorm(9)]
+    turned, norm = layer_works(layers, torch.ones(2, 3, 7, 7))
+    assert turned.forward == turned.backward_weight == 2 * 2 * 3 * 7 * 7 * 5 * 9
+    assert norm.forward == ELEMENTWISE * (2 * 5 * 9 * 9 + 2 * 2 * 5 * 9)  # what it writes, with means and deviations
 
 
 @pytest.mark.parametrize("schedule, bubble", [("1f1b", 3 / 11), ("gpipe", 3 / 11), ("zb-h1", 3 / 27)])

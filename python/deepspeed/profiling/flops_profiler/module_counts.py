@@ -66,8 +66,8 @@ class ModuleCounts:
 
     @contextlib.contextmanager
     def watch(self, operators=True):
-        """Inside, modules have hooks, operators are counted (or time alone is measured), and compiled code runs as it was
-        written, so that its operators are seen."""
+        """Inside, modules have hooks, operators are counted (or time alone is measured), and compiled code runs as it
+        was written, so that its operators are seen."""
         with contextlib.ExitStack() as stack:
             for module in self.model.modules():
                 for handle in (

@@ -117,7 +117,7 @@ class FlopsProfiler:
 def get_model_profile(
     model,
     input_shape=None,
-    args=[],  # noqa: B006: as published; neither is changed
+    args=[],  # noqa: B006
     kwargs={},  # noqa: B006
     print_profile=True,
     detailed=True,

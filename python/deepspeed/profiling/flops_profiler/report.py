@@ -16,13 +16,14 @@ step (weights update latency), iter latency (sum of fwd, bwd and step latency)
 
 """
 _NOTES = """Each module profile is listed after its name in the following order:
-params, percentage of total params, MACs, percentage of total MACs, fwd latency, percentage of total fwd latency, fwd FLOPS
+params, percentage of total params, MACs, percentage of total MACs, fwd latency, percentage of total fwd latency, \
+fwd FLOPS
 
 Note: 1. Functions that a module calls, and losses, are no modules: their MACs and latency are the module's own, and the
 difference between its figures and the sum of those of its submodules.
 2. The number of floating-point operations is that of the formulas, so FLOPS may exceed what the device can do.
-3. The fwd latency of a module is measured around its forward, so that of the first one is less than the fwd latency above,
-which the engine measures.
+3. The fwd latency of a module is measured around its forward, so that of the first one is less than the fwd latency
+above, which the engine measures.
 
 """
 
@@ -157,7 +158,7 @@ def _by_depth(profiler):
 
 
 def aggregated(profiler, module_depth, top_modules):
-    """The classes of modules that have most, of each depth down to ``module_depth``; -1, and more than there are: all."""
+    """The classes of modules that have most, of each depth down to ``module_depth``; -1, and beyond the model: all."""
     levels = _by_depth(profiler)
     last = len(levels) - 1 if module_depth == -1 else min(module_depth, len(levels) - 1)
     text = f"{AGGREGATED}Top {top_modules} modules in terms of params, MACs or fwd latency at different model depths:\n"
