@@ -51,7 +51,8 @@ FLOPS, PARAMS = 2 * WIDTH * WIDTH, WIDTH * WIDTH + WIDTH  # of one sample
 
 
 def loss_of(engine):
-    return lambda step, micro, rows=1: engine(torch.ones(rows, WIDTH), torch.zeros(rows, dtype=torch.long))
+    x, y = torch.ones(1, WIDTH, device=engine.device), torch.zeros(1, dtype=torch.long, device=engine.device)
+    return lambda step, micro: engine(x, y)
 
 
 def profiled(stage=0, accumulate=1, model=None, **section):
@@ -65,6 +66,7 @@ def left(model):
     return hooks + dispatch_modes()
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("accumulate", [1, 3])
 @on_ranks(1)
 def test_the_report_of_a_step(rank, world, accumulate, tmp_path):

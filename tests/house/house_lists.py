@@ -66,6 +66,7 @@ ops/op_builder/prebuilt/cpu_lion.py _handles | NUMBERS
 ops/op_builder/prebuilt/fused_adam.py _stepper | FUNCTION
 ops/op_builder/prebuilt/fused_lamb.py _stepper | FUNCTION
 ops/op_builder/prebuilt/fused_lion.py _stepper | FUNCTION
+profiling/op_costs.py _formulas | REGISTRY
 utils/expert_groups.py _state | published: deepspeed.utils.groups is a module of getters
 utils/groups.py _overrides | published: set_tensor_model_parallel_rank(), ..._world_size() and their getters
 utils/groups.py mesh_device | published: deepspeed.utils.groups.mesh_device
