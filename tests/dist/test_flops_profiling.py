@@ -61,8 +61,10 @@ def profiled(stage=0, accumulate=1, model=None, **section):
 
 
 def left(model):
-    """Hooks that are not there without the profiler, and modes."""
+    """Hooks and modes."""
+    of_all = torch.nn.modules.module
     hooks = [hook for one in model.modules() for hook in (*one._forward_hooks, *one._forward_pre_hooks)]
+    hooks += [*of_all._global_forward_hooks, *of_all._global_forward_pre_hooks]
     return hooks + dispatch_modes()
 
 

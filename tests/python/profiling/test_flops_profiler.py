@@ -52,7 +52,9 @@ MACS, PARAMS = 7 * PRODUCT, 3 * (WIDTH * WIDTH + WIDTH) + WIDTH * WIDTH
 
 def left(model):
     """Hooks and modes."""
+    of_all = torch.nn.modules.module
     hooks = [hook for one in model.modules() for hook in (*one._forward_hooks, *one._forward_pre_hooks)]
+    hooks += [*of_all._global_forward_hooks, *of_all._global_forward_pre_hooks]
     return hooks + dispatch_modes()
 
 

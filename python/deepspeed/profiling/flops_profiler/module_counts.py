@@ -4,6 +4,7 @@ import contextlib
 import time
 
 from torch import is_grad_enabled
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from deepspeed._compat import TORCH2, in_backward, uncompiled
 from deepspeed.accelerator import get_accelerator
@@ -40,6 +41,7 @@ class ModuleCounts:
 
     def __init__(self, model):
         self.model = model
+        self._modules = set()  # of the model, while it is watched
         self.ignored = ()  # modules, and classes of modules, whose calls count nothing
         self._ops = CountedOps(self._add)
         self.clear()
@@ -66,15 +68,12 @@ class ModuleCounts:
 
     @contextlib.contextmanager
     def watch(self, operators=True):
-        """Inside, modules have hooks, operators are counted (or time alone is measured), and compiled code runs as it
-        was written, so that its operators are seen."""
+        """Inside, operators are counted (or time alone is measured), and compiled code runs as it was written, so that its
+        operators are seen. Hooks are torch's for all modules: experts that have hooks of their own run one by one."""
+        self._modules = set(self.model.modules())
         with contextlib.ExitStack() as stack:
-            for module in self.model.modules():
-                for handle in (
-                    module.register_forward_pre_hook(self._enter),
-                    module.register_forward_hook(self._leave, **_ALWAYS),
-                ):
-                    stack.callback(handle.remove)
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(register_module_forward_hook(self._leave, **_ALWAYS).remove)
             stack.enter_context(uncompiled())
             if operators:
                 stack.enter_context(self._ops)
@@ -90,6 +89,8 @@ class ModuleCounts:
             self._leave(self.model, (), None)
 
     def _enter(self, module, inputs):
+        if module not in self._modules:
+            return
         within = not self._calls or self._calls[-1].counts
         counts = within and not in_backward() and not self.is_ignored(module)
         self._calls.append(_Call(module, counts, now() if counts else 0.0))
