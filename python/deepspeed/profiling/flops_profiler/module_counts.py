@@ -68,8 +68,8 @@ class ModuleCounts:
 
     @contextlib.contextmanager
     def watch(self, operators=True):
-        """Inside, operators are counted (or time alone is measured), and compiled code runs as it was written, so that its
-        operators are seen. Hooks are torch's for all modules: experts that have hooks of their own run one by one."""
+        """Inside, operators are counted (or time alone is measured), and compiled code runs as it was written, so that
+        its operators are seen. Hooks are torch's for all modules: experts with hooks of their own run one by one."""
         self._modules = set(self.model.modules())
         with contextlib.ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
