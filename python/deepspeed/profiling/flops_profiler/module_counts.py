@@ -41,7 +41,7 @@ class ModuleCounts:
 
     def __init__(self, model):
         self.model = model
-        self._modules = set()  # of the model, while it is watched
+        self._modules, self._times = set(), True  # of the model, while it is watched; whether they are timed
         self.ignored = ()  # modules, and classes of modules, whose calls count nothing
         self._ops = CountedOps(self._add)
         self.clear()
@@ -67,10 +67,11 @@ class ModuleCounts:
         return any(module is one or isinstance(one, type) and isinstance(module, one) for one in self.ignored)
 
     @contextlib.contextmanager
-    def watch(self, operators=True):
-        """Inside, operators are counted (or time alone is measured), and compiled code runs as it was written, so that
-        its operators are seen. Hooks are torch's for all modules: experts with hooks of their own run one by one."""
-        self._modules = set(self.model.modules())
+    def watch(self, operators=True, times=True):
+        """Inside, operators are counted and the calls of modules timed, or one of both; compiled code runs as it was
+        written, so that its operators are seen. Hooks are torch's for all modules: experts with hooks of their own run
+        one by one."""
+        self._modules, self._times = set(self.model.modules()), times
         with contextlib.ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             stack.callback(register_module_forward_hook(self._leave, **_ALWAYS).remove)
@@ -93,7 +94,7 @@ class ModuleCounts:
             return
         within = not self._calls or self._calls[-1].counts
         counts = within and not in_backward() and not self.is_ignored(module)
-        self._calls.append(_Call(module, counts, now() if counts else 0.0))
+        self._calls.append(_Call(module, counts, now() if counts and self._times else 0.0))
 
     def _leave(self, module, inputs, output):
         if all(call.module is not module for call in self._calls):  # it began before the hooks were there
@@ -101,7 +102,7 @@ class ModuleCounts:
         call = self._calls.pop()
         while call.module is not module:  # in torch 1.13 a call that has raised an error does not tell of its end
             call = self._calls.pop()
-        if not call.counts:
+        if not call.counts or not self._times:
             return
         seconds = now() - call.begin
         of_model = [self.total] if not any(outer.counts for outer in self._calls) else []

@@ -167,24 +167,15 @@ def get_model_profile(
         model.eval()
         for _ in range(warm_up):
             run()
-        counts.clear()
-        with counts.watch(operators=False):  # counting takes time of its own
-            run()
-        seconds = {module: cost.seconds for module, cost in counts.costs.items()}
-        duration = counts.total.seconds
-        counts.clear()
-        with counts.watch():
-            run()
+        for what in ({"operators": False}, {"times": False}):  # counting takes time of its own
+            with counts.watch(**what):
+                run()
     finally:
         for one, was in training.items():
             one.training = was
-    for module, cost in counts.costs.items():
-        cost.seconds = seconds.get(module, cost.seconds)
-    counts.total.seconds = duration
     profiler.take_totals()
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     profiler.end_profile()
-    return tuple(
-        ask(as_string) for ask in (profiler.get_total_flops, profiler.get_total_macs, profiler.get_total_params)
-    )
+    totals = profiler.get_total_flops, profiler.get_total_macs, profiler.get_total_params
+    return tuple(total(as_string) for total in totals)
