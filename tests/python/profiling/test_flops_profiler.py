@@ -150,6 +150,19 @@ def test_recomputed_flops(kind):
     assert counts.costs[model.blocks[0]].macs == PRODUCT and counts.costs[model.blocks[0]].calls == 1
 
 
+def test_a_backward_inside_of_forward():
+    class Slope(Net):
+        def forward(self, x):
+            return torch.autograd.grad(self.first(x).sum(), x)[0]
+
+    profiler = FlopsProfiler(Slope())
+    profiler.start_profile()
+    profiler.model(X.clone().requires_grad_())
+    profiler.stop_profile()
+    found = profiler.macs, profiler.backward_flops, profiler.recomputed_flops
+    assert found == (PRODUCT, 2 * PRODUCT, 0)
+
+
 def test_the_report(capsys, tmp_path):
     model = Net()
     flops, macs, params = get_model_profile(model, (ROWS, WIDTH), top_modules=2, warm_up=0)

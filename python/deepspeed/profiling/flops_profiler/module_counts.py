@@ -22,10 +22,11 @@ class ModuleCost:
 
 
 class _Call:
-    """A call of a module that has not returned. ``counts``: it is a forward of a module that is not ignored."""
+    """A call of a module that has not returned. ``again``: it is part of a backward; ``counts``: it is not, and of no
+    module that is ignored."""
 
-    def __init__(self, module, counts, begin):
-        self.module, self.counts, self.begin = module, counts, begin
+    def __init__(self, module, again, counts, begin):
+        self.module, self.again, self.counts, self.begin = module, again, counts, begin
 
 
 def now():
@@ -92,9 +93,9 @@ class ModuleCounts:
     def _enter(self, module, inputs):
         if module not in self._modules:
             return
-        within = not self._calls or self._calls[-1].counts
-        counts = within and not in_backward() and not self.is_ignored(module)
-        self._calls.append(_Call(module, counts, now() if counts and self._times else 0.0))
+        again, within = in_backward(), not self._calls or self._calls[-1].counts
+        counts = within and not again and not self.is_ignored(module)
+        self._calls.append(_Call(module, again, counts, now() if counts and self._times else 0.0))
 
     def _leave(self, module, inputs, output):
         if all(call.module is not module for call in self._calls):  # it began before the hooks were there
@@ -118,7 +119,8 @@ class ModuleCounts:
         if not cost.flops:
             return
         if in_backward():
-            if self._calls or is_grad_enabled():  # a checkpoint runs its segment with gradients
+            # A checkpoint runs its segment with gradients.
+            if is_grad_enabled() or self._calls and self._calls[-1].again:
                 self.recomputed += cost.flops
             else:
                 self.backward += cost.flops
