@@ -145,11 +145,13 @@ def test_more_members(rank, world, stage):
     with engine.no_sync():
         assert engine.inside_no_sync_ctxt is True
     assert engine.inside_no_sync_ctxt is False
-    rate = engine.get_lr()[0]
+    rate, norm = engine.get_lr()[0], engine.get_global_grad_norm()
     wanted = []
     for step in range(2):
-        wanted.append(("Train/Samples/train_loss", pytest.approx(sum(losses[2 * step : 2 * step + 2]) / 2), 8 * step))
-        wanted.append(("Train/Samples/lr", rate, 8 * step + 8))
+        wanted.append(("Train/Samples/train_loss", pytest.approx(sum(losses[2 * step : 2 * step + 2]) / 2)))
+        wanted.append(("Train/Samples/lr", rate))
+        wanted.append(("Train/Samples/grad_norm", pytest.approx(float(norm)) if step else mock.ANY))
+    wanted = [(*event, 8 * (number // 3 + 1)) for number, event in enumerate(wanted)]
     assert recorder.events == (wanted if rank == 0 else [])
 
 

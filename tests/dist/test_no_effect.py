@@ -59,7 +59,12 @@ _SCANNED = {
         "number_checkpoints partition_activations profile synchronize_checkpoint_boundary",
     },
     "checkpoint": {"checkpoint/engines/built_in.py": "host_cache_size"},
+    "comet": {
+        "monitor/monitor.py": "enabled",
+        "monitor/comet.py": "api_key experiment_key experiment_name mode online project samples_log_interval workspace",
+    },
     "comms_logger": {"comm/comms_logger.py": "enabled prof_all prof_ops verbose debug"},
+    "csv_monitor": {"monitor/monitor.py": "enabled", "monitor/csv_monitor.py": "job_name output_path"},
     "datastates_ckpt": {"checkpoint/engines/built_in.py": "host_cache_size"},
     "elasticity": {"engine/parts/memory_copies.py": "snapshot_steps", "config/elasticity.py": "min_time"},
     "expert_parallel": {
@@ -73,6 +78,8 @@ _SCANNED = {
     "moe": {"engine/parts/expert_layers.py": "aux_loss_coeff bias_update_rate idle_steps overlap_chunks"},
     "pipeline": {"engine/pipeline_parts/links.py": "grad_partitioned pipe_partitioned"},
     "sequence_parallel": {"engine/parts/long_sequences.py": "chunk folder method offload tile_loss tile_mlp"},
+    "tensorboard": {"monitor/monitor.py": "enabled", "monitor/tensorboard.py": "job_name output_path"},
+    "wandb": {"monitor/monitor.py": "enabled", "monitor/wandb.py": "group project team"},
     "zero_optimization": {"zero/parameters/init_context.py": "override_module_apply"},
 }
 ONLY_SCANNED = {
@@ -88,6 +95,7 @@ ONLY_SCANNED["use_data_before_expert_parallelism"] = (
 )
 ONLY_SCANNED["fp16.auto_cast"] = ("engine/parts/backward.py", "fp16_auto_cast")
 ONLY_SCANNED["checkpoint.tag_validation"] = ("checkpoint/write/save.py", "checkpoint_tag_validation_enabled")
+ONLY_SCANNED["monitors"] = ("monitor/monitor.py", "monitors")
 ONLY_SCANNED["data_parallel_size"] = ("config/config.py", "data_parallel_size")
 
 # Batch sizes, or what is wrong, with another value: (key of the section elasticity, value).

@@ -57,6 +57,7 @@ engine/members.py engine_parts | REGISTRY
 engine/members.py pipeline_parts | REGISTRY
 data/loader_workers.py _iterators | AT_END
 launcher/runners/__init__.py RUNNERS | REGISTRY
+monitor/monitor.py MONITORS | REGISTRY
 ops/by_name.py HOST_OPTIMIZERS | REGISTRY
 ops/by_name.py OPTIMIZERS | REGISTRY
 ops/op_builder/jit.py _loaded | a library can be imported once per process

@@ -67,6 +67,11 @@ JOINED_NAMES = {
     "inference/engine.py": {"found": _CALLER},
     "launcher/memory_keeper.py": {"part": _CHECKED},
     "launcher/output.py": {"f\"{time.strftime('%Y%m%d%H%M%S')}_rank{rank}.log\"": _NUMBERED},
+    "monitor/csv_monitor.py": {
+        "name.replace('/', '_').replace(' ', '_') + '.csv'": "the program names its events, and '/' is taken out",
+    },
+    "monitor/event_file.py": {"name": _OURS},
+    "monitor/monitor.py": {"config.job_name": "the configuration says it, as it says output_path"},
     "nvme/perf_run_sweep.py": {"f'{operation}_{number}_{i:04}.json'": _NUMBERED},
     "nvme/transfer_rate.py": {"f'.ds_io_{os.getpid()}_{time.monotonic_ns()}.tensor'": _OURS},
     "ops/op_builder/builder.py": {"code_path": "a builder's own sources"},

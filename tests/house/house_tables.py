@@ -54,6 +54,7 @@ LATE_IMPORTS = {
     "sequence/hf_attention.py": "transformers is optional",
     "sequence/tiling.py": "as above",
     "engine/members.py": "files of a folder register parts of engines; their own imports are checked where they stand",
+    "monitor/monitor.py": "wandb, comet_ml and tensorboard are optional, and are imported on rank 0 only",
     "registry.py": "a registry holds names so that what is not used is not imported; so do packages (lazy_package)",
     "git_version_info.py": "_build_info exists in installed packages only",
     "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some torches only",

@@ -107,28 +107,36 @@ DeepSpeedNebulaConfig = section("DeepSpeedNebulaConfig", "nebula")
 
 
 class DeepSpeedMonitorConfig(ConfigSection):
-    """The four monitors in one object; a top level of its own."""
+    """The four monitors in one object, and ``monitors``: the sections of others, as dicts. A top level of its own."""
 
     KINDS = {"tensorboard": TensorBoardConfig, "comet": CometConfig, "wandb": WandbConfig, "csv_monitor": CSVConfig}
 
     def __init__(self, strict=False, **data):
         """``data``: sections by name; other keys are an error."""
+        others = data.pop("monitors", None)
         unknown = sorted(set(data) - set(self.KINDS))
         if unknown:
             text = f"{unknown[0]} is not a monitor. There are {', '.join(self.KINDS)}."
             raise config_error(text, unknown, value=data)
-        self._hold({name: kind(strict=strict, **(data.get(name) or {})) for name, kind in self.KINDS.items()})
+        made = {name: kind(strict=strict, **(data.get(name) or {})) for name, kind in self.KINDS.items()}
+        self._hold(made, others or {})
 
     @classmethod
     def from_values(cls, values, fields):
         self = cls.__new__(cls)
-        self._hold({name: kind.from_values(values[name], fields[name]["fields"]) for name, kind in cls.KINDS.items()})
+        made = {name: kind.from_values(values[name], fields[name]["fields"]) for name, kind in cls.KINDS.items()}
+        self._hold(made, values["monitors"])
         return self
 
-    def _hold(self, monitors):
-        vars(self).update(monitors)
+    def _hold(self, monitors, others):
+        for name, keys in others.items():
+            if not isinstance(keys, dict):
+                text = f"monitors.{name} has to be an object with the keys of that monitor, and is {keys!r}."
+                raise config_error(text, [f"monitors.{name}"], value=others)
+        vars(self).update(monitors, monitors=others)
         vars(self)["enabled"] = self.check_enabled()
 
     def check_enabled(self):
         """Whether any monitor is on."""
-        return any(getattr(self, name).enabled for name in self.KINDS)
+        own = any(getattr(self, name).enabled for name in self.KINDS)
+        return own or any(keys.get("enabled", True) for keys in self.monitors.values())

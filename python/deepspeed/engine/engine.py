@@ -24,7 +24,6 @@ from deepspeed.engine.mesh import ranks_of
 from deepspeed.host.blas import blas_warning
 from deepspeed.host.product_error import product_warning
 from deepspeed.log import log_dist, set_log_level_from_string, warning_once
-from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.sequence import gradients
 from deepspeed.utils.forwarding import answers_from
 from deepspeed.utils.module_attributes import attribute_or_that_of_module
@@ -108,7 +107,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self._data.start_window()
         self._data.tell_length_of_epoch()
-        self.monitor = MonitorMaster(self._config.monitor_config)
+        self.monitor = self.progress.open_monitor()
         unlink_when_dropped(self)
         cross_engine_scaling.enter(self)
         self.tput_timer = self.progress.throughput

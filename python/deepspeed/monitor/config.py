@@ -11,4 +11,5 @@ from deepspeed.config.sections import (  # noqa: F401
 
 def get_monitor_config(param_dict):
     """The monitor sections of a configuration dict."""
-    return DeepSpeedMonitorConfig(**{name: param_dict.get(name) for name in DeepSpeedMonitorConfig.KINDS})
+    names = (*DeepSpeedMonitorConfig.KINDS, "monitors")
+    return DeepSpeedMonitorConfig(**{name: param_dict.get(name) for name in names})

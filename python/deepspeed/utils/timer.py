@@ -197,7 +197,8 @@ class ThroughputTimer:
     monitor_memory:   host memory in that line too.
 
     ``initialized``: start() has been called; ``started``: between start() and stop(); ``start_time``: ``time.time()``
-    of the last start that counts, ``end_time`` that of the last stop that does, 0 before it.
+    of the last start that counts, ``end_time`` that of the last stop that does, 0 before it. ``step_seconds``: of
+    the last step, None before one that counts.
     """
 
     def __init__(
@@ -214,6 +215,8 @@ class ThroughputTimer:
         self.start_time = self.end_time = 0
         self.total_elapsed_time = 0.0  # seconds, of the counted steps
         self.step_elapsed_time = 0.0  # seconds since the last report
+        self.step_seconds = None
+        self._seconds = 0.0  # of the step under way
         self._steps_since_report = self._counted_steps = 0
         self._start_s = None
 
@@ -248,9 +251,11 @@ class ThroughputTimer:
             self._start_s, self.end_time = None, time.time()
             self.total_elapsed_time += duration
             self.step_elapsed_time += duration
+            self._seconds += duration
         self.global_step_count += global_step
         if not (global_step and measured):
             return
+        self.step_seconds, self._seconds = self._seconds, 0.0
         self._counted_steps += 1
         self._steps_since_report += 1
         if self.steps_per_output and self.global_step_count % self.steps_per_output == 0:

@@ -47,6 +47,7 @@ OWN_KEYS = {
     "sequence_parallel.tile_loss",
     "sequence_parallel.tile_mlp",
     "comm.timeout",
+    "monitors",
     "moe",
     "moe.aux_loss_coeff",
     "moe.bias_update_rate",

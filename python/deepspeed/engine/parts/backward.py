@@ -125,7 +125,6 @@ class Backward(Part):
         self.seen = True
         mean = loss.detach().mean()
         engine.losses = mean if engine.losses is None else engine.losses + mean
-        engine.progress.tell_of_loss()
         return loss
 
     def _run(self, loss, scale, parts, retain_graph):

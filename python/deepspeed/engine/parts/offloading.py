@@ -69,17 +69,15 @@ class Offloading:
         rate = tier_rate(tier, self.engine.device, sections)
         return rate and (moved["read_bytes"] / rate[0] + moved["written_bytes"] / rate[1]) / seconds
 
-    def events(self):
-        """The figures of a step for a monitor: for each tier in which states rest, apart from the device, the
+    def figures(self):
+        """(event, value) of a step for a monitor: for each tier in which states rest, apart from the device, the
         milliseconds in which training waited for it since the last call."""
-        events, core = [], self.engine.core
+        core = self.engine.core
         for name, row in core.storage.report()["media"].items() if core is not None else ():
             if name != "device" and row["resting_bytes"]:
                 waited = row["waited_seconds"] * 1e3
-                value = waited - self._waited.get(name, 0.0)
-                events.append((f"Train/Offload/waited_ms_{name}", value, self.engine.global_samples))
+                yield f"Train/Offload/waited_ms_{name}", waited - self._waited.get(name, 0.0)
                 self._waited[name] = waited
-        return events
 
     def _advice(self, tiers):
         section, advice = self.engine.zero_offload_optimizer(), []

@@ -1,11 +1,15 @@
 """Reports while the engine trains: a line every ``steps_per_print`` steps, and timers."""
 
+from deepspeed.checkpoint.write.ranks import Ranks
 from deepspeed.engine.members import engine_parts
 from deepspeed.engine.memory import see_memory_usage
 from deepspeed.log import log_dist
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
+    BACKWARD_INNER_GLOBAL_TIMER,
     BACKWARD_MICRO_TIMER,
+    BACKWARD_REDUCE_GLOBAL_TIMER,
     FORWARD_GLOBAL_TIMER,
     FORWARD_MICRO_TIMER,
     STEP_GLOBAL_TIMER,
@@ -22,6 +26,15 @@ _TIMERS = {
     "step": (STEP_MICRO_TIMER, STEP_GLOBAL_TIMER),
 }
 
+# Events of a step, by the timer that they tell of.
+_ELAPSED = {
+    FORWARD_GLOBAL_TIMER: "forward",
+    BACKWARD_GLOBAL_TIMER: "backward",
+    BACKWARD_INNER_GLOBAL_TIMER: "backward_inner",
+    BACKWARD_REDUCE_GLOBAL_TIMER: "backward_allreduce",
+    STEP_GLOBAL_TIMER: "step",
+}
+
 
 @engine_parts.add("progress")
 class Progress:
@@ -30,6 +43,8 @@ class Progress:
 
     def __init__(self, engine):
         self.engine = engine
+        self._loss = None  # of the step under way, where the engine has made its backward
+        self._samples = 0  # that the engine had seen when it last made a step or loaded a checkpoint
         self.breakdown = engine.wall_clock_breakdown()
         self.memory = engine.memory_breakdown()
         self.timers = SynchronizedWallClockTimer() if self.breakdown else NoopTimer()
@@ -59,14 +74,30 @@ class Progress:
         self._stop(phase)
         self._see_memory(f"after {phase}")
 
-    def tell_of_loss(self):
-        """After a backward."""
-        engine = self.engine
-        if self._monitored() and engine.is_gradient_accumulation_boundary():
-            engine.monitor.write_events([("Train/Samples/train_loss", engine.losses.item(), engine.global_samples)])
+    def open_monitor(self):
+        """The monitors of the configuration. One that cannot be opened is an error on all ranks."""
+        engine, config = self.engine, self.engine._config.monitor_config
+        if not config.enabled:
+            return MonitorMaster(config)
+        ranks = Ranks(engine.parallel, False)
+        return ranks.together(lambda: MonitorMaster(config), "the metrics of this run cannot be written")
 
     def _monitored(self):
         return self.engine.monitor.enabled and self.engine.global_rank == 0
+
+    def stop(self):
+        if self._monitored():
+            self.engine.monitor.flush()
+
+    def after_load(self):
+        """A checkpoint with counters takes the run to another number of samples; weights alone do not."""
+        if self._samples != self.engine.global_samples:
+            self._samples = self.engine.global_samples
+            if self._monitored():
+                self.engine.monitor.resume(self._samples)
+
+    def before_step(self):
+        self._loss = self.engine.losses
 
     def before_micro_step(self, boundary):
         self.begin("step")
@@ -78,17 +109,17 @@ class Progress:
         engine = self.engine
         self.throughput.stop(global_step=boundary, report_speed=boundary)
         self._stop("step")
+        if boundary:
+            before, self._samples = self._samples, engine.global_samples
+            if self._monitored():
+                figures = self._figures(self._samples - before)
+                engine.monitor.write_events([(name, value, self._samples) for name, value in figures])
         if self.breakdown:
             self.timers.log([micro for micro, _ in _TIMERS.values()], memory_breakdown=engine.memory_breakdown())
             if boundary:
                 steps = engine.gradient_accumulation_steps()
                 self.timers.log([whole for _, whole in _TIMERS.values()], normalizer=steps)
         self._see_memory("after step")
-        if boundary and self._monitored():
-            events = [("Train/Samples/lr", engine.get_lr()[0], engine.global_samples)]
-            if engine.fp16_enabled() and hasattr(engine.optimizer, "cur_scale"):
-                events.append(("Train/Samples/loss_scale", engine.optimizer.cur_scale, engine.global_samples))
-            engine.monitor.write_events(events + engine._offloading.events())
         every = engine.steps_per_print()
         if boundary and every and every != float("inf") and engine.global_steps % int(every) == 0:
             log_dist(
@@ -96,3 +127,21 @@ class Progress:
                 f"mom={engine.get_mom()}",
                 ranks=[0],
             )
+
+    def _figures(self, samples):
+        """(event, value) of the step that has been made with so many samples, on rank 0."""
+        engine = self.engine
+        if self._loss is not None:
+            yield "Train/Samples/train_loss", self._loss.item()
+        yield "Train/Samples/lr", engine.get_lr()[0]
+        if engine.fp16_enabled() and hasattr(engine.optimizer, "cur_scale"):
+            yield "Train/Samples/loss_scale", engine.optimizer.cur_scale
+        norm, seconds = engine.get_global_grad_norm(), self.throughput.step_seconds
+        if norm is not None:
+            yield "Train/Samples/grad_norm", float(norm)
+        if seconds:
+            yield "Train/Samples/samples_per_sec", samples / seconds
+        for timer, name in _ELAPSED.items() if self.breakdown else ():
+            if self.timers.has_timer(timer):
+                yield f"Train/Samples/elapsed_time_ms_{name}", self.timers(timer).elapsed(reset=False)
+        yield from engine._offloading.figures()

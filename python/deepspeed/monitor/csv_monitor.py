@@ -1,0 +1,78 @@
+"""Metrics in CSV files, one for each name of an event."""
+
+import csv
+import errno
+import glob
+import io
+import os
+
+from deepspeed.monitor.monitor import Monitor, checked, folder_of
+
+_LONGEST_ROW = 4096
+
+
+class csvMonitor(Monitor):
+    """``output_path/job_name/<name of the event>.csv`` with the header ``step,<last part of the name>``; ``/`` and
+    spaces of the name become ``_``. Rows are appended whole, and at once."""
+
+    def __init__(self, csv_config):
+        super().__init__(csv_config)
+        self.output_path, self.job_name = csv_config.output_path, csv_config.job_name
+        self._opened = set()  # files whose last row is known to be whole
+        self.log_dir = self.setup_log_dir()
+
+    def setup_log_dir(self, base=os.path.join(os.path.expanduser("~"), "csv_monitor")):
+        """Makes the folder of the files and returns it, on rank 0 of a monitor that is on."""
+        return folder_of("csv_monitor", self, base) if self.writes else None
+
+    def write_events(self, event_list):
+        rows = {}
+        for name, value, step in checked(event_list) if self.writes else ():
+            rows[name] = rows.get(name, "") + f"{step},{value}\n"
+        for name, text in rows.items():
+            self._append(name, text)
+
+    def _append(self, name, rows):
+        path = os.path.join(self.log_dir, name.replace("/", "_").replace(" ", "_") + ".csv")
+        with open(path, "ab+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            if path not in self._opened:
+                self._opened.add(path)
+                size = _drop_half_row(file, size)
+            data = ((_header(name) if size == 0 else "") + rows).encode()
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            except OSError:
+                file.truncate(size)
+                raise
+
+    def resume(self, step):
+        """Removes the rows of later steps."""
+        for path in glob.glob(os.path.join(glob.escape(self.log_dir), "*.csv")) if self.writes else ():
+            with open(path, "rb") as file:
+                head, *rows = file.readlines() or [b""]
+            kept = [row for row in rows if row.endswith(b"\n") and _step_of(row) <= step]
+            if head.startswith(b"step,") and len(kept) < len(rows):
+                with open(f"{path}.new", "wb") as file:
+                    file.writelines([head, *kept])
+                os.replace(f"{path}.new", path)
+
+
+def _header(name):
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(["step", name.split("/")[-1]])
+    return text.getvalue()
+
+
+def _drop_half_row(file, size):
+    """Cuts off what follows the last end of a row: a process may have been killed while it wrote. Returns the size."""
+    tail = file.seek(max(0, size - _LONGEST_ROW))
+    return file.truncate(tail + file.read().rfind(b"\n") + 1)
+
+
+def _step_of(row):
+    try:
+        return float(row.split(b",")[0])
+    except ValueError:
+        return float("-inf")  # not a row of ours
