@@ -93,6 +93,21 @@ function(ds_test_parts name target)
   endforeach()
 endfunction()
 
+# Most of the time that a test of a room with torch takes to compile goes into the headers of torch and GoogleTest. They
+# are compiled once, into a precompiled header that these tests share (DS_UNITY=0: none, so that a test names what it includes).
+function(ds_use_precompiled target)
+  if(NOT TARGET ds_precompiled)
+    file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/precompiled.cpp CONTENT "" @ONLY)
+    add_library(ds_precompiled OBJECT ${CMAKE_BINARY_DIR}/precompiled.cpp)
+    target_link_libraries(ds_precompiled PRIVATE ds_torch GTest::gtest)
+    target_precompile_headers(ds_precompiled PRIVATE <gtest/gtest.h> <ATen/Functions.h> <ATen/TensorOperators.h>
+      <torch/csrc/distributed/c10d/ProcessGroup.hpp>)
+    target_compile_options(ds_precompiled PRIVATE -fpch-preprocess)  # ccache asks for it
+  endif()
+  target_precompile_headers(${target} REUSE_FROM ds_precompiled)
+  target_compile_options(${target} PRIVATE -fpch-preprocess)
+endfunction()
+
 # tests/cpp/<room>/*.cpp -> test_<room> (GoogleTest; each case a ctest entry, or DS_TEST_PARTS entries where torch is linked:
 # loading it takes longer than most cases);
 # benchmarks/cpp/<room>/*.cpp -> bench_<room> (Google Benchmark).
@@ -120,6 +135,9 @@ function(ds_room_executables name)
     set_target_properties(${target} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin
       BUILD_RPATH "${DS_LIB_DIR};${TORCH_ROOT}/lib" SKIP_BUILD_RPATH OFF)
     if(kind STREQUAL test)
+      if("ds_torch" IN_LIST libs AND DS_UNITY)
+        ds_use_precompiled(${target})
+      endif()
       if("ds_torch" IN_LIST libs)
         ds_test_parts(${name} ${target})
       else()
