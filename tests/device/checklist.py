@@ -1,13 +1,15 @@
 """`make test-gpu`: everything that only a device can show, as one list with a result for each row.
 
-    python tests/device/checklist.py [--device cuda] [--programs build/<tag>/bin] [--json FILE] [--only REGEX] [--sample]
+    python tests/device/checklist.py [--device cuda] [--programs build/<tag>/bin] [--json FILE] [--only REGEX]
+        [--sample] [arguments of pytest]
 
 `make test-gpu DEVICE=standin` runs the list on the stand-in device (tests/device/standin.py), and so tests it.
 
 A row is `ok`, `differs` (with what was expected and what was found) or `not run` (with the reason). A row names the
 claim of CHANGELOG.md that it settles, if there is one. Rows of kernels are C++ tests that compare a body with plain
 loops; rows of training are pytest functions, each with all its cases: those marked `gpu` and, with the engine on the
-device, those marked `any_device`; with --sample one case of each of their files. The exit code is 0 if no row differs and any row was run.
+device, those marked `any_device`; with --sample one case of each of their files. The exit code is 0 if no row differs
+and any row was run.
 """
 
 import argparse

@@ -20,7 +20,6 @@ from gradients import gradients
 from refusals import refused
 from segments import assert_same, both, plainly
 
-
 pytestmark = pytest.mark.any_device
 HERE = get_accelerator().current_device_name()
 

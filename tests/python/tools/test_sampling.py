@@ -111,4 +111,8 @@ def test_sampled_whole_or_named(tmp_path):
     assert all(run(tmp_path, name).startswith("1 passed") for name in named)
     times = tmp_path / "times"
     run(tmp_path, DS_TEST_TIMES=str(times))
-    assert sorted(line.split("::")[1] for line in times.read_text().splitlines())[-3:] == ["test_skipped", "test_two[1]", "test_two[2]"]
+    assert sorted(line.split("::")[1] for line in times.read_text().splitlines())[-3:] == [
+        "test_skipped",
+        "test_two[1]",
+        "test_two[2]",
+    ]
