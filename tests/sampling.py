@@ -86,13 +86,16 @@ def sample(cases, cover="pairs", at_least=0, seed=""):
 
 
 def _one_of_each_file(items):
-    """Of pytest items for any device one of each file. One that may be skipped only where the file has no other."""
+    """Of pytest items for any device one of each file, with at most two ranks if there is one. One that may be skipped
+    only where the file has no other; those marked `any_device("list")` are too large to be taken."""
     best = {}
     for item in items:
-        if item.get_closest_marker("any_device") is None:
+        mark = item.get_closest_marker("any_device")
+        if mark is None or mark.args:
             continue
         may_skip = any(item.get_closest_marker(name) for name in ("skip", "skipif", "every"))
-        rank = (may_skip, hashlib.sha256(item.nodeid.encode()).digest())
+        many = hasattr(item, "callspec") and item.callspec.params.get("world", 1) not in (1, 2)
+        rank = (may_skip, many, hashlib.sha256(item.nodeid.encode()).digest())
         path = str(item.path)
         if path not in best or rank < best[path][0]:
             best[path] = (rank, item)

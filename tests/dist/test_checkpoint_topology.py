@@ -148,7 +148,7 @@ def saved(tmp_path_factory):
     return folder, run_ranks(4, body_save, folder, SAVED)[0]
 
 
-@pytest.mark.any_device
+@pytest.mark.any_device("list")
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_four_ranks_to_any_number_and_any_stage_to_any(world, saved):
     folder, states = saved
@@ -192,7 +192,7 @@ def body_optimizers(rank, world, folder, stages, load, precision):
     return found if rank == 0 else None
 
 
-@pytest.mark.any_device
+@pytest.mark.any_device("list")
 @pytest.mark.parametrize("world, turn", [(1, 1), (3, 2), (2, 3), (2, 0)])
 def test_every_optimizer(world, turn, tmp_path):
     stages = {name: place % 4 for place, name in enumerate(OPTIMIZERS, world)}
@@ -224,7 +224,7 @@ def body_straight(rank, world, folder, kinds, steps, resumed):
     return found
 
 
-@pytest.mark.any_device
+@pytest.mark.any_device("list")
 def test_ten_steps_are_five_and_new_processes_and_five(tmp_path):
     kinds = [(stage, precision) for stage in range(4) for precision in sorted(PRECISIONS)]
     if not every_case():

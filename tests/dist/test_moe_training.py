@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import deepspeed
+import devices
 from deepspeed import comm as dist
 from deepspeed.moe import exchange
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -145,8 +146,12 @@ def variant_body(rank, world, how, drop):
 @pytest.mark.parametrize("drop", [False, True])
 def test_ways_of_training_that_change_nothing(drop):
     plain = run_ranks(2, variant_body, "plain", drop, init=True)
-    assert run_ranks(2, variant_body, "chunks", drop, init=True) == plain
-    for how in ("reentrant", "saved", "groups"):
+    ways = ["reentrant", "saved", "groups"]
+    if devices.NAME == "cpu":
+        assert run_ranks(2, variant_body, "chunks", drop, init=True) == plain
+    else:  # products of devices are torch's, whose last bits may depend on where the rows lie
+        ways.append("chunks")
+    for how in ways:
         for mine, own in zip(plain, run_ranks(2, variant_body, how, drop, init=True), strict=True):
             assert own[0] == pytest.approx(mine[0], abs=1e-6), how
             for a, b in zip(mine[1], own[1], strict=True):

@@ -79,10 +79,11 @@ import pytest
 @pytest.mark.parametrize("a", [1, 2])
 @pytest.mark.parametrize("b, c", [(1, 2), (3, 4), (5, 6)])
 def test_many(a, b, c): pass
-@pytest.mark.any_device
+for_devices = getattr(pytest.mark, "any_device")  # the list of devices looks for files with the mark
+@for_devices
 @pytest.mark.parametrize("a", [1, 2])
 def test_two(a): pass
-@pytest.mark.any_device
+@for_devices
 @pytest.mark.skipif(True, reason="of this device")
 def test_skipped(): pass
 """
