@@ -1,5 +1,6 @@
 """For every test: the package of this tree comes first, and the helpers of other folders can be imported."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -117,6 +118,13 @@ def pytest_collection_modifyitems(config, items):
 def folder(tmp_path):
     """The path of the test's own folder as a string, as functions of a script get it."""
     return str(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def checked_device(request):
+    """What a test for any device does in this process is checked as what ranks do."""
+    with devices.checked() if request.node.get_closest_marker("any_device") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,6 +21,7 @@ import re
 PLAIN = (str, bytes, int, float, tuple, list, dict, set, frozenset)
 VARIABLE = "DS_TEST_EVERY_CASE"  # `make test-all` sets it; C++ tests read it, too
 COVER = "DS_TEST_COVER"  # "values": samples no larger than that; `tools/test.sh second` sets it for the second torch
+ONE_OF_A_FILE = "file"  # its value where one case of each file is enough; tests/device/checklist.py --sample sets it
 
 
 def every_case():
@@ -84,6 +85,23 @@ def sample(cases, cover="pairs", at_least=0, seed=""):
     return sorted(chosen)
 
 
+def _one_of_each_file(items):
+    """Of pytest items for any device one of each file, with at most two ranks if there is one. One that may be skipped
+    only where the file has no other; those marked `any_device("list")` are too large to be taken."""
+    best = {}
+    for item in items:
+        mark = item.get_closest_marker("any_device")
+        if mark is None or mark.args:
+            continue
+        may_skip = any(item.get_closest_marker(name) for name in ("skip", "skipif", "every"))
+        many = hasattr(item, "callspec") and item.callspec.params.get("world", 1) not in (1, 2)
+        rank = (may_skip, many, hashlib.sha256(item.nodeid.encode()).digest())
+        path = str(item.path)
+        if path not in best or rank < best[path][0]:
+            best[path] = (rank, item)
+    return {item for _, item in best.values()}
+
+
 def _positions(values):
     """For each value the number of the first that is the same; any object may be a parameter, hashable or not."""
     known = []
@@ -98,7 +116,10 @@ def _positions(values):
 
 
 def left_out(items):
-    """Of collected pytest items, those that a `sample` mark leaves to `make test-all`."""
+    """Of collected pytest items, those that a `sample` mark leaves to `make test-all`, or all but one of each file."""
+    if os.environ.get(COVER) == ONE_OF_A_FILE:
+        kept = _one_of_each_file(items)
+        return [item for item in items if item not in kept]
     matrices = {}
     for item in items:
         mark = item.get_closest_marker("sample")

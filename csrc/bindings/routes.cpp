@@ -232,6 +232,11 @@ class RouteOps {
     for (const GemmGroup& g : groups) {
       if (g.m == 0 || g.n == 0) continue;
       const at::Tensor c = matrix(g.c, g.m, g.n, false);
+      if (g.k == 0) {  // torch takes no pointers to a device's memory where there is none
+        c.zero_();
+        if (g.bias != nullptr) c.add_(at::from_blob(const_cast<void*>(g.bias), {g.n}, like.options()));
+        continue;
+      }
       const at::Tensor a = factor(matrix(g.a, g.m, g.k, form.a_turned));
       const at::Tensor b = factor(matrix(g.b, g.k, g.n, form.b_turned));
       at::Tensor made = wide ? at::empty(c.sizes(), a.options()) : c;

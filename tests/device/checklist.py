@@ -1,13 +1,15 @@
 """`make test-gpu`: everything that only a device can show, as one list with a result for each row.
 
     python tests/device/checklist.py [--device cuda] [--programs build/<tag>/bin] [--json FILE] [--only REGEX]
+        [--sample] [arguments of pytest]
 
 `make test-gpu DEVICE=standin` runs the list on the stand-in device (tests/device/standin.py), and so tests it.
 
 A row is `ok`, `differs` (with what was expected and what was found) or `not run` (with the reason). A row names the
 claim of CHANGELOG.md that it settles, if there is one. Rows of kernels are C++ tests that compare a body with plain
 loops; rows of training are pytest functions, each with all its cases: those marked `gpu` and, with the engine on the
-device, those marked `any_device`. The exit code is 0 if no row differs and any row was run.
+device, those marked `any_device`; with --sample one case of each of their files. The exit code is 0 if no row differs
+and any row was run.
 """
 
 import argparse
@@ -24,10 +26,11 @@ import xml.etree.ElementTree as ElementTree
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-FOLDERS = ("tests/device", "tests/dist", "python", "benchmarks/python")
+FOLDERS = ("tests", "tests/device", "tests/dist", "python", "benchmarks/python")
 sys.path[:0] = [os.path.join(ROOT, folder) for folder in FOLDERS]
 
 import devices  # noqa: E402  (the path above makes it importable)
+import sampling  # noqa: E402
 
 # The rows that settle a sentence of CHANGELOG.md: a regular expression for names of rows, and words of the sentence.
 SETTLES = {
@@ -131,13 +134,16 @@ def stream_rows(device, programs):
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
-def training_rows(device, more):
-    """A row for each test function of pytest; it has all cases of the function."""
+def training_rows(device, more, sample=False):
+    """A row for each test function of pytest; it has all cases of the function. ``sample``: one case of each file."""
     marks = "any_device" if device == "cpu" else "gpu or any_device"
     with tempfile.TemporaryDirectory() as folder:
         report = os.path.join(folder, "report.xml")
         environment = dict(os.environ, DS_TEST_DEVICE=device)
         environment.pop("DS_ACCELERATOR", None)
+        if sample:
+            environment.pop(sampling.VARIABLE, None)
+            environment[sampling.COVER] = sampling.ONE_OF_A_FILE
         workers = max(1, min(14, (os.cpu_count() or 1) - 2))
         command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={report}", *more]
         if workers > 1 and _has_xdist():
@@ -246,6 +252,7 @@ def main(arguments=None):
     parser.add_argument(
         "--only", default=".", metavar="REGEX", help="parts: machine, kernels, streams, training, measure"
     )
+    parser.add_argument("--sample", action="store_true", help="of training one case of each file")
     parser.add_argument("pytest", nargs="*", help="more arguments for pytest")
     args = parser.parse_args(arguments)
     os.environ["DS_ACCELERATOR"] = args.device
@@ -255,7 +262,7 @@ def main(arguments=None):
         "machine": lambda: machine_rows(args.device),
         "kernels": lambda: kernel_rows(args.device, args.programs),
         "streams": lambda: stream_rows(args.device, args.programs),
-        "training": lambda: training_rows(args.device, args.pytest),
+        "training": lambda: training_rows(args.device, args.pytest, args.sample),
         "measure": lambda: measure_rows(args.device, figures),  # last, on a machine that does nothing else
     }
     chosen = [name for name in parts if re.search(args.only, name)]

@@ -13,20 +13,31 @@ namespace standin {
 
 const at::Generator& default_generator(c10::DeviceIndex device);
 
-// Calls of one kind by which the code under test puts work in order. One of them may be left out.
+// Calls of one kind by which the code under test puts work in order. One of them may be left out, or all be listed.
 class Waits {
  public:
-  void leave_out(int number) {
+  void leave_out(int number) {  // kList: none, and the place of each call is kept
+    const std::lock_guard lock(mutex_);
     count_ = 0;
     left_out_ = number;
+    places_.clear();
   }
   int count() const { return count_; }
   bool is_left_out() {  // of the next call
-    if (++count_ != left_out_) return false;
-    place_ = Stack::here();
-    return true;
+    const int number = ++count_;
+    const bool now = number == left_out_;
+    if (now || left_out_ == kList) {
+      const Stack here = Stack::here();
+      const std::lock_guard lock(mutex_);
+      places_[number] = here;
+    }
+    return now;
   }
-  std::string place() const { return place_.text(); }  // of the call that was left out last
+  std::string place(int number) const {  // of a call that was left out or listed
+    const std::lock_guard lock(mutex_);
+    const auto found = places_.find(number);
+    return found == places_.end() ? "" : found->second.text();
+  }
   // For a call that is repeated until it says so: one that says no does not count.
   template <typename Query>
   bool passed(const Query& query) {
@@ -36,8 +47,10 @@ class Waits {
   }
 
  private:
+  static constexpr int kList = -1;
   std::atomic<int> count_{0}, left_out_{0};
-  Stack place_;
+  mutable std::mutex mutex_;
+  std::map<int, Stack> places_;
 };
 
 Waits& waits(StandinWait kind);

@@ -336,8 +336,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 // torch would make these of other operations here, and on the CPU has kernels of their own, whose bits differ.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (const char* name : {"_stack", "_stack.out", "addr", "addr.out", "all.dims", "all.dims_out", "any.dims",
-                           "any.dims_out", "linalg__powsum", "mish_backward", "native_channel_shuffle",
-                           "native_group_norm", "native_layer_norm", "silu_backward"})
+                           "any.dims_out", "linalg__powsum", "mish_backward", "mse_loss", "native_channel_shuffle",
+                           "native_group_norm", "native_layer_norm", "silu_backward", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 

@@ -66,9 +66,9 @@ DS_VISIBLE void standin_leave_out(StandinWait kind, int number) { standin::waits
 
 DS_VISIBLE int standin_waits(StandinWait kind) { return standin::waits(kind).count(); }
 
-DS_VISIBLE const char* standin_place(StandinWait kind) {
+DS_VISIBLE const char* standin_place(StandinWait kind, int number) {
   static thread_local std::string text;
-  text = standin::waits(kind).place();
+  text = standin::waits(kind).place(number);
   return text.c_str();
 }
 

@@ -25,11 +25,12 @@ int standin_device_of(const void* stream);
 void standin_fail(const char* what);
 
 void standin_choose(uint64_t seed, int lazy);
-// For audits: call `number` of a kind from now on does nothing, as if it had been forgotten; 0: none.
+// For audits: call `number` of a kind from now on does nothing, as if it had been forgotten; 0: none; -1: none, and
+// standin_place() knows all.
 enum StandinWait { kStandinStreamWait, kStandinKeptMemory, kStandinHostWait };
 void standin_leave_out(enum StandinWait kind, int number);
-int standin_waits(enum StandinWait kind);          // calls since then
-const char* standin_place(enum StandinWait kind);  // the stack of the call that was left out
+int standin_waits(enum StandinWait kind);                      // calls since then
+const char* standin_place(enum StandinWait kind, int number);  // the stack of a call that was left out or listed
 void standin_limit(int device, size_t bytes);
 void standin_figures(int device, uint64_t* five);  // allocated and its peak, reserved and its peak, the limit
 void standin_new_peaks(int device);

@@ -82,10 +82,11 @@ def faults(clear=False):
 
 
 WAITS = ("stream wait", "kept memory", "host wait")
+LIST = -1
 
 
 def leave_out(kind, number):
-    """The ``number``-th call of a kind of WAITS from now on does nothing; 0: none."""
+    """The ``number``-th call of a kind of WAITS from now on does nothing. 0: none; LIST: none, ``place`` knows all."""
     load().standin_leave_out(WAITS.index(kind), number)
 
 
@@ -94,9 +95,9 @@ def waits(kind):
     return load().standin_waits(WAITS.index(kind))
 
 
-def place(kind):
-    """The stack of the call that was left out."""
-    return load().standin_place(WAITS.index(kind)).decode()
+def place(kind, number):
+    """The stack of a call that was left out, or that was listed."""
+    return load().standin_place(WAITS.index(kind), number).decode()
 
 
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -10,6 +10,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
@@ -24,6 +25,7 @@ bool is_pinned(const at::Tensor& tensor) {
 }
 
 at::Tensor opened(const at::Tensor& tensor) {
+  const c10::InferenceMode not_here(false);  // the thread of the stream, which uses it, is not in that mode
   // Tensors without elements may lie anywhere, and operations look at none of their bytes.
   return at::from_blob(open_address(tensor.data_ptr()), tensor.sizes(), tensor.strides(),
                        at::TensorOptions().dtype(tensor.dtype()));
@@ -138,7 +140,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   const at::Tensor from = source.expand(self.sizes());
   if (self.numel() == 0) return self;
   at::Tensor read = on_device(from) || is_pinned(from) ? opened(from) : from;
-  at::Tensor written = on_device(self) || is_pinned(self) ? opened(self) : self.detach();
+  const at::Tensor written = opened(self);
   std::vector<Access> accesses;
   if (on_device(from) || is_pinned(from)) add_access(accesses, from, false);
   if (on_device(self) || is_pinned(self)) add_access(accesses, self, true);
@@ -149,7 +151,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   Stream& stream = current_stream(device);
   Stream& other = current_stream(on_device(self) ? self.device().index() : device);
   standin::wait(stream, mark(other));
-  submit(stream, "copy_", std::move(accesses), [read, written]() mutable { written.copy_(read); });
+  submit(stream, "copy_", std::move(accesses), [read, written] { written.copy_(read); });
   standin::wait(other, mark(stream));
   if (wait) wait_on_host(mark(stream));
   return self;

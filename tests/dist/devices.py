@@ -18,10 +18,14 @@ def select():
 
 
 def add_package(name):
-    """Makes Python find the package that brings the accelerator ``standin`` by an entry point."""
+    """Makes Python find the package that brings the accelerator ``standin`` by an entry point. Unless
+    DS_STANDIN_KERNELS names others or none, it has the CUDA kernels: tests run there what they run on a GPU."""
     if name == "standin":
         tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         sys.path.append(os.path.join(tests, "device", "package"))
+        import standin_kernels
+
+        os.environ.setdefault("DS_STANDIN_KERNELS", standin_kernels.library_path())
 
 
 def _gpus():
@@ -43,6 +47,16 @@ def choose_backend(world_size):
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
         CUDA_Accelerator._communication_backend_name = "gloo" if world_size > _gpus() else "nccl"
+
+
+@contextlib.contextmanager
+def unordered():
+    """A context for operations that a user should have put in order: on the stand-in device they are found."""
+    yield
+    if NAME == "standin":
+        import standin
+
+        assert standin.faults_at_end(), "the operations have an order"
 
 
 @contextlib.contextmanager

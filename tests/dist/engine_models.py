@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models import Parts
+from models import Parts, beside
 from runs import initialized, take_step
 
 
@@ -19,7 +19,7 @@ def make_net(sparse=False, seed=0):
     """Every kind of parameter: shared (``tied`` is ``first``'s weight), frozen, unused, sometimes used, sparse."""
     torch.manual_seed(seed)
     net = Parts(
-        lambda net, tokens, extra=False: after_embedding(net, net.embed(tokens), extra),
+        lambda net, tokens, extra=False: after_embedding(net, net.embed(beside(net.embed.weight, tokens)), extra),
         embed=torch.nn.Embedding(17, 12, sparse=sparse),
         first=torch.nn.Linear(12, 12),
         tied=torch.nn.Linear(12, 12, bias=False),
@@ -45,7 +45,7 @@ def _wide(t):
 
 
 def loss_of(output, targets):
-    return torch.nn.functional.cross_entropy(_wide(output).reshape(-1, 5), targets.reshape(-1))
+    return torch.nn.functional.cross_entropy(_wide(output).reshape(-1, 5), beside(output, targets).reshape(-1))
 
 
 def loss_on(model, step, size=8, rank=0, world=1, **more):

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from models import beside
+
 WIDTH, INNER, EXPERTS = 6, 5, 4
 
 
@@ -192,7 +194,7 @@ class Model(nn.Module):
                 if isinstance(module, TopKRouter):
                     module.register_forward_hook(lambda _, given, out: self.recorded.append(out[0]))
         self.recorded.clear()
-        logits = []
+        x, logits = beside(self.head.weight, x), []
         for layer in self.model.layers:
             x, more = layer(x)
             logits += more

@@ -11,6 +11,11 @@ def seeded(make, *given, seed=0, **named):
     return make(*given, **named)
 
 
+def beside(tensor, other):
+    """``other`` on the device of ``tensor``: data that tests draw on the host, where a model or a loss uses it."""
+    return other.to(tensor.device)
+
+
 class Parts(nn.Module):
     """A model of named parts, whose forward is ``run(self, ...)``. A tensor that is no parameter becomes a buffer."""
 
@@ -39,7 +44,7 @@ class Numbered(nn.Module):
         return self.fc.weight
 
     def forward(self, x):
-        return torch.tanh(self.fc(x)) * (1 + self.number / 10).to(x.dtype)
+        return torch.tanh(self.fc(beside(self.fc.weight, x))) * (1 + self.number / 10).to(x.dtype)
 
 
 class NormAndDirection(nn.Module):

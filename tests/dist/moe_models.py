@@ -6,7 +6,7 @@ import math
 import torch
 
 from deepspeed.moe.layer import MoE
-from models import Parts
+from models import Parts, beside
 
 WIDTH = 6
 ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
@@ -81,6 +81,7 @@ class Plain(torch.nn.Module):
 
 
 def forward_net(net, x):
+    x = beside(net.first.weight, x)
     hidden = x + 0.1 * torch.tanh(net.first(x))
     out, aux, net.counts = net.layer(hidden)
     return net.last(hidden + out).square().mean() + 0.05 * aux

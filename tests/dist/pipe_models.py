@@ -89,7 +89,7 @@ def logits(module, x):
 
 
 def add_mask(x):
-    return x, (x.sum(-1) > 0).bool(), torch.arange(3)
+    return x, (x.sum(-1) > 0).bool(), torch.arange(3, device=x.device)
 
 
 def first(packed):

@@ -202,9 +202,8 @@ class Run:
     def __init__(self, rank, made, folder):
         self.rank, self.made, self.folder = rank, made, folder
         os.makedirs(folder, exist_ok=True)
-        model = seeded(net, seed=3).to(deepspeed.get_accelerator().current_device_name())
-        self.plain = Plain(model, made)
-        self.engine = engine_of(model, config_of(made, folder))
+        self.engine = engine_of(seeded(net, seed=3), config_of(made, folder))
+        self.plain = Plain(seeded(net, seed=3).to(self.engine.device), made)
         self.params = dict(self.engine.module.named_parameters())
         self.sharded = made["stage"] == 3
         # Masters of 16-bit weights are compared with sums that PyTorch rounds elsewhere.

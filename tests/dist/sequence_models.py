@@ -19,7 +19,7 @@ def attend(query, key, value, mask=None, batch_dim=0, scale=None, dropped=None):
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
     if isinstance(mask, str):
         length = query.shape[1]
-        mask = torch.full((length, length), float("-inf")).triu(1).to(query.dtype)
+        mask = torch.full((length, length), float("-inf")).triu(1).to(query)
     scores = scores if mask is None else scores + mask
     used = scores.softmax(-1)
     used = used if dropped is None else used * dropped.mask(used[:, :, None], (0, 0))[:, :, 0]

@@ -70,6 +70,7 @@ def trained(engine, steps, seed=None, train=run):
     return engine
 
 
+@pytest.mark.any_device
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
@@ -207,6 +208,7 @@ def body_other_world(rank, world, folder, only_module):
     return weights(load_into(make_engine(world, {}, seed=8), folder, load_module_only=only_module))
 
 
+@pytest.mark.any_device
 def test_another_world_size(tmp_path):
     saved = run_ranks(2, body_save, str(tmp_path))[0]
     for only_module in (False, True):

@@ -51,6 +51,7 @@ OTHER_SECTIONS = [  # that ask for it
 ]
 
 
+@pytest.mark.any_device
 @pytest.mark.sample("values")
 @pytest.mark.parametrize(
     "world, stage, section",
@@ -89,6 +90,7 @@ def hidden(folder):
     return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_the_files_are_those_of_a_save_at_once(rank, world, stage, folder):
@@ -106,6 +108,7 @@ def test_the_files_are_those_of_a_save_at_once(rank, world, stage, folder):
         ]
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize(
     "world, stage, fault, how",
     [
@@ -207,6 +210,7 @@ def wide_net():
     return torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.Linear(1024, 512))
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("mib", [None, 16, 20, 6, 1])
 @on_ranks(1)
 def test_the_cache_is_bounded(rank, world, mib, folder):
@@ -271,6 +275,7 @@ def body_order(rank, world, folder):
     assert names.latest_tag(folder) == "global_step5" and marks(engine) == [7.0]
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("world", [1, 2])
 def test_saves_in_flight_keep_their_order_and_keep_last(world, tmp_path):
     run_ranks(world, body_order, str(tmp_path))

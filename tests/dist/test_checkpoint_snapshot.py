@@ -31,8 +31,8 @@ def make_engine(stage=2, bf16=True, client_optimizer=False):
 
 
 def train(engine, steps=1):
-    dtype = dtype_of(engine)
-    train_on(engine, lambda step, _: engine(torch.full((2, 8), 0.1 * (step + 1), dtype=dtype)).square().mean(), steps)
+    like = {"dtype": dtype_of(engine), "device": engine.device}
+    train_on(engine, lambda step, _: engine(torch.full((2, 8), 0.1 * (step + 1), **like)).square().mean(), steps)
 
 
 def meets(function):
@@ -48,6 +48,7 @@ def gather_and_write(weight):
         weight.add_(1)
 
 
+@pytest.mark.any_device
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("client_optimizer", [False, True])
@@ -106,6 +107,7 @@ def slow_copies():
     return mock.patch.object(snapshots, "_copy", lambda *args: (time.sleep(0.2), made(*args)))
 
 
+@pytest.mark.any_device
 @on_ranks(1)
 def test_a_step_between_does_not_reach_the_file(rank, world, folder):
     engine = make_engine()

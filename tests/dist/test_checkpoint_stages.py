@@ -99,6 +99,7 @@ def load_damaged(rank, world, stages, copies, stage, folder):
 OTHERS = {"1x1": (1, 1), "1x2": (1, 2), "2x2": (2, 2), "3x1": (3, 1), "4x1": (4, 1)}  # stages x copies
 
 
+@pytest.mark.any_device("list")
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
@@ -111,6 +112,7 @@ def test_any_number_of_stages_reads_it(other, before, after, format, tmp_path):
     same_states(run_ranks(stages * copies, load, stages, copies, after, str(tmp_path), *options, init=True), saved)
 
 
+@pytest.mark.any_device("list")
 @pytest.mark.sample("values", 4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("format", ["torch", "native"])

@@ -78,6 +78,7 @@ def check_same(saved, loaded):
     assert saved[1:] == loaded[1:]
 
 
+@pytest.mark.any_device("list")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_four_ranks_of_stage_2_go_on_as_others(precision, tmp_path):
     saved, losses = run_ranks(4, body_save, str(tmp_path), 2, PRECISIONS[precision])[0]
@@ -90,6 +91,7 @@ def test_four_ranks_of_stage_2_go_on_as_others(precision, tmp_path):
         assert resumed[1] == pytest.approx(losses[1], abs=1e-6 if precision == "fp32" else 1e-3), (world, stage)
 
 
+@pytest.mark.any_device("list")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_every_stage_converts(stage, tmp_path):
     saved, losses = run_ranks(3 if stage == 3 else 2, body_save, str(tmp_path), stage, PRECISIONS["bf16"])[0]
@@ -113,6 +115,7 @@ def body_momentum(rank, world, folder, stage, load):
     return momenta, train(engine, rank, world, 3, 2)
 
 
+@pytest.mark.any_device("list")
 def test_optimizers_of_torch(tmp_path):
     momenta, losses = run_ranks(2, body_momentum, str(tmp_path), 2, False)[0]
     to_universal(tmp_path)

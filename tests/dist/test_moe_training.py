@@ -5,13 +5,14 @@ import pytest
 import torch
 
 import deepspeed
+import devices
 from deepspeed import comm as dist
 from deepspeed.moe import exchange
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from engine_models import losses_and_norms
 from harness import on_ranks, run_ranks
-from models import Parts, Recomputed, seeded
+from models import Parts, Recomputed, beside, seeded
 from moe_models import (
     ADAM,
     WIDTH,
@@ -55,7 +56,7 @@ def found(net, first_of):
 
 
 def forward_pyramid_of(net, x):
-    loss = 0
+    x, loss = beside(net.last.weight, x), 0
     for layer in (net.small, net.large, net.large):
         out, aux, _ = layer(x)
         x, loss = x + out, loss + 0.05 * aux
@@ -92,6 +93,7 @@ def pyramid(ranks_first):
     return net
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(4, init=True)
 def test_layers_may_differ_and_be_used_twice(rank, world, stage):
@@ -140,11 +142,16 @@ def variant_body(rank, world, how, drop):
     return losses, [safe_get_full_fp32_param(p).tolist() for p in net.parameters()]
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("drop", [False, True])
 def test_ways_of_training_that_change_nothing(drop):
     plain = run_ranks(2, variant_body, "plain", drop, init=True)
-    assert run_ranks(2, variant_body, "chunks", drop, init=True) == plain
-    for how in ("reentrant", "saved", "groups"):
+    ways = ["reentrant", "saved", "groups"]
+    if devices.NAME == "cpu":
+        assert run_ranks(2, variant_body, "chunks", drop, init=True) == plain
+    else:  # products of devices are torch's, whose last bits may depend on where the rows lie
+        ways.append("chunks")
+    for how in ways:
         for mine, own in zip(plain, run_ranks(2, variant_body, how, drop, init=True), strict=True):
             assert own[0] == pytest.approx(mine[0], abs=1e-6), how
             for a, b in zip(mine[1], own[1], strict=True):
@@ -155,6 +162,7 @@ HALF = {"fp16": {"enabled": True, "hysteresis": 1}, "bf16": {"enabled": True, "c
 FP16 = pytest.mark.skipif(not deepspeed.get_accelerator().is_fp16_supported(), reason="no fp16 on this device")
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=FP16)])
 @on_ranks(2, init=True)
 def test_overflow_in_one_expert_skips_all(rank, world, kind):
@@ -171,6 +179,7 @@ def test_overflow_in_one_expert_skips_all(rank, world, kind):
     assert all(torch.equal(a, safe_get_full_fp32_param(p)) for a, p in zip(before, net.parameters(), strict=True))
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("kind, stage", [("bf16", 1), ("bf16", 3), pytest.param("fp16", 2, marks=FP16)])
 @on_ranks(2, init=True)
 def test_half_precision_with_accumulation_learns(rank, world, kind, stage):
@@ -280,6 +289,7 @@ def test_a_tokens_output_is_its_own(rank, world):
     assert rank != 0 or all(torch.allclose(first, other, rtol=0, atol=1e-6) for other in others)
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("given", ["optimizer", "list"])
 @on_ranks(4, init=True)
 def test_experts_in_zero_init(rank, world, given):
@@ -333,6 +343,7 @@ def saved_body(rank, world, ep_size, stage, folder, loads):
     return before, found(net, lambda name: first)
 
 
+@pytest.mark.any_device
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("world, ep_size", [(1, 1), (2, 1), (2, 2), (4, 4), (4, 2)])

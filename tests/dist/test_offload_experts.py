@@ -38,6 +38,7 @@ def on(where, folder):
     return {"offload_optimizer": section}
 
 
+@pytest.mark.any_device
 @pytest.mark.sample("values")
 @pytest.mark.parametrize(
     "stage, where, params, ep_size",

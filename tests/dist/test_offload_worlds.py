@@ -13,6 +13,7 @@ from moe_models import batch, moe_net
 from runs import dtype_of, engine_of, load_into, moments, take_step
 from test_offload_optimizer import everything, files_below, same
 
+pytestmark = pytest.mark.any_device
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 

@@ -57,6 +57,7 @@ def failures_of(programs, folder):
     return found
 
 
+@pytest.mark.any_device("list")
 @pytest.mark.parametrize("part", range(COUNT // PART))
 def test_programs(part, tmp_path):
     seeds = range(part * PART, (part + 1) * PART)

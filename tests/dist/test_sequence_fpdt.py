@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.sequence.blockwise import Dropped, Rows, ScoreRules, block_gradients
 from deepspeed.sequence.fpdt_layer import (
     FPDT_FFN,
@@ -31,7 +32,8 @@ def cut(tensor, chunk, world, rank):
 
 
 def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(get_accelerator().current_device_name())
 
 
 # ---- who has which tokens --------------------------------------------------------------------------------------------
@@ -140,6 +142,7 @@ def attention_case(rank, world, heads, kv, length, chunk, rotary, with_bias, off
     return worst(pairs)
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_attention(world):
     cases = [

@@ -2,6 +2,9 @@
 its launches are queued on the stand-in's streams. Their bits are those of memory of the host and of the CPU's kernels,
 and a launch that is not ordered is found."""
 
+import contextlib
+import functools
+
 import pytest
 import standin
 import standin_kernels
@@ -237,33 +240,47 @@ CASES = [
 ]
 
 
-def trained(rank, world, device, cases):
-    """Losses, norms and parameters of each case."""
-    if device != "cpu":
-        deepspeed.accelerator.set_accelerator(standin.Standin_Accelerator())
-    found = []
-    for seed, (_, stage, dtype, accumulate, offload) in enumerate(cases):
-        model = make_net()
-        if device != "cpu":
-            standin.choose(seed, lazy=seed % 2 == 1)
-        engine = net_engine(world, stage, accumulate, model=model, zero=OFFLOADS[offload], **DTYPES[dtype])
-        assert engine.device.type == device
-        losses, norms = train_engine(engine, STEPS, rank, world)
-        found.append((losses, norms, {name: value.float().cpu() for name, value in weights(engine).items()}))
-        engine.destroy()
-    if device != "cpu":
-        assert standin.faults() == []
+def trained_once(rank, world, device, stage, dtype, accumulate, offload):
+    """Losses, norms and parameters."""
+    more = {"model": make_net(), "zero": OFFLOADS[offload], **DTYPES[dtype]}
+    engine = net_engine(world, stage, accumulate, **more)
+    assert engine.device.type == device
+    losses, norms = train_engine(engine, STEPS, rank, world)
+    found = losses, norms, {name: value.float().cpu() for name, value in weights(engine).items()}
+    engine.destroy()
     return found
+
+
+def trained_on_cpu(rank, world, cases):
+    return [trained_once(rank, world, "cpu", *case[1:]) for case in cases]
+
+
+def trained(rank, world, cases):
+    """On the stand-in, in every second case on a stream that the user has chosen."""
+    deepspeed.accelerator.set_accelerator(standin.Standin_Accelerator())
+    found = []
+    for seed, case in enumerate(cases):
+        standin.choose(seed, lazy=seed % 2 == 1)
+        with torch.standin.Stream() if seed // 2 % 2 else contextlib.nullcontext():
+            found.append(trained_once(rank, world, "standin", *case[1:]))
+    assert standin.faults_at_end() == []
+    return found
+
+
+@functools.cache
+def chosen_and_expected(world):
+    """The cases of a world, and what the CPU finds in each."""
+    chosen = range(len(CASES)) if every_case() else sample(CASES)
+    cases = [CASES[index] for index in chosen if CASES[index][0] == world]
+    return cases, run_ranks(world, trained_on_cpu, cases, init=world > 1, timeout=900)[0]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kernels", ["cuda", "any"])
 def test_engines_equal_those_of_the_cpu(kernels, world):
-    chosen = range(len(CASES)) if every_case() else sample(CASES)
-    cases = [CASES[index] for index in chosen if CASES[index][0] == world]
-    expected = run_ranks(world, trained, "cpu", cases, init=world > 1, fresh=True, timeout=900)[0]
+    cases, expected = chosen_and_expected(world)
     variables = {"DS_STANDIN_KERNELS": standin_kernels.library_path()} if kernels == "cuda" else {}
-    found = run_ranks(world, trained, "standin", cases, init=world > 1, fresh=True, timeout=900, env=variables)[0]
+    found = run_ranks(world, trained, cases, init=world > 1, fresh=True, timeout=900, env=variables)[0]
     for case, (losses, norms, values), wanted in zip(cases, found, expected, strict=True):
         if kernels == "cuda":
             assert (losses, norms) == wanted[:2], case

@@ -3,7 +3,6 @@ host is left out in turn. An omission is missed where the device reports an acce
 differ. A call that nothing needs to miss in these runs is listed here with its reason."""
 
 import bisect
-import collections
 import re
 import subprocess
 
@@ -77,49 +76,52 @@ class Symbols:
         return None
 
 
-def one_step(stage, zero, kind=None, number=0):
-    """The third step of an engine without one call: how many calls of each kind there were, the stack of the one that
-    was left out, what the device reported, the weights."""
+def one_step(stage, zero, number=standin.LIST, kind=None):
+    """The third step of an engine without one call, of a kind: the stacks of the calls that were left out or listed,
+    ``{(kind, number): stack}``, what the device reported, the weights."""
     sizes = {"reduce_bucket_size": 300, "allgather_bucket_size": 200, "stage3_param_persistence_threshold": 20}
     engine = net_engine(1, stage, 2, model=make_net(), zero={**sizes, **zero})
     train_engine(engine, 2, 0, 1)
     standin.faults_at_end()
     for each in standin.WAITS:
-        standin.leave_out(each, number if each == kind else 0)
+        standin.leave_out(each, number if kind in (None, each) else 0)
     train_engine(engine, 1, 0, 1, start=2)
-    counts = {each: standin.waits(each) for each in standin.WAITS}
-    stack = standin.place(kind) if kind else ""
+    calls = ((each, call) for each in standin.WAITS for call in range(1, standin.waits(each) + 1))
+    stacks = {(each, call): stack for each, call in calls if (stack := standin.place(each, call))}
     for each in standin.WAITS:
         standin.leave_out(each, 0)
     found, values = standin.faults_at_end(), {name: value.float().cpu() for name, value in weights(engine).items()}
     engine.destroy()
-    return counts, stack, found, values
+    return stacks, found, values
 
 
-def audit(rank, world, stage, zero):
-    """How often the omission of calls of each kind and function was missed, and was not."""
+def audit(rank, world, stage, zero, everything):
+    """The kinds and functions of calls, and those of which an omission is missed. Unless ``everything``, calls of a
+    function are left out until one is missed, and those of listed functions are not left out."""
     deepspeed.accelerator.set_accelerator(standin.Standin_Accelerator())
     standin.choose(1, lazy=True)
-    counts, _, found, expected = one_step(stage, zero)
+    stacks, found, expected = one_step(stage, zero)
     assert found == []
-    symbols, tally = Symbols(), collections.Counter()
-    for kind, count in counts.items():
-        for number in range(1, count + 1):
-            _, stack, found, values = one_step(stage, zero, kind, number)
-            missed = bool(found) or any(not torch.equal(value, expected[name]) for name, value in values.items())
-            if caller := symbols.caller(stack):
-                tally[kind, caller, missed] += 1
-    return dict(tally)
+    symbols, missed = Symbols(), set()
+    calls = {call: symbols.caller(stack) for call, stack in stacks.items()}
+    seen = {(kind, caller) for (kind, _), caller in calls.items() if caller}
+    for (kind, number), caller in calls.items():
+        if not everything and (caller is None or (kind, caller) in missed or (kind, caller) in NOT_MISSED):
+            continue
+        stacks, found, values = one_step(stage, zero, number, kind)
+        if found or any(not torch.equal(value, expected[name]) for name, value in values.items()):
+            missed.update((kind, symbols.caller(stack)) for stack in stacks.values())  # threads may change the order
+    return seen, missed
 
 
 def test_each_wait_of_a_step_is_missed_or_listed():
     missed, seen = set(), set()
     for stage, zero, cuda in RUNS if every_case() else RUNS[:1]:
         variables = {"DS_STANDIN_KERNELS": standin_kernels.library_path()} if cuda else {}
-        for kind, caller, found in run_ranks(1, audit, stage, zero, fresh=True, timeout=900, env=variables)[0]:
-            seen.add((kind, caller))
-            if found:
-                missed.add((kind, caller))
+        options = {"fresh": True, "timeout": 900, "env": variables}
+        ((there, found),) = run_ranks(1, audit, stage, zero, every_case(), **options)
+        seen |= there
+        missed |= found
     needless = seen - missed - set(NOT_MISSED)
     assert not needless, f"nothing misses {sorted(needless)}: remove the wait, or list it with its reason"
     assert missed >= (MISSED if every_case() else MISSED & seen)

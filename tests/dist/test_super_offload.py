@@ -34,6 +34,7 @@ def train(engine, rank, world, steps, accumulate=1, plain=False):
     return engine
 
 
+@pytest.mark.any_device
 @pytest.mark.sample("values", 5)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lion", "Lamb"])
@@ -59,6 +60,7 @@ def test_changes_no_bit(rank, world, stage, dtype, accumulate, norm, plain, opti
     assert same(*results)
 
 
+@pytest.mark.any_device
 @on_ranks(2)
 def test_gradients_that_are_dropped(rank, world):
     """Gradients that are dropped were never stepped."""

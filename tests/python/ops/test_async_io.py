@@ -20,6 +20,7 @@ from refusals import refused
 from threads import started
 
 SIZES = [0, 1, 511, 4096, 4097, 1_000_003]
+HERE = get_accelerator().current_device_name()  # buffers of the device, which pass through the host
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def fault():
 
 
 def data(size):
-    return (torch.arange(size) * 7 % 251).to(torch.uint8)
+    return (torch.arange(size) * 7 % 251).to(torch.uint8).to(HERE)
 
 
 def arrives(tensor, read, wait=None):
@@ -55,6 +56,7 @@ def test_defaults_and_getters(op):
         assert [getattr(handle, f"get_{name}")() for name in getters] == wanted and handle.get_alignment() == 4096
 
 
+@pytest.mark.any_device
 @pytest.mark.sample("values")
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("backend", ["io_uring", "libaio", "threads"])
@@ -87,6 +89,7 @@ def test_every_method_reads_and_writes_any_size(op, monkeypatch, tmp_path_factor
             os.unlink(path)
 
 
+@pytest.mark.any_device
 def test_arguments_by_keyword_offsets_and_descriptors(op, tmp_path):
     handle, path = op.aio_handle(intra_op_parallelism=2), tmp_path / "x"
     parts = [data(5000) + i for i in range(4)]
@@ -94,8 +97,8 @@ def test_arguments_by_keyword_offsets_and_descriptors(op, tmp_path):
         for i, part in enumerate(parts):
             assert handle.async_pwrite(buffer=part, fd=file.fileno(), file_offset=i * 5000) == 0
         assert handle.pending() == 4 and handle.wait() == 4 and handle.wait() == 0
-    assert path.read_bytes() == b"".join(part.numpy().tobytes() for part in parts)
-    back = torch.zeros(5000, dtype=torch.uint8)
+    assert path.read_bytes() == b"".join(part.cpu().numpy().tobytes() for part in parts)
+    back = torch.zeros_like(parts[0])
     for i, part in enumerate(parts):
         for call in (
             lambda at: handle.sync_pread(buffer=back, filename=str(path), file_offset=at),
@@ -108,13 +111,15 @@ def test_arguments_by_keyword_offsets_and_descriptors(op, tmp_path):
     handle.async_pwrite(buffer=parts[1], filename=str(path), file_offset=10000)
     handle.async_pread(buffer=back, filename=str(path), file_offset=15000)
     assert handle.wait() == 3 and torch.equal(back, parts[3])
-    assert path.read_bytes()[7:5007] == parts[0].numpy().tobytes()
+    assert path.read_bytes()[7:5007] == parts[0].cpu().numpy().tobytes()
 
 
+@pytest.mark.any_device
 def test_tensors_of_any_dtype_and_layout(op, tmp_path):
     handle, path = op.aio_handle(), str(tmp_path / "x")
     for tensor in (torch.randn(33, 77).t(), torch.randn(9)[::2], torch.randn(5).bfloat16(), torch.tensor(3.5),
                    torch.randn(4, 4, requires_grad=True), torch.tensor([True, False])):  # fmt: skip
+        tensor = tensor.to(HERE)
         assert handle.sync_pwrite(tensor, path) == 1
         assert os.path.getsize(path) == tensor.numel() * tensor.element_size()
         assert arrives(tensor, lambda back: handle.sync_pread(back, path))
@@ -123,6 +128,7 @@ def test_tensors_of_any_dtype_and_layout(op, tmp_path):
         refused(ValueError, "dense tensor with elements", handle.sync_pwrite, wrong, path)
 
 
+@pytest.mark.any_device
 def test_several_threads_share_a_handle(op, tmp_path):
     handle = op.aio_handle(8192, 4, False, False, 2)
 
@@ -170,6 +176,7 @@ def test_errors_are_os_errors_with_path_offset_and_bytes(op, tmp_path, fault):
     refused(OSError, "", handle.async_pwrite, torch.zeros(4), 9999)
 
 
+@pytest.mark.any_device
 def test_short_transfers_and_interruptions_go_on(op, tmp_path, fault):
     handle, path, tensor = op.aio_handle(8192, 2), str(tmp_path / "x"), data(100_001)
     fault("write:2:short,write:4:eintr,read:1:short,read:3:eintr")
@@ -177,6 +184,7 @@ def test_short_transfers_and_interruptions_go_on(op, tmp_path, fault):
     assert arrives(tensor, lambda back: handle.sync_pread(back, path))
 
 
+@pytest.mark.any_device
 def test_a_file_system_without_o_direct(op, tmp_path, fault):
     fault("direct:1+:einval")
     assert _C.aio.backend(str(tmp_path)) == "threads, without O_DIRECT"
@@ -214,11 +222,12 @@ def test_functions(op, tmp_path):
     refused(ValueError, "as many bytes", op.deepspeed_memcpy, copy[1:], tensor)
 
 
+@pytest.mark.any_device
 def test_a_dropped_handle_ends_what_it_started(op, tmp_path):
     handle, path = op.aio_handle(4096, 1, True, False, 2), tmp_path / "x"
     handle.async_pwrite(data(3_000_000), str(path))
     del handle
-    assert path.read_bytes() == data(3_000_000).numpy().tobytes()
+    assert path.read_bytes() == data(3_000_000).cpu().numpy().tobytes()
 
 
 # ---- page-locked memory --------------------------------------------------------------------------------------------

@@ -79,8 +79,13 @@ import pytest
 @pytest.mark.parametrize("a", [1, 2])
 @pytest.mark.parametrize("b, c", [(1, 2), (3, 4), (5, 6)])
 def test_many(a, b, c): pass
+for_devices = getattr(pytest.mark, "any_device")  # the list of devices looks for files with the mark
+@for_devices
 @pytest.mark.parametrize("a", [1, 2])
 def test_two(a): pass
+@for_devices
+@pytest.mark.skipif(True, reason="of this device")
+def test_skipped(): pass
 """
 
 
@@ -99,11 +104,16 @@ def run(folder, *arguments, **environment):
 
 
 def test_sampled_whole_or_named(tmp_path):
-    assert run(tmp_path).startswith("5 passed, 3 deselected")
-    assert run(tmp_path, DS_TEST_EVERY_CASE="1").startswith("8 passed")
+    assert run(tmp_path).startswith("5 passed, 1 skipped, 3 deselected")
+    assert run(tmp_path, DS_TEST_EVERY_CASE="1").startswith("8 passed, 1 skipped")
+    assert run(tmp_path, DS_TEST_COVER=sampling.ONE_OF_A_FILE).startswith("1 passed, 8 deselected")
     every = [f"test_many.py::test_many[{name}]" for name in ("1-2-1", "3-4-1", "5-6-1", "1-2-2", "3-4-2", "5-6-2")]
     named = every if sampling.every_case() else every[1:3]  # one that is in the sample, and one that is not
     assert all(run(tmp_path, name).startswith("1 passed") for name in named)
     times = tmp_path / "times"
     run(tmp_path, DS_TEST_TIMES=str(times))
-    assert sorted(line.split("::")[1] for line in times.read_text().splitlines())[-2:] == ["test_two[1]", "test_two[2]"]
+    assert sorted(line.split("::")[1] for line in times.read_text().splitlines())[-3:] == [
+        "test_skipped",
+        "test_two[1]",
+        "test_two[2]",
+    ]
