@@ -250,6 +250,7 @@ DS_BINDINGS(m) {
           Unlocked(), "reduce"_a, "root"_a = py::none())
       .def("end_backward", of(&Engine::backward, &BackwardSession::end), Unlocked())
       .def("abort_backward", of(&Engine::backward, &BackwardSession::abort), Unlocked())
+      .def("abort_backward_together", of(&Engine::backward, &BackwardSession::abort_together), Unlocked())
       .def("finish_backward", of(&Engine::backward, &BackwardSession::finish), Unlocked())
       .def("unused_params", &Engine::unused_params, Unlocked())
       .def("join_backward", of(&Engine::backward, &BackwardSession::join), Unlocked(), "reduce"_a)

@@ -140,7 +140,7 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
   auto source = shard_source();
   grads_.options().waits = !source->looks_ahead();
   GathererOptions gathering = options.gatherer;
-  gathering.on_failure = [this](const io::FileError& error) { tell_others(error); };
+  gathering.on_failure = [this](const std::exception& error) { tell_others(error); };
   gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), std::move(gathering));
   gatherer_->release_all();
   gatherer_->source().before_write();
@@ -163,7 +163,14 @@ void Engine::meet_where_files_are() const {
 }
 
 StepReport Engine::step(const StepInputs& inputs) {
-  return failures_.guard([&] { return make_step(inputs); });
+  return failures_.guard([&] {
+    try {
+      return make_step(inputs);
+    } catch (const c10::OutOfMemoryError& error) {  // after the ranks have agreed: the others are updating
+      throw LoneFailure(ErrorKind::kRuntime,
+                        std::string("there is no memory for the step: ") + error.what_without_backtrace());
+    }
+  });
 }
 
 // They wait for this rank in a collective, or will: all that this engine has fail with its error.

@@ -35,6 +35,9 @@ void standin_limit(int device, size_t bytes);
 void standin_figures(int device, uint64_t* five);  // allocated and its peak, reserved and its peak, the limit
 void standin_new_peaks(int device);
 void standin_empty_cache();
+// The library that stands in for NCCL queues its operations on the stand-in's streams from now on. Gives null, or why
+// the library at `path` cannot.
+const char* standin_use_nccl(const char* path);
 // Faults found so far: their number, and the text of one, or null. `clear` forgets them.
 int standin_faults(int clear);
 const char* standin_fault(int index);

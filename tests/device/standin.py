@@ -9,7 +9,8 @@
 
 DS_STANDIN_SEED, DS_STANDIN_MODE (lazy), DS_STANDIN_MEMORY (bytes of a device) and DS_STANDIN_STACKS (python: stacks of
 Python beside those of C++) say the same for a whole process. DS_STANDIN_KERNELS=standin_kernels.library_path() gives it
-the CUDA kernels. tests/device/*.h says what the device does.
+the CUDA kernels, DS_STANDIN_NCCL=fake_nccl.build(folder) a library with NCCL's interface, which engines then call.
+tests/device/*.h says what the device does.
 """
 
 import atexit
@@ -51,7 +52,7 @@ def load():
     torch.ops.load_library(library_path())
     _library = ctypes.CDLL(library_path())
     _library.standin_fault.restype = _library.standin_launch.restype = ctypes.c_char_p
-    _library.standin_place.restype = ctypes.c_char_p
+    _library.standin_place.restype = _library.standin_use_nccl.restype = ctypes.c_char_p
     _library.standin_choose.argtypes = (ctypes.c_uint64, ctypes.c_int)
     _library.standin_limit.argtypes = (ctypes.c_int, ctypes.c_size_t)
     _library.standin_launch.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -230,6 +231,13 @@ class Standin_Accelerator(DeepSpeedAccelerator):
 
     def __init__(self):
         load()
+
+    @property
+    def _nccl_library(self):
+        path = os.environ.get("DS_STANDIN_NCCL")
+        if path and (why := load().standin_use_nccl(path.encode())):
+            raise OSError(why.decode())
+        return path
 
     is_synchronized_device = constant(False)
     use_host_timers = constant(False)

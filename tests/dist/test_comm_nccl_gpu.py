@@ -1,5 +1,5 @@
-"""NCCL itself, called directly: one rank on one GPU. What several ranks do is tests/python/comm/test_nccl.py, over a
-library that stands in for it."""
+"""NCCL itself, called directly: one rank on one GPU, or on the stand-in device the library that stands in for NCCL.
+What several ranks do is tests/python/comm/test_nccl.py, over that library."""
 
 import time
 
@@ -7,17 +7,28 @@ import pytest
 import torch
 
 import deepspeed
+import devices
+import fake_nccl
 from deepspeed import _native
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.cuda_accelerator import probe
 from deepspeed.comm import ReduceOp
 from deepspeed.comm.nccl import NcclCommunicator, find_library, timedelta
 from harness import on_ranks, run_ranks
 from refusals import refused
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(probe() is not True, reason=f"needs a GPU: {probe()}")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(devices.NAME == "cpu", reason="NCCL moves no memory of the CPU")]
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64"]
 MOVED = [*DTYPES, "bool", "float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library(tmp_path_factory):
+    """On the stand-in device its library with NCCL's interface."""
+    with pytest.MonkeyPatch.context() as patch:
+        if devices.NAME == "standin":
+            patch.setenv("DS_STANDIN_NCCL", fake_nccl.build(tmp_path_factory.mktemp("nccl")))
+        yield
 
 
 def communicator():
@@ -102,8 +113,8 @@ def test_packed_chunks(rank, world):
 def test_user_buffers(rank, world):
     comm = communicator()
     free = get_accelerator().available_memory()
-    for _ in range(20):  # 20 x 64 MiB, one after the other
-        x = comm.registered_empty(1 << 24)
+    for _ in range(20):  # one after the other, of a GPU 20 x 64 MiB
+        x = comm.registered_empty(1 << (24 if devices.NAME == "cuda" else 18))
         x.fill_(2)
         for op in (ReduceOp.SUM, ReduceOp.AVG):
             comm.all_reduce(x, op)
@@ -136,7 +147,7 @@ def test_streams(rank, world):
     accelerator = get_accelerator()
     comm.all_reduce(values(1, torch.float32))
     side = accelerator.Stream()
-    x = torch.zeros(1 << 26, device=accelerator.current_device_name())
+    x = torch.zeros(1 << (26 if devices.NAME == "cuda" else 20), device=accelerator.current_device_name())
     side.wait_stream(accelerator.current_stream())
     with accelerator.stream(side):
         for _ in range(50):
@@ -153,11 +164,12 @@ def test_streams(rank, world):
 def _errors(rank, world):
     comm = communicator()
     x = values(4, torch.float32)
-    refused(ValueError, "is on cpu, but this communicator moves memory of cuda:0", comm.all_reduce, x.cpu())
+    here = get_accelerator().current_device_name()
+    refused(ValueError, f"is on cpu, but this communicator moves memory of {here}", comm.all_reduce, x.cpu())
     comm.abort("the test says so")
     refused(RuntimeError, "aborted: the test says so", comm.all_reduce, x)
     comm.close()
-    library = find_library()
+    library = find_library(get_accelerator()._nccl_library)
     begun = time.monotonic()
     refused(
         RuntimeError,
@@ -170,7 +182,7 @@ def _errors(rank, world):
         2,
         timedelta(seconds=2),
         lambda: None,
-        get_accelerator().current_device_name(),
+        here,
     )
     assert time.monotonic() - begun < 30
     again = NcclCommunicator()  # this process has not suffered
@@ -181,15 +193,15 @@ def _errors(rank, world):
 
 def test_errors_leave_the_process_alive():
     ((library, version),) = run_ranks(1, _errors, fresh=True)
-    assert "libnccl" in library and version.startswith("2.")
+    assert "nccl.so" in library and version.startswith("2.")
 
 
 @on_ranks(1)
 def test_beside_torchs_own_group(rank, world):
-    """torch's own group and ours take turns."""
+    """The group of the job (torch's own on a GPU) and ours take turns."""
     comm = communicator()
     x = values(1000, torch.float32)
     for _ in range(10):
-        torch.distributed.all_reduce(x)
+        dist.all_reduce(x)
         comm.all_reduce(x)
     assert x.equal(values(1000, torch.float32))

@@ -140,12 +140,12 @@ def body_overflow(rank, world, precision, pattern):
     scales, steps, frozen = [], [], []
     with logged() as records:
         engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=made)
-        dtype = model.good.dtype
+        given = {"dtype": model.good.dtype, "device": engine.device}
         for bad_rank, value in pattern:
             before = [p.detach().clone() for p in model.parameters()]
             last = scheduler.last_batch_iteration
-            poison = torch.full((5,), value if rank == bad_rank else 0.01, dtype=dtype)
-            take_step(engine, engine(torch.full((9,), 0.1, dtype=dtype), poison))
+            poison = torch.full((5,), value if rank == bad_rank else 0.01, **given)
+            take_step(engine, engine(torch.full((9,), 0.1, **given), poison))
             overflow = bad_rank is not None
             assert engine.was_step_applied() == (not overflow)
             assert optimizer.overflow == overflow
@@ -162,6 +162,7 @@ PATTERN = [(None, 0)] * 3 + [(0, INF), (None, 0), (1, NAN), (1, INF)] + [(None, 
 
 
 @needs_fp16
+@pytest.mark.any_device
 @pytest.mark.parametrize("stage, hysteresis", [(0, None), (0, 2), (1, None), (1, 1)])
 def test_fp16_dynamic_scale_follows_the_rule_on_every_rank(stage, hysteresis):
     """Without ZeRO the first overflow lowers the scale unless the configuration asks for hysteresis."""
@@ -177,6 +178,7 @@ def test_fp16_dynamic_scale_follows_the_rule_on_every_rank(stage, hysteresis):
         assert frozen == [True] * sum(overflows)
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize(
     "precision",
     [{"bf16": {"enabled": True}}, pytest.param({"fp16": {"enabled": True, "loss_scale": 4}}, marks=needs_fp16)],

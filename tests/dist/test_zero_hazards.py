@@ -17,6 +17,8 @@ from sampling import every_case
 from zero_models import make, outputs_of, relative
 from zero_training import STAGES, WIDTH, Deep, batch, below, beside, gap, loss_of, loss_on, start, train_beside
 
+pytestmark = pytest.mark.any_device
+
 
 # ---- one result, always --------------------------------
 @pytest.mark.sample("values")
@@ -65,7 +67,7 @@ def evaluate(engine, times):
     engine.eval()
     with torch.no_grad():
         for index in range(times):
-            engine(batch(99, index)[0], range(index + 1))
+            engine(batch(99, index)[0].to(engine.device), range(index + 1))
     engine.train()
 
 
@@ -158,7 +160,7 @@ def test_training_goes_on_after_a_forward_that_raised_on_one_rank(rank, world, s
         x, _ = batch(step, rank)
         if step in (1, 2) and rank == 0:
             model.fails = True
-            refused(ArithmeticError, None, engine, x)
+            refused(ArithmeticError, None, engine, x.to(engine.device))
             model.fails = False
             released = [p for p in model.parameters() if p.numel() == 0]
             assert bool(released) == (stage == 3)
@@ -247,16 +249,16 @@ def test_autograd_grad_inside_forward(rank, world, stage):
 def test_gradient_penalty_outside_forward(rank, world, stage):
     engine, reference = beside(seeded(Deep), stage, world)
 
-    def penalized(module, step, part, dtype):
+    def penalized(module, step, part):
         x, target = batch(step, part)
-        x = x.to(dtype).requires_grad_()
+        x = x.to(next(module.parameters())).requires_grad_()
         output = module(x)
         slope = torch.autograd.grad(output.sum(), x, create_graph=True)[0]
         return loss_of(output, target) + (slope**2).mean()
 
     for step in range(5):
-        take_step(engine, penalized(engine, step, rank, torch.float32))
-        reference.step([penalized(reference.model, step, part, torch.float64) for part in range(world)])
+        take_step(engine, penalized(engine, step, rank))
+        reference.step([penalized(reference.model, step, part) for part in range(world)])
     if stage == 3:
         assert engine.core.gatherer.live_numel == 0
     below(gap(engine, reference))
@@ -330,14 +332,14 @@ def test_keyword_arguments_and_nested_outputs(rank, world, stage, kind, user_bac
     accumulate = 2
     engine, reference = beside(seeded(keywords, kind), stage, world, accumulate)
 
-    def both_losses(module, step, part, dtype):
+    def both_losses(module, step, part):
         x, target = batch(step, part)
-        return sum(loss_of(one, target) for one in unpack(module(inputs={"x": x.to(dtype)})))
+        return sum(loss_of(one, target) for one in unpack(module(inputs={"x": x.to(next(module.parameters()))})))
 
     for step in range(4):
         for micro in range(accumulate):
-            take_step(engine, both_losses(engine, step, rank * accumulate + micro, torch.float32), user_backward)
-        reference.step([both_losses(reference.model, step, part, torch.float64) for part in range(world * accumulate)])
+            take_step(engine, both_losses(engine, step, rank * accumulate + micro), user_backward)
+        reference.step([both_losses(reference.model, step, part) for part in range(world * accumulate)])
     below(gap(engine, reference))
 
 
@@ -414,7 +416,7 @@ def test_weights_of_layers_that_are_not_called_and_parameters_as_outputs(rank, w
     engine, reference = beside(model, stage, world)
     train_beside(engine, reference, rank, world)
     with torch.no_grad():
-        engine(batch(3, rank)[0])
+        engine(batch(3, rank)[0].to(engine.device))
     assert model.seen == [(WIDTH,)] * 5
     if stage == 3:
         assert not any(param.ds_handle.holders for param in model.parameters()), "given back after each call"

@@ -21,8 +21,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "io/file_error.h"
 #include "zero/gathers/shard_source.h"
+#include "zero/rank_failures.h"
 #include "zero/spaces/sharded_param.h"
 
 namespace ds::zero {
@@ -34,7 +34,7 @@ struct GathererOptions {
   int64_t model_persistence_numel = INT64_MAX;  // elements that may stay gathered in all
   int64_t prefetch_numel = 50000000;            // elements fetched ahead, where fetching takes waiting
   // A slice of this rank could not be read: the other ranks wait for it, and are told.
-  std::function<void(const io::FileError&)> on_failure{};
+  RankFailures::Tell on_failure = [](const std::exception&) {};
 };
 
 class ParamGatherer {
@@ -93,12 +93,7 @@ class ParamGatherer {
   // Runs what needs this rank's slices.
   template <typename Body>
   void with_slices(const Body& body) const {
-    try {
-      body();
-    } catch (const io::FileError& error) {
-      if (options_.on_failure) options_.on_failure(error);
-      throw;
-    }
+    RankFailures(options_.on_failure).guard(body);
   }
   void hold(const std::vector<ShardedParam*>& params, bool ahead = true);
   void let_go(const std::vector<ShardedParam*>& params, bool keep);

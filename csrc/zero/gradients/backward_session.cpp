@@ -8,6 +8,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/error.h"
+
 namespace ds::zero {
 
 namespace {
@@ -102,6 +104,21 @@ bool BackwardSession::abort() {
   return grads_.abort();
 }
 
+bool BackwardSession::abort_together() {
+  if (!grads_.reducing()) return abort();
+  own_backward_ = false;
+  user_backward_ = false;
+  leave_root();
+  if (gatherer_) gatherer_->end_backward();
+  try {
+    if (gatherer_) gatherer_->drain();
+    return grads_.abort_together();
+  } catch (const std::exception& error) {
+    failures_.tell(error);
+    throw;
+  }
+}
+
 bool BackwardSession::join(bool reduce) {
   const bool none = !had_user_backward_ && !grads_.dirty();
   had_user_backward_ = false;
@@ -114,6 +131,11 @@ bool BackwardSession::join(bool reduce) {
 }
 
 void BackwardSession::finish() {
+  if (user_backward_) {
+    abort_together();
+    fail(ErrorKind::kRuntime, "the last backward before this step has raised, so there are no gradients to step with: ",
+         "catch its error and run the next forward and backward, without a step between them");
+  }
   if (gatherer_) gatherer_->drain();
   grads_.finish();
 }
@@ -131,7 +153,7 @@ at::Tensor BackwardSession::hook_input(const at::Tensor& input) {
 }
 
 void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs) {
-  if (user_backward_) abort();  // it raised half-way: its callback never ran
+  if (user_backward_) abort_together();  // it raised half-way: its callback never ran
   const std::weak_ptr<BackwardSession> weak = self_();
   const auto entered = [weak](const at::Tensor& grad) -> at::Tensor {
     const auto session = weak.lock();
@@ -156,7 +178,7 @@ void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs) {
 }
 
 void BackwardSession::clear_grads() {
-  if (user_backward_ || own_backward_) abort();  // it raised half-way
+  if (user_backward_ || own_backward_) abort_together();  // it raised half-way
   grads_.clear();
 }
 

@@ -32,6 +32,9 @@ class BackwardSession {
   void begin(bool reduce, const at::Tensor& root = {});
   void end();
   bool abort();
+  // abort() of a backward that has raised on this rank, perhaps on no other: it takes part in what the others do until
+  // theirs ends, so that it ends with an error there, too. Where it cannot, all their collectives fail, and it throws.
+  bool abort_together();
 
   // A backward that the user runs on what forward returned: `outputs` get hooks that call the two above by themselves.
   // The latest plan counts. It says whether that backward reduces, and the factor (loss scale over accumulation

@@ -146,12 +146,14 @@ void GradReducer::on_grad(size_t param) {
 void GradReducer::launch_ready() {
   at::NoGradGuard no_grad;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) {
-    GradBucket& next = buckets_[next_bucket_++];
+    GradBucket& next = buckets_[next_bucket_];
     if (reduction_.summed(next)) {
+      ++next_bucket_;
       arrive(next);  // nothing travels, and more may come
       continue;
     }
     launch(next);
+    ++next_bucket_;  // it has left; one for which there was no memory leaves in abort_together()
     ++counts_.overlapped;
     // The slots of buckets that have been sent are free again.
     for (size_t b = 0; b < next_bucket_; ++b) {
@@ -202,7 +204,6 @@ void GradReducer::withdraw() {
 
 void GradReducer::launch(GradBucket& bucket) {
   if (reduction_.summed(bucket)) return;
-  bucket.enter(BucketState::kLaunched);
   reduction_.need_slots(bucket);
   const float scale = reduction_.before(bucket);
   for (int32_t param : bucket.params) {
@@ -213,6 +214,7 @@ void GradReducer::launch(GradBucket& bucket) {
     }
   }
   reduction_.start(bucket);
+  bucket.enter(BucketState::kLaunched);
 }
 
 // Learns what any rank has, and what came late.
@@ -244,7 +246,7 @@ void GradReducer::exchange_flags() {
 
 // Reduces the buckets that have not left yet, and exchanges the flags of all ranks.
 void GradReducer::reduce_rest() {
-  while (next_bucket_ < buckets_.size()) launch(buckets_[next_bucket_++]);
+  for (; next_bucket_ < buckets_.size(); ++next_bucket_) launch(buckets_[next_bucket_]);
   exchange_flags();
   for (const Abandoned& one : abandoned_) one.work->wait();  // all ranks are here, so all have launched them
   abandoned_.clear();
@@ -261,9 +263,8 @@ void GradReducer::reduce_rest() {
     if (!bucket_of(param).in_place) filled_[param] = SlotState::kEmpty;  // it is in the reduced gradients
 }
 
-void GradReducer::end() {
-  if (!active()) return;
-  at::NoGradGuard no_grad;
+// The end of a backward; failed_ranks_ says whether it has failed.
+void GradReducer::close() {
   if (phase_ == Phase::kReducing) {
     counts_.late = 0;
     if (stays_) {
@@ -280,13 +281,42 @@ void GradReducer::end() {
   grad_uses_.learn();
   views_.attach(filled_);
   phase_ = Phase::kIdle;
-  if (arrivals_ == Arrivals::kTold) listener_->ended();
-  if (failed_ranks_[0] == 0.0f) return;
+  if (failed_ranks_[0] == 0.0f) {
+    if (arrivals_ == Arrivals::kTold) listener_->ended();
+    return;
+  }
+  withdraw();
   // Of one backward, and everything added to them before: what a kernel has left out cannot be told from the rest.
   clear();
+}
+
+void GradReducer::end() {
+  if (!active()) return;
+  at::NoGradGuard no_grad;
+  close();
+  if (failed_ranks_[0] == 0.0f) return;
   const std::array<float, 2> ranks = std::exchange(failed_ranks_, {});
   fail(ErrorKind::kRuntime, failure_text(device_.take_failure(), ranks.data(), rank_),
        " The gradients since the last step are dropped, on every rank.");
+}
+
+bool GradReducer::abort_together() {
+  if (phase_ != Phase::kReducing || stays_ || store_.alone()) return abort();
+  at::NoGradGuard no_grad;
+  bool lost = false;
+  for (size_t param = 0; param < store_.size(); ++param)
+    lost = lost || used_[param] || filled_[param] == SlotState::kEarlier;
+  device_.note_failure("the backward has raised");
+  // One bucket at a time: it may have raised because there was no memory.
+  for (; next_bucket_ < buckets_.size(); ++next_bucket_) {
+    GradBucket& bucket = buckets_[next_bucket_];
+    launch(bucket);
+    if (bucket.state() == BucketState::kLaunched && !bucket.by_rows) reduction_.collect(bucket);
+  }
+  close();
+  failed_ranks_ = {};
+  device_.take_failure();  // the caller knows
+  return lost;
 }
 
 bool GradReducer::abort() {

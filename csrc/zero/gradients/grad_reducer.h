@@ -62,13 +62,17 @@ class GradReducer {
   // It has ended; after a reducing one every rank holds its part of the sum. Fails on every rank where a kernel has
   // failed on one of them, in whatever thread.
   void end();
-  bool abort();                // it raised; true when gradients of earlier micro-steps were lost with it
+  bool abort();  // it raised; true when gradients of earlier micro-steps were lost with it
+  // It raised on this rank, perhaps on no other. Where the ranks reduce together, this one takes part in the rest of
+  // the reduction, so that their calls agree, and end() fails on all others; otherwise the same as abort().
+  bool abort_together();
   void on_grad(size_t param);  // the accumulator hook; any thread, no GIL
   void finish();               // before a step: takes .grad as the user left it, reduces what is still local
   void join();                 // the part of a rank without a backward in the reduction of the others'
   void clear();                // forget all gradients; .grad becomes undefined
   void set_grad_dtype(c10::optional<at::ScalarType> type);  // see ParamStore; not while active
   bool active() const { return phase_ != Phase::kIdle; }
+  bool reducing() const { return phase_ == Phase::kReducing; }
   bool dirty() const { return dirty_; }  // something is here that has not been reduced
 
   // A reduced gradient is here.
@@ -113,6 +117,7 @@ class GradReducer {
   void launch(GradBucket& bucket);
   void launch_ready();
   void reduce_rest();
+  void close();
   void exchange_flags();
   bool arrives(const GradBucket& bucket) const;
   void arrive(GradBucket& bucket);

@@ -27,20 +27,24 @@ Stepper::Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather)
 
 // Allocates the memory of the step before the ranks agree that it can be made: states, and the scratch of all kernels.
 void Stepper::prepare() {
-  try {
-    for (ParamSpace& space : store_.spaces()) ensure_slots(space);
-    if (!device_.may_fail()) return;
-    size_t blocks = 0;
-    int64_t numel = 0;
-    for (const ParamSpace& space : store_.spaces()) {
-      for (size_t e : space.owned) blocks += kernels::sum_blocks(static_cast<size_t>(space.map.extents[e].numel)) + 1;
-      numel += space.map.shard_numel;
-    }
-    device_.reserve(static_cast<int64_t>(blocks * kernels::kSumScratchBytes), numel);
-  } catch (const c10::Error& error) {
-    if (!device_.may_fail()) throw;
-    device_.note_failure(std::string("there is no memory for the optimizer: ") + error.what_without_backtrace());
+  scratch_.assign(store_.spaces().size(), at::Tensor());
+  for (size_t number = 0; number < store_.spaces().size(); ++number) {
+    ParamSpace& space = store_.spaces()[number];
+    ensure_slots(space);
+    if (rules_.empty()) continue;
+    const optim::Rule& rule = *rules_.at(space.key.param_group);
+    if (rule.scratch && !rule.orthogonalises())
+      scratch_[number] =
+          at::empty({space.map.shard_numel}, at::TensorOptions().device(device_.device()).dtype(at::kFloat));
   }
+  if (!device_.may_fail()) return;
+  size_t blocks = 0;
+  int64_t numel = 0;
+  for (const ParamSpace& space : store_.spaces()) {
+    for (size_t e : space.owned) blocks += kernels::sum_blocks(static_cast<size_t>(space.map.extents[e].numel)) + 1;
+    numel += space.map.shard_numel;
+  }
+  device_.reserve(static_cast<int64_t>(blocks * kernels::kSumScratchBytes), numel);
 }
 
 // A rank that failed must not be the only one that knows, or the others would update with what it has sent them: that
@@ -87,10 +91,15 @@ void Stepper::sum_squares(const ParamSpace& space, const GradReducer& grads, con
 void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, bool check) {
   at::NoGradGuard no_grad;
   const c10::DeviceGuard current(device_.device());
-  prepare();
-  squares_.clear();
-  for (size_t space = 0; space < store_.spaces().size(); ++space)
-    if (const at::Tensor sum = squares_.of(space); sum.defined()) sum_squares(store_.spaces()[space], grads, sum);
+  try {
+    prepare();
+    squares_.clear();
+    for (size_t space = 0; space < store_.spaces().size(); ++space)
+      if (const at::Tensor sum = squares_.of(space); sum.defined()) sum_squares(store_.spaces()[space], grads, sum);
+  } catch (const c10::Error& error) {
+    if (!device_.may_fail()) throw;
+    device_.note_failure(std::string("there is no memory for the optimizer: ") + error.what_without_backtrace());
+  }
   share_failure();
   squares_.add_up("gradient norm");
   device_.run([&](const kernels::Launch& launch) {
@@ -132,7 +141,7 @@ void Stepper::update(const GradReducer& grads, const std::vector<UpdatePart>& pa
   int sums = 0;
   size_t passes = 0;
   for (ParamSpace& space : store_.spaces()) {
-    ensure_slots(space);
+    if (!device_.failed()) ensure_slots(space);
     const optim::Rule& rule = *rules_.at(space.key.param_group);
     if ((rule.by_parameter() || rule.orthogonalises()) && in_parts(space))
       fail(ErrorKind::kValue, "the optimizer '", rule.name,
@@ -140,9 +149,7 @@ void Stepper::update(const GradReducer& grads, const std::vector<UpdatePart>& pa
     turns.push_back({space, rule, hyper[space.key.param_group], parts, {}});
     sums = std::max(sums, rule.sums);
     passes = std::max(passes, rule.passes.size());
-    if (rule.scratch && !rule.orthogonalises())
-      turns.back().scratch.data =
-          at::empty({space.map.shard_numel}, at::TensorOptions().device(device_.device()).dtype(at::kFloat));
+    turns.back().scratch.data = std::move(scratch_.at(turns.size() - 1));  // of prepare()
   }
   // One row for each parameter of all groups, so that they are added up in one go.
   sums_ = at::Tensor();
@@ -198,7 +205,9 @@ void Stepper::add_sums() {
   }
 }
 
+// Where this rank has failed, perhaps without memory for states, it only takes part in what the ranks do together.
 void Stepper::run_pass(const Turn& turn, const GradReducer& grads, size_t pass, int32_t bucket) {
+  if (device_.failed()) return;
   for (const UpdatePart& part : turn.parts) run_pass(turn, part, grads, pass, bucket);
 }
 

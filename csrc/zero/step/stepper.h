@@ -91,6 +91,7 @@ class Stepper {
   std::vector<std::string> slot_names_;
   bool beside_ = false;
   at::Tensor steps_, sums_;
+  std::vector<at::Tensor> scratch_;  // of each space, from norm() to update(): the scratch of its rule
   NormSums squares_;
   std::vector<float*> stepped_;  // counts that have risen since norm(), to be taken back when skipped
 };

@@ -34,10 +34,13 @@ def _tensor_class(name, dtype):
 
 
 class DeepSpeedAccelerator(ABC):
-    """``_name`` is torch's device type; ``_communication_backend_name`` torch.distributed's backend for it."""
+    """``_name`` is torch's device type; ``_communication_backend_name`` torch.distributed's backend for it;
+    ``_nccl_library`` the path of a library with NCCL's interface that moves memory of the device, where it is not
+    NVIDIA's: engines call it directly, whatever that backend is."""
 
     _name = None
     _communication_backend_name = None
+    _nccl_library = None
     _compile_backend = "inductor"
 
     # True where range_push takes a domain and a category of its own.

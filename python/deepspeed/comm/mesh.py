@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed._compat import group_around
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import group_communicators, nccl_join, shm
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import board_store, group_facts
@@ -100,7 +101,8 @@ def _open(backend, key, ranks):
     store = dist.PrefixStore(f"deepspeed/{backend}/{key}", dist.distributed_c10d._get_default_store())
     rank, size, timeout = ranks.index(dist.get_rank()), len(ranks), default_timeout()
     nccl = None
-    if backend == "nccl" and os.environ.get("DS_NCCL_DIRECT") != "0":
+    direct = backend == "nccl" or get_accelerator()._nccl_library is not None
+    if direct and os.environ.get("DS_NCCL_DIRECT") != "0":
         nccl = nccl_join.join_by_store(dist.PrefixStore("nccl", store), key, rank, size, timeout)
     if nccl is not None or backend in ("gloo", shm.NAME):  # gloo carries what lies in host memory
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout)

@@ -80,7 +80,9 @@ def _agreed(name, everybody):
 
 
 def find(device, library):
-    """``(torch.device, library, problem)`` of a communicator on this rank; ``problem``: why there can be none."""
+    """``(torch.device, library, problem)`` of a communicator on this rank; ``problem``: why there can be none.
+    ``library``: a path; None is that of the accelerator, where it names one."""
+    library = library or get_accelerator()._nccl_library
     try:
         return device_of(device, library), find_library(library), None
     except (RuntimeError, ValueError) as error:

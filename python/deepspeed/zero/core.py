@@ -12,6 +12,7 @@ from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import group_facts
 from deepspeed.config.errors import raise_if_broken
 from deepspeed.config.read import read
+from deepspeed.log import logger
 from deepspeed.zero.parameters.param_ranks import groups_of, ranks_of
 
 ROLES = ("data_parallel", "tensor", "pipe", "replicas")
@@ -107,6 +108,24 @@ def writing(core):
     """A context in which all ranks change masters or slices of ``core``; of None it does nothing. It closes on
     exceptions, too."""
     return contextlib.nullcontext() if core is None else _native._C.WriteContext(core)
+
+
+@contextlib.contextmanager
+def aborted_together(core):
+    """A context for a backward that ``core.begin_backward`` has begun. Where it raises, ``core`` forgets it, and the
+    other ranks are told in the reduction that they do together: theirs ends with an error, too."""
+    try:
+        yield
+    except Exception:
+        try:
+            if core.abort_backward_together():
+                logger.warning("backward failed; the gradients of earlier micro steps of this step are lost with it")
+        except RuntimeError as error:
+            logger.warning("the other ranks cannot go on after the backward that failed here: %s", error)
+        raise
+    except BaseException:  # the process is asked to end, and so waits for nobody
+        core.abort_backward()
+        raise
 
 
 def core_config(sections):

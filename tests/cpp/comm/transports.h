@@ -15,6 +15,7 @@
 #include "../on_threads.h"
 #include "../stand_in.h"
 #include "../test_device.h"
+#include "base/error.h"
 #include "fake_nccl_calls.h"
 #include "comm/nccl/nccl_library.h"
 #include "comm/transports/hierarchical_communicator.h"
@@ -53,22 +54,9 @@ inline c10::Device device_of(int rank) {
   return on_standin() ? c10::Device(test_device().type(), static_cast<c10::DeviceIndex>(rank)) : test_device();
 }
 
-// The stand-in device for the library that stands in for NCCL.
-inline void use_standin() {
-  static const fake_nccl::DeviceCalls calls = {
-      [] { return STANDIN(standin_device_of)(nullptr); },
-      [](void* stream, const fake_nccl::Range* ranges, size_t count, void (*run)(void*), void* operation) {
-        std::vector<StandinAccess> accesses;
-        for (size_t i = 0; i < count; ++i) accesses.push_back({ranges[i].memory, ranges[i].bytes, ranges[i].written});
-        STANDIN(standin_queue)(stream, "NCCL", accesses.data(), static_cast<int>(count), run, operation);
-      },
-      [](void* memory) { return STANDIN(standin_open)(memory); }};
-  FAKE_NCCL(fake_nccl_use_device)(&calls);
-}
-
 // Of rank `rank`, whose device is current. `host`: for tensors in host memory.
 inline CommunicatorPtr nccl_on_device(const CommunicatorPtr& host, const nccl::UniqueId& id) {
-  use_standin();
+  if (const char* why = STANDIN(standin_use_nccl)(fake_nccl_path().c_str())) fail(ErrorKind::kRuntime, why);
   NcclMember member;
   member.name = "on the device";
   member.rank = host->rank();

@@ -12,6 +12,7 @@
 #include <random>
 #include <set>
 
+#include "../error_of.h"
 #include "../every_case.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
@@ -106,7 +107,7 @@ class Player : public GradArrivals {
       switch (below(6)) {
         case 0: backward(false); break;
         case 1: alone_in_time(); break;
-        case 2: raise(); break;
+        case 2: setting_.world > 1 && below(2) == 0 ? raise_on_one() : raise(); break;
         default: backward(true);
       }
     }
@@ -229,6 +230,24 @@ class Player : public GradArrivals {
     EXPECT_TRUE(told_.empty()) << "what has been told of a backward that raised is withdrawn";
     EXPECT_FALSE(survives && lost);
     if (!survives && count > 0) clear();
+  }
+
+  // A backward that raises on one rank, anywhere: all ranks drop what they have, and go on.
+  void raise_on_one() {
+    listens_ = below(2) == 0;
+    const auto all = orders();
+    const int raising = below(setting_.world), until = below(static_cast<int>(all[raising].size()) + 1);
+    const int count = rank_ == raising ? until : static_cast<int>(all[rank_].size());
+    grads().begin(true);
+    for (int i = 0; i < count; ++i) come(all[rank_][i], 1000.0);
+    if (rank_ == raising) {
+      grads().abort_together();
+    } else {
+      EXPECT_TRUE(says(failure_of([&] { grads().end(); }), "could not compute its gradients"));
+    }
+    EXPECT_TRUE(told_.empty()) << "what has been told of a backward that raised is withdrawn";
+    EXPECT_FALSE(grads().any());
+    clear();
   }
 
   void finish() {

@@ -117,6 +117,24 @@ TEST_P(KernelFailures, InAHookEveryRankDropsTheGradients) {
   });
 }
 
+TEST_P(KernelFailures, ABackwardThatRaisesOnOneRankFailsOnAll) {
+  on_ranks(GetParam(), [](Rank& one) {
+    for (const bool launched : {false, true}) {
+      one.engine->backward().begin(true);
+      if (one.rank == 0 || launched) (one.weight * one.weight).sum().backward();
+      if (one.rank == 1) {
+        EXPECT_FALSE(one.engine->backward().abort_together());
+      } else {
+        EXPECT_TRUE(says(failure_of([&] { one.engine->backward().end(); }), "rank 1 could not compute"));
+      }
+      EXPECT_FALSE(one.engine->grads().any());
+    }
+    one.backward(false);  // and goes on
+    one.step();
+    EXPECT_TRUE(at::allclose(one.weight.detach(), at::full({3000}, 0.9), 1e-5, 1e-6)) << one.weight[0];
+  });
+}
+
 TEST_P(KernelFailures, ANormWithoutMemoryUpdatesNothingAnywhere) {
   on_ranks(GetParam(), [](Rank& one) {
     one.backward(false);

@@ -10,6 +10,7 @@
 #include "plan/gather_schedule.h"
 #include "zero/gathers/sources/staged_gather.h"
 #include "zero/gathers/shard_source.h"
+#include "zero/rank_failures.h"
 
 namespace ds::zero {
 
@@ -137,7 +138,7 @@ class ScheduledSource : public ShardSource {
   }
 
   void issue(const GatherAct& act) {
-    const auto made = start_gather(schedule_.entry(act.entry), act.note);
+    const auto made = start_gather(schedule_.entry(act.entry), act.note, /*begun=*/false);
     if (act.note & GatherSchedule::kWanted) keep(made, schedule_.entry(act.entry));
     entries_.resize(act.entry + 1);
     entries_[act.entry] = made;
@@ -172,11 +173,12 @@ class ScheduledSource : public ShardSource {
     GatherSchedule::Params all(host.data_ptr<int32_t>(), host.data_ptr<int32_t>() + host.numel());
     sort_unique(all);
     if (!all.empty() && all.front() < 0) all.erase(all.begin());
-    if (!all.empty()) keep(start_gather(all, std::nullopt), wants);
+    if (!all.empty()) keep(start_gather(all, std::nullopt, /*begun=*/true), wants);
     return schedule_.exchanged(all);
   }
 
-  GatherPtr start_gather(const GatherSchedule::Params& indices, std::optional<uint8_t> note) {
+  // `begun`: the other ranks know that this one takes part, so they have to be told if it has no memory.
+  GatherPtr start_gather(const GatherSchedule::Params& indices, std::optional<uint8_t> note, bool begun) {
     std::vector<ShardedParam*> params;
     for (int32_t index : indices) params.push_back(params_[index].get());
     auto made = std::make_shared<Gather>();
@@ -184,10 +186,17 @@ class ScheduledSource : public ShardSource {
       std::vector<ShardedParam*> part = ranks_.size() == 1 ? std::move(params) : of_group(params, group);
       const bool told = note && group == 0;
       if (part.empty() && !told) continue;
-      auto gather =
-          std::make_unique<StagedGather>(*ranks_[group], buffers_, std::move(part), told ? note : std::nullopt);
-      collectives_ += gather->collectives();
-      made->add(std::move(gather));
+      try {
+        auto gather =
+            std::make_unique<StagedGather>(*ranks_[group], buffers_, std::move(part), told ? note : std::nullopt);
+        collectives_ += gather->collectives();
+        made->add(std::move(gather));
+      } catch (const c10::OutOfMemoryError& error) {
+        if (!begun) throw;
+        throw LoneFailure(ErrorKind::kRuntime,
+                          std::string("there is no memory to gather parameters: ") + error.what_without_backtrace());
+      }
+      begun = true;
     }
     return made;
   }

@@ -49,20 +49,23 @@ StagedGather::StagedGather(comm::Communicator& group, GatherBuffers& buffers, st
     if (row) works_.push_back(group.all_gather(mine, rows_, tag));
     return;
   }
+  // All memory is taken before the first call: a rank without it has then made none of them.
+  std::vector<at::Tensor> own;
   for (ShardedParam* param : params_) {
     buffers_.push_back(in_place_ ? param->buffer() : memory_.take(param->padded_numel(), param->dtype(), device));
-    at::Tensor own = param->shard();
+    own.push_back(param->shard());
     if (param->offloaded()) {  // the lease is over before the gather is
-      own = buffers_.back().narrow(0, group.rank() * param->slice_numel(), param->slice_numel());
-      own.copy_(param->slice(storage::Access::kRead).data());
+      own.back() = buffers_.back().narrow(0, group.rank() * param->slice_numel(), param->slice_numel());
+      own.back().copy_(param->slice(storage::Access::kRead).data());
     }
-    works_.push_back(group.all_gather(own, buffers_.back(), param->name()));
   }
   if (note) {
     note_column_ = at::empty({n}, options);
-    const at::Tensor mine = note_column_.narrow(0, group.rank(), 1).fill_(*note);
-    works_.push_back(group.all_gather(mine, note_column_, tag));
+    own.push_back(note_column_.narrow(0, group.rank(), 1).fill_(*note));
   }
+  for (size_t i = 0; i < params_.size(); ++i)
+    works_.push_back(group.all_gather(own[i], buffers_[i], params_[i]->name()));
+  if (note) works_.push_back(group.all_gather(own.back(), note_column_, tag));
 }
 
 StagedGather::~StagedGather() {

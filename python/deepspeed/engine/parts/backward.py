@@ -5,7 +5,8 @@ import torch
 from deepspeed.config.sections import OffloadStateTypeEnum
 from deepspeed.engine import cross_engine_scaling
 from deepspeed.engine.members import Part, engine_parts, member
-from deepspeed.log import logger, warning_once
+from deepspeed.log import warning_once
+from deepspeed.zero.core import aborted_together
 from deepspeed.zero.nested import cast_floats, tensors_within
 
 _STATES = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
@@ -135,11 +136,8 @@ class Backward(Part):
         engine.core.begin_backward(engine._accumulation.reduces_now(), root)  # ends with the backward of `root`
         cross_engine_scaling.tell_others(engine, scale / parts)
         try:
-            root.backward(retain_graph=retain_graph)
-        except BaseException:
-            if engine.core.abort_backward():
-                logger.warning("backward failed; the gradients of earlier micro steps of this step are lost with it")
-            raise
+            with aborted_together(engine.core):
+                root.backward(retain_graph=retain_graph)
         finally:
             cross_engine_scaling.tell_others(engine, 1.0)
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from deepspeed.zero.core import aborted_together
+
 
 class DeepSpeedOptimizer:
     """Base of all wrapped optimizers. Not a ``torch.optim.Optimizer``: it has one inside, ``optimizer``."""
@@ -70,9 +72,6 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def backward(self, loss, **kwargs):
         """Scales ``loss`` and runs its backward with ``kwargs`` (``retain_graph``, ``create_graph``)."""
         self.backward_prologue()
-        try:
+        with aborted_together(self.core):
             (loss.float() * self.loss_scale).backward(**kwargs)
-        except BaseException:
-            self.core.abort_backward()
-            raise
         self.backward_epilogue()

@@ -4,7 +4,7 @@ import torch
 
 from deepspeed.ops.by_name import rules_of
 from deepspeed.utils.forwarding import answers_from, forwarded
-from deepspeed.zero.core import build_core
+from deepspeed.zero.core import aborted_together, build_core
 from deepspeed.zero.optimizers.base_optimizer import DeepSpeedOptimizer
 from deepspeed.zero.optimizers.stepping import Stepping, refuse_group
 from deepspeed.zero.parameters.param_ranks import lies_in_rows
@@ -110,11 +110,8 @@ class WrappedOptimizer(DeepSpeedOptimizer):
     def backward(self, loss, create_graph=False, retain_graph=False):
         """Scales ``loss`` (a scalar) and runs its backward; gradients land in the flat buffers."""
         self.core.begin_backward(True)
-        try:
+        with aborted_together(self.core):
             (loss.float() * self.loss_scale).backward(create_graph=create_graph, retain_graph=retain_graph)
-        except BaseException:
-            self.core.abort_backward()
-            raise
         self.core.end_backward()
 
     def step(self, closure=None):

@@ -364,7 +364,7 @@ FAKE int ncclRecv(void* out, size_t count, int type, int peer, Comm* comm, void*
 FAKE int ncclMemAlloc(void** made, size_t bytes) {
   const Lock lock;
   if (const int told = failure("ncclMemAlloc")) return told;
-  *made = std::malloc(bytes);
+  *made = std::aligned_alloc(512, (bytes / 512 + 1) * 512);  // as NCCL's, at whole multiples of 512
   local().memory[*made] = bytes;
   return kOk;
 }
