@@ -73,6 +73,7 @@ _SCANNED = {
     "moe": {"engine/parts/expert_layers.py": "aux_loss_coeff bias_update_rate idle_steps overlap_chunks"},
     "pipeline": {"engine/pipeline_parts/links.py": "grad_partitioned pipe_partitioned"},
     "sequence_parallel": {"engine/parts/long_sequences.py": "chunk folder method offload tile_loss tile_mlp"},
+    "trace": {"engine/parts/tracing.py": "path steps"},
     "zero_optimization": {"zero/parameters/init_context.py": "override_module_apply"},
 }
 ONLY_SCANNED = {

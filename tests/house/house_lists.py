@@ -43,8 +43,7 @@ comm/held.py _held | communicators of native objects, which hold no attributes
 comm/mesh.py _made | every group is known by its ranks and made once
 comm/process_group.py _keeper | AT_END
 comm/process_group.py cdb | TORCH
-comm/timed.py _listener | published: the log of operations is of the process
-comm/timed.py _torch_calls | torch has one list of observers in a process
+comm/timed.py _listening | published: the log of operations is of the process
 comm/timed.py call_log | published: the log of operations is of the process
 comm/timeouts.py _configured | TORCH
 comm/timeouts.py _given | TORCH

@@ -66,12 +66,13 @@ class Backward(Part):
         engine._user_weights.bring_home()
         trains = engine._trains and torch.is_grad_enabled()
         if trains:
+            engine._step_log.see_inputs(inputs, kwargs)
             inputs, kwargs = cross_engine_scaling.with_graph_hooks(engine.core, inputs, kwargs)
         try:
             engine.progress.begin("forward")
             if engine.training:
                 engine.progress.throughput.start()
-            with engine._experts.counting(), engine._long_sequences.offloading():
+            with engine._experts.counting(), engine._long_sequences.offloading(), engine._step_log.counting():
                 outputs = engine.module(*inputs, **kwargs)
         except BaseException:
             if engine.core is not None and engine.core.gatherer is not None:
@@ -131,7 +132,8 @@ class Backward(Part):
         engine.core.begin_backward(engine._accumulation.reduces_now(), root)  # ends with the backward of `root`
         cross_engine_scaling.tell_others(engine, scale / parts)
         try:
-            root.backward(retain_graph=retain_graph)
+            with engine._step_log.counting():
+                root.backward(retain_graph=retain_graph)
         except BaseException:
             if engine.core.abort_backward():
                 logger.warning("backward failed; the gradients of earlier micro steps of this step are lost with it")

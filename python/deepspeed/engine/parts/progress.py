@@ -1,11 +1,20 @@
 """Reports while the engine trains: a line every ``steps_per_print`` steps, and timers."""
 
+import contextlib
+
+import torch
+
 from deepspeed.engine.members import engine_parts
 from deepspeed.engine.memory import see_memory_usage
+from deepspeed.engine.phases import PhaseTimes
 from deepspeed.log import log_dist
 from deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
+    BACKWARD_INNER_GLOBAL_TIMER,
+    BACKWARD_INNER_MICRO_TIMER,
     BACKWARD_MICRO_TIMER,
+    BACKWARD_REDUCE_GLOBAL_TIMER,
+    BACKWARD_REDUCE_MICRO_TIMER,
     FORWARD_GLOBAL_TIMER,
     FORWARD_MICRO_TIMER,
     STEP_GLOBAL_TIMER,
@@ -21,6 +30,10 @@ _TIMERS = {
     "backward": (BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER),
     "step": (STEP_MICRO_TIMER, STEP_GLOBAL_TIMER),
 }
+# The same of what backward consists of: waiting for reductions, and the rest.
+_REDUCE = BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER
+_INNER = BACKWARD_INNER_MICRO_TIMER, BACKWARD_INNER_GLOBAL_TIMER
+_ALL = [_TIMERS["forward"], _TIMERS["backward"], _INNER, _REDUCE, _TIMERS["step"]]
 
 
 @engine_parts.add("progress")
@@ -32,6 +45,7 @@ class Progress:
         self.engine = engine
         self.breakdown = engine.wall_clock_breakdown()
         self.memory = engine.memory_breakdown()
+        self._marks = {}  # of the phases that have begun
         self.timers = SynchronizedWallClockTimer() if self.breakdown else NoopTimer()
         self.throughput = ThroughputTimer(
             engine._config.timers_config,
@@ -48,16 +62,38 @@ class Progress:
         self._see_memory(f"before {phase}")
         for name in _TIMERS[phase] if self.breakdown else ():
             self.timers(name).start()
+        if phase == "forward" and not torch.is_grad_enabled():
+            return
+        phases = self.engine._step_log.phases
+        if self.breakdown and phase == "backward":
+            self._backward = PhaseTimes(phases.clock)
+        self._marks[phase] = phases.enter("optimizer" if phase == "step" else phase)
 
     def _stop(self, phase):
+        entered = phase in self._marks  # else its begin has failed, or it has ended
+        if entered:
+            self.engine._step_log.phases.leave(self._marks.pop(phase))
         for timer in map(self.timers, _TIMERS[phase]) if self.breakdown else ():
-            if timer.started_:  # else its start has failed
+            if timer.started_:
                 timer.stop()
+        if self.breakdown and phase == "backward" and entered:
+            reduced = self._backward.take()[2] * 1e3
+            for whole, reduce, inner in zip(_TIMERS["backward"], _REDUCE, _INNER):
+                self.timers(reduce).add(reduced)
+                self.timers(inner).add(self.timers(whole).last() - reduced)
 
     def end(self, phase):
         """After a phase, also one that has raised."""
         self._stop(phase)
         self._see_memory(f"after {phase}")
+
+    @contextlib.contextmanager
+    def inside(self, phase):
+        try:
+            self.begin(phase)
+            yield
+        finally:
+            self.end(phase)
 
     def tell_of_loss(self):
         """After a backward."""
@@ -79,10 +115,10 @@ class Progress:
         self.throughput.stop(global_step=boundary, report_speed=boundary)
         self._stop("step")
         if self.breakdown:
-            self.timers.log([micro for micro, _ in _TIMERS.values()], memory_breakdown=engine.memory_breakdown())
+            self.timers.log([micro for micro, _ in _ALL], memory_breakdown=engine.memory_breakdown())
             if boundary:
                 steps = engine.gradient_accumulation_steps()
-                self.timers.log([whole for _, whole in _TIMERS.values()], normalizer=steps)
+                self.timers.log([whole for _, whole in _ALL], normalizer=steps)
         self._see_memory("after step")
         if boundary and self._monitored():
             events = [("Train/Samples/lr", engine.get_lr()[0], engine.global_samples)]

@@ -1,0 +1,1 @@
+"""What a model costs and what a run does: operations, phases of steps, traces."""
