@@ -49,7 +49,7 @@ std::optional<comm::Stragglers> stragglers_of(const comm::CallTotals& log, const
   return comm::stragglers(log, *everybody);
 }
 
-comm::CallLog::Caller name_of_caller(py::function function) {
+comm::CallRecorder::Caller name_of_caller(py::function function) {
   return [held = shared_function(std::move(function))]() -> std::string {
     if (!Py_IsInitialized()) return "";
     py::gil_scoped_acquire locked;
@@ -61,33 +61,47 @@ comm::CallLog::Caller name_of_caller(py::function function) {
 
 DS_BINDINGS(m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
+  // Times are those of time.perf_counter(), which on Linux is the same clock.
+  using Call = comm::LoggedCall;
+  py::class_<Call>(m, "LoggedCall")
+      .def_readonly("op", &Call::op)
+      .def_readonly("label", &Call::label)
+      .def_readonly("caller", &Call::caller)
+      .def_readonly("bytes", &Call::bytes)
+      .def_readonly("ranks", &Call::ranks)
+      .def_readonly("tag", &Call::tag)
+      .def_readonly("group", &Call::group)
+      .def_readonly("number", &Call::number)
+      .def_readonly("begin", &Call::begin)
+      .def_readonly("end", &Call::end)
+      .def_readonly("blocked", &Call::blocked);
+  // caller: a function that names the function that makes the current call; None: names are not wanted.
+  using RecorderPtr = std::shared_ptr<comm::CallRecorder>;
+  py::class_<comm::CallRecorder, RecorderPtr>(m, "CallRecorder")
+      .def(py::init([](bool waits, const std::optional<py::function>& caller) {
+             return std::make_shared<comm::CallRecorder>(waits, caller ? name_of_caller(*caller) : nullptr);
+           }),
+           "waits"_a, "caller"_a = py::none())
+      .def("take", &comm::CallRecorder::take);
   py::class_<comm::CallLog, comm::CallLogPtr>(m, "CallLog")
       .def(py::init<>())
       .def_property_readonly("on", &comm::CallLog::on)
-      // caller: a function that names the function that makes the current call; None: names are not wanted.
+      .def_property_readonly("records", &comm::CallLog::records)
+      .def_property_readonly("waits", &comm::CallLog::waits)
+      .def("add", &comm::CallLog::add<RecorderPtr>, "listener"_a, Unlocked())
+      .def("add", &comm::CallLog::add<StepClockPtr>, "listener"_a, Unlocked())
+      .def("remove", &comm::CallLog::remove<RecorderPtr>, "listener"_a, Unlocked())
+      .def("remove", &comm::CallLog::remove<StepClockPtr>, "listener"_a, Unlocked())
       .def(
-          "turn",
-          [](comm::CallLog& log, bool on, const std::optional<py::function>& caller) {
-            comm::CallLog::Caller native;
-            if (caller) native = name_of_caller(*caller);
-            const py::gil_scoped_release unlocked;
-            log.turn(on, std::move(native));
+          "ended",
+          [](comm::CallLog& log, std::string op, std::string label, int64_t bytes, int ranks, std::string group,
+             int64_t number, double begin, double blocked, bool waited) {
+            log.ended({std::move(op), "", bytes, ranks, std::move(label), "", std::move(group), number, begin,
+                       comm::seconds_now(), blocked},
+                      waited);
           },
-          "on"_a, "caller"_a = py::none())
-      .def(
-          "add",
-          [](comm::CallLog& log, std::string op, std::string label, int64_t bytes, double ms, int ranks) {
-            log.add({std::move(op), "", bytes, ms, ranks, std::move(label)});
-          },
-          "op"_a, "label"_a, "bytes"_a, "ms"_a, "ranks"_a, Unlocked())
-      // (op, label, caller, bytes, ms, ranks) of each call since the last take.
-      .def("take",
-           [](comm::CallLog& log) {
-             std::vector<std::tuple<std::string, std::string, std::string, int64_t, double, int>> calls;
-             for (const comm::LoggedCall& call : log.take())
-               calls.emplace_back(call.op, call.label, call.caller, call.bytes, call.ms, call.ranks);
-             return calls;
-           })
+          "op"_a, "label"_a, "bytes"_a, "ranks"_a, "group"_a, "number"_a, "begin"_a, "blocked"_a, "waited"_a,
+          Unlocked())
       .def("enter", [](comm::CallLog& log) { return log.enter(); })
       .def("leave", [](comm::CallLog& log) { log.leave(); });
   py::class_<comm::TorchCalls>(m, "TorchCalls").def(py::init<comm::CallLogPtr>(), "log"_a, Unlocked());

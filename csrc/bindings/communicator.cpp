@@ -80,6 +80,8 @@ comm::CommunicatorPtr opened(const py::object& group, const Use& use, const std:
                                   : use.scripts ? comm::GlooBy::kCollectives
                                                 : comm::GlooBy::kTransfers);
   py::gil_scoped_release unlocked;
+  const auto* known = dynamic_cast<const comm::LoggedCommunicator*>(made.get());
+  const std::string named = known ? known->group() : given ? given->name : "";
   const comm::GroupFacts facts = given.value_or(comm::GroupFacts{"", -1, nullptr, nullptr, without_lock, nullptr});
   if (nccl) made = comm::nccl_communicator(nccl->pointer(), std::move(made));
   if (use.scripts && use.shared) made = comm::exchanges_by_hosts(std::move(made), use.timeout, facts);
@@ -92,7 +94,7 @@ comm::CommunicatorPtr opened(const py::object& group, const Use& use, const std:
   if (use.shared)
     made = use.scripts ? comm::one_host_communicator(std::move(made), use.timeout, facts)
                        : comm::shm_communicator(std::move(made), use.timeout, facts);
-  return comm::logged(std::move(made), facts.log);
+  return comm::logged(std::move(made), facts.log, named);
 }
 
 comm::WorkPtr run_op(Communicator& self, const std::string& verb, const std::optional<at::Tensor>& input,

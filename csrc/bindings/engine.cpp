@@ -390,12 +390,23 @@ DS_BINDINGS(m) {
           "rest_in_files", [](Engine& engine) { return sources_of(engine).rest_in_files(); }, Unlocked(),
           "Whether masters or optimizer states do.")
       .def_property_readonly("storage", [](Engine& engine) { return engine.params().storage(); })
+      .def_property_readonly("clock", [](Engine& engine) { return engine.params().storage()->clock(); })
       .def("held_bytes",
            [](Engine& engine) {
              py::dict result;
              for (const auto& [what, bytes] : engine.params().held_bytes()) result[py::str(what)] = bytes;
              return result;
            })
+      .def(
+          "passing_bytes",
+          [](Engine& engine) {
+            int64_t gathered = 0;
+            if (engine.gatherer() != nullptr)
+              for (const zero::ShardedParamPtr& param : engine.gatherer()->params())
+                if (param->available()) gathered += static_cast<int64_t>(param->buffer().nbytes());
+            return std::make_pair(gathered, engine.grads().memory().bytes());
+          },
+          "Bytes of gathered parameters, and of buffers for gradients on their way.")
       .def("traffic",
            [](Engine& engine) {
              const comm::Traffic& traffic = engine.data_parallel().traffic();

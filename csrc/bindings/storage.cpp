@@ -70,6 +70,7 @@ struct SwapFolder {
 }  // namespace
 
 DS_BINDINGS(m) {
+  m.def("rates_folder", &rates_folder, "Where measured rates of this machine are kept; \"\": nowhere.");
   py::class_<SwapFolder>(m, "SwapFolder", "A folder for files of this run alone, below one of the user.")
       .def(py::init<const std::string&, const std::string&, const std::string&>(), "key"_a, "base"_a, "below"_a)
       .def_readonly("path", &SwapFolder::path);
@@ -122,6 +123,15 @@ DS_BINDINGS(m) {
       .def_property_readonly("device", &ShardStorage::device)
       .def(
           "remove", [](ShardStorage& storage, int32_t plane) { storage.remove({plane}); }, "plane"_a, Unlocked())
+      .def("record_copies", &ShardStorage::record_copies, Unlocked(), "on"_a)
+      // (plane, medium, whether it was read, bytes, begin, end) of each transfer, times as of time.perf_counter().
+      .def("take_copies",
+           [](ShardStorage& storage) {
+             py::list found;
+             for (const CopyRecord& one : storage.take_copies())
+               found.append(py::make_tuple(one.plane, one.medium, one.read, one.bytes, one.begin, one.end));
+             return found;
+           })
       .def("report", &report_of, "What has rested, moved and been waited for, by medium.")
       .def("usage", &usage_of, "Bytes by medium; what was to be pinned and is not.");
 }

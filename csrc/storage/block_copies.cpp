@@ -55,6 +55,8 @@ void BlockCopies::transfer(const Plane& plane, const PlanePart& part, int32_t bl
   }
   const auto lock = lock_.hold();
   MediumUsage& used = memory_.used(part.medium);
+  const double end = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+  memory_.add({plane.name, used.name, fetch, plane.bytes(block, block + 1), end - seconds, end});
   (fetch ? used.read_bytes : used.written_bytes) += plane.bytes(block, block + 1);
   (fetch ? used.read_seconds : used.write_seconds) += seconds;
 }

@@ -77,13 +77,13 @@ StagingPtr Leases::copy_of(StorageLock::Held& lock, Plane& plane, plan::Range ra
   copy = plane.new_copy(first, end, at);
   double seconds = 0;
   {
-    const Waited timed(seconds);
+    const Waited timed(seconds, &memory_.clock());
     memory_.take(lock, *copy, /*may_wait=*/true);
   }
   planes_.wait_for_streams(plane, first, end);
   lock.unlock();
   try {
-    const Waited timed(seconds);
+    const Waited timed(seconds, &memory_.clock());
     for (int32_t b = first; b < end; ++b) {
       if (lease.access_ == Access::kWrite && plane.covers(range, b)) continue;
       copies_.fetch(plane, b, *copy, /*in_background=*/false);

@@ -257,4 +257,15 @@ Usage MemoryAccounts::usage() {
   return usage;
 }
 
+void MemoryAccounts::record_copies(bool on) {
+  const auto lock = lock_.hold();
+  records_copies_ = on;
+  copies_.clear();
+}
+
+std::vector<CopyRecord> MemoryAccounts::take_copies() {
+  const auto lock = lock_.hold();
+  return std::exchange(copies_, {});
+}
+
 }  // namespace ds::storage

@@ -8,6 +8,7 @@
 #include <functional>
 #include <vector>
 
+#include "base/step_clock.h"
 #include "storage/plane.h"
 #include "storage/scratch_pool.h"
 #include "storage/shard_storage.h"
@@ -24,9 +25,13 @@ class MemoryAccounts {
                  OldestPrefetched oldest_prefetched);
 
   // ---- with the lock; functions that get it may release it in between
+  StepClock& clock() { return *clock_; }
   // Throws ErrorKind::kValue where there is no such medium.
   MediumUsage& used(Medium medium) { return account(medium).used; }  // without `idle`
   Usage& events() { return events_; }                                // without the media
+  void add(CopyRecord copy) {
+    if (records_copies_) copies_.push_back(std::move(copy));
+  }
   void reserve(StorageLock::Held& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait);
   // Memory for a copy or for scratch, idle memory of its user first.
   void take(StorageLock::Held& lock, Staging& staging, bool may_wait);
@@ -47,6 +52,9 @@ class MemoryAccounts {
   ScratchUsage scratch_usage(Medium at, int32_t user);
   void trim(int32_t user);  // -1: all
   Usage usage();
+  const StepClockPtr& step_clock() const { return clock_; }
+  void record_copies(bool on);
+  std::vector<CopyRecord> take_copies();
 
  private:
   struct User {
@@ -80,8 +88,11 @@ class MemoryAccounts {
   const c10::Device device_;
   const int64_t idle_scratch_;
   const OldestPrefetched oldest_prefetched_;
+  const StepClockPtr clock_ = std::make_shared<StepClock>();
   std::vector<Account> accounts_;
   Usage events_;
+  bool records_copies_ = false;
+  std::vector<CopyRecord> copies_;
 };
 
 }  // namespace ds::storage

@@ -34,7 +34,7 @@ void PlaneTable::wait_for_blocks(StorageLock::Held& lock, const Plane& plane, in
   const auto busy = [&](const Block& block) { return block.writer || (alone && block.readers > 0); };
   const auto somebody = [&] { return std::any_of(plane.blocks.begin() + first, plane.blocks.begin() + end, busy); };
   if (!plane.removed && somebody()) {
-    const Waited waited(memory_.used(plane.part_of(first).medium).waited_seconds);
+    const Waited waited(memory_.used(plane.part_of(first).medium).waited_seconds, &memory_.clock());
     while (!plane.removed && somebody()) lock_.wait(lock);
   }
   if (plane.removed) fail(ErrorKind::kIndex, "plane '", plane.name, "' has been removed");

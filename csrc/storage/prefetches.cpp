@@ -89,7 +89,7 @@ StagingPtr Prefetches::take(StorageLock::Held& lock, Plane& plane, int32_t first
       ++memory_.events().prefetch_hits;
       return copy;
     }
-    const Waited timed(memory_.used(plane.part_of(first).medium).waited_seconds);
+    const Waited timed(memory_.used(plane.part_of(first).medium).waited_seconds, &memory_.clock());
     lock_.wait(lock);
   }
 }

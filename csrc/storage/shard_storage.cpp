@@ -129,6 +129,9 @@ void ShardStorage::at_exit() noexcept {
   for (const auto& tier : state_->tiers) tier->at_exit();
 }
 Usage ShardStorage::usage() const { return state_->memory.usage(); }
+void ShardStorage::record_copies(bool on) { state_->memory.record_copies(on); }
+std::vector<CopyRecord> ShardStorage::take_copies() { return state_->memory.take_copies(); }
+const StepClockPtr& ShardStorage::clock() const { return state_->memory.step_clock(); }
 c10::Device ShardStorage::device() const { return state_->device; }
 
 }  // namespace ds::storage

@@ -26,6 +26,7 @@
 #include <string>
 #include <vector>
 
+#include "base/step_clock.h"
 #include "io/run_folder.h"
 #include "plan/range.h"
 #include "storage/file_access.h"
@@ -160,6 +161,11 @@ class ShardStorage {
   // Waits until everything is at rest. Throws the first failure since the last call, with all others in its text.
   void settle();
   Usage usage() const;
+  // Transfers of blocks are recorded from now on, or no longer; those that ended since the last take.
+  void record_copies(bool on);
+  std::vector<CopyRecord> take_copies();
+  // Of the engine that this is the memory of.
+  const StepClockPtr& clock() const;
   c10::Device device() const;
 
  private:

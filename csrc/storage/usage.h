@@ -27,6 +27,14 @@ struct ScratchUsage {
   int64_t lent = 0, idle = 0, peak = 0;  // bytes, copies of its planes among them; the most of both together
 };
 
+// One transfer of a block between the memory where it rests and a copy.
+struct CopyRecord {
+  std::string plane, medium;  // of the block at rest
+  bool read = true;
+  int64_t bytes = 0;
+  double begin = 0, end = 0;  // seconds on `Clock`
+};
+
 struct Usage {
   std::vector<MediumUsage> media;  // by Medium
   int64_t leases = 0;              // that are out now

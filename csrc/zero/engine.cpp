@@ -140,6 +140,7 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
   auto source = shard_source();
   grads_.options().waits = !source->looks_ahead();
   GathererOptions gathering = options.gatherer;
+  gathering.clock = store_.storage()->clock();
   gathering.on_failure = [this](const std::exception& error) { tell_others(error); };
   gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), std::move(gathering));
   gatherer_->release_all();

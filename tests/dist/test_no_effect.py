@@ -79,6 +79,7 @@ _SCANNED = {
     "pipeline": {"engine/pipeline_parts/links.py": "grad_partitioned pipe_partitioned"},
     "sequence_parallel": {"engine/parts/long_sequences.py": "chunk folder method offload tile_loss tile_mlp"},
     "tensorboard": {"monitor/monitor.py": "enabled", "monitor/tensorboard.py": "job_name output_path"},
+    "trace": {"engine/parts/tracing.py": "path steps"},
     "wandb": {"monitor/monitor.py": "enabled", "monitor/wandb.py": "group project team"},
     "zero_optimization": {"zero/parameters/init_context.py": "override_module_apply"},
 }

@@ -43,8 +43,7 @@ comm/held.py _held | communicators of native objects, which hold no attributes
 comm/mesh.py _made | every group is known by its ranks and made once
 comm/process_group.py _keeper | AT_END
 comm/process_group.py cdb | TORCH
-comm/timed.py _listener | published: the log of operations is of the process
-comm/timed.py _torch_calls | torch has one list of observers in a process
+comm/timed.py _listening | published: the log of operations is of the process
 comm/timed.py call_log | published: the log of operations is of the process
 comm/timeouts.py _configured | TORCH
 comm/timeouts.py _given | TORCH
@@ -97,6 +96,8 @@ comm/transports/c10d_communicator.cpp C10dCommunicator | overrides each virtual 
 comm/calls/c10d_backend.cpp C10dBackend | overrides each virtual function of c10d::Backend
 config/field.h Field | one method for each thing that can be said about a key
 formats/graph_builder.h GraphBuilder | a visitor: one method for each kind of pickled value
+storage/memory_accounts.h MemoryAccounts | bytes, waits and transfers are counted under one lock
+storage/shard_storage.h ShardStorage | all that can be asked of the memory of an engine
 zero/gradients/grad_reducer.h GradReducer | one reduction: hooks' entries, order of buckets and wires share its state
 zero/gathers/param_gatherer.h ParamGatherer | uses, holders, prefetch and order of gathers share one table of units
 zero/spaces/param_store.h ParamStore | questions about spaces and places that every part of the core asks

@@ -1,32 +1,67 @@
 #include "comm/decorators/call_log.h"
 
+#include <algorithm>
 #include <utility>
+
+#include "base/ranges.h"
 
 namespace ds::comm {
 
-void CallLog::turn(bool on, Caller caller) {
+namespace {
+
+template <typename Listener>
+void change_list(std::vector<Listener>& list, const Listener& listener, bool add) {
+  list.erase(std::remove(list.begin(), list.end(), listener), list.end());
+  if (add) list.push_back(listener);
+}
+
+}  // namespace
+
+void CallRecorder::add(const LoggedCall& call) {
   const std::lock_guard lock(mutex_);
-  caller_ = std::move(caller);
-  on_ = on;
+  calls_.push_back(call);
+}
+
+std::vector<LoggedCall> CallRecorder::take() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(calls_, {});
+}
+
+void CallLog::change(const std::shared_ptr<CallRecorder>& recorder, bool add) {
+  const std::lock_guard lock(mutex_);
+  auto changed = std::make_shared<Listeners>(*listeners_);
+  change_list(changed->recorders, recorder, add);
+  publish(changed);
+}
+
+void CallLog::change(const StepClockPtr& clock, bool add) {
+  const std::lock_guard lock(mutex_);
+  auto changed = std::make_shared<Listeners>(*listeners_);
+  change_list(changed->clocks, clock, add);
+  publish(changed);
+}
+
+void CallLog::publish(const std::shared_ptr<Listeners>& listeners) {
+  listeners_ = listeners;
+  records_ = !listeners->recorders.empty();
+  waits_ = any_of(listeners->recorders, [](const auto& one) { return one->waits(); });
+  on_ = records() || !listeners->clocks.empty();
+}
+
+CallLog::ListenersPtr CallLog::listeners() const {
+  const std::lock_guard lock(mutex_);
+  return listeners_;
 }
 
 std::string CallLog::caller() const {
-  Caller asked;
-  {
-    const std::lock_guard lock(mutex_);
-    asked = caller_;
-  }
-  return asked ? asked() : "";
+  for (const auto& one : listeners()->recorders)
+    if (one->caller()) return one->caller()();
+  return "";
 }
 
-void CallLog::add(LoggedCall call) {
-  const std::lock_guard lock(mutex_);
-  calls_.push_back(std::move(call));
-}
-
-std::vector<LoggedCall> CallLog::take() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(calls_, {});
+void CallLog::ended(const LoggedCall& call, bool waited) {
+  for (const auto& one : listeners()->recorders)
+    if (waited || !one->waits()) one->add(call);
 }
 
 bool CallLog::enter(std::thread::id thread) {
@@ -38,6 +73,15 @@ void CallLog::leave(std::thread::id thread) {
   const std::lock_guard lock(mutex_);
   const auto here = depth_.find(thread);
   if (here != depth_.end() && --here->second <= 0) depth_.erase(here);
+}
+
+Blocked::Blocked(const CallLog& log, bool reduces) : listeners_(log.listeners()) {
+  for (const StepClockPtr& clock : listeners_->clocks)
+    marks_.push_back(clock->enter(reduces ? Phase::kReduction : Phase::kCommunication));
+}
+
+Blocked::~Blocked() {
+  for (size_t i = marks_.size(); i-- > 0;) listeners_->clocks[i]->leave(marks_[i]);
 }
 
 }  // namespace ds::comm

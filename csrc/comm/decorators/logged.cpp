@@ -3,12 +3,47 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <optional>
 #include <thread>
 #include <utility>
 
-#include "base/clock.h"
-
 namespace ds::comm {
+
+namespace {
+
+// Records its calls when somebody has waited for them, or nobody will.
+class LoggedWork : public Work {
+ public:
+  LoggedWork(CallLogPtr log, WorkPtr work, bool reduces, std::vector<LoggedCall> calls)
+      : log_(std::move(log)), work_(std::move(work)), reduces_(reduces), calls_(std::move(calls)) {}
+  ~LoggedWork() override { end(0); }
+
+  void wait() override {
+    const double begin = seconds_now();
+    {
+      const Blocked here(*log_, reduces_);
+      work_->wait();
+    }
+    end(seconds_now() - begin);
+  }
+  bool ready() override { return work_->ready(); }
+
+ private:
+  void end(double blocked) {
+    for (LoggedCall& call : std::exchange(calls_, {})) {
+      call.end = seconds_now();
+      call.blocked += blocked;
+      log_->ended(call, /*waited=*/false);
+    }
+  }
+
+  const CallLogPtr log_;
+  const WorkPtr work_;
+  const bool reduces_;
+  std::vector<LoggedCall> calls_;
+};
+
+}  // namespace
 
 void finish_device(c10::Device device) {
   if (device.type() == c10::DeviceType::CPU) return;
@@ -18,24 +53,50 @@ void finish_device(c10::Device device) {
   while (!event.query()) std::this_thread::yield();
 }
 
-WorkPtr LoggedCommunicator::start(const Op& op) {
-  if (!log_->on() || op.verb == Verb::kBarrier) return inner_->run(op);
-  const CallScope scope(log_);
-  if (!scope.outermost()) return inner_->run(op);
-  const at::Tensor& own = op.own();
-  finish_device(own.device());  // so that earlier work of the device is not counted
-  const auto begin = Clock::now();
-  inner_->run(op)->wait();
-  finish_device(own.device());
-  const double ms = 1e3 * seconds_since(begin);
-  const at::Tensor& passed = op.verb == Verb::kReduceScatter ? op.in : own;
-  log_->add({verb_name(op.verb), "engine", static_cast<int64_t>(passed.nbytes()), ms, size()});
-  return std::make_shared<DoneWork>();
+LoggedCall LoggedCommunicator::record_of(const Op& op, int64_t number, double begin) const {
+  const at::Tensor& passed = op.verb == Verb::kReduceScatter ? op.in : op.own();
+  const auto bytes = static_cast<int64_t>(passed.nbytes());
+  const double now = seconds_now();
+  return {verb_name(op.verb), "engine", bytes, size(), "", op.tag, group_, number, begin, now, now - begin};
 }
 
-CommunicatorPtr logged(CommunicatorPtr inner, CallLogPtr log) {
+WorkPtr LoggedCommunicator::start(const Op& op) {
+  const bool message = op.verb == Verb::kSend || op.verb == Verb::kRecv;
+  const int64_t number = message ? -1 : collectives_++;
+  if (!log_->on()) return inner_->run(op);
+  const bool reduction = reduces(op.verb) || op.verb == Verb::kExchangePacked;
+  const Blocked here(*log_, reduction);
+  std::optional<CallScope> scope;
+  if (log_->records()) scope.emplace(log_);
+  const bool recorded = scope && scope->outermost() && op.verb != Verb::kBarrier, waits = recorded && log_->waits();
+  if (waits) finish_device(op.own().device());  // so that earlier work of the device is not counted
+  const double begin = seconds_now();
+  WorkPtr work = inner_->run(op);
+  std::vector<LoggedCall> calls;
+  if (waits) {
+    work->wait();
+    finish_device(op.own().device());
+    log_->ended(record_of(op, number, begin), /*waited=*/true);
+    return std::make_shared<DoneWork>();
+  }
+  if (recorded) calls.push_back(record_of(op, number, begin));
+  return std::make_shared<LoggedWork>(log_, std::move(work), reduction, std::move(calls));
+}
+
+// Its calls cannot wait for their ends one by one: a rank may have to make another call before.
+WorkPtr LoggedCommunicator::run_all(const std::vector<Op>& ops) {
+  if (!log_->on()) return inner_->run_all(ops);
+  const Blocked here(*log_, /*reduces=*/false);
+  const double begin = seconds_now();
+  WorkPtr work = inner_->run_all(ops);
+  std::vector<LoggedCall> calls;
+  for (size_t i = 0; log_->records() && i < ops.size(); ++i) calls.push_back(record_of(ops[i], -1, begin));
+  return std::make_shared<LoggedWork>(log_, std::move(work), /*reduces=*/false, std::move(calls));
+}
+
+CommunicatorPtr logged(CommunicatorPtr inner, CallLogPtr log, std::string group) {
   if (!log || std::dynamic_pointer_cast<LoggedCommunicator>(inner)) return inner;
-  return std::make_shared<LoggedCommunicator>(std::move(inner), std::move(log));
+  return std::make_shared<LoggedCommunicator>(std::move(inner), std::move(log), std::move(group));
 }
 
 }  // namespace ds::comm

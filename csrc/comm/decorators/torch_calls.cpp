@@ -62,7 +62,7 @@ struct Observed : at::ObserverContext {
   const TorchOp& op;
   LoggedCall call;
   std::optional<c10::Device> device;
-  Clock::time_point begin;
+  bool waits = false;
 };
 
 void add_bytes(const c10::IValue& value, Observed& into) {
@@ -92,7 +92,7 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
     const std::lock_guard lock(listening().mutex);
     log = listening().log;
   }
-  if (!log || !log->on()) return nullptr;
+  if (!log || !log->records()) return nullptr;
   auto made = std::make_unique<Observed>(log, *known);
   if (!made->scope.outermost()) return made;
   made->call.op = known->name;
@@ -101,24 +101,35 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
   if (known->passed >= 0 && known->passed < static_cast<int>(inputs.size())) add_bytes(inputs[known->passed], *made);
   for (const c10::IValue& each : inputs)
     if (is_a(each, "c10d.ProcessGroup")) made->call.ranks = each.toCustomClass<c10d::ProcessGroup>()->getSize();
-  if (made->device) finish_device(*made->device);
-  made->begin = Clock::now();
+  made->waits = log->waits();
+  if (made->waits && made->device) finish_device(*made->device);
+  made->call.begin = seconds_now();
   return made;
 }
 
 void ends(const at::RecordFunction& function, at::ObserverContext* context) {
   auto* observed = static_cast<Observed*>(context);
   if (!observed || !observed->scope.outermost()) return;
+  c10::intrusive_ptr<c10d::Work> work;
+  for (const c10::IValue& each : function.outputs())
+    if (is_a(each, "c10d.Work")) work = each.toCustomClass<c10d::Work>();
+  auto finish = [log = observed->log, call = observed->call](bool waited) mutable {
+    call.end = seconds_now();
+    call.blocked = waited ? call.end - call.begin : 0;
+    log->ended(call, waited);
+  };
   try {
-    for (const c10::IValue& each : function.outputs())
-      if (is_a(each, "c10d.Work")) each.toCustomClass<c10d::Work>()->wait();
-    if (observed->device) finish_device(*observed->device);
+    if (observed->waits) {
+      if (work) work->wait();
+      if (observed->device) finish_device(*observed->device);
+    } else if (work) {  // a thread of torch's tells of the end
+      work->getFuture()->addCallback([finish](c10::ivalue::Future&) mutable { finish(false); });
+      return;
+    }
   } catch (const std::exception&) {  // the script gets this error from its own wait
     return;
   }
-  const double ms = 1e3 * seconds_since(observed->begin);
-  observed->call.ms = ms;
-  observed->log->add(std::move(observed->call));
+  finish(observed->waits);
 }
 
 }  // namespace

@@ -220,6 +220,7 @@ void ParamGatherer::hook_outputs(const UsePtr& use, const std::vector<at::Tensor
 }
 
 void ParamGatherer::start_backward_use(const UsePtr& use) {
+  const StepClock::Guest here(*options_.clock);  // autograd may run it in a thread of its own
   if (use->held) return;
   ++events_;
   use->held = true;

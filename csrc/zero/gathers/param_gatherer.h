@@ -21,6 +21,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/step_clock.h"
 #include "zero/gathers/shard_source.h"
 #include "zero/rank_failures.h"
 #include "zero/spaces/sharded_param.h"
@@ -35,6 +36,7 @@ struct GathererOptions {
   int64_t prefetch_numel = 50000000;            // elements fetched ahead, where fetching takes waiting
   // A slice of this rank could not be read: the other ranks wait for it, and are told.
   RankFailures::Tell on_failure = [](const std::exception&) {};
+  StepClockPtr clock = std::make_shared<StepClock>();  // of the engine
 };
 
 class ParamGatherer {
@@ -90,9 +92,10 @@ class ParamGatherer {
     int64_t numel = 0;
   };
 
-  // Runs what needs this rank's slices.
+  // Runs what needs the slices of all ranks.
   template <typename Body>
   void with_slices(const Body& body) const {
+    const InPhase waiting(*options_.clock, Phase::kGathers);
     RankFailures(options_.on_failure).guard(body);
   }
   void hold(const std::vector<ShardedParam*>& params, bool ahead = true);

@@ -47,7 +47,12 @@ void BackwardSession::register_hooks() {
     const ShardedParamPtr& sharded = store_.spec(param).sharded;
     const auto add = [&] {
       hooked_[param] = hooks_.add(
-          tensor, [this, param] { failures_.guard([&] { grads_.on_grad(param); }); }, sharded != nullptr);
+          tensor,
+          [this, param] {
+            const StepClock::Guest here(*store_.storage()->clock());
+            failures_.guard([&] { grads_.on_grad(param); });
+          },
+          sharded != nullptr);
     };
     if (sharded) {
       sharded->with_shape_only(add);
@@ -74,7 +79,10 @@ void BackwardSession::begin(bool reduce, const at::Tensor& root) {
 // From a hook or node on the root side, so that it runs when the outermost backward ends, not a re-entrant one.
 void BackwardSession::queue_end() {
   torch::autograd::Engine::get_default_engine().queue_callback([weak = self_()] {
-    if (const auto alive = weak.lock(); alive && (alive->user_backward_ || alive->own_backward_)) alive->end();
+    const auto alive = weak.lock();
+    if (!alive || !(alive->user_backward_ || alive->own_backward_)) return;
+    const StepClock::Guest here(*alive->store_.storage()->clock());
+    alive->end();
   });
 }
 
@@ -85,6 +93,7 @@ void BackwardSession::leave_root() {
 
 void BackwardSession::end() {
   own_backward_ = false;
+  const bool by_user = user_backward_;
   user_backward_ = false;
   leave_root();
   failures_.guard([this] {
@@ -94,10 +103,12 @@ void BackwardSession::end() {
     }
     grads_.end();
   });
+  if (by_user) store_.storage()->clock()->leave_last(Phase::kBackward);
 }
 
 bool BackwardSession::abort() {
   own_backward_ = false;
+  if (user_backward_) store_.storage()->clock()->leave_last(Phase::kBackward);
   user_backward_ = false;
   leave_root();
   if (gatherer_) gatherer_->end_backward();
@@ -160,6 +171,7 @@ void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs) {
     if (!session || session->own_backward_) return grad;
     if (!session->user_backward_) {
       session->user_backward_ = session->had_user_backward_ = true;
+      session->store_.storage()->clock()->enter(Phase::kBackward);
       session->grads_.begin(session->user_reduce_);
       session->queue_end();
     }

@@ -20,6 +20,10 @@ class WireBuffers {
     return storage::as_tensor(storage_.scratch(numel, type, storage::Medium::kDevice, user_));
   }
   void clear() { storage_.trim(user_); }
+  int64_t bytes() const {
+    const storage::ScratchUsage used = storage_.scratch_usage(storage::Medium::kDevice, user_);
+    return used.lent + used.idle;
+  }
   int64_t peak_bytes() const { return storage_.scratch_usage(storage::Medium::kDevice, user_).peak; }
 
  private:

@@ -23,6 +23,7 @@ void StepGather::start_all(const ParamSpace& space) {
 }
 
 void StepGather::finish() {
+  const InPhase waiting(*store_.storage()->clock(), Phase::kGathers);
   for (const comm::WorkPtr& work : started_) work->wait();
   started_.clear();
   for (const ParamSpace& space : store_.spaces()) arrive(space, {0, space.lp.numel});

@@ -8,17 +8,24 @@ overlaps.
 import json
 import os
 
+from deepspeed import _native
 from deepspeed.comm import timed
 from deepspeed.comm.comms_logger import CommsLogger
 from deepspeed.comm.timeouts import section_of
 from deepspeed.config.sections import CommsConfig
 from deepspeed.log import logger, print_rank
 
-comms_logger = CommsLogger(timed.call_log)
+comms_logger = CommsLogger()
 
 
 def _switch(on):
-    timed.listen(comms_logger if on else None, torch_calls=os.environ.get("DS_COMMS_LOGGER_RAW", "1") != "0")
+    if on:
+        comms_logger.recorder = _native._C.CallRecorder(waits=True, caller=timed.caller_name)
+        torch_calls = os.environ.get("DS_COMMS_LOGGER_RAW", "1") != "0"
+        timed.listen(comms_logger.recorder, torch_calls, comms_logger)
+    else:
+        timed.stop_listening(comms_logger.recorder, comms_logger)
+        comms_logger.recorder = None
 
 
 comms_logger.on_switch = _switch

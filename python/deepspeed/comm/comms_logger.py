@@ -23,8 +23,8 @@ class CommsLogger:
     ``comms_dict``: name of the operation -> bytes -> ``[count, [ms], [algorithm Gbit/s], [bus Gbit/s]]``.
     """
 
-    def __init__(self, call_log=None):
-        self._call_log = call_log  # the native log that ``collect`` reads
+    def __init__(self):
+        self.recorder = None  # of the native log, which ``collect`` reads
         self.comms_dict = {}
         self.verbose = False
         self.debug = False
@@ -99,10 +99,12 @@ class CommsLogger:
 
     def collect(self):
         """Takes over the calls that the native log has recorded since the last time."""
-        for name, label, caller, size, ms, ranks in self._call_log.take() if self._enabled else ():
+        for call in self.recorder.take() if self._enabled and self.recorder is not None else ():
+            name, label = call.op, call.label
             if label or self.wants(name):
-                debug = f"{name} | [Caller Func: {caller}]" if self.debug else name
-                self.add(name, label or debug, ms, size, ranks or _world_size())
+                debug = f"{name} | [Caller Func: {call.caller}]" if self.debug else name
+                ms = (call.end - call.begin) * 1e3
+                self.add(name, label or debug, ms, call.bytes, call.ranks or _world_size())
 
     def has_data(self):
         return bool(self.comms_dict)

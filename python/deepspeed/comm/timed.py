@@ -1,10 +1,11 @@
 """Names and measures the operations of ``deepspeed.comm`` for the log of operations.
 
-The log is native (csrc/comm/decorators/call_log.h). Native communicators write into it, and so do observers of
-``torch.distributed``'s operators; an operation of ``deepspeed.comm`` is one entry, whatever it is made of. Costs one
-comparison for each operation while nobody listens.
+The log is native (csrc/comm/decorators/call_log.h), and has any number of listeners, who come and go in any order.
+Native communicators write into it, and so do observers of ``torch.distributed``'s operators; an operation of
+``deepspeed.comm`` is one entry, whatever it is made of. Costs one comparison for each operation while nobody records.
 """
 
+import collections
 import contextlib
 import functools
 import os
@@ -19,20 +20,44 @@ from deepspeed.comm.utils import argument_names, get_debug_log_name, size_of_arg
 
 _SKIPPED = tuple(os.path.dirname(os.path.abspath(file)) for file in (__file__, torch.distributed.__file__))
 _UNFINISHED = ("isend", "irecv")  # whose end may need what the caller does next
+_MESSAGES = (*_UNFINISHED, "send", "recv")
 
 call_log = _native._C.CallLog()
-_listener = None
-_torch_calls = None  # the observer of torch.distributed, while it is wanted
 
 
-def listen(comms_logger, torch_calls=True):
-    """Operations are logged for ``comms_logger`` from now on; None: not at all. ``torch_calls``: those that scripts
-    make through torch.distributed, too."""
-    global _listener, _torch_calls
-    _listener, _torch_calls = comms_logger, None
-    call_log.turn(comms_logger is not None, caller_name)
-    if comms_logger is not None and torch_calls:
-        _torch_calls = _native._C.TorchCalls(call_log)
+class _Listening:
+    """Who listens to the calls of this process."""
+
+    def __init__(self):
+        self.recorders = {}  # -> whether they want the calls of torch.distributed, too
+        self.logger = None  # the comms logger while it listens: it says which operations it wants, and as what
+        self.torch_calls = None  # the observer of torch.distributed, while somebody wants it
+        self.numbers = collections.Counter()  # of the collectives of a group, since somebody began to record
+
+
+_listening = _Listening()
+
+
+def listen(recorder, torch_calls=True, logger=None):
+    """Operations are recorded by ``recorder``, a native ``CallRecorder``, from now on. ``torch_calls``: those that
+    scripts make through torch.distributed, too. ``logger``: what names and chooses them, ``CommsLogger``."""
+    _listening.recorders[recorder] = torch_calls
+    _listening.logger = logger or _listening.logger
+    if torch_calls and _listening.torch_calls is None:
+        _listening.torch_calls = _native._C.TorchCalls(call_log)
+    call_log.add(recorder)
+
+
+def stop_listening(recorder, logger=None):
+    """``recorder`` gets no more operations. One that does not listen: nothing happens."""
+    call_log.remove(recorder)
+    _listening.recorders.pop(recorder, None)
+    if _listening.logger is logger:
+        _listening.logger = None
+    if not any(_listening.recorders.values()):
+        _listening.torch_calls = None
+    if not _listening.recorders:
+        _listening.numbers.clear()
 
 
 @contextlib.contextmanager
@@ -50,7 +75,7 @@ def timed_op(func):
 
     @functools.wraps(func)
     def operation(*args, **kwargs):
-        if not call_log.on:
+        if not call_log.records:
             return func(*args, **kwargs)
         outermost = call_log.enter()
         try:
@@ -62,34 +87,51 @@ def timed_op(func):
 
 
 def _recorded(func, args, kwargs):
-    listener, name, given = _listener, func.__name__, argument_names(func, args, kwargs)
-    log_name = given.get("log_name", name)
-    ranks = torch.distributed.get_world_size(given.get("group")) if torch.distributed.is_initialized() else 1
-    if ranks < 1 or not listener.wants(log_name, given.get("prof", False)):
+    name, given = func.__name__, argument_names(func, args, kwargs)
+    group = given.get("group")
+    ranks = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+    if ranks < 1:
         return func(*args, **kwargs)
-    size = size_of_arguments(given)
-    caller = kwargs.get("debug") or (caller_name() if listener.debug else None)
-    label = get_debug_log_name({"log_name": log_name, "debug": caller}, listener.debug)
+    logger, log_name, label = _listening.logger, given.get("log_name", name), ""
+    wanted = logger is not None and logger.wants(log_name, given.get("prof", False))
+    if wanted:
+        caller = kwargs.get("debug") or (caller_name() if logger.debug else None)
+        label = get_debug_log_name({"log_name": log_name, "debug": caller}, logger.debug)
+    elif call_log.waits and len(_listening.recorders) == 1:  # nobody else records
+        return func(*args, **kwargs)
+    size, number, group_name = size_of_arguments(given), -1, _name_of(group)
+    if name not in _MESSAGES:
+        number, _listening.numbers[group_name] = _listening.numbers[group_name], _listening.numbers[group_name] + 1
     accelerator = get_accelerator()
-    waits = not accelerator.is_synchronized_device()
+    waits = wanted and not accelerator.is_synchronized_device()
     if waits:
         accelerator.synchronize()
     begin = time.perf_counter()
     result = func(*args, **kwargs)
+    issued = time.perf_counter() - begin
 
-    def end():
+    def end(blocked=0.0):
         if waits:
             accelerator.synchronize()
-        call_log.add(name, label, size, (time.perf_counter() - begin) * 1e3, ranks)
-        listener.collect()
+        call_log.ended(name, label, size, ranks, group_name, number, begin, issued + blocked, waited=wanted)
+        if wanted:
+            logger.collect()
 
     if not hasattr(result, "wait"):
         end()
         return result
     work = _TimedWork(result, end)
-    if name not in _UNFINISHED:
+    if wanted and name not in _UNFINISHED:
         work.wait()
     return work
+
+
+def _name_of(group):
+    """The name of torch's ``group``, which is the same on all its ranks; "" without one."""
+    module = torch.distributed.distributed_c10d
+    names = module._world.pg_names if hasattr(module, "_world") else module._pg_names
+    group = torch.distributed.group.WORLD if group is None else group
+    return str(names.get(group, ""))
 
 
 def caller_name():
@@ -110,9 +152,10 @@ class _TimedWork:
 
     def wait(self, *args, **kwargs):
         if self._end is not None:
+            begin = time.perf_counter()
             self._work.wait(*args, **kwargs)
             end, self._end = self._end, None
-            end()
+            end(time.perf_counter() - begin)
         return True
 
     def __getattr__(self, name):

@@ -1,7 +1,7 @@
 """Configuration: a thin Python view of csrc/config, which holds every key, its type, default and rules."""
 
 from deepspeed._native import DeepSpeedConfigError
-from deepspeed.config.config import DeepSpeedConfig, non_default_values
+from deepspeed.config.config import DeepSpeedConfig, changed_values, non_default_values
 from deepspeed.config.errors import (
     DeepSpeedConfigAssertionError,
     ElasticityConfigError,
@@ -20,6 +20,7 @@ __all__ = [
     "ElasticityConfigError",
     "ElasticityError",
     "ElasticityIncompatibleWorldSize",
+    "changed_values",
     "choose_config",
     "non_default_values",
 ]

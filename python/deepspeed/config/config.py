@@ -59,6 +59,8 @@ SECTIONS = {
     "flops_profiler_config": ("flops_profiler", sections.DeepSpeedFlopsProfilerConfig),
     "comms_config": ("comms_logger", sections.CommsConfig),
     "comm_config": ("comm", ConfigSection),
+    "step_log_config": ("step_log", ConfigSection),
+    "trace_config": ("trace", ConfigSection),
     "checkpoint_config": ("checkpoint", ConfigSection),
     "nebula_config": ("nebula", sections.DeepSpeedNebulaConfig),
     "datastates_config": ("datastates_ckpt", ConfigSection),
@@ -265,6 +267,18 @@ class DeepSpeedConfig:
             if not key.startswith("_"):
                 logger.info("  %s %s", f"{key} ".ljust(32, "."), getattr(self, key))
         self.print_user_config()
+
+
+def changed_values(config):
+    """``{key: value}`` of a DeepSpeedConfig as far as it does not have its defaults; keys below sections with dots."""
+    found, values = {}, config.native.values()
+    for line in config._non_default.splitlines():
+        path, _, text = line.partition(" = ")
+        try:
+            found[path] = functools.reduce(operator.getitem, path.split("."), values)
+        except (KeyError, TypeError):  # a key of the user's own, with dots
+            found[path] = text
+    return found
 
 
 def non_default_values(config):

@@ -1,5 +1,6 @@
 """The loader of ``deepspeed.initialize(training_data=...)``: this rank's share of a data set, which can be resumed."""
 
+import contextlib
 import hashlib
 import itertools
 import multiprocessing
@@ -61,6 +62,7 @@ class ResumableDataLoader:
             alone = isinstance(dataset, IterableDataset) or multiprocessing.current_process().daemon
             num_local_io_workers = 0 if alone else WORKERS
         self.num_local_io_workers = num_local_io_workers
+        self.phases = None  # those of an engine, which reading a batch belongs to
         self.post_process_func = None  # callable(batch, sampler state), see engine.set_data_post_process_func
         self.data_sampler = self._make_sampler(data_sampler)
         self.epoch = 0
@@ -112,6 +114,10 @@ class ResumableDataLoader:
         return self
 
     def __next__(self):
+        with contextlib.nullcontext() if self.phases is None else self.phases.inside("data"):
+            return self._next()
+
+    def _next(self):
         if self._batches_now is None:
             self._begin()
         if self.tput_timer is not None:

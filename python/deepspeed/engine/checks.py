@@ -6,6 +6,7 @@ from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.process_group import group_refuses
+from deepspeed.comm.timed import suppress_logging
 from deepspeed.host.drives import drive_of
 from deepspeed.log import log_dist, logger
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -41,6 +42,16 @@ def check_device(engine):
         problem = "; ".join(f"data-parallel rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
     if problem:
         raise RuntimeError(f"this engine cannot train on {device}. {problem}")
+
+
+def refuse_on_all(engine, problem):
+    """Raises ValueError on all ranks with the ``problem`` of rank 0, None where there is none: all ranks call it."""
+    told = [problem]
+    if engine.world_size > 1:
+        with suppress_logging():
+            dist.broadcast_object_list(told, 0)
+    if told[0] is not None:
+        raise ValueError(f"rank 0: {told[0]}")
 
 
 def _several_devices(module):

@@ -57,6 +57,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.is_model_parallel = self.grid.slice_parallel_size > 1
         self.has_bool_tensors, self.has_attention_mask = has_bool_tensors, False
         self.agg_train_loss = None
+        self._last_line = None  # when and at which step a line about batches was logged last
         for part in (self._batches, self._measured, self._plans):
             part.begin()
         self._links.meet()
@@ -84,6 +85,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.module.train()
         self.total_loss, self._compute_loss = None, True
         self.progress.throughput.start()
+        self._last_line = self._last_line or (time.perf_counter(), self.global_steps)
         with self._failures.guarded():
             self._user_weights.bring_home()
             began = time.perf_counter()
@@ -142,7 +144,14 @@ class PipelineEngine(DeepSpeedEngine):
     def _tell_of_batch(self):
         loss, every = self.agg_train_loss, self.steps_per_print()
         if every and every != float("inf") and self.global_steps % int(every) == 0:
-            log_dist(f"steps: {self.global_steps} loss: {loss.item():.4f}", ranks=[0])
+            now, (then, step) = time.perf_counter(), self._last_line
+            seconds = (now - then) / max(1, self.global_steps - step)
+            self._last_line = now, self.global_steps
+            log_dist(
+                f"steps: {self.global_steps} loss: {loss.item():.4f} iter time (s): {seconds:.3f} "
+                f"samples/sec: {self.train_batch_size() / seconds:.3f}",
+                ranks=[0],
+            )
         if self.monitor.enabled and self.global_rank == 0:
             self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
 

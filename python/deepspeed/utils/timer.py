@@ -83,6 +83,14 @@ class SynchronizedWallClockTimer:
                 self._records.append(stretch)
             self.started_ = False
 
+        def add(self, milliseconds):
+            """A stretch of this length, which was measured elsewhere."""
+            self._ended.append((0.0, milliseconds / 1000.0))
+
+        def last(self):
+            """Milliseconds of the last stretch; 0 where there is none."""
+            return _milliseconds(*self._ended[-1]) if self._ended else 0.0
+
         def reset(self):
             """Forgets everything, a running stretch too."""
             self.started_ = False

@@ -2,6 +2,9 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include <memory>
+#include <thread>
+
 #include "planes.h"
 
 namespace ds::storage {
@@ -38,6 +41,53 @@ TEST(Lasting, ARangeOfTwoPartsHasNoView) {
   const PlaneId plane = storage.add("states", 8, at::kFloat, at_rest(Medium::kHost, "", 0.5), {4, 8});
   EXPECT_ANY_THROW(storage.resident(plane));
   EXPECT_ANY_THROW(storage.resident(plane, {3, 5}));
+}
+
+TEST(Lasting, AWaitForALeaseIsATimeOfTheStep) {
+  ShardStorage storage(c10::Device(at::kCPU));
+  const PlaneId plane = storage.add("states", 16, at::kFloat, at_rest(Medium::kHost));
+  storage.clock()->turn(true);
+  const InPhase step(*storage.clock(), Phase::kOptimizer);
+  const auto waited = [&] { return storage.clock()->totals().all[static_cast<size_t>(Phase::kOffload)]; };
+  { storage.acquire(plane, {0, 16}, Access::kRead, Medium::kHost); }
+  EXPECT_EQ(waited(), 0);
+  auto held = std::make_unique<Lease>(storage.acquire(plane, {0, 16}, Access::kWrite, Medium::kHost));
+  std::thread other([&] {
+    std::this_thread::sleep_for(milliseconds(50));
+    held.reset();
+  });
+  { storage.acquire(plane, {0, 16}, Access::kRead, Medium::kHost); }
+  other.join();
+  EXPECT_GE(waited(), 45'000'000);
+  EXPECT_NEAR(static_cast<double>(waited()) * 1e-9, storage.usage()[1].waited_seconds, 0.005);
+}
+
+TEST(Lasting, CopiesAreRecordedWhileSomebodyWantsThem) {
+  const io::Folder folder;
+  ShardStorage storage(c10::Device(at::kCPU));
+  const PlaneId plane = storage.add("states", 1024, at::kFloat, at_rest(Medium::kFile, folder.path()));
+  const auto write = [&] {
+    storage.acquire(plane, {0, 1024}, Access::kWrite, Medium::kHost).data().fill_(1);
+    storage.settle();
+  };
+  write();
+  EXPECT_TRUE(storage.take_copies().empty());
+  storage.record_copies(true);
+  write();
+  storage.acquire(plane, {0, 1024}, Access::kRead, Medium::kHost);
+  const auto copies = storage.take_copies();
+  ASSERT_EQ(copies.size(), 2u);
+  EXPECT_FALSE(copies[0].read);
+  EXPECT_TRUE(copies[1].read);
+  for (const CopyRecord& copy : copies) {
+    EXPECT_EQ(copy.plane, "states");
+    EXPECT_EQ(copy.medium, "file");
+    EXPECT_EQ(copy.bytes, 4096);
+    EXPECT_LT(copy.begin, copy.end);
+  }
+  storage.record_copies(false);
+  write();
+  EXPECT_TRUE(storage.take_copies().empty());
 }
 
 TEST(Lasting, CopiesAreCounted) {

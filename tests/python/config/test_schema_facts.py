@@ -61,6 +61,8 @@ OWN_KEYS = {
     "checkpoint.trust_pickles",
     "checkpoint.verify_on_load",
     "checkpoint.writer.format",
+    *("step_log", "step_log.enabled", "step_log.file", "step_log.peak_tflops"),
+    *("trace", "trace.path", "trace.start_step", "trace.steps"),
 }
 
 

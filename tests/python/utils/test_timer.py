@@ -49,6 +49,16 @@ def test_elapsed_adds_up_and_resets(timers, clock):
     assert set(timers.get_timers()) == {"fwd"} and timers.has_timer("fwd") and not timers.has_timer("bwd")
 
 
+def test_a_stretch_that_was_measured_elsewhere(timers, clock):
+    assert timers("bwd").last() == 0.0
+    spend(timers, "bwd", clock, 0.010, 0.004)
+    assert timers("bwd").last() == pytest.approx(4.0)
+    timers("bwd_allreduce").add(3.0)
+    timers("bwd_allreduce").add(1.0)
+    assert timers("bwd_allreduce").last() == pytest.approx(1.0)
+    assert timers("bwd_allreduce").elapsed() == pytest.approx(4.0)
+
+
 def test_elapsed_of_a_running_timer_includes_the_present(timers, clock):
     timers("step").start()
     clock[0] += 0.003

@@ -252,6 +252,7 @@ class Speculative : public StepStrategy, public GradArrivals {
 
   // Throws what the thread threw, when all that it did is undone.
   void wait() {
+    const InPhase waiting(*store_.storage()->clock(), Phase::kOffload);
     const auto begin = Clock::now();
     for (const auto& ahead : ahead_) ahead->done.wait();
     waited_ms_ += 1e3 * seconds_since(begin);

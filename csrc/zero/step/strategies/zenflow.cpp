@@ -250,6 +250,7 @@ class ZenFlow : public StepStrategy {
   }
 
   void wait() {
+    const InPhase waiting(*store_.storage()->clock(), Phase::kOffload);
     const auto begin = Clock::now();
     adder_.wait();
     updater_.wait();
@@ -338,7 +339,10 @@ class ZenFlow : public StepStrategy {
 
   void update_rest(const StepInputs& inputs) {
     const auto begin = Clock::now();
-    if (options_.overlap) updater_.wait();
+    if (options_.overlap) {
+      const InPhase waiting(*store_.storage()->clock(), Phase::kOffload);
+      updater_.wait();
+    }
     publish();
     const auto work = [this, used = late_used_, steps = late_steps_.clone(), hyper = inputs.hyper, front = front_] {
       at::NoGradGuard no_grad;

@@ -67,6 +67,7 @@ class Backward(Part):
         engine._user_weights.bring_home()
         trains = engine._trains and torch.is_grad_enabled()
         if trains:
+            engine._step_log.see_inputs(inputs, kwargs)
             inputs, kwargs = cross_engine_scaling.with_graph_hooks(engine.core, inputs, kwargs)
         try:
             engine.progress.begin("forward")
@@ -76,6 +77,7 @@ class Backward(Part):
                 engine._experts.counting(),
                 engine._long_sequences.offloading(),
                 engine._flops_profiling.inside("forward"),
+                engine._step_log.counting(),
             ):
                 outputs = engine.module(*inputs, **kwargs)
         except BaseException:
@@ -136,7 +138,7 @@ class Backward(Part):
         engine.core.begin_backward(engine._accumulation.reduces_now(), root)  # ends with the backward of `root`
         cross_engine_scaling.tell_others(engine, scale / parts)
         try:
-            with aborted_together(engine.core):
+            with aborted_together(engine.core), engine._step_log.counting():
                 root.backward(retain_graph=retain_graph)
         finally:
             cross_engine_scaling.tell_others(engine, 1.0)

@@ -261,7 +261,8 @@ class Checkpoints:
         """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.write.save``."""
         self.engine._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
         run_hooks(self.engine, "before_save")
-        save_checkpoint(self.run_state(client_state), save_dir, tag, save_latest, exclude_frozen_parameters)
+        with self.engine._step_log.phases.inside("checkpoint"):
+            save_checkpoint(self.run_state(client_state), save_dir, tag, save_latest, exclude_frozen_parameters)
         self.engine._memory_copies.belongs_to(save_dir)
         return True
 
@@ -280,18 +281,19 @@ class Checkpoints:
         ``latest`` names, or a snapshot of this run in memory (``elasticity.memory_copies``) that is newer."""
         self.engine._need_states(OffloadStateTypeEnum, "engine.load_checkpoint()")
         snapshots = None if load_module_only else self.engine._memory_copies.belongs_to(load_dir)
-        found = load_checkpoint(
-            self.run_state(),
-            EngineTarget(self.engine),
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-            snapshots,
-        )
+        with self.engine._step_log.phases.inside("checkpoint"):
+            found = load_checkpoint(
+                self.run_state(),
+                EngineTarget(self.engine),
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+                snapshots,
+            )
         if found is None:
             return None, None
         self._apply(found)

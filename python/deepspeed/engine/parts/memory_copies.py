@@ -63,7 +63,8 @@ class MemoryCopies(Part):
                 "has said yet in which directory this run is saved. Call engine.load_checkpoint(DIR) at the start"
             )
             return
-        self.snapshots.take(engine._checkpoints.run_state(engine._announced_end.client_state()), self._all_of)
+        with engine._step_log.phases.inside("checkpoint"):
+            self.snapshots.take(engine._checkpoints.run_state(engine._announced_end.client_state()), self._all_of)
 
     def _all_of(self, ok):
         if self._all is None:

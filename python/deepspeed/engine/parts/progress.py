@@ -1,15 +1,22 @@
 """Reports while the engine trains: a line every ``steps_per_print`` steps, and timers."""
 
+import contextlib
+
+import torch
+
 from deepspeed.checkpoint.write.ranks import Ranks
 from deepspeed.engine.members import engine_parts
 from deepspeed.engine.memory import see_memory_usage
+from deepspeed.engine.phases import PhaseTimes
 from deepspeed.log import log_dist
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_INNER_GLOBAL_TIMER,
+    BACKWARD_INNER_MICRO_TIMER,
     BACKWARD_MICRO_TIMER,
     BACKWARD_REDUCE_GLOBAL_TIMER,
+    BACKWARD_REDUCE_MICRO_TIMER,
     FORWARD_GLOBAL_TIMER,
     FORWARD_MICRO_TIMER,
     STEP_GLOBAL_TIMER,
@@ -25,6 +32,10 @@ _TIMERS = {
     "backward": (BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER),
     "step": (STEP_MICRO_TIMER, STEP_GLOBAL_TIMER),
 }
+# The same of what backward consists of: waiting for reductions, and the rest.
+_REDUCE = BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER
+_INNER = BACKWARD_INNER_MICRO_TIMER, BACKWARD_INNER_GLOBAL_TIMER
+_ALL = [_TIMERS["forward"], _TIMERS["backward"], _INNER, _REDUCE, _TIMERS["step"]]
 
 # Events of a step, by the timer that they tell of.
 _ELAPSED = {
@@ -47,6 +58,7 @@ class Progress:
         self._samples = 0  # that the engine had seen when it last made a step or loaded a checkpoint
         self.breakdown = engine.wall_clock_breakdown()
         self.memory = engine.memory_breakdown()
+        self._marks = {}  # of the phases that have begun
         self.timers = SynchronizedWallClockTimer() if self.breakdown else NoopTimer()
         self.throughput = ThroughputTimer(
             engine._config.timers_config,
@@ -63,11 +75,25 @@ class Progress:
         self._see_memory(f"before {phase}")
         for name in _TIMERS[phase] if self.breakdown else ():
             self.timers(name).start()
+        if phase == "forward" and not torch.is_grad_enabled():
+            return
+        phases = self.engine._step_log.phases
+        if self.breakdown and phase == "backward":
+            self._backward = PhaseTimes(phases.clock)
+        self._marks[phase] = phases.enter("optimizer" if phase == "step" else phase)
 
     def _stop(self, phase):
+        entered = phase in self._marks  # else its begin has failed, or it has ended
+        if entered:
+            self.engine._step_log.phases.leave(self._marks.pop(phase))
         for timer in map(self.timers, _TIMERS[phase]) if self.breakdown else ():
-            if timer.started_:  # else its start has failed
+            if timer.started_:
                 timer.stop()
+        if self.breakdown and phase == "backward" and entered:
+            reduced = self._backward.take()[2] * 1e3
+            for whole, reduce, inner in zip(_TIMERS["backward"], _REDUCE, _INNER):
+                self.timers(reduce).add(reduced)
+                self.timers(inner).add(self.timers(whole).last() - reduced)
 
     def end(self, phase):
         """After a phase, also one that has raised."""
@@ -81,6 +107,14 @@ class Progress:
             return MonitorMaster(config)
         ranks = Ranks(engine.parallel, False)
         return ranks.together(lambda: MonitorMaster(config), "the metrics of this run cannot be written")
+
+    @contextlib.contextmanager
+    def inside(self, phase):
+        try:
+            self.begin(phase)
+            yield
+        finally:
+            self.end(phase)
 
     def _monitored(self):
         return self.engine.monitor.enabled and self.engine.global_rank == 0
@@ -115,10 +149,10 @@ class Progress:
                 figures = self._figures(self._samples - before)
                 engine.monitor.write_events([(name, value, self._samples) for name, value in figures])
         if self.breakdown:
-            self.timers.log([micro for micro, _ in _TIMERS.values()], memory_breakdown=engine.memory_breakdown())
+            self.timers.log([micro for micro, _ in _ALL], memory_breakdown=engine.memory_breakdown())
             if boundary:
                 steps = engine.gradient_accumulation_steps()
-                self.timers.log([whole for _, whole in _TIMERS.values()], normalizer=steps)
+                self.timers.log([whole for _, whole in _ALL], normalizer=steps)
         self._see_memory("after step")
         every = engine.steps_per_print()
         if boundary and every and every != float("inf") and engine.global_steps % int(every) == 0:

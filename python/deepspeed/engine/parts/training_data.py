@@ -114,6 +114,7 @@ class TrainingData(Part):
             dataloader_drop_last=self.engine.dataloader_drop_last(),
         )
         loader.seed = self._seed
+        loader.phases = self.engine._step_log.phases
         return loader
 
     def tell_length_of_epoch(self):

@@ -78,7 +78,8 @@ class Batches(Part):
         if self._peeked:
             return self._peeked.pop()
         try:
-            item = next(self.data_iterator)
+            with self.engine._step_log.phases.inside("data"):
+                item = next(self.data_iterator)
         except StopIteration as end:
             raise PipelineError(
                 f"the data iterator is at its end after {micro} of {self.engine.micro_batches} micro-batches: a batch "

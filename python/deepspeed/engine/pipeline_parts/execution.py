@@ -5,6 +5,7 @@ micro-batch (``micro``), and with whom they exchange (``peer``). Without that th
 """
 
 import collections
+import contextlib
 import functools
 import time
 
@@ -20,6 +21,14 @@ from deepspeed.pipe.schedule import kind_of
 from deepspeed.zero.nested import cast_floats, move_to_device, replace
 
 _PASSES = {ops.ForwardPass, ops.BackwardPass, ops.BackwardInputPass, ops.BackwardWeightPass}
+_PHASES = {
+    "LoadMicroBatch": "data",
+    "ForwardPass": "forward",
+    "ReduceTiedGrads": "backward",
+    "ReduceGrads": "backward",
+    **dict.fromkeys(("BackwardPass", "BackwardInputPass", "BackwardWeightPass"), "backward"),
+    **dict.fromkeys(("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"), "communication"),
+}
 
 
 @pipeline_parts.add("_execution")
@@ -83,7 +92,8 @@ class Execution:
                             f"_INSTRUCTION_MAP"
                         )
                     begin = time.perf_counter()
-                    function(engine, **command.kwargs)
+                    with self._phase_of(command):
+                        function(engine, **command.kwargs)
                     if measured.measures and type(command) in _PASSES:
                         measured.add_pass(begin)
             engine._links.channel.settle()
@@ -114,6 +124,13 @@ class Execution:
         waits = bool(self.engine.module.tied_comms) and not self.engine._stage_policy.shards_grads
         self.engine._accumulation.in_no_sync = waits and last is not None
         return None if waits else last
+
+    def _phase_of(self, command):
+        """A context: the phase of the training that the instruction is. That of the step begins with it by itself."""
+        name = _PHASES.get(kind_of(command)) if torch.is_grad_enabled() else None
+        if name in ("forward", "backward"):
+            return self.engine.progress.inside(name)
+        return contextlib.nullcontext() if name is None else self.engine._step_log.phases.inside(name)
 
     def micro_batch(self, buffer_id, chunk, micro):
         """The micro-batch in a buffer: as the instruction says, else they come in order."""

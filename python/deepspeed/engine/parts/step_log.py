@@ -1,0 +1,264 @@
+"""Where the time of each step went: phases, memory by owner, speed; as dicts, and as lines of JSON."""
+
+import collections
+import contextlib
+import json
+import math
+import os
+import socket
+import time
+import weakref
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import mesh_views
+from deepspeed.comm.timed import call_log, suppress_logging
+from deepspeed.config import changed_values
+from deepspeed.engine import checks
+from deepspeed.engine.members import Part, engine_parts, member
+from deepspeed.engine.phases import PHASES, Phases, PhaseTimes
+from deepspeed.log import log_dist, logger
+from deepspeed.registry import load_target
+
+VERSION = 1  # of the file
+KEPT = 1000  # steps that ``step_log()`` returns
+_OTHERS = ("communication", "gathers")  # a rank waits for other ones
+_COUNTED_STEP = 2  # whose operations are counted; the first one makes buffers
+_HOST_BYTES = 64
+
+
+@engine_parts.add("_step_log")
+class StepLog(Part):
+    """A part of the engine. ``phases`` is there while the engine is made, and counts from its end on."""
+
+    rank_times = None  # of the ranks, in the last report: ``{"min", "max", "slowest_rank", ...}``
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.section = engine._config.step_log_config
+        self.phases = Phases()
+        self.kept = collections.deque(maxlen=KEPT)
+        self._file = self._loss = self._pending = self._all = self._names = self._leave = None
+        self._tokens, self.flops, self._counted, self._peak = 0, None, 0, None
+        self._recent = []  # phases of the steps since the ranks have compared theirs
+
+    # ---- begin and end -----------------------------------------------------------------------------------------------
+    def start(self):
+        engine, section = self.engine, self.section
+        if engine.core is not None:
+            self.phases.clock = engine.core.clock
+        clock = self.phases.clock
+        self.times = PhaseTimes(clock)
+        if not section.enabled and not engine.wall_clock_breakdown():
+            return
+        if section.enabled and section.file is not None:
+            self._open()
+        clock.turn(True)
+        call_log.add(clock)
+        self._leave = weakref.finalize(engine, call_log.remove, clock)
+        self._leave.atexit = False
+
+    def _open(self):
+        engine, error = self.engine, None
+        if engine.global_rank == 0:
+            try:
+                folder = os.path.dirname(self.section.file)
+                os.makedirs(folder or ".", exist_ok=True)
+                self._file = open(self.section.file, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+            except OSError as found:
+                error = f"step_log.file: {found}. Name a file in a folder that rank 0 can write to, or leave it out"
+        checks.refuse_on_all(engine, error)
+        self._write(
+            {
+                "kind": "run",
+                "version": VERSION,
+                "world_size": engine.world_size,
+                "ranks": self._hosts(),
+                "config": engine._config.native.values(),
+                "config_changed": changed_values(engine._config),
+                "start": time.time(),
+            }
+        )
+
+    def stop(self):
+        self._finish_pending()
+        if self._leave is not None:
+            self._leave()
+            self.phases.clock.turn(False)
+            self._leave = None
+        if self._file is not None:
+            self._file.close()
+        self._file = self._all = None
+
+    # ---- what a step is made of --------------------------------------------------------------------------------------
+    @member
+    def step_log(self):
+        """The last steps, at most 1,000: a list of dicts, oldest first, as docs/tutorials/profiling.md says; [] while
+        ``step_log.enabled`` is false."""
+        self._finish_pending()
+        return list(self.kept)
+
+    def see_inputs(self, inputs, kwargs):
+        """Of a forward that trains: numbers of tokens are those of integer inputs with a dimension for the sequence."""
+        for one in (*inputs, *kwargs.values()):
+            if isinstance(one, torch.Tensor) and one.dim() == 2 and one.dtype in (torch.int64, torch.int32):
+                self._tokens += one.numel()
+                return
+
+    def counting(self):
+        """A context for forward and backward. Operations of one step are counted where somebody wants to know how much
+        of the peak a step reaches: with a file, or ``peak_tflops``."""
+        wanted = self.section.enabled and (self.section.file is not None or self.section.peak_tflops is not None)
+        if not wanted or self.engine.gas_boundary_ctr != _COUNTED_STEP - 1:
+            return contextlib.nullcontext()
+        return self._counting()
+
+    @contextlib.contextmanager
+    def _counting(self):
+        with load_target("deepspeed.profiling.op_costs:CountedOps")() as counted:
+            yield
+        self._counted += counted.flops
+
+    def before_step(self):
+        self._loss = self.engine.losses
+
+    def after_step(self):
+        engine = self.engine
+        if not self.section.enabled:
+            return
+        if self._counted:
+            self.flops, self._counted = self._counted, 0
+        wall, phases, _ = self.times.take()
+        samples = engine._data.samples_of_step()
+        tokens, self._tokens = self._tokens * engine.parallel.dp_world_size, 0
+        norm = engine._steps.norm
+        row = {
+            "kind": "step",
+            "step": engine.global_steps,
+            "samples": engine.global_samples,
+            "wall": wall,
+            "phases": phases,
+            "loss": None,
+            "lr": next(iter(engine.get_lr()), 0.0),
+            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
+            "loss_scale": engine.loss_scale(),
+            "skipped": not engine._steps.applied,
+            "memory": self._memory(),
+            "samples_per_sec": samples / wall if wall > 0 else 0.0,
+            "tokens_per_sec": tokens / wall if tokens and wall > 0 else None,
+            "mfu": self.flops / wall / self._peak_flops() if self.flops and wall > 0 else None,
+        }
+        self._finish_pending()
+        loss = getattr(engine, "agg_train_loss", self._loss)
+        self._pending, self._loss = (row, *_copied(loss)), None
+        if engine.device.type == "cpu":
+            self._finish_pending()
+        every = engine.steps_per_print()
+        if engine.world_size > 1 and every and every != float("inf"):
+            self._recent.append(list(phases.values()))
+            if engine.global_steps % int(every) == 0:
+                self._compare_ranks()
+
+    def _finish_pending(self):
+        if self._pending is None:
+            return
+        (row, loss, copied), self._pending = self._pending, None
+        if copied is not None:
+            copied.synchronize()
+        value = loss.item() if loss is not None else math.nan
+        row["loss"] = value if math.isfinite(value) else None
+        self.kept.append(row)
+        self._write(row)
+
+    def _memory(self):
+        core, found = self.engine.core, dict.fromkeys(("parameters", "gradients", "masters", "states"), 0)
+        gathered = wire = 0
+        if core is not None:
+            held = core.held_bytes()
+            found = {
+                "parameters": held["lp"],
+                "gradients": held["grad"] + held["local"],
+                "masters": held["master"],
+                "states": held["slots"],
+            }
+            gathered, wire = core.passing_bytes()
+        return {**found, "gathered": gathered, "wire": wire, "peak": get_accelerator().max_memory_allocated()}
+
+    def _peak_flops(self):
+        if self._peak is None:
+            given = self.section.peak_tflops
+            dtype = next((param.dtype for param in self.engine.module.parameters()), torch.float32)
+            measure = load_target("deepspeed.profiling.peak:peak_flops")
+            self._peak = given * 1e12 if given is not None else measure(self.engine.device, dtype)
+        return self._peak
+
+    # ---- all ranks ---------------------------------------------------------------------------------------------------
+    def _gather(self, mine):
+        """A row of numbers from each rank."""
+        if self.engine.world_size == 1:
+            return mine[None]
+        if self._all is None:
+            self._all = mesh_views.adopted_by_all()
+        rows = torch.zeros(self.engine.world_size, mine.numel(), dtype=mine.dtype)
+        with suppress_logging():
+            self._all.run("all_gather", input=mine, output=rows, tag="step_log").wait()
+        return rows
+
+    def _hosts(self):
+        """The names of the hosts of all ranks."""
+        if self._names is not None:
+            return self._names
+        name = socket.gethostname().encode()[:_HOST_BYTES]
+        rows = self._gather(torch.tensor(list(name.ljust(_HOST_BYTES, b"\0")), dtype=torch.uint8))
+        self._names = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+        return self._names
+
+    def _compare_ranks(self):
+        """The slowest rank is the one that has waited least for others; its phase, where it differs most from the
+        fastest rank."""
+        rows, self._recent = self._gather(torch.tensor(self._recent, dtype=torch.float64).mean(0)), []
+        own = [number for number, name in enumerate(PHASES) if name not in _OTHERS]
+        least, most = rows.min(0).values, rows.max(0).values
+        slowest = int(rows[:, own].sum(1).argmax())
+        phase = PHASES[max(own, key=lambda number: float(rows[slowest, number] - least[number]))]
+        self.rank_times = {
+            "kind": "ranks",
+            "step": self.engine.global_steps,
+            "min": dict(zip(PHASES, least.tolist(), strict=True)),
+            "max": dict(zip(PHASES, most.tolist(), strict=True)),
+            "slowest_rank": slowest,
+            "slowest_phase": phase,
+            "host": self._hosts()[slowest],
+        }
+        number = PHASES.index(phase)
+        log_dist(
+            f"step={self.engine.global_steps}, slowest rank {slowest} on {self.rank_times['host']}: {phase} "
+            f"{rows[slowest, number] * 1e3:.1f} ms a step, on the fastest rank {least[number] * 1e3:.1f} ms",
+            ranks=[0],
+        )
+        self._finish_pending()
+        self._write(self.rank_times)
+
+    def _write(self, row):
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(row, default=str) + "\n")
+        except OSError as error:
+            logger.warning(f"step_log.file: {error}. The training goes on, and no more lines are written")
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+def _copied(loss):
+    """``(copy, event)``: of a device's loss a copy on the host, which is there at the event. That is over when the next
+    step has read its norm, so that nothing waits for it."""
+    if loss is None or loss.device.type == "cpu":
+        return loss, None
+    accelerator = get_accelerator()
+    copy, event = accelerator.pin_memory(torch.empty((), dtype=loss.dtype)), accelerator.Event()
+    copy.copy_(loss.detach().reshape(()), non_blocking=True)
+    event.record()
+    return copy, event

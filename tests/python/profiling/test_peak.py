@@ -1,0 +1,29 @@
+"""The peak of a device is measured once on a machine, and kept."""
+
+import os
+
+import torch
+
+from deepspeed.profiling import peak
+
+
+def test_a_product_is_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device = torch.device("cpu")
+    first = peak.peak_flops(device, torch.float32)
+    assert first > 1e8
+    monkeypatch.setattr(peak, "_measured", None)
+    folder = os.path.join(tmp_path, "deepspeed", "products")
+    (name,) = os.listdir(folder)
+    assert "float32" in name and abs(peak.peak_flops(device, torch.float32) / first - 1) < 1e-5
+    with open(os.path.join(folder, name), "w", encoding="ascii") as file:
+        file.write("123e9\n")
+    assert peak.peak_flops(device, torch.float32) == 123e9
+
+
+def test_nothing_is_kept_where_nothing_can_be_written(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    monkeypatch.setattr(peak, "_measured", lambda device, dtype: 5.0)
+    assert peak.peak_flops(torch.device("cpu"), torch.float32) == 5.0
