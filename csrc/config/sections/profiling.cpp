@@ -41,6 +41,15 @@ DS_CONFIG_CHAPTER(60, kTraining, "Profiling") {
           integer("steps", 1, "The number of steps.").at_least(1),
           text("path", "trace.json", "The file, which rank 0 writes."),
       }));
+  c.add(section("report", "A page of charts about the run, made from the step log when the run ends.",
+                {
+                    text("path", nullptr, "HTML file, which rank 0 writes; null writes none."),
+                }));
+  c.rule("report.path needs step_log.file, whose lines the page is made from.", [](RuleContext& j) {
+    if (j.is_null("report.path") || (j.on("step_log.enabled") && !j.is_null("step_log.file"))) return;
+    j.error({"report.path", "step_log.file"}, "report.path is set, and no step log is written to make the page from.",
+            "Set step_log.file to a file, with step_log.enabled true, or leave report.path out.");
+  });
   c.add(section("timers", "Timers that are always there.",
                 {
                     validated("throughput", "Samples per second in the progress line.",

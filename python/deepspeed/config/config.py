@@ -61,6 +61,7 @@ SECTIONS = {
     "comm_config": ("comm", ConfigSection),
     "step_log_config": ("step_log", ConfigSection),
     "trace_config": ("trace", ConfigSection),
+    "report_config": ("report", ConfigSection),
     "checkpoint_config": ("checkpoint", ConfigSection),
     "nebula_config": ("nebula", sections.DeepSpeedNebulaConfig),
     "datastates_config": ("datastates_ckpt", ConfigSection),

@@ -127,6 +127,7 @@ inline const std::set<std::string> kReadInPython = {
     "pipeline.seed_layers",
     "pipeline.stages",
     "pipeline.use_reentrant",
+    "report.path",
     "scheduler.params",
     "scheduler.type",
     "sequence_parallel.chunk",

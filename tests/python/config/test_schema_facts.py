@@ -48,6 +48,8 @@ OWN_KEYS = {
     "sequence_parallel.tile_mlp",
     "comm.timeout",
     "monitors",
+    "report",
+    "report.path",
     "moe",
     "moe.aux_loss_coeff",
     "moe.bias_update_rate",

@@ -1,0 +1,45 @@
+"""The page of charts about a run, which rank 0 writes when the run ends."""
+
+import os
+import weakref
+
+from deepspeed.engine import checks
+from deepspeed.engine.members import Part, engine_parts
+from deepspeed.log import logger
+from deepspeed.profiling.report import write_report
+
+
+@engine_parts.add("_run_report", order=1)  # behind the step log, whose last line is then written
+class RunReport(Part):
+    """A part of the engine. The run ends with ``destroy()``, with the last reference to the engine, or with the
+    program, whatever is first."""
+
+    _end = None
+
+    def start(self):
+        engine, path, problem = self.engine, self.engine._config.report_config.path, None
+        if path is None:
+            return
+        if engine.global_rank == 0:
+            try:
+                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+                open(path, "a").close()
+            except OSError as error:
+                problem = f"report.path: {error}. Name a file in a folder that rank 0 can write to, or leave it out"
+        checks.refuse_on_all(engine, problem)
+        if engine.global_rank == 0:
+            lines = engine._config.step_log_config.file
+            self._end = weakref.finalize(engine, _write, os.path.abspath(lines), os.path.abspath(path))
+
+    def stop(self):
+        if self._end is not None:
+            self._end()
+
+
+def _write(lines, path):
+    try:
+        write_report(lines, path)
+    except OSError as error:
+        logger.warning(
+            "report.path: %s. The page can be made later: python -m deepspeed.profiling.report %s", error, lines
+        )
