@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include "base/error.h"
+#include "base/sizes.h"
 #include "bindings/optimizer_rules.h"
 #include "bindings/py_config.h"
 #include "bindings/registry.h"
@@ -403,7 +404,9 @@ DS_BINDINGS(m) {
             int64_t gathered = 0;
             if (engine.gatherer() != nullptr)
               for (const zero::ShardedParamPtr& param : engine.gatherer()->params())
-                if (param->available()) gathered += static_cast<int64_t>(param->buffer().nbytes());
+                if (param->available())
+                  gathered += sizes::product("bytes of gathered parameters", param->padded_numel(),
+                                             static_cast<int64_t>(c10::elementSize(param->dtype())));
             return std::make_pair(gathered, engine.grads().memory().bytes());
           },
           "Bytes of gathered parameters, and of buffers for gradients on their way.")

@@ -25,22 +25,20 @@ DS_CONFIG_CHAPTER(60, kTraining, "Profiling") {
           boolean("verbose", false, "Print each operation when it is done."),
           boolean("debug", false, "Record the caller, too."),
       }));
-  c.add(validated(
-      "step_log", "Where the time of each step went, of which engine.step_log() tells.",
-      {
-          boolean("enabled", true, "Switch it off."),
-          text("file", nullptr, "File of rank 0 that gets a line of JSON for each step; null writes none."),
-          number("peak_tflops", nullptr,
-                 "Most TFLOPS of a device, for mfu; null measures a matrix product, once on each machine.")
-              .above(0),
-      }));
-  c.add(validated(
-      "trace", "Record some steps of all ranks, for https://ui.perfetto.dev.",
-      {
-          integer("start_step", nullptr, "The first step that is recorded; null records none.").at_least(1),
-          integer("steps", 1, "The number of steps.").at_least(1),
-          text("path", "trace.json", "The file, which rank 0 writes."),
-      }));
+  c.add(validated("step_log", "Where the time of each step went, of which engine.step_log() tells.",
+                  {
+                      boolean("enabled", true, "Switch it off."),
+                      text("file", nullptr, "File of rank 0 that gets a line of JSON for each step; null writes none."),
+                      number("peak_tflops", nullptr,
+                             "Most TFLOPS of a device, for mfu; null measures a matrix product, once on each machine.")
+                          .above(0),
+                  }));
+  c.add(validated("trace", "Record some steps of all ranks, for https://ui.perfetto.dev.",
+                  {
+                      integer("start_step", nullptr, "The first step that is recorded; null records none.").at_least(1),
+                      integer("steps", 1, "The number of steps.").at_least(1),
+                      text("path", "trace.json", "The file, which rank 0 writes."),
+                  }));
   c.add(section("report", "A page of charts about the run, made from the step log when the run ends.",
                 {
                     text("path", nullptr, "HTML file, which rank 0 writes; null writes none."),
