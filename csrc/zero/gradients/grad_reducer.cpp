@@ -146,13 +146,11 @@ void GradReducer::on_grad(size_t param) {
 void GradReducer::launch_ready() {
   at::NoGradGuard no_grad;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) {
-    GradBucket& next = buckets_[next_bucket_];
-    if (reduction_.summed(next)) {
-      ++next_bucket_;
-      arrive(next);  // nothing travels, and more may come
+    if (reduction_.summed(buckets_[next_bucket_])) {
+      arrive(buckets_[next_bucket_++]);  // nothing travels, and more may come
       continue;
     }
-    launch(next);
+    launch(buckets_[next_bucket_]);
     ++next_bucket_;  // it has left; one for which there was no memory leaves in abort_together()
     ++counts_.overlapped;
     // The slots of buckets that have been sent are free again.
@@ -281,10 +279,7 @@ void GradReducer::close() {
   grad_uses_.learn();
   views_.attach(filled_);
   phase_ = Phase::kIdle;
-  if (failed_ranks_[0] == 0.0f) {
-    if (arrivals_ == Arrivals::kTold) listener_->ended();
-    return;
-  }
+  if (failed_ranks_[0] == 0.0f) return arrivals_ == Arrivals::kTold ? listener_->ended() : void();
   withdraw();
   // Of one backward, and everything added to them before: what a kernel has left out cannot be told from the rest.
   clear();
@@ -303,9 +298,8 @@ void GradReducer::end() {
 bool GradReducer::abort_together() {
   if (phase_ != Phase::kReducing || stays_ || store_.alone()) return abort();
   at::NoGradGuard no_grad;
-  bool lost = false;
-  for (size_t param = 0; param < store_.size(); ++param)
-    lost = lost || used_[param] || filled_[param] == SlotState::kEarlier;
+  const bool lost = any_of(used_, [](uint8_t used) { return used != 0; }) ||
+                    any_of(filled_, [](SlotState slot) { return slot == SlotState::kEarlier; });
   device_.note_failure("the backward has raised");
   // One bucket at a time: it may have raised because there was no memory.
   for (; next_bucket_ < buckets_.size(); ++next_bucket_) {
