@@ -2,10 +2,11 @@
 
 import csv
 import errno
+import importlib
+import inspect
 import io
 import math
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -457,12 +458,32 @@ def test_what_ten_scalars_cost_the_training_thread(tmp_path):
     assert min(seconds) < 50e-6
 
 
-def test_the_classes_have_the_published_names():
-    found = {name: MONITORS.get(name).__name__ for name in MONITORS.names()}
-    assert found == {
-        "tensorboard": "TensorBoardMonitor",
-        "wandb": "WandbMonitor",
-        "comet": "CometMonitor",
-        "csv_monitor": "csvMonitor",
-    }
-    assert pathlib.Path(monitors.__file__).parent.name == "monitor"
+HOME = os.path.expanduser("~")
+PUBLISHED = {
+    "tensorboard": {
+        "TensorBoardMonitor": "(tensorboard_config)",
+        "get_summary_writer": f"(self, base={HOME + '/tensorboard'!r})",
+        "write_events": "(self, event_list, flush=True)",
+        "flush": "(self)",
+    },
+    "wandb": {
+        "WandbMonitor": "(wandb_config)",
+        "log": "(self, data, step=None, commit=None)",
+        "write_events": "(self, event_list)",
+    },
+    "comet": {"CometMonitor": "(comet_config)", "write_events": "(self, event_list)"},
+    "csv_monitor": {
+        "csvMonitor": "(csv_config)",
+        "setup_log_dir": f"(self, base={HOME + '/csv_monitor'!r})",
+        "write_events": "(self, event_list)",
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_names_and_signatures(name):
+    cls = MONITORS.get(name)
+    found = {one: str(inspect.signature(getattr(cls, one, cls))) for one in PUBLISHED[name]}
+    assert found == PUBLISHED[name] and found[cls.__name__] and issubclass(cls, Monitor)
+    assert importlib.import_module(f"deepspeed.monitor.{name}").__dict__[cls.__name__] is cls
+    assert str(inspect.signature(MonitorMaster)) == "(monitor_config)"
