@@ -96,15 +96,15 @@ endfunction()
 # Most of the time that a test of a room with torch takes to compile goes into the headers of torch and GoogleTest. They
 # are compiled once, into a precompiled header that these tests share (DS_UNITY=0: none, so that a test names what it includes).
 function(ds_use_precompiled target)
-  if(NOT TARGET ds_precompiled)
+  if(NOT TARGET test_precompiled)
     file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/precompiled.cpp CONTENT "" @ONLY)
-    add_library(ds_precompiled OBJECT ${CMAKE_BINARY_DIR}/precompiled.cpp)
-    target_link_libraries(ds_precompiled PRIVATE ds_torch GTest::gtest)
-    target_precompile_headers(ds_precompiled PRIVATE <gtest/gtest.h> <ATen/Functions.h> <ATen/TensorOperators.h>
+    add_library(test_precompiled OBJECT ${CMAKE_BINARY_DIR}/precompiled.cpp)
+    target_link_libraries(test_precompiled PRIVATE ds_torch GTest::gtest)
+    target_precompile_headers(test_precompiled PRIVATE <gtest/gtest.h> <ATen/Functions.h> <ATen/TensorOperators.h>
       <torch/csrc/distributed/c10d/ProcessGroup.hpp>)
-    target_compile_options(ds_precompiled PRIVATE -fpch-preprocess)  # ccache asks for it
+    target_compile_options(test_precompiled PRIVATE -fpch-preprocess)  # ccache asks for it
   endif()
-  target_precompile_headers(${target} REUSE_FROM ds_precompiled)
+  target_precompile_headers(${target} REUSE_FROM test_precompiled)
   target_compile_options(${target} PRIVATE -fpch-preprocess)
 endfunction()
 
