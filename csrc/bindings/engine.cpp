@@ -6,6 +6,9 @@
 
 #include <pybind11/stl.h>
 
+#include <map>
+#include <string>
+
 #include "base/error.h"
 #include "base/sizes.h"
 #include "bindings/optimizer_rules.h"
@@ -127,13 +130,36 @@ zero::StepInputs step_inputs(Engine& engine, const PyStepInputs& given) {
   return inputs;
 }
 
-zero::StepReport step(Engine& engine, const PyStepInputs& given) { return engine.step(step_inputs(engine, given)); }
+// Bytes of this rank: of each kind of state, of parameters that are gathered, and of buffers for gradients on their
+// way.
+std::map<std::string, int64_t> bytes_of(Engine& engine) {
+  std::map<std::string, int64_t> bytes;
+  for (const auto& [what, held] : engine.params().held_bytes()) bytes[what] = held;
+  int64_t& gathered = bytes["gathered"];
+  if (engine.gatherer() != nullptr)
+    for (const zero::ShardedParamPtr& param : engine.gatherer()->params())
+      if (param->available())
+        gathered += sizes::product("bytes of gathered parameters", param->padded_numel(),
+                                   static_cast<int64_t>(c10::elementSize(param->dtype())));
+  bytes["wire"] = engine.grads().memory().bytes();
+  return bytes;
+}
+
+struct MadeStep : zero::StepReport {
+  std::map<std::string, int64_t> bytes;  // after the step, while its clock runs: a log of steps tells of them
+};
+
+MadeStep step(Engine& engine, const PyStepInputs& given) {
+  MadeStep made{engine.step(step_inputs(engine, given)), {}};
+  if (engine.params().storage()->clock()->on()) made.bytes = bytes_of(engine);
+  return made;
+}
 
 void expect_step(Engine& engine, const PyStepInputs& given) { engine.expect(step_inputs(engine, given)); }
 
 using ScalerState = std::tuple<double, int64_t, int64_t, int64_t>;
 
-std::optional<ScalerState> loss_scale(const zero::StepReport& report) {
+std::optional<ScalerState> loss_scale(const MadeStep& report) {
   if (!report.loss_scale) return std::nullopt;
   const optim::LossScaleState& state = *report.loss_scale;
   return ScalerState{state.scale, state.iteration, state.last_overflow_iteration, state.hysteresis_left};
@@ -184,7 +210,8 @@ auto of(Part& (Engine::*part)(), Result (Part::*method)(Arguments...)) {
 DS_BINDINGS(m) {
   py::module_::import("torch.distributed");  // registers ProcessGroup
 
-  py::class_<zero::StepReport>(m, "StepReport")
+  py::class_<MadeStep>(m, "StepReport")
+      .def_readonly("bytes", &MadeStep::bytes)
       .def_readonly("norm", &zero::StepReport::norm)
       .def_readonly("skipped", &zero::StepReport::skipped)
       .def_readonly("nonfinite", &zero::StepReport::nonfinite)
@@ -398,18 +425,6 @@ DS_BINDINGS(m) {
              for (const auto& [what, bytes] : engine.params().held_bytes()) result[py::str(what)] = bytes;
              return result;
            })
-      .def(
-          "passing_bytes",
-          [](Engine& engine) {
-            int64_t gathered = 0;
-            if (engine.gatherer() != nullptr)
-              for (const zero::ShardedParamPtr& param : engine.gatherer()->params())
-                if (param->available())
-                  gathered += sizes::product("bytes of gathered parameters", param->padded_numel(),
-                                             static_cast<int64_t>(c10::elementSize(param->dtype())));
-            return std::make_pair(gathered, engine.grads().memory().bytes());
-          },
-          "Bytes of gathered parameters, and of buffers for gradients on their way.")
       .def("traffic",
            [](Engine& engine) {
              const comm::Traffic& traffic = engine.data_parallel().traffic();

@@ -81,7 +81,7 @@ class Plain(torch.nn.Module):
 
 
 def forward_net(net, x):
-    x = beside(net.first.weight, x)
+    x = beside(next(net.first.parameters()), x)
     hidden = x + 0.1 * torch.tanh(net.first(x))
     out, aux, net.counts = net.layer(hidden)
     return net.last(hidden + out).square().mean() + 0.05 * aux

@@ -172,18 +172,16 @@ class StepLog(Part):
         self._write(row)
 
     def _memory(self):
-        core, found = self.engine.core, dict.fromkeys(("parameters", "gradients", "masters", "states"), 0)
-        gathered = wire = 0
-        if core is not None:
-            held = core.held_bytes()
-            found = {
-                "parameters": held["lp"],
-                "gradients": held["grad"] + held["local"],
-                "masters": held["master"],
-                "states": held["slots"],
-            }
-            gathered, wire = core.passing_bytes()
-        return {**found, "gathered": gathered, "wire": wire, "peak": get_accelerator().max_memory_allocated()}
+        held = collections.Counter(self.engine.stepping.bytes)
+        return {
+            "parameters": held["lp"],
+            "gradients": held["grad"] + held["local"],
+            "masters": held["master"],
+            "states": held["slots"],
+            "gathered": held["gathered"],
+            "wire": held["wire"],
+            "peak": get_accelerator().max_memory_allocated(),
+        }
 
     def _peak_flops(self):
         if self._peak is None:

@@ -49,6 +49,7 @@ class Stepping:
         self._made = False  # whether a step was made since ``begin``
         self.overflow = False
         self.norm = None
+        self.bytes = {}  # that this rank held after the last step, by kind, for the log of steps
         self._warned_not_finite = False
         self._told_of_writes = False
         optimizer.add_param_group = refuse_group
@@ -121,7 +122,7 @@ class Stepping:
         if move is not None:
             move.keep()
         self._made = True
-        self.norm = report.norm
+        self.norm, self.bytes = report.norm, report.bytes
         self.overflow = report.skipped
         if report.written and not self._told_of_writes:
             self._told_of_writes = True
