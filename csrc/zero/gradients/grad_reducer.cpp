@@ -276,7 +276,7 @@ void GradReducer::close() {
     dirty_ = dirty_ || grad_uses_.any();
   }
   for (GradBucket& bucket : buckets_) bucket.slots = bucket.before = at::Tensor();
-  grad_uses_.learn();
+  if (failed_ranks_[0] == 0.0f) grad_uses_.learn();  // one that raised on a rank has not fired everything there
   views_.attach(filled_);
   phase_ = Phase::kIdle;
   if (failed_ranks_[0] == 0.0f) return arrivals_ == Arrivals::kTold ? listener_->ended() : void();
