@@ -148,6 +148,7 @@ class Progress:
             if self._monitored():
                 figures = self._figures(self._samples - before)
                 engine.monitor.write_events([(name, value, self._samples) for name, value in figures])
+            self._loss = None
         if self.breakdown:
             self.timers.log([micro for micro, _ in _ALL], memory_breakdown=engine.memory_breakdown())
             if boundary:
