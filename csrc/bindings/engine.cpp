@@ -6,11 +6,8 @@
 
 #include <pybind11/stl.h>
 
-#include <map>
-#include <string>
-
 #include "base/error.h"
-#include "base/sizes.h"
+#include "bindings/made_step.h"
 #include "bindings/optimizer_rules.h"
 #include "bindings/py_config.h"
 #include "bindings/registry.h"
@@ -129,25 +126,6 @@ zero::StepInputs step_inputs(Engine& engine, const PyStepInputs& given) {
   }
   return inputs;
 }
-
-// Bytes of this rank: of each kind of state, of parameters that are gathered, and of buffers for gradients on their
-// way.
-std::map<std::string, int64_t> bytes_of(Engine& engine) {
-  std::map<std::string, int64_t> bytes;
-  for (const auto& [what, held] : engine.params().held_bytes()) bytes[what] = held;
-  int64_t& gathered = bytes["gathered"];
-  if (engine.gatherer() != nullptr)
-    for (const zero::ShardedParamPtr& param : engine.gatherer()->params())
-      if (param->available())
-        gathered += sizes::product("bytes of gathered parameters", param->padded_numel(),
-                                   static_cast<int64_t>(c10::elementSize(param->dtype())));
-  bytes["wire"] = engine.grads().memory().bytes();
-  return bytes;
-}
-
-struct MadeStep : zero::StepReport {
-  std::map<std::string, int64_t> bytes;  // after the step, while its clock runs: a log of steps tells of them
-};
 
 MadeStep step(Engine& engine, const PyStepInputs& given) {
   MadeStep made{engine.step(step_inputs(engine, given)), {}};
