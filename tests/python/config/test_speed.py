@@ -1,5 +1,5 @@
-"""Reading, checking and resolving a file that gives every key takes less than a millisecond; on a machine where Python's
-json takes longer than 50 us to parse the same text, less than 20 times as long as that."""
+"""Reading, checking and resolving a file that gives every key takes less than a millisecond; on a machine where
+Python's json takes longer than 50 us to parse the same text, less than 20 times as long as that."""
 
 import json
 import time
