@@ -122,7 +122,7 @@ def folder(tmp_path):
 
 @pytest.fixture(autouse=True)
 def checked_device(request):
-    """What a test for any device does in this process is checked as what ranks do."""
+    """The work of a test for any device in this process is checked like that of ranks."""
     with devices.checked() if request.node.get_closest_marker("any_device") else contextlib.nullcontext():
         yield
 

@@ -40,7 +40,7 @@ class StepClock {
   explicit StepClock(Now now = Clock::now) : now_(std::move(now)) {}
   StepClock(const StepClock&) = delete;
 
-  // Whoever wants the times switches it on, each once; it is off when all have switched it off.
+  // Each user of the times switches it on once and off once; it is on while there is a user.
   void turn(bool on);
   bool on() const { return users_.load(std::memory_order_relaxed) > 0; }
 

@@ -1,4 +1,4 @@
-"""What monitors get from engines: names and values of events, their samples, errors on all ranks, a killed run."""
+"""Events that monitors get from engines: names, values and samples; errors on all ranks; a killed run."""
 
 import csv
 import glob

@@ -26,7 +26,7 @@ call_log = _native._C.CallLog()
 
 
 class _Listening:
-    """Who listens to the calls of this process."""
+    """The listeners to the calls of this process."""
 
     def __init__(self):
         self.recorders = {}  # -> whether they want the calls of torch.distributed, too

@@ -1,5 +1,7 @@
 """Errors and warnings before an engine is built."""
 
+import os
+
 import torch
 
 from deepspeed import _native
@@ -44,14 +46,28 @@ def check_device(engine):
         raise RuntimeError(f"this engine cannot train on {device}. {problem}")
 
 
-def refuse_on_all(engine, problem):
-    """Raises ValueError on all ranks with the ``problem`` of rank 0, None where there is none: all ranks call it."""
+def check_file(engine, path, key):
+    """Makes the folder of ``path``, which ``key`` names, and tries to append to the file on rank 0. Where that fails,
+    all ranks, which all call it, raise ValueError."""
+    problem = None
+    if engine.global_rank == 0:
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            open(path, "a", encoding="utf-8").close()
+        except OSError as error:
+            problem = f"{key}: {error}. Name a file in a folder that rank 0 can write to, or leave it out"
+    refuse_on_all(engine, problem)
+
+
+def refuse_on_all(engine, problem, kind=ValueError):
+    """Raises an error of ``kind`` on all ranks with the ``problem`` of rank 0, None where there is none: all ranks call
+    it."""
     told = [problem]
     if engine.world_size > 1:
         with suppress_logging():
             dist.broadcast_object_list(told, 0)
     if told[0] is not None:
-        raise ValueError(f"rank 0: {told[0]}")
+        raise kind(f"rank 0: {told[0]}")
 
 
 def _several_devices(module):

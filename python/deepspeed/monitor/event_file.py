@@ -45,7 +45,7 @@ def _text(field, data):
 
 
 class ScalarWriter:
-    """What TensorBoardMonitor needs of ``torch.utils.tensorboard.SummaryWriter``. Each scalar is written at once.
+    """The methods of torch's ``SummaryWriter`` that TensorBoardMonitor calls. Each scalar is written at once.
 
     purge_step: what earlier files of the folder have of this step and later ones is void.
     """

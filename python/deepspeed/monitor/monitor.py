@@ -153,7 +153,7 @@ def folder_of(section, config, base):
 
 
 def started(monitor, section, start):
-    """What ``start()`` gives, which begins a run at a server. Where it fails, ``monitor`` is off, with one warning."""
+    """The result of ``start()``, which begins a run at a server. If it fails, ``monitor`` is off, with one warning."""
     try:
         return start()
     except Exception as error:  # whatever a package raises

@@ -1,4 +1,4 @@
-"""What a run does, in figures: operations of models (``flops_profiler``), the costs of operators (``op_costs``)."""
+"""Figures of models and runs: operations of models (``flops_profiler``), the costs of operators (``op_costs``)."""
 
 from deepspeed.registry import lazy_package
 

@@ -1,4 +1,4 @@
-"""What operators cost: one table from their names to multiply-accumulates (MACs), other operations and bytes.
+"""The costs of operators: one table from their names to multiply-accumulates (MACs), other operations and bytes.
 
 The rules: a MAC is two flops. The bias of a convolution is one flop for each output, pooling one for each input,
 softmax one for each element, a normalization four for each element and one more with weights. The bias of a linear
@@ -44,7 +44,7 @@ _FREE = {
         "unsafe_split unsafe_split_with_sizes unsafe_chunk detach is_same_size"
     )
 }
-# What works on each element by itself, makes values, moves them, sorts, chooses or adds up.
+# Operators that work on each element by itself, make values, move them, sort, choose or add up.
 _NONE = {
     *_words(
         "add sub rsub mul div true_divide floor_divide remainder fmod neg abs sign exp exp2 expm1 log log2 log10 log1p "

@@ -74,7 +74,7 @@ def mean(values):
 
 
 def thin(values, combine=mean):
-    """As many values as a chart shows."""
+    """At most ``POINTS`` values: each is several of the given ones, combined, where there are more."""
     size = max(1, math.ceil(len(values) / POINTS))
     return [combine(values[first : first + size]) for first in range(0, len(values), size)]
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job do in some steps, as one file for https://ui.perfetto.dev.
+"""The work of the ranks of a job in some steps, as one file for https://ui.perfetto.dev.
 
 A row is ``[track, name, begin, end, values]`` of something that a rank has done, with times of its ``perf_counter``.
 """
@@ -116,7 +116,7 @@ class _Operations(TorchDispatchMode):
 
 
 def purpose_of(group):
-    """What the calls of a group are for, as the mesh knows it; "" of other groups."""
+    """The purpose of the calls of a group, as the mesh knows it; "" of other groups."""
     parts = group.split("/")
     return parts[1] if parts[0] == "mesh" and len(parts) > 2 else ""
 

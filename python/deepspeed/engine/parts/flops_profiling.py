@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from deepspeed._native import DeepSpeedConfigError
+from deepspeed.engine import checks
 from deepspeed.engine.members import Part, engine_parts
 from deepspeed.log import logger
 from deepspeed.profiling.flops_profiler import FlopsProfiler
@@ -28,7 +29,9 @@ class FlopsProfiling(Part):
         if not engine.flops_profiler_enabled():
             return
         self._step = engine.flops_profiler_profile_step()
-        _check(engine.flops_profiler_output_file())
+        path = engine.flops_profiler_output_file()
+        if path is not None:  # the report comes late, so that its file is checked now
+            checks.refuse_on_all(engine, _problem(path) if engine.global_rank == 0 else None, DeepSpeedConfigError)
         factor = engine.flops_profiler_recompute_fwd_factor()
         self.profiler = engine.flops_profiler = FlopsProfiler(engine.module, engine, factor)
         self._seconds = dict.fromkeys(_PHASES, 0.0)
@@ -87,19 +90,16 @@ class FlopsProfiling(Part):
         profiler.end_profile()
 
 
-def _check(path):
-    """Before training, on all ranks: the report comes late."""
-    if path is None:
-        return
+def _problem(path):
+    """Why the report cannot be written to ``path``, or None. The file is not made."""
     folder = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        raise DeepSpeedConfigError(f"flops_profiler.output_file {path!r}: its folder cannot be made: {error}") from None
+        return f"flops_profiler.output_file {path!r}: its folder cannot be made: {error}"
     if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise DeepSpeedConfigError(
-            f"flops_profiler.output_file {path!r} cannot be written: name a file in a folder that can"
-        )
+        return f"flops_profiler.output_file {path!r} cannot be written: name a file in a folder that can"
+    return None
 
 
 def _tell_unreached(step):

@@ -17,16 +17,10 @@ class RunReport(Part):
     _end = None
 
     def start(self):
-        engine, path, problem = self.engine, self.engine._config.report_config.path, None
+        engine, path = self.engine, self.engine._config.report_config.path
         if path is None:
             return
-        if engine.global_rank == 0:
-            try:
-                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-                open(path, "a").close()
-            except OSError as error:
-                problem = f"report.path: {error}. Name a file in a folder that rank 0 can write to, or leave it out"
-        checks.refuse_on_all(engine, problem)
+        checks.check_file(engine, path, "report.path")
         if engine.global_rank == 0:
             lines = engine._config.step_log_config.file
             self._end = weakref.finalize(engine, _write, os.path.abspath(lines), os.path.abspath(path))

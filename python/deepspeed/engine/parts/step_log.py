@@ -4,7 +4,6 @@ import collections
 import contextlib
 import json
 import math
-import os
 import socket
 import time
 import weakref
@@ -60,15 +59,10 @@ class StepLog(Part):
         self._leave.atexit = False
 
     def _open(self):
-        engine, error = self.engine, None
+        engine, path = self.engine, self.section.file
+        checks.check_file(engine, path, "step_log.file")
         if engine.global_rank == 0:
-            try:
-                folder = os.path.dirname(self.section.file)
-                os.makedirs(folder or ".", exist_ok=True)
-                self._file = open(self.section.file, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-            except OSError as found:
-                error = f"step_log.file: {found}. Name a file in a folder that rank 0 can write to, or leave it out"
-        checks.refuse_on_all(engine, error)
+            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._write(
             {
                 "kind": "run",
@@ -192,15 +186,19 @@ class StepLog(Part):
         return self._peak
 
     # ---- all ranks ---------------------------------------------------------------------------------------------------
+    def all_ranks(self):
+        """The communicator of all ranks for logs and traces. They open it together, at its first use."""
+        if self._all is None:
+            self._all = mesh_views.adopted_by_all()
+        return self._all
+
     def _gather(self, mine):
         """A row of numbers from each rank."""
         if self.engine.world_size == 1:
             return mine[None]
-        if self._all is None:
-            self._all = mesh_views.adopted_by_all()
         rows = torch.zeros(self.engine.world_size, mine.numel(), dtype=mine.dtype)
         with suppress_logging():
-            self._all.run("all_gather", input=mine, output=rows, tag="step_log").wait()
+            self.all_ranks().run("all_gather", input=mine, output=rows, tag="step_log").wait()
         return rows
 
     def _hosts(self):

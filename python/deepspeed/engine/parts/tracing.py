@@ -1,13 +1,11 @@
 """Records some steps of all ranks for https://ui.perfetto.dev."""
 
 import json
-import os
 import socket
 import weakref
 
 import torch
 
-from deepspeed.comm import mesh_views
 from deepspeed.comm.timed import suppress_logging
 from deepspeed.engine import checks
 from deepspeed.engine.members import Part, engine_parts, member
@@ -20,7 +18,7 @@ from deepspeed.profiling.clocks import aligned
 class Tracing(Part):
     """A part of the engine. Every rank records, and rank 0 writes one file."""
 
-    _recorder = _all = _told = None
+    _recorder = _told = None
     _left = 0  # steps to record
 
     @member
@@ -34,7 +32,7 @@ class Tracing(Part):
             raise ValueError(f"engine.trace: steps is a whole number of at least 1, got {steps!r}")
         if self._recorder is not None:
             raise RuntimeError(f"engine.trace: {self._left} steps of another trace are still to be recorded")
-        self._check(path, "engine.trace: path")
+        checks.check_file(self.engine, path, "engine.trace: path")
         self._begin(steps, path)
 
     def start(self):
@@ -42,7 +40,7 @@ class Tracing(Part):
         self._start_step = section.start_step
         if self._start_step is None:
             return
-        self._check(section.path, "trace.path")
+        checks.check_file(self.engine, section.path, "trace.path")
         self._told = weakref.finalize(self.engine, _tell_of_missing, self._start_step, self.engine.global_rank)
         self._follow_section()
 
@@ -68,26 +66,14 @@ class Tracing(Part):
         if self._told is not None:
             self._told()
 
-    def _check(self, path, what):
-        error = None
-        if self.engine.global_rank == 0:
-            try:
-                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-                with open(path, "a", encoding="utf-8"):
-                    pass
-            except OSError as found:
-                error = f"{what}: {found}. Name a file in a folder that rank 0 can write to"
-        checks.refuse_on_all(self.engine, error)
-
     def _begin(self, steps, path):
         engine, storage = self.engine, None
         if engine.core is not None:
             storage = engine.core.storage
         self._left, self._path, self._clock = steps, path, (0.0, 0.0)
         if engine.world_size > 1:
-            self._all = self._all or mesh_views.adopted_by_all()
             with suppress_logging():
-                self._clock = aligned(self._all)
+                self._clock = aligned(engine._step_log.all_ranks())
         self._recorder = trace.Recorder(engine.module, engine._step_log.phases, storage)
         self._recorder.begin()
 
@@ -105,20 +91,21 @@ class Tracing(Part):
             logger.warning(f"the trace was not written: {found}. The training goes on")
 
     def _gathered(self, mine):
-        """What each rank has recorded, on rank 0."""
+        """The record of each rank, on rank 0; [] on the others."""
         if self.engine.world_size == 1:
             return [mine]
         data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         sizes, found = torch.zeros(self.engine.world_size, 1, dtype=torch.int64), [mine]
+        ranks = self.engine._step_log.all_ranks()
         with suppress_logging():
             own = torch.tensor([data.numel()], dtype=torch.int64)
-            self._all.run("all_gather", input=own, output=sizes, tag="trace").wait()
+            ranks.run("all_gather", input=own, output=sizes, tag="trace").wait()
             if self.engine.global_rank != 0:
-                self._all.run("send", input=data, peer=0, tag="trace").wait()
+                ranks.run("send", input=data, peer=0, tag="trace").wait()
                 return []
             for rank in range(1, self.engine.world_size):
                 received = torch.empty(int(sizes[rank]), dtype=torch.uint8)
-                self._all.run("recv", output=received, peer=rank, tag="trace").wait()
+                ranks.run("recv", output=received, peer=rank, tag="trace").wait()
                 found.append(json.loads(bytes(received.numpy())))
         return found
 

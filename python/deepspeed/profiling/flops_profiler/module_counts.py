@@ -1,4 +1,4 @@
-"""What each module of a model costs: hooks of modules tell which of them runs, a mode counts the operators."""
+"""The cost of each module of a model: hooks of modules tell which of them runs, a mode counts the operators."""
 
 import contextlib
 import time
