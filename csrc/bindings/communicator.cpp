@@ -20,6 +20,7 @@
 #include "comm/calls/c10d_backend.h"
 #include "comm/calls/script_calls.h"
 #include "comm/transports/c10d_communicator.h"
+#include "comm/transports/counted_communicator.h"
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/nccl_communicator.h"
 #include "comm/transports/shm_communicator.h"
@@ -134,6 +135,15 @@ DS_BINDINGS(m) {
            "counts"_a = std::pair<std::vector<int64_t>, std::vector<int64_t>>(), "op"_a = "sum", "peer"_a = -1,
            "tag"_a = "", Unlocked())
       .def("leave", &Communicator::leave, Unlocked());
+  // One rank of a group whose other ranks do not exist (comm/transports/counted_communicator.h).
+  m.def(
+      "counted_communicator",
+      [](int rank, int size, std::shared_ptr<comm::CallLog> log, const std::string& group,
+         std::shared_ptr<plan::StepPlan> step, const plan::LinkCost& link) {
+        return comm::logged(comm::counted_communicator(rank, size, group, {std::move(step), link}), std::move(log),
+                            group);
+      },
+      "rank"_a, "size"_a, "log"_a, "group"_a, "step"_a, "link"_a);
   // As scripts call torch.distributed, with torch's handles (comm/calls/script_calls.h).
   py::class_<comm::ScriptCalls>(m, "ScriptCalls")
       .def(py::init([](comm::CommunicatorPtr communicator) {

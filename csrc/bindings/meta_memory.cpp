@@ -3,6 +3,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <pybind11/stl.h>
+
 #include "bindings/registry.h"
 #include "storage/meta_memory.h"
 
@@ -13,11 +15,16 @@ namespace ds::bindings {
 DS_BINDINGS(m) {
   using storage::MetaMemory;
   py::class_<MetaMemory>(m, "MetaMemory")
-      .def(py::init<>())
-      .def("track", &MetaMemory::track, "tensor"_a)
-      .def("ignore", &MetaMemory::ignore, "tensor"_a)
+      .def(py::init<int64_t>(), "block"_a = 1)
+      .def("install", &MetaMemory::install)
+      .def("remove", &MetaMemory::remove)
+      .def("set_owner", &MetaMemory::set_owner, "owner"_a)
+      .def("give", &MetaMemory::give, "tensor"_a, "owner"_a)
+      .def("set_moment", &MetaMemory::set_moment, "moment"_a)
       .def("reset_peak", &MetaMemory::reset_peak)
       .def_property_readonly("live", &MetaMemory::live)
+      .def_property_readonly("owned", &MetaMemory::owned)
+      .def_property_readonly("peaks", &MetaMemory::peaks)
       .def_property_readonly("peak", &MetaMemory::peak);
 }
 

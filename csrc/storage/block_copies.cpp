@@ -9,6 +9,9 @@
 namespace ds::storage {
 namespace {
 
+// Whether the host addresses the copy: it is in its memory, or it would be, in a step that is planned.
+bool on_host(const Staging& staging) { return staging.medium == Medium::kHost || staging.memory.device().is_cpu(); }
+
 char* address(const at::Tensor& memory) { return static_cast<char*>(memory.data_ptr()); }
 
 void copy(const at::Tensor& to, int64_t to_offset, const at::Tensor& from, int64_t from_offset, int64_t bytes,
@@ -71,13 +74,13 @@ void BlockCopies::transfer_block(const Plane& plane, const PlanePart& part, int3
     return copy(part.memory, there, staging.memory, here, bytes);
   }
   const auto index = static_cast<size_t>(block - part.first);
-  if (!staging.memory.device().is_cpu() && part.part->reaches_device()) {
+  if (!on_host(staging) && part.part->reaches_device()) {
     c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
     return fetch ? part.part->read_device(index, staging.memory, here)
                  : part.part->write_device(index, staging.memory, here);
   }
   const bool whole = (here - staging.offset) % kAlignment == 0 && (block + 1 == staging.end || bytes % kAlignment == 0);
-  if (staging.memory.device().is_cpu() && (whole || part.part->any_address())) {
+  if (on_host(staging) && (whole || part.part->any_address())) {
     char* data = address(staging.memory) + here;
     return fetch ? part.part->read(index, data) : part.part->write(index, data);
   }

@@ -13,13 +13,16 @@
 
 namespace ds::storage {
 
+// Whether work on the device is done when a call returns: the CPU, and the meta device, which has none to do.
+inline bool done_on_return(const c10::Device& device) { return device.is_cpu() || device.is_meta(); }
+
 // A point in the work of one stream.
 class Fence {
  public:
-  // Behind what has been launched on the current stream of the memory's device. Null on the CPU, where work is done
-  // when a call returns.
+  // Behind what has been launched on the current stream of the memory's device. Null where work is done when a call
+  // returns.
   static std::shared_ptr<const Fence> after(const at::Tensor& memory) {
-    if (memory.device().is_cpu()) return nullptr;
+    if (done_on_return(memory.device())) return nullptr;
     return std::make_shared<const Fence>(memory);
   }
   explicit Fence(const at::Tensor& memory)

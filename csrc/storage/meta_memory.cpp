@@ -1,62 +1,155 @@
 #include "storage/meta_memory.h"
 
+#include <c10/core/Allocator.h>
+
 #include <algorithm>
 #include <mutex>
 #include <utility>
 
+#include "io/aligned_pool.h"
+
 namespace ds::storage {
+namespace {
+
+constexpr uint8_t kPriority = 1;  // above torch's own allocator
+constexpr uintptr_t kFirstAddress = uintptr_t{1} << 46;  // pages there belong to no process of Linux on 48 bits
+constexpr size_t kAddressStep = 512;
+
+}  // namespace
 
 struct MetaMemory::Count {
+  const int64_t block;
   std::mutex mutex;  // graphs are released by whoever lets go of them
+  uintptr_t next = kFirstAddress;
+  std::string owner = "other", moment;
+  OwnedBytes owned;
   int64_t live = 0, peak = 0;
+  std::map<std::string, std::pair<int64_t, OwnedBytes>> peaks;
 
-  void add(int64_t bytes) {
-    std::lock_guard lock(mutex);
+  explicit Count(int64_t given) : block(given) {}
+
+  void add(const std::string& whose, int64_t bytes) {
+    if (whose.empty()) return;
+    owned[whose] += bytes;
     live += bytes;
+    if (bytes <= 0) return;
     peak = std::max(peak, live);
+    auto& [most, then] = peaks[moment];
+    if (live <= most) return;
+    most = live;
+    then = owned;
   }
 };
 
-// A storage's placeholder for memory.
-struct MetaMemory::Counted {
-  std::shared_ptr<Count> count;
-  int64_t bytes;
+class MetaMemory::Maker : public c10::Allocator {
+ public:
+  Maker(MetaMemory& memory, std::shared_ptr<Count> count) : memory(memory), count_(std::move(count)) {}
 
+  // Of the functions allocate() one is torch's: it is const in torch 1.
+  c10::DataPtr allocate(size_t bytes) const { return made(bytes); }
+  c10::DataPtr allocate(size_t bytes) { return made(bytes); }
+  void copy_data(void*, const void*, size_t) const {}
+
+  struct Block {
+    std::shared_ptr<Count> count;
+    std::string owner;
+    int64_t bytes;
+  };
   static void release(void* one) {
-    const auto* counted = static_cast<Counted*>(one);
-    counted->count->add(-counted->bytes);
-    delete counted;
+    const std::unique_ptr<Block> block(static_cast<Block*>(one));
+    const std::lock_guard lock(block->count->mutex);
+    block->count->add(block->owner, -block->bytes);
   }
+
+  MetaMemory& memory;
+  c10::Allocator* before = nullptr;
+
+ private:
+  c10::DataPtr made(size_t bytes) const {
+    const auto counted = static_cast<int64_t>(io::round_up(bytes, static_cast<size_t>(count_->block)));
+    const std::lock_guard lock(count_->mutex);
+    auto* block = new Block{count_, count_->owner, counted};
+    count_->add(block->owner, counted);
+    auto* address = reinterpret_cast<void*>(count_->next);  // NOLINT(performance-no-int-to-ptr)
+    count_->next += io::round_up(std::max<size_t>(bytes, 1), kAddressStep);
+    return {address, block, &release, c10::Device(c10::kMeta)};
+  }
+
+  const std::shared_ptr<Count> count_;
 };
 
-MetaMemory::MetaMemory() : count_(std::make_shared<Count>()) {}
+MetaMemory::MetaMemory(int64_t block)
+    : count_(std::make_shared<Count>(block)), maker_(std::make_unique<Maker>(*this, count_)) {}
+MetaMemory::~MetaMemory() { remove(); }
 
-void MetaMemory::tie(const at::Tensor& tensor, bool counts) {
-  if (!tensor.is_meta() || !tensor.has_storage()) return;
-  const at::Storage& storage = tensor.storage();
-  if (storage.data_ptr().get_context()) return;
-  const int64_t bytes = counts ? static_cast<int64_t>(storage.nbytes()) : 0;
-  count_->add(bytes);
-  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(
-      {nullptr, new Counted{count_, bytes}, &Counted::release, tensor.device()});
+void MetaMemory::install() {
+  if (maker_->before) return;
+  maker_->before = c10::GetAllocator(c10::kMeta);
+  c10::SetAllocator(c10::kMeta, maker_.get(), kPriority);
 }
 
-void MetaMemory::track(const at::Tensor& tensor) { tie(tensor, true); }
-void MetaMemory::ignore(const at::Tensor& tensor) { tie(tensor, false); }
+void MetaMemory::remove() noexcept {
+  if (c10::Allocator* before = std::exchange(maker_->before, nullptr)) c10::SetAllocator(c10::kMeta, before, kPriority);
+}
+
+MetaMemory* MetaMemory::installed() {
+  auto* maker = dynamic_cast<Maker*>(c10::GetAllocator(c10::kMeta));
+  return maker ? &maker->memory : nullptr;
+}
+
+std::string MetaMemory::set_owner(std::string owner) {
+  const std::lock_guard lock(count_->mutex);
+  return std::exchange(count_->owner, std::move(owner));
+}
+
+void MetaMemory::give(const at::Tensor& tensor, const std::string& owner) {
+  if (!tensor.is_meta() || !tensor.has_storage()) return;
+  const c10::DataPtr& data = tensor.storage().data_ptr();
+  if (data.get_deleter() != &Maker::release) return;
+  auto* block = static_cast<Maker::Block*>(data.get_context());
+  if (block->count != count_) return;
+  const std::lock_guard lock(count_->mutex);
+  count_->add(block->owner, -block->bytes);
+  block->owner = owner;
+  count_->add(block->owner, block->bytes);
+}
+
+void MetaMemory::set_moment(std::string moment) {
+  const std::lock_guard lock(count_->mutex);
+  count_->moment = std::move(moment);
+  auto& [most, then] = count_->peaks[count_->moment];
+  if (count_->live <= most) return;
+  most = count_->live;
+  then = count_->owned;
+}
 
 int64_t MetaMemory::live() const {
-  std::lock_guard lock(count_->mutex);
+  const std::lock_guard lock(count_->mutex);
   return count_->live;
 }
 
+OwnedBytes MetaMemory::owned() const {
+  const std::lock_guard lock(count_->mutex);
+  return count_->owned;
+}
+
+std::map<std::string, OwnedBytes> MetaMemory::peaks() const {
+  const std::lock_guard lock(count_->mutex);
+  std::map<std::string, OwnedBytes> found;
+  for (const auto& [moment, most] : count_->peaks) found[moment] = most.second;
+  return found;
+}
+
 int64_t MetaMemory::peak() const {
-  std::lock_guard lock(count_->mutex);
+  const std::lock_guard lock(count_->mutex);
   return count_->peak;
 }
 
 void MetaMemory::reset_peak() {
-  std::lock_guard lock(count_->mutex);
+  const std::lock_guard lock(count_->mutex);
   count_->peak = count_->live;
+  count_->peaks.clear();
+  count_->peaks[count_->moment] = {count_->live, count_->owned};
 }
 
 }  // namespace ds::storage

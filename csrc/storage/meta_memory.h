@@ -1,28 +1,66 @@
-// Bytes that tensors on the meta device, which have no memory, would take: each storage is counted from track() until
-// it is released, by whatever has held it: autograd, its graph, Python.
+// Bytes that tensors on the meta device, which have no memory, would take: every storage that is made while a count is
+// installed counts from its allocation to its release, whoever makes it: the model, autograd, the engine, any thread.
 #pragma once
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <string>
 
 namespace ds::storage {
 
+// The bytes of each owner at one moment.
+using OwnedBytes = std::map<std::string, int64_t>;
+
 class MetaMemory {
  public:
-  MetaMemory();
-  void track(const at::Tensor& tensor);   // once for each storage; tensors of other devices are none of them
-  void ignore(const at::Tensor& tensor);  // its storage is never counted: weights
+  // `block`: sizes are rounded up to it, as allocators of devices do.
+  explicit MetaMemory(int64_t block = 1);
+  ~MetaMemory();
+  MetaMemory(const MetaMemory&) = delete;
+
+  // Storages of meta tensors are made by this count from install() to remove(). Installed counts nest: remove() brings
+  // the earlier allocator back. Addresses are unique and cannot be accessed.
+  void install();
+  void remove() noexcept;
+  // The count that is installed; null: there is none.
+  static MetaMemory* installed();
+
+  // Storages that are made from now on belong to it; "": they do not count. Returns the earlier owner.
+  std::string set_owner(std::string owner);
+  // The storage of `tensor`, which this count made, changes its owner. Others are left alone.
+  void give(const at::Tensor& tensor, const std::string& owner);
+  // Where the step is: peaks are kept for each moment.
+  void set_moment(std::string moment);
+
   int64_t live() const;
-  int64_t peak() const;  // the most since the last reset_peak()
-  void reset_peak();
+  OwnedBytes owned() const;                       // now
+  std::map<std::string, OwnedBytes> peaks() const;  // of each moment, when most was alive there
+  int64_t peak() const;                           // the most since the last reset_peak()
+  void reset_peak();                              // of all moments
 
  private:
   struct Count;
-  struct Counted;
-  void tie(const at::Tensor& tensor, bool counts);
+  class Maker;
 
   std::shared_ptr<Count> count_;
+  std::unique_ptr<Maker> maker_;
+};
+
+// Storages made by this thread's caller in the scope belong to `owner`, where a count is installed.
+class MetaOwner {
+ public:
+  explicit MetaOwner(std::string owner)
+      : memory_(MetaMemory::installed()), before_(memory_ ? memory_->set_owner(std::move(owner)) : "") {}
+  ~MetaOwner() {
+    if (memory_) memory_->set_owner(before_);
+  }
+  MetaOwner(const MetaOwner&) = delete;
+
+ private:
+  MetaMemory* const memory_;
+  const std::string before_;
 };
 
 }  // namespace ds::storage

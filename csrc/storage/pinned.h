@@ -23,7 +23,7 @@ inline bool can_pin() {
 
 // Of small host tensors that `device` copies to or from: pinned where that helps and can be.
 inline at::TensorOptions host_options(const c10::Device& device) {
-  return at::TensorOptions().device(at::kCPU).pinned_memory(!device.is_cpu() && can_pin());
+  return at::TensorOptions().device(at::kCPU).pinned_memory(!device.is_cpu() && !device.is_meta() && can_pin());
 }
 
 }  // namespace ds::storage

@@ -71,7 +71,7 @@ void PlaneTable::add_fence(Plane& plane, int32_t first, int32_t end) noexcept {
 }
 
 void PlaneTable::wait_for_streams(const Plane& plane, int32_t first, int32_t end) const {
-  if (memory_.device_of(Medium::kDevice).is_cpu()) return;
+  if (done_on_return(memory_.device_of(Medium::kDevice))) return;
   for (int32_t b = first; b < end; ++b) {
     const at::Tensor& memory = plane.part_of(b).memory;
     if (memory.defined() && !memory.device().is_cpu()) plane.blocks[b].fences.wait(memory);

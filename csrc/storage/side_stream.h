@@ -5,13 +5,16 @@
 
 #include <optional>
 
+#include "storage/fence.h"
+
 namespace ds::storage {
 
 // A stream beside the one that computes, for as long as a job runs.
 class SideStream {
  public:
   explicit SideStream(c10::Device device) {
-    if (!device.is_cpu()) guard_.emplace(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+    if (!done_on_return(device))
+      guard_.emplace(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
   }
 
  private:

@@ -86,7 +86,7 @@ void StorageState::move(std::vector<int32_t> numbers, const Placement& placement
     for (const Moving& one : all) planes.wait_for_streams(*one.plane, 0, one.plane->block_count());
     held.unlock();
     for (const Moving& one : all) copies.copy_plane(*one.plane, one.parts, wait_each);
-    if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
+    if (!done_on_return(device)) c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
     held.lock();
   } catch (...) {
     if (!held.owns_lock()) held.lock();

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/ranges.h"
+#include "storage/tiers/counted.h"
 
 namespace ds::storage {
 namespace {
@@ -51,6 +52,7 @@ std::string name_of(Medium medium) {
 }
 
 Tiers make_tiers(const TierContext& context) {
+  if (context.device.is_meta()) return counted_tiers(registered().size());
   Tiers tiers;
   for (const Entry& entry : in_order()) tiers.push_back(entry.factory(context));
   return tiers;

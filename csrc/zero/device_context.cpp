@@ -11,8 +11,10 @@
 
 #include "base/error.h"
 #include "comm/nccl/native_stream.h"
+#include "storage/fence.h"
 #include "storage/pinned.h"
 #include "zero/any_kernels.h"
+#include "zero/meta_kernels.h"
 #include "zero/torch_compat.h"
 
 namespace ds::zero {
@@ -21,14 +23,15 @@ namespace {
 
 // The CPU's library, and no other body, cannot fail.
 bool can_fail(const c10::Device& device, const kernels::KernelTable& table) {
-  return !device.is_cpu() || scratch_bytes(table, device, 1, 1) > 0;
+  return !storage::done_on_return(device) || scratch_bytes(table, device, 1, 1) > 0;
 }
 
 }  // namespace
 
 const kernels::KernelTable& kernels_of(const c10::Device& device) {
   const std::string name = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
-  if (device.is_meta() || !c10::impl::hasDeviceGuardImpl(device.type()))
+  if (device.is_meta()) return meta_kernels();
+  if (!c10::impl::hasDeviceGuardImpl(device.type()))
     fail(ErrorKind::kNotImplemented, "nothing can be trained on the device ", device.str(),
          ": this torch has no guard ", "for '", name,
          "'. Import the package that brings this device to torch before deepspeed.initialize, or move ",
@@ -83,7 +86,7 @@ kernels::Launch DeviceContext::launch(kernels::Scratch* scratch) const {
   kernels::Launch launch;
   launch.pool = pool_.get();
   launch.scratch = scratch;
-  if (!device_.is_cpu())
+  if (!storage::done_on_return(device_))
     launch.stream = comm::native_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   return launch;
 }
@@ -158,14 +161,15 @@ at::Tensor DeviceContext::flattened(const at::Tensor& src, at::IntArrayRef sizes
 }
 
 void DeviceContext::post_step_scale() {
-  if (device_.is_cpu()) return;
+  if (storage::done_on_return(device_)) return;
   step_scale_host_.copy_(step_scale_, /*non_blocking=*/true);
   posted_.emplace(device_.type());
   posted_->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
 kernels::StepScale DeviceContext::read_step_scale() {
-  kernels::StepScale result;
+  kernels::StepScale result{1.0, 1.0f, 0};
+  if (device_.is_meta()) return result;  // a step that is planned succeeds
   if (device_.is_cpu()) {
     std::memcpy(&result, step_scale_.data_ptr(), sizeof(result));
     return result;

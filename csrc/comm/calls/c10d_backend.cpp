@@ -15,7 +15,9 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using WorkHandle = c10::intrusive_ptr<c10d::Work>;
 
-bool dense_on_host(const at::Tensor& tensor) { return tensor.device().is_cpu() && tensor.layout() == at::kStrided; }
+bool dense(const at::Tensor& tensor) { return tensor.layout() == at::kStrided; }
+bool dense_on_host(const at::Tensor& tensor) { return tensor.device().is_cpu() && dense(tensor); }
+bool planned(const at::Tensor& tensor) { return tensor.is_meta() && dense(tensor); }
 
 class C10dBackend : public compat::BackendBase {
  public:
@@ -129,8 +131,14 @@ class C10dBackend : public compat::BackendBase {
     return run(call(Verb::kBarrier, {}, {}), options);
   }
 
-  WorkHandle send(Tensors& tensors, int to, int tag) override { return other().send(tensors, to, tag); }
-  WorkHandle recv(Tensors& tensors, int from, int tag) override { return other().recv(tensors, from, tag); }
+  WorkHandle send(Tensors& tensors, int to, int tag) override {
+    if (counted()) return calls_->handle({call(Verb::kSend, {only(tensors)}, {}, to)});
+    return other().send(tensors, to, tag);
+  }
+  WorkHandle recv(Tensors& tensors, int from, int tag) override {
+    if (counted()) return calls_->handle({call(Verb::kRecv, {}, {only(tensors)}, from)});
+    return other().recv(tensors, from, tag);
+  }
   WorkHandle recvAnysource(Tensors& tensors, int tag) override { return other().recvAnysource(tensors, tag); }
 
   // Of 2.x only: without `override`, so that the same text serves both.
@@ -165,7 +173,10 @@ class C10dBackend : public compat::BackendBase {
     if (!other_) fail(ErrorKind::kNotImplemented, "the backend ", name_, " carries dense tensors in host memory only");
     return *other_;
   }
-  static bool carries(const Tensors& tensors) { return all_of(tensors, dense_on_host); }
+  bool carries(const Tensors& tensors) const {
+    return all_of(tensors, dense_on_host) || (counted() && all_of(tensors, planned));
+  }
+  bool counted() const { return communicator_->name() == "counted"; }
 
   template <typename T>
   const T& only(const std::vector<T>& list) const {

@@ -37,7 +37,10 @@ at::Tensor view_of_own(const at::Tensor& flat, int64_t offset, int64_t numel, at
                                                                    part_of(flat, offset),
                                                                    flat.storage().unsafeGetStorageImpl()->allocator(),
                                                                    /*resizable=*/false));
-  return at::empty({0}, flat.options()).set_(storage, 0, sizes, strides);
+  const at::Tensor view = at::empty({0}, flat.options());  // not set_(), which wants to resize storages of meta tensors
+  view.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  return view;
 }
 
 }  // namespace

@@ -2,11 +2,12 @@
 
 #include "base/error.h"
 #include "base/ranges.h"
+#include "storage/fence.h"
 
 namespace ds::zero {
 
 DeviceContext& StepMemory::context(storage::Medium at) {
-  if (at == storage::Medium::kDevice || device_.device().is_cpu()) return device_;
+  if (at == storage::Medium::kDevice || storage::done_on_return(device_.device())) return device_;
   if (!host_) {
     host_ = std::make_unique<DeviceContext>(device_.threads());
     share_step_scale();

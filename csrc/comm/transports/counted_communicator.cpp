@@ -1,0 +1,105 @@
+#include "comm/transports/counted_communicator.h"
+
+#include <ATen/Functions.h>
+
+#include <algorithm>
+
+#include <utility>
+
+#include "base/error.h"
+#include "comm/calls/compose.h"
+
+namespace ds::comm {
+namespace {
+
+class CountedWork : public Work {
+ public:
+  CountedWork(std::shared_ptr<plan::StepPlan> step, int64_t call) : step_(std::move(step)), call_(call) {}
+  void wait() override { step_->wait(call_); }
+  bool ready() override { return true; }
+
+ private:
+  const std::shared_ptr<plan::StepPlan> step_;
+  const int64_t call_;
+};
+
+class CountedCommunicator : public Communicator {
+ public:
+  CountedCommunicator(int rank, int size, std::string group, CountedTime time)
+      : rank_(rank), size_(size), group_(std::move(group)), time_(std::move(time)) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  std::string name() const override { return "counted"; }
+  bool carries(const Op&) const override { return true; }
+  PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
+  std::shared_ptr<Communicator> among(const std::vector<int>& ranks) override {
+    const auto mine = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin());
+    return counted_communicator(mine, static_cast<int>(ranks.size()), group_, time_);
+  }
+
+ protected:
+  bool carries_parts() const override { return true; }
+  WorkPtr start(const Op& op) override {
+    if (op.out.defined() && op.out.is_cpu()) fill(op);
+    if (!time_.step || op.verb == Verb::kBarrier) return std::make_shared<DoneWork>();
+    const auto width = static_cast<int64_t>(op.own().defined() ? op.own().element_size() : op.whole().element_size());
+    const int64_t sent = op.verb == Verb::kRecv ? op.out.numel() : op.sent(rank_, size_);
+    return std::make_shared<CountedWork>(time_.step,
+                                         time_.step->start(group_, time_.link.time_of(sent * width, size_)));
+  }
+
+ private:
+  void fill(const Op& op) const {
+    switch (op.verb) {
+      case Verb::kAllReduce: return repeat(op.out, op.reduce);
+      case Verb::kReduce:
+        if (op.peer == rank_) repeat(op.out, op.reduce);
+        return;
+      case Verb::kReduceScatter:
+        op.out.view({-1}).copy_(parts_of(op.in, op.in_counts, size_)[static_cast<size_t>(rank_)]);
+        return repeat(op.out, op.reduce);
+      case Verb::kAllGather:
+      case Verb::kGather:
+        for (const at::Tensor& part : parts_of(op.out, op.out_counts, size_)) copy(part, op.in);
+        return;
+      case Verb::kAllToAll:
+      case Verb::kExchangePacked:
+        if (op.parts) return;
+        for (const at::Tensor& part : parts_of(op.out, op.out_counts, size_))
+          copy(part, parts_of(op.in, op.in_counts, size_)[static_cast<size_t>(rank_)]);
+        return;
+      case Verb::kScatter:
+        if (op.in.defined()) copy(op.out, parts_of(op.in, op.in_counts, size_)[static_cast<size_t>(rank_)]);
+        return;
+      case Verb::kRecv: op.out.zero_(); return;
+      case Verb::kBroadcast:
+      case Verb::kSend:
+      case Verb::kBarrier: return;
+    }
+  }
+
+  void repeat(const at::Tensor& values, ReduceOp reduce) const {
+    if (reduce == ReduceOp::kSum) values.mul_(size_);
+    if (reduce == ReduceOp::kProduct) values.pow_(size_);
+    if (reduce == ReduceOp::kXor && size_ % 2 == 0) values.zero_();
+  }
+
+  // As much as both have: other ranks may have other numbers of elements.
+  static void copy(const at::Tensor& to, const at::Tensor& from) {
+    const int64_t count = std::min(to.numel(), from.numel());
+    to.view({-1}).narrow(0, 0, count).copy_(from.view({-1}).narrow(0, 0, count));
+  }
+
+  const int rank_, size_;
+  const std::string group_;
+  const CountedTime time_;
+};
+
+}  // namespace
+
+CommunicatorPtr counted_communicator(int rank, int size, std::string group, CountedTime time) {
+  if (rank < 0 || rank >= size) fail(ErrorKind::kValue, "rank ", rank, " is none of ", size, " ranks");
+  return std::make_shared<CountedCommunicator>(rank, size, std::move(group), std::move(time));
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,12 @@
+// Memory tiers of a step that is planned: nothing is stored, and bytes are counted.
+#pragma once
+#include "storage/tier.h"
+
+namespace ds::storage {
+
+// As many as are registered, by Medium. Blocks and leases of the device and of the host are meta tensors: those of the
+// device count as its memory (MetaMemory), by the name of their plane, those of the host do not. Blocks of the other
+// tiers are read and written without effect. What rests and travels is in Usage, as always.
+Tiers counted_tiers(size_t count);
+
+}  // namespace ds::storage

@@ -1,0 +1,104 @@
+"""The rates of a machine, which turn operators, calls and transfers into time."""
+
+import dataclasses
+import json
+import os
+
+import torch
+
+from deepspeed import _native
+from deepspeed.accelerator import get_accelerator
+from deepspeed.profiling.peak import peak_flops
+
+VERSION = 1
+
+
+@dataclasses.dataclass
+class Machine:
+    """``flops``: by dtype, of a matrix product, per second. ``memory``: bytes per second that the device reads and
+    writes. ``operator_ns``: the least time of an operator. ``inside``, ``between``: ``(nanoseconds of a round, bytes per
+    second)`` of a rank's calls with ranks of its host, and of several hosts. ``host``, ``file``: bytes per second
+    between the device and memory of the host, and of files. ``host_step``: bytes per second that an update on the host
+    reads and writes. ``ranks_of_host``: 0: all ranks are on one host."""
+
+    name: str
+    flops: dict
+    memory: float
+    operator_ns: int
+    inside: tuple
+    between: tuple
+    host: float
+    file: float
+    host_step: float
+    ranks_of_host: int = 0
+
+    def link(self, ranks):
+        """The ``LinkCost`` of a group."""
+        hosts = {rank // self.ranks_of_host for rank in ranks} if self.ranks_of_host else {0}
+        latency, rate = self.inside if len(hosts) == 1 else self.between
+        return _native._C.LinkCost(int(latency), int(rate))
+
+    def time_of(self, cost, dtype):
+        """Nanoseconds of an operator (``op_costs.Cost``)."""
+        peak = self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
+        return int(max(self.operator_ns, 1e9 * cost.flops / peak, 1e9 * cost.bytes / self.memory))
+
+    def save(self, path):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"version": VERSION, **dataclasses.asdict(self)}, file, indent=1)
+
+    @classmethod
+    def of_jobs(cls, path=None):
+        """That of the file ``path``; None: of the file that ``ds_plan --profile-machine`` keeps, else of this machine,
+        whose links were not measured."""
+        kept = kept_path()
+        if path is None and not (kept and os.path.exists(kept)):
+            return here()
+        return cls.read(kept if path is None else path)
+
+    @classmethod
+    def read(cls, path):
+        """ValueError for a file of another version, or that is none."""
+        with open(path, encoding="utf-8") as file:
+            try:
+                values = json.load(file)
+            except ValueError as error:
+                raise ValueError(f"{path} is no machine file: {error}") from None
+        version = values.pop("version", None) if isinstance(values, dict) else None
+        if version != VERSION:
+            raise ValueError(
+                f"{path} is a machine file of version {version!r}, and this is version {VERSION}: "
+                "make a new one with ds_plan --profile-machine"
+            )
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(values) - names or not {"name", "flops", "memory"} <= set(values):
+            raise ValueError(f"{path} is no machine file: it has the keys {', '.join(sorted(values))}")
+        return cls(**values)
+
+
+def kept_path():
+    """The machine file of this user; "" where nothing can be kept."""
+    rates = _native._C.rates_folder()
+    return os.path.join(os.path.dirname(rates), "machine.json") if rates else ""
+
+
+def here(inside=(20_000, 2e9), between=(50_000, 1e9), ranks_of_host=0):
+    """This machine, by the rates that are measured once and kept. Links are as given."""
+    accelerator = get_accelerator()
+    device = torch.device(accelerator.current_device_name())
+    host, back, _, _, host_step, step = _native._C.memory.machine_rates(
+        device, device.type != "cpu", "", torch.get_num_threads()
+    )
+    flops = {"float32": peak_flops(device, torch.float32)}
+    return Machine(
+        name=f"{accelerator.device_name()} of this machine, links assumed",
+        flops=flops,
+        memory=step or host_step,
+        operator_ns=5_000,
+        inside=inside,
+        between=between,
+        host=2 / (1 / host + 1 / back) if host and back else 0.0,
+        file=0.0,
+        host_step=host_step,
+        ranks_of_host=ranks_of_host,
+    )

@@ -1,0 +1,171 @@
+"""``deepspeed.plan``: what a training step of a job will take, from the real engine on tensors without memory."""
+
+import collections
+import dataclasses
+import os
+import re
+
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.planner.child import run_apart
+from deepspeed.planner.machine import Machine
+from deepspeed.planner.step import PlannedRun, by_owner
+from deepspeed.planner.world import World
+from deepspeed.utils.init_on_device import copy_on_meta
+
+GIB = 1 << 30
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS.update({"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40})
+
+
+def bytes_of(text):
+    """Bytes of ``"80GB"`` (10**9) or ``"80GiB"`` (2**30). ValueError without a unit."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", str(text))
+    unit = {key.lower(): size for key, size in _UNITS.items()}.get(found.group(2).lower()) if found else None
+    if unit is None or float(found.group(1)) <= 0:
+        raise ValueError(f"{text!r} is no size of memory: write a number and a unit, such as 80GB or 40GiB")
+    return int(float(found.group(1)) * unit)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPlan:
+    """A training step of one rank. ``peak_bytes``: of the device, by its allocator, at the ``moment`` of the step when
+    most is alive, and ``owners``, their bytes then. ``tiers``: ``{tier: {"peak_bytes", "bytes_per_step"}}`` of the host
+    and of files. ``calls``: ``{(verb, purpose): (count, bytes)}``. ``flops``: of the model's operators. ``seconds``: by
+    phase; ``not_known``: operators whose cost or shape is not known."""
+
+    rank: int
+    peak_bytes: int
+    moment: str
+    owners: dict
+    tiers: dict
+    calls: dict
+    flops: int
+    seconds: dict
+    checkpoint_bytes: int
+    not_known: tuple = ()
+
+    @property
+    def step_seconds(self):
+        return sum(self.seconds.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The forecast of a job. ``ranks``: a ``RankPlan`` of each kind of rank. ``memory``: bytes of a device, None where
+    there is no limit. ``machine``: the name of the machine whose rates give the times."""
+
+    ranks: tuple
+    world: int
+    memory: object
+    machine: str
+    parameters: int
+    samples: int
+
+    @property
+    def fullest(self):
+        """The rank that needs most memory of its device."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)
+
+    @property
+    def peak_bytes(self):
+        return self.fullest.peak_bytes
+
+    @property
+    def fits(self):
+        return self.memory is None or self.peak_bytes <= self.memory
+
+    @property
+    def seconds(self):
+        return max(rank.step_seconds for rank in self.ranks)
+
+    @property
+    def why(self):
+        """The owners of the peak, in words."""
+        most = sorted(self.fullest.owners.items(), key=lambda item: -item[1])[:3]
+        held = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in most)
+        fits = "fits" if self.fits else f"needs more than the {self.memory / GIB:.2f} GiB of a device"
+        return f"{fits}: rank {self.fullest.rank} peaks at {self.peak_bytes / GIB:.2f} GiB in {self.fullest.moment} ({held})"
+
+    def as_dict(self):
+        """Plain values, for JSON."""
+        made = dataclasses.asdict(self)
+        for rank, one in zip(made["ranks"], self.ranks):
+            rank["calls"] = [
+                {"verb": verb, "purpose": purpose, "count": count, "bytes": size}
+                for (verb, purpose), (count, size) in sorted(one.calls.items())
+            ]
+        return {**made, "fits": self.fits, "peak_bytes": self.peak_bytes, "seconds": self.seconds, "why": self.why}
+
+
+# ---- making one ------------------------------------------------------------------------------------------------------
+def plan(model, config, world=None, memory=None, sample=None, machine=None, ranks=None):
+    """The forecast of training ``model`` with ``config``: memory, traffic and time of a step. The engine is built as in
+    the job and makes steps, on tensors without memory, in a process of its own; ``model`` is not changed.
+
+    model: a module (of the device ``meta``, too), or a function that makes one. config: of ``deepspeed.initialize``.
+    world: the number of ranks; None: WORLD_SIZE, else 1. memory: bytes of a device, or a text such as ``"80GB"``; None:
+    no limit. sample: the inputs of one micro-batch of a rank: a dict, a tuple or a tensor, of which only shapes and
+    dtypes are read; None: tokens of a causal language model of transformers. machine: a ``Machine`` or the path of a
+    machine file; None: the kept one, else this machine. ranks: of the job, whose steps are planned; None: the first
+    and the last one.
+
+    Returns a ``Plan``. ValueError for arguments that do not fit together; ``PlanError`` where the model or the engine
+    raises.
+    """
+    size = int(world or os.environ.get("WORLD_SIZE", 1))
+    if size < 1:
+        raise ValueError(f"world is {world!r}: a job has at least one rank")
+    room = bytes_of(memory) if isinstance(memory, str) else None if memory is None else int(memory)
+    if room is not None and room <= 0:
+        raise ValueError(f"memory is {memory!r}: it must be more than 0 bytes, or a text such as 80GB")
+    given = _values_of(config, size)
+    rates = machine if isinstance(machine, Machine) else Machine.of_jobs(machine)
+    wanted = sorted({0, size - 1}) if ranks is None else list(ranks)
+    made = [run_apart(_plan_rank, rank, model, given, size, room, sample, rates) for rank in wanted]
+    parameters = made[0][1]
+    return Plan(tuple(rank for rank, _ in made), size, room, rates.name, parameters, 0)
+
+
+def _values_of(config, size):
+    made = config if isinstance(config, DeepSpeedConfig) else DeepSpeedConfig(config, world_size=size)
+    return made._param_dict if isinstance(made._param_dict, dict) else made.native.raw()
+
+
+def _plan_rank(rank, model, config, size, memory, sample, machine):
+    """The work of the child process."""
+    world = World(rank, size, memory or 1 << 62, machine)
+    world.memory.install()
+    world.memory.set_owner("parameters")
+    made = copy_on_meta(model) if hasattr(model, "parameters") else model()
+    world.memory.set_owner("engine")
+    run = PlannedRun(world, made, config, sample)
+    world.memory.set_owner("activations")
+    run.step()  # gathers and uses of gradients are learned
+    counted, moved = run.step()
+    moments = {moment: by_owner(owned) for moment, owned in world.memory.peaks.items()}
+    moment, owners = max(moments.items(), key=lambda item: sum(item[1].values()))
+    calls = collections.Counter(), collections.Counter()
+    for call in world.calls():
+        key = call.op, call.group
+        calls[0][key] += 1
+        calls[1][key] += call.bytes
+    tiers = {
+        tier: {"peak_bytes": one["peak_bytes"], "bytes_per_step": moved.get(tier, 0)}
+        for tier, one in run.media().items()
+        if tier != "device"
+    }
+    seconds = {phase: ns / 1e9 for phase, ns in world.clock.phases.items()}
+    seconds["communication"] = world.clock.waited / 1e9
+    plan = RankPlan(
+        rank=rank,
+        peak_bytes=world.memory.peak,
+        moment=moment,
+        owners=owners,
+        tiers=tiers,
+        calls={key: (count, calls[1][key]) for key, count in calls[0].items()},
+        flops=counted.flops,
+        seconds=seconds,
+        checkpoint_bytes=run.checkpoint_bytes(),
+        not_known=tuple(sorted(counted.not_counted)),
+    )
+    return plan, sum(param.numel() for param in made.parameters())

@@ -1,0 +1,133 @@
+"""Runs training steps of the real engine in a ``World``, and says what they took."""
+
+import collections
+import copy
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed.checkpoint.write.save import expected_bytes
+from deepspeed.engine.initialize import initialize
+from deepspeed.profiling.op_costs import CountedOps
+from deepspeed.zero.nested import replace, tensors_in
+
+# Sections of what only watches a run or writes files about it.
+_WATCHING = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "trace", "report", "comms_logger",
+             "wall_clock_breakdown", "memory_breakdown", "dump_state", "autotuning", "postmortem")  # fmt: skip
+_OWNERS = {"lp": "parameters", "grad": "gradients", "master": "masters", "slot": "optimizer states"}
+
+
+class Constants(TorchDispatchMode):
+    """Values of meta tensors that the host asks for are constants: a number is 1, a flag is true, a tensor is zeros."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense" and args[0].is_meta:
+            kind = args[0].dtype
+            return True if kind is torch.bool else 1.0 if kind.is_floating_point else 1
+        if name == "copy_" and args[1].is_meta and not args[0].is_meta:
+            return args[0]
+        if name == "_to_copy" and args[0].is_meta and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return func(*args, **kwargs)
+
+
+def on_meta(value):
+    """``value`` with new meta tensors in place of its tensors."""
+    return replace(value, torch.is_tensor, lambda one: torch.empty_like(one, device="meta"))
+
+
+def loss_of(output):
+    """The loss in the output of a model: its attribute, its first number, or the sum of its first tensor."""
+    loss = getattr(output, "loss", None)
+    if torch.is_tensor(loss):
+        return loss
+    found = list(tensors_in(output))
+    if not found:
+        raise ValueError(f"the model returned {type(output).__name__} without a tensor: its loss is not known")
+    return next((one for one in found if one.dim() == 0), None) if any(one.dim() == 0 for one in found) else (
+        found[0].float().sum()
+    )
+
+
+def only_training(config):
+    """The configuration without what watches a run or writes about it."""
+    made = {key: value for key, value in copy.deepcopy(config).items() if key not in _WATCHING}
+    return {**made, "step_log": {"enabled": False}, "steps_per_print": None}
+
+
+class _Timed:
+    """Adds the time of each operator to the clock of the world."""
+
+    def __init__(self, world):
+        self.clock, self.machine = world.clock, world.machine
+
+    def __call__(self, name, cost, operands, out):
+        made = next((one for one in tensors_in([out]) if one.is_floating_point()), None)
+        if cost.flops or cost.bytes:
+            self.clock.compute(self.machine.time_of(cost, torch.float32 if made is None else made.dtype))
+
+
+class PlannedRun:
+    """An engine in ``world`` for ``model``, which is on meta, and its steps with the micro-batch ``sample``."""
+
+    def __init__(self, world, model, config, sample):
+        self.world, self.sample = world, sample
+        with Constants():
+            self.engine = initialize(model=model, config=only_training(config))[0]
+
+    def _inputs(self):
+        given = self.sample
+        args = () if isinstance(given, dict) else given if isinstance(given, tuple) else (given,)
+        return on_meta(args), on_meta(given) if isinstance(given, dict) else {}
+
+    def step(self):
+        """One training step."""
+        world, engine = self.world, self.engine
+        world.calls()
+        world.clock.reset()
+        before = self._transferred()
+        with Constants(), CountedOps(_Timed(world)) as counted:
+            world.at("forward")
+            world.memory.reset_peak()
+            for _ in range(engine.gradient_accumulation_steps()):
+                world.at("forward")
+                args, kwargs = self._inputs()
+                loss = loss_of(engine(*args, **kwargs))
+                world.at("backward")
+                engine.backward(loss)
+                del loss, args, kwargs
+                world.at("step")
+                engine.step()
+        return counted, {tier: size - before.get(tier, 0) for tier, size in self._transferred().items()}
+
+    def _transferred(self):
+        media = self.media()
+        return {tier: one["read_bytes"] + one["written_bytes"] for tier, one in media.items()}
+
+    def media(self):
+        """The report of each tier of the engine's storage."""
+        return self.engine.core.storage.report()["media"] if self.engine.core is not None else {}
+
+    def checkpoint_bytes(self):
+        return sum(expected_bytes(self.engine._checkpoints.run_state()))
+
+    def update_bytes(self):
+        """Bytes that the update reads and writes, by tier: each gradient, weight, master and state."""
+        held = self.engine.core.held_bytes() if self.engine.core is not None else {}
+        return sum((1 if what == "grad" else 2) * size for what, size in held.items() if what != "param")
+
+
+def owner_of(plane):
+    """A word of the report for what the memory belongs to: a plane of the engine, or a kind of tensors."""
+    found = next((word for part, word in _OWNERS.items() if part in plane), None)
+    return found or plane
+
+
+def by_owner(owned):
+    """Bytes by words of the report."""
+    made = collections.Counter()
+    for plane, size in owned.items():
+        made[owner_of(plane)] += size
+    return {owner: size for owner, size in made.items() if size > 0}

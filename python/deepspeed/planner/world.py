@@ -1,0 +1,116 @@
+"""Makes this process one rank of a job whose other ranks do not exist, with the device meta as its accelerator."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from deepspeed import _native
+from deepspeed._compat import TORCH2
+from deepspeed.accelerator import DeepSpeedAccelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.abstract_accelerator import constant, of_device
+from deepspeed.comm import mesh
+from deepspeed.comm.timeouts import default_timeout
+
+NAME = "counted"
+
+
+class MetaAccelerator(CPU_Accelerator):
+    """The device ``meta``, with ``memory`` bytes: operations on it take no time and no memory. What the host does for
+    another device, it does as for a GPU."""
+
+    _name = "meta"
+    _communication_backend_name = NAME
+
+    def __init__(self, memory, count, devices=8):
+        super().__init__()
+        self.bytes, self.count, self.devices = memory, count, devices
+        self._communication_backend_name = NAME
+
+    device_name = of_device(lambda index: "meta")
+    current_device_name = constant("meta")
+
+    def device_count(self):
+        return self.devices
+
+    def memory_allocated(self, device_index=None):
+        return self.count.live
+
+    def max_memory_allocated(self, device_index=None):
+        return self.count.peak
+
+    def total_memory(self, device_index=None):
+        return self.bytes
+
+    def available_memory(self, device_index=None):
+        return self.bytes - self.count.live
+
+    def is_fp16_supported(self):
+        return True
+
+    def supported_dtypes(self):
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    def pin_memory(self, tensor, make_copy=True, match_shape=True):
+        return tensor if match_shape else tensor.reshape(-1)
+
+
+class World:
+    """One rank of ``size``. ``calls()`` are those of its communicators since the last time. The process cannot leave it:
+    see ``run_apart``."""
+
+    def __init__(self, rank, size, memory, machine):
+        self.rank, self.size, self.machine = rank, size, machine
+        self.memory = _native._C.MetaMemory(512)
+        self.clock = _native._C.StepPlan()
+        self.log, self.recorder = _native._C.CallLog(), _native._C.CallRecorder(False)
+        self.log.add(self.recorder)
+        set_accelerator(MetaAccelerator(memory, self.memory))
+        local = min(size, machine.ranks_of_host or size)
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank % local), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(local),
+            LOCAL_SIZE=str(local), MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
+        )  # fmt: skip
+        self._join()
+
+    def _join(self):
+        """torch's groups of an earlier job are kept out of sight, not ended: that job goes on in another process."""
+        c10d = dist.distributed_c10d
+        if TORCH2:
+            self.earlier, c10d._world = c10d._world, c10d._World()
+        else:
+            names = ("_pg_map", "_pg_names", "_pg_group_ranks")
+            self.earlier = {name: getattr(c10d, name) for name in names}, dist.group.WORLD
+            for name in names:
+                setattr(c10d, name, {})
+        self.earlier_groups = mesh.made_here()
+        if not hasattr(dist.Backend, NAME.upper()):
+            dist.Backend.register_backend(NAME, self._backend, **({"devices": ["cpu", "meta"]} if TORCH2 else {}))
+        store = dist.HashStore()
+        made = c10d._new_process_group_helper(
+            self.size, self.rank, [], dist.Backend(NAME), store, group_name="planned", timeout=default_timeout()
+        )
+        group = made[0] if isinstance(made, tuple) else made
+        tables = c10d._world.pg_group_ranks if TORCH2 else c10d._pg_group_ranks
+        tables[group] = {rank: rank for rank in range(self.size)}
+        c10d._update_default_pg(group)
+        mesh.made_here().jobs[NAME] = _native._C.Job(self.rank, self.size, self._open)
+
+    def _backend(self, store, rank, size, timeout):
+        made = self._communicator(rank, size, "torch.distributed", self.machine.link(range(size)))
+        return _native._C.c10d_backend(made, None, NAME)
+
+    def _open(self, key, ranks):
+        return self._communicator(ranks.index(self.rank), len(ranks), key, self.machine.link(ranks))
+
+    def _communicator(self, rank, size, name, link):
+        return _native._C.counted_communicator(rank, size, self.log, name, self.clock, link)
+
+    def at(self, phase):
+        """What follows is in this phase of the step."""
+        self.memory.set_moment(phase)
+        self.clock.set_phase(phase)
+
+    def calls(self):
+        return self.recorder.take()
