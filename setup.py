@@ -195,6 +195,7 @@ setup(
             "ds_ssh = deepspeed.launcher.on_hosts:main",
             "ds_elastic = deepspeed.elasticity.cli:main",
             "ds_bench = deepspeed.comm.bench:main",
+            "ds_plan = deepspeed.planner.cli:main",
             "ds_ckpt = deepspeed.checkpoint.read.cli:main",
         ],
     },

@@ -25,10 +25,10 @@ class StepPlan {
   void wait(int64_t call);
   void reset();
 
-  int64_t now() const;                                // of the stream that computes
-  std::map<std::string, int64_t> phases() const;      // its time by phase, waits for calls apart:
-  int64_t waited() const;                             // for calls
-  int64_t communicated() const;                       // the sum of all calls, whether or not somebody waited
+  int64_t now() const;                            // of the stream that computes
+  std::map<std::string, int64_t> phases() const;  // its time by phase, waits for calls apart:
+  int64_t waited() const;                         // for calls
+  int64_t communicated() const;                   // the sum of all calls, whether or not somebody waited
 
  private:
   mutable std::mutex mutex_;

@@ -11,7 +11,7 @@
 namespace ds::storage {
 namespace {
 
-constexpr uint8_t kPriority = 1;  // above torch's own allocator
+constexpr uint8_t kPriority = 1;                         // above torch's own allocator
 constexpr uintptr_t kFirstAddress = uintptr_t{1} << 46;  // pages there belong to no process of Linux on 48 bits
 constexpr size_t kAddressStep = 512;
 

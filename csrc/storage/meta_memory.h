@@ -35,10 +35,10 @@ class MetaMemory {
   void set_moment(std::string moment);
 
   int64_t live() const;
-  OwnedBytes owned() const;                       // now
+  OwnedBytes owned() const;                         // now
   std::map<std::string, OwnedBytes> peaks() const;  // of each moment, when most was alive there
-  int64_t peak() const;                           // the most since the last reset_peak()
-  void reset_peak();                              // of all moments
+  int64_t peak() const;                             // the most since the last reset_peak()
+  void reset_peak();                                // of all moments
 
  private:
   struct Count;

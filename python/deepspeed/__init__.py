@@ -33,6 +33,7 @@ _NAMES = {
     "DeepSpeedDataLoader": "deepspeed.published.dataloader",
     "PipelineModule": "deepspeed.pipe.module",
     "PipelineEngine": "deepspeed.engine.pipeline_engine",
+    "plan": "deepspeed.planner.plans",
     "offload_plan": "deepspeed.zero.offload.offload_plan",
     "init_distributed": "deepspeed.comm",
     "get_accelerator": "deepspeed.accelerator",

@@ -2,6 +2,8 @@
 
 #include <ATen/Functions.h>
 
+#include "storage/fence.h"
+
 namespace ds::zero {
 
 FlagExchange::FlagExchange(const ParamStore& store, const std::vector<int32_t>& space_of_bucket)
@@ -14,7 +16,7 @@ FlagExchange::FlagExchange(const ParamStore& store, const std::vector<int32_t>& 
 }
 
 void FlagExchange::sum(BackwardFlags& flags) const {
-  const c10::Device device = store_.device();
+  const c10::Device device = storage::device_for_numbers(store_.device());
   for (size_t s = 0; s < store_.sets().size(); ++s) {
     const SpaceSet& set = store_.sets()[s];
     if (set.ranks.alone()) continue;

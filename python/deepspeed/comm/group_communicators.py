@@ -22,12 +22,18 @@ from deepspeed.comm.watch import board_store, group_facts
 # torch's group -> kind of device -> GroupCommunicator; None if torch's own functions run its collectives. The keys are
 # weak because torch decides when a group ends; the entry then releases its reference to the job's store.
 _known = weakref.WeakKeyDictionary()
+# Backends whose groups run every collective by a communicator of their own: name -> function that makes it for a group.
+native_backends = {}
 
 
 class GroupCommunicator:
     """Runs the collectives of one group on tensors of one kind of device, as one of its ranks."""
 
     def __init__(self, group, device, shared):
+        make = native_backends.get(_backend_of(group, device))
+        if make is not None:
+            self._take(make(group))
+            return
         name, on_device = _name_of(group), device != "cpu" and not _is_gloo(group, device)
         name = f"{name}/{device}" if on_device else name
         native = _native._C.Communicator(
@@ -39,6 +45,9 @@ class GroupCommunicator:
             scripts=not on_device,
             on_device=on_device,
         )
+        self._take(native)
+
+    def _take(self, native):
         self.native, self.in_memory = native, native.name == "shm"
         self._calls = _native._C.ScriptCalls(native)
 
@@ -66,7 +75,10 @@ def _is_gloo(group, device):
 
 def _carried(group, device):
     """Whether a native communicator over ``group`` carries tensors of ``device``."""
-    return _is_gloo(group, device) if device == "cpu" else device != "meta" and _backend_of(group, device) != ""
+    backend = _backend_of(group, device)
+    if backend in native_backends:
+        return True
+    return _is_gloo(group, device) if device == "cpu" else device != "meta" and backend != ""
 
 
 def _name_of(group):

@@ -1,17 +1,17 @@
 """The memory that the passes of a part of a pipeline need for one micro-batch: forward and backward run on meta
 tensors, and what would be allocated is counted until it is released."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed._native import _C
 from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.pipe.profile import tensors_of
 from deepspeed.pipe.recompute import segments
-from deepspeed.zero.nested import replace, tensors_in
+from deepspeed.zero.nested import replace
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,14 @@ class PartMemory:
     passes: tuple  # the most while a forward, a backward, its first and its second half run, with what is kept
 
 
-class _Allocating(TorchDispatchMode):
-    def __init__(self, memory):
-        super().__init__()
-        self.memory = memory
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for one in tensors_in(out):
-            self.memory.track(one)
-        return out
+@contextlib.contextmanager
+def counting(memory):
+    """A context in which new meta tensors count in ``memory``."""
+    memory.install()
+    try:
+        yield
+    finally:
+        memory.remove()
 
 
 class _Facts(NamedTuple):
@@ -102,10 +100,8 @@ class _Part:
 def _passes(part, facts, split):
     """The outputs, and bytes: kept, the most in the forward, in the (first) backward, between both, in the second.
     split: None: no backward."""
-    memory = _C.MetaMemory()
-    for one in part.weights:
-        memory.ignore(one)
-    with torch.enable_grad(), _Allocating(memory):
+    memory = _C.MetaMemory()  # of what is made from now on: not of weights
+    with torch.enable_grad(), counting(memory):
         x = _made(facts)
         memory.reset_peak()
         checkpoint = checkpointing.split_checkpoint if split else checkpointing.non_reentrant_checkpoint

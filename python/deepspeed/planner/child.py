@@ -1,5 +1,6 @@
 """Runs a function in a forked copy of this process, so that everything it sets ends with it."""
 
+import ctypes
 import os
 import pickle
 import signal
@@ -7,6 +8,9 @@ import sys
 import traceback
 
 import torch
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 class PlanError(RuntimeError):
@@ -47,6 +51,7 @@ def _work(function, args, reads, writes):
     code = 1
     try:
         os.close(reads)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a caller that is killed leaves no child behind
         torch.set_num_threads(1)
         try:
             told = None, function(*args)

@@ -8,7 +8,7 @@ import re
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.planner.child import run_apart
 from deepspeed.planner.machine import Machine
-from deepspeed.planner.step import PlannedRun, by_owner
+from deepspeed.planner.step import PlannedRun, by_owner, loss_of
 from deepspeed.planner.world import World
 from deepspeed.utils.init_on_device import copy_on_meta
 
@@ -96,9 +96,26 @@ class Plan:
             ]
         return {**made, "fits": self.fits, "peak_bytes": self.peak_bytes, "seconds": self.seconds, "why": self.why}
 
+    def __str__(self):
+        one, lines = self.fullest, [self.why]
+        lines.append(f"{self.parameters} parameters on {self.world} ranks; rates of {self.machine}")
+        lines += [f"  {owner:20s} {size / GIB:10.3f} GiB" for owner, size in sorted(one.owners.items(), key=lambda i: -i[1])]
+        for tier, figures in one.tiers.items():
+            if figures["peak_bytes"] or figures["bytes_per_step"]:
+                peak, moved = figures["peak_bytes"] / GIB, figures["bytes_per_step"] / GIB
+                lines.append(f"  in the tier {tier}: {peak:.3f} GiB at its peak, {moved:.3f} GiB moved in a step")
+        for (verb, purpose), (count, size) in sorted(one.calls.items()):
+            lines.append(f"  {count:6d} x {verb:16s} {size / GIB:10.3f} GiB  {purpose}")
+        lines.append(f"  checkpoint: {sum(rank.checkpoint_bytes for rank in self.ranks) / GIB:.3f} GiB of planned ranks")
+        phases = ", ".join(f"{phase} {seconds * 1e3:.1f} ms" for phase, seconds in one.seconds.items())
+        lines.append(f"  step {self.seconds * 1e3:.1f} ms: {phases}; {one.flops / 1e12:.3f} Tflop of a rank")
+        if one.not_known:
+            lines.append(f"  not counted: {', '.join(one.not_known)}")
+        return "\n".join(lines)
+
 
 # ---- making one ------------------------------------------------------------------------------------------------------
-def plan(model, config, world=None, memory=None, sample=None, machine=None, ranks=None):
+def plan(model, config, world=None, memory=None, sample=None, machine=None, ranks=None, loss=None):
     """The forecast of training ``model`` with ``config``: memory, traffic and time of a step. The engine is built as in
     the job and makes steps, on tensors without memory, in a process of its own; ``model`` is not changed.
 
@@ -107,7 +124,8 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
     no limit. sample: the inputs of one micro-batch of a rank: a dict, a tuple or a tensor, of which only shapes and
     dtypes are read; None: tokens of a causal language model of transformers. machine: a ``Machine`` or the path of a
     machine file; None: the kept one, else this machine. ranks: of the job, whose steps are planned; None: the first
-    and the last one.
+    and the last one. loss: a function of the model's output; None: its attribute ``loss``, its first number, or the sum
+    of its first tensor.
 
     Returns a ``Plan``. ValueError for arguments that do not fit together; ``PlanError`` where the model or the engine
     raises.
@@ -121,7 +139,7 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
     given = _values_of(config, size)
     rates = machine if isinstance(machine, Machine) else Machine.of_jobs(machine)
     wanted = sorted({0, size - 1}) if ranks is None else list(ranks)
-    made = [run_apart(_plan_rank, rank, model, given, size, room, sample, rates) for rank in wanted]
+    made = [run_apart(_plan_rank, rank, model, given, size, room, sample, rates, loss) for rank in wanted]
     parameters = made[0][1]
     return Plan(tuple(rank for rank, _ in made), size, room, rates.name, parameters, 0)
 
@@ -131,14 +149,14 @@ def _values_of(config, size):
     return made._param_dict if isinstance(made._param_dict, dict) else made.native.raw()
 
 
-def _plan_rank(rank, model, config, size, memory, sample, machine):
+def _plan_rank(rank, model, config, size, memory, sample, machine, loss):
     """The work of the child process."""
     world = World(rank, size, memory or 1 << 62, machine)
     world.memory.install()
     world.memory.set_owner("parameters")
     made = copy_on_meta(model) if hasattr(model, "parameters") else model()
     world.memory.set_owner("engine")
-    run = PlannedRun(world, made, config, sample)
+    run = PlannedRun(world, made, config, sample, loss or loss_of)
     world.memory.set_owner("activations")
     run.step()  # gathers and uses of gradients are learned
     counted, moved = run.step()

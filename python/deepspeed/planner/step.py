@@ -72,8 +72,8 @@ class _Timed:
 class PlannedRun:
     """An engine in ``world`` for ``model``, which is on meta, and its steps with the micro-batch ``sample``."""
 
-    def __init__(self, world, model, config, sample):
-        self.world, self.sample = world, sample
+    def __init__(self, world, model, config, sample, loss):
+        self.world, self.sample, self.loss = world, sample, loss
         with Constants():
             self.engine = initialize(model=model, config=only_training(config))[0]
 
@@ -94,7 +94,7 @@ class PlannedRun:
             for _ in range(engine.gradient_accumulation_steps()):
                 world.at("forward")
                 args, kwargs = self._inputs()
-                loss = loss_of(engine(*args, **kwargs))
+                loss = self.loss(engine(*args, **kwargs))
                 world.at("backward")
                 engine.backward(loss)
                 del loss, args, kwargs

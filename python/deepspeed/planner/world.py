@@ -10,7 +10,7 @@ from deepspeed._compat import TORCH2
 from deepspeed.accelerator import DeepSpeedAccelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.abstract_accelerator import constant, of_device
-from deepspeed.comm import mesh
+from deepspeed.comm import group_communicators, mesh
 from deepspeed.comm.timeouts import default_timeout
 
 NAME = "counted"
@@ -87,6 +87,7 @@ class World:
         self.earlier_groups = mesh.made_here()
         if not hasattr(dist.Backend, NAME.upper()):
             dist.Backend.register_backend(NAME, self._backend, **({"devices": ["cpu", "meta"]} if TORCH2 else {}))
+        group_communicators.native_backends[NAME] = self._of_group
         store = dist.HashStore()
         made = c10d._new_process_group_helper(
             self.size, self.rank, [], dist.Backend(NAME), store, group_name="planned", timeout=default_timeout()
@@ -100,6 +101,10 @@ class World:
     def _backend(self, store, rank, size, timeout):
         made = self._communicator(rank, size, "torch.distributed", self.machine.link(range(size)))
         return _native._C.c10d_backend(made, None, NAME)
+
+    def _of_group(self, group):
+        ranks = [dist.get_global_rank(group, one) for one in range(dist.get_world_size(group))]
+        return self._communicator(dist.get_rank(group), len(ranks), "torch.distributed", self.machine.link(ranks))
 
     def _open(self, key, ranks):
         return self._communicator(ranks.index(self.rank), len(ranks), key, self.machine.link(ranks))

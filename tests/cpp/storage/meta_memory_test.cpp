@@ -1,8 +1,10 @@
-// Bytes of tensors without memory.
+// Bytes of tensors without memory, and memory tiers that count.
 #include "storage/meta_memory.h"
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+
+#include "storage/shard_storage.h"
 
 namespace ds::storage {
 namespace {
@@ -11,37 +13,110 @@ at::Tensor meta(int64_t elements) {
   return at::empty({elements}, at::TensorOptions().device(at::kMeta).dtype(at::kFloat));
 }
 
-TEST(MetaMemory, CountsStoragesUntilTheyAreReleased) {
+TEST(MetaMemory, CountsEveryStorageUntilItIsReleased) {
+  const at::Tensor before = meta(1000);
   MetaMemory memory;
-  at::Tensor kept, weight = meta(1000);
-  memory.ignore(weight);
-  memory.track(weight.view({10, 100}));
+  memory.install();
+  at::Tensor kept;
   {
-    const at::Tensor made = meta(6);
-    memory.track(made);
-    memory.track(made);
+    const at::Tensor made = meta(6), view = before.view({10, 100});
     kept = made.view({2, 3});
-    memory.track(kept);
-  }
-  EXPECT_EQ(memory.live(), 24);
-  {
-    const at::Tensor other = meta(100);
-    memory.track(other);
-    memory.track(at::ones({5}));  // has memory of its own
+    EXPECT_EQ(memory.live(), 24);
+    const at::Tensor other = meta(100), on_host = at::ones({5});
     EXPECT_EQ(memory.live(), 424);
   }
   EXPECT_EQ(memory.live(), 24);
   EXPECT_EQ(memory.peak(), 424);
   memory.reset_peak();
   EXPECT_EQ(memory.peak(), 24);
+  memory.remove();
+  const at::Tensor later = meta(7);
+  EXPECT_EQ(memory.live(), 24);
   kept.reset();
   EXPECT_EQ(memory.live(), 0);
 }
 
-TEST(MetaMemory, TensorsMayOutliveIt) {
-  at::Tensor made = meta(6);
-  { MetaMemory().track(made); }
-  made.reset();
+TEST(MetaMemory, TensorsMayOutliveItAndCountsNest) {
+  at::Tensor first, second;
+  {
+    MetaMemory outer;
+    outer.install();
+    first = meta(6);
+    {
+      MetaMemory inner(512);
+      inner.install();
+      EXPECT_EQ(MetaMemory::installed(), &inner);
+      second = meta(6);
+      EXPECT_EQ(inner.live(), 512);
+    }
+    EXPECT_EQ(MetaMemory::installed(), &outer);
+    EXPECT_EQ(outer.live(), 24);
+  }
+  EXPECT_EQ(MetaMemory::installed(), nullptr);
+}
+
+TEST(MetaMemory, AddressesAreUnique) {
+  MetaMemory memory;
+  memory.install();
+  const at::Tensor a = meta(6), b = meta(6);
+  EXPECT_NE(a.data_ptr(), b.data_ptr());
+  EXPECT_EQ(static_cast<char*>(a.narrow(0, 2, 2).data_ptr()) - static_cast<char*>(a.data_ptr()), 8);
+}
+
+TEST(MetaMemory, BytesHaveOwnersAtThePeakOfEachMoment) {
+  MetaMemory memory;
+  memory.install();
+  memory.set_owner("weights");
+  const at::Tensor weights = meta(10);
+  memory.set_moment("forward");
+  memory.set_owner("activations");
+  at::Tensor kept = meta(5);
+  {
+    const MetaOwner scope("scratch");
+    const at::Tensor scratch = meta(100);
+  }
+  {
+    const MetaOwner scope("");
+    const at::Tensor elsewhere = meta(1000);
+    EXPECT_EQ(memory.live(), 60);
+  }
+  memory.set_moment("backward");
+  memory.give(kept, "kept");
+  kept.reset();
+  const auto peaks = memory.peaks();
+  EXPECT_EQ(peaks.at("forward"), (OwnedBytes{{"activations", 20}, {"scratch", 400}, {"weights", 40}}));
+  EXPECT_EQ(peaks.at("backward"), (OwnedBytes{{"activations", 20}, {"scratch", 0}, {"weights", 40}}));
+  EXPECT_EQ(memory.owned().at("kept"), 0);
+}
+
+TEST(CountedTiers, BlocksRestAndTravelWithoutMemory) {
+  MetaMemory memory;
+  memory.install();
+  {
+    ShardStorage storage{c10::Device(at::kMeta)};
+    const PlaneId here = storage.add("master", 1000, at::kFloat, Placement{}, {400, 1000});
+    Placement on_host, in_file;
+    on_host.rest = Medium::kHost;
+    in_file.rest = Medium::kFile;
+    in_file.folder = "/this folder/does not exist";
+    const PlaneId there = storage.add("slot0", 1000, at::kFloat, on_host, {400, 1000});
+    const PlaneId further = storage.add("slot1", 1000, at::kFloat, in_file, {400, 1000});
+    EXPECT_EQ(memory.live(), 4000);
+    EXPECT_EQ(memory.owned().at("master"), 4000);
+    for (const PlaneId plane : {there, further}) {
+      const Lease lease = storage.acquire(plane, {0, 400}, Access::kUpdate, Medium::kDevice);
+      EXPECT_TRUE(lease.data().is_meta());
+      EXPECT_GE(memory.live(), 5600);
+    }
+    storage.settle();
+    const Usage usage = storage.usage();
+    EXPECT_EQ(usage.media[1].resting, 4000);
+    EXPECT_EQ(usage.media[2].resting, 4000);
+    EXPECT_EQ(usage.media[2].read_bytes, 1600);
+    EXPECT_EQ(usage.media[2].written_bytes, 1600);
+    (void)here;
+  }
+  EXPECT_EQ(memory.live(), 0);
 }
 
 }  // namespace

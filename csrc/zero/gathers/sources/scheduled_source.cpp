@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/ranges.h"
 #include "plan/gather_schedule.h"
+#include "storage/fence.h"
 #include "zero/gathers/sources/staged_gather.h"
 #include "zero/gathers/shard_source.h"
 #include "zero/rank_failures.h"
@@ -166,7 +167,7 @@ class ScheduledSource : public ShardSource {
     wants.resize(std::min(wants.size(), static_cast<size_t>(kWants)));
     at::Tensor host = at::full({ranks_[0]->size(), kWants}, -1, at::kInt);
     std::copy(wants.begin(), wants.end(), host.data_ptr<int32_t>() + ranks_[0]->rank() * kWants);
-    const at::Tensor shared = host.to(buffers_.device());
+    const at::Tensor shared = host.to(storage::device_for_numbers(buffers_.device()));
     ranks_[0]->all_gather(shared.select(0, ranks_[0]->rank()), shared, "what ranks want to gather")->wait();
     ++exchanges_;
     host = shared.to(at::kCPU);

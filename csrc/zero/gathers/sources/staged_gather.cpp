@@ -21,7 +21,7 @@ constexpr int64_t kAlign = 16;
 
 StagedGather::StagedGather(comm::Communicator& group, GatherBuffers& buffers, std::vector<ShardedParam*> params,
                            std::optional<uint8_t> note, bool in_place, int64_t limit)
-    : memory_(buffers), params_(std::move(params)), in_place_(in_place) {
+    : memory_(buffers), params_(std::move(params)), in_place_(in_place), note_(note.value_or(0)) {
   at::NoGradGuard no_grad;
   const c10::Device device = params_.empty() ? buffers.device() : params_.front()->device();
   const auto options = at::TensorOptions().device(device).dtype(at::kByte);
@@ -90,6 +90,10 @@ void StagedGather::arrive() {
   if (!note_column_.defined()) return;
   if (note_column_.device().is_cpu()) {
     host_notes_ = note_column_.clone();
+    return;
+  }
+  if (note_column_.is_meta()) {  // in a step that is planned all ranks say the same
+    notes_.assign(static_cast<size_t>(note_column_.size(0)), note_);
     return;
   }
   const at::Tensor column = note_column_.contiguous();

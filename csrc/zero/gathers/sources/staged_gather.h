@@ -46,6 +46,7 @@ class StagedGather {
   GatherBuffers& memory_;
   std::vector<ShardedParam*> params_;
   bool in_place_;
+  uint8_t note_;  // this rank's
   std::vector<comm::WorkPtr> works_;
   bool arrived_ = false;
   size_t taken_ = 0;

@@ -1,0 +1,181 @@
+"""``ds_plan``: what a job will take, before there is one. Needs no accelerator and no weights."""
+
+import argparse
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
+from deepspeed.config import DeepSpeedConfigError, choose_config
+from deepspeed.planner.child import PlanError
+from deepspeed.planner.machine import Machine, kept_path
+from deepspeed.planner.plans import GIB, plan
+from deepspeed.planner.search import Search
+from deepspeed.utils.init_on_device import OnDevice
+
+_TOKENS = 2048  # of a sequence, at most, where no sample is given
+
+
+def _attribute(text, what):
+    """The object that ``FILE.py:name`` names."""
+    path, _, name = text.rpartition(":")
+    if not path or not os.path.isfile(path):
+        raise ValueError(f"{what} {text!r}: there is no file {path or text!r}; write FILE.py:function")
+    spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(path))[0], path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise ValueError(f"{what} {text!r}: {path} has no function {name!r}; it has {', '.join(known) or 'none'}")
+    return getattr(module, name)
+
+
+def _of_transformers(folder):
+    """Makers of the model of a folder with ``config.json``, and of its inputs."""
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise ValueError(f"--model {folder!r} is neither FILE.py:function nor a folder with a config.json of a model")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"--model {folder}: the models of such folders need transformers: pip install transformers")
+    transformers = importlib.import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    tokens = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
+
+    def model():
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    def sample(batch):
+        ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
+        return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+    return model, sample
+
+
+class _Job:
+    """Model and inputs as the command line names them."""
+
+    def __init__(self, args):
+        if ".py:" in args.model:
+            self.make, self.sample = _attribute(args.model, "--model"), None
+        else:
+            self.make, self.sample = _of_transformers(args.model)
+        if args.sample:
+            made = _attribute(args.sample, "--sample")
+            takes_batch = bool(inspect.signature(made).parameters)
+            self.sample = made if takes_batch else lambda batch: made()
+        if self.sample is None:
+            raise ValueError("--sample FILE.py:function is needed: the inputs of one micro-batch of the model")
+        with OnDevice(dtype=torch.get_default_dtype(), device="meta"):
+            model = self.make()
+        self.can_recompute = callable(getattr(model, "gradient_checkpointing_enable", None))
+
+    def model(self, recompute=False):
+        with OnDevice(dtype=torch.get_default_dtype(), device="meta"):
+            made = self.make()
+        if recompute:
+            made.gradient_checkpointing_enable()
+        return made.train()
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog="ds_plan", description=__doc__)
+    add = parser.add_argument
+    add("config", nargs="?", help="configuration: a file, or base64 of JSON")
+    add("--model", metavar="FILE.py:FUNCTION", help="makes the model; or a folder with config.json of transformers")
+    add("--sample", metavar="FILE.py:FUNCTION", help="makes the inputs of a micro-batch; it may take its size")
+    add("--world", type=int, default=1, metavar="N", help="ranks (default 1)")
+    add("--nodes", type=int, default=1, metavar="M", help="hosts (default 1)")
+    add("--memory", metavar="SIZE", help="of a device, such as 80GB or 40GiB (default: no limit)")
+    add("--machine", metavar="FILE", help="rates (default: the file of --profile-machine, else this machine)")
+    add("--search", action="store_true", help="plan other settings and list the ten fastest that fit")
+    add("--against", metavar="RUN.jsonl", help="compare with a step log, phase by phase")
+    add("--json", action="store_true", help="print JSON")
+    add("--png", metavar="FILE", help="draw the bytes of the peak by owner (needs matplotlib)")
+    add("--hostfile", metavar="FILE", help="hosts of --profile-machine, as for deepspeed (default: this one, N ranks)")
+    add("--profile-machine", action="store_true", help="measure this machine, and keep its rates in a file")
+    return parser
+
+
+def main(given=None):
+    """Returns the exit code: 0 where the job fits, 1 where it does not, 2 for a wrong argument."""
+    args = _parser().parse_args(given)
+    try:
+        if args.profile_machine:
+            return _profile(args)
+        return _plan(args)
+    except (ValueError, DeepSpeedConfigError, PlanError, OSError) as error:
+        print(f"ds_plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _profile(args):
+    path = args.machine or kept_path()
+    if not path:
+        raise ValueError("--profile-machine: there is no home folder to keep the file in: name one with --machine")
+    hosts = ["--hostfile", args.hostfile] if args.hostfile else ["--num_gpus", str(max(2, args.world))]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *hosts]
+    code = subprocess.run([*command, "--module", "deepspeed.planner.measure", os.path.abspath(path)]).returncode
+    if code:
+        raise ValueError(f"--profile-machine: the ranks that measure ended with exit code {code}; see above")
+    print(f"{path}\n{Machine.read(path)}")
+    return 0
+
+
+def _plan(args):
+    if not args.config or not args.model:
+        raise ValueError("a configuration and --model are needed; ds_plan --help shows an example")
+    if args.world % args.nodes:
+        raise ValueError(f"--world {args.world}: the ranks cannot be spread evenly over --nodes {args.nodes}")
+    config, job = choose_config(None, args.config, None), _Job(args)
+    if not isinstance(config, dict):
+        with open(config, encoding="utf-8") as file:
+            config = json.load(file)
+    machine = Machine.of_jobs(args.machine)
+    if args.nodes > 1:
+        machine.ranks_of_host = args.world // args.nodes
+    micro_batch = int(config.get("train_micro_batch_size_per_gpu") or 1)
+    made = plan(job.model, config, args.world, args.memory, job.sample(micro_batch), machine)
+    search = Search(job.model, config, args.world, args.memory, job.sample, machine, job.can_recompute)
+    change = None if made.fits else search.cheapest_change()
+    fastest, tried = search.fastest() if args.search else ([], 0)
+    if args.png:
+        draw(made, args.png)
+    if args.json:
+        rows = [{"settings": one.words, "config": one.config, **one.plan.as_dict()} for one in fastest]
+        told = {**made.as_dict(), "change": change and {"settings": change.words, "config": change.config}}
+        print(json.dumps({**told, **({"search": rows} if args.search else {})}, indent=1))
+    else:
+        print(made)
+        if not made.fits:
+            print(f"cheapest change that fits: {change.words}" if change else "no single change makes it fit")
+        if args.search:
+            print(f"the fastest of {tried} settings:")
+            for one in fastest:
+                print(f"  {one.samples_per_second:10.1f} samples/s {one.plan.peak_bytes / GIB:8.2f} GiB  {one.words}")
+    return 0 if made.fits else 1
+
+
+def draw(made, path):
+    """Bars of the bytes at the peak of each planned rank, by owner."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png needs the package matplotlib: pip install matplotlib")
+    agg = importlib.import_module("matplotlib.backends.backend_agg")
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 4))
+    agg.FigureCanvasAgg(figure)
+    axes, owners = figure.subplots(), sorted({owner for rank in made.ranks for owner in rank.owners})
+    base = [0.0] * len(made.ranks)
+    for owner in owners:
+        sizes = [rank.owners.get(owner, 0) / GIB for rank in made.ranks]
+        axes.bar([f"rank {rank.rank}" for rank in made.ranks], sizes, bottom=base, label=owner)
+        base = [low + size for low, size in zip(base, sizes)]
+    axes.set_ylabel("GiB at the peak")
+    axes.legend()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

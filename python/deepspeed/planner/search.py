@@ -1,0 +1,109 @@
+"""Other configurations of a job: the cheapest change with which it fits, and the fastest of all combinations."""
+
+import copy
+import itertools
+from typing import NamedTuple
+
+from deepspeed.planner.child import PlanError
+from deepspeed.planner.plans import plan
+
+_STAGES = (0, 1, 2, 3)
+_OFFLOADS = {
+    "none": {},
+    "offload_optimizer": {"offload_optimizer": {"device": "cpu"}},
+    "offload_optimizer and offload_param": {
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    },
+}
+
+
+class Candidate(NamedTuple):
+    """``words``: the settings, as a user writes them. ``plan``: None where the engine refuses them: ``why``."""
+
+    words: str
+    config: dict
+    recompute: bool
+    micro_batch: int
+    plan: object = None
+    why: str = ""
+
+    @property
+    def samples_per_second(self):
+        steps = self.config.get("gradient_accumulation_steps") or 1
+        return self.micro_batch * steps * self.plan.world / self.plan.seconds if self.plan.seconds else 0.0
+
+
+class Search:
+    """Plans other settings of one job. ``model``: a function of ``recompute`` that makes the model on meta; ``sample``: a
+    function of the micro-batch that makes its inputs."""
+
+    def __init__(self, model, config, world, memory, sample, machine, can_recompute):
+        self.model, self.config, self.world, self.memory = model, config, world, memory
+        self.sample, self.machine, self.can_recompute = sample, machine, can_recompute
+        zero = config.get("zero_optimization") or {}
+        self.stage = int(zero.get("stage", 0))
+        self.micro_batch = int(config.get("train_micro_batch_size_per_gpu") or 1)
+        self.steps = int(config.get("gradient_accumulation_steps") or 1)
+
+    def candidate(self, stage=None, micro_batch=None, offload="none", recompute=False):
+        """The settings with the same number of samples of a step, as far as whole micro-batches allow it."""
+        stage, micro_batch = self.stage if stage is None else stage, micro_batch or self.micro_batch
+        config = copy.deepcopy(self.config)
+        config.pop("train_batch_size", None)
+        zero = {**(config.get("zero_optimization") or {}), "stage": stage}
+        zero = {key: value for key, value in zero.items() if not key.startswith("offload_")}
+        steps = max(1, self.steps * self.micro_batch // micro_batch)
+        config["zero_optimization"] = {**zero, **copy.deepcopy(_OFFLOADS[offload])}
+        config.update(train_micro_batch_size_per_gpu=micro_batch, gradient_accumulation_steps=steps)
+        words = [f"zero_optimization.stage {stage}", f"micro-batch {micro_batch} x {steps}"]
+        words += [f"{part} on the host" for part in offload.split(" and ") if part != "none"]
+        words += ["recomputation"] if recompute else []
+        return Candidate(", ".join(words), config, recompute, micro_batch)
+
+    def planned(self, candidate):
+        """The candidate with its plan."""
+        try:
+            made = plan(
+                lambda: self.model(candidate.recompute),
+                candidate.config,
+                self.world,
+                self.memory,
+                self.sample(candidate.micro_batch),
+                self.machine,
+                ranks=[0],
+            )
+        except (ValueError, PlanError) as error:
+            return candidate._replace(why=str(error).splitlines()[0])
+        return candidate._replace(plan=made, why="" if made.fits else made.why)
+
+    def single_changes(self):
+        """Each setting changed alone, then those that are needed together."""
+        yield self.candidate(recompute=True) if self.can_recompute else None
+        for stage in _STAGES[self.stage + 1 :] if self.world > 1 else ():
+            yield self.candidate(stage=stage)
+        size = self.micro_batch // 2
+        while size:
+            yield self.candidate(micro_batch=size)
+            size //= 2
+        yield self.candidate(stage=max(1, self.stage), offload="offload_optimizer")
+        yield self.candidate(stage=3, offload="offload_optimizer and offload_param")
+
+    def all(self):
+        sizes = sorted({max(1, self.micro_batch // 2), self.micro_batch, self.micro_batch * 2, self.micro_batch * 4})
+        recompute = (False, True) if self.can_recompute else (False,)
+        for stage, size, offload, again in itertools.product(_STAGES, sizes, _OFFLOADS, recompute):
+            if (offload == "none" or stage > 0) and ("param" not in offload or stage == 3):
+                if self.world > 1 or stage in (0, 3):
+                    yield self.candidate(stage, size, offload, again)
+
+    def cheapest_change(self):
+        """The fastest single change that fits; None where none does."""
+        fitting = [one for one in map(self.planned, filter(None, self.single_changes())) if one.plan and one.plan.fits]
+        return max(fitting, key=lambda one: one.samples_per_second, default=None)
+
+    def fastest(self, count=10):
+        """The ``count`` fastest candidates that fit, and the number of all."""
+        tried = list(map(self.planned, self.all()))
+        fitting = [one for one in tried if one.plan is not None and one.plan.fits]
+        return sorted(fitting, key=lambda one: -one.samples_per_second)[:count], len(tried)

@@ -1,0 +1,54 @@
+// One rank of a group whose other ranks do not exist.
+#include "comm/transports/counted_communicator.h"
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "base/error.h"
+
+namespace ds::comm {
+namespace {
+
+at::Tensor numbers(std::vector<float> values) { return at::tensor(values, at::kFloat); }
+
+TEST(CountedCommunicator, NumbersOfTheHostAreThoseOfEqualRanks) {
+  const CommunicatorPtr group = counted_communicator(1, 3);
+  const at::Tensor value = numbers({1, 2});
+  group->all_reduce(value, ReduceOp::kSum)->wait();
+  EXPECT_TRUE(value.equal(numbers({3, 6})));
+  group->all_reduce(value, ReduceOp::kMax)->wait();
+  group->broadcast(value, 0)->wait();
+  EXPECT_TRUE(value.equal(numbers({3, 6})));
+  const at::Tensor all = at::zeros({6});
+  group->all_gather(value, all)->wait();
+  EXPECT_TRUE(all.equal(numbers({3, 6, 3, 6, 3, 6})));
+  const at::Tensor part = at::zeros({2});
+  group->reduce_scatter(numbers({0, 0, 1, 2, 5, 5}), part)->wait();
+  EXPECT_TRUE(part.equal(numbers({3, 6})));
+  group->all_to_all(numbers({9, 4, 8}), {1, 1, 1}, all.narrow(0, 0, 3), {1, 1, 1})->wait();
+  EXPECT_TRUE(all.narrow(0, 0, 3).equal(numbers({4, 4, 4})));
+  group->recv(part, 0)->wait();
+  EXPECT_TRUE(part.equal(at::zeros({2})));
+  EXPECT_EQ(group->traffic().calls, 7);
+}
+
+TEST(CountedCommunicator, MetaTensorsAreTakenAndCallsAreChecked) {
+  const CommunicatorPtr group = counted_communicator(0, 2);
+  const auto meta = at::TensorOptions().device(at::kMeta);
+  group->all_gather(at::empty({4}, meta), at::empty({8}, meta))->wait();
+  EXPECT_THROW(group->all_gather(at::empty({4}, meta), at::empty({9}, meta)), Error);
+  EXPECT_THROW(counted_communicator(2, 2), Error);
+  EXPECT_EQ(group->among({0})->size(), 1);
+}
+
+TEST(CountedCommunicator, CallsTakeTheTimeOfTheirBytes) {
+  const auto step = std::make_shared<plan::StepPlan>();
+  const CommunicatorPtr group = counted_communicator(0, 4, "dp", {step, plan::LinkCost{10, 1'000'000'000}});
+  const WorkPtr work = group->all_reduce(at::zeros({1000}), ReduceOp::kSum);
+  EXPECT_EQ(step->now(), 0);
+  work->wait();
+  EXPECT_EQ(step->now(), 2 * 10 + 2 * 4000 * 3 / 4);  // a ring sends each byte twice, but for this rank's share
+}
+
+}  // namespace
+}  // namespace ds::comm

@@ -1,0 +1,73 @@
+"""``deepspeed.plan`` against runs: the calls of a step and the memory of the device at its peak."""
+
+import collections
+
+import pytest
+import torch
+
+import deepspeed
+import devices
+from deepspeed import _native
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.timed import call_log
+from engine_models import batch, config, loss_of, make_net, net_engine
+from harness import on_ranks
+from models import beside
+from runs import take_step
+
+HOST = {"offload_optimizer": {"device": "cpu"}}
+ON_CPU = devices.NAME == "cpu"
+
+
+def step_of(engine, rank, world, accumulate):
+    for number in range(accumulate):
+        tokens, targets = (part.chunk(world)[rank] for part in batch(number, 8 * accumulate))
+        tokens, targets = (part[: 8 // world] for part in (tokens, targets))
+        take_step(engine, loss_of(engine(beside(engine, tokens)), targets))
+
+
+def calls_of(calls):
+    """Count and bytes by verb, without the small numbers that only hosts exchange."""
+    found = collections.defaultdict(lambda: [0, 0])
+    for call in calls:
+        found[call.op][0] += 1
+        found[call.op][1] += call.bytes
+    return {op: tuple(figures) for op, figures in found.items()}
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize(
+    "world, stage, accumulate, more",
+    [
+        (2, 0, 1, {}),
+        (2, 1, 2, {}),
+        (2, 2, 1, {}),
+        (2, 2, 2, {"bf16": {"enabled": True}}),
+        (2, 2, 1, {"zero": HOST}),
+        pytest.param(2, 3, 1, {}, marks=pytest.mark.skipif(ON_CPU, reason="ranks of one host read shared memory")),
+        pytest.param(2, 3, 2, {"zero": HOST}, marks=pytest.mark.skipif(ON_CPU, reason="as above")),
+    ],
+)
+@on_ranks(init=True)
+def test_calls_and_peaks_are_those_of_a_run(rank, world, stage, accumulate, more):
+    engine = net_engine(world, stage, accumulate=accumulate, **more)
+    step_of(engine, rank, world, accumulate)
+    recorder = _native._C.CallRecorder(False)
+    call_log.add(recorder)
+    get_accelerator().reset_peak_memory_stats()
+    step_of(engine, rank, world, accumulate)
+    get_accelerator().synchronize()
+    ran, peak = recorder.take(), get_accelerator().max_memory_allocated()
+    call_log.remove(recorder)
+    engine.destroy()
+    zero = {"stage": stage, **more.pop("zero", {})}
+    given = config(world, accumulate, zero_optimization=zero, **more)
+    tokens, targets = (part[: 8 // world // accumulate] for part in batch(0, 8))
+    plan = deepspeed.plan(
+        make_net(), given, world, sample=tokens, ranks=[rank], loss=lambda output: loss_of(output, targets)
+    )
+    planned = {}
+    for (verb, _), figures in plan.ranks[0].calls.items():
+        planned[verb] = tuple(map(sum, zip(planned.get(verb, (0, 0)), figures)))
+    assert planned == calls_of(ran)
+    assert ON_CPU or plan.peak_bytes == pytest.approx(peak, rel=0.1)
