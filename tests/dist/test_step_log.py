@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import pipe_models
+from deepspeed import _native
 from deepspeed import comm as dist
+from deepspeed.comm import mesh_views
 from deepspeed.comm.timed import call_log
 from deepspeed.engine import pipeline_engine
 from deepspeed.profiling.phases import PHASES
@@ -186,27 +188,34 @@ def test_a_late_read_of_states_is_offload(tmp_path):
 
 @on_ranks(2, init=True)
 def test_each_engine_counts_its_own_waits(rank, world):
-    """What one waits for in its backward is no communication of the other one, whose steps go on meanwhile."""
-    first, second = (engine_of(two_layers(), settings(2)) for _ in range(2))
-    second.module[0].weight.register_hook(lambda grad: time.sleep(DELAY * (rank == 1)))
-    for _ in range(3):
-        for engine in (first, second):
-            take_step(engine, engine(torch.ones(2, 6)).square().sum())
-    waits = [
-        [row["phases"]["communication"] + row["phases"]["gathers"] for row in engine.step_log()[1:]]
-        for engine in (first, second)
-    ]
-    rest = [row["phases"]["rest"] for row in first.step_log()[1:]]
-    assert rank == 1 or (min(waits[1]) > 0.8 * DELAY > max(waits[0]) and min(rest) > 0.8 * DELAY), (waits, rest)
-    if rank == 1:
-        time.sleep(DELAY)
-    begun = time.perf_counter()
-    dist.all_reduce(torch.ones(2))  # of no engine: all count it
-    took = time.perf_counter() - begun
-    for engine in (first, second):
-        take_step(engine, engine(torch.ones(2, 6)).square().sum())
-        assert rank == 1 or engine.step_log()[-1]["phases"]["communication"] > 0.8 * took
-        engine.destroy()
+    """A call that is made in a phase of one engine is no wait of the others of the process, whose steps go on."""
+    clocks = [_native._C.StepClock(), _native._C.StepClock()]
+    waits = [_native._C.StepWaits(clock, "cpu") for clock in clocks]
+    everyone = mesh_views.adopted_by_all()
+
+    def counted():
+        before = [clock.totals()[3] for clock in clocks]
+        everyone.run("all_reduce", output=torch.ones(2)).wait()
+        return [clock.totals()[3] > count for clock, count in zip(clocks, before)]
+
+    for clock, one in zip(clocks, waits):
+        clock.turn(True)
+        call_log.add(one)
+    assert counted() == [True, True]  # of no engine
+    forward = clocks[0].enter("forward")
+    assert counted() == [True, False]
+    clocks[0].enter("gathers")
+    assert counted() == [False, False]  # a part of the wait for parameters
+    clocks[0].leave(forward)
+    backward = clocks[1].enter("backward")
+    assert counted() == [False, True]
+    clocks[1].leave(backward)
+    assert counted() == [True, True]
+    for one in waits:
+        call_log.remove(one)
+    assert counted() == [False, False]
+    assert [one.take() for one in waits] == [None, None]
+    assert raised(clocks[0].enter, "lunch") == ("ValueError", "a step has no phase 'lunch'")
 
 
 @on_ranks(2, init=True)

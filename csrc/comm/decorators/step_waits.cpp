@@ -44,11 +44,17 @@ std::optional<double> StepWaits::take() {
   if (device_.is_cpu() || !compat::tells_time<c10::Event>()) return std::nullopt;
   const std::lock_guard lock(mutex_);
   double seconds = 0;
-  erase_if(ended_, [&](const Pair& pair) {
+  const auto counted = [&](const Pair& pair) {
     const bool passed = pair.second.query();
     if (passed) seconds += compat::milliseconds(pair.first, pair.second) * 1e-3;
     return passed;
-  });
+  };
+  try {
+    erase_if(ended_, counted);
+  } catch (const std::exception&) {
+    ended_.clear();
+    return std::nullopt;
+  }
   return seconds;
 }
 

@@ -30,7 +30,7 @@ class StepWaits {
   // The waits so far are those of the step that ends here.
   void end_step();
   // Seconds of the waits of steps that have ended, as far as the device has passed them; no wait is told twice, and the
-  // host waits for nothing. Null on the CPU, and where torch's events tell no time (before 2.4).
+  // host waits for nothing. Null on the CPU, and where events tell no time: before torch 2.4, on some devices.
   std::optional<double> take();
 
  private:
