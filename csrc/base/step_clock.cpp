@@ -41,6 +41,7 @@ size_t StepClock::enter(Phase phase) {
   if (!on() || thread_ != here || inside) return 0;
   count();
   begun_ = true;
+  ++totals_.begun;
   open_.push_back(phase);
   return open_.size();
 }
@@ -50,6 +51,11 @@ void StepClock::leave(size_t mark) {
   if (mark == 0 || open_.size() < mark) return;
   count();
   open_.resize(mark - 1);
+}
+
+bool StepClock::in_phase() {
+  const std::lock_guard lock(mutex_);
+  return !open_.empty() && thread_ == std::this_thread::get_id();
 }
 
 void StepClock::leave_last(Phase phase) {

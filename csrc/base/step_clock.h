@@ -14,7 +14,7 @@
 
 namespace ds {
 
-// Python has the same list (engine/phases.py). The last ones, but kRest, are waits.
+// The last ones, but kRest, are waits.
 enum class Phase : uint8_t {
   kData,
   kForward,
@@ -27,7 +27,11 @@ enum class Phase : uint8_t {
   kOffload,        // for other tiers of memory
   kRest,           // no phase is open
 };
-constexpr int kPhases = 10;
+// Their names, in the same order, also for Python.
+constexpr std::array kPhaseNames{"data",          "forward",   "backward", "optimizer", "checkpoint",
+                                 "communication", "reduction", "gathers",  "offload",   "rest"};
+constexpr size_t kPhases = kPhaseNames.size();
+static_assert(kPhases == static_cast<size_t>(Phase::kRest) + 1);
 
 // A stack of phases: one that begins pauses the one around it, so the times of all phases add up to the wall time,
 // exactly. Communication inside of another wait belongs to that one.
@@ -48,11 +52,13 @@ class StepClock {
   size_t enter(Phase phase);
   void leave(size_t mark);
   void leave_last(Phase phase);  // the innermost phase of this kind, where there is one
+  bool in_phase();               // this thread is counted, and a phase is open
 
   // Nanoseconds since the first phase began, up to now.
   struct Totals {
     std::array<int64_t, kPhases> all{}, in_backward{};  // by phase; the second: while a backward was open
     int64_t wall = 0;
+    int64_t begun = 0;  // phases; what the clock costs is this times the cost of one
   };
   Totals totals();
 

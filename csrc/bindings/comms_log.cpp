@@ -1,6 +1,8 @@
 // The log of operations, for comm/comms_log.py, and its figures, for comm/comms_logger.py.
 #include <Python.h>
 
+#include <torch/csrc/utils/pybind.h>
+
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -8,6 +10,7 @@
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
 #include "comm/boards/call_figures.h"
+#include "comm/c10d_compat.h"
 #include "comm/decorators/call_log.h"
 #include "comm/decorators/torch_calls.h"
 
@@ -57,6 +60,15 @@ comm::CallRecorder::Caller name_of_caller(py::function function) {
   };
 }
 
+comm::TorchCalls::Numbered number_of_call(py::function function) {
+  return [held = shared_function(std::move(function))](const comm::TorchCalls::Group& group) {
+    std::pair<std::string, int64_t> found{"", -1};
+    if (!Py_IsInitialized()) return found;
+    py::gil_scoped_acquire locked;
+    return (*held)(group).cast<decltype(found)>();
+  };
+}
+
 }  // namespace
 
 DS_BINDINGS(m) {
@@ -89,9 +101,9 @@ DS_BINDINGS(m) {
       .def_property_readonly("records", &comm::CallLog::records)
       .def_property_readonly("waits", &comm::CallLog::waits)
       .def("add", &comm::CallLog::add<RecorderPtr>, "listener"_a, Unlocked())
-      .def("add", &comm::CallLog::add<StepClockPtr>, "listener"_a, Unlocked())
+      .def("add", &comm::CallLog::add<comm::StepWaitsPtr>, "listener"_a, Unlocked())
       .def("remove", &comm::CallLog::remove<RecorderPtr>, "listener"_a, Unlocked())
-      .def("remove", &comm::CallLog::remove<StepClockPtr>, "listener"_a, Unlocked())
+      .def("remove", &comm::CallLog::remove<comm::StepWaitsPtr>, "listener"_a, Unlocked())
       .def(
           "ended",
           [](comm::CallLog& log, std::string op, std::string label, int64_t bytes, int ranks, std::string group,
@@ -104,7 +116,12 @@ DS_BINDINGS(m) {
           Unlocked())
       .def("enter", [](comm::CallLog& log) { return log.enter(); })
       .def("leave", [](comm::CallLog& log) { log.leave(); });
-  py::class_<comm::TorchCalls>(m, "TorchCalls").def(py::init<comm::CallLogPtr>(), "log"_a, Unlocked());
+  // numbered: a function of a ProcessGroup that returns the group and the number of a call that begins on it.
+  py::class_<comm::TorchCalls>(m, "TorchCalls")
+      .def(py::init([](comm::CallLogPtr log, py::function numbered) {
+             return std::make_unique<comm::TorchCalls>(std::move(log), number_of_call(std::move(numbered)));
+           }),
+           "log"_a, "numbered"_a);
   m.def("bandwidths", &comm::bandwidths, "name"_a, "size_bytes"_a, "ms"_a, "ranks"_a);
   m.def("readable_size", &comm::readable_size, "size_bytes"_a);
   m.def("trimmed_mean", &comm::trimmed_mean, "values"_a, "share"_a = 0.1);

@@ -1,4 +1,4 @@
-// Every difference between torch versions in c10d lives here.
+// Every difference between torch versions in c10d lives here, and in what devices tell of communication.
 #pragma once
 #include <torch/version.h>
 
@@ -10,6 +10,7 @@
 #endif
 
 #include <type_traits>
+#include <utility>
 
 namespace ds::comm::compat {
 
@@ -36,5 +37,26 @@ c10::optional<bool> runs_later(const Options& options) {
 
 // Debian's gloo (1.13) refuses bf16 in every collective; 2.x carries it.
 inline bool gloo_carries_bf16() { return TORCH_VERSION_MAJOR >= 2; }
+
+// Events tell the time between them from 2.4 on.
+template <typename Event, typename = void>
+struct TellsTime : std::false_type {};
+template <typename Event>
+struct TellsTime<Event, std::void_t<decltype(std::declval<const Event&>().elapsedTime(std::declval<const Event&>()))>>
+    : std::true_type {};
+template <typename Event>
+constexpr bool tells_time() {
+  return TellsTime<Event>::value;
+}
+
+// Between two events that have happened; 0 where events do not tell.
+template <typename Event>
+double milliseconds(const Event& begin, const Event& end) {
+  if constexpr (TellsTime<Event>::value) {
+    return begin.elapsedTime(end);
+  } else {
+    return 0;
+  }
+}
 
 }  // namespace ds::comm::compat

@@ -4,6 +4,9 @@ import gc
 import json
 import os
 import re
+import subprocess
+import sys
+import textwrap
 import time
 from unittest import mock
 
@@ -11,17 +14,19 @@ import pytest
 import torch
 
 import pipe_models
+from deepspeed import _native
 from deepspeed import comm as dist
+from deepspeed.comm import mesh_views
 from deepspeed.comm.timed import call_log
 from deepspeed.engine import pipeline_engine
-from deepspeed.engine.phases import PHASES
+from deepspeed.profiling.phases import PHASES
 from engine_models import net_engine, train_engine
 from harness import on_ranks
+from injected_delays import DELAY, LateLink, build_late_reads
 from models import two_layers
+from processes import succeeded
 from runs import engine_of, identical, raised, settings, take_step, together, weights
 from runs import train as train_steps
-
-DELAY = 0.05
 
 
 def nobody_listens():
@@ -35,6 +40,22 @@ def check_sums(rows):
     for row in rows:
         assert tuple(row["phases"]) == PHASES and min(row["phases"].values()) >= 0
         assert sum(row["phases"].values()) == pytest.approx(row["wall"], abs=1e-8)
+        assert row["stream_wait"] is None  # the CPU has no streams
+
+
+def check_wall(engine, step, steps):
+    """Takes steps. The phases of all but the first are the time between the moments at which the log ends them."""
+    times, ends = engine._step_log.times, []
+    take = times.take
+    times.take = lambda: (take(), ends.append(time.perf_counter()))[0]
+    for number in range(steps):
+        step(number)
+    rows = engine.step_log()
+    assert len(ends) == len(rows) == steps
+    check_sums(rows)
+    spent = sum(sum(row["phases"].values()) for row in rows[1:])
+    assert spent == pytest.approx(ends[-1] - ends[0], rel=0.01, abs=5e-4)
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -51,13 +72,8 @@ def check_sums(rows):
 @on_ranks(init=True)
 def test_the_phases_of_a_step_are_its_wall_time(rank, world, stage, zero):
     engine = net_engine(world, stage, accumulate=2, zero=zero)
-    began = time.perf_counter()
-    train_engine(engine, 4, rank, world)
-    seconds = time.perf_counter() - began
-    rows = engine.step_log()
-    check_sums(rows)
+    rows = check_wall(engine, lambda step: train_engine(engine, 1, rank, world, start=step), 4)
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[-1]["samples"] == engine.global_samples
-    assert sum(row["wall"] for row in rows) <= seconds
     assert all(row["phases"][name] > 0 for row in rows for name in ("forward", "backward", "optimizer"))
     if world > 1:
         assert all(row["phases"]["communication"] > 0 for row in rows)
@@ -77,8 +93,8 @@ def test_a_pipeline(rank, world):
     engine = pipe_models.engine_of("plain", 2, world, 4, steps_per_print=2, wall_clock_breakdown=True)
     data = pipe_models.batches("plain", 4, 4, 0)
     with mock.patch.object(pipeline_engine, "log_dist") as log:
-        for _ in range(4):
-            loss = engine.train_batch(data)
+        losses = []
+        rows = check_wall(engine, lambda step: losses.append(engine.train_batch(data)), 4)
     lines = [call.args[0] for call in log.call_args_list if call.args[0].startswith("steps: ")]
     form = r"steps: (\d) loss: [\d.]+ iter time \(s\): ([\d.]+) samples/sec: ([\d.]+)"
     told = [re.fullmatch(form, line).groups() for line in lines]
@@ -86,9 +102,7 @@ def test_a_pipeline(rank, world):
     for _, seconds, samples in told:
         assert float(seconds) * float(samples) == pytest.approx(engine.train_batch_size(), rel=0.3)
     assert {"fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"} <= set(engine.get_wall_clock_timers().timers)
-    rows = engine.step_log()
-    check_sums(rows)
-    assert len(rows) == 4 and rows[-1]["loss"] == pytest.approx(loss.item())
+    assert len(rows) == 4 and rows[-1]["loss"] == pytest.approx(losses[-1].item())
     assert all(row["phases"][name] > 0 for row in rows for name in ("data", "forward", "backward", "communication"))
     engine.destroy()
 
@@ -128,6 +142,80 @@ def test_the_cause_of_a_slow_step_is_in_its_phase_and_rank(rank, world, where):
     waits = together([row["phases"]["communication"] + row["phases"]["gathers"] for row in rows])
     assert max(waits[0]) > 0.8 * DELAY
     engine.destroy()
+
+
+@on_ranks(2, init=True)
+def test_a_late_message_is_communication(rank, world):
+    with LateLink() as link:
+        engine = engine_of(two_layers(), settings(1))
+        for step in range(4):
+            link.late = rank == 1 and step % 2 == 1
+            take_step(engine, engine(torch.ones(2, 6)).square().sum())
+    rows = engine.step_log()
+    check_sums(rows)
+    waits = [row["phases"]["communication"] for row in rows]
+    assert rank == 0 or (min(waits[1::2]) >= DELAY > min(waits[::2])), rows
+    engine.destroy()
+
+
+READS = """
+    import json, os, sys
+    import torch
+    from injected_delays import LateReads
+    from models import two_layers
+    from runs import engine_of, settings, take_step
+
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": sys.argv[1]}}
+    engine, reads = engine_of(two_layers(), settings(1, zero=zero)), LateReads()
+    for step in range(4):
+        reads.late = step % 2
+        take_step(engine, engine(torch.ones(2, 6)).square().sum())
+    assert reads.late == 0
+    print(json.dumps([row["phases"] for row in engine.step_log()]))
+"""
+
+
+def test_a_late_read_of_states_is_offload(tmp_path):
+    library = build_late_reads(tmp_path)
+    if library is None:
+        pytest.skip("no C compiler to build a library for late reads with")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "LD_PRELOAD": library}
+    command = [sys.executable, "-c", textwrap.dedent(READS), str(tmp_path)]
+    done = succeeded(subprocess.run(command, env=env, capture_output=True, text=True, timeout=60))
+    waits = [phases["offload"] for phases in json.loads(done.stdout.splitlines()[-1])]
+    assert min(waits[1::2]) >= DELAY > min(waits[::2]), waits
+
+
+@on_ranks(2, init=True)
+def test_each_engine_counts_its_own_waits(rank, world):
+    """A call that is made in a phase of one engine is no wait of the others of the process, whose steps go on."""
+    clocks = [_native._C.StepClock(), _native._C.StepClock()]
+    waits = [_native._C.StepWaits(clock, "cpu") for clock in clocks]
+    everyone = mesh_views.adopted_by_all()
+
+    def counted():
+        before = [clock.totals()[3] for clock in clocks]
+        everyone.run("all_reduce", output=torch.ones(2)).wait()
+        return [clock.totals()[3] > count for clock, count in zip(clocks, before)]
+
+    for clock, one in zip(clocks, waits):
+        clock.turn(True)
+        call_log.add(one)
+    assert counted() == [True, True]  # of no engine
+    forward = clocks[0].enter("forward")
+    assert counted() == [True, False]
+    clocks[0].enter("gathers")
+    assert counted() == [False, False]  # a part of the wait for parameters
+    clocks[0].leave(forward)
+    backward = clocks[1].enter("backward")
+    assert counted() == [False, True]
+    clocks[1].leave(backward)
+    assert counted() == [True, True]
+    for one in waits:
+        call_log.remove(one)
+    assert counted() == [False, False]
+    assert [one.take() for one in waits] == [None, None]
+    assert raised(clocks[0].enter, "lunch") == ("ValueError", "a step has no phase 'lunch'")
 
 
 @on_ranks(2, init=True)

@@ -108,6 +108,7 @@ def test_scripts_calls_offload_and_the_profiler_of_torch(rank, world, folder):
     dist.barrier()
     if rank == 0:
         found = read(path)["traceEvents"]
+        check_flows(found, world)
         for each in range(world):
             calls = [(one["name"], one["args"]["bytes"]) for one in slices(found, "communication")[each]]
             assert ("all_reduce", 12) in calls and ("all_reduce", 20) in calls
@@ -196,12 +197,7 @@ def test_the_comms_logger_beside_a_trace(rank, world, folder):
         dist.reset_log()
         dist.barrier()
         if rank == 0:
-            check_flows_of_engine(read(path)["traceEvents"], world)
+            check_flows(read(path)["traceEvents"], world)
     engine.destroy()
     gc.collect()
     assert not call_log.on
-
-
-def check_flows_of_engine(found, world):
-    engine = [one for one in found if one["ph"] != "X" or one["args"].get("group", "x")]
-    check_flows(engine, world)

@@ -34,10 +34,10 @@ void CallLog::change(const std::shared_ptr<CallRecorder>& recorder, bool add) {
   publish(changed);
 }
 
-void CallLog::change(const StepClockPtr& clock, bool add) {
+void CallLog::change(const StepWaitsPtr& steps, bool add) {
   const std::lock_guard lock(mutex_);
   auto changed = std::make_shared<Listeners>(*listeners_);
-  change_list(changed->clocks, clock, add);
+  change_list(changed->steps, steps, add);
   publish(changed);
 }
 
@@ -45,7 +45,7 @@ void CallLog::publish(const std::shared_ptr<Listeners>& listeners) {
   listeners_ = listeners;
   records_ = !listeners->recorders.empty();
   waits_ = any_of(listeners->recorders, [](const auto& one) { return one->waits(); });
-  on_ = records() || !listeners->clocks.empty();
+  on_ = records() || !listeners->steps.empty();
 }
 
 CallLog::ListenersPtr CallLog::listeners() const {
@@ -75,13 +75,22 @@ void CallLog::leave(std::thread::id thread) {
   if (here != depth_.end() && --here->second <= 0) depth_.erase(here);
 }
 
-Blocked::Blocked(const CallLog& log, bool reduces) : listeners_(log.listeners()) {
-  for (const StepClockPtr& clock : listeners_->clocks)
-    marks_.push_back(clock->enter(reduces ? Phase::kReduction : Phase::kCommunication));
+Blocked::Blocked(const CallLog& log, bool reduces, bool stream) : listeners_(log.listeners()) {
+  const auto inside = [](const StepWaitsPtr& one) { return one->clock().in_phase(); };
+  const bool chosen = listeners_->steps.size() > 1 && any_of(listeners_->steps, inside);
+  for (const StepWaitsPtr& one : listeners_->steps) {
+    if (chosen && !inside(one)) continue;
+    const size_t mark = one->clock().enter(reduces ? Phase::kReduction : Phase::kCommunication);
+    counted_.push_back({one.get(), mark, stream && (mark != 0 || inside(one))});  // else another thread's
+    if (counted_.back().stream) one->begin();
+  }
 }
 
 Blocked::~Blocked() {
-  for (size_t i = marks_.size(); i-- > 0;) listeners_->clocks[i]->leave(marks_[i]);
+  for (size_t i = counted_.size(); i-- > 0;) {
+    if (counted_[i].stream) counted_[i].steps->end();
+    counted_[i].steps->clock().leave(counted_[i].mark);
+  }
 }
 
 }  // namespace ds::comm

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/step_clock.h"
+#include "comm/decorators/step_waits.h"
 
 namespace ds::comm {
 
@@ -56,13 +56,13 @@ class CallRecorder {
   std::vector<LoggedCall> calls_;
 };
 
-// Its listeners are recorders of calls, and clocks of engines, which count the time in which calls block a thread.
+// Its listeners are recorders of calls, and the waits of the steps of engines.
 // Costs one comparison for each call while there are none. Any thread may use it.
 class CallLog {
  public:
   struct Listeners {
     std::vector<std::shared_ptr<CallRecorder>> recorders;
-    std::vector<StepClockPtr> clocks;
+    std::vector<StepWaitsPtr> steps;
   };
   using ListenersPtr = std::shared_ptr<const Listeners>;
 
@@ -89,7 +89,7 @@ class CallLog {
 
  private:
   void change(const std::shared_ptr<CallRecorder>& recorder, bool add);
-  void change(const StepClockPtr& clock, bool add);
+  void change(const StepWaitsPtr& steps, bool add);
   void publish(const std::shared_ptr<Listeners>& listeners);  // with the lock
 
   std::atomic<bool> on_{false}, records_{false}, waits_{false};
@@ -113,17 +113,23 @@ class CallScope {
   const bool outermost_;
 };
 
-// A thread is blocked in a call as long as it is there.
+// A thread is blocked in a call as long as it is there. Of several engines, those in whose phases the thread is count
+// it; all do where there is none.
 class Blocked {
  public:
-  // `reduces`: the call is a part of a reduction.
-  Blocked(const CallLog& log, bool reduces);
+  // `reduces`: the call is a part of a reduction. `stream`: the thread's current stream of the device waits, too.
+  Blocked(const CallLog& log, bool reduces, bool stream = false);
   ~Blocked();
   Blocked(const Blocked&) = delete;
 
  private:
   const CallLog::ListenersPtr listeners_;
-  std::vector<size_t> marks_;
+  struct Counted {
+    StepWaits* steps;
+    size_t mark;  // of the clock
+    bool stream;
+  };
+  std::vector<Counted> counted_;
 };
 
 }  // namespace ds::comm

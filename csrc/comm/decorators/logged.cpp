@@ -7,6 +7,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/ranges.h"
+
 namespace ds::comm {
 
 namespace {
@@ -14,14 +16,15 @@ namespace {
 // Records its calls when somebody has waited for them, or nobody will.
 class LoggedWork : public Work {
  public:
-  LoggedWork(CallLogPtr log, WorkPtr work, bool reduces, std::vector<LoggedCall> calls)
-      : log_(std::move(log)), work_(std::move(work)), reduces_(reduces), calls_(std::move(calls)) {}
+  // `stream`: the current stream waits for the work, too.
+  LoggedWork(CallLogPtr log, WorkPtr work, bool reduces, bool stream, std::vector<LoggedCall> calls)
+      : log_(std::move(log)), work_(std::move(work)), reduces_(reduces), stream_(stream), calls_(std::move(calls)) {}
   ~LoggedWork() override { end(0); }
 
   void wait() override {
     const double begin = seconds_now();
     {
-      const Blocked here(*log_, reduces_);
+      const Blocked here(*log_, reduces_, stream_);
       work_->wait();
     }
     end(seconds_now() - begin);
@@ -39,9 +42,11 @@ class LoggedWork : public Work {
 
   const CallLogPtr log_;
   const WorkPtr work_;
-  const bool reduces_;
+  const bool reduces_, stream_;
   std::vector<LoggedCall> calls_;
 };
+
+bool on_device(const Op& op) { return op.own().defined() && !op.own().is_cpu(); }
 
 }  // namespace
 
@@ -80,7 +85,7 @@ WorkPtr LoggedCommunicator::start(const Op& op) {
     return std::make_shared<DoneWork>();
   }
   if (recorded) calls.push_back(record_of(op, number, begin));
-  return std::make_shared<LoggedWork>(log_, std::move(work), reduction, std::move(calls));
+  return std::make_shared<LoggedWork>(log_, std::move(work), reduction, on_device(op), std::move(calls));
 }
 
 // Its calls cannot wait for their ends one by one: a rank may have to make another call before.
@@ -91,7 +96,8 @@ WorkPtr LoggedCommunicator::run_all(const std::vector<Op>& ops) {
   WorkPtr work = inner_->run_all(ops);
   std::vector<LoggedCall> calls;
   for (size_t i = 0; log_->records() && i < ops.size(); ++i) calls.push_back(record_of(ops[i], -1, begin));
-  return std::make_shared<LoggedWork>(log_, std::move(work), /*reduces=*/false, std::move(calls));
+  return std::make_shared<LoggedWork>(log_, std::move(work), /*reduces=*/false, any_of(ops, on_device),
+                                      std::move(calls));
 }
 
 CommunicatorPtr logged(CommunicatorPtr inner, CallLogPtr log, std::string group) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "base/clock.h"
@@ -48,6 +49,7 @@ constexpr TorchOp kOps[] = {
 struct Listening {
   std::mutex mutex;
   CallLogPtr log;
+  TorchCalls::Numbered numbered;
 };
 Listening& listening() {
   static Listening only;
@@ -88,9 +90,11 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
       std::find_if(std::begin(kOps), std::end(kOps), [&](const TorchOp& op) { return name == op.observed; });
   if (known == std::end(kOps) || (known->replaced_by && is_operator(known->replaced_by))) return nullptr;
   CallLogPtr log;
+  TorchCalls::Numbered numbered;
   {
     const std::lock_guard lock(listening().mutex);
     log = listening().log;
+    numbered = listening().numbered;
   }
   if (!log || !log->records()) return nullptr;
   auto made = std::make_unique<Observed>(log, *known);
@@ -100,7 +104,11 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
   const auto inputs = function.inputs();
   if (known->passed >= 0 && known->passed < static_cast<int>(inputs.size())) add_bytes(inputs[known->passed], *made);
   for (const c10::IValue& each : inputs)
-    if (is_a(each, "c10d.ProcessGroup")) made->call.ranks = each.toCustomClass<c10d::ProcessGroup>()->getSize();
+    if (is_a(each, "c10d.ProcessGroup")) {
+      const TorchCalls::Group group = each.toCustomClass<c10d::ProcessGroup>();
+      made->call.ranks = group->getSize();
+      std::tie(made->call.group, made->call.number) = numbered(group);
+    }
   made->waits = log->waits();
   if (made->waits && made->device) finish_device(*made->device);
   made->call.begin = seconds_now();
@@ -134,11 +142,12 @@ void ends(const at::RecordFunction& function, at::ObserverContext* context) {
 
 }  // namespace
 
-TorchCalls::TorchCalls(CallLogPtr log) {
+TorchCalls::TorchCalls(CallLogPtr log, Numbered numbered) {
   {
     const std::lock_guard lock(listening().mutex);
     if (listening().log) fail(ErrorKind::kRuntime, "calls of torch.distributed go to another log already");
     listening().log = std::move(log);
+    listening().numbered = std::move(numbered);
   }
   handle_ = at::addGlobalCallback(at::RecordFunctionCallback(begins, ends)
                                       .needsInputs(true)
@@ -150,6 +159,7 @@ TorchCalls::~TorchCalls() {
   at::removeCallback(handle_);
   const std::lock_guard lock(listening().mutex);
   listening().log.reset();
+  listening().numbered = nullptr;
 }
 
 }  // namespace ds::comm

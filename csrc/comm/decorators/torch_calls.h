@@ -1,8 +1,17 @@
 // Calls that scripts and torch's own C++ code make on groups of torch.distributed, for the log of the process.
 #pragma once
+#include <c10/util/intrusive_ptr.h>
+
 #include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
 
 #include "comm/decorators/call_log.h"
+
+namespace c10d {
+class ProcessGroup;
+}
 
 namespace ds::comm {
 
@@ -12,7 +21,10 @@ namespace ds::comm {
 // another call before they can end. One for each process, else kRuntime.
 class TorchCalls {
  public:
-  explicit TorchCalls(CallLogPtr log);
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+  // Of a call that begins on a group: LoggedCall::group and LoggedCall::number.
+  using Numbered = std::function<std::pair<std::string, int64_t>(const Group&)>;
+  TorchCalls(CallLogPtr log, Numbered numbered);
   ~TorchCalls();
   TorchCalls(const TorchCalls&) = delete;
 

@@ -44,7 +44,7 @@ def listen(recorder, torch_calls=True, logger=None):
     _listening.recorders[recorder] = torch_calls
     _listening.logger = logger or _listening.logger
     if torch_calls and _listening.torch_calls is None:
-        _listening.torch_calls = _native._C.TorchCalls(call_log)
+        _listening.torch_calls = _native._C.TorchCalls(call_log, _numbered)
     call_log.add(recorder)
 
 
@@ -99,9 +99,8 @@ def _recorded(func, args, kwargs):
         label = get_debug_log_name({"log_name": log_name, "debug": caller}, logger.debug)
     elif call_log.waits and len(_listening.recorders) == 1:  # nobody else records
         return func(*args, **kwargs)
-    size, number, group_name = size_of_arguments(given), -1, _name_of(group)
-    if name not in _MESSAGES:
-        number, _listening.numbers[group_name] = _listening.numbers[group_name], _listening.numbers[group_name] + 1
+    size = size_of_arguments(given)
+    group_name, number = (_name_of(group), -1) if name in _MESSAGES else _numbered(group)
     accelerator = get_accelerator()
     waits = wanted and not accelerator.is_synchronized_device()
     if waits:
@@ -124,6 +123,13 @@ def _recorded(func, args, kwargs):
     if wanted and name not in _UNFINISHED:
         work.wait()
     return work
+
+
+def _numbered(group):
+    """The name of torch's ``group``, and the number of a collective that begins on it: the same on all its ranks."""
+    name = _name_of(group)
+    number, _listening.numbers[name] = _listening.numbers[name], _listening.numbers[name] + 1
+    return name, number
 
 
 def _name_of(group):

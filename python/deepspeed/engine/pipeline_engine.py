@@ -142,8 +142,8 @@ class PipelineEngine(DeepSpeedEngine):
         return output, logits[0] if logits and len(logits) == 1 else logits
 
     def _tell_of_batch(self):
-        loss, every = self.agg_train_loss, self.steps_per_print()
-        if every and every != float("inf") and self.global_steps % int(every) == 0:
+        loss = self.agg_train_loss
+        if self.progress.due:
             now, (then, step) = time.perf_counter(), self._last_line
             seconds = (now - then) / max(1, self.global_steps - step)
             self._last_line = now, self.global_steps
@@ -192,8 +192,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def tput_log(self, *msg):
         """A line on rank 0 every ``steps_per_print`` steps."""
-        every = self.steps_per_print()
-        if every and every != float("inf") and self.global_steps % int(every) == 0:
+        if self.progress.due:
             log_dist(" ".join(map(str, msg)), ranks=[0])
 
     def forward(self, *args, **kwargs):

@@ -13,10 +13,11 @@ import os
 import sys
 import time
 
+from deepspeed.profiling.phases import PHASES
+
 POINTS = 600  # of a line of a chart; of a longer run each point is the mean of several steps
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 190, 70, 20
 COLORS = "#4477aa #ee6677 #228833 #ccbb44 #66ccee #aa3377 #bbbbbb #ee8866 #44bb99".split()
-PHASES = "data forward backward communication gathers optimizer offload checkpoint rest".split()
 OWNERS = "parameters gradients masters states gathered wire".split()
 STYLE = """body { font: 14px sans-serif; max-width: 760px; margin: 2em auto; }
 h2 { font-size: 16px; margin: 1.5em 0 .3em; }

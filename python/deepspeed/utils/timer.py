@@ -37,13 +37,17 @@ def trim_mean(data, trim_percent):
     return sum(kept) / len(kept)
 
 
+def device_time():
+    """Seconds of the host's clock, when the device has done what it was asked for."""
+    get_accelerator().synchronize()
+    return time.perf_counter()
+
+
 def _now(on_host):
     """This moment: on the host's clock with the device idle, or as an event of the device's current stream."""
-    device = get_accelerator()
     if on_host:
-        device.synchronize()
-        return time.perf_counter()
-    event = device.Event(enable_timing=True)
+        return device_time()
+    event = get_accelerator().Event(enable_timing=True)
     event.record()
     return event
 
@@ -234,9 +238,7 @@ class ThroughputTimer:
         self.micro_step_count = 0
 
     def _now(self):
-        if self.synchronized:
-            get_accelerator().synchronize()
-        return time.perf_counter()
+        return device_time() if self.synchronized else time.perf_counter()
 
     def start(self):
         """Before a batch is read; called twice without a stop, the later call counts."""

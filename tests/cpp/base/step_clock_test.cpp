@@ -75,6 +75,24 @@ TEST(StepClock, CountsOneThread) {
   EXPECT_EQ(told.in(Phase::kData), 2);
 }
 
+TEST(StepClock, APhaseIsOpenForTheCountedThread) {
+  Told told;
+  told.clock.turn(true);
+  EXPECT_FALSE(told.clock.in_phase());
+  {
+    const InPhase forward(told.clock, Phase::kForward);
+    const InPhase gathers(told.clock, Phase::kGathers);
+    EXPECT_TRUE(told.clock.in_phase());
+    std::thread([&] {
+      EXPECT_FALSE(told.clock.in_phase());
+      const StepClock::Guest here(told.clock);
+      EXPECT_TRUE(told.clock.in_phase());
+    }).join();
+  }
+  EXPECT_FALSE(told.clock.in_phase());
+  EXPECT_EQ(told.clock.totals().begun, 2);
+}
+
 TEST(StepClock, AReaderBesideTheTrainingIsNotCounted) {
   Told told;
   told.clock.turn(true);

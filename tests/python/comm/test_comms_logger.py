@@ -169,7 +169,10 @@ def test_torchs_functions_are_not_replaced(monkeypatch):
 
 
 def test_one_observer_of_torch_at_a_time():
+    def numbered(group):
+        return "", -1
+
     dist.configure(enabled=True)
-    refused(RuntimeError, "go to another log already", _native._C.TorchCalls, _native._C.CallLog())
+    refused(RuntimeError, "go to another log already", _native._C.TorchCalls, _native._C.CallLog(), numbered)
     dist.configure(enabled=False)
-    _native._C.TorchCalls(_native._C.CallLog())
+    _native._C.TorchCalls(_native._C.CallLog(), numbered)

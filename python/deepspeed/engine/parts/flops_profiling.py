@@ -11,7 +11,7 @@ from deepspeed.engine import checks
 from deepspeed.engine.members import Part, engine_parts
 from deepspeed.log import logger
 from deepspeed.profiling.flops_profiler import FlopsProfiler
-from deepspeed.profiling.flops_profiler.module_counts import now
+from deepspeed.utils.timer import device_time
 
 _PHASES = ("forward", "backward", "step")
 
@@ -51,7 +51,7 @@ class FlopsProfiling(Part):
         if not self._counts_now():
             yield
             return
-        counts, begin = self.profiler.counts, now()
+        counts, begin = self.profiler.counts, device_time()
         try:
             with counts.watch():
                 yield
@@ -59,15 +59,15 @@ class FlopsProfiling(Part):
             self._seconds = dict.fromkeys(_PHASES, 0.0)
             counts.clear()
             raise
-        self._seconds[phase] += now() - begin
+        self._seconds[phase] += device_time() - begin
 
     def before_micro_step(self, boundary):
-        self._begun = now() if self._counts_now() else None
+        self._begun = device_time() if self._counts_now() else None
 
     def after_micro_step(self, boundary):
         if self._begun is None:
             return
-        self._seconds["step"] += now() - self._begun
+        self._seconds["step"] += device_time() - self._begun
         self._begun = None
         if boundary:
             self._finish()

@@ -7,9 +7,9 @@ import torch
 from deepspeed.checkpoint.write.ranks import Ranks
 from deepspeed.engine.members import engine_parts
 from deepspeed.engine.memory import see_memory_usage
-from deepspeed.engine.phases import PhaseTimes
 from deepspeed.log import log_dist
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.profiling.phases import PhaseTimes
 from deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_INNER_GLOBAL_TIMER,
@@ -58,14 +58,21 @@ class Progress:
         self._samples = 0  # that the engine had seen when it last made a step or loaded a checkpoint
         self.breakdown = engine.wall_clock_breakdown()
         self.memory = engine.memory_breakdown()
+        every = engine.steps_per_print()
+        self.every = int(every) if every and every != float("inf") else None
         self._marks = {}  # of the phases that have begun
         self.timers = SynchronizedWallClockTimer() if self.breakdown else NoopTimer()
         self.throughput = ThroughputTimer(
             engine._config.timers_config,
             batch_size=engine.train_batch_size(),
-            steps_per_output=engine.steps_per_print(),
+            steps_per_output=every,
             monitor_memory=False,
         )
+
+    @property
+    def due(self):
+        """Whether reports tell of the step that was made last: one of each ``steps_per_print``."""
+        return self.every is not None and self.engine.global_steps % self.every == 0
 
     def _see_memory(self, where):
         if self.memory:
@@ -155,8 +162,7 @@ class Progress:
                 steps = engine.gradient_accumulation_steps()
                 self.timers.log([whole for _, whole in _ALL], normalizer=steps)
         self._see_memory("after step")
-        every = engine.steps_per_print()
-        if boundary and every and every != float("inf") and engine.global_steps % int(every) == 0:
+        if boundary and self.due:
             log_dist(
                 f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
                 f"mom={engine.get_mom()}",

@@ -10,14 +10,15 @@ import weakref
 
 import torch
 
+from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import mesh_views
 from deepspeed.comm.timed import call_log, suppress_logging
 from deepspeed.config import changed_values
 from deepspeed.engine import checks
 from deepspeed.engine.members import Part, engine_parts, member
-from deepspeed.engine.phases import PHASES, Phases, PhaseTimes
 from deepspeed.log import log_dist, logger
+from deepspeed.profiling.phases import PHASES, Phases, PhaseTimes
 from deepspeed.registry import load_target
 
 VERSION = 1  # of the file
@@ -38,9 +39,9 @@ class StepLog(Part):
         self.section = engine._config.step_log_config
         self.phases = Phases()
         self.kept = collections.deque(maxlen=KEPT)
-        self._file = self._loss = self._pending = self._all = self._names = self._leave = None
+        self._file = self._loss = self._pending = self._all = self._names = self._leave = self._waits = None
         self._tokens, self.flops, self._counted, self._peak = 0, None, 0, None
-        self._recent = []  # phases of the steps since the ranks have compared theirs
+        self._recent = []  # phases and waits of the stream, of the steps since the ranks have compared theirs
 
     # ---- begin and end -----------------------------------------------------------------------------------------------
     def start(self):
@@ -49,13 +50,16 @@ class StepLog(Part):
             self.phases.clock = engine.core.clock
         clock = self.phases.clock
         self.times = PhaseTimes(clock)
+        self._compares = engine.world_size > 1 and engine.progress.every is not None
         if not section.enabled and not engine.wall_clock_breakdown():
             return
         if section.enabled and section.file is not None:
             self._open()
         clock.turn(True)
-        call_log.add(clock)
-        self._leave = weakref.finalize(engine, call_log.remove, clock)
+        streams = section.enabled and not get_accelerator().is_synchronized_device()
+        self._waits = self.phases.waits = _native._C.StepWaits(clock, str(engine.device) if streams else "cpu")
+        call_log.add(self._waits)
+        self._leave = weakref.finalize(engine, call_log.remove, self._waits)
         self._leave.atexit = False
 
     def _open(self):
@@ -133,6 +137,7 @@ class StepLog(Part):
             "samples": engine.global_samples,
             "wall": wall,
             "phases": phases,
+            "stream_wait": None,
             "loss": None,
             "lr": next(iter(engine.get_lr()), 0.0),
             "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
@@ -144,15 +149,13 @@ class StepLog(Part):
             "mfu": self.flops / wall / self._peak_flops() if self.flops and wall > 0 else None,
         }
         self._finish_pending()
+        self._waits.end_step()
         loss = getattr(engine, "agg_train_loss", self._loss)
         self._pending, self._loss = (row, *_copied(loss)), None
         if engine.device.type == "cpu":
             self._finish_pending()
-        every = engine.steps_per_print()
-        if engine.world_size > 1 and every and every != float("inf"):
-            self._recent.append(list(phases.values()))
-            if engine.global_steps % int(every) == 0:
-                self._compare_ranks()
+        if self._compares and engine.progress.due:
+            self._compare_ranks()
 
     def _finish_pending(self):
         if self._pending is None:
@@ -162,6 +165,9 @@ class StepLog(Part):
             copied.synchronize()
         value = loss.item() if loss is not None else math.nan
         row["loss"] = value if math.isfinite(value) else None
+        row["stream_wait"] = self._waits.take()
+        if self._compares:
+            self._recent.append([*row["phases"].values(), row["stream_wait"] or 0.0])
         self.kept.append(row)
         self._write(row)
 
@@ -211,12 +217,14 @@ class StepLog(Part):
         return self._names
 
     def _compare_ranks(self):
-        """The slowest rank is the one that has waited least for others; its phase, where it differs most from the
-        fastest rank."""
+        """The slowest rank is the one that has waited least for others, with its thread or with its device; its phase,
+        where it differs most from the fastest rank."""
+        self._finish_pending()
         rows, self._recent = self._gather(torch.tensor(self._recent, dtype=torch.float64).mean(0)), []
         own = [number for number, name in enumerate(PHASES) if name not in _OTHERS]
-        least, most = rows.min(0).values, rows.max(0).values
-        slowest = int(rows[:, own].sum(1).argmax())
+        rows, streams = rows[:, :-1], rows[:, -1]
+        least, most, alone = rows.min(0).values, rows.max(0).values, rows[:, own].sum(1)
+        slowest = int(torch.minimum(alone, rows.sum(1) - streams).argmax())
         phase = PHASES[max(own, key=lambda number: float(rows[slowest, number] - least[number]))]
         self.rank_times = {
             "kind": "ranks",
@@ -233,7 +241,6 @@ class StepLog(Part):
             f"{rows[slowest, number] * 1e3:.1f} ms a step, on the fastest rank {least[number] * 1e3:.1f} ms",
             ranks=[0],
         )
-        self._finish_pending()
         self._write(self.rank_times)
 
     def _write(self, row):

@@ -1,14 +1,13 @@
 """The cost of each module of a model: hooks of modules tell which of them runs, a mode counts the operators."""
 
 import contextlib
-import time
 
 from torch import is_grad_enabled
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from deepspeed._compat import TORCH2, in_backward, uncompiled
-from deepspeed.accelerator import get_accelerator
 from deepspeed.profiling.op_costs import CountedOps
+from deepspeed.utils.timer import device_time
 
 _ALWAYS = {"always_call": True} if TORCH2 else {}
 
@@ -27,12 +26,6 @@ class _Call:
 
     def __init__(self, module, again, counts, begin):
         self.module, self.again, self.counts, self.begin = module, again, counts, begin
-
-
-def now():
-    """Seconds, when the device has done what it was asked for."""
-    get_accelerator().synchronize()
-    return time.perf_counter()
 
 
 class ModuleCounts:
@@ -95,7 +88,7 @@ class ModuleCounts:
             return
         again, within = in_backward(), not self._calls or self._calls[-1].counts
         counts = within and not again and not self.is_ignored(module)
-        self._calls.append(_Call(module, again, counts, now() if counts and self._times else 0.0))
+        self._calls.append(_Call(module, again, counts, device_time() if counts and self._times else 0.0))
 
     def _leave(self, module, inputs, output):
         if all(call.module is not module for call in self._calls):  # it began before the hooks were there
@@ -105,7 +98,7 @@ class ModuleCounts:
             call = self._calls.pop()
         if not call.counts or not self._times:
             return
-        seconds = now() - call.begin
+        seconds = device_time() - call.begin
         of_model = [self.total] if not any(outer.counts for outer in self._calls) else []
         inside_itself = any(outer.module is module for outer in self._calls)
         for cost in [*of_model, *([] if inside_itself else [self._cost(module)])]:

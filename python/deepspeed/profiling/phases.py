@@ -1,24 +1,11 @@
-"""The phases that the wall time of a training step is divided into."""
+"""The phases that the wall time of a training step is divided into, as csrc/base/step_clock.h has them."""
 
 import contextlib
 
 from deepspeed import _native
 
-PHASES = ("data", "forward", "backward", "communication", "gathers", "optimizer", "offload", "checkpoint", "rest")
-# In the order of csrc/base/step_clock.h.
-_ORDER = (
-    "data",
-    "forward",
-    "backward",
-    "optimizer",
-    "checkpoint",
-    "communication",
-    "reduction",
-    "gathers",
-    "offload",
-    "rest",
-)
-_NUMBERS = {name: number for number, name in enumerate(_ORDER)}
+_COUNTED = _native._C.PHASES
+PHASES = tuple(name for name in _COUNTED if name != "reduction")  # which users see as communication
 
 
 class Phases:
@@ -26,17 +13,22 @@ class Phases:
 
     def __init__(self):
         self.clock = _native._C.StepClock()
+        self.waits = None  # a native StepWaits, which learns of messages of pipelines here
         self.listeners = []  # objects with ``begin_phase(name)`` and ``end_phase(name)``
 
     def enter(self, name):
         """Returns what ``leave`` wants."""
         for one in self.listeners:
             one.begin_phase(name)
-        return name, self.clock.enter(_NUMBERS[name])
+        if name == "communication" and self.waits is not None:
+            self.waits.begin()
+        return name, self.clock.enter(name)
 
     def leave(self, entered):
         name, mark = entered
         self.clock.leave(mark)
+        if name == "communication" and self.waits is not None:
+            self.waits.end()
         for one in self.listeners:
             one.end_phase(name)
 
@@ -59,8 +51,8 @@ class PhaseTimes:
         """``(wall, {phase: seconds}, seconds in which backward waited for reductions)``."""
         before, self._before = self._before, self._clock.totals()
         spent, reduced = (
-            {name: (now - then) / 1e9 for name, now, then in zip(_ORDER, *pair, strict=True)}
-            for pair in zip(self._before[1:], before[1:], strict=True)
+            {name: (now - then) / 1e9 for name, now, then in zip(_COUNTED, *pair, strict=True)}
+            for pair in zip(self._before[1:3], before[1:3], strict=True)
         )
         spent["communication"] += spent["reduction"]
         return (self._before[0] - before[0]) / 1e9, {name: spent[name] for name in PHASES}, reduced["reduction"]
