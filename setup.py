@@ -196,6 +196,7 @@ setup(
             "ds_elastic = deepspeed.elasticity.cli:main",
             "ds_bench = deepspeed.comm.bench:main",
             "ds_ckpt = deepspeed.checkpoint.read.cli:main",
+            "ds_postmortem = deepspeed.diagnosis.cli:main",
         ],
     },
 )
