@@ -197,6 +197,7 @@ setup(
             "ds_bench = deepspeed.comm.bench:main",
             "ds_plan = deepspeed.planner.cli:main",
             "ds_ckpt = deepspeed.checkpoint.read.cli:main",
+            "ds_postmortem = deepspeed.diagnosis.cli:main",
         ],
     },
 )

@@ -172,6 +172,13 @@ LeasedPiece leased_piece(const std::shared_ptr<Engine>& engine, const std::strin
   }};
 }
 
+std::vector<std::string> local_nonfinite(Engine& engine) {
+  std::vector<std::string> names;
+  for (const zero::NonfiniteGrad& one : engine.grads().local_nonfinite_grads())
+    names.push_back(engine.params().spec(one.param).name);
+  return names;
+}
+
 zero::StateSources sources_of(Engine& engine) { return {engine.params(), engine.states()}; }
 
 // A method of a part of the engine, as one of the engine's. What this rank alone cannot do, the others hear of.
@@ -264,6 +271,10 @@ DS_BINDINGS(m) {
       .def("adopt_grads", of(&Engine::backward, &BackwardSession::adopt_grads), Unlocked())
       .def("set_postscale", [](Engine& engine, double scale) { engine.grads().options().postscale = scale; })
       .def_property_readonly("predivide", [](Engine& engine) { return engine.grads().options().predivide; })
+      .def(
+          "step_norm", [](Engine& engine) { return engine.stepper().report().norm; }, Unlocked(),
+          "In before_update of a step: the norm that it has found.")
+      .def("local_nonfinite", &local_nonfinite, "Parameters whose gradients autograd has made inf or nan on this rank.")
       .def("set_rules", &set_rules, "rules"_a)
       .def("slot_names", [](Engine& engine) { return engine.states().slot_names(); })
       .def("strategy_states", [](Engine& engine) { return engine.strategy().state_names(); })

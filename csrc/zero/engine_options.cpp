@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "base/ranges.h"
@@ -165,6 +166,11 @@ int64_t interval(const config::Config& config, const std::string& path) {
   return found.is_number() ? found.get<int64_t>() : 0;
 }
 
+bool saves_nonfinite(const config::Config& config) {
+  const auto saved = key<std::vector<std::string>>(config, "postmortem.on");
+  return std::find(saved.begin(), saved.end(), "nonfinite") != saved.end();
+}
+
 // The elements that a step updates at once, and the threads that update the others beside the training.
 void choose_strategy(const config::Config& config, const RunFacts& facts, EngineOptions& options) {
   const std::string zero = "zero_optimization.", offload = zero + "offload_optimizer.", flow = zero + "zenflow.";
@@ -209,7 +215,8 @@ EngineOptions engine_options(const config::Config& config, const RunFacts& facts
       config, sequence_ranks(config) > 1 ? "seq_parallel_communication_data_type" : "communication_data_type");
   const bool checks = key<bool>(config, "fp16.enabled") ||
                       (key<bool>(config, "bf16.enabled") && key<bool>(config, "bf16.check_grad_overflow"));
-  options.reducer.find_nonfinite_grads = checks && facts.ranks > 1;
+  // A saved step tells apart gradients that autograd made so and those that a reduction has damaged.
+  options.reducer.find_nonfinite_grads = (checks && facts.ranks > 1) || saves_nonfinite(config);
   divide(config, facts.ranks, options.reducer);
 
   options.gather.overlap = options.reducer.overlap;

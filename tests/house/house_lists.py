@@ -47,6 +47,7 @@ comm/timed.py _listening | published: the log of operations is of the process
 comm/timed.py call_log | published: the log of operations is of the process
 comm/timeouts.py _configured | TORCH
 comm/timeouts.py _given | TORCH
+comm/watch.py _listeners | engines of the process that hear when another rank asks for its stacks
 comm/watch.py _watches | two watch threads for all communicators of a process
 config/model.py _layouts | CACHE
 config/read.py _other_names | CACHE

@@ -25,6 +25,7 @@ PYTHON_FLOORS = [
     {"inference"},
     {"published"},
     {"engine"},
+    {"planner", "diagnosis"},
     {""},  # deepspeed/__init__.py
 ]  # fmt: skip
 

@@ -6,6 +6,7 @@ are, and its error says so. The answers come from threads of the core, which nee
 
 import atexit
 import os
+import weakref
 
 import torch.distributed as dist
 
@@ -15,13 +16,26 @@ from deepspeed.comm.timed import call_log
 from deepspeed.log import logger
 
 _LENGTH = 256  # collectives that flight_record returns
+_listeners = weakref.WeakSet()
 _watches = []  # of boards in shared memory, and of those in the job's store, which may let a thread wait
+
+
+def tell_when_asked(listener):
+    """Calls ``listener.asked()`` on a thread of the core, while the object lives, when another rank asks for stacks:
+    one of its collectives has failed."""
+    _listeners.add(listener)
+
+
+def _stacks():
+    for listener in list(_listeners):
+        listener.asked()
+    return stack_text()
 
 
 def _the_watches():
     if not _watches:
         for _ in range(2):
-            _watches.append(_native._C.Watch(stacks=stack_text, warn=logger.warning))
+            _watches.append(_native._C.Watch(stacks=_stacks, warn=logger.warning))
             # Nobody may ask for the interpreter when it is ending.
             atexit.register(_watches[-1].stop)
     return _watches

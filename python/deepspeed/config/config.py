@@ -62,6 +62,7 @@ SECTIONS = {
     "step_log_config": ("step_log", ConfigSection),
     "trace_config": ("trace", ConfigSection),
     "report_config": ("report", ConfigSection),
+    "postmortem_config": ("postmortem", ConfigSection),
     "checkpoint_config": ("checkpoint", ConfigSection),
     "nebula_config": ("nebula", sections.DeepSpeedNebulaConfig),
     "datastates_config": ("datastates_ckpt", ConfigSection),

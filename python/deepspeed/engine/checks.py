@@ -1,6 +1,7 @@
 """Errors and warnings before an engine is built."""
 
 import os
+import tempfile
 
 import torch
 
@@ -57,6 +58,24 @@ def check_file(engine, path, key):
         except OSError as error:
             problem = f"{key}: {error}. Name a file in a folder that rank 0 can write to, or leave it out"
     refuse_on_all(engine, problem)
+
+
+def check_folder(engine, path, key):
+    """Makes the folder ``path``, which ``key`` names, and a file in it, on every rank. Where that fails on one, all
+    ranks, which all call it, raise ValueError."""
+    told = [None]
+    try:
+        os.makedirs(path, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        told = [f"{key}: {error}. Name a folder that every rank can write to, or leave it out"]
+    if engine.world_size > 1:
+        mine, told = told[0], [None] * engine.world_size
+        with suppress_logging():
+            dist.all_gather_object(told, mine)
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def refuse_on_all(engine, problem, kind=ValueError):

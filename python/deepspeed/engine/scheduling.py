@@ -49,7 +49,7 @@ def _missing_argument(engine, scheduler, kwargs):
         raise problem
     if needed[0] != "metrics":
         return (engine.train_batch_size(),)
-    loss = _mean_loss(engine)
+    loss = mean_loss(engine)
     if loss is None:
         raise TypeError(
             f"{called} needs `metrics`, and this step has no loss of engine.backward(loss) to take for it: pass "
@@ -58,7 +58,7 @@ def _missing_argument(engine, scheduler, kwargs):
     return (loss,)
 
 
-def _mean_loss(engine):
+def mean_loss(engine):
     """The loss of this step, over the data-parallel ranks that have one; None when no rank has. Every rank calls it."""
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     if engine.losses is not None:

@@ -134,6 +134,7 @@ std::vector<Value> values_for(const Field& field, const std::string& folder) {
   if (field.kinds & config::kBool) out.insert(out.end(), {true, false});
   if (field.kinds & (config::kInt | config::kFloat)) out.insert(out.end(), {3, 0.25});
   if (field.kinds & config::kText && field.choices.empty()) out.push_back(folder);
+  for (const config::Literal& item : field.item_choices) out.push_back(Value::array({config::to_value(item)}));
   return out;
 }
 

@@ -64,6 +64,8 @@ OWN_KEYS = {
     "checkpoint.verify_on_load",
     "checkpoint.writer.format",
     *("step_log", "step_log.enabled", "step_log.file", "step_log.peak_tflops"),
+    *("postmortem", "postmortem.on", "postmortem.dir", "postmortem.keep", "postmortem.max_bytes"),
+    "postmortem.spike_factor",
     *("trace", "trace.path", "trace.start_step", "trace.steps"),
 }
 

@@ -5,14 +5,10 @@ import contextlib
 import functools
 import weakref
 
-import torch
-
 from deepspeed import _native
 from deepspeed.engine.members import Part, engine_parts
 from deepspeed.log import log_dist
-from deepspeed.zero.audit import AuditError
-
-_NARROW = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+from deepspeed.zero.audit import AuditError, tolerance
 
 
 @engine_parts.add("_auditing")
@@ -29,13 +25,12 @@ class Auditing(Part):
             return
         params = [param for group in engine.trained_groups for param in group]
         kinds = {kind for param in params for kind in (param.dtype, engine.kept_grad_dtype(param))}
-        narrow = [8 * _NARROW[kind] for kind in kinds | {engine.communication_data_type} if kind in _NARROW]
         ranks = _native._C.Communicator(engine.parallel.dp_group) if engine.parallel.dp_world_size > 1 else None
         self.audit = _native._C.Audit(
             engine.core,
             ranks,
             rank=engine.global_rank,
-            tolerance=max([1e-5, *narrow]),
+            tolerance=tolerance(kinds | {engine.communication_data_type}),
             update=functools.partial(_updated, weakref.ref(engine)),
         )
         self._handles = [

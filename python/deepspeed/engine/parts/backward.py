@@ -68,6 +68,7 @@ class Backward(Part):
         trains = engine._trains and torch.is_grad_enabled()
         if trains:
             engine._step_log.see_inputs(inputs, kwargs)
+            engine._postmortem.see_inputs(inputs, kwargs)
             inputs, kwargs = cross_engine_scaling.with_graph_hooks(engine.core, inputs, kwargs)
         try:
             engine.progress.begin("forward")
@@ -80,7 +81,8 @@ class Backward(Part):
                 engine._step_log.counting(),
             ):
                 outputs = engine.module(*inputs, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            engine._postmortem.failed(error)
             if engine.core is not None and engine.core.gatherer is not None:
                 engine.core.gatherer.abandon_forward()
             raise
@@ -117,12 +119,16 @@ class Backward(Part):
         engine._need_optimizer("engine.backward")
         engine._need_states(_STATES, "engine.backward()")
         scale, parts = engine.stepping.loss_scale, engine.gradient_accumulation_steps() if scale_wrt_gas else 1
+        engine._postmortem.see_loss(loss, parts)
         if parts > 1:
             loss = loss / parts
         try:
             engine.progress.begin("backward")
             with engine._flops_profiling.inside("backward"):
                 self._run(loss, scale, parts, retain_graph)
+        except BaseException as error:
+            engine._postmortem.failed(error)
+            raise
         finally:
             engine.progress.end("backward")
         self.seen = True

@@ -45,6 +45,9 @@ class Stepping:
         self.scaler, self.check, self.clip, self.rank = scaler, check, clip, rank
         self.in_files = None  # StatesInFiles of an optimizer that is not native
         self.need_all = False  # a parameter without a gradient is an error
+        self.inspect = (
+            None  # called with the norm when it is known and nothing has changed; then whether an update follows
+        )
         self.move = None  # of the learning-rate schedule, which the next step makes
         self._made = False  # whether a step was made since ``begin``
         self.overflow = False
@@ -122,6 +125,8 @@ class Stepping:
         if move is not None:
             move.keep()
         self._made = True
+        if self.inspect is not None and report.skipped:
+            self.inspect(report.norm, False)
         self.norm, self.bytes = report.norm, report.bytes
         self.overflow = report.skipped
         if report.written and not self._told_of_writes:
@@ -152,7 +157,7 @@ class Stepping:
             max_norm=self.clip,
             check=self.check,
             name_nonfinite=self.check or not self._warned_not_finite,
-            before_update=None if move is None else move.make,
+            before_update=self._before_update(move),
         )
         rules = getattr(self.scaler, "rules_and_state", lambda: None)()
         if rules is not None:
@@ -163,6 +168,18 @@ class Stepping:
         else:
             inputs.set_outside(self.masters, (self.in_files or self.optimizer).step)
         return inputs
+
+    def _before_update(self, move):
+        make = None if move is None else move.make
+        if self.inspect is None:
+            return make
+
+        def inspect_and_make():
+            self.inspect(self.core.step_norm())
+            if make is not None:
+                make()
+
+        return inspect_and_make
 
     def _refuse_unused(self, most=5):
         unused = self.core.unused_params()
