@@ -16,6 +16,7 @@ for folder in (  # the last one comes first where two have a file of one name
     os.path.join(TESTS, "dist"),
     os.path.join(TESTS, "house"),
     os.path.join(TESTS, "python", "ops"),
+    os.path.join(TESTS, "python", "autotuning"),
     os.path.join(TESTS, "python", "checkpoint"),
     os.path.join(TESTS, "python", "launcher"),
     os.path.join(os.path.dirname(TESTS), "python"),

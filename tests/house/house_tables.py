@@ -18,7 +18,7 @@ PYTHON_FLOORS = [
     {"ops", "optim"},
     {"zero"},
     {
-        "activation_checkpointing", "autotuning", "checkpoint", "compile", "compression", "data", "elasticity",
+        "activation_checkpointing", "checkpoint", "compile", "compression", "data", "elasticity",
         "io", "linear", "moe", "monitor", "nvme", "profiling", "sequence",
     },
     {"pipe", "module_inject"},
@@ -30,7 +30,7 @@ PYTHON_FLOORS = [
 ]  # fmt: skip
 
 # These run on a head node, where torch may be missing: of us they import only the lowest four floors, and no torch.
-HEAD_NODE_ROOMS = {"launcher", "env_report"}
+HEAD_NODE_ROOMS = {"launcher", "env_report", "autotuning"}
 HEAD_NODE_FLOOR = set().union(*PYTHON_FLOORS[:4])
 
 # Import paths of existing scripts: may import anything, nobody imports them, and they define nothing.

@@ -38,11 +38,12 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
                   text("results_dir", "autotuning_results", "Folder for results."),
                   text("exps_dir", "autotuning_exps", "Folder for experiments."),
                   boolean("overwrite", true, "Run experiments again that have results."),
-                  integer("start_profile_step", 3, "First measured step.").at_least(0),
-                  integer("end_profile_step", 5, "Last measured step.").at_least(0),
+                  integer("start_profile_step", 3, "First measured step, counted from 0.").at_least(0),
+                  integer("end_profile_step", 5, "The step, counted from 0, before which the run ends.").at_least(0),
                   text("metric", "throughput", "What to make best.")
                       .one_of({"latency", "throughput", "flops", "forward", "step"}),
-                  text("metric_path", nullptr, "File to which a script of its own writes the metric."),
+                  text("metric_path", nullptr,
+                       "File that gets the metrics; null: metrics.json. The tuner names one for each experiment."),
                   text("tuner_type", "gridsearch", "How to search.").one_of({"gridsearch", "random", "model_based"}),
                   integer("tuner_early_stopping", 5, "Experiments without progress before it stops.").at_least(0),
                   integer("tuner_num_trials", 50, "Most experiments.").above(0),
@@ -55,7 +56,8 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
                               integer("num_layers", nullptr, "Layers.").above(0),
                           })
                       .absent_is_null(),
-                  text("model_info_path", nullptr, "File with that."),
+                  text("model_info_path", nullptr, "File that gets it; null: model_info.json."),
+                  number("experiment_timeout", 1800.0, "Seconds after which the tuner ends an experiment.").above(0),
                   integer("mp_size", 1, "Ranks per copy of the model.").at_least(1),
                   integer("max_train_batch_size", nullptr, "Largest train batch size to try.").above(0),
                   integer("min_train_batch_size", 1, "Smallest train batch size to try.").above(0),
@@ -63,7 +65,7 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
                   integer("min_train_micro_batch_size_per_gpu", 1, "Smallest micro batch size to try.").above(0),
                   integer("num_tuning_micro_batch_sizes", 3, "How many micro batch sizes to try.").above(0),
               });
-  c.add(tuning.not_built("autotuning"));
+  c.add(tuning);
   c.rule(
       "elasticity.max_gpus is at least elasticity.min_gpus; max_train_batch_size and micro_batch_sizes are required "
       "when it is enabled.",
@@ -107,6 +109,12 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
                     std::string("Leave \"") + key + "\" out.");
         }
       });
+  c.rule("autotuning.end_profile_step is above autotuning.start_profile_step.", [](RuleContext& j) {
+    if (!j.on("autotuning.enabled")) return;
+    if (j.integer("autotuning.end_profile_step") > j.integer("autotuning.start_profile_step")) return;
+    j.error({"autotuning.end_profile_step", "autotuning.start_profile_step"}, "no step would be measured.",
+            "Raise the first: it is the step before which the run ends.");
+  });
   c.rule("autotuning.results_dir and exps_dir are not empty.", [](RuleContext& j) {
     for (const char* key : {"autotuning.results_dir", "autotuning.exps_dir"}) {
       if (j.text(key).empty()) j.error({key}, "must not be empty.", "Leave the key out to get the default.");

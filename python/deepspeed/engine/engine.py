@@ -92,6 +92,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self.checkpoint_engine = make_engine(self._config)
         self.core = self.stepping = self.optimizer = self.basic_optimizer = None
         self.module = model
+        self._autotuning.see_model(model)
 
         model_parameters = self._experts.find(model_parameters)
         self._long_sequences.prepare()

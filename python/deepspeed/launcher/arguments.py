@@ -67,7 +67,7 @@ def _groups():
             "--check": switch("start nothing; say whether a job can run on the hosts, and what to do"),
             "--autotuning": {
                 "default": "", "choices": ["", "tune", "run"], "metavar": "HOW",
-                "help": "tune: find the fastest configuration; run: train with it then (needs deepspeed.autotuning)",
+                "help": "tune: find the fastest configuration; run: train with it then",
             },
             "--use_hpu": switch("train on Gaudi (DS_ACCELERATOR=hpu)"),
             "--log_level": {"metavar": "LEVEL", "help": "of the launcher's own lines: debug, info, warning, error"},

@@ -1,5 +1,6 @@
 """The program ``deepspeed``: from the command line to the exit code of the job."""
 
+import argparse
 import logging
 import os
 import sys
@@ -8,7 +9,15 @@ from deepspeed.launcher.arguments import check, parse_args
 from deepspeed.launcher.environment import ENVIRONMENT_FILE, EXPORT_PREFIXES, missing_environment_file
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.launch import launch
-from deepspeed.launcher.plan import active_hosts, choose_slots, fetch_hostfile, is_this_host, make_plan, show_notes
+from deepspeed.launcher.plan import (
+    active_hosts,
+    check_script,
+    choose_slots,
+    fetch_hostfile,
+    is_this_host,
+    make_plan,
+    show_notes,
+)
 from deepspeed.launcher.resources import (
     decode_world_info,
     encode_world_info,
@@ -47,7 +56,6 @@ def run(args):
 
     Raises:
         ValueError: options that contradict each other, a malformed hostfile or environment file.
-        NotImplementedError: --autotuning without a tuner.
         LaunchError: the script, the port, the slots or the hosts do not allow a start.
     """
     options = parse_args(args)
@@ -67,7 +75,7 @@ def run(args):
         show_notes(notes, verbose)
         return load_target("deepspeed.launcher.check:run_check")(options, hosts)
     if options.autotuning:
-        return tune(options, hosts_to_use(options, notes))
+        return tune(options, hosts_of_tuner(options, notes))
     hosts = far_hosts(options, notes)
     if hosts:
         show_notes(notes, verbose)
@@ -82,18 +90,17 @@ def hosts_to_use(args, notes):
     return active_hosts(args, notes) or {"localhost": list(range(len(choose_slots(args, notes)[0])))}
 
 
+def hosts_of_tuner(args, notes):
+    """All hosts and slots: ``--num_nodes`` and ``--num_gpus`` say how many each of the tuner's jobs gets."""
+    asked = hosts_to_use(args, notes)
+    every = hosts_to_use(argparse.Namespace(**{**vars(args), "num_nodes": -1, "num_gpus": -1}), notes)
+    return {host: max(slots, asked.get(host, []), key=len) for host, slots in every.items()}
+
+
 def tune(args, hosts):
     """``--autotuning``: hands over to the published class ``Autotuner``; returns the exit code."""
-    try:
-        kind = load_target(AUTOTUNER)
-    except ModuleNotFoundError as error:
-        if not error.name.startswith("deepspeed.autotuning"):
-            raise
-        raise NotImplementedError(
-            f"--autotuning {args.autotuning} needs {AUTOTUNER.replace(':', '.')}, and there is no module {error.name}: "
-            f"leave --autotuning out and set the batch sizes yourself."
-        ) from None
-    tuner = kind(args, hosts)
+    check_script(args)
+    tuner = load_target(AUTOTUNER)(args, hosts)
     tuner.tune()
     tuner.print_tuning_results()
     if args.autotuning == "run":

@@ -25,6 +25,7 @@ NOT_A_CHOICE = (
 
 # Keys that DeepSpeed does not have. Anything else beyond the published file is a mistake.
 OWN_KEYS = {
+    "autotuning.experiment_timeout",
     "elasticity.memory_copies",
     "elasticity.save_on_signal",
     "elasticity.snapshot_steps",

@@ -112,23 +112,25 @@ def test_numbers_of_hosts_that_may_change(line, named, tmp_path):
 @pytest.mark.parametrize(
     "line, kind, words",
     [
-        ("run", NotImplementedError, "run needs deepspeed.autotuning.autotuner.Autotuner.*leave --auto"),
+        ("run", ValueError, "autotuning needs the configuration among the arguments of the script"),
+        ("run --no_python", runner.LaunchError, "'train.py' cannot be started"),
         ("run --elastic_training", ValueError, "--autotuning starts jobs of its own"),
     ],
 )
-def test_autotuning_without_a_tuner_names_what_is_missing(line, kind, words):
+def test_autotuning_names_what_is_missing(line, kind, words):
     refused(kind, words, runner.main, args=["--autotuning", *line.split(), "train.py"])
 
 
 @pytest.mark.parametrize("how", ["tune", "run"])
-def test_autotuning_hands_over_to_the_tuner(how, monkeypatch, tmp_path):
+@pytest.mark.parametrize("size", [[], ["--num_nodes", "1", "--num_gpus", "1"]])
+def test_autotuning_hands_over_to_the_tuner(how, size, monkeypatch, tmp_path):
     autotuner = mock.Mock()
     (tmp_path / "hosts").write_text("h1.invalid slots=2\nh2.invalid slots=1\n")
     package = types.ModuleType("deepspeed.autotuning")
     package.autotuner = types.SimpleNamespace(Autotuner=autotuner)
     monkeypatch.setitem(sys.modules, "deepspeed.autotuning", package)
     monkeypatch.setitem(sys.modules, "deepspeed.autotuning.autotuner", package.autotuner)
-    assert runner.main(["--autotuning", how, "-H", str(tmp_path / "hosts"), "train.py", "-x"]) == 0
+    assert runner.main(["--autotuning", how, "-H", str(tmp_path / "hosts"), *size, "train.py", "-x"]) == 0
     args, hosts = autotuner.call_args.args
     assert (args.autotuning, args.user_script, args.user_args) == (how, "train.py", ["-x"])
     assert hosts == {"h1.invalid": [0, 1], "h2.invalid": [0]}

@@ -79,6 +79,7 @@ class Backward(Part):
                 engine._long_sequences.offloading(),
                 engine._flops_profiling.inside("forward"),
                 engine._step_log.counting(),
+                engine._autotuning.seeing(inputs, kwargs),
             ):
                 outputs = engine.module(*inputs, **kwargs)
         except BaseException as error:

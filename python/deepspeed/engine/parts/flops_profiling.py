@@ -26,7 +26,7 @@ class FlopsProfiling(Part):
 
     def start(self):
         engine = self.engine
-        if not engine.flops_profiler_enabled():
+        if not engine.flops_profiler_enabled() or engine.autotuning_enabled():  # an experiment measures the same steps
             return
         self._step = engine.flops_profiler_profile_step()
         path = engine.flops_profiler_output_file()

@@ -106,8 +106,9 @@ class StepLog(Part):
 
     def counting(self):
         """A context for forward and backward. Operations of one step are counted where somebody wants to know how much
-        of the peak a step reaches: with a file, or ``peak_tflops``."""
+        of the peak a step reaches: with a file, ``peak_tflops``, or an experiment of the tuner."""
         wanted = self.section.enabled and (self.section.file is not None or self.section.peak_tflops is not None)
+        wanted = wanted or self.engine._autotuning.counts_flops
         if not wanted or self.engine.gas_boundary_ctr != _COUNTED_STEP - 1:
             return contextlib.nullcontext()
         return self._counting()
@@ -123,10 +124,10 @@ class StepLog(Part):
 
     def after_step(self):
         engine = self.engine
-        if not self.section.enabled:
-            return
         if self._counted:
             self.flops, self._counted = self._counted, 0
+        if not self.section.enabled:
+            return
         wall, phases, _ = self.times.take()
         samples = engine._data.samples_of_step()
         tokens, self._tokens = self._tokens * engine.parallel.dp_world_size, 0
