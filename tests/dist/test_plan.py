@@ -3,7 +3,6 @@
 import collections
 
 import pytest
-import torch
 
 import deepspeed
 import devices

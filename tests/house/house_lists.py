@@ -38,6 +38,7 @@ checkpoint/write/file_writer.py files | one pool of threads that read and write;
 checkpoint/write/owner.py _held | files locked by this process: the kernel counts locks by process
 checkpoint/write/snapshot.py _flying | AT_END
 comm/group_communicators.py _known | what is known of torch's groups, which hold no attributes
+comm/group_communicators.py native_backends | REGISTRY
 comm/comms_log.py comms_logger | published: deepspeed.comm.comms_logger
 comm/held.py _held | communicators of native objects, which hold no attributes
 comm/mesh.py _made | every group is known by its ranks and made once

@@ -60,6 +60,7 @@ LATE_IMPORTS = {
     "git_version_info.py": "_build_info exists in installed packages only",
     "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some torches only",
     "accelerator/cuda_accelerator.py": "nvtx is optional",
+    "planner/cli.py": "transformers and matplotlib are optional; the user's files are imported by their path",
     "comm/process_group.py": "the bindings of a third-party backend are optional",
     "comm/rendezvous.py": "mpi4py is optional, and importing it starts MPI",
     "comm/torch.py": "torch 2.x only",

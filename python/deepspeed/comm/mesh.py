@@ -95,6 +95,30 @@ def job(group):
     return made.jobs[backend]
 
 
+def join_planned(backend, rank, world, job):
+    """Makes this process rank ``rank`` of a job of ``world`` ranks that do not exist, for the rest of its life: torch's
+    groups have the backend ``backend``, which moves nothing. ``job``: the native one. Groups of an earlier job are kept
+    and out of sight; they are not ended, because that job goes on in the process that this one was forked from."""
+    c10d = dist.distributed_c10d
+    kept = [made_here()]
+    if hasattr(c10d, "_world"):
+        kept.append(c10d._world)
+        c10d._world = c10d._World()
+    else:
+        for name in ("_pg_map", "_pg_names", "_pg_group_ranks"):
+            kept.append(getattr(c10d, name))
+            setattr(c10d, name, {})
+    made = c10d._new_process_group_helper(
+        world, rank, [], dist.Backend(backend), dist.HashStore(), group_name="planned", timeout=default_timeout()
+    )
+    group = made[0] if isinstance(made, tuple) else made
+    tables = c10d._world.pg_group_ranks if hasattr(c10d, "_world") else c10d._pg_group_ranks
+    tables[group] = {each: each for each in range(world)}
+    c10d._update_default_pg(group)
+    made_here().jobs[backend] = job
+    return kept
+
+
 def _open(backend, key, ranks):
     """A native communicator, and what it goes over: that ends with its last holder, without the interpreter's lock,
     which gloo's threads may need. torch's tables do not know it."""

@@ -9,6 +9,7 @@ A part hears of what its engine does by having a method of one of these names (`
 - ``start()``: the engine is assembled. ``stop()``: it is destroyed.
 - ``before_micro_step(boundary)``, ``after_micro_step(boundary)``: of every ``engine.step()``, at an accumulation
   boundary or not. In the second one the counters of the engine are those after the step.
+- ``see_inputs(inputs, kwargs)``: of every forward that trains.
 - ``before_step()``: once for each step of the optimizer; gradients are all there and nothing has changed yet.
 - ``after_step()``: once for each step of the optimizer, skipped ones included, when nothing of it is left to do; in
   pipelines after the schedule. It may save and raise SystemExit.
@@ -25,8 +26,8 @@ import pkgutil
 from deepspeed.utils.forwarding import forwarded, put
 
 HOOKS = (
-    "start", "before_micro_step", "before_step", "after_micro_step", "after_step", "failed_step", "before_save",
-    "after_load", "stop",
+    "start", "see_inputs", "before_micro_step", "before_step", "after_micro_step", "after_step", "failed_step",
+    "before_save", "after_load", "stop",
 )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Forecasts of memory, traffic and time: one planner, which runs the real engine on tensors without memory.
 
-``deepspeed.plan`` and the program ``ds_plan`` are its front; ``engine.plan()``, ``deepspeed.offload_plan`` and the tuner
-ask it too.
+``deepspeed.plan`` and the program ``ds_plan`` are its front; ``engine.plan()`` and the tuner ask it, too.
 """
 
 from deepspeed.registry import lazy_package

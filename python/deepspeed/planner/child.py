@@ -9,7 +9,6 @@ import traceback
 
 import torch
 
-
 _PR_SET_PDEATHSIG = 1
 
 

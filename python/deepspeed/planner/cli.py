@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import os
+import statistics
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from deepspeed.planner.child import PlanError
 from deepspeed.planner.machine import Machine, kept_path
 from deepspeed.planner.plans import GIB, plan
 from deepspeed.planner.search import Search
+from deepspeed.profiling.report import Run
 from deepspeed.utils.init_on_device import OnDevice
 
 _TOKENS = 2048  # of a sequence, at most, where no sample is given
@@ -144,12 +146,16 @@ def _plan(args):
     fastest, tried = search.fastest() if args.search else ([], 0)
     if args.png:
         draw(made, args.png)
+    against = compared(made, args.against) if args.against else []
     if args.json:
         rows = [{"settings": one.words, "config": one.config, **one.plan.as_dict()} for one in fastest]
         told = {**made.as_dict(), "change": change and {"settings": change.words, "config": change.config}}
+        told["against"] = [dict(zip(("phase", "planned", "measured"), (phase, *both))) for phase, both in against]
         print(json.dumps({**told, **({"search": rows} if args.search else {})}, indent=1))
     else:
         print(made)
+        for phase, (planned, measured) in against:
+            print(f"  {phase:14s} planned {planned * 1e3:10.2f} ms, measured {measured * 1e3:10.2f} ms")
         if not made.fits:
             print(f"cheapest change that fits: {change.words}" if change else "no single change makes it fit")
         if args.search:
@@ -157,6 +163,30 @@ def _plan(args):
             for one in fastest:
                 print(f"  {one.samples_per_second:10.1f} samples/s {one.plan.peak_bytes / GIB:8.2f} GiB  {one.words}")
     return 0 if made.fits else 1
+
+
+# Phases of the plan -> those of the step log.
+_PHASES = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "step": ("optimizer", "offload"),
+    "communication": ("communication", "gathers"),
+}
+
+
+def compared(made, path):
+    """``[(phase, (planned, measured))]`` in seconds: medians of the steps of a step log, without the first tenth."""
+    rows = Run(path).steps
+    if not rows:
+        raise ValueError(f"--against {path}: there is no step in this file; step_log.file writes such files")
+    rows = rows[len(rows) // 10 :]
+    measured = {
+        phase: statistics.median(sum(row["phases"].get(name, 0.0) for name in names) for row in rows)
+        for phase, names in _PHASES.items()
+    }
+    planned = {phase: made.fullest.seconds.get(phase, 0.0) for phase in _PHASES}
+    whole = made.seconds, statistics.median(row["wall"] for row in rows)
+    return [*((phase, (planned[phase], measured[phase])) for phase in _PHASES), ("whole step", whole)]
 
 
 def draw(made, path):

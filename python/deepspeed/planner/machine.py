@@ -16,10 +16,10 @@ VERSION = 1
 @dataclasses.dataclass
 class Machine:
     """``flops``: by dtype, of a matrix product, per second. ``memory``: bytes per second that the device reads and
-    writes. ``operator_ns``: the least time of an operator. ``inside``, ``between``: ``(nanoseconds of a round, bytes per
-    second)`` of a rank's calls with ranks of its host, and of several hosts. ``host``, ``file``: bytes per second
-    between the device and memory of the host, and of files. ``host_step``: bytes per second that an update on the host
-    reads and writes. ``ranks_of_host``: 0: all ranks are on one host."""
+    writes. ``operator_ns``: the least time of an operator. ``inside``, ``between``: ``(nanoseconds of a round, bytes
+    per second)`` of a rank's calls with ranks of its host, and of several hosts. ``host``, ``file``: bytes per second
+    between the device and memory of the host, and of files; 0: they take no time. ``host_step``: bytes per second that
+    an update on the host reads and writes. ``ranks_of_host``: 0: all ranks are on one host."""
 
     name: str
     flops: dict

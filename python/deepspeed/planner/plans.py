@@ -5,6 +5,8 @@ import dataclasses
 import os
 import re
 
+import torch
+
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.planner.child import run_apart
 from deepspeed.planner.machine import Machine
@@ -84,7 +86,8 @@ class Plan:
         most = sorted(self.fullest.owners.items(), key=lambda item: -item[1])[:3]
         held = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in most)
         fits = "fits" if self.fits else f"needs more than the {self.memory / GIB:.2f} GiB of a device"
-        return f"{fits}: rank {self.fullest.rank} peaks at {self.peak_bytes / GIB:.2f} GiB in {self.fullest.moment} ({held})"
+        peak = f"rank {self.fullest.rank} peaks at {self.peak_bytes / GIB:.2f} GiB in {self.fullest.moment}"
+        return f"{fits}: {peak} ({held})"
 
     def as_dict(self):
         """Plain values, for JSON."""
@@ -99,14 +102,18 @@ class Plan:
     def __str__(self):
         one, lines = self.fullest, [self.why]
         lines.append(f"{self.parameters} parameters on {self.world} ranks; rates of {self.machine}")
-        lines += [f"  {owner:20s} {size / GIB:10.3f} GiB" for owner, size in sorted(one.owners.items(), key=lambda i: -i[1])]
+        lines += [
+            f"  {owner:20s} {size / GIB:10.3f} GiB" for owner, size in sorted(one.owners.items(), key=lambda i: -i[1])
+        ]
         for tier, figures in one.tiers.items():
             if figures["peak_bytes"] or figures["bytes_per_step"]:
                 peak, moved = figures["peak_bytes"] / GIB, figures["bytes_per_step"] / GIB
                 lines.append(f"  in the tier {tier}: {peak:.3f} GiB at its peak, {moved:.3f} GiB moved in a step")
         for (verb, purpose), (count, size) in sorted(one.calls.items()):
             lines.append(f"  {count:6d} x {verb:16s} {size / GIB:10.3f} GiB  {purpose}")
-        lines.append(f"  checkpoint: {sum(rank.checkpoint_bytes for rank in self.ranks) / GIB:.3f} GiB of planned ranks")
+        lines.append(
+            f"  checkpoint: {sum(rank.checkpoint_bytes for rank in self.ranks) / GIB:.3f} GiB of planned ranks"
+        )
         phases = ", ".join(f"{phase} {seconds * 1e3:.1f} ms" for phase, seconds in one.seconds.items())
         lines.append(f"  step {self.seconds * 1e3:.1f} ms: {phases}; {one.flops / 1e12:.3f} Tflop of a rank")
         if one.not_known:
@@ -115,7 +122,7 @@ class Plan:
 
 
 # ---- making one ------------------------------------------------------------------------------------------------------
-def plan(model, config, world=None, memory=None, sample=None, machine=None, ranks=None, loss=None):
+def plan(model, config, world=None, memory=None, sample=None, machine=None, ranks=None, loss=None, optimizer=None):
     """The forecast of training ``model`` with ``config``: memory, traffic and time of a step. The engine is built as in
     the job and makes steps, on tensors without memory, in a process of its own; ``model`` is not changed.
 
@@ -125,7 +132,7 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
     dtypes are read; None: tokens of a causal language model of transformers. machine: a ``Machine`` or the path of a
     machine file; None: the kept one, else this machine. ranks: of the job, whose steps are planned; None: the first
     and the last one. loss: a function of the model's output; None: its attribute ``loss``, its first number, or the sum
-    of its first tensor.
+    of its first tensor. optimizer: a function of parameters, where the configuration names none.
 
     Returns a ``Plan``. ValueError for arguments that do not fit together; ``PlanError`` where the model or the engine
     raises.
@@ -139,9 +146,31 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
     given = _values_of(config, size)
     rates = machine if isinstance(machine, Machine) else Machine.of_jobs(machine)
     wanted = sorted({0, size - 1}) if ranks is None else list(ranks)
-    made = [run_apart(_plan_rank, rank, model, given, size, room, sample, rates, loss) for rank in wanted]
+    made = [run_apart(_plan_rank, rank, model, given, size, room, sample, rates, loss, optimizer) for rank in wanted]
     parameters = made[0][1]
     return Plan(tuple(rank for rank, _ in made), size, room, rates.name, parameters, 0)
+
+
+def plan_of_engine(engine, inputs, memory=None, machine=None):
+    """The ``Plan`` of this rank of ``engine``, whose forward takes ``inputs``."""
+    if engine.mpu is not None:
+        raise ValueError("engine.plan(): engines with an mpu, pipelines among them, are not planned; see pipe_plan()")
+    client = engine.client_optimizer
+    optimizer = client if client is None or not isinstance(client, torch.optim.Optimizer) else _another(client)
+
+    def model():  # in the child, where nobody else needs the hooks
+        for module in engine.module.modules():
+            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+                hooks.clear()
+        return copy_on_meta(engine.module)
+
+    rank, size = engine.global_rank, engine.world_size
+    return plan(model, engine._config, size, memory, inputs, machine, [rank], optimizer=optimizer)
+
+
+def _another(optimizer):
+    """A function that makes an optimizer as this one for other parameters."""
+    return lambda params: type(optimizer)(params, **optimizer.defaults)
 
 
 def _values_of(config, size):
@@ -149,14 +178,14 @@ def _values_of(config, size):
     return made._param_dict if isinstance(made._param_dict, dict) else made.native.raw()
 
 
-def _plan_rank(rank, model, config, size, memory, sample, machine, loss):
+def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimizer):
     """The work of the child process."""
     world = World(rank, size, memory or 1 << 62, machine)
     world.memory.install()
     world.memory.set_owner("parameters")
     made = copy_on_meta(model) if hasattr(model, "parameters") else model()
     world.memory.set_owner("engine")
-    run = PlannedRun(world, made, config, sample, loss or loss_of)
+    run = PlannedRun(world, made, config, sample, loss or loss_of, optimizer)
     world.memory.set_owner("activations")
     run.step()  # gathers and uses of gradients are learned
     counted, moved = run.step()
@@ -173,6 +202,7 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss):
         if tier != "device"
     }
     seconds = {phase: ns / 1e9 for phase, ns in world.clock.phases.items()}
+    seconds["step"] = seconds.get("step", 0.0) + run.update_seconds(moved)
     seconds["communication"] = world.clock.waited / 1e9
     plan = RankPlan(
         rank=rank,

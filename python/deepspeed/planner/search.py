@@ -35,8 +35,8 @@ class Candidate(NamedTuple):
 
 
 class Search:
-    """Plans other settings of one job. ``model``: a function of ``recompute`` that makes the model on meta; ``sample``: a
-    function of the micro-batch that makes its inputs."""
+    """Plans other settings of one job. ``model``: a function of ``recompute`` that makes the model on meta;
+    ``sample``: a function of the micro-batch that makes its inputs."""
 
     def __init__(self, model, config, world, memory, sample, machine, can_recompute):
         self.model, self.config, self.world, self.memory = model, config, world, memory

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.checkpoint.write.save import expected_bytes
 from deepspeed.engine.initialize import initialize
+from deepspeed.planner.attention import FusedAttention
 from deepspeed.profiling.op_costs import CountedOps
 from deepspeed.zero.nested import replace, tensors_in
 
@@ -46,9 +47,20 @@ def loss_of(output):
     found = list(tensors_in(output))
     if not found:
         raise ValueError(f"the model returned {type(output).__name__} without a tensor: its loss is not known")
-    return next((one for one in found if one.dim() == 0), None) if any(one.dim() == 0 for one in found) else (
-        found[0].float().sum()
+    return (
+        next((one for one in found if one.dim() == 0), None)
+        if any(one.dim() == 0 for one in found)
+        else (found[0].float().sum())
     )
+
+
+def arguments_in(sample):
+    """``(arguments, keyword arguments)`` of a forward: a pair of them, a dict, a tuple of arguments, or one tensor."""
+    if isinstance(sample, tuple) and len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict):
+        return sample
+    if isinstance(sample, dict):
+        return (), sample
+    return (sample if isinstance(sample, tuple) else (sample,)), {}
 
 
 def only_training(config):
@@ -70,17 +82,17 @@ class _Timed:
 
 
 class PlannedRun:
-    """An engine in ``world`` for ``model``, which is on meta, and its steps with the micro-batch ``sample``."""
+    """An engine in ``world`` for ``model``, which is on meta, and its steps with the micro-batch ``sample``.
+    ``optimizer``: the caller's, a function of parameters, or None."""
 
-    def __init__(self, world, model, config, sample, loss):
+    def __init__(self, world, model, config, sample, loss, optimizer):
         self.world, self.sample, self.loss = world, sample, loss
         with Constants():
-            self.engine = initialize(model=model, config=only_training(config))[0]
+            self.engine = initialize(model=model, config=only_training(config), optimizer=optimizer)[0]
 
     def _inputs(self):
-        given = self.sample
-        args = () if isinstance(given, dict) else given if isinstance(given, tuple) else (given,)
-        return on_meta(args), on_meta(given) if isinstance(given, dict) else {}
+        args, kwargs = arguments_in(self.sample)
+        return on_meta(args), on_meta(kwargs)
 
     def step(self):
         """One training step."""
@@ -88,7 +100,7 @@ class PlannedRun:
         world.calls()
         world.clock.reset()
         before = self._transferred()
-        with Constants(), CountedOps(_Timed(world)) as counted:
+        with FusedAttention(), Constants(), CountedOps(_Timed(world)) as counted:
             world.at("forward")
             world.memory.reset_peak()
             for _ in range(engine.gradient_accumulation_steps()):
@@ -113,10 +125,17 @@ class PlannedRun:
     def checkpoint_bytes(self):
         return sum(expected_bytes(self.engine._checkpoints.run_state()))
 
-    def update_bytes(self):
-        """Bytes that the update reads and writes, by tier: each gradient, weight, master and state."""
-        held = self.engine.core.held_bytes() if self.engine.core is not None else {}
-        return sum((1 if what == "grad" else 2) * size for what, size in held.items() if what != "param")
+    def update_seconds(self, moved):
+        """The least time of the update: every state is read and written where it is worked on, while the ``moved``
+        bytes of a step travel between the tiers."""
+        rests = {tier: one["resting_bytes"] for tier, one in self.media().items()}
+        if not rests:
+            return 0.0
+        machine = self.world.machine
+        elsewhere = sum(size for tier, size in rests.items() if tier != "device")
+        works = 2 * rests["device"] / machine.memory + (2 * elsewhere / machine.host_step if machine.host_step else 0.0)
+        rates = {"host": machine.host, "file": machine.file}
+        return max(works, sum(size / rates[tier] for tier, size in moved.items() if rates.get(tier)))
 
 
 def owner_of(plane):

@@ -1,5 +1,6 @@
 """Makes this process one rank of a job whose other ranks do not exist, with the device meta as its accelerator."""
 
+import logging
 import os
 
 import torch
@@ -7,11 +8,11 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed._compat import TORCH2
-from deepspeed.accelerator import DeepSpeedAccelerator, set_accelerator
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.abstract_accelerator import constant, of_device
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.comm import group_communicators, mesh
-from deepspeed.comm.timeouts import default_timeout
+from deepspeed.log import logger
 
 NAME = "counted"
 
@@ -57,12 +58,13 @@ class MetaAccelerator(CPU_Accelerator):
 
 
 class World:
-    """One rank of ``size``. ``calls()`` are those of its communicators since the last time. The process cannot leave it:
-    see ``run_apart``."""
+    """One rank of ``size``. ``calls()`` are those of its communicators since the last time. The process cannot leave
+    it: see ``run_apart``."""
 
     def __init__(self, rank, size, memory, machine):
         self.rank, self.size, self.machine = rank, size, machine
         self.memory = _native._C.MetaMemory(512)
+        logger.setLevel(logging.WARNING)  # the planned engine is no run
         self.clock = _native._C.StepPlan()
         self.log, self.recorder = _native._C.CallLog(), _native._C.CallRecorder(False)
         self.log.add(self.recorder)
@@ -75,28 +77,11 @@ class World:
         self._join()
 
     def _join(self):
-        """torch's groups of an earlier job are kept out of sight, not ended: that job goes on in another process."""
-        c10d = dist.distributed_c10d
-        if TORCH2:
-            self.earlier, c10d._world = c10d._world, c10d._World()
-        else:
-            names = ("_pg_map", "_pg_names", "_pg_group_ranks")
-            self.earlier = {name: getattr(c10d, name) for name in names}, dist.group.WORLD
-            for name in names:
-                setattr(c10d, name, {})
-        self.earlier_groups = mesh.made_here()
         if not hasattr(dist.Backend, NAME.upper()):
             dist.Backend.register_backend(NAME, self._backend, **({"devices": ["cpu", "meta"]} if TORCH2 else {}))
         group_communicators.native_backends[NAME] = self._of_group
-        store = dist.HashStore()
-        made = c10d._new_process_group_helper(
-            self.size, self.rank, [], dist.Backend(NAME), store, group_name="planned", timeout=default_timeout()
-        )
-        group = made[0] if isinstance(made, tuple) else made
-        tables = c10d._world.pg_group_ranks if TORCH2 else c10d._pg_group_ranks
-        tables[group] = {rank: rank for rank in range(self.size)}
-        c10d._update_default_pg(group)
-        mesh.made_here().jobs[NAME] = _native._C.Job(self.rank, self.size, self._open)
+        job = _native._C.Job(self.rank, self.size, self._open)
+        self.earlier = mesh.join_planned(NAME, self.rank, self.size, job)
 
     def _backend(self, store, rank, size, timeout):
         made = self._communicator(rank, size, "torch.distributed", self.machine.link(range(size)))

@@ -79,4 +79,7 @@ def copy_on_meta(model, dtype=None):
         wanted = dtype if is_parameter and dtype is not None and tensor.is_floating_point() else tensor.dtype
         bare = torch.empty(shape, dtype=wanted, device="meta")
         memo[id(tensor)] = torch.nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+        for name, value in vars(tensor).items():  # marks, such as those of experts; not what an engine keeps there
+            if isinstance(value, (bool, int, float, str)) and not name.lstrip("_").startswith("ds_"):
+                setattr(memo[id(tensor)], name, value)
     return copy.deepcopy(model, memo)

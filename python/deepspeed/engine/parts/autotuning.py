@@ -14,8 +14,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.engine import checks
 from deepspeed.engine.members import Part, engine_parts
 from deepspeed.log import log_dist, logger
-from deepspeed.profiling.flops_profiler.module_counts import now
 from deepspeed.registry import load_target
+from deepspeed.utils.timer import device_time
 from deepspeed.zero.nested import replace, tensors_in
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
@@ -72,23 +72,23 @@ class Autotuning(Part):
         if not self._first <= self.engine.gas_boundary_ctr < self._end or name not in ("forward", "backward"):
             return
         if self._begun is None:
-            self._begun = now()
+            self._begun = device_time()
             self._forward = self._begun
         elif name == "forward":
-            self._forward = now()
+            self._forward = device_time()
 
     def end_phase(self, name):
         if name == "forward" and self._begun is not None:
-            self._seconds["forward"] += now() - self._forward
+            self._seconds["forward"] += device_time() - self._forward
 
     def before_micro_step(self, boundary):
-        self._step = now() if self._begun is not None else None
+        self._step = device_time() if self._begun is not None else None
         self._seen = self.engine.global_samples
 
     def after_micro_step(self, boundary):
         if self._begun is None:
             return
-        end = now()
+        end = device_time()
         self._seconds["step"] += end - self._step
         self._seconds["latency"] += end - self._begun
         self._begun = None

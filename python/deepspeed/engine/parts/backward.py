@@ -4,7 +4,7 @@ import torch
 
 from deepspeed.config.sections import OffloadStateTypeEnum
 from deepspeed.engine import cross_engine_scaling
-from deepspeed.engine.members import Part, engine_parts, member
+from deepspeed.engine.members import Part, engine_parts, member, run_hooks
 from deepspeed.log import warning_once
 from deepspeed.zero.core import aborted_together
 from deepspeed.zero.nested import cast_floats, tensors_within
@@ -67,8 +67,7 @@ class Backward(Part):
         engine._user_weights.bring_home()
         trains = engine._trains and torch.is_grad_enabled()
         if trains:
-            engine._step_log.see_inputs(inputs, kwargs)
-            engine._postmortem.see_inputs(inputs, kwargs)
+            run_hooks(engine, "see_inputs", inputs, kwargs)
             inputs, kwargs = cross_engine_scaling.with_graph_hooks(engine.core, inputs, kwargs)
         try:
             engine.progress.begin("forward")

@@ -1,0 +1,32 @@
+"""``engine.plan()``: the forecast of this engine's steps."""
+
+import torch
+
+from deepspeed.engine.members import Part, engine_parts, member
+from deepspeed.registry import load_target
+from deepspeed.zero.nested import replace
+
+
+@engine_parts.add("_planning")
+class Planning(Part):
+    """A part of the engine. ``inputs``: of the first forward that trained, without values."""
+
+    inputs = None
+
+    def see_inputs(self, inputs, kwargs):
+        self.inputs = replace((inputs, kwargs), torch.is_tensor, lambda one: torch.empty_like(one, device="meta"))
+        hooks = self.engine._hooks  # once is enough
+        hooks["see_inputs"] = [part for part in hooks["see_inputs"] if part is not self]
+
+    @member
+    def plan(self, memory=None, sample=None, machine=None):
+        """The ``deepspeed.planner.Plan`` of this rank: memory by owner, traffic and time of a step. Nothing is trained:
+        a forked process runs steps of another engine on tensors without memory.
+
+        memory: bytes of a device, or a text such as ``"80GB"``; None: no limit. sample: the inputs of a micro-batch, as
+        in ``deepspeed.plan``; None: those of the first forward that trained. machine: a machine file.
+        """
+        inputs = self.inputs if sample is None else sample
+        if inputs is None:
+            raise ValueError("engine.plan() does not know the inputs yet: pass sample=, or call it after a forward")
+        return load_target("deepspeed.planner.plans:plan_of_engine")(self.engine, inputs, memory, machine)

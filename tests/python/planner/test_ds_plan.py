@@ -1,0 +1,108 @@
+"""The program ``ds_plan``."""
+
+import json
+
+import pytest
+
+from deepspeed.planner.cli import main
+
+MODEL = """
+import torch
+
+def make():
+    return torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)])
+
+def sample(batch):
+    return torch.zeros(batch, 1024)
+
+def wide(batch):
+    return torch.zeros(batch, 7)
+"""
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+}
+MACHINE = {
+    "version": 1, "name": "of the test", "flops": {"float32": 1e12}, "memory": 1e11, "operator_ns": 1000,
+    "inside": [1000, 1e10], "between": [9000, 1e9], "host": 2e10, "file": 1e9, "host_step": 1e10, "ranks_of_host": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def ds_plan(tmp_path, capsys):
+    """Runs the program with files of its own; returns the exit code and what it prints."""
+    for name, text in (("model.py", MODEL), ("config.json", json.dumps(CONFIG)), ("machine.json", json.dumps(MACHINE))):
+        (tmp_path / name).write_text(text)
+
+    def run(*words, model="make", sample="sample", config="config.json"):
+        given = [str(tmp_path / config), "--model", f"{tmp_path}/model.py:{model}"]
+        given += ["--sample", f"{tmp_path}/model.py:{sample}", "--machine", str(tmp_path / "machine.json")]
+        code = main([*given, *words])
+        told = capsys.readouterr()
+        return code, told.out if code < 2 else told.err
+
+    return run
+
+
+def test_a_job_that_fits(ds_plan):
+    code, told = ds_plan("--world", "4", "--memory", "1GB")
+    assert code == 0 and "fits: rank 0 peaks" in told and "all_reduce" in told and "of the test" in told
+
+
+def test_a_job_that_does_not_and_the_cheapest_change(ds_plan):
+    code, told = ds_plan("--world", "4", "--memory", "55MB")
+    assert code == 1 and "needs more than" in told
+    assert "cheapest change that fits: zero_optimization.stage" in told
+
+
+def test_a_job_that_nothing_makes_fit(ds_plan):
+    code, told = ds_plan("--world", "1", "--memory", "1MB")
+    assert code == 1 and "no single change makes it fit" in told
+
+
+def test_json_with_a_search(ds_plan):
+    code, told = ds_plan("--world", "2", "--memory", "90MB", "--json", "--search")
+    made = json.loads(told[told.index("{") :])
+    assert code == (0 if made["fits"] else 1) and made["world"] == 2
+    assert 0 < len(made["search"]) <= 10
+    assert all(row["peak_bytes"] <= 90e6 for row in made["search"])
+    assert all(row["config"]["optimizer"] == CONFIG["optimizer"] for row in made["search"])
+
+
+def test_a_plan_beside_a_step_log(ds_plan, tmp_path):
+    phases = {"forward": 0.25, "backward": 0.5, "optimizer": 0.125, "communication": 0.0, "gathers": 0.0625}
+    lines = [{"kind": "step", "step": step, "wall": 1.0, "phases": phases} for step in range(1, 21)]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, told = ds_plan("--against", str(tmp_path / "run.jsonl"))
+    assert code == 0 and "forward" in told and "measured     250.00 ms" in told and "measured      62.50 ms" in told
+    assert "whole step" in told and "measured    1000.00 ms" in told
+    (tmp_path / "run.jsonl").write_text("")
+    assert "there is no step in this file" in ds_plan("--against", str(tmp_path / "run.jsonl"))[1]
+
+
+@pytest.mark.parametrize(
+    "words, given, told",
+    [
+        (["--memory", "80"], {}, "write a number and a unit, such as 80GB"),
+        (["--world", "5", "--nodes", "2"], {}, "cannot be spread evenly over --nodes 2"),
+        ([], {"model": "other"}, "has no function 'other'; it has make, sample, wide"),
+        ([], {"sample": "wide"}, "RuntimeError"),
+        ([], {"config": "missing.json"}, "missing.json"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(ds_plan, words, given, told):
+    code, text = ds_plan(*words, **given)
+    assert code == 2 and told in text
+
+
+def test_a_machine_file_of_another_version(ds_plan, tmp_path):
+    (tmp_path / "machine.json").write_text(json.dumps({**MACHINE, "version": 2}))
+    code, told = ds_plan()
+    assert code == 2 and "of version 2" in told and "ds_plan --profile-machine" in told
+
+
+def test_a_folder_without_a_model(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert main([str(tmp_path / "config.json"), "--model", "/nowhere"]) == 2
+    assert "neither FILE.py:function nor a folder" in capsys.readouterr().err

@@ -1,0 +1,165 @@
+"""``deepspeed.plan``: memory by hand, what stays as it was, and arguments that do not fit together."""
+
+import os
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.planner import Machine, PlanError
+from deepspeed.planner.child import run_apart
+from deepspeed.planner.plans import bytes_of
+from refusals import refused
+from runs import engine_of, settings, take_step
+
+SIZE, LAYERS = 512, 4
+NUMEL = LAYERS * SIZE * SIZE
+RATES = Machine("test", {"float32": 1e12, "bfloat16": 2e12}, 1e11, 1000, (1000, 1e10), (9000, 1e9), 2e10, 1e9, 1e10)
+
+
+def layers(count=LAYERS):
+    return torch.nn.Sequential(*[torch.nn.Linear(SIZE, SIZE, bias=False) for _ in range(count)])
+
+
+def planned(stage, world=4, dtype="bf16", model=layers, rows=2, **more):
+    given = {key: more.pop(key) for key in ("memory", "ranks", "sample", "loss", "optimizer") if key in more}
+    given.setdefault("sample", torch.zeros(rows, SIZE, dtype={"bf16": torch.bfloat16}.get(dtype, torch.float32)))
+    config = settings(stage, rows=rows, dtype=dtype, **more)
+    return deepspeed.plan(model(), config, world, machine=RATES, **given)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_rests_is_cut_as_the_stage_says(stage):
+    owners = planned(stage).ranks[0].owners
+    states = NUMEL * 4 // (4 if stage >= 1 else 1)
+    assert owners["masters"] == pytest.approx(states, rel=0.02)
+    assert owners["optimizer states"] == pytest.approx(2 * states, rel=0.02)
+    if stage < 3:
+        assert owners["parameters"] == pytest.approx(2 * NUMEL, rel=0.02)
+    if stage == 3:
+        assert owners.get("parameters", 0) + owners["engine"] < NUMEL, "a quarter of them, and what is gathered"
+
+
+def test_calls_have_their_bytes():
+    calls = {}
+    for (verb, _), (_count, size) in planned(1).ranks[0].calls.items():
+        calls[verb] = calls.get(verb, 0) + size
+    assert calls["reduce_scatter"] == pytest.approx(2 * NUMEL, rel=0.01)
+    assert calls["all_gather"] == pytest.approx(2 * NUMEL / 4, rel=0.01), "a rank passes its own part"
+
+
+def test_states_on_the_host_and_in_files(tmp_path):
+    on_host = planned(2, zero={"offload_optimizer": {"device": "cpu"}}).ranks[0]
+    assert not {"masters", "optimizer states"} & set(on_host.owners)
+    assert on_host.tiers["host"]["peak_bytes"] >= 3 * NUMEL * 4 / 4
+    missing = str(tmp_path / "missing")
+    in_files = planned(3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": missing}}).ranks[0]
+    assert in_files.tiers["file"]["peak_bytes"] >= 3 * NUMEL * 4 / 4
+    assert in_files.tiers["file"]["bytes_per_step"] >= 2 * 3 * NUMEL * 4 / 4
+
+
+def test_activations_grow_with_the_micro_batch():
+    count = 32
+    few, many = (planned(1, model=lambda: layers(count), rows=rows) for rows in (1024, 4096))
+    grown = (4096 - 1024) * SIZE * 2 * count  # the input of each layer
+    assert many.peak_bytes - few.peak_bytes == pytest.approx(grown, rel=0.15), "and the loss"
+    assert many.seconds > few.seconds and many.ranks[0].flops == few.ranks[0].flops * 4
+    assert few.ranks[0].flops == pytest.approx(2 * 1024 * SIZE * SIZE * (3 * count - 1), rel=0.01)
+
+
+def test_the_time_of_calls_is_hidden_behind_what_is_computed():
+    found = planned(2, world=8)
+    one = found.ranks[0]
+    assert set(one.seconds) == {"forward", "backward", "step", "communication"}
+    assert found.seconds == pytest.approx(sum(one.seconds.values()))
+
+
+def test_this_process_stays_as_it_was():
+    model = layers()
+    before = [param.clone() for param in model.parameters()]
+    environment, accelerator = dict(os.environ), get_accelerator()
+    found = deepspeed.plan(model, settings(2, dtype="bf16"), 4, "1GB", torch.zeros(2, SIZE), machine=RATES)
+    assert found.fits and found.parameters == NUMEL and len(found.ranks) == 2
+    assert (
+        not torch.distributed.is_initialized() and get_accelerator() is accelerator and dict(os.environ) == environment
+    )
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters()))
+    assert not torch.empty(1, device="meta").data_ptr()
+
+
+def test_a_plan_in_words_and_as_values():
+    found = planned(3, memory="1KB")
+    assert not found.fits and "needs more than" in found.why and "rank 0 peaks" in str(found)
+    made = found.as_dict()
+    assert made["fits"] is False and made["ranks"][0]["calls"][0].keys() == {"verb", "purpose", "count", "bytes"}
+
+
+def test_a_plan_of_an_engine_that_trains():
+    engine = engine_of(layers(), settings(2, dtype="fp32"))
+    refused(ValueError, r"does not know the inputs yet: pass sample=", engine.plan)
+    take_step(engine, engine(torch.ones(2, SIZE)).sum())
+    found, given = engine.plan("1GB"), engine.plan("1GB", sample=torch.ones(64, SIZE))
+    assert found.fits and found.world == 1 and given.ranks[0].flops > found.ranks[0].flops
+    assert found.ranks[0].owners["optimizer states"] == pytest.approx(8 * NUMEL, rel=0.02)
+    take_step(engine, engine(torch.ones(2, SIZE)).sum())
+    engine.destroy()
+
+
+def test_a_plan_of_an_engine_with_an_optimizer_of_the_caller():
+    model = layers()
+    engine = engine_of(model, settings(0, dtype="fp32"), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    take_step(engine, engine(torch.ones(2, SIZE)).sum())
+    assert engine.plan().fits
+    engine.destroy()
+
+
+def test_sizes_have_units():
+    assert bytes_of("80GB") == 80 * 10**9 and bytes_of("1.5 GiB") == 3 << 29 and bytes_of("512mb") == 512 * 10**6
+    for wrong in ("80", "GB", "80 apples", "0GB", "-1GB"):
+        refused(ValueError, "write a number and a unit, such as 80GB or 40GiB", bytes_of, wrong)
+
+
+def test_arguments_that_do_not_fit_together():
+    refused(ValueError, "a job has at least one rank", planned, 0, world=-1)
+    refused(ValueError, "must be more than 0 bytes", planned, 0, memory=0)
+    refused(
+        PlanError,
+        "mat1 and mat2|size mismatch|shapes",
+        planned,
+        0,
+        sample=torch.zeros(2, SIZE + 1, dtype=torch.bfloat16),
+    )
+    refused(deepspeed.DeepSpeedConfigError, "stage", planned, 7)
+
+
+def _fail(error):
+    raise error
+
+
+def test_a_child_tells_its_result_its_error_or_its_end():
+    assert run_apart(lambda a, b: {"sum": a + b}, 1, 2) == {"sum": 3}
+    refused(ValueError, "^this one$", run_apart, _fail, ValueError("this one"))
+    refused(PlanError, "KeyError: 'this one'", run_apart, _fail, KeyError("this one"))
+    refused(PlanError, "ended with signal 9 and no result", run_apart, lambda: os.kill(os.getpid(), 9))
+
+
+class TestMachine:
+    def test_a_file_comes_back(self, tmp_path):
+        RATES.save(tmp_path / "machine.json")
+        assert Machine.of_jobs(tmp_path / "machine.json").flops == RATES.flops
+
+    def test_other_files_are_refused(self, tmp_path):
+        path = tmp_path / "machine.json"
+        for text, words in {
+            "{": "is no machine file",
+            '{"version": 9}': "of version 9",
+            '{"version": 1, "a": 2}': "it has the keys a",
+        }.items():
+            path.write_text(text)
+            refused(ValueError, words, Machine.of_jobs, path)
+
+    def test_a_group_of_several_hosts_has_their_link(self):
+        rates = Machine(**{**vars(RATES), "ranks_of_host": 2})
+        inside, between = rates.link([0, 1]).time_of(10**9, 2), rates.link([1, 2]).time_of(10**9, 2)
+        assert (inside, between) == (10**8 + 1000, 10**9 + 9000)
