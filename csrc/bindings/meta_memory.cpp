@@ -19,7 +19,7 @@ DS_BINDINGS(m) {
       .def("install", &MetaMemory::install)
       .def("remove", &MetaMemory::remove)
       .def("set_owner", &MetaMemory::set_owner, "owner"_a)
-      .def("give", &MetaMemory::give, "tensor"_a, "owner"_a)
+      .def("adopt", &MetaMemory::adopt, "tensor"_a, "owner"_a)
       .def("set_moment", &MetaMemory::set_moment, "moment"_a)
       .def("reset_peak", &MetaMemory::reset_peak)
       .def_property_readonly("live", &MetaMemory::live)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "io/aligned_pool.h"
@@ -21,12 +22,15 @@ struct MetaMemory::Count {
   const int64_t block;
   std::mutex mutex;  // graphs are released by whoever lets go of them
   uintptr_t next = kFirstAddress;
-  std::string owner = "other", moment;
+  std::map<std::thread::id, std::string> owners;
+  std::string moment;
   OwnedBytes owned;
   int64_t live = 0, peak = 0;
   std::map<std::string, std::pair<int64_t, OwnedBytes>> peaks;
 
   explicit Count(int64_t given) : block(given) {}
+
+  std::string& owner() { return owners.try_emplace(std::this_thread::get_id(), "other").first->second; }
 
   void add(const std::string& whose, int64_t bytes) {
     if (whose.empty()) return;
@@ -68,7 +72,7 @@ class MetaMemory::Maker : public c10::Allocator {
   c10::DataPtr made(size_t bytes) const {
     const auto counted = static_cast<int64_t>(io::round_up(bytes, static_cast<size_t>(count_->block)));
     const std::lock_guard lock(count_->mutex);
-    auto* block = new Block{count_, count_->owner, counted};
+    auto* block = new Block{count_, count_->owner(), counted};
     count_->add(block->owner, counted);
     auto* address = reinterpret_cast<void*>(count_->next);  // NOLINT(performance-no-int-to-ptr)
     count_->next += io::round_up(std::max<size_t>(bytes, 1), kAddressStep);
@@ -99,17 +103,16 @@ MetaMemory* MetaMemory::installed() {
 
 std::string MetaMemory::set_owner(std::string owner) {
   const std::lock_guard lock(count_->mutex);
-  return std::exchange(count_->owner, std::move(owner));
+  return std::exchange(count_->owner(), std::move(owner));
 }
 
-void MetaMemory::give(const at::Tensor& tensor, const std::string& owner) {
+void MetaMemory::adopt(const at::Tensor& tensor, const std::string& owner) {
   if (!tensor.is_meta() || !tensor.has_storage()) return;
   const c10::DataPtr& data = tensor.storage().data_ptr();
   if (data.get_deleter() != &Maker::release) return;
   auto* block = static_cast<Maker::Block*>(data.get_context());
-  if (block->count != count_) return;
+  if (block->count != count_ || !block->owner.empty()) return;
   const std::lock_guard lock(count_->mutex);
-  count_->add(block->owner, -block->bytes);
   block->owner = owner;
   count_->add(block->owner, block->bytes);
 }

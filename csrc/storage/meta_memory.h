@@ -27,10 +27,10 @@ class MetaMemory {
   // The count that is installed; null: there is none.
   static MetaMemory* installed();
 
-  // Storages that are made from now on belong to it; "": they do not count. Returns the earlier owner.
+  // Storages that this thread makes from now on belong to it; "": they do not count. Returns the earlier owner.
   std::string set_owner(std::string owner);
-  // The storage of `tensor`, which this count made, changes its owner. Others are left alone.
-  void give(const at::Tensor& tensor, const std::string& owner);
+  // The storage of `tensor`, if this count made it for no owner, belongs to `owner`.
+  void adopt(const at::Tensor& tensor, const std::string& owner);
   // Where the step is: peaks are kept for each moment.
   void set_moment(std::string moment);
 

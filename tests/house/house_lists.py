@@ -204,11 +204,13 @@ OLD_WORDS = (
 # Transports whose ranks cannot be threads: (the test that runs every verb, why).
 TRANSPORTS_TESTED_ELSEWHERE = {
     "c10d": ("tests/dist/test_comm_verbs.py", "torch's groups want a process for each rank; 1 to 4 of them"),
+    "counted": ("tests/cpp/comm/counted_communicator_test.cpp", "it moves no data: its other ranks do not exist"),
 }
 
 # file of python/deepspeed, call: what may read pickles that run code. Each reads a file that the user has named.
 UNPICKLING = _rows(
     """
+planner/child.py pickle.loads | the result of a process that this one has forked, over a pipe of their own
 _compat.py torch.load | checkpoints that a caller loads as trusted; the package's own reader is deepspeed.formats
 inference/engine.py torch.load | a checkpoint that the user names and that is no checkpoint of an engine
 formats/standalone_reader.py pickle.Unpickler | zero_to_fp32.py with trust, for files that the user says are safe

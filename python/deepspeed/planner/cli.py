@@ -76,8 +76,7 @@ class _Job:
         self.can_recompute = callable(getattr(model, "gradient_checkpointing_enable", None))
 
     def model(self, recompute=False):
-        with OnDevice(dtype=torch.get_default_dtype(), device="meta"):
-            made = self.make()
+        made = self.make()  # the planner has it made on meta
         if recompute:
             made.gradient_checkpointing_enable()
         return made.train()

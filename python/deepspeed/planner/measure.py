@@ -9,6 +9,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import mesh
 from deepspeed.planner.machine import here
 
 SIZES = [1 << power for power in range(10, 25, 2)]  # bytes
@@ -46,8 +47,8 @@ def main():
     local = int(os.environ.get("LOCAL_SIZE", size))
     inside = between = _link(None, size, device)
     if local < size:
-        groups = [dist.new_group(list(range(first, first + local))) for first in range(0, size, local)]
-        inside = _link(groups[dist.get_rank() // local], local, device)
+        first = dist.get_rank() // local * local
+        inside = _link(mesh.group_over(range(first, first + local)), local, device)
     if dist.get_rank() == 0:
         made = here(inside, between, ranks_of_host=local if local < size else 0)
         made.name = f"{get_accelerator().device_name()} of {size} ranks"

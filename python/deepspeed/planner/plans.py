@@ -12,7 +12,7 @@ from deepspeed.planner.child import run_apart
 from deepspeed.planner.machine import Machine
 from deepspeed.planner.step import PlannedRun, by_owner, loss_of
 from deepspeed.planner.world import World
-from deepspeed.utils.init_on_device import copy_on_meta
+from deepspeed.utils.init_on_device import OnDevice, copy_on_meta
 
 GIB = 1 << 30
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -183,7 +183,12 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
     world = World(rank, size, memory or 1 << 62, machine)
     world.memory.install()
     world.memory.set_owner("parameters")
-    made = copy_on_meta(model) if hasattr(model, "parameters") else model()
+    made = model
+    if not isinstance(model, torch.nn.Module):
+        with OnDevice(dtype=torch.get_default_dtype(), device="meta"):
+            made = model()
+    if not all(one.is_meta for one in (*made.parameters(), *made.buffers())):
+        made = copy_on_meta(made)
     world.memory.set_owner("engine")
     run = PlannedRun(world, made, config, sample, loss or loss_of, optimizer)
     world.memory.set_owner("activations")

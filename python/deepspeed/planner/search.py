@@ -4,6 +4,7 @@ import copy
 import itertools
 from typing import NamedTuple
 
+from deepspeed._native import _C
 from deepspeed.planner.child import PlanError
 from deepspeed.planner.plans import plan
 
@@ -93,9 +94,11 @@ class Search:
         sizes = sorted({max(1, self.micro_batch // 2), self.micro_batch, self.micro_batch * 2, self.micro_batch * 4})
         recompute = (False, True) if self.can_recompute else (False,)
         for stage, size, offload, again in itertools.product(_STAGES, sizes, _OFFLOADS, recompute):
-            if (offload == "none" or stage > 0) and ("param" not in offload or stage == 3):
-                if self.world > 1 or stage in (0, 3):
-                    yield self.candidate(stage, size, offload, again)
+            policy = _C.stage_policy(stage)
+            needed = policy.shards_params if "param" in offload else policy.shards_states or offload == "none"
+            alike = self.world == 1 and policy.shards_states and not policy.shards_params  # as stage 0 then
+            if needed and not alike:
+                yield self.candidate(stage, size, offload, again)
 
     def cheapest_change(self):
         """The fastest single change that fits; None where none does."""

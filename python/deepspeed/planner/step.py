@@ -19,7 +19,12 @@ _OWNERS = {"lp": "parameters", "grad": "gradients", "master": "masters", "slot":
 
 
 class Constants(TorchDispatchMode):
-    """Values of meta tensors that the host asks for are constants: a number is 1, a flag is true, a tensor is zeros."""
+    """Values of meta tensors that the host asks for are constants: a number is 1, a flag is true, a tensor is zeros.
+    ``memory``: the count of meta tensors, or None."""
+
+    def __init__(self, memory=None):
+        super().__init__()
+        self.memory = memory
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -31,7 +36,20 @@ class Constants(TorchDispatchMode):
             return args[0]
         if name == "_to_copy" and args[0].is_meta and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        return func(*args, **kwargs)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func, args, kwargs):
+        """Tensors that torch makes to find the shapes of an operator on meta do not count; its results do."""
+        if self.memory is None:
+            return func(*args, **kwargs)
+        owner = self.memory.set_owner("")
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self.memory.set_owner(owner)
+        for one in tensors_in(out):
+            self.memory.adopt(one, owner)
+        return out
 
 
 def on_meta(value):
@@ -87,7 +105,7 @@ class PlannedRun:
 
     def __init__(self, world, model, config, sample, loss, optimizer):
         self.world, self.sample, self.loss = world, sample, loss
-        with Constants():
+        with Constants(world.memory):
             self.engine = initialize(model=model, config=only_training(config), optimizer=optimizer)[0]
 
     def _inputs(self):
@@ -100,7 +118,7 @@ class PlannedRun:
         world.calls()
         world.clock.reset()
         before = self._transferred()
-        with FusedAttention(), Constants(), CountedOps(_Timed(world)) as counted:
+        with FusedAttention(), Constants(world.memory), CountedOps(_Timed(world)) as counted:
             world.at("forward")
             world.memory.reset_peak()
             for _ in range(engine.gradient_accumulation_steps()):

@@ -19,8 +19,7 @@ def peak_flops(device, dtype):
     """Of a product of square matrices of ``dtype``, in flops per second. It is measured once on each machine, for each
     kind of device and number of threads, and kept in ``products`` beside ``~/.cache/deepspeed/rates``: the first
     process that asks measures, while others of the machine wait for it."""
-    kind = "cpu" if device.type == "cpu" else get_accelerator().get_device_name(device.index)
-    product = re.sub(r"\W+", "-", f"{kind}-{dtype}-{torch.get_num_threads()}")
+    product = re.sub(r"\W+", "-", f"{_model(device)}-{dtype}-{torch.get_num_threads()}")
     rates = _native._C.rates_folder()
     folder = os.path.join(os.path.dirname(rates), "products") if rates else ""
     try:
@@ -37,6 +36,12 @@ def peak_flops(device, dtype):
         file.truncate(0)
         file.write(f"{found:.6g}\n")
     return found
+
+
+def _model(device):
+    """The model of the device, as torch's module for such devices says; else its type."""
+    ask = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return device.type if ask is None else ask(device.index)
 
 
 def _measured(device, dtype):

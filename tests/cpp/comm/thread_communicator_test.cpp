@@ -135,7 +135,8 @@ TEST(LoggedCommunicator, ListenersComeAndGoInAnyOrder) {
     EXPECT_EQ(call(), Counts(1, 0));
     EXPECT_FALSE(log->waits());
     log->add(logger);
-    log->add(clock);
+    const auto waits = std::make_shared<StepWaits>(clock, c10::Device(at::kCPU));
+    log->add(waits);
     EXPECT_TRUE(log->waits());
     EXPECT_EQ(in_phase(Phase::kReduction), 0);
     EXPECT_EQ(call(), Counts(1, 1));
@@ -152,7 +153,7 @@ TEST(LoggedCommunicator, ListenersComeAndGoInAnyOrder) {
     EXPECT_FALSE(log->records());
     comm->barrier();
     EXPECT_GT(in_phase(Phase::kCommunication), 0);
-    log->remove(clock);
+    log->remove(waits);
     EXPECT_FALSE(log->on());
     const int64_t before = in_phase(Phase::kReduction);
     EXPECT_EQ(call(), Counts(0, 0));
@@ -209,7 +210,8 @@ TEST(LoggedCommunicator, ASlowLinkIsTimeOfCommunication) {
     const auto log = std::make_shared<CallLog>();
     const auto clock = std::make_shared<StepClock>();
     clock->turn(true);
-    log->add(clock);
+    const auto waits = std::make_shared<StepWaits>(clock, c10::Device(at::kCPU));
+    log->add(waits);
     const auto comm = logged(std::make_shared<SlowLink>(CommunicatorPtr(&inner, [](Communicator*) {})), log);
     const InPhase backward(*clock, Phase::kBackward);
     const at::Tensor value = at::ones({4});
