@@ -44,7 +44,8 @@ def test_the_stream_waits_for_a_rank_whose_device_is_late(stage, tmp_path):
     (rows, report), _ = run_ranks(2, train, stage, {}, init=True, fresh=True, env=variables)
     for mine, late in list(zip(*rows))[1:]:
         assert mine["stream_wait"] > 0.8 * DELAY > late["stream_wait"] >= 0
-        assert mine["phases"]["communication"] + mine["phases"]["gathers"] < 0.5 * DELAY  # of the host
+        # At stage 3 the host reads from the device which parameters the other ranks want to gather.
+        assert stage == 3 or mine["phases"]["communication"] + mine["phases"]["gathers"] < 0.5 * DELAY
         assert sum(mine["phases"].values()) == pytest.approx(mine["wall"], abs=1e-8)
     assert report["slowest_rank"] == 1
 

@@ -84,7 +84,7 @@ class StepLog(Part):
         if self._leave is not None:
             self._leave()
             self.phases.clock.turn(False)
-            self._leave = None
+            self._leave = self.phases.waits = None
         if self._file is not None:
             self._file.close()
         self._file = self._all = None
