@@ -143,6 +143,19 @@ def asked_params(asked):
 
 
 @on_ranks(1)
+def test_planning_ends_in_time(rank, world, folder):
+    rows = {str(n): {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}} for n in range(9)}
+    with open(f"{folder}/candidates.json", "w") as file:
+        json.dump(rows, file)
+    section = {"enabled": True, "model_info": {"profile": True}, "model_info_path": f"{folder}/model_info.json"}
+    with planner(mock.Mock(append=lambda row: time.sleep(0.1))):
+        engine = net_engine(world, 0, autotuning={**section, "experiment_timeout": 0.5})
+        refused(SystemExit, "0", loss_on, engine, 0)
+    assert 1 <= len(read(folder, "plans.json")) <= 4 and read(folder, "model_info.json")["num_params"] > 0
+    engine.destroy()
+
+
+@on_ranks(1)
 def test_without_a_planner_there_are_facts_alone(rank, world, folder):
     with open(f"{folder}/candidates.json", "w") as file:
         json.dump({"a": {"train_micro_batch_size_per_gpu": 1}}, file)

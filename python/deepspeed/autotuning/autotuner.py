@@ -61,15 +61,16 @@ class Autotuner(ModelFacts):
         self.write_optimal_config()
 
     def _begin(self):
-        """Folders; those of an earlier search go with ``overwrite``."""
+        """Makes the folders. With ``overwrite`` experiments of an earlier search go, and nothing else in them."""
         if self._begun is not None:
             return
         self._begun = time.monotonic()
         for key, folder in (("exps_dir", self.exps_dir), ("results_dir", self.results_dir)):
             try:
-                if self.section["overwrite"] and os.path.isdir(folder):
-                    shutil.rmtree(folder)
                 os.makedirs(folder, exist_ok=True)
+                for entry in os.scandir(folder) if self.section["overwrite"] else ():
+                    if os.path.exists(os.path.join(entry.path, "exp.json")):
+                        shutil.rmtree(entry.path)
                 write_text(os.path.join(folder, "written"), "")
                 os.unlink(os.path.join(folder, "written"))
             except OSError as error:
@@ -136,7 +137,15 @@ class Autotuner(ModelFacts):
         more, size = more_ranges(best), best.pop(MBS)
         del best["autotuning"]
         fixed = {STAGE: [get_path(best, STAGE)], GAS: [best.pop(GAS)]}
-        sizes = [size] if ranges.get(MBS) else [one for one in self._doubling(2 * size + 1) if one >= size]
+        sizes = (
+            [size]
+            if ranges.get(MBS)
+            else [
+                one
+                for one in self._doubling(1 + min(2 * size, self.max_train_micro_batch_size_per_gpu()))
+                if one >= size
+            ]
+        )
         every = self._candidates(best, {**fixed, MBS: sizes, **more})
         self.learn_model(every, f"{_PROFILE}_more")
         self._search(every, {**fixed, MBS: None, **more})
@@ -164,7 +173,7 @@ class Autotuner(ModelFacts):
             before = self._best
             results += self._run({name: every[name] for name in names})
             for exp, value in results[-len(names) :]:
-                order.learn(exp["name"], None if value is None else math.copysign(math.log(value), self.goodness(1)))
+                order.learn(exp["name"], self.goodness(math.log(value)) if value and value > 0 else None)
                 if exp["reason"].startswith("memory"):
                     dropped = order.drop_larger(exp["name"])
                     self.skipped.update({name: f"{exp['name']} ran out of memory" for name in dropped})
@@ -200,13 +209,7 @@ class Autotuner(ModelFacts):
             exps.append(self._experiment(name, {**config, "autotuning": own}))
         found = [(exp, self.rm.value(exp, self.metric())) for exp in self._start(exps)]
         for exp, value in found:
-            if (
-                exp["exit_code"] == 0
-                and exp["reason"]
-                and "failure" not in exp
-                and self._best is None
-                and value is None
-            ):
+            if exp["exit_code"] == 0 and self._best is None and value is None:
                 self._refuse_script(exp)
             self._names.add(exp["name"])
             self.update_records(f"z{get_path(exp['ds_config'], STAGE)}", exp, value, len(self._names))
@@ -254,9 +257,12 @@ class Autotuner(ModelFacts):
         folder = self.rm.folder(name)
         info = {"enabled": True, "model_info": {"profile": True}}
         info["model_info_path"] = os.path.join(folder, "model_info.json")
+        info["experiment_timeout"] = self.section["experiment_timeout"]
         os.makedirs(folder, exist_ok=True)
         write_json(os.path.join(folder, "candidates.json"), every)
-        exp = self._experiment(name, {**config, "autotuning": info}, result_file="model_info.json")
+        exp = self._experiment(
+            name, {**config, "autotuning": info}, result_file="model_info.json", candidates=list(every)
+        )
         return self.take_facts(self._start([exp])[0], folder)
 
     # ---- micro-batches -----------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class ResourceManager:
             if exp is None:
                 raise ValueError(f"autotuning: {path} is no experiment: it holds no JSON")
             old = read_json(os.path.join(self.folder(exp["name"]), "exp.json")) or {}
-            if old.get("ds_config") == exp["ds_config"]:
+            if all(old.get(key) == value for key, value in exp.items()):
                 if "exit_code" in old:
                     exp = old
                 elif self._result(exp) is not None:  # it ended, and the tuner before it could write that down

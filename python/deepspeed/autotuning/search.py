@@ -7,8 +7,8 @@ import random
 
 from deepspeed.autotuning.settings import MBS
 
-_SHRINK = {1: 0.3, 2: 0.5}  # how many results without effect a feature, or a pair of them, starts with
-_UNSEEN = 0.1  # how much better an untried value is taken to be, in the logarithm
+_SHRINK = {1: 0.3, 2: 1.5}  # how many results without effect a feature, or a pair of them, starts with
+_UNSEEN = 0.3  # how much better an untried value is taken to be, in the logarithm
 _FAILED = -1.0  # what a failure says of its features
 _GROWTH = 0.3  # without a forecast: speed grows with this power of the micro-batch
 

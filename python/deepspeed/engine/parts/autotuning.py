@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import sys
+import time
 
 import torch
 
@@ -172,8 +173,13 @@ class Autotuning(Part):
         except (ImportError, AttributeError) as error:
             logger.warning(f"There is no planner ({error}): experiments alone tell what fits and what is fast")
             return
-        found = {}
+        found, end = {}, time.monotonic() + self.engine._config.autotuning_config.experiment_timeout / 2
         for name, config in candidates.items():
+            if time.monotonic() > end:
+                logger.warning(
+                    f"Half of autotuning.experiment_timeout is over: {len(found)} configurations are planned"
+                )
+                break
             batch = _resized(sample, config["train_micro_batch_size_per_gpu"])
             try:
                 one = plan(self._meta, config, self.engine.world_size, self._memory(), batch)
