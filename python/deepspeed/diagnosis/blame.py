@@ -92,15 +92,16 @@ def _damage(kind, tensor):
 
 
 def _unequal(bundle):
-    """Weights that are not those of the masters, or of the first rank that holds the same elements."""
+    """Weights that are not those of the masters, or of the first rank that holds copies."""
     for rank, content in bundle.ranks.items():
         masters = [(key[1], key[2] or 0, tensor) for key, tensor in content["states"].items() if key[0] == "fp32"]
-        for name, begin, other in [*masters, *((name, *known) for name, known in bundle.first["weights"].items())]:
+        copies = bundle.ranks.get(content["dp_ranks"][0], content)["weights"]
+        for name, begin, other in [*masters, *((name, *known) for name, known in copies.items())]:
             first, mine = content["weights"].get(name, (begin, other[:0]))
             start, end = max(begin, first), min(begin + other.numel(), first + mine.numel())
             mine, other = mine.reshape(-1)[start - first : end - first], other.reshape(-1)[start - begin : end - begin]
             if end > start and not torch.equal(mine, other.to(mine.dtype)):
-                why = f"its elements {start} to {end} are not those of its master or of rank {bundle.first['rank']}"
+                why = f"its elements {start} to {end} are not those of its master or of rank {content['dp_ranks'][0]}"
                 return Verdict(WEIGHTS, f"weight '{name}'", _module(name), rank, why)
     return None
 
@@ -115,7 +116,7 @@ def compare(bundle, replay):
         saved = [one["loss"].item() for one in content["micro_batches"] if one["loss"] is not None]
         for number, (was, now) in enumerate(zip(saved, passes[rank].losses)):
             losses.append(Row(f"loss of micro-batch {number}", "", rank, was, now, _gap(was, now, now)))
-        for (name, begin, numel), (norm, total) in content["gradients"].items():
+        for (name, begin, numel), (norm, total) in content["gradients"].items() if reduced else ():
             piece = reduced.get(name, torch.zeros(begin + numel)).reshape(-1)[begin : begin + numel].double()
             now, what = piece.norm().item(), f"reduced gradient of '{name}'"
             gap = max(_gap(norm, now, now), _gap(total, piece.sum().item(), now))
@@ -144,13 +145,12 @@ def _exception(bundle, replay):
     content = min((one for one in bundle.ranks.values() if one["error"]), key=lambda one: one["time"])
     rank, why = content["rank"], "the model runs through on the same micro-batches and weights"
     where = [line.strip() for line in content["traceback"].splitlines() if line.strip().startswith("File ")][-1]
-    if type(replay.run(rank).error).__name__ == content["error_type"]:
-        others = [one for each in bundle.ranks.values() if each is not content for one in each["micro_batches"]]
-        for other in [*content["before"], *content["micro_batches"][:-1], *others]:
-            if replay.run(rank, [other]).error is None:
-                why = f"{content['error']} ({where}); the same weights run through on another micro-batch"
-                return Verdict(DATA, f"micro-batch {len(content['micro_batches']) - 1}", "", rank, why)
-        why = "other micro-batches raise it, too, or there are none"
+    if (replay.run(rank).error or "").startswith(content["error_type"] + ":"):
+        others = replay.run(rank, others=True)
+        if others.error is None and others.losses:
+            why = f"{content['error']} ({where}); the same weights run through on other micro-batches"
+            return Verdict(DATA, f"micro-batch {len(content['micro_batches']) - 1}", "", rank, why)
+        why = "other micro-batches raise an error, too, or there are none"
     return Verdict(SCRIPT, "none", "", rank, f"{content['error']} ({where}); {why}")
 
 
@@ -159,12 +159,14 @@ def _nonfinite(bundle, replay):
     losses = [row for row in rows if row.tensor.startswith("loss ")]
     if found := _differing(bundle, losses, HARDWARE, "the same weights, data and random numbers"):
         return found
-    rank = next((rank for rank, one in passes.items() if one.first is not None), None)
-    if rank is not None:
-        wide, (tensor, module) = replay.run(rank, dtype=torch.float32), passes[rank].first
+    bad = [(one.first[2], rank) for rank, one in passes.items() if one.first is not None]
+    if bad:  # a cut model hands it on to other ranks
+        rank = min(bad)[1]
+        tensor, module, _ = passes[rank].first
         narrow = bundle.first["loss_scale"] != 1.0 or any(
             w.element_size() == 2 for _, w in bundle.first["weights"].values()
         )
+        wide = replay.run(rank, dtype=torch.float32) if narrow else None
         if narrow and wide.first is None and wide.error is None:
             return Verdict(OVERFLOW, tensor, module, rank, "the same step is finite in fp32 without a loss scale")
         return Verdict(OPERATOR, tensor, module, rank, "it is computed of finite inputs and weights, again and again")
@@ -184,9 +186,9 @@ def _spike(bundle, replay):
         return found
     worst = max(losses, key=lambda row: row.now)
     content = bundle.ranks[worst.rank]
-    others = replay.run(worst.rank, content["before"]).losses if content["before"] else []
+    others = replay.run(worst.rank, others=True).losses
     if others and min(others) > content["spike_factor"] * content["usual_loss"]:
-        why = f"the micro-batches of the step before have losses of {others}, too, not {content['usual_loss']:.6g}"
+        why = f"other micro-batches have losses of {others}, too, not {content['usual_loss']:.6g}"
         return Verdict(WEIGHTS, "the weights as a whole", "", worst.rank, why)
-    why = f"{worst.tensor} is {worst.now:.6g}; with the same weights those of the step before have {others}"
+    why = f"{worst.tensor} is {worst.now:.6g}; with the same weights others have {others}"
     return Verdict(DATA, worst.tensor.removeprefix("loss of "), "", worst.rank, why)
