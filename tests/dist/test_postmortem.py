@@ -316,6 +316,28 @@ def script_loss(model, x, y, rank):
     return torch.nn.functional.cross_entropy(model(x), y) / (0.0 if rank == 1 else 1.0)
 
 
+def one_fails(rank, world, folder):
+    """Rank 1 raises and lives on; rank 0 waits for it in vain."""
+    deepspeed.init_distributed(dist_backend="gloo")
+    on = {"on": ["exception", "hang"], "dir": folder}
+    engine = engine_of(factory(), settings(1, postmortem=on, comm={"timeout": 2}))
+    step_of(engine, 0)
+    BROKEN["raises"] = rank == 1
+    found = raised(step_of, engine, 1)
+    BROKEN["raises"] = False
+    time.sleep(4 * rank)
+    return found[0]
+
+
+def test_an_exception_goes_before_the_hang_that_it_causes(folder):
+    run_ranks(2, one_fails, folder, fresh=True)
+    bundle = the_bundle(folder)
+    assert [content["kind"] for content in bundle.ranks.values()] == ["hang", "exception"]
+    verdict = blame(bundle)
+    assert verdict[:4] == (SCRIPT, "none", "", 1) and "the disk of this script is full" in verdict.because
+    assert "the step was not run again: rank 0 has no weights" in verdict.because
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 def unwritable(rank, world, folder):
     open(os.path.join(folder, "file"), "a").close()

@@ -28,9 +28,11 @@ def blame(bundle, replay=None):
     if not bundle.current:
         raise BundleError(bundle.refusal)
     kinds = {content["kind"] for content in bundle.ranks.values()}
-    if found := _hang(bundle) if "hang" in kinds else _bad_inputs(bundle) or _bad_values(bundle) or _unequal(bundle):
+    if kinds == {"hang"}:
+        return _hang(bundle)
+    if found := _bad_inputs(bundle) or _bad_values(bundle) or _unequal(bundle):
         return found
-    if replay is None:
+    if replay is None and "exception" not in kinds:
         why = bundle.refusal or "pass --model FILE.py:function to run the step again"
         raise BundleError(f"inputs, weights and states show no cause: {why}")
     return {"exception": _exception, "nonfinite": _nonfinite, "spike": _spike}[min(kinds)](bundle, replay)
@@ -45,6 +47,10 @@ def _hang(bundle):
     """The rank that the others have waited for: it was asked, and has raised nothing; or it has left no file."""
     stuck = [rank for rank, content in bundle.ranks.items() if content["kind"] == "hang" and not content["error"]]
     stuck += [rank for rank in range(bundle.first["world_size"]) if rank not in bundle.ranks]
+    said = re.findall(
+        r"rank (\d+) \(process \d+\) has not come", " ".join(str(c["error"]) for c in bundle.ranks.values())
+    )
+    stuck += map(int, said)
     flights = [one for content in bundle.ranks.values() for one in content["flights"] if one["state"] == "under way"]
     stacks = bundle.ranks[stuck[0]]["stacks"] if stuck and stuck[0] in bundle.ranks else "it has saved nothing"
     where = re.split(r"\nthread ", stacks)[0].splitlines()[-1]
@@ -144,8 +150,9 @@ def _exception(bundle, replay):
     """The first rank that raised it, as the others may have waited for that one."""
     content = min((one for one in bundle.ranks.values() if one["error"]), key=lambda one: one["time"])
     rank, why = content["rank"], "the model runs through on the same micro-batches and weights"
+    why = why if replay is not None else f"the step was not run again: {bundle.refusal or 'there was no --model'}"
     where = [line.strip() for line in content["traceback"].splitlines() if line.strip().startswith("File ")][-1]
-    if (replay.run(rank).error or "").startswith(content["error_type"] + ":"):
+    if replay is not None and (replay.run(rank).error or "").startswith(content["error_type"] + ":"):
         others = replay.run(rank, others=True)
         if others.error is None and others.losses:
             why = f"{content['error']} ({where}); the same weights run through on other micro-batches"
@@ -154,10 +161,22 @@ def _exception(bundle, replay):
     return Verdict(SCRIPT, "none", "", rank, f"{content['error']} ({where}); {why}")
 
 
-def _nonfinite(bundle, replay):
+def _losses(bundle, replay):
+    """``(passes, rows, rows of losses, verdict)``: a verdict where a loss is not repeated, else None."""
     passes, rows = compare(bundle, replay)
+    for rank, one in passes.items():
+        if one.error is not None:
+            raise BundleError(
+                f"rank {rank}: the replay raises what the run did not: {one.error}. Is --model the model?"
+            )
     losses = [row for row in rows if row.tensor.startswith("loss ")]
-    if found := _differing(bundle, losses, HARDWARE, "the same weights, data and random numbers"):
+    why = "the same weights, data and random numbers"
+    return passes, rows, losses, _differing(bundle, losses, HARDWARE, why)
+
+
+def _nonfinite(bundle, replay):
+    passes, rows, _, found = _losses(bundle, replay)
+    if found is not None:
         return found
     bad = [(one.first[2], rank) for rank, one in passes.items() if one.first is not None]
     if bad:  # a cut model hands it on to other ranks
@@ -180,9 +199,8 @@ def _nonfinite(bundle, replay):
 
 
 def _spike(bundle, replay):
-    passes, rows = compare(bundle, replay)
-    losses = [row for row in rows if row.tensor.startswith("loss ")]
-    if found := _differing(bundle, losses, HARDWARE, "the same weights, data and random numbers"):
+    _, _, losses, found = _losses(bundle, replay)
+    if found is not None:
         return found
     worst = max(losses, key=lambda row: row.now)
     content = bundle.ranks[worst.rank]
