@@ -1,7 +1,15 @@
 """The model of the tests of post-mortems, which ``ds_postmortem --model`` loads by the path of this file."""
 
+import functools
+
 import torch
 from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.utils import groups
+from moe_models import moe_net
+from sequence_models import attend, mean_loss, tiny
 
 BROKEN = {"once": False, "raises": False}  # of this process: a replay runs in another one
 
@@ -51,3 +59,30 @@ def factory():
 def with_labels(model, x, y, **more):
     """The loss as a script computes it that keeps its labels to itself."""
     return model(x, y, **more)
+
+
+class Cut(nn.Module):
+    """``net``, of which this rank has a part or computes a part; its loss is ``loss(net, x, *more)``."""
+
+    def __init__(self, net, loss):
+        super().__init__()
+        self.net, self.steep, self.loss = net, Steep(), loss
+
+    def forward(self, x, *more, steep=False):
+        return self.loss(lambda *given: self.steep(self.net(*given), steep), x, *more)
+
+
+def sequence_model():
+    """Ranks share a sequence: attention exchanges tokens for heads."""
+
+    @functools.cache
+    def attention():  # once there is a group
+        return DistributedAttention(lambda q, k, v: attend(q, k, v, "causal"), groups._get_sequence_parallel_group())
+
+    net = tiny(4, 2, lambda q, k, v: attention()(q, k, v, 0))
+    return Cut(net, lambda net, tokens, places, labels: mean_loss(net(tokens, places), labels))
+
+
+def experts_model():
+    """Each of two ranks has two of four experts."""
+    return Cut(moe_net(dist.get_rank() % 2, 4, 2, 2, True, False), lambda net, x: net(x))

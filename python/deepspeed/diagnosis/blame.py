@@ -28,9 +28,11 @@ def blame(bundle, replay=None):
     if not bundle.current:
         raise BundleError(bundle.refusal)
     kinds = {content["kind"] for content in bundle.ranks.values()}
-    if found := _hang(bundle) if "hang" in kinds else _bad_inputs(bundle) or _bad_values(bundle) or _unequal(bundle):
+    if kinds == {"hang"}:
+        return _hang(bundle)
+    if found := _bad_inputs(bundle) or _bad_values(bundle) or _unequal(bundle):
         return found
-    if replay is None:
+    if replay is None and "exception" not in kinds:
         why = bundle.refusal or "pass --model FILE.py:function to run the step again"
         raise BundleError(f"inputs, weights and states show no cause: {why}")
     return {"exception": _exception, "nonfinite": _nonfinite, "spike": _spike}[min(kinds)](bundle, replay)
@@ -45,6 +47,10 @@ def _hang(bundle):
     """The rank that the others have waited for: it was asked, and has raised nothing; or it has left no file."""
     stuck = [rank for rank, content in bundle.ranks.items() if content["kind"] == "hang" and not content["error"]]
     stuck += [rank for rank in range(bundle.first["world_size"]) if rank not in bundle.ranks]
+    said = re.findall(
+        r"rank (\d+) \(process \d+\) has not come", " ".join(str(c["error"]) for c in bundle.ranks.values())
+    )
+    stuck += map(int, said)
     flights = [one for content in bundle.ranks.values() for one in content["flights"] if one["state"] == "under way"]
     stacks = bundle.ranks[stuck[0]]["stacks"] if stuck and stuck[0] in bundle.ranks else "it has saved nothing"
     where = re.split(r"\nthread ", stacks)[0].splitlines()[-1]
@@ -92,15 +98,16 @@ def _damage(kind, tensor):
 
 
 def _unequal(bundle):
-    """Weights that are not those of the masters, or of the first rank that holds the same elements."""
+    """Weights that are not those of the masters, or of the first rank that holds copies."""
     for rank, content in bundle.ranks.items():
         masters = [(key[1], key[2] or 0, tensor) for key, tensor in content["states"].items() if key[0] == "fp32"]
-        for name, begin, other in [*masters, *((name, *known) for name, known in bundle.first["weights"].items())]:
+        copies = bundle.ranks.get(content["dp_ranks"][0], content)["weights"]
+        for name, begin, other in [*masters, *((name, *known) for name, known in copies.items())]:
             first, mine = content["weights"].get(name, (begin, other[:0]))
             start, end = max(begin, first), min(begin + other.numel(), first + mine.numel())
             mine, other = mine.reshape(-1)[start - first : end - first], other.reshape(-1)[start - begin : end - begin]
             if end > start and not torch.equal(mine, other.to(mine.dtype)):
-                why = f"its elements {start} to {end} are not those of its master or of rank {bundle.first['rank']}"
+                why = f"its elements {start} to {end} are not those of its master or of rank {content['dp_ranks'][0]}"
                 return Verdict(WEIGHTS, f"weight '{name}'", _module(name), rank, why)
     return None
 
@@ -115,7 +122,7 @@ def compare(bundle, replay):
         saved = [one["loss"].item() for one in content["micro_batches"] if one["loss"] is not None]
         for number, (was, now) in enumerate(zip(saved, passes[rank].losses)):
             losses.append(Row(f"loss of micro-batch {number}", "", rank, was, now, _gap(was, now, now)))
-        for (name, begin, numel), (norm, total) in content["gradients"].items():
+        for (name, begin, numel), (norm, total) in content["gradients"].items() if reduced else ():
             piece = reduced.get(name, torch.zeros(begin + numel)).reshape(-1)[begin : begin + numel].double()
             now, what = piece.norm().item(), f"reduced gradient of '{name}'"
             gap = max(_gap(norm, now, now), _gap(total, piece.sum().item(), now))
@@ -143,28 +150,42 @@ def _exception(bundle, replay):
     """The first rank that raised it, as the others may have waited for that one."""
     content = min((one for one in bundle.ranks.values() if one["error"]), key=lambda one: one["time"])
     rank, why = content["rank"], "the model runs through on the same micro-batches and weights"
+    why = why if replay is not None else f"the step was not run again: {bundle.refusal or 'there was no --model'}"
     where = [line.strip() for line in content["traceback"].splitlines() if line.strip().startswith("File ")][-1]
-    if type(replay.run(rank).error).__name__ == content["error_type"]:
-        others = [one for each in bundle.ranks.values() if each is not content for one in each["micro_batches"]]
-        for other in [*content["before"], *content["micro_batches"][:-1], *others]:
-            if replay.run(rank, [other]).error is None:
-                why = f"{content['error']} ({where}); the same weights run through on another micro-batch"
-                return Verdict(DATA, f"micro-batch {len(content['micro_batches']) - 1}", "", rank, why)
-        why = "other micro-batches raise it, too, or there are none"
+    if replay is not None and (replay.run(rank).error or "").startswith(content["error_type"] + ":"):
+        others = replay.run(rank, others=True)
+        if others.error is None and others.losses:
+            why = f"{content['error']} ({where}); the same weights run through on other micro-batches"
+            return Verdict(DATA, f"micro-batch {len(content['micro_batches']) - 1}", "", rank, why)
+        why = "other micro-batches raise an error, too, or there are none"
     return Verdict(SCRIPT, "none", "", rank, f"{content['error']} ({where}); {why}")
 
 
-def _nonfinite(bundle, replay):
+def _losses(bundle, replay):
+    """``(passes, rows, rows of losses, verdict)``: a verdict where a loss is not repeated, else None."""
     passes, rows = compare(bundle, replay)
+    for rank, one in passes.items():
+        if one.error is not None:
+            raise BundleError(
+                f"rank {rank}: the replay raises what the run did not: {one.error}. Is --model the model?"
+            )
     losses = [row for row in rows if row.tensor.startswith("loss ")]
-    if found := _differing(bundle, losses, HARDWARE, "the same weights, data and random numbers"):
+    why = "the same weights, data and random numbers"
+    return passes, rows, losses, _differing(bundle, losses, HARDWARE, why)
+
+
+def _nonfinite(bundle, replay):
+    passes, rows, _, found = _losses(bundle, replay)
+    if found is not None:
         return found
-    rank = next((rank for rank, one in passes.items() if one.first is not None), None)
-    if rank is not None:
-        wide, (tensor, module) = replay.run(rank, dtype=torch.float32), passes[rank].first
+    bad = [(one.first[2], rank) for rank, one in passes.items() if one.first is not None]
+    if bad:  # a cut model hands it on to other ranks
+        rank = min(bad)[1]
+        tensor, module, _ = passes[rank].first
         narrow = bundle.first["loss_scale"] != 1.0 or any(
             w.element_size() == 2 for _, w in bundle.first["weights"].values()
         )
+        wide = replay.run(rank, dtype=torch.float32) if narrow else None
         if narrow and wide.first is None and wide.error is None:
             return Verdict(OVERFLOW, tensor, module, rank, "the same step is finite in fp32 without a loss scale")
         return Verdict(OPERATOR, tensor, module, rank, "it is computed of finite inputs and weights, again and again")
@@ -178,15 +199,14 @@ def _nonfinite(bundle, replay):
 
 
 def _spike(bundle, replay):
-    passes, rows = compare(bundle, replay)
-    losses = [row for row in rows if row.tensor.startswith("loss ")]
-    if found := _differing(bundle, losses, HARDWARE, "the same weights, data and random numbers"):
+    _, _, losses, found = _losses(bundle, replay)
+    if found is not None:
         return found
     worst = max(losses, key=lambda row: row.now)
     content = bundle.ranks[worst.rank]
-    others = replay.run(worst.rank, content["before"]).losses if content["before"] else []
+    others = replay.run(worst.rank, others=True).losses
     if others and min(others) > content["spike_factor"] * content["usual_loss"]:
-        why = f"the micro-batches of the step before have losses of {others}, too, not {content['usual_loss']:.6g}"
+        why = f"other micro-batches have losses of {others}, too, not {content['usual_loss']:.6g}"
         return Verdict(WEIGHTS, "the weights as a whole", "", worst.rank, why)
-    why = f"{worst.tensor} is {worst.now:.6g}; with the same weights those of the step before have {others}"
+    why = f"{worst.tensor} is {worst.now:.6g}; with the same weights others have {others}"
     return Verdict(DATA, worst.tensor.removeprefix("loss of "), "", worst.rank, why)

@@ -9,7 +9,18 @@ from deepspeed.engine.parts.postmortem import VERSION
 from deepspeed.formats import torch_archive
 
 _FILE = re.compile(r"rank(\d{5})\.pt")
-_NEEDED = {"kind", "world_size", "axes", "reduces_each", "micro_batches", "weights", "states", "gradients", "machine"}
+_NEEDED = {
+    "kind",
+    "error",
+    "world_size",
+    "axes",
+    "dp_ranks",
+    "micro_batches",
+    "before",
+    "weights",
+    "states",
+    "gradients",
+}
 
 
 class BundleError(RuntimeError):
@@ -18,7 +29,8 @@ class BundleError(RuntimeError):
 
 class Bundle:
     """``ranks``: rank -> the dict that ``engine/parts/postmortem.py`` has saved, in the order of the ranks.
-    ``current``: they are of this version. ``refusal``: the reason why the step cannot be run again; None if it can."""
+    ``current``: they are of this version. ``cut``: ranks have different parts of the model or of a sequence.
+    ``refusal``: the reason why the step cannot be run again; None if it can."""
 
     def __init__(self, folder):
         names = sorted(os.listdir(folder)) if os.path.isdir(folder) else ()
@@ -29,6 +41,7 @@ class Bundle:
         self.ranks = {rank: _read(os.path.join(folder, name)) for rank, name in found.items()}
         self.first = next(iter(self.ranks.values()))
         self.current = {content["version"] for content in self.ranks.values()} == {VERSION}
+        self.cut = self.current and any(degree > 1 for degree in self.first["axes"].values())
         self.refusal = next(self._refusals(), None)
 
     def _refusals(self):
@@ -38,8 +51,6 @@ class Bundle:
         missing = sorted({*range(self.first["world_size"])} - self.ranks.keys())
         if missing:
             yield f"the files of ranks {missing} of {self.first['world_size']} are not there"
-        if cut := {axis: degree for axis, degree in self.first["axes"].items() if degree > 1}:
-            yield f"the model was cut over ranks ({cut}), and only data-parallel ranks run again one after the other"
         yield from (f"rank {r} has no weights: {c['left_out']}" for r, c in self.ranks.items() if not c["weights"])
 
     def lines(self):

@@ -10,6 +10,7 @@ import sys
 
 from deepspeed.diagnosis.blame import blame, compare
 from deepspeed.diagnosis.bundle import Bundle, BundleError
+from deepspeed.diagnosis.ranks import RanksReplay
 from deepspeed.diagnosis.replay import Replay, forward_loss, function_of
 
 
@@ -17,7 +18,7 @@ def replay_lines(bundle, replay):
     """What a replay shows beside the run."""
     passes, rows = compare(bundle, replay)
     for rank, one in passes.items():
-        yield f"rank {rank}: losses {one.losses}, first inf or nan: {one.first}, error: {one.error!r}"
+        yield f"rank {rank}: losses {one.losses}, first inf or nan: {one.first and one.first[:2]}, error: {one.error}"
     for what in ("loss", "reduced gradient"):
         gaps = [row.gap for row in rows if row.tensor.startswith(what)]
         told = f"within {max(gaps, default=0.0):.3g} of those of the run" if any(gaps) else "bitwise those of the run"
@@ -38,8 +39,11 @@ def main(given=None):
         if chosen.command == "replay" and not chosen.model:
             raise BundleError("replay needs --model FILE.py:function, which returns the model as the script builds it")
         if chosen.command != "show" and chosen.model and not (chosen.command == "blame" and bundle.refusal):
-            step = function_of(chosen.step, "--step") if chosen.step else forward_loss
-            replay = Replay(bundle, function_of(chosen.model, "--model"), step)
+            if bundle.cut:
+                replay = RanksReplay(bundle, chosen.model, chosen.step)
+            else:
+                step = function_of(chosen.step, "--step") if chosen.step else forward_loss
+                replay = Replay(bundle, function_of(chosen.model, "--model"), step)
         if chosen.command == "blame":
             lines = (f"{name}: {value}" for name, value in blame(bundle, replay)._asdict().items())
         else:

@@ -4,6 +4,7 @@ import itertools
 import os
 import runpy
 import sys
+import time
 import types
 
 import torch
@@ -12,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.read.weights import restore
 from deepspeed.diagnosis.bundle import BundleError, described
 from deepspeed.zero.nested import cast_floats, move_to_device, tensors_in
+from deepspeed.zero.parameters.param_ranks import SavedNames
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -40,15 +42,18 @@ def forward_loss(model, *inputs, **kwargs):
 
 
 class Replay:
-    """The model of a bundle, and passes of its ranks."""
+    """The model of a bundle, and passes of its ranks; ``rank``: of this one alone, whose part of a cut model it is."""
 
-    def __init__(self, bundle, factory, step=forward_loss):
+    def __init__(self, bundle, factory, step=forward_loss, rank=None):
         if bundle.refusal is not None:
             raise BundleError(f"{bundle.folder} is shown and not replayed: {bundle.refusal}")
         self.bundle, self.step, self.model = bundle, step, factory()
-        self.params, self.buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        saved = SavedNames(self.model)  # experts have other names there
+        self.params = {saved(name): param for name, param in self.model.named_parameters()}
+        self.buffers = {saved(name): buffer for name, buffer in self.model.named_buffers()}
         self.shapes = {name: param.shape for name, param in self.params.items()}
-        if differ := sorted(self.params.keys() ^ bundle.first["weights"].keys()):
+        own = bundle.first if rank is None else bundle.ranks[rank]
+        if differ := sorted(self.params.keys() ^ own["weights"].keys()):
             raise BundleError(f"--model makes another model: parameter {differ[0]!r} is not in both, it and the bundle")
         accelerator = get_accelerator()
         self.device = "cpu" if accelerator.device_name() == "cpu" else accelerator.current_device_name()
@@ -56,9 +61,11 @@ class Replay:
 
     def _weight(self, rank, name):
         """A whole weight as the rank computes with it: at ZeRO stage 3 of the pieces of all ranks."""
-        shape, own = self.shapes[name], self.bundle.ranks[rank]["weights"][name][1]
+        shape, content = self.shapes[name], self.bundle.ranks[rank]
+        own = content["weights"][name][1]
         if own.numel() < shape.numel():
-            pieces = [content["weights"][name] for content in self.bundle.ranks.values()]
+            known = [self.bundle.ranks[other]["weights"] for other in content["dp_ranks"]]
+            pieces = [weights[name] for weights in known if name in weights]
             own = torch.full((shape.numel(),), float("nan"), dtype=own.dtype)
             for begin, piece in pieces:
                 own[begin : begin + piece.numel()] = piece.reshape(-1)[: max(0, own.numel() - begin)]
@@ -68,10 +75,11 @@ class Replay:
             )
         return own.reshape(shape).clone()
 
-    def run(self, rank, micro_batches=None, dtype=None):
-        """Forward and backward of a rank's micro-batches (None: those of the step), in ``dtype`` in place of the type
-        of the run. ``losses``: of each. ``gradients``: for each reduction a dict name -> sum, with loss scale.
-        ``first``: the first tensor that is inf or nan, as ``(text, module)``, or None. ``error``: what was raised."""
+    def run(self, rank, others=False, dtype=None):
+        """Forward and backward of a rank's micro-batches, or of ``others`` that did no harm, in ``dtype`` in place of
+        the type of the run. ``losses``: of each. ``gradients``: for each reduction a dict name -> sum, with loss scale.
+        ``first``: of the first tensor that is inf or nan a text, its module and the time; or None. ``error``: what was
+        raised, as a text, or None."""
         made, content = (
             types.SimpleNamespace(losses=[], gradients=[{}], first=None, error=None),
             self.bundle.ranks[rank],
@@ -83,7 +91,7 @@ class Replay:
             buffer.data = content["buffers"].get(name, buffer).clone().to(self.device)
         for name, module in self.model.named_modules():
             module.training = name not in content["in_eval"]
-        micro_batches = micro_batches or content["micro_batches"]
+        micro_batches = self._others(rank) if others else content["micro_batches"]
         trained = [one for one in micro_batches if one["loss"] is not None] if content["error"] is None else ()
         handles = _watch(self.model, made)
         try:
@@ -92,11 +100,17 @@ class Replay:
         except BundleError:
             raise
         except Exception as error:  # the model's own
-            made.error = error
+            made.error = f"{type(error).__name__}: {error}"
         finally:
             for handle in handles:
                 handle.remove()
         return made
+
+    def _others(self, rank):
+        """Micro-batches of the step before; else those before the last one in this step; else those of other ranks."""
+        content = self.bundle.ranks[rank]
+        elsewhere = [one for each in self.bundle.ranks.values() if each is not content for one in each["micro_batches"]]
+        return content["before"] or content["micro_batches"][:-1] or elsewhere
 
     def _micro_step(self, content, one, dtype, made):
         given = move_to_device((one["inputs"], one["kwargs"], one["more"]), self.device)
@@ -146,7 +160,7 @@ def bad_kind(tensor, masks=False):
 def _see(made, value, what, module, masks=False):
     for tensor in tensors_in(value) if made.first is None else ():
         if kind := bad_kind(tensor, masks):
-            made.first = f"{what} is {kind}", module
+            made.first = f"{what} is {kind}", module, time.monotonic()
 
 
 def _watch(model, made):

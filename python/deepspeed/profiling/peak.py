@@ -8,7 +8,6 @@ import re
 import torch
 
 from deepspeed import _native
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.timer import device_time
 
 _LONG = 0.003  # seconds of a product that is long enough to be measured

@@ -216,6 +216,7 @@ class Postmortem(Part):
             "version": VERSION,
             "rank": engine.global_rank,
             "world_size": engine.world_size,
+            "dp_ranks": list(run.ranks.dp_ranks),
             "axes": {
                 **{key[:2]: degree for key, degree in run.ranks.degrees.items()},
                 "sp": engine.sequence_parallel_size or 1,
@@ -224,6 +225,7 @@ class Postmortem(Part):
             "stage": engine.zero_optimization_stage(),
             "reduces_each": engine._stage_policy.reduces_each_micro_step,
             "config": engine._config.native.values(),
+            "given": _plain(engine.config),
             "machine": {
                 "host": platform.node(),
                 "processor": platform.machine(),
