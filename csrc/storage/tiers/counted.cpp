@@ -1,6 +1,7 @@
 #include "storage/tiers/counted.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <memory>
 #include <string>
@@ -12,8 +13,12 @@
 namespace ds::storage {
 namespace {
 
+// Not seen by modes of Python: a tensor that they have seen has an object of Python, which threads of the storage could
+// not release while they hold its lock.
 at::Tensor counted(int64_t bytes, std::string owner) {
   const MetaOwner scope(std::move(owner));
+  const c10::impl::ExcludeDispatchKeyGuard unseen(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   return at::empty({bytes}, at::TensorOptions().device(at::kMeta).dtype(at::kByte));
 }
 
