@@ -69,12 +69,15 @@ if size == 1:
 if size == 2:
     time.sleep(60)
 """
-    config = {**GRID, "autotuning": {"arg_mappings": {MBS: "--bs"}, "experiment_timeout": 4, "tuner_early_stopping": 0}}
+    config = {
+        **GRID,
+        "autotuning": {"arg_mappings": {MBS: "--bs"}, "experiment_timeout": 12, "tuner_early_stopping": 0},
+    }
     out, err = finished(launched(tmp_path, config, SCRIPT % code, how="run"), 1)
     found = table(out)
     assert found["z0_gas1_tmbspg4"] == ["2"] and len(found) == 6
     assert found["z0_gas1_tmbspg1"][0] == "memory:"
-    assert " ".join(found["z0_gas1_tmbspg2"]) == "timeout after 4 s (autotuning.experiment_timeout)"
+    assert " ".join(found["z0_gas1_tmbspg2"]) == "timeout after 12 s (autotuning.experiment_timeout)"
     assert {" ".join(found[f"z1_gas1_tmbspg{size}"]) for size in (1, 2, 4)} == {"exit code 5: ValueError: wrong stage"}
     assert re.search(r"^Tuning completed in 0:\d\d:\d\d\.\d+\. Total number of experiments: 6\.$", out, re.M)
     results = tmp_path / "results"
@@ -105,12 +108,12 @@ def test_a_script_without_metrics_is_one_clear_error(tmp_path):
 def test_free_slots_run_experiments_at_once_each_with_a_port_of_its_own(tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=4\n")
     options = ["--num_gpus", "2", "--hostfile", str(tmp_path / "hosts"), "--master_port", "29876"]
-    wait = "time.sleep(1.5)"
+    wait = "time.sleep(3)"
     finished(launched(tmp_path, {**GRID, "autotuning": {"tuner_early_stopping": 0}}, SCRIPT % wait, options=options))
     runs = [(port, float(start)) for name, port, start in rows(tmp_path) if name != "profile_model_info"]
     assert len(runs) == 6 and {port for port, _ in runs} == {"29876", "29877"}
     for (port, start), (other, second) in zip(runs[::2], runs[1::2], strict=True):
-        assert port != other and abs(second - start) < 1.5, "the second one starts while the first one runs"
+        assert port != other and abs(second - start) < 3, "the second one starts while the first one runs"
 
 
 @pytest.mark.slow
@@ -129,8 +132,10 @@ def test_a_search_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.communicate()
         killed.append(ended(done))
-        time.sleep(0.3)  # what it had started ends with it
-        assert subprocess.run(["pgrep", "-f", str(done)], capture_output=True).stdout == b""
+        end = time.monotonic() + 30
+        while subprocess.run(["pgrep", "-f", str(done)], capture_output=True).stdout:
+            assert time.monotonic() < end, "what it had started ends with it"
+            time.sleep(0.05)
         starts = len(rows(tmp_path))
     out, _ = finished(launched(tmp_path, config, script))
     assert len(table(out)) == 6 and "Total number of experiments: 6." in out
