@@ -48,9 +48,10 @@ JOINED_NAMES = {
     "checkpoint/write/ranks.py": {"name": _NUMBERED},
     "checkpoint/write/save.py": {"tag": "check_tag has checked it", "self.name": "files_of has made it"},
     "diagnosis/bundle.py": {"name": _LISTED},
+    "diagnosis/ranks.py": {"f'{rank}.json'": _NUMBERED},
     "engine/parts/checkpoints.py": {"tag": _CALLER, "str(tag)": _CALLER},
     "engine/parts/postmortem.py": {
-        "f'{self._run}-step{step:08d}'": _OURS, "f'rank{rank:05d}.pt'": _NUMBERED, "name": _LISTED,
+        "f'{self._run}-step{step:08d}'": _OURS, "f'rank{rank:05d}.pt'": _NUMBERED,
     },
     "formats/swapped_tensors.py": {
         "match[0].replace('optim', 'model')": "the name of the file that is open, with another word in it",
