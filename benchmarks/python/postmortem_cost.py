@@ -2,10 +2,9 @@
 
     python benchmarks/python/postmortem_cost.py [--calls 2000] [--steps 10] [--json FILE]
 
-One process, fp32, every failure watched. The methods that a step calls are called alone, ``--calls`` times; the state of
-the random number generators is most of it. The core reads each local gradient once more (``csrc/zero/gradients/
-nonfinite_grads.h``); the stand-in for that is torch's dot product of each gradient with itself. The step is timed
-without the section.
+One process, fp32, every failure watched. The methods that a step calls are called alone, ``--calls`` times. The core
+reads each local gradient once more (csrc/zero/gradients/nonfinite_grads.h): the figure for that is torch's dot product
+of each gradient with itself. The step is timed without the section.
 """
 
 import argparse
