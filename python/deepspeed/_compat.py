@@ -103,6 +103,8 @@ def recomputation_hooks():
 
 
 def _autocast_of(device_type):
+    if device_type == "meta":
+        return False, torch.float32  # there is none
     if TORCH2:
         return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     if device_type == "cpu":

@@ -401,6 +401,7 @@ def test_the_program(failed, capsys):
     "change, words",
     [
         ({"version": 2}, "it has version 2, and this program reads version 1"),
+        ({"axes": {"pp": 1, "tp": 2, "sp": 1, "ep": 1}}, "layers were cut over ranks .*'tp': 2"),
         (None, r"the files of ranks \[1\] of 2 are not there"),
     ],
 )

@@ -48,6 +48,7 @@ JOINED_NAMES = {
     "checkpoint/write/ranks.py": {"name": _NUMBERED},
     "checkpoint/write/save.py": {"tag": "check_tag has checked it", "self.name": "files_of has made it"},
     "diagnosis/bundle.py": {"name": _LISTED},
+    "diagnosis/ranks.py": {"f'{rank}.json'": _NUMBERED},
     "engine/parts/checkpoints.py": {"tag": _CALLER, "str(tag)": _CALLER},
     "engine/parts/postmortem.py": {
         "f'{self._run}-step{step:08d}'": _OURS, "f'rank{rank:05d}.pt'": _NUMBERED,

@@ -47,13 +47,11 @@ def _hang(bundle):
     """The rank that the others have waited for: it was asked, and has raised nothing; or it has left no file."""
     stuck = [rank for rank, content in bundle.ranks.items() if content["kind"] == "hang" and not content["error"]]
     stuck += [rank for rank in range(bundle.first["world_size"]) if rank not in bundle.ranks]
-    said = re.findall(
-        r"rank (\d+) \(process \d+\) has not come", " ".join(str(c["error"]) for c in bundle.ranks.values())
-    )
-    stuck += map(int, said)
+    said = " ".join(str(content["error"]) for content in bundle.ranks.values())
+    stuck += map(int, re.findall(r"rank (\d+) \(process \d+\) has not come", said))
     flights = [one for content in bundle.ranks.values() for one in content["flights"] if one["state"] == "under way"]
     stacks = bundle.ranks[stuck[0]]["stacks"] if stuck and stuck[0] in bundle.ranks else "it has saved nothing"
-    where = re.split(r"\nthread ", stacks)[0].splitlines()[-1]
+    where = ["its stack is unknown", *re.split(r"\nthread ", stacks)[0].splitlines()][-1]
     waits = flights[-1]["call"] if flights else bundle.first["error"]
     return Verdict(SCRIPT, waits, "", stuck[0] if stuck else 0, f"the others have waited for this rank: {where}")
 

@@ -51,6 +51,8 @@ class Bundle:
         missing = sorted({*range(self.first["world_size"])} - self.ranks.keys())
         if missing:
             yield f"the files of ranks {missing} of {self.first['world_size']} are not there"
+        if self.first["axes"]["tp"] > 1 or self.first["axes"]["pp"] > 1:
+            yield f"layers were cut over ranks ({self.first['axes']}), not only sequences or experts"
         yield from (f"rank {r} has no weights: {c['left_out']}" for r, c in self.ranks.items() if not c["weights"])
 
     def lines(self):

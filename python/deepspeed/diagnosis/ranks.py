@@ -17,6 +17,7 @@ from deepspeed.diagnosis.bundle import Bundle, BundleError
 from deepspeed.diagnosis.replay import Replay, forward_loss, function_of
 from deepspeed.engine.initialize import initialize
 from deepspeed.host.ports import free_port
+from deepspeed.log import logger
 
 _CUT = ("sequence_parallel_size", "sequence_parallel", "expert_parallel", "moe", "use_data_before_expert_parallelism")
 
@@ -57,6 +58,7 @@ class RanksReplay:
 
 
 def main(folder, model, step, others, wide, results):
+    logger.setLevel("WARNING")
     deepspeed.comm.init_distributed(verbose=False)
     bundle, rank = Bundle(folder), deepspeed.comm.get_rank()
     given = {key: value for key, value in bundle.first["given"].items() if key in _CUT}

@@ -4,6 +4,7 @@ import ctypes
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import traceback
 
@@ -17,11 +18,12 @@ class PlanError(RuntimeError):
 
 
 def run_apart(function, *args):
-    """``function(*args)`` in a forked child; returns its result, which can be pickled.
+    """``function(*args)`` in a process of its own; returns its result, which can be pickled.
 
-    The child uses one thread: those of this process do not exist there. It leaves without handlers of the end of the
-    process. A ``ValueError`` or ``PlanError`` of the function is raised here, too; another error becomes
-    a ``PlanError`` with its traceback.
+    The process is a forked child. It uses one thread: those of this process do not exist there. It leaves without
+    handlers of the end of the process. torch's autograd works in no child of a process that has run a backward on a
+    device; then a new interpreter gets the function and its arguments, which have to be picklable. A ``ValueError`` or
+    ``PlanError`` of the function is raised here, too; another error becomes a ``PlanError`` with its traceback.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -41,9 +43,15 @@ def run_apart(function, *args):
     if not told:
         raise PlanError(f"the process that planned ended with {_ending(status)} and no result")
     error, value = pickle.loads(told)
+    if isinstance(error, _NoAutograd):
+        error, value = _run_anew(function, args)
     if error is not None:
         raise error
     return value
+
+
+class _NoAutograd(Exception):
+    """torch's autograd does not work in a forked child of this process."""
 
 
 def _work(function, args, reads, writes):
@@ -52,17 +60,54 @@ def _work(function, args, reads, writes):
         os.close(reads)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a caller that is killed leaves no child behind
         torch.set_num_threads(1)
-        try:
-            told = None, function(*args)
-        except (ValueError, PlanError) as error:
-            told = type(error)(str(error)), None
-        except Exception as error:
-            told = PlanError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"), None
+        told = _answer(function, args) if _has_autograd() else (_NoAutograd(), None)
         with os.fdopen(writes, "wb") as pipe:
             pickle.dump(told, pipe)
         code = 0
     finally:
         os._exit(code)
+
+
+def _has_autograd():
+    try:
+        torch.ones((), requires_grad=True).exp().backward()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _answer(function, args):
+    """``(error or None, result)``."""
+    try:
+        return None, function(*args)
+    except (ValueError, PlanError) as error:
+        return type(error)(str(error)), None
+    except Exception as error:
+        return PlanError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"), None
+
+
+def _run_anew(function, args):
+    advice = "call deepspeed.plan before the first backward, or use ds_plan"
+    try:
+        given = pickle.dumps((function, args))
+    except Exception as error:
+        raise PlanError(f"{advice}: the model cannot be sent to a new process ({error})") from None
+    if b"__main__" in given:
+        raise PlanError(f"{advice}: the model's classes stand in the script, which a new process would run again")
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-c", "from deepspeed.planner import child; child.answer_stdin()"]
+    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, env=environment)
+    if done.returncode or not done.stdout:
+        raise PlanError(f"the process that planned ended with exit code {done.returncode} and no result")
+    return pickle.loads(done.stdout)
+
+
+def answer_stdin():
+    """The work of the new interpreter."""
+    with os.fdopen(os.dup(1), "wb") as pipe:
+        os.dup2(2, 1)  # what the model prints is no part of the answer
+        function, args = pickle.load(sys.stdin.buffer)
+        pickle.dump(_answer(function, args), pipe)
 
 
 def _ending(status):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import os
 import re
 
@@ -10,7 +11,7 @@ import torch
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.planner.child import run_apart
 from deepspeed.planner.machine import Machine
-from deepspeed.planner.step import PlannedRun, by_owner, loss_of
+from deepspeed.planner.step import PlannedRun, arguments_in, by_owner, loss_of, on_meta
 from deepspeed.planner.world import World
 from deepspeed.utils.init_on_device import OnDevice, copy_on_meta
 
@@ -146,7 +147,10 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
     given = _values_of(config, size)
     rates = machine if isinstance(machine, Machine) else Machine.of_jobs(machine)
     wanted = sorted({0, size - 1}) if ranks is None else list(ranks)
-    made = [run_apart(_plan_rank, rank, model, given, size, room, sample, rates, loss, optimizer) for rank in wanted]
+    if isinstance(model, torch.nn.Module):
+        model = copy_on_meta(model)  # nothing of it is sent or changed
+    inputs = on_meta(arguments_in(sample))
+    made = [run_apart(_plan_rank, rank, model, given, size, room, inputs, rates, loss, optimizer) for rank in wanted]
     parameters = made[0][1]
     return Plan(tuple(rank for rank, _ in made), size, room, rates.name, parameters, 0)
 
@@ -156,21 +160,15 @@ def plan_of_engine(engine, inputs, memory=None, machine=None):
     if engine.mpu is not None:
         raise ValueError("engine.plan(): engines with an mpu, pipelines among them, are not planned; see pipe_plan()")
     client = engine.client_optimizer
-    optimizer = client if client is None or not isinstance(client, torch.optim.Optimizer) else _another(client)
-
-    def model():  # in the child, where nobody else needs the hooks
-        for module in engine.module.modules():
-            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-                hooks.clear()
-        return copy_on_meta(engine.module)
-
+    optimizer = _another(client) if isinstance(client, torch.optim.Optimizer) else client
+    model = copy_on_meta(engine.module, hooks=False)
     rank, size = engine.global_rank, engine.world_size
     return plan(model, engine._config, size, memory, inputs, machine, [rank], optimizer=optimizer)
 
 
 def _another(optimizer):
     """A function that makes an optimizer as this one for other parameters."""
-    return lambda params: type(optimizer)(params, **optimizer.defaults)
+    return functools.partial(type(optimizer), **optimizer.defaults)
 
 
 def _values_of(config, size):
@@ -183,12 +181,13 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
     world = World(rank, size, memory or 1 << 62, machine)
     world.memory.install()
     world.memory.set_owner("parameters")
-    made = model
-    if not isinstance(model, torch.nn.Module):
+    if isinstance(model, torch.nn.Module):
+        made = copy_on_meta(model)
+    else:
         with OnDevice(dtype=torch.get_default_dtype(), device="meta"):
             made = model()
-    if not all(one.is_meta for one in (*made.parameters(), *made.buffers())):
-        made = copy_on_meta(made)
+        if not all(one.is_meta for one in (*made.parameters(), *made.buffers())):
+            made = copy_on_meta(made)
     world.memory.set_owner("engine")
     run = PlannedRun(world, made, config, sample, loss or loss_of, optimizer)
     world.memory.set_owner("activations")

@@ -1,6 +1,7 @@
 """``OnDevice``: build a module directly on a device and in a dtype, without a first copy elsewhere; and copies of
 modules without values."""
 
+import collections
 import copy
 
 import torch
@@ -70,9 +71,17 @@ class OnDevice:
         return False
 
 
-def copy_on_meta(model, dtype=None):
-    """A copy of ``model`` without values, its floating parameters of ``dtype`` where that is one."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def copy_on_meta(model, dtype=None, hooks=True):
+    """A copy of ``model`` without values, its floating parameters of ``dtype`` where that is one; with ``hooks=False``
+    without the hooks of its modules, which may refer to an engine."""
     memo = {}
+    for module in model.modules() if not hooks else ():
+        for name in _HOOKS:
+            if name in vars(module):
+                memo[id(vars(module)[name])] = collections.OrderedDict()
     for tensor in (*model.parameters(), *model.buffers()):
         shape = getattr(tensor, "ds_shape", tensor.shape)  # a sharded one looks empty
         is_parameter = isinstance(tensor, torch.nn.Parameter)

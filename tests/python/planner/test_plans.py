@@ -1,13 +1,14 @@
 """``deepspeed.plan``: memory by hand, what stays as it was, and arguments that do not fit together."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.planner import Machine, PlanError
+from deepspeed.planner import Machine, PlanError, child
 from deepspeed.planner.child import run_apart
 from deepspeed.planner.plans import bytes_of
 from refusals import refused
@@ -142,6 +143,16 @@ def test_a_child_tells_its_result_its_error_or_its_end():
     refused(ValueError, "^this one$", run_apart, _fail, ValueError("this one"))
     refused(PlanError, "KeyError: 'this one'", run_apart, _fail, KeyError("this one"))
     refused(PlanError, "ended with signal 9 and no result", run_apart, lambda: os.kill(os.getpid(), 9))
+
+
+def test_a_new_process_plans_where_autograd_works_in_no_child():
+    with mock.patch.object(child, "_has_autograd", return_value=False):
+        found = deepspeed.plan(layers(), settings(2), 4, "1GB", torch.zeros(2, SIZE), machine=RATES, ranks=[0])
+        assert found.fits and found.peak_bytes == planned(2, dtype="fp32", ranks=[0]).peak_bytes
+        unknown = refused(
+            PlanError, "before the first backward, or use ds_plan", planned, 2, loss=lambda output: output
+        )
+        assert "cannot be sent to a new process" in str(unknown)
 
 
 class TestMachine:

@@ -1,7 +1,6 @@
 """The section ``autotuning``, in an experiment of the tuner: some steps are measured, then the run ends."""
 
 import contextlib
-import copy
 import functools
 import json
 import os
@@ -16,6 +15,7 @@ from deepspeed.engine import checks
 from deepspeed.engine.members import Part, engine_parts
 from deepspeed.log import log_dist, logger
 from deepspeed.registry import load_target
+from deepspeed.utils.init_on_device import copy_on_meta
 from deepspeed.utils.timer import device_time
 from deepspeed.zero.nested import replace, tensors_in
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
@@ -44,7 +44,7 @@ class Autotuning(Part):
     def see_model(self, model):
         """Before the engine changes ``model``: the planner gets it as it came, on the device ``meta``."""
         if self.asks and self.engine.global_rank == 0:
-            self._meta = _on_meta(model)
+            self._meta = copy_on_meta(model)
 
     def start(self):
         if not self.enabled:
@@ -202,20 +202,6 @@ class _SavedBytes:
             self._seen[storage.data_ptr()] = tensor  # lives on, so that no other storage gets its address
             self.bytes += storage.nbytes()
         return tensor
-
-
-def _on_meta(model):
-    """A copy of ``model`` without values. Parameters of ZeRO stage 3 have their whole shapes."""
-    memo = {}
-    for param in model.parameters():
-        shape = param.ds_shape if is_sharded(param) else param.shape
-        empty = torch.empty(shape, dtype=param.dtype, device="meta")
-        memo[id(param)] = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
-        if not is_sharded(param):
-            vars(memo[id(param)]).update(vars(param))
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
 
 
 def _resized(sample, count):
