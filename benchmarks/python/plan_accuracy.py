@@ -10,6 +10,7 @@ limit of times on two cores: equal runs differ by up to 8 %.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -33,30 +34,26 @@ def parse_arguments():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda", "standin"), default="cpu")
     parser.add_argument("--count", type=int, default=COUNT, help=f"configurations (default {COUNT})")
+    parser.add_argument("--sizes", default=",".join(MODELS), help=f"of the model, of {', '.join(MODELS)}")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def configurations(count, device):
+def configurations(count, sizes):
     """Every k-th of all that there are, so that each setting comes with each other one."""
     rows = [
         row
-        for row in itertools.product(MODELS, range(4), ("fp32", "bf16"), (1, 2), PLACES)
+        for row in itertools.product(sizes, range(4), ("fp32", "bf16"), (1, 2), PLACES)
         if (row[4] == "device" or row[1] > 0) and (row[4] != "parameters on the host" or row[1] == 3)
     ]
     step = max(1, len(rows) // count)
     return rows[::step][:count]
 
 
-def run(torch, deepspeed, make, inputs, row):
-    """Returns ``(calls by verb, peak, seconds, plan)``."""
-    from deepspeed import _native
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.comm.timed import call_log
-
-    model, stage, dtype, accumulation, place = row
-    config = {
+def config_of(row):
+    _, stage, dtype, accumulation, place = row
+    return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
@@ -65,7 +62,18 @@ def run(torch, deepspeed, make, inputs, row):
         "bf16": {"enabled": dtype == "bf16"},
         "steps_per_print": None,
     }
-    engine = deepspeed.initialize(model=make(model), config=config)[0]
+
+
+def run(deepspeed, model, inputs, row):
+    """Returns ``(calls by verb, peak, seconds)``."""
+    from deepspeed import _native
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.comm.timed import call_log
+
+    accumulation = row[3]
+    gc.collect()  # engines refer to themselves
+    before = get_accelerator().memory_allocated()
+    engine = deepspeed.initialize(model=model, config=config_of(row))[0]
     accelerator, recorder = get_accelerator(), _native._C.CallRecorder(False)
     seconds = []
     for number in range(1 + STEPS):
@@ -81,17 +89,13 @@ def run(torch, deepspeed, make, inputs, row):
             engine.step()
         accelerator.synchronize()
         seconds.append(time.perf_counter() - begin)
-    peak, calls = accelerator.max_memory_allocated(), {}
+    peak, calls = accelerator.max_memory_allocated() - before, {}
     call_log.remove(recorder)
     for call in recorder.take():
         count, size = calls.get(call.op, (0, 0))
         calls[call.op] = count + 1, size + call.bytes
     engine.destroy()
-    rank = int(os.environ["RANK"])
-    plan = deepspeed.plan(
-        lambda: make(model), config, int(os.environ["WORLD_SIZE"]), sample=inputs("meta"), ranks=[rank]
-    )
-    return calls, peak, statistics.median(seconds[1:]), plan
+    return calls, peak, statistics.median(seconds[1:])
 
 
 def work(args):
@@ -122,9 +126,13 @@ def work(args):
         ids = torch.zeros(ROWS, 128, dtype=torch.int64)
         return ids.to(device), ids.to(device)
 
-    figures = []
-    for row in configurations(args.count, args.device):
-        calls, peak, seconds, plan = run(torch, deepspeed, make, inputs, row)
+    figures, rows, rank = [], configurations(args.count, args.sizes.split(",")), int(os.environ["RANK"])
+    plans = [  # before the first backward on a device: see planner/child.py
+        deepspeed.plan(lambda row=row: make(row[0]), config_of(row), args.ranks, sample=inputs("meta"), ranks=[rank])
+        for row in rows
+    ]
+    for row, plan in zip(rows, plans):
+        calls, peak, seconds = run(deepspeed, make(row[0]), inputs, row)
         planned = {}
         for (verb, _), both in plan.ranks[0].calls.items():
             planned[verb] = tuple(map(sum, zip(planned.get(verb, (0, 0)), both)))
@@ -155,4 +163,4 @@ if __name__ == "__main__":
     sys.path.insert(0, HERE)
     from common import ranks
 
-    ranks.run(__file__, arguments, work, ("device", "count"), arguments.ranks)
+    ranks.run(__file__, arguments, work, ("device", "count", "ranks", "sizes"), arguments.ranks)
