@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "comm/nccl/native_stream.h"
 #include "storage/fence.h"
+#include "storage/meta_memory.h"
 #include "storage/pinned.h"
 #include "zero/any_kernels.h"
 #include "zero/meta_kernels.h"
@@ -30,8 +31,8 @@ bool can_fail(const c10::Device& device, const kernels::KernelTable& table) {
 
 const kernels::KernelTable& kernels_of(const c10::Device& device) {
   const std::string name = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
-  if (device.is_meta()) return meta_kernels();
-  if (!c10::impl::hasDeviceGuardImpl(device.type()))
+  if (device.is_meta() && storage::MetaMemory::installed()) return meta_kernels();  // a step is planned
+  if (device.is_meta() || !c10::impl::hasDeviceGuardImpl(device.type()))
     fail(ErrorKind::kNotImplemented, "nothing can be trained on the device ", device.str(),
          ": this torch has no guard ", "for '", name,
          "'. Import the package that brings this device to torch before deepspeed.initialize, or move ",

@@ -62,7 +62,6 @@ class Plan:
     memory: object
     machine: str
     parameters: int
-    samples: int
 
     @property
     def fullest(self):
@@ -152,7 +151,7 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
     inputs = on_meta(arguments_in(sample))
     made = [run_apart(_plan_rank, rank, model, given, size, room, inputs, rates, loss, optimizer) for rank in wanted]
     parameters = made[0][1]
-    return Plan(tuple(rank for rank, _ in made), size, room, rates.name, parameters, 0)
+    return Plan(tuple(rank for rank, _ in made), size, room, rates.name, parameters)
 
 
 def plan_of_engine(engine, inputs, memory=None, machine=None):
@@ -176,6 +175,12 @@ def _values_of(config, size):
     return made._param_dict if isinstance(made._param_dict, dict) else made.native.raw()
 
 
+def _purpose(call):
+    """Purpose and size of a communicator of the mesh, which is called mesh/<purpose>/<ranks>/<number>."""
+    parts = call.group.split("/")
+    return f"{parts[1]} of {call.ranks} ranks" if parts[0] == "mesh" else call.group
+
+
 def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimizer):
     """The work of the child process."""
     world = World(rank, size, memory or 1 << 62, machine)
@@ -197,7 +202,7 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
     moment, owners = max(moments.items(), key=lambda item: sum(item[1].values()))
     calls = collections.Counter(), collections.Counter()
     for call in world.calls():
-        key = call.op, call.group
+        key = call.op, _purpose(call)
         calls[0][key] += 1
         calls[1][key] += call.bytes
     tiers = {

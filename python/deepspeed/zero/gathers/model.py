@@ -121,9 +121,9 @@ def _swapping(params):
 
 def move_module(module, device):
     """``module.to(device)`` that leaves sharded parameters where their slices are. Every parameter stays the same
-    object. Raises ValueError for a tensor on the meta device, which has no values. Where that is the device (a step is
-    planned), all tensors are there."""
-    if device.type == "meta":
+    object. Raises ValueError for a tensor on the meta device, which has no values, unless all are there and stay there:
+    a step is planned."""
+    if device.type == "meta" and all(one.is_meta for one in (*module.parameters(), *module.buffers())):
         return
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in named:
