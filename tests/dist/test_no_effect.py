@@ -54,6 +54,12 @@ FLAT = {
 
 # Below a section: by file, the keys that it names.
 _SCANNED = {
+    "autotuning": {
+        "autotuning/settings.py": "end_profile_step fast max_train_batch_size max_train_micro_batch_size_per_gpu metric "
+        "min_train_batch_size min_train_micro_batch_size_per_gpu mp_size num_tuning_micro_batch_sizes start_profile_step",
+        "autotuning/autotuner.py": "arg_mappings enabled experiment_timeout exps_dir metric_path model_info.num_params "
+        "model_info.profile model_info_path overwrite results_dir tuner_early_stopping tuner_num_trials tuner_type",
+    },
     "activation_checkpointing": {
         "activation_checkpointing/checkpointing.py": "contiguous_memory_optimization cpu_checkpointing "
         "number_checkpoints partition_activations profile synchronize_checkpoint_boundary",
@@ -85,7 +91,7 @@ _SCANNED = {
     "zero_optimization": {"zero/parameters/init_context.py": "override_module_apply"},
 }
 ONLY_SCANNED = {
-    f"{section}.{key}": (file, key)
+    f"{section}.{key}": (file, key.rpartition(".")[2])
     for section, files in _SCANNED.items()
     for file, keys in files.items()
     for key in keys.split()

@@ -52,8 +52,12 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
                           {
                               boolean("profile", false, "Find it out in a run of its own."),
                               integer("num_params", nullptr, "Parameters.").above(0),
-                              integer("hidden_size", nullptr, "Width.").above(0),
-                              integer("num_layers", nullptr, "Layers.").above(0),
+                              integer("hidden_size", nullptr, "Width.")
+                                  .above(0)
+                                  .no_effect("the tuner runs the model of the script"),
+                              integer("num_layers", nullptr, "Layers.")
+                                  .above(0)
+                                  .no_effect("the tuner runs the model of the script"),
                           })
                       .absent_is_null(),
                   text("model_info_path", nullptr, "File that gets it; null: model_info.json."),

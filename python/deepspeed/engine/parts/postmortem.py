@@ -230,7 +230,7 @@ class Postmortem(Part):
                 "host": platform.node(),
                 "processor": platform.machine(),
                 "device": engine.device.type,
-                "torch": torch.__version__,
+                "torch": str(torch.__version__),
                 "threads": torch.get_num_threads(),
             },
             "before_sum": engine.core.predivide,
