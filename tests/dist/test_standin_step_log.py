@@ -47,7 +47,8 @@ def test_the_stream_waits_for_a_rank_whose_device_is_late(stage, tmp_path):
         # At stage 3 the host reads from the device which parameters the other ranks want to gather.
         assert stage == 3 or mine["phases"]["communication"] + mine["phases"]["gathers"] < 0.5 * DELAY
         assert sum(mine["phases"].values()) == pytest.approx(mine["wall"], abs=1e-8)
-    assert report["slowest_rank"] == 1
+    # There, both hosts wait in the same place, and the log may name either rank.
+    assert stage == 3 or report["slowest_rank"] == 1
 
 
 def test_no_events_are_recorded_while_the_log_is_off(tmp_path):
