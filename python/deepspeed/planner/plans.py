@@ -9,6 +9,7 @@ import re
 import torch
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.planner.child import run_apart
 from deepspeed.planner.machine import Machine
 from deepspeed.planner.step import PlannedRun, arguments_in, by_owner, loss_of, on_meta
@@ -129,10 +130,10 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
     model: a module (of the device ``meta``, too), or a function that makes one. config: of ``deepspeed.initialize``.
     world: the number of ranks; None: WORLD_SIZE, else 1. memory: bytes of a device, or a text such as ``"80GB"``; None:
     no limit. sample: the inputs of one micro-batch of a rank: a dict, a tuple or a tensor, of which only shapes and
-    dtypes are read; None: tokens of a causal language model of transformers. machine: a ``Machine`` or the path of a
-    machine file; None: the kept one, else this machine. ranks: of the job, whose steps are planned; None: the first
-    and the last one. loss: a function of the model's output; None: its attribute ``loss``, its first number, or the sum
-    of its first tensor. optimizer: a function of parameters, where the configuration names none.
+    dtypes are read. machine: a ``Machine`` or the path of a machine file; None: the kept one, else this machine. ranks:
+    of the job, whose steps are planned; None: the first and the last one. loss: a function of the model's output; None:
+    its attribute ``loss``, its first number, or the sum of its first tensor. optimizer: a function of parameters, where
+    the configuration names none.
 
     Returns a ``Plan``. ValueError for arguments that do not fit together; ``PlanError`` where the model or the engine
     raises.
@@ -143,9 +144,13 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
     room = bytes_of(memory) if isinstance(memory, str) else None if memory is None else int(memory)
     if room is not None and room <= 0:
         raise ValueError(f"memory is {memory!r}: it must be more than 0 bytes, or a text such as 80GB")
+    wanted = sorted({0, size - 1}) if ranks is None else list(ranks)
+    if not wanted or not all(0 <= rank < size for rank in wanted):
+        raise ValueError(f"ranks are {ranks!r}: a job of {size} ranks has the ranks 0 to {size - 1}")
+    if sample is None:
+        raise ValueError("sample is missing: pass the inputs of one micro-batch; only shapes and dtypes are read")
     given = _values_of(config, size)
     rates = machine if isinstance(machine, Machine) else Machine.of_jobs(machine)
-    wanted = sorted({0, size - 1}) if ranks is None else list(ranks)
     if isinstance(model, torch.nn.Module):
         model = copy_on_meta(model)  # nothing of it is sent or changed
     inputs = on_meta(arguments_in(sample))
@@ -193,6 +198,8 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
             made = model()
         if not all(one.is_meta for one in (*made.parameters(), *made.buffers())):
             made = copy_on_meta(made)
+    if isinstance(made, PipelineModule):
+        raise ValueError("pipelines are not planned here: use deepspeed.pipe.plan, or engine.pipe_plan()")
     world.memory.set_owner("engine")
     run = PlannedRun(world, made, config, sample, loss or loss_of, optimizer)
     world.memory.set_owner("activations")

@@ -8,6 +8,7 @@ import torch
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
 from deepspeed.planner import Machine, PlanError, child
 from deepspeed.planner.child import run_apart
 from deepspeed.planner.plans import bytes_of
@@ -124,6 +125,9 @@ def test_sizes_have_units():
 def test_arguments_that_do_not_fit_together():
     refused(ValueError, "a job has at least one rank", planned, 0, world=-1)
     refused(ValueError, "must be more than 0 bytes", planned, 0, memory=0)
+    refused(ValueError, "has the ranks 0 to 3", planned, 0, ranks=[4])
+    refused(ValueError, "pipelines are not planned here: use deepspeed.pipe.plan", planned, 0, model=lambda: pipeline)
+    refused(ValueError, "sample is missing", deepspeed.plan, layers(), settings(0), 2)
     refused(
         PlanError,
         "mat1 and mat2|size mismatch|shapes",
@@ -132,6 +136,10 @@ def test_arguments_that_do_not_fit_together():
         sample=torch.zeros(2, SIZE + 1, dtype=torch.bfloat16),
     )
     refused(deepspeed.DeepSpeedConfigError, "stage", planned, 7)
+
+
+def pipeline():
+    return PipelineModule([torch.nn.Linear(SIZE, SIZE) for _ in range(2)], num_stages=2)
 
 
 def _fail(error):
