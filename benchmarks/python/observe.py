@@ -97,7 +97,7 @@ def pipeline(args):
 
 
 def together(value):
-    """What each rank brings. By torch, whose calls are no phase of a step."""
+    """A list of the values of all ranks. torch gathers them, because its calls are no phase of a step."""
     from torch import distributed
 
     found = [None] * distributed.get_world_size()
@@ -372,7 +372,7 @@ def work(args):
 
 
 def misses(figures):
-    """What is not as it should be."""
+    """Sentences about the figures that miss their targets."""
     for world, found in figures.items():
         for name, case in found.get("sums", {}).items():
             if abs(case["phases / wall"] - 1) > 0.01:

@@ -1,4 +1,4 @@
-"""What the section ``postmortem`` costs while nothing fails: its calls in a step of a 10M GPT, times their time.
+"""The cost of the section ``postmortem`` while nothing fails: its calls in a step of a 10M GPT, times their time.
 
     python benchmarks/python/postmortem_cost.py [--calls 2000] [--steps 10] [--json FILE]
 

@@ -24,8 +24,8 @@ inline c10::Device device_for_numbers(const c10::Device& computes) {
 // A point in the work of one stream.
 class Fence {
  public:
-  // Behind what has been launched on the current stream of the memory's device. Null where work is done when a call
-  // returns.
+  // The point after the work that has been launched on the current stream of the memory's device. Null where work is
+  // done when a call returns.
   static std::shared_ptr<const Fence> after(const at::Tensor& memory) {
     if (done_on_return(memory.device())) return nullptr;
     return std::make_shared<const Fence>(memory);

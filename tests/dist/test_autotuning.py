@@ -84,7 +84,8 @@ def test_operators_are_counted_where_the_metric_is_flops(rank, world, folder):
     if rank == 0:
         found = read(folder)
         products = 2 * 2 * 4 * 64 * 32  # forward, and the gradient of the weight
-        assert found["steps"] == 1 and products <= found["flops"] * found["latency"] < 1.3 * products
+        least = products / found["latency"]  # as the engine divides: a product of both could be rounded down
+        assert found["steps"] == 1 and least <= found["flops"] < 1.3 * least
     engine.destroy()
 
 

@@ -55,8 +55,9 @@ FLAT = {
 # Below a section: by file, the keys that it names.
 _SCANNED = {
     "autotuning": {
-        "autotuning/settings.py": "end_profile_step fast max_train_batch_size max_train_micro_batch_size_per_gpu metric "
-        "min_train_batch_size min_train_micro_batch_size_per_gpu mp_size num_tuning_micro_batch_sizes start_profile_step",
+        "autotuning/settings.py": "end_profile_step fast max_train_batch_size max_train_micro_batch_size_per_gpu "
+        "metric min_train_batch_size min_train_micro_batch_size_per_gpu mp_size num_tuning_micro_batch_sizes "
+        "start_profile_step",
         "autotuning/autotuner.py": "arg_mappings enabled experiment_timeout exps_dir metric_path model_info.num_params "
         "model_info.profile model_info_path overwrite results_dir tuner_early_stopping tuner_num_trials tuner_type",
     },

@@ -1,4 +1,4 @@
-// What the steps of an engine wait for in communication: the time of its thread, and that of its device's stream.
+// The time for which steps of an engine wait for communication: that of its thread, and of its device's stream.
 #pragma once
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>

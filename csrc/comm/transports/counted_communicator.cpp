@@ -3,7 +3,6 @@
 #include <ATen/Functions.h>
 
 #include <algorithm>
-
 #include <utility>
 
 #include "base/error.h"

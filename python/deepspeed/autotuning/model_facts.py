@@ -1,4 +1,4 @@
-"""What is known of the model, the forecasts for it, and the records of experiments."""
+"""Facts about the model, the forecasts for it, and the records of experiments."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What the user wants: the configuration among the arguments of the script, and its section ``autotuning``."""
+"""The settings of the user: the configuration among the arguments of the script, and its section ``autotuning``."""
 
 import copy
 import functools

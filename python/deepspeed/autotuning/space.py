@@ -82,7 +82,7 @@ def base_and_ranges(settings):
 
 
 def more_ranges(config):
-    """What ``fast: false`` tries besides: {path: values}, the value of ``config`` first."""
+    """The values that ``fast: false`` tries besides: {path: values}, the value of ``config`` first."""
     found = {}
     for path, values in _MORE.items():
         section, key = path.split(".")

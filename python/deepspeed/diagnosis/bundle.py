@@ -56,7 +56,7 @@ class Bundle:
         yield from (f"rank {r} has no weights: {c['left_out']}" for r, c in self.ranks.items() if not c["weights"])
 
     def lines(self):
-        """What is in it, for ``show``."""
+        """The lines of ``show``: the content of each file."""
         for rank, content in self.ranks.items():
             yield f"rank {rank}:"
             for key, value in content.items():

@@ -15,7 +15,7 @@ from deepspeed.diagnosis.replay import Replay, forward_loss, function_of
 
 
 def replay_lines(bundle, replay):
-    """What a replay shows beside the run."""
+    """The lines of ``replay``: its losses and gradients beside those of the run."""
     passes, rows = compare(bundle, replay)
     for rank, one in passes.items():
         yield f"rank {rank}: losses {one.losses}, first inf or nan: {one.first and one.first[:2]}, error: {one.error}"

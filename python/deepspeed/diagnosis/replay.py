@@ -1,9 +1,6 @@
 """Runs a saved step again in this process: the micro-batches of each data-parallel rank, one rank after the other."""
 
 import itertools
-import os
-import runpy
-import sys
 import time
 import types
 
@@ -12,6 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.read.weights import restore
 from deepspeed.diagnosis.bundle import BundleError, described
+from deepspeed.host.user_files import function_in_file
 from deepspeed.zero.nested import cast_floats, move_to_device, tensors_in
 from deepspeed.zero.parameters.param_ranks import SavedNames
 
@@ -20,12 +18,10 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 def function_of(target, option):
     """The function that ``FILE.py:name`` names."""
-    path, _, name = target.rpartition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    found = runpy.run_path(path).get(name) if os.path.isfile(path) else None
-    if not callable(found):
-        raise BundleError(f"{option} {target}: there is no such file or function; write it as FILE.py:function")
-    return found
+    try:
+        return function_in_file(target)
+    except ValueError as error:
+        raise BundleError(f"{option} {target}: there is no such file or function: {error}") from None
 
 
 def forward_loss(model, *inputs, **kwargs):

@@ -12,6 +12,7 @@ import sys
 import torch
 
 from deepspeed.config import DeepSpeedConfigError, choose_config
+from deepspeed.host.user_files import function_in_file
 from deepspeed.planner.child import PlanError
 from deepspeed.planner.machine import Machine, kept_path
 from deepspeed.planner.plans import GIB, plan
@@ -22,19 +23,11 @@ from deepspeed.utils.init_on_device import OnDevice
 _TOKENS = 2048  # of a sequence, at most, where no sample is given
 
 
-def _attribute(text, what):
-    """The object that ``FILE.py:name`` names."""
-    path, _, name = text.rpartition(":")
-    if not path or not os.path.isfile(path):
-        raise ValueError(f"{what} {text!r}: there is no file {path or text!r}; write FILE.py:function")
-    spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(path))[0], path)
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise ValueError(f"{what} {text!r}: {path} has no function {name!r}; it has {', '.join(known) or 'none'}")
-    return getattr(module, name)
+def _function(target, option):
+    try:
+        return function_in_file(target)
+    except ValueError as error:
+        raise ValueError(f"{option} {target!r}: {error}") from None
 
 
 def _of_transformers(folder):
@@ -62,11 +55,11 @@ class _Job:
 
     def __init__(self, args):
         if ".py:" in args.model:
-            self.make, self.sample = _attribute(args.model, "--model"), None
+            self.make, self.sample = _function(args.model, "--model"), None
         else:
             self.make, self.sample = _of_transformers(args.model)
         if args.sample:
-            made = _attribute(args.sample, "--sample")
+            made = _function(args.sample, "--sample")
             takes_batch = bool(inspect.signature(made).parameters)
             self.sample = made if takes_batch else lambda batch: made()
         if self.sample is None:

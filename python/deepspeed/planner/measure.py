@@ -1,5 +1,5 @@
-"""What ``ds_plan --profile-machine`` starts on every rank: the times of collectives by size. Rank 0 writes a machine
-file."""
+"""The program that ``ds_plan --profile-machine`` starts on every rank. It measures collectives by size, and rank 0
+writes a machine file."""
 
 import argparse
 import os

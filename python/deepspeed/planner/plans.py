@@ -4,30 +4,30 @@ import collections
 import dataclasses
 import functools
 import os
-import re
 
 import torch
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.formats.weight_files import parse_size
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planner.child import run_apart
 from deepspeed.planner.machine import Machine
 from deepspeed.planner.step import PlannedRun, arguments_in, by_owner, loss_of, on_meta
 from deepspeed.planner.world import World
+from deepspeed.profiling.trace import purpose_of
 from deepspeed.utils.init_on_device import OnDevice, copy_on_meta
 
 GIB = 1 << 30
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS.update({"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40})
 
 
 def bytes_of(text):
     """Bytes of ``"80GB"`` (10**9) or ``"80GiB"`` (2**30). ValueError without a unit."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", str(text))
-    unit = {key.lower(): size for key, size in _UNITS.items()}.get(found.group(2).lower()) if found else None
-    if unit is None or float(found.group(1)) <= 0:
-        raise ValueError(f"{text!r} is no size of memory: write a number and a unit, such as 80GB or 40GiB")
-    return int(float(found.group(1)) * unit)
+    try:
+        if str(text).strip()[-1:].isalpha():
+            return parse_size(text)
+    except ValueError:
+        pass
+    raise ValueError(f"{text!r} is no size of memory: write a number and a unit, such as 80GB or 40GiB")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +151,8 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
         raise ValueError("sample is missing: pass the inputs of one micro-batch; only shapes and dtypes are read")
     given = _values_of(config, size)
     rates = machine if isinstance(machine, Machine) else Machine.of_jobs(machine)
-    if isinstance(model, torch.nn.Module):
-        model = copy_on_meta(model)  # nothing of it is sent or changed
+    if isinstance(model, torch.nn.Module) and not _has_no_values(model):
+        model = copy_on_meta(model)  # a new process would get its values, too
     inputs = on_meta(arguments_in(sample))
     made = [run_apart(_plan_rank, rank, model, given, size, room, inputs, rates, loss, optimizer) for rank in wanted]
     parameters = made[0][1]
@@ -175,15 +175,13 @@ def _another(optimizer):
     return functools.partial(type(optimizer), **optimizer.defaults)
 
 
+def _has_no_values(model):
+    return all(one.is_meta for one in (*model.parameters(), *model.buffers()))
+
+
 def _values_of(config, size):
     made = config if isinstance(config, DeepSpeedConfig) else DeepSpeedConfig(config, world_size=size)
     return made._param_dict if isinstance(made._param_dict, dict) else made.native.raw()
-
-
-def _purpose(call):
-    """Purpose and size of a communicator of the mesh, which is called mesh/<purpose>/<ranks>/<number>."""
-    parts = call.group.split("/")
-    return f"{parts[1]} of {call.ranks} ranks" if parts[0] == "mesh" else call.group
 
 
 def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimizer):
@@ -196,8 +194,7 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
     else:
         with OnDevice(dtype=torch.get_default_dtype(), device="meta"):
             made = model()
-        if not all(one.is_meta for one in (*made.parameters(), *made.buffers())):
-            made = copy_on_meta(made)
+        made = made if _has_no_values(made) else copy_on_meta(made)
     if isinstance(made, PipelineModule):
         raise ValueError("pipelines are not planned here: use deepspeed.pipe.plan, or engine.pipe_plan()")
     world.memory.set_owner("engine")
@@ -209,7 +206,8 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
     moment, owners = max(moments.items(), key=lambda item: sum(item[1].values()))
     calls = collections.Counter(), collections.Counter()
     for call in world.calls():
-        key = call.op, _purpose(call)
+        purpose = purpose_of(call.group)
+        key = call.op, f"{purpose} of {call.ranks} ranks" if purpose else call.group
         calls[0][key] += 1
         calls[1][key] += call.bytes
     tiers = {

@@ -20,9 +20,9 @@ _OWNERS = {"lp": "parameters", "grad": "gradients", "master": "masters", "slot":
 
 class Constants(TorchDispatchMode):
     """Values of meta tensors that the host asks for are constants: a number is 1, a flag is true, a tensor is zeros.
-    ``memory``: the count of meta tensors, or None."""
+    ``memory``: the count of meta tensors."""
 
-    def __init__(self, memory=None):
+    def __init__(self, memory):
         super().__init__()
         self.memory = memory
 
@@ -40,8 +40,6 @@ class Constants(TorchDispatchMode):
 
     def _run(self, func, args, kwargs):
         """Tensors that torch makes to find the shapes of an operator on meta do not count; its results do."""
-        if self.memory is None:
-            return func(*args, **kwargs)
         owner = self.memory.set_owner("")
         try:
             out = func(*args, **kwargs)

@@ -98,7 +98,7 @@ class World:
         return _native._C.counted_communicator(rank, size, self.log, name, self.clock, link)
 
     def at(self, phase):
-        """What follows is in this phase of the step."""
+        """Allocations and operations from now on belong to this phase of the step."""
         self.memory.set_moment(phase)
         self.clock.set_phase(phase)
 

@@ -1,4 +1,4 @@
-"""What the user gives: the configuration in its forms, ranges, mapped arguments; and what is refused."""
+"""The settings of the user: the configuration in its forms, ranges, mapped arguments; and refusals."""
 
 import base64
 import json
