@@ -1,5 +1,6 @@
 """The section ``autotuning`` in a run: what is measured and written, and how the run ends."""
 
+import contextlib
 import json
 import os
 import sys
@@ -89,6 +90,15 @@ def test_operators_are_counted_where_the_metric_is_flops(rank, world, folder):
     engine.destroy()
 
 
+@contextlib.contextmanager
+def imported(name, module):
+    """``module`` is what an import of ``name`` finds. Other modules that are imported meanwhile stay, unlike in
+    mock.patch.dict: torch registers operators while it is imported, and fails when that happens twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, module)
+        yield
+
+
 def planner(plans):
     """A stand-in for deepspeed.planner, whose figures say what it was asked."""
 
@@ -101,7 +111,7 @@ def planner(plans):
         fits = config["zero_optimization"]["stage"] > 0
         return types.SimpleNamespace(fits=fits, peak_bytes=100 * size, seconds=0.5, why="" if fits else "too large")
 
-    return mock.patch.dict(sys.modules, {"deepspeed.planner": types.SimpleNamespace(plan=plan)})
+    return imported("deepspeed.planner", types.SimpleNamespace(plan=plan))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -160,7 +170,7 @@ def test_without_a_planner_there_are_facts_alone(rank, world, folder):
     with open(f"{folder}/candidates.json", "w") as file:
         json.dump({"a": {"train_micro_batch_size_per_gpu": 1}}, file)
     section = {"enabled": True, "model_info": {"profile": True}, "model_info_path": f"{folder}/model_info.json"}
-    with mock.patch.dict(sys.modules, {"deepspeed.planner": None}):
+    with imported("deepspeed.planner", None):
         engine = net_engine(world, 0, autotuning=section)
         refused(SystemExit, "0", loss_on, engine, 0)
     assert read(folder, "model_info.json")["num_params"] > 0 and not os.path.exists(f"{folder}/plans.json")

@@ -14,7 +14,7 @@ from runs import engine_of, settings, take_step, together
 
 pytestmark = pytest.mark.skipif(not standin.supported(), reason="the stand-in device needs torch 2.9 or newer")
 
-DELAY = 0.05
+DELAY = 0.3  # far above what a busy machine adds
 
 
 def train(rank, world, stage, log):
@@ -47,8 +47,7 @@ def test_the_stream_waits_for_a_rank_whose_device_is_late(stage, tmp_path):
         # At stage 3 the host reads from the device which parameters the other ranks want to gather.
         assert stage == 3 or mine["phases"]["communication"] + mine["phases"]["gathers"] < 0.5 * DELAY
         assert sum(mine["phases"].values()) == pytest.approx(mine["wall"], abs=1e-8)
-    # There, both hosts wait in the same place, and the log may name either rank.
-    assert stage == 3 or report["slowest_rank"] == 1
+    assert report["slowest_rank"] == 1
 
 
 def test_no_events_are_recorded_while_the_log_is_off(tmp_path):

@@ -44,17 +44,18 @@ def check_sums(rows):
 
 
 def check_wall(engine, step, steps):
-    """Takes steps. The phases of all but the first are the time between the moments at which the log ends them."""
-    times, ends = engine._step_log.times, []
+    """Takes steps. The phases of all but the first are the time between the moments at which the log ends them. Each of
+    these lies between two looks at the clock."""
+    times, starts, ends = engine._step_log.times, [], []
     take = times.take
-    times.take = lambda: (take(), ends.append(time.perf_counter()))[0]
+    times.take = lambda: (starts.append(time.perf_counter()), take(), ends.append(time.perf_counter()))[1]
     for number in range(steps):
         step(number)
     rows = engine.step_log()
     assert len(ends) == len(rows) == steps
     check_sums(rows)
     spent = sum(sum(row["phases"].values()) for row in rows[1:])
-    assert spent == pytest.approx(ends[-1] - ends[0], rel=0.01, abs=5e-4)
+    assert starts[-1] - ends[0] - 1e-6 <= spent <= ends[-1] - starts[0] + 1e-6
     return rows
 
 
@@ -284,7 +285,8 @@ def test_all_off(rank, world, stage):
 def test_the_parts_of_a_backward(rank, world):
     """``bwd`` is ``bwd_inner`` and ``bwd_allreduce``; the wait for a rank that is late is in the latter."""
     engine = engine_of(two_layers(), settings(2, wall_clock_breakdown=True))
-    engine.module[0].weight.register_hook(lambda grad: time.sleep(DELAY * rank))
+    late = 6 * DELAY  # more than a busy machine adds
+    engine.module[0].weight.register_hook(lambda grad: time.sleep(late * rank))
     log = engine.get_wall_clock_timers()
     kept = []
     log.log = lambda names, **more: kept.append({name: log(name).elapsed() for name in names})
@@ -293,5 +295,5 @@ def test_the_parts_of_a_backward(rank, world):
     assert [list(row) for row in kept] == [[f"{name}_microstep" for name in names], names] * 2
     for row in kept[1::2]:
         assert row["bwd_inner"] + row["bwd_allreduce"] == pytest.approx(row["bwd"], abs=1e-6)
-        assert (row["bwd_allreduce"] if rank == 0 else row["bwd_inner"]) > 0.8 * DELAY * 1e3
+        assert (row["bwd_allreduce"] if rank == 0 else row["bwd_inner"]) > 0.8 * late * 1e3
     engine.destroy()

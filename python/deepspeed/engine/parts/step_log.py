@@ -23,7 +23,7 @@ from deepspeed.registry import load_target
 
 VERSION = 1  # of the file
 KEPT = 1000  # steps that ``step_log()`` returns
-_OTHERS = ("communication", "gathers")  # a rank waits for other ones
+_OTHERS = ("communication", "gathers")  # a rank waits for other ones, or at ``gathers`` its host for its own device
 _COUNTED_STEP = 2  # whose operations are counted; the first one makes buffers
 _HOST_BYTES = 64
 
@@ -40,6 +40,7 @@ class StepLog(Part):
         self.phases = Phases()
         self.kept = collections.deque(maxlen=KEPT)
         self._file = self._loss = self._pending = self._all = self._names = self._leave = self._waits = None
+        self._last_wait = None  # of the stream, in the last step that is finished; None on the CPU
         self._tokens, self.flops, self._counted, self._peak = 0, None, 0, None
         self._recent = []  # phases and waits of the stream, of the steps since the ranks have compared theirs
 
@@ -166,9 +167,9 @@ class StepLog(Part):
             copied.synchronize()
         value = loss.item() if loss is not None else math.nan
         row["loss"] = value if math.isfinite(value) else None
-        row["stream_wait"] = self._waits.take()
+        row["stream_wait"] = self._last_wait = self._waits.take()
         if self._compares:
-            self._recent.append([*row["phases"].values(), row["stream_wait"] or 0.0])
+            self._recent.append([*row["phases"].values(), self._last_wait or 0.0])
         self.kept.append(row)
         self._write(row)
 
@@ -219,12 +220,15 @@ class StepLog(Part):
 
     def _compare_ranks(self):
         """The slowest rank is the one that has waited least for others, with its thread or with its device; its phase,
-        where it differs most from the fastest rank."""
+        where it differs most from the fastest rank. The gathers of a device are waits of its stream, which are counted
+        there: all hosts wait equally long for their devices then."""
         self._finish_pending()
         rows, self._recent = self._gather(torch.tensor(self._recent, dtype=torch.float64).mean(0)), []
         own = [number for number, name in enumerate(PHASES) if name not in _OTHERS]
         rows, streams = rows[:, :-1], rows[:, -1]
         least, most, alone = rows.min(0).values, rows.max(0).values, rows[:, own].sum(1)
+        if self._last_wait is not None:
+            alone += rows[:, PHASES.index("gathers")]
         slowest = int(torch.minimum(alone, rows.sum(1) - streams).argmax())
         phase = PHASES[max(own, key=lambda number: float(rows[slowest, number] - least[number]))]
         self.rank_times = {
