@@ -1,6 +1,7 @@
 #include "comm/transports/counted_communicator.h"
 
 #include <ATen/Functions.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <utility>
@@ -39,7 +40,10 @@ class CountedCommunicator : public Communicator {
  protected:
   bool carries_parts() const override { return true; }
   WorkPtr start(const Op& op) override {
-    if (op.out.defined() && op.out.is_cpu()) fill(op);
+    if (op.out.defined() && op.out.is_cpu()) {
+      const c10::impl::ExcludeDispatchKeyGuard unseen(c10::python_ks);  // a mode of Python takes far longer than the copy
+      fill(op);
+    }
     if (!time_.step || op.verb == Verb::kBarrier) return std::make_shared<DoneWork>();
     const auto width = static_cast<int64_t>(op.own().defined() ? op.own().element_size() : op.whole().element_size());
     const int64_t sent = op.verb == Verb::kRecv ? op.out.numel() : op.sent(rank_, size_);
@@ -59,6 +63,10 @@ class CountedCommunicator : public Communicator {
         return repeat(op.out, op.reduce);
       case Verb::kAllGather:
       case Verb::kGather:
+        if (op.out_counts.empty() && op.out.numel() == op.in.numel() * size_) {
+          op.out.view({size_, op.in.numel()}).copy_(op.in.reshape({1, op.in.numel()}).clone());  // it may be a part of it
+          return;
+        }
         for (const at::Tensor& part : parts_of(op.out, op.out_counts, size_)) copy(part, op.in);
         return;
       case Verb::kAllToAll:

@@ -104,13 +104,15 @@ void ParamGatherer::release_all() {
 
 void ParamGatherer::mark_persistent() {
   int64_t total = 0;
+  std::vector<ShardedParam*> stay;
   for (const ShardedParamPtr& param : params_) {
     const bool small = param->numel() < options_.persistence_numel;
     if (!small || param->persistent || total + param->numel() > options_.model_persistence_numel) continue;
     total += param->numel();
     param->persistent = true;
-    hold({param.get()});
+    stay.push_back(param.get());
   }
+  hold(stay);
 }
 
 void ParamGatherer::refresh_persistent() {

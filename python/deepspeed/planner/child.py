@@ -25,29 +25,57 @@ def run_apart(function, *args):
     device; then a new interpreter gets the function and its arguments, which have to be picklable. A ``ValueError`` or
     ``PlanError`` of the function is raised here, too; another error becomes a ``PlanError`` with its traceback.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _work(function, args, reads, writes)
-    os.close(writes)
-    try:
-        with os.fdopen(reads, "rb") as pipe:
-            told = pipe.read()
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        raise
-    _, status = os.waitpid(child, 0)
-    if not told:
-        raise PlanError(f"the process that planned ended with {_ending(status)} and no result")
-    error, value = pickle.loads(told)
-    if isinstance(error, _NoAutograd):
-        error, value = _run_anew(function, args)
-    if error is not None:
-        raise error
-    return value
+    return run_each_apart(function, [args])[0]
+
+
+def run_each_apart(function, rows):
+    """``[function(*args) for args in rows]``, as ``run_apart`` does it, as many at one time as there are cores."""
+    cores, made = len(os.sched_getaffinity(0)), []
+    for begin in range(0, len(rows), cores):
+        children = []
+        try:
+            for args in rows[begin : begin + cores]:
+                children.append(_Child(function, args))
+            made += [child.result() for child in children]
+        finally:
+            for child in children:
+                child.end()
+    return made
+
+
+class _Child:
+    """The forked process, which is at work from now on."""
+
+    def __init__(self, function, args):
+        self.function, self.args = function, args
+        sys.stdout.flush()
+        sys.stderr.flush()
+        reads, writes = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _work(function, args, reads, writes)
+        os.close(writes)
+        self.pipe = os.fdopen(reads, "rb")
+
+    def result(self):
+        told = self.pipe.read()
+        _, status = os.waitpid(self.pid, 0)
+        self.pid = None
+        if not told:
+            raise PlanError(f"the process that planned ended with {_ending(status)} and no result")
+        error, value = pickle.loads(told)
+        if isinstance(error, _NoAutograd):
+            error, value = _run_anew(self.function, self.args)
+        if error is not None:
+            raise error
+        return value
+
+    def end(self):
+        """Nobody wants its result any more."""
+        self.pipe.close()
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
 
 
 class _NoAutograd(Exception):

@@ -10,7 +10,7 @@ import torch
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.formats.weight_files import parse_size
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.planner.child import run_apart
+from deepspeed.planner.child import run_each_apart
 from deepspeed.planner.machine import Machine
 from deepspeed.planner.step import PlannedRun, arguments_in, by_owner, loss_of, on_meta
 from deepspeed.planner.world import World
@@ -154,7 +154,8 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
     if isinstance(model, torch.nn.Module) and not _has_no_values(model):
         model = copy_on_meta(model)  # a new process would get its values, too
     inputs = on_meta(arguments_in(sample))
-    made = [run_apart(_plan_rank, rank, model, given, size, room, inputs, rates, loss, optimizer) for rank in wanted]
+    rows = [(rank, model, given, size, room, inputs, rates, loss, optimizer) for rank in wanted]
+    made = run_each_apart(_plan_rank, rows)
     parameters = made[0][1]
     return Plan(tuple(rank for rank, _ in made), size, room, rates.name, parameters)
 
@@ -197,6 +198,7 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
         made = made if _has_no_values(made) else copy_on_meta(made)
     if isinstance(made, PipelineModule):
         raise ValueError("pipelines are not planned here: use deepspeed.pipe.plan, or engine.pipe_plan()")
+    parameters = sum(param.numel() for param in made.parameters())  # in the engine a part of them may be elsewhere
     world.memory.set_owner("engine")
     run = PlannedRun(world, made, config, sample, loss or loss_of, optimizer)
     world.memory.set_owner("activations")
@@ -230,4 +232,4 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
         checkpoint_bytes=run.checkpoint_bytes(),
         not_known=tuple(sorted(counted.not_counted)),
     )
-    return plan, sum(param.numel() for param in made.parameters())
+    return plan, parameters

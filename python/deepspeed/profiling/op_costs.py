@@ -14,6 +14,7 @@ its softmax, masked scores too. An operator that is a composition of others is c
 """
 
 import collections
+import functools
 import math
 from typing import NamedTuple
 
@@ -217,11 +218,13 @@ def _plain(name):
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
+@functools.cache
 def _is_view(func):
     returned = func._schema.returns
     return bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
 
 
+@functools.cache
 def known(name):
     """Whether the table has a row for ``name``: a formula, or that it counts none."""
     name = _plain(name)

@@ -1,6 +1,7 @@
 """``deepspeed.plan``: memory by hand, what stays as it was, and arguments that do not fit together."""
 
 import os
+import time
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.planner import Machine, PlanError, child
-from deepspeed.planner.child import run_apart
+from deepspeed.planner.child import run_apart, run_each_apart
 from deepspeed.planner.plans import bytes_of
 from refusals import refused
 from runs import engine_of, settings, take_step
@@ -94,7 +95,11 @@ def test_a_plan_in_words_and_as_values():
     found = planned(3, memory="1KB")
     assert not found.fits and "needs more than" in found.why and "rank 0 peaks" in str(found)
     made = found.as_dict()
-    assert made["fits"] is False and made["ranks"][0]["calls"][0].keys() == {"verb", "purpose", "count", "bytes"}
+    assert (
+        found.parameters == NUMEL
+        and made["fits"] is False
+        and made["ranks"][0]["calls"][0].keys() == {"verb", "purpose", "count", "bytes"}
+    )
 
 
 def test_a_plan_of_an_engine_that_trains():
@@ -130,7 +135,7 @@ def test_arguments_that_do_not_fit_together():
     refused(ValueError, "sample is missing", deepspeed.plan, layers(), settings(0), 2)
     refused(
         PlanError,
-        "mat1 and mat2|size mismatch|shapes",
+        "mat1 and mat2|size mismatch|shapes|reduction dim",
         planned,
         0,
         sample=torch.zeros(2, SIZE + 1, dtype=torch.bfloat16),
@@ -151,6 +156,22 @@ def test_a_child_tells_its_result_its_error_or_its_end():
     refused(ValueError, "^this one$", run_apart, _fail, ValueError("this one"))
     refused(PlanError, "KeyError: 'this one'", run_apart, _fail, KeyError("this one"))
     refused(PlanError, "ended with signal 9 and no result", run_apart, lambda: os.kill(os.getpid(), 9))
+
+
+def test_children_run_at_the_same_time_and_one_that_fails_ends_the_others():
+    with mock.patch.object(os, "sched_getaffinity", return_value={0, 1}):
+        assert run_each_apart(pow, [(2, n) for n in range(5)]) == [1, 2, 4, 8, 16]
+        begun = time.monotonic()
+        refused(ValueError, "^this one$", run_each_apart, _fail_or_sleep, [(ValueError("this one"),), (None,)])
+        assert time.monotonic() - begun < 60
+        with pytest.raises(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+
+
+def _fail_or_sleep(error):
+    if error is None:
+        time.sleep(120)
+    raise error
 
 
 def test_a_new_process_plans_where_autograd_works_in_no_child():

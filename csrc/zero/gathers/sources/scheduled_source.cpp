@@ -172,8 +172,8 @@ class ScheduledSource : public ShardSource {
     ++exchanges_;
     host = shared.to(at::kCPU);
     GatherSchedule::Params all(host.data_ptr<int32_t>(), host.data_ptr<int32_t>() + host.numel());
+    erase_if(all, [](int32_t index) { return index < 0; });
     sort_unique(all);
-    if (!all.empty() && all.front() < 0) all.erase(all.begin());
     if (!all.empty()) keep(start_gather(all, std::nullopt, /*begun=*/true), wants);
     return schedule_.exchanged(all);
   }
