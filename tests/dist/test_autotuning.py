@@ -177,7 +177,7 @@ def test_without_a_planner_there_are_facts_alone(rank, world, folder):
     engine.destroy()
 
 
-@on_ranks(2)
+@on_ranks(2, init=True)  # torch 2 sets the hook in init_process_group
 def test_an_end_for_want_of_memory_is_written(rank, world, folder):
     before = sys.excepthook
     engine = net_engine(world, 0, **tuned(folder))
