@@ -50,6 +50,7 @@ FLAT = {
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
     "elasticity_enabled": "elasticity.enabled",
+    "data_efficiency_enabled": "data_efficiency.enabled",
 }
 
 # Below a section: by file, the keys that it names.

@@ -16,6 +16,11 @@ OWN_PARAMETERS = {
     "PipelineModule": ["virtual_stages", "placement", "profile_input"],
     "PipelineModule.forward": ["chunk"],
     "UlyssesSPDataLoaderAdapter": ["pad"],
+    "LRRangeTest": ["unit"],
+    "OneCycle": ["unit"],
+    "WarmupCosineLR": ["unit", "warmup_unit"],
+    "WarmupDecayLR": ["unit", "warmup_unit"],
+    "WarmupLR": ["unit", "warmup_unit"],
 }
 
 # Members of objects by the list data/engine_members.json: feature that is still to be built -> "class.member".
