@@ -27,7 +27,6 @@ OWN_PARAMETERS = {
 ABSENT_MEMBERS = {
     "DeepCompile": ["DeepSpeedEngine.get_compile_time"],
     "data efficiency and curriculum learning": [
-        "DeepSpeedEngine.random_ltd_scheduler",
         "DeepSpeedEngine.set_custom_curriculum_learning_schedule",
     ],
     "inference": ["InferenceEngine.cuda_graph_created"],
@@ -52,7 +51,6 @@ LATER = {
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.configure_autoep_folding_tp_gradient_reduction",
     ],
     "data efficiency and curriculum learning": [
-        "deepspeed.runtime.engine:DeepSpeedEngine.random_ltd_initialize",
         "deepspeed.runtime.engine:DeepSpeedEngine.set_custom_curriculum_learning_schedule",
     ],
     "mixture of quantization and eigenvalues": [

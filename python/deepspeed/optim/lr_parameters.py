@@ -4,7 +4,7 @@ from deepspeed.log import logger
 
 WARMUP_LOG_RATE = "log"
 WARMUP_LINEAR_RATE = "linear"
-UNITS = ("steps", "samples", "tokens")
+UNITS = ("steps", "samples", "tokens", "layer_tokens")  # the last one: see ``build_scheduler``
 
 
 def unit_of(name, value):

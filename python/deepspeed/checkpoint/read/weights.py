@@ -72,6 +72,7 @@ def counters_in(run, state):
         skipped_steps=state.get("skipped_steps", 0),
         micro_steps=steps * run.config.gradient_accumulation_steps,
         sparse_names=_sparse_names(run, state),
+        random_ltd=state.get("random_ltd"),
     )
 
 

@@ -100,6 +100,7 @@ class Checkpoints:
                 engine._accumulation.in_window(),
                 engine.sparse_tensor_module_names,
                 engine._tokens.saved,
+                engine._token_dropping.state(),
             ),
             policy=engine._stage_policy,
             config=config,
@@ -174,6 +175,7 @@ class Checkpoints:
             engine.skipped_steps, engine.micro_steps = counters.skipped_steps, counters.micro_steps
             engine.sparse_tensor_module_names = counters.sparse_names
             engine._tokens.restore(counters.consumed_tokens)
+            engine._token_dropping.load(counters.random_ltd)
         engine.loaded_checkpoint_dp_world_size = found.dp_world_size
         if engine.core is not None and engine.core.strategy_states():  # zenflow: without counters it begins anew
             engine.core.restore_strategy(found.strategy or {})

@@ -76,11 +76,12 @@ class ConsumedTokens(Part):
         return limit is not None and self.consumed >= limit
 
     def done(self):
-        """``{unit: number}`` of samples and tokens when the step under way is done: schedules ask for them."""
+        """``{unit: number}`` of samples, tokens and tokens of layers when the step under way is done, for schedules."""
         engine = self.engine
         return {
             "samples": engine.global_samples + engine._data.samples_of_step(),
             "tokens": self.consumed + self.of_step,
+            "layer_tokens": engine._token_dropping.layer_tokens(),
         }
 
     # ---- a step ------------------------------------------------------------------------------------------------------
