@@ -1,9 +1,11 @@
 """What dropped tokens and layers save, beside what they cost.
 
-    python benchmarks/python/layer_dropping.py [--rounds 5] [--threads 2] [--json FILE]
+    python benchmarks/python/layer_dropping.py [--rounds 5] [--threads 2] [--only PART] [--stage 0] [--json FILE]
+    deepspeed --num_gpus 2 benchmarks/python/layer_dropping.py --threads 1 --only layers --stage 3
 
-One process, fp32, a GPT with 24 layers of which 22 drop tokens. Operations are counted by deepspeed.profiling.op_costs,
-times are medians of whole steps (forward, backward and update by the engine), the configurations in turn.
+fp32, a GPT with 24 layers of which 22 drop tokens. Operations are counted by deepspeed.profiling.op_costs,
+times are medians of whole steps (forward, backward and update by the engine), the configurations in turn; "cpu" are
+those of the process, which other programs on the machine disturb less.
 
 - Random-LTD: operations of a run by the schedule (from an eighth of the sequence to all of it over two thirds of the
   steps), over those of the plain model; for one number of kept tokens the time that is saved over the operations that
@@ -23,11 +25,12 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(HERE)), "tests",
 LAYERS, WORDS = 24, 512
 
 
-def config(rows, **more):
+def config(rows, stage, **more):
     return {
-        "train_batch_size": rows,
+        "train_micro_batch_size_per_gpu": rows,
         "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 0},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 1000000,
         **more,
     }
 
@@ -47,10 +50,18 @@ def token_section(kept, length, steps=1):
     return {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": section}}}
 
 
+def clocks():
+    return time.perf_counter(), time.process_time()
+
+
+def since(start):
+    return tuple(now - then for now, then in zip(clocks(), start))
+
+
 class Runs:
     """Engines of one model shape, with the operations of a step and its time."""
 
-    def __init__(self, width, length, rows):
+    def __init__(self, width, length, rows, stage):
         import torch
 
         import deepspeed
@@ -61,10 +72,10 @@ class Runs:
         self.block = Block
         self.made = lambda: Transformer(LAYERS, width, WORDS, heads=8)
         self.batch = torch.randint(WORDS, (rows, length))
-        self.rows, self.length = rows, length
+        self.rows, self.stage = rows, stage
 
     def engine(self, convert=None, **more):
-        engine = self.deepspeed.initialize(model=self.made(), config=config(self.rows, **more))[0]
+        engine = self.deepspeed.initialize(model=self.made(), config=config(self.rows, self.stage, **more))[0]
         return engine if convert is None else convert(engine, self.block)
 
     def step(self, engine):
@@ -78,20 +89,20 @@ class Runs:
         return counted.flops
 
     def times(self, rounds, **engines):
-        """Medians of steps in turn, in seconds."""
+        """Medians of steps in turn, in seconds: of the wall, of the processors."""
         found = {name: [] for name in engines}
         for number in range(rounds + 1):
             for name, engine in engines.items():
-                start = time.perf_counter()
+                start = clocks()
                 self.step(engine)
-                found[name] += [time.perf_counter() - start] if number else []
-        return {name: statistics.median(times) for name, times in found.items()}
+                found[name] += [since(start)] if number else []
+        return {name: [statistics.median(times) for times in zip(*both)] for name, both in found.items()}
 
 
-def tokens(rounds, width, length, rows):
-    from deepspeed.data.random_ltd import RandomLTDScheduler, convert_to_random_ltd
+def tokens(rounds, width, length, rows, stage):
+    from deepspeed.data.random_ltd import convert_to_random_ltd
 
-    runs = Runs(width, length, rows)
+    runs = Runs(width, length, rows, stage)
     plain, steps = runs.engine(), 300
     engine = runs.engine(convert_to_random_ltd, **token_section(length // 8, length, steps * 2 // 3))
     whole, at = runs.flops(plain), {}
@@ -103,14 +114,15 @@ def tokens(rounds, width, length, rows):
     saved = 1 - sum(at[scheduler.get_value(step)] for step in range(steps)) / (steps * whole)
     half = runs.engine(convert_to_random_ltd, **token_section(length // 2, length))
     times = runs.times(rounds, plain=plain, half=half)
-    fewer, faster = 1 - at[length // 2] / whole, 1 - times["half"] / times["plain"]
-    assert isinstance(scheduler, RandomLTDScheduler)
+    fewer, (faster, cpu) = 1 - at[length // 2] / whole, (1 - a / b for a, b in zip(times["half"], times["plain"]))
     return {
         "flops_saved_by_the_schedule": saved,
         "half_flops_saved": fewer,
         "half_time_saved": faster,
+        "half_cpu_saved": cpu,
         "time_over_flops": faster / fewer,
-        **{f"{name}_seconds": value for name, value in times.items()},
+        "cpu_over_flops": cpu / fewer,
+        **{f"{name}_seconds": value for name, (value, _) in times.items()},
     }
 
 
@@ -139,25 +151,34 @@ def moves(rounds, width, length, rows):
     return {**{f"{name}_ms": 1e3 * value for name, value in found.items()}, "share": found["moves"] / found["layer"]}
 
 
-def layers(rounds, width, length, rows):
+def layers(rounds, width, length, rows, stage):
     from deepspeed.data.layer_drop import convert_to_pld
 
-    runs = Runs(width, length, rows)
+    runs = Runs(width, length, rows, stage)
     dropping = {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 100.0}}
     plain, engine = runs.engine(), runs.engine(convert_to_pld, **dropping)
     runs.step(engine)
-    whole, flops, spent, left_out, all_kept = runs.flops(plain), 0, 0.0, 0, []
+    whole, flops, left_out, spent, all_kept = runs.flops(plain), 0, 0, [], []
+    counted = runs.flops(engine)
+    of_layer = (whole - counted) / len(engine.data_efficiency_report()["layers_left_out"])
     for _ in range(2 * rounds):
-        start = time.perf_counter()
-        runs.step(engine)
-        spent += time.perf_counter() - start
-        left_out += len(engine.data_efficiency_report()["layers_left_out"])
-        start = time.perf_counter()
-        runs.step(plain)
-        all_kept.append(time.perf_counter() - start)
-        flops += runs.flops(engine)
-    fewer, faster = 1 - flops / (2 * rounds * whole), 1 - spent / sum(all_kept)
-    return {"left_out": left_out / (2 * rounds), "flops_saved": fewer, "time_saved": faster, "ratio": faster / fewer}
+        for one, times in ((engine, spent), (plain, all_kept)):
+            start = clocks()
+            runs.step(one)
+            times.append(since(start))
+        report = engine.data_efficiency_report()
+        left_out += len(report["layers_left_out"])
+        flops += whole - of_layer * len(report["layers_left_out"])
+    fewer = 1 - flops / (2 * rounds * whole)
+    faster, cpu = (1 - sum(a) / sum(b) for a, b in zip(zip(*spent), zip(*all_kept)))
+    return {
+        "left_out": left_out / (2 * rounds),
+        "flops_saved": fewer,
+        "time_saved": faster,
+        "cpu_saved": cpu,
+        "time_over_flops": faster / fewer,
+        "cpu_over_flops": cpu / fewer,
+    }
 
 
 def main():
@@ -166,18 +187,22 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--only", choices=("random_ltd", "rows", "layers"))
+    parser.add_argument("--local_rank", type=int)
     parser.add_argument("--json")
     args = parser.parse_args()
     import torch
 
     torch.set_num_threads(args.threads)
-    shape = args.width, args.length, args.rows
-    found = {
-        "random_ltd": tokens(args.rounds, *shape),
-        "rows_at_width_512": moves(2 * args.rounds, 512, 512, 4),
-        "layers": layers(args.rounds, *shape),
+    shape = args.width, args.length, args.rows, args.stage
+    parts = {
+        "random_ltd": lambda: tokens(args.rounds, *shape),
+        "rows": lambda: moves(2 * args.rounds, 512, 512, 4),
+        "layers": lambda: layers(args.rounds, *shape),
     }
+    found = {name: measure() for name, measure in parts.items() if args.only in (None, name)}
     for name, figures in found.items():
         print(name, {key: round(value, 4) for key, value in figures.items()}, flush=True)
     if args.json:

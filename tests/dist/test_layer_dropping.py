@@ -119,6 +119,19 @@ def test_stage_3_does_not_gather_dropped_layers(rank, world):
     assert all(fewer > 0 for fewer, dropped in per_layer if dropped), per_layer
 
 
+@on_ranks(2)
+def test_layers_that_run_though_the_core_leaves_them_out(rank, world):
+    results = []
+    for stage in (0, 3):
+        engine = engine_with(stage, zero={"reduce_bucket_size": 600}, optimizer="SGD", rate=0.3)
+        steps(engine, 2, rank)
+        engine.module.eval()  # behind the engine's back: layers run in the evaluation
+        results.append((steps(engine, 3, rank, first=2), last_of(engine)))
+    for mine, theirs in zip(results[0][1], results[1][1]):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-4)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(1)
 def test_recomputed_layers_drop_the_same(rank, world, stage):
