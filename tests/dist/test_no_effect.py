@@ -50,6 +50,8 @@ FLAT = {
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
     "elasticity_enabled": "elasticity.enabled",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "pld_enabled": "progressive_layer_drop.enabled",
 }
 
 # Below a section: by file, the keys that it names.
@@ -72,6 +74,21 @@ _SCANNED = {
     },
     "comms_logger": {"comm/comms_logger.py": "enabled prof_all prof_ops verbose debug"},
     "csv_monitor": {"monitor/monitor.py": "enabled", "monitor/csv_monitor.py": "job_name output_path"},
+    "data_efficiency": {
+        "data/random_ltd.py": "data_routing.enabled data_routing.random_ltd.enabled "
+        "data_routing.random_ltd.global_batch_size data_routing.random_ltd.hidden_state_order "
+        "data_routing.random_ltd.model_mask_name data_routing.random_ltd.random_ltd_layer_id "
+        "data_routing.random_ltd.random_ltd_layer_num "
+        "data_routing.random_ltd.random_ltd_schedule.max_value data_routing.random_ltd.random_ltd_schedule.min_value "
+        "data_routing.random_ltd.random_ltd_schedule.schedule_config.require_steps "
+        "data_routing.random_ltd.random_ltd_schedule.schedule_config.seq_per_step "
+        "data_routing.random_ltd.random_ltd_schedule.schedule_type data_routing.random_ltd.total_layer_num",
+        "engine/build_scheduler.py": "data_routing.random_ltd.layer_token_lr_schedule.enabled "
+        "data_routing.random_ltd.layer_token_lr_schedule.total_layer_tokens "
+        "data_routing.random_ltd.layer_token_lr_schedule.warmup_layer_tokens "
+        "data_routing.random_ltd.layer_token_lr_schedule.warmup_type",
+        "engine/parts/token_dropping.py": "data_routing.random_ltd.micro_batch_size seed",
+    },
     "datastates_ckpt": {"checkpoint/engines/built_in.py": "host_cache_size"},
     "elasticity": {"engine/parts/memory_copies.py": "snapshot_steps", "config/elasticity.py": "min_time"},
     "expert_parallel": {
@@ -254,6 +271,7 @@ def test_keys_are_read(rank, world, folder):
         engine.load_checkpoint(folder)
         patch.setattr(deepspeed.get_accelerator(), "is_fp16_supported", lambda: True)  # nothing is computed in it
         made(fp16={"enabled": True}, **writer)
+        made(progressive_layer_drop={"enabled": True})
         for stage in (1, 2, 3):
             offload = {"offload_optimizer": {"device": "cpu"}} if stage == 2 else {}
             engine = made(bf16={"enabled": True}, zero_optimization={"stage": stage, **offload})

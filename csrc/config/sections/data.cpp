@@ -26,86 +26,130 @@ Field schedule_type() {
 
 Field data_sampling() {
   return section(
-      "data_sampling", "Which samples are drawn.",
-      {
-          enabled(),
-          integer("num_epochs", 1000, "Most epochs.").above(0),
-          integer("num_workers", 0, "Worker processes of the loader.").at_least(0),
-          boolean("pin_memory", false, "Page-locked host memory for batches."),
-          section(
-              "curriculum_learning", "Easy samples first.",
-              {
-                  enabled(),
-                  path("data_cluster_path", "Folder for the clusters of samples."),
-                  section("curriculum_metrics", "What difficulty is, by name.",
-                          {
-                              section("<metric name>", "One metric.",
-                                      {
-                                          path("index_to_sample_path", "Samples by value of the metric."),
-                                          path("index_to_metric_path", "The metric of each sample."),
-                                          text("difficulty_type", nullptr, "A difficulty is a value or a percentile.")
-                                              .one_of({"value", "percentile"}),
-                                          text("clustering_type", nullptr, "How samples are put into clusters.")
-                                              .one_of({"single_cluster", "schedule_based"}),
-                                          count("min_difficulty", "Difficulty at the start."),
-                                          count("max_difficulty", "Difficulty at the end."),
-                                          schedule_type(),
-                                          curriculum_schedule(),
-                                      }),
-                          }),
-              }),
-          section("dynamic_batching", "Batches of equal token counts.",
-                  {
-                      enabled(),
-                      path("metrics_path", "Lengths of the samples."),
-                      text("lr_scaling_method", "linear", "How the learning rate follows the batch size.")
-                          .one_of({"linear", "sqrt", "none"}),
-                      integer("min_batch_size", 1, "Fewest samples.").above(0),
-                      integer("max_batch_size", nullptr, "Most samples.").above(0),
-                      text("sequence_picking_order", "dataloader", "In which order samples are put together.")
-                          .one_of({"random", "seqlen", "dataloader"}),
-                      integer("max_tokens", nullptr, "Tokens per batch.").above(0),
-                      boolean("verbose", false, "Print the batches."),
-                  }),
-      });
+             "data_sampling", "Which samples are drawn.",
+             {
+                 enabled(),
+                 integer("num_epochs", 1000, "Most epochs.").above(0),
+                 integer("num_workers", 0, "Worker processes of the loader.").at_least(0),
+                 boolean("pin_memory", false, "Page-locked host memory for batches."),
+                 section(
+                     "curriculum_learning", "Easy samples first.",
+                     {
+                         enabled(),
+                         path("data_cluster_path", "Folder for the clusters of samples."),
+                         section("curriculum_metrics", "What difficulty is, by name.",
+                                 {
+                                     section("<metric name>", "One metric.",
+                                             {
+                                                 path("index_to_sample_path", "Samples by value of the metric."),
+                                                 path("index_to_metric_path", "The metric of each sample."),
+                                                 text("difficulty_type", nullptr,
+                                                      "A difficulty is a value or a percentile.")
+                                                     .one_of({"value", "percentile"}),
+                                                 text("clustering_type", nullptr, "How samples are put into clusters.")
+                                                     .one_of({"single_cluster", "schedule_based"}),
+                                                 count("min_difficulty", "Difficulty at the start."),
+                                                 count("max_difficulty", "Difficulty at the end."),
+                                                 schedule_type(),
+                                                 curriculum_schedule(),
+                                             }),
+                                 }),
+                     }),
+                 section("dynamic_batching", "Batches of equal token counts.",
+                         {
+                             enabled(),
+                             path("metrics_path", "Lengths of the samples."),
+                             text("lr_scaling_method", "linear", "How the learning rate follows the batch size.")
+                                 .one_of({"linear", "sqrt", "none"}),
+                             integer("min_batch_size", 1, "Fewest samples.").above(0),
+                             integer("max_batch_size", nullptr, "Most samples.").above(0),
+                             text("sequence_picking_order", "dataloader", "In which order samples are put together.")
+                                 .one_of({"random", "seqlen", "dataloader"}),
+                             integer("max_tokens", nullptr, "Tokens per batch.").above(0),
+                             boolean("verbose", false, "Print the batches."),
+                         }),
+             })
+      .not_built("data sampling");
 }
 
 Field data_routing() {
-  return section("data_routing", "Which tokens go through which layers.",
-                 {
-                     enabled(),
-                     section("random_ltd", "Random layerwise token dropping.",
-                             {
-                                 enabled(),
-                                 count("total_layer_num", "Layers of the model."),
-                                 count("random_ltd_layer_num", "Layers that drop."),
-                                 list("random_ltd_layer_id", nullptr, "Which.").items(kInt).items_at_least(0),
-                                 text("model_mask_name", nullptr, "Keyword of the attention mask in forward."),
-                                 text("model_type", nullptr, "Kind of model.").one_of({"decoder", "encoder"}),
-                                 text("hidden_state_order", nullptr, "Order of dimensions.")
-                                     .one_of({"batch_seq_dim", "seq_batch_dim"}),
-                                 count("micro_batch_size", "As at the top."),
-                                 count("global_batch_size", "As train_batch_size."),
-                                 section("random_ltd_schedule", "Tokens that are kept, over time.",
-                                         {
-                                             count("min_value", "At the start."),
-                                             count("max_value", "At the end."),
-                                             text("schedule_type", nullptr, "How it grows.").one_of({"fixed_linear"}),
-                                             section("schedule_config", "Settings of that.",
-                                                     {
-                                                         count("require_steps", "Steps until the end."),
-                                                         count("seq_per_step", "Tokens added at one time."),
-                                                     }),
-                                         }),
-                                 section("layer_token_lr_schedule", "Let the learning rate follow the tokens.",
-                                         {
-                                             enabled(),
-                                             count("total_layer_tokens", "Tokens over all layers."),
-                                             text("warmup_type", nullptr, "Kind of warm-up."),
-                                             count("warmup_layer_tokens", "Tokens of warm-up."),
-                                         }),
-                             }),
-                 });
+  return section(
+      "data_routing", "Which tokens go through which layers.",
+      {
+          enabled(),
+          section(
+              "random_ltd", "Random-LTD: some layers get random tokens of each sample, the others pass them by.",
+              {
+                  enabled(),
+                  integer("total_layer_num", nullptr, "Layers of the model.").above(0),
+                  count("random_ltd_layer_num", "Layers that drop tokens; null: as many as random_ltd_layer_id names."),
+                  list("random_ltd_layer_id", nullptr, "Their numbers in the model, from 0.")
+                      .items(kInt)
+                      .items_at_least(0),
+                  text("model_mask_name", nullptr,
+                       "Keyword of the attention mask in forward of a layer; null: it has none."),
+                  text("model_type", nullptr, "What the layers are.")
+                      .one_of({"decoder", "encoder"})
+                      .no_effect("masks of both are cut to the kept tokens in the same way"),
+                  text("hidden_state_order", nullptr, "Order of dimensions of the hidden states.")
+                      .one_of({"batch_seq_dim", "seq_batch_dim"}),
+                  count("micro_batch_size", "The same as train_micro_batch_size_per_gpu; null: not compared."),
+                  count("global_batch_size", "The same as train_batch_size; null: not compared."),
+                  section(
+                      "random_ltd_schedule", "Tokens of a sample that are kept, over the steps.",
+                      {
+                          integer("min_value", nullptr, "At the start.").above(0),
+                          integer("max_value", nullptr, "At the end: the length of a sequence.").above(0),
+                          text("schedule_type", nullptr, "How it grows; null: fixed_linear.").one_of({"fixed_linear"}),
+                          section("schedule_config", "Settings of that.",
+                                  {
+                                      integer("require_steps", nullptr, "Steps until the end.").above(0),
+                                      integer("seq_per_step", nullptr, "Tokens added at one time.").above(0),
+                                  }),
+                      }),
+                  section("layer_token_lr_schedule", "Let the learning rate follow the tokens that layers have seen.",
+                          {
+                              enabled(),
+                              integer("total_layer_tokens", nullptr, "Tokens over all layers.").above(0),
+                              text("warmup_type", nullptr, "Shape of the warm-up; null: the schedule's.")
+                                  .one_of({"log", "linear"}),
+                              count("warmup_layer_tokens", "Tokens of warm-up; null: none."),
+                          }),
+              }),
+      });
+}
+
+const std::string kLtd = "data_efficiency.data_routing.random_ltd";
+
+void check_random_ltd(RuleContext& j) {
+  if (!j.on(kLtd + ".enabled")) return;
+  for (const char* around : {"data_efficiency.enabled", "data_efficiency.data_routing.enabled"})
+    if (!j.on(around))
+      return j.warn({kLtd + ".enabled", around}, "no token is dropped while the section around it is off.");
+  const std::string schedule = kLtd + ".random_ltd_schedule", settings = schedule + ".schedule_config";
+  for (const std::string& key :
+       {kLtd + ".total_layer_num", kLtd + ".random_ltd_layer_id", kLtd + ".hidden_state_order", schedule + ".min_value",
+        schedule + ".max_value", settings + ".require_steps", settings + ".seq_per_step"})
+    if (j.is_null(key) && !j.refused(key)) j.error({key}, "required when random_ltd is enabled.", "Add it.");
+  const std::string number = kLtd + ".random_ltd_layer_num", ids = kLtd + ".random_ltd_layer_id";
+  if (!j.is_null(number) && !j.is_null(ids) && j.integer(number) != static_cast<int64_t>(j.size(ids)))
+    j.error({number, ids}, "random_ltd_layer_id names another number of layers.", "Leave random_ltd_layer_num out.");
+  const int64_t least = j.integer(schedule + ".min_value"), most = j.integer(schedule + ".max_value");
+  if (most > 0 && least > most)
+    j.error({schedule + ".min_value", schedule + ".max_value"}, "the first number of tokens is above the last one.",
+            "Make max_value the length of a sequence, and min_value less.");
+  if (least > 0 && j.integer(settings + ".seq_per_step") > least)
+    j.error({settings + ".seq_per_step", schedule + ".min_value"},
+            "numbers of tokens are multiples of seq_per_step, and the first one would be 0.",
+            "Make seq_per_step at most min_value.");
+  const std::string rates = kLtd + ".layer_token_lr_schedule";
+  if (!j.on(rates + ".enabled")) return;
+  if (j.is_null(rates + ".total_layer_tokens"))
+    j.error({rates + ".total_layer_tokens"}, "required when layer_token_lr_schedule is enabled.", "Add it.");
+  const std::string type = j.text("scheduler.type");
+  if (type != "WarmupDecayLR" && type != "WarmupCosineLR")
+    j.error({"scheduler.type", rates + ".enabled"}, "layer_token_lr_schedule counts out a schedule with an end.",
+            "Use WarmupDecayLR or WarmupCosineLR.");
 }
 
 void check_discrete(RuleContext& j, const std::string& at) {
@@ -127,7 +171,7 @@ DS_CONFIG_CHAPTER(85, kTraining, "Data and curriculum") {
                           data_sampling(),
                           data_routing(),
                       });
-  c.add(data.not_built("data efficiency"));
+  c.add(data);
   auto curriculum = section("curriculum_learning", "Older curriculum over sequence length.",
                             {
                                 enabled(),
@@ -138,13 +182,19 @@ DS_CONFIG_CHAPTER(85, kTraining, "Data and curriculum") {
                                 curriculum_schedule(),
                             });
   c.add(curriculum.not_built("curriculum learning"));
-  auto drop = section("progressive_layer_drop", "Skip layers more and more often.",
-                      {
-                          enabled(),
-                          number("theta", 1.0, "Keep probability in the end.").at_least(0).at_most(1),
-                          number("gamma", 0.001, "How fast it gets there.").at_least(0),
-                      });
-  c.add(drop.not_built("progressive layer dropping"));
+  c.add(integer("max_train_tokens", nullptr,
+                "engine.training_ended() is true from the step on that reaches so many tokens, over all ranks.")
+            .above(0));
+  auto drop =
+      section("progressive_layer_drop", "Skip layers more and more often.",
+              {
+                  enabled(),
+                  number("theta", 1.0, "Probability with which a layer is kept in the end; at step 0 it is 1.")
+                      .at_least(0)
+                      .at_most(1),
+                  number("gamma", 0.001, "How fast it gets there: exp(-gamma * step) of the way is left.").at_least(0),
+              });
+  c.add(drop);
 
   c.rule(
       "data_efficiency: curriculum_metrics and dynamic_batching.max_tokens are required when their section is enabled.",
@@ -158,6 +208,10 @@ DS_CONFIG_CHAPTER(85, kTraining, "Data and curriculum") {
           j.error({at + "dynamic_batching.max_tokens"}, "required when dynamic batching is enabled.", "Add it.");
         }
       });
+  c.whole_rule(
+      "random_ltd: its layers, the order of hidden states and the schedule are required when it is enabled; "
+      "layer_token_lr_schedule needs a scheduler with an end.",
+      check_random_ltd);
   c.rule("fixed_discrete schedules: max_step is one shorter than difficulty.", [](RuleContext& j) {
     check_discrete(j, "curriculum_learning");
     const std::string metrics = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics";

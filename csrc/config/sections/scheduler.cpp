@@ -11,6 +11,14 @@ Field per_group(std::string name, Literal fallback, std::string doc) {
   return number(std::move(name), std::move(fallback), std::move(doc)).also(kList).items(kFloat);
 }
 Field last_batch() { return integer("last_batch_iteration", -1, "Step to resume after; -1 starts anew.").at_least(-1); }
+Field unit() {
+  return text("unit", "steps", "What the schedule counts, in every key that says steps.")
+      .one_of({"steps", "samples", "tokens"});
+}
+Field warmup_unit() {
+  return text("warmup_unit", nullptr, "What the warm-up counts; null: the unit.")
+      .one_of({"steps", "samples", "tokens"});
+}
 Field warmup_type() { return text("warmup_type", "log", "Shape of the warm-up.").one_of({"log", "linear"}); }
 Field warmup_steps() { return integer("warmup_num_steps", 1000, "Steps of warm-up.").at_least(0); }
 Field total_steps() {
@@ -23,7 +31,8 @@ std::map<std::string, Fields> scheduler_params() {
        {per_group("lr_range_test_min_lr", 0.001, "Learning rate to start from."),
         integer("lr_range_test_step_size", 2000, "Steps per increase.").above(0),
         number("lr_range_test_step_rate", 1.0, "Increase per step size, relative to the start."),
-        boolean("lr_range_test_staircase", false, "Increase at once per step size, not gradually."), last_batch()}},
+        boolean("lr_range_test_staircase", false, "Increase at once per step size, not gradually."), last_batch(),
+        unit()}},
       {"OneCycle",
        {per_group("cycle_min_lr", nullptr, "Learning rate at the ends of the cycle.").required(),
         per_group("cycle_max_lr", nullptr, "Learning rate in its middle.").required(),
@@ -36,19 +45,19 @@ std::map<std::string, Fields> scheduler_params() {
         boolean("cycle_momentum", true, "Cycle the momentum against the rate."),
         per_group("cycle_min_mom", 0.8, "Momentum in the middle of the cycle."),
         per_group("cycle_max_mom", 0.9, "Momentum at its ends."),
-        number("decay_mom_rate", 0.0, "Growth of the momentum after the cycle."), last_batch()}},
+        number("decay_mom_rate", 0.0, "Growth of the momentum after the cycle."), last_batch(), unit()}},
       {"WarmupLR",
        {per_group("warmup_min_lr", 0.0, "Learning rate to start from."),
         per_group("warmup_max_lr", nullptr, "Learning rate to reach; null: the optimizer's."), warmup_steps(),
-        warmup_type(), last_batch()}},
+        warmup_type(), last_batch(), unit(), warmup_unit()}},
       {"WarmupDecayLR",
        {total_steps(), per_group("warmup_min_lr", 0.0, "Learning rate to start from."),
         per_group("warmup_max_lr", 0.001, "Learning rate to reach before the decay to zero."), warmup_steps(),
-        warmup_type(), last_batch()}},
+        warmup_type(), last_batch(), unit(), warmup_unit()}},
       {"WarmupCosineLR",
        {total_steps(), number("warmup_min_ratio", 0.0, "Share of the optimizer's rate to start from.").at_least(0),
         warmup_steps(), number("cos_min_ratio", 0.0001, "Share of the optimizer's rate to end with.").at_least(0),
-        warmup_type(), last_batch()}},
+        warmup_type(), last_batch(), unit(), warmup_unit()}},
   };
 }
 

@@ -156,7 +156,7 @@ std::vector<ShardedParam*> ParamGatherer::wanted_next() const {
   int64_t numel = 0;
   for (size_t i = cursor_; i < trace_.size(); ++i) {
     for (ShardedParam* param : units_[trace_[i]].params) {
-      if (param->available() || contains(result, param)) continue;
+      if (param->available() || left_out_.count(param) || contains(result, param)) continue;
       numel += param->numel();
       if (numel > options_.prefetch_numel || live_ + numel > options_.max_live_numel) return result;
       result.push_back(param);
@@ -169,7 +169,8 @@ void ParamGatherer::enter(int32_t index, const std::vector<at::Tensor>& inputs) 
   at::NoGradGuard no_grad;
   auto use = std::make_shared<Use>();
   use->unit = index;
-  use->params = units_.at(index).params;
+  for (ShardedParam* param : units_.at(index).params)
+    if (!left_out_.count(param)) use->params.push_back(param);
   use->entered_at = events_;
   // A recomputation in backward that torch ended early, by an exception of its own, never left its modules: backward
   // has gone on since, which it does not do inside a call.

@@ -19,6 +19,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "base/step_clock.h"
@@ -60,6 +61,10 @@ class ParamGatherer {
 
   // A released parameter was touched. Inside a call of the model: gathered, for that call and its backward; true.
   bool touch(ShardedParam& param);
+
+  // The model does not use `params` until the next call, as far as the caller knows: a module is not a reason to gather
+  // them, and nothing fetches them ahead. One that is touched all the same is gathered then.
+  void leave_out(const std::vector<ShardedParam*>& params) { left_out_ = {params.begin(), params.end()}; }
 
   // For as long as a caller wants it.
   void acquire(const std::vector<ShardedParam*>& params);
@@ -112,6 +117,7 @@ class ParamGatherer {
   void forget_saved_again();
 
   std::vector<ShardedParamPtr> params_;
+  std::unordered_set<const ShardedParam*> left_out_;
   ShardSourcePtr source_;
   GathererOptions options_;
   std::vector<Unit> units_;

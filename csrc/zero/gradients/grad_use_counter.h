@@ -18,7 +18,7 @@ namespace ds::zero {
 
 class GradUseCounter {
  public:
-  explicit GradUseCounter(size_t params) : fires_(params), expected_(params) {}
+  explicit GradUseCounter(size_t params) : fires_(params), expected_(params), left_out_(params) {}
 
   void begin() { fill(fires_, 0); }
   int32_t fired(size_t param) { return ++fires_[param]; }
@@ -27,7 +27,16 @@ class GradUseCounter {
   }
   int32_t expected(size_t param) const { return expected_[param]; }  // the most in an earlier one
   // How often it will have fired when its bucket may leave; nothing is known: 1 where buckets are `eager`, else 0.
-  int32_t wanted(size_t param, bool eager) const { return learned_ ? expected_[param] : eager; }
+  int32_t wanted(size_t param, bool eager) const {
+    if (left_out_[param]) return 0;
+    return learned_ ? expected_[param] : eager;
+  }
+
+  // The caller knows that `params` will not fire, until the next call. One that fires all the same may be late.
+  void leave_out(const std::vector<size_t>& params) {
+    fill(left_out_, 0);
+    for (size_t param : params) left_out_.at(param) = 1;
+  }
 
   void learn() {  // the backward has ended
     for (size_t param = 0; param < fires_.size(); ++param) expected_[param] = std::max(expected_[param], fires_[param]);
@@ -48,6 +57,7 @@ class GradUseCounter {
 
  private:
   std::vector<int32_t> fires_, expected_;
+  std::vector<uint8_t> left_out_;
   bool learned_ = false;  // expected_ rests on at least one backward
 };
 

@@ -40,7 +40,9 @@ class RunRanks:
 @dataclasses.dataclass
 class Counters:
     """The progress of a run. ``micro_steps`` is counted to the begin of the accumulation window, of which
-    ``in_window`` micro-batches are done. ``sparse_names``: embeddings whose gradients travel as touched rows."""
+    ``in_window`` micro-batches are done. ``sparse_names``: embeddings whose gradients travel as touched rows.
+    ``consumed_tokens``: of all ranks; None where they are not counted. ``random_ltd``: the state of the scheduler of
+    random-LTD, None without one."""
 
     global_steps: int = 0
     global_samples: int = 0
@@ -48,6 +50,8 @@ class Counters:
     micro_steps: int = 0
     in_window: int = 0
     sparse_names: set = dataclasses.field(default_factory=set)
+    consumed_tokens: Optional[int] = None
+    random_ltd: Optional[dict] = None
 
 
 @dataclasses.dataclass

@@ -33,6 +33,7 @@ PLAIN = BATCH_KEYS + (
     "log_level",
     "gradient_clipping",
     "dataloader_drop_last",
+    "max_train_tokens",
     "disable_allgather",
     "graph_harvesting",
     "vocabulary_size",

@@ -63,7 +63,6 @@ PATHS = {
     "curriculum_learning_config": "data_efficiency_config.data_sampling.curriculum_learning",
     "curriculum_learning_enabled": "data_efficiency_config.data_sampling.curriculum_learning.enabled",
     "random_ltd_config": "data_efficiency_config.data_routing.random_ltd",
-    "random_ltd_enabled": "data_efficiency_config.data_routing.random_ltd.enabled",
     "is_deepcompile_enabled": "compile_config.deepcompile",
     # Where a section may be absent: what stands for its value then.
     "zero_partial_offload": ("zero_config.offload_optimizer.ratio", 0.0),

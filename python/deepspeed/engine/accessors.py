@@ -6,6 +6,7 @@ The accessors that hand out one value as it is are a table, ``accessor_table.py`
 import torch
 
 from deepspeed import _native
+from deepspeed.data.random_ltd import is_on
 from deepspeed.engine.accessor_table import PATHS
 from deepspeed.utils.forwarding import answers_from
 
@@ -127,6 +128,10 @@ class ConfigAccessors:
 
     def flops_profiler_detailed(self):
         return False if self.autotuning_enabled() else self._config.flops_profiler_config.detailed
+
+    def random_ltd_enabled(self):
+        """Whether layers may drop tokens: the section random_ltd and the two around it are on."""
+        return is_on(self.data_efficiency_config())
 
     def autotuning_profile_model_info(self):
         """Whether the autotuner asked this run only for facts about the model."""

@@ -3,6 +3,7 @@
 import torch
 
 from deepspeed._native import DeepSpeedConfigError
+from deepspeed.data.random_ltd import is_on
 from deepspeed.optim import lr_schedules
 from deepspeed.optim.lr_arguments import VALID_LR_SCHEDULES
 
@@ -27,6 +28,22 @@ def build_scheduler(config, optimizer, client_scheduler):
             "nor a class of torch.optim.lr_scheduler"
         )
     try:
-        return scheduler_class(optimizer, **(config.scheduler_params or {}))
+        return scheduler_class(optimizer, **{**(config.scheduler_params or {}), **_by_layer_tokens(config)})
     except TypeError as error:
         raise DeepSpeedConfigError(f"scheduler.params do not fit {name}: {error}") from error
+
+
+def _by_layer_tokens(config):
+    """The parameters of a schedule that counts the tokens of all layers, as the section ``layer_token_lr_schedule`` of
+    random-LTD says; {} where it is off."""
+    section = config.data_efficiency_config["data_routing"]["random_ltd"]["layer_token_lr_schedule"]
+    if not is_on(config.data_efficiency_config) or not section["enabled"]:
+        return {}
+    kind = {} if section["warmup_type"] is None else {"warmup_type": section["warmup_type"]}
+    return {
+        "unit": "layer_tokens",
+        "warmup_unit": "layer_tokens",
+        "total_num_steps": section["total_layer_tokens"],
+        "warmup_num_steps": section["warmup_layer_tokens"] or 0,
+        **kind,
+    }

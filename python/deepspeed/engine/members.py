@@ -9,7 +9,11 @@ A part hears of what its engine does by having a method of one of these names (`
 - ``start()``: the engine is assembled. ``stop()``: it is destroyed.
 - ``before_micro_step(boundary)``, ``after_micro_step(boundary)``: of every ``engine.step()``, at an accumulation
   boundary or not. In the second one the counters of the engine are those after the step.
-- ``see_inputs(inputs, kwargs)``: of every forward that trains.
+- ``add_keywords(kwargs)``: of every forward; it may put more keyword arguments of the model into the dict.
+- ``see_inputs(inputs, kwargs)``: of every forward that trains, with these.
+- ``effective_tokens(tokens)``: of every micro-batch, after its backward, where tokens are counted. It gets their
+  number, which may be a tensor without dimensions, and returns the number that counts, which goes to the next part that
+  has the hook. Fractions are rounded for each micro-batch.
 - ``before_step()``: once for each step of the optimizer; gradients are all there and nothing has changed yet.
 - ``after_step()``: once for each step of the optimizer, skipped ones included, when nothing of it is left to do; in
   pipelines after the schedule. It may save and raise SystemExit.
@@ -26,8 +30,8 @@ import pkgutil
 from deepspeed.utils.forwarding import forwarded, put
 
 HOOKS = (
-    "start", "see_inputs", "before_micro_step", "before_step", "after_micro_step", "after_step", "failed_step",
-    "before_save", "after_load", "stop",
+    "start", "add_keywords", "see_inputs", "before_micro_step", "effective_tokens", "before_step", "after_micro_step",
+    "after_step", "failed_step", "before_save", "after_load", "stop",
 )  # fmt: skip
 
 
@@ -97,6 +101,13 @@ def run_hooks(engine, hook, *args):
     """Calls the hook of each part that has it."""
     for part in engine._hooks[hook]:
         getattr(part, hook)(*args)
+
+
+def through_hooks(engine, hook, value):
+    """Passes ``value`` through the hook of each part that has it, and returns what the last one has returned."""
+    for part in engine._hooks[hook]:
+        value = getattr(part, hook)(value)
+    return value
 
 
 def _bring_members(cls, name, part):

@@ -17,14 +17,16 @@ from deepspeed.optim.schedule_values import restore_values, same_values, values_
 def next_move(engine, lr_kwargs):
     """The ``Move`` of ``engine.lr_scheduler``, or None without one. TypeError when its ``step`` cannot be called.
 
-    Without ``lr_kwargs``, a ``step`` that needs one argument gets the loss of this step (the mean over the ranks of
-    ``engine.losses``) if it is called ``metrics``, as in ``ReduceLROnPlateau``, and else the samples of this step, as
-    Megatron's ``step(increment)`` expects.
+    Without ``lr_kwargs``, a schedule that counts samples or tokens is told how many there are. A ``step`` that needs
+    one argument gets the loss of this step (the mean over the ranks of ``engine.losses``) if it is called ``metrics``,
+    as in ``ReduceLROnPlateau``, and else the samples of this step, as Megatron's ``step(increment)`` expects.
     """
     scheduler = engine.lr_scheduler
     if scheduler is None:
         return None
     kwargs = dict(lr_kwargs or {})
+    if getattr(scheduler, "units", ()) and not kwargs:
+        return Move(scheduler, engine.basic_optimizer, (engine._tokens.done(),), kwargs)
     return Move(scheduler, engine.basic_optimizer, _missing_argument(engine, scheduler, kwargs), kwargs)
 
 

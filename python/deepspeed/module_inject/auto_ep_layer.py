@@ -15,8 +15,9 @@ from deepspeed.moe.ep_router import Fp32Linear, TokenChoiceTopKRouter
 from deepspeed.moe.errors import fail
 from deepspeed.moe.exchange import exchange_of, with_gradient
 from deepspeed.moe.routes import Routes
-from deepspeed.moe.rows import combine_rows, dispatch_rows, positions_of
+from deepspeed.moe.rows import combine_rows, dispatch_rows
 from deepspeed.moe.statistics import LayerStatistics
+from deepspeed.ops.token_rows import positions_of
 from deepspeed.utils import groups
 from deepspeed.zero.parameters.param_ranks import ParamRanks
 

@@ -6,7 +6,7 @@ without an error. Logits that are NaN give weights that are NaN.
 
 import torch
 
-from deepspeed.moe.rows import positions_of
+from deepspeed.ops.token_rows import positions_of
 
 _STABLE = {"dim": 0, "stable": True}
 

@@ -7,7 +7,8 @@ import torch
 
 from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.moe.rows import positions_of, reorder_rows
+from deepspeed.moe.rows import reorder_rows
+from deepspeed.ops.token_rows import positions_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 

@@ -7,7 +7,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from deepspeed import _native
-from deepspeed.moe.rows import ops
+from deepspeed.ops.token_rows import ops
 
 # Modules and functions that work on each element by itself: rows of several experts can be computed together.
 _MODULES = (

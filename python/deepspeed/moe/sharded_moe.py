@@ -31,9 +31,10 @@ from deepspeed.moe.gating import (  # noqa: F401
 )
 from deepspeed.moe.mappings import drop_tokens, gather_tokens, tensor_ranks
 from deepspeed.moe.routes import Routes, capacity_of
-from deepspeed.moe.rows import add_loss, combine_rows, dispatch_rows, positions_of
+from deepspeed.moe.rows import add_loss, combine_rows, dispatch_rows
 from deepspeed.moe.statistics import LayerStatistics
 from deepspeed.ops.half_products import add_in_fp32
+from deepspeed.ops.token_rows import positions_of
 from deepspeed.utils import groups
 
 _OWN_EXCHANGE = _AllToAll

@@ -95,7 +95,8 @@ OPS = (
     # Data and precision
     _cuda("quantizer", "QuantizerBuilder", "integer quantization"),
     _cuda("fp_quantizer", "FPQuantizerBuilder", "quantization to small floats"),
-    _cuda("random_ltd", "RandomLTDBuilder", "random layer-wise token dropping"),
+    Op("random_ltd", "RandomLTDBuilder", "random layer-wise token dropping", api="random_ltd", native=True,
+       devices=("cpu", "cuda"), base="CUDAOpBuilder", takes_name=True),
     _cuda("dc", "DeepCompileBuilder", "ZeRO inside compiled graphs", takes_name=False,
           build_var="DS_BUILD_DEEP_COMPILE"),
 )  # fmt: skip

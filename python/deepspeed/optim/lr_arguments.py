@@ -6,15 +6,8 @@
 
 import inspect
 
-from deepspeed.optim.lr_schedules import (
-    WARMUP_LINEAR_RATE,
-    WARMUP_LOG_RATE,
-    LRRangeTest,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-)
+from deepspeed.optim.lr_parameters import WARMUP_LINEAR_RATE, WARMUP_LOG_RATE
+from deepspeed.optim.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST = "LRRangeTest"
@@ -47,7 +40,7 @@ _PARAMETERS = {
     schedule: {
         name: _kind(parameter)
         for name, parameter in inspect.signature(cls).parameters.items()
-        if name not in ("optimizer", "last_batch_iteration")
+        if name not in ("optimizer", "last_batch_iteration", "unit", "warmup_unit")
     }
     for schedule, cls in _CLASSES.items()
 }

@@ -5,15 +5,20 @@ The formulas are C++ (csrc/optim/lr_schedule.h); the classes here apply them to 
 first step; the groups always hold the rate of the current iteration, from construction and after load_state_dict on.
 
 Rates may be one number for all parameter groups or a list with one per group.
+
+``unit``: what a schedule counts instead of optimizer steps, "samples" or "tokens". All parameters that are called steps
+are numbers of these then, and iteration i is that in which i + 1 of them are done; ``step`` has to be told, which an
+engine does. ``warmup_unit``: what the warm-up alone counts. A warm-up of another unit ends when its own count says so;
+what follows begins at the iteration of that moment.
 """
+
+import collections.abc
 
 import torch
 
 from deepspeed import _native
 from deepspeed.log import logger
-
-WARMUP_LOG_RATE = "log"
-WARMUP_LINEAR_RATE = "linear"
+from deepspeed.optim.lr_parameters import WARMUP_LOG_RATE, count, curve, number, unit_of
 
 _formulas = _native._C.lr_schedules
 
@@ -34,48 +39,26 @@ def get_torch_optimizer(optimizer):
     )
 
 
-def _number(name, value):
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"scheduler parameter {name} must be a number, got {value!r} ({type(value).__name__}).")
-    return float(value)
-
-
-def _count(name, value):
-    """A whole number; 1e5, which JSON reads as a float, is one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-        raise TypeError(f"scheduler parameter {name} must be a whole number, got {value!r} ({type(value).__name__}).")
-    return int(value)
-
-
-def _curve(value):
-    """An unknown curve is read as "log", with a warning: scripts written for DeepSpeed may name others."""
-    if not isinstance(value, str):
-        raise TypeError(f"scheduler parameter warmup_type must be 'log' or 'linear', got {value!r}.")
-    if value not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
-        logger.warning(
-            "scheduler parameter warmup_type = %r is not known: use 'log' or 'linear'. The rate rises as with 'log'.",
-            value,
-        )
-        return WARMUP_LOG_RATE
-    return value
-
-
 class _Schedule:
     """The base of the five schedules. A subclass checks its parameters, then calls ``_start``."""
 
-    def __init__(self, optimizer):
+    units = frozenset()  # those whose counts ``step`` wants
+    unit = "steps"
+
+    def __init__(self, optimizer, unit="steps"):
+        self.unit, self.units = unit_of("unit", unit), frozenset([unit]) - {"steps"}
         self.optimizer = get_torch_optimizer(optimizer)
         self._groups = len(self.optimizer.param_groups)
 
     def _per_group(self, name, value):
         if not isinstance(value, (list, tuple)):
-            return [_number(name, value)] * self._groups
+            return [number(name, value)] * self._groups
         if len(value) != self._groups:
             raise ValueError(
                 f"scheduler parameter {name} has {len(value)} values, but the optimizer has {self._groups} parameter "
                 f"groups. Give one number for all groups, or one per group."
             )
-        return [_number(name, one) for one in value]
+        return [number(name, one) for one in value]
 
     def _own_rates(self, instead=""):
         """The rate that each parameter group has itself. ``instead``: the parameter that could say it, too."""
@@ -90,7 +73,7 @@ class _Schedule:
 
     def _start(self, formula, last_batch_iteration):
         self._formula = formula
-        self._move_to(_count("last_batch_iteration", last_batch_iteration))
+        self._move_to(count("last_batch_iteration", last_batch_iteration))
 
     def _move_to(self, iteration):
         groups = self.optimizer.param_groups
@@ -100,13 +83,29 @@ class _Schedule:
                 f"{type(self).__name__} was made. Make the schedule after the last add_param_group."
             )
         self.last_batch_iteration = iteration
-        self._last_lr = self._formula.lr(iteration)
+        self._last_lr = self.get_lr()
         for group, rate in zip(groups, self._last_lr):
             _set_rate(group, rate)
 
     def step(self, batch_iteration=None):
-        """Goes to the next iteration, or to the given one."""
-        self._move_to(self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration)
+        """Goes to the next iteration, or to the given one: a number, or ``{unit: number that is done}`` of all
+        ``units``."""
+        if isinstance(batch_iteration, collections.abc.Mapping):
+            self._move_by(batch_iteration)
+        elif self.units and batch_iteration is None:
+            raise ValueError(
+                f"a {type(self).__name__} that counts {' and '.join(sorted(self.units))} does not know what the next "
+                "iteration is: leave its steps to the engine, or give step() the iteration"
+            )
+        else:
+            self._move_to(self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration)
+
+    def _move_by(self, done):
+        self._move_to(self._iteration(self.unit, done, self.last_batch_iteration))
+
+    @staticmethod
+    def _iteration(unit, done, last):
+        return last + 1 if unit == "steps" else done[unit] - 1
 
     def get_lr(self):
         """Rates of the current iteration, one per parameter group."""
@@ -117,10 +116,16 @@ class _Schedule:
         return list(self._last_lr)
 
     def state_dict(self):
-        return {"last_batch_iteration": self.last_batch_iteration}
+        return {"last_batch_iteration": self.last_batch_iteration, **({"unit": self.unit} if self.units else {})}
 
     def load_state_dict(self, sd):
         """Continues at the saved iteration and writes its rates to the parameter groups."""
+        if sd.get("unit", "steps") != self.unit:
+            raise ValueError(
+                f"the saved {type(self).__name__} has counted {sd.get('unit', 'steps')}, and this one counts "
+                f"{self.unit}: set scheduler.params.unit as it was, or load without the schedule "
+                "(load_lr_scheduler_states=False)"
+            )
         self._move_to(sd["last_batch_iteration"])
 
 
@@ -132,14 +137,59 @@ def _set_rate(group, rate):
 
 
 class _WithWarmup(_Schedule):
+    """``_formula_of(num_steps)`` makes the formula with a warm-up of so many steps."""
+
+    # Of a warm-up with a unit of its own: its iteration, and that of the unit at which it has ended, once it has.
+    warmup_iteration, warmup_end = -1, None
+
+    def __init__(self, optimizer, unit, warmup_unit):
+        super().__init__(optimizer, unit)
+        self.warmup_unit = unit if warmup_unit is None else unit_of("warmup_unit", warmup_unit)
+        self.units |= frozenset([self.warmup_unit]) - {"steps"}
+
+    def _begin(self, last_batch_iteration):
+        self._start(self._formula_of(self.warmup_num_steps), last_batch_iteration)
+
+    def _move_by(self, done):
+        iteration = self._iteration(self.unit, done, self.last_batch_iteration)
+        if self.warmup_unit != self.unit:
+            self._warm_up_to(self._iteration(self.warmup_unit, done, self.warmup_iteration), iteration)
+        self._move_to(iteration)
+
+    def _warm_up_to(self, own, iteration):
+        self.warmup_iteration = own
+        if self.warmup_end is None and own >= max(2, self.warmup_num_steps):
+            self.warmup_end, self._formula = iteration, self._formula_of(iteration)
+
+    @property
+    def _asked(self):
+        """The iteration that the formula is asked for."""
+        warms_up = self.warmup_unit != self.unit and self.warmup_end is None
+        return self.warmup_iteration if warms_up else self.last_batch_iteration
+
+    def get_lr(self):
+        """Rates of the current iteration, one per parameter group."""
+        return self._formula.lr(self._asked)
+
+    def state_dict(self):
+        own = {"warmup_iteration": self.warmup_iteration, "warmup_end": self.warmup_end}
+        return {**super().state_dict(), **(own if self.warmup_unit != self.unit else {})}
+
+    def load_state_dict(self, sd):
+        """Continues at the saved iteration and writes its rates to the parameter groups."""
+        if self.warmup_unit != self.unit:
+            self.warmup_iteration, self.warmup_end = sd.get("warmup_iteration", -1), sd.get("warmup_end")
+            self._formula = self._formula_of(self.warmup_num_steps if self.warmup_end is None else self.warmup_end)
+        super().load_state_dict(sd)
+
     def _read_warmup(self, num_steps, kind):
         if num_steps is None:
             raise ValueError("scheduler parameter warmup_num_steps is None: give the number of steps of the warm-up.")
-        self.warmup_num_steps, self.warmup_type = _count("warmup_num_steps", num_steps), _curve(kind)
+        self.warmup_num_steps, self.warmup_type = count("warmup_num_steps", num_steps), curve(kind)
 
     def _read_end(self, total_num_steps):
-        self.total_num_steps = _count("total_num_steps", total_num_steps)
-        if self.total_num_steps < self.warmup_num_steps:
+        self.total_num_steps = count("total_num_steps", total_num_steps)
+        if self.warmup_unit == self.unit and self.total_num_steps < self.warmup_num_steps:
             logger.warning(
                 "%s: total_num_steps = %d is less than warmup_num_steps = %d, so training ends before the rate has "
                 "risen.",
@@ -149,8 +199,15 @@ class _WithWarmup(_Schedule):
             )
 
     def step(self, last_batch_iteration=None):
-        """Goes to the next iteration, or to the given one."""
-        super().step(last_batch_iteration)
+        """Goes to the next iteration, or to the given one: a number, or ``{unit: number that is done}`` of all
+        ``units``."""
+        told = last_batch_iteration
+        if self.warmup_unit != self.unit and told is not None and not isinstance(told, collections.abc.Mapping):
+            raise ValueError(
+                f"{type(self).__name__}.step({told!r}): its warm-up counts {self.warmup_unit}, the rest {self.unit}: "
+                "give step() a dict with the number that is done of each"
+            )
+        super().step(told)
 
 
 class LRRangeTest(_Schedule):
@@ -169,11 +226,12 @@ class LRRangeTest(_Schedule):
         lr_range_test_step_rate=1.0,
         lr_range_test_staircase=False,
         last_batch_iteration=-1,
+        unit="steps",
     ):
-        super().__init__(optimizer)
+        super().__init__(optimizer, unit)
         self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
-        self.step_size = _count("lr_range_test_step_size", lr_range_test_step_size)
-        self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
+        self.step_size = count("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate = number("lr_range_test_step_rate", lr_range_test_step_rate)
         self.staircase = bool(lr_range_test_staircase)
         self._start(
             _formulas.LrRangeTest(self.min_lr, self.step_size, self.step_rate, self.staircase), last_batch_iteration
@@ -212,30 +270,31 @@ class OneCycle(_Schedule):
         cycle_max_mom=0.9,
         decay_mom_rate=0.0,
         last_batch_iteration=-1,
+        unit="steps",
     ):
-        super().__init__(optimizer)
-        first = _count("cycle_first_step_size", cycle_first_step_size)
-        second = first if cycle_second_step_size is None else _count("cycle_second_step_size", cycle_second_step_size)
-        self.first_stair_count = _count("cycle_first_stair_count", cycle_first_stair_count)
+        super().__init__(optimizer, unit)
+        first = count("cycle_first_step_size", cycle_first_step_size)
+        second = first if cycle_second_step_size is None else count("cycle_second_step_size", cycle_second_step_size)
+        self.first_stair_count = count("cycle_first_stair_count", cycle_first_stair_count)
         self.second_stair_count = (
             self.first_stair_count
             if cycle_second_stair_count is None
-            else _count("cycle_second_stair_count", cycle_second_stair_count)
+            else count("cycle_second_stair_count", cycle_second_stair_count)
         )
-        self.decay_step_size = _count("decay_step_size", decay_step_size)
+        self.decay_step_size = count("decay_step_size", decay_step_size)
         shape = _formulas.CycleShape(
             first, second, self.first_stair_count, self.second_stair_count, self.decay_step_size
         )
         self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
         self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
-        self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
+        self.decay_lr_rate = number("decay_lr_rate", decay_lr_rate)
         rates = _formulas.OneCycleLr(self.min_lrs, self.max_lrs, self.decay_lr_rate, shape)
         # The constructors of the formulas have checked the sizes: the cycle has a step at least.
         self.total_size = float(first + second)
         self.step_ratio = first / self.total_size
         min_mom = self._per_group("cycle_min_mom", cycle_min_mom)
         max_mom = self._per_group("cycle_max_mom", cycle_max_mom)
-        self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
+        self.decay_mom_rate = number("decay_mom_rate", decay_mom_rate)
         momenta = _formulas.OneCycleMomentum(min_mom, max_mom, self.decay_mom_rate, shape)
         self.cycle_momentum = bool(cycle_momentum) and self._has_momenta()
         self.min_moms, self.max_moms = self._with_betas(min_mom), self._with_betas(max_mom)
@@ -292,13 +351,15 @@ class WarmupLR(_WithWarmup):
         warmup_num_steps=1000,
         warmup_type=WARMUP_LOG_RATE,
         last_batch_iteration=-1,
+        unit="steps",
+        warmup_unit=None,
     ):
-        super().__init__(optimizer)
+        super().__init__(optimizer, unit, warmup_unit)
         self._read_rates(warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
-        self._start(
-            _formulas.WarmupLr(self.min_lrs, self.max_lrs, self.warmup_num_steps, self.warmup_type),
-            last_batch_iteration,
-        )
+        self._begin(last_batch_iteration)
+
+    def _formula_of(self, num_steps):
+        return _formulas.WarmupLr(self.min_lrs, self.max_lrs, num_steps, self.warmup_type)
 
     def _read_rates(self, min_lr, max_lr, num_steps, kind):
         if max_lr is None:
@@ -321,16 +382,16 @@ class WarmupDecayLR(WarmupLR):
         warmup_num_steps=1000,
         warmup_type=WARMUP_LOG_RATE,
         last_batch_iteration=-1,
+        unit="steps",
+        warmup_unit=None,
     ):
-        _Schedule.__init__(self, optimizer)
+        _WithWarmup.__init__(self, optimizer, unit, warmup_unit)
         self._read_rates(warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
         self._read_end(total_num_steps)
-        self._start(
-            _formulas.WarmupDecayLr(
-                self.min_lrs, self.max_lrs, self.warmup_num_steps, self.warmup_type, self.total_num_steps
-            ),
-            last_batch_iteration,
-        )
+        self._begin(last_batch_iteration)
+
+    def _formula_of(self, num_steps):
+        return _formulas.WarmupDecayLr(self.min_lrs, self.max_lrs, num_steps, self.warmup_type, self.total_num_steps)
 
 
 class WarmupCosineLR(_WithWarmup):
@@ -347,23 +408,20 @@ class WarmupCosineLR(_WithWarmup):
         cos_min_ratio=0.0001,
         warmup_type=WARMUP_LOG_RATE,
         last_batch_iteration=-1,
+        unit="steps",
+        warmup_unit=None,
     ):
-        super().__init__(optimizer)
+        super().__init__(optimizer, unit, warmup_unit)
         self.org_lrs = self._own_rates()
         self._read_warmup(warmup_num_steps, warmup_type)
         self._read_end(total_num_steps)
-        self._start(
-            _formulas.WarmupCosineLr(
-                self.org_lrs,
-                _number("warmup_min_ratio", warmup_min_ratio),
-                self.warmup_num_steps,
-                _number("cos_min_ratio", cos_min_ratio),
-                self.warmup_type,
-                self.total_num_steps,
-            ),
-            last_batch_iteration,
-        )
+        self._ratios = number("warmup_min_ratio", warmup_min_ratio), number("cos_min_ratio", cos_min_ratio)
+        self._begin(last_batch_iteration)
+
+    def _formula_of(self, num_steps):
+        low, last = self._ratios
+        return _formulas.WarmupCosineLr(self.org_lrs, low, num_steps, last, self.warmup_type, self.total_num_steps)
 
     def get_lr_ratio(self):
         """The factor of the current iteration."""
-        return self._formula.ratio(self.last_batch_iteration)
+        return self._formula.ratio(self._asked)

@@ -3,6 +3,10 @@
 #include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <string>
+#include <vector>
+
 #include "../on_threads.h"
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/thread_communicator.h"
@@ -52,6 +56,48 @@ TEST(Reduction, ASecondOneAddsToTheFirst) {
             << "stage " << stage << " before " << before << " after " << after << ": " << found[0].item<float>();
       });
     }
+  }
+}
+
+// Buckets leave in plan order: one that waits for a gradient that does not come holds up all behind it.
+TEST(Reduction, NoBucketWaitsForParametersThatAreLeftOut) {
+  constexpr int kWorld = 2;
+  for (int stage : {0, 1, 2}) {
+    const auto comms = comm::thread_communicators(kWorld);
+    on_threads(kWorld, [&](int rank) {
+      EngineOptions options;
+      options.policy = stage_policy(stage);
+      options.reducer.overlap = true;
+      options.reducer.bucket_numel = 40;
+      options.reducer.predivide = 0.5;
+      std::vector<at::Tensor> weights;
+      std::vector<ParamSpec> specs;
+      for (int number = 0; number < 6; ++number) {
+        weights.push_back(at::ones({40}).set_requires_grad(true));
+        specs.push_back({weights.back(), "weight" + std::to_string(number), 0, number});
+      }
+      auto engine = engine_of(specs, options, {comms[rank]});
+      const auto overlapped = [&](const std::vector<int>& without) {
+        at::Tensor loss = at::zeros({});
+        for (int number = 0; number < 6; ++number)
+          if (std::find(without.begin(), without.end(), number) == without.end()) loss = loss + weights[number].sum();
+        engine->grads().clear();
+        run_backward(*engine, loss * (rank + 1));
+        return engine->grads().counts().overlapped;
+      };
+      overlapped({});  // learns
+      EXPECT_EQ(overlapped({}), 6);
+      EXPECT_LT(overlapped({0, 3, 5}), 6);
+      engine->grads().grad_uses().leave_out({0, 3, 5});
+      EXPECT_GE(overlapped({0, 3, 5}), 5);  // all up to the last one that has a gradient
+      EXPECT_FALSE(engine->grads().used(3));
+      EXPECT_TRUE(at::allclose(engine->states().full(StateKind::kGrad, 0, 1), at::ones({40}) * 1.5));
+      // One that has a gradient all the same gets it.
+      overlapped({0, 5});
+      EXPECT_TRUE(at::allclose(engine->states().full(StateKind::kGrad, 0, 3), at::ones({40}) * 1.5));
+      engine->grads().grad_uses().leave_out({});
+      EXPECT_EQ(overlapped({}), 6);
+    });
   }
 }
 

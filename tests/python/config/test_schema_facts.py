@@ -67,6 +67,7 @@ OWN_KEYS = {
     *("step_log", "step_log.enabled", "step_log.file", "step_log.peak_tflops"),
     *("postmortem", "postmortem.on", "postmortem.dir", "postmortem.keep", "postmortem.max_bytes"),
     "postmortem.spike_factor",
+    "max_train_tokens",
     *("trace", "trace.path", "trace.start_step", "trace.steps"),
 }
 

@@ -53,6 +53,7 @@ def run_states(run):
         "dataloader": run.position(),
         "micro_steps": run.counters.micro_steps,
         "window_micro_steps": run.counters.in_window,
+        "consumed_tokens": run.counters.consumed_tokens,
         "world_size": run.ranks.world_size,
         "gradient_accumulation_steps": run.config.gradient_accumulation_steps,
         "zero_stage": run.config.zero_optimization_stage,
@@ -71,6 +72,7 @@ def counters_in(run, state):
         skipped_steps=state.get("skipped_steps", 0),
         micro_steps=steps * run.config.gradient_accumulation_steps,
         sparse_names=_sparse_names(run, state),
+        random_ltd=state.get("random_ltd"),
     )
 
 
@@ -105,6 +107,7 @@ def add_resumed(run, saved, found):
             f"{accumulation}, whose gradients are not in it: the window starts anew, with the same data"
         )
     found.strategy, found.data = before.get("step_strategy"), data
+    found.counters.consumed_tokens = before.get("consumed_tokens")
     if same and accumulation == run.config.gradient_accumulation_steps:
         found.counters.micro_steps = micro_steps
     learned = before.get("learned_fires") or []

@@ -20,7 +20,7 @@ def counters_of(run):
     """dict with the published keys, in the order of the model file."""
     return {
         "data_sampler": None,
-        "random_ltd": None,
+        "random_ltd": run.counters.random_ltd,
         "sparse_tensor_module_names": run.counters.sparse_names,
         "skipped_steps": run.counters.skipped_steps,
         "global_steps": run.counters.global_steps,

@@ -65,6 +65,7 @@ class Backward(Part):
             inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
         engine._need_states({OffloadStateTypeEnum.lp_params}, "engine.forward()")
         engine._user_weights.bring_home()
+        run_hooks(engine, "add_keywords", kwargs)
         trains = engine._trains and torch.is_grad_enabled()
         if trains:
             run_hooks(engine, "see_inputs", inputs, kwargs)

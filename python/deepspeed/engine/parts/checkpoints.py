@@ -99,6 +99,8 @@ class Checkpoints:
                 engine.micro_steps - engine._steps.micro_steps,
                 engine._accumulation.in_window(),
                 engine.sparse_tensor_module_names,
+                engine._tokens.saved,
+                engine._token_dropping.state(),
             ),
             policy=engine._stage_policy,
             config=config,
@@ -172,6 +174,8 @@ class Checkpoints:
             engine.global_steps, engine.global_samples = counters.global_steps, counters.global_samples
             engine.skipped_steps, engine.micro_steps = counters.skipped_steps, counters.micro_steps
             engine.sparse_tensor_module_names = counters.sparse_names
+            engine._tokens.restore(counters.consumed_tokens)
+            engine._token_dropping.load(counters.random_ltd)
         engine.loaded_checkpoint_dp_world_size = found.dp_world_size
         if engine.core is not None and engine.core.strategy_states():  # zenflow: without counters it begins anew
             engine.core.restore_strategy(found.strategy or {})

@@ -22,11 +22,6 @@ class Steps(Part):
         return getattr(self.engine.optimizer, "loss_scale", 1.0)
 
     @member
-    def get_pld_theta(self):
-        """The share of layers that progressive layer dropping keeps now; None while it is off."""
-        return None
-
-    @member
     def get_lr(self):
         """The learning rate of each parameter group; 0.0 of a group without ``lr``, [] without an optimizer."""
         return [group.get("lr", 0.0) for group in getattr(self.engine.optimizer, "param_groups", ())]

@@ -162,6 +162,7 @@ class Execution:
             if self.engine.fp16_enabled() and self.engine.fp16_auto_cast():
                 inputs = cast_floats(inputs, torch.float16)
             held.inputs = batches.inputs_of(inputs)
+            self.engine._tokens.see_micro_batch(held.inputs)
             plans.see_inputs(held.inputs)
         last = self._record_of(self.last_part, held.number)
         if last is not None:

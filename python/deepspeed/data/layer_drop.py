@@ -1,0 +1,115 @@
+"""Progressive layer dropping: layers are left out of steps at random, more and more often.
+
+Which layers depends on the seed, the step and the micro-step, on nothing else: all ranks leave out the same ones, and
+so does a recomputation.
+"""
+
+import math
+
+import torch
+
+from deepspeed import _native
+from deepspeed.data.layer_forward import LayerForward, unwrapped
+from deepspeed.log import log_dist
+
+
+class ProgressiveLayerDrop:
+    """The probability with which a layer is kept: (1 - theta) exp(-gamma step) + theta, so 1 at first."""
+
+    def __init__(self, theta=0.5, gamma=0.001):
+        self.theta, self.gamma, self.current_theta = theta, gamma, 1.0
+        log_dist(f"Enabled progressive layer dropping (theta = {self.theta})", ranks=[0])
+
+    def get_state(self):
+        """Keywords for the forward of a model that drops layers by itself."""
+        return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
+
+    def get_theta(self):
+        """The probability for the step that was told last."""
+        return self.current_theta
+
+    def update_state(self, global_step):
+        """Step ``global_step`` is made next."""
+        self.current_theta = (1.0 - self.theta) * math.exp(-self.gamma * global_step) + self.theta
+
+
+class DroppableForward(LayerForward):
+    """A layer that may be left out: then its input, the first argument, is its output."""
+
+    KEY = "_droppable"
+
+    @staticmethod
+    def _hidden(args, kwargs):
+        return args[0] if args else next(iter(kwargs.values()))
+
+    def kept(self, probability, args, kwargs):
+        """The layer's output. What it adds to its input is divided by the probability, so that the sum is right in the
+        mean, and without dropping afterwards."""
+        made = self.own(*args, **kwargs)
+        if probability == 1.0:
+            return made
+        hidden = self._hidden(args, kwargs)
+        first, *rest = made if isinstance(made, (tuple, list)) else (made,)
+        if not torch.is_tensor(first) or first.shape != hidden.shape:
+            raise TypeError(
+                f"progressive layer dropping: {type(self.layer).__name__} returns "
+                f"{tuple(first.shape) if torch.is_tensor(first) else type(first).__name__} for an input of shape "
+                f"{tuple(hidden.shape)}: a layer that may be left out returns what can take the place of its input, "
+                "alone or first in a tuple"
+            )
+        first = torch.lerp(hidden.to(first.dtype), first, 1.0 / probability)
+        return type(made)([first, *rest]) if isinstance(made, (tuple, list)) else first
+
+    def passed(self, form, args, kwargs):
+        """The output of the layer that is left out: its input, in the ``form`` in which it returns it."""
+        hidden = self._hidden(args, kwargs)
+        if form is None:
+            return hidden
+        kind, count = form
+        return kind([hidden, *[None] * (count - 1)])
+
+    def form(self, args, kwargs):
+        """``(class, length)`` of what the layer returns, None for a tensor: by a call without a gradient."""
+        with torch.no_grad(), torch.random.fork_rng():
+            return form_of(self.own(*args, **kwargs))
+
+
+def form_of(made):
+    return (type(made), len(made)) if isinstance(made, (tuple, list)) else None
+
+
+class LayerDropping:
+    """The plan of one engine. ``forwards``: the converted layers by name."""
+
+    def __init__(self, forwards, seed):
+        self.seed, self.forwards = seed & (2**64 - 1), forwards
+        self.probability, self.dropped = 1.0, frozenset()
+        self._forms = {}  # of what layers return, by their class
+        for number, forward in enumerate(forwards.values()):
+            forward.taken(self, number)
+
+    def place(self, step, micro_step, probability):
+        """The next forward is of this step and micro-step."""
+        numbers = _native._C.layer_numbers(self.seed, step, micro_step, len(self.forwards))
+        self.probability = probability
+        self.dropped = frozenset(layer for layer, number in enumerate(numbers) if number >= probability)
+
+    def run(self, forward, args, kwargs):
+        kind = type(forward.layer)
+        if forward.number not in self.dropped:
+            made = forward.kept(self.probability, args, kwargs)
+            self._forms[kind] = form_of(made)
+            return made
+        if kind not in self._forms:  # a run that goes on from a checkpoint may begin with a layer that is left out
+            self._forms[kind] = forward.form(args, kwargs)
+        return forward.passed(self._forms[kind], args, kwargs)
+
+
+def convert_to_pld(model, layer_class):
+    """Lets the engine leave out layers of ``model`` of the class ``layer_class``, as the section
+    ``progressive_layer_drop`` says: for models whose forward does not take its keywords. ``model``: an engine, or a
+    module that becomes one later. Returns it."""
+    DroppableForward.convert(unwrapped(model), layer_class, "convert_to_pld")
+    if unwrapped(model) is not model:
+        model._layer_dropping.take()
+    return model

@@ -1,0 +1,64 @@
+"""The forward of a layer of an unchanged model that a plan decides about: which tokens it gets, or whether it runs.
+
+Parameters and modules keep their names: only the attribute ``forward`` of the layer is another function.
+"""
+
+import functools
+
+from deepspeed.zero.engine_links import EngineLink
+
+
+class LayerForward:
+    """Takes the place of ``layer.forward``. ``number``: of the layer among its kind, once a plan has ``taken`` it.
+
+    Without a plan (before there is an engine, or in a copy) and outside of training it is the layer's own forward.
+    """
+
+    KEY = None  # in the layer's ``__dict__``
+
+    def __init__(self, layer):
+        functools.update_wrapper(self, layer.forward, updated=())
+        self.layer, self.own, self.link = layer, layer.forward, None
+        layer.forward = self
+        layer.__dict__[self.KEY] = self
+
+    @property
+    def number(self):
+        return self.link.index
+
+    def taken(self, plan, number):
+        """The layer belongs to a plan; None: it is plain."""
+        self.link = EngineLink(plan, number) if plan is not None else None
+
+    def __call__(self, *args, **kwargs):
+        plan = self.link.target if self.link is not None else None
+        if plan is None or not self.layer.training:
+            return self.own(*args, **kwargs)
+        return plan.run(self, args, kwargs)
+
+    @classmethod
+    def of(cls, module):
+        """``{name of the layer: its forward}`` of all layers of ``module`` that were converted, in their order."""
+        found = ((name, layer.__dict__.get(cls.KEY)) for name, layer in module.named_modules())
+        return {name: forward for name, forward in found if forward is not None}
+
+    @classmethod
+    def convert(cls, module, kind, what):
+        """Converts each layer of the class ``kind`` (or a tuple of classes) that is not converted; ValueError where
+        there is none. ``what``: the caller's name."""
+        layers = [layer for layer in module.modules() if isinstance(layer, kind)]
+        if not layers:
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            inside = sorted({type(layer).__name__ for layer in module.modules()})
+            raise ValueError(
+                f"{what}: the model has no layer of the class {' or '.join(one.__name__ for one in kinds)}. Its "
+                f"modules are {', '.join(inside)}"
+            )
+        for layer in layers:
+            if cls.KEY not in layer.__dict__:
+                cls(layer)
+
+
+def unwrapped(model):
+    """The module of an engine; another module is returned as it is."""
+    return model.module if hasattr(model, "random_ltd_initialize") else model

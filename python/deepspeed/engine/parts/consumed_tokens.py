@@ -1,0 +1,168 @@
+"""Counts the tokens that the engine trains on."""
+
+import collections.abc
+import functools
+import inspect
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.engine.members import Part, engine_parts, member, through_hooks
+from deepspeed.log import logger
+
+_KEYS = (
+    '"max_train_tokens", "unit": "tokens" in "scheduler.params", "curriculum_learning": {"enabled": true} or '
+    '"data_efficiency": {"enabled": true}'
+)
+_UNCOUNTED = (
+    "the tokens cannot be counted: forward got neither a 2-dimensional attention_mask nor input_ids. Call "
+    "engine.count_tokens(n) before engine.step()"
+)
+
+
+@engine_parts.add("_tokens")
+class ConsumedTokens(Part):
+    """A part of the engine. Without a key of the configuration that asks for tokens it counts nothing.
+
+    A micro-batch has as many tokens as its 2-dimensional ``attention_mask`` has entries other than 0; without one, as
+    ``input_ids`` has elements, in a pipeline the first 2-dimensional tensor of whole numbers; ``count_tokens`` goes
+    before both. Where the model cuts its sequences at ``curriculum_seqlen``, the rest is not counted. What comes out
+    goes through the hook ``effective_tokens`` of each part. Sums over ranks are made once for each step.
+    """
+
+    counts = needed = False  # needed: by the learning rate or by the end of the training
+    consumed, of_step = 0, 0  # by all ranks, up to the last step and in the step under way
+    unknown = None  # the step with micro-batches that could not be counted, where tokens are not needed
+    _told = None  # by ``count_tokens``, of the micro-batch under way
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self._seen = []  # of the forwards of the micro-batch under way; None where it cannot be counted
+        self._window = []  # effective tokens of the earlier micro-batches of this step
+
+    def start(self):
+        engine = self.engine
+        by_tokens = "tokens" in getattr(engine.lr_scheduler, "units", ())
+        self.needed = by_tokens or engine._config.max_train_tokens is not None
+        self.counts = self.needed or engine.data_efficiency_enabled() or engine.curriculum_enabled_legacy()
+
+    # ---- what users ask ----------------------------------------------------------------------------------------------
+    @property
+    @member
+    def consumed_tokens(self):
+        """Effective tokens of all steps up to now, over all ranks, those of skipped steps included."""
+        self._need_counts("consumed_tokens")
+        if self.unknown is not None:
+            raise RuntimeError(f"engine.consumed_tokens: in step {self.unknown} {_UNCOUNTED}")
+        return self.consumed
+
+    def _need_counts(self, name):
+        if not self.counts:
+            raise RuntimeError(f"engine.{name}: tokens are not counted in this run. Set {_KEYS}")
+
+    @member
+    def count_tokens(self, tokens):
+        """Says that this rank's micro-batch has so many tokens, before its ``engine.step()``; in a pipeline all
+        micro-batches of the next ``train_batch()``. Several calls add up."""
+        self._need_counts("count_tokens()")
+        if isinstance(tokens, bool) or not isinstance(tokens, (int, float)) or tokens < 0 or tokens != int(tokens):
+            raise ValueError(f"engine.count_tokens({tokens!r}): give the number of tokens, a whole number >= 0")
+        self._told = int(tokens) + (self._told or 0)
+
+    @member
+    def training_ended(self):
+        """Whether the steps up to now have reached ``max_train_tokens``; always False without that key."""
+        limit = self.engine._config.max_train_tokens
+        return limit is not None and self.consumed >= limit
+
+    def done(self):
+        """``{unit: number}`` of samples, tokens and tokens of layers when the step under way is done, for schedules."""
+        engine = self.engine
+        return {
+            "samples": engine.global_samples + engine._data.samples_of_step(),
+            "tokens": self.consumed + self.of_step,
+            "layer_tokens": engine._token_dropping.layer_tokens(),
+        }
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+    def see_inputs(self, inputs, kwargs):
+        if self.counts:
+            self._seen.append(self._tokens_in(inputs, kwargs))
+
+    def see_micro_batch(self, inputs):
+        """The inputs of a micro-batch of a pipeline, on the first stage."""
+        if self.counts and torch.is_grad_enabled():
+            several = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+            ids = (one for one in several if _has_rows(one) and not one.is_floating_point() and one.dtype != torch.bool)
+            self._seen.append(next((one.numel() for one in ids), None))
+
+    @functools.cached_property
+    def _positions(self):
+        try:
+            return list(inspect.signature(self.engine.module.forward).parameters)
+        except (TypeError, ValueError):  # written in C
+            return []
+
+    def _tokens_in(self, inputs, kwargs):
+        whole = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], collections.abc.Mapping) else {}
+        named = {**dict(zip(self._positions, inputs)), **whole, **kwargs}
+        ids, mask, cut = (named.get(key) for key in ("input_ids", "attention_mask", "curriculum_seqlen"))
+        if _has_rows(mask) and (not torch.is_tensor(ids) or ids.shape == mask.shape):
+            return mask[:, :cut].count_nonzero()
+        if not torch.is_tensor(ids):
+            return None
+        return ids[:, :cut].numel() if _has_rows(ids) else ids.numel()
+
+    def before_micro_step(self, boundary):
+        if not self.counts:
+            return
+        seen = self._seen if self._told is None else [self._told]
+        hook = "effective_tokens"
+        self._window += [None if tokens is None else through_hooks(self.engine, hook, tokens) for tokens in seen]
+        self._seen, self._told = [], None
+        if boundary:
+            self._add_up()
+
+    def _add_up(self):
+        """Over all ranks that see different data, and from the first stage of a pipeline to the others. All ranks learn
+        that one of them has micro-batches without a count."""
+        parallel, device = self.engine.parallel, self.engine.device
+        known = [tokens for tokens in self._window if tokens is not None]
+        own = [round(tokens) for tokens in known if not torch.is_tensor(tokens)]
+        sums = torch.tensor([sum(own), len(self._window) - len(known)], dtype=torch.int64, device=device)
+        for tokens in known:
+            if torch.is_tensor(tokens):  # of a device: nobody waits for it here
+                sums[0] += tokens.to(device).round().long() if tokens.is_floating_point() else tokens.to(device)
+        if parallel.dp_world_size > 1:
+            dist.all_reduce(sums, group=parallel.dp_group)
+        if parallel.mp_world_size > 1:
+            dist.all_reduce(sums, op=dist.ReduceOp.MAX, group=parallel.mp_group)
+        self.of_step, uncounted = sums.tolist()
+        if uncounted and self.needed:
+            self._forget()
+            raise RuntimeError(f"of {uncounted} micro-batches of this step {_UNCOUNTED}")
+        self.unknown = self.engine.global_steps if uncounted and self.unknown is None else self.unknown
+
+    def _forget(self):
+        self._seen, self._told, self._window, self.of_step = [], None, [], 0
+
+    def after_micro_step(self, boundary):
+        if boundary:
+            self.consumed += self.of_step
+            self._forget()
+
+    @property
+    def saved(self):
+        """What checkpoints get: None where not all tokens are counted."""
+        return self.consumed if self.counts and self.unknown is None else None
+
+    def restore(self, consumed):
+        """Goes on after a checkpoint; None: it does not say how many tokens it has seen."""
+        self.consumed, self.unknown = consumed or 0, None
+        self._forget()
+        if self.counts and consumed is None and self.engine.global_steps:
+            logger.warning("the checkpoint does not say how many tokens its run has consumed: they count from 0 on")
+
+
+def _has_rows(value):
+    return torch.is_tensor(value) and value.dim() == 2

@@ -1,0 +1,3 @@
+"""Import path of existing scripts."""
+
+from deepspeed.data.curriculum import CurriculumScheduler  # noqa: F401

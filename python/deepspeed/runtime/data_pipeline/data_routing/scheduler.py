@@ -1,0 +1,3 @@
+"""Import path of existing scripts."""
+
+from deepspeed.data.random_ltd import RandomLTDScheduler  # noqa: F401

@@ -1,0 +1,216 @@
+"""Progressive layer dropping in an engine: what all ranks leave out, gathers, recomputations, keywords, a restart."""
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.runtime.progressive_layer_drop import convert_to_pld
+from harness import on_ranks
+from layer_models import WIDTH, Block, Transformer, batch_of, loss_of, token_dropping
+from models import Parts, Recomputed, two_layers
+from runs import engine_of, identical, last_of, raised, settings, take_step, together, weights
+
+DROP = {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 10.0}}  # the half, from step 1 on
+
+
+class Scaled(Block):
+    """With a parameter of the layer itself."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.scale = nn.Parameter(torch.ones(self.norm.normalized_shape))
+
+    def forward(self, hidden_states, attention_mask=None):
+        return super().forward(hidden_states, attention_mask) * self.scale
+
+
+class Net(Transformer):
+    def __init__(self, layers=6, reentrant=None):
+        super().__init__(layers=0)
+        torch.manual_seed(1)
+        self.h = nn.ModuleList(Scaled() for _ in range(layers))
+        self.reentrant = reentrant
+
+    def forward(self, batch):
+        x = self.into(batch)
+        for layer in self.h:
+            x = layer(x) if self.reentrant is None else Recomputed.forward(_one(layer, self.reentrant), x)
+        return self.head(x)
+
+
+def _one(layer, reentrant):
+    return type("", (), {"layers": [layer], "reentrant": reentrant})
+
+
+def engine_with(stage=0, accumulate=1, drop=DROP, model=None, zero=(), **more):
+    engine = engine_of(model or Net(), settings(stage, accumulate=accumulate, zero=zero, **drop, **more))
+    return convert_to_pld(engine, Block)
+
+
+def steps(engine, count=5, rank=0, first=0):
+    return [
+        take_step(engine, loss_of(engine, batch_of(step, first=2 * rank + 10 * micro)))
+        for step in range(first, first + count)
+        for micro in range(engine.gradient_accumulation_steps())
+    ]
+
+
+def plain_steps(world, count, plan, theta=0.5):
+    """One process with all samples: dropped layers are left out, what others add is divided by the probability."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for step in range(count):
+        plan.place(step, 0, 1.0 if step == 0 else theta)
+        for rank in range(world):
+            batch = batch_of(step, first=2 * rank)
+            x = model.into(batch)
+            for number, layer in enumerate(model.h):
+                if number not in plan.dropped:
+                    x = x + (layer(x) - x) / plan.probability
+            found = model.head(x)
+            loss = nn.functional.cross_entropy(found[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+            (loss / world).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_ranks_drop_the_same_layers_and_train_like_one_process(rank, world, stage):
+    engine = engine_with(stage, zero={"reduce_bucket_size": 600}, optimizer="SGD", rate=0.3, gradient_clipping=0.0)
+    plan = engine._layer_dropping._plan
+    dropped = []
+    for step in range(5):
+        steps(engine, 1, rank, first=step)
+        dropped.append(plan.dropped)
+    assert together(dropped) and not dropped[0] and len(set(dropped)) > 2
+    for mine, theirs in zip(last_of(engine), plain_steps(world, 5, plan)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def gathered(engine, batch):
+    engine.core.gatherer.reset_counters()
+    take_step(engine, loss_of(engine, batch))
+    return engine.core.gatherer.gathered_elements
+
+
+@on_ranks(2)
+def test_stage_3_does_not_gather_dropped_layers(rank, world):
+    all_dropped = {"progressive_layer_drop": {"enabled": True, "theta": 0.0, "gamma": 1000.0}}
+    engine, without = engine_with(3, drop=all_dropped), engine_of(Net(layers=0), settings(3))
+    for step in range(4):
+        wanted, found = gathered(without, batch_of(step)), gathered(engine, batch_of(step))
+        assert engine.get_pld_theta() == 0.0
+        assert (found > wanted) if step == 0 else (found == wanted), (step, found, wanted)
+    with torch.no_grad():  # an evaluation runs all of them, trained or not
+        engine.core.gatherer.reset_counters()
+        engine.eval()
+        engine(batch_of(0))
+        layers = sum(param.ds_numel for param in engine.module.h.parameters())
+        assert engine.core.gatherer.gathered_elements >= layers // 2
+    # Of a part: as many fewer as layers are dropped.
+    engine, per_layer = engine_with(3, zero={"stage3_max_reuse_distance": 0}), set()
+    whole = gathered(engine, batch_of(0))
+    for step in range(1, 6):
+        found = gathered(engine, batch_of(step))
+        per_layer.add((whole - found, len(engine._layer_dropping._plan.dropped)))
+    assert all(fewer > 0 for fewer, dropped in per_layer if dropped), per_layer
+
+
+@on_ranks(2)
+def test_layers_that_run_though_the_core_leaves_them_out(rank, world):
+    results = []
+    for stage in (0, 3):
+        engine = engine_with(stage, zero={"reduce_bucket_size": 600}, optimizer="SGD", rate=0.3)
+        steps(engine, 2, rank)
+        engine.module.eval()  # behind the engine's back: layers run in the evaluation
+        results.append((steps(engine, 3, rank, first=2), last_of(engine)))
+    for mine, theirs in zip(results[0][1], results[1][1]):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(1)
+def test_recomputed_layers_drop_the_same(rank, world, stage):
+    results = []
+    for reentrant in (None, True, False):
+        engine = engine_with(stage, 2, model=Net(reentrant=reentrant))
+        results.append((steps(engine), last_of(engine)))
+    assert all(losses == results[0][0] and identical(end, results[0][1]) for losses, end in results)
+
+
+@on_ranks(1)
+def test_a_theta_of_1_is_the_plain_model_and_a_dropped_layer_is_not_updated(rank, world):
+    kept = engine_with(drop={"progressive_layer_drop": {"enabled": True}})
+    plain = engine_of(Net(), settings(0))
+    assert steps(kept) == steps(plain) and identical(last_of(kept), last_of(plain))
+    engine = engine_with()
+    steps(engine, 1)
+    before = weights(engine)
+    steps(engine, 1, first=1)
+    dropped = engine._layer_dropping._plan.dropped
+    assert dropped
+    for name, value in weights(engine).items():
+        left_out = name.startswith("h.") and int(name.split(".")[1]) in dropped
+        assert torch.equal(value, before[name]) == left_out, name
+
+
+@on_ranks(1)
+def test_a_resumed_run_drops_what_the_undisturbed_one_drops(rank, world, tmp_path):
+    slow = {"progressive_layer_drop": {"enabled": True, "theta": 0.3, "gamma": 0.3}}
+    engine = engine_with(drop=slow)
+    steps(engine, 3)
+    engine.save_checkpoint(tmp_path, tag="t")
+    wanted = steps(engine, 4, first=3), engine.get_pld_theta()
+    other = engine_with(drop=slow)
+    other.load_checkpoint(tmp_path, tag="t")
+    assert (steps(other, 4, first=3), other.get_pld_theta()) == wanted
+
+
+@on_ranks(1)
+def test_models_that_know_it_get_the_keywords(rank, world):
+    given = []
+
+    def run(self, x, progressive_layer_drop=False, pld_theta=None):
+        given.append((progressive_layer_drop, pld_theta))
+        return self.layer(x)
+
+    engine = engine_of(Parts(run, layer=two_layers()), settings(0, **DROP))
+    thetas = []
+    for _ in range(3):
+        take_step(engine, engine(torch.ones(2, 6)).sum())
+        thetas.append(engine.get_pld_theta())
+    assert given == [(True, theta) for theta in (1.0, *thetas[:2])] and thetas[0] == pytest.approx(0.5, abs=1e-4)
+    engine.eval()
+    engine(torch.ones(2, 6))
+    assert given[-1] == (False, None)
+    assert engine.pld_enabled() and engine.progressive_layer_drop.get_state()["pld_theta"] == thetas[-1]
+    assert engine_of(two_layers(), settings(0)).get_pld_theta() is None
+
+
+@on_ranks(1)
+def test_a_model_that_was_converted_before_and_both_kinds_of_dropping(rank, world):
+    before = engine_of(convert_to_pld(Net(), Block), settings(0, **DROP))
+    assert steps(before) == steps(engine_with())
+    both = engine_with(model=Net(4), **token_dropping())
+    deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd(both, Block)
+    assert all(loss < 10 for loss in steps(both, 6)) and WIDTH == 16
+
+
+@on_ranks(1)
+def test_refused(rank, world):
+    strict = settings(0, **DROP, zero={"ignore_unused_parameters": False})
+    plain = engine_of(two_layers(), settings(0, **DROP))
+    texts = {
+        "which the configuration does not turn on": raised(convert_to_pld, engine_of(Net(), settings(0)), Block),
+        "ignore_unused_parameters is false": raised(convert_to_pld, engine_of(Net(), strict), Block),
+        "Sequential.forward does not take the keywords progressive_layer_drop, pld_theta": raised(
+            plain, torch.ones(2, 6)
+        ),
+        "theta": raised(engine_of, Net(), settings(0, progressive_layer_drop={"enabled": True, "theta": 1.5})),
+    }
+    for text, error in texts.items():
+        assert text in str(error), (text, error)
