@@ -52,6 +52,7 @@ FLAT = {
     "elasticity_enabled": "elasticity.enabled",
     "data_efficiency_enabled": "data_efficiency.enabled",
     "pld_enabled": "progressive_layer_drop.enabled",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
 }
 
 # Below a section: by file, the keys that it names.
@@ -74,6 +75,12 @@ _SCANNED = {
     },
     "comms_logger": {"comm/comms_logger.py": "enabled prof_all prof_ops verbose debug"},
     "csv_monitor": {"monitor/monitor.py": "enabled", "monitor/csv_monitor.py": "job_name output_path"},
+    "curriculum_learning": {
+        "data/curriculum.py": "min_difficulty max_difficulty schedule_type "
+        "schedule_config.total_curriculum_step schedule_config.difficulty_step schedule_config.root_degree "
+        "schedule_config.difficulty schedule_config.max_step",
+        "engine/parts/sequence_curriculum.py": "curriculum_type truncate",
+    },
     "data_efficiency": {
         "data/random_ltd.py": "data_routing.enabled data_routing.random_ltd.enabled "
         "data_routing.random_ltd.global_batch_size data_routing.random_ltd.hidden_state_order "

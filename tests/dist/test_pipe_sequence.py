@@ -100,13 +100,3 @@ def test_what_does_not_fit_is_refused(rank, world):
         model=module,
         config=config_of(0, sequence_parallel_size=2),
     )
-    curriculum = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64,
-                  "schedule_type": "fixed_linear",
-                  "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}}  # fmt: skip
-    refused(
-        deepspeed.DeepSpeedConfigError,
-        "curriculum_learning",
-        deepspeed.initialize,
-        model=module,
-        config=config_of(0, curriculum_learning=curriculum),
-    )

@@ -26,50 +26,50 @@ Field schedule_type() {
 
 Field data_sampling() {
   return section(
-             "data_sampling", "Which samples are drawn.",
-             {
-                 enabled(),
-                 integer("num_epochs", 1000, "Most epochs.").above(0),
-                 integer("num_workers", 0, "Worker processes of the loader.").at_least(0),
-                 boolean("pin_memory", false, "Page-locked host memory for batches."),
-                 section(
-                     "curriculum_learning", "Easy samples first.",
-                     {
-                         enabled(),
-                         path("data_cluster_path", "Folder for the clusters of samples."),
-                         section("curriculum_metrics", "What difficulty is, by name.",
-                                 {
-                                     section("<metric name>", "One metric.",
-                                             {
-                                                 path("index_to_sample_path", "Samples by value of the metric."),
-                                                 path("index_to_metric_path", "The metric of each sample."),
-                                                 text("difficulty_type", nullptr,
-                                                      "A difficulty is a value or a percentile.")
-                                                     .one_of({"value", "percentile"}),
-                                                 text("clustering_type", nullptr, "How samples are put into clusters.")
-                                                     .one_of({"single_cluster", "schedule_based"}),
-                                                 count("min_difficulty", "Difficulty at the start."),
-                                                 count("max_difficulty", "Difficulty at the end."),
-                                                 schedule_type(),
-                                                 curriculum_schedule(),
-                                             }),
-                                 }),
-                     }),
-                 section("dynamic_batching", "Batches of equal token counts.",
-                         {
-                             enabled(),
-                             path("metrics_path", "Lengths of the samples."),
-                             text("lr_scaling_method", "linear", "How the learning rate follows the batch size.")
-                                 .one_of({"linear", "sqrt", "none"}),
-                             integer("min_batch_size", 1, "Fewest samples.").above(0),
-                             integer("max_batch_size", nullptr, "Most samples.").above(0),
-                             text("sequence_picking_order", "dataloader", "In which order samples are put together.")
-                                 .one_of({"random", "seqlen", "dataloader"}),
-                             integer("max_tokens", nullptr, "Tokens per batch.").above(0),
-                             boolean("verbose", false, "Print the batches."),
-                         }),
-             })
-      .not_built("data sampling");
+      "data_sampling", "Which samples are drawn.",
+      {
+          enabled(),
+          integer("num_epochs", 1000, "Most epochs.").above(0).waits_for("the curriculum over samples"),
+          integer("num_workers", 0, "Worker processes of the loader.").at_least(0),
+          boolean("pin_memory", false, "Page-locked host memory for batches."),
+          section(
+              "curriculum_learning", "Easy samples first.",
+              {
+                  enabled(),
+                  path("data_cluster_path", "Folder for the clusters of samples."),
+                  section("curriculum_metrics", "What difficulty is, by name.",
+                          {
+                              section("<metric name>", "One metric.",
+                                      {
+                                          path("index_to_sample_path", "Samples by value of the metric."),
+                                          path("index_to_metric_path", "The metric of each sample."),
+                                          text("difficulty_type", nullptr, "A difficulty is a value or a percentile.")
+                                              .one_of({"value", "percentile"}),
+                                          text("clustering_type", nullptr, "How samples are put into clusters.")
+                                              .one_of({"single_cluster", "schedule_based"}),
+                                          count("min_difficulty", "Difficulty at the start."),
+                                          count("max_difficulty", "Difficulty at the end."),
+                                          schedule_type(),
+                                          curriculum_schedule(),
+                                      }),
+                          }),
+              })
+              .not_built("the curriculum over samples"),
+          section("dynamic_batching", "Batches of equal token counts.",
+                  {
+                      enabled(),
+                      path("metrics_path", "Lengths of the samples."),
+                      text("lr_scaling_method", "linear", "How the learning rate follows the batch size.")
+                          .one_of({"linear", "sqrt", "none"}),
+                      integer("min_batch_size", 1, "Fewest samples.").above(0),
+                      integer("max_batch_size", nullptr, "Most samples.").above(0),
+                      text("sequence_picking_order", "dataloader", "In which order samples are put together.")
+                          .one_of({"random", "seqlen", "dataloader"}),
+                      integer("max_tokens", nullptr, "Tokens per batch.").above(0),
+                      boolean("verbose", false, "Print the batches."),
+                  })
+              .not_built("dynamic batches"),
+      });
 }
 
 Field data_routing() {
@@ -180,8 +180,11 @@ DS_CONFIG_CHAPTER(85, kTraining, "Data and curriculum") {
                                 count("max_difficulty", "At the end."),
                                 schedule_type(),
                                 curriculum_schedule(),
+                                table("truncate", nullptr,
+                                      "Let the loader cut batches: the name or the position of a tensor, and its "
+                                      "dimension (or a list of them) that counts tokens."),
                             });
-  c.add(curriculum.not_built("curriculum learning"));
+  c.add(curriculum);
   c.add(integer("max_train_tokens", nullptr,
                 "engine.training_ended() is true from the step on that reaches so many tokens, over all ranks.")
             .above(0));

@@ -64,6 +64,7 @@ class ResumableDataLoader:
         self.num_local_io_workers = num_local_io_workers
         self.phases = None  # those of an engine, which reading a batch belongs to
         self.post_process_func = None  # callable(batch, sampler state), see engine.set_data_post_process_func
+        self.cut = None  # callable(batch) of an engine that trains with shorter sequences at first
         self.data_sampler = self._make_sampler(data_sampler)
         self.epoch = 0
         self.batches = 0  # handed out in this epoch, counted from the sample number
@@ -131,7 +132,7 @@ class ResumableDataLoader:
         if self.post_process_func is not None:
             state = self.data_sampler.state_dict() if hasattr(self.data_sampler, "state_dict") else {}
             batch = self.post_process_func(batch, state)
-        return batch
+        return batch if self.cut is None else self.cut(batch)
 
     def _next_epoch(self):
         self.epoch += 1

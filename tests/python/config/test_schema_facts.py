@@ -68,6 +68,7 @@ OWN_KEYS = {
     *("postmortem", "postmortem.on", "postmortem.dir", "postmortem.keep", "postmortem.max_bytes"),
     "postmortem.spike_factor",
     "max_train_tokens",
+    "curriculum_learning.truncate",
     *("trace", "trace.path", "trace.start_step", "trace.steps"),
 }
 

@@ -24,9 +24,9 @@ _UNCOUNTED = (
 class ConsumedTokens(Part):
     """A part of the engine. Without a key of the configuration that asks for tokens it counts nothing.
 
-    A micro-batch has as many tokens as its 2-dimensional ``attention_mask`` has entries other than 0; without one, as
-    ``input_ids`` has elements, in a pipeline the first 2-dimensional tensor of whole numbers; ``count_tokens`` goes
-    before both. Where the model cuts its sequences at ``curriculum_seqlen``, the rest is not counted. What comes out
+    A micro-batch, which is each forward in training mode, has as many tokens as its 2-dimensional ``attention_mask``
+    has entries other than 0; without one, as ``input_ids`` has elements, in a pipeline the first 2-dimensional tensor
+    of whole numbers; ``count_tokens`` goes before both. Where the model cuts its sequences at ``curriculum_seqlen``, the rest is not counted. What comes out
     goes through the hook ``effective_tokens`` of each part. Sums over ranks are made once for each step.
     """
 
@@ -86,7 +86,7 @@ class ConsumedTokens(Part):
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     def see_inputs(self, inputs, kwargs):
-        if self.counts:
+        if self.counts and self.engine.module.training:
             self._seen.append(self._tokens_in(inputs, kwargs))
 
     def see_micro_batch(self, inputs):

@@ -115,6 +115,8 @@ class TrainingData(Part):
         )
         loader.seed = self._seed
         loader.phases = self.engine._step_log.phases
+        if route == ROUTE_TRAIN and self.engine._curriculum.cuts_loaders:
+            loader.cut = self.engine._curriculum.cut
         return loader
 
     def tell_length_of_epoch(self):

@@ -91,7 +91,7 @@ class Batches(Part):
             raise TypeError(
                 f"data_iter is a {type(self.data_iterator).__name__}, not an iterator: pass iter(...) of it"
             ) from error
-        return item if self.batch_fn is None else self.batch_fn(item)
+        return self.engine._curriculum.cut(item if self.batch_fn is None else self.batch_fn(item))
 
     def pair(self, item):
         if not isinstance(item, (tuple, list)) or len(item) != 2:
