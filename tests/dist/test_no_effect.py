@@ -95,6 +95,12 @@ _SCANNED = {
         "data_routing.random_ltd.layer_token_lr_schedule.warmup_layer_tokens "
         "data_routing.random_ltd.layer_token_lr_schedule.warmup_type",
         "engine/parts/token_dropping.py": "data_routing.random_ltd.micro_batch_size seed",
+        "data/dynamic_batches.py": "seed data_sampling.num_workers data_sampling.pin_memory "
+        "data_sampling.dynamic_batching.lr_scaling_method data_sampling.dynamic_batching.max_batch_size "
+        "data_sampling.dynamic_batching.max_tokens data_sampling.dynamic_batching.metrics_path "
+        "data_sampling.dynamic_batching.min_batch_size data_sampling.dynamic_batching.sequence_picking_order "
+        "data_sampling.dynamic_batching.verbose",
+        "engine/parts/dynamic_batching.py": "data_sampling.dynamic_batching.enabled",
     },
     "datastates_ckpt": {"checkpoint/engines/built_in.py": "host_cache_size"},
     "elasticity": {"engine/parts/memory_copies.py": "snapshot_steps", "config/elasticity.py": "min_time"},
@@ -127,6 +133,7 @@ ONLY_SCANNED["use_data_before_expert_parallelism"] = (
     "use_data_before_expert_parallel_",
 )
 ONLY_SCANNED["fp16.auto_cast"] = ("engine/parts/backward.py", "fp16_auto_cast")
+ONLY_SCANNED["data_efficiency.data_sampling.enabled"] = ("engine/parts/dynamic_batching.py", "data_sampling_enabled")
 ONLY_SCANNED["checkpoint.tag_validation"] = ("checkpoint/write/save.py", "checkpoint_tag_validation_enabled")
 ONLY_SCANNED["monitors"] = ("monitor/monitor.py", "monitors")
 ONLY_SCANNED["data_parallel_size"] = ("config/config.py", "data_parallel_size")

@@ -134,7 +134,8 @@ def compare(entry, value, module, own):
             return [("", f"is {type(value).__name__}, published is a class")]
         return compare_class(entry, value, module, own)
     if kind == "function":
-        difference = compare_parameters(published_parameters(entry["signature"], module), real_parameters(value, False))
+        real = real_parameters(value, False, own.get(value.__name__, ()))
+        difference = compare_parameters(published_parameters(entry["signature"], module), real)
         return [("", difference)] if difference else []
     calls = any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(entry.get("value", ""))))
     if "value" in entry and not calls:  # making another logger, say, would change the one there is

@@ -3,7 +3,7 @@
 Names are written "module", "module:name" or "module:name.member".
 """
 
-# Parameters with defaults that only ours have: "class" or "class.method" -> names.
+# Parameters with defaults that only ours have: "class", "class.method" or "function" -> names.
 OWN_PARAMETERS = {
     "DeepSpeedConfig": ["world_size"],
     "DeepSpeedEngine.zero_grad": ["set_to_none"],
@@ -16,6 +16,7 @@ OWN_PARAMETERS = {
     "PipelineModule": ["virtual_stages", "placement", "profile_input"],
     "PipelineModule.forward": ["chunk"],
     "UlyssesSPDataLoaderAdapter": ["pad"],
+    "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed": ["loss_tokens"],
     "LRRangeTest": ["unit"],
     "OneCycle": ["unit"],
     "WarmupCosineLR": ["unit", "warmup_unit"],

@@ -55,20 +55,21 @@ Field data_sampling() {
                           }),
               })
               .not_built("the curriculum over samples"),
-          section("dynamic_batching", "Batches of equal token counts.",
-                  {
-                      enabled(),
-                      path("metrics_path", "Lengths of the samples."),
-                      text("lr_scaling_method", "linear", "How the learning rate follows the batch size.")
-                          .one_of({"linear", "sqrt", "none"}),
-                      integer("min_batch_size", 1, "Fewest samples.").above(0),
-                      integer("max_batch_size", nullptr, "Most samples.").above(0),
-                      text("sequence_picking_order", "dataloader", "In which order samples are put together.")
-                          .one_of({"random", "seqlen", "dataloader"}),
-                      integer("max_tokens", nullptr, "Tokens per batch.").above(0),
-                      boolean("verbose", false, "Print the batches."),
-                  })
-              .not_built("dynamic batches"),
+          section(
+              "dynamic_batching", "Batches of equal token counts.",
+              {
+                  enabled(),
+                  path("metrics_path",
+                       "Folder of seqlens.npy, the lengths of the samples; it is written where it is missing."),
+                  text("lr_scaling_method", "linear", "How the learning rate follows the batch size.")
+                      .one_of({"linear", "sqrt", "none"}),
+                  integer("min_batch_size", 1, "Fewest samples of a micro-batch; smaller ones are left out.").above(0),
+                  integer("max_batch_size", nullptr, "Most samples of a micro-batch.").above(0),
+                  text("sequence_picking_order", "dataloader", "In which order samples are put together.")
+                      .one_of({"random", "seqlen", "dataloader"}),
+                  integer("max_tokens", nullptr, "Most tokens of a micro-batch.").above(0),
+                  boolean("verbose", false, "Print the batches."),
+              }),
       });
 }
 

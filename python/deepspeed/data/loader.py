@@ -32,7 +32,8 @@ class ResumableDataLoader:
     collate_fn:  as torch.utils.data.DataLoader.
     num_local_io_workers: processes that prepare batches; None: 2, and none for an ``IterableDataset``, of which each
                  would yield every sample, or in a daemonic process, which may have no children.
-    data_sampler: a torch Sampler of indices; it then decides order and share on every rank.
+    data_sampler: a torch Sampler of indices; it then decides order and share on every rank. One with ``start_at`` gives
+                 whole batches of this rank, of which ``batch_size`` is 1.
     data_parallel_world_size, data_parallel_rank: default: of all ranks.
 
     ``for batch in loader`` goes through one epoch; the next loop is the next epoch. ``next(loader)`` works as well.
@@ -83,7 +84,10 @@ class ResumableDataLoader:
         if self.data_sampler is None:
             self.dataloader = DataLoader(dataset, batch_size=batch_size, drop_last=self.drop_last, **options)
         else:
-            self._batch_indices = _BatchIndices(self.data_sampler, batch_size, self.drop_last)
+            makes_batches = hasattr(self.data_sampler, "start_at")
+            self._batch_indices = (
+                self.data_sampler if makes_batches else _BatchIndices(self.data_sampler, batch_size, self.drop_last)
+            )
             self.dataloader = DataLoader(dataset, batch_sampler=self._batch_indices, **options)
             if self.drop_last and hasattr(self.data_sampler, "__len__") and len(self) == 0:
                 raise ValueError(
@@ -154,7 +158,7 @@ class ResumableDataLoader:
             return
         if hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(self.epoch)
-        if isinstance(self.data_sampler, ShareSampler):
+        if hasattr(self.data_sampler, "is_over"):
             self.data_sampler.start = self._start
         if not self.batches:
             self._order_state = None if hasattr(self.data_sampler, "set_epoch") else _random_state(self.data_sampler)
@@ -193,15 +197,16 @@ class ResumableDataLoader:
         self._batches_now = None
         batch_size = state.get("batch_size", self.batch_size)
         world_size = state.get("world_size", self.world_size) if self.data_sampler is not None else self.world_size
-        if (batch_size, world_size) != (self.batch_size, self.world_size):
+        # Whole batches of a sampler are dealt for whole steps, which may take others now.
+        if (batch_size, world_size) != (self.batch_size, self.world_size) or hasattr(self.data_sampler, "start_at"):
             self._deal_anew(self._start + self.batches * batch_size * world_size)
 
     def _deal_anew(self, samples):
         """Goes on after ``samples`` of this epoch, counted over all ranks."""
-        if isinstance(self.data_sampler, ShareSampler):
+        if hasattr(self.data_sampler, "is_over"):
             self._start, self.batches = samples, 0
-            whole = len(self.dataset) // self.world_size * self.world_size
-            if samples >= (whole if self.drop_last else len(self.dataset)):
+            self.data_sampler.set_epoch(self.epoch)
+            if self.data_sampler.is_over(samples):
                 self._next_epoch()
             return
         at_once = self.batch_size * self.world_size
@@ -218,6 +223,11 @@ class ShareSampler(DistributedSampler):
     ranks have had them. Their number does not change: ``len`` is that of a whole epoch."""
 
     start = 0
+
+    def is_over(self, done):
+        """Whether ``done`` samples are the whole epoch."""
+        whole = len(self.dataset) // self.num_replicas * self.num_replicas
+        return done >= (whole if self.drop_last else len(self.dataset))
 
     def __iter__(self):
         if not self.start:

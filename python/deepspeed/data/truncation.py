@@ -14,9 +14,7 @@ def checked_dimensions(given):
     for key, value in given.items():
         dims = list(value) if isinstance(value, (list, tuple)) else [value]
         if not dims or any(isinstance(dim, bool) or not isinstance(dim, int) for dim in dims):
-            raise ValueError(
-                f"truncate.{key} is {value!r}: give the dimension that counts tokens, or a list of them"
-            )
+            raise ValueError(f"truncate.{key} is {value!r}: give the dimension that counts tokens, or a list of them")
         found[str(key)] = dims
     return found
 

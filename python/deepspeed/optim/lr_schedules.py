@@ -85,7 +85,7 @@ class _Schedule:
         self.last_batch_iteration = iteration
         self._last_lr = self.get_lr()
         for group, rate in zip(groups, self._last_lr):
-            _set_rate(group, rate)
+            set_rate(group, rate)
 
     def step(self, batch_iteration=None):
         """Goes to the next iteration, or to the given one: a number, or ``{unit: number that is done}`` of all
@@ -129,7 +129,8 @@ class _Schedule:
         self._move_to(sd["last_batch_iteration"])
 
 
-def _set_rate(group, rate):
+def set_rate(group, rate):
+    """Writes the learning rate of a parameter group."""
     if isinstance(group.get("lr"), torch.Tensor):  # capturable optimizers keep the rate on the device
         group["lr"].fill_(rate)
     else:

@@ -45,7 +45,7 @@ class Accumulation(Part):
     def user_plan(self):
         """Whether a backward that the user runs next is reduced, and the factor its gradients take."""
         scale = 1.0 if self.user_scaled else self.engine.stepping.loss_scale
-        return self.reduces_now(), scale / self.engine.gradient_accumulation_steps()
+        return self.reduces_now(), scale * self.engine._dynamic.weight() / self.engine.gradient_accumulation_steps()
 
     def replan(self):
         if self.engine._trains:

@@ -106,7 +106,7 @@ class Backward(Part):
         """Accumulates the gradients of ``loss``, a scalar, and reduces them at the accumulation boundary.
 
         Divides by the accumulation steps unless ``scale_wrt_gas`` is false, and applies the loss scale. Returns the
-        loss divided by the accumulation steps.
+        loss divided by the accumulation steps, of dynamic batches times the weight of this one.
         """
         engine = self.engine
         if not torch.is_tensor(loss):
@@ -123,6 +123,9 @@ class Backward(Part):
         engine._postmortem.see_loss(loss, parts)
         if parts > 1:
             loss = loss / parts
+        weight = engine._dynamic.weight()
+        if weight != 1.0:
+            loss = loss * weight
         try:
             engine.progress.begin("backward")
             with engine._flops_profiling.inside("backward"):

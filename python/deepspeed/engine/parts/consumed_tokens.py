@@ -26,8 +26,9 @@ class ConsumedTokens(Part):
 
     A micro-batch, which is each forward in training mode, has as many tokens as its 2-dimensional ``attention_mask``
     has entries other than 0; without one, as ``input_ids`` has elements, in a pipeline the first 2-dimensional tensor
-    of whole numbers; ``count_tokens`` goes before both. Where the model cuts its sequences at ``curriculum_seqlen``, the rest is not counted. What comes out
-    goes through the hook ``effective_tokens`` of each part. Sums over ranks are made once for each step.
+    of whole numbers. Batches of equal token counts are known beforehand. ``count_tokens`` goes before all of that.
+    Where the model cuts its sequences at ``curriculum_seqlen``, the rest is not counted. What comes out goes through
+    the hook ``effective_tokens`` of each part. Sums over ranks are made once for each step.
     """
 
     counts = needed = False  # needed: by the learning rate or by the end of the training
@@ -89,12 +90,13 @@ class ConsumedTokens(Part):
         if self.counts and self.engine.module.training:
             self._seen.append(self._tokens_in(inputs, kwargs))
 
-    def see_micro_batch(self, inputs):
+    def see_micro_batch(self, inputs, number):
         """The inputs of a micro-batch of a pipeline, on the first stage."""
         if self.counts and torch.is_grad_enabled():
             several = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
             ids = (one for one in several if _has_rows(one) and not one.is_floating_point() and one.dtype != torch.bool)
-            self._seen.append(next((one.numel() for one in ids), None))
+            known = self.engine._dynamic.tokens(number)
+            self._seen.append(next((one.numel() for one in ids), None) if known is None else known)
 
     @functools.cached_property
     def _positions(self):
@@ -109,8 +111,9 @@ class ConsumedTokens(Part):
         ids, mask, cut = (named.get(key) for key in ("input_ids", "attention_mask", "curriculum_seqlen"))
         if _has_rows(mask) and (not torch.is_tensor(ids) or ids.shape == mask.shape):
             return mask[:, :cut].count_nonzero()
-        if not torch.is_tensor(ids):
-            return None
+        known = self.engine._dynamic.tokens()
+        if known is not None or not torch.is_tensor(ids):
+            return known
         return ids[:, :cut].numel() if _has_rows(ids) else ids.numel()
 
     def before_micro_step(self, boundary):

@@ -163,6 +163,9 @@ class TrainingData(Part):
         """Samples that all ranks have put into this step: where the caller owns the boundary, one micro-batch for each
         forward since the last step (at least one), as many on every rank as on this one."""
         engine = self.engine
+        known = engine._dynamic.samples()
+        if known is not None:
+            return known
         if engine.managed_gradient_accumulation():
             return engine.train_batch_size()
         return max(1, engine._backward.micro_batches) * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size

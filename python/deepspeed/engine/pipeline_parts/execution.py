@@ -162,7 +162,7 @@ class Execution:
             if self.engine.fp16_enabled() and self.engine.fp16_auto_cast():
                 inputs = cast_floats(inputs, torch.float16)
             held.inputs = batches.inputs_of(inputs)
-            self.engine._tokens.see_micro_batch(held.inputs)
+            self.engine._tokens.see_micro_batch(held.inputs, held.number)
             plans.see_inputs(held.inputs)
         last = self._record_of(self.last_part, held.number)
         if last is not None:
@@ -199,7 +199,11 @@ class Execution:
             self.logits.append(held.outputs)
         self.fwd_outputs.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if self._compute_loss and isinstance(loss, torch.Tensor):
-            self.total_loss = loss.detach().clone() if self.total_loss is None else self.total_loss + loss.detach()
+            loss = loss.detach() * self._weight(held)
+            self.total_loss = loss if self.total_loss is None else self.total_loss + loss
+
+    def _weight(self, held):
+        return self.engine._dynamic.weight(held.number) if torch.is_grad_enabled() else 1.0
 
     def _check_loss(self, loss):
         what = "loss_fn" if self.engine.module.loss_fn is not None else "the last layer (there is no loss_fn=)"
@@ -238,7 +242,8 @@ class Execution:
     def _heads(self, held):
         """Outputs that gradients have come for, and these."""
         if held.part == self.last_part:
-            root = held.take("loss") / self.engine.gradient_accumulation_steps()
+            root, weight = held.take("loss") / self.engine.gradient_accumulation_steps(), self._weight(held)
+            root = root if weight == 1.0 else root * weight
             root = root.float() * self.engine.stepping.loss_scale if self.engine.stepping.loss_scale != 1.0 else root
             return ([root], [torch.ones_like(root)]) if root.requires_grad else ([], [])
         grads = held.take("grads")

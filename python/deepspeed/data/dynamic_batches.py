@@ -1,0 +1,146 @@
+"""Dynamic batches: the section ``data_efficiency.data_sampling.dynamic_batching`` of an engine's configuration."""
+
+import os
+
+import numpy
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.data.token_batches import TokenBatches
+from deepspeed.log import log_dist
+
+_AT = "data_efficiency.data_sampling.dynamic_batching"
+_CHUNK = 256  # samples that batch_seqlens_fn measures at once
+LENGTHS_FILE = "seqlens.npy"
+
+
+def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
+    dataset,
+    engine,
+    dataset_seqlens=None,
+    dataset_filter_ids=None,
+    dataloader_collate_fn=None,
+    sample_padding_fn=None,
+    batch_seqlens_fn=None,
+    loss_tokens=None,
+):
+    """Batches of at most ``max_tokens`` tokens for ``engine``, as its section ``dynamic_batching`` says. Returns
+    ``(loader, learning-rate schedule, arguments of engine.deepspeed_io)``; the engine has the first two from now on.
+
+    The loss that the script gives to ``engine.backward`` is the mean over the tokens of its micro-batch. The engine
+    weights it, so that a step is made with the mean over the tokens of all ranks and accumulation steps. The
+    micro-batch that is trained on must be the one that the loader has handed out last.
+
+    dataset: map-style. dataset_seqlens: tokens of each sample; without it they come from ``metrics_path``, a folder
+    with ``seqlens.npy``, or from ``batch_seqlens_fn``, which gets a collated batch and returns the lengths of its
+    samples. Ranks measure a share each, and rank 0 writes what they found to ``metrics_path``, if there is one.
+    dataset_filter_ids: numbers of the samples that are used; None: all. dataloader_collate_fn: as usual.
+    sample_padding_fn: ``sample_padding_fn(sample, size)`` makes a sample as long as the longest of its micro-batch.
+    loss_tokens: the number of tokens in the loss of each sample, where that is not its length.
+
+    Once for each step the learning rate is that of the engine's schedule times ``samples / train_batch_size``, the
+    root of that, or nothing more (``lr_scaling_method``); ``samples`` are those of the step, over all ranks.
+    """
+    if not engine._dynamic.enabled:
+        raise ValueError(
+            f"dynamic batching is off: set data_efficiency.enabled, data_efficiency.data_sampling.enabled and {_AT}."
+            "enabled to true"
+        )
+    sampling, seed = engine.data_sampling_config(), engine.data_efficiency_config()["seed"]
+    section = sampling["dynamic_batching"]
+    if dataset_seqlens is None:
+        collate = dataloader_collate_fn or engine.collate_fn
+        dataset_seqlens = _known_lengths(dataset, section["metrics_path"], batch_seqlens_fn, collate)
+    if len(dataset_seqlens) != len(dataset):
+        raise ValueError(
+            f"there are lengths of {len(dataset_seqlens)} samples, and the data set has {len(dataset)}: they are of "
+            "another data set"
+        )
+    batches = TokenBatches(
+        dataset_seqlens,
+        section["max_tokens"],
+        samples=dataset_filter_ids,
+        min_batch_size=section["min_batch_size"],
+        max_batch_size=section["max_batch_size"],
+        order=section["sequence_picking_order"],
+        seed=seed,
+        ranks=engine.dp_world_size,
+        rank=engine.parallel.data_rank,
+        steps=engine.gradient_accumulation_steps(),
+        drop_last=engine.dataloader_drop_last(),
+        loss_tokens=loss_tokens,
+    )
+    if section["verbose"]:
+        _tell(batches)
+    options = {
+        "dataset": dataset,
+        "batch_size": 1,  # of the sampler's batches
+        "pin_memory": sampling["pin_memory"],
+        "data_sampler": batches,
+        "collate_fn": dataloader_collate_fn,
+        "num_local_io_workers": sampling["num_workers"],
+    }
+    if sample_padding_fn is not None:
+        collate = dataloader_collate_fn or engine.collate_fn or torch.utils.data.default_collate
+        options["dataset"] = _WithLengths(dataset, dataset_seqlens)
+        options["collate_fn"] = _Padding(sample_padding_fn, collate)
+    loader = engine.deepspeed_io(**options)
+    engine._dynamic.use(loader, section["lr_scaling_method"])
+    return loader, engine.lr_scheduler, options
+
+
+def _tell(batches):
+    made = batches.epoch_of(0)
+    for number, (end, count, tokens) in enumerate(zip(made.ends, made.counts, made.tokens)):
+        found = made.samples[end - count : end].tolist()
+        log_dist(f"batch {number}: {tokens} tokens in {count} samples: {found}", ranks=[0])
+
+
+def _known_lengths(dataset, folder, measure, collate):
+    file = None if folder is None else os.path.join(folder, LENGTHS_FILE)
+    if file is not None and os.path.exists(file):
+        return numpy.load(file, allow_pickle=False)
+    if measure is None:
+        raise ValueError(
+            f"the lengths of the samples are not known: pass dataset_seqlens=, or batch_seqlens_fn= which measures them"
+            f"{'' if file is None else f' (there is no {file} yet)'}"
+        )
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    share = numpy.array_split(numpy.arange(len(dataset)), ranks)[rank]
+    collate, found = collate or torch.utils.data.default_collate, []
+    for first in range(0, len(share), _CHUNK):
+        chunk = share[first : first + _CHUNK]
+        lengths = [int(one) for one in measure(collate([dataset[int(number)] for number in chunk]))]
+        if len(lengths) != len(chunk):
+            raise ValueError(f"batch_seqlens_fn returned {len(lengths)} lengths of a batch of {len(chunk)} samples")
+        found += lengths
+    parts = [found]
+    if ranks > 1:
+        parts = [None] * ranks
+        dist.all_gather_object(parts, found)
+    lengths = numpy.asarray([one for part in parts for one in part])
+    if file is not None and rank == 0:
+        os.makedirs(folder, exist_ok=True)
+        numpy.save(f"{file}.tmp.npy", lengths)
+        os.replace(f"{file}.tmp.npy", file)
+    return lengths
+
+
+class _WithLengths(torch.utils.data.Dataset):
+    def __init__(self, dataset, lengths):
+        self.dataset, self.lengths = dataset, lengths
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, number):
+        return int(self.lengths[number]), self.dataset[number]
+
+
+class _Padding:
+    def __init__(self, pad, collate):
+        self.pad, self.collate = pad, collate
+
+    def __call__(self, pairs):
+        longest = max(length for length, _ in pairs)
+        return self.collate([self.pad(sample, longest) for _, sample in pairs])
