@@ -34,6 +34,12 @@ class DamagedSafetensors : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// deepspeed's DamagedIndex, a ValueError: the index of an indexed data set.
+class DamagedIndex : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // damaged<DamagedZip>(path, ": too short"): joins its arguments as a stream would.
 template <typename Error, typename... Args>
 [[noreturn]] void damaged(const Args&... args) {

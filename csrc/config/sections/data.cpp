@@ -29,20 +29,20 @@ Field data_sampling() {
       "data_sampling", "Which samples are drawn.",
       {
           enabled(),
-          integer("num_epochs", 1000, "Most epochs.").above(0).waits_for("the curriculum over samples"),
+          integer("num_epochs", 1000, "Most times that the whole data set is drawn.").above(0),
           integer("num_workers", 0, "Worker processes of the loader.").at_least(0),
           boolean("pin_memory", false, "Page-locked host memory for batches."),
           section(
               "curriculum_learning", "Easy samples first.",
               {
                   enabled(),
-                  path("data_cluster_path", "Folder for the clusters of samples."),
+                  path("data_cluster_path", "Folder for the clusters of samples, which one rank writes and all read."),
                   section("curriculum_metrics", "What difficulty is, by name.",
                           {
                               section("<metric name>", "One metric.",
                                       {
                                           path("index_to_sample_path", "Samples by value of the metric."),
-                                          path("index_to_metric_path", "The metric of each sample."),
+                                          path("index_to_metric_path", "The values of those."),
                                           text("difficulty_type", nullptr, "A difficulty is a value or a percentile.")
                                               .one_of({"value", "percentile"}),
                                           text("clustering_type", nullptr, "How samples are put into clusters.")
@@ -53,8 +53,7 @@ Field data_sampling() {
                                           curriculum_schedule(),
                                       }),
                           }),
-              })
-              .not_built("the curriculum over samples"),
+              }),
           section(
               "dynamic_batching", "Batches of equal token counts.",
               {
@@ -172,7 +171,7 @@ DS_CONFIG_CHAPTER(85, kTraining, "Data and curriculum") {
                           data_sampling(),
                           data_routing(),
                       });
-  c.add(data);
+  c.add(std::move(data));
   auto curriculum = section("curriculum_learning", "Older curriculum over sequence length.",
                             {
                                 enabled(),

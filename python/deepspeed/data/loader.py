@@ -1,7 +1,9 @@
 """The loader of ``deepspeed.initialize(training_data=...)``: this rank's share of a data set, which can be resumed."""
 
 import contextlib
+import copy
 import hashlib
+import inspect
 import itertools
 import multiprocessing
 
@@ -12,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.data.loader_workers import end_with
+from deepspeed.data.sampler import CurriculumSampler
 from deepspeed.log import logger
 
 SEED = 0
@@ -35,8 +38,11 @@ class ResumableDataLoader:
     data_sampler: a torch Sampler of indices; it then decides order and share on every rank. One with ``start_at`` gives
                  whole batches of this rank, of which ``batch_size`` is 1.
     data_parallel_world_size, data_parallel_rank: default: of all ranks.
+    curriculum:  ``settings``, ``accumulation_steps`` and ``seed`` of a ``CurriculumSampler``, which then decides the
+                 order, the shares and the length of a loop.
 
     ``for batch in loader`` goes through one epoch; the next loop is the next epoch. ``next(loader)`` works as well.
+    A data set with ``state_dict()`` and ``load_state_dict(state)`` is part of the position.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class ResumableDataLoader:
         data_parallel_world_size=None,
         data_parallel_rank=None,
         dataloader_drop_last=False,
+        curriculum=None,
     ):
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"the data loader's batch_size must be a whole number >= 1, got {batch_size!r}.")
@@ -66,7 +73,8 @@ class ResumableDataLoader:
         self.phases = None  # those of an engine, which reading a batch belongs to
         self.post_process_func = None  # callable(batch, sampler state), see engine.set_data_post_process_func
         self.cut = None  # callable(batch) of an engine that trains with shorter sequences at first
-        self.data_sampler = self._make_sampler(data_sampler)
+        self.data_sampler = self._make_sampler(data_sampler, curriculum)
+        self.curriculum = self.data_sampler if curriculum else None
         self.epoch = 0
         self.batches = 0  # handed out in this epoch, counted from the sample number
         self._start = 0  # of this epoch, which other ranks or batches have had before
@@ -83,6 +91,8 @@ class ResumableDataLoader:
         }
         if self.data_sampler is None:
             self.dataloader = DataLoader(dataset, batch_size=batch_size, drop_last=self.drop_last, **options)
+        elif self.curriculum is not None:
+            self.dataloader = DataLoader(dataset, batch_sampler=self.curriculum, **options)
         else:
             makes_batches = hasattr(self.data_sampler, "start_at")
             self._batch_indices = (
@@ -96,7 +106,13 @@ class ResumableDataLoader:
                     f"drops them."
                 )
 
-    def _make_sampler(self, data_sampler):
+    def _make_sampler(self, data_sampler, curriculum):
+        if curriculum and (data_sampler is not None or isinstance(self.dataset, IterableDataset)):
+            owner = "an IterableDataset" if data_sampler is None else "a data_sampler"
+            raise ValueError(
+                f"a curriculum (data_efficiency.data_sampling.curriculum_learning) decides the order of samples, and "
+                f"so does {owner}: leave one of them out, or give a data set with __getitem__ and __len__."
+            )
         if isinstance(self.dataset, IterableDataset):
             if data_sampler is not None:
                 raise ValueError("an IterableDataset decides its own order: pass no data_sampler with it.")
@@ -105,6 +121,9 @@ class ResumableDataLoader:
             return data_sampler
         if len(self.dataset) == 0:
             raise ValueError("the training data set is empty: it has no samples to make batches of.")
+        if curriculum:
+            ranks = {"world_size": self.world_size, "rank": self.rank}
+            return CurriculumSampler(len(self.dataset), micro_batch_size=self.batch_size, **ranks, **curriculum)
         share = {"num_replicas": self.world_size, "rank": self.rank, "drop_last": self.drop_last}
         return ShareSampler(self.dataset, shuffle=True, seed=SEED, **share)
 
@@ -133,6 +152,8 @@ class ResumableDataLoader:
             self._next_epoch()
             raise
         self.batches += 1
+        if self.curriculum is not None:
+            self.curriculum.used()
         if self.post_process_func is not None:
             state = self.data_sampler.state_dict() if hasattr(self.data_sampler, "state_dict") else {}
             batch = self.post_process_func(batch, state)
@@ -150,11 +171,16 @@ class ResumableDataLoader:
         self._generator.manual_seed(int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "little", signed=True))
         if self.data_sampler is None:
             batches = end_with(iter(self.dataloader))
-            if self.batches:
-                logger.info("The data set can only be read in order: reading %d batches again to resume.", self.batches)
-            for _ in itertools.islice(batches, self.batches):
+            again = 0 if self._data_has_state() else self.batches
+            if again:
+                logger.info("The data set can only be read in order: reading %d batches again to resume.", again)
+            for _ in itertools.islice(batches, again):
                 pass
             self._batches_now = batches
+            return
+        if self.curriculum is not None:
+            self.curriculum.need_schedules()
+            self._batches_now = end_with(iter(self.dataloader))
             return
         if hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(self.epoch)
@@ -165,12 +191,25 @@ class ResumableDataLoader:
         self._batch_indices.start_at(self.batches, self._order_state)
         self._batches_now = end_with(iter(self.dataloader))
 
+    def set_curriculum_schedules(self, functions):
+        """See ``CurriculumSampler.set_custom_curriculum_learning_schedule``."""
+        self.curriculum.set_custom_curriculum_learning_schedule(functions)
+        self._batches_now = None  # what workers have prepared follows the schedule before
+
+    def set_accumulation_steps(self, steps):
+        """The micro-batches of a step from now on: a curriculum counts steps. What workers have prepared is prepared
+        again."""
+        if self.curriculum is not None and steps != self.curriculum.accumulation_steps:
+            self.curriculum.accumulation_steps = steps
+            self._batches_now = None
+
     def state_dict(self):
         """The position: the epoch, and the batches handed out in it. What workers prepared ahead does not count.
 
         ``start`` samples of the epoch were handed out before, by other numbers of ranks or in batches of other sizes.
+        ``sampler`` and ``dataset`` are the states of a ``CurriculumSampler`` and of a data set that has one.
         """
-        return {
+        state = {
             "epoch": self.epoch,
             "batches": self.batches,
             "order": self._order_state,
@@ -178,6 +217,23 @@ class ResumableDataLoader:
             "batch_size": self.batch_size,
             "world_size": self.world_size,
         }
+        if self.curriculum is not None:
+            state["sampler"] = self.curriculum.state_dict()
+        if self._data_has_state():
+            state["dataset"] = copy.deepcopy(self.dataset.state_dict())
+        return state
+
+    def _data_has_state(self):
+        """Whether the data set tells a state of its own. Where workers read it in its order, it is theirs that counts,
+        which nobody can ask for: such data is read again instead."""
+        save, load = (getattr(self.dataset, name, None) for name in ("state_dict", "load_state_dict"))
+        if not callable(save) or not callable(load) or self.data_sampler is None and self.num_local_io_workers:
+            return False
+        try:
+            inspect.signature(save).bind()
+        except TypeError:  # it asks for more than we know, as streaming libraries do
+            return False
+        return True
 
     def load_state_dict(self, state):
         """The next loop (or ``next``) goes on with the batch after the saved position, in the same order.
@@ -188,13 +244,27 @@ class ResumableDataLoader:
         If the state was saved with another number of ranks or another batch size, the rest of the epoch's samples is
         divided among the ranks again. Other samplers than ours go on with the batch that follows the same number of
         samples of all ranks; an IterableDataset, which divides itself, with the one after as many samples of one rank.
+        A curriculum goes on with the sample after the last one, for any numbers of ranks and batch sizes.
         """
+        self._batches_now = None
+        if "dataset" in state and self._data_has_state():
+            self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+        if ("sampler" in state) != (self.curriculum is not None):
+            logger.warning(
+                "The checkpoint has the state of a curriculum and this run has none: its data begin anew"
+                if self.curriculum is None
+                else "The checkpoint has no state of a curriculum, and this run has one: it begins with its first step"
+            )
+            return
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state["sampler"])
+            self.epoch, self.batches = state.get("epoch", 0), state.get("batches", 0)
+            return
         missing = [key for key in ("epoch", "batches") if key not in state]
         if missing:
             raise KeyError(f"the saved data position lacks {', '.join(missing)}; it was not made by this loader.")
         self.epoch, self.batches, self._order_state = state["epoch"], state["batches"], state.get("order")
         self._start = state.get("start", 0)
-        self._batches_now = None
         batch_size = state.get("batch_size", self.batch_size)
         world_size = state.get("world_size", self.world_size) if self.data_sampler is not None else self.world_size
         # Whole batches of a sampler are dealt for whole steps, which may take others now.

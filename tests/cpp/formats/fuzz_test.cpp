@@ -7,6 +7,7 @@
 #include <random>
 
 #include "formats/format_error.h"
+#include "formats/indexed_dataset.h"
 #include "formats/pickle_machine.h"
 #include "formats/safetensors_header.h"
 #include "formats/torch_archive.h"
@@ -106,6 +107,9 @@ Count run(int cases, const std::vector<std::string>& good, const Read& read) {
       ++count.refused;
     } catch (const DamagedSafetensors& error) {
       ++count.refused;
+    } catch (const DamagedIndex& error) {
+      EXPECT_STRNE(error.what(), "");
+      ++count.refused;
     }
     slowest = std::max<std::chrono::duration<double>>(slowest, Clock::now() - begin);
   }
@@ -167,6 +171,19 @@ TEST(Fuzz, SafetensorsHeaders) {
     const SafetensorsHeader found = read_safetensors_header(CheckedFile(file.path()), all, "2");
     for (const SafetensorsEntry& entry : found.tensors) ASSERT_LE(entry.offset + entry.bytes, bytes.size());
   });
+}
+
+TEST(Fuzz, IndexedDatasets) {
+  const Temporary file("fuzz");
+  run(fuzz_cases() / 20, {mapped_index(4, {3, 0, 5, 1}), mapped_index(8, {2, 2}, 2), older_index(5, 8, {4, 1, 2})},
+      [&](const std::string& bytes) {
+        write_file(file.path(), bytes);
+        const IndexedHeader found = read_indexed_header(CheckedFile(file.path()), 72);
+        const uint64_t end = found.sizes_at + found.documents * static_cast<uint64_t>(found.size_bytes);
+        ASSERT_LE(end, bytes.size());
+        ASSERT_LE(found.pointers_at + 8 * found.documents, bytes.size());
+        ASSERT_LE(found.doc_idx_at + 8 * found.doc_entries, bytes.size());
+      });
 }
 
 }  // namespace

@@ -115,6 +115,38 @@ inline std::string safetensors(const std::string& header, size_t data) {
   return little<uint64_t>(header.size()) + header + std::string(data, 'z');
 }
 
+// ---- indexes of indexed data sets ----------------------------------------------------------------------------------
+// Documents of these numbers of elements, one behind the other, each element of `bytes`.
+inline std::string mapped_index(int code, const std::vector<int>& sizes, int64_t bytes = 4,
+                                const std::vector<int64_t>& doc_idx = {0}) {
+  std::string index = std::string("MMIDIDX\0\0", 9) + little<uint64_t>(1) + static_cast<char>(code);
+  index += little<uint64_t>(sizes.size()) + little<uint64_t>(doc_idx.size());
+  std::string pointers, entries;
+  int64_t at = 0;
+  for (const int size : sizes) {
+    index += little<int32_t>(size);
+    pointers += little<int64_t>(at);
+    at += size * bytes;
+  }
+  for (const int64_t entry : doc_idx) entries += little<int64_t>(entry);
+  return index + pointers + entries;
+}
+
+inline std::string older_index(int code, int64_t bytes, const std::vector<int>& sizes) {
+  std::string index =
+      std::string("TNTIDX\0\0", 8) + little<uint64_t>(1) + little<uint64_t>(static_cast<uint64_t>(code));
+  index +=
+      little<int64_t>(bytes) + little<uint64_t>(sizes.size()) + little<uint64_t>(sizes.size()) + little<uint64_t>(1);
+  std::string pointers = little<int64_t>(0), lengths;
+  int64_t at = 0;
+  for (size_t i = 0; i <= sizes.size(); ++i) index += little<uint64_t>(i);
+  for (const int size : sizes) {
+    pointers += little<int64_t>(at += size);
+    lengths += little<int64_t>(size);
+  }
+  return index + pointers + lengths + little<int64_t>(0);
+}
+
 inline void write_file(const std::string& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
 }

@@ -326,13 +326,11 @@ def test_wrong_input():
         dataloader_drop_last=True,
     )
     refused(ValueError, "IterableDataset decides its own order", loader, Stream(4), data_sampler=SequentialSampler([1]))
-    refused(
-        NotImplementedError,
-        "curriculum_learning",
-        loader,
-        Numbers(4),
-        deepspeed_dataloader_config={"curriculum_learning": {}},
-    )
+    for given, text in [
+        ({"curriculum": True}, "deepspeed_dataloader_config has curriculum; its keys are curriculum_learning"),
+        ({"curriculum_learning": True}, "lacks data_efficiency, gradient_accumulation_steps"),
+    ]:
+        refused(ValueError, text, loader, Numbers(4), deepspeed_dataloader_config=given)
 
 
 # ---- worker processes ------------------------------------------------------------------------------------------------

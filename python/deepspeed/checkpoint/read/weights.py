@@ -6,7 +6,7 @@ import numpy
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.layouts.saved_state import eager
+from deepspeed.checkpoint.layouts.saved_state import eager, plain
 from deepspeed.checkpoint.run_state import Counters
 from deepspeed.log import logger
 from deepspeed.zero.parameters.param_ranks import own_extent, saved_part
@@ -84,8 +84,10 @@ def add_resumed(run, saved, found):
     if before is None:
         logger.warning(
             f"{saved.folder} has no run states (the checkpoint is of another implementation): random numbers and the "
-            "position in the data are not resumed"
+            "position in the data are not resumed, but for the state of a curriculum"
         )
+        sampler = saved.model.get("data_sampler")
+        found.data = None if sampler is None else {"sampler": plain(sampler)}
         return
     missing = {"rng", "dataloader", "micro_steps"} - before.keys() if isinstance(before, dict) else {"everything"}
     if missing:

@@ -18,8 +18,9 @@ from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 def counters_of(run):
     """dict with the published keys, in the order of the model file."""
+    position = run.position()
     return {
-        "data_sampler": None,
+        "data_sampler": position.get("sampler") if isinstance(position, dict) else None,
         "random_ltd": run.counters.random_ltd,
         "sparse_tensor_module_names": run.counters.sparse_names,
         "skipped_steps": run.counters.skipped_steps,

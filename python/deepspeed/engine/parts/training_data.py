@@ -63,17 +63,44 @@ class TrainingData(Part):
 
     @member
     def set_data_post_process_func(self, post_process_func):
-        """``post_process_func(batch, sampler_state)`` is applied to each batch of the training loader."""
+        """``post_process_func(batch, sampler_state)`` is applied to each batch of the training loader. The state of a
+        curriculum has ``current_difficulties``: ``{metric: difficulty}`` of this batch."""
+        self._own_loader("set_data_post_process_func").post_process_func = post_process_func
+
+    @member
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict):
+        """``{metric: function}`` of the metrics with schedule_type "custom": ``function(step)`` gives the difficulty of
+        a step of training, the first of which is 1. It must depend on the step alone."""
+        loader = self._own_loader("set_custom_curriculum_learning_schedule")
+        if loader.curriculum is None:
+            raise RuntimeError(
+                "set_custom_curriculum_learning_schedule needs a curriculum: enable data_efficiency, its data_sampling "
+                "and the curriculum_learning in it"
+            )
+        loader.set_curriculum_schedules(schedule_func_dict)
+
+    def _own_loader(self, asked):
         loader = self.engine.training_dataloader
         while isinstance(loader, RepeatingLoader):
             loader = loader.loader
-        if not hasattr(loader, "post_process_func"):
+        if not isinstance(loader, ResumableDataLoader):
             given = "none" if loader is None else f"a {type(loader).__name__}"
             raise RuntimeError(
-                f"set_data_post_process_func needs a training loader of this library, and there is {given}: pass "
-                "training_data to deepspeed.initialize, or make a loader with engine.deepspeed_io"
+                f"{asked} needs a training loader of this library, and there is {given}: pass training_data to "
+                "deepspeed.initialize, or make a loader with engine.deepspeed_io"
             )
-        loader.post_process_func = post_process_func
+        return loader
+
+    def _curriculum(self, route):
+        """``deepspeed_dataloader_config`` of a loader for this route."""
+        engine, sampling = self.engine, self.engine.data_sampling_config()
+        if route != ROUTE_TRAIN or not (engine.data_efficiency_enabled() and sampling["enabled"]):
+            return {}
+        config = {"num_workers": sampling["num_workers"]}
+        if sampling["curriculum_learning"]["enabled"]:
+            config["curriculum_learning"], config["data_efficiency"] = True, engine.data_efficiency_config()
+            config["gradient_accumulation_steps"] = engine.gradient_accumulation_steps()
+        return config
 
     @member
     def deepspeed_io(
@@ -100,10 +127,11 @@ class TrainingData(Part):
             data_sampler = torch.utils.data.DistributedSampler(
                 dataset, num_replicas=self.engine.dp_world_size, rank=self.engine.parallel.data_rank, shuffle=False
             )
+        config = self._curriculum(route)
         loader = DeepSpeedDataLoader(
             dataset=dataset,
             batch_size=batch_size or self.engine.train_micro_batch_size_per_gpu(),
-            pin_memory=pin_memory,
+            pin_memory=self.engine.data_sampling_config()["pin_memory"] if config else pin_memory,
             local_rank=self.engine.local_rank,
             tput_timer=getattr(self.engine, "tput_timer", None),
             collate_fn=collate_fn or self.engine.collate_fn,
@@ -112,6 +140,7 @@ class TrainingData(Part):
             data_parallel_world_size=self.engine.dp_world_size,
             data_parallel_rank=self.engine.parallel.data_rank,
             dataloader_drop_last=self.engine.dataloader_drop_last(),
+            deepspeed_dataloader_config=config,
         )
         loader.seed = self._seed
         loader.phases = self.engine._step_log.phases
@@ -125,7 +154,9 @@ class TrainingData(Part):
         if engine.core is None or not engine.core.strategy_states() or engine.training_dataloader is None:
             return
         try:
-            batches = len(engine.training_dataloader)
+            loader = engine.training_dataloader
+            curriculum = getattr(loader, "curriculum", None)  # whose loop has several epochs
+            batches = len(loader) // (1 if curriculum is None else curriculum.num_epochs)
         except TypeError:  # data without a length: zenflow.steps_per_epoch says it, or steps count
             return
         engine.core.set_steps_per_epoch(max(1, batches // engine.gradient_accumulation_steps()))
@@ -148,6 +179,8 @@ class TrainingData(Part):
         )
         if self.engine.core is not None:
             self.engine.core.set_grad_dtype(self.engine._grad_dtype)  # what accumulates now may be another type
+        if isinstance(self.engine.training_dataloader, ResumableDataLoader):
+            self.engine.training_dataloader.set_accumulation_steps(self.engine.gradient_accumulation_steps())
 
     @member
     def set_train_micro_batch_size(self, micro_batch_size):

@@ -1,0 +1,237 @@
+"""The reduce of an analysis: parts of all workers become the files of each metric."""
+
+import multiprocessing
+import os
+import shutil
+import sys
+import traceback
+
+import numpy
+import torch
+
+from deepspeed.data import analysis_parts as parts
+from deepspeed.data.indexed import MMapIndexedDataset, find_fit_int_dtype
+from deepspeed.log import logger
+
+SINGLE, ACCUMULATED = "single_value_per_sample", "accumulate_value_over_samples"
+
+
+class AnalysisReduce:
+    """The methods of a ``DataAnalyzer`` that merge."""
+
+    def get_metric_value_percentiles(self, metric_name, num_sample_per_value, total_num_samples):
+        """``{percentile: value}``: the value that so many of a hundred samples have at most. num_sample_per_value:
+        ``{value: number of samples}``."""
+        values = sorted(num_sample_per_value)
+        ends = numpy.cumsum([num_sample_per_value[value] for value in values])
+        found = {}
+        for percentile in (1, 5, *range(10, 100, 10), 95, 99, 100) if values else ():
+            at = numpy.searchsorted(ends, -(-total_num_samples * percentile // 100), "left")
+            found[percentile] = values[min(int(at), len(values) - 1)]
+        logger.info(f"percentiles of the metric {metric_name}: {found}")
+        return found
+
+    def merge_gather_map_stats(
+        self, num_workers, num_threads, num_threads_reduce, t_idx_reduce, metric_save_path, metric_name, return_dict
+    ):
+        """``return_dict[t_idx_reduce]``: number of samples, values and samples of each value, and whether samples have
+        numbers of their own, of the parts that are this thread's."""
+        folders = _folders(metric_save_path, num_workers, num_threads)
+        _, share = _share(len(folders), num_threads_reduce, t_idx_reduce)
+        runs = [parts.Run(folder, metric_name) for folder in folders[share]]
+        own = any(os.path.getsize(os.path.join(folder, f"{metric_name}_numbers")) for folder in folders[share])
+        values, counts = parts.counted(runs)
+        return_dict[t_idx_reduce] = {
+            "num_samples": int(counts.sum()),
+            "values": values,
+            "counts": counts,
+            "own_numbers": own,
+        }
+
+    def merge_sample_to_metric(
+        self, t_idx_reduce, metric_save_path, metric_name, metric_value_dtype, map_worker_thread
+    ):
+        """Writes the values of the parts ``[(worker, thread)]`` in the order of the samples to
+        ``<metric>_sample_to_metric_thread<t>``."""
+        folders = [parts.part_folder(metric_save_path, *pair) for pair in map_worker_thread]
+        path = os.path.join(metric_save_path, f"{metric_name}_sample_to_metric_thread{t_idx_reduce}")
+        runs = [parts.Run(folder, metric_name) for folder in folders]
+        first = min((int(run.samples.min()) for run in runs if len(run.samples)), default=0)
+        total = sum(len(run.samples) for run in runs)
+        found = numpy.zeros(total, metric_value_dtype)
+        there = numpy.zeros(total, bool)
+        for run in runs:
+            places = run.samples.astype(numpy.int64) - first
+            if len(places) and places.max() >= total:
+                raise ValueError(f"{path}: sample {places.max() + first} is beyond the {total} samples from {first} on")
+            found[places] = numpy.repeat(run.values, run.sizes)
+            there[places] = True
+        if not there.all():
+            raise ValueError(
+                f"{path}: sample {int(numpy.flatnonzero(~there)[0]) + first} has no value and another one has two: "
+                "sample_indices, or 'index' of the batches, must name each sample once"
+            )
+        blocks = _ones(found)
+        parts.write_documents(path, metric_value_dtype, blocks)
+
+    def merge_metric_to_sample(
+        self,
+        t_idx_reduce,
+        metric_save_path,
+        metric_name,
+        sample_idx_dtype,
+        metric_value_dtype,
+        unique_metric_values,
+        num_workers,
+        num_threads,
+    ):
+        """Writes the samples of ``unique_metric_values`` (rising) to ``<metric>_index_to_sample_thread<t>``, and these
+        values to ``<metric>_index_to_metric_thread<t>``."""
+        runs = [parts.Run(folder, metric_name) for folder in _folders(metric_save_path, num_workers, num_threads)]
+        values = numpy.asarray(unique_metric_values)
+        counts = numpy.zeros(len(values), numpy.int64)
+        for run in runs:
+            at = numpy.searchsorted(values, run.values)
+            known = (
+                (at < len(values)) & (values[numpy.minimum(at, len(values) - 1)] == run.values) if len(values) else []
+            )
+            numpy.add.at(counts, at[known], run.sizes[known])
+        names = [f"{metric_name}_index_to_{what}_thread{t_idx_reduce}" for what in ("sample", "metric")]
+        samples = parts.merged_blocks(runs, values, counts)
+        parts.write_documents(os.path.join(metric_save_path, names[0]), sample_idx_dtype, samples)
+        parts.write_documents(os.path.join(metric_save_path, names[1]), metric_value_dtype, _ones(values))
+
+    def merge_map_results(
+        self, dataset, metric_names, metric_types, save_path, num_workers, num_threads, num_threads_reduce
+    ):
+        """Merges the parts of all workers and threads into the files of each metric."""
+        for name, kind in zip(metric_names, metric_types):
+            folder = os.path.join(save_path, name)
+            for part in _folders(folder, num_workers, num_threads):
+                ready = "index_to_metric" if kind == SINGLE else "metric_value"
+                if not MMapIndexedDataset.exists(os.path.join(part, f"{name}_{ready}")):
+                    raise FileNotFoundError(
+                        f"{part} has no results of the metric {name!r}: run the map of this worker and thread first, "
+                        f"with num_workers={num_workers} and num_threads={num_threads}"
+                    )
+            if kind == ACCUMULATED:
+                self._merge_sums(folder, name, num_workers, num_threads)
+            else:
+                self._merge_values(len(dataset), folder, name, num_workers, num_threads, num_threads_reduce)
+
+    @staticmethod
+    def _merge_sums(folder, name, num_workers, num_threads):
+        paths = [os.path.join(part, f"{name}_metric_value") for part in _folders(folder, num_workers, num_threads)]
+        found = [one[0] for one in map(MMapIndexedDataset, paths) if len(one)]
+        total = numpy.sum(found, axis=0, dtype=found[0].dtype) if found else numpy.empty(0, numpy.int64)
+        parts.write_documents(os.path.join(folder, f"{name}_metric_value"), total.dtype, [(total, [len(total)])])
+
+    def _merge_values(self, samples, folder, name, num_workers, num_threads, num_threads_reduce):
+        gathered, threads = {}, range(num_threads_reduce)
+        if num_threads_reduce > 1:
+            gathered = multiprocessing.Manager().dict()
+        arguments = [(num_workers, num_threads, num_threads_reduce, t, folder, name, gathered) for t in threads]
+        on_processes(self.merge_gather_map_stats, arguments, "the reduce")
+        stats = [gathered[t] for t in threads]
+        there = sum(one["num_samples"] for one in stats)
+        if there != samples:
+            raise ValueError(
+                f"the parts of the metric {name!r} below {folder} have {there} samples, and the data set has "
+                f"{samples}: they are of another data set, or of other numbers of workers and threads"
+            )
+        values = numpy.unique(numpy.concatenate([one["values"] for one in stats]))
+        counts = numpy.zeros(len(values), numpy.int64)
+        for one in stats:
+            counts[numpy.searchsorted(values, one["values"])] += one["counts"]
+        self.get_metric_value_percentiles(name, dict(zip(values.tolist(), counts.tolist())), samples)
+        value_type = find_fit_int_dtype(int(values.min()), int(values.max())) if samples else numpy.uint8
+        number_type = find_fit_int_dtype(0, max(0, samples - 1))
+
+        pairs = [(worker, thread) for worker in range(num_workers) for thread in range(num_threads)]
+        split = 1 if any(one["own_numbers"] for one in stats) else min(num_threads_reduce, len(pairs))
+        arguments = [(t, folder, name, value_type, pairs[_share(len(pairs), split, t)[1]]) for t in range(split)]
+        on_processes(self.merge_sample_to_metric, arguments, "the reduce")
+        _joined(folder, f"{name}_sample_to_metric", split)
+
+        ends = numpy.cumsum(counts)
+        cuts = [int(numpy.searchsorted(ends, samples * t // num_threads_reduce, "left")) for t in threads]
+        cuts = [0, *cuts[1:], len(values)]
+        arguments = [
+            (t, folder, name, number_type, value_type, values[cuts[t] : cuts[t + 1]], num_workers, num_threads)
+            for t in threads
+        ]
+        on_processes(self.merge_metric_to_sample, arguments, "the reduce")
+        for what in ("sample", "metric"):
+            _joined(folder, f"{name}_index_to_{what}", num_threads_reduce)
+        paths = [os.path.join(folder, f"{name}_index_to_{what}") for what in ("sample", "metric")]
+        self.output_index_to_sample_percentile(*paths, name, folder, samples, number_type)
+
+    @staticmethod
+    def output_index_to_sample_percentile(
+        index_to_sample_fname, index_to_metric_fname, metric_name, metric_save_path, total_num_samples, sample_idx_dtype
+    ):
+        """Writes ``<metric>_index_to_sample_percentile_merged``: document p has the samples that come after p of a
+        hundred and before p + 1 when they are sorted by value. Values of ``index_to_metric_fname`` rise already."""
+        samples = MMapIndexedDataset(index_to_sample_fname)
+        if len(samples) != len(MMapIndexedDataset(index_to_metric_fname)):
+            raise ValueError(f"{index_to_sample_fname} and {index_to_metric_fname} are not of one analysis")
+        cuts = [total_num_samples * percentile // 100 for percentile in range(101)]
+        path = os.path.join(metric_save_path, f"{metric_name}_index_to_sample_percentile_merged")
+        parts.write_documents(path, sample_idx_dtype, [(samples.whole(), numpy.diff(cuts))])
+
+
+def _folders(metric_save_path, num_workers, num_threads):
+    """Of all parts, in the order of their samples."""
+    return [
+        parts.part_folder(metric_save_path, worker, thread)
+        for worker in range(num_workers)
+        for thread in range(num_threads)
+    ]
+
+
+def _share(count, of, number):
+    """``(first, slice)`` of one of ``of`` even shares of ``count`` things."""
+    share = slice(count * number // of, count * (number + 1) // of)
+    return share.start, share
+
+
+def _ones(values):
+    """Blocks of documents with one value each."""
+    for at in range(0, len(values), parts.BLOCK):
+        block = values[at : at + parts.BLOCK]
+        yield block, numpy.ones(len(block), numpy.int32)
+
+
+def _joined(folder, name, threads):
+    path = os.path.join(folder, name)
+    if threads == 1:  # the only one is the whole
+        for end in (".bin", ".idx"):
+            shutil.move(f"{path}_thread0{end}", f"{path}{end}")
+    else:
+        parts.join(path, [f"{path}_thread{t}" for t in range(threads)])
+
+
+def on_processes(function, arguments, what):
+    """``function(*each)``, each in a process of its own where there are several. RuntimeError when one has failed."""
+    if len(arguments) == 1:
+        function(*arguments[0])
+        return
+    context = multiprocessing.get_context("fork")  # data sets and functions need not be picklable
+    running = [context.Process(target=_in_child, args=(function, each)) for each in arguments]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join()
+    failed = [str(i) for i, process in enumerate(running) if process.exitcode]
+    if failed:
+        raise RuntimeError(f"{what} has failed on thread {', '.join(failed)}: see the errors above")
+
+
+def _in_child(function, arguments):
+    torch.set_num_threads(1)  # threads of the parent are not there
+    try:
+        function(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

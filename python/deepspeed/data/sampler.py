@@ -1,0 +1,231 @@
+"""The sampler of a curriculum: which samples this rank has in each micro-batch."""
+
+import collections
+import dataclasses
+
+import numpy
+
+from deepspeed._native import _C
+from deepspeed.data.clusters import clusters_of, one_cluster
+from deepspeed.data.curriculum import CurriculumScheduler
+from deepspeed.log import logger
+
+_PUBLISHED = "np_rng_state"  # a key that only states of the published sampler have
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A place in the order, between two micro-batches.
+
+    steps: that are complete; samples: those of the whole run; within: those of the step that has begun. order: state of
+    ``_C.samples.Order`` where that step began, None: before anything was drawn. difficulties: of the last micro-batch.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    within: int = 0
+    order: tuple = None
+    difficulties: dict = dataclasses.field(default_factory=dict)
+
+
+class CurriculumSampler:
+    """Micro-batches of a data set for one rank, as lists of sample numbers, from easy to hard.
+
+    A step draws its samples at random from those whose difficulties are at most those of its schedules. Which ones is
+    a function of the seed, the number of the step and the analysis of the metrics: every rank computes it alone, and
+    any numbers of ranks, accumulation steps and workers give the same steps. No sample of a cluster (``clusters.py``)
+    comes twice before all of it have come; with the difficulty at its maximum each sample comes once in an epoch.
+
+    samples: of the data set. settings: mapping like the section ``data_sampling``, of which ``num_epochs`` and
+    ``curriculum_learning`` are read. micro_batch_size, accumulation_steps, world_size: together the samples of a step.
+    rank: data-parallel. seed: ``data_efficiency.seed``.
+
+    An iteration ends after ``num_epochs`` times the data set, and the next one goes on. What was given out but not
+    ``used()`` does not count: states are those of the last batch in use.
+    """
+
+    def __init__(self, samples, settings, micro_batch_size, accumulation_steps, world_size, rank, seed):
+        self.samples, self.seed, self.rank, self.world_size = samples, seed, rank, world_size
+        self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
+        self.num_epochs = settings.get("num_epochs") or 1
+        self._curriculum = settings["curriculum_learning"]
+        self._metrics, chosen = {}, {}
+        for name, metric in self._curriculum["curriculum_metrics"].items():
+            self._metrics[name] = _scheduler(name, metric)
+            if metric.get("clustering_type") != "single_cluster":
+                chosen[name] = (metric, self._metrics[name])
+        self._chosen = chosen  # metrics that choose samples
+        if samples < self.step_samples:
+            raise ValueError(f"the data set has {samples} samples, fewer than the {self.step_samples} of a step")
+        self._clusters = None
+        self._place, self._identity = _Place(), None  # of the clusters that the place belongs to; None: any
+        self._ahead = collections.deque()  # places after micro-batches that were given out
+        self._find_clusters()
+
+    @property
+    def step_samples(self):
+        return self.micro_batch_size * self.accumulation_steps * self.world_size
+
+    def __len__(self):
+        """Micro-batches of one iteration."""
+        return self._end_of(0) // (self.micro_batch_size * self.world_size)
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict):
+        """``{metric: function}``; ``function(step)`` gives the difficulty of a step, the first of which is 1, and must
+        depend on the step alone."""
+        for name, function in schedule_func_dict.items():
+            scheduler = self._metrics.get(name)
+            if scheduler is None or scheduler.get_state()["schedule_type"] != "custom":
+                kind = "is no metric of the curriculum" if scheduler is None else "has another schedule_type"
+                custom = [one for one, of in self._metrics.items() if of.get_state()["schedule_type"] == "custom"]
+                raise ValueError(
+                    f"set_custom_curriculum_learning_schedule: {name!r} {kind}. Metrics with schedule_type 'custom' "
+                    f"are {', '.join(custom) or 'none'}."
+                )
+            if not callable(function):
+                raise TypeError(f"the schedule of the metric {name!r} is a {type(function).__name__}, not a function")
+            scheduler.set_custom_get_difficulty(function)
+        self._clusters = None
+        self._find_clusters()
+
+    def need_schedules(self):
+        """RuntimeError while a metric waits for the function of its schedule."""
+        for scheduler in filter(_waits, self._metrics.values()):
+            scheduler.get_difficulty(1)  # raises
+
+    def _find_clusters(self):
+        """Reads the clusters, unless a schedule of theirs waits for its function."""
+        if any(_waits(scheduler) for _, scheduler in self._chosen.values()):
+            return
+        if not self._chosen:
+            self._clusters = one_cluster(self.samples)
+            return
+        steps = self._end_of(0) // self.step_samples
+        folder = self._curriculum.get("data_cluster_path")
+        self._clusters = clusters_of(self._chosen, self.samples, self.step_samples, steps, folder)
+
+    def _end_of(self, samples):
+        """The number of samples at which the iteration ends that begins after ``samples``."""
+        whole = self.num_epochs * self.samples // self.step_samples * self.step_samples
+        return (samples // whole + 1) * whole
+
+    # ---- batches -----------------------------------------------------------------------------------------------------
+    def __iter__(self):
+        place = self._place
+        self._ahead.clear()
+        order = self._order_at(place)
+        end = self._end_of(place.samples)
+        at_once = self.micro_batch_size * self.world_size
+        drawn = numpy.empty(at_once, numpy.int64)
+        own = slice(self.rank * self.micro_batch_size, (self.rank + 1) * self.micro_batch_size)
+        difficulties = place.difficulties
+        while place.samples < end:
+            step, within = place.steps + 1, place.within + at_once
+            if place.within == 0:
+                difficulties = self._difficulties(step, difficulties)
+                self._join(order, step)
+            order.draw(drawn)
+            if within >= self.step_samples:
+                place = _Place(step, place.samples + at_once, 0, order.state(), difficulties)
+            else:
+                place = _Place(place.steps, place.samples + at_once, within, place.order, difficulties)
+            self._ahead.append(place)
+            numbers = drawn[own]
+            yield (numbers if self._clusters.samples is None else self._clusters.samples[numbers]).tolist()
+
+    def _order_at(self, place):
+        """The order behind ``place``, clusters of the step that has begun included."""
+        if place.order is not None and self._identity not in (None, self._clusters.identity):
+            logger.warning(
+                "The analysis or the schedules of the curriculum are not those of the saved position: the run goes on "
+                f"with step {place.steps + 1}, and samples of this epoch may come again."
+            )
+            place = dataclasses.replace(place, order=None)
+        self._identity = self._clusters.identity
+        if place.order is None:
+            order = _C.samples.Order(self.seed)
+        else:
+            sizes = self._clusters.sizes[: len(place.order[4])]
+            order = _C.samples.Order.restored(self.seed, sizes, place.order)
+        if place.within:
+            self._join(order, place.steps + 1)
+            order.draw(numpy.empty(place.within, numpy.int64))
+        return order
+
+    def _join(self, order, step):
+        """The clusters that this step adds join the pool."""
+        there, now = len(order.state()[4]), self._clusters.joined(step)
+        if now > there:
+            order.join(self._clusters.sizes[there:now], now == len(self._clusters.sizes))
+
+    def _difficulties(self, step, before):
+        """``{metric: difficulty}`` of a step. A maximum, once reached, is kept."""
+        found = {}
+        for name, scheduler in self._metrics.items():
+            most, old = scheduler.get_state()["max_difficulty"], before.get(name)
+            found[name] = old if old is not None and old >= most else scheduler.get_difficulty(step)
+            if name in self._chosen and step > self._clusters.known_steps and found[name] != before.get(name):
+                raise RuntimeError(
+                    f"the schedule of the metric {name!r} changes at step {step}, and its function was asked for the "
+                    f"first {self._clusters.known_steps} steps only: let it reach max_difficulty before"
+                )
+        return found
+
+    def used(self):
+        """The next batch that was given out is in use."""
+        self._place = self._ahead.popleft()
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+    def state_dict(self):
+        """The place behind the last batch in use. Plain values, at most 64 KB, equal on all ranks."""
+        place = self._place
+        return {
+            "curriculum_step": place.steps + (place.within > 0),
+            "consumed_samples": place.samples,
+            "current_difficulties": dict(place.difficulties),
+            "samples_of_step": place.within,
+            "seed": self.seed,
+            "clusters": self._identity,
+            "order": place.order,
+        }
+
+    def load_state_dict(self, state):
+        """Goes on behind the saved place, with any number of ranks, micro-batch and accumulation steps. Of a state of
+        the published sampler it takes the step, the samples and the difficulties."""
+        missing = [key for key in ("curriculum_step", "consumed_samples") if key not in state]
+        if missing:
+            raise KeyError(f"the saved state of the data sampler lacks {', '.join(missing)}")
+        within, order = state.get("samples_of_step", 0), state.get("order")
+        steps = state["curriculum_step"] - (within > 0)
+        if _PUBLISHED in state:
+            logger.warning(
+                f"The state of the data sampler is of another implementation: step {steps} and "
+                f"{state['consumed_samples']} samples are restored; its random generator, the positions in its "
+                "clusters and the rest of a batch are not, so samples of this epoch may come again."
+            )
+        elif state.get("seed", self.seed) != self.seed:
+            logger.warning(
+                f"data_efficiency.seed is {self.seed}, and the saved run had {state['seed']}: the order changes"
+            )
+        difficulties = {
+            name: one for name, one in state.get("current_difficulties", {}).items() if name in self._metrics
+        }
+        self._place = _Place(steps, state["consumed_samples"], within, order, difficulties)
+        self._identity = state.get("clusters")
+        self._ahead.clear()
+
+
+def _scheduler(name, metric):
+    """The ``CurriculumScheduler`` of a metric; errors name it."""
+    try:
+        if metric.get("difficulty_type") == "percentile" and (metric.get("max_difficulty") or 0) > 100:
+            raise ValueError(
+                f"max_difficulty {metric['max_difficulty']} is above 100, and difficulty_type is percentile"
+            )
+        return CurriculumScheduler(metric)
+    except ValueError as error:
+        raise ValueError(f"curriculum_metrics.{name}: {error}") from None
+
+
+def _waits(scheduler):
+    return scheduler.get_state()["schedule_type"] == "custom" and scheduler.custom_get_difficulty is None

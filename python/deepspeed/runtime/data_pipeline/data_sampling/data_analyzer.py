@@ -1,0 +1,3 @@
+"""Import path of existing scripts."""
+
+from deepspeed.data.analyzer import DataAnalyzer, DistributedDataAnalyzer  # noqa: F401

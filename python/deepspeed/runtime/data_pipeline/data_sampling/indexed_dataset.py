@@ -1,0 +1,11 @@
+"""Import path of existing scripts."""
+
+from deepspeed.data.indexed import (  # noqa: F401
+    MMapIndexedDataset,
+    MMapIndexedDatasetBuilder,
+    code,
+    data_file_path,
+    dtypes,
+    find_fit_int_dtype,
+    index_file_path,
+)
