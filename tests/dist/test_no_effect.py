@@ -101,6 +101,10 @@ _SCANNED = {
         "data_sampling.dynamic_batching.min_batch_size data_sampling.dynamic_batching.sequence_picking_order "
         "data_sampling.dynamic_batching.verbose",
         "engine/parts/dynamic_batching.py": "data_sampling.dynamic_batching.enabled",
+        "engine/parts/training_data.py": "enabled data_sampling.enabled data_sampling.num_workers "
+        "data_sampling.pin_memory data_sampling.curriculum_learning.enabled",
+        "data/sampler.py": "data_sampling.num_epochs data_sampling.curriculum_learning.data_cluster_path",
+        "published/dataloader.py": "seed",
     },
     "datastates_ckpt": {"checkpoint/engines/built_in.py": "host_cache_size"},
     "elasticity": {"engine/parts/memory_copies.py": "snapshot_steps", "config/elasticity.py": "min_time"},

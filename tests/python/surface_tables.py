@@ -27,9 +27,6 @@ OWN_PARAMETERS = {
 # Members of objects by the list data/engine_members.json: feature that is still to be built -> "class.member".
 ABSENT_MEMBERS = {
     "DeepCompile": ["DeepSpeedEngine.get_compile_time"],
-    "data efficiency and curriculum learning": [
-        "DeepSpeedEngine.set_custom_curriculum_learning_schedule",
-    ],
     "inference": ["InferenceEngine.cuda_graph_created"],
 }
 
@@ -50,9 +47,6 @@ LATER = {
     "mixture of experts": [
         "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.configure_autoep_folding_tp_gradient_reduction",
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.configure_autoep_folding_tp_gradient_reduction",
-    ],
-    "data efficiency and curriculum learning": [
-        "deepspeed.runtime.engine:DeepSpeedEngine.set_custom_curriculum_learning_schedule",
     ],
     "mixture of quantization and eigenvalues": [
         "deepspeed.runtime.engine:DeepSpeedEngine.quantize_training",
