@@ -9,7 +9,7 @@ from deepspeed.optim.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 from harness import on_ranks, run_ranks
 from models import two_layers
 from refusals import refused
-from runs import engine_of, settings, together
+from runs import NATIVE, engine_of, settings, together
 from token_models import rows, tokens_of, train_step, word_engine
 
 STEPS = 4
@@ -126,8 +126,8 @@ SAVED = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_s
 SAVED["params"]["warmup_unit"] = "steps"
 
 
-def save(rank, world, folder, before):
-    engine = word_engine(2, stage=2, scheduler=SAVED)
+def save(rank, world, folder, before, native):
+    engine = word_engine(2, stage=2, scheduler=SAVED, checkpoint=NATIVE if native else None)
     for step in range(before):
         train_step(engine, step, rank)
     ids, mask = rows(9, 0, rank)
@@ -150,9 +150,9 @@ def load(rank, world, folder, unit="tokens"):
     return found
 
 
-@pytest.mark.parametrize("before", [1, 4])
-def test_checkpoints_have_the_count_for_any_number_of_ranks(before, tmp_path):
-    saved = run_ranks(2, save, str(tmp_path), before, init=True)
+@pytest.mark.parametrize("before, native", [(1, True), (4, False)])
+def test_checkpoints_have_the_count_for_any_number_of_ranks(before, native, tmp_path):
+    saved = run_ranks(2, save, str(tmp_path), before, native, init=True)
     assert saved[0][0] == sum(tokens_of(step, 2, 2) for step in range(before))
     for world in (1, 2, 4):
         assert run_ranks(world, load, str(tmp_path), init=True) == [saved[0]] * world
