@@ -27,7 +27,11 @@ class MetaMemory {
   // The count that is installed; null: there is none.
   static MetaMemory* installed();
 
-  // Storages that this thread makes from now on belong to it; "": they do not count. Returns the earlier owner.
+  // Owner of storages that never count: the memory of the host.
+  static constexpr const char* kOfHost = "host";
+
+  // Storages that this thread makes from now on belong to it; "": they count once adopt() has given them an owner.
+  // Returns the earlier owner.
   std::string set_owner(std::string owner);
   // The storage of `tensor`, if this count made it for no owner, belongs to `owner`.
   void adopt(const at::Tensor& tensor, const std::string& owner);
