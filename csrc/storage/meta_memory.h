@@ -8,6 +8,8 @@
 #include <memory>
 #include <string>
 
+#include "plan/place_plan.h"
+
 namespace ds::storage {
 
 // The bytes of each owner at one moment.
@@ -43,6 +45,9 @@ class MetaMemory {
   std::map<std::string, OwnedBytes> peaks() const;  // of each moment, when most was alive there
   int64_t peak() const;                             // the most since the last reset_peak()
   void reset_peak();                                // of all moments
+
+  // Of the machine whose steps are planned on meta tensors.
+  plan::PlaceRates rates;
 
  private:
   struct Count;
