@@ -22,6 +22,12 @@ DS_BINDINGS(m) {
       .def("adopt", &MetaMemory::adopt, "tensor"_a, "owner"_a)
       .def("set_moment", &MetaMemory::set_moment, "moment"_a)
       .def("reset_peak", &MetaMemory::reset_peak)
+      .def(
+          "set_rates",
+          [](MetaMemory& memory, double host, double file, double host_step, double device_step) {
+            memory.rates = {host, host, file, file, host_step, device_step};
+          },
+          "host"_a, "file"_a, "host_step"_a, "device_step"_a, "Bytes per second, by which states are placed.")
       .def_property_readonly("live", &MetaMemory::live)
       .def_property_readonly("owned", &MetaMemory::owned)
       .def_property_readonly("peaks", &MetaMemory::peaks)

@@ -84,6 +84,8 @@ DS_BINDINGS(m) {
            }),
            "rest"_a, "pinned"_a = false, "folder"_a = "")
       .def_property_readonly("rest", [](const Placement& placement) { return name_of(placement.rest); })
+      .def_readonly("rest_share", &Placement::host_share)
+      .def_readonly("file_share", &Placement::file_share)
       .def(
           "__eq__", [](const Placement& a, const Placement& b) { return a == b; }, py::is_operator());
   m.def(

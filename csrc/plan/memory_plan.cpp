@@ -19,8 +19,6 @@ constexpr int64_t kEverythingBytes = kStepBytes + kHalfBytes;  // with the 16-bi
 int64_t times(int64_t a, int64_t b) { return sizes::product(kTooMany, a, b); }
 int64_t plus(int64_t a, int64_t b) { return sizes::sum(kTooMany, a, b); }
 
-int64_t share(int64_t numel, int64_t parts) { return numel / parts + (numel % parts != 0); }
-
 void at_least(int64_t value, int64_t least, const char* what) {
   if (value < least) fail(ErrorKind::kValue, what, " must be at least ", least, ", got ", value, ".");
 }
@@ -36,21 +34,6 @@ int64_t ranks_of(const Node& node) {
 int64_t moved_bucket_limit(int64_t numel) {
   constexpr int64_t kSmallest = 1 << 20, kBuckets = 16;  // smaller ones are slow on a drive
   return std::max(kSmallest, numel / kBuckets);
-}
-
-StateBytes states_per_rank(const Sharded& sharded, int64_t numel, int64_t world, const StateWidths& widths) {
-  at_least(numel, 0, "The number of parameters");
-  at_least(world, 1, "The number of ranks");
-  for (int64_t width : {widths.param, widths.grad, widths.master, widths.slots})
-    at_least(width, 0, "Bytes per element");
-  const int64_t part = share(numel, world);
-  StateBytes bytes{};
-  bytes.param = times(sharded.params ? part : numel, widths.param);
-  bytes.grad = times(sharded.grads ? part : numel, widths.grad);
-  bytes.master = times(sharded.states ? part : numel, widths.master);
-  bytes.slots = times(sharded.states ? part : numel, widths.slots);
-  plus(plus(bytes.param, bytes.grad), plus(bytes.master, bytes.slots));  // total() must not overflow
-  return bytes;
 }
 
 MemoryNeed zero2_need(int64_t numel, const Node& node, bool offload_optimizer) {

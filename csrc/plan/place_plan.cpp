@@ -196,11 +196,6 @@ std::array<double, 3> place_seconds(const PlaceNeed& need, const PlaceRates& rat
           numel * seconds_of(stepped, on_host ? rates.host_step : rates.device_step)};
 }
 
-std::array<double, 3> shared_seconds(const PlaceNeed& need, const PlaceRates& rates, const PlaceShares& grad,
-                                     const PlaceShares& master, const PlaceShares& slots) {
-  return Costs(need, rates).spent({grad, master, slots});
-}
-
 double step_seconds(const PlaceNeed& need, const PlaceRates& rates, const PlaceShares& grad, const PlaceShares& master,
                     const PlaceShares& slots) {
   return Costs(need, rates).of({grad, master, slots}).longest;

@@ -42,9 +42,7 @@ struct PlacePlan {
 // Of elements of which all three are at one tier each: seconds of the device's link, of files, of updates.
 std::array<double, 3> place_seconds(const PlaceNeed& need, const PlaceRates& rates, PlaceTier grad, PlaceTier master,
                                     PlaceTier slots);
-// The same of such shares, whether they fit or not; step_seconds: the time of a step. With rates of 1: bytes.
-std::array<double, 3> shared_seconds(const PlaceNeed& need, const PlaceRates& rates, const PlaceShares& grad,
-                                     const PlaceShares& master, const PlaceShares& slots);
+// The time of a step with such shares, whether they fit or not.
 double step_seconds(const PlaceNeed& need, const PlaceRates& rates, const PlaceShares& grad, const PlaceShares& master,
                     const PlaceShares& slots);
 

@@ -8,7 +8,8 @@
 
 namespace ds::storage {
 
-BackgroundTransfers::BackgroundTransfers(StorageLock& lock, int threads) : lock_(lock), threads_(threads) {
+BackgroundTransfers::BackgroundTransfers(StorageLock& lock, int threads, bool at_once)
+    : lock_(lock), threads_(at_once ? 0 : threads) {
   if (threads < 1 || threads > 64) {
     fail(ErrorKind::kValue, "the number of transfer threads must be from 1 to 64, got ", threads);
   }

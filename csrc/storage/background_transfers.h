@@ -11,8 +11,9 @@ namespace ds::storage {
 
 class BackgroundTransfers {
  public:
-  // Throws ErrorKind::kValue for a number of threads below 1 or above 64.
-  BackgroundTransfers(StorageLock& lock, int threads);
+  // `at_once`: run() returns when the job is done. Throws ErrorKind::kValue for a number of threads below 1 or
+  // above 64.
+  BackgroundTransfers(StorageLock& lock, int threads, bool at_once);
 
   // With the lock: settle() waits for one more job, until end() is called.
   void begin() { ++jobs_; }

@@ -41,7 +41,10 @@ class MemoryAccounts {
   void take_reserved(StorageLock::Held& lock, Staging& staging);
   // One copy more (1) or fewer (-1) that frees its memory by itself, or can be dropped at the end of its transfer.
   void count_flight(const Staging& staging, int change);
-  c10::Device device_of(Medium medium) const { return medium == Medium::kDevice ? device_ : c10::Device(at::kCPU); }
+  // Of tensors in its memory; a step that is planned has meta tensors in all of them.
+  c10::Device device_of(Medium medium) const {
+    return medium == Medium::kDevice || device_.is_meta() ? device_ : c10::Device(at::kCPU);
+  }
 
   // ---- as in ShardStorage
   bool has_room(Medium at, int64_t bytes);

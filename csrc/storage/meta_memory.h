@@ -8,6 +8,8 @@
 #include <memory>
 #include <string>
 
+#include "plan/place_plan.h"
+
 namespace ds::storage {
 
 // The bytes of each owner at one moment.
@@ -27,7 +29,11 @@ class MetaMemory {
   // The count that is installed; null: there is none.
   static MetaMemory* installed();
 
-  // Storages that this thread makes from now on belong to it; "": they do not count. Returns the earlier owner.
+  // Owner of storages that never count: the memory of the host.
+  static constexpr const char* kOfHost = "host";
+
+  // Storages that this thread makes from now on belong to it; "": they count once adopt() has given them an owner.
+  // Returns the earlier owner.
   std::string set_owner(std::string owner);
   // The storage of `tensor`, if this count made it for no owner, belongs to `owner`.
   void adopt(const at::Tensor& tensor, const std::string& owner);
@@ -39,6 +45,9 @@ class MetaMemory {
   std::map<std::string, OwnedBytes> peaks() const;  // of each moment, when most was alive there
   int64_t peak() const;                             // the most since the last reset_peak()
   void reset_peak();                                // of all moments
+
+  // Of the machine whose steps are planned on meta tensors.
+  plan::PlaceRates rates;
 
  private:
   struct Count;

@@ -27,7 +27,7 @@ StorageState::StorageState(c10::Device device, const Budget& budget, const FileA
       copies(lock, memory, device),
       prefetches(lock, memory, planes, copies, background),
       leases(lock, memory, planes, copies, prefetches, background),
-      background(lock, budget.transfer_threads) {}
+      background(lock, budget.transfer_threads, /*at_once=*/device.is_meta()) {}  // copies on meta take no time
 
 void StorageState::lock_plane(StorageLock::Held& held, Plane& plane) {
   planes.wait_for_blocks(held, plane, 0, plane.block_count(), /*alone=*/true);

@@ -18,7 +18,7 @@ TransferThreads::~TransferThreads() {
 }
 
 void TransferThreads::add(std::function<void()> job) {
-  if (!owner_.here()) return job();
+  if (wanted_ == 0 || !owner_.here()) return job();
   {
     const std::lock_guard guard(lock_);
     jobs_.push_back(std::move(job));

@@ -12,7 +12,7 @@
 namespace ds::storage {
 
 // Started with the first job. Destruction does all jobs first, except in a forked child, which has no threads: there
-// add() does the job itself.
+// add() does the job itself, as with 0 threads.
 class TransferThreads {
  public:
   explicit TransferThreads(int threads) : wanted_(threads) {}

@@ -34,7 +34,7 @@ _NAMES = {
     "PipelineModule": "deepspeed.pipe.module",
     "PipelineEngine": "deepspeed.engine.pipeline_engine",
     "plan": "deepspeed.planner.plans",
-    "offload_plan": "deepspeed.zero.offload.offload_plan",
+    "offload_plan": "deepspeed.planner.tiers",
     "init_distributed": "deepspeed.comm",
     "get_accelerator": "deepspeed.accelerator",
     "add_tuning_arguments": "deepspeed.optim.lr_arguments",

@@ -71,7 +71,4 @@ def test_calls_and_peaks_are_those_of_a_run(rank, world, stage, accumulate, more
     assert planned == calls_of(ran)
     if ON_CPU:
         return  # has no allocator that counts
-    if "offload_optimizer" in zero:  # copies that a run has made earlier are still on their way in the plan
-        assert plan.peak_bytes >= 0.99 * peak
-    else:
-        assert plan.peak_bytes == pytest.approx(peak, rel=0.1)
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.1)

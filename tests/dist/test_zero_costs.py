@@ -53,7 +53,8 @@ def train(engine, rank, steps=1):
 @on_ranks()
 def test_held_bytes_are_the_formula(rank, world, stage, accumulate, width):
     """The published 2 + 2 + 12 where nothing accumulates; fp32 gradients where something does."""
-    planned = _native._C.memory.states_per_rank(stage, NUMEL, world, param=2, grad=width, master=4, slots=8)
+    widths = {"param": (2, 3), "grad": (width, 2), "master": (4, 1), "slots": (8, 1)}  # bytes; the stage that cuts them
+    planned = {what: size * -(-NUMEL // (world if stage >= cut else 1)) for what, (size, cut) in widths.items()}
     padding = 1.02
     engine = train(make_engine(stage, accumulate, bf16=True), rank, 2)
     held = dict(engine.core.held_bytes())

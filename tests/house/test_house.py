@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+import house_bytes
 import house_cpp
 import house_devices
 import house_engine
@@ -29,6 +30,7 @@ CMAKE = read(ROOT, "CMakeLists.txt")
         house_python.check_facades,
         house_python.check_groups,
         house_devices.check_devices_python,
+        house_bytes.check_state_bytes_python,
         house_names.check_joined,
         house_engine.check_stage_numbers_python,
         house_engine.check_checkpoint_without_engine,
@@ -50,6 +52,7 @@ def test_python(modules, check):
         house_names.check_joined_cpp,
         house_cpp.check_includes,
         house_devices.check_devices_cpp,
+        house_bytes.check_state_bytes_cpp,
         house_cpp.check_torch_versions,
         house_cpp.check_mutable_globals,
         house_engine.check_stage_numbers_cpp,

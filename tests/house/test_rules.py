@@ -4,6 +4,7 @@ import textwrap
 
 import pytest
 
+import house_bytes
 import house_cpp
 import house_devices
 import house_names
@@ -249,6 +250,14 @@ def test_devices_cpp():
 def test_devices_python(line):
     modules = {path: house_python.Module(path, line + "\n") for path in ("zero/core.py", "accelerator/a.py")}
     only(house_devices.check_devices_python(modules), "python/deepspeed/zero/core.py:1", "accelerator")
+
+
+def test_bytes_of_states(package):
+    for line in ("need = 16 * numel", "need = param.numel() * 2", "held = _C.memory.zero2_need(1, 1, 1, False)"):
+        only(house_bytes.check_state_bytes_python(package(engine__memory=line)), "engine/memory.py:1", "deepspeed.plan")
+    code = "// 16 * numel\nint64_t need = 4 * rows.size();\nconst StateBytes held = f();\n"
+    only(house_bytes.check_state_bytes_cpp({"zero/a.cpp": code}), "zero/a.cpp:3")
+    assert house_bytes.check_state_bytes_cpp({"plan/memory_plan.cpp": code}) == []
 
 
 def test_torch_versions():

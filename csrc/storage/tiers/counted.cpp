@@ -26,9 +26,9 @@ class CountedMemory : public Tier {
  public:
   explicit CountedMemory(Medium medium) : counts_(medium == Medium::kDevice) {}
   std::unique_ptr<Part> open(const PartSpec& spec) override {
-    return std::make_unique<MemoryPart>(counted(sum_of(spec.block_bytes), counts_ ? spec.plane : std::string()));
+    return std::make_unique<MemoryPart>(counted(sum_of(spec.block_bytes), counts_ ? spec.plane : MetaMemory::kOfHost));
   }
-  at::Tensor allocate(int64_t bytes) override { return counted(bytes, counts_ ? "scratch" : ""); }
+  at::Tensor allocate(int64_t bytes) override { return counted(bytes, counts_ ? "scratch" : MetaMemory::kOfHost); }
 
  private:
   const bool counts_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "storage/meta_memory.h"
 #include "storage/rates.h"
 
 namespace ds::zero {
@@ -48,8 +49,6 @@ storage::Placement placement_of(const plan::PlaceShares& shares, const TierBytes
   return made;
 }
 
-}  // namespace
-
 plan::PlaceNeed place_need(const StateBytes& need, const TierBytes& have) {
   plan::PlaceNeed made;
   made.numel = 1;  // of all that this rank owns
@@ -61,6 +60,8 @@ plan::PlaceNeed place_need(const StateBytes& need, const TierBytes& have) {
   made.room = {have.device, have.host, have.file};
   return made;
 }
+
+}  // namespace
 
 Placements auto_placements(const StateBytes& need, const TierBytes& have) {
   const plan::PlacePlan plan = plan::place_plan(place_need(need, have), have.rates);
@@ -74,8 +75,12 @@ Placements auto_placements(const StateBytes& need, const TierBytes& have) {
 
 plan::PlaceRates machine_rates(c10::Device device, bool pinned, const std::string& folder,
                                const storage::FileAccess& files, int threads) {
-  const std::string kept = storage::rates_folder();
   plan::PlaceRates rates;
+  if (device.is_meta()) {  // nothing can be measured there
+    const storage::MetaMemory* planned = storage::MetaMemory::installed();
+    return planned ? planned->rates : rates;
+  }
+  const std::string kept = storage::rates_folder();
   storage::Placement placement;
   placement.rest = storage::Medium::kHost;
   placement.pinned = pinned && !device.is_cpu();
@@ -103,6 +108,7 @@ TierBytes rated(const StateBytes& need, TierBytes have, c10::Device device, cons
   if (one_memory || have.rates.host_step > 0) return have;
   plan::PlaceRates& r = have.rates;
   r = machine_rates(device, have.pinned, have.folder, files, threads);
+  if (device.is_meta()) return have;  // the other ranks do not exist
   const std::array<double*, 6> each = {&r.to_host,    &r.to_device, &r.file_read,
                                        &r.file_write, &r.host_step, &r.device_step};
   const at::Tensor told = at::empty({6}, at::kDouble);

@@ -24,13 +24,12 @@ struct StateBytes {
   int64_t weight = 0;                       // of their parameters
 };
 
-plan::PlaceNeed place_need(const StateBytes& need, const TierBytes& have);
-
 // Each takes whole buckets of each tier. Without rates, gradients, masters and states fill the device in this order,
 // then the host, then files. Throws ErrorKind::kValue where they do not fit; the text names the missing bytes.
 Placements auto_placements(const StateBytes& need, const TierBytes& have);
 
-// The rates of this machine, measured once and kept (storage/rates.h). `device`: on which the model computes.
+// The rates of this machine, measured once and kept (storage/rates.h). `device`: on which the model computes; for meta
+// the rates of the machine that is planned.
 plan::PlaceRates machine_rates(c10::Device device, bool pinned, const std::string& folder,
                                const storage::FileAccess& files, int threads);
 

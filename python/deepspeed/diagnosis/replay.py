@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.read.weights import restore
 from deepspeed.diagnosis.bundle import BundleError, described
 from deepspeed.host.user_files import function_in_file
-from deepspeed.zero.nested import cast_floats, move_to_device, tensors_in
+from deepspeed.zero.nested import cast_floats, loss_in, move_to_device, tensors_in
 from deepspeed.zero.parameters.param_ranks import SavedNames
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -26,9 +26,8 @@ def function_of(target, option):
 
 def forward_loss(model, *inputs, **kwargs):
     """The loss of a micro-batch, where ``--step`` names no other function: ``loss`` of what the model returns, or its
-    first tensor."""
-    found = model(*inputs, **kwargs)
-    loss = getattr(found, "loss", next(iter(tensors_in(found)), None))
+    first tensor of one element."""
+    loss = loss_in(model(*inputs, **kwargs))
     if loss is None or loss.numel() != 1:
         raise BundleError(
             "the model does not return its loss: name a function of (model, arguments of forward, values of "

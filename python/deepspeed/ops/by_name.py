@@ -74,14 +74,3 @@ def rules_of(optimizer):
     optimizer keeps states of its own."""
     groups = [] if optimizer is None else optimizer.param_groups
     return [optimizer.rule_of(group) if is_native(optimizer) else None for group in groups]
-
-
-def states_of_element(name, params):
-    """The number of state values per element of an optimizer of torch with these ``optimizer.params``, found by an
-    update of one small parameter."""
-    probe = torch.nn.Parameter(torch.zeros(2, 3))
-    probe.grad = torch.zeros(2, 3)
-    optimizer = optimizer_named(name, [probe], params)
-    optimizer.step(lambda: probe.sum())
-    kept = optimizer.state[probe].values()
-    return sum(torch.is_tensor(value) and value.shape == probe.shape for value in kept)

@@ -1,6 +1,7 @@
 """Runs a function in a forked copy of this process, so that everything it sets ends with it."""
 
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -87,6 +88,7 @@ def _work(function, args, reads, writes):
     try:
         os.close(reads)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a caller that is killed leaves no child behind
+        gc.freeze()  # what the parent would collect may have threads, which do not exist here
         torch.set_num_threads(1)
         told = _answer(function, args) if _has_autograd() else (_NoAutograd(), None)
         with os.fdopen(writes, "wb") as pipe:

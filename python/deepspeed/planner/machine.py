@@ -18,8 +18,8 @@ class Machine:
     """``flops``: by dtype, of a matrix product, per second. ``memory``: bytes per second that the device reads and
     writes. ``operator_ns``: the least time of an operator. ``inside``, ``between``: ``(nanoseconds of a round, bytes
     per second)`` of a rank's calls with ranks of its host, and of several hosts. ``host``, ``file``: bytes per second
-    between the device and memory of the host, and of files; 0: they take no time. ``host_step``: bytes per second that
-    an update on the host reads and writes. ``ranks_of_host``: 0: all ranks are on one host."""
+    between the device and memory of the host, and of files. ``host_step``: bytes per second that an update on the host
+    reads and writes. A rate of 0 takes no time. ``ranks_of_host``: 0: all ranks are on one host."""
 
     name: str
     flops: dict
@@ -41,7 +41,8 @@ class Machine:
     def time_of(self, cost, dtype):
         """Nanoseconds of an operator (``op_costs.Cost``)."""
         peak = self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
-        return int(max(self.operator_ns, 1e9 * cost.flops / peak, 1e9 * cost.bytes / self.memory))
+        moves = 1e9 * cost.bytes / self.memory if self.memory else 0.0
+        return int(max(self.operator_ns, 1e9 * cost.flops / peak, moves))
 
     def save(self, path):
         with open(path, "w", encoding="utf-8") as file:

@@ -1,9 +1,11 @@
 """``deepspeed.plan``: what a training step of a job will take, from the real engine on tensors without memory."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import os
+import tempfile
 
 import torch
 
@@ -12,12 +14,14 @@ from deepspeed.formats.weight_files import parse_size
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planner.child import run_each_apart
 from deepspeed.planner.machine import Machine
-from deepspeed.planner.step import PlannedRun, arguments_in, by_owner, loss_of, on_meta
+from deepspeed.planner.step import PlannedRun, arguments_in, by_owner, on_meta
 from deepspeed.planner.world import World
 from deepspeed.profiling.trace import purpose_of
 from deepspeed.utils.init_on_device import OnDevice, copy_on_meta
+from deepspeed.zero.nested import loss_or_sum
 
 GIB = 1 << 30
+_OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def bytes_of(text):
@@ -149,13 +153,14 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
         raise ValueError(f"ranks are {ranks!r}: a job of {size} ranks has the ranks 0 to {size - 1}")
     if sample is None:
         raise ValueError("sample is missing: pass the inputs of one micro-batch; only shapes and dtypes are read")
-    given = _values_of(config, size)
+    given = values_of(config, size)
     rates = machine if isinstance(machine, Machine) else Machine.of_jobs(machine)
     if isinstance(model, torch.nn.Module) and not _has_no_values(model):
         model = copy_on_meta(model)  # a new process would get its values, too
     inputs = on_meta(arguments_in(sample))
-    rows = [(rank, model, given, size, room, inputs, rates, loss, optimizer) for rank in wanted]
-    made = run_each_apart(_plan_rank, rows)
+    with files_apart(given) as given:
+        rows = [(rank, model, given, size, room, inputs, rates, loss, optimizer) for rank in wanted]
+        made = run_each_apart(_plan_rank, rows)
     parameters = made[0][1]
     return Plan(tuple(rank for rank, _ in made), size, room, rates.name, parameters)
 
@@ -180,9 +185,20 @@ def _has_no_values(model):
     return all(one.is_meta for one in (*model.parameters(), *model.buffers()))
 
 
-def _values_of(config, size):
+def values_of(config, size):
+    """The configuration as plain values, which a job of ``size`` ranks reads."""
     made = config if isinstance(config, DeepSpeedConfig) else DeepSpeedConfig(config, world_size=size)
     return made._param_dict if isinstance(made._param_dict, dict) else made.native.raw()
+
+
+@contextlib.contextmanager
+def files_apart(config):
+    """The configuration with a folder of its own for states in files: those that it names may be a run's."""
+    zero = config.get("zero_optimization") or {}
+    named = [name for name in _OFFLOADS if isinstance(zero.get(name), dict) and zero[name].get("nvme_path")]
+    with tempfile.TemporaryDirectory(prefix="ds_plan_") as folder:
+        changed = {name: {**zero[name], "nvme_path": folder} for name in named}
+        yield {**config, "zero_optimization": {**zero, **changed}} if named else config
 
 
 def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimizer):
@@ -200,7 +216,7 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
         raise ValueError("pipelines are not planned here: use deepspeed.pipe.plan, or engine.pipe_plan()")
     parameters = sum(param.numel() for param in made.parameters())  # in the engine a part of them may be elsewhere
     world.memory.set_owner("engine")
-    run = PlannedRun(world, made, config, sample, loss or loss_of, optimizer)
+    run = PlannedRun(world, made, config, sample, loss or loss_or_sum, optimizer)
     world.memory.set_owner("activations")
     run.step()  # gathers and uses of gradients are learned
     counted, moved = run.step()

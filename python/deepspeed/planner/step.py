@@ -2,19 +2,22 @@
 
 import collections
 import copy
+import itertools
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.checkpoint.write.save import expected_bytes
 from deepspeed.engine.initialize import initialize
-from deepspeed.planner.attention import FusedAttention
+from deepspeed.ops.by_name import is_native
 from deepspeed.profiling.op_costs import CountedOps
+from deepspeed.utils.fused_attention import FusedAttention
 from deepspeed.zero.nested import replace, tensors_in
 
 # Sections of what only watches a run or writes files about it.
 _WATCHING = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "trace", "report", "comms_logger",
              "wall_clock_breakdown", "memory_breakdown", "dump_state", "autotuning", "postmortem")  # fmt: skip
+KINDS = ("grad", "master", "slots")
 _OWNERS = {"lp": "parameters", "grad": "gradients", "master": "masters", "slot": "optimizer states"}
 
 
@@ -53,21 +56,6 @@ class Constants(TorchDispatchMode):
 def on_meta(value):
     """``value`` with new meta tensors in place of its tensors."""
     return replace(value, torch.is_tensor, lambda one: torch.empty_like(one, device="meta"))
-
-
-def loss_of(output):
-    """The loss in the output of a model: its attribute, its first number, or the sum of its first tensor."""
-    loss = getattr(output, "loss", None)
-    if torch.is_tensor(loss):
-        return loss
-    found = list(tensors_in(output))
-    if not found:
-        raise ValueError(f"the model returned {type(output).__name__} without a tensor: its loss is not known")
-    return (
-        next((one for one in found if one.dim() == 0), None)
-        if any(one.dim() == 0 for one in found)
-        else (found[0].float().sum())
-    )
 
 
 def arguments_in(sample):
@@ -128,11 +116,22 @@ class PlannedRun:
                 del loss, args, kwargs
                 world.at("step")
                 engine.step()
-        return counted, {tier: size - before.get(tier, 0) for tier, size in self._transferred().items()}
+        moved = {tier: size - before.get(tier, 0) for tier, size in self._transferred().items()}
+        if moved:
+            moved["host"] += self._weights_sent()
+        return counted, moved
 
     def _transferred(self):
         media = self.media()
         return {tier: one["read_bytes"] + one["written_bytes"] for tier, one in media.items()}
+
+    def _weights_sent(self):
+        """Bytes of new weights that an update on the host sends to the device."""
+        offload = self.engine.zero_offload_param() if self.engine.zero_optimization_partition_weights() else None
+        if offload is not None and offload.device != "none":
+            return 0
+        width = torch.empty((), dtype=self.engine.get_data_types()[0]).element_size()
+        return sum(int(size // 4 * width * (1 - shares["device"])) for size, shares in self._planes("master"))
 
     def media(self):
         """The report of each tier of the engine's storage."""
@@ -141,17 +140,40 @@ class PlannedRun:
     def checkpoint_bytes(self):
         return sum(expected_bytes(self.engine._checkpoints.run_state()))
 
+    def _planes(self, kind):
+        """``(bytes, shares that rest in each tier)`` of the planes of a kind (``KINDS``)."""
+        core = self.engine.core
+        for plane, size in core.planes(kind) if core is not None else ():
+            placement, shares = core.storage.placement(plane), dict.fromkeys(("device", "host", "file"), 0.0)
+            if placement.rest != "device":
+                shares[placement.rest] += placement.rest_share
+                shares["file"] += placement.file_share
+            yield size, {**shares, "device": 1.0 - shares["host"] - shares["file"]}
+
+    def shares_of(self, kind):
+        """The shares of gradients, masters or optimizer states that rest in each tier; all on the device where the
+        engine keeps none."""
+        return next((shares for _, shares in self._planes(kind)), {"device": 1.0, "host": 0.0, "file": 0.0})
+
+    def own_states(self):
+        """Bytes of the states that an optimizer of torch keeps in tensors of its own."""
+        optimizer = self.engine.optimizer
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if inner is None or is_native(inner):
+            return 0
+        states = [one for state in inner.state.values() for one in state.values() if torch.is_tensor(one) and one.dim()]
+        return sum(one.numel() * one.element_size() for one in states)
+
     def update_seconds(self, moved):
         """The least time of the update: every state is read and written where it is worked on, while the ``moved``
         bytes of a step travel between the tiers."""
-        rests = {tier: one["resting_bytes"] for tier, one in self.media().items()}
-        if not rests:
-            return 0.0
-        machine = self.world.machine
-        elsewhere = sum(size for tier, size in rests.items() if tier != "device")
-        works = 2 * rests["device"] / machine.memory + (2 * elsewhere / machine.host_step if machine.host_step else 0.0)
+        machine, works = self.world.machine, 0.0
+        for size, shares in itertools.chain.from_iterable(map(self._planes, KINDS)):
+            here = shares["device"]
+            for share, rate in ((here, machine.memory), (1 - here, machine.host_step)):
+                works += 2 * share * size / rate if rate else 0.0
         rates = {"host": machine.host, "file": machine.file}
-        return max(works, sum(size / rates[tier] for tier, size in moved.items() if rates.get(tier)))
+        return max(works, *(size / rates[tier] for tier, size in moved.items() if rates.get(tier)), 0.0)
 
 
 def owner_of(plane):

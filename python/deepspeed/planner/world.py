@@ -64,6 +64,7 @@ class World:
     def __init__(self, rank, size, memory, machine):
         self.rank, self.size, self.machine = rank, size, machine
         self.memory = _native._C.MetaMemory(512)
+        self.memory.set_rates(machine.host, machine.file, machine.host_step, machine.memory)
         logger.setLevel(logging.WARNING)  # the planned engine is no run
         self.clock = _native._C.StepPlan()
         self.log, self.recorder = _native._C.CallLog(), _native._C.CallRecorder(False)

@@ -5,7 +5,6 @@ import re
 import weakref
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed._compat import memory_of, storage_of
@@ -315,29 +314,3 @@ class HostStore:
     def drop(self, number):
         self.kept.pop(number, None)
         self.back.pop(number, None)
-
-
-# ---- attention that keeps no scores ----------------------------------------------------------------------------------
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value):
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
-        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, lse)
-        return output
-
-    @staticmethod
-    def backward(ctx, grad):
-        return tuple(torch.empty_like(one) for one in ctx.saved_tensors[:3])
-
-
-class FusedAttention(TorchFunctionMode):
-    """torch's ``scaled_dot_product_attention`` as its fused kernels compute it: meta tensors would take the slow way,
-    with all scores."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "scaled_dot_product_attention":
-            names = ("query", "key", "value")
-            return _Fused.apply(*(args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)))
-        return func(*args, **kwargs)

@@ -16,16 +16,16 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model import layout
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.log import logger
+from deepspeed.registry import load_target
 from deepspeed.sequence import tiling
 from deepspeed.sequence.ledger import PARTS
 from deepspeed.sequence.planned import PlannedStep
-from deepspeed.zero.offload.offload_plan import offload_plan
 
 LIMIT = 1 << 31  # tokens
 GAIN = 10  # a further step must allow this many percent more tokens
 SMALLEST = 64  # tokens of a rank in the first sample
 CHUNKS = 4  # of a sequence, half as many as in the first sample
-BOUND = 20  # thousandths of a peak by which the curve may be off at a sample that checks it
+BOUND = 8  # thousandths of a peak by which the curve may be off at a sample that checks it
 CHECKS = 3  # at most
 GIB = 1 << 30
 
@@ -77,7 +77,8 @@ class Setup:
         if stage is not None:
             given["zero_optimization"] = {**(given.get("zero_optimization") or {}), "stage": stage}
         ranks = ranks or self.ranks
-        tiers = offload_plan(self.model, DeepSpeedConfig(given, world_size=ranks), world_size=ranks)["tiers"]
+        plan = load_target("deepspeed.planner.tiers:offload_plan")
+        tiers = plan(self.model, DeepSpeedConfig(given, world_size=ranks), world_size=ranks, rates={})["tiers"]
         return tiers["device"]["peak_bytes"]
 
     def step(self, shared=None, **changes):

@@ -10,10 +10,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.sequence import exchange, hf_attention, methods, tiling
 from deepspeed.sequence.chunked import chunked_attention
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.sequence.ledger import ExchangeMemory, FusedAttention, HostStore, Leaving, Ledger
+from deepspeed.sequence.ledger import ExchangeMemory, HostStore, Leaving, Ledger
 from deepspeed.sequence.ring import ring_attention
+from deepspeed.utils.fused_attention import FusedAttention
 from deepspeed.utils.init_on_device import copy_on_meta
 from deepspeed.utils.waiting_tensors import ShapeStore
+from deepspeed.zero.nested import loss_or_sum
 
 
 def _attend(core, ranks, how, memory, store, module, query, key, value, mask, *args, **kwargs):
@@ -55,14 +57,6 @@ def _inputs_of(model, batch, tokens):
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-def _loss_of(output):
-    loss = getattr(output, "loss", None)
-    if torch.is_tensor(loss):
-        return loss
-    first = output if torch.is_tensor(output) else next(iter(output.values() if hasattr(output, "values") else output))
-    return first if first.dim() == 0 else first.float().sum()
-
-
 class PlannedStep:
     """Forward and backward of ``model`` on one of ``ranks`` that share a sequence.
 
@@ -95,7 +89,7 @@ class PlannedStep:
             ledger.leaving = Leaving(_hidden_shapes(self.model, self.batch, local), waits)
         memory = ExchangeMemory(ledger, get_accelerator().device_name() == "cpu")
         with _shared(self.model, self.ranks, self.how, memory, store), FusedAttention(), ledger:
-            loss = _loss_of(self.model(*args, **kwargs))
+            loss = loss_or_sum(self.model(*args, **kwargs))
             ledger.begin_backward()
             # Not loss.backward(): torch leaves a function mode in what it calls, where layers are computed again.
             torch.autograd.Variable._execution_engine.run_backward(

@@ -31,6 +31,25 @@ def replace(item, wanted, change):
     return type(item)(*after) if hasattr(item, "_fields") else type(item)(after)
 
 
+def loss_in(output):
+    """The loss in the output of a model: its attribute ``loss``, or its first tensor of one element; None: neither."""
+    loss = getattr(output, "loss", None)
+    if torch.is_tensor(loss):
+        return loss
+    return next((one for one in tensors_in(output) if one.numel() == 1), None)
+
+
+def loss_or_sum(output):
+    """The same; without one the sum of the first tensor. ValueError where there is no tensor."""
+    loss = loss_in(output)
+    if loss is not None:
+        return loss
+    first = next(iter(tensors_in(output)), None)
+    if first is None:
+        raise ValueError(f"the model returned {type(output).__name__} without a tensor: its loss is not known")
+    return first.float().sum()
+
+
 def move_to_device(item, device, criterion_func=None):
     """`item` with every tensor in it on `device`; lists, tuples (named ones too) and dicts are made anew around them.
 

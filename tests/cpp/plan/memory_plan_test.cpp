@@ -7,34 +7,10 @@
 namespace ds::plan {
 namespace {
 
-const StateWidths kMixed{2, 2, 4, 8};  // 16-bit training with Adam
-const Sharded kStages[] = {{false, false, false}, {false, false, true}, {false, true, true}, {true, true, true}};
-
-TEST(MemoryPlan, WhatAStageShardsIsDividedByTheRanks) {
-  const int64_t numel = 1000;
-  EXPECT_EQ(states_per_rank(kStages[0], numel, 4, kMixed).total(), 16 * numel);
-  EXPECT_EQ(states_per_rank(kStages[1], numel, 4, kMixed).total(), 4 * numel + 12 * numel / 4);
-  EXPECT_EQ(states_per_rank(kStages[2], numel, 4, kMixed).total(), 2 * numel + 14 * numel / 4);
-  EXPECT_EQ(states_per_rank(kStages[3], numel, 4, kMixed).total(), 16 * numel / 4);
-  for (const Sharded& stage : kStages) EXPECT_EQ(states_per_rank(stage, numel, 1, kMixed).total(), 16 * numel);
-  const StateBytes full = states_per_rank(kStages[0], 10, 2, {4, 4, 0, 8});
-  EXPECT_EQ(full.master, 0);
-  EXPECT_EQ(full.total(), 160);
-}
-
 TEST(MemoryPlan, BucketsThatMoveAreASixteenthAndNotTooSmall) {
   EXPECT_EQ(moved_bucket_limit(0), 1 << 20);
   EXPECT_EQ(moved_bucket_limit(16 << 20), 1 << 20);
   EXPECT_EQ(moved_bucket_limit(1600 << 20), 100 << 20);
-}
-
-TEST(MemoryPlan, SharesAreRoundedUpToWholeElements) {
-  const StateBytes bytes = states_per_rank(kStages[3], 10, 4, kMixed);  // 3 elements each
-  EXPECT_EQ(bytes.param, 6);
-  EXPECT_EQ(bytes.grad, 6);
-  EXPECT_EQ(bytes.master, 12);
-  EXPECT_EQ(bytes.slots, 24);
-  EXPECT_EQ(states_per_rank(kStages[3], 0, 4, kMixed).total(), 0);
 }
 
 TEST(MemoryPlan, Zero2) {
@@ -71,17 +47,12 @@ TEST(MemoryPlan, Zero3) {
 }
 
 TEST(MemoryPlan, RefusesWhatCannotBe) {
-  EXPECT_THROW(states_per_rank(kStages[1], -1, 1, kMixed), Error);
-  EXPECT_THROW(states_per_rank(kStages[1], 1, 0, kMixed), Error);
-  EXPECT_THROW(states_per_rank(kStages[1], 1, 1, {2, -2, 4, 8}), Error);
   EXPECT_THROW(zero2_need(1, {0, 1}, true), Error);
   EXPECT_THROW(zero2_need(1, {1, 0}, true), Error);
   EXPECT_THROW(zero2_need(-1, {1, 1}, true), Error);
   EXPECT_THROW(zero3_need(1, -1, {1, 1}, {true, true, true}), Error);
   EXPECT_THROW(zero3_need(1, 1, {1, 1}, {false, true, true}), Error);
   const int64_t huge = int64_t{1} << 61;
-  EXPECT_THROW(states_per_rank(kStages[0], huge, 1, kMixed), Error);
-  EXPECT_THROW(states_per_rank(kStages[0], huge / 2, 1, {2, 2, 4, 4}), Error);  // each fits, the sum does not
   EXPECT_THROW(zero2_need(huge, {1, 1}, false), Error);
   EXPECT_THROW(zero3_need(huge, 1, {1, 1}, {true, true, true}), Error);
 }

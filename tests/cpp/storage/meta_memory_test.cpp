@@ -96,7 +96,7 @@ TEST(CountedTiers, BlocksRestAndTravelWithoutMemory) {
   memory.install();
   {
     ShardStorage storage{c10::Device(at::kMeta)};
-    const PlaneId here = storage.add("master", 1000, at::kFloat, Placement{}, {400, 1000});
+    storage.add("master", 1000, at::kFloat, Placement{}, {400, 1000});
     Placement on_host, in_file;
     on_host.rest = Medium::kHost;
     in_file.rest = Medium::kFile;
@@ -110,13 +110,25 @@ TEST(CountedTiers, BlocksRestAndTravelWithoutMemory) {
       EXPECT_TRUE(lease.data().is_meta());
       EXPECT_GE(memory.live(), 5600);
     }
+    const auto idle_after_lease = [&](Medium at) {
+      storage.acquire(at == Medium::kHost ? further : there, {0, 400}, Access::kUpdate, at).release();
+      return storage.usage()[static_cast<size_t>(at)].idle;
+    };
+    for (const Medium at : {Medium::kDevice, Medium::kHost}) EXPECT_EQ(idle_after_lease(at), idle_after_lease(at));
+    {  // the memory of the host never counts, and a copy is done when it is asked for
+      const int64_t before = memory.live();
+      const Lease on_host_lease = storage.acquire(there, {0, 400}, Access::kUpdate, Medium::kHost);
+      memory.adopt(on_host_lease.data(), "engine");
+      EXPECT_EQ(memory.live(), before);
+      storage.prefetch(further, {400, 1000}, Medium::kDevice);
+      EXPECT_TRUE(storage.here(further, {400, 1000}, Medium::kDevice));
+    }
     storage.settle();
     const Usage usage = storage.usage();
     EXPECT_EQ(usage.media[1].resting, 4000);
     EXPECT_EQ(usage.media[2].resting, 4000);
-    EXPECT_EQ(usage.media[2].read_bytes, 1600);
-    EXPECT_EQ(usage.media[2].written_bytes, 1600);
-    (void)here;
+    EXPECT_EQ(usage.media[2].read_bytes, 3 * 1600 + 2400);
+    EXPECT_EQ(usage.media[2].written_bytes, 3 * 1600);
   }
   EXPECT_EQ(memory.live(), 0);
 }

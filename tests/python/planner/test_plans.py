@@ -113,6 +113,17 @@ def test_a_plan_of_an_engine_that_trains():
     engine.destroy()
 
 
+def test_the_files_of_a_run_stay_alone(tmp_path):
+    """Engines lock the folder of their files."""
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    engine = engine_of(layers(1), settings(2, dtype="fp32", zero=zero))
+    take_step(engine, engine(torch.ones(2, SIZE)).sum())
+    before = sorted(tmp_path.rglob("*"))
+    assert engine.plan().ranks[0].tiers["file"]["peak_bytes"] >= 3 * SIZE * SIZE * 4
+    assert sorted(tmp_path.rglob("*")) == before
+    engine.destroy()
+
+
 def test_a_plan_of_an_engine_with_an_optimizer_of_the_caller():
     model = layers()
     engine = engine_of(model, settings(0, dtype="fp32"), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))

@@ -46,7 +46,8 @@ def test_files_take_what_must_be(tmp_path):
     found = plan(host_gb=1e9 / GIB, path=tmp_path)
     bytes_in_files = sum(share * size for share, size in zip(rests(found, "file").values(), (2e8, 4e8, 8e8)))
     assert bytes_in_files == pytest.approx(4e8, rel=0.02)
-    assert found["tiers"]["file"]["peak_bytes"] == pytest.approx(bytes_in_files, rel=0.02)
+    bucket = 100_000_000 // 16
+    assert found["tiers"]["file"]["peak_bytes"] == pytest.approx(bytes_in_files, abs=12 * bucket), "to a bucket of each"
     often = plan(host_gb=1e9 / GIB, path=tmp_path, steps=8)
     assert rests(often, "file")["grad"] == 0, "gradients would be read and written in every micro-step"
 
@@ -93,20 +94,25 @@ def test_the_engine_places_as_the_plan_says(tmp_path, optimizer, states):
     ],
 )
 def test_the_plan_counts_the_states_of_the_optimizer(optimizer, params, states):
-    shapes = {"matrix": (1024, 1024), "vector": (1024 * 1024,)}
-    model = torch.nn.ParameterDict({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
-
-    def peak(kind, args):
-        made = {
-            "train_batch_size": 1,
-            "optimizer": {"type": kind, "params": args},
-            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        return deepspeed.offload_plan(model, made, world_size=2, rates={})["tiers"]["host"]["peak_bytes"]
-
-    numel = 1 << 20  # of this rank
-    assert peak(optimizer, params) - peak("SGD", {"lr": 1}) == 4 * numel * states
+    """The host holds what a run has there; states that torch makes itself are in no tier of a run."""
+    shapes = {"matrix": (512, 512), "vector": (512 * 512,)}
+    model = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
+    made = {
+        "train_batch_size": 1,
+        "optimizer": {"type": optimizer, "params": params},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    found = deepspeed.offload_plan(model, made, world_size=1, rates={})["tiers"]["host"]["peak_bytes"]
+    engine = engine_of(model, made)
+    numel = sum(param.numel() for param in model.parameters())
+    for _ in range(2):
+        take_step(engine, sum(param.sum() for param in model.values()))
+    rests = engine.offload_report()["tiers"]["host"]
+    in_planes = rests["resting_bytes"] - 2 * 4 * numel  # beside gradients and masters
+    assert in_planes == (0 if engine.core.planes("slots") == [] else 4 * numel * states)
+    assert found == pytest.approx(rests["peak_bytes"] + 4 * numel * states - in_planes, rel=0.01)
+    engine.destroy()
 
 
 def test_an_optimizer_with_tensors_of_its_own_and_files(tmp_path):

@@ -27,6 +27,7 @@ class FusedAttention(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is getattr(torch.nn.functional, "scaled_dot_product_attention", self):
             enabled = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()
-            if enabled and args and args[0].is_meta and args[0].dim() == 4:
+            query = args[0] if args else kwargs["query"]
+            if enabled and query.is_meta and query.dim() == 4:
                 return _fused(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
