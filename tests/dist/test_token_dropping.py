@@ -9,7 +9,7 @@ import deepspeed
 from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd, save_without_random_ltd
 from harness import on_ranks
 from layer_models import LENGTH, Block, Transformer, batch_of, loss_of, token_dropping
-from runs import engine_of, identical, last_of, raised, settings, take_step, weights
+from runs import NATIVE, engine_of, identical, last_of, raised, settings, take_step, weights
 
 
 def engine_with(stage=0, accumulate=1, rows=2, model=None, section=None, **block):
@@ -158,6 +158,17 @@ def test_a_resumed_run_goes_on_and_files_fit_the_plain_model(rank, world, tmp_pa
 
 
 @on_ranks(1)
+def test_checkpoints_without_pickles_have_the_counts(rank, world, tmp_path):
+    section = {**token_dropping(), "checkpoint": NATIVE}
+    engine, other = engine_with(section=section), engine_with(section=section)
+    steps(engine, 3)
+    engine.save_checkpoint(tmp_path, tag="t")
+    other.load_checkpoint(tmp_path, tag="t")
+    assert other.random_ltd_scheduler.state_dict() == engine.random_ltd_scheduler.state_dict()
+    assert steps(other, 2, first=3) == steps(engine, 2, first=3)
+
+
+@on_ranks(1)
 def test_a_model_that_was_converted_before(rank, world):
     before = engine_of(convert_to_random_ltd(Transformer(), Block), settings(0, **token_dropping()))
     assert steps(before) == steps(engine_with())
@@ -236,7 +247,7 @@ class Words(Transformer):
         return super().forward(input_ids[:, :curriculum_seqlen])
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @on_ranks()
 def test_consumed_tokens_are_the_sum_of_effective_lengths(rank, world, accumulate):
