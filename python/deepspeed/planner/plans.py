@@ -218,7 +218,7 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
     world.memory.set_owner("engine")
     run = PlannedRun(world, made, config, sample, loss or loss_or_sum, optimizer)
     world.memory.set_owner("activations")
-    run.step()  # gathers and uses of gradients are learned
+    run.learn()
     counted, moved = run.step()
     moments = {moment: by_owner(owned) for moment, owned in world.memory.peaks.items()}
     moment, owners = max(moments.items(), key=lambda item: sum(item[1].values()))

@@ -85,6 +85,17 @@ class _Timed:
             self.clock.compute(self.machine.time_of(cost, torch.float32 if made is None else made.dtype))
 
 
+class _CountedConstants(CountedOps):
+    """Both in one mode, because each mode costs time at every operator."""
+
+    def __init__(self, world):
+        super().__init__(_Timed(world))
+        self._constants = Constants(world.memory)
+
+    def call(self, func, args, kwargs):
+        return self._constants.__torch_dispatch__(func, (), args, kwargs)
+
+
 class PlannedRun:
     """An engine in ``world`` for ``model``, which is on meta, and its steps with the micro-batch ``sample``.
     ``optimizer``: the caller's, a function of parameters, or None."""
@@ -98,24 +109,33 @@ class PlannedRun:
         args, kwargs = arguments_in(self.sample)
         return on_meta(args), on_meta(kwargs)
 
-    def step(self):
-        """One training step."""
+    def learn(self):
+        """One training step, of which gathers and uses of gradients are learned."""
+        with FusedAttention(), Constants(self.world.memory):
+            self._train()
+
+    def _train(self):
         world, engine = self.world, self.engine
+        world.at("forward")
+        world.memory.reset_peak()
+        for _ in range(engine.gradient_accumulation_steps()):
+            world.at("forward")
+            args, kwargs = self._inputs()
+            loss = self.loss(engine(*args, **kwargs))
+            world.at("backward")
+            engine.backward(loss)
+            del loss, args, kwargs
+            world.at("step")
+            engine.step()
+
+    def step(self):
+        """One training step: what its operators cost, and the bytes that it has moved from and to each tier."""
+        world = self.world
         world.calls()
         world.clock.reset()
         before = self._transferred()
-        with FusedAttention(), Constants(world.memory), CountedOps(_Timed(world)) as counted:
-            world.at("forward")
-            world.memory.reset_peak()
-            for _ in range(engine.gradient_accumulation_steps()):
-                world.at("forward")
-                args, kwargs = self._inputs()
-                loss = self.loss(engine(*args, **kwargs))
-                world.at("backward")
-                engine.backward(loss)
-                del loss, args, kwargs
-                world.at("step")
-                engine.step()
+        with FusedAttention(), _CountedConstants(world) as counted:
+            self._train()
         moved = {tier: size - before.get(tier, 0) for tier, size in self._transferred().items()}
         if moved:
             moved["host"] += self._weights_sent()
