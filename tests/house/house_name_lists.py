@@ -47,6 +47,10 @@ JOINED_NAMES = {
     },
     "checkpoint/write/ranks.py": {"name": _NUMBERED},
     "checkpoint/write/save.py": {"tag": "check_tag has checked it", "self.name": "files_of has made it"},
+    "data/analysis_parts.py": {
+        "metric": _CALLER, "f'{metric}_{what}'": _CALLER, "f'worker{worker}_thread{thread}'": _NUMBERED,
+    },
+    "data/clusters.py": {"f'clusters_{_key(metrics, samples, levels)[:16]}'": "digits of a hash"},
     "diagnosis/bundle.py": {"name": _LISTED},
     "diagnosis/ranks.py": {"f'{rank}.json'": _NUMBERED},
     "engine/parts/checkpoints.py": {"tag": _CALLER, "str(tag)": _CALLER},

@@ -10,7 +10,7 @@ import os
 import numpy
 
 from deepspeed.data.indexed import (
-    MMapIndexedDataset,
+    IndexedDataset,
     MMapIndexedDatasetBuilder,
     data_file_path,
     find_fit_int_dtype,
@@ -18,6 +18,16 @@ from deepspeed.data.indexed import (
 )
 
 BLOCK = 1 << 20  # samples that are merged at once
+
+
+def metric_folder(save_path, metric):
+    """The folder of a metric, which the user has named."""
+    return os.path.join(save_path, metric)
+
+
+def metric_file(folder, metric, what):
+    """The path of one of its files, without an ending."""
+    return os.path.join(folder, f"{metric}_{what}")
 
 
 def part_folder(metric_save_path, worker, thread):
@@ -39,7 +49,8 @@ class PartFile:
         self._file.seek(0, os.SEEK_END)
 
     def append(self, numbers):
-        self._file.write(numpy.ascontiguousarray(numbers, self.dtype).tobytes())
+        taken = numpy.ascontiguousarray(numbers, self.dtype)
+        self._file.write(memoryview(taken).cast("B") if taken.size else b"")
 
     def flush(self):
         self._file.flush()
@@ -63,17 +74,40 @@ def write_documents(path, dtype, blocks):
 
 def write_run(folder, metric, values, numbers, first):
     """The sorted run of a part. numbers: of the samples, or None: they follow each other from ``first`` on."""
-    narrow = values.astype(find_fit_int_dtype(*_range(values)), copy=False)  # 16 bits are sorted in linear time
-    order = numpy.argsort(narrow, kind="stable")
-    rising = narrow[order]
+    order, rising = _sorted(values)
     starts = numpy.flatnonzero(numpy.concatenate([[True], rising[1:] != rising[:-1]])) if len(rising) else order
     sizes = numpy.diff(numpy.append(starts, len(rising)))
-    samples = order if numbers is None and not first else order + first if numbers is None else numbers[order]
-    kind = find_fit_int_dtype(*_range(samples))
-    write_documents(os.path.join(folder, f"{metric}_index_to_sample"), kind, [(samples.astype(kind), sizes)])
     distinct = rising[starts].astype(values.dtype)
+    del rising
+    if numbers is not None:
+        order = numbers[order]
+    elif first:
+        order += first
+    samples = order.astype(find_fit_int_dtype(*_range(order)))
+    del order
+    write_documents(metric_file(folder, metric, "index_to_sample"), samples.dtype, [(samples, sizes)])
     blocks = [(distinct, numpy.ones(len(distinct), numpy.int32))]
-    write_documents(os.path.join(folder, f"{metric}_index_to_metric"), values.dtype, blocks)
+    write_documents(metric_file(folder, metric, "index_to_metric"), values.dtype, blocks)
+
+
+def _sorted(values):
+    """``(order, values in this order)``; equal values stay in their order."""
+    low, high = _range(values)
+    bits = len(values).bit_length()
+    if high - low < 2**16:  # numpy sorts 16 bits in linear time
+        order = numpy.argsort((values - low).astype(numpy.uint16), kind="stable")
+        return order, values[order]
+    if (high - low).bit_length() + bits > 63:
+        order = numpy.argsort(values, kind="stable")
+        return order, values[order]
+    # One number of value and place is sorted faster than places are by their values.
+    keys = (values.astype(numpy.int64) - low) << bits
+    keys |= numpy.arange(len(values))
+    keys.sort()
+    order = keys & (2**bits - 1)
+    keys >>= bits
+    keys += low
+    return order, keys
 
 
 def _range(numbers):
@@ -84,26 +118,35 @@ class Run:
     """The sorted run of a part: values rise, ``sizes`` are the numbers of samples that have them."""
 
     def __init__(self, folder, metric):
-        samples = MMapIndexedDataset(os.path.join(folder, f"{metric}_index_to_sample"))
+        samples = IndexedDataset(metric_file(folder, metric, "index_to_sample"))
         self.samples, self.sizes = samples.whole(), samples.sizes.astype(numpy.int64)
-        self.values = MMapIndexedDataset(os.path.join(folder, f"{metric}_index_to_metric")).whole()
+        self.values = IndexedDataset(metric_file(folder, metric, "index_to_metric")).whole()
         self.ends = numpy.cumsum(self.sizes)
 
     def between(self, low, high):
-        """Samples and values of the rows from the value ``low`` up to and including ``high``."""
+        """Samples of the rows from the value ``low`` up to and including ``high``, and the slice of these rows."""
         rows = slice(numpy.searchsorted(self.values, low, "left"), numpy.searchsorted(self.values, high, "right"))
-        sizes = self.sizes[rows]
-        end = self.ends[rows.stop - 1] if len(sizes) else 0
-        start = end - sizes.sum()
-        return self.samples[start:end], numpy.repeat(self.values[rows], sizes)
+        end = self.ends[rows.stop - 1] if rows.stop > rows.start else 0
+        return self.samples[end - self.sizes[rows].sum() : end], rows
+
+    def repeated(self, rows):
+        """The value of each sample of these rows."""
+        return numpy.repeat(self.values[rows], self.sizes[rows])
 
 
 def counted(runs):
     """``(values, counts)`` of all runs: each value once, rising."""
-    values = numpy.unique(numpy.concatenate([run.values for run in runs])) if runs else numpy.empty(0, numpy.int64)
+    return added([(run.values, run.sizes) for run in runs])
+
+
+def added(pairs):
+    """The same of pairs of rising values and counts."""
+    if len(pairs) == 1:
+        return pairs[0]
+    values = numpy.unique(numpy.concatenate([pair[0] for pair in pairs])) if pairs else numpy.empty(0, numpy.int64)
     counts = numpy.zeros(len(values), numpy.int64)
-    for run in runs:
-        counts[numpy.searchsorted(values, run.values)] += run.sizes
+    for own, sizes in pairs:
+        counts[numpy.searchsorted(values, own)] += sizes
     return values, counts
 
 
@@ -115,18 +158,19 @@ def merged_blocks(runs, values, counts):
     while begin < len(values):
         before = ends[begin - 1] if begin else 0
         end = max(begin + 1, int(numpy.searchsorted(ends, before + BLOCK, "right")))
-        found = [run.between(values[begin], values[end - 1]) for run in runs]
-        found = [pair for pair in found if len(pair[0])]
-        samples = numpy.concatenate([pair[0] for pair in found])
+        found = [(run, *run.between(values[begin], values[end - 1])) for run in runs]
+        found = [one for one in found if len(one[1])]
+        samples = numpy.concatenate([own for _, own, _ in found])
         if len(found) > 1 and end - begin > 1:  # the sort merges: each run rises
-            samples = samples[numpy.argsort(numpy.concatenate([pair[1] for pair in found]), kind="stable")]
+            repeated = numpy.concatenate([run.repeated(rows) for run, _, rows in found])
+            samples = samples[numpy.argsort(repeated, kind="stable")]
         yield samples, counts[begin:end]
         begin = end
 
 
 def join(path, parts):
     """The data sets ``parts`` become one at ``path``, and are removed."""
-    builder = MMapIndexedDatasetBuilder(data_file_path(path), MMapIndexedDataset(parts[0]).dtype)
+    builder = MMapIndexedDatasetBuilder(data_file_path(path), IndexedDataset(parts[0]).dtype)
     for part in parts:
         builder.merge_file_(part)
     builder.finalize(index_file_path(path))

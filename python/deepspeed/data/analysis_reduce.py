@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from deepspeed.data import analysis_parts as parts
-from deepspeed.data.indexed import MMapIndexedDataset, find_fit_int_dtype
+from deepspeed.data.indexed import IndexedDataset, find_fit_int_dtype
 from deepspeed.log import logger
 
 SINGLE, ACCUMULATED = "single_value_per_sample", "accumulate_value_over_samples"
@@ -23,13 +23,7 @@ class AnalysisReduce:
         """``{percentile: value}``: the value that so many of a hundred samples have at most. num_sample_per_value:
         ``{value: number of samples}``."""
         values = sorted(num_sample_per_value)
-        ends = numpy.cumsum([num_sample_per_value[value] for value in values])
-        found = {}
-        for percentile in (1, 5, *range(10, 100, 10), 95, 99, 100) if values else ():
-            at = numpy.searchsorted(ends, -(-total_num_samples * percentile // 100), "left")
-            found[percentile] = values[min(int(at), len(values) - 1)]
-        logger.info(f"percentiles of the metric {metric_name}: {found}")
-        return found
+        return _percentiles(metric_name, values, [num_sample_per_value[value] for value in values], total_num_samples)
 
     def merge_gather_map_stats(
         self, num_workers, num_threads, num_threads_reduce, t_idx_reduce, metric_save_path, metric_name, return_dict
@@ -39,7 +33,7 @@ class AnalysisReduce:
         folders = _folders(metric_save_path, num_workers, num_threads)
         _, share = _share(len(folders), num_threads_reduce, t_idx_reduce)
         runs = [parts.Run(folder, metric_name) for folder in folders[share]]
-        own = any(os.path.getsize(os.path.join(folder, f"{metric_name}_numbers")) for folder in folders[share])
+        own = any(_own_numbers(folder, metric_name) for folder in folders[share])
         values, counts = parts.counted(runs)
         return_dict[t_idx_reduce] = {
             "num_samples": int(counts.sum()),
@@ -54,7 +48,14 @@ class AnalysisReduce:
         """Writes the values of the parts ``[(worker, thread)]`` in the order of the samples to
         ``<metric>_sample_to_metric_thread<t>``."""
         folders = [parts.part_folder(metric_save_path, *pair) for pair in map_worker_thread]
-        path = os.path.join(metric_save_path, f"{metric_name}_sample_to_metric_thread{t_idx_reduce}")
+        path = parts.metric_file(metric_save_path, metric_name, f"sample_to_metric_thread{t_idx_reduce}")
+        if not any(_own_numbers(folder, metric_name) for folder in folders):  # they are in order already
+            runs = [parts.Run(folder, metric_name) for folder in folders]
+            files = [parts.metric_file(folder, metric_name, "values") for folder in folders]
+            ordered = (parts.numbers_in(file, run.values.dtype) for file, run in zip(files, runs))
+            blocks = (block for values in ordered for block in _ones(values))
+            parts.write_documents(path, metric_value_dtype, blocks)
+            return
         runs = [parts.Run(folder, metric_name) for folder in folders]
         first = min((int(run.samples.min()) for run in runs if len(run.samples)), default=0)
         total = sum(len(run.samples) for run in runs)
@@ -92,24 +93,24 @@ class AnalysisReduce:
         counts = numpy.zeros(len(values), numpy.int64)
         for run in runs:
             at = numpy.searchsorted(values, run.values)
-            known = (
-                (at < len(values)) & (values[numpy.minimum(at, len(values) - 1)] == run.values) if len(values) else []
-            )
-            numpy.add.at(counts, at[known], run.sizes[known])
-        names = [f"{metric_name}_index_to_{what}_thread{t_idx_reduce}" for what in ("sample", "metric")]
-        samples = parts.merged_blocks(runs, values, counts)
-        parts.write_documents(os.path.join(metric_save_path, names[0]), sample_idx_dtype, samples)
-        parts.write_documents(os.path.join(metric_save_path, names[1]), metric_value_dtype, _ones(values))
+            known = numpy.append(values, 0)[at] == run.values
+            known &= at < len(values)
+            counts[at[known]] += run.sizes[known]
+        results = [(sample_idx_dtype, "sample", parts.merged_blocks(runs, values, counts))]
+        results += [(metric_value_dtype, "metric", _ones(values))]
+        for dtype, what, blocks in results:
+            path = parts.metric_file(metric_save_path, metric_name, f"index_to_{what}_thread{t_idx_reduce}")
+            parts.write_documents(path, dtype, blocks)
 
     def merge_map_results(
         self, dataset, metric_names, metric_types, save_path, num_workers, num_threads, num_threads_reduce
     ):
         """Merges the parts of all workers and threads into the files of each metric."""
         for name, kind in zip(metric_names, metric_types):
-            folder = os.path.join(save_path, name)
+            folder = parts.metric_folder(save_path, name)
             for part in _folders(folder, num_workers, num_threads):
                 ready = "index_to_metric" if kind == SINGLE else "metric_value"
-                if not MMapIndexedDataset.exists(os.path.join(part, f"{name}_{ready}")):
+                if not IndexedDataset.exists(parts.metric_file(part, name, ready)):
                     raise FileNotFoundError(
                         f"{part} has no results of the metric {name!r}: run the map of this worker and thread first, "
                         f"with num_workers={num_workers} and num_threads={num_threads}"
@@ -121,10 +122,10 @@ class AnalysisReduce:
 
     @staticmethod
     def _merge_sums(folder, name, num_workers, num_threads):
-        paths = [os.path.join(part, f"{name}_metric_value") for part in _folders(folder, num_workers, num_threads)]
-        found = [one[0] for one in map(MMapIndexedDataset, paths) if len(one)]
+        paths = [parts.metric_file(part, name, "metric_value") for part in _folders(folder, num_workers, num_threads)]
+        found = [one[0] for one in map(IndexedDataset, paths) if len(one)]
         total = numpy.sum(found, axis=0, dtype=found[0].dtype) if found else numpy.empty(0, numpy.int64)
-        parts.write_documents(os.path.join(folder, f"{name}_metric_value"), total.dtype, [(total, [len(total)])])
+        parts.write_documents(parts.metric_file(folder, name, "metric_value"), total.dtype, [(total, [len(total)])])
 
     def _merge_values(self, samples, folder, name, num_workers, num_threads, num_threads_reduce):
         gathered, threads = {}, range(num_threads_reduce)
@@ -139,11 +140,8 @@ class AnalysisReduce:
                 f"the parts of the metric {name!r} below {folder} have {there} samples, and the data set has "
                 f"{samples}: they are of another data set, or of other numbers of workers and threads"
             )
-        values = numpy.unique(numpy.concatenate([one["values"] for one in stats]))
-        counts = numpy.zeros(len(values), numpy.int64)
-        for one in stats:
-            counts[numpy.searchsorted(values, one["values"])] += one["counts"]
-        self.get_metric_value_percentiles(name, dict(zip(values.tolist(), counts.tolist())), samples)
+        values, counts = parts.added([(one["values"], one["counts"]) for one in stats])
+        _percentiles(name, values, counts, samples)
         value_type = find_fit_int_dtype(int(values.min()), int(values.max())) if samples else numpy.uint8
         number_type = find_fit_int_dtype(0, max(0, samples - 1))
 
@@ -151,7 +149,7 @@ class AnalysisReduce:
         split = 1 if any(one["own_numbers"] for one in stats) else min(num_threads_reduce, len(pairs))
         arguments = [(t, folder, name, value_type, pairs[_share(len(pairs), split, t)[1]]) for t in range(split)]
         on_processes(self.merge_sample_to_metric, arguments, "the reduce")
-        _joined(folder, f"{name}_sample_to_metric", split)
+        _joined(parts.metric_file(folder, name, "sample_to_metric"), split)
 
         ends = numpy.cumsum(counts)
         cuts = [int(numpy.searchsorted(ends, samples * t // num_threads_reduce, "left")) for t in threads]
@@ -162,8 +160,8 @@ class AnalysisReduce:
         ]
         on_processes(self.merge_metric_to_sample, arguments, "the reduce")
         for what in ("sample", "metric"):
-            _joined(folder, f"{name}_index_to_{what}", num_threads_reduce)
-        paths = [os.path.join(folder, f"{name}_index_to_{what}") for what in ("sample", "metric")]
+            _joined(parts.metric_file(folder, name, f"index_to_{what}"), num_threads_reduce)
+        paths = [parts.metric_file(folder, name, f"index_to_{what}") for what in ("sample", "metric")]
         self.output_index_to_sample_percentile(*paths, name, folder, samples, number_type)
 
     @staticmethod
@@ -172,11 +170,11 @@ class AnalysisReduce:
     ):
         """Writes ``<metric>_index_to_sample_percentile_merged``: document p has the samples that come after p of a
         hundred and before p + 1 when they are sorted by value. Values of ``index_to_metric_fname`` rise already."""
-        samples = MMapIndexedDataset(index_to_sample_fname)
-        if len(samples) != len(MMapIndexedDataset(index_to_metric_fname)):
+        samples = IndexedDataset(index_to_sample_fname)
+        if len(samples) != len(IndexedDataset(index_to_metric_fname)):
             raise ValueError(f"{index_to_sample_fname} and {index_to_metric_fname} are not of one analysis")
         cuts = [total_num_samples * percentile // 100 for percentile in range(101)]
-        path = os.path.join(metric_save_path, f"{metric_name}_index_to_sample_percentile_merged")
+        path = parts.metric_file(metric_save_path, metric_name, "index_to_sample_percentile_merged")
         parts.write_documents(path, sample_idx_dtype, [(samples.whole(), numpy.diff(cuts))])
 
 
@@ -187,6 +185,21 @@ def _folders(metric_save_path, num_workers, num_threads):
         for worker in range(num_workers)
         for thread in range(num_threads)
     ]
+
+
+def _own_numbers(folder, metric_name):
+    """Whether the samples of a part have numbers of their own."""
+    return os.path.getsize(parts.metric_file(folder, metric_name, "numbers")) > 0
+
+
+def _percentiles(metric_name, values, counts, samples):
+    """Of rising values, each with the number of samples that have it."""
+    ends, found = numpy.cumsum(counts), {}
+    for percentile in (1, 5, *range(10, 100, 10), 95, 99, 100) if len(values) else ():
+        at = numpy.searchsorted(ends, -(-samples * percentile // 100), "left")
+        found[percentile] = int(values[min(int(at), len(values) - 1)])
+    logger.info(f"percentiles of the metric {metric_name}: {found}")
+    return found
 
 
 def _share(count, of, number):
@@ -202,8 +215,7 @@ def _ones(values):
         yield block, numpy.ones(len(block), numpy.int32)
 
 
-def _joined(folder, name, threads):
-    path = os.path.join(folder, name)
+def _joined(path, threads):
     if threads == 1:  # the only one is the whole
         for end in (".bin", ".idx"):
             shutil.move(f"{path}_thread0{end}", f"{path}{end}")

@@ -98,12 +98,12 @@ class DataAnalyzer(AnalysisReduce):
         """A dict for each metric, with what ``update_metric_results`` adds to."""
         results = []
         for name, kind, dtype in zip(metric_names, metric_types, metric_dtypes):
-            folder = parts.part_folder(os.path.join(save_path, name), worker_id, thread_id)
+            folder = parts.part_folder(parts.metric_folder(save_path, name), worker_id, thread_id)
             os.makedirs(folder, exist_ok=True)
             result = {"metric_name": name, "metric_type": kind, "folder": folder, "count": 0, "metric_value": None}
             if kind == SINGLE:
-                result["values"] = parts.PartFile(os.path.join(folder, f"{name}_values"), dtype)
-                result["numbers"] = parts.PartFile(os.path.join(folder, f"{name}_numbers"), numpy.int64)
+                result["values"] = parts.PartFile(parts.metric_file(folder, name, "values"), dtype)
+                result["numbers"] = parts.PartFile(parts.metric_file(folder, name, "numbers"), numpy.int64)
             results.append(result)
         return results
 
@@ -139,7 +139,7 @@ class DataAnalyzer(AnalysisReduce):
             if kind == ACCUMULATED:
                 found = result["metric_value"]
                 blocks = [] if found is None else [(found.reshape(-1), [found.size])]
-                parts.write_documents(os.path.join(folder, f"{name}_metric_value"), dtype, blocks)
+                parts.write_documents(parts.metric_file(folder, name, "metric_value"), dtype, blocks)
                 continue
             result["values"].close()
             result["numbers"].close()
@@ -192,7 +192,7 @@ class DataAnalyzer(AnalysisReduce):
                 )
 
     def _progress_path(self, thread_id):
-        return os.path.join(self.save_path, f"map_worker{self.worker_id}_thread{thread_id}.npz")
+        return f"{parts.part_folder(self.save_path, self.worker_id, thread_id)}_progress.npz"
 
     def _told(self, thread_id):
         """What has to be equal for a map to go on with what another has begun."""
@@ -322,6 +322,8 @@ def _numpy_type(dtype):
 def _whole_numbers(values, dtype, name):
     """What a metric function returned, as an array of its dtype."""
     found = values.detach().cpu().numpy() if torch.is_tensor(values) else numpy.asarray(values)
+    if found.dtype == dtype:
+        return found
     taken = found.astype(dtype)
     if not numpy.array_equal(taken, found):
         raise ValueError(

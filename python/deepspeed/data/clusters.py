@@ -5,6 +5,7 @@ were not at the step before. At most 1000 clusters are kept, so that the positio
 a later step until they are a thousandth of the data set, or until no more will come.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import fcntl
@@ -15,7 +16,7 @@ import zlib
 
 import numpy
 
-from deepspeed.data.indexed import MMapIndexedDataset, MMapIndexedDatasetBuilder, data_file_path, index_file_path
+from deepspeed.data.indexed import IndexedDataset, MMapIndexedDatasetBuilder, data_file_path, index_file_path
 from deepspeed.formats.weight_files import write_text, write_whole
 from deepspeed.log import logger
 
@@ -37,7 +38,7 @@ class Clusters:
 
     def joined(self, step):
         """How many clusters are in the pool at this step."""
-        return int(numpy.searchsorted(self.steps, step, side="right"))
+        return bisect.bisect_right(self.steps, step)
 
 
 def one_cluster(samples):
@@ -72,7 +73,7 @@ def clusters_of(metrics, samples, batch, steps, folder):
     with open(f"{path}.json", encoding="utf-8") as file:
         said = json.load(file)
     known = min(steps, MOST_STEPS) if custom else float("inf")
-    found = Clusters(said["sizes"], said["steps"], MMapIndexedDataset(path).whole(), known, said["identity"])
+    found = Clusters(said["sizes"], said["steps"], IndexedDataset(path).whole(), known, said["identity"])
     _check_first(found, metrics, batch)
     return found
 
@@ -154,7 +155,7 @@ def _group(metrics, samples, levels):
 
 def _admissions(name, settings, samples, difficulties):
     """The samples by one metric, and the number of the level that admits each."""
-    order = MMapIndexedDataset(settings["index_to_sample_path"])
+    order = IndexedDataset(settings["index_to_sample_path"])
     rows, numbers = order.sizes.astype(numpy.int64), order.whole()
     if len(numbers) != samples:
         raise ValueError(
@@ -170,7 +171,7 @@ def _admissions(name, settings, samples, difficulties):
     if _by_percentile(settings):
         ends = [samples * min(int(percentile), 100) // 100 for percentile in difficulties]
         return numbers, numpy.searchsorted(ends, numpy.arange(samples), side="right")
-    values = MMapIndexedDataset(settings["index_to_metric_path"]).whole()
+    values = IndexedDataset(settings["index_to_metric_path"]).whole()
     if len(values) != len(rows) or (values[1:] < values[:-1]).any():
         raise ValueError(
             f"{settings['index_to_metric_path']} has {len(values)} values of the metric {name!r}, and "

@@ -59,14 +59,13 @@ def find_fit_int_dtype(min_value, max_value):
     raise ValueError(f"no type of whole numbers holds both {min_value} and {max_value}")
 
 
-class MMapIndexedDataset(Dataset):
+class IndexedDataset(Dataset):
     """Documents that are read where they lie: ``dataset[i]`` is a numpy array over the mapped file, not a copy.
 
-    path: of the two files, without ``.idx`` and ``.bin``. skip_warmup: accepted for older scripts; files are mapped
-    and never read ahead. A slice (of step 1) gives a list of arrays.
+    path: of the two files, without ``.idx`` and ``.bin``. A slice (of step 1) gives a list of arrays.
     """
 
-    def __init__(self, path, skip_warmup=False):
+    def __init__(self, path):
         super().__init__()
         self._open(path)
 
@@ -202,7 +201,7 @@ class MMapIndexedDatasetBuilder:
 
     def merge_file_(self, another_file):
         """Adds all documents of the data set at the path ``another_file``, which has the same type."""
-        other = MMapIndexedDataset(another_file)
+        other = IndexedDataset(another_file)
         if numpy.dtype(other.dtype) != self._dtype:
             raise ValueError(
                 f"{another_file} has elements of {numpy.dtype(other.dtype)}, {self._file.name} of {self._dtype}"

@@ -1,7 +1,6 @@
 """Import path of existing scripts."""
 
 from deepspeed.data.indexed import (  # noqa: F401
-    MMapIndexedDataset,
     MMapIndexedDatasetBuilder,
     code,
     data_file_path,
@@ -9,3 +8,4 @@ from deepspeed.data.indexed import (  # noqa: F401
     find_fit_int_dtype,
     index_file_path,
 )
+from deepspeed.published.indexed_dataset import MMapIndexedDataset  # noqa: F401
