@@ -81,7 +81,6 @@ def test_calls_and_peaks_are_those_of_a_run(rank, world, stage, accumulate, more
     assert plan.peak_bytes == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.any_device
 @pytest.mark.parametrize("world, section", [(2, {"size": 2}), (2, {"size": 2, "method": "ring"}), (4, {"size": 2})])
 @on_ranks(init=True)
 def test_the_calls_of_ranks_that_share_sequences(rank, world, section):
