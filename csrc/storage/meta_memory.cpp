@@ -74,8 +74,8 @@ class MetaMemory::Maker : public c10::Allocator {
     const std::lock_guard lock(count_->mutex);
     auto* block = new Block{count_, count_->owner(), counted};
     count_->add(block->owner, counted);
-    auto* address = reinterpret_cast<void*>(count_->next);  // NOLINT(performance-no-int-to-ptr)
-    count_->next += io::round_up(std::max<size_t>(bytes, 1), kAddressStep);
+    auto* address = reinterpret_cast<void*>(count_->next);             // NOLINT(performance-no-int-to-ptr)
+    count_->next += io::round_up(bytes, kAddressStep) + kAddressStep;  // neighbours would look like one piece of memory
     return {address, block, &release, c10::Device(c10::kMeta)};
   }
 

@@ -4,16 +4,18 @@ import collections
 import functools
 
 import pytest
+import torch
 
 import deepspeed
 import devices
+import toy_transformers
 from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.timed import call_log
 from engine_models import batch, config, loss_of, make_net, net_engine
 from harness import on_ranks
-from models import beside
-from runs import take_step
+from models import beside, seeded
+from runs import engine_of, settings, take_step
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 ON_CPU = devices.NAME == "cpu"
@@ -30,9 +32,17 @@ def calls_of(calls):
     """Count and bytes by verb, without the small numbers that only hosts exchange."""
     found = collections.defaultdict(lambda: [0, 0])
     for call in calls:
-        found[call.op][0] += 1
-        found[call.op][1] += call.bytes
+        op = call.op.removesuffix("_into_tensor")  # torch has two names for the verb
+        found[op][0] += 1
+        found[op][1] += call.bytes
     return {op: tuple(figures) for op, figures in found.items()}
+
+
+def planned_calls(plan):
+    planned = {}
+    for (verb, _), figures in plan.ranks[0].calls.items():
+        planned[verb] = tuple(map(sum, zip(planned.get(verb, (0, 0)), figures)))
+    return planned
 
 
 @pytest.mark.any_device
@@ -65,10 +75,29 @@ def test_calls_and_peaks_are_those_of_a_run(rank, world, stage, accumulate, more
     tokens, targets = (part[: 8 // world // accumulate] for part in batch(0, 8))
     loss = functools.partial(loss_of, targets=targets)
     plan = deepspeed.plan(make_net, given, world, sample=tokens, ranks=[rank], loss=loss)
-    planned = {}
-    for (verb, _), figures in plan.ranks[0].calls.items():
-        planned[verb] = tuple(map(sum, zip(planned.get(verb, (0, 0)), figures)))
-    assert planned == calls_of(ran)
+    assert planned_calls(plan) == calls_of(ran)
     if ON_CPU:
         return  # has no allocator that counts
     assert plan.peak_bytes == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("world, section", [(2, {"size": 2}), (2, {"size": 2, "method": "ring"}), (4, {"size": 2})])
+@on_ranks(init=True)
+def test_the_calls_of_ranks_that_share_sequences(rank, world, section):
+    with toy_transformers.installed():
+        shape = {"heads": 4, "kv": 2, "hidden": 32, "layers": 2, "intermediate": 64, "vocabulary": 100}
+        config = settings(1, sequence_parallel=section)
+        ids = torch.zeros(2, 32, dtype=torch.int64)
+        model, sample = seeded(toy_transformers.ToyForCausalLM, **shape), {"input_ids": ids, "labels": ids}
+        plan = deepspeed.plan(model, config, world, sample=sample, ranks=[rank])
+        engine = engine_of(model, config)
+        inputs = {name: beside(engine, one) for name, one in sample.items()}
+        take_step(engine, engine(**inputs).loss)
+        recorder = _native._C.CallRecorder(False)
+        call_log.add(recorder)
+        take_step(engine, engine(**inputs).loss)
+        get_accelerator().synchronize()
+        ran = recorder.take()
+        call_log.remove(recorder)
+        engine.destroy()
+    assert planned_calls(plan) == calls_of(ran)

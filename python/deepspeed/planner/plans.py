@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.formats.weight_files import parse_size
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planner.child import run_each_apart
 from deepspeed.planner.machine import Machine
@@ -39,7 +40,7 @@ class RankPlan:
     """A training step of one rank. ``peak_bytes``: of the device, by its allocator, at the ``moment`` of the step when
     most is alive, and ``owners``, their bytes then. ``tiers``: ``{tier: {"peak_bytes", "bytes_per_step"}}`` of the host
     and of files. ``calls``: ``{(verb, purpose): (count, bytes)}``. ``flops``: of the model's operators. ``seconds``: by
-    phase; ``not_known``: operators whose cost or shape is not known."""
+    phase; ``not_known``: operators whose cost or shape is not known, and exchanges that are not counted."""
 
     rank: int
     peak_bytes: int
@@ -191,6 +192,12 @@ def values_of(config, size):
     return made._param_dict if isinstance(made._param_dict, dict) else made.native.raw()
 
 
+def _not_exchanged(model):
+    """On meta, tokens run through the experts of this rank: no rows are exchanged."""
+    shared = any(isinstance(module, MOELayer) and module.ep_size > 1 for module in model.modules())
+    return ["exchanges of rows between ranks with experts"] if shared else []
+
+
 @contextlib.contextmanager
 def files_apart(config):
     """The configuration with a folder of its own for states in files: those that it names may be a run's."""
@@ -246,6 +253,6 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
         flops=counted.flops,
         seconds=seconds,
         checkpoint_bytes=run.checkpoint_bytes(),
-        not_known=tuple(sorted(counted.not_counted)),
+        not_known=(*sorted(counted.not_counted), *_not_exchanged(made)),
     )
     return plan, parameters

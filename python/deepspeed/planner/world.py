@@ -57,6 +57,10 @@ class MetaAccelerator(CPU_Accelerator):
         return tensor if match_shape else tensor.reshape(-1)
 
 
+def _keep_objects(object_list, *args, **kwargs):
+    """A broadcast of objects: the sender does not exist, and has what this rank has."""
+
+
 class World:
     """One rank of ``size``. ``calls()`` are those of its communicators since the last time. The process cannot leave
     it: see ``run_apart``."""
@@ -80,6 +84,7 @@ class World:
     def _join(self):
         if not hasattr(dist.Backend, NAME.upper()):
             dist.Backend.register_backend(NAME, self._backend, **({"devices": ["cpu", "meta"]} if TORCH2 else {}))
+        dist.broadcast_object_list = _keep_objects
         group_communicators.native_backends[NAME] = self._of_group
         job = _native._C.Job(self.rank, self.size, self._open)
         self.earlier = mesh.join_planned(NAME, self.rank, self.size, job)

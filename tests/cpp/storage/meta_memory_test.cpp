@@ -60,6 +60,8 @@ TEST(MetaMemory, AddressesAreUnique) {
   memory.install();
   const at::Tensor a = meta(6), b = meta(6);
   EXPECT_NE(a.data_ptr(), b.data_ptr());
+  const at::Tensor whole = meta(128), next = meta(128);  // 512 bytes each
+  EXPECT_GT(static_cast<char*>(next.data_ptr()), static_cast<char*>(whole.data_ptr()) + 512);
   EXPECT_EQ(static_cast<char*>(a.narrow(0, 2, 2).data_ptr()) - static_cast<char*>(a.data_ptr()), 8);
 }
 

@@ -1,5 +1,6 @@
 """``deepspeed.plan``: memory by hand, what stays as it was, and arguments that do not fit together."""
 
+import functools
 import os
 import time
 from unittest import mock
@@ -9,6 +10,7 @@ import torch
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.planner import Machine, PlanError, child
 from deepspeed.planner.child import run_apart, run_each_apart
@@ -23,6 +25,15 @@ RATES = Machine("test", {"float32": 1e12, "bfloat16": 2e12}, 1e11, 1000, (1000, 
 
 def layers(count=LAYERS):
     return torch.nn.Sequential(*[torch.nn.Linear(SIZE, SIZE, bias=False) for _ in range(count)])
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, ranks):
+        super().__init__()
+        self.moe = MoE(16, torch.nn.Linear(16, 16), num_experts=4, ep_size=ranks)
+
+    def forward(self, x):
+        return self.moe(x)[0]
 
 
 def planned(stage, world=4, dtype="bf16", model=layers, rows=2, **more):
@@ -60,6 +71,14 @@ def test_states_on_the_host_and_in_files(tmp_path):
     in_files = planned(3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": missing}}).ranks[0]
     assert in_files.tiers["file"]["peak_bytes"] >= 3 * NUMEL * 4 / 4
     assert in_files.tiers["file"]["bytes_per_step"] >= 2 * 3 * NUMEL * 4 / 4
+
+
+def test_exchanges_of_experts_are_named_as_not_known():
+    def model(ranks):
+        return torch.nn.Sequential(torch.nn.Linear(SIZE, 16), Experts(ranks))
+
+    alone, spread = (planned(1, dtype="fp32", model=functools.partial(model, ranks)) for ranks in (1, 2))
+    assert not alone.ranks[0].not_known and "between ranks with experts" in str(spread)
 
 
 def test_activations_grow_with_the_micro_batch():
