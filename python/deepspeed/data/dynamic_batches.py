@@ -98,14 +98,18 @@ def _tell(batches):
 
 def _known_lengths(dataset, folder, measure, collate):
     file = None if folder is None else os.path.join(folder, LENGTHS_FILE)
-    if file is not None and os.path.exists(file):
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    there = [file is not None and os.path.exists(file)]
+    if ranks > 1:  # The folder may be on the drive of one host, and all ranks have to take the same branch.
+        own, there = there[0], [None] * ranks
+        dist.all_gather_object(there, own)
+    if all(there):
         return numpy.load(file, allow_pickle=False)
     if measure is None:
         raise ValueError(
             f"the lengths of the samples are not known: pass dataset_seqlens=, or batch_seqlens_fn= which measures them"
             f"{'' if file is None else f' (there is no {file} yet)'}"
         )
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     share = numpy.array_split(numpy.arange(len(dataset)), ranks)[rank]
     collate, found = collate or torch.utils.data.default_collate, []
     for first in range(0, len(share), _CHUNK):

@@ -236,7 +236,7 @@ def remove_random_ltd_state_dict(state_dict):
     the published one have a level more, also in dicts inside of this one."""
     found = type(state_dict)()
     for name, value in state_dict.items():
-        plain = name.replace(f"{_WRAPPED}.", "") if isinstance(name, str) else name
+        plain = ".".join(one for one in name.split(".") if one != _WRAPPED) if isinstance(name, str) else name
         found[plain] = remove_random_ltd_state_dict(value) if isinstance(value, dict) else value
     return found
 
