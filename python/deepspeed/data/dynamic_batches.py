@@ -38,8 +38,8 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     sample_padding_fn: ``sample_padding_fn(sample, size)`` makes a sample as long as the longest of its micro-batch.
     loss_tokens: the number of tokens in the loss of each sample, where that is not its length.
 
-    Once for each step the learning rate is that of the engine's schedule times ``samples / train_batch_size``, the
-    root of that, or nothing more (``lr_scaling_method``); ``samples`` are those of the step, over all ranks.
+    The learning rate of a step is that of the engine's schedule times ``samples / train_batch_size`` ("linear"), its
+    square root ("sqrt") or 1 ("none"), by ``lr_scaling_method``; ``samples`` is their number over all ranks.
     """
     if not engine._dynamic.enabled:
         raise ValueError(
