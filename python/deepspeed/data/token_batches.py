@@ -20,8 +20,8 @@ class TokenBatches:
     whole step, micro-batches from the start of the epoch come again, or with ``drop_last`` they are left out.
 
     lengths: tokens of each sample of the data set. samples: the numbers of those that are used; None: all.
-    order: the order of the samples: "dataloader": that of the data set; "seqlen": short ones first; "random": drawn anew
-    for each epoch. Batches of fewer samples than ``min_batch_size`` are left out, with a line in
+    order: the order of the samples: "dataloader": that of the data set; "seqlen": short ones first; "random": drawn
+    anew for each epoch. Batches of fewer samples than ``min_batch_size`` are left out, with a line in
     the log. loss_tokens: the number of tokens in the loss of each sample, where that is not its length.
     """
 
