@@ -42,7 +42,7 @@ class PartFile:
         self._file = open(path, "ab")  # noqa: SIM115 (closed by close)
 
     def keep(self, count):
-        """Only the first ``count`` numbers stay. False where there are fewer."""
+        """Keeps the first ``count`` numbers and removes the others. Where the file has fewer, it removes all."""
         if os.path.getsize(self.path) < count * self.dtype.itemsize:
             count = 0
         self._file.truncate(count * self.dtype.itemsize)

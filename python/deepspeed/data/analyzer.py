@@ -75,6 +75,9 @@ class DataAnalyzer(AnalysisReduce):
         for name, kind in zip(metric_names, metric_types):
             if kind not in (SINGLE, ACCUMULATED):
                 raise ValueError(f"the type {kind!r} of the metric {name!r} is neither {SINGLE!r} nor {ACCUMULATED!r}")
+        for name in metric_names:
+            if name in ("", ".", "..") or "/" in name or "\0" in name:
+                raise ValueError(f"the metric name {name!r} cannot be a folder of save_path: use a name without '/'")
         if not 0 <= worker_id < num_workers:
             raise ValueError(f"worker_id {worker_id} is none of the {num_workers} workers, which are counted from 0")
         self.dataset, self.batch_size, self.save_path = dataset, batch_size, save_path

@@ -1,4 +1,4 @@
-"""Which samples join the pool of a curriculum at which step, by the indexes that ``DataAnalyzer`` writes.
+"""The step at which each sample joins the pool of a curriculum, by the indexes that ``DataAnalyzer`` writes.
 
 A *cluster* is the samples that join at one step: those whose metrics are all at most the difficulties of that step, and
 were not at the step before. At most 1000 clusters are kept, so that the position in them is small: samples wait for

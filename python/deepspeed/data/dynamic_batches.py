@@ -38,8 +38,8 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     sample_padding_fn: ``sample_padding_fn(sample, size)`` makes a sample as long as the longest of its micro-batch.
     loss_tokens: the number of tokens in the loss of each sample, where that is not its length.
 
-    Once for each step the learning rate is that of the engine's schedule times ``samples / train_batch_size``, the
-    root of that, or nothing more (``lr_scaling_method``); ``samples`` are those of the step, over all ranks.
+    The learning rate of a step is that of the engine's schedule times ``samples / train_batch_size`` ("linear"), its
+    square root ("sqrt") or 1 ("none"), by ``lr_scaling_method``; ``samples`` is their number over all ranks.
     """
     if not engine._dynamic.enabled:
         raise ValueError(
@@ -98,14 +98,18 @@ def _tell(batches):
 
 def _known_lengths(dataset, folder, measure, collate):
     file = None if folder is None else os.path.join(folder, LENGTHS_FILE)
-    if file is not None and os.path.exists(file):
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    there = [file is not None and os.path.exists(file)]
+    if ranks > 1:  # The folder may be on the drive of one host, and all ranks have to take the same branch.
+        own, there = there[0], [None] * ranks
+        dist.all_gather_object(there, own)
+    if all(there):
         return numpy.load(file, allow_pickle=False)
     if measure is None:
         raise ValueError(
             f"the lengths of the samples are not known: pass dataset_seqlens=, or batch_seqlens_fn= which measures them"
             f"{'' if file is None else f' (there is no {file} yet)'}"
         )
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     share = numpy.array_split(numpy.arange(len(dataset)), ranks)[rank]
     collate, found = collate or torch.utils.data.default_collate, []
     for first in range(0, len(share), _CHUNK):

@@ -60,7 +60,7 @@ def find_fit_int_dtype(min_value, max_value):
 
 
 class IndexedDataset(Dataset):
-    """Documents that are read where they lie: ``dataset[i]`` is a numpy array over the mapped file, not a copy.
+    """Documents in a file that is mapped into memory: ``dataset[i]`` is a read-only numpy array over it, not a copy.
 
     path: of the two files, without ``.idx`` and ``.bin``. A slice (of step 1) gives a list of arrays.
     """
@@ -108,7 +108,8 @@ class IndexedDataset(Dataset):
         return self.get(idx)
 
     def get(self, idx, offset=0, length=None):
-        """A document, or ``length`` elements of it from ``offset`` on."""
+        """A document, or ``length`` elements of it from ``offset`` on, as a 1-dimensional array of ``dtype``.
+        ValueError where the document has fewer elements."""
         size = self._sizes.item(idx)  # IndexError past the end
         if offset or length is not None:
             length = size - offset if length is None else length

@@ -1,7 +1,7 @@
 """Progressive layer dropping: layers are left out of steps at random, more and more often.
 
-Which layers depends on the seed, the step and the micro-step, on nothing else: all ranks leave out the same ones, and
-so does a recomputation.
+The choice of layers depends only on the seed, the step and the micro-step: all ranks leave out the same layers, and so
+does a recomputation.
 """
 
 import math
@@ -14,7 +14,12 @@ from deepspeed.log import log_dist
 
 
 class ProgressiveLayerDrop:
-    """The probability with which a layer is kept: (1 - theta) exp(-gamma step) + theta, so 1 at first."""
+    """The probability with which a layer is kept: ``(1 - theta) * exp(-gamma * step) + theta``, which is 1 at step 0.
+
+    theta: the probability that it tends to, from 0 to 1. gamma: the rate at which it does, per step of the optimizer.
+    The source is Zhang and He 2020, "Accelerating Training of Transformer-Based Language Models with Progressive Layer
+    Dropping" (arXiv 2010.13369).
+    """
 
     def __init__(self, theta=0.5, gamma=0.001):
         self.theta, self.gamma, self.current_theta = theta, gamma, 1.0
@@ -25,11 +30,11 @@ class ProgressiveLayerDrop:
         return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
 
     def get_theta(self):
-        """The probability for the step that was told last."""
+        """The probability at the last step that ``update_state`` was called with."""
         return self.current_theta
 
     def update_state(self, global_step):
-        """Step ``global_step`` is made next."""
+        """Computes the probability for step ``global_step``, counted from 0."""
         self.current_theta = (1.0 - self.theta) * math.exp(-self.gamma * global_step) + self.theta
 
 
@@ -108,7 +113,8 @@ class LayerDropping:
 def convert_to_pld(model, layer_class):
     """Lets the engine leave out layers of ``model`` of the class ``layer_class``, as the section
     ``progressive_layer_drop`` says: for models whose forward does not take its keywords. ``model``: an engine, or a
-    module that becomes one later. Returns it."""
+    module that is passed to ``deepspeed.initialize`` later. Returns ``model``. ValueError where the model has no such
+    layer, or where the configuration does not enable progressive layer dropping."""
     DroppableForward.convert(unwrapped(model), layer_class, "convert_to_pld")
     if unwrapped(model) is not model:
         model._layer_dropping.take()

@@ -1,4 +1,4 @@
-"""The forward of a layer of an unchanged model that a plan decides about: which tokens it gets, or whether it runs.
+"""The forward of a layer of an unchanged model. A plan chooses the tokens that it gets, or whether it runs.
 
 Parameters and modules keep their names: only the attribute ``forward`` of the layer is another function.
 """
@@ -27,7 +27,7 @@ class LayerForward:
         return self.link.index
 
     def taken(self, plan, number):
-        """The layer belongs to a plan; None: it is plain."""
+        """Gives the layer its plan and its number. With None as the plan it runs its own forward."""
         self.link = EngineLink(plan, number) if plan is not None else None
 
     def __call__(self, *args, **kwargs):

@@ -1,7 +1,8 @@
-"""Random-LTD: layers that get some tokens of each sample, and pass the others by.
+"""Random-LTD: layers that compute on a random subset of the tokens of each sample; the other tokens skip the layer.
 
-Which tokens depends on the seed, the step, the sample's number in the step and the layer, on nothing else: a
-recomputation chooses the same ones, and so does a run with another number of ranks.
+The method is that of Yao et al. 2022, "Random-LTD: Random and Layerwise Token Dropping Brings Efficient Training for
+Large-scale Transformers" (arXiv 2211.11586). The choice of tokens depends only on the seed, the step, the number of the
+sample in the step and the layer: a recomputation chooses the same tokens, and so does a run on other ranks.
 """
 
 import inspect
@@ -45,7 +46,7 @@ class RandomLTDScheduler:
         self.reset_to_init()
 
     def reset_to_init(self):
-        """As at step 0."""
+        """Goes back to the state before step 0."""
         self.current_value = self.get_value(0)
         self.consumed_layer_tokens, self.curr_step = 0, -1
 
@@ -72,7 +73,7 @@ class RandomLTDScheduler:
         return sum(self.layer_tokens(self.get_value(step)) for step in range(train_iters))
 
     def update_seq(self, global_steps):
-        """Step ``global_steps`` is made next, which counts its tokens once. Returns the tokens that are kept."""
+        """Sets the number of kept tokens for step ``global_steps`` and returns it. Counts the tokens of a step once."""
         self.current_value = self.get_value(global_steps)
         if global_steps > self.curr_step:
             self.curr_step = global_steps
@@ -188,7 +189,7 @@ class TokenDropping:
         return type(made)([whole, *rest]) if isinstance(made, (tuple, list)) else whole
 
     def _cut(self, given, chosen, length):
-        """What of the other arguments is by token, for the kept ones."""
+        """The other arguments that have one row for each token, with the rows of the kept tokens."""
         cut = {}
         if self.mask_name and torch.is_tensor(given.get(self.mask_name)):
             cut[self.mask_name] = cut_mask(given[self.mask_name], chosen, length)
@@ -236,7 +237,7 @@ def remove_random_ltd_state_dict(state_dict):
     the published one have a level more, also in dicts inside of this one."""
     found = type(state_dict)()
     for name, value in state_dict.items():
-        plain = name.replace(f"{_WRAPPED}.", "") if isinstance(name, str) else name
+        plain = ".".join(one for one in name.split(".") if one != _WRAPPED) if isinstance(name, str) else name
         found[plain] = remove_random_ltd_state_dict(value) if isinstance(value, dict) else value
     return found
 

@@ -1,4 +1,4 @@
-"""The sampler of a curriculum: which samples this rank has in each micro-batch."""
+"""The sampler of a curriculum, which chooses the samples of each micro-batch of this rank."""
 
 import collections
 import dataclasses
@@ -17,8 +17,9 @@ _PUBLISHED = "np_rng_state"  # a key that only states of the published sampler h
 class _Place:
     """A place in the order, between two micro-batches.
 
-    steps: that are complete; samples: those of the whole run; within: those of the step that has begun. order: state of
-    ``_C.samples.Order`` where that step began, None: before anything was drawn. difficulties: of the last micro-batch.
+    steps: the number of complete steps. samples: the number of samples drawn in the whole run. within: the number of
+    samples drawn in the step that has begun. order: the state of ``_C.samples.Order`` at the beginning of that step;
+    None before the first draw. difficulties: those of the last micro-batch, by metric.
     """
 
     steps: int = 0
@@ -172,12 +173,12 @@ class CurriculumSampler:
         return found
 
     def used(self):
-        """The next batch that was given out is in use."""
+        """Moves the place past the next batch that was given out."""
         self._place = self._ahead.popleft()
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def state_dict(self):
-        """The place behind the last batch in use. Plain values, at most 64 KB, equal on all ranks."""
+        """The place after the last batch in use, as plain values of at most 64 KB, which are equal on all ranks."""
         place = self._place
         return {
             "curriculum_step": place.steps + (place.within > 0),

@@ -1,4 +1,4 @@
-"""Batches of samples with different lengths, each of at most so many tokens, and which rank has which."""
+"""Batches of samples of different lengths with a limit on their tokens, and their distribution over the ranks."""
 
 import collections
 
@@ -20,8 +20,8 @@ class TokenBatches:
     whole step, micro-batches from the start of the epoch come again, or with ``drop_last`` they are left out.
 
     lengths: tokens of each sample of the data set. samples: the numbers of those that are used; None: all.
-    order: in which samples are put together: "dataloader": as they are in the data set, "seqlen": short ones first,
-    "random": drawn anew for each epoch. Batches of fewer samples than ``min_batch_size`` are left out, with a line in
+    order: the order of the samples: "dataloader": that of the data set; "seqlen": short ones first; "random": drawn
+    anew for each epoch. Batches of fewer samples than ``min_batch_size`` are left out, with a line in
     the log. loss_tokens: the number of tokens in the loss of each sample, where that is not its length.
     """
 

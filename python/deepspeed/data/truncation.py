@@ -1,4 +1,4 @@
-"""Shorter sequences of batches that are there already."""
+"""Cuts the sequences of a batch to a length."""
 
 import itertools
 from collections.abc import Mapping

@@ -220,3 +220,9 @@ def test_wrong_input(tmp_path):
     rows.analyzer(tmp_path / "other").run_map()
     other = Rows(a=range(30)).analyzer(tmp_path / "other")
     refused(ValueError, "have 20 samples, and the data set has 30", other.run_reduce)
+
+
+@pytest.mark.parametrize("name", ["", "..", "../elsewhere", "/tmp/elsewhere"])
+def test_a_metric_name_that_leaves_the_folder_is_refused(name, tmp_path):
+    with pytest.raises(ValueError, match="cannot be a folder of save_path"):
+        DataAnalyzer(range(4), 1, 0, 1, 1, [], 1, [name], [len], ["single_value_per_sample"], [int], str(tmp_path))

@@ -292,3 +292,5 @@ def test_state_dicts_have_the_names_of_the_plain_model():
     plain.load_state_dict(save_without_random_ltd(model))
     published = {"1.random_ltd_layer.fc.weight": 1, "inner": {"0.random_ltd_layer.fc.bias": 2}}
     assert remove_random_ltd_state_dict(published) == {"1.fc.weight": 1, "inner": {"0.fc.bias": 2}}
+    own = {"my_random_ltd_layer.fc.weight": 1}  # a module of the user whose name ends alike
+    assert remove_random_ltd_state_dict(own) == own

@@ -134,7 +134,7 @@ class ConsumedTokens(Part):
         own = [round(tokens) for tokens in known if not torch.is_tensor(tokens)]
         sums = torch.tensor([sum(own), len(self._window) - len(known)], dtype=torch.int64, device=device)
         for tokens in known:
-            if torch.is_tensor(tokens):  # of a device: nobody waits for it here
+            if torch.is_tensor(tokens):  # on a device: the host does not wait for it here
                 sums[0] += tokens.to(device).round().long() if tokens.is_floating_point() else tokens.to(device)
         if parallel.dp_world_size > 1:
             dist.all_reduce(sums, group=parallel.dp_group)

@@ -1,4 +1,4 @@
-"""Progressive layer dropping: which layers a step leaves out, and who need not wait for them."""
+"""Progressive layer dropping: chooses the layers that a step leaves out, and tells the core not to wait for them."""
 
 import collections
 import inspect
@@ -12,12 +12,12 @@ from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 @engine_parts.add("_layer_dropping")
 class LayerDroppingPart(Part):
-    """A part of the engine."""
+    """A part of the engine. It does nothing while progressive layer dropping is off."""
 
     engine_attributes = ("progressive_layer_drop",)
     progressive_layer_drop = None  # while it is off
     _plan = None
-    _takes_keywords = None  # whether the model's forward does, once somebody has asked
+    _takes_keywords = None  # whether the model's forward takes them; None until it is first needed
     _left_out = False  # whether the core leaves out parameters
 
     def __init__(self, engine):

@@ -19,8 +19,8 @@ _INSTEAD = (
 @engine_parts.add("_curriculum")
 class SequenceCurriculum(Part):
     """A part of the engine. A step that trains has sequences of the length that belongs to its number, from 1 on: the
-    model cuts them at the keyword ``curriculum_seqlen``, or the loader cuts what ``truncate`` names. Whoever does
-    neither, in a pipeline, reads the length from ``engine.curriculum_scheduler_legacy``.
+    model cuts them at the keyword ``curriculum_seqlen``, or the loader cuts what ``truncate`` names. In a pipeline
+    without ``truncate`` the script cuts them; it reads the length from ``engine.curriculum_scheduler_legacy``.
     """
 
     engine_attributes = ("curriculum_scheduler_legacy",)

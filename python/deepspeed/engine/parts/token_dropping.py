@@ -1,4 +1,4 @@
-"""Random-LTD: how many tokens layers keep at which step, and what a step has seen."""
+"""Random-LTD: sets the number of tokens that layers keep in a step, and reports the tokens of a step."""
 
 from deepspeed.data.random_ltd import RandomLTDScheduler, TokenDropping, TokenDroppingForward
 from deepspeed.engine.members import Part, engine_parts, member
@@ -10,7 +10,7 @@ _SIZES = {"micro_batch_size": "train_micro_batch_size_per_gpu", "global_batch_si
 
 @engine_parts.add("_token_dropping")
 class TokenDroppingPart(Part):
-    """A part of the engine."""
+    """A part of the engine. It does nothing while random-LTD is off."""
 
     engine_attributes = ("random_ltd_scheduler",)
     random_ltd_scheduler = None  # while random-LTD is off
