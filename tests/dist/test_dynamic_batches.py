@@ -276,3 +276,7 @@ def test_lengths_of_an_analysis(rank, world, folder):
     refused(ValueError, r"width_sample_to_metric\.idx, offset", order, os.path.join(folder, "width"))
     told = "elsewhere has neither seqlens.npy nor an analysis of 'seqlen'"
     refused(ValueError, told, made, given=none, metrics_path=os.path.join(folder, "elsewhere"))
+    with open(os.path.join(folder, "width", "seqlens.npy"), "w", encoding="ascii") as file:
+        file.write("damaged")
+    os.unlink(index)
+    refused(ValueError, r"seqlens\.npy is damaged", order, os.path.join(folder, "width"))

@@ -127,7 +127,10 @@ def _known_lengths(dataset, folder, measure, collate):
             )
         return analysed, found.whole()
     if file is not None and os.path.exists(file):
-        return file, numpy.load(file, allow_pickle=False)
+        try:
+            return file, numpy.load(file, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{file} is damaged, or no file of numpy; remove it to measure anew: {error}") from error
     if measure is None:
         raise ValueError(
             "the lengths of the samples are not known: pass dataset_seqlens=, or batch_seqlens_fn= which measures them"
