@@ -68,6 +68,13 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
+class Words(Transformer):
+    """With the arguments of models of language; it cuts sequences by itself."""
+
+    def forward(self, input_ids, attention_mask=None, curriculum_seqlen=None):
+        return super().forward(input_ids[:, :curriculum_seqlen])
+
+
 def batch_of(step, rows=2, length=LENGTH, words=WORDS, first=0):
     """The samples ``first`` to ``first + rows`` of a step."""
     made = [torch.Generator().manual_seed(1000 * step + first + row) for row in range(rows)]

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.analyzer import DataAnalyzer
 from harness import on_ranks, run_ranks
 from logs import logged
@@ -206,7 +205,8 @@ def test_wrong_input(rank, world, folder):
     plain = deepspeed.initialize(model=torch.nn.Linear(32, 1), config=settings(1, 4), training_data=Sentences())[0]
     refused(RuntimeError, "needs a curriculum: enable data_efficiency", plain.set_custom_curriculum_learning_schedule,
             {NAME: len})  # fmt: skip
-    dynamic = {"data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 3}}}
-    for part, feature in [({"data_routing": {"enabled": True}}, "token dropping"), (dynamic, "dynamic batches")]:
-        asked = settings(1, 4, data_efficiency={"enabled": True, **part})
-        refused(ValueError, f"{feature} is not supported yet", DeepSpeedConfig, asked, world_size=1)
+    both = section(folder)
+    both["data_sampling"]["dynamic_batching"] = {"enabled": True, "max_tokens": 64}
+    told = "dynamic_batching and .*curriculum_learning both decide which samples a batch has: enable one of both"
+    given["config"] = settings(1, 4, 2, data_efficiency=both)
+    refused(deepspeed.DeepSpeedConfigError, told, deepspeed.initialize, training_data=Sentences(), **given)

@@ -1,6 +1,7 @@
 """Batches of equal token counts: which samples they have, gradients, learning rates, tokens, resumed runs."""
 
 import math
+import os
 
 import numpy
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import deepspeed
 import pipe_models
+from deepspeed.data.analyzer import DataAnalyzer
 from deepspeed.data.token_batches import TokenBatches
 from deepspeed.optim.lr_schedules import WarmupLR
 from deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import (
@@ -242,8 +244,39 @@ def test_lengths_are_measured_once_and_kept(rank, world, folder):
     deepspeed.comm.barrier()
     assert samples() == first and sum(calls) == COUNT // world
     short = {"dataset_seqlens": LENGTHS[:5]}
-    refused(ValueError, "lengths of 5 samples, and the data set has 60", made, given=short)
+    refused(ValueError, "dataset_seqlens has lengths of 5 samples, and the data set has 60", made, given=short)
     refused(ValueError, "pass dataset_seqlens=, or batch_seqlens_fn=", made, given={"dataset_seqlens": None})
     refused(ValueError, "dynamic batching is off", dynamic_loader, Sentences(), word_engine(), LENGTHS)
     more = {"model": words(), "config": settings(0, **section()), "training_data": Sentences()}
     refused(deepspeed.DeepSpeedConfigError, "leave training_data out", deepspeed.initialize, **more)
+
+
+@on_ranks(1, init=True)
+def test_lengths_of_an_analysis(rank, world, folder):
+    """Under the published name, or in the folder of a metric with another name."""
+
+    def order(path):
+        return [numbers.tolist() for numbers, _ in made(given={"dataset_seqlens": None}, metrics_path=path)[1]]
+
+    wanted = [numbers.tolist() for numbers, _ in made()[1]]
+    for name in ("seqlen", "width"):
+        options = {"metric_types": ["single_value_per_sample"], "metric_dtypes": [torch.int64], "batch_size": 7}
+        tokens = [lambda batch: [len(ids) for _, ids in batch]]
+        analyzer = DataAnalyzer(
+            Sentences(), metric_names=[name], metric_functions=tokens, save_path=folder, collate_fn=list, **options
+        )
+        analyzer.run_map_reduce()
+    for path in (folder, os.path.join(folder, "seqlen"), os.path.join(folder, "width", "")):
+        assert order(path) == wanted
+    short, none = torch.utils.data.Subset(Sentences(), range(9)), {"dataset_seqlens": None}
+    told = "seqlen_sample_to_metric has lengths of 60 samples, and the data set has 9"
+    refused(ValueError, told, made, given=none, dataset=short, metrics_path=folder)
+    index = os.path.join(folder, "width", "width_sample_to_metric.idx")
+    os.truncate(index, os.path.getsize(index) - 30)
+    refused(ValueError, r"width_sample_to_metric\.idx, offset", order, os.path.join(folder, "width"))
+    told = "elsewhere has neither seqlens.npy nor an analysis of 'seqlen'"
+    refused(ValueError, told, made, given=none, metrics_path=os.path.join(folder, "elsewhere"))
+    with open(os.path.join(folder, "width", "seqlens.npy"), "w", encoding="ascii") as file:
+        file.write("damaged")
+    os.unlink(index)
+    refused(ValueError, r"seqlens\.npy is damaged", order, os.path.join(folder, "width"))

@@ -132,6 +132,8 @@ def test_bad_input(rank, world):
     refused(error, "min_difficulty 20 is above max_difficulty 12", engine, min_difficulty=20)
     refused(error, "schedule_config.total_curriculum_step is missing", engine, schedule_config={})
     refused(error, "curriculum_type is missing", engine, curriculum_type=None)
+    coarse = {"total_curriculum_step": 400, "difficulty_step": 8}
+    refused(error, "sequences of 0 tokens at step 1. Raise min_difficulty", engine, schedule_config=coarse)
     refused(error, r"truncate.input_ids is 'one'", engine, truncate={"input_ids": "one"})
     one = engine(schedule_type="custom", schedule_config={})
     refused(RuntimeError, "no function gives the difficulty", train_step, one, 0, rank)

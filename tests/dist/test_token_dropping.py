@@ -8,7 +8,7 @@ import torch
 import deepspeed
 from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd, save_without_random_ltd
 from harness import on_ranks
-from layer_models import LENGTH, Block, Transformer, batch_of, loss_of, token_dropping
+from layer_models import LENGTH, Block, Transformer, Words, batch_of, loss_of, token_dropping
 from runs import NATIVE, engine_of, identical, last_of, raised, settings, take_step, weights
 
 
@@ -238,13 +238,6 @@ def test_layers_of_transformers(rank, world, kind):
             model.train()
         take_step(engine, loss)
         engine.destroy()
-
-
-class Words(Transformer):
-    """With the arguments of models of language; it cuts sequences by itself."""
-
-    def forward(self, input_ids, attention_mask=None, curriculum_seqlen=None):
-        return super().forward(input_ids[:, :curriculum_seqlen])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

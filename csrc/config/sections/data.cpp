@@ -59,7 +59,8 @@ Field data_sampling() {
               {
                   enabled(),
                   path("metrics_path",
-                       "Folder of seqlens.npy, the lengths of the samples; it is written where it is missing."),
+                       "Folder of an analysis with the metric seqlen, or of seqlens.npy, the lengths of the samples; the "
+                       "latter is written where both are missing."),
                   text("lr_scaling_method", "linear", "How the learning rate follows the batch size.")
                       .one_of({"linear", "sqrt", "none"}),
                   integer("min_batch_size", 1, "Fewest samples of a micro-batch; smaller ones are left out.").above(0),

@@ -6,12 +6,15 @@ import numpy
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.data.analysis_parts import metric_file, metric_folder
+from deepspeed.data.indexed import IndexedDataset, index_file_path
 from deepspeed.data.token_batches import TokenBatches
 from deepspeed.log import log_dist
 
 _AT = "data_efficiency.data_sampling.dynamic_batching"
 _CHUNK = 256  # samples that batch_seqlens_fn measures at once
 LENGTHS_FILE = "seqlens.npy"
+METRIC = "seqlen"  # of an analysis that has the lengths
 
 
 def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
@@ -31,9 +34,10 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     weights it, so that a step is made with the mean over the tokens of all ranks and accumulation steps. The
     micro-batch that is trained on must be the one that the loader has handed out last.
 
-    dataset: map-style. dataset_seqlens: tokens of each sample; without it they come from ``metrics_path``, a folder
-    with ``seqlens.npy``, or from ``batch_seqlens_fn``, which gets a collated batch and returns the lengths of its
-    samples. Ranks measure a share each, and rank 0 writes what they found to ``metrics_path``, if there is one.
+    dataset: map-style. dataset_seqlens: tokens of each sample; without it they come from ``metrics_path``: the
+    ``save_path`` of a ``DataAnalyzer`` with the metric "seqlen", the folder of one metric in it, or a folder with
+    ``seqlens.npy``. Otherwise ``batch_seqlens_fn`` gets a collated batch and returns the lengths of its samples: ranks
+    measure a share each, and rank 0 writes what they found to ``seqlens.npy`` in ``metrics_path``, if there is one.
     dataset_filter_ids: numbers of the samples that are used; None: all. dataloader_collate_fn: as usual.
     sample_padding_fn: ``sample_padding_fn(sample, size)`` makes a sample as long as the longest of its micro-batch.
     loss_tokens: the number of tokens in the loss of each sample, where that is not its length.
@@ -50,10 +54,12 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     section = sampling["dynamic_batching"]
     if dataset_seqlens is None:
         collate = dataloader_collate_fn or engine.collate_fn
-        dataset_seqlens = _known_lengths(dataset, section["metrics_path"], batch_seqlens_fn, collate)
+        origin, dataset_seqlens = _known_lengths(dataset, section["metrics_path"], batch_seqlens_fn, collate)
+    else:
+        origin = "dataset_seqlens"
     if len(dataset_seqlens) != len(dataset):
         raise ValueError(
-            f"there are lengths of {len(dataset_seqlens)} samples, and the data set has {len(dataset)}: they are of "
+            f"{origin} has lengths of {len(dataset_seqlens)} samples, and the data set has {len(dataset)}: they are of "
             "another data set"
         )
     batches = TokenBatches(
@@ -96,19 +102,44 @@ def _tell(batches):
         log_dist(f"batch {number}: {tokens} tokens in {count} samples: {found}", ranks=[0])
 
 
+def _analysed(folder):
+    """The path of the values of each sample that a ``DataAnalyzer`` has written to ``folder``; None: there are none."""
+    own = os.path.basename(os.path.abspath(folder))  # of a metric, where the folder is that of one
+    for path in (
+        metric_file(metric_folder(folder, METRIC), METRIC, "sample_to_metric"),
+        metric_file(folder, own, "sample_to_metric"),
+    ):
+        if os.path.exists(index_file_path(path)):
+            return path
+    return None
+
+
 def _known_lengths(dataset, folder, measure, collate):
+    """``(where they are from, the lengths)``."""
     file = None if folder is None else os.path.join(folder, LENGTHS_FILE)
+    analysed = None if folder is None else _analysed(folder)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    there = [file is not None and os.path.exists(file)]
+    there = [(analysed is not None, file is not None and os.path.exists(file))]
     if ranks > 1:  # The folder may be on the drive of one host, and all ranks have to take the same branch.
         own, there = there[0], [None] * ranks
         dist.all_gather_object(there, own)
-    if all(there):
-        return numpy.load(file, allow_pickle=False)
+    if all(analyses for analyses, _ in there):
+        found = IndexedDataset(analysed)
+        if (found.sizes != 1).any():
+            raise ValueError(
+                f"{analysed} has other than one value for sample {(found.sizes != 1).argmax()}: its metric must be "
+                "a single_value_per_sample, the number of tokens"
+            )
+        return analysed, found.whole()
+    if all(files for _, files in there):
+        try:
+            return file, numpy.load(file, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{file} is damaged, or no file of numpy; remove it to measure anew: {error}") from error
     if measure is None:
         raise ValueError(
-            f"the lengths of the samples are not known: pass dataset_seqlens=, or batch_seqlens_fn= which measures them"
-            f"{'' if file is None else f' (there is no {file} yet)'}"
+            "the lengths of the samples are not known: pass dataset_seqlens=, or batch_seqlens_fn= which measures them"
+            + ("" if file is None else f" ({folder} has neither {LENGTHS_FILE} nor an analysis of '{METRIC}')")
         )
     share = numpy.array_split(numpy.arange(len(dataset)), ranks)[rank]
     collate, found = collate or torch.utils.data.default_collate, []
@@ -127,7 +158,7 @@ def _known_lengths(dataset, folder, measure, collate):
         os.makedirs(folder, exist_ok=True)
         numpy.save(f"{file}.tmp.npy", lengths)
         os.replace(f"{file}.tmp.npy", file)
-    return lengths
+    return "batch_seqlens_fn", lengths
 
 
 class _WithLengths(torch.utils.data.Dataset):

@@ -16,6 +16,7 @@ from deepspeed.ops.random_ltd.dropping_utils import GatherTokens, ScatterTokens,
 
 # Arguments with one row for each token, beside the mask: transformers passes them to the layers of many models.
 _BY_TOKEN = ("position_ids", "position_embeddings", "cache_position")
+_ONE = inspect.Parameter
 _WRAPPED = "random_ltd_layer"  # a level of names in state dicts of the published library
 
 
@@ -103,7 +104,14 @@ class TokenDroppingForward(LayerForward):
     KEY = "_token_dropping"
 
     def __init__(self, layer):
-        hidden, *others = inspect.signature(layer.forward).parameters.values()
+        parameters = list(inspect.signature(layer.forward).parameters.values())
+        if not parameters or parameters[0].kind not in (_ONE.POSITIONAL_ONLY, _ONE.POSITIONAL_OR_KEYWORD):
+            raise ValueError(
+                f"convert_to_random_ltd: {type(layer).__name__}.forward takes "
+                f"{parameters[0] if parameters else 'nothing'} first: its first argument must be the hidden "
+                "states, by a name of their own"
+            )
+        hidden, *others = parameters
         for one in others:
             if one.kind is one.VAR_KEYWORD:
                 continue

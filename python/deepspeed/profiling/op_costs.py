@@ -224,7 +224,6 @@ def _is_view(func):
     return bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
 
 
-@functools.cache
 def known(name):
     """Whether the table has a row for ``name``: a formula, or that it counts none."""
     name = _plain(name)

@@ -224,6 +224,11 @@ class Greedy(Layer):
         return hidden_states
 
 
+class Nameless(Layer):
+    def forward(self, *given, mask=None):
+        return given[0]
+
+
 class Narrow(Layer):
     def forward(self, hidden_states, mask=None):
         return hidden_states[..., :2]
@@ -243,6 +248,7 @@ def planned(kind=Layer, count=3, **given):
     [
         (r"argument 'mask' of Needy.forward has no default", lambda: planned(Needy)),
         (r"argument '\*others' of Greedy.forward has no default", lambda: planned(Greedy)),
+        (r"Nameless.forward takes \*given first: its first argument must be", lambda: planned(Nameless)),
         (r"random_ltd_layer_id: \[3, 5\] is outside of the model, which has 3", lambda: planned(layers=(1, 3, 5))),
         (r"names a layer twice", lambda: planned(layers=(1, 1))),
         (r"total_layer_num is 4, and the model has 3 layers", lambda: planned(count=3, layers=(1,)) and planned_of_4()),

@@ -41,6 +41,11 @@ class DynamicBatching(Part):
             raise DeepSpeedConfigError(
                 f"{_AT} knows tokens by the lengths of the samples, which curriculum_learning cuts: enable one of both"
             )
+        if sampling["curriculum_learning"]["enabled"]:
+            raise DeepSpeedConfigError(
+                f"{_AT} and data_efficiency.data_sampling.curriculum_learning both decide which samples a batch has: "
+                "enable one of both"
+            )
         if engine.training_data is not None:
             raise DeepSpeedConfigError(
                 f"{_AT} makes a loader that knows the lengths of samples: leave training_data out, and {_CALL}"

@@ -75,7 +75,14 @@ class SequenceCurriculum(Part):
         return bool(self.dimensions) and not isinstance(self.engine.module, PipelineModule)
 
     def _length(self):
-        return self.curriculum_scheduler_legacy.update_difficulty(self.engine.global_steps + 1)
+        step = self.engine.global_steps + 1
+        length = self.curriculum_scheduler_legacy.update_difficulty(step)
+        if length < 1:
+            raise DeepSpeedConfigError(
+                f"curriculum_learning: the schedule gives sequences of {length} tokens at step {step}. Raise "
+                "min_difficulty, which must be at least schedule_config.difficulty_step where there is one"
+            )
+        return length
 
     def _look_ahead(self):
         """The scheduler tells the length of the next step, if it can: a custom one is given its function later."""
