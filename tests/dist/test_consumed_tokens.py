@@ -68,6 +68,16 @@ def test_a_part_corrects_the_count(rank, world):
     assert engine.consumed_tokens == wanted
 
 
+@on_ranks(2, init=True)
+def test_the_host_reads_the_sums_of_a_step_only_where_they_are_needed(rank, world):
+    engine, needs = word_engine(1, **ON), word_engine(1, max_train_tokens=10**6)
+    for step in range(STEPS):
+        train_step(engine, step, rank)
+        train_step(needs, step, rank)
+        assert engine._tokens._late is not None and needs._tokens._late is None
+    assert engine.consumed_tokens == needs.consumed_tokens == sum(tokens_of(one, world, 1) for one in range(STEPS))
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @on_ranks(init=True)
 def test_all_stages_of_a_pipeline_count(rank, world):

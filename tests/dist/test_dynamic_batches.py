@@ -280,3 +280,35 @@ def test_lengths_of_an_analysis(rank, world, folder):
         file.write("damaged")
     os.unlink(index)
     refused(ValueError, r"seqlens\.npy is damaged", order, os.path.join(folder, "width"))
+
+
+@on_ranks(2, init=True)
+def test_lengths_that_one_rank_cannot_measure_are_an_error_on_all(rank, world, folder):
+    def measure(batch):
+        if rank == 1:
+            raise OverflowError("no such sample")
+        return [1] * len(batch[0])
+
+    given = {"dataset_seqlens": None, "batch_seqlens_fn": measure, "dataloader_collate_fn": lambda rows: [rows]}
+    kind, words_of = (
+        (OverflowError, "no such sample") if rank == 1 else (RuntimeError, "rank 1: OverflowError: no such")
+    )
+    refused(kind, words_of, made, given=given, metrics_path=folder)
+    assert not os.listdir(folder)
+
+
+@on_ranks(2, init=True)
+def test_all_ranks_measure_where_one_of_them_lacks_the_file(rank, world, folder):
+    """Otherwise that rank would wait in the exchange of the lengths for the rank that has read them."""
+    own = os.path.join(folder, str(rank))  # a drive of each host
+    if rank == 0:
+        os.makedirs(own)
+        numpy.save(os.path.join(own, "seqlens.npy"), numpy.full(COUNT, 9))
+
+    def measure(batch):
+        return [len(ids) for _, ids in batch[0]]
+
+    given = {"dataset_seqlens": None, "batch_seqlens_fn": measure, "dataloader_collate_fn": lambda rows: [rows]}
+    made(given=given, metrics_path=own)
+    assert os.path.isdir(own) == (rank == 0)
+    assert rank == 1 or numpy.array_equal(numpy.load(os.path.join(own, "seqlens.npy")), LENGTHS)

@@ -41,10 +41,13 @@ class PartFile:
         self.path, self.dtype = path, numpy.dtype(dtype)
         self._file = open(path, "ab")  # noqa: SIM115 (closed by close)
 
+    def has(self, count):
+        """Whether there are ``count`` numbers or more. A file may lose its end when the host fails."""
+        return os.path.getsize(self.path) >= count * self.dtype.itemsize
+
     def keep(self, count):
         """Keeps the first ``count`` numbers and removes the others. Where the file has fewer, it removes all."""
-        if os.path.getsize(self.path) < count * self.dtype.itemsize:
-            count = 0
+        count = count if self.has(count) else 0
         self._file.truncate(count * self.dtype.itemsize)
         self._file.seek(0, os.SEEK_END)
 
@@ -97,7 +100,7 @@ def _sorted(values):
     if high - low < 2**16:  # numpy sorts 16 bits in linear time
         order = numpy.argsort((values - low).astype(numpy.uint16), kind="stable")
         return order, values[order]
-    if (high - low).bit_length() + bits > 63:
+    if (high - low).bit_length() + bits > 63 or high > numpy.iinfo(numpy.int64).max:
         order = numpy.argsort(values, kind="stable")
         return order, values[order]
     # One number of value and place is sorted faster than places are by their values.

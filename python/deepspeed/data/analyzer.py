@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 
 from deepspeed import comm as dist
 from deepspeed.data import analysis_parts as parts
+from deepspeed.data.agreement import together
 from deepspeed.data.analysis_reduce import ACCUMULATED, SINGLE, AnalysisReduce, on_processes
 from deepspeed.formats.weight_files import write_whole
 from deepspeed.log import logger
@@ -224,6 +225,10 @@ class DataAnalyzer(AnalysisReduce):
                 done = int(found["done"])
             else:
                 logger.warning(f"{path} is of another analysis: the map of thread {thread_id} begins anew")
+        values = [result["values"] for result in results if result["metric_type"] == SINGLE]
+        if not all(one.has(done) for one in values):
+            logger.warning(f"{path} counts {done} samples, and not all have values: thread {thread_id} begins anew")
+            done = 0
         for result in results:
             result["first"] = self._samples_of(thread_id)[0]
             if result["metric_type"] == SINGLE:
@@ -266,8 +271,8 @@ class DataAnalyzer(AnalysisReduce):
                 f"run_map_reduce with {self.num_workers} workers needs deepspeed.init_distributed(), so that the "
                 "reduce waits for all maps; or call run_map() in each worker, then run_reduce() in one"
             )
-        _together(self.run_map, comm_group, alone)
-        _together(self.run_reduce if self.worker_id == 0 else None, comm_group, alone)
+        together(self.run_map, "the analysis", comm_group, alone)
+        together(self.run_reduce if self.worker_id == 0 else None, "the analysis", comm_group, alone)
 
 
 class DistributedDataAnalyzer:
@@ -339,21 +344,3 @@ def _whole_numbers(values, dtype, name):
 def _write_arrays(path, arrays):
     with open(path, "wb") as file:
         numpy.savez(file, **arrays)
-
-
-def _together(function, group, alone):
-    """``function()`` on every rank of a group; all raise when it fails on one."""
-    failed, error = None, None
-    try:
-        if function is not None:
-            function()
-    except Exception as caught:
-        failed, error = f"{type(caught).__name__}: {caught}", caught
-    if not alone:
-        told = [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, failed, group=group)
-        for rank, text in enumerate(told):
-            if text is not None and error is None:
-                raise RuntimeError(f"the analysis has failed on rank {rank}: {text}")
-    if error is not None:
-        raise error

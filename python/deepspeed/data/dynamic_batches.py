@@ -6,6 +6,7 @@ import numpy
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.data.agreement import together
 from deepspeed.data.analysis_parts import metric_file, metric_folder
 from deepspeed.data.indexed import IndexedDataset, index_file_path
 from deepspeed.data.token_batches import TokenBatches
@@ -114,6 +115,35 @@ def _analysed(folder):
     return None
 
 
+def _lengths_of_analysis(path):
+    found = IndexedDataset(path)
+    if (found.sizes != 1).any():
+        raise ValueError(
+            f"{path} has other than one value for sample {(found.sizes != 1).argmax()}: its metric must be a "
+            "single_value_per_sample, the number of tokens"
+        )
+    return found.whole()
+
+
+def _lengths_in(file):
+    try:
+        return numpy.load(file, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{file} is damaged, or no file of numpy; remove it to measure anew: {error}") from error
+
+
+def _measured(dataset, numbers, measure, collate):
+    """The lengths of these samples."""
+    found = []
+    for first in range(0, len(numbers), _CHUNK):
+        chunk = numbers[first : first + _CHUNK]
+        lengths = [int(one) for one in measure(collate([dataset[int(number)] for number in chunk]))]
+        if len(lengths) != len(chunk):
+            raise ValueError(f"batch_seqlens_fn returned {len(lengths)} lengths of a batch of {len(chunk)} samples")
+        found += lengths
+    return found
+
+
 def _known_lengths(dataset, folder, measure, collate):
     """``(where they are from, the lengths)``."""
     file = None if folder is None else os.path.join(folder, LENGTHS_FILE)
@@ -123,32 +153,25 @@ def _known_lengths(dataset, folder, measure, collate):
     if ranks > 1:  # The folder may be on the drive of one host, and all ranks have to take the same branch.
         own, there = there[0], [None] * ranks
         dist.all_gather_object(there, own)
-    if all(analyses for analyses, _ in there):
-        found = IndexedDataset(analysed)
-        if (found.sizes != 1).any():
+
+    def find():
+        """``(source, all lengths)``, or ``(None, those of this rank's share)`` which it has measured."""
+        if all(analyses for analyses, _ in there):
+            return analysed, _lengths_of_analysis(analysed)
+        if all(files for _, files in there):
+            return file, _lengths_in(file)
+        if measure is None:
             raise ValueError(
-                f"{analysed} has other than one value for sample {(found.sizes != 1).argmax()}: its metric must be "
-                "a single_value_per_sample, the number of tokens"
+                "the lengths of the samples are not known: pass dataset_seqlens=, or batch_seqlens_fn= which measures "
+                "them"
+                + ("" if file is None else f" ({folder} has neither {LENGTHS_FILE} nor an analysis of '{METRIC}')")
             )
-        return analysed, found.whole()
-    if all(files for _, files in there):
-        try:
-            return file, numpy.load(file, allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"{file} is damaged, or no file of numpy; remove it to measure anew: {error}") from error
-    if measure is None:
-        raise ValueError(
-            "the lengths of the samples are not known: pass dataset_seqlens=, or batch_seqlens_fn= which measures them"
-            + ("" if file is None else f" ({folder} has neither {LENGTHS_FILE} nor an analysis of '{METRIC}')")
-        )
-    share = numpy.array_split(numpy.arange(len(dataset)), ranks)[rank]
-    collate, found = collate or torch.utils.data.default_collate, []
-    for first in range(0, len(share), _CHUNK):
-        chunk = share[first : first + _CHUNK]
-        lengths = [int(one) for one in measure(collate([dataset[int(number)] for number in chunk]))]
-        if len(lengths) != len(chunk):
-            raise ValueError(f"batch_seqlens_fn returned {len(lengths)} lengths of a batch of {len(chunk)} samples")
-        found += lengths
+        share = numpy.array_split(numpy.arange(len(dataset)), ranks)[rank]
+        return None, _measured(dataset, share, measure, collate or torch.utils.data.default_collate)
+
+    source, found = together(find, "finding the lengths of the samples", alone=ranks == 1)
+    if source is not None:
+        return source, found
     parts = [found]
     if ranks > 1:
         parts = [None] * ranks

@@ -157,6 +157,35 @@ def test_an_interrupted_map_goes_on(alone, tmp_path, monkeypatch):
     assert any("is of another analysis" in text for text in said)
 
 
+def test_a_map_whose_values_are_lost_begins_anew(alone, tmp_path, monkeypatch):
+    """The host has failed, and the end of a file was not written yet."""
+    monkeypatch.setattr(analyzer, "SAVE_SECONDS", 0)
+    seen = []
+
+    class Counted(Rows):
+        def __getitem__(self, i):
+            seen.append(i)
+            if len(seen) == 300:
+                raise Interrupted
+            return i
+
+    one = Counted(**VALUES).analyzer(tmp_path)
+    refused(Interrupted, "", one.run_map)
+    os.truncate(tmp_path / "length" / "worker0_thread0" / "length_values", 16)
+    with logged() as said:
+        one.run_map()
+    assert any("not all have values: thread 0 begins anew" in text for text in said)
+    one.run_reduce()
+    for name in VALUES:
+        assert files_of(tmp_path, name) == files_of(alone, name)
+
+
+def test_numbers_above_those_of_int64_are_sorted():
+    values = numpy.array([2**63 + 70000, 2**63, 5], numpy.uint64)
+    order, rising = analysis_parts._sorted(values)
+    assert order.tolist() == [2, 1, 0] and rising.tolist() == [5, 2**63, 2**63 + 70000]
+
+
 def test_custom_functions(tmp_path):
     calls = []
 

@@ -34,6 +34,9 @@ class ConsumedTokens(Part):
     counts = needed = False  # needed: by the learning rate or by the end of the training
     consumed, of_step = 0, 0  # by all ranks, up to the last step and in the step under way
     unknown = None  # the step with micro-batches that could not be counted, where tokens are not needed
+    _sums = _late = (
+        None  # of the step under way and of the last one: tokens and micro-batches without a count; its number
+    )
     _told = None  # by ``count_tokens``, of the micro-batch under way
 
     def __init__(self, engine):
@@ -53,6 +56,7 @@ class ConsumedTokens(Part):
     def consumed_tokens(self):
         """Effective tokens of all steps up to now, over all ranks, those of skipped steps included."""
         self._need_counts("consumed_tokens")
+        self._settle()
         if self.unknown is not None:
             raise RuntimeError(f"engine.consumed_tokens: in step {self.unknown} {_UNCOUNTED}")
         return self.consumed
@@ -140,28 +144,45 @@ class ConsumedTokens(Part):
             dist.all_reduce(sums, group=parallel.dp_group)
         if parallel.mp_world_size > 1:
             dist.all_reduce(sums, op=dist.ReduceOp.MAX, group=parallel.mp_group)
+        self._sums = sums, self.engine.global_steps
+        if not self.needed:
+            return
         self.of_step, uncounted = sums.tolist()
-        if uncounted and self.needed:
+        if uncounted:
             self._forget()
             raise RuntimeError(f"of {uncounted} micro-batches of this step {_UNCOUNTED}")
-        self.unknown = self.engine.global_steps if uncounted and self.unknown is None else self.unknown
 
     def _forget(self):
-        self._seen, self._told, self._window, self.of_step = [], None, [], 0
+        self._seen, self._told, self._window, self._sums, self.of_step = [], None, [], None, 0
 
     def after_micro_step(self, boundary):
-        if boundary:
-            self.consumed += self.of_step
-            self._forget()
+        if not boundary:
+            return
+        self._settle()
+        self._late = self._sums
+        if self.needed:
+            self._settle()
+        self._forget()
+
+    def _settle(self):
+        """Adds the last step, whose sums the host reads no earlier than it has to: on a device it waits for them."""
+        if self._late is None:
+            return
+        (sums, step), self._late = self._late, None
+        tokens, uncounted = sums.tolist()
+        self.consumed += tokens
+        if uncounted and self.unknown is None:
+            self.unknown = step
 
     @property
     def saved(self):
         """What checkpoints get: None where not all tokens are counted."""
+        self._settle()
         return self.consumed if self.counts and self.unknown is None else None
 
     def restore(self, consumed):
         """Goes on after a checkpoint; None: it does not say how many tokens it has seen."""
-        self.consumed, self.unknown = consumed or 0, None
+        self.consumed, self.unknown, self._late = consumed or 0, None, None
         self._forget()
         if self.counts and consumed is None and self.engine.global_steps:
             logger.warning("the checkpoint does not say how many tokens its run has consumed: they count from 0 on")
