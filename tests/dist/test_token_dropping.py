@@ -29,6 +29,7 @@ def steps(engine, count=5, rank=0, world=1, rows=2, first=0):
     return losses
 
 
+@pytest.mark.any_device
 @on_ranks(1)
 def test_all_tokens_kept_is_the_plain_model_bit_by_bit(rank, world):
     kept = engine_with(section=token_dropping(least=LENGTH, most=LENGTH))
@@ -37,6 +38,20 @@ def test_all_tokens_kept_is_the_plain_model_bit_by_bit(rank, world):
     assert identical(last_of(kept), last_of(plain))
 
 
+@pytest.mark.any_device
+@on_ranks(1)
+def test_a_mask_on_the_device_counts_tokens_of_layers(rank, world):
+    engine, wanted = engine_with(model=Words()), 0
+    for step, kept in enumerate([4, 6, 8]):
+        words = batch_of(step).to(engine.device)
+        mask = torch.ones_like(words)
+        mask[0, -3:] = 0
+        take_step(engine, engine(words, attention_mask=mask).float().square().mean())
+        wanted += round((2 * LENGTH - 3) * (2 * LENGTH + 2 * kept) / (4 * LENGTH))
+    assert engine.consumed_tokens == wanted
+
+
+@pytest.mark.any_device
 @on_ranks(1)
 def test_tokens_follow_the_schedule_and_dropped_ones_pass_unchanged(rank, world):
     engine, seen = engine_with(), {}
