@@ -1,4 +1,4 @@
-"""What dropped tokens and layers save, beside what they cost.
+"""Measures the operations and the time that dropped tokens and layers save, and what moving rows costs.
 
     python benchmarks/python/layer_dropping.py [--rounds 5] [--threads 2] [--only PART] [--stage 0] [--json FILE]
     deepspeed --num_gpus 2 benchmarks/python/layer_dropping.py --threads 1 --only layers --stage 3

@@ -199,7 +199,7 @@ class DataAnalyzer(AnalysisReduce):
         return f"{parts.part_folder(self.save_path, self.worker_id, thread_id)}_progress.npz"
 
     def _told(self, thread_id):
-        """What has to be equal for a map to go on with what another has begun."""
+        """A text that is the same for two maps if one of them can go on with the files of the other."""
         types = [numpy.dtype(dtype).str for dtype in self.metric_dtypes]
         metrics = [list(self.metric_names), list(self.metric_types), types]
         return json.dumps([len(self.dataset), self._samples_of(thread_id), metrics])
@@ -328,7 +328,7 @@ def _numpy_type(dtype):
 
 
 def _whole_numbers(values, dtype, name):
-    """What a metric function returned, as an array of its dtype."""
+    """The values of a metric function as an array of ``dtype``."""
     found = values.detach().cpu().numpy() if torch.is_tensor(values) else numpy.asarray(values)
     if found.dtype == dtype:
         return found

@@ -38,6 +38,13 @@ class ProgressiveLayerDrop:
         self.current_theta = (1.0 - self.theta) * math.exp(-self.gamma * global_step) + self.theta
 
 
+_RETURNS = (
+    "progressive layer dropping",
+    "an input",
+    "a layer that may be left out returns what can take the place of its input",
+)
+
+
 class DroppableForward(LayerForward):
     """A layer that may be left out: then its input, the first argument, is its output."""
 
@@ -48,22 +55,15 @@ class DroppableForward(LayerForward):
         return args[0] if args else next(iter(kwargs.values()))
 
     def kept(self, probability, args, kwargs):
-        """The layer's output. What it adds to its input is divided by the probability, so that the sum is right in the
-        mean, and without dropping afterwards."""
+        """The layer's output. The difference to its input is divided by the probability, so that its mean over steps
+        is that of a layer which is never left out."""
         made = self.own(*args, **kwargs)
         if probability == 1.0:
             return made
         hidden = self._hidden(args, kwargs)
-        first, *rest = made if isinstance(made, (tuple, list)) else (made,)
-        if not torch.is_tensor(first) or first.shape != hidden.shape:
-            raise TypeError(
-                f"progressive layer dropping: {type(self.layer).__name__} returns "
-                f"{tuple(first.shape) if torch.is_tensor(first) else type(first).__name__} for an input of shape "
-                f"{tuple(hidden.shape)}: a layer that may be left out returns what can take the place of its input, "
-                "alone or first in a tuple"
-            )
-        first = torch.lerp(hidden.to(first.dtype), first, 1.0 / probability)
-        return type(made)([first, *rest]) if isinstance(made, (tuple, list)) else first
+        return self.with_hidden(
+            made, hidden, lambda first: torch.lerp(hidden.to(first.dtype), first, 1.0 / probability), _RETURNS
+        )
 
     def passed(self, form, args, kwargs):
         """The output of the layer that is left out: its input, in the ``form`` in which it returns it."""

@@ -5,6 +5,8 @@ Parameters and modules keep their names: only the attribute ``forward`` of the l
 
 import functools
 
+import torch
+
 from deepspeed.zero.engine_links import EngineLink
 
 
@@ -36,11 +38,33 @@ class LayerForward:
             return self.own(*args, **kwargs)
         return plan.run(self, args, kwargs)
 
+    def with_hidden(self, made, given, change, words):
+        """The layer's output ``made`` with ``change(hidden states in it)`` in their place: it is a tensor, or the first
+        of a tuple. TypeError where they have not the shape of ``given``, in ``words``: feature, argument and rule."""
+        first, *rest = made if isinstance(made, (tuple, list)) else (made,)
+        if not torch.is_tensor(first) or first.shape != given.shape:
+            found = tuple(first.shape) if torch.is_tensor(first) else type(first).__name__
+            feature, argument, rule = words
+            raise TypeError(
+                f"{feature}: {type(self.layer).__name__} returns {found} for {argument} of shape "
+                f"{tuple(given.shape)}: {rule}, alone or first in a tuple"
+            )
+        first = change(first)
+        return type(made)([first, *rest]) if isinstance(made, (tuple, list)) else first
+
     @classmethod
     def of(cls, module):
         """``{name of the layer: its forward}`` of all layers of ``module`` that were converted, in their order."""
         found = ((name, layer.__dict__.get(cls.KEY)) for name, layer in module.named_modules())
         return {name: forward for name, forward in found if forward is not None}
+
+    @classmethod
+    def released(cls, module):
+        """The layers of ``of``, which have the plan of no engine any more."""
+        found = cls.of(module)
+        for forward in found.values():
+            forward.taken(None, None)
+        return found
 
     @classmethod
     def convert(cls, module, kind, what):

@@ -186,15 +186,10 @@ class TokenDropping:
         cut = {forward.names[0]: some, **self._cut(given, chosen, length)}
         replaced = [cut.get(name, value) for name, value in zip(forward.names, args)]
         made = forward.own(*replaced, **{name: cut.get(name, value) for name, value in kwargs.items()})
-        first, *rest = made if isinstance(made, (tuple, list)) else (made,)
-        if not torch.is_tensor(first) or first.shape != some.shape:
-            raise TypeError(
-                f"random-LTD: {type(forward.layer).__name__} returns "
-                f"{tuple(first.shape) if torch.is_tensor(first) else type(first).__name__} for hidden states of shape "
-                f"{tuple(some.shape)}: a layer must return hidden states of that shape, alone or first in a tuple"
-            )
-        whole = ScatterTokens.apply(passed, first, chosen, self.batch_first)
-        return type(made)([whole, *rest]) if isinstance(made, (tuple, list)) else whole
+        words = "random-LTD", "hidden states", "a layer must return hidden states of that shape"
+        return forward.with_hidden(
+            made, some, lambda kept: ScatterTokens.apply(passed, kept, chosen, self.batch_first), words
+        )
 
     def _cut(self, given, chosen, length):
         """The other arguments that have one row for each token, with the rows of the kept tokens."""

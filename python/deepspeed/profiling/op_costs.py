@@ -281,7 +281,7 @@ class CountedOps(TorchDispatchMode):
         return out
 
     def call(self, func, args, kwargs):
-        """What runs an operator."""
+        """Runs an operator; subclasses may run it in another way."""
         return func(*args, **kwargs)
 
     def kernel_ran(self, name, out, *args):

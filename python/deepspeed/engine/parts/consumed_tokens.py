@@ -176,7 +176,7 @@ class ConsumedTokens(Part):
 
     @property
     def saved(self):
-        """What checkpoints get: None where not all tokens are counted."""
+        """The number that checkpoints keep; None where not all tokens are counted."""
         self._settle()
         return self.consumed if self.counts and self.unknown is None else None
 

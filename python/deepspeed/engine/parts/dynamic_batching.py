@@ -70,7 +70,7 @@ class DynamicBatching(Part):
         return isinstance(self.engine.module, PipelineModule)
 
     def _at_loader(self):
-        """Behind what the loader has handed out."""
+        """The window that begins after the last batch which the loader has handed out."""
         state = self.engine.training_dataloader.state_dict()
         return Window(state["epoch"], state["start"], state["batches"])
 

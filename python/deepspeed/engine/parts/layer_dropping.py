@@ -31,9 +31,7 @@ class LayerDroppingPart(Part):
         return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
 
     def start(self):
-        forwards = DroppableForward.of(self.engine.module)
-        for forward in forwards.values():
-            forward.taken(None, None)  # an earlier engine's
+        forwards = DroppableForward.released(self.engine.module)  # by an earlier engine
         if self.progressive_layer_drop is not None and forwards:
             self.take()
 

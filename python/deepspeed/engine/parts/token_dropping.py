@@ -36,9 +36,7 @@ class TokenDroppingPart(Part):
         self.random_ltd_scheduler = RandomLTDScheduler({**config, "global_batch_size": engine.train_batch_size()})
 
     def start(self):
-        forwards = TokenDroppingForward.of(self.engine.module)
-        for forward in forwards.values():
-            forward.taken(None, None)  # an earlier engine's
+        forwards = TokenDroppingForward.released(self.engine.module)  # by an earlier engine
         if self.random_ltd_scheduler is not None and forwards:
             self.random_ltd_initialize()
 
@@ -91,7 +89,7 @@ class TokenDroppingPart(Part):
 
     @member
     def data_efficiency_report(self):
-        """What the last micro-batch and all steps up to now have cost, as a dict; None where it is not known.
+        """Lengths of the last micro-batch and sums over all steps up to now, as a dict; unknown values are None.
 
         ``step``: steps done. ``sequence_length``: tokens of a sample, after a curriculum. ``layer_lengths``: the tokens
         of a sample that each layer has got, by its number. ``effective_length``: their mean over the layers.
