@@ -1,5 +1,6 @@
 """Hooks of the parts of engines: a file adds a part, each hook runs once for each step, and the way to the core."""
 
+import contextlib
 import os
 import sys
 
@@ -39,17 +40,23 @@ def add_part():
                 raise AttributeError(name)
             if name == "effective_tokens":
                 return lambda tokens: tokens
-            if name == "see_inputs":  # tensors, which are not compared
+            if name in ("see_inputs", "see_loss"):  # tensors, which are not compared
                 return lambda *args: self.calls.append((name, (len(args), self.engine.global_steps)))
             return lambda *args: self.calls.append((name, (*args, self.engine.global_steps)))
 
     return Told
 
 
-def expected(kind, accumulate):
+PASSES = {0: "forward forward backward backward", 1: "forward backward forward backward"}  # of each stage, MICRO is 2
+
+
+def expected(kind, accumulate, rank):
     calls = []
     for step in range(STEPS):
-        inputs = [("add_keywords", ({}, step)), ("see_inputs", (2, step))] if kind == "plain" else []
+        inputs = [("add_keywords", ({}, step)), ("see_inputs", (2, step)), ("around", ("forward", step))]
+        inputs += [("see_loss", (2, step)), ("around", ("backward", step))]
+        if kind == "pipeline":
+            inputs = [("around", (phase, step)) for phase in PASSES[rank].split()]
         for _ in range(accumulate - 1 if kind == "plain" else 0):
             calls += [*inputs, ("before_micro_step", (False, step)), ("after_micro_step", (False, step))]
         calls += [*inputs, ("before_micro_step", (True, step)), ("before_step", (step,))]
@@ -81,8 +88,8 @@ def test_a_part_from_another_file_hears_of_each_hook_once(rank, world, kind, sta
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)
     engine.destroy()
-    for told, others in together(calls, engine.hooks_told()):
-        assert told == expected(kind, accumulate)
+    for number, (told, others) in enumerate(together(calls, engine.hooks_told())):
+        assert told == expected(kind, accumulate, number)
         assert others == ["before_save", "after_load", "stop"]
 
 
@@ -104,7 +111,52 @@ def test_a_step_that_raises(rank, world):
     engine._told.calls.clear()
     engine.lr_scheduler.fails = True
     refused(RuntimeError, "this schedule fails", engine.step)
-    assert engine.hooks_told() == ["before_micro_step", "before_step", "failed_step"]
+    assert engine.hooks_told() == ["before_micro_step", "before_step", "failed", "failed_step"]
+
+
+class Refusing(torch.nn.Module):
+    """A model that raises an error where it is asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.fails = torch.nn.Linear(4, 4), False
+
+    def forward(self, x):
+        if self.fails:
+            raise ValueError("this model fails")
+        return self.layer(x)
+
+
+@on_ranks(1, init=True, fresh=True)
+def test_contexts_of_parts_are_around_forward_and_backward(rank, world):
+    @engine_parts.add("_around")
+    class Around:
+        def __init__(self, engine):
+            self.events = []
+
+        @contextlib.contextmanager
+        def around(self, phase):
+            self.events.append(f"{phase} begins")
+            try:
+                yield
+            finally:
+                self.events.append(f"{phase} ends")
+
+        def failed(self, error):
+            self.events.append(str(error))
+
+    net = Refusing()
+    engine = deepspeed.initialize(model=net, config=config(world, 1))[0]
+    out = engine(torch.ones(1, 4))
+    out.register_hook(lambda grad: engine._around.events.append("gradient"))
+    assert engine._around.events == ["forward begins", "forward ends"]
+    engine.backward(out.sum())
+    assert engine._around.events[2:] == ["backward begins", "gradient", "backward ends"]
+    engine.step()
+    engine._around.events.clear()
+    net.fails = True
+    refused(ValueError, "this model fails", engine, torch.ones(1, 4))
+    assert engine._around.events == ["forward begins", "forward ends", "this model fails"]
 
 
 # ---- the way to the core ---------------------------------------------------------------------------------------------

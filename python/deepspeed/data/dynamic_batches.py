@@ -6,7 +6,7 @@ import numpy
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.data.agreement import together
+from deepspeed.comm.agreement import together
 from deepspeed.data.analysis_parts import metric_file, metric_folder
 from deepspeed.data.indexed import IndexedDataset, index_file_path
 from deepspeed.data.token_batches import TokenBatches

@@ -8,6 +8,7 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.agreement import problems_of_ranks
 from deepspeed.comm.process_group import group_refuses
 from deepspeed.comm.timed import suppress_logging
 from deepspeed.host.drives import drive_of
@@ -38,13 +39,13 @@ def check_device(engine):
     except (RuntimeError, ValueError) as error:
         problem = str(error)
     problem = problem or _several_devices(engine.module)
-    if engine.dp_world_size > 1:
+    alone = engine.dp_world_size == 1
+    if not alone:
         problem = problem or group_refuses(engine.data_parallel_group, device)
-        told = [None] * engine.dp_world_size
-        dist.all_gather_object(told, problem, group=engine.data_parallel_group)
-        problem = "; ".join(f"data-parallel rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
-    if problem:
-        raise RuntimeError(f"this engine cannot train on {device}. {problem}")
+    problems = problems_of_ranks(problem, engine.data_parallel_group, alone)
+    if problems:
+        texts = [text if alone else f"data-parallel rank {rank}: {text}" for rank, text in problems]
+        raise RuntimeError(f"this engine cannot train on {device}. {'; '.join(texts)}")
 
 
 def check_file(engine, path, key):
@@ -63,19 +64,15 @@ def check_file(engine, path, key):
 def check_folder(engine, path, key):
     """Makes the folder ``path``, which ``key`` names, and a file in it, on every rank. Where that fails on one, all
     ranks, which all call it, raise ValueError."""
-    told = [None]
+    problem = None
     try:
         os.makedirs(path, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        told = [f"{key}: {error}. Name a folder that every rank can write to, or leave it out"]
-    if engine.world_size > 1:
-        mine, told = told[0], [None] * engine.world_size
-        with suppress_logging():
-            dist.all_gather_object(told, mine)
-    problems = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        problem = f"{key}: {error}. Name a folder that every rank can write to, or leave it out"
+    problems = problems_of_ranks(problem, alone=engine.world_size == 1)
     if problems:
-        raise ValueError("; ".join(problems))
+        raise ValueError("; ".join(f"rank {rank}: {text}" for rank, text in problems))
 
 
 def refuse_on_all(engine, problem, kind=ValueError):

@@ -11,6 +11,11 @@ A part hears of what its engine does by having a method of one of these names (`
   boundary or not. In the second one the counters of the engine are those after the step.
 - ``add_keywords(kwargs)``: of every forward; it may put more keyword arguments of the model into the dict.
 - ``see_inputs(inputs, kwargs)``: of every forward that trains, with these.
+- ``around(phase)``: of every ``"forward"`` of the model and every ``"backward"`` of the engine; in pipelines of every
+  pass of a micro-batch. It returns a context manager in which the phase runs, or None. Contexts of later parts are
+  entered inside of those of earlier ones.
+- ``see_loss(loss, parts)``: of every ``engine.backward(loss)``, before the loss is divided by ``parts``.
+- ``failed(error)``: a forward, a backward or a step has raised ``error``, perhaps on this rank alone: no communication.
 - ``effective_tokens(tokens)``: of every micro-batch, after its backward, where tokens are counted. It gets their
   number, which may be a tensor without dimensions, and returns the number that counts, which goes to the next part that
   has the hook. Fractions are rounded for each micro-batch.
@@ -20,9 +25,10 @@ A part hears of what its engine does by having a method of one of these names (`
 - ``failed_step()``: a step has raised an error.
 - ``before_save()``, ``after_load()``: of ``save_checkpoint`` and of a ``load_checkpoint`` that has found something.
 
-Every rank runs all of them, in one order, so they may communicate.
+Every rank runs all of them but ``failed`` and ``failed_step``, in one order, so they may communicate.
 """
 
+import contextlib
 import functools
 import importlib
 import pkgutil
@@ -30,8 +36,8 @@ import pkgutil
 from deepspeed.utils.forwarding import forwarded, put
 
 HOOKS = (
-    "start", "add_keywords", "see_inputs", "before_micro_step", "effective_tokens", "before_step", "after_micro_step",
-    "after_step", "failed_step", "before_save", "after_load", "stop",
+    "start", "add_keywords", "see_inputs", "around", "see_loss", "before_micro_step", "effective_tokens", "before_step",
+    "after_micro_step", "after_step", "failed", "failed_step", "before_save", "after_load", "stop",
 )  # fmt: skip
 
 
@@ -101,6 +107,21 @@ def run_hooks(engine, hook, *args):
     """Calls the hook of each part that has it."""
     for part in engine._hooks[hook]:
         getattr(part, hook)(*args)
+
+
+def inside_hooks(engine, phase):
+    """A context manager: the contexts that parts want around ``phase``, ``"forward"`` or ``"backward"``."""
+    contexts = [one for one in (part.around(phase) for part in engine._hooks["around"]) if one is not None]
+    if not contexts:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    try:
+        for one in contexts:
+            stack.enter_context(one)
+    except BaseException:
+        stack.close()
+        raise
+    return stack
 
 
 def through_hooks(engine, hook, value):

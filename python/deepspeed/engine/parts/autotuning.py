@@ -33,7 +33,7 @@ class Autotuning(Part):
     configurations of the file ``candidates.json``. All ranks end with exit code 0 behind the same step.
     """
 
-    _begun = _forward = _step = _meta = None
+    _begun = _forward = _step = _meta = _sample = None
 
     def __init__(self, engine):
         super().__init__(engine)
@@ -127,16 +127,20 @@ class Autotuning(Part):
         }
 
     # ---- facts about the model ---------------------------------------------------------------------------------------
+    def see_inputs(self, inputs, kwargs):
+        if self.asks:
+            self._sample = inputs, kwargs
+
+    def around(self, phase):
+        return self._seeing() if phase == "forward" and self._sample is not None and torch.is_grad_enabled() else None
+
     @contextlib.contextmanager
-    def seeing(self, inputs, kwargs):
-        """The context of the model in each forward of the engine. Raises SystemExit where facts were asked for."""
-        if not self.asks or not torch.is_grad_enabled():
-            yield
-            return
+    def _seeing(self):
+        """A context of the first forward that trains. Raises SystemExit at its end."""
         saved = _SavedBytes()
         with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
             yield
-        self._tell_facts((inputs, kwargs), saved.bytes)
+        self._tell_facts(self._sample, saved.bytes)
 
     def _tell_facts(self, sample, activations):
         engine = self.engine

@@ -4,7 +4,7 @@ import torch
 
 from deepspeed.config.sections import OffloadStateTypeEnum
 from deepspeed.engine import cross_engine_scaling
-from deepspeed.engine.members import Part, engine_parts, member, run_hooks
+from deepspeed.engine.members import Part, engine_parts, inside_hooks, member, run_hooks
 from deepspeed.log import warning_once
 from deepspeed.zero.core import aborted_together
 from deepspeed.zero.nested import cast_floats, tensors_within
@@ -74,16 +74,10 @@ class Backward(Part):
             engine.progress.begin("forward")
             if engine.training:
                 engine.progress.throughput.start()
-            with (
-                engine._experts.counting(),
-                engine._long_sequences.offloading(),
-                engine._flops_profiling.inside("forward"),
-                engine._step_log.counting(),
-                engine._autotuning.seeing(inputs, kwargs),
-            ):
+            with inside_hooks(engine, "forward"):
                 outputs = engine.module(*inputs, **kwargs)
         except BaseException as error:
-            engine._postmortem.failed(error)
+            run_hooks(engine, "failed", error)
             if engine.core is not None and engine.core.gatherer is not None:
                 engine.core.gatherer.abandon_forward()
             raise
@@ -120,7 +114,7 @@ class Backward(Part):
         engine._need_optimizer("engine.backward")
         engine._need_states(_STATES, "engine.backward()")
         scale, parts = engine.stepping.loss_scale, engine.gradient_accumulation_steps() if scale_wrt_gas else 1
-        engine._postmortem.see_loss(loss, parts)
+        run_hooks(engine, "see_loss", loss, parts)
         if parts > 1:
             loss = loss / parts
         weight = engine._dynamic.weight()
@@ -128,10 +122,9 @@ class Backward(Part):
             loss = loss * weight
         try:
             engine.progress.begin("backward")
-            with engine._flops_profiling.inside("backward"):
-                self._run(loss, scale, parts, retain_graph)
+            self._run(loss, scale, parts, retain_graph)
         except BaseException as error:
-            engine._postmortem.failed(error)
+            run_hooks(engine, "failed", error)
             raise
         finally:
             engine.progress.end("backward")
@@ -148,7 +141,7 @@ class Backward(Part):
         engine.core.begin_backward(engine._accumulation.reduces_now(), root)  # ends with the backward of `root`
         cross_engine_scaling.tell_others(engine, scale / parts)
         try:
-            with aborted_together(engine.core), engine._step_log.counting():
+            with aborted_together(engine.core), inside_hooks(engine, "backward"):
                 root.backward(retain_graph=retain_graph)
         finally:
             cross_engine_scaling.tell_others(engine, 1.0)

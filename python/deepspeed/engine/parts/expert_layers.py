@@ -134,9 +134,9 @@ class ExpertLayers(Part):
             for one in statistics:
                 one.counting = False
 
-    def counting(self):
-        """A forward of the engine: routes inside count, unlike those of recomputations."""
-        return self._counted() if self.layers else contextlib.nullcontext()
+    def around(self, phase):
+        """In a forward of the engine, routes count, unlike those of recomputations."""
+        return self._counted() if self.layers and phase == "forward" else None
 
     def after_micro_step(self, boundary):
         """At an accumulation boundary, on all data-parallel ranks: adds up what their experts had to do."""

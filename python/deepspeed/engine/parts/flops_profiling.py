@@ -45,12 +45,11 @@ class FlopsProfiling(Part):
     def _counts_now(self):
         return self.profiler is not None and self.engine.global_steps == self._step and torch.is_grad_enabled()
 
+    def around(self, phase):
+        return self._inside(phase) if self._counts_now() else None
+
     @contextlib.contextmanager
-    def inside(self, phase):
-        """The context of each forward and backward of the engine's model."""
-        if not self._counts_now():
-            yield
-            return
+    def _inside(self, phase):
         counts, begin = self.profiler.counts, device_time()
         try:
             with counts.watch():

@@ -1,6 +1,5 @@
 """Applies the section ``sequence_parallel`` of the configuration to an engine's model."""
 
-import contextlib
 
 import torch
 
@@ -107,6 +106,6 @@ class LongSequences:
         if embeddings is not None:
             embeddings.register_forward_hook(self.inputs.see_embeddings)
 
-    def offloading(self):
-        """A context for the model's forward, in which what waits for backward leaves for where ``offload`` says."""
-        return contextlib.nullcontext() if self.inputs is None or not torch.is_grad_enabled() else self.inputs
+    def around(self, phase):
+        """In a forward, inputs of layers leave for the memory that ``offload`` names, where they wait for backward."""
+        return self.inputs if phase == "forward" and torch.is_grad_enabled() else None

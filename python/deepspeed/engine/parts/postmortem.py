@@ -119,9 +119,6 @@ class Postmortem(Part):
         if self.on:
             self._before, self._micro = self._micro, []
 
-    def failed_step(self):
-        self.failed(sys.exc_info()[1])
-
     def failed(self, error):
         """An error on this rank, in the engine or (``sys.excepthook``) anywhere; it is saved once."""
         if not self.on or not isinstance(error, Exception) or getattr(error, "in_postmortem", False):

@@ -105,13 +105,13 @@ class StepLog(Part):
                 self._tokens += one.numel()
                 return
 
-    def counting(self):
-        """A context for forward and backward. Operations of one step are counted where somebody wants to know how much
-        of the peak a step reaches: with a file, ``peak_tflops``, or an experiment of the tuner."""
+    def around(self, phase):
+        """Operations of one step are counted where the share of the peak that a step reaches is asked for: with a file,
+        with ``peak_tflops``, or in an experiment of the tuner."""
         wanted = self.section.enabled and (self.section.file is not None or self.section.peak_tflops is not None)
         wanted = wanted or self.engine._autotuning.counts_flops
         if not wanted or self.engine.gas_boundary_ctr != _COUNTED_STEP - 1:
-            return contextlib.nullcontext()
+            return None
         return self._counting()
 
     @contextlib.contextmanager

@@ -59,7 +59,8 @@ class Steps(Part):
             engine.micro_steps += 1
             self.micro_steps = 0 if boundary else self.micro_steps + 1
             run_hooks(engine, "after_micro_step", boundary)
-        except BaseException:
+        except BaseException as error:
+            run_hooks(engine, "failed", error)
             run_hooks(engine, "failed_step")
             raise
         comms_log.collect()

@@ -12,7 +12,7 @@ import time
 import torch
 
 from deepspeed import _native
-from deepspeed.engine.members import member, pipeline_parts
+from deepspeed.engine.members import inside_hooks, member, pipeline_parts
 from deepspeed.pipe import instructions as ops
 from deepspeed.pipe.micro_batch import BUFFERS, Column, MicroBatch
 from deepspeed.pipe.position import MICRO_BATCH
@@ -173,7 +173,7 @@ class Execution:
     @member
     def _exec_forward_pass(self, buffer_id, chunk=0, micro=None):
         held = self.micro_batch(buffer_id, chunk, micro)
-        with self.engine._experts.counting(), self.engine._flops_profiling.inside("forward"):
+        with inside_hooks(self.engine, "forward"):
             held.outputs = self.engine.module(held.inputs, chunk)
         if held.part == self.last_part:
             self._keep_loss(held)
@@ -260,7 +260,7 @@ class Execution:
         reduces = self.engine._accumulation.reduces_now()
         if run is None and not reduces:
             return
-        with self.engine._flops_profiling.inside("backward"):
+        with inside_hooks(self.engine, "backward"):
             self.engine.core.begin_backward(reduces)
             try:
                 if run is not None:

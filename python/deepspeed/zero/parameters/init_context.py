@@ -12,6 +12,7 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.agreement import problems_of_ranks
 from deepspeed.comm.mesh_views import EngineRanks
 from deepspeed.config.getters import resolved_sections
 from deepspeed.config.read import read
@@ -226,9 +227,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             failed = torch.tensor([int(error is not None)], device=self.local_device)
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
             if failed.item():
-                told = [None] * dist.get_world_size(group)
-                dist.all_gather_object(told, None if error is None else str(error), group=group)
-                rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
+                rank, text = problems_of_ranks(None if error is None else str(error), group)[0]
                 error = error or RuntimeError(f"zero.Init: data-parallel rank {rank} could not go on: {text}")
         if error is not None:
             raise error
