@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import default_collate
 
 from deepspeed import comm as dist
-from deepspeed.data import analysis_parts as parts
 from deepspeed.comm.agreement import together
+from deepspeed.data import analysis_parts as parts
 from deepspeed.data.analysis_reduce import ACCUMULATED, SINGLE, AnalysisReduce, on_processes
 from deepspeed.formats.weight_files import write_whole
 from deepspeed.log import logger

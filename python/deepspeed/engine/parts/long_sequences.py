@@ -1,6 +1,5 @@
 """Applies the section ``sequence_parallel`` of the configuration to an engine's model."""
 
-
 import torch
 
 from deepspeed._native import DeepSpeedConfigError
