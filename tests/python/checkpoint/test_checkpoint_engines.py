@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import zlib
 from types import SimpleNamespace
 
@@ -42,6 +43,12 @@ def test_the_torch_engine(tmp_path):
     refused(UnknownNameError, "checkpoint engine.*torch", ENGINES.get, "torches")
 
 
+def without_addresses(content):
+    """The bytes of a file of ``torch.save`` without the addresses, in decimal digits, by which a stream that is no
+    archive names storages: pickled strings, whose lengths are 4 bytes in front of them."""
+    return re.sub(rb"X.\0\0\0\d{8,}", b"address", content, flags=re.DOTALL)
+
+
 @pytest.mark.parametrize("kind", ["torch", "python"])
 @pytest.mark.parametrize("archive", [True, False])
 def test_files_of_the_torch_engine_are_those_of_torch_save(kind, archive, tmp_path):
@@ -52,7 +59,7 @@ def test_files_of_the_torch_engine_are_those_of_torch_save(kind, archive, tmp_pa
         torch.save(value, file, _use_new_zipfile_serialization=archive)
     content = (tmp_path / "x.pt").read_bytes()
     expected = (tmp_path / "plain").read_bytes()
-    assert content == expected if archive else len(content) == len(expected)  # storages in a stream have addresses
+    assert content == expected if archive else without_addresses(content) == without_addresses(expected)
     assert record == {"name": "x.pt", "bytes": len(content), "crc32": zlib.crc32(content), "tensors": []}
     given = ("y.pt", value, str(tmp_path / "none" / "y.pt"))
     refused(OSError, "cannot write the checkpoint file .*none.*Check space", engine.write_file, *given)
