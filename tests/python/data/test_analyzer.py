@@ -16,6 +16,7 @@ from deepspeed.data.analyzer import DistributedDataAnalyzer  # noqa: E402
 from deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer  # noqa: E402
 from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDataset  # noqa: E402
 from logs import logged  # noqa: E402
+from processes import open_files  # noqa: E402
 from refusals import refused  # noqa: E402
 
 ROWS = 1000
@@ -137,7 +138,9 @@ def test_an_interrupted_map_goes_on(alone, tmp_path, monkeypatch):
 
     one = Counted(**VALUES).analyzer(tmp_path)
     refused(Interrupted, "", one.run_map)
-    (tmp_path / "length" / "worker0_thread0" / "length_values").open("ab").write(b"cut")
+    assert not open_files(tmp_path)
+    with (tmp_path / "length" / "worker0_thread0" / "length_values").open("ab") as values:
+        values.write(b"cut")
     refused(Interrupted, "", one.run_map)
     with logged() as said:
         one.run_map()

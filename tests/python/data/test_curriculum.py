@@ -5,6 +5,7 @@ import math
 import pytest
 
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+from logs import logged
 from refusals import refused
 
 STEPS = 20_000
@@ -50,6 +51,19 @@ def test_discrete_difficulties():
     assert [schedule.get_difficulty(i) for i in range(STEPS)] == wanted
     assert [schedule.update_difficulty(i) for i in range(STEPS)] == wanted
     assert CurriculumScheduler(config("fixed_discrete", 4, 4, difficulty=[4], max_step=[])).get_difficulty(9) == 4
+
+
+def test_discrete_difficulties_that_pass_the_maximum_are_taken_with_a_warning():
+    settings = {"difficulty": [4, 20, 8], "max_step": [2, 4]}
+    with logged() as said:
+        schedule = CurriculumScheduler(config("fixed_discrete", 4, 16, **settings))
+    assert [schedule.update_difficulty(i) for i in range(1, 8)] == [4, 4, 20, 20, 20, 20, 20]
+    assert len(said) == 2 and "has 20, which is above max_difficulty 16" in said[0], said
+    assert "the difficulties [8] after it are never used" in said[1]
+    with logged() as said:
+        CurriculumScheduler(config("fixed_discrete", 1, 3, difficulty=[1, 2, 3], max_step=[5, 10]))
+        CurriculumScheduler(config("fixed_discrete", 1, 9, difficulty=[1, 2, 3], max_step=[5, 10]))
+    assert not said
 
 
 def test_a_function_gives_custom_difficulties_until_the_maximum():
