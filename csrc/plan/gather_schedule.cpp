@@ -153,11 +153,13 @@ void GatherSchedule::keep_wanted() {
 }
 
 // A cycle that did not is an exception at first, an evaluation between two steps, for example. The schedule changes
-// when the cycle only adds what was left out before, or when the same cycle has come twice.
+// when the cycle adds what was left out before, or when the same cycle has come twice.
 void GatherSchedule::learn(LearnedOrder run) {
   const bool learnable = steady_ && run.entries.size() < kLongest;
   std::optional<LearnedOrder> next;
-  if (learnable) next = schedule_.entries.empty() ? run : merged(schedule_, run);
+  if (learnable && schedule_.entries.empty()) next = run;
+  const bool adds = any_of(run.entries, [&](const Params& entry) { return !common(entry, schedule_.unseen).empty(); });
+  if (learnable && !next) next = merged(schedule_, run, /*shrinks=*/adds);
   if (learnable && !next && candidate_) next = merged(*candidate_, run);
   if (next) {
     schedule_ = std::move(*next);

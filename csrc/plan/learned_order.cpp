@@ -43,7 +43,7 @@ Numbers without(const Numbers& some, const Numbers& others) {
   return result;
 }
 
-std::optional<LearnedOrder> merged(const LearnedOrder& order, const LearnedOrder& run) {
+std::optional<LearnedOrder> merged(const LearnedOrder& order, const LearnedOrder& run, bool shrinks) {
   const Numbers either = united(order.unseen, run.unseen);
   const auto& old = order.entries;
   const auto& now = run.entries;
@@ -65,6 +65,8 @@ std::optional<LearnedOrder> merged(const LearnedOrder& order, const LearnedOrder
       result.entries.push_back(now[j++]);
     } else if (mine == theirs) {
       result.entries.push_back(united(old[i++], now[j++]));
+    } else if (shrinks && i < old.size()) {
+      ++i;
     } else {
       return {};
     }

@@ -251,7 +251,7 @@ def test_refused(rank, world):
     strict = settings(0, **DROP, zero={"ignore_unused_parameters": False})
     plain = engine_of(two_layers(), settings(0, **DROP))
     texts = {
-        "which the configuration does not turn on": raised(convert_to_pld, engine_of(Net(), settings(0)), Block),
+        "and the configuration does not enable it": raised(convert_to_pld, engine_of(Net(), settings(0)), Block),
         "ignore_unused_parameters is false": raised(convert_to_pld, engine_of(Net(), strict), Block),
         "Sequential.forward does not take the keywords progressive_layer_drop, pld_theta": raised(
             plain, torch.ones(2, 6)

@@ -48,6 +48,10 @@ TEST(LearnedOrder, WhatContradicts) {
   EXPECT_FALSE(merged(order, {{{0}, {2}, {1}}, {}})) << "another order";
   EXPECT_FALSE(merged(order, {{{0}, {1}, {2}, {3}}, {}})) << "3 is new, and no run has left it out";
   EXPECT_FALSE(merged(order, {{}, {}}));
+  const auto shrunk = merged(order, {{{0}, {5}, {2}}, {}}, /*shrinks=*/true);
+  ASSERT_TRUE(shrunk);
+  EXPECT_EQ(shrunk->entries, (std::vector<Numbers>{{0}, {5}, {2}}));
+  EXPECT_FALSE(merged(order, {{{0}, {2}, {1}}, {}}, /*shrinks=*/true)) << "another order";
 }
 
 TEST(LearnedOrder, PartsOfAnEntry) {

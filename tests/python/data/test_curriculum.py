@@ -97,8 +97,8 @@ LINEAR = {"total_curriculum_step": 10, "difficulty_step": 8}
         (config("fixed_root", **LINEAR), "schedule_config.root_degree is missing: schedule_type 'fixed_root' needs it"),
         (config("fixed_linear", **{**LINEAR, "total_curriculum_step": 0}), "total_curriculum_step is 0: it must be"),
         (config("fixed_linear", **{**LINEAR, "difficulty_step": 2000}), "difficulty_step 2000 is above max_difficulty"),
-        (config("fixed_discrete", difficulty=[1, 2], max_step=[3, 4]), "max_step has 2 items and"),
-        (config("fixed_discrete", difficulty=[1, 2, 3], max_step=[4, 3]), "does not grow: each item ends"),
+        (config("fixed_discrete", difficulty=[1, 2], max_step=[3, 4]), "max_step has 2 items, and"),
+        (config("fixed_discrete", difficulty=[1, 2, 3], max_step=[4, 3]), "does not rise: each item is the last"),
     ],
 )
 def test_settings_that_give_no_difficulty(given, text):

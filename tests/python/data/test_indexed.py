@@ -74,7 +74,7 @@ def test_data_sets_are_joined(tmp_path):
     data = MMapIndexedDataset(str(tmp_path / "c"))
     assert [row.tolist() for row in data] == ROWS + [[7], [8, 8]] and data.doc_idx.tolist() == [0, 4, 6]
     with MMapIndexedDatasetBuilder(tmp_path / "d.bin", numpy.int16) as other:
-        refused(ValueError, "elements of int32, .*d.bin of int16", other.merge_file_, first)
+        refused(ValueError, "elements of int32, .*d.bin has elements of int16", other.merge_file_, first)
 
 
 def test_an_error_closes_the_files(tmp_path):
@@ -126,7 +126,7 @@ def test_damaged_files(tmp_path):
 def test_wrong_uses(tmp_path):
     data = MMapIndexedDataset(written(tmp_path / "a"))
     refused(IndexError, "", data.get, 4)
-    refused(ValueError, "5 elements: 3 from 4 on are not among them", data.get, 0, 4, 3)
+    refused(ValueError, "5 elements: it has no 3 elements from 4 on", data.get, 0, 4, 3)
     refused(ValueError, "have step 1, not 2", data.__getitem__, slice(0, 4, 2))
     refused(ValueError, "no code for float32", MMapIndexedDatasetBuilder, tmp_path / "b.bin", numpy.float32)
     with MMapIndexedDatasetBuilder(tmp_path / "b.bin", numpy.uint8) as builder:
