@@ -207,6 +207,7 @@ const std::vector<PipeScheduleKind>& pipe_schedule_kinds() {
   return kinds;
 }
 
+
 PipePlan pipe_schedule(const std::string& name, int stages, int chunks, int micro_batches, PipePlacement placement) {
   const PipeScheduleEntry& entry = pipe_entry(name);
   const PipeShape shape{stages, chunks, micro_batches, entry.kind.trains ? entry.kind.placement : placement};
