@@ -156,3 +156,9 @@ def write_program(path, text, first="#!/bin/sh\n"):
     path.write_text(first + text)
     path.chmod(0o755)
     return str(path)
+
+
+def open_files(folder):
+    """The files below ``folder``, a ``pathlib.Path``, that this process has open."""
+    links = [os.path.join("/proc/self/fd", one) for one in os.listdir("/proc/self/fd")]
+    return {os.readlink(link) for link in links if os.path.lexists(link)} & {str(one) for one in folder.rglob("*")}

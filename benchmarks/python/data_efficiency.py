@@ -163,9 +163,9 @@ def documents(samples, folder, _):
     path, count = os.path.join(folder, "documents"), min(samples, 1_000_000)
     random = numpy.random.default_rng(1)
     sizes = random.integers(1, 200, count)
-    builder = MMapIndexedDatasetBuilder(f"{path}.bin", numpy.int32)
-    builder.add_items(random.integers(0, 50_000, int(sizes.sum()), dtype=numpy.int32), sizes)
-    builder.finalize(f"{path}.idx")
+    with MMapIndexedDatasetBuilder(f"{path}.bin", numpy.int32) as builder:
+        builder.add_items(random.integers(0, 50_000, int(sizes.sum()), dtype=numpy.int32), sizes)
+        builder.finalize(f"{path}.idx")
     order = random.integers(0, count, 1_000_000).tolist()
     opening, data = seconds(IndexedDataset, path)
     values = numpy.memmap(f"{path}.bin", numpy.int32, "r")

@@ -47,7 +47,7 @@ class IndexReader {
       at_ = 8;
       return older();
     }
-    bad(0, "it begins neither with MMIDIDX nor with TNTIDX, so it is no index of an indexed data set");
+    bad(0, "it begins neither with MMIDIDX nor with TNTIDX: it is no index of an indexed data set");
   }
 
  private:
@@ -130,7 +130,8 @@ class IndexReader {
     found.size_bytes = 8;
     found.pointer_unit = static_cast<int64_t>(bytes);
     each<int64_t>(dimensions_at, found.documents + 1, [&](uint64_t i, int64_t first) {
-      if (first != static_cast<int64_t>(i)) bad(dimensions_at + 8 * i, "document ", i, " has not one dimension");
+      if (first != static_cast<int64_t>(i))
+        bad(dimensions_at + 8 * i, "document ", i, " does not have exactly one dimension");
     });
     choose_element(found, code, found.pointer_unit);
     check_documents(found);
@@ -180,7 +181,7 @@ class IndexReader {
   // See [Note: codes]. `bytes`: of an element, where the file says them, or 0.
   void choose_element(IndexedHeader& header, uint64_t code, int64_t bytes) {
     const bool known = code >= 1 && code <= 8;
-    if (!known) bad(header.size_bytes == 4 ? 17 : 16, "the code ", code, " of the type is none of 1 to 8");
+    if (!known) bad(header.size_bytes == 4 ? 17 : 16, "the code ", code, " of the type is unknown: codes are 1 to 8");
     std::vector<const Code*> rows;
     for (const Code& row : kCodes) {
       if (row.code == code && (bytes == 0 || row.bytes == bytes)) rows.push_back(&row);
@@ -201,7 +202,8 @@ class IndexReader {
       }
     }
     if (rows.empty()) {
-      bad(header.sizes_at, "with no type of the code ", code, " does each document begin where the one before ends");
+      bad(header.sizes_at, "no type of the code ", code,
+          " fits: documents do not begin where the document before ends");
     }
     header.element = rows.front()->element;
     header.element_bytes = rows.front()->bytes;
@@ -215,7 +217,7 @@ class IndexReader {
       const __int128 end = begin + static_cast<__int128>(size) * header.element_bytes;
       if (pointer < 0 || end > static_cast<__int128>(data_bytes_)) {
         bad(header.pointers_at + 8 * i, "document ", i, " of ", size, " elements at ", pointer, " is not within the ",
-            data_bytes_, " bytes of the file of values, which was cut or is another one");
+            data_bytes_, " bytes of the file of values: that file was cut, or belongs to another index");
       }
     });
   }
@@ -224,7 +226,7 @@ class IndexReader {
     int64_t before = 0;
     each<int64_t>(header.doc_idx_at, header.doc_entries, [&](uint64_t i, int64_t entry) {
       if (entry < before || static_cast<uint64_t>(entry) > header.documents) {
-        bad(header.doc_idx_at + 8 * i, "entry ", i, " of doc_idx is ", entry, ": entries rise from 0 to ",
+        bad(header.doc_idx_at + 8 * i, "entry ", i, " of doc_idx is ", entry, ": entries must rise from 0 to ",
             header.documents);
       }
       before = entry;

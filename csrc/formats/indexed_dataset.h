@@ -8,8 +8,8 @@
 //                i64 sizes, i64 doc_idx
 //
 // [Note: codes] Codes 1 to 5 mean the same everywhere. 6, 7 and 8 are uint16, uint32 and uint64 in files of DeepSpeed,
-// and float64, float64 or float32, and uint16 in files of Megatron, so the bytes of an element decide: those with which
-// each document begins where the one before ends.
+// and float64, float64 or float32, and uint16 in files of Megatron. The bytes of an element decide: with the right
+// type, each document begins where the document before ends.
 #pragma once
 #include <cstdint>
 
@@ -17,7 +17,7 @@
 
 namespace ds::formats {
 
-// Where the parts of an index are. Each size is at least 0 and each document lies in the file of values.
+// The places of the parts of an index. Each size is at least 0, and each document lies in the file of values.
 struct IndexedHeader {
   const char* element = nullptr;  // numpy's name of the type: "uint16"
   int64_t element_bytes = 0;
@@ -30,8 +30,8 @@ struct IndexedHeader {
   int64_t pointer_unit = 1;  // bytes that a pointer counts
 };
 
-// The header of an index whose values are in a file of `data_bytes`. DamagedIndex (file, offset, what is wrong) where
-// it contradicts itself or that file; io::FileError.
+// The header of an index whose values are in a file of `data_bytes`. Throws DamagedIndex with the file, the offset and
+// the fault if the index contradicts itself or that file, and io::FileError.
 IndexedHeader read_indexed_header(const CheckedFile& index, uint64_t data_bytes);
 
 }  // namespace ds::formats

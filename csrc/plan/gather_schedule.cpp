@@ -14,15 +14,22 @@ bool has(const GatherSchedule::Params& sorted, int32_t param) {
 
 }  // namespace
 
-size_t GatherSchedule::end() const { return turn_ ? std::min(*turn_, schedule_.size()) : schedule_.size(); }
+size_t GatherSchedule::end() const { return turn_ ? std::min(*turn_, current_.size()) : current_.size(); }
+
+// FNV-1a.
+uint64_t GatherSchedule::left_out_key() const {
+  uint64_t key = 14695981039346656037u;
+  for (int32_t param : asked_) key = (key ^ static_cast<uint32_t>(param)) * 1099511628211u;
+  return key;
+}
 
 GatherAct GatherSchedule::toward(const Params& missing) const {
   if (!on_schedule()) return {true, 0, 0};
   uint8_t note = 0;
   for (int32_t param : missing) {
-    if (has(schedule_[cursor_], param)) {
+    if (has(current_[cursor_], param)) {
       note |= kWanted;
-    } else if (std::none_of(schedule_.begin() + static_cast<std::ptrdiff_t>(cursor_) + 1, schedule_.end(),
+    } else if (std::none_of(current_.begin() + static_cast<std::ptrdiff_t>(cursor_) + 1, current_.end(),
                             [&](const Params& entry) { return has(entry, param); })) {
       note |= kDiverged;
     }
@@ -36,9 +43,9 @@ GatherAct GatherSchedule::toward_end() const {
 
 std::optional<GatherAct> GatherSchedule::ahead(const Params& soon) const {
   if (!on_schedule()) return {};
-  const Params& next = schedule_[cursor_];
+  const Params& next = current_[cursor_];
   if (!all_of(next, [&](int32_t param) { return has(soon, param); })) return {};
-  return GatherAct{false, cursor_, kWanted};
+  return GatherAct{false, cursor_, kWanted, true};
 }
 
 std::optional<size_t> GatherSchedule::due(bool ending) const {
@@ -56,56 +63,114 @@ void GatherSchedule::seen(size_t entry, const std::vector<uint8_t>& notes) {
   }
 }
 
+void GatherSchedule::needs(const Params& params) {
+  erase_if(early_, [&](const Params& entry) { return !common(entry, params).empty(); });
+}
+
 void GatherSchedule::issued(const GatherAct& act) {
+  if (act.early) early_.push_back(current_[act.entry]);
   cursor_ = act.entry + 1;
   wanted_.push_back(false);
 }
 
-bool GatherSchedule::exchanged(const Params& wanted) {
+bool GatherSchedule::exchanged(const Params& wanted, bool alike, size_t waiting) {
   if (wanted.empty()) {
+    steady_ = steady_ && alike && asked_ == left_out_;
     if (open_) close();
     return false;
   }
   if (!open_) {
-    open_ = true;
-    following_ = trusted_ && !schedule_.empty() && schedule_.front() == wanted;
-    if (following_) {
-      cursor_ = read_ = 1;  // the exchange has gathered it
-      wanted_.assign(1, true);
-      return true;
-    }
+    open(wanted, alike);
+    if (following_) return true;
   }
-  if (agreed_.size() < kLongest) agreed_.push_back(wanted);
+  if (agreed_.size() < kLongest) {
+    agreed_.push_back(wanted);
+    waiting_.push_back(waiting);
+  }
   return true;
 }
 
+void GatherSchedule::open(const Params& wanted, bool alike) {
+  open_ = true;
+  steady_ = alike;
+  left_out_ = alike ? asked_ : Params{};
+  current_.clear();
+  places_.clear();
+  for (size_t place = 0; place < schedule_.entries.size(); ++place) {
+    Params rest = without(schedule_.entries[place], left_out_);
+    if (rest.empty()) continue;
+    current_.push_back(std::move(rest));
+    places_.push_back(place);
+  }
+  following_ = trusted_ && !current_.empty() && current_.front() == wanted;
+  if (!following_) return;
+  cursor_ = read_ = 1;  // the exchange has gathered it
+  wanted_.assign(1, true);
+}
+
 void GatherSchedule::close() {
-  std::vector<Params> next;
-  for (size_t entry = 0; entry < cursor_; ++entry)
-    if (wanted_[entry]) next.push_back(schedule_[entry]);
-  const bool diverged = !following_ || turn_ || !agreed_.empty();
-  append(next, agreed_);
+  if (following_ && !turn_ && agreed_.empty()) {
+    if (steady_) keep_wanted();
+    candidate_.reset();
+    divergences_ = 0;
+  } else {
+    learn(run());
+  }
   open_ = following_ = false;
   cursor_ = read_ = 0;
   turn_.reset();
   wanted_.clear();
   agreed_.clear();
-  learn(std::move(next), diverged);
+  waiting_.clear();
+  early_.clear();
 }
 
-// A cycle that kept to the schedule leaves out what nobody wanted. One that did not is an exception at first, an
-// evaluation between two steps, for example: the schedule changes when the same cycle has come twice.
-void GatherSchedule::learn(std::vector<Params> next, bool diverged) {
-  const bool learnable = next.size() < kLongest;
-  if (!diverged || (schedule_.empty() && learnable) || (learnable && next == candidate_)) {
-    schedule_ = std::move(next);
-    candidate_.clear();
+// The gathers of a cycle that left the schedule, in the order of their use: an exchange came before the entries that
+// waited then.
+LearnedOrder GatherSchedule::run() const {
+  std::vector<Params> wanted;
+  for (size_t entry = 0; entry < cursor_; ++entry)
+    if (wanted_[entry]) wanted.push_back(current_[entry]);
+  LearnedOrder result{{}, left_out_};
+  auto next = wanted.begin();
+  for (size_t i = 0; i < agreed_.size(); ++i) {
+    while (wanted.end() - next > static_cast<std::ptrdiff_t>(waiting_[i])) result.entries.push_back(*next++);
+    result.entries.push_back(without(agreed_[i], left_out_));
+  }
+  result.entries.insert(result.entries.end(), next, wanted.end());
+  erase_if(result.entries, [](const Params& entry) { return entry.empty(); });
+  return result;
+}
+
+// A cycle that kept to the schedule: what nobody wanted goes, what was left out stays.
+void GatherSchedule::keep_wanted() {
+  for (size_t entry = 0; entry < current_.size(); ++entry) {
+    Params& place = schedule_.entries[places_[entry]];
+    if (!wanted_[entry]) place = common(place, left_out_);
+  }
+  erase_if(schedule_.entries, [](const Params& entry) { return entry.empty(); });
+  schedule_.unseen = common(schedule_.unseen, left_out_);
+}
+
+// A cycle that did not is an exception at first, an evaluation between two steps, for example. The schedule changes
+// when the cycle adds what was left out before, or when the same cycle has come twice.
+void GatherSchedule::learn(LearnedOrder run) {
+  const bool learnable = steady_ && run.entries.size() < kLongest;
+  std::optional<LearnedOrder> next;
+  if (learnable && schedule_.entries.empty()) next = run;
+  const bool adds = any_of(run.entries, [&](const Params& entry) { return !common(entry, schedule_.unseen).empty(); });
+  if (learnable && !next) next = merged(schedule_, run, /*shrinks=*/adds);
+  if (learnable && !next && candidate_) next = merged(*candidate_, run);
+  if (next) {
+    schedule_ = std::move(*next);
+    candidate_.reset();
     trusted_ = true;
     divergences_ = 0;
     return;
   }
   if (++divergences_ >= kMaxDivergences) trusted_ = false;
-  candidate_ = learnable ? std::move(next) : std::vector<Params>{};
+  candidate_.reset();
+  if (learnable) candidate_ = std::move(run);
 }
 
 }  // namespace ds::plan

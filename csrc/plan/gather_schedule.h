@@ -11,29 +11,48 @@
 // there to the end of the cycle. A rank that is through serves the rest, and then goes on with exchanges until nobody
 // wants anything: that ends the cycle.
 //
+// [Note: parameters that are left out]
+// All ranks may know that a cycle does not use some parameters: layers that progressive layer dropping leaves out. The
+// schedule of this cycle is the learned one without them: nobody gathers them, and nobody has to be asked. They keep
+// their places for later cycles (plan/learned_order.h). The exchanges that open and end the cycle show whether all
+// ranks name the same parameters. Where they do not, the cycle leaves out none, and nothing is learned from it.
+//
 // Everything here follows from what all ranks have seen, in the same order; no clock, no tensor, no communication.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
+
+#include "plan/learned_order.h"
 
 namespace ds::plan {
 
 struct GatherAct {
   bool exchange;  // else: entry `entry` of the schedule
   size_t entry;
-  uint8_t note;  // this rank's, to go with the entry: GatherSchedule::kWanted, kDiverged, or neither
+  uint8_t note;        // this rank's, to go with the entry: GatherSchedule::kWanted, kDiverged, or neither
+  bool early = false;  // this rank does not need the entry yet
 };
 
 class GatherSchedule {
  public:
-  using Params = std::vector<int32_t>;  // numbers of parameters, alike on all ranks; ascending
+  using Params = LearnedOrder::Numbers;  // numbers of parameters, alike on all ranks; ascending
   static constexpr uint8_t kWanted = 1, kDiverged = 2;
 
   // Notes are read at most `lag` entries late (at least 1): that is the number of gathers that may be under way at one
   // time.
   explicit GatherSchedule(int lag) : lag_(static_cast<size_t>(lag)) {}
+
+  // No cycle that begins from now on uses `params`, as far as this rank knows. The other ranks call it, too.
+  void leave_out(Params params) { asked_ = std::move(params); }
+  // Goes along with each exchange: equal where ranks have named the same parameters.
+  uint64_t left_out_key() const;
+  // This rank needs `params` now. Entries that were started ahead() and are not needed yet wait: their number goes
+  // along with each exchange, too.
+  void needs(const Params& params);
+  size_t waiting() const { return early_.size(); }
 
   // The next act of this rank on its way to `missing` (not empty): what it waits for and has not started.
   GatherAct toward(const Params& missing) const;
@@ -46,37 +65,47 @@ class GatherSchedule {
   std::optional<size_t> due(bool ending = false) const;
   void seen(size_t entry, const std::vector<uint8_t>& notes);  // one of each rank
   void issued(const GatherAct& act);                           // an entry
-  // An exchange is over: `wanted` is the union of all ranks. False: the cycle is over, too, and the next one begins.
-  bool exchanged(const Params& wanted);
+  // An exchange is over: `wanted` is the union of all ranks; `alike`: their keys are equal; `waiting`: the largest
+  // number. False: the cycle is over, too, and the next one begins.
+  bool exchanged(const Params& wanted, bool alike = true, size_t waiting = 0);
 
-  const Params& entry(size_t index) const { return schedule_.at(index); }
-  size_t entries() const { return schedule_.size(); }
+  const Params& entry(size_t index) const { return current_.at(index); }  // of this cycle
   // Whether an exchange may name what is only wanted soon: not while a schedule is being learned.
   bool hints() const { return open_ && !trusted_; }
 
  private:
   bool on_schedule() const { return open_ && following_ && cursor_ < end(); }
   size_t end() const;
+  void open(const Params& wanted, bool alike);
   void close();
-  void learn(std::vector<Params> next, bool diverged);
+  void keep_wanted();
+  LearnedOrder run() const;
+  void learn(LearnedOrder run);
 
   static constexpr size_t kLongest = 65536;  // entries of a cycle that can be learned
   static constexpr int kMaxDivergences = 3;  // diverging cycles in a row after which exchanges are cheaper
 
   size_t lag_;
-  std::vector<Params> schedule_;
-  bool trusted_ = true;            // the schedule is followed where its first entry fits
-  int divergences_ = 0;            // cycles in a row
-  std::vector<Params> candidate_;  // the gathers of the last diverging cycle
+  LearnedOrder schedule_;
+  bool trusted_ = true;                    // the schedule is followed where its first entry fits
+  int divergences_ = 0;                    // cycles in a row
+  std::optional<LearnedOrder> candidate_;  // the gathers of the last diverging cycle
+  Params asked_;                           // what the next cycle leaves out
 
   // Of the cycle that runs.
-  bool open_ = false;           // somebody has wanted something
-  bool following_ = false;      // the first exchange was the schedule's first entry
-  size_t cursor_ = 0;           // entries issued
-  size_t read_ = 0;             // entries whose notes have been seen
-  std::optional<size_t> turn_;  // the schedule ends here: somebody diverged
-  std::vector<bool> wanted_;    // of each entry issued: by anybody
-  std::vector<Params> agreed_;  // by exchanges, in order; the first one opened the cycle
+  std::vector<Params> current_;  // the schedule without what is left out
+  std::vector<size_t> places_;   // in the schedule, of each entry of `current_`
+  Params left_out_;
+  bool steady_ = true;           // the ranks have left out the same parameters, from its begin to its end
+  bool open_ = false;            // somebody has wanted something
+  bool following_ = false;       // the first exchange was the schedule's first entry
+  size_t cursor_ = 0;            // entries issued
+  size_t read_ = 0;              // entries whose notes have been seen
+  std::optional<size_t> turn_;   // the schedule ends here: somebody diverged
+  std::vector<bool> wanted_;     // of each entry issued: by anybody
+  std::vector<Params> agreed_;   // by exchanges, in order; the first one opened the cycle
+  std::vector<Params> early_;    // entries that this rank has started and does not need yet
+  std::vector<size_t> waiting_;  // at each of `agreed_`
 };
 
 }  // namespace ds::plan

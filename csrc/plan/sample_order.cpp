@@ -53,9 +53,9 @@ uint64_t KeyedPermutation::operator()(uint64_t number) const {
 }
 
 void SampleOrder::join(const std::vector<int64_t>& sizes, bool last) {
-  if (state_.last) fail(ErrorKind::kValue, "no cluster joins after the last ones");
+  if (state_.last) fail(ErrorKind::kValue, "clusters cannot join after the last ones");
   for (const int64_t size : sizes) {
-    if (size < 1) fail(ErrorKind::kValue, "a cluster has ", size, " samples: it needs at least one");
+    if (size < 1) fail(ErrorKind::kValue, "a cluster has ", size, " samples: it must have at least one");
     starts_.push_back(sizes_.empty() ? 0 : starts_.back() + sizes_.back());
     members_.push_back(members_of(seed_, sizes_.size(), size, 0));
     sizes_.push_back(size);
@@ -111,13 +111,13 @@ SampleOrder SampleOrder::restored(uint64_t seed, const std::vector<int64_t>& siz
     if (!state.weights.empty()) fits = fits && state.weights[i] >= 1 && state.weights[i] <= sizes[i];
   }
   if (!fits || sizes.empty())
-    fail(ErrorKind::kValue, "the saved position is not one of these ", sizes.size(), " clusters");
+    fail(ErrorKind::kValue, "the saved position does not belong to these ", sizes.size(), " clusters");
   made.join(sizes, false);
   made.state_ = std::move(state);
   for (size_t i = 0; i < sizes.size(); ++i) made.members_[i] = members_of(seed, i, sizes[i], made.state_.taken[i]);
   made.begin_round();
   if (made.state_.drawn > made.ends_.back()) {
-    fail(ErrorKind::kValue, "the saved position ", made.state_.drawn, " is behind the end of a pass, ",
+    fail(ErrorKind::kValue, "the saved position has ", made.state_.drawn, " draws of a permutation of ",
          made.ends_.back());
   }
   return made;

@@ -1,4 +1,4 @@
-// The order of samples under a curriculum, as a function of a seed and of the numbers that were drawn before.
+// The order of samples under a curriculum. It is a function of a seed and of the number of samples drawn before.
 //
 // [Note: draws]
 // Samples are grouped into *clusters*, which join the pool one after another as the difficulty grows. A batch is drawn
@@ -7,11 +7,12 @@
 // - The clusters of draws come from a permutation of the pool: in `n` draws, n samples in the pool, a cluster of m
 //   samples is drawn m times. When a cluster joins, a new permutation begins.
 // - The i-th draw of a cluster is the sample i % m of its permutation number i / m.
-// When no cluster will join any more, the first permutation has what the clusters have left of theirs, and not their
-// sizes. Thus all clusters end at the same draw, and from then on each sample of the pool comes once in n draws.
+// When no cluster will join any more, the next permutation has only the samples that the clusters have left in their
+// own permutations. Thus all clusters end at the same draw, and from then on each sample of the pool comes once in n
+// draws.
 //
-// Permutations are keyed and take no table: memory is that of the clusters alone, and a draw takes constant time and
-// the search for its cluster.
+// Permutations are keyed and need no table: there is memory for the clusters only, and a draw takes constant time
+// besides the search for its cluster.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -36,27 +37,27 @@ class SampleOrder {
  public:
   explicit SampleOrder(uint64_t seed) : seed_(seed) {}
 
-  // Clusters of these sizes join the pool. `last`: no other will. Throws ErrorKind::kValue for a size below one and
-  // after the last ones.
+  // Clusters of these sizes join the pool. `last`: no others will join. Throws ErrorKind::kValue for a size below one,
+  // and if the last ones have joined already.
   void join(const std::vector<int64_t>& sizes, bool last);
 
-  // The next `count` draws. A draw is the number of a sample in the pool, where clusters follow each other as they have
-  // joined. Throws ErrorKind::kValue where the pool is empty.
+  // The next `count` draws. A draw is the number of a sample in the pool, in which the clusters are in the order in
+  // which they have joined. Throws ErrorKind::kValue if the pool is empty.
   void draw(int64_t count, int64_t* samples);
 
-  // All that the next draws depend on beside the seed and the sizes of the clusters.
+  // The next draws depend on this, the seed and the sizes of the clusters.
   struct State {
-    bool last = false;             // no other will join
-    int64_t joins = 0;             // how many times clusters joined, so which sequence of permutations this is
-    int64_t round = 0;             // which of these permutations
-    int64_t drawn = 0;             // draws of it
+    bool last = false;  // no others will join
+    int64_t joins = 0;  // the number of times that clusters have joined; each begins a sequence of permutations
+    int64_t round = 0;  // the number of the permutation in its sequence
+    int64_t drawn = 0;  // draws from it
     std::vector<int64_t> taken;    // draws of each cluster
-    std::vector<int64_t> weights;  // draws of each cluster in this permutation where they are not the sizes, or empty
+    std::vector<int64_t> weights;  // draws of each cluster in this permutation, if they differ from the sizes
   };
   const State& state() const { return state_; }
   const std::vector<int64_t>& sizes() const { return sizes_; }
 
-  // The same after these clusters have joined. Throws ErrorKind::kValue for a state of other clusters.
+  // The order with these clusters and this state. Throws ErrorKind::kValue if the state belongs to other clusters.
   static SampleOrder restored(uint64_t seed, const std::vector<int64_t>& sizes, State state);
 
  private:

@@ -8,6 +8,7 @@ import test_data_efficiency as curricula
 import test_dynamic_batches as dynamic
 import test_sequence_curriculum as cuts
 from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd
+from deepspeed.runtime.progressive_layer_drop import convert_to_pld
 from harness import on_ranks, run_ranks
 from layer_models import Block, Words, batch_of, token_dropping
 from runs import engine_of, settings, together
@@ -73,6 +74,35 @@ def test_dropped_tokens_of_dynamic_batches(rank, world):
         if engine.global_steps > done:
             assert engine.consumed_tokens == counted
     assert engine.global_steps > 2
+
+
+@pytest.mark.parametrize(
+    "first, second", [(convert_to_pld, convert_to_random_ltd), (convert_to_random_ltd, convert_to_pld)]
+)
+@on_ranks(2, init=True)
+def test_layers_that_are_left_out_get_no_tokens(rank, world, first, second):
+    drop = {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 10.0}}
+    engine = second(first(engine_of(Words(), settings(0, 2, **token_dropping(), **drop)), Block), Block)
+    counted, dropped, got = 0, set(), {}
+    for number, layer in enumerate(engine.module.h):
+        layer.norm.register_forward_hook(lambda _, given, made, at=number: got.update({at: made.shape[1]}))
+    for step in range(12):
+        got.clear()
+        trained(engine, batch_of(step, first=2 * rank), torch.stack([mask_of(step), mask_of(step + 1 + rank)]))
+        report = engine.data_efficiency_report()
+        left_out = report["layers_left_out"]
+        lengths = effective(0, LENGTH, kept_at(step))[0]
+        lengths = [0 if layer in left_out else length for layer, length in enumerate(lengths)]
+        assert got == {layer: length for layer, length in enumerate(lengths) if length}
+        known = not {1, 2} <= set(left_out)  # a layer that drops tokens has run
+        assert report["layer_lengths"] == (lengths if known else [])
+        assert report["effective_length"] == (sum(lengths) / LAYERS if known else None)
+        for one in range(world):
+            tokens = int(mask_of(step).sum() + mask_of(step + 1 + one).sum())
+            counted += round(tokens * sum(lengths) / (LAYERS * LENGTH))
+        assert engine.consumed_tokens == counted
+        dropped.add(tuple(left_out))
+    assert len(dropped) > 4 and any({1, 2} <= set(one) for one in dropped)
 
 
 class Sentences(curricula.Sentences):

@@ -1,6 +1,9 @@
 """Engines with a curriculum: the loader that initialize returns, checkpoints at other ranks, callbacks, wrong input."""
 
+import json
 import os
+import random
+import signal
 
 import numpy
 import pytest
@@ -8,10 +11,11 @@ import torch
 
 import deepspeed
 from deepspeed.data.analyzer import DataAnalyzer
-from harness import on_ranks, run_ranks
+from harness import RankError, on_ranks, run_ranks
 from logs import logged
 from refusals import refused
 from runs import settings
+from sampling import every_case
 
 SAMPLES, STEP = 96, 8
 LENGTHS = numpy.random.default_rng(3).integers(4, 33, SAMPLES)
@@ -108,6 +112,65 @@ def test_a_run_goes_on_at_other_numbers_of_ranks(tmp_path, stage):
     assert found == wanted
     for step, samples in enumerate(found, 1):
         assert max(LENGTHS[samples]) <= min(int(step / 10 * 20 + 12) // 4 * 4, 32)
+
+
+LAST = 40  # step of a run that is killed
+
+
+def until_killed(rank, world, folder, saved, accumulate, kill):
+    """Goes on after the last checkpoint, up to step LAST, and notes the samples of each step in a file. ``kill``: the
+    step, the micro-step and the rank at which the process ends."""
+    engine, loader = engine_of(world, folder, accumulate=accumulate)
+    engine.load_checkpoint(saved)
+    while engine.global_steps < LAST:
+        step, found = engine.global_steps, []
+        for micro in range(accumulate):
+            batch = next(loader)
+            if (step, micro, rank) == kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            found.append(batch["number"].tolist())
+            engine.backward(engine(batch["tokens"]).mean())
+            engine.step()
+        with open(os.path.join(saved, f"samples_{rank}"), "a", encoding="ascii") as file:
+            file.write(json.dumps([step, found]) + "\n")
+        if engine.global_steps % 3 == 0:
+            engine.save_checkpoint(saved)
+
+
+def noted(saved, wanted):
+    """Reads and removes the notes of a run; the samples of each step are those of ``wanted``. The steps as a set."""
+    ranks = []
+    for path in sorted(saved.glob("samples_*")):
+        ranks.append([json.loads(line) for line in path.read_text(encoding="ascii").splitlines()])
+        path.unlink()
+    whole = min(map(len, ranks), default=0)  # a step that only some ranks have noted is over as well
+    for of_step in zip(*(one[:whole] for one in ranks)):
+        step = of_step[0][0]
+        assert in_order([[found] for _, found in of_step]) == [wanted[step]], step
+    return {step for step, _ in ranks[0][:whole]} if ranks else set()
+
+
+@pytest.mark.dist
+def test_killed_runs_have_the_samples_of_an_undisturbed_one(tmp_path):
+    folder, saved = str(tmp_path / "analysis"), tmp_path / "saved"
+    analysed(folder)
+    saved.mkdir()
+    wanted = in_order(run_ranks(1, trained, folder, str(tmp_path / "other"), LAST, False, 2))
+    kills, chosen, steps, killed = 20 if every_case() else 3, random.Random(7), set(), 0
+    while killed < kills:
+        world, accumulate = chosen.choice([(1, 2), (2, 2), (2, 1), (4, 1)])
+        done = (
+            int(latest.read_text(encoding="ascii")[len("global_step") :])
+            if (latest := saved / "latest").exists()
+            else 0
+        )
+        kill = min(LAST - 1, done + chosen.randrange(5)), chosen.randrange(accumulate), chosen.randrange(world)
+        with pytest.raises(RankError, match="killed by signal 9"):
+            run_ranks(world, until_killed, folder, str(saved), accumulate, kill, grace=0.2)
+        steps |= noted(saved, wanted)
+        killed += 1
+    run_ranks(2, until_killed, folder, str(saved), 2, None)
+    assert steps | noted(saved, wanted) == set(range(LAST)) and len(steps) >= kills
 
 
 @on_ranks(2, init=True)
@@ -207,6 +270,6 @@ def test_wrong_input(rank, world, folder):
             {NAME: len})  # fmt: skip
     both = section(folder)
     both["data_sampling"]["dynamic_batching"] = {"enabled": True, "max_tokens": 64}
-    told = "dynamic_batching and .*curriculum_learning both decide which samples a batch has: enable one of both"
+    told = "dynamic_batching and .*curriculum_learning both choose the samples of a batch: enable only one of them"
     given["config"] = settings(1, 4, 2, data_efficiency=both)
     refused(deepspeed.DeepSpeedConfigError, told, deepspeed.initialize, training_data=Sentences(), **given)

@@ -100,13 +100,13 @@ def test_small_batches_are_left_out_and_told():
 
 def test_bad_input():
     longest = LENGTHS.argmax()
-    told = f"max_tokens 15 is smaller than sample {longest}, which has {LENGTHS[longest]} tokens"
+    told = f"max_tokens is 15, and sample {longest} has {LENGTHS[longest]} tokens"
     refused(ValueError, told, TokenBatches, LENGTHS, 15)
-    refused(ValueError, "no batch of at most 40 tokens has the min_batch_size 50", TokenBatches, LENGTHS, 40, None, 50)
+    refused(ValueError, "no batch of at most 40 tokens has min_batch_size 50", TokenBatches, LENGTHS, 40, None, 50)
     refused(ValueError, "min_batch_size 3 is above max_batch_size 2", TokenBatches, LENGTHS, 40, None, 3, 2)
     refused(ValueError, "the length of sample 1 is 0", TokenBatches, [3, 0], 40)
     refused(ValueError, "from 0 to 59", TokenBatches, LENGTHS, 40, [60])
-    refused(ValueError, "1 batches of at most 40 tokens are fewer than one step", few_batches)
+    refused(ValueError, "has 1 batches of at most 40 tokens, and a step", few_batches)
 
 
 def few_batches():
@@ -245,10 +245,10 @@ def test_lengths_are_measured_once_and_kept(rank, world, folder):
     assert samples() == first and sum(calls) == COUNT // world
     short = {"dataset_seqlens": LENGTHS[:5]}
     refused(ValueError, "dataset_seqlens has lengths of 5 samples, and the data set has 60", made, given=short)
-    refused(ValueError, "pass dataset_seqlens=, or batch_seqlens_fn=", made, given={"dataset_seqlens": None})
-    refused(ValueError, "dynamic batching is off", dynamic_loader, Sentences(), word_engine(), LENGTHS)
+    refused(ValueError, "pass dataset_seqlens, or batch_seqlens_fn", made, given={"dataset_seqlens": None})
+    refused(ValueError, "dynamic batching is not enabled", dynamic_loader, Sentences(), word_engine(), LENGTHS)
     more = {"model": words(), "config": settings(0, **section()), "training_data": Sentences()}
-    refused(deepspeed.DeepSpeedConfigError, "leave training_data out", deepspeed.initialize, **more)
+    refused(deepspeed.DeepSpeedConfigError, "do not pass training_data", deepspeed.initialize, **more)
 
 
 @on_ranks(1, init=True)

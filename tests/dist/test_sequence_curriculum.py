@@ -116,9 +116,9 @@ def test_truncation_of_any_batch():
     made = truncated({"x": a, "more": (b, c), "text": ["as", "is"]}, {"x": [1], "1": [1, -1], "2": [1]}, 4)
     assert torch.equal(made["x"], a[:, :4]) and torch.equal(made["more"][0], b[:, :4, :4])
     assert made["more"][1].shape == (2, 3) and made["text"] == ["as", "is"] and made["x"].is_contiguous()
-    lacks = "names 'y', and the batch has only the tensors x and the positions 0 to 0"
+    lacks = "names 'y', and the batch does not have it: its tensors have the names 'x', the positions 0 to 0"
     refused(ValueError, lacks, truncated, {"x": a}, {"y": [1]}, 4)
-    flat = r"truncate.x is dimension 2, and that tensor has the shape \(2, 6\)"
+    flat = r"truncate.x names dimension 2, and that tensor has the shape \(2, 6\)"
     refused(ValueError, flat, truncated, {"x": a}, {"x": [2]}, 4)
 
 
@@ -128,7 +128,7 @@ def test_bad_input(rank, world):
         return engine_of(model(), settings(0, **section(**more)))
 
     error = deepspeed.DeepSpeedConfigError
-    refused(error, r"Sequential.forward takes no keyword curriculum_seqlen.*let the loader cut", engine, two_layers)
+    refused(error, r"Sequential.forward does not take the keyword curriculum_seqlen.*let the loader cut", engine, two_layers)
     refused(error, "min_difficulty 20 is above max_difficulty 12", engine, min_difficulty=20)
     refused(error, "schedule_config.total_curriculum_step is missing", engine, schedule_config={})
     refused(error, "curriculum_type is missing", engine, curriculum_type=None)

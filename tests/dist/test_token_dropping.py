@@ -200,7 +200,7 @@ def test_refused(rank, world):
         "the first number of tokens is above the last one": configured(least=20, add=2),
         "the first one would be 0": configured(least=4, add=6),
         "hidden_state_order": configured(hidden_state_order=None),
-        "does not turn on": raised(convert_to_random_ltd, engine_of(Transformer(), settings(0)), Block),
+        "does not enable it": raised(convert_to_random_ltd, engine_of(Transformer(), settings(0)), Block),
     }
     for text, error in texts.items():
         assert text in str(error), (text, error)

@@ -11,9 +11,9 @@ Field curriculum_schedule() {
   return section(
       "schedule_config", "Settings of the schedule.",
       {
-          count("total_curriculum_step", "Steps until the difficulty is at its maximum."),
+          count("total_curriculum_step", "Steps until the difficulty reaches its maximum."),
           count("difficulty_step", "Difficulties are multiples of this."),
-          count("root_degree", "fixed_root: which root."),
+          count("root_degree", "fixed_root: the degree of the root."),
           list("difficulty", nullptr, "fixed_discrete: the difficulties.").items(kInt),
           list("max_step", nullptr, "fixed_discrete: the last step of each but the last difficulty.").items(kInt),
       });
@@ -26,60 +26,69 @@ Field schedule_type() {
 
 Field data_sampling() {
   return section(
-      "data_sampling", "Which samples are drawn.",
+      "data_sampling", "The choice of samples.",
       {
           enabled(),
-          integer("num_epochs", 1000, "Most times that the whole data set is drawn.").above(0),
+          integer("num_epochs", 1000, "The data set is drawn at most this many times.").above(0),
           integer("num_workers", 0, "Worker processes of the loader.").at_least(0),
           boolean("pin_memory", false, "Page-locked host memory for batches."),
           section(
               "curriculum_learning", "Easy samples first.",
               {
                   enabled(),
-                  path("data_cluster_path", "Folder for the clusters of samples, which one rank writes and all read."),
-                  section("curriculum_metrics", "What difficulty is, by name.",
-                          {
-                              section("<metric name>", "One metric.",
-                                      {
-                                          path("index_to_sample_path", "Samples by value of the metric."),
-                                          path("index_to_metric_path", "The values of those."),
-                                          text("difficulty_type", nullptr, "A difficulty is a value or a percentile.")
-                                              .one_of({"value", "percentile"}),
-                                          text("clustering_type", nullptr, "How samples are put into clusters.")
-                                              .one_of({"single_cluster", "schedule_based"}),
-                                          count("min_difficulty", "Difficulty at the start."),
-                                          count("max_difficulty", "Difficulty at the end."),
-                                          schedule_type(),
-                                          curriculum_schedule(),
-                                      }),
-                          }),
+                  path("data_cluster_path",
+                       "Folder for the clusters of samples. One rank writes it, and all ranks read it."),
+                  section(
+                      "curriculum_metrics", "Metrics of difficulty, by name.",
+                      {
+                          section(
+                              "<metric name>", "One metric.",
+                              {
+                                  path("index_to_sample_path",
+                                       "Indexed data set of an analysis: the samples of each value of the metric."),
+                                  path("index_to_metric_path",
+                                       "Indexed data set of an analysis: the values of the metric."),
+                                  text("difficulty_type", nullptr, "Whether a difficulty is a value or a percentile.")
+                                      .one_of({"value", "percentile"}),
+                                  text("clustering_type", nullptr,
+                                       "schedule_based: the metric chooses samples; single_cluster: it does not.")
+                                      .one_of({"single_cluster", "schedule_based"}),
+                                  count("min_difficulty", "Difficulty at the start."),
+                                  count("max_difficulty", "Difficulty at the end."),
+                                  schedule_type(),
+                                  curriculum_schedule(),
+                              }),
+                      }),
               }),
           section(
               "dynamic_batching", "Batches of equal token counts.",
               {
                   enabled(),
                   path("metrics_path",
-                       "Folder of an analysis with the metric seqlen, or of seqlens.npy, the lengths of the samples; the "
+                       "Folder of an analysis with the metric seqlen, or of seqlens.npy, the lengths of the samples; "
+                       "the "
                        "latter is written where both are missing."),
                   text("lr_scaling_method", "linear", "How the learning rate follows the batch size.")
                       .one_of({"linear", "sqrt", "none"}),
-                  integer("min_batch_size", 1, "Fewest samples of a micro-batch; smaller ones are left out.").above(0),
-                  integer("max_batch_size", nullptr, "Most samples of a micro-batch.").above(0),
-                  text("sequence_picking_order", "dataloader", "In which order samples are put together.")
+                  integer("min_batch_size", 1, "Minimum number of samples in a micro-batch; smaller ones are left out.")
+                      .above(0),
+                  integer("max_batch_size", nullptr, "Maximum number of samples in a micro-batch.").above(0),
+                  text("sequence_picking_order", "dataloader", "Order in which samples are put together.")
                       .one_of({"random", "seqlen", "dataloader"}),
-                  integer("max_tokens", nullptr, "Most tokens of a micro-batch.").above(0),
-                  boolean("verbose", false, "Print the batches."),
+                  integer("max_tokens", nullptr, "Maximum number of tokens in a micro-batch.").above(0),
+                  boolean("verbose", false, "Log the batches."),
               }),
       });
 }
 
 Field data_routing() {
   return section(
-      "data_routing", "Which tokens go through which layers.",
+      "data_routing", "Layers that drop tokens.",
       {
           enabled(),
           section(
-              "random_ltd", "Random-LTD: some layers get random tokens of each sample, the others pass them by.",
+              "random_ltd",
+              "Random-LTD: some layers compute on random tokens of each sample, and the other tokens skip them.",
               {
                   enabled(),
                   integer("total_layer_num", nullptr, "Layers of the model.").above(0),
@@ -88,26 +97,26 @@ Field data_routing() {
                       .items(kInt)
                       .items_at_least(0),
                   text("model_mask_name", nullptr,
-                       "Keyword of the attention mask in forward of a layer; null: it has none."),
-                  text("model_type", nullptr, "What the layers are.")
+                       "Keyword of the attention mask in the forward of a layer; null: there is none."),
+                  text("model_type", nullptr, "Kind of the layers.")
                       .one_of({"decoder", "encoder"})
                       .no_effect("masks of both are cut to the kept tokens in the same way"),
                   text("hidden_state_order", nullptr, "Order of dimensions of the hidden states.")
                       .one_of({"batch_seq_dim", "seq_batch_dim"}),
-                  count("micro_batch_size", "The same as train_micro_batch_size_per_gpu; null: not compared."),
-                  count("global_batch_size", "The same as train_batch_size; null: not compared."),
-                  section(
-                      "random_ltd_schedule", "Tokens of a sample that are kept, over the steps.",
-                      {
-                          integer("min_value", nullptr, "At the start.").above(0),
-                          integer("max_value", nullptr, "At the end: the length of a sequence.").above(0),
-                          text("schedule_type", nullptr, "How it grows; null: fixed_linear.").one_of({"fixed_linear"}),
-                          section("schedule_config", "Settings of that.",
-                                  {
-                                      integer("require_steps", nullptr, "Steps until the end.").above(0),
-                                      integer("seq_per_step", nullptr, "Tokens added at one time.").above(0),
-                                  }),
-                      }),
+                  count("micro_batch_size", "Must be equal to train_micro_batch_size_per_gpu; null: not compared."),
+                  count("global_batch_size", "Must be equal to train_batch_size; null: not compared."),
+                  section("random_ltd_schedule", "Number of tokens that are kept of a sample, over the steps.",
+                          {
+                              integer("min_value", nullptr, "The number at the start.").above(0),
+                              integer("max_value", nullptr, "The number at the end: the length of a sequence.").above(0),
+                              text("schedule_type", nullptr, "How the number grows; null: fixed_linear.")
+                                  .one_of({"fixed_linear"}),
+                              section("schedule_config", "Settings of the schedule.",
+                                      {
+                                          integer("require_steps", nullptr, "Steps until the end.").above(0),
+                                          integer("seq_per_step", nullptr, "Tokens added at one time.").above(0),
+                                      }),
+                          }),
                   section("layer_token_lr_schedule", "Let the learning rate follow the tokens that layers have seen.",
                           {
                               enabled(),
@@ -149,7 +158,7 @@ void check_random_ltd(RuleContext& j) {
     j.error({rates + ".total_layer_tokens"}, "required when layer_token_lr_schedule is enabled.", "Add it.");
   const std::string type = j.text("scheduler.type");
   if (type != "WarmupDecayLR" && type != "WarmupCosineLR")
-    j.error({"scheduler.type", rates + ".enabled"}, "layer_token_lr_schedule counts out a schedule with an end.",
+    j.error({"scheduler.type", rates + ".enabled"}, "layer_token_lr_schedule needs a schedule with an end.",
             "Use WarmupDecayLR or WarmupCosineLR.");
 }
 
@@ -158,7 +167,7 @@ void check_discrete(RuleContext& j, const std::string& at) {
   const std::string levels = at + ".schedule_config.difficulty", steps = at + ".schedule_config.max_step";
   if (j.size(levels) != j.size(steps) + 1) {
     j.error({steps, levels}, "max_step has one item fewer than difficulty: the last difficulty has no end.",
-            "Make it so.");
+            "Add or remove items.");
   }
 }
 
@@ -176,9 +185,9 @@ DS_CONFIG_CHAPTER(85, kTraining, "Data and curriculum") {
   auto curriculum = section("curriculum_learning", "Older curriculum over sequence length.",
                             {
                                 enabled(),
-                                text("curriculum_type", nullptr, "What grows.").one_of({"seqlen"}),
-                                count("min_difficulty", "At the start."),
-                                count("max_difficulty", "At the end."),
+                                text("curriculum_type", nullptr, "The kind of difficulty.").one_of({"seqlen"}),
+                                count("min_difficulty", "Difficulty at the start."),
+                                count("max_difficulty", "Difficulty at the end."),
                                 schedule_type(),
                                 curriculum_schedule(),
                                 table("truncate", nullptr,
@@ -190,13 +199,14 @@ DS_CONFIG_CHAPTER(85, kTraining, "Data and curriculum") {
                 "engine.training_ended() is true from the step on that reaches so many tokens, over all ranks.")
             .above(0));
   auto drop =
-      section("progressive_layer_drop", "Skip layers more and more often.",
+      section("progressive_layer_drop", "Steps leave out random layers, and more of them as the training goes on.",
               {
                   enabled(),
-                  number("theta", 1.0, "Probability with which a layer is kept in the end; at step 0 it is 1.")
+                  number("theta", 1.0, "Limit of the probability of keeping a layer; at step 0 it is 1.")
                       .at_least(0)
                       .at_most(1),
-                  number("gamma", 0.001, "How fast it gets there: exp(-gamma * step) of the way is left.").at_least(0),
+                  number("gamma", 0.001, "Rate of the probability: it is (1 - theta) * exp(-gamma * step) + theta.")
+                      .at_least(0),
               });
   c.add(drop);
 

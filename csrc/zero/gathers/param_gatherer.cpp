@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "base/ranges.h"
+#include "plan/learned_order.h"
 
 namespace ds::zero {
 
@@ -47,6 +48,15 @@ void ParamGatherer::allow_pool(const Unit& unit) {
   for (const ShardedParam* param : unit.params)
     if (!param->persistent) bytes += param->padded_numel() * static_cast<int64_t>(c10::elementSize(param->dtype()));
   source_->buffers().keep_two_of(bytes);
+}
+
+void ParamGatherer::leave_out(const std::vector<ShardedParam*>& params) {
+  left_out_ = {params.begin(), params.end()};
+  source_->leave_out(params);
+}
+
+bool ParamGatherer::left_out(const Unit& unit) const {
+  return !left_out_.empty() && all_of(unit.params, [&](const ShardedParam* param) { return left_out_.count(param); });
 }
 
 // ---- holding ------------------------------------------------------------------------------------------------------
@@ -138,6 +148,27 @@ void ParamGatherer::note(int32_t unit) {
   const auto found =
       std::find(trace_.begin() + static_cast<std::ptrdiff_t>(std::min(cursor_, trace_.size())), trace_.end(), unit);
   if (found != trace_.end()) cursor_ = static_cast<size_t>(found - trace_.begin()) + 1;
+}
+
+void ParamGatherer::learn_trace() {
+  std::vector<int32_t> now;
+  for (size_t unit = 0; unit < units_.size(); ++unit)
+    if (left_out(units_[unit])) now.push_back(static_cast<int32_t>(unit));
+  if (now.empty() && unseen_.empty()) {
+    trace_ = std::move(recording_);
+    return;
+  }
+  const auto order_of = [](const std::vector<int32_t>& units, const std::vector<int32_t>& unseen) {
+    plan::LearnedOrder order{{}, unseen};
+    for (int32_t unit : units) order.entries.push_back({unit});
+    return order;
+  };
+  erase_if(recording_, [&](int32_t unit) { return contains(now, unit); });
+  plan::LearnedOrder next = order_of(recording_, now);
+  if (!trace_.empty()) next = plan::merged(order_of(trace_, unseen_), next).value_or(next);
+  trace_.clear();
+  for (const auto& entry : next.entries) trace_.push_back(entry.front());
+  unseen_ = next.unseen;
 }
 
 bool ParamGatherer::wanted_soon(int32_t unit) const {
@@ -279,6 +310,7 @@ void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
   // An evaluation says nothing about training. Where nobody trains it tells what to fetch ahead in the next one.
   if (offloaded_ && (trace_.empty() || evaluated_)) {
     trace_.assign(recording_.begin() + static_cast<std::ptrdiff_t>(recorded_before_), recording_.end());
+    unseen_.clear();
     evaluated_ = true;
   }
   recording_.resize(recorded_before_);
@@ -312,7 +344,7 @@ void ParamGatherer::end_backward() {
   source_->forget_ahead();
   release_all();
   if (!recording_.empty()) {
-    trace_ = std::move(recording_);
+    learn_trace();
     evaluated_ = false;
   }
   recording_.clear();

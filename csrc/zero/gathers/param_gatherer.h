@@ -10,7 +10,8 @@
 //
 // [Note: the trace is a hint]
 // The order of uses in the last backward-ended cycle tells how soon a parameter is wanted again. It decides only
-// whether to keep it; a rank that takes another branch finds parameters by fetching them.
+// whether to keep it; a rank that takes another branch finds parameters by fetching them. Units that the cycle has left
+// out keep their places (plan/learned_order.h): what is kept does not depend on what other cycles leave out.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -64,7 +65,8 @@ class ParamGatherer {
 
   // The model does not use `params` until the next call, as far as the caller knows: a module is not a reason to gather
   // them, and nothing fetches them ahead. One that is touched all the same is gathered then.
-  void leave_out(const std::vector<ShardedParam*>& params) { left_out_ = {params.begin(), params.end()}; }
+  // All ranks name the same ones.
+  void leave_out(const std::vector<ShardedParam*>& params);
 
   // For as long as a caller wants it.
   void acquire(const std::vector<ShardedParam*>& params);
@@ -107,6 +109,8 @@ class ParamGatherer {
   void let_go(const std::vector<ShardedParam*>& params, bool keep);
   void drop(ShardedParam& param);
   void note(int32_t unit);
+  void learn_trace();
+  bool left_out(const Unit& unit) const;
   void allow_pool(const Unit& unit);
   bool wanted_soon(int32_t unit) const;
   std::vector<ShardedParam*> wanted_next() const;
@@ -130,6 +134,7 @@ class ParamGatherer {
   std::vector<ShardedParam*> saved_again_;
   bool creates_graph_ = false;
   std::vector<int32_t> trace_, recording_;
+  std::vector<int32_t> unseen_;  // units that the trace lacks because each cycle up to now has left them out
   size_t cursor_ = 0, recorded_before_ = 0;
   bool evaluated_ = false;  // trace_ is of an evaluation
   bool offloaded_ = false;  // slices rest elsewhere

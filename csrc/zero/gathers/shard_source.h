@@ -41,6 +41,8 @@ class ShardSource {
   // them now.
   virtual void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) = 0;
   virtual bool looks_ahead() const { return false; }
+  // No rank gathers `params` until the next call, as far as each of them knows.
+  virtual void leave_out(const std::vector<ShardedParam*>& /*params*/) {}
   virtual void forget_ahead() {}  // gathers that were started ahead are not needed any more
   // A hint: they are wanted soon. Slices that rest elsewhere are fetched.
   virtual void expect(const std::vector<ShardedParam*>& params) { prefetch(params); }

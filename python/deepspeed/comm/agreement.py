@@ -1,4 +1,4 @@
-"""Problems of one rank that all ranks of a group hear of."""
+"""Work that all ranks of a group do: if it fails on one rank, it fails on all."""
 
 from deepspeed.comm.collectives import all_gather_object
 from deepspeed.comm.process_group import get_world_size
@@ -17,10 +17,11 @@ def problems_of_ranks(problem, group=None, alone=False):
 
 
 def together(function, what, group=None, alone=False):
-    """Returns ``function()`` of this rank; all ranks of ``group`` call it. Where it raises on one rank, all of them
-    raise: that one its error, the others a RuntimeError which says that ``what`` has failed on that rank, and why.
+    """Calls ``function()`` and returns its result. All ranks of ``group`` must call this. If the function raises on one
+    rank, that rank raises its error, and the others raise RuntimeError with that rank, that error and the name
+    ``what``.
 
-    alone: there are no other ranks. function: None where this rank has nothing to do.
+    alone: whether this is the only rank. function: None if this rank has nothing to do.
     """
     result = failed = error = None
     try:

@@ -1,8 +1,9 @@
-"""Parts of an analysis: what one thread of one worker has found for one metric, and their merge.
+"""The parts of an analysis, and their merge. A part is the result of one thread of one worker for one metric.
 
-A part holds the values in the order of its samples (``<metric>_values``), the numbers of the samples where they do not
-follow each other (``<metric>_numbers``), and a *sorted run*: the samples by rising value, as two indexed data sets.
-Runs are merged block by block, so memory does not grow with the number of parts or values.
+A part has three things: the values in the order of its samples (``<metric>_values``), the numbers of these samples if
+they are not consecutive (``<metric>_numbers``), and a *sorted run*, which is the samples in the order of their values,
+as two indexed data sets. Runs are merged block by block, so the memory does not grow with the number of parts or
+values.
 """
 
 import os
@@ -21,12 +22,12 @@ BLOCK = 1 << 20  # samples that are merged at once
 
 
 def metric_folder(save_path, metric):
-    """The folder of a metric, which the user has named."""
+    """The folder of a metric."""
     return os.path.join(save_path, metric)
 
 
 def metric_file(folder, metric, what):
-    """The path of one of its files, without an ending."""
+    """The path of a file of a metric, without its ending."""
     return os.path.join(folder, f"{metric}_{what}")
 
 
@@ -35,11 +36,17 @@ def part_folder(metric_save_path, worker, thread):
 
 
 class PartFile:
-    """Numbers that are appended to a file, and were there already when the map before it was interrupted."""
+    """A file to which numbers are appended. If an earlier map was interrupted, the file has numbers of that map."""
 
     def __init__(self, path, dtype):
         self.path, self.dtype = path, numpy.dtype(dtype)
         self._file = open(path, "ab")  # noqa: SIM115 (closed by close)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
 
     def has(self, count):
         """Whether there are ``count`` numbers or more. A file may lose its end when the host fails."""
@@ -63,20 +70,20 @@ class PartFile:
 
 
 def numbers_in(path, dtype):
-    """The numbers of such a file, where they lie."""
+    """The numbers of such a file, as an array that is mapped to it."""
     return numpy.memmap(path, dtype, "r") if os.path.getsize(path) else numpy.empty(0, dtype)
 
 
 def write_documents(path, dtype, blocks):
-    """``blocks``: pairs of values and of the sizes of their documents."""
-    builder = MMapIndexedDatasetBuilder(data_file_path(path), dtype)
-    for values, sizes in blocks:
-        builder.add_items(values, sizes)
-    builder.finalize(index_file_path(path))
+    """Writes an indexed data set. ``blocks``: pairs ``(values, sizes of their documents)``."""
+    with MMapIndexedDatasetBuilder(data_file_path(path), dtype) as builder:
+        for values, sizes in blocks:
+            builder.add_items(values, sizes)
+        builder.finalize(index_file_path(path))
 
 
 def write_run(folder, metric, values, numbers, first):
-    """The sorted run of a part. numbers: of the samples, or None: they follow each other from ``first`` on."""
+    """Writes the sorted run of a part. numbers: those of its samples; None: they are consecutive, from ``first`` on."""
     order, rising = _sorted(values)
     starts = numpy.flatnonzero(numpy.concatenate([[True], rising[1:] != rising[:-1]])) if len(rising) else order
     sizes = numpy.diff(numpy.append(starts, len(rising)))
@@ -94,7 +101,7 @@ def write_run(folder, metric, values, numbers, first):
 
 
 def _sorted(values):
-    """``(order, values in this order)``; equal values stay in their order."""
+    """Returns ``(order, values in this order)``. Equal values keep their order."""
     low, high = _range(values)
     bits = len(values).bit_length()
     if high - low < 2**16:  # numpy sorts 16 bits in linear time
@@ -103,7 +110,7 @@ def _sorted(values):
     if (high - low).bit_length() + bits > 63 or high > numpy.iinfo(numpy.int64).max:
         order = numpy.argsort(values, kind="stable")
         return order, values[order]
-    # One number of value and place is sorted faster than places are by their values.
+    # Numbers that hold a value and its place are sorted faster than places are sorted by their values.
     keys = (values.astype(numpy.int64) - low) << bits
     keys |= numpy.arange(len(values))
     keys.sort()
@@ -118,7 +125,7 @@ def _range(numbers):
 
 
 class Run:
-    """The sorted run of a part: values rise, ``sizes`` are the numbers of samples that have them."""
+    """The sorted run of a part. ``values`` rise; ``sizes`` has the number of samples with each of them."""
 
     def __init__(self, folder, metric):
         samples = IndexedDataset(metric_file(folder, metric, "index_to_sample"))
@@ -127,23 +134,23 @@ class Run:
         self.ends = numpy.cumsum(self.sizes)
 
     def between(self, low, high):
-        """Samples of the rows from the value ``low`` up to and including ``high``, and the slice of these rows."""
+        """Returns the samples with values from ``low`` to ``high``, both included, and the slice of these values."""
         rows = slice(numpy.searchsorted(self.values, low, "left"), numpy.searchsorted(self.values, high, "right"))
         end = self.ends[rows.stop - 1] if rows.stop > rows.start else 0
         return self.samples[end - self.sizes[rows].sum() : end], rows
 
     def repeated(self, rows):
-        """The value of each sample of these rows."""
+        """The value of each sample, for a slice of the values."""
         return numpy.repeat(self.values[rows], self.sizes[rows])
 
 
 def counted(runs):
-    """``(values, counts)`` of all runs: each value once, rising."""
+    """Returns ``(values, counts)`` of all runs: each value once, in rising order, and how many samples have it."""
     return added([(run.values, run.sizes) for run in runs])
 
 
 def added(pairs):
-    """The same of pairs of rising values and counts."""
+    """Merges pairs ``(values, counts)``. The values of each pair rise, and so do those of the result."""
     if len(pairs) == 1:
         return pairs[0]
     values = numpy.unique(numpy.concatenate([pair[0] for pair in pairs])) if pairs else numpy.empty(0, numpy.int64)
@@ -154,8 +161,8 @@ def added(pairs):
 
 
 def merged_blocks(runs, values, counts):
-    """Pairs of samples and of the sizes of their documents, one for each of ``values``, in order. Samples of one value
-    stand in the order of the runs."""
+    """Yields pairs ``(samples, sizes of their documents)``. There is a document for each of ``values``, in order. The
+    samples of one value have the order of the runs."""
     ends = numpy.cumsum(counts)
     begin = 0
     while begin < len(values):
@@ -164,7 +171,7 @@ def merged_blocks(runs, values, counts):
         found = [(run, *run.between(values[begin], values[end - 1])) for run in runs]
         found = [one for one in found if len(one[1])]
         samples = numpy.concatenate([own for _, own, _ in found])
-        if len(found) > 1 and end - begin > 1:  # the sort merges: each run rises
+        if len(found) > 1 and end - begin > 1:  # each run is sorted, so a stable sort merges them
             repeated = numpy.concatenate([run.repeated(rows) for run, _, rows in found])
             samples = samples[numpy.argsort(repeated, kind="stable")]
         yield samples, counts[begin:end]
@@ -172,11 +179,11 @@ def merged_blocks(runs, values, counts):
 
 
 def join(path, parts):
-    """The data sets ``parts`` become one at ``path``, and are removed."""
-    builder = MMapIndexedDatasetBuilder(data_file_path(path), IndexedDataset(parts[0]).dtype)
-    for part in parts:
-        builder.merge_file_(part)
-    builder.finalize(index_file_path(path))
+    """Joins the data sets ``parts`` into one at ``path``, and removes them."""
+    with MMapIndexedDatasetBuilder(data_file_path(path), IndexedDataset(parts[0]).dtype) as builder:
+        for part in parts:
+            builder.merge_file_(part)
+        builder.finalize(index_file_path(path))
     for part in parts:
         os.unlink(data_file_path(part))
         os.unlink(index_file_path(part))

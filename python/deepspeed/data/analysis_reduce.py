@@ -1,4 +1,4 @@
-"""The reduce of an analysis: parts of all workers become the files of each metric."""
+"""The reduce of an analysis: it merges the parts of all workers into the files of each metric."""
 
 import multiprocessing
 import os
@@ -17,19 +17,21 @@ SINGLE, ACCUMULATED = "single_value_per_sample", "accumulate_value_over_samples"
 
 
 class AnalysisReduce:
-    """The methods of a ``DataAnalyzer`` that merge."""
+    """The methods of a ``DataAnalyzer`` that merge parts."""
 
     def get_metric_value_percentiles(self, metric_name, num_sample_per_value, total_num_samples):
-        """``{percentile: value}``: the value that so many of a hundred samples have at most. num_sample_per_value:
-        ``{value: number of samples}``."""
+        """Returns ``{percentile: value}``: that percentage of the samples has at most this value.
+
+        num_sample_per_value: ``{value: number of samples}``.
+        """
         values = sorted(num_sample_per_value)
         return _percentiles(metric_name, values, [num_sample_per_value[value] for value in values], total_num_samples)
 
     def merge_gather_map_stats(
         self, num_workers, num_threads, num_threads_reduce, t_idx_reduce, metric_save_path, metric_name, return_dict
     ):
-        """``return_dict[t_idx_reduce]``: number of samples, values and samples of each value, and whether samples have
-        numbers of their own, of the parts that are this thread's."""
+        """Sets ``return_dict[t_idx_reduce]`` for the parts of this thread: the number of samples, the values, the
+        number of samples of each value, and whether the numbers of the samples are stored."""
         folders = _folders(metric_save_path, num_workers, num_threads)
         _, share = _share(len(folders), num_threads_reduce, t_idx_reduce)
         runs = [parts.Run(folder, metric_name) for folder in folders[share]]
@@ -45,7 +47,7 @@ class AnalysisReduce:
     def merge_sample_to_metric(
         self, t_idx_reduce, metric_save_path, metric_name, metric_value_dtype, map_worker_thread
     ):
-        """Writes the values of the parts ``[(worker, thread)]`` in the order of the samples to
+        """Writes the values of the parts ``[(worker, thread), ...]`` in the order of the samples to
         ``<metric>_sample_to_metric_thread<t>``."""
         folders = [parts.part_folder(metric_save_path, *pair) for pair in map_worker_thread]
         path = parts.metric_file(metric_save_path, metric_name, f"sample_to_metric_thread{t_idx_reduce}")
@@ -64,12 +66,15 @@ class AnalysisReduce:
         for run in runs:
             places = run.samples.astype(numpy.int64) - first
             if len(places) and places.max() >= total:
-                raise ValueError(f"{path}: sample {places.max() + first} is beyond the {total} samples from {first} on")
+                raise ValueError(
+                    f"{path}: a part has sample {places.max() + first}, and there are {total} samples from {first} on: "
+                    "sample_indices, or 'index' of the batches, must name each sample once"
+                )
             found[places] = numpy.repeat(run.values, run.sizes)
             there[places] = True
         if not there.all():
             raise ValueError(
-                f"{path}: sample {int(numpy.flatnonzero(~there)[0]) + first} has no value and another one has two: "
+                f"{path}: sample {int(numpy.flatnonzero(~there)[0]) + first} has no value, and another sample has two: "
                 "sample_indices, or 'index' of the batches, must name each sample once"
             )
         blocks = _ones(found)
@@ -86,8 +91,8 @@ class AnalysisReduce:
         num_workers,
         num_threads,
     ):
-        """Writes the samples of ``unique_metric_values`` (rising) to ``<metric>_index_to_sample_thread<t>``, and these
-        values to ``<metric>_index_to_metric_thread<t>``."""
+        """Writes the samples of ``unique_metric_values``, which rise, to ``<metric>_index_to_sample_thread<t>``, and
+        the values to ``<metric>_index_to_metric_thread<t>``."""
         runs = [parts.Run(folder, metric_name) for folder in _folders(metric_save_path, num_workers, num_threads)]
         values = numpy.asarray(unique_metric_values)
         counts = numpy.zeros(len(values), numpy.int64)
@@ -137,8 +142,8 @@ class AnalysisReduce:
         there = sum(one["num_samples"] for one in stats)
         if there != samples:
             raise ValueError(
-                f"the parts of the metric {name!r} below {folder} have {there} samples, and the data set has "
-                f"{samples}: they are of another data set, or of other numbers of workers and threads"
+                f"the parts of the metric {name!r} in {folder} have {there} samples, and the data set has {samples}: "
+                "the parts come from another data set, or from a map with other numbers of workers and threads"
             )
         values, counts = parts.added([(one["values"], one["counts"]) for one in stats])
         _percentiles(name, values, counts, samples)
@@ -168,18 +173,21 @@ class AnalysisReduce:
     def output_index_to_sample_percentile(
         index_to_sample_fname, index_to_metric_fname, metric_name, metric_save_path, total_num_samples, sample_idx_dtype
     ):
-        """Writes ``<metric>_index_to_sample_percentile_merged``: document p has the samples that come after p of a
-        hundred and before p + 1 when they are sorted by value. Values of ``index_to_metric_fname`` rise already."""
+        """Writes ``<metric>_index_to_sample_percentile_merged``. Its 100 documents are the samples in the order of
+        their values, cut into hundredths. The values of ``index_to_metric_fname`` must rise."""
         samples = IndexedDataset(index_to_sample_fname)
         if len(samples) != len(IndexedDataset(index_to_metric_fname)):
-            raise ValueError(f"{index_to_sample_fname} and {index_to_metric_fname} are not of one analysis")
+            raise ValueError(
+                f"{index_to_sample_fname} and {index_to_metric_fname} do not belong to one analysis: the numbers of "
+                "their documents differ"
+            )
         cuts = [total_num_samples * percentile // 100 for percentile in range(101)]
         path = parts.metric_file(metric_save_path, metric_name, "index_to_sample_percentile_merged")
         parts.write_documents(path, sample_idx_dtype, [(samples.whole(), numpy.diff(cuts))])
 
 
 def _folders(metric_save_path, num_workers, num_threads):
-    """Of all parts, in the order of their samples."""
+    """The folders of all parts, in the order of their samples."""
     return [
         parts.part_folder(metric_save_path, worker, thread)
         for worker in range(num_workers)
@@ -188,12 +196,12 @@ def _folders(metric_save_path, num_workers, num_threads):
 
 
 def _own_numbers(folder, metric_name):
-    """Whether the samples of a part have numbers of their own."""
+    """Whether a part stores the numbers of its samples."""
     return os.path.getsize(parts.metric_file(folder, metric_name, "numbers")) > 0
 
 
 def _percentiles(metric_name, values, counts, samples):
-    """Of rising values, each with the number of samples that have it."""
+    """Logs and returns ``{percentile: value}``. ``counts``: the number of samples of each of the rising ``values``."""
     ends, found = numpy.cumsum(counts), {}
     for percentile in (1, 5, *range(10, 100, 10), 95, 99, 100) if len(values) else ():
         at = numpy.searchsorted(ends, -(-samples * percentile // 100), "left")
@@ -203,20 +211,20 @@ def _percentiles(metric_name, values, counts, samples):
 
 
 def _share(count, of, number):
-    """``(first, slice)`` of one of ``of`` even shares of ``count`` things."""
+    """``(first, slice)`` of share ``number`` when ``count`` things are split into ``of`` even shares."""
     share = slice(count * number // of, count * (number + 1) // of)
     return share.start, share
 
 
 def _ones(values):
-    """Blocks of documents with one value each."""
+    """Yields blocks of documents that have one value each."""
     for at in range(0, len(values), parts.BLOCK):
         block = values[at : at + parts.BLOCK]
         yield block, numpy.ones(len(block), numpy.int32)
 
 
 def _joined(path, threads):
-    if threads == 1:  # the only one is the whole
+    if threads == 1:  # its files are complete
         for end in (".bin", ".idx"):
             shutil.move(f"{path}_thread0{end}", f"{path}{end}")
     else:
@@ -224,7 +232,8 @@ def _joined(path, threads):
 
 
 def on_processes(function, arguments, what):
-    """``function(*each)``, each in a process of its own where there are several. RuntimeError when one has failed."""
+    """Calls ``function(*each)`` for each of ``arguments``, in a process each if there are several. RuntimeError if one
+    fails."""
     if len(arguments) == 1:
         function(*arguments[0])
         return
@@ -236,11 +245,11 @@ def on_processes(function, arguments, what):
         process.join()
     failed = [str(i) for i, process in enumerate(running) if process.exitcode]
     if failed:
-        raise RuntimeError(f"{what} has failed on thread {', '.join(failed)}: see the errors above")
+        raise RuntimeError(f"{what} has failed on thread {', '.join(failed)}: the errors above say why")
 
 
 def _in_child(function, arguments):
-    torch.set_num_threads(1)  # threads of the parent are not there
+    torch.set_num_threads(1)  # a forked process does not have the parent's threads
     try:
         function(*arguments)
     except BaseException:

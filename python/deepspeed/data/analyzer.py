@@ -1,13 +1,14 @@
-"""The offline analysis of a data set: the difficulty of each sample by metrics of the user, and two indexes of it.
+"""The offline analysis of a data set: it computes metrics of each sample, and writes two indexes of their values.
 
-A *map* computes the values of the samples of one worker, on its threads; a *reduce* merges what all workers have found.
-Files below ``save_path/<metric>``: ``<metric>_sample_to_metric`` (document i: the value of sample i),
+A *map* computes the values of the samples of one worker, on its threads. A *reduce* merges the results of all workers.
+Files in ``save_path/<metric>``: ``<metric>_sample_to_metric`` (document i: the value of sample i),
 ``<metric>_index_to_metric`` (the values, rising) and ``<metric>_index_to_sample`` (the samples of each value), and
 ``<metric>_index_to_sample_percentile_merged`` (the samples of each hundredth); for accumulated metrics
 ``<metric>_metric_value``. All are indexed data sets (``indexed.py``).
 """
 
 import collections.abc
+import contextlib
 import json
 import os
 import time
@@ -23,26 +24,30 @@ from deepspeed.data.analysis_reduce import ACCUMULATED, SINGLE, AnalysisReduce, 
 from deepspeed.formats.weight_files import write_whole
 from deepspeed.log import logger
 
-SAVE_SECONDS = 10  # between two notes of how far a map is
+SAVE_SECONDS = 10  # between two times at which a map saves its position
 TELL_SECONDS = 60  # between two lines of the log
 
 
 class DataAnalyzer(AnalysisReduce):
     """The analysis of a map-style data set.
 
-    num_workers, worker_id: processes, on one or several nodes, that run the map, and which this one is.
-    num_threads: processes of this worker's map, each with a part of its samples. num_threads_reduce: of the reduce.
-    specific_threads: the threads that this map runs; empty: all. batch_size: samples that metrics get at once.
-    metric_names, metric_functions, metric_types, metric_dtypes: as long as each other. A function gets a batch and
+    num_workers, worker_id: the number of processes, on one or several nodes, that run the map, and the number of this
+        one.
+    num_threads: processes of this worker's map, each of which has a part of its samples.
+    num_threads_reduce: processes of the reduce.
+    specific_threads: the threads that this map runs; empty: all.
+    batch_size: samples that a metric function gets at once.
+    metric_names, metric_functions, metric_types, metric_dtypes: lists of the same length. A function gets a batch and
         returns whole numbers of its dtype (torch's or numpy's): one for each sample ("single_value_per_sample"), or an
         array that is summed over all batches ("accumulate_value_over_samples").
-    save_path: the folder of all workers. collate_fn: makes a batch of a list of samples of any type; None: torch's.
+    save_path: the folder of the results of all workers.
+    collate_fn: makes a batch of a list of samples; None: torch's default.
     custom_map_init, custom_map_update, custom_map_finalize, custom_reduce: replace ``init_metric_results``,
-        ``update_metric_results``, ``finalize_metric_results`` and ``merge_map_results``, with the same arguments.
-    sample_indices: the number of each sample, where ``dataset`` has them in another order. A batch that is a mapping
-        with "index" (one number for each sample) says so itself.
+        ``update_metric_results``, ``finalize_metric_results`` and ``merge_map_results``; they get the same arguments.
+    sample_indices: the number of each sample, if ``dataset`` has the samples in another order. If a batch is a mapping
+        with the key "index", its numbers are taken from there, one for each sample.
 
-    A map that was interrupted goes on where it ended, unless it is a custom one.
+    A map that was interrupted continues where it ended, unless it has custom functions.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class DataAnalyzer(AnalysisReduce):
             if name in ("", ".", "..") or "/" in name or "\0" in name:
                 raise ValueError(f"the metric name {name!r} cannot be a folder of save_path: use a name without '/'")
         if not 0 <= worker_id < num_workers:
-            raise ValueError(f"worker_id {worker_id} is none of the {num_workers} workers, which are counted from 0")
+            raise ValueError(f"worker_id {worker_id} is none of the {num_workers} workers: they are counted from 0")
         self.dataset, self.batch_size, self.save_path = dataset, batch_size, save_path
         self.num_workers, self.worker_id = num_workers, worker_id
         self.num_threads, self.num_threads_reduce = num_threads, num_threads_reduce
@@ -94,27 +99,30 @@ class DataAnalyzer(AnalysisReduce):
 
     # ---- map ---------------------------------------------------------------------------------------------------------
     def _samples_of(self, thread_id):
-        """``(first, end)`` of the samples of a thread: an even share, in order."""
+        """``(first, end)`` of the samples of a thread. All threads have even shares, in order."""
         part, of = self.worker_id * self.num_threads + thread_id, self.num_workers * self.num_threads
         return len(self.dataset) * part // of, len(self.dataset) * (part + 1) // of
 
     def init_metric_results(self, thread_id, metric_names, metric_types, metric_dtypes, save_path, worker_id):
-        """A dict for each metric, with what ``update_metric_results`` adds to."""
+        """Returns a dict for each metric, to which ``update_metric_results`` adds results."""
         results = []
-        for name, kind, dtype in zip(metric_names, metric_types, metric_dtypes):
-            folder = parts.part_folder(parts.metric_folder(save_path, name), worker_id, thread_id)
-            os.makedirs(folder, exist_ok=True)
-            result = {"metric_name": name, "metric_type": kind, "folder": folder, "count": 0, "metric_value": None}
-            if kind == SINGLE:
-                result["values"] = parts.PartFile(parts.metric_file(folder, name, "values"), dtype)
-                result["numbers"] = parts.PartFile(parts.metric_file(folder, name, "numbers"), numpy.int64)
-            results.append(result)
+        with contextlib.ExitStack() as opened:  # closes them where the next one cannot be opened
+            for name, kind, dtype in zip(metric_names, metric_types, metric_dtypes):
+                folder = parts.part_folder(parts.metric_folder(save_path, name), worker_id, thread_id)
+                os.makedirs(folder, exist_ok=True)
+                result = {"metric_name": name, "metric_type": kind, "folder": folder, "count": 0, "metric_value": None}
+                if kind == SINGLE:
+                    for what, of in (("values", dtype), ("numbers", numpy.int64)):
+                        file = parts.PartFile(parts.metric_file(folder, name, what), of)
+                        result[what] = opened.enter_context(file)
+                results.append(result)
+            opened.pop_all()
         return results
 
     def update_metric_results(
         self, data, metric_types, metric_dtypes, metric_functions, metric_results, batch_start_idx=0
     ):
-        """Adds the values of a batch, whose first sample is number ``batch_start_idx`` in the order of the data set."""
+        """Adds the values of a batch. Its first sample has the position ``batch_start_idx`` in the data set."""
         for kind, dtype, function, result in zip(metric_types, metric_dtypes, metric_functions, metric_results):
             values = _whole_numbers(function(data), dtype, result["metric_name"])
             if kind == ACCUMULATED:
@@ -129,7 +137,7 @@ class DataAnalyzer(AnalysisReduce):
             result["count"] += len(values)
 
     def _numbers_of(self, data, start, count):
-        """The numbers of the samples of a batch; None where they follow each other from ``start`` on."""
+        """The numbers of the samples of a batch; None if they are consecutive, from ``start`` on."""
         if isinstance(data, collections.abc.Mapping) and "index" in data:
             return torch.as_tensor(data["index"]).reshape(count, -1)[:, 0].numpy()
         if self.sample_indices is not None:
@@ -137,7 +145,7 @@ class DataAnalyzer(AnalysisReduce):
         return None
 
     def finalize_metric_results(self, metric_types, metric_dtypes, metric_results):
-        """Writes what a thread has found, sorted, for the reduce."""
+        """Writes the sorted results of a thread, for the reduce."""
         for kind, dtype, result in zip(metric_types, metric_dtypes, metric_results):
             name, folder = result["metric_name"], result["folder"]
             if kind == ACCUMULATED:
@@ -152,11 +160,18 @@ class DataAnalyzer(AnalysisReduce):
             parts.write_run(folder, name, values, numbers if len(numbers) else None, result.get("first", 0))
 
     def run_map_helper(self, thread_id):
-        """The map of one thread."""
-        first, end = self._samples_of(thread_id)
+        """Runs the map of one thread."""
         arguments = (self.metric_names, self.metric_types, self.metric_dtypes)
         init = self.custom_map_init or self.init_metric_results
         results = init(thread_id, *arguments, self.save_path, self.worker_id)
+        with contextlib.ExitStack() as files:
+            for result in () if self._is_custom() else results:
+                for what in {"values", "numbers"} & result.keys():
+                    files.enter_context(result[what])
+            self._map(thread_id, results)
+
+    def _map(self, thread_id, results):
+        first, end = self._samples_of(thread_id)
         update = self.custom_map_update or self.update_metric_results
         done = 0 if self._is_custom() else self._resume(thread_id, results)
         begun = saved = told = time.monotonic()
@@ -192,14 +207,14 @@ class DataAnalyzer(AnalysisReduce):
             if result["metric_type"] == SINGLE and result["count"] != done:
                 raise ValueError(
                     f"the metric {result['metric_name']!r} has given {result['count']} values for {done} samples: a "
-                    f"{SINGLE} gives one for each sample of the batch"
+                    f"function of the type {SINGLE} must return one value for each sample of its batch"
                 )
 
     def _progress_path(self, thread_id):
         return f"{parts.part_folder(self.save_path, self.worker_id, thread_id)}_progress.npz"
 
     def _told(self, thread_id):
-        """A text that is the same for two maps if one of them can go on with the files of the other."""
+        """A text that is equal for two maps if one of them can continue with the files of the other."""
         types = [numpy.dtype(dtype).str for dtype in self.metric_dtypes]
         metrics = [list(self.metric_names), list(self.metric_types), types]
         return json.dumps([len(self.dataset), self._samples_of(thread_id), metrics])
@@ -216,7 +231,7 @@ class DataAnalyzer(AnalysisReduce):
         )
 
     def _resume(self, thread_id, results):
-        """How many samples are done, of which ``results`` then have the values."""
+        """Restores ``results`` from an interrupted map, and returns the number of samples that it has analysed."""
         path, done, found = self._progress_path(thread_id), 0, {}
         if os.path.exists(path):
             with numpy.load(path) as file:
@@ -224,10 +239,10 @@ class DataAnalyzer(AnalysisReduce):
             if str(found["told"]) == self._told(thread_id):
                 done = int(found["done"])
             else:
-                logger.warning(f"{path} is of another analysis: the map of thread {thread_id} begins anew")
+                logger.warning(f"{path} belongs to another analysis: the map of thread {thread_id} begins anew")
         values = [result["values"] for result in results if result["metric_type"] == SINGLE]
         if not all(one.has(done) for one in values):
-            logger.warning(f"{path} counts {done} samples, and not all have values: thread {thread_id} begins anew")
+            logger.warning(f"{path} counts {done} samples, but values of some are lost: thread {thread_id} begins anew")
             done = 0
         for result in results:
             result["first"] = self._samples_of(thread_id)[0]
@@ -239,11 +254,11 @@ class DataAnalyzer(AnalysisReduce):
             elif done:
                 result["metric_value"] = found.get(f"sum_{result['metric_name']}")
         if done:
-            logger.info(f"the map of worker {self.worker_id}, thread {thread_id} goes on after {done} samples")
+            logger.info(f"the map of worker {self.worker_id}, thread {thread_id} continues after {done} samples")
         return done
 
     def run_map(self):
-        """The map of this worker."""
+        """Runs the map of this worker."""
         os.makedirs(self.save_path, exist_ok=True)
         on_processes(self.run_map_helper, [(thread,) for thread in self.specific_threads], "the map")
         for thread in self.specific_threads:  # all have ended: another map begins anew
@@ -251,7 +266,7 @@ class DataAnalyzer(AnalysisReduce):
                 os.unlink(self._progress_path(thread))
 
     def run_reduce(self):
-        """Merges what the maps of all workers have written. One process calls it."""
+        """Merges the results of the maps of all workers. One process must call it, after all maps have ended."""
         reduce = self.custom_reduce or self.merge_map_results
         reduce(
             self.dataset,
@@ -264,21 +279,22 @@ class DataAnalyzer(AnalysisReduce):
         )
 
     def run_map_reduce(self, comm_group=None):
-        """The map of this worker, then, when all workers of ``comm_group`` have done theirs, the reduce on worker 0."""
+        """Runs the map of this worker. After the maps of all workers of ``comm_group``, worker 0 runs the reduce."""
         alone = not dist.is_initialized()
         if alone and self.num_workers > 1:
             raise RuntimeError(
-                f"run_map_reduce with {self.num_workers} workers needs deepspeed.init_distributed(), so that the "
-                "reduce waits for all maps; or call run_map() in each worker, then run_reduce() in one"
+                f"run_map_reduce with {self.num_workers} workers needs deepspeed.init_distributed(), because the "
+                "reduce waits for all maps. Call it, or call run_map() in each worker and then run_reduce() in one"
             )
         together(self.run_map, "the analysis", comm_group, alone)
         together(self.run_reduce if self.worker_id == 0 else None, "the analysis", comm_group, alone)
 
 
 class DistributedDataAnalyzer:
-    """An analysis by the ranks of a job: each is a worker of a ``DataAnalyzer``, whose arguments these are.
+    """An analysis by the ranks of a job. Each rank is a worker of a ``DataAnalyzer``, which explains the arguments.
 
-    num_workers, worker_id: default: the ranks of ``comm_group``, or of all. Metrics give int64.
+    num_workers, worker_id: used without ``init_distributed()``. With it the workers are the ranks of ``comm_group``, or
+    all ranks. The metric functions return int64.
     """
 
     def __init__(
@@ -320,10 +336,10 @@ class DistributedDataAnalyzer:
 
 
 def _numpy_type(dtype):
-    """numpy's type of whole numbers for one of torch or of numpy."""
+    """numpy's type for a type of torch or numpy. ValueError if it is no type of whole numbers."""
     found = numpy.dtype(str(dtype).rpartition(".")[2] if isinstance(dtype, torch.dtype) else dtype)
     if found.kind not in "iu":
-        raise ValueError(f"metric_dtypes has {dtype}: metrics are whole numbers. Scale and round them.")
+        raise ValueError(f"metric_dtypes has {dtype}: metrics must be whole numbers. Scale and round them.")
     return found
 
 
@@ -336,7 +352,7 @@ def _whole_numbers(values, dtype, name):
     if not numpy.array_equal(taken, found):
         raise ValueError(
             f"the metric {name!r} has given {found.dtype} values that are not whole numbers of {dtype}: round them, or "
-            "choose another metric_dtype"
+            "set another type in metric_dtypes"
         )
     return taken
 

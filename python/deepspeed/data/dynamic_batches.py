@@ -15,7 +15,7 @@ from deepspeed.log import log_dist
 _AT = "data_efficiency.data_sampling.dynamic_batching"
 _CHUNK = 256  # samples that batch_seqlens_fn measures at once
 LENGTHS_FILE = "seqlens.npy"
-METRIC = "seqlen"  # of an analysis that has the lengths
+METRIC = "seqlen"  # the metric of an analysis that has the lengths
 
 
 def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
@@ -28,28 +28,35 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     batch_seqlens_fn=None,
     loss_tokens=None,
 ):
-    """Batches of at most ``max_tokens`` tokens for ``engine``, as its section ``dynamic_batching`` says. Returns
-    ``(loader, learning-rate schedule, arguments of engine.deepspeed_io)``; the engine has the first two from now on.
+    """Makes a loader of batches of at most ``max_tokens`` tokens, by the section ``dynamic_batching`` of ``engine``.
+    Returns ``(loader, learning-rate schedule, arguments of engine.deepspeed_io)``. The engine uses the loader and the
+    schedule from now on.
 
     The loss that the script gives to ``engine.backward`` is the mean over the tokens of its micro-batch. The engine
     weights it, so that a step is made with the mean over the tokens of all ranks and accumulation steps. The
     micro-batch that is trained on must be the one that the loader has handed out last.
 
-    dataset: map-style. dataset_seqlens: tokens of each sample; without it they come from ``metrics_path``: the
-    ``save_path`` of a ``DataAnalyzer`` with the metric "seqlen", the folder of one metric in it, or a folder with
-    ``seqlens.npy``. Otherwise ``batch_seqlens_fn`` gets a collated batch and returns the lengths of its samples: ranks
-    measure a share each, and rank 0 writes what they found to ``seqlens.npy`` in ``metrics_path``, if there is one.
-    dataset_filter_ids: numbers of the samples that are used; None: all. dataloader_collate_fn: as usual.
-    sample_padding_fn: ``sample_padding_fn(sample, size)`` makes a sample as long as the longest of its micro-batch.
-    loss_tokens: the number of tokens in the loss of each sample, where that is not its length.
+    dataset: a map-style data set.
+    dataset_seqlens: the tokens of each sample. Without it they are read from ``metrics_path``, which is the
+        ``save_path`` of a ``DataAnalyzer`` with the metric "seqlen", the folder of one metric in it, or a folder with
+        ``seqlens.npy``.
+    batch_seqlens_fn: measures the lengths if they are not known otherwise. It gets a collated batch and returns the
+        lengths of its samples. Each rank measures a share, and rank 0 writes the lengths to ``seqlens.npy`` in
+        ``metrics_path``, if that key is set.
+    dataset_filter_ids: the numbers of the samples that are used; None: all.
+    dataloader_collate_fn: the ``collate_fn`` of the loader.
+    sample_padding_fn: ``sample_padding_fn(sample, size)`` pads a sample to the length of the longest one of its
+        micro-batch.
+    loss_tokens: the number of tokens in the loss of each sample, if it differs from the length.
 
-    The learning rate of a step is that of the engine's schedule times ``samples / train_batch_size`` ("linear"), its
-    square root ("sqrt") or 1 ("none"), by ``lr_scaling_method``; ``samples`` is their number over all ranks.
+    The learning rate of a step is that of the engine's schedule times a factor, by ``lr_scaling_method``:
+    ``samples / train_batch_size`` ("linear"), its square root ("sqrt") or 1 ("none"), where ``samples`` is the number
+    of samples of the step, over all ranks.
     """
     if not engine._dynamic.enabled:
         raise ValueError(
-            f"dynamic batching is off: set data_efficiency.enabled, data_efficiency.data_sampling.enabled and {_AT}."
-            "enabled to true"
+            "dynamic batching is not enabled: set data_efficiency.enabled, data_efficiency.data_sampling.enabled and "
+            f"{_AT}.enabled to true"
         )
     sampling, seed = engine.data_sampling_config(), engine.data_efficiency_config()["seed"]
     section = sampling["dynamic_batching"]
@@ -60,8 +67,8 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         origin = "dataset_seqlens"
     if len(dataset_seqlens) != len(dataset):
         raise ValueError(
-            f"{origin} has lengths of {len(dataset_seqlens)} samples, and the data set has {len(dataset)}: they are of "
-            "another data set"
+            f"{origin} has lengths of {len(dataset_seqlens)} samples, and the data set has {len(dataset)}: the lengths "
+            "belong to another data set"
         )
     batches = TokenBatches(
         dataset_seqlens,
@@ -81,7 +88,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         _tell(batches)
     options = {
         "dataset": dataset,
-        "batch_size": 1,  # of the sampler's batches
+        "batch_size": 1,  # each batch of the sampler is a micro-batch
         "pin_memory": sampling["pin_memory"],
         "data_sampler": batches,
         "collate_fn": dataloader_collate_fn,
@@ -104,8 +111,8 @@ def _tell(batches):
 
 
 def _analysed(folder):
-    """The path of the values of each sample that a ``DataAnalyzer`` has written to ``folder``; None: there are none."""
-    own = os.path.basename(os.path.abspath(folder))  # of a metric, where the folder is that of one
+    """The path of the lengths that a ``DataAnalyzer`` has written to ``folder``; None if there are none."""
+    own = os.path.basename(os.path.abspath(folder))  # the name of the metric, if the folder is that of a metric
     for path in (
         metric_file(metric_folder(folder, METRIC), METRIC, "sample_to_metric"),
         metric_file(folder, own, "sample_to_metric"),
@@ -119,8 +126,8 @@ def _lengths_of_analysis(path):
     found = IndexedDataset(path)
     if (found.sizes != 1).any():
         raise ValueError(
-            f"{path} has other than one value for sample {(found.sizes != 1).argmax()}: its metric must be a "
-            "single_value_per_sample, the number of tokens"
+            f"{path} does not have exactly one value for sample {(found.sizes != 1).argmax()}: the type of its metric "
+            "must be single_value_per_sample, and its values must be numbers of tokens"
         )
     return found.whole()
 
@@ -129,40 +136,45 @@ def _lengths_in(file):
     try:
         return numpy.load(file, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{file} is damaged, or no file of numpy; remove it to measure anew: {error}") from error
+        raise ValueError(
+            f"{file} is damaged, or it is no file of numpy. Remove it, so that the lengths are measured again: {error}"
+        ) from error
 
 
 def _measured(dataset, numbers, measure, collate):
-    """The lengths of these samples."""
+    """The lengths of the samples ``numbers``, by the function ``measure``."""
     found = []
     for first in range(0, len(numbers), _CHUNK):
         chunk = numbers[first : first + _CHUNK]
         lengths = [int(one) for one in measure(collate([dataset[int(number)] for number in chunk]))]
         if len(lengths) != len(chunk):
-            raise ValueError(f"batch_seqlens_fn returned {len(lengths)} lengths of a batch of {len(chunk)} samples")
+            raise ValueError(
+                f"batch_seqlens_fn returned {len(lengths)} lengths for a batch of {len(chunk)} samples: it must return "
+                "one for each"
+            )
         found += lengths
     return found
 
 
 def _known_lengths(dataset, folder, measure, collate):
-    """``(where they are from, the lengths)``."""
+    """Returns ``(where the lengths come from, the lengths)``."""
     file = None if folder is None else os.path.join(folder, LENGTHS_FILE)
     analysed = None if folder is None else _analysed(folder)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     there = [(analysed is not None, file is not None and os.path.exists(file))]
-    if ranks > 1:  # The folder may be on the drive of one host, and all ranks have to take the same branch.
+    if ranks > 1:  # the folder may be on the drive of one host, and all ranks must take the same branch
         own, there = there[0], [None] * ranks
         dist.all_gather_object(there, own)
 
     def find():
-        """``(source, all lengths)``, or ``(None, those of this rank's share)`` which it has measured."""
+        """Returns ``(source, all lengths)``, or ``(None, lengths of this rank's share)`` if it has measured them."""
         if all(analyses for analyses, _ in there):
             return analysed, _lengths_of_analysis(analysed)
         if all(files for _, files in there):
             return file, _lengths_in(file)
         if measure is None:
             raise ValueError(
-                "the lengths of the samples are not known: pass dataset_seqlens=, or batch_seqlens_fn= which measures "
+                "the lengths of the samples are not known: pass dataset_seqlens, or batch_seqlens_fn, which measures "
                 "them"
                 + ("" if file is None else f" ({folder} has neither {LENGTHS_FILE} nor an analysis of '{METRIC}')")
             )

@@ -1,7 +1,7 @@
-"""Progressive layer dropping: layers are left out of steps at random, more and more often.
+"""Progressive layer dropping: steps leave out random layers, and more of them as the training goes on.
 
-The choice of layers depends only on the seed, the step and the micro-step: all ranks leave out the same layers, and so
-does a recomputation.
+The choice of layers depends only on the seed, the step and the micro-step, so all ranks and every recomputation leave
+out the same layers.
 """
 
 import math
@@ -11,12 +11,13 @@ import torch
 from deepspeed import _native
 from deepspeed.data.layer_forward import LayerForward, unwrapped
 from deepspeed.log import log_dist
+from deepspeed.utils.random_state import RandomState
 
 
 class ProgressiveLayerDrop:
     """The probability with which a layer is kept: ``(1 - theta) * exp(-gamma * step) + theta``, which is 1 at step 0.
 
-    theta: the probability that it tends to, from 0 to 1. gamma: the rate at which it does, per step of the optimizer.
+    theta: the limit of the probability, from 0 to 1. gamma: the rate at which it gets there, per step of the optimizer.
     The source is Zhang and He 2020, "Accelerating Training of Transformer-Based Language Models with Progressive Layer
     Dropping" (arXiv 2010.13369).
     """
@@ -26,7 +27,7 @@ class ProgressiveLayerDrop:
         log_dist(f"Enabled progressive layer dropping (theta = {self.theta})", ranks=[0])
 
     def get_state(self):
-        """Keywords for the forward of a model that drops layers by itself."""
+        """The keywords for the forward of a model that drops layers by itself."""
         return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
 
     def get_theta(self):
@@ -41,22 +42,23 @@ class ProgressiveLayerDrop:
 _RETURNS = (
     "progressive layer dropping",
     "an input",
-    "a layer that may be left out returns what can take the place of its input",
+    "the output of a layer that may be left out must have the shape of its first argument",
 )
 
 
 class DroppableForward(LayerForward):
-    """A layer that may be left out: then its input, the first argument, is its output."""
+    """A layer that may be left out. If it is, its first argument is its output."""
 
     KEY = "_droppable"
+    OUTERMOST = True
 
     @staticmethod
     def _hidden(args, kwargs):
         return args[0] if args else next(iter(kwargs.values()))
 
     def kept(self, probability, args, kwargs):
-        """The layer's output. The difference to its input is divided by the probability, so that its mean over steps
-        is that of a layer which is never left out."""
+        """The output of a layer that runs. Its difference to the input is divided by the probability of running, so
+        that the mean over steps is that of a layer that is never left out."""
         made = self.own(*args, **kwargs)
         if probability == 1.0:
             return made
@@ -66,7 +68,7 @@ class DroppableForward(LayerForward):
         )
 
     def passed(self, form, args, kwargs):
-        """The output of the layer that is left out: its input, in the ``form`` in which it returns it."""
+        """The output of a layer that is left out: its input, in the ``form`` of its outputs."""
         hidden = self._hidden(args, kwargs)
         if form is None:
             return hidden
@@ -74,27 +76,28 @@ class DroppableForward(LayerForward):
         return kind([hidden, *[None] * (count - 1)])
 
     def form(self, args, kwargs):
-        """``(class, length)`` of what the layer returns, None for a tensor: by a call without a gradient."""
-        with torch.no_grad(), torch.random.fork_rng():
+        """Finds the form of the layer's outputs by a call without gradients."""
+        with torch.no_grad(), RandomState().replay():
             return form_of(self.own(*args, **kwargs))
 
 
 def form_of(made):
+    """``(class, length)`` of a tuple or list; None for a tensor."""
     return (type(made), len(made)) if isinstance(made, (tuple, list)) else None
 
 
 class LayerDropping:
-    """The plan of one engine. ``forwards``: the converted layers by name."""
+    """The layers that one engine leaves out. ``forwards``: the converted layers by name."""
 
     def __init__(self, forwards, seed):
         self.seed, self.forwards = seed & (2**64 - 1), forwards
         self.probability, self.dropped = 1.0, frozenset()
-        self._forms = {}  # of what layers return, by their class
+        self._forms = {}  # of outputs, by the class of the layer
         for number, forward in enumerate(forwards.values()):
             forward.taken(self, number)
 
     def place(self, step, micro_step, probability):
-        """The next forward is of this step and micro-step."""
+        """Chooses the layers for the next forward, which belongs to this step and micro-step."""
         numbers = _native._C.layer_numbers(self.seed, step, micro_step, len(self.forwards))
         self.probability = probability
         self.dropped = frozenset(layer for layer, number in enumerate(numbers) if number >= probability)
@@ -105,16 +108,18 @@ class LayerDropping:
             made = forward.kept(self.probability, args, kwargs)
             self._forms[kind] = form_of(made)
             return made
-        if kind not in self._forms:  # a run that goes on from a checkpoint may begin with a layer that is left out
+        if kind not in self._forms:  # the first step of a resumed run may leave out a layer
             self._forms[kind] = forward.form(args, kwargs)
         return forward.passed(self._forms[kind], args, kwargs)
 
 
 def convert_to_pld(model, layer_class):
-    """Lets the engine leave out layers of ``model`` of the class ``layer_class``, as the section
-    ``progressive_layer_drop`` says: for models whose forward does not take its keywords. ``model``: an engine, or a
-    module that is passed to ``deepspeed.initialize`` later. Returns ``model``. ValueError where the model has no such
-    layer, or where the configuration does not enable progressive layer dropping."""
+    """Lets the engine leave out layers of the class ``layer_class``, by the section ``progressive_layer_drop``. Use it
+    for models whose forward does not take the keywords of progressive layer dropping.
+
+    model: an engine, or a module that is passed to ``deepspeed.initialize`` later. It is returned. ValueError if the
+    model has no such layer, or if the configuration does not enable progressive layer dropping.
+    """
     DroppableForward.convert(unwrapped(model), layer_class, "convert_to_pld")
     if unwrapped(model) is not model:
         model._layer_dropping.take()

@@ -1,4 +1,4 @@
-"""The forward of a layer of an unchanged model. A plan chooses the tokens that it gets, or whether it runs.
+"""The forward of a layer of an unchanged model. A plan chooses its tokens, or whether it runs at all.
 
 Parameters and modules keep their names: only the attribute ``forward`` of the layer is another function.
 """
@@ -11,17 +11,23 @@ from deepspeed.zero.engine_links import EngineLink
 
 
 class LayerForward:
-    """Takes the place of ``layer.forward``. ``number``: of the layer among its kind, once a plan has ``taken`` it.
+    """Replaces ``layer.forward``. ``number`` is the number of the layer among the converted ones, once a plan has
+    ``taken`` it.
 
-    Without a plan (before there is an engine, or in a copy) and outside of training it is the layer's own forward.
+    Without a plan (before there is an engine, or in a copy) and outside of training it calls the layer's own forward.
     """
 
     KEY = None  # in the layer's ``__dict__``
+    OUTERMOST = False  # it decides whether the layer runs at all, so it is called before the others
 
     def __init__(self, layer):
         functools.update_wrapper(self, layer.forward, updated=())
         self.layer, self.own, self.link = layer, layer.forward, None
-        layer.forward = self
+        if isinstance(self.own, LayerForward) and self.own.OUTERMOST:
+            outermost = self.own
+            self.own, outermost.own = outermost.own, self
+        else:
+            layer.forward = self
         layer.__dict__[self.KEY] = self
 
     @property
@@ -29,7 +35,7 @@ class LayerForward:
         return self.link.index
 
     def taken(self, plan, number):
-        """Gives the layer its plan and its number. With None as the plan it runs its own forward."""
+        """Gives the layer its plan and its number. With the plan None the layer runs its own forward."""
         self.link = EngineLink(plan, number) if plan is not None else None
 
     def __call__(self, *args, **kwargs):
@@ -39,8 +45,9 @@ class LayerForward:
         return plan.run(self, args, kwargs)
 
     def with_hidden(self, made, given, change, words):
-        """The layer's output ``made`` with ``change(hidden states in it)`` in their place: it is a tensor, or the first
-        of a tuple. TypeError where they have not the shape of ``given``, in ``words``: feature, argument and rule."""
+        """The layer's output ``made``, in which ``change(hidden states)`` replaces the hidden states. They are the
+        output, or the first item of a tuple. TypeError if they do not have the shape of ``given``; ``words`` are the
+        feature, the argument and the rule of its text."""
         first, *rest = made if isinstance(made, (tuple, list)) else (made,)
         if not torch.is_tensor(first) or first.shape != given.shape:
             found = tuple(first.shape) if torch.is_tensor(first) else type(first).__name__
@@ -54,13 +61,13 @@ class LayerForward:
 
     @classmethod
     def of(cls, module):
-        """``{name of the layer: its forward}`` of all layers of ``module`` that were converted, in their order."""
+        """``{name of the layer: its forward}`` of all converted layers of ``module``, in order."""
         found = ((name, layer.__dict__.get(cls.KEY)) for name, layer in module.named_modules())
         return {name: forward for name, forward in found if forward is not None}
 
     @classmethod
     def released(cls, module):
-        """The layers of ``of``, which have the plan of no engine any more."""
+        """Takes the plan from all converted layers of ``module``, and returns ``of(module)``."""
         found = cls.of(module)
         for forward in found.values():
             forward.taken(None, None)
@@ -68,15 +75,15 @@ class LayerForward:
 
     @classmethod
     def convert(cls, module, kind, what):
-        """Converts each layer of the class ``kind`` (or a tuple of classes) that is not converted; ValueError where
-        there is none. ``what``: the caller's name."""
+        """Converts each layer of the class ``kind`` (or a tuple of classes) that is not converted yet. ValueError if
+        the module has no such layer. ``what``: the name of the calling function."""
         layers = [layer for layer in module.modules() if isinstance(layer, kind)]
         if not layers:
             kinds = kind if isinstance(kind, tuple) else (kind,)
             inside = sorted({type(layer).__name__ for layer in module.modules()})
             raise ValueError(
                 f"{what}: the model has no layer of the class {' or '.join(one.__name__ for one in kinds)}. Its "
-                f"modules are {', '.join(inside)}"
+                f"modules have the classes {', '.join(inside)}"
             )
         for layer in layers:
             if cls.KEY not in layer.__dict__:
@@ -84,5 +91,5 @@ class LayerForward:
 
 
 def unwrapped(model):
-    """The module of an engine; another module is returned as it is."""
+    """The module of an engine. A module that is no engine is returned as it is."""
     return model.module if hasattr(model, "random_ltd_initialize") else model

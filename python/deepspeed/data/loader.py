@@ -1,4 +1,4 @@
-"""The loader of ``deepspeed.initialize(training_data=...)``: this rank's share of a data set, which can be resumed."""
+"""The loader of ``deepspeed.initialize(training_data=...)``: this rank's share of a data set, with a saved position."""
 
 import contextlib
 import copy
@@ -24,24 +24,25 @@ WORKERS = 2  # for each rank
 class ResumableDataLoader:
     """Batches of this rank's share of a data set, epoch after epoch, with a position that can be saved.
 
-    dataset:     map-style (``__getitem__``, ``__len__``): shuffled anew in every epoch and dealt to the data-parallel
-                 ranks, so that shares do not overlap and together are the data set. All ranks get the same number of
-                 samples: where the ranks do not divide it, the last ones repeat samples from the start of the epoch's
-                 order, or with ``dataloader_drop_last`` the remainder is left out. An ``IterableDataset`` is passed
-                 through as it is; sharing it among ranks is its own business.
+    dataset:     A map-style data set (``__getitem__``, ``__len__``) is shuffled anew in every epoch and dealt to the
+                 data-parallel ranks: their shares do not overlap, and together they are the data set. All ranks get the
+                 same number of samples. If the number of ranks does not divide the data set, the last ranks repeat
+                 samples from the start of the epoch's order, or with ``dataloader_drop_last`` the remainder is left
+                 out. An ``IterableDataset`` is read as it is on every rank; it must choose the share of its rank
+                 itself.
     batch_size:  samples per batch and rank (the micro-batch).
-    pin_memory:  copy batches to pinned memory; only where the accelerator is not the CPU.
-    tput_timer:  object whose ``start()`` is called before every batch, or None.
-    collate_fn:  as torch.utils.data.DataLoader.
-    num_local_io_workers: processes that prepare batches; None: 2, and none for an ``IterableDataset``, of which each
-                 would yield every sample, or in a daemonic process, which may have no children.
-    data_sampler: a torch Sampler of indices; it then decides order and share on every rank. One with ``start_at`` gives
-                 whole batches of this rank, of which ``batch_size`` is 1.
-    data_parallel_world_size, data_parallel_rank: default: of all ranks.
+    pin_memory:  copy batches to pinned memory, unless the accelerator is the CPU.
+    tput_timer:  an object whose ``start()`` is called before every batch, or None.
+    collate_fn:  the ``collate_fn`` of torch.utils.data.DataLoader.
+    num_local_io_workers: processes that prepare batches. None means 2. It means 0 for an ``IterableDataset``, because
+                 each worker would yield every sample, and in a daemonic process, which may have no children.
+    data_sampler: a torch Sampler of indices, which then decides the order and the share of every rank. A sampler with
+                 ``start_at`` gives whole batches of this rank; ``batch_size`` is 1 then.
+    data_parallel_world_size, data_parallel_rank: the default is the world of all ranks.
     curriculum:  ``settings``, ``accumulation_steps`` and ``seed`` of a ``CurriculumSampler``, which then decides the
                  order, the shares and the length of a loop.
 
-    ``for batch in loader`` goes through one epoch; the next loop is the next epoch. ``next(loader)`` works as well.
+    ``for batch in loader`` reads one epoch, and the next loop reads the next epoch. ``next(loader)`` works as well.
     A data set with ``state_dict()`` and ``load_state_dict(state)`` is part of the position.
     """
 
@@ -70,18 +71,20 @@ class ResumableDataLoader:
             alone = isinstance(dataset, IterableDataset) or multiprocessing.current_process().daemon
             num_local_io_workers = 0 if alone else WORKERS
         self.num_local_io_workers = num_local_io_workers
-        self.phases = None  # those of an engine, which reading a batch belongs to
+        self.phases = None  # the phases of an engine: reading a batch is one of them
         self.post_process_func = None  # callable(batch, sampler state), see engine.set_data_post_process_func
         self.cut = None  # callable(batch) of an engine that trains with shorter sequences at first
         self.data_sampler = self._make_sampler(data_sampler, curriculum)
         self.curriculum = self.data_sampler if curriculum else None
         self.epoch = 0
-        self.batches = 0  # handed out in this epoch, counted from the sample number
-        self._start = 0  # of this epoch, which other ranks or batches have had before
-        self.seed = None  # of random numbers in workers; None: torch's initial one, when an epoch begins
-        self._order_state = None  # what the random order of this epoch was drawn from, where that is not the epoch
+        self.batches = 0  # batches handed out in this epoch, after its first `_start` samples
+        self._start = 0  # samples of this epoch that were handed out before, to other ranks or in other batches
+        self.seed = None  # of the random numbers in workers; None: torch's initial seed at the beginning of an epoch
+        self._order_state = (
+            None  # the random state from which this epoch's order was drawn, if the epoch does not give it
+        )
         self._batches_now = None  # the iterator of torch's loader; None before the first batch of a loop
-        # A generator of its own: torch would draw the workers' seed from the global one, and resuming draws once more.
+        # A generator of its own: otherwise torch's loader draws a seed from the global one each time that it starts.
         self._generator = torch.Generator()
         options = {
             "collate_fn": collate_fn,
@@ -101,9 +104,9 @@ class ResumableDataLoader:
             self.dataloader = DataLoader(dataset, batch_sampler=self._batch_indices, **options)
             if self.drop_last and hasattr(self.data_sampler, "__len__") and len(self) == 0:
                 raise ValueError(
-                    f"the data loader would yield no batch: {len(dataset)} samples over {self.world_size} "
-                    f"data-parallel ranks are fewer than one batch of {batch_size} per rank, and dataloader_drop_last "
-                    f"drops them."
+                    f"the data loader would yield no batch: {len(dataset)} samples for {self.world_size} "
+                    f"data-parallel ranks are fewer than one batch of {batch_size} for each rank, and "
+                    "dataloader_drop_last drops them. Add samples, or set dataloader_drop_last to false."
                 )
 
     def _make_sampler(self, data_sampler, curriculum):
@@ -111,16 +114,18 @@ class ResumableDataLoader:
             owner = "an IterableDataset" if data_sampler is None else "a data_sampler"
             raise ValueError(
                 f"a curriculum (data_efficiency.data_sampling.curriculum_learning) decides the order of samples, and "
-                f"so does {owner}: leave one of them out, or give a data set with __getitem__ and __len__."
+                f"so does {owner}: leave one of them out, or pass a data set with __getitem__ and __len__."
             )
         if isinstance(self.dataset, IterableDataset):
             if data_sampler is not None:
-                raise ValueError("an IterableDataset decides its own order: pass no data_sampler with it.")
+                raise ValueError(
+                    "an IterableDataset decides the order of its samples itself: do not pass a data_sampler with it."
+                )
             return None
         if data_sampler is not None:
             return data_sampler
         if len(self.dataset) == 0:
-            raise ValueError("the training data set is empty: it has no samples to make batches of.")
+            raise ValueError("the training data set is empty: there are no samples for a batch.")
         if curriculum:
             ranks = {"world_size": self.world_size, "rank": self.rank}
             return CurriculumSampler(len(self.dataset), micro_batch_size=self.batch_size, **ranks, **curriculum)
@@ -128,7 +133,7 @@ class ResumableDataLoader:
         return ShareSampler(self.dataset, shuffle=True, seed=SEED, **share)
 
     def __len__(self):
-        """Batches of one whole epoch on this rank; TypeError where the data has no length."""
+        """The number of batches of one whole epoch on this rank. TypeError if the data set has no length."""
         return len(self.dataloader)
 
     def __iter__(self):
@@ -165,7 +170,8 @@ class ResumableDataLoader:
         self._order_state = self._batches_now = None
 
     def _begin(self):
-        """Opens this epoch at batch `self.batches`; samples before it are not read where the data can be indexed."""
+        """Opens this epoch at batch `self.batches`. It does not read the samples before, if the data set has
+        indices."""
         # The generator from which torch draws the first worker's seed; the next workers have the next numbers.
         told = f"{torch.initial_seed() if self.seed is None else self.seed} {self.rank} {self.epoch}"
         self._generator.manual_seed(int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "little", signed=True))
@@ -173,7 +179,7 @@ class ResumableDataLoader:
             batches = end_with(iter(self.dataloader))
             again = 0 if self._data_has_state() else self.batches
             if again:
-                logger.info("The data set can only be read in order: reading %d batches again to resume.", again)
+                logger.info("The data set can only be read in order: %d batches are read again to resume.", again)
             for _ in itertools.islice(batches, again):
                 pass
             self._batches_now = batches
@@ -197,17 +203,18 @@ class ResumableDataLoader:
         self._batches_now = None  # what workers have prepared follows the schedule before
 
     def set_accumulation_steps(self, steps):
-        """The micro-batches of a step from now on: a curriculum counts steps. What workers have prepared is prepared
+        """Sets the number of micro-batches of a step, because a curriculum counts steps. Workers prepare their batches
         again."""
         if self.curriculum is not None and steps != self.curriculum.accumulation_steps:
             self.curriculum.accumulation_steps = steps
             self._batches_now = None
 
     def state_dict(self):
-        """The position: the epoch, and the batches handed out in it. What workers prepared ahead does not count.
+        """The position: the epoch, and the number of batches handed out in it. Batches that workers have only prepared
+        do not count.
 
-        ``start`` samples of the epoch were handed out before, by other numbers of ranks or in batches of other sizes.
-        ``sampler`` and ``dataset`` are the states of a ``CurriculumSampler`` and of a data set that has one.
+        ``start`` samples of the epoch were handed out before, on other numbers of ranks or in batches of other sizes.
+        ``sampler`` is the state of a ``CurriculumSampler``, and ``dataset`` that of a data set that has a state.
         """
         state = {
             "epoch": self.epoch,
@@ -224,34 +231,35 @@ class ResumableDataLoader:
         return state
 
     def _data_has_state(self):
-        """Whether the data set tells a state of its own. Where workers read it in its order, it is theirs that counts,
-        which nobody can ask for: such data is read again instead."""
+        """Whether the position of the data set can be saved as its own state. If workers read it in its order, each
+        worker has a state that cannot be read here: such data is read again instead."""
         save, load = (getattr(self.dataset, name, None) for name in ("state_dict", "load_state_dict"))
         if not callable(save) or not callable(load) or self.data_sampler is None and self.num_local_io_workers:
             return False
         try:
             inspect.signature(save).bind()
-        except TypeError:  # it asks for more than we know, as streaming libraries do
+        except TypeError:  # it needs arguments that are not known here, as in streaming libraries
             return False
         return True
 
     def load_state_dict(self, state):
-        """The next loop (or ``next``) goes on with the batch after the saved position, in the same order.
+        """The next loop (or ``next``) continues with the batch after the saved position, in the same order.
 
-        Exact for map-style data with our sampler, samplers with ``set_epoch``, and samplers that draw from torch's
-        random numbers; an IterableDataset is read again up to the position and must yield the same samples again.
+        This is exact for map-style data with the default sampler, with samplers that have ``set_epoch``, and with
+        samplers that draw from torch's random numbers. An IterableDataset is read again up to the position, and must
+        yield the same samples again.
 
         If the state was saved with another number of ranks or another batch size, the rest of the epoch's samples is
-        divided among the ranks again. Other samplers than ours go on with the batch that follows the same number of
-        samples of all ranks; an IterableDataset, which divides itself, with the one after as many samples of one rank.
-        A curriculum goes on with the sample after the last one, for any numbers of ranks and batch sizes.
+        divided among the ranks again. A sampler of the user continues with the batch after the same number of samples
+        of all ranks. An IterableDataset, which divides itself, continues after the same number of samples of this rank.
+        A curriculum continues with the sample after the last one, for any numbers of ranks and batch sizes.
         """
         self._batches_now = None
         if "dataset" in state and self._data_has_state():
             self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
         if ("sampler" in state) != (self.curriculum is not None):
             logger.warning(
-                "The checkpoint has the state of a curriculum and this run has none: its data begin anew"
+                "The checkpoint has the state of a curriculum, and this run has no curriculum: its data begin anew"
                 if self.curriculum is None
                 else "The checkpoint has no state of a curriculum, and this run has one: it begins with its first step"
             )
@@ -262,17 +270,19 @@ class ResumableDataLoader:
             return
         missing = [key for key in ("epoch", "batches") if key not in state]
         if missing:
-            raise KeyError(f"the saved data position lacks {', '.join(missing)}; it was not made by this loader.")
+            raise KeyError(
+                f"the saved position in the data has no {', '.join(missing)}: it was not saved by this loader."
+            )
         self.epoch, self.batches, self._order_state = state["epoch"], state["batches"], state.get("order")
         self._start = state.get("start", 0)
         batch_size = state.get("batch_size", self.batch_size)
         world_size = state.get("world_size", self.world_size) if self.data_sampler is not None else self.world_size
-        # Whole batches of a sampler are dealt for whole steps, which may take others now.
+        # A sampler of whole batches deals them for whole steps, and a step may have other batches now.
         if (batch_size, world_size) != (self.batch_size, self.world_size) or hasattr(self.data_sampler, "start_at"):
             self._deal_anew(self._start + self.batches * batch_size * world_size)
 
     def _deal_anew(self, samples):
-        """Goes on after ``samples`` of this epoch, counted over all ranks."""
+        """Continues after ``samples`` of this epoch, counted over all ranks."""
         if hasattr(self.data_sampler, "is_over"):
             self._start, self.batches = samples, 0
             self.data_sampler.set_epoch(self.epoch)
@@ -283,14 +293,14 @@ class ResumableDataLoader:
         self.batches = samples // at_once
         if samples % at_once:
             logger.warning(
-                f"{samples} samples of this epoch were seen, which is no whole number of the {at_once} that all ranks "
-                f"now take at once: {samples % at_once} of them are seen again"
+                f"{samples} samples of this epoch were used, and all ranks together now take {at_once} at a time, "
+                f"which does not divide that number: {samples % at_once} samples are used again"
             )
 
 
 class ShareSampler(DistributedSampler):
-    """Torch's, which can begin in the middle of an epoch: after the first ``start`` samples of its order, whichever
-    ranks have had them. Their number does not change: ``len`` is that of a whole epoch."""
+    """A ``DistributedSampler`` that can begin in the middle of an epoch, after the first ``start`` samples of its order
+    on any ranks. ``len`` is always that of a whole epoch."""
 
     start = 0
 
@@ -306,14 +316,14 @@ class ShareSampler(DistributedSampler):
         left = order[self.start :]
         if self.drop_last:
             left = left[: len(left) // self.num_replicas * self.num_replicas]
-        else:  # as many for every rank: from the start of the epoch's order again
+        else:  # every rank gets the same number: some samples from the start of the order come again
             lacking = -len(left) % self.num_replicas
             left = torch.cat([left, *[order] * (lacking // len(order)), order[: lacking % len(order)]])
         return iter(left[self.rank :: self.num_replicas].tolist())
 
 
 class _BatchIndices:
-    """A batch sampler that can start in the middle of an epoch without the data being read."""
+    """A batch sampler that can start in the middle of an epoch without reading samples."""
 
     def __init__(self, sampler, batch_size, drop_last):
         self._sampler = sampler
@@ -322,8 +332,8 @@ class _BatchIndices:
         self._order_state = None
 
     def start_at(self, skip, order_state):
-        """Iterations leave out `skip` batches from now on; the order comes from `order_state` where it is random.
-        (Not the next iteration alone: torch's loader with workers begins twice.)"""
+        """Iterations leave out `skip` batches from now on. A random order is drawn from `order_state`. (This is not for
+        the next iteration alone, because torch's loader with workers begins twice.)"""
         self._skip, self._order_state = skip, order_state
 
     def __len__(self):
@@ -332,14 +342,14 @@ class _BatchIndices:
     def __iter__(self):
         if self._skip == 0 or self._order_state is None:
             return itertools.islice(iter(self._batches), self._skip, None)
-        # The order is drawn once more from the numbers of the first time; the program's own stand where they stood.
+        # The order is drawn from the random state of the first time. The state of the program does not change.
         with torch.random.fork_rng(devices=[]):
             _set_random_state(self._sampler, self._order_state)
             return iter(list(self._batches)[self._skip :])
 
 
 def _random_state(sampler):
-    """The random state from which a sampler without epochs may draw its order: torch's, and its own generator's."""
+    """The random state from which a sampler without epochs draws: that of torch, and that of its own generator."""
     own = getattr(sampler, "generator", None)
     return {"torch": torch.get_rng_state(), "sampler": own.get_state() if own is not None else None}
 

@@ -1,4 +1,4 @@
-"""Worker processes of a data loader: they end when its iterator is freed, at once and in the right process.
+"""Worker processes of a data loader: they end at once when the iterator of the loader is freed.
 
 [Note: iterators in reference cycles] torch's iterator ends its workers in ``__del__``: it puts None into their queues
 and joins them. Iterators of an engine are mostly freed by the garbage collector, for an engine and its module refer to
@@ -19,7 +19,7 @@ _iterators = weakref.WeakSet()
 
 
 def end_with(iterator):
-    """``iterator``, of a ``torch.utils.data.DataLoader``, takes its workers along however it is freed."""
+    """Ends the workers of ``iterator``, of a torch ``DataLoader``, when it is freed. Returns ``iterator``."""
     workers = getattr(iterator, "_workers", None)
     if workers is not None:  # with num_workers 0 there are none
         kept = weakref.finalize(iterator, _let_go, workers, iterator._index_queues, iterator._worker_result_queue)

@@ -1,4 +1,4 @@
-"""The sampler of a curriculum, which chooses the samples of each micro-batch of this rank."""
+"""The sampler of a curriculum. It chooses the samples of each micro-batch of this rank."""
 
 import collections
 import dataclasses
@@ -17,9 +17,11 @@ _PUBLISHED = "np_rng_state"  # a key that only states of the published sampler h
 class _Place:
     """A place in the order, between two micro-batches.
 
-    steps: the number of complete steps. samples: the number of samples drawn in the whole run. within: the number of
-    samples drawn in the step that has begun. order: the state of ``_C.samples.Order`` at the beginning of that step;
-    None before the first draw. difficulties: those of the last micro-batch, by metric.
+    steps: the number of complete steps.
+    samples: the number of samples drawn in the whole run.
+    within: the number of samples drawn in the step that has begun.
+    order: the state of ``_C.samples.Order`` at the beginning of that step; None before the first draw.
+    difficulties: ``{metric: difficulty}`` of the last micro-batch.
     """
 
     steps: int = 0
@@ -32,17 +34,21 @@ class _Place:
 class CurriculumSampler:
     """Micro-batches of a data set for one rank, as lists of sample numbers, from easy to hard.
 
-    A step draws its samples at random from those whose difficulties are at most those of its schedules. Which ones is
-    a function of the seed, the number of the step and the analysis of the metrics: every rank computes it alone, and
-    any numbers of ranks, accumulation steps and workers give the same steps. No sample of a cluster (``clusters.py``)
-    comes twice before all of it have come; with the difficulty at its maximum each sample comes once in an epoch.
+    A step draws its samples at random from those whose difficulties are at most the difficulties of the step. The
+    choice is a function of the seed, the number of the step and the analysis of the metrics. Every rank computes it
+    alone, and any numbers of ranks, accumulation steps and workers give the same steps. No sample of a cluster
+    (``clusters.py``) comes twice before all samples of the cluster have come. With the difficulty at its maximum each
+    sample comes once in an epoch.
 
-    samples: of the data set. settings: mapping like the section ``data_sampling``, of which ``num_epochs`` and
-    ``curriculum_learning`` are read. micro_batch_size, accumulation_steps, world_size: together the samples of a step.
-    rank: data-parallel. seed: ``data_efficiency.seed``.
+    samples: the number of samples of the data set.
+    settings: a mapping like the section ``data_sampling``, of which ``num_epochs`` and ``curriculum_learning`` are
+        read.
+    micro_batch_size, accumulation_steps, world_size: their product is the number of samples of a step.
+    rank: the data-parallel rank. seed: ``data_efficiency.seed``.
 
-    An iteration ends after ``num_epochs`` times the data set, and the next one goes on. What was given out but not
-    ``used()`` does not count: states are those of the last batch in use.
+    An iteration ends after ``num_epochs`` times the data set, and the next one continues. A batch counts when
+    ``used()``
+    was called for it: states are those after the last batch that was used.
     """
 
     def __init__(self, samples, settings, micro_batch_size, accumulation_steps, world_size, rank, seed):
@@ -55,11 +61,16 @@ class CurriculumSampler:
             self._metrics[name] = _scheduler(name, metric)
             if metric.get("clustering_type") != "single_cluster":
                 chosen[name] = (metric, self._metrics[name])
-        self._chosen = chosen  # metrics that choose samples
+        self._chosen = chosen  # the metrics that choose samples
         if samples < self.step_samples:
-            raise ValueError(f"the data set has {samples} samples, fewer than the {self.step_samples} of a step")
+            raise ValueError(
+                f"the data set has {samples} samples, and a step takes {self.step_samples}: lower train_batch_size"
+            )
         self._clusters = None
-        self._place, self._identity = _Place(), None  # of the clusters that the place belongs to; None: any
+        self._place, self._identity = (
+            _Place(),
+            None,
+        )  # the identity of the clusters to which the place belongs; None: any
         self._ahead = collections.deque()  # places after micro-batches that were given out
         self._find_clusters()
 
@@ -68,34 +79,36 @@ class CurriculumSampler:
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
     def __len__(self):
-        """Micro-batches of one iteration."""
+        """The number of micro-batches of one iteration."""
         return self._end_of(0) // (self.micro_batch_size * self.world_size)
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict):
-        """``{metric: function}``; ``function(step)`` gives the difficulty of a step, the first of which is 1, and must
-        depend on the step alone."""
+        """``{metric: function}``. ``function(step)`` returns the difficulty of a step, and must depend on the step
+        alone. The first step is 1."""
         for name, function in schedule_func_dict.items():
             scheduler = self._metrics.get(name)
             if scheduler is None or scheduler.get_state()["schedule_type"] != "custom":
-                kind = "is no metric of the curriculum" if scheduler is None else "has another schedule_type"
+                kind = "is no metric of the curriculum" if scheduler is None else "has no schedule_type 'custom'"
                 custom = [one for one, of in self._metrics.items() if of.get_state()["schedule_type"] == "custom"]
                 raise ValueError(
-                    f"set_custom_curriculum_learning_schedule: {name!r} {kind}. Metrics with schedule_type 'custom' "
-                    f"are {', '.join(custom) or 'none'}."
+                    f"set_custom_curriculum_learning_schedule: {name!r} {kind}. The metrics that have it are "
+                    f"{', '.join(custom) or 'none'}."
                 )
             if not callable(function):
-                raise TypeError(f"the schedule of the metric {name!r} is a {type(function).__name__}, not a function")
+                raise TypeError(
+                    f"the schedule of the metric {name!r} is a {type(function).__name__}: it must be a function"
+                )
             scheduler.set_custom_get_difficulty(function)
         self._clusters = None
         self._find_clusters()
 
     def need_schedules(self):
-        """RuntimeError while a metric waits for the function of its schedule."""
+        """RuntimeError if a schedule still has no function."""
         for scheduler in filter(_waits, self._metrics.values()):
             scheduler.get_difficulty(1)  # raises
 
     def _find_clusters(self):
-        """Reads the clusters, unless a schedule of theirs waits for its function."""
+        """Reads the clusters, unless a schedule still has no function."""
         if any(_waits(scheduler) for _, scheduler in self._chosen.values()):
             return
         if not self._chosen:
@@ -106,7 +119,7 @@ class CurriculumSampler:
         self._clusters = clusters_of(self._chosen, self.samples, self.step_samples, steps, folder)
 
     def _end_of(self, samples):
-        """The number of samples at which the iteration ends that begins after ``samples``."""
+        """The iteration that begins after ``samples`` samples ends after this number of samples."""
         whole = self.num_epochs * self.samples // self.step_samples * self.step_samples
         return (samples // whole + 1) * whole
 
@@ -135,11 +148,11 @@ class CurriculumSampler:
             yield (numbers if self._clusters.samples is None else self._clusters.samples[numbers]).tolist()
 
     def _order_at(self, place):
-        """The order behind ``place``, clusters of the step that has begun included."""
+        """The order at ``place``. It has the clusters of the step that has begun."""
         if place.order is not None and self._identity not in (None, self._clusters.identity):
             logger.warning(
-                "The analysis or the schedules of the curriculum are not those of the saved position: the run goes on "
-                f"with step {place.steps + 1}, and samples of this epoch may come again."
+                "The saved position belongs to another analysis or to other schedules of the curriculum: the run "
+                f"continues with step {place.steps + 1}, and samples of this epoch may come again."
             )
             place = dataclasses.replace(place, order=None)
         self._identity = self._clusters.identity
@@ -154,31 +167,32 @@ class CurriculumSampler:
         return order
 
     def _join(self, order, step):
-        """The clusters that this step adds join the pool."""
+        """Adds the clusters of this step to the pool."""
         there, now = len(order.state()[4]), self._clusters.joined(step)
         if now > there:
             order.join(self._clusters.sizes[there:now], now == len(self._clusters.sizes))
 
     def _difficulties(self, step, before):
-        """``{metric: difficulty}`` of a step. A maximum, once reached, is kept."""
+        """``{metric: difficulty}`` of a step. A difficulty that has reached its maximum stays."""
         found = {}
         for name, scheduler in self._metrics.items():
             most, old = scheduler.get_state()["max_difficulty"], before.get(name)
             found[name] = old if old is not None and old >= most else scheduler.get_difficulty(step)
             if name in self._chosen and step > self._clusters.known_steps and found[name] != before.get(name):
                 raise RuntimeError(
-                    f"the schedule of the metric {name!r} changes at step {step}, and its function was asked for the "
-                    f"first {self._clusters.known_steps} steps only: let it reach max_difficulty before"
+                    f"the schedule of the metric {name!r} changes at step {step}, and its function was called in "
+                    f"advance for the first {self._clusters.known_steps} steps only: it must reach max_difficulty "
+                    "before"
                 )
         return found
 
     def used(self):
-        """Moves the place past the next batch that was given out."""
+        """Moves the place behind the next batch that was given out."""
         self._place = self._ahead.popleft()
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def state_dict(self):
-        """The place after the last batch in use, as plain values of at most 64 KB, which are equal on all ranks."""
+        """The place after the last batch that was used, as plain values of at most 64 KB. It is equal on all ranks."""
         place = self._place
         return {
             "curriculum_step": place.steps + (place.within > 0),
@@ -191,22 +205,25 @@ class CurriculumSampler:
         }
 
     def load_state_dict(self, state):
-        """Goes on behind the saved place, with any number of ranks, micro-batch and accumulation steps. Of a state of
-        the published sampler it takes the step, the samples and the difficulties."""
+        """Continues at the saved place, with any number of ranks, micro-batch size and accumulation steps. From a state
+        of the published sampler it restores the step, the samples and the difficulties."""
         missing = [key for key in ("curriculum_step", "consumed_samples") if key not in state]
         if missing:
-            raise KeyError(f"the saved state of the data sampler lacks {', '.join(missing)}")
+            raise KeyError(
+                f"the saved state of the data sampler has no {', '.join(missing)}: it was not saved by a curriculum"
+            )
         within, order = state.get("samples_of_step", 0), state.get("order")
         steps = state["curriculum_step"] - (within > 0)
         if _PUBLISHED in state:
             logger.warning(
-                f"The state of the data sampler is of another implementation: step {steps} and "
+                f"The state of the data sampler comes from another implementation: step {steps} and "
                 f"{state['consumed_samples']} samples are restored; its random generator, the positions in its "
                 "clusters and the rest of a batch are not, so samples of this epoch may come again."
             )
         elif state.get("seed", self.seed) != self.seed:
             logger.warning(
-                f"data_efficiency.seed is {self.seed}, and the saved run had {state['seed']}: the order changes"
+                f"data_efficiency.seed is {self.seed}, and the saved run had {state['seed']}: the order of samples "
+                "changes"
             )
         difficulties = {
             name: one for name, one in state.get("current_difficulties", {}).items() if name in self._metrics
@@ -217,11 +234,11 @@ class CurriculumSampler:
 
 
 def _scheduler(name, metric):
-    """The ``CurriculumScheduler`` of a metric; errors name it."""
+    """The ``CurriculumScheduler`` of a metric. Errors name the metric."""
     try:
         if metric.get("difficulty_type") == "percentile" and (metric.get("max_difficulty") or 0) > 100:
             raise ValueError(
-                f"max_difficulty {metric['max_difficulty']} is above 100, and difficulty_type is percentile"
+                f"max_difficulty {metric['max_difficulty']} is above 100, and difficulty_type is 'percentile'"
             )
         return CurriculumScheduler(metric)
     except ValueError as error:
@@ -229,4 +246,5 @@ def _scheduler(name, metric):
 
 
 def _waits(scheduler):
+    """Whether a schedule still has no function."""
     return scheduler.get_state()["schedule_type"] == "custom" and scheduler.custom_get_difficulty is None

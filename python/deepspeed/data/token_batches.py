@@ -1,4 +1,4 @@
-"""Batches of samples of different lengths with a limit on their tokens, and their distribution over the ranks."""
+"""Batches of samples of different lengths with a limit on their tokens, and their distribution over ranks."""
 
 import collections
 
@@ -16,16 +16,18 @@ class TokenBatches:
     """A sampler of whole batches for a ``ResumableDataLoader`` with ``batch_size`` 1.
 
     The micro-batches of an epoch are a function of the lengths, the settings, the seed and the number of the epoch.
-    They are dealt to ``ranks`` in turns, and ``steps`` turns make a step of the optimizer. Where the last ones are no
-    whole step, micro-batches from the start of the epoch come again, or with ``drop_last`` they are left out.
+    They are dealt to ``ranks`` in turns, and ``steps`` turns make a step of the optimizer. If the last ones do not make
+    a whole step, micro-batches from the start of the epoch come again, or with ``drop_last`` the last ones are left
+    out.
 
-    lengths: tokens of each sample of the data set. samples: the numbers of those that are used; None: all.
-    order: the order of the samples: "dataloader": that of the data set; "seqlen": short ones first; "random": drawn
-    anew for each epoch. Batches of fewer samples than ``min_batch_size`` are left out, with a line in
-    the log. loss_tokens: the number of tokens in the loss of each sample, where that is not its length.
+    lengths: the tokens of each sample of the data set.
+    samples: the numbers of the samples that are used; None: all.
+    min_batch_size: batches of fewer samples are left out, with a line in the log.
+    order: "dataloader": the order of the data set; "seqlen": short samples first; "random": drawn anew for each epoch.
+    loss_tokens: the number of tokens in the loss of each sample, if it differs from the length.
     """
 
-    epoch = start = 0  # of the epoch: micro-batches before its ``start`` were handed out before, on all ranks
+    epoch = start = 0  # start: micro-batches of the epoch that were handed out before, on all ranks
 
     def __init__(
         self, lengths, max_tokens, samples=None, min_batch_size=1, max_batch_size=None, order="dataloader", seed=0,
@@ -35,16 +37,16 @@ class TokenBatches:
         self._loss_tokens = self._lengths if loss_tokens is None else _lengths("the number of loss tokens", loss_tokens)
         if len(self._loss_tokens) != len(self._lengths):
             numbers = f"{len(self._loss_tokens)} numbers, and there are {len(self._lengths)} samples"
-            raise ValueError(f"loss_tokens are {numbers}.")
+            raise ValueError(f"loss_tokens has {numbers}: it must have one number for each.")
         self._samples = numpy.arange(len(self._lengths)) if samples is None else _samples(samples, len(self._lengths))
         longest = self._samples[self._lengths[self._samples].argmax()]
         if self._lengths[longest] > max_tokens:
             raise ValueError(
-                f"max_tokens {max_tokens} is smaller than sample {longest}, which has {self._lengths[longest]} tokens: "
-                "raise max_tokens, shorten the sample or leave it out (dataset_filter_ids names the others)."
+                f"max_tokens is {max_tokens}, and sample {longest} has {self._lengths[longest]} tokens: raise "
+                "max_tokens, shorten the sample, or leave it out of dataset_filter_ids."
             )
         if max_batch_size is not None and max_batch_size < min_batch_size:
-            raise ValueError(f"min_batch_size {min_batch_size} is above max_batch_size {max_batch_size}.")
+            raise ValueError(f"min_batch_size {min_batch_size} is above max_batch_size {max_batch_size}: lower it.")
         if order not in ORDERS:
             raise ValueError(f"sequence_picking_order {order!r} is not one of {', '.join(ORDERS)}.")
         self.max_tokens, self._sizes = max_tokens, (min_batch_size, max_batch_size)
@@ -54,14 +56,15 @@ class TokenBatches:
         batches = len(self.epoch_of(0).ends)
         if drop_last and batches < ranks * steps:
             raise ValueError(
-                f"{batches} batches of at most {max_tokens} tokens are fewer than one step of "
-                f"{ranks} ranks and {steps} accumulation steps, and dataloader_drop_last drops them."
+                f"the data set has {batches} batches of at most {max_tokens} tokens, and a step of {ranks} ranks and "
+                f"{steps} accumulation steps takes {ranks * steps}: set dataloader_drop_last to false, or lower "
+                "max_tokens."
             )
 
     # ---- an epoch ----------------------------------------------------------------------------------------------------
     def epoch_of(self, number):
-        """The ``Epoch``: its samples one after the other, and of each micro-batch where it ends there, its number of
-        samples, of tokens, and of those in its loss."""
+        """The ``Epoch``: its samples in order, and for each micro-batch its end in these samples and its numbers of
+        samples, of tokens, and of tokens in the loss."""
         number = number if self._order == "random" else 0
         if number not in self._epochs:
             self._epochs = {key: kept for key, kept in self._epochs.items() if key == number - 1}
@@ -91,18 +94,18 @@ class TokenBatches:
         wide = counts >= fewest
         if not wide.any():
             raise ValueError(
-                f"no batch of at most {self.max_tokens} tokens has the min_batch_size {fewest}: lower it, or raise "
-                "max_tokens."
+                f"no batch of at most {self.max_tokens} tokens has min_batch_size {fewest} samples: lower "
+                "min_batch_size, or raise max_tokens."
             )
         if not wide.all():
             logger.warning(
-                f"dynamic batches: {counts[~wide].sum()} samples of this epoch are left out, in {(~wide).sum()} "
-                f"batches of fewer than min_batch_size {fewest}"
+                f"dynamic batches: {counts[~wide].sum()} samples of this epoch are left out, because their "
+                f"{(~wide).sum()} batches have fewer samples than min_batch_size {fewest}"
             )
         return Epoch(samples, ends[wide], counts[wide], tokens[wide], in_loss[wide])
 
     def _dealt(self, epoch, start):
-        """Numbers of the micro-batches that all ranks get in turns."""
+        """The numbers of the micro-batches, in the order in which they are dealt to the ranks."""
         if self._deal[0] != (epoch, start):
             total, at_once = len(self.epoch_of(epoch).ends), self.ranks * self.steps
             more = -((total - start) % at_once) if self._drop_last else -(total - start) % at_once
@@ -118,7 +121,7 @@ class TokenBatches:
         self._skip = skip
 
     def is_over(self, done):
-        """Whether ``done`` micro-batches leave no step of this epoch."""
+        """Whether this epoch has no step left after ``done`` micro-batches."""
         left = len(self.epoch_of(self.epoch).ends) - done
         return left < (self.ranks * self.steps if self._drop_last else 1)
 
@@ -133,7 +136,7 @@ class TokenBatches:
 
     # ---- for the engine ----------------------------------------------------------------------------------------------
     def following(self, window):
-        """``window``, or the first of the next epoch where it is behind the end of its own."""
+        """``window``, or the first one of the next epoch if ``window`` is behind the end of its epoch."""
         over = window.first * self.ranks >= len(self._dealt(window.epoch, window.start))
         return Window(window.epoch + 1, 0, 0) if over else window
 
@@ -142,17 +145,17 @@ class TokenBatches:
         return values[self._dealt(window.epoch, window.start)[first : first + self.ranks * self.steps]]
 
     def samples_in(self, window):
-        """The samples of a step, over all ranks."""
+        """The number of samples of a step, over all ranks."""
         return int(self._of_window(window, self.epoch_of(window.epoch).counts).sum())
 
     def tokens_in(self, window, micro):
-        """The tokens in a micro-batch of this rank."""
+        """The number of tokens in a micro-batch of this rank."""
         tokens = self._of_window(window, self.epoch_of(window.epoch).tokens)
         return int(tokens[micro * self.ranks + self.rank])
 
     def weight(self, window, micro):
-        """The factor of the loss of a micro-batch of this rank with which the mean over all micro-batches of the step
-        becomes the mean over all tokens."""
+        """The factor for the loss of a micro-batch of this rank. With it the mean over the micro-batches of a step is
+        the mean over its tokens."""
         tokens = self._of_window(window, self.epoch_of(window.epoch).loss_tokens)
         return float(tokens[micro * self.ranks + self.rank]) * len(tokens) / float(tokens.sum())
 
@@ -160,7 +163,10 @@ class TokenBatches:
 def _lengths(what, values):
     found = numpy.asarray(values)
     if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu":
-        raise ValueError(f"{what} of each sample must be a whole number, got {found.dtype} of shape {found.shape}.")
+        raise ValueError(
+            f"{what} of each sample must be a whole number, and there is an array of {found.dtype} of shape "
+            f"{found.shape}."
+        )
     if found.min() < 1:
         raise ValueError(f"{what} of sample {found.argmin()} is {found.min()}: it must be at least 1.")
     return found.astype(numpy.int64)
@@ -169,5 +175,5 @@ def _lengths(what, values):
 def _samples(numbers, total):
     found = numpy.asarray(numbers)
     if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= total:
-        raise ValueError(f"dataset_filter_ids must be numbers of samples, from 0 to {total - 1}, and at least one.")
+        raise ValueError(f"dataset_filter_ids must have numbers of samples, from 0 to {total - 1}, and at least one.")
     return found.astype(numpy.int64)

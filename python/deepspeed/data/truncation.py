@@ -9,21 +9,23 @@ from deepspeed.zero.nested import replace
 
 
 def checked_dimensions(given):
-    """``{name or position as text: dimensions}`` of the key ``truncate``. ValueError for other values."""
+    """Reads the key ``truncate``: ``{name, or position as text: dimensions}``. ValueError for other values."""
     found = {}
     for key, value in given.items():
         dims = list(value) if isinstance(value, (list, tuple)) else [value]
         if not dims or any(isinstance(dim, bool) or not isinstance(dim, int) for dim in dims):
-            raise ValueError(f"truncate.{key} is {value!r}: give the dimension that counts tokens, or a list of them")
+            raise ValueError(
+                f"truncate.{key} is {value!r}: it must be the dimension that counts tokens, or a list of dimensions"
+            )
         found[str(key)] = dims
     return found
 
 
 def truncated(batch, dimensions, length):
-    """``batch`` with the first ``length`` elements of the named tensors along their dimensions.
+    """Cuts the named tensors of ``batch`` to their first ``length`` elements along the given dimensions.
 
-    A tensor is called as its key in a dict, or by its position among all tensors of the batch, tuples and dicts in it
-    counted through. Shorter ones stay as they are. ValueError for a name that the batch lacks.
+    The name of a tensor is its key in a dict, or its position among all tensors of the batch, also of tuples and dicts
+    in it. Shorter tensors stay as they are. ValueError if the batch has no tensor of a name.
     """
     names, numbers, missing = {}, itertools.count(), set(dimensions)
     _name([batch], names)
@@ -35,7 +37,7 @@ def truncated(batch, dimensions, length):
             for dim in dimensions[name]:
                 if not -tensor.dim() <= dim < tensor.dim():
                     raise ValueError(
-                        f"curriculum_learning.truncate.{name} is dimension {dim}, and that tensor has the shape "
+                        f"curriculum_learning.truncate.{name} names dimension {dim}, and that tensor has the shape "
                         f"{tuple(tensor.shape)}"
                     )
                 tensor = tensor.narrow(dim, 0, min(length, tensor.shape[dim]))
@@ -43,10 +45,10 @@ def truncated(batch, dimensions, length):
 
     made = replace(batch, torch.is_tensor, cut)
     if missing:
-        there = [*dict.fromkeys(names.values()), f"and the positions 0 to {next(numbers) - 1}"]
+        there = [*map(repr, dict.fromkeys(names.values())), f"the positions 0 to {next(numbers) - 1}"]
         raise ValueError(
-            f"curriculum_learning.truncate names {', '.join(map(repr, sorted(missing)))}, and the batch has only the "
-            f"tensors {' '.join(there)}"
+            f"curriculum_learning.truncate names {', '.join(map(repr, sorted(missing)))}, and the batch does not have "
+            f"it: its tensors have the names {', '.join(there)}"
         )
     return made
 

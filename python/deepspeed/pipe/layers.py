@@ -8,6 +8,7 @@ from torch import nn
 from deepspeed.log import logger
 from deepspeed.pipe.instructions import call_to_str
 from deepspeed.utils.init_on_device import OnDevice
+from deepspeed.utils.random_state import RandomState
 
 
 class LayerSpec:
@@ -87,7 +88,7 @@ def call_of(layer, module):
 def built_on_meta(spec):
     """The module without storage; with it, for a moment, where a class cannot be built so. Random numbers go on as if
     nothing had been built."""
-    with torch.random.fork_rng():
+    with RandomState().replay():
         try:
             with OnDevice(dtype=torch.float32, device="meta"):
                 return spec.build()

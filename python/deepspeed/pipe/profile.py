@@ -12,6 +12,7 @@ from deepspeed import comm as dist
 from deepspeed._compat import memory_of
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe.layers import LayerSpec, call_of, describe
+from deepspeed.utils.random_state import RandomState
 from deepspeed.zero.nested import replace
 
 
@@ -89,7 +90,7 @@ def _now():
 def profile_layers(layers, sample, repeats=3, group=None):
     """``LayerCost`` of every layer for the inputs ``sample``; the means of all ranks of ``group``, so they agree."""
     device, inputs, costs = get_accelerator().current_device_name(), sample, []
-    with torch.random.fork_rng(), torch.enable_grad():
+    with RandomState().replay(), torch.enable_grad():
         for number, layer in enumerate(layers):
             try:
                 cost, inputs = _one_layer(layer, inputs, device, repeats)

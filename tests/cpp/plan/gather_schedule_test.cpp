@@ -20,15 +20,27 @@ struct Issued {
   bool exchange;
   size_t entry;
   uint8_t note;
-  Params wants;
+  Params wants;  // of an exchange; of an entry: its parameters
+  uint64_t left_out_key;
+  size_t waiting;
 };
+
+// Whether ranks start entries before they need them: never, all of them alike, or each as it likes.
+enum class Early { kNever, kAlike, kEach };
 
 // Ranks that gather by a schedule, without threads: `step` runs one rank until it would wait for another.
 class Job {
  public:
-  Job(int world, int lag, const std::vector<std::vector<Cycle>>& programs, unsigned seed, bool ahead = false)
-      : programs_(programs), random_(seed), ahead_(ahead) {
+  Job(int world, int lag, const std::vector<std::vector<Cycle>>& programs, unsigned seed, Early early = Early::kNever)
+      : programs_(programs), random_(seed), early_(early) {
     for (int rank = 0; rank < world; ++rank) ranks_.push_back(Rank{GatherSchedule(lag)});
+  }
+
+  // What each rank leaves out in each of its cycles, of which it hears at the begin of the cycle, or with `late` at any
+  // time in it.
+  void leave_out(std::vector<std::vector<Params>> left_out, bool late = false) {
+    left_out_ = std::move(left_out);
+    late_ = late;
   }
 
   // Lets ranks run in a random order until all have ended. "" or what went wrong.
@@ -61,6 +73,7 @@ class Job {
   struct Rank {
     GatherSchedule schedule;
     size_t cycle = 0, want = 0;
+    bool told = false;                  // what it leaves out in this cycle
     std::set<int32_t> started = {};     // under way for this rank, or here
     std::vector<Issued> log = {};       // collectives, in order
     std::vector<size_t> entry_at = {};  // of this cycle: where in the log an entry is
@@ -75,23 +88,25 @@ class Job {
       if (rank.log.size() <= position) return false;
     const Issued& first = ranks_[0].log[position];
     for (const Rank& rank : ranks_)
-      if (rank.log[position].exchange != first.exchange || rank.log[position].entry != first.entry)
+      if (rank.log[position].exchange != first.exchange || rank.log[position].entry != first.entry ||
+          (!first.exchange && rank.log[position].wants != first.wants))
         error_ = "ranks issued different collectives at position " + std::to_string(position);
     return true;
   }
 
   bool issue(Rank& rank, const GatherAct& act, const Params& wants) {
     if (act.exchange) {
-      rank.log.push_back({true, 0, 0, wants});
+      rank.log.push_back({true, 0, 0, wants, rank.schedule.left_out_key(), rank.schedule.waiting()});
       rank.in_exchange = true;
       return true;
     }
     for (int32_t param : rank.schedule.entry(act.entry))
       if (act.note & GatherSchedule::kWanted) rank.started.insert(param);
+    const Params params = rank.schedule.entry(act.entry);
     rank.schedule.issued(act);
     rank.entry_at.resize(act.entry + 1, 0);
     rank.entry_at[act.entry] = rank.log.size();
-    rank.log.push_back({false, act.entry, act.note, {}});
+    rank.log.push_back({false, act.entry, act.note, params, 0, 0});
     return true;
   }
 
@@ -99,23 +114,33 @@ class Job {
   bool step(size_t index) {
     Rank& rank = ranks_[index];
     if (ended(index) || !error_.empty()) return false;
+    if (!left_out_.empty() && !rank.told && !rank.in_exchange && (!late_ || random_() % 8 == 0)) {
+      rank.schedule.leave_out(left_out_[index][rank.cycle]);
+      rank.told = true;
+    }
     if (rank.in_exchange) {
       const size_t position = rank.log.size() - 1;
       if (!complete(position)) return false;
       Params wanted;
-      for (const Rank& other : ranks_)
+      bool alike = true;
+      size_t waiting = 0;
+      for (const Rank& other : ranks_) {
         wanted.insert(wanted.end(), other.log[position].wants.begin(), other.log[position].wants.end());
+        alike = alike && other.log[position].left_out_key == rank.log[position].left_out_key;
+        waiting = std::max(waiting, other.log[position].waiting);
+      }
       std::sort(wanted.begin(), wanted.end());
       wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
       for (int32_t param : rank.log[position].wants) rank.started.insert(param);
       rank.in_exchange = false;
-      if (!rank.schedule.exchanged(wanted)) {
+      if (!rank.schedule.exchanged(wanted, alike, waiting)) {
         rank.entry_at.clear();
         rank.started.clear();
         rank.cycle_ends.push_back(rank.log.size());
         if (rank.want == programs_[index][rank.cycle].size()) {
           ++rank.cycle;
           rank.want = 0;
+          rank.told = false;
         }
       }
       return true;
@@ -123,10 +148,22 @@ class Job {
     const Cycle& cycle = programs_[index][rank.cycle];
     const bool ending = rank.want == cycle.size();
     Params missing;
-    if (!ending)
+    if (!ending) {
+      rank.schedule.needs(cycle[rank.want]);
       std::copy_if(cycle[rank.want].begin(), cycle[rank.want].end(), std::back_inserter(missing),
                    [&](int32_t param) { return !rank.started.count(param); });
+    }
     if (!ending && missing.empty()) {
+      const bool early = early_ == Early::kEach ? random_() % 2 : early_ == Early::kAlike;
+      if (early && !rank.schedule.due()) {  // what is wanted next is started
+        Params soon;
+        for (size_t next = rank.want + 1; next < std::min(rank.want + 5, cycle.size()); ++next)
+          soon.insert(soon.end(), cycle[next].begin(), cycle[next].end());
+        std::sort(soon.begin(), soon.end());
+        soon.erase(std::unique(soon.begin(), soon.end()), soon.end());
+        if (const auto act = rank.schedule.ahead(without(soon, Params(rank.started.begin(), rank.started.end()))))
+          return issue(rank, *act, {});
+      }
       // Data must have arrived; then it is used and goes.
       if (!rank.log.empty() && !complete(rank.log.size() - 1)) return false;
       for (int32_t param : cycle[rank.want]) rank.started.erase(param);
@@ -142,20 +179,15 @@ class Job {
       return true;
     }
     if (ending) return issue(rank, rank.schedule.toward_end(), {});
-    if (ahead_ && random_() % 4 == 0 && rank.want + 1 < cycle.size()) {  // sometimes the next want is started early
-      Params soon = missing;
-      soon.insert(soon.end(), cycle[rank.want + 1].begin(), cycle[rank.want + 1].end());
-      std::sort(soon.begin(), soon.end());
-      soon.erase(std::unique(soon.begin(), soon.end()), soon.end());
-      if (const auto act = rank.schedule.ahead(soon)) return issue(rank, *act, {});
-    }
     return issue(rank, rank.schedule.toward(missing), missing);
   }
 
   std::vector<std::vector<Cycle>> programs_;
   std::vector<Rank> ranks_;
   std::mt19937 random_;
-  bool ahead_;  // ranks start entries early, each when it likes
+  std::vector<std::vector<Params>> left_out_;
+  bool late_ = false;
+  Early early_;
   std::string error_;
 };
 
@@ -227,6 +259,132 @@ TEST(GatherSchedule, AnExceptionDoesNotChangeTheScheduleButTheSameTwiceDoes) {
   EXPECT_EQ(exchanges_of_last({usual, other, third, fourth, usual, usual, usual}), 2);
 }
 
+// Units that cycles of a training leave out at random, never the first and the last one; none in the first `whole`
+// cycles.
+std::vector<Params> dropped(int units, int cycles, int whole, double chance, std::mt19937& random) {
+  std::vector<Params> result(cycles);
+  for (int cycle = whole; cycle < cycles; ++cycle)
+    for (int32_t unit = 1; unit + 1 < units; ++unit)
+      if (static_cast<double>(random() % 1000) < 1000 * chance)
+        for (int32_t param : {2 * unit, 2 * unit + 1}) result[cycle].push_back(param);
+  return result;
+}
+
+std::vector<Cycle> without_units(int units, const std::vector<Params>& left_out) {
+  std::vector<Cycle> cycles;
+  for (const Params& params : left_out) {
+    cycles.emplace_back();
+    for (const Params& unit : training(units))
+      if (without(unit, params) == unit) cycles.back().push_back(unit);
+  }
+  return cycles;
+}
+
+struct OfCycle {
+  size_t gathers = 0, exchanges = 0;  // of units
+  std::set<int32_t> params = {};      // gathered
+};
+
+std::vector<OfCycle> cycles_of(const Job& job) {
+  std::vector<OfCycle> result;
+  size_t at = 0;
+  for (size_t end : job.ends()) {
+    OfCycle cycle;
+    for (; at < end; ++at) {
+      const Issued& act = job.log()[at];
+      cycle.exchanges += act.exchange ? 1 : 0;
+      cycle.gathers += act.wants.empty() ? 0 : 1;
+      cycle.params.insert(act.wants.begin(), act.wants.end());
+    }
+    result.push_back(cycle);
+  }
+  return result;
+}
+
+TEST(GatherSchedule, WhatAllRanksLeaveOutIsNeitherGatheredNorAskedFor) {
+  std::mt19937 random(5);
+  for (int world : {1, 2, 5}) {
+    for (double chance : {0.2, 0.5, 1.0}) {
+      const auto left_out = dropped(12, 30, 1, chance, random);
+      const auto program = without_units(12, left_out);
+      Job job(world, 4, std::vector<std::vector<Cycle>>(world, program), static_cast<unsigned>(random()),
+              Early::kAlike);
+      job.leave_out(std::vector<std::vector<Params>>(world, left_out));
+      ASSERT_EQ(job.run(), "");
+      const auto cycles = cycles_of(job);
+      ASSERT_EQ(cycles.size(), 30u);
+      for (size_t cycle = 1; cycle < cycles.size(); ++cycle) {
+        EXPECT_EQ(cycles[cycle].exchanges, 2u) << "cycle " << cycle;
+        EXPECT_EQ(cycles[cycle].gathers, program[cycle].size()) << "cycle " << cycle;
+        for (int32_t param : left_out[cycle]) EXPECT_EQ(cycles[cycle].params.count(param), 0u) << "cycle " << cycle;
+      }
+    }
+  }
+}
+
+// A run that was resumed: its first cycle leaves out some of the units.
+TEST(GatherSchedule, WhatWasLeftOutUpToNowGetsItsPlaceWhenItComes) {
+  std::mt19937 random(6);
+  for (int run = 0; run < 50; ++run) {
+    const auto left_out = dropped(12, 30, 0, 0.5, random);
+    const auto program = without_units(12, left_out);
+    Job job(2, 4, {program, program}, static_cast<unsigned>(random()), run % 2 ? Early::kNever : Early::kAlike);
+    job.leave_out({left_out, left_out});
+    ASSERT_EQ(job.run(), "");
+    const auto cycles = cycles_of(job);
+    Params unseen = left_out[0];
+    for (size_t cycle = 1; cycle < cycles.size(); ++cycle) {
+      const bool all_known = without(unseen, left_out[cycle]).empty();
+      EXPECT_EQ(cycles[cycle].exchanges == 2, all_known) << "run " << run << ", cycle " << cycle;
+      EXPECT_LE(cycles[cycle].gathers, program[cycle].size() + (all_known ? 0 : 4));
+      unseen = common(unseen, left_out[cycle]);
+    }
+  }
+}
+
+TEST(GatherSchedule, RanksThatLeaveOutDifferentUnitsServeEachOther) {
+  std::mt19937 random(7);
+  const auto left_out = dropped(8, 12, 1, 0.5, random);
+  const auto program = without_units(8, left_out);
+  auto other = left_out;
+  other[5] = Params{2, 3};
+  auto others = without_units(8, other);
+  ASSERT_NE(other[5], left_out[5]);
+  Job job(2, 4, {program, others}, 8);
+  job.leave_out({left_out, other});
+  ASSERT_EQ(job.run(), "");
+  const auto cycles = cycles_of(job);
+  EXPECT_EQ(cycles[5].gathers, training(8).size()) << "the whole schedule";
+  for (size_t cycle : {4, 6, 7, 11}) {
+    EXPECT_EQ(cycles[cycle].exchanges, 2u) << "cycle " << cycle;
+    EXPECT_EQ(cycles[cycle].gathers, program[cycle].size()) << "cycle " << cycle;
+  }
+}
+
+// A unit of which a part is left out, and a unit that runs though it was to be left out.
+TEST(GatherSchedule, PartsOfUnitsAndUnitsThatRunAllTheSame) {
+  const Cycle whole = training(4);
+  Cycle half = whole;
+  half[1] = half[6] = {3};
+  const std::vector<Cycle> parts{whole, half, whole, half};
+  Job job(2, 4, {parts, parts}, 9);
+  const std::vector<Params> first{{}, {2}, {}, {2}};
+  job.leave_out({first, first});
+  ASSERT_EQ(job.run(), "");
+  for (int cycle : {1, 2, 3}) {
+    EXPECT_EQ(cycles_of(job)[cycle].exchanges, 2u);
+    EXPECT_EQ(cycles_of(job)[cycle].gathers, 8u);
+    EXPECT_EQ(cycles_of(job)[cycle].params.count(2), cycle == 2 ? 1u : 0u);
+  }
+  const std::vector<Cycle> all(6, whole);
+  Job runs(2, 4, {all, all}, 9);
+  const std::vector<Params> named{{}, {2, 3}, {}, {4, 5}, {}, {}};
+  runs.leave_out({named, named});
+  ASSERT_EQ(runs.run(), "");
+  EXPECT_GT(cycles_of(runs)[1].exchanges, 2u);
+  for (int cycle : {2, 4, 5}) EXPECT_EQ(cycles_of(runs)[cycle].exchanges, 2u) << "cycle " << cycle;
+}
+
 // Every rank with a program of its own: all of them end, and all issue the same collectives.
 TEST(GatherSchedule, RandomBranchesOnEveryRankNeverHang) {
   const int cases = every_case() ? 20000 : 3000;
@@ -237,6 +395,7 @@ TEST(GatherSchedule, RandomBranchesOnEveryRankNeverHang) {
     const double chance = std::vector<double>{0.0, 0.02, 0.2, 0.6}[random() % 4];
     const auto happens = [&] { return static_cast<double>(random() % 1000) < 1000 * chance; };
     std::vector<std::vector<Cycle>> programs(world);
+    std::vector<std::vector<Params>> left_out(world, dropped(units, cycles, 0, chance, random));
     std::vector<bool> empty;
     for (int cycle = 0; cycle < cycles; ++cycle) empty.push_back(random() % 5 == 0);
     for (auto& program : programs) {
@@ -248,11 +407,13 @@ TEST(GatherSchedule, RandomBranchesOnEveryRankNeverHang) {
           if (happens()) wants.push_back({static_cast<int32_t>(random() % 20)});
         }
         if (happens()) std::reverse(wants.begin(), wants.end());
+        if (happens()) left_out[&program - programs.data()][cycle] = {static_cast<int32_t>(random() % 20)};
         if (happens()) wants.clear();
         program.push_back(wants);
       }
     }
-    Job job(world, lag, programs, static_cast<unsigned>(random()), which % 2 == 0);
+    Job job(world, lag, programs, static_cast<unsigned>(random()), which % 2 ? Early::kNever : Early::kEach);
+    if (which % 3 != 0) job.leave_out(left_out, which % 3 == 1);
     ASSERT_EQ(job.run(), "") << "case " << which << ", world " << world << ", lag " << lag;
     EXPECT_EQ(job.ends().size(), static_cast<size_t>(cycles));
   }

@@ -149,9 +149,9 @@ TEST(SampleOrder, WrongUses) {
   EXPECT_TRUE(says(error_of([&] { order.join({3, 0}, false); }), "a cluster has 0 samples"));
   SampleOrder ended(5);
   ended.join({3}, true);
-  EXPECT_TRUE(says(error_of([&] { ended.join({3}, true); }), "no cluster joins after the last ones"));
+  EXPECT_TRUE(says(error_of([&] { ended.join({3}, true); }), "clusters cannot join after the last ones"));
   const SampleOrder::State state = ended.state();
-  EXPECT_TRUE(says(error_of([&] { SampleOrder::restored(5, {3, 4}, state); }), "not one of these 2 clusters"));
+  EXPECT_TRUE(says(error_of([&] { SampleOrder::restored(5, {3, 4}, state); }), "does not belong to these 2 clusters"));
   for (int broken = 0; broken < 5; ++broken) {
     SampleOrder::State other = state;
     if (broken == 0) other.taken[0] = -1;

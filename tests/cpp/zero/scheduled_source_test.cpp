@@ -112,6 +112,44 @@ TEST(ScheduledSource, ARepeatingStepStartsOneCollectiveForEachUnit) {
   }
 }
 
+// Progressive layer dropping: no collective has what all ranks leave out, and no exchange is added.
+TEST(ScheduledSource, UnitsThatAllRanksLeaveOutAreNotGathered) {
+  constexpr int kUnits = 10;
+  for (int world : {1, 2, 4}) {
+    on_ranks(world, [&](int rank, const comm::CommunicatorPtr& comm) {
+      const Sharded made(std::vector<std::pair<int64_t, at::ScalarType>>(2 * kUnits, {9, at::kFloat}), world, rank);
+      auto source = scheduled_source(made.params, {{comm, made.params, nullptr}}, memory());
+      std::mt19937 random(3);
+      for (int step = 0; step < 12; ++step) {
+        std::vector<int> order, left_out;
+        for (int unit = 0; unit < kUnits; ++unit) {
+          if (step == 0 || unit == 0 || unit == kUnits - 1 || random() % 2) {
+            order.push_back(unit);
+          } else {
+            left_out.insert(left_out.end(), {2 * unit, 2 * unit + 1});
+          }
+        }
+        const std::vector<int> back(order.rbegin(), order.rend());
+        order.insert(order.end(), back.begin(), back.end());
+        source->leave_out(made.raw(left_out));
+        source->reset_counters();
+        for (size_t i = 0; i < order.size(); ++i) {
+          const int unit = order[i], next = order[std::min(i + 1, order.size() - 1)];
+          source->gather(made.raw({2 * unit, 2 * unit + 1}), made.raw({2 * next, 2 * next + 1}));
+          EXPECT_TRUE(made.right(2 * unit) && made.right(2 * unit + 1));
+          for (ShardedParam* param : made.raw({2 * unit, 2 * unit + 1})) param->release();
+        }
+        source->forget_ahead();
+        source->drain();
+        EXPECT_EQ(source->collectives(), static_cast<int64_t>(order.size())) << "step " << step;
+        if (step > 0) EXPECT_EQ(source->exchanges(), 2) << "step " << step;
+        source->leave_out({});
+        source->before_write();
+      }
+    });
+  }
+}
+
 // Every rank takes branches of its own for a thousand steps: values are right, and nobody waits for ever.
 TEST(ScheduledSource, RanksMayTakeRandomBranches) {
   constexpr int kParams = 12;

@@ -16,6 +16,7 @@ from deepspeed.data.analyzer import DistributedDataAnalyzer  # noqa: E402
 from deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer  # noqa: E402
 from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDataset  # noqa: E402
 from logs import logged  # noqa: E402
+from processes import open_files  # noqa: E402
 from refusals import refused  # noqa: E402
 
 ROWS = 1000
@@ -137,11 +138,13 @@ def test_an_interrupted_map_goes_on(alone, tmp_path, monkeypatch):
 
     one = Counted(**VALUES).analyzer(tmp_path)
     refused(Interrupted, "", one.run_map)
-    (tmp_path / "length" / "worker0_thread0" / "length_values").open("ab").write(b"cut")
+    assert not open_files(tmp_path)
+    with (tmp_path / "length" / "worker0_thread0" / "length_values").open("ab") as values:
+        values.write(b"cut")
     refused(Interrupted, "", one.run_map)
     with logged() as said:
         one.run_map()
-    assert any("goes on after 770 samples" in text for text in said)
+    assert any("continues after 770 samples" in text for text in said)
     assert len(seen) < ROWS + 3 * 7, "only batches that were not noted are computed again"
     one.run_reduce()
     for name in VALUES:
@@ -154,7 +157,7 @@ def test_an_interrupted_map_goes_on(alone, tmp_path, monkeypatch):
     refused(Interrupted, "", one.run_map)
     with logged() as said:
         rows.analyzer(tmp_path, metric_dtypes=[numpy.int32] * 2).run_map()
-    assert any("is of another analysis" in text for text in said)
+    assert any("belongs to another analysis" in text for text in said)
 
 
 def test_a_map_whose_values_are_lost_begins_anew(alone, tmp_path, monkeypatch):
@@ -174,7 +177,7 @@ def test_a_map_whose_values_are_lost_begins_anew(alone, tmp_path, monkeypatch):
     os.truncate(tmp_path / "length" / "worker0_thread0" / "length_values", 16)
     with logged() as said:
         one.run_map()
-    assert any("not all have values: thread 0 begins anew" in text for text in said)
+    assert any("values of some are lost: thread 0 begins anew" in text for text in said)
     one.run_reduce()
     for name in VALUES:
         assert files_of(tmp_path, name) == files_of(alone, name)
@@ -234,7 +237,7 @@ def test_wrong_input(tmp_path):
     refused(ValueError, "have 1, 1, 2 and 1 items: each metric has one of each", rows.analyzer, tmp_path,
             metric_types=["single_value_per_sample"] * 2)  # fmt: skip
     refused(ValueError, "type 'mean' of the metric 'a' is neither", rows.analyzer, tmp_path, metric_types=["mean"])
-    refused(ValueError, "metric_dtypes has torch.float32: metrics are whole", rows.analyzer, tmp_path,
+    refused(ValueError, "metric_dtypes has torch.float32: metrics must be whole", rows.analyzer, tmp_path,
             metric_dtypes=[torch.float32])  # fmt: skip
     refused(ValueError, "worker_id 2 is none of the 2 workers", DataAnalyzer, rows, num_workers=2, worker_id=2)
     half = rows.analyzer(tmp_path / "half", metric_functions=[lambda batch: batch / 2])

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+from logs import logged
 from refusals import refused
 
 STEPS = 20_000
@@ -52,6 +53,19 @@ def test_discrete_difficulties():
     assert CurriculumScheduler(config("fixed_discrete", 4, 4, difficulty=[4], max_step=[])).get_difficulty(9) == 4
 
 
+def test_discrete_difficulties_that_pass_the_maximum_are_taken_with_a_warning():
+    settings = {"difficulty": [4, 20, 8], "max_step": [2, 4]}
+    with logged() as said:
+        schedule = CurriculumScheduler(config("fixed_discrete", 4, 16, **settings))
+    assert [schedule.update_difficulty(i) for i in range(1, 8)] == [4, 4, 20, 20, 20, 20, 20]
+    assert len(said) == 2 and "has 20, which is above max_difficulty 16" in said[0], said
+    assert "the difficulties [8] after it are never used" in said[1]
+    with logged() as said:
+        CurriculumScheduler(config("fixed_discrete", 1, 3, difficulty=[1, 2, 3], max_step=[5, 10]))
+        CurriculumScheduler(config("fixed_discrete", 1, 9, difficulty=[1, 2, 3], max_step=[5, 10]))
+    assert not said
+
+
 def test_a_function_gives_custom_difficulties_until_the_maximum():
     schedule = CurriculumScheduler(config("custom", 1, 50))
     refused(RuntimeError, "no function gives the difficulty", schedule.get_difficulty, 3)
@@ -83,8 +97,8 @@ LINEAR = {"total_curriculum_step": 10, "difficulty_step": 8}
         (config("fixed_root", **LINEAR), "schedule_config.root_degree is missing: schedule_type 'fixed_root' needs it"),
         (config("fixed_linear", **{**LINEAR, "total_curriculum_step": 0}), "total_curriculum_step is 0: it must be"),
         (config("fixed_linear", **{**LINEAR, "difficulty_step": 2000}), "difficulty_step 2000 is above max_difficulty"),
-        (config("fixed_discrete", difficulty=[1, 2], max_step=[3, 4]), "max_step has 2 items and"),
-        (config("fixed_discrete", difficulty=[1, 2, 3], max_step=[4, 3]), "does not grow: each item ends"),
+        (config("fixed_discrete", difficulty=[1, 2], max_step=[3, 4]), "max_step has 2 items, and"),
+        (config("fixed_discrete", difficulty=[1, 2, 3], max_step=[4, 3]), "does not rise: each item is the last"),
     ],
 )
 def test_settings_that_give_no_difficulty(given, text):

@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 
+from deepspeed.data import analysis_parts
 from deepspeed.data.indexed import (
     DamagedIndex,
     MMapIndexedDatasetBuilder,
@@ -15,18 +16,19 @@ from deepspeed.data.indexed import (
     index_file_path,
 )
 from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDataset
+from processes import open_files
 from refusals import refused
 
 ROWS = [[3, 1, 4, 1, 5], [], [9, 2], [6]]
 
 
 def written(path, rows=ROWS, dtype=numpy.int32, ends=()):
-    builder = MMapIndexedDatasetBuilder(data_file_path(path), dtype)
-    for i, row in enumerate(rows):
-        builder.add_item(torch.tensor(row, dtype=torch.int64))
-        if i in ends:
-            builder.end_document()
-    builder.finalize(index_file_path(path))
+    with MMapIndexedDatasetBuilder(data_file_path(path), dtype) as builder:
+        for i, row in enumerate(rows):
+            builder.add_item(torch.tensor(row, dtype=torch.int64))
+            if i in ends:
+                builder.end_document()
+        builder.finalize(index_file_path(path))
     return str(path)
 
 
@@ -65,14 +67,30 @@ def test_which_files_there_are(tmp_path):
 
 def test_data_sets_are_joined(tmp_path):
     first, second = written(tmp_path / "a", ends=(3,)), written(tmp_path / "b", rows=[[7], [8, 8]], ends=(1,))
-    builder = MMapIndexedDatasetBuilder(tmp_path / "c.bin", numpy.int32)
-    builder.merge_file_(first)
-    builder.merge_file_(second)
-    builder.finalize(tmp_path / "c.idx")
+    with MMapIndexedDatasetBuilder(tmp_path / "c.bin", numpy.int32) as builder:
+        builder.merge_file_(first)
+        builder.merge_file_(second)
+        builder.finalize(tmp_path / "c.idx")
     data = MMapIndexedDataset(str(tmp_path / "c"))
     assert [row.tolist() for row in data] == ROWS + [[7], [8, 8]] and data.doc_idx.tolist() == [0, 4, 6]
-    other = MMapIndexedDatasetBuilder(tmp_path / "d.bin", numpy.int16)
-    refused(ValueError, "elements of int32, .*d.bin of int16", other.merge_file_, first)
+    with MMapIndexedDatasetBuilder(tmp_path / "d.bin", numpy.int16) as other:
+        refused(ValueError, "elements of int32, .*d.bin has elements of int16", other.merge_file_, first)
+
+
+def test_an_error_closes_the_files(tmp_path):
+    def cut():
+        yield numpy.array([1, 2], numpy.uint8), [2]
+        yield numpy.array([300], numpy.int32), [1]
+
+    builder = MMapIndexedDatasetBuilder(tmp_path / "b.bin", numpy.uint8)
+    assert open_files(tmp_path) == {str(tmp_path / "b.bin")}
+    with pytest.raises(KeyError), builder:
+        raise KeyError
+    refused(ValueError, "values do not fit", analysis_parts.write_documents, tmp_path / "a", numpy.uint8, cut())
+    with pytest.raises(KeyError), analysis_parts.PartFile(tmp_path / "p", numpy.int64) as part:
+        part.append(numpy.array([7]))
+        raise KeyError
+    assert open_files(tmp_path) == set() and (tmp_path / "p").stat().st_size == 8
 
 
 @pytest.mark.parametrize(
@@ -108,11 +126,11 @@ def test_damaged_files(tmp_path):
 def test_wrong_uses(tmp_path):
     data = MMapIndexedDataset(written(tmp_path / "a"))
     refused(IndexError, "", data.get, 4)
-    refused(ValueError, "5 elements: 3 from 4 on are not among them", data.get, 0, 4, 3)
+    refused(ValueError, "5 elements: it has no 3 elements from 4 on", data.get, 0, 4, 3)
     refused(ValueError, "have step 1, not 2", data.__getitem__, slice(0, 4, 2))
     refused(ValueError, "no code for float32", MMapIndexedDatasetBuilder, tmp_path / "b.bin", numpy.float32)
-    builder = MMapIndexedDatasetBuilder(tmp_path / "b.bin", numpy.uint8)
-    refused(ValueError, "values do not fit into elements of uint8", builder.add_item, torch.tensor([256]))
+    with MMapIndexedDatasetBuilder(tmp_path / "b.bin", numpy.uint8) as builder:
+        refused(ValueError, "values do not fit into elements of uint8", builder.add_item, torch.tensor([256]))
 
 
 def test_the_smallest_type():

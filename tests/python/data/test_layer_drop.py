@@ -1,6 +1,7 @@
 """Layers that are left out: how often, which, and what takes their place."""
 
 import math
+import types
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from deepspeed.data.layer_drop import DroppableForward, LayerDropping, ProgressiveLayerDrop, convert_to_pld
 from deepspeed.log import logger
+from deepspeed.utils import random_state
 
 
 class Layer(nn.Module):
@@ -95,6 +97,23 @@ def test_a_dropped_layer_passes_its_input_and_a_kept_one_is_right_in_the_mean(fo
     plan.place(3, 0, 1.0)
     made = model[kept](x)
     assert torch.equal(made if form is None else made[0], whole)  # bit by bit
+
+
+def test_the_call_that_finds_the_form_uses_the_generator_of_one_device(monkeypatch):
+    """A process that uses one GPU of several does not begin to use the others."""
+    used = []
+    device = types.SimpleNamespace(
+        device_name=lambda: "gpu",
+        is_available=lambda: True,
+        current_device=lambda: 3,
+        get_rng_state=used.append,
+        set_rng_state=lambda state, index: used.append(index),
+    )
+    monkeypatch.setattr(random_state, "get_accelerator", lambda: device)
+    model, plan = planned(form=tuple)
+    plan.place(3, 0, 0.5)
+    model[min(plan.dropped)](torch.zeros(2, 4))
+    assert set(used) == {3}
 
 
 def test_refused():

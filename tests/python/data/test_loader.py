@@ -234,7 +234,7 @@ def test_own_sampler_decides_the_order():
 
 
 def test_wrong_state():
-    refused(KeyError, "lacks batches", loader(Numbers(4)).load_state_dict, {"epoch": 1})
+    refused(KeyError, "has no batches", loader(Numbers(4)).load_state_dict, {"epoch": 1})
 
 
 # ---- iterable data -------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_wrong_input():
     refused(ValueError, "is empty", loader, Numbers(0))
     refused(
         ValueError,
-        "7 samples over 2 data-parallel ranks.*dataloader_drop_last",
+        "7 samples for 2 data-parallel ranks.*dataloader_drop_last",
         loader,
         Numbers(7),
         4,

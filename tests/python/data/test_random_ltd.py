@@ -248,12 +248,12 @@ def planned(kind=Layer, count=3, **given):
     [
         (r"argument 'mask' of Needy.forward has no default", lambda: planned(Needy)),
         (r"argument '\*others' of Greedy.forward has no default", lambda: planned(Greedy)),
-        (r"Nameless.forward takes \*given first: its first argument must be", lambda: planned(Nameless)),
-        (r"random_ltd_layer_id: \[3, 5\] is outside of the model, which has 3", lambda: planned(layers=(1, 3, 5))),
+        (r"first argument of Nameless.forward is \*given: it must be", lambda: planned(Nameless)),
+        (r"names the layers \[3, 5\], and the model has 3", lambda: planned(layers=(1, 3, 5))),
         (r"names a layer twice", lambda: planned(layers=(1, 1))),
         (r"total_layer_num is 4, and the model has 3 layers", lambda: planned(count=3, layers=(1,)) and planned_of_4()),
         (r"model_mask_name 'attention' is no argument of 0.forward", lambda: planned(mask="attention")),
-        (r"no layer of the class Greedy. Its modules are Layer", lambda: convert_to_random_ltd(Layer(), Greedy)),
+        (r"no layer of the class Greedy. Its modules have the classes Layer", lambda: convert_to_random_ltd(Layer(), Greedy)),
     ],
 )
 def test_refused(text, call):

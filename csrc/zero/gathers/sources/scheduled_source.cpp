@@ -3,7 +3,9 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <cstring>
 #include <unordered_map>
+#include <utility>
 
 #include "base/error.h"
 #include "base/ranges.h"
@@ -22,6 +24,7 @@ using plan::GatherSchedule;
 
 constexpr int kLag = 4;         // gathers under way at one time
 constexpr int64_t kWants = 64;  // parameters that one rank names in one exchange
+constexpr int64_t kHead = 3;    // and before them the halves of GatherSchedule::left_out_key, and waiting()
 
 class ScheduledSource : public ShardSource {
  public:
@@ -39,6 +42,7 @@ class ScheduledSource : public ShardSource {
     at::NoGradGuard no_grad;
     prefetch(params);
     prefetch(ahead);
+    if (schedule_.waiting() > 0) schedule_.needs(numbers_of(params));
     for (auto absent = not_started(params); !absent.empty(); absent = not_started(params)) {
       read_notes(false);
       const GatherAct act = schedule_.toward(absent);
@@ -60,6 +64,7 @@ class ScheduledSource : public ShardSource {
   }
 
   bool looks_ahead() const override { return true; }
+  void leave_out(const std::vector<ShardedParam*>& params) override { schedule_.leave_out(numbers_of(params)); }
 
   void forget_ahead() override {
     for (const auto& [param, gather] : started_) param->mark_absent();
@@ -122,13 +127,24 @@ class ScheduledSource : public ShardSource {
     GatherSchedule::Params result;
     for (ShardedParam* param : params) {
       if (param->available() || started_.count(param)) continue;
-      const auto found = index_.find(param);
-      if (found == index_.end())
-        fail(ErrorKind::kRuntime, "parameter '", param->name(), "' does not belong to this engine");
-      result.push_back(found->second);
+      result.push_back(number_of(param));
     }
     sort_unique(result);
     return result;
+  }
+
+  GatherSchedule::Params numbers_of(const std::vector<ShardedParam*>& params) const {
+    GatherSchedule::Params result;
+    for (const ShardedParam* param : params) result.push_back(number_of(param));
+    sort_unique(result);
+    return result;
+  }
+
+  int32_t number_of(const ShardedParam* param) const {
+    const auto found = index_.find(param);
+    if (found == index_.end())
+      fail(ErrorKind::kRuntime, "parameter '", param->name(), "' does not belong to this engine");
+    return found->second;
   }
 
   void read_notes(bool ending) {
@@ -165,17 +181,29 @@ class ScheduledSource : public ShardSource {
     GatherSchedule::Params wants = wanted;
     append(wants, hints);
     wants.resize(std::min(wants.size(), static_cast<size_t>(kWants)));
-    at::Tensor host = at::full({ranks_[0]->size(), kWants}, -1, at::kInt);
-    std::copy(wants.begin(), wants.end(), host.data_ptr<int32_t>() + ranks_[0]->rank() * kWants);
+    at::Tensor host = at::full({ranks_[0]->size(), kHead + kWants}, -1, at::kInt);
+    const uint64_t key = schedule_.left_out_key();
+    int32_t* row = host.data_ptr<int32_t>() + ranks_[0]->rank() * (kHead + kWants);
+    std::memcpy(row, &key, sizeof(key));
+    row[kHead - 1] = static_cast<int32_t>(schedule_.waiting());
+    std::copy(wants.begin(), wants.end(), row + kHead);
     const at::Tensor shared = host.to(storage::device_for_numbers(buffers_.device()));
     ranks_[0]->all_gather(shared.select(0, ranks_[0]->rank()), shared, "what ranks want to gather")->wait();
     ++exchanges_;
     host = shared.to(at::kCPU);
-    GatherSchedule::Params all(host.data_ptr<int32_t>(), host.data_ptr<int32_t>() + host.numel());
+    GatherSchedule::Params all;
+    bool alike = true;
+    int32_t waiting = 0;
+    for (int64_t rank = 0; rank < host.size(0); ++rank) {
+      const int32_t* theirs = host.data_ptr<int32_t>() + rank * (kHead + kWants);
+      alike = alike && std::memcmp(theirs, &key, sizeof(key)) == 0;
+      waiting = std::max(waiting, theirs[kHead - 1]);
+      all.insert(all.end(), theirs + kHead, theirs + kHead + kWants);
+    }
     erase_if(all, [](int32_t index) { return index < 0; });
     sort_unique(all);
     if (!all.empty()) keep(start_gather(all, std::nullopt, /*begun=*/true), wants);
-    return schedule_.exchanged(all);
+    return schedule_.exchanged(all, alike, static_cast<size_t>(waiting));
   }
 
   // `begun`: the other ranks know that this one takes part, so they have to be told if it has no memory.

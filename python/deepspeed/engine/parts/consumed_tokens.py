@@ -15,33 +15,32 @@ _KEYS = (
     '"data_efficiency": {"enabled": true}'
 )
 _UNCOUNTED = (
-    "the tokens cannot be counted: forward got neither a 2-dimensional attention_mask nor input_ids. Call "
+    "the tokens cannot be counted, because forward got neither a 2-dimensional attention_mask nor input_ids. Call "
     "engine.count_tokens(n) before engine.step()"
 )
 
 
 @engine_parts.add("_tokens")
 class ConsumedTokens(Part):
-    """A part of the engine. Without a key of the configuration that asks for tokens it counts nothing.
+    """A part of the engine. It counts nothing unless a key of the configuration needs tokens.
 
-    A micro-batch, which is each forward in training mode, has as many tokens as its 2-dimensional ``attention_mask``
-    has entries other than 0; without one, as ``input_ids`` has elements, in a pipeline the first 2-dimensional tensor
-    of whole numbers. Batches of equal token counts are known beforehand. ``count_tokens`` goes before all of that.
-    Where the model cuts its sequences at ``curriculum_seqlen``, the rest is not counted. What comes out goes through
-    the hook ``effective_tokens`` of each part. Sums over ranks are made once for each step.
+    Each forward in training mode is a micro-batch. Its number of tokens is the number that ``count_tokens`` was given.
+    Without that it is the number of entries other than 0 in the 2-dimensional ``attention_mask``, then the known number
+    of a dynamic batch, then the number of elements of ``input_ids``, or in a pipeline of the first 2-dimensional tensor
+    of whole numbers. Tokens that the model cuts off at ``curriculum_seqlen`` are not counted. The hooks
+    ``effective_tokens`` of all parts may change the number. Sums over ranks are made once for each step.
     """
 
-    counts = needed = False  # needed: by the learning rate or by the end of the training
+    counts = needed = False  # needed: the learning rate or the end of the training depends on them
     consumed, of_step = 0, 0  # by all ranks, up to the last step and in the step under way
-    unknown = None  # the step with micro-batches that could not be counted, where tokens are not needed
-    _sums = _late = (
-        None  # of the step under way and of the last one: tokens and micro-batches without a count; its number
-    )
-    _told = None  # by ``count_tokens``, of the micro-batch under way
+    unknown = None  # the first step with micro-batches that could not be counted, if tokens are not needed
+    # ([tokens, micro-batches without a count], number of the step) of the step under way, and of the last one
+    _sums = _late = None
+    _told = None  # the number that ``count_tokens`` was given for the micro-batch under way
 
     def __init__(self, engine):
         super().__init__(engine)
-        self._seen = []  # of the forwards of the micro-batch under way; None where it cannot be counted
+        self._seen = []  # tokens of the forwards of the micro-batch under way; None if they cannot be counted
         self._window = []  # effective tokens of the earlier micro-batches of this step
 
     def start(self):
@@ -58,7 +57,7 @@ class ConsumedTokens(Part):
         self._need_counts("consumed_tokens")
         self._settle()
         if self.unknown is not None:
-            raise RuntimeError(f"engine.consumed_tokens: in step {self.unknown} {_UNCOUNTED}")
+            raise RuntimeError(f"engine.consumed_tokens: step {self.unknown} has micro-batches for which {_UNCOUNTED}")
         return self.consumed
 
     def _need_counts(self, name):
@@ -67,21 +66,22 @@ class ConsumedTokens(Part):
 
     @member
     def count_tokens(self, tokens):
-        """Says that this rank's micro-batch has so many tokens, before its ``engine.step()``; in a pipeline all
-        micro-batches of the next ``train_batch()``. Several calls add up."""
+        """Sets the number of tokens of this rank's micro-batch, or in a pipeline of all micro-batches of the next
+        ``train_batch()``. Call it before ``engine.step()``. Several calls add up."""
         self._need_counts("count_tokens()")
         if isinstance(tokens, bool) or not isinstance(tokens, (int, float)) or tokens < 0 or tokens != int(tokens):
-            raise ValueError(f"engine.count_tokens({tokens!r}): give the number of tokens, a whole number >= 0")
+            raise ValueError(f"engine.count_tokens({tokens!r}): the number of tokens must be a whole number >= 0")
         self._told = int(tokens) + (self._told or 0)
 
     @member
     def training_ended(self):
-        """Whether the steps up to now have reached ``max_train_tokens``; always False without that key."""
+        """Whether the steps up to now have reached ``max_train_tokens``. Without that key it is always False."""
         limit = self.engine._config.max_train_tokens
         return limit is not None and self.consumed >= limit
 
     def done(self):
-        """``{unit: number}`` of samples, tokens and tokens of layers when the step under way is done, for schedules."""
+        """``{unit: number}`` of samples, tokens and tokens of layers at the end of the step under way, for
+        schedules."""
         engine = self.engine
         return {
             "samples": engine.global_samples + engine._data.samples_of_step(),
@@ -95,7 +95,7 @@ class ConsumedTokens(Part):
             self._seen.append(self._tokens_in(inputs, kwargs))
 
     def see_micro_batch(self, inputs, number):
-        """The inputs of a micro-batch of a pipeline, on the first stage."""
+        """Counts the tokens in the inputs of a micro-batch of a pipeline, on the first stage."""
         if self.counts and torch.is_grad_enabled():
             several = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
             ids = (one for one in several if _has_rows(one) and not one.is_floating_point() and one.dtype != torch.bool)
@@ -131,8 +131,8 @@ class ConsumedTokens(Part):
             self._add_up()
 
     def _add_up(self):
-        """Over all ranks that see different data, and from the first stage of a pipeline to the others. All ranks learn
-        that one of them has micro-batches without a count."""
+        """Adds up the tokens of all ranks that see different data, and sends the sum from the first stage of a pipeline
+        to the others. All ranks learn of micro-batches without a count on any rank."""
         parallel, device = self.engine.parallel, self.engine.device
         known = [tokens for tokens in self._window if tokens is not None]
         own = [round(tokens) for tokens in known if not torch.is_tensor(tokens)]
@@ -150,7 +150,7 @@ class ConsumedTokens(Part):
         self.of_step, uncounted = sums.tolist()
         if uncounted:
             self._forget()
-            raise RuntimeError(f"of {uncounted} micro-batches of this step {_UNCOUNTED}")
+            raise RuntimeError(f"this step has {uncounted} micro-batches for which {_UNCOUNTED}")
 
     def _forget(self):
         self._seen, self._told, self._window, self._sums, self.of_step = [], None, [], None, 0
@@ -165,7 +165,7 @@ class ConsumedTokens(Part):
         self._forget()
 
     def _settle(self):
-        """Adds the last step, whose sums the host reads no earlier than it has to: on a device it waits for them."""
+        """Adds the last step. The host reads its sums as late as possible, because on a device it waits for them."""
         if self._late is None:
             return
         (sums, step), self._late = self._late, None
@@ -176,16 +176,16 @@ class ConsumedTokens(Part):
 
     @property
     def saved(self):
-        """The number that checkpoints keep; None where not all tokens are counted."""
+        """The number for checkpoints; None if not all tokens were counted."""
         self._settle()
         return self.consumed if self.counts and self.unknown is None else None
 
     def restore(self, consumed):
-        """Goes on after a checkpoint; None: it does not say how many tokens it has seen."""
+        """Continues after a checkpoint. ``consumed`` is None if the checkpoint has no number of tokens."""
         self.consumed, self.unknown, self._late = consumed or 0, None, None
         self._forget()
         if self.counts and consumed is None and self.engine.global_steps:
-            logger.warning("the checkpoint does not say how many tokens its run has consumed: they count from 0 on")
+            logger.warning("the checkpoint has no number of consumed tokens: they are counted from 0")
 
 
 def _has_rows(value):

@@ -1,4 +1,4 @@
-"""Weights of micro-batches of different sizes, and the learning rate that follows them."""
+"""The weights of micro-batches of different sizes, and learning rates that follow the sizes."""
 
 from deepspeed._native import DeepSpeedConfigError
 from deepspeed.data.token_batches import Window
@@ -18,13 +18,13 @@ _CALL = (
 class DynamicBatching(Part):
     """A part of the engine. Before ``use`` it does nothing.
 
-    Every rank knows the micro-batches of all ranks, so nothing is sent. Outside of pipelines the micro-batch under way
-    is the one that the loader has handed out last; in pipelines each ``train_batch`` takes those of one step.
+    Every rank knows the micro-batches of all ranks, so ranks do not communicate. Outside of pipelines the micro-batch
+    under way is the last one that the loader has handed out. In pipelines each ``train_batch`` takes those of one step.
     """
 
     batches = rates = None  # the ``TokenBatches`` of the engine's loader, and the ``ScaledRates``
-    _in_step = False  # of the optimizer, in which the schedule moves to the next step
-    _taken = None  # in a pipeline, where middle stages have no data: the ``Window`` of the next step
+    _in_step = False  # whether a step of the optimizer runs, in which the schedule moves to the next step
+    _taken = None  # the ``Window`` of the next step in a pipeline, whose middle stages have no data
 
     def __init__(self, engine):
         super().__init__(engine)
@@ -35,24 +35,25 @@ class DynamicBatching(Part):
             return
         if not engine.managed_gradient_accumulation():
             raise DeepSpeedConfigError(
-                f"{_AT} needs to know which micro-batches make a step: set managed_gradient_accumulation to true"
+                f"{_AT} needs to know the micro-batches of a step: set managed_gradient_accumulation to true"
             )
         if engine.curriculum_enabled_legacy():
             raise DeepSpeedConfigError(
-                f"{_AT} knows tokens by the lengths of the samples, which curriculum_learning cuts: enable one of both"
+                f"{_AT} counts tokens by the lengths of the samples, and curriculum_learning cuts the samples: enable "
+                "only one of them"
             )
         if sampling["curriculum_learning"]["enabled"]:
             raise DeepSpeedConfigError(
-                f"{_AT} and data_efficiency.data_sampling.curriculum_learning both decide which samples a batch has: "
-                "enable one of both"
+                f"{_AT} and data_efficiency.data_sampling.curriculum_learning both choose the samples of a batch: "
+                "enable only one of them"
             )
         if engine.training_data is not None:
             raise DeepSpeedConfigError(
-                f"{_AT} makes a loader that knows the lengths of samples: leave training_data out, and {_CALL}"
+                f"{_AT} needs a loader that knows the lengths of samples: do not pass training_data, and {_CALL}"
             )
 
     def use(self, loader, method):
-        """Trains on ``loader`` from now on, with rates that follow its batches by ``method``."""
+        """The engine trains on ``loader`` from now on. Its learning rates follow the batches by ``method``."""
         engine = self.engine
         engine.training_dataloader, self.batches = loader, loader.data_sampler
         engine._data.start_window()
@@ -70,12 +71,12 @@ class DynamicBatching(Part):
         return isinstance(self.engine.module, PipelineModule)
 
     def _at_loader(self):
-        """The window that begins after the last batch which the loader has handed out."""
+        """The window that begins after the last batch that the loader has handed out."""
         state = self.engine.training_dataloader.state_dict()
         return Window(state["epoch"], state["start"], state["batches"])
 
     def _window(self):
-        """The ``Window`` of the step under way; None where no batch of the loader is out."""
+        """The ``Window`` of the step under way; None if the loader has not handed out a batch for it."""
         if self._pipelined:
             return self.batches.following(self._taken)
         window = self._at_loader()
@@ -94,21 +95,21 @@ class DynamicBatching(Part):
 
     # ---- what other parts ask ----------------------------------------------------------------------------------------
     def weight(self, micro=None):
-        """The factor of the loss of a micro-batch of this step, by default of that under way."""
+        """The factor for the loss of a micro-batch of this step; by default, of the one under way."""
         window = None if self.batches is None else self._window()
         if window is None:
             return 1.0
         return self.batches.weight(window, self.engine._steps.micro_steps if micro is None else micro)
 
     def tokens(self, micro=None):
-        """Tokens of a micro-batch of this step, by default of that under way; None where that is not known."""
+        """The tokens of a micro-batch of this step; by default, of the one under way. None if they are not known."""
         window = None if self.batches is None else self._window()
         if window is None:
             return None
         return self.batches.tokens_in(window, self.engine._steps.micro_steps if micro is None else micro)
 
     def samples(self):
-        """Samples of this step, over all ranks; None where that is not known."""
+        """The samples of this step, over all ranks. None if they are not known."""
         window = None if self.batches is None else self._window()
         return None if window is None else self.batches.samples_in(window)
 
@@ -116,11 +117,11 @@ class DynamicBatching(Part):
     def see_inputs(self, inputs, kwargs):
         if self.batches is None:
             if self.enabled:
-                warning_once(f"{_AT} is enabled, and batches have their usual sizes: {_CALL}", key=_AT)
+                warning_once(f"{_AT} is enabled, but the engine has no loader of dynamic batches: {_CALL}", key=_AT)
             return
         window = self._window()
         if window is not None and self.rates is not None and not self.engine._steps.micro_steps:
-            self.rates.rescale(self._ratio(window))  # as expected, unless a loop over the loader was left
+            self.rates.rescale(self._ratio(window))  # the expected one, unless a loop over the loader was left
 
     def before_micro_step(self, boundary):
         self._in_step = boundary

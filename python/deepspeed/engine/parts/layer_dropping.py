@@ -1,4 +1,4 @@
-"""Progressive layer dropping: chooses the layers that a step leaves out, and tells the core not to wait for them."""
+"""Progressive layer dropping: chooses the layers that a step leaves out, and tells the core about them."""
 
 import collections
 import inspect
@@ -18,7 +18,7 @@ class LayerDroppingPart(Part):
     progressive_layer_drop = None  # while it is off
     _plan = None
     _takes_keywords = None  # whether the model's forward takes them; None until it is first needed
-    _left_out = False  # whether the core leaves out parameters
+    _left_out = False  # whether the core leaves out parameters now
 
     def __init__(self, engine):
         super().__init__(engine)
@@ -27,7 +27,7 @@ class LayerDroppingPart(Part):
 
     @member
     def get_pld_theta(self):
-        """The probability with which progressive layer dropping keeps a layer now; None while it is off."""
+        """The probability with which progressive layer dropping keeps a layer now. None if it is off."""
         return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
 
     def start(self):
@@ -36,23 +36,24 @@ class LayerDroppingPart(Part):
             self.take()
 
     def take(self):
-        """Layers that ``convert_to_pld`` has converted may be left out from now on."""
+        """From now on, steps may leave out the layers that ``convert_to_pld`` has converted."""
         engine = self.engine
         if self.progressive_layer_drop is None:
             raise ValueError(
-                "the model was converted to progressive layer dropping, which the configuration does not turn on: set "
-                "progressive_layer_drop.enabled to true, or leave convert_to_pld out"
+                "the model was converted to progressive layer dropping, and the configuration does not enable it: set "
+                "progressive_layer_drop.enabled to true, or do not call convert_to_pld"
             )
         if isinstance(engine.module, PipelineModule):
             raise ValueError(
-                "progressive layer dropping in a pipeline is refused: stages that leave out unequal numbers of layers "
-                "wait for each other, and a stage recomputes micro-batches after it has begun others. Use ZeRO without "
-                "a pipeline"
+                "progressive layer dropping does not work in a pipeline: stages that leave out unequal numbers of "
+                "layers would wait for each other, and a stage recomputes micro-batches after it has begun others. Use "
+                "ZeRO without a pipeline"
             )
         if not engine.zero_ignore_unused_parameters():
             raise ValueError(
-                "zero_optimization.ignore_unused_parameters is false, which refuses steps in which a parameter has no "
-                "gradient, and a layer that is left out has none: leave that key out, or progressive_layer_drop"
+                "zero_optimization.ignore_unused_parameters is false, which forbids steps in which a parameter has no "
+                "gradient, and layers that are left out have none. Remove that key, or set "
+                "progressive_layer_drop.enabled to false"
             )
         forwards = DroppableForward.of(engine.module)
         self._plan = LayerDropping(forwards, engine.data_efficiency_config()["seed"])
@@ -63,6 +64,11 @@ class LayerDroppingPart(Part):
     def dropped(self):
         """The numbers of the layers that the last forward has left out."""
         return sorted(self._plan.dropped) if self._plan is not None else []
+
+    def dropped_layers(self):
+        """The layers themselves, a set of modules."""
+        forwards = self._plan.forwards.values() if self._plan is not None else ()
+        return {forward.layer for forward in forwards if forward.number in self._plan.dropped}
 
     def add_keywords(self, kwargs):
         drop = self.progressive_layer_drop
@@ -98,8 +104,8 @@ class LayerDroppingPart(Part):
         if not self._takes_keywords:
             raise ValueError(
                 f"progressive_layer_drop.enabled: {type(self.engine.module).__name__}.forward does not take the "
-                f"keywords {', '.join(keywords)}, with which a model drops layers by itself. Let the engine do it: "
-                "deepspeed.runtime.progressive_layer_drop.convert_to_pld(engine, class of the layers)"
+                f"keywords {', '.join(keywords)}, with which a model drops layers by itself. Let the engine drop them: "
+                "call deepspeed.runtime.progressive_layer_drop.convert_to_pld(engine, class of the layers)"
             )
 
     def _leave_out(self, layers):
@@ -110,7 +116,7 @@ class LayerDroppingPart(Part):
 
 
 def _of_each(layers, model):
-    """For each layer the parameters that no other module of the model has."""
+    """For each layer, the parameters that no module outside of it has."""
     owners = collections.defaultdict(set)
     for module in model.modules():
         for param in module.parameters(recurse=False):

@@ -11,22 +11,24 @@ from deepspeed.pipe.module import PipelineModule
 
 KEYWORD = "curriculum_seqlen"
 _INSTEAD = (
-    'let the loader cut the batches: "curriculum_learning": {"truncate": {"input_ids": 1}}, which names each tensor, '
-    "or its position in the batch, and its dimension that counts tokens"
+    'let the loader cut the batches: "curriculum_learning": {"truncate": {"input_ids": 1}} has the name of each '
+    "tensor, "
+    "or its position in the batch, and the dimension that counts tokens"
 )
 
 
 @engine_parts.add("_curriculum")
 class SequenceCurriculum(Part):
-    """A part of the engine. A step that trains has sequences of the length that belongs to its number, from 1 on: the
-    model cuts them at the keyword ``curriculum_seqlen``, or the loader cuts what ``truncate`` names. In a pipeline
-    without ``truncate`` the script cuts them; it reads the length from ``engine.curriculum_scheduler_legacy``.
+    """A part of the engine. The schedule gives the length of the sequences of each step; the first step is 1. The model
+    cuts the sequences at the keyword ``curriculum_seqlen``, or the loader cuts the tensors that ``truncate`` names. In
+    a pipeline without ``truncate`` the script cuts them, and reads the length from
+    ``engine.curriculum_scheduler_legacy``.
     """
 
     engine_attributes = ("curriculum_scheduler_legacy",)
     curriculum_scheduler_legacy = None  # its current difficulty is the length in the step under way
-    passes = False  # the keyword to the model
-    dimensions = None  # to cut, of tensors by name or position
+    passes = False  # whether the model gets the keyword
+    dimensions = None  # {name or position of a tensor: dimensions to cut}
 
     def __init__(self, engine):
         super().__init__(engine)
@@ -35,7 +37,7 @@ class SequenceCurriculum(Part):
         section = engine.curriculum_params_legacy()
         try:
             if section["curriculum_type"] != "seqlen":
-                raise ValueError("curriculum_type is missing: set it to 'seqlen', the only one there is")
+                raise ValueError("curriculum_type is missing: set it to 'seqlen', the only type")
             self.curriculum_scheduler_legacy = CurriculumScheduler(section)
             self.dimensions = checked_dimensions(section["truncate"] or {})
         except ValueError as error:
@@ -49,7 +51,7 @@ class SequenceCurriculum(Part):
         if isinstance(model, PipelineModule):
             if not self.dimensions:
                 log_dist(
-                    "curriculum_learning: in a pipeline nothing cuts the batches but your data iterator, by "
+                    "curriculum_learning: in a pipeline your data iterator must cut the batches to the length "
                     f"engine.curriculum_scheduler_legacy.get_current_difficulty(). Or {_INSTEAD}",
                     ranks=[0],
                 )
@@ -60,18 +62,19 @@ class SequenceCurriculum(Part):
             return
         if not self.passes:
             raise DeepSpeedConfigError(
-                f"curriculum_learning: {type(model).__name__}.forward takes no keyword {KEYWORD}. Add it and cut the "
-                f"sequences there, or {_INSTEAD}"
+                f"curriculum_learning: {type(model).__name__}.forward does not take the keyword {KEYWORD}. Add it and "
+                f"cut the sequences there, or {_INSTEAD}"
             )
         if self.engine.sequence_parallel_size > 1:
             raise DeepSpeedConfigError(
                 f"curriculum_learning: {self.engine.sequence_parallel_size} ranks share each sequence, so a model "
-                f"cannot cut its part at {KEYWORD}, which counts from the start of the whole. Instead, {_INSTEAD}"
+                f"cannot cut its part at {KEYWORD}, which counts from the start of the whole sequence. Instead, "
+                f"{_INSTEAD}"
             )
 
     @property
     def cuts_loaders(self):
-        """Whether loaders cut; in a pipeline the engine does, whose data may come from elsewhere."""
+        """Whether loaders cut batches. In a pipeline the engine cuts them, because its data may come from elsewhere."""
         return bool(self.dimensions) and not isinstance(self.engine.module, PipelineModule)
 
     def _length(self):
@@ -85,7 +88,7 @@ class SequenceCurriculum(Part):
         return length
 
     def _look_ahead(self):
-        """The scheduler tells the length of the next step, if it can: a custom one is given its function later."""
+        """Sets the length of the next step, unless a custom schedule still has no function."""
         scheduler = self.curriculum_scheduler_legacy
         if scheduler.get_state()["schedule_type"] != "custom" or scheduler.custom_get_difficulty is not None:
             self._length()
@@ -95,7 +98,7 @@ class SequenceCurriculum(Part):
             kwargs[KEYWORD] = self._length()
 
     def cut(self, batch):
-        """``batch`` of the training, as long as the step under way has it."""
+        """Cuts a training batch to the length of the step under way."""
         if not self.dimensions or not self.engine.module.training:
             return batch
         return truncated(batch, self.dimensions, self._length())
@@ -105,7 +108,7 @@ class SequenceCurriculum(Part):
             self._look_ahead()
 
     def after_load(self):
-        """The length follows the number of the step alone, which may be an earlier one now."""
+        """Computes the length anew, because the step may be an earlier one now."""
         scheduler = self.curriculum_scheduler_legacy
         if scheduler is not None:
             scheduler.set_current_difficulty(scheduler.get_state()["min_difficulty"])
@@ -113,7 +116,7 @@ class SequenceCurriculum(Part):
 
 
 def _takes(forward):
-    """Whether a function takes the keyword by its name, and whether it takes any keyword."""
+    """Returns whether a function names the keyword, and whether it takes any keyword."""
     try:
         parameters = inspect.signature(forward).parameters
     except (TypeError, ValueError):  # written in C

@@ -1,4 +1,4 @@
-"""Random-LTD: sets the number of tokens that layers keep in a step, and reports the tokens of a step."""
+"""Random-LTD: sets the number of tokens that layers keep in a step, and reports lengths and tokens."""
 
 from deepspeed.data.random_ltd import RandomLTDScheduler, TokenDropping, TokenDroppingForward
 from deepspeed.engine.members import Part, engine_parts, member
@@ -14,7 +14,7 @@ class TokenDroppingPart(Part):
 
     engine_attributes = ("random_ltd_scheduler",)
     random_ltd_scheduler = None  # while random-LTD is off
-    _plan = None
+    _plan = _layers = None  # and the layers that were converted, in their order
 
     def __init__(self, engine):
         super().__init__(engine)
@@ -25,13 +25,13 @@ class TokenDroppingPart(Part):
             if config[key] is not None and config[key] != getattr(engine, size)():
                 raise ValueError(
                     f"data_efficiency.data_routing.random_ltd.{key} is {config[key]}, and {size} is "
-                    f"{getattr(engine, size)()}: leave {key} out"
+                    f"{getattr(engine, size)()}: both must be equal. Leave {key} out"
                 )
         if engine.sequence_parallel_size > 1:
             raise ValueError(
                 f"data_efficiency.data_routing.random_ltd: {engine.sequence_parallel_size} ranks share a sequence "
-                "(sequence_parallel_size), and each has other tokens of it, so that no rank can choose among all and "
-                "the ranks would keep unequal parts. Turn random_ltd off, or give each rank whole sequences"
+                "(sequence_parallel_size). Each rank has only a part of its tokens, so no rank can choose among all of "
+                "them. Set random_ltd.enabled to false, or sequence_parallel_size to 1"
             )
         self.random_ltd_scheduler = RandomLTDScheduler({**config, "global_batch_size": engine.train_batch_size()})
 
@@ -46,56 +46,67 @@ class TokenDroppingPart(Part):
         engine = self.engine
         if self.random_ltd_scheduler is None:
             raise ValueError(
-                "the model was converted to random-LTD, which the configuration does not turn on: set enabled of "
-                "data_efficiency, data_routing and random_ltd to true, or leave convert_to_random_ltd out"
+                "the model was converted to random-LTD, and the configuration does not enable it: set enabled to true "
+                "in data_efficiency, data_routing and random_ltd, or do not call convert_to_random_ltd"
             )
         if isinstance(engine.module, PipelineModule):
             raise ValueError(
-                "random-LTD in a pipeline is refused: a stage knows its own layers alone, and recomputes micro-batches "
-                "after it has begun others. Use ZeRO without a pipeline"
+                "random-LTD does not work in a pipeline, because a stage knows only its own layers, and recomputes "
+                "micro-batches after it has begun others. Use ZeRO without a pipeline"
             )
         ranks = engine.parallel.data_rank, engine.parallel.data_world_size
         seed = engine.data_efficiency_config()["seed"]
         plan = TokenDropping(self.random_ltd_scheduler, engine.random_ltd_config(), seed, *ranks)
-        plan.take(TokenDroppingForward.of(engine.module))
-        self._plan = plan
+        forwards = TokenDroppingForward.of(engine.module)
+        plan.take(forwards)
+        self._plan, self._layers = plan, [forward.layer for forward in forwards.values()]
 
     def see_inputs(self, inputs, kwargs):
         if self.random_ltd_scheduler is None or not self.engine.training:
             return
         self.random_ltd_scheduler.update_seq(self.engine.global_steps)
         if self._plan is None:
-            warning_once("random_ltd is enabled, and no layer drops tokens: call convert_to_random_ltd(engine, class).")
+            warning_once("random_ltd is enabled, but no layer drops tokens: call convert_to_random_ltd(engine, class).")
             return
         self._plan.step, self._plan.micro_step = self.engine.global_steps, self.engine._steps.micro_steps
 
     def layer_tokens(self):
-        """The tokens of all layers, those of the step under way included; None while random-LTD is off."""
+        """The sum of the tokens of all layers, including the step under way. None if random-LTD is off."""
         return None if self.random_ltd_scheduler is None else self.random_ltd_scheduler.consumed_layer_tokens
 
-    def _lengths(self):
-        """``(tokens of a sample, [those that each layer has got])`` in the last micro-batch; ``(None, [])`` where no
-        layer has told."""
-        lengths = self._plan.lengths if self._plan is not None else {}
-        if not lengths:
+    def _lengths(self, unknown=None):
+        """``(tokens of a sample, [those that each layer has got])`` in the last micro-batch. Layers that progressive
+        layer dropping has left out have got none. ``unknown`` takes the place of the first number where no layer has
+        told it; without ``unknown`` it is ``(None, [])`` then."""
+        if self._plan is None:
             return None, []
-        whole = max(length for length, _ in lengths.values())
-        layers = range(self.random_ltd_scheduler.model_layer_num)
-        return whole, [lengths.get(layer, (whole, whole))[1] for layer in layers]
+        left_out, told = self.engine._layer_dropping.dropped_layers(), self._plan.lengths
+        ran = [number for number, layer in enumerate(self._layers) if layer not in left_out]
+        whole = max((told[number][0] for number in ran if number in told), default=unknown)
+        if whole is None:
+            return None, []
+        kept = {number: told.get(number, (whole, whole))[1] for number in ran}
+        return whole, [kept.get(number, 0) for number in range(len(self._layers))]
 
     def effective_tokens(self, tokens):
-        whole, lengths = self._lengths()
+        whole, lengths = self._lengths(unknown=1)
         return tokens if whole is None else tokens * sum(lengths) / (whole * len(lengths))
 
     @member
     def data_efficiency_report(self):
-        """Lengths of the last micro-batch and sums over all steps up to now, as a dict; unknown values are None.
+        """Lengths of the last micro-batch and sums over all steps up to now, as a dict. Unknown values are None.
 
-        ``step``: steps done. ``sequence_length``: tokens of a sample, after a curriculum. ``layer_lengths``: the tokens
-        of a sample that each layer has got, by its number. ``effective_length``: their mean over the layers.
-        ``kept_tokens``: what the schedule of random-LTD says. ``consumed_tokens``: the sum of effective lengths over
-        samples, ranks and steps. ``consumed_layer_tokens``: the same times the layers, by the schedule alone.
-        ``layers_left_out`` by progressive layer dropping in that micro-batch, and ``layer_probability`` of being kept.
+        - ``step``: the number of steps done.
+        - ``sequence_length``: the tokens of a sample, after a curriculum has cut it.
+        - ``layer_lengths``: the tokens of a sample that each layer has got, by its number; 0 where progressive layer
+          dropping has left it out.
+        - ``effective_length``: their mean over the layers.
+        - ``kept_tokens``: the number that the schedule of random-LTD gives.
+        - ``consumed_tokens``: the sum of effective lengths over samples, ranks and steps.
+        - ``consumed_layer_tokens``: the same times the number of layers, computed from the schedule of random-LTD
+          alone.
+        - ``layers_left_out``: the layers that progressive layer dropping has left out in that micro-batch.
+        - ``layer_probability``: the probability with which it keeps a layer.
         """
         engine, scheduler = self.engine, self.random_ltd_scheduler
         whole, lengths = self._lengths()
@@ -116,7 +127,8 @@ class TokenDroppingPart(Part):
         return None if self.random_ltd_scheduler is None else self.random_ltd_scheduler.state_dict()
 
     def load(self, state):
-        """Of a checkpoint at step ``engine.global_steps``, whose ``state`` is None where random-LTD was off."""
+        """Restores the state of a checkpoint at step ``engine.global_steps``. It is None if random-LTD was off
+        there."""
         scheduler = self.random_ltd_scheduler
         if scheduler is None:
             return

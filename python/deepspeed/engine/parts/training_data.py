@@ -18,11 +18,11 @@ class TrainingData(Part):
     """A part of the engine."""
 
     _seed = None  # see ``agree_on_seed``
-    _loader = _position = None  # and its position at the beginning of the accumulation window
+    _loader = _position = None  # the loader, and its position at the beginning of the accumulation window
 
     def agree_on_seed(self):
-        """Once, on all ranks: those that get the same samples (stages of a pipeline, ranks that share weights or
-        sequences) draw the same random numbers for them, whatever seed each has set."""
+        """Makes ranks with the same samples (stages of a pipeline, ranks that share weights or sequences) draw the same
+        random numbers for them, even if their seeds differ. All ranks call it once."""
         parallel = self.engine.parallel
         for group in (parallel.mp_group, parallel.sp_group):
             if group is not None:
@@ -31,8 +31,9 @@ class TrainingData(Part):
                 self._seed = told[0]
 
     def start_window(self):
-        """Called at the beginning of each accumulation window: a checkpoint in the middle of the window resumes with
-        the window's data. Loaders of the user are left out: only pipelines have them, and they take whole windows."""
+        """Called at the beginning of each accumulation window, because a checkpoint in the middle of the window resumes
+        with the window's data. Loaders of the user do not need it: only pipelines have them, and they take whole
+        windows."""
         loader = self.engine.training_dataloader
         self._loader = loader if isinstance(loader, ResumableDataLoader) else None
         self._position = None if self._loader is None else self.position()
@@ -45,7 +46,8 @@ class TrainingData(Part):
         self.start_window()
 
     def position(self, at_window=False):
-        """The position in the training data now, or where the accumulation window began; None where there is none."""
+        """The position in the training data now, or at the beginning of the accumulation window. None if there is no
+        data."""
         loader = self.engine.training_dataloader
         if at_window and loader is not None and loader is self._loader:
             return self._position
@@ -63,19 +65,19 @@ class TrainingData(Part):
 
     @member
     def set_data_post_process_func(self, post_process_func):
-        """``post_process_func(batch, sampler_state)`` is applied to each batch of the training loader. The state of a
-        curriculum has ``current_difficulties``: ``{metric: difficulty}`` of this batch."""
+        """Each batch of the training loader becomes ``post_process_func(batch, sampler_state)``. The state of a
+        curriculum has the key ``current_difficulties``: ``{metric: difficulty}`` of this batch."""
         self._own_loader("set_data_post_process_func").post_process_func = post_process_func
 
     @member
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict):
-        """``{metric: function}`` of the metrics with schedule_type "custom": ``function(step)`` gives the difficulty of
-        a step of training, the first of which is 1. It must depend on the step alone."""
+        """``{metric: function}`` for metrics with schedule_type "custom". ``function(step)`` returns the difficulty of
+        a step, and must depend on the step alone. The first step is 1."""
         loader = self._own_loader("set_custom_curriculum_learning_schedule")
         if loader.curriculum is None:
             raise RuntimeError(
-                "set_custom_curriculum_learning_schedule needs a curriculum: enable data_efficiency, its data_sampling "
-                "and the curriculum_learning in it"
+                "set_custom_curriculum_learning_schedule needs a curriculum: enable data_efficiency, data_sampling in "
+                "it, and curriculum_learning in data_sampling"
             )
         loader.set_curriculum_schedules(schedule_func_dict)
 
@@ -87,12 +89,12 @@ class TrainingData(Part):
             given = "none" if loader is None else f"a {type(loader).__name__}"
             raise RuntimeError(
                 f"{asked} needs a training loader of this library, and there is {given}: pass training_data to "
-                "deepspeed.initialize, or make a loader with engine.deepspeed_io"
+                "deepspeed.initialize, or create a loader with engine.deepspeed_io"
             )
         return loader
 
     def _curriculum(self, route):
-        """``deepspeed_dataloader_config`` of a loader for this route."""
+        """The ``deepspeed_dataloader_config`` of a loader for this route."""
         engine, sampling = self.engine, self.engine.data_sampling_config()
         if route != ROUTE_TRAIN or not (engine.data_efficiency_enabled() and sampling["enabled"]):
             return {}
@@ -115,8 +117,8 @@ class TrainingData(Part):
     ):
         """A loader over ``dataset`` that gives each data-parallel rank its own part.
 
-        ``batch_size`` samples per rank and batch, the micro batch by default. ``route`` other than ``"train"`` gives
-        the samples in order instead of shuffled.
+        ``batch_size``: samples per rank and batch; the default is the micro-batch size. With another ``route`` than
+        ``"train"`` the samples come in order instead of shuffled.
         """
         if not (self.engine.is_map_style_dataset(dataset) or self.engine.is_iterable_style_dataset(dataset)):
             raise ValueError(
@@ -149,13 +151,13 @@ class TrainingData(Part):
         return loader
 
     def tell_length_of_epoch(self):
-        """The core chooses by it what is updated at once (zero_optimization.zenflow)."""
+        """Tells the core the number of steps of an epoch, which zero_optimization.zenflow needs."""
         engine = self.engine
         if engine.core is None or not engine.core.strategy_states() or engine.training_dataloader is None:
             return
         try:
             loader = engine.training_dataloader
-            curriculum = getattr(loader, "curriculum", None)  # whose loop has several epochs
+            curriculum = getattr(loader, "curriculum", None)  # a loop over it has several epochs
             batches = len(loader) // (1 if curriculum is None else curriculum.num_epochs)
         except TypeError:  # data without a length: zenflow.steps_per_epoch says it, or steps count
             return
@@ -193,8 +195,8 @@ class TrainingData(Part):
         )
 
     def samples_of_step(self):
-        """Samples that all ranks have put into this step: where the caller owns the boundary, one micro-batch for each
-        forward since the last step (at least one), as many on every rank as on this one."""
+        """The samples of this step, over all ranks. If the script decides where a step ends, each forward since the
+        last step counts as a micro-batch (at least one), and every rank is assumed to have as many as this one."""
         engine = self.engine
         known = engine._dynamic.samples()
         if known is not None:
