@@ -125,8 +125,9 @@ class Setup:
     def settings(self):
         """The configuration of the engine."""
         zero = {**(self.config.get("zero_optimization") or {}), "stage": self.stage}
-        folder = self.section["folder"] or "any"  # where nothing is written
-        section = {**self.section, "size": self.shared, "folder": folder}
+        section = {**self.section, "size": self.shared}
+        if section["offload"] == "file":
+            section["folder"] = section["folder"] or "any"  # where nothing is written
         return {**self.config, "zero_optimization": zero, "sequence_parallel": section}
 
     @property
@@ -190,7 +191,7 @@ class _Steps:
                 module.spg = self.run.engine.seq_parallel_group
         world.watch(model)
         self.peaks(setup.shared * setup.first)  # gathers and uses of gradients are learned
-        self.states = world.memory.live
+        self.states = _row(world.memory.owned)[0]
 
     def peaks(self, tokens):
         """``{moment: bytes of states and of each part}`` for a sequence of ``tokens``."""
