@@ -64,7 +64,7 @@ class DeepSpeedAccelerator(ABC):
         """True when launching work ahead of the device cannot exhaust its memory."""
 
     def _on_host(self, device):
-        """Whether tensors of ``device`` are in the memory of the host. Those of ``meta`` count as tensors of this one."""
+        """Whether tensors of ``device`` are in host memory. Those of ``meta`` count as tensors of this device."""
         return (self._name if device.type == "meta" else device.type) == "cpu"
 
     # ---- devices -------------------------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
-"""Peak bytes before a run: the ledger's own arithmetic, what ranks, tiles and chunks change, the longest length, and
-the prediction beside what this machine has measured."""
+"""Peak bytes before a run: the parts that have them, what ranks, tiles and chunks change, and the longest length."""
 
 import pytest
 import torch
 
 import toy_transformers
-from deepspeed.sequence import explain, longest
 from deepspeed.planner.lengths import PARTS, Setup, peaks
+from deepspeed.sequence import explain, longest
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils.init_on_device import copy_on_meta
 from refusals import refused
+
 
 @pytest.fixture
 def toy():
@@ -40,6 +40,31 @@ def whole(found):
 def peak_of(*args, **how):
     """Without states."""
     return max(sum(parts.values()) - parts["states"] for parts in peaks_of(*args, **how).values())
+
+
+class Alive(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 4)
+
+    def forward(self, x):  # 512 bytes
+        first = self.linear(x)  # 256 bytes
+        second = first * 2  # 256
+        del first
+        third = second.exp()  # 256, kept for backward; and its input goes
+        del second
+        return third.sum()
+
+
+def test_bytes_of_a_step_belong_to_its_parts_while_they_are_alive():
+    inputs = lambda batch, tokens: torch.empty(batch, tokens, 8, device="meta")
+    found = peaks_of(Alive(), 16, inputs=inputs)
+    assert found.keys() == {"forward", "forward of linear", "backward", "backward of linear", "step"}
+    rows = {moment: {part: size // 256 for part, size in parts.items()} for moment, parts in found.items()}
+    assert (rows["forward of linear"]["head and loss"], rows["forward of linear"]["other"]) == (2, 1)  # the input first
+    assert (rows["forward"]["kept for backward"], rows["forward"]["head and loss"]) == (3, 1)
+    assert (rows["backward"]["kept for backward"], rows["backward"]["head and loss"]) == (3, 1)  # and a gradient
+    assert not any(size for part, size in rows["step"].items() if part != "states")
 
 
 def test_what_makes_longer_sequences_fit(toy):
