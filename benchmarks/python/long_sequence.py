@@ -28,7 +28,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import deepspeed  # noqa: E402
 import toy_transformers  # noqa: E402
 from deepspeed.comm.mesh import made_here  # noqa: E402
-from deepspeed.sequence.lengths import Setup  # noqa: E402
+from deepspeed.planner.lengths import Setup  # noqa: E402
 
 SETS = {
     "plain": (False, {}),
@@ -145,8 +145,7 @@ class Job:
             pipe.send(tokens)
         found = [pipe.recv() for pipe in self.pipes]
         peak, seconds = max(peak for peak, _ in found), max(seconds for _, seconds in found)
-        predicted = self.curve.peak(tokens)
-        predicted = predicted.bytes - predicted.parts["states"]
+        predicted = self.curve.peak(tokens).bytes - self.curve.states
         print(
             f"{self.name:11s} {self.ranks} ranks {tokens:8d} tokens: {peak / 2**20:8.1f} MB, predicted "
             f"{predicted / 2**20:8.1f} ({predicted / peak - 1:+.1%}), {seconds:.2f} s",
@@ -167,7 +166,7 @@ class Job:
     def longest(self, deadline):
         """The longest length under the cap to a sixteenth, and whether it was found before ``deadline``."""
         unit = 32 * self.ranks
-        first = self.curve.longest((self.args.cap_mb << 20) + self.curve.peak(unit).parts["states"])
+        first = self.curve.longest((self.args.cap_mb << 20) + self.curve.states)
         low, high, tokens = 0, None, max(unit, first // unit * unit)  # what fits, what does not, what is tried
         for share in (4, 2):  # points of the curve
             short = max(unit, tokens // share // unit * unit)

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -139,11 +140,11 @@ DS_BINDINGS(m) {
   m.def(
       "counted_communicator",
       [](int rank, int size, std::shared_ptr<comm::CallLog> log, const std::string& group,
-         std::shared_ptr<plan::StepPlan> step, const plan::LinkCost& link) {
-        return comm::logged(comm::counted_communicator(rank, size, group, {std::move(step), link}), std::move(log),
-                            group);
+         std::shared_ptr<plan::StepPlan> step, const plan::LinkCost& link, std::function<void(int64_t)> touched) {
+        return comm::logged(comm::counted_communicator(rank, size, group, {std::move(step), link, std::move(touched)}),
+                            std::move(log), group);
       },
-      "rank"_a, "size"_a, "log"_a, "group"_a, "step"_a, "link"_a);
+      "rank"_a, "size"_a, "log"_a, "group"_a, "step"_a, "link"_a, "touched"_a = nullptr);
   // As scripts call torch.distributed, with torch's handles (comm/calls/script_calls.h).
   py::class_<comm::ScriptCalls>(m, "ScriptCalls")
       .def(py::init([](comm::CommunicatorPtr communicator) {

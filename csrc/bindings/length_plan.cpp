@@ -6,8 +6,6 @@
 #include <utility>
 
 #include "bindings/registry.h"
-#include "comm/shared_memory/shm_group.h"
-#include "parallel/result_memory.h"
 
 namespace py = pybind11;
 
@@ -32,9 +30,5 @@ DS_BINDINGS(m) {
       .def("peak", &LengthCurve::peak, "length"_a)
       .def("moment", &LengthCurve::moment, "length"_a)
       .def("longest", &LengthCurve::longest, "memory"_a, "step"_a, "limit"_a);
-  lengths.def("exchange_memory", &ds::comm::ShmGroup::exchange_memory, "size"_a, "message"_a,
-              "Shared memory that exchanges on a host touch.");
-  lengths.attr("kept_result_bytes") = ds::parallel::ResultMemory::kLeast;
-  lengths.attr("kept_results") = ds::parallel::ResultMemory::kMost;
   lengths.def("cheapest_step", &cheapest_step, "longest"_a, "now"_a, "gain_percent"_a);
 }

@@ -15,11 +15,12 @@ namespace ds::bindings {
 DS_BINDINGS(m) {
   using storage::MetaMemory;
   py::class_<MetaMemory>(m, "MetaMemory")
-      .def(py::init<int64_t>(), "block"_a = 1)
+      .def(py::init<int64_t, bool>(), "block"_a = 1, "on_host"_a = false)
       .def("install", &MetaMemory::install)
       .def("remove", &MetaMemory::remove)
       .def("set_owner", &MetaMemory::set_owner, "owner"_a)
       .def("adopt", &MetaMemory::adopt, "tensor"_a, "owner"_a)
+      .def("give_all", &MetaMemory::give_all, "owner"_a, "to"_a, "All that belongs to an owner goes to another one.")
       .def("set_moment", &MetaMemory::set_moment, "moment"_a)
       .def("reset_peak", &MetaMemory::reset_peak)
       .def(
@@ -28,6 +29,7 @@ DS_BINDINGS(m) {
             memory.rates = {host, host, file, file, host_step, device_step};
           },
           "host"_a, "file"_a, "host_step"_a, "device_step"_a, "Bytes per second, by which states are placed.")
+      .def_readonly("on_host", &MetaMemory::on_host)
       .def_property_readonly("live", &MetaMemory::live)
       .def_property_readonly("owned", &MetaMemory::owned)
       .def_property_readonly("peaks", &MetaMemory::peaks)

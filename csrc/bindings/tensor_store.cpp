@@ -20,7 +20,6 @@ DS_BINDINGS(m) {
       .def("get", &TensorStore::get, "number"_a, Unlocked(), "A copy on the device.")
       .def("prefetch", &TensorStore::prefetch, "number"_a, Unlocked(), "It is the next to be asked for.")
       .def("drop", &TensorStore::drop, "number"_a, Unlocked(), "Nobody asks for it again.")
-      .def_static("copy_bytes", &TensorStore::copy_bytes, "bytes"_a, "Of the device, for one copy of a tensor.")
       .def_static(
           "room", [](int64_t largest) { return TensorStore::room(largest); }, "largest"_a,
           "Of the device, for all copies.")

@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "storage/meta_memory.h"
+
 namespace ds::parallel {
 
 at::Tensor ResultMemory::take(const std::vector<int64_t>& sizes, const std::vector<int64_t>& order,
@@ -16,7 +18,7 @@ at::Tensor ResultMemory::take(const std::vector<int64_t>& sizes, const std::vect
     numel *= sizes[order[i]];
   }
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(c10::typeMetaToScalarType(options.dtype())));
-  if (!options.device().is_cpu() || bytes < kLeast) return at::empty_strided(sizes, strides, options);
+  if (!storage::in_host_memory(options.device()) || bytes < kLeast) return at::empty_strided(sizes, strides, options);
   at::Tensor memory;
   {
     const std::lock_guard lock(mutex_);
@@ -27,17 +29,23 @@ at::Tensor ResultMemory::take(const std::vector<int64_t>& sizes, const std::vect
         break;
       }
   }
-  if (!memory.defined()) memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
-  void* const data = memory.data_ptr();
-  return at::from_blob(
-      data, sizes, strides,
-      [pool = weak_from_this(), memory](void*) {
+  storage::MetaMemory* const planned = options.device().is_meta() ? storage::MetaMemory::installed() : nullptr;
+  if (memory.defined() && planned) planned->give(memory, planned->owner());
+  if (!memory.defined())
+    memory = planned ? storage::meta_bytes(bytes) : at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+  return at::for_blob(memory.data_ptr(), sizes)
+      .strides(strides)
+      .deleter([pool = weak_from_this(), memory](void*) {
         if (const auto here = pool.lock()) here->give(memory);
-      },
-      options);
+      })
+      .options(options)
+      .target_device(options.device())
+      .make_tensor();
 }
 
 void ResultMemory::give(at::Tensor bytes) {
+  storage::MetaMemory* const planned = bytes.is_meta() ? storage::MetaMemory::installed() : nullptr;
+  if (planned) planned->give(bytes, "buffers");
   const std::lock_guard lock(mutex_);
   if (free_.size() == kMost) free_.erase(free_.begin());
   free_.push_back(std::move(bytes));

@@ -1,10 +1,13 @@
 #include "storage/meta_memory.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <mutex>
 #include <thread>
+#include <unordered_set>
 #include <utility>
 
 #include "io/aligned_pool.h"
@@ -18,12 +21,19 @@ constexpr size_t kAddressStep = 512;
 
 }  // namespace
 
+struct MetaMemory::Block {
+  std::shared_ptr<Count> count;
+  std::string owner;
+  int64_t bytes;
+};
+
 struct MetaMemory::Count {
   const int64_t block;
   std::mutex mutex;  // graphs are released by whoever lets go of them
   uintptr_t next = kFirstAddress;
   std::map<std::thread::id, std::string> owners;
   std::string moment;
+  std::unordered_set<Block*> blocks;  // that are alive
   OwnedBytes owned;
   int64_t live = 0, peak = 0;
   std::map<std::string, std::pair<int64_t, OwnedBytes>> peaks;
@@ -36,12 +46,21 @@ struct MetaMemory::Count {
     if (whose.empty() || whose == kOfHost) return;
     owned[whose] += bytes;
     live += bytes;
-    if (bytes <= 0) return;
+    if (bytes > 0) note();
+  }
+
+  void note() {
     peak = std::max(peak, live);
     auto& [most, then] = peaks[moment];
     if (live <= most) return;
     most = live;
     then = owned;
+  }
+
+  void give(Block& block, const std::string& to) {
+    add(block.owner, -block.bytes);
+    block.owner = to;
+    add(to, block.bytes);
   }
 };
 
@@ -54,14 +73,10 @@ class MetaMemory::Maker : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) { return made(bytes); }
   void copy_data(void*, const void*, size_t) const {}
 
-  struct Block {
-    std::shared_ptr<Count> count;
-    std::string owner;
-    int64_t bytes;
-  };
   static void release(void* one) {
     const std::unique_ptr<Block> block(static_cast<Block*>(one));
     const std::lock_guard lock(block->count->mutex);
+    block->count->blocks.erase(block.get());
     block->count->add(block->owner, -block->bytes);
   }
 
@@ -73,6 +88,7 @@ class MetaMemory::Maker : public c10::Allocator {
     const auto counted = static_cast<int64_t>(io::round_up(bytes, static_cast<size_t>(count_->block)));
     const std::lock_guard lock(count_->mutex);
     auto* block = new Block{count_, count_->owner(), counted};
+    count_->blocks.insert(block);
     count_->add(block->owner, counted);
     auto* address = reinterpret_cast<void*>(count_->next);             // NOLINT(performance-no-int-to-ptr)
     count_->next += io::round_up(bytes, kAddressStep) + kAddressStep;  // neighbours would look like one piece of memory
@@ -82,8 +98,8 @@ class MetaMemory::Maker : public c10::Allocator {
   const std::shared_ptr<Count> count_;
 };
 
-MetaMemory::MetaMemory(int64_t block)
-    : count_(std::make_shared<Count>(block)), maker_(std::make_unique<Maker>(*this, count_)) {}
+MetaMemory::MetaMemory(int64_t block, bool on_host)
+    : on_host(on_host), count_(std::make_shared<Count>(block)), maker_(std::make_unique<Maker>(*this, count_)) {}
 MetaMemory::~MetaMemory() { remove(); }
 
 void MetaMemory::install() {
@@ -106,24 +122,41 @@ std::string MetaMemory::set_owner(std::string owner) {
   return std::exchange(count_->owner(), std::move(owner));
 }
 
-void MetaMemory::adopt(const at::Tensor& tensor, const std::string& owner) {
-  if (!tensor.is_meta() || !tensor.has_storage()) return;
-  const c10::DataPtr& data = tensor.storage().data_ptr();
-  if (data.get_deleter() != &Maker::release) return;
-  auto* block = static_cast<Maker::Block*>(data.get_context());
-  if (block->count != count_ || !block->owner.empty()) return;
+std::string MetaMemory::owner() const {
   const std::lock_guard lock(count_->mutex);
-  block->owner = owner;
-  count_->add(block->owner, block->bytes);
+  return count_->owner();
+}
+
+MetaMemory::Block* MetaMemory::block_of(const at::Tensor& tensor) const {
+  if (!tensor.is_meta() || !tensor.has_storage()) return nullptr;
+  const c10::DataPtr& data = tensor.storage().data_ptr();
+  if (data.get_deleter() != &Maker::release) return nullptr;
+  auto* block = static_cast<Block*>(data.get_context());
+  return block->count == count_ ? block : nullptr;
+}
+
+void MetaMemory::adopt(const at::Tensor& tensor, const std::string& owner) {
+  Block* const block = block_of(tensor);
+  if (block && block->owner.empty()) give(tensor, owner);
+}
+
+void MetaMemory::give(const at::Tensor& tensor, const std::string& owner) {
+  Block* const block = block_of(tensor);
+  if (!block) return;
+  const std::lock_guard lock(count_->mutex);
+  count_->give(*block, owner);
+}
+
+void MetaMemory::give_all(const std::string& from, const std::string& to) {
+  const std::lock_guard lock(count_->mutex);
+  for (Block* block : count_->blocks)
+    if (block->owner == from) count_->give(*block, to);
 }
 
 void MetaMemory::set_moment(std::string moment) {
   const std::lock_guard lock(count_->mutex);
   count_->moment = std::move(moment);
-  auto& [most, then] = count_->peaks[count_->moment];
-  if (count_->live <= most) return;
-  most = count_->live;
-  then = count_->owned;
+  count_->note();
 }
 
 int64_t MetaMemory::live() const {
@@ -153,6 +186,17 @@ void MetaMemory::reset_peak() {
   count_->peak = count_->live;
   count_->peaks.clear();
   count_->peaks[count_->moment] = {count_->live, count_->owned};
+}
+
+bool in_host_memory(const c10::Device& device) {
+  const MetaMemory* planned = device.is_meta() ? MetaMemory::installed() : nullptr;
+  return device.is_cpu() || (planned && planned->on_host);
+}
+
+at::Tensor meta_bytes(int64_t bytes) {
+  const c10::impl::ExcludeDispatchKeyGuard unseen(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  return at::empty({bytes}, at::TensorOptions().device(at::kMeta).dtype(at::kByte));
 }
 
 }  // namespace ds::storage

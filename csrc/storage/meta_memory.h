@@ -17,8 +17,9 @@ using OwnedBytes = std::map<std::string, int64_t>;
 
 class MetaMemory {
  public:
-  // `block`: sizes are rounded up to it, as allocators of devices do.
-  explicit MetaMemory(int64_t block = 1);
+  // `block`: sizes are rounded up to it, as allocators of devices do. `on_host`: the steps are those of a device whose
+  // memory is the host's.
+  explicit MetaMemory(int64_t block = 1, bool on_host = false);
   ~MetaMemory();
   MetaMemory(const MetaMemory&) = delete;
 
@@ -35,8 +36,13 @@ class MetaMemory {
   // Storages that this thread makes from now on belong to it; "": they count once adopt() has given them an owner.
   // Returns the earlier owner.
   std::string set_owner(std::string owner);
+  std::string owner() const;  // of this thread
   // The storage of `tensor`, if this count made it for no owner, belongs to `owner`.
   void adopt(const at::Tensor& tensor, const std::string& owner);
+  // The storage of `tensor`, if this count made it, belongs to `owner` from now on, whoever had it.
+  void give(const at::Tensor& tensor, const std::string& owner);
+  // All that is alive and belongs to `from` belongs to `to` from now on.
+  void give_all(const std::string& from, const std::string& to);
   // Where the step is: peaks are kept for each moment.
   void set_moment(std::string moment);
 
@@ -46,16 +52,27 @@ class MetaMemory {
   int64_t peak() const;                             // the most since the last reset_peak()
   void reset_peak();                                // of all moments
 
+  const bool on_host;
+
   // Of the machine whose steps are planned on meta tensors.
   plan::PlaceRates rates;
 
  private:
+  struct Block;
   struct Count;
   class Maker;
+  Block* block_of(const at::Tensor& tensor) const;  // null: this count has not made it
 
   std::shared_ptr<Count> count_;
   std::unique_ptr<Maker> maker_;
 };
+
+// Whether tensors of `device` are in the memory of the host, or are planned for it.
+bool in_host_memory(const c10::Device& device);
+
+// So many bytes of the meta device. Modes of Python do not see them: a tensor that they have seen has an object of
+// Python, which threads of the storage could not release while they hold its lock.
+at::Tensor meta_bytes(int64_t bytes);
 
 // Storages made by this thread's caller in the scope belong to `owner`, where a count is installed.
 class MetaOwner {

@@ -40,6 +40,7 @@ struct Budget {
   std::map<Medium, int64_t> bytes;  // a medium that is not named has no limit
   int64_t idle_scratch = 0;  // bytes of each medium that wait for the next lease; at least the largest buffer twice
   int transfer_threads = 2;  // started with the first transfer in the background
+  std::string scratch = "scratch";  // on the meta device: the owner of leases and copies (MetaMemory)
 };
 
 }  // namespace ds::storage

@@ -20,7 +20,7 @@ bool stays(const Plane& plane, const Placement& placement) {
 
 StorageState::StorageState(c10::Device device, const Budget& budget, const FileAccess& files)
     : device(device),
-      tiers(make_tiers({device, files})),
+      tiers(make_tiers({device, files, budget.scratch})),
       memory(lock, tiers, device, budget,
              [this](Medium medium, int32_t user) { return planes.take_oldest_prefetched(medium, user); }),
       planes(lock, memory, tiers),

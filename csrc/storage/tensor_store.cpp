@@ -13,16 +13,21 @@ namespace ds::storage {
 
 namespace {
 constexpr int64_t kMostBlocksOfFile = 64;
+
+Budget buffers() {
+  Budget made;
+  made.scratch = "buffers";
+  return made;
+}
+
 }  // namespace
 
 TensorStore::TensorStore(c10::Device device, Placement placement, FileAccess files, int at_once)
     : placement_(std::move(placement)),
       at_once_(at_once),
-      storage_(std::make_shared<ShardStorage>(device, Budget{}, std::move(files))) {
+      storage_(std::make_shared<ShardStorage>(device, buffers(), std::move(files))) {
   if (at_once < 1) fail(ErrorKind::kValue, "A store moves at least one tensor at a time, got ", at_once, ".");
 }
-
-int64_t TensorStore::copy_bytes(int64_t bytes) { return storage::copy_bytes(bytes); }
 
 TensorStore::Block TensorStore::block_for(int64_t bytes) {
   Blocks& of_size = blocks_[bytes];
@@ -51,6 +56,13 @@ void TensorStore::make_room(int64_t bytes) {
   storage_->limit(Medium::kDevice, room(largest_, at_once_));
 }
 
+void TensorStore::end_copies(int64_t most) {
+  int64_t bytes = 0;
+  for (const auto& [block, lease] : leaving_) bytes += copy_bytes(block.range.numel());
+  for (; bytes > most && !leaving_.empty(); leaving_.pop_front())
+    bytes -= copy_bytes(leaving_.front().first.range.numel());
+}
+
 int64_t TensorStore::put(const at::Tensor& tensor) {
   const int64_t bytes = static_cast<int64_t>(tensor.nbytes());
   Waiting made{{}, tensor.sizes().vec(), tensor.scalar_type(), bytes};
@@ -59,17 +71,24 @@ int64_t TensorStore::put(const at::Tensor& tensor) {
       const std::lock_guard guard(lock_);
       make_room(bytes);
       made.block = block_for(bytes);
+      end_copies(room(largest_, at_once_) - copy_bytes(bytes));
     }
     Lease lease = storage_->acquire(made.block.plane, made.block.range, Access::kWrite, Medium::kDevice);
     lease.data().view(made.type).view(made.sizes).copy_(tensor.detach());
+    if (device().is_meta() && placement_.rest != Medium::kDevice) {
+      const std::lock_guard guard(lock_);
+      leaving_.emplace_back(made.block, std::move(lease));
+    }
   }
   const std::lock_guard guard(lock_);
   waiting_.emplace(next_, std::move(made));
   return next_++;
 }
 
-TensorStore::Waiting TensorStore::find(int64_t number) const {
+// Of a tensor that comes back: after all that are on their way.
+TensorStore::Waiting TensorStore::find(int64_t number) {
   const std::lock_guard guard(lock_);
+  end_copies(0);
   const auto found = waiting_.find(number);
   if (found == waiting_.end()) fail(ErrorKind::kValue, "No tensor ", number, " waits here: it has been dropped.");
   return found->second;
@@ -94,6 +113,7 @@ void TensorStore::drop(int64_t number) {
   const std::lock_guard guard(lock_);
   const auto found = waiting_.find(number);
   if (found == waiting_.end()) return;
+  end_copies(0);  // its block is the next one's
   if (found->second.bytes > 0) blocks_[found->second.bytes].free.push_back(found->second.block);
   waiting_.erase(found);
 }

@@ -7,10 +7,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "storage/shard_storage.h"
@@ -25,8 +27,7 @@ class TensorStore {
   // their way or wait for the next tensor.
   TensorStore(c10::Device device, Placement placement, FileAccess files = {}, int at_once = kAtOnce);
 
-  // Of the device: what one copy of a tensor takes, and the most that all take where the largest tensor is that large.
-  static int64_t copy_bytes(int64_t bytes);
+  // The most bytes that copies take of the device where the largest tensor has `largest`.
   static int64_t room(int64_t largest, int at_once = kAtOnce) { return largest * at_once; }
 
   // A number for get() and drop(). The tensor may be changed or freed when the call returns.
@@ -56,8 +57,9 @@ class TensorStore {
     std::vector<Block> free;
   };
   Block block_for(int64_t bytes);
-  Waiting find(int64_t number) const;
+  Waiting find(int64_t number);
   void make_room(int64_t bytes);
+  void end_copies(int64_t most);  // the oldest of `leaving_`, until they have at most so many bytes
 
   const Placement placement_;
   const int at_once_;
@@ -65,6 +67,9 @@ class TensorStore {
   mutable std::mutex lock_;
   std::map<int64_t, Waiting> waiting_;
   std::map<int64_t, Blocks> blocks_;  // by bytes
+  // On the meta device, where a copy takes no time: the latest ones, as many as have room, as if they were on their
+  // way. Where writing takes long, they are.
+  std::deque<std::pair<Block, Lease>> leaving_;
   int64_t next_ = 0, largest_ = 0;
 };
 

@@ -52,7 +52,7 @@ std::string name_of(Medium medium) {
 }
 
 Tiers make_tiers(const TierContext& context) {
-  if (context.device.is_meta()) return counted_tiers(registered().size());
+  if (context.device.is_meta()) return counted_tiers(registered().size(), context.scratch);
   Tiers tiers;
   for (const Entry& entry : in_order()) tiers.push_back(entry.factory(context));
   return tiers;

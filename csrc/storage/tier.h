@@ -64,6 +64,7 @@ class Tier {
 struct TierContext {
   c10::Device device;
   FileAccess files;
+  std::string scratch;  // see Budget
 };
 using Tiers = std::vector<std::unique_ptr<Tier>>;  // by Medium
 using TierFactory = std::unique_ptr<Tier> (*)(const TierContext& context);

@@ -10,7 +10,7 @@ import torch
 import deepspeed
 import toy_transformers
 from deepspeed.comm.mesh import made_here
-from deepspeed.sequence.lengths import Setup
+from deepspeed.planner.lengths import Setup
 from harness import run_ranks
 from runs import engine_of
 from sampling import every_case

@@ -84,7 +84,7 @@ CPP_ARROWS = {
     "storage": {"base", "plan", "io"},
     "optim": {"base", "config", "kernels"},
     "comm": {"base", "plan", "kernels"},
-    "parallel": {"base", "plan", "kernels", "comm"},
+    "parallel": {"base", "plan", "kernels", "io", "storage", "comm"},
     "zero": {"base", "config", "plan", "kernels", "optim", "io", "storage", "comm"},
     "bindings": {
         "base",

@@ -8,6 +8,8 @@
 
 #include "base/error.h"
 #include "comm/calls/compose.h"
+#include "comm/shared_memory/shm_group.h"
+#include "comm/shared_memory/strided_parts.h"
 
 namespace ds::comm {
 namespace {
@@ -38,12 +40,14 @@ class CountedCommunicator : public Communicator {
   }
 
  protected:
-  bool carries_parts() const override { return true; }
+  bool carries_parts() const override { return time_.touched != nullptr; }
   WorkPtr start(const Op& op) override {
     if (op.out.defined() && op.out.is_cpu()) {
-      const c10::impl::ExcludeDispatchKeyGuard unseen(c10::python_ks);  // a mode of Python takes far longer than the copy
+      const c10::impl::ExcludeDispatchKeyGuard unseen(
+          c10::python_ks);  // a mode of Python takes far longer than the copy
       fill(op);
     }
+    if (op.parts) touch(op.parts->give_counts(), static_cast<int64_t>(op.parts->some().element_size()));
     if (!time_.step || op.verb == Verb::kBarrier) return std::make_shared<DoneWork>();
     const auto width = static_cast<int64_t>(op.own().defined() ? op.own().element_size() : op.whole().element_size());
     const int64_t sent = op.verb == Verb::kRecv ? op.out.numel() : op.sent(rank_, size_);
@@ -52,6 +56,11 @@ class CountedCommunicator : public Communicator {
   }
 
  private:
+  void touch(std::vector<int64_t> counts, int64_t width) const {
+    counts[static_cast<size_t>(rank_)] = 0;
+    time_.touched(ShmGroup::exchange_memory(size_, width * *std::max_element(counts.begin(), counts.end())));
+  }
+
   void fill(const Op& op) const {
     switch (op.verb) {
       case Verb::kAllReduce: return repeat(op.out, op.reduce);
@@ -64,7 +73,8 @@ class CountedCommunicator : public Communicator {
       case Verb::kAllGather:
       case Verb::kGather:
         if (op.out_counts.empty() && op.out.numel() == op.in.numel() * size_) {
-          op.out.view({size_, op.in.numel()}).copy_(op.in.reshape({1, op.in.numel()}).clone());  // it may be a part of it
+          op.out.view({size_, op.in.numel()})
+              .copy_(op.in.reshape({1, op.in.numel()}).clone());  // it may be a part of it
           return;
         }
         for (const at::Tensor& part : parts_of(op.out, op.out_counts, size_)) copy(part, op.in);

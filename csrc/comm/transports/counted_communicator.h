@@ -1,5 +1,6 @@
 // A rank of a group whose other ranks do not exist: for steps that are planned.
 #pragma once
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -12,6 +13,8 @@ namespace ds::comm {
 struct CountedTime {
   std::shared_ptr<plan::StepPlan> step;  // null: calls take no time
   plan::LinkCost link{};
+  // Called with the bytes of shared memory that an exchange touches. Null: the ranks share none, and rows are packed.
+  std::function<void(int64_t)> touched{};
 };
 
 // Carries every verb, of tensors on any device, and returns at once. Tensors in host memory get what they would if all

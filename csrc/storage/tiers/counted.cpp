@@ -1,8 +1,5 @@
 #include "storage/tiers/counted.h"
 
-#include <ATen/ops/empty.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
 #include <memory>
 #include <string>
 #include <utility>
@@ -13,25 +10,23 @@
 namespace ds::storage {
 namespace {
 
-// Not seen by modes of Python: a tensor that they have seen has an object of Python, which threads of the storage could
-// not release while they hold its lock.
 at::Tensor counted(int64_t bytes, std::string owner) {
   const MetaOwner scope(std::move(owner));
-  const c10::impl::ExcludeDispatchKeyGuard unseen(
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
-  return at::empty({bytes}, at::TensorOptions().device(at::kMeta).dtype(at::kByte));
+  return meta_bytes(bytes);
 }
 
 class CountedMemory : public Tier {
  public:
-  explicit CountedMemory(Medium medium) : counts_(medium == Medium::kDevice) {}
+  CountedMemory(Medium medium, std::string scratch)
+      : counts_(medium == Medium::kDevice), scratch_(std::move(scratch)) {}
   std::unique_ptr<Part> open(const PartSpec& spec) override {
     return std::make_unique<MemoryPart>(counted(sum_of(spec.block_bytes), counts_ ? spec.plane : MetaMemory::kOfHost));
   }
-  at::Tensor allocate(int64_t bytes) override { return counted(bytes, counts_ ? "scratch" : MetaMemory::kOfHost); }
+  at::Tensor allocate(int64_t bytes) override { return counted(bytes, counts_ ? scratch_ : MetaMemory::kOfHost); }
 
  private:
   const bool counts_;
+  const std::string scratch_;
 };
 
 class CountedPart : public Part {
@@ -48,12 +43,12 @@ class CountedFiles : public Tier {
 
 }  // namespace
 
-Tiers counted_tiers(size_t count) {
+Tiers counted_tiers(size_t count, const std::string& scratch) {
   Tiers tiers;
   for (size_t i = 0; i < count; ++i) {
     const auto medium = static_cast<Medium>(i);
     if (medium == Medium::kDevice || medium == Medium::kHost)
-      tiers.push_back(std::make_unique<CountedMemory>(medium));
+      tiers.push_back(std::make_unique<CountedMemory>(medium, scratch));
     else
       tiers.push_back(std::make_unique<CountedFiles>());
   }

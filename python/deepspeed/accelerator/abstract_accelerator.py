@@ -63,6 +63,10 @@ class DeepSpeedAccelerator(ABC):
     def handles_memory_backpressure(self):
         """True when launching work ahead of the device cannot exhaust its memory."""
 
+    def _on_host(self, device):
+        """Whether tensors of ``device`` are in host memory. Those of ``meta`` count as tensors of this device."""
+        return (self._name if device.type == "meta" else device.type) == "cpu"
+
     # ---- devices -------------------------------------------------------------------------------------------------
     @abstractmethod
     def device_name(self, device_index=None):

@@ -95,7 +95,8 @@ class _ActivationOffloadEngine:
 
     def worth_moving(self, tensor):
         """Whether ``tensor`` lies on a device that is not the host, and is large enough."""
-        return tensor.device.type != "cpu" and tensor.numel() * tensor.element_size() >= self.min_offload_bytes
+        on_host = get_accelerator()._on_host(tensor.device)
+        return not on_host and tensor.numel() * tensor.element_size() >= self.min_offload_bytes
 
     def room(self, numel, dtype):
         """Uninitialised 1-D host memory for ``to_host``."""

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed.checkpoint.write.save import expected_bytes
 from deepspeed.engine.initialize import initialize
 from deepspeed.ops.by_name import is_native
+from deepspeed.planner.known import KnownResults
 from deepspeed.profiling.op_costs import CountedOps
 from deepspeed.utils.fused_attention import FusedAttention
 from deepspeed.zero.nested import replace, tensors_in
@@ -27,7 +28,7 @@ class Constants(TorchDispatchMode):
 
     def __init__(self, memory):
         super().__init__()
-        self.memory = memory
+        self.memory, self.known = memory, KnownResults()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -39,9 +40,9 @@ class Constants(TorchDispatchMode):
             return args[0]
         if name == "_to_copy" and args[0].is_meta and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        return self._run(func, args, kwargs)
+        return self.known.run(func, args, kwargs, self._compute)
 
-    def _run(self, func, args, kwargs):
+    def _compute(self, func, args, kwargs):
         """Tensors that torch makes to find the shapes of an operator on meta do not count; its results do."""
         owner = self.memory.set_owner("")
         try:

@@ -1,5 +1,6 @@
 """Makes this process one rank of a job whose other ranks do not exist, with the device meta as its accelerator."""
 
+import functools
 import logging
 import os
 
@@ -47,6 +48,9 @@ class MetaAccelerator(CPU_Accelerator):
     def available_memory(self, device_index=None):
         return self.bytes - self.count.live
 
+    def _on_host(self, device):
+        return device.type == "cpu" or self.count.on_host
+
     def is_fp16_supported(self):
         return True
 
@@ -62,12 +66,12 @@ def _keep_objects(object_list, *args, **kwargs):
 
 
 class World:
-    """One rank of ``size``. ``calls()`` are those of its communicators since the last time. The process cannot leave
-    it: see ``run_apart``."""
+    """One rank of ``size``. ``calls()`` are those of its communicators since the last time. ``on_host``: the device has
+    the memory of the host, and ranks exchange through it. The process cannot leave it: see ``run_apart``."""
 
-    def __init__(self, rank, size, memory, machine):
+    def __init__(self, rank, size, memory, machine, on_host=False):
         self.rank, self.size, self.machine = rank, size, machine
-        self.memory = _native._C.MetaMemory(512)
+        self.memory, self.shared = _native._C.MetaMemory(1 if on_host else 512, on_host), {}
         self.memory.set_rates(machine.host, machine.file, machine.host_step, machine.memory)
         logger.setLevel(logging.WARNING)  # the planned engine is no run
         self.clock = _native._C.StepPlan()
@@ -101,7 +105,16 @@ class World:
         return self._communicator(ranks.index(self.rank), len(ranks), key, self.machine.link(ranks))
 
     def _communicator(self, rank, size, name, link):
-        return _native._C.counted_communicator(rank, size, self.log, name, self.clock, link)
+        touched = functools.partial(self._touch, name) if self.memory.on_host else None
+        return _native._C.counted_communicator(rank, size, self.log, name, self.clock, link, touched)
+
+    def _touch(self, name, size):
+        """Exchanges of a group touch ``size`` bytes of the memory that its ranks share."""
+        if name not in self.shared or self.shared[name].numel() < size:
+            self.shared.pop(name, None)
+            owner = self.memory.set_owner("buffers")
+            self.shared[name] = torch.empty(size, dtype=torch.uint8, device="meta")
+            self.memory.set_owner(owner)
 
     def at(self, phase):
         """Allocations and operations from now on belong to this phase of the step."""

@@ -24,9 +24,8 @@ def _ops_of(threads):
 
 
 def _by_kernel(query):
-    """Whether the kernels compute this. Meta tensors count as tensors of this machine's device."""
-    where = get_accelerator().device_name() if query.is_meta else query.device.type
-    return where == "cpu" and query.dtype in _BY_KERNEL
+    """Whether the kernels compute this."""
+    return get_accelerator()._on_host(query.device) and query.dtype in _BY_KERNEL
 
 
 class Dropped:

@@ -6,8 +6,6 @@ call are exchanged by one ``all_to_all`` on strided views, without packing (csrc
 direction is the other's gradient.
 """
 
-import math
-
 import torch
 
 from deepspeed import comm as dist
@@ -17,55 +15,6 @@ from deepspeed.comm.mesh import made_here
 from deepspeed.sequence.heads import HeadPlan
 
 HEADS = 2  # the dimension
-
-
-class PlannedGroup:
-    """Ranks that do not exist, this one the first of them, for meta tensors: exchanges among them give tensors of the
-    right shapes. ``memory``: the ``ledger.ExchangeMemory`` that counts the other memory of exchanges."""
-
-    def __init__(self, size, memory):
-        self.size, self.memory = size, memory
-
-    def exchange(self, tensors, to_heads, ranges, along, heads_first):
-        """Of each tensor the whole sequence with this rank's heads, or its part of the sequence with all heads."""
-        made, messages, stacks = [], [0] * self.size, []
-        for tensor, runs in zip(tensors, ranges):
-            shape, counts = list(tensor.shape), [stop - start for start, stop in runs]
-            bytes_ = tensor.numel() * tensor.element_size()
-            if to_heads:
-                each = [bytes_ // shape[HEADS] * count for count in counts]
-                shape[along], shape[HEADS] = shape[along] * self.size, counts[0]
-            else:
-                each = [bytes_ // self.size] * self.size
-                shape[along], shape[HEADS] = shape[along] // self.size, max(stop for _, stop in runs)
-            messages = [one + more for one, more in zip(messages, each)]
-            made.append(self.result(tensor, shape, to_heads and heads_first and along == 1))
-            if not to_heads and sum(counts) > shape[HEADS]:  # copies of a head are neighbours
-                shape[HEADS] = sum(counts)
-                stacks.append(self.result(tensor, shape))
-        self.carry(messages)
-        return tuple(made)
-
-    def carry(self, messages):
-        """``messages``: bytes to each rank, this one's own included."""
-        self.memory.carry(self.size, messages[1:], sum(messages))
-
-    def result(self, like, shape, heads_first=False):
-        """Memory for the result of an exchange; ``heads_first``: its layout is ``[batch, heads, sequence, ...]``."""
-        shape = list(shape)
-        self.memory.before(math.prod(shape) * like.element_size())
-        if heads_first:
-            shape[1], shape[HEADS] = shape[HEADS], shape[1]
-        made = like.new_empty(shape)
-        self.memory.after(made)
-        return made.transpose(1, HEADS) if heads_first else made
-
-
-def size_and_rank(group):
-    """``(ranks of the group, this one's number)``."""
-    if isinstance(group, PlannedGroup):
-        return group.size, 0
-    return dist.get_world_size(group), dist.get_rank(group)
 
 
 def sequence_dim(batch_dim):
@@ -85,20 +34,6 @@ def _native(group, tensor):
     return known[key]
 
 
-class _Planned(torch.autograd.Function):
-    """``apply(group, ranges, along, to_heads, heads_first, *tensors)``: the results of an exchange among planned ranks,
-    without values."""
-
-    @staticmethod
-    def forward(ctx, group, ranges, along, to_heads, heads_first, *tensors):
-        ctx.group, ctx.to_heads, ctx.how = group, to_heads, (ranges, along, heads_first)
-        return group.exchange(tensors, to_heads, *ctx.how)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return *[None] * 5, *ctx.group.exchange(grads, not ctx.to_heads, *ctx.how)
-
-
 def exchanged(tensors, ranges, group, batch_dim, to_heads, heads_first=False):
     """With a gradient. ``to_heads``: of each tensor the whole sequence, with this rank's run of heads; else this rank's
     part of the sequence, with all heads, and copies of a head added up.
@@ -107,8 +42,6 @@ def exchanged(tensors, ranges, group, batch_dim, to_heads, heads_first=False):
     transposes them; their shape is the same.
     """
     along = sequence_dim(batch_dim)
-    if isinstance(group, PlannedGroup):
-        return list(_Planned.apply(group, ranges, along, to_heads, heads_first, *tensors))
     native, length, ranks = _native(group, tensors[0]), tensors[0].shape[along], len(ranges[0])
     call, tokens = (native.to_heads, length) if to_heads else (native.to_sequence, length // ranks)
     return call(list(tensors), [tokens] * ranks, ranges, along, heads_first)
@@ -130,7 +63,8 @@ class HeadExchange:
     read each of the heads that ``spread`` returns."""
 
     def __init__(self, query, kv, group, batch_dim=0):
-        self.group, self.batch_dim, (self.world, self.rank) = group, batch_dim, size_and_rank(group)
+        self.group, self.batch_dim = group, batch_dim
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.plan = HeadPlan(query, kv, self.world)
         self.own, self.repeats = self.plan.query_ranges[self.rank], self.plan.repeats(self.rank)
         self.index = None  # of the key/value heads, one for each query head, where those do not come in even runs
@@ -160,10 +94,7 @@ class HeadExchange:
 
 def start_views(give, take, group):
     """``give[rank]``, lists of tensors with any strides, are sent to ``take[rank]`` of each rank, without a gradient.
-    Returns the handle to wait for; None for planned ranks."""
-    if isinstance(group, PlannedGroup):
-        group.carry([sum(one.numel() * one.element_size() for one in views) for views in give])
-        return None
+    Returns the handle to wait for."""
     return _native(group, next(tensor for part in (*give, *take) for tensor in part)).start_views(give, take)
 
 
@@ -178,13 +109,11 @@ def lengths_of(length, group, device):
     mine = torch.tensor([length], dtype=torch.int64, device=device)
     every = mine.new_empty(dist.get_world_size(group))
     dist.all_gather_into_tensor(every, mine, group=group)
-    return every.tolist()
+    return [length] * len(every) if every.is_meta else every.tolist()  # the other ranks of a planned step are like it
 
 
 def check_lengths(length, group, device):
     """Raises ValueError on every rank if the ranks' parts of a sequence are not equally long."""
-    if isinstance(group, PlannedGroup):
-        return
     found = lengths_of(length, group, device)
     if len(set(found)) > 1:
         each = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))

@@ -1,6 +1,5 @@
 """Ulysses for models of transformers, through its table of attention functions: their code is not changed."""
 
-import contextlib
 import importlib
 import weakref
 
@@ -220,7 +219,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
 
     def _warn(self, positions, length):
         every = self._whole.positions
-        if positions is not None and torch.equal(every % length, every) and bool((every[:, ::length] == 0).all()):
+        beyond = bool(((every < 0) | (every >= length)).any())
+        if positions is not None and not beyond and bool((every[:, ::length] == 0).all()):
             warning_once(
                 f"position_ids start again at 0 in every rank's part ({length} tokens): either each part is a document "
                 "of its own, or the model was called without position_ids, and made up those of a part. Pass the "
@@ -372,19 +372,6 @@ def share_model(model, modules, process_group):
     _install(table, name, lambda module: module in own, made)
     made.demand_positions(model)
     return made
-
-
-@contextlib.contextmanager
-def for_now(model, make):
-    """Attention of a transformers ``model`` is ``make(transformers' function)`` while the context is open."""
-    table, model = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS, _base_of(model)
-    name, own = model.config._attn_implementation, weakref.WeakSet(model.modules())
-    _install(table, name, lambda module: module in own, make(_core_of(table, name)))
-    entry = table[name].shared[0]
-    try:
-        yield
-    finally:
-        table[name].shared.remove(entry)
 
 
 def configure_model(model, process_group, **how):

@@ -153,7 +153,7 @@ class DistributedAttention(torch.nn.Module):
             batch_dim_idx, rotary_pos_emb = 0 if self.gather_idx == 1 else 1, None
         if batch_dim_idx not in (0, 1):
             raise ValueError(f"batch_dim_idx is {batch_dim_idx}: it must be 0 ([batch, sequence, ...]) or 1")
-        world, _ = exchange.size_and_rank(self.spg)
+        world = dist.get_world_size(self.spg)
         if world == 1:
             query, key = _rotated(query, key, rotary_pos_emb, batch_dim_idx)
             return self.local_attn(query, key, value, *args, **kwargs)

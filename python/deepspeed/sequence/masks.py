@@ -67,7 +67,7 @@ class Whole:
         self.kept = kept.to(torch.bool)
         self.padded = not bool(self.kept.all())
         self.documents = documents(self.positions)
-        self.packed = bool(self.documents.any())
+        self.packed = not bool((self.documents == 0).all())
 
     def mask(self, causal, window, given):
         """For the whole sequence; None where being causal, or not, says all. ``given``: what the model made for this

@@ -8,8 +8,9 @@ Transformers" (2023); Brandon et al., "Striped Attention" (2023), on balance.
 
 import torch
 
+from deepspeed import comm as dist
 from deepspeed.sequence.blockwise import Rows, ScoreRules, block_gradients, sink_gradient
-from deepspeed.sequence.exchange import check_lengths, size_and_rank, start_views
+from deepspeed.sequence.exchange import check_lengths, start_views
 
 TOKENS = 2  # the dimension of [batch, heads, tokens, size]
 
@@ -17,7 +18,7 @@ TOKENS = 2  # the dimension of [batch, heads, tokens, size]
 class Ring:
     def __init__(self, group, causal):
         self.group, self.causal = group, causal
-        self.world, self.rank = size_and_rank(group)
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     # ---- balance -----------------------------------------------------------------------------------------------------
     def pieces(self, rank):
@@ -49,8 +50,7 @@ class Ring:
     @staticmethod
     def take(travelling):
         work, received = travelling
-        if work is not None:
-            work.wait()
+        work.wait()
         return received
 
     def blocks(self, source):

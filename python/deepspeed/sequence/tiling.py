@@ -7,6 +7,7 @@ import re
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.sequence.loss import IGNORED
 from deepspeed.sequence.tiled import TiledFusedLogitsLoss, TiledMLP
 from deepspeed.zero.gathers.gathered import GatheredParameters
@@ -94,7 +95,9 @@ def _not_tokenwise(module, width):
     if any(map(is_sharded, params)):  # every rank asks for the same modules in the same order
         with GatheredParameters(params):
             return _probed(module, width)
-    return "it has no values yet (device meta)" if params[0].is_meta else _probed(module, width)
+    if params[0].is_meta:  # a step is planned, or the model has no values yet
+        return None if get_accelerator()._name == "meta" else "it has no values yet (device meta)"
+    return _probed(module, width)
 
 
 def _probed(module, width):

@@ -4,8 +4,6 @@ import collections
 import os
 import weakref
 
-import torch
-
 from deepspeed._native import _C
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.mesh import made_here
@@ -59,59 +57,12 @@ class BackwardOrder:
         return None
 
 
-class ShapeStore:
-    """A store of tensors of the device ``meta``, which have no values. It has of the device what a ``TensorStore`` has
-    whose writes are slow. ``allocate``: of bytes; where its memory is counted."""
-
-    def __init__(self, allocate=None):
-        self.kept = {}  # number -> (shape, dtype, bytes)
-        self.next = self.largest = 0
-        self.copies, self.held = collections.deque(), 0  # (bytes, memory), on their way or idle, the oldest first
-        self.allocate = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, device="meta"))
-
-    def put(self, tensor):
-        self.next += 1
-        size = tensor.numel() * tensor.element_size()
-        self.kept[self.next] = tensor.shape, tensor.dtype, size
-        self._copy(size, again=False)
-        return self.next
-
-    def get(self, number):
-        shape, dtype, size = self.kept[number]
-        self._copy(size)
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def prefetch(self, number):
-        self._copy(self.kept[number][2])
-
-    def drop(self, number):
-        self.kept.pop(number, None)
-
-    def _copy(self, size, again=True):
-        """``again``: in the memory of an earlier one, where that is as large."""
-        wanted = _C.TensorStore.copy_bytes(size)
-        if size == 0 or (again and any(one == wanted for one, _ in self.copies)):
-            return
-        self.largest = max(self.largest, size)
-        room = _C.TensorStore.room(self.largest) - wanted
-        while self.copies and self.held > room:
-            self.held -= self.copies.popleft()[0]
-        self.copies.append((wanted, self.allocate(wanted)))
-        self.held += wanted
-
-
 def store_of(device, offload):
     """The store in which tensors of ``device`` wait, one for each position in a job; None if they stay on the device.
-    ``offload``: False; True for host memory (tensors of the CPU stay); a text for files in that folder; or a
-    ``ShapeStore``. Tensors of the device ``meta`` count as tensors of this machine's device."""
-    if isinstance(offload, ShapeStore):
-        return offload
+    ``offload``: False; True for host memory (tensors that are there stay); a text for files in that folder."""
     folder = offload if isinstance(offload, str) else None
-    on_host = (get_accelerator().device_name() if device.type == "meta" else device.type) == "cpu"
-    if not offload or (on_host and folder is None):
+    if not offload or (folder is None and get_accelerator()._on_host(device)):
         return None
-    if device.type == "meta":
-        return ShapeStore()
     stores, key = made_here().stores, (str(device), folder)
     if key not in stores:
         stores[key] = _open(device, folder)
@@ -121,5 +72,6 @@ def store_of(device, offload):
 def _open(device, folder):
     if folder is None:
         return _C.TensorStore(device, _C.Placement("host", get_accelerator().device_name() != "cpu"))
-    os.makedirs(folder, exist_ok=True)
+    if device.type != "meta":  # of a planned step, which writes nothing
+        os.makedirs(folder, exist_ok=True)
     return _C.TensorStore(device, _C.Placement("file", False, folder))

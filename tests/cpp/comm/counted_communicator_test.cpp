@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "base/error.h"
+#include "comm/shared_memory/shm_group.h"
+#include "comm/shared_memory/strided_parts.h"
 
 namespace ds::comm {
 namespace {
@@ -48,6 +50,24 @@ TEST(CountedCommunicator, CallsTakeTheTimeOfTheirBytes) {
   EXPECT_EQ(step->now(), 0);
   work->wait();
   EXPECT_EQ(step->now(), 2 * 10 + 2 * 4000 * 3 / 4);  // a ring sends each byte twice, but for this rank's share
+}
+
+TEST(CountedCommunicator, AnExchangeTouchesSharedMemoryOrPacksItsRows) {
+  int64_t touched = -1;
+  const auto rows = at::empty({3, 100}, at::TensorOptions().device(at::kMeta).dtype(at::kFloat));
+  const auto exchange = [&](const CommunicatorPtr& group) {
+    StridedParts::Views give(3), take(3);
+    for (int rank = 0; rank < 3; ++rank) {
+      give[rank].emplace_back(rows[rank].narrow(0, 0, 40 * rank));
+      take[rank].emplace_back(rows[rank]);
+    }
+    group->run(strided_all_to_all(std::make_shared<StridedParts>(give, take), "sequence"))->wait();
+  };
+  exchange(counted_communicator(2, 3, "sp", {nullptr, {}, [&](int64_t bytes) { touched = bytes; }}));
+  EXPECT_EQ(touched, ShmGroup::exchange_memory(3, 160)) << "the longest message to another rank";
+  touched = -1;
+  exchange(counted_communicator(2, 3));
+  EXPECT_EQ(touched, -1);
 }
 
 }  // namespace

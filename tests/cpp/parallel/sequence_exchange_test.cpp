@@ -11,9 +11,11 @@
 
 #include "../on_threads.h"
 #include "../error_of.h"
+#include "comm/transports/counted_communicator.h"
 #include "comm/transports/hierarchical_communicator.h"
 #include "comm/transports/shm_communicator.h"
 #include "comm/transports/thread_communicator.h"
+#include "storage/meta_memory.h"
 
 namespace ds::parallel {
 namespace {
@@ -220,6 +222,27 @@ TEST(SequenceExchange, LargeResultsUseTheirMemoryAgain) {
     EXPECT_EQ(exchange->calls(), 4);
     EXPECT_EQ(exchange->elements(), 3 * part.numel() + second.numel());
   });
+}
+
+// A step that is planned for the host counts them as the layers' while they are in use, then as buffers.
+TEST(SequenceExchange, LargeResultsOfPlannedStepsAreKept) {
+  for (const bool on_host : {true, false}) {
+    storage::MetaMemory memory(1, on_host);
+    memory.install();
+    memory.set_owner("attention");
+    const at::Tensor part = at::empty({1, 1024, 8, 64}, at::TensorOptions().device(at::kMeta).dtype(at::kFloat));
+    const SequenceLayout layout{SequenceCut({1024, 1024}, {runs_of(8, 2)}), 1, true};
+    const auto exchange = std::make_shared<SequenceExchange>(comm::counted_communicator(0, 2, "sp"));
+    constexpr int64_t kBytes = 1024 * 8 * 64 * 4;
+    for (int round = 0; round < 2; ++round) {
+      const auto made = exchange->start_to_heads({part}, layout, false).tensors;
+      EXPECT_EQ(made[0].sizes(), (c10::IntArrayRef{1, 2048, 4, 64}));
+      EXPECT_EQ(made[0].stride(1), 64);
+      EXPECT_EQ(memory.owned()["attention"], 2 * kBytes);
+      EXPECT_EQ(memory.live(), 2 * kBytes);
+    }
+    EXPECT_EQ(memory.owned()["buffers"], on_host ? kBytes : 0);
+  }
 }
 
 TEST(SequenceExchange, ViewsToOneNeighbour) {

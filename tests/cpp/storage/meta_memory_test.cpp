@@ -93,6 +93,36 @@ TEST(MetaMemory, BytesHaveOwnersAtThePeakOfEachMoment) {
   EXPECT_EQ(memory.owned().at("activations"), 0);
 }
 
+TEST(MetaMemory, WhatIsAliveGoesToAnotherOwner) {
+  MetaMemory memory;
+  memory.install();
+  memory.set_moment("forward");
+  memory.set_owner("attention");
+  at::Tensor first = meta(5), second = meta(7);
+  const at::Tensor freed = second.view({7});
+  memory.give_all("attention", "kept");
+  const at::Tensor third = meta(2);
+  EXPECT_EQ(memory.owned(), (OwnedBytes{{"attention", 8}, {"kept", 48}}));
+  memory.give(second, "buffers");
+  memory.give(second, "buffers");
+  EXPECT_EQ(memory.owned(), (OwnedBytes{{"attention", 8}, {"buffers", 28}, {"kept", 20}}));
+  EXPECT_EQ(memory.peak(), 56);
+  first.reset();
+  EXPECT_EQ(memory.owned().at("kept"), 0);
+  memory.give(second, MetaMemory::kOfHost);
+  EXPECT_EQ(memory.live(), 8);
+}
+
+TEST(MetaMemory, SaysWhetherStepsAreThoseOfTheHost) {
+  EXPECT_TRUE(in_host_memory(c10::Device(at::kCPU)));
+  EXPECT_FALSE(in_host_memory(c10::Device(at::kMeta)));
+  for (const bool on_host : {false, true}) {
+    MetaMemory memory(1, on_host);
+    memory.install();
+    EXPECT_EQ(in_host_memory(c10::Device(at::kMeta)), on_host);
+  }
+}
+
 TEST(CountedTiers, BlocksRestAndTravelWithoutMemory) {
   MetaMemory memory;
   memory.install();

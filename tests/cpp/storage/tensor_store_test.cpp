@@ -5,6 +5,7 @@
 
 #include "../error_of.h"
 #include "planes.h"
+#include "storage/meta_memory.h"
 
 namespace ds::storage {
 namespace {
@@ -62,6 +63,36 @@ TEST_P(TensorStoreIn, ShapesOfAllKinds) {
   EXPECT_EQ(found.sizes(), (c10::IntArrayRef{0, 4}));
   EXPECT_EQ(found.scalar_type(), at::kHalf);
   store.drop(none);
+}
+
+// As many bytes of the device as copies may have, the oldest first to go.
+TEST(TensorStoreOnMeta, CopiesAreOnTheirWayWhileThereIsRoom) {
+  MetaMemory memory;
+  memory.install();
+  memory.set_owner("layers");
+  {
+    Placement in_files;
+    in_files.rest = Medium::kFile;
+    in_files.folder = "/this folder/does not exist";
+    TensorStore store(c10::Device(at::kMeta), in_files);
+    const auto copies = [&] { return memory.owned()["buffers"]; };
+    const auto options = at::TensorOptions().device(at::kMeta).dtype(at::kByte);
+    std::vector<int64_t> waiting;
+    for (int i = 0; i < 3; ++i) waiting.push_back(store.put(at::empty({1 << 20}, options)));
+    const int64_t one = copies();
+    EXPECT_GE(one, 1 << 20);
+    for (const int64_t bytes : {1000, 400'000, 500'000, 300'000})
+      waiting.push_back(store.put(at::empty({bytes}, options)));
+    EXPECT_GT(copies(), 1'200'000);
+    EXPECT_LE(copies(), TensorStore::room(1 << 20));
+    for (size_t i = waiting.size(); i-- > 0;) {
+      EXPECT_TRUE(store.get(waiting[i]).is_meta());
+      store.drop(waiting[i]);
+      EXPECT_LE(copies(), TensorStore::room(1 << 20));
+    }
+    store.put(at::empty({1 << 20}, options));  // the block of one that was dropped
+  }
+  EXPECT_EQ(memory.live(), 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Media, TensorStoreIn, ::testing::ValuesIn(kMedia));

@@ -9,7 +9,7 @@ import torch
 from deepspeed._native import _C
 from deepspeed.comm.mesh import made_here
 from deepspeed.sequence.chunked import chunked_attention
-from deepspeed.utils.waiting_tensors import ShapeStore, Waiting, store_of
+from deepspeed.utils.waiting_tensors import Waiting, store_of
 from gradients import gradients
 from refusals import refused
 
@@ -112,17 +112,18 @@ def test_on_meta_shapes_wait():
     waiting = Waiting(store_of(tensor.device, "a folder"), tensor)
     waiting.prefetch()
     assert waiting.get().shape == (3, 4) and waiting.get().dtype == torch.half and waiting.get().is_meta
+    assert not os.path.exists("a folder")
     assert store_of(tensor.device, True) is None  # host memory is no other place for what would be on the CPU
 
 
 def test_planned_copies_are_those_of_a_store_that_writes_slowly(tmp_path):
     """As many bytes of the device as the native one may have, the oldest first to go."""
-    planned, native, room = ShapeStore(), store_of(CPU, str(tmp_path)), _C.TensorStore.room(4 * 70000)
-    waiting = []
+    planned, native = (store_of(device, str(tmp_path)) for device in (torch.device("meta"), CPU))
+    waiting, room = [], _C.TensorStore.room(4 * 70000)
     for length in (100, 5000, 70000, 70000, 20000, 20000, 70000, 20000):
-        waiting.append([Waiting(planned, torch.empty(length, device="meta")), Waiting(native, torch.empty(length))])
-        assert native.bytes["device"] <= room >= planned.held
-    assert planned.held > 4 * 70000
+        waiting.append([Waiting(store, torch.empty(length, device=store.device)) for store in (planned, native)])
+        assert native.bytes["device"] <= room >= planned.bytes["device"]
+    assert planned.bytes["device"] > 4 * 70000
     for one, other in reversed(waiting):
         assert one.get().shape == other.get().shape
-        assert native.bytes["device"] <= room >= planned.held
+        assert native.bytes["device"] <= room >= planned.bytes["device"]

@@ -7,6 +7,11 @@ from deepspeed.registry import load_target
 from deepspeed.zero.nested import replace
 
 
+def _shape_of(tensor):
+    """One element, so that a planned step does not count it as a copy."""
+    return torch.empty((), dtype=tensor.dtype, device="meta").expand(tensor.shape)
+
+
 @engine_parts.add("_planning")
 class Planning(Part):
     """A part of the engine. ``inputs``: of the first forward that trained, without values."""
@@ -14,7 +19,7 @@ class Planning(Part):
     inputs = None
 
     def see_inputs(self, inputs, kwargs):
-        self.inputs = replace((inputs, kwargs), torch.is_tensor, lambda one: torch.empty_like(one, device="meta"))
+        self.inputs = replace((inputs, kwargs), torch.is_tensor, _shape_of)
         hooks = self.engine._hooks  # once is enough
         hooks["see_inputs"] = [part for part in hooks["see_inputs"] if part is not self]
 
