@@ -139,11 +139,14 @@ DS_BINDINGS(m) {
   m.def(
       "counted_communicator",
       [](int rank, int size, std::shared_ptr<comm::CallLog> log, const std::string& group,
-         std::shared_ptr<plan::StepPlan> step, const plan::LinkCost& link) {
-        return comm::logged(comm::counted_communicator(rank, size, group, {std::move(step), link}), std::move(log),
-                            group);
+         std::shared_ptr<plan::StepPlan> step, const plan::LinkCost& link,
+         const std::optional<c10::intrusive_ptr<c10d::Store>>& peers) {
+        comm::CountedTime time{std::move(step), link};
+        return comm::logged(
+            comm::counted_communicator(rank, size, group, std::move(time), peers.value_or(comm::PlannedPeers())),
+            std::move(log), group);
       },
-      "rank"_a, "size"_a, "log"_a, "group"_a, "step"_a, "link"_a);
+      "rank"_a, "size"_a, "log"_a, "group"_a, "step"_a, "link"_a, "peers"_a = py::none());
   // As scripts call torch.distributed, with torch's handles (comm/calls/script_calls.h).
   py::class_<comm::ScriptCalls>(m, "ScriptCalls")
       .def(py::init([](comm::CommunicatorPtr communicator) {

@@ -25,6 +25,7 @@ class _Made:
 
     def __init__(self):
         self.job = dist.group.WORLD
+        self.planned = False  # whether the other ranks do not exist (join_planned)
         self.groups = {}  # ranks -> torch's group
         self.counts = {}  # ranks -> how often that was made
         self.views = {}  # name -> Members (mesh_views.py)
@@ -115,7 +116,7 @@ def join_planned(backend, rank, world, job):
     tables = c10d._world.pg_group_ranks if hasattr(c10d, "_world") else c10d._pg_group_ranks
     tables[group] = {each: each for each in range(world)}
     c10d._update_default_pg(group)
-    made_here().jobs[backend] = job
+    made_here().jobs[backend], made_here().planned = job, True
     return kept
 
 

@@ -1,7 +1,10 @@
 """Makes this process one rank of a job whose other ranks do not exist, with the device meta as its accelerator."""
 
+import itertools
 import logging
 import os
+import pickle
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,16 +60,22 @@ class MetaAccelerator(CPU_Accelerator):
         return tensor if match_shape else tensor.reshape(-1)
 
 
-def _keep_objects(object_list, *args, **kwargs):
-    """A broadcast of objects: the sender does not exist, and has what this rank has."""
+class Peers(NamedTuple):
+    """Ranks of a job that are planned at one time, in processes of their own, and send each other messages without
+    values. ``path``: a file for these processes alone."""
+
+    ranks: tuple
+    path: str
 
 
 class World:
     """One rank of ``size``. ``calls()`` are those of its communicators since the last time. The process cannot leave
-    it: see ``run_apart``."""
+    it: see ``run_apart``. ``peers``: the ranks that are planned with this one; None: it is alone."""
 
-    def __init__(self, rank, size, memory, machine):
+    def __init__(self, rank, size, memory, machine, peers=None):
         self.rank, self.size, self.machine = rank, size, machine
+        self.peers, self._told = (rank,) if peers is None else peers.ranks, 0
+        self._store = dist.HashStore() if peers is None else dist.FileStore(peers.path, len(peers.ranks))
         self.memory = _native._C.MetaMemory(512)
         self.memory.set_rates(machine.host, machine.file, machine.host_step, machine.memory)
         logger.setLevel(logging.WARNING)  # the planned engine is no run
@@ -84,7 +93,7 @@ class World:
     def _join(self):
         if not hasattr(dist.Backend, NAME.upper()):
             dist.Backend.register_backend(NAME, self._backend, **({"devices": ["cpu", "meta"]} if TORCH2 else {}))
-        dist.broadcast_object_list = _keep_objects
+        dist.broadcast_object_list = self._broadcast_objects
         group_communicators.native_backends[NAME] = self._of_group
         job = _native._C.Job(self.rank, self.size, self._open)
         self.earlier = mesh.join_planned(NAME, self.rank, self.size, job)
@@ -98,10 +107,27 @@ class World:
         return self._communicator(dist.get_rank(group), len(ranks), "torch.distributed", self.machine.link(ranks))
 
     def _open(self, key, ranks):
-        return self._communicator(ranks.index(self.rank), len(ranks), key, self.machine.link(ranks))
+        peers = dist.PrefixStore(key, self._store) if set(ranks) <= set(self.peers) else None
+        return self._communicator(ranks.index(self.rank), len(ranks), key, self.machine.link(ranks), peers)
 
-    def _communicator(self, rank, size, name, link):
-        return _native._C.counted_communicator(rank, size, self.log, name, self.clock, link)
+    def _communicator(self, rank, size, name, link, peers=None):
+        return _native._C.counted_communicator(rank, size, self.log, name, self.clock, link, peers)
+
+    def told_by_peers(self, value):
+        """What each of the peers passes, in their order. All of them call it."""
+        self._told += 1
+        self._store.set(f"told {self._told} by {self.rank}", pickle.dumps(value))
+        return [pickle.loads(self._store.get(f"told {self._told} by {rank}")) for rank in self.peers]
+
+    def _broadcast_objects(self, object_list, src=0, group=None, **kwargs):
+        """A sender that is not planned has what this rank has. Groups have one of the peers, or all."""
+        ranks = (
+            range(self.size)
+            if group is None
+            else map(dist.get_global_rank, itertools.repeat(group), range(dist.get_world_size(group)))
+        )
+        if src in self.peers and set(self.peers) <= set(ranks):
+            object_list[:] = self.told_by_peers(object_list)[self.peers.index(src)]
 
     def at(self, phase):
         """Allocations and operations from now on belong to this phase of the step."""

@@ -1,0 +1,167 @@
+"""Plans of pipelines: one rank of each stage is planned in a process of its own, and sends the others its messages,
+which have shapes and no values."""
+
+import functools
+import itertools
+import os
+import tempfile
+
+from torch import nn
+
+from deepspeed._native import _C
+from deepspeed.pipe import instructions as ops
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.planning import NOT_SPLIT
+from deepspeed.pipe.schedule import plan_of
+from deepspeed.pipe.topology import ProcessTopology
+from deepspeed.planner.child import run_each_apart
+from deepspeed.planner.parts import pipeline_plan
+from deepspeed.planner.step import PlannedRun, bytes_of_a_parameter
+from deepspeed.planner.world import Peers
+from deepspeed.utils.init_on_device import copy_on_meta
+
+_BACKWARD = {ops.BackwardPass, ops.BackwardInputPass, ops.BackwardWeightPass, ops.SendGrad, ops.RecvGrad}
+_PHASES = {**dict.fromkeys((*_BACKWARD, ops.ReduceTiedGrads, ops.ReduceGrads), "backward"), ops.OptimizerStep: "step"}
+
+
+def maker_of(module):
+    """A function that makes the stage of any rank of the job of ``module``, a ``PipelineModule``. ValueError where its
+    layers have groups of that job."""
+    if module.mpu().slice_parallel_size * module.mpu().sequence_parallel_size > 1:
+        raise ValueError(
+            "the layers of this PipelineModule are shared by several ranks, whose groups belong to this job: pass "
+            "deepspeed.plan a function that makes the grid, the layers and the PipelineModule"
+        )
+    layers = [copy_on_meta(one, hooks=False) if isinstance(one, nn.Module) else one for one in module._layer_specs]
+    given = {
+        name: getattr(module, name)
+        for name in ("loss_fn", "seed_layers", "seed_fn", "base_seed", "activation_checkpoint_interval",
+                     "activation_checkpoint_func", "checkpointable_layers", "dynamic_shape")
+    }  # fmt: skip
+    shape, topology = module.pipe_shape, module.topology()
+    given.update(partition_method=module.partitions(), virtual_stages=shape.chunks, placement=shape.placement)
+    return functools.partial(_made_again, type(module), layers, topology.axes, topology.dims, given)
+
+
+def _made_again(kind, layers, axes, dims, given):
+    made = PipelineModule(layers, topology=ProcessTopology(axes, dims), **given)
+    made.__class__ = kind  # whose constructor may take something else
+    return made
+
+
+def ranks_of_copy(module):
+    """The ranks of all stages that compute with one copy of the data. ValueError where the planned ranks would cut the
+    layers in different ways."""
+    if module.layer_costs is not None:
+        raise ValueError(
+            "partition_method 'profile' measures the layers, which a plan cannot: pass the bounds of the parts, as "
+            "module.partitions() of a run returns them"
+        )
+    return tuple(module.mpu().pp_group)
+
+
+def plan_copies(function, copies, row):
+    """The results of ``function``, which plans one rank, for all ranks of these copies of the pipeline. ``row``: its
+    arguments for some rank."""
+    made = []
+    for copy in copies:
+        with tempfile.TemporaryDirectory(prefix="ds_plan_") as folder:
+            peers = Peers(copy, os.path.join(folder, "messages"))
+            made += run_each_apart(function, [(rank, *row[1:], peers) for rank in copy], together=True)
+    return made
+
+
+class PlannedPipeline(PlannedRun):
+    """The engine of one stage, and its batches. The stages that are planned with it have to do the same."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        engine, (inputs, named) = self.engine, self.sample
+        if len(inputs) != 2 and not named:
+            raise ValueError("the sample of a pipeline is what its data iterator gives: a pair (inputs, labels)")
+        engine._measured.found = {}  # this engine tells nobody its own plan
+        instructions = {
+            kind: functools.partial(self._carry_out, kind, run) for kind, run in engine._INSTRUCTION_MAP.items()
+        }
+        engine._INSTRUCTION_MAP = instructions
+
+    def _batches(self):
+        while True:
+            inputs, named = self._inputs()
+            yield (inputs, named) if named else inputs
+
+    def _train(self):
+        self.world.at("forward")
+        self.world.memory.reset_peak()
+        self._first = {}  # (instruction, chunk) -> time and bytes of the first one
+        self.engine.train_batch(self._batches())
+
+    def _carry_out(self, kind, run, engine, **kwargs):
+        self.world.at(_PHASES.get(kind, "forward"))
+        before = self._now()
+        run(engine, **kwargs)
+        took = [now - then for now, then in zip(self._now(), before)]
+        self._first.setdefault((kind, kwargs.get("chunk", 0)), took)
+
+    def _now(self):
+        """Nanoseconds that this rank has computed, and bytes that it has sent."""
+        return sum(self.world.clock.phases.values()), self.engine.channel.sent[1]
+
+    def _parts(self):
+        """``{number: costs}`` of the parts of the model on this stage."""
+        shape, made = self.engine.module.pipe_shape, {}
+        for chunk in range(shape.chunks):
+            seconds, sent = (
+                {kind: took[at] for (kind, its), took in self._first.items() if its == chunk} for at in (0, 1)
+            )
+            made[shape.virtual_stage(self.engine.stage_id, chunk)] = {
+                "forward": seconds.get(ops.ForwardPass, 0) / 1e9,
+                "backward_input": seconds.get(ops.BackwardPass, seconds.get(ops.BackwardInputPass, 0)) / 1e9,
+                "backward_weight": seconds.get(ops.BackwardWeightPass, 0) / 1e9,
+                "output_bytes": sent.get(ops.SendActivation, 0),
+            }
+        return made
+
+    def waits(self):
+        """Seconds of a batch in which this stage waits for others, from the costs of all stages."""
+        engine, world = self.engine, self.world
+        parts = dict(itertools.chain.from_iterable(one.items() for one in world.told_by_peers(self._parts())))
+        schedule = engine._plans.train_schedule()
+        native = getattr(schedule, "plan", None) or plan_of(type(schedule), engine.micro_batches, engine.num_stages)
+        link = world.machine.link(world.peers)
+        cost = native.cost(
+            [_C.pipe.Part(**parts[number]) for number in sorted(parts)],
+            latency=link.latency_ns / 1e9,
+            bytes_per_second=link.bytes_per_second,
+        )
+        return {"bubble": cost.seconds - cost.ranks[engine.stage_id].busy}
+
+
+def pipe_plan_of(engine, micro_batches=None):
+    """``engine.pipe_plan()``."""
+    module, plans = engine.module, engine._plans
+    why = plans.why_whole()
+    found = pipeline_plan(
+        module._layer_specs,
+        engine.num_stages,
+        micro_batches or engine.micro_batches,
+        plans.name,
+        plans.sample,
+        partition_method=module.partitions(),
+        virtual_stages=module.pipe_shape.chunks,
+        placement=module.pipe_shape.placement,
+        costs=module.layer_costs,
+        memory_limit=plans.memory_limit,
+        state_bytes=bytes_of_a_parameter(engine),
+        latency=0.0,
+        bytes_per_second=0.0,
+        split_backward=not why,
+        activation_checkpoint_interval=module.activation_checkpoint_interval,
+        checkpointable_layers=module.checkpointable_layers,
+        loss_fn=module.loss_fn,
+        labels=plans.label_sample,
+        dtype=engine.get_data_types()[0],
+    )
+    found.note = found.note.replace(NOT_SPLIT, f"{NOT_SPLIT}: {why}")
+    found.measured = engine._measured.found
+    return found
