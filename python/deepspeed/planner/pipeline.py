@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import tempfile
+from typing import NamedTuple
 
 from torch import nn
 
@@ -49,25 +50,24 @@ def _made_again(kind, layers, axes, dims, given):
     return made
 
 
-def ranks_of_copy(module):
-    """The ranks of all stages that compute with one copy of the data. ValueError where the planned ranks would cut the
-    layers in different ways."""
-    if module.layer_costs is not None:
-        raise ValueError(
-            "partition_method 'profile' measures the layers, which a plan cannot: pass the bounds of the parts, as "
-            "module.partitions() of a run returns them"
-        )
-    return tuple(module.mpu().pp_group)
+class Copy(NamedTuple):
+    """The ranks of all stages that compute with the same data."""
+
+    ranks: tuple
 
 
-def plan_copies(function, copies, row):
-    """The results of ``function``, which plans one rank, for all ranks of these copies of the pipeline. ``row``: its
-    arguments for some rank."""
-    made = []
-    for copy in copies:
+def plan_ranks(function, rows, copies=None):
+    """``[function(*row) for row in rows]``, each in a process of its own. ``function`` plans a rank, the first of its
+    arguments. Where it returns a ``Copy``, all stages of that one are planned with each other: they have one argument
+    more, their ``Peers``. ``copies``: at most so many."""
+    made = run_each_apart(function, rows)
+    if not isinstance(made[0], Copy):
+        return made
+    chosen, made = list(dict.fromkeys(made))[:copies], []
+    for copy in chosen:
         with tempfile.TemporaryDirectory(prefix="ds_plan_") as folder:
-            peers = Peers(copy, os.path.join(folder, "messages"))
-            made += run_each_apart(function, [(rank, *row[1:], peers) for rank in copy], together=True)
+            peers = Peers(copy.ranks, os.path.join(folder, "messages"))
+            made += run_each_apart(function, [(rank, *rows[0][1:], peers) for rank in copy.ranks], together=True)
     return made
 
 

@@ -113,12 +113,12 @@ def bytes_of_a_parameter(engine):
 
 class PlannedRun:
     """An engine in ``world`` for ``model``, which is on meta, and its steps with the micro-batch ``sample``.
-    ``optimizer``: the caller's, a function of parameters, or None."""
+    ``optimizer``: the caller's, a function of parameters, or None. ``mpu``: the caller's, or None."""
 
-    def __init__(self, world, model, config, sample, loss, optimizer):
+    def __init__(self, world, model, config, sample, loss, optimizer, mpu=None):
         self.world, self.sample, self.loss = world, sample, loss
         with Constants(world.memory):
-            self.engine = initialize(model=model, config=only_training(config), optimizer=optimizer)[0]
+            self.engine = initialize(model=model, config=only_training(config), optimizer=optimizer, mpu=mpu)[0]
 
     def _inputs(self):
         args, kwargs = arguments_in(self.sample)

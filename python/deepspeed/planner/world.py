@@ -68,6 +68,10 @@ class Peers(NamedTuple):
     path: str
 
 
+def _meet_nobody(*args, **kwargs):
+    """The other ranks do not exist."""
+
+
 class World:
     """One rank of ``size``. ``calls()`` are those of its communicators since the last time. The process cannot leave
     it: see ``run_apart``. ``peers``: the ranks that are planned with this one; None: it is alone."""
@@ -94,6 +98,7 @@ class World:
         if not hasattr(dist.Backend, NAME.upper()):
             dist.Backend.register_backend(NAME, self._backend, **({"devices": ["cpu", "meta"]} if TORCH2 else {}))
         dist.broadcast_object_list = self._broadcast_objects
+        dist.distributed_c10d._store_based_barrier = _meet_nobody  # with which new_group ends in torch 1
         group_communicators.native_backends[NAME] = self._of_group
         job = _native._C.Job(self.rank, self.size, self._open)
         self.earlier = mesh.join_planned(NAME, self.rank, self.size, job)
