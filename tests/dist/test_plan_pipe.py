@@ -1,6 +1,7 @@
 """Plans of pipelines against runs: messages and collectives of each stage, and its memory at the peak."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -11,9 +12,18 @@ import devices
 import pipe_models as models
 from allocated_memory import HAS_COUNT, Peak, allocated
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+)
+from deepspeed.planner import Machine
 from harness import on_ranks
 from plan_calls import calls_of, calls_while, planned_calls
+from refusals import refused
 from runs import engine_of, together
+from sliced_layers import Sliced
+from sliced_layers import batch as slice_batch
 
 MICRO_BATCHES, NOTE = 4, 256
 ON_CPU = devices.NAME == "cpu"
@@ -102,3 +112,106 @@ def test_the_peak_is_that_of_a_run(rank, world, stage, schedule, more):
         engine.train_batch(data)
     found = together(planned, peak.bytes - before)
     assert planned == pytest.approx(peak.bytes - before, rel=0.1), found
+
+
+def sliced():
+    """Two stages of two ranks that share each layer."""
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+    Sliced.grid = PipelineParallelGrid(topology)
+    layers = [LayerSpec(Sliced) for _ in range(4)]
+    return PipelineModule(layers, topology=topology, loss_fn=models.loss_of("plain"), partition_method="uniform")
+
+
+@pytest.mark.parametrize("partitioned", [True, False])
+@on_ranks(4, init=True)
+def test_stages_of_several_ranks(rank, world, partitioned):
+    cut = {"pipe_partitioned": partitioned, "grad_partitioned": partitioned}
+    config, sample = models.config_of(MICRO_BATCHES, 1, pipeline=cut), slice_batch(0, 0)[0]
+    engine = engine_of(sliced(), config)
+    data = itertools.repeat(sample)
+    engine.train_batch(data)
+    before = engine.channel.sent
+    ran = calls_of(calls_while(lambda: engine.train_batch(data)))
+    messages, size = (after - then for after, then in zip(engine.channel.sent, before))
+    words = "pass deepspeed.plan a function that makes the grid, the layers and the PipelineModule"
+    refused(ValueError, words, engine.plan)
+    engine.destroy()
+    planned = planned_calls(deepspeed.plan(sliced, config, world, sample=sample, ranks=[rank]), rank)
+    assert planned.pop("send")[1] == size + NOTE * messages and planned.pop("recv")
+    assert planned == ran
+
+
+@on_ranks(2, init=True)
+def test_an_engine_that_trains_plans_all_stages(rank, world):
+    config, sample = models.config_of(MICRO_BATCHES, 1, bf16={"enabled": True}), models.micro_batch("tied", 0, 0, 0)
+    engine = models.engine_of("tied", 2, world, MICRO_BATCHES, 1, bf16={"enabled": True})
+    refused(ValueError, "does not know the inputs yet", engine.plan)
+    engine.train_batch(itertools.repeat(sample))
+    found = engine.plan("1GB")
+    again = deepspeed.plan(functools.partial(models.module_of, "tied", 2, world), config, world, "1GB", sample)
+    assert [one.rank for one in found.ranks] == [0, 1] and found.fits and found.parameters == again.parameters
+    for one, other in zip(found.ranks, again.ranks):
+        assert (one.calls, one.peak_bytes, one.owners) == (other.calls, other.peak_bytes, other.owners)
+    engine.train_batch(itertools.repeat(sample))
+    engine.destroy()
+
+
+@on_ranks(2, init=True)
+def test_the_plan_of_a_schedule_has_the_states_and_types_of_the_engine(rank, world):
+    engine = engine_of(blocks(), models.config_of(MICRO_BATCHES, bf16={"enabled": True}))
+    sample = torch.zeros(2, ROWS, WIDTH, dtype=torch.bfloat16)
+    engine.train_batch(itertools.repeat(tuple(sample)))
+    plan = engine.pipe_plan()
+    for stage in plan.stages:
+        assert stage.state_bytes == pytest.approx(18 * stage.parameters, rel=0.05)  # 2 + 4 + 4 + 8
+    assert plan.stages[rank].bytes_sent == engine.channel.sent[1] == MICRO_BATCHES * sample[0].numel() * 2
+    engine.destroy()
+
+
+EXACT = Machine("test", {"float32": 1e12}, 1e11, 0, (0, 0), (0, 0), 1e10, 1e9, 1e10)
+
+
+@pytest.mark.parametrize("schedule, bubble", [("1f1b", 1 / 5), ("gpipe", 1 / 5), ("interleaved", 1 / 9)])
+def test_stages_wait_as_the_schedule_says(schedule, bubble):
+    parts = 2 if schedule == "interleaved" else 1
+    section = {"pipeline": {"schedule": schedule}}
+    sample = torch.zeros(256, 256), torch.zeros(256, 256)
+    plan = deepspeed.plan(
+        functools.partial(squares, parts), models.config_of(4, **section), 2, sample=sample, machine=EXACT
+    )
+    for one in plan.ranks:
+        took = [one.seconds[name] for name in ("forward", "backward", "bubble")]
+        assert took[2] / sum(took) == pytest.approx(bubble, abs=0.02)
+    assert plan.seconds == pytest.approx(max(sum(one.seconds.values()) for one in plan.ranks))
+
+
+def squares(parts):
+    """Layers that take equally long, next to which the loss takes little."""
+    layers = [LayerSpec(nn.Linear, 256, 256, bias=False) for _ in range(32)]
+    return PipelineModule(layers, num_stages=2, loss_fn=lambda out, _: out[0, 0] * 1, virtual_stages=parts)
+
+
+@pytest.mark.parametrize(
+    "words, change",
+    [
+        ("a pair .inputs, labels.", {"sample": torch.zeros(2, 4, 6)}),
+        ("PipelineModule.loss_fn=. is their loss", {"loss": lambda out: out}),
+        ("has 2 ranks, but there are 3", {"world": 3}),
+        (
+            "the bounds of the parts",
+            {"options": {"partition_method": "profile", "profile_input": torch.zeros(2, 4, 6)}},
+        ),
+        ("no pipeline schedule fits into pipeline.memory_limit 1", {"schedule": "auto"}),
+    ],
+)
+def test_what_does_not_fit_together(words, change):
+    sample = change.get("sample", models.micro_batch("plain", 0, 0, 0))
+    section = {"schedule": change.get("schedule", "1f1b"), "memory_limit": 1}
+    make = functools.partial(plain_module, change.get("options", {}))
+    given = models.config_of(MICRO_BATCHES, pipeline=section), change.get("world", 2)
+    refused(ValueError, words, deepspeed.plan, make, *given, sample=sample, loss=change.get("loss"))
+
+
+def plain_module(options):
+    topology = PipeDataParallelTopology(num_pp=2, num_dp=1)
+    return PipelineModule(models.specs("plain"), topology=topology, loss_fn=models.loss_of("plain"), **options)

@@ -22,9 +22,8 @@ class Slices:
         self.equal = {}  # (stream, peer, position) -> whether its tensors are
 
     def cut(self, stream, peer, tensors):
-        """The tensors to send, or their parts, and before these as many empty tensors: each has the shape into which the
-        part grows again behind a 0, None where a tensor is whole. A shape is part of every message, and an empty tensor
-        has nothing else to send."""
+        """What to send: for each tensor an empty one, then the tensors or this rank's parts of them. The shape of an
+        empty one is 0 and that of the whole tensor; None where it is not cut. Only shapes of empty tensors travel."""
         if stream not in self.streams:
             return tensors
         shapes, parts = [], []

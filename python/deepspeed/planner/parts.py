@@ -16,6 +16,7 @@ from deepspeed.pipe.partitioning import partition
 from deepspeed.pipe.planning import NOT_SPLIT, PipelinePlan
 from deepspeed.pipe.profile import fresh, saved_bytes, tensors_of
 from deepspeed.pipe.recompute import segments
+from deepspeed.planner.step import bytes_of_a_parameter
 from deepspeed.profiling.op_costs import CountedOps, tensors_in
 from deepspeed.utils.init_on_device import copy_on_meta
 from deepspeed.zero.nested import replace
@@ -244,3 +245,33 @@ def _times(work, measured):
         return work.forward, work.backward_input, work.backward_weight
     share = work.backward_weight / max(work.backward_input + work.backward_weight, 1)
     return measured.forward, measured.backward * (1 - share), measured.backward * share
+
+
+def pipe_plan_of(engine, micro_batches=None):
+    """``engine.pipe_plan()``."""
+    module, plans = engine.module, engine._plans
+    why = plans.why_whole()
+    found = pipeline_plan(
+        module._layer_specs,
+        engine.num_stages,
+        micro_batches or engine.micro_batches,
+        plans.name,
+        plans.sample,
+        partition_method=module.partitions(),
+        virtual_stages=module.pipe_shape.chunks,
+        placement=module.pipe_shape.placement,
+        costs=module.layer_costs,
+        memory_limit=plans.memory_limit,
+        state_bytes=bytes_of_a_parameter(engine),
+        latency=0.0,
+        bytes_per_second=0.0,
+        split_backward=not why,
+        activation_checkpoint_interval=module.activation_checkpoint_interval,
+        checkpointable_layers=module.checkpointable_layers,
+        loss_fn=module.loss_fn,
+        labels=plans.label_sample,
+        dtype=engine.get_data_types()[0],
+    )
+    found.note = found.note.replace(NOT_SPLIT, f"{NOT_SPLIT}: {why}")
+    found.measured = engine._measured.found
+    return found

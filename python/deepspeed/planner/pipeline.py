@@ -12,12 +12,10 @@ from torch import nn
 from deepspeed._native import _C
 from deepspeed.pipe import instructions as ops
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.pipe.planning import NOT_SPLIT
 from deepspeed.pipe.schedule import plan_of
 from deepspeed.pipe.topology import ProcessTopology
 from deepspeed.planner.child import run_each_apart
-from deepspeed.planner.parts import pipeline_plan
-from deepspeed.planner.step import PlannedRun, bytes_of_a_parameter
+from deepspeed.planner.step import PlannedRun
 from deepspeed.planner.world import Peers
 from deepspeed.utils.init_on_device import copy_on_meta
 
@@ -80,10 +78,8 @@ class PlannedPipeline(PlannedRun):
         if len(inputs) != 2 and not named:
             raise ValueError("the sample of a pipeline is what its data iterator gives: a pair (inputs, labels)")
         engine._measured.found = {}  # this engine tells nobody its own plan
-        instructions = {
-            kind: functools.partial(self._carry_out, kind, run) for kind, run in engine._INSTRUCTION_MAP.items()
-        }
-        engine._INSTRUCTION_MAP = instructions
+        steps = engine._INSTRUCTION_MAP.items()
+        engine._INSTRUCTION_MAP = {kind: functools.partial(self._carry_out, kind, run) for kind, run in steps}
 
     def _batches(self):
         while True:
@@ -135,33 +131,3 @@ class PlannedPipeline(PlannedRun):
             bytes_per_second=link.bytes_per_second,
         )
         return {"bubble": cost.seconds - cost.ranks[engine.stage_id].busy}
-
-
-def pipe_plan_of(engine, micro_batches=None):
-    """``engine.pipe_plan()``."""
-    module, plans = engine.module, engine._plans
-    why = plans.why_whole()
-    found = pipeline_plan(
-        module._layer_specs,
-        engine.num_stages,
-        micro_batches or engine.micro_batches,
-        plans.name,
-        plans.sample,
-        partition_method=module.partitions(),
-        virtual_stages=module.pipe_shape.chunks,
-        placement=module.pipe_shape.placement,
-        costs=module.layer_costs,
-        memory_limit=plans.memory_limit,
-        state_bytes=bytes_of_a_parameter(engine),
-        latency=0.0,
-        bytes_per_second=0.0,
-        split_backward=not why,
-        activation_checkpoint_interval=module.activation_checkpoint_interval,
-        checkpointable_layers=module.checkpointable_layers,
-        loss_fn=module.loss_fn,
-        labels=plans.label_sample,
-        dtype=engine.get_data_types()[0],
-    )
-    found.note = found.note.replace(NOT_SPLIT, f"{NOT_SPLIT}: {why}")
-    found.measured = engine._measured.found
-    return found

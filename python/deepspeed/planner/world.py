@@ -15,6 +15,7 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.abstract_accelerator import constant, of_device
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.comm import group_communicators, mesh
+from deepspeed.comm.timeouts import default_timeout
 from deepspeed.log import logger
 
 NAME = "counted"
@@ -80,6 +81,7 @@ class World:
         self.rank, self.size, self.machine = rank, size, machine
         self.peers, self._told = (rank,) if peers is None else peers.ranks, 0
         self._store = dist.HashStore() if peers is None else dist.FileStore(peers.path, len(peers.ranks))
+        self._store.set_timeout(default_timeout())  # a peer that fails ends all of them before
         self.memory = _native._C.MetaMemory(512)
         self.memory.set_rates(machine.host, machine.file, machine.host_step, machine.memory)
         logger.setLevel(logging.WARNING)  # the planned engine is no run

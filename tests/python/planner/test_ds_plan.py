@@ -17,6 +17,15 @@ def sample(batch):
 
 def wide(batch):
     return torch.zeros(batch, 7)
+
+def stages(num_stages=2):
+    from deepspeed.pipe import PipelineModule
+
+    layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]
+    return PipelineModule(layers, num_stages=num_stages, loss_fn=torch.nn.functional.mse_loss)
+
+def pair(batch):
+    return torch.zeros(batch, 1024), torch.zeros(batch, 1024)
 """
 CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
@@ -68,6 +77,17 @@ def test_json_with_a_search(ds_plan):
     assert 0 < len(made["search"]) <= 10
     assert all(row["peak_bytes"] <= 90e6 for row in made["search"])
     assert all(row["config"]["optimizer"] == CONFIG["optimizer"] for row in made["search"])
+
+
+def test_a_search_chooses_the_number_of_stages(ds_plan):
+    code, told = ds_plan("--world", "2", "--json", "--search", model="stages", sample="pair")
+    made = json.loads(told[told.index("{") :])
+    assert code == 0 and [row["rank"] for row in made["ranks"]] == [0, 1] and "bubble" in made["ranks"][0]["seconds"]
+    settings = [row["settings"] for row in made["search"]]
+    assert any("2 pipeline stages" in one for one in settings) and any("1 pipeline stages" in one for one in settings)
+    assert [row for row in made["search"] if "2 pipeline stages" in row["settings"]][0]["config"][
+        "gradient_accumulation_steps"
+    ] >= 2
 
 
 def test_a_plan_beside_a_step_log(ds_plan, tmp_path):

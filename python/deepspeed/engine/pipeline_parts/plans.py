@@ -166,7 +166,7 @@ class Plans(Part):
                 "pipe_plan() does not know the inputs yet: call it after the first train_batch(), or give the "
                 "PipelineModule a profile_input="
             )
-        return load_target("deepspeed.planner.pipeline:pipe_plan_of")(self.engine, micro_batches)
+        return load_target("deepspeed.planner.parts:pipe_plan_of")(self.engine, micro_batches)
 
 
 class FixedSchedule:
