@@ -72,7 +72,8 @@ def group_over(ranks):
     key = tuple(ranks)
     if key not in made.groups:
         number = made.counts[key] = made.counts.get(key, -1) + 1
-        name = f"deepspeed/{'_'.join(map(str, ranks))}/{number}"
+        job = "planned" if made.planned else "deepspeed"  # torch 2 still knows the names of the job before
+        name = f"{job}/{'_'.join(map(str, ranks))}/{number}"
         made.groups[key] = _meet(ranks, name, dist.get_backend())
         group_communicators.add_memory(made.groups[key])
     return made.groups[key]

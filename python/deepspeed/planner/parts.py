@@ -3,7 +3,6 @@ process. ``deepspeed.pipe.plan`` and the schedule ``auto`` ask for it."""
 
 import contextlib
 import functools
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -16,34 +15,37 @@ from deepspeed.pipe.partitioning import partition
 from deepspeed.pipe.planning import NOT_SPLIT, PipelinePlan
 from deepspeed.pipe.profile import fresh, saved_bytes, tensors_of
 from deepspeed.pipe.recompute import segments
-from deepspeed.planner.step import bytes_of_a_parameter
+from deepspeed.planner.step import bytes_of_a_parameter, on_meta
 from deepspeed.profiling.op_costs import CountedOps, tensors_in
 from deepspeed.utils.init_on_device import copy_on_meta
-from deepspeed.zero.nested import replace
 
 ELEMENTWISE = 8  # operations that writing one element costs as much as, where no matrices are multiplied
 
 
-@dataclass
 class LayerWork:
-    """Operations (of products of matrices and convolutions, and some for each element that others write), bytes.
-    ``call`` runs the layer on the device meta, and ``module`` is what has its parameters, or None."""
+    """A layer on the device meta (``call``), and what it takes: operations (of products of matrices and convolutions,
+    and some for each element that others write), parameters, and bytes of outputs and of what the backward needs."""
 
-    call: object
-    module: object
-    forward: float = 0
-    backward_input: float = 0
-    backward_weight: float = 0
-    activation_bytes: int = 0  # kept for the backward
-    output_bytes: int = 0
-    weights: dict = field(default_factory=dict)  # memory of a parameter -> the parameter
+    def __init__(self, layer, dtype):
+        module = (
+            built_on_meta(layer) if isinstance(layer, LayerSpec) else layer if isinstance(layer, nn.Module) else None
+        )
+        self.module = module if module is None else copy_on_meta(module).to(dtype=dtype)
+        self.call = call_of(layer, self.module)
+        self.weights = {memory_of(one): one for one in self.module.parameters()} if module is not None else {}
+        self.parameters = sum(one.numel() for one in self.weights.values())
+        self.forward = self.backward_input = self.backward_weight = self.activation_bytes = self.output_bytes = 0
 
-    @property
-    def parameters(self):
-        return sum(one.numel() for one in self.weights.values())
+    def run(self, inputs):
+        """The outputs."""
+        with torch.enable_grad(), saved_bytes(self.module) as kept, CountedOps(self._add):
+            out = self.call(inputs)
+        self.activation_bytes = sum(kept.values())
+        self.output_bytes = sum(one.numel() * one.element_size() for one in tensors_of(out))
+        return out
 
-    def add(self, name, cost, operands, out):
-        """Adds an operator. A product with a weight has two gradients, one of each kind; one of two activations has two
+    def _add(self, name, cost, operands, out):
+        """Of an operator. A product with a weight has two gradients, one of each kind; one of two activations has two
         of inputs."""
         if cost.macs:
             used = [self.weights[memory_of(one)] for one in operands if memory_of(one) in self.weights]
@@ -57,22 +59,12 @@ class LayerWork:
             self.forward += count
             self.backward_input += count
 
-    def run(self, inputs):
-        """The outputs."""
-        with torch.enable_grad(), saved_bytes(self.module) as kept, CountedOps(self.add):
-            out = self.call(inputs)
-        self.activation_bytes = sum(kept.values())
-        self.output_bytes = sum(one.numel() * one.element_size() for one in tensors_of(out))
-        return out
-
-
-def _on_meta(layer, dtype):
-    module = built_on_meta(layer).to("meta") if isinstance(layer, LayerSpec) else None
-    module = copy_on_meta(layer, hooks=False) if isinstance(layer, nn.Module) else module
-    if module is not None and dtype is not None:
-        module = module.to(dtype)
-    weights = {memory_of(one): one for one in module.parameters()} if module is not None else {}
-    return LayerWork(call_of(layer, module), module, weights=weights)
+    def seconds(self, measured):
+        """Forward, and the two halves of backward. Without the ``LayerCost`` measured: their operations."""
+        if measured is None:
+            return self.forward, self.backward_input, self.backward_weight
+        share = self.backward_weight / max(self.backward_input + self.backward_weight, 1)
+        return measured.forward, measured.backward * (1 - share), measured.backward * share
 
 
 def layer_works(layers, sample, dtype=None):
@@ -81,31 +73,13 @@ def layer_works(layers, sample, dtype=None):
     inputs, works = fresh(sample, "meta"), []
     for number, layer in enumerate(layers):
         try:
-            works.append(_on_meta(layer, dtype))
+            works.append(LayerWork(layer, dtype))
             inputs = fresh(works[-1].run(inputs), "meta")
         except Exception as error:
             raise RuntimeError(
                 f"{describe(number, layer)} of the pipeline cannot run on meta tensors: {error}"
             ) from error
     return works
-
-
-@dataclass(frozen=True)
-class PartMemory:
-    """Bytes, without weights and their gradients."""
-
-    kept: int  # from the forward to the backward: inputs, outputs, and what the graph holds
-    between: int  # between the two halves of a backward
-    passes: tuple  # the most while a forward, a backward, its first and its second half run, with what is kept
-
-
-def _like(value):
-    """New tensors of the same shapes and types."""
-
-    def made(one):
-        return torch.empty(one.shape, dtype=one.dtype, device="meta").requires_grad_(one.requires_grad)
-
-    return replace(value, torch.is_tensor, made)
 
 
 def _forward(calls, interval, names, x, checkpoint):
@@ -135,25 +109,24 @@ def _passes(run, inputs, loss, split, notes):
     memory = _C.MetaMemory()  # of what is made from now on: not of weights
     memory.install()
     try:
-        x = _like(inputs)
+        x, held = on_meta(inputs), []
         memory.reset_peak()
         out = run(x, checkpointing.split_checkpoint if split else checkpointing.non_reentrant_checkpoint)
-        kept, forward, held = memory.live, memory.peak, []
-        owner = memory.set_owner("host")
-        following = _like(out)
+        kept, forward, owner = memory.live, memory.peak, memory.set_owner("host")
+        following = on_meta(out)
         memory.set_owner(owner)
-        if loss is not None:
-            try:
-                held += [out, _like(loss[1])]
+        try:
+            if loss is not None:
+                held += [out, on_meta(loss[1])]
                 out = loss[0](*held)
                 kept, forward = memory.live, memory.peak
-            except Exception as error:
-                notes["the loss does not run on meta tensors, so its memory is not known"] = error
-                held.clear()
+        except Exception as error:
+            notes["the loss does not run on meta tensors, so its memory is not known"] = error
+            held.clear()
         first, between, second = kept, 0, 0
         try:
             heads = [one for one in tensors_of(out) if one.requires_grad]
-            grads = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in heads]
+            grads = [torch.empty_like(one) for one in heads]
             memory.reset_peak()
             if heads and not split:
                 torch.autograd.backward(heads, grads)
@@ -176,7 +149,10 @@ def _passes(run, inputs, loss, split, notes):
 
 
 def part_memories(works, bounds, sample, interval=0, names=None, split=True, loss=None):
-    """``PartMemory`` of each part of the layers; and what is not known, in words, or "".
+    """For each part of the layers arguments of ``_C.pipe.Part``: bytes that are kept from the forward to the backward
+    (inputs, outputs, what the graph holds) and between the halves of a backward, and the most while a forward, a
+    backward, its first and its second half run, with what is kept; without weights and their gradients. And what is
+    not known, in words, or "".
 
     interval, names: ``activation_checkpoint_interval`` and ``checkpointable_layers``. split: whether a backward in
     halves is one; False: its first half does everything. loss: of the last part: a function of outputs and labels, and
@@ -189,7 +165,8 @@ def part_memories(works, bounds, sample, interval=0, names=None, split=True, los
         with torch.enable_grad(), _taking_grads(works[begin:end]):
             following, kept, forward, backward, *_ = _passes(*run, False, notes)
             *_, first, between, second = _passes(*run, True, notes) if split else (backward, 0, 0)
-        found.append(PartMemory(kept, between, (forward, backward, first, second)))
+        passes = forward, backward, first, second
+        found.append({"activation_bytes": kept, "weight_bytes": between, "pass_bytes": passes})
         for text, error in notes.items():
             told = f"{text}: {error}" if "loss" in text else f"layers {begin} to {end - 1} {text}: {error}"
         inputs = following
@@ -204,7 +181,7 @@ def pipeline_plan(
 ):  # fmt: skip
     """``deepspeed.pipe.plan``. ``dtype``: that the engine gives the parameters."""
     works = layer_works(layers, sample, dtype)
-    times = [_times(work, costs[number] if costs else None) for number, work in enumerate(works)]
+    times = [work.seconds(costs[number] if costs else None) for number, work in enumerate(works)]
     parts = num_stages * virtual_stages
     bounds = partition(layers, parts, partition_method, lambda: [sum(time) for time in times])
     memories, unknown = part_memories(
@@ -219,11 +196,9 @@ def pipeline_plan(
                 forward=forward,
                 backward_input=first if split_backward else first + second,
                 backward_weight=second if split_backward else 0.0,
-                activation_bytes=memory.kept,
-                weight_bytes=memory.between,
                 output_bytes=works[end - 1].output_bytes,
                 state_bytes=round(state_bytes * sum(work.parameters for work in works[begin:end])),
-                pass_bytes=memory.passes,
+                **memory,
             )
         )
     network = {"latency": latency, "bytes_per_second": bytes_per_second}
@@ -237,14 +212,6 @@ def pipeline_plan(
     splits = any(act.op == "BackwardInputPass" for stage in range(num_stages) for act in native.acts(stage))
     note = "\n".join(filter(None, (NOT_SPLIT if splits and not split_backward else "", unknown)))
     return PipelinePlan(native, cost, [work.parameters for work in works], state_bytes, bounds, costs is not None, note)
-
-
-def _times(work, measured):
-    """Forward, and the two halves of backward."""
-    if measured is None:
-        return work.forward, work.backward_input, work.backward_weight
-    share = work.backward_weight / max(work.backward_input + work.backward_weight, 1)
-    return measured.forward, measured.backward * (1 - share), measured.backward * share
 
 
 def pipe_plan_of(engine, micro_batches=None):

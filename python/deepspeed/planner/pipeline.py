@@ -89,45 +89,38 @@ class PlannedPipeline(PlannedRun):
     def _train(self):
         self.world.at("forward")
         self.world.memory.reset_peak()
-        self._first = {}  # (instruction, chunk) -> time and bytes of the first one
+        self._took = {}  # (instruction, part of the model) -> nanoseconds and bytes sent, of the first micro-batch
         self.engine.train_batch(self._batches())
 
     def _carry_out(self, kind, run, engine, **kwargs):
         self.world.at(_PHASES.get(kind, "forward"))
         before = self._now()
         run(engine, **kwargs)
-        took = [now - then for now, then in zip(self._now(), before)]
-        self._first.setdefault((kind, kwargs.get("chunk", 0)), took)
+        part = engine.module.pipe_shape.virtual_stage(engine.stage_id, kwargs.get("chunk", 0))
+        self._took.setdefault((kind, part), [now - then for now, then in zip(self._now(), before)])
 
     def _now(self):
-        """Nanoseconds that this rank has computed, and bytes that it has sent."""
         return sum(self.world.clock.phases.values()), self.engine.channel.sent[1]
-
-    def _parts(self):
-        """``{number: costs}`` of the parts of the model on this stage."""
-        shape, made = self.engine.module.pipe_shape, {}
-        for chunk in range(shape.chunks):
-            seconds, sent = (
-                {kind: took[at] for (kind, its), took in self._first.items() if its == chunk} for at in (0, 1)
-            )
-            made[shape.virtual_stage(self.engine.stage_id, chunk)] = {
-                "forward": seconds.get(ops.ForwardPass, 0) / 1e9,
-                "backward_input": seconds.get(ops.BackwardPass, seconds.get(ops.BackwardInputPass, 0)) / 1e9,
-                "backward_weight": seconds.get(ops.BackwardWeightPass, 0) / 1e9,
-                "output_bytes": sent.get(ops.SendActivation, 0),
-            }
-        return made
 
     def waits(self):
         """Seconds of a batch in which this stage waits for others, from the costs of all stages."""
         engine, world = self.engine, self.world
-        parts = dict(itertools.chain.from_iterable(one.items() for one in world.told_by_peers(self._parts())))
+        took = dict(itertools.chain.from_iterable(one.items() for one in world.told_by_peers(self._took)))
+
+        def sum_of(part, *kinds, what=0):
+            return sum(took.get((kind, part), (0, 0))[what] for kind in kinds)
+
+        parts = [
+            _C.pipe.Part(
+                forward=sum_of(part, ops.ForwardPass) / 1e9,
+                backward_input=sum_of(part, ops.BackwardPass, ops.BackwardInputPass) / 1e9,
+                backward_weight=sum_of(part, ops.BackwardWeightPass) / 1e9,
+                output_bytes=sum_of(part, ops.SendActivation, what=1),
+            )
+            for part in range(engine._execution.last_part + 1)
+        ]
         schedule = engine._plans.train_schedule()
         native = getattr(schedule, "plan", None) or plan_of(type(schedule), engine.micro_batches, engine.num_stages)
         link = world.machine.link(world.peers)
-        cost = native.cost(
-            [_C.pipe.Part(**parts[number]) for number in sorted(parts)],
-            latency=link.latency_ns / 1e9,
-            bytes_per_second=link.bytes_per_second,
-        )
+        cost = native.cost(parts, latency=link.latency_ns / 1e9, bytes_per_second=link.bytes_per_second)
         return {"bubble": cost.seconds - cost.ranks[engine.stage_id].busy}

@@ -54,8 +54,12 @@ class Constants(TorchDispatchMode):
 
 
 def on_meta(value):
-    """``value`` with new meta tensors in place of its tensors."""
-    return replace(value, torch.is_tensor, lambda one: torch.empty_like(one, device="meta"))
+    """``value`` with new meta tensors in place of its tensors, which require gradients where these do."""
+
+    def made(one):
+        return torch.empty_like(one, device="meta").requires_grad_(one.requires_grad)
+
+    return replace(value, torch.is_tensor, made)
 
 
 def arguments_in(sample):

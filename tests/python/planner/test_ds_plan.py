@@ -106,7 +106,7 @@ def test_a_plan_beside_a_step_log(ds_plan, tmp_path):
     [
         (["--memory", "80"], {}, "write a number and a unit, such as 80GB"),
         (["--world", "5", "--nodes", "2"], {}, "cannot be spread evenly over --nodes 2"),
-        ([], {"model": "other"}, "has no function 'other'; it has make, sample, wide"),
+        ([], {"model": "other"}, "has no function 'other'; it has make, pair, sample, stages, wide"),
         ([], {"sample": "wide"}, "RuntimeError"),
         ([], {"config": "missing.json"}, "missing.json"),
     ],
