@@ -140,11 +140,14 @@ DS_BINDINGS(m) {
   m.def(
       "counted_communicator",
       [](int rank, int size, std::shared_ptr<comm::CallLog> log, const std::string& group,
-         std::shared_ptr<plan::StepPlan> step, const plan::LinkCost& link, std::function<void(int64_t)> touched) {
-        return comm::logged(comm::counted_communicator(rank, size, group, {std::move(step), link, std::move(touched)}),
-                            std::move(log), group);
+         std::shared_ptr<plan::StepPlan> step, const plan::LinkCost& link, std::function<void(int64_t)> touched,
+         const std::optional<c10::intrusive_ptr<c10d::Store>>& peers) {
+        comm::CountedTime time{std::move(step), link, std::move(touched)};
+        return comm::logged(
+            comm::counted_communicator(rank, size, group, std::move(time), peers.value_or(comm::PlannedPeers())),
+            std::move(log), group);
       },
-      "rank"_a, "size"_a, "log"_a, "group"_a, "step"_a, "link"_a, "touched"_a = nullptr);
+      "rank"_a, "size"_a, "log"_a, "group"_a, "step"_a, "link"_a, "touched"_a = nullptr, "peers"_a = py::none());
   // As scripts call torch.distributed, with torch's handles (comm/calls/script_calls.h).
   py::class_<comm::ScriptCalls>(m, "ScriptCalls")
       .def(py::init([](comm::CommunicatorPtr communicator) {

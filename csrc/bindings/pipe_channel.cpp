@@ -31,15 +31,17 @@ std::shared_ptr<PipeChannel> make_channel(comm::CommunicatorPtr activations, com
   const auto open = [&](const comm::PipeEdge& edge) {
     return open_edge(edge.stream == PipeStream::kGrads, edge.from, edge.to).cast<comm::CommunicatorPtr>();
   };
-  return {
-      new PipeChannel(std::move(activations), std::move(grads),
-                      {c10::Device(devices.first), c10::Device(devices.second), bound, bound, /*direct=*/true, timeout},
-                      {comm::pipe_edges(shape), open}),
-      [](PipeChannel* channel) {
-        if (!Py_IsInitialized() || !PyGILState_Check()) return delete channel;
-        py::gil_scoped_release unlocked;  // its threads end first
-        delete channel;
-      }};
+  // In a step that is planned nothing comes by itself.
+  const c10::Device device(devices.first);
+  const int ahead = device.is_meta() ? 0 : bound;
+  return {new PipeChannel(std::move(activations), std::move(grads),
+                          {device, c10::Device(devices.second), bound, ahead, /*direct=*/true, timeout},
+                          {comm::pipe_edges(shape), open}),
+          [](PipeChannel* channel) {
+            if (!Py_IsInitialized() || !PyGILState_Check()) return delete channel;
+            py::gil_scoped_release unlocked;  // its threads end first
+            delete channel;
+          }};
 }
 
 void send(PipeChannel& channel, bool grads, int to, const Tensors& tensors, bool packed) {

@@ -18,6 +18,8 @@ DS_BINDINGS(m) {
   using plan::StepPlan;
   py::class_<LinkCost>(m, "LinkCost")
       .def(py::init<int64_t, int64_t>(), "latency_ns"_a = 0, "bytes_per_second"_a = 0)
+      .def_readonly("latency_ns", &LinkCost::latency_ns)
+      .def_readonly("bytes_per_second", &LinkCost::bytes_per_second)
       .def("time_of", &LinkCost::time_of, "sent_bytes"_a, "ranks"_a);
   py::class_<StepPlan, std::shared_ptr<StepPlan>>(m, "StepPlan")
       .def(py::init<>())

@@ -1,57 +1,16 @@
 """What a pipeline plans to need of memory is what it needs: bytes of the process's allocator while a batch runs."""
 
-import ctypes
-
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipe_models as models
+from allocated_memory import HAS_COUNT, Peak, allocated
 from deepspeed.pipe import LayerSpec, PipelineModule
 from harness import on_ranks
 from runs import engine_of, together
 
 ROWS, WIDTH, MICRO_BATCHES = 1024, 32, 5  # weights take little beside activations
-
-
-class _MallInfo(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
-
-
-def _allocated():
-    """Bytes that malloc has given out, of all threads."""
-    ask = ctypes.CDLL(None).mallinfo2
-    ask.restype = _MallInfo
-    info = ask()
-    return info.uordblks + info.hblkhd
-
-
-class _Peak(TorchDispatchMode):
-    """Looks after each operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.bytes = max(self.bytes, _allocated())
-        return out
 
 
 class Deep(nn.Module):
@@ -73,7 +32,7 @@ def _items():
         yield torch.randn(ROWS, WIDTH), torch.zeros(1)
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this libc has no mallinfo2")
+@pytest.mark.skipif(not HAS_COUNT, reason="this libc has no mallinfo2")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize("interval", [0, 2])
 @pytest.mark.sample("values")
@@ -86,7 +45,7 @@ def test_peak_is_planned(rank, world, schedule, interval):
         placement="v" if chunks == 2 else "loop",
     )  # fmt: skip
     engine = engine_of(module, models.config_of(MICRO_BATCHES, pipeline={"schedule": schedule}))
-    before, peak = _allocated(), _Peak()
+    before, peak = allocated(), Peak()
     with peak:
         engine.train_batch(_items())
     stages = together(peak.bytes - before, engine.pipe_plan().stages[rank].peak_activation_bytes)

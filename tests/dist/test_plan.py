@@ -1,6 +1,5 @@
 """``deepspeed.plan`` against runs: the calls of a step and the memory of the device at its peak."""
 
-import collections
 import functools
 
 import pytest
@@ -15,6 +14,7 @@ from deepspeed.comm.timed import call_log
 from engine_models import batch, config, loss_of, make_net, net_engine
 from harness import on_ranks
 from models import beside, seeded
+from plan_calls import calls_of, planned_calls
 from runs import engine_of, settings, take_step
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -26,23 +26,6 @@ def step_of(engine, rank, world, accumulate):
         tokens, targets = (part.chunk(world)[rank] for part in batch(number, 8 * accumulate))
         tokens, targets = (part[: 8 // world] for part in (tokens, targets))
         take_step(engine, loss_of(engine(beside(engine, tokens)), targets))
-
-
-def calls_of(calls):
-    """Count and bytes by verb, without the small numbers that only hosts exchange."""
-    found = collections.defaultdict(lambda: [0, 0])
-    for call in calls:
-        op = call.op.removesuffix("_into_tensor")  # torch has two names for the verb
-        found[op][0] += 1
-        found[op][1] += call.bytes
-    return {op: tuple(figures) for op, figures in found.items()}
-
-
-def planned_calls(plan):
-    planned = {}
-    for (verb, _), figures in plan.ranks[0].calls.items():
-        planned[verb] = tuple(map(sum, zip(planned.get(verb, (0, 0)), figures)))
-    return planned
 
 
 @pytest.mark.any_device

@@ -19,9 +19,8 @@ STATE_BYTES = {
     "zero/gathers/gather_buffers.cpp": "the bytes of a buffer that is allocated",
     "comm/calls/op.cpp": "the bytes of a call",
     "profiling/op_costs.py": "operations of an operator",
-    "pipe/planning.py": "published: pipe.plan(state_bytes=), by which the caller says them",
-    "pipe/layer_work.py": "as above",
-    "engine/pipeline_parts/plans.py": "as above, of an engine's configuration",
+    "pipe/planning.py": "published: pipe.plan(state_bytes=), by which the caller says them, and the report's field",
+    "planner/parts.py": "as above: what the caller says, or what the engine has allocated",
     "plan/pipe_cost.": "as above, of the parts of a schedule",
     "bindings/pipe.cpp": "as above",
 }

@@ -212,6 +212,7 @@ UNPICKLING = _rows(
     """
 planner/child.py pickle.loads | the result of a process that this one has started, over a pipe of their own
 planner/child.py pickle.load | what the process that has started this one gives it, over a pipe of their own
+planner/world.py pickle.loads | what ranks that are planned with this one tell, over a file in a folder of their own
 _compat.py torch.load | checkpoints that a caller loads as trusted; the package's own reader is deepspeed.formats
 inference/engine.py torch.load | a checkpoint that the user names and that is no checkpoint of an engine
 formats/standalone_reader.py pickle.Unpickler | zero_to_fp32.py with trust, for files that the user says are safe

@@ -50,8 +50,10 @@ bool on_device(const Op& op) { return op.own().defined() && !op.own().is_cpu(); 
 
 }  // namespace
 
+bool asynchronous(c10::Device device) { return !device.is_cpu() && !device.is_meta(); }
+
 void finish_device(c10::Device device) {
-  if (device.type() == c10::DeviceType::CPU) return;
+  if (!asynchronous(device)) return;
   const c10::impl::VirtualGuardImpl guard(device.type());
   c10::Event event(device.type());
   event.record(guard.getStream(device));

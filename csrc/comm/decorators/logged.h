@@ -10,6 +10,9 @@
 
 namespace ds::comm {
 
+// Whether work of the device goes on when a call has returned. That of the host does not, and tensors of the device
+// meta have no work.
+bool asynchronous(c10::Device device);
 // The host waits until the device has done the work that was asked of it so far: a work's wait() only orders streams.
 void finish_device(c10::Device device);
 

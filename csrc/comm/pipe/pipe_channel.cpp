@@ -205,7 +205,7 @@ void PipeChannel::wait_for(Sent& sent, int to) {
 void PipeChannel::make_room(std::deque<Sent>& under_way, int to) {
   const c10::Device device = options_.device;
   c10::OptionalStreamGuard aside;
-  if (!device.is_cpu()) {
+  if (asynchronous(device)) {
     if (!aside_) aside_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
     aside.reset_stream(*aside_);
   }

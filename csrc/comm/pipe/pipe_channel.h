@@ -14,7 +14,7 @@
 // oldest: on asynchronous devices the host does, and what is computed there goes on. There, the thread works on a
 // stream of its own, and recv() puts the current one behind it: the host waits until the sender's host has sent, never
 // for the device. A thread posts the receives of a message when its note has come, so it never puts a receive before a
-// send of this rank on which it depends.
+// send of this rank on which it depends. With `ahead` 0 there is no thread, and recv() itself receives.
 //
 // [Note: memory of the sender]
 // Between processes of one host that may read each other's memory nothing goes over the communicator: the sender writes

@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "comm/decorators/logged.h"
 #include "comm/pipe/peer_reads.h"
 #include "comm/pipe/pipe_channel.h"
 
@@ -27,8 +28,9 @@ at::Tensor bytes_at(void* data, int64_t size) {
 
 }  // namespace
 
-PipeInbox::PipeInbox(Source source, const PipeChannelOptions& options)
-    : source_(std::move(source)), options_(options), thread_([this] { serve(); }) {}
+PipeInbox::PipeInbox(Source source, const PipeChannelOptions& options) : source_(std::move(source)), options_(options) {
+  if (options_.ahead > 0) thread_ = std::thread([this] { serve(); });
+}
 
 void PipeInbox::expect(int64_t messages) {
   const Lock lock(mutex_);
@@ -41,6 +43,7 @@ PipeMessage PipeInbox::take() {
   if (taken_ == expected_ && ended_.empty())
     fail(ErrorKind::kRuntime, "no message of ", source_.what, " is expected from stage ", source_.from,
          " of the pipeline: say so before with expect()");
+  if (options_.ahead == 0 && ended_.empty()) return receive_now(lock);
   await(lock);
   if (ready_.empty()) fail(ErrorKind::kRuntime, ended_);
   Arrived arrived = std::move(ready_.front());
@@ -58,6 +61,17 @@ PipeMessage PipeInbox::take() {
       if (piece.tensor.defined()) piece.tensor.record_stream(current);
   }
   return std::move(arrived.message);
+}
+
+PipeMessage PipeInbox::receive_now(Lock& lock) {
+  busy_ = true;
+  lock.unlock();
+  PipeMessage message = receive().message;
+  lock.lock();
+  busy_ = false;
+  ++received_;
+  ++taken_;
+  return message;
 }
 
 // Until something is ready, or all has ended.
@@ -96,7 +110,7 @@ void PipeInbox::serve() {
   at::NoGradGuard no_grad;
   Lock lock(mutex_);
   try {
-    if (!options_.device.is_cpu()) {
+    if (asynchronous(options_.device)) {
       const c10::impl::VirtualGuardImpl guard(options_.device.type());
       guard.setDevice(options_.device);
       guard.exchangeStream(guard.getStreamFromGlobalPool(options_.device, /*isHighPriority=*/true));
@@ -251,7 +265,7 @@ PipeInbox::Arrived PipeInbox::receive() {
   for (const PipePiece& piece : arrived.message.pieces)
     if (piece.tensor.defined() && piece.tensor.numel() > 0) works.push_back(start(piece.tensor));
   for (const WorkPtr& work : works) work->wait();
-  if (!options_.device.is_cpu()) {
+  if (asynchronous(options_.device)) {
     const c10::impl::VirtualGuardImpl guard(options_.device.type());
     arrived.done.emplace(options_.device.type());
     arrived.done->record(guard.getStream(options_.device));

@@ -46,7 +46,9 @@ class PipeInbox {
   // True while something is being received over the communicator: that has to be aborted, too.
   bool end(const std::string& why);
   // After end(), when what it waits for has been aborted. A forked child has no thread to join.
-  void join(bool here) { here ? thread_.join() : thread_.detach(); }
+  void join(bool here) {
+    if (thread_.joinable()) here ? thread_.join() : thread_.detach();
+  }
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -79,6 +81,7 @@ class PipeInbox {
   void receive_bytes(void* data, int64_t size);
   void check(const PipeNote& note);
   Arrived receive();
+  PipeMessage receive_now(Lock& lock);
   Arrived read_offered();
 
   const Source source_;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "comm/c10d_compat.h"
 #include "comm/communicator.h"
 #include "plan/step_plan.h"
 
@@ -17,9 +18,16 @@ struct CountedTime {
   std::function<void(int64_t)> touched{};
 };
 
+// The other ranks of a group that are planned, too, in processes of their own. Messages in host memory, such as the
+// notes of a pipeline's messages, reach them through this store, whose keys belong to the group alone. These messages
+// take no time: that of a pipeline's is in plan/pipe_cost.h.
+using PlannedPeers = c10::intrusive_ptr<c10d::Store>;
+
 // Carries every verb, of tensors on any device, and returns at once. Tensors in host memory get what they would if all
 // ranks passed the same values: a sum is the value times the size of the group, all parts of an all-gather are this
 // rank's, and what a rank receives is zeros. Tensors of other devices are not touched. logged() records the calls.
-CommunicatorPtr counted_communicator(int rank, int size, std::string group = {}, CountedTime time = {});
+// `peers` is null where no other rank is planned.
+CommunicatorPtr counted_communicator(int rank, int size, std::string group = {}, CountedTime time = {},
+                                     PlannedPeers peers = {});
 
 }  // namespace ds::comm

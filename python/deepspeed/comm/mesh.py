@@ -25,6 +25,7 @@ class _Made:
 
     def __init__(self):
         self.job = dist.group.WORLD
+        self.planned = False  # whether the other ranks do not exist (join_planned)
         self.groups = {}  # ranks -> torch's group
         self.counts = {}  # ranks -> how often that was made
         self.views = {}  # name -> Members (mesh_views.py)
@@ -71,7 +72,8 @@ def group_over(ranks):
     key = tuple(ranks)
     if key not in made.groups:
         number = made.counts[key] = made.counts.get(key, -1) + 1
-        name = f"deepspeed/{'_'.join(map(str, ranks))}/{number}"
+        job = "planned" if made.planned else "deepspeed"  # torch 2 still knows the names of the job before
+        name = f"{job}/{'_'.join(map(str, ranks))}/{number}"
         made.groups[key] = _meet(ranks, name, dist.get_backend())
         group_communicators.add_memory(made.groups[key])
     return made.groups[key]
@@ -115,7 +117,7 @@ def join_planned(backend, rank, world, job):
     tables = c10d._world.pg_group_ranks if hasattr(c10d, "_world") else c10d._pg_group_ranks
     tables[group] = {each: each for each in range(world)}
     c10d._update_default_pg(group)
-    made_here().jobs[backend] = job
+    made_here().jobs[backend], made_here().planned = job, True
     return kept
 
 

@@ -127,6 +127,11 @@ class PipelineModule(LayerFiles, nn.Module):
     def _measure(self, sample):
         if sample is None:
             raise ValueError("partition_method 'profile' needs profile_input=: the inputs of one micro-batch")
+        if mesh.made_here().planned:
+            raise ValueError(
+                "partition_method 'profile' measures layers, which a plan cannot: pass the bounds of the parts, which "
+                "PipelineModule.partitions() returns in a run"
+            )
         self.layer_costs = profile_layers(self._layer_specs, sample)
         return [cost.seconds for cost in self.layer_costs]
 

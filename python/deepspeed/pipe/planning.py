@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass
 
-from deepspeed._native import _C
-from deepspeed.pipe.layer_work import layer_works
 from deepspeed.pipe.layers import as_layers
-from deepspeed.pipe.part_memory import part_memories
-from deepspeed.pipe.partitioning import partition
+from deepspeed.registry import load_target
 
 NOT_SPLIT = "backwards are not split: both halves are computed in the first one (I), and W does nothing"
 
@@ -32,21 +29,22 @@ class PipelinePlan:
     each. ``bounds``: of the parts.
     """
 
-    def __init__(self, native, cost, works, bounds, timed, note=""):
+    def __init__(self, native, cost, parameters, state_bytes, bounds, timed, note=""):
         self.native, self.cost, self.bounds, self.note = native, cost, bounds, note
         self.schedule, self.bubble = native.schedule, cost.bubble
         self.seconds = cost.seconds if timed else None
-        self.stages = [self._stage(stage, works) for stage in range(native.shape.stages)]
+        self.stages = [self._stage(stage, parameters, state_bytes) for stage in range(native.shape.stages)]
 
-    def _stage(self, stage, works):
+    def _stage(self, stage, parameters, state_bytes):
         shape, cost = self.native.shape, self.cost.ranks[stage]
         parts = [shape.virtual_stage(stage, chunk) for chunk in range(shape.chunks)]
         layers = [layer for part in parts for layer in range(self.bounds[part], self.bounds[part + 1])]
-        states = sum(works[layer].state_bytes for layer in layers)
+        count = sum(parameters[layer] for layer in layers)
+        states = round(state_bytes * count)
         return StagePlan(
             stage=stage,
             layers=layers,
-            parameters=sum(works[layer].parameters for layer in layers),
+            parameters=count,
             state_bytes=states,
             peak_activation_bytes=cost.peak_bytes - states,
             peak_live=cost.peak_live,
@@ -113,61 +111,11 @@ def plan(
         loss_fn, labels: what the loss keeps on the last stage is counted where both are given; of labels only shapes
             and types are read.
     """
-    layers = as_layers(layers)
+    given = dict(locals(), layers=as_layers(layers))
     if sample is None:
         raise ValueError("deepspeed.pipe.plan needs sample=: the inputs of one micro-batch (only shapes are read)")
     if costs is None and (latency or bytes_per_second):
         raise ValueError("latency and bytes_per_second are in seconds: give measured times, too (costs=)")
-    if costs is not None and len(costs) != len(layers):
-        raise ValueError(f"costs= has {len(costs)} layers, the pipeline {len(layers)}")
-    calls = []
-    works = layer_works(layers, sample, calls)
-    for work in works:
-        work.state_bytes = state_bytes * work.parameters
-    times = [_times(work, costs[number] if costs else None) for number, work in enumerate(works)]
-    parts = num_stages * virtual_stages
-    bounds = partition(layers, parts, partition_method, lambda: [sum(time) for time in times])
-    memories, unknown = part_memories(
-        calls, bounds, sample, activation_checkpoint_interval, checkpointable_layers, split_backward,
-        None if loss_fn is None or labels is None else (loss_fn, labels),
-    )  # fmt: skip
-    made = [_part(works[a:b], times[a:b], one, split_backward) for a, b, one in zip(bounds, bounds[1:], memories)]
-    network = {"latency": latency, "bytes_per_second": bytes_per_second}
-    if schedule == "auto":
-        shape = _C.pipe.Shape(num_stages, virtual_stages, micro_batches, placement)
-        native, cost = _C.pipe.fastest(shape, made, memory_limit=memory_limit, **network)
-    else:
-        native = _C.pipe.schedule(schedule, num_stages, virtual_stages, micro_batches, placement)
-        native.check()
-        cost = native.cost(made, **network)
-    notes = [NOT_SPLIT if not split_backward and splits(native) else "", unknown]
-    return PipelinePlan(native, cost, works, bounds, costs is not None, "\n".join(filter(None, notes)))
-
-
-def splits(native):
-    """Whether a schedule has backwards in two halves."""
-    return any(act.op == "BackwardInputPass" for rank in range(native.shape.stages) for act in native.acts(rank))
-
-
-def _times(work, measured):
-    """Forward, and the two halves of backward."""
-    if measured is None:
-        return work.forward, work.backward_input, work.backward_weight
-    share = work.backward_weight / max(work.backward_input + work.backward_weight, 1)
-    return measured.forward, measured.backward * (1 - share), measured.backward * share
-
-
-def _part(works, times, memory, split_backward):
-    forward, backward_input, backward_weight = (sum(column) for column in zip(*times))
-    if not split_backward:
-        backward_input, backward_weight = backward_input + backward_weight, 0.0
-    return _C.pipe.Part(
-        forward=forward,
-        backward_input=backward_input,
-        backward_weight=backward_weight,
-        activation_bytes=memory.kept,
-        weight_bytes=memory.between,
-        output_bytes=works[-1].output_bytes,
-        state_bytes=sum(work.state_bytes for work in works),
-        pass_bytes=memory.passes,
-    )
+    if costs is not None and len(costs) != len(given["layers"]):
+        raise ValueError(f"costs= has {len(costs)} layers, the pipeline {len(given['layers'])}")
+    return load_target("deepspeed.planner.parts:pipeline_plan")(**given)

@@ -5,7 +5,7 @@ import os
 
 from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.comm import mesh_views
+from deepspeed.comm import mesh, mesh_views
 from deepspeed.comm.mesh_views import EngineRanks, Purpose
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import board_store, group_facts
@@ -68,9 +68,10 @@ class PipelineRanks(EngineRanks):
 
     def error_propagation(self, channel, groups, instructions, layers):
         """The native ``ErrorPropagation`` of all ranks of the grid, which ends their waits in ``channel`` and
-        ``groups``; None for one rank. ``instructions``, ``layers``: names for the positions that ranks report."""
+        ``groups``; None for one rank, and where the others do not exist (a planned step).
+        ``instructions``, ``layers``: names for the positions that ranks report."""
         grid = self.grid
-        if grid.world_size == 1:
+        if grid.world_size == 1 or mesh.made_here().planned:
             return None
         names = [f"stage {getattr(grid.topology().get_coord(rank), 'pipe', 0)}, rank {grid._ranks[rank]}"
                  for rank in range(grid.world_size)]  # fmt: skip

@@ -22,36 +22,31 @@ class Slices:
         self.equal = {}  # (stream, peer, position) -> whether its tensors are
 
     def cut(self, stream, peer, tensors):
-        """The tensors to send: first one that says how the others were cut, and into which shapes they grow again."""
+        """What to send: for each tensor an empty one, then the tensors or this rank's parts of them. The shape of an
+        empty one is 0 and that of the whole tensor; None where it is not cut. Only shapes of empty tensors travel."""
         if stream not in self.streams:
             return tensors
-        plan, parts = [], []
+        shapes, parts = [], []
         for position, tensor in enumerate(tensors):
-            if tensor is None or not self._cuts((stream, peer, position), tensor):
-                plan.append([])
-                parts.append(tensor)
-                continue
-            plan.append(list(tensor.shape))
-            flat = tensor.detach().reshape(-1)
-            width = flat.numel() // self.size
-            part = flat[self.rank * width : (self.rank + 1) * width]
-            parts.append(part.requires_grad_(tensor.requires_grad))
-        facts = [number for shape in plan for number in (len(shape), *shape)]
-        return [torch.tensor(facts, dtype=torch.int64), *parts]
+            cuts = tensor is not None and self._cuts((stream, peer, position), tensor)
+            shapes.append(tensor.new_empty(0, *tensor.shape) if cuts else None)
+            if cuts:
+                flat = tensor.detach().reshape(self.size, -1)[self.rank]
+                tensor = flat.requires_grad_(tensor.requires_grad)
+            parts.append(tensor)
+        return [*shapes, *parts]
 
     def join(self, stream, tensors):
         """The tensors that ``cut`` was given on the other stage."""
         if stream not in self.streams:
             return tensors
-        facts, found = iter(tensors[0].tolist()), []
-        for part in tensors[1:]:
-            shape = [next(facts) for _ in range(next(facts))]
-            if not shape:
-                found.append(part)
-                continue
-            whole = part.new_empty(self.size * part.numel())
-            self.communicator.run("all_gather", part.detach(), whole).wait()
-            found.append(whole.view(shape).requires_grad_(part.requires_grad))
+        count, found = len(tensors) // 2, []
+        for shape, part in zip(tensors[:count], tensors[count:]):
+            if shape is not None:
+                whole = part.new_empty(self.size * part.numel())
+                self.communicator.run("all_gather", part.detach(), whole).wait()
+                part = whole.view(shape.shape[1:]).requires_grad_(part.requires_grad)
+            found.append(part)
         return found
 
     def _cuts(self, position, tensor):
@@ -72,6 +67,6 @@ class Slices:
         mine = tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
         first = mine.clone()
         self.communicator.run("broadcast", output=first, peer=0).wait()
-        differs = torch.tensor([int(not torch.equal(first, mine))], dtype=torch.int64, device=tensor.device)
-        self.communicator.run("all_reduce", output=differs, op="max").wait()
-        return differs.item() == 0
+        same = (first == mine).all().to(torch.int64).reshape(1)
+        self.communicator.run("all_reduce", output=same, op="min").wait()
+        return same.item() == 1

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import multiprocessing.connection
 import os
 import pickle
 import signal
@@ -29,15 +30,20 @@ def run_apart(function, *args):
     return run_each_apart(function, [args])[0]
 
 
-def run_each_apart(function, rows):
-    """``[function(*args) for args in rows]``, as ``run_apart`` does it, as many at one time as there are cores."""
-    cores, made = len(os.sched_getaffinity(0)), []
+def run_each_apart(function, rows, together=False):
+    """``[function(*args) for args in rows]``, as ``run_apart`` does it, as many at one time as there are cores;
+    ``together``: all at one time, because they wait for each other. The first error ends all of them."""
+    cores, made = len(rows) if together else len(os.sched_getaffinity(0)), []
     for begin in range(0, len(rows), cores):
         children = []
         try:
             for args in rows[begin : begin + cores]:
                 children.append(_Child(function, args))
-            made += [child.result() for child in children]
+            working = list(children)
+            while working:
+                ready = multiprocessing.connection.wait([child.pipe for child in working])
+                working = [child for child in working if child.pipe not in ready or not child.has_ended()]
+            made += [child.value for child in children]
         finally:
             for child in children:
                 child.end()
@@ -45,7 +51,7 @@ def run_each_apart(function, rows):
 
 
 class _Child:
-    """The forked process, which is at work from now on."""
+    """The forked process, which is at work from now on. ``value``: its result, when ``has_ended()`` has been true."""
 
     def __init__(self, function, args):
         self.function, self.args = function, args
@@ -58,18 +64,21 @@ class _Child:
         os.close(writes)
         self.pipe = os.fdopen(reads, "rb")
 
-    def result(self):
+    def has_ended(self):
+        """Waits for its result, or raises its error. False: a new interpreter has begun to work instead."""
         told = self.pipe.read()
         _, status = os.waitpid(self.pid, 0)
         self.pid = None
         if not told:
             raise PlanError(f"the process that planned ended with {_ending(status)} and no result")
-        error, value = pickle.loads(told)
+        error, self.value = pickle.loads(told)
         if isinstance(error, _NoAutograd):
-            error, value = _run_anew(self.function, self.args)
+            self.pipe.close()
+            self.pid, self.pipe = _begin_anew(self.function, self.args)
+            return False
         if error is not None:
             raise error
-        return value
+        return True
 
     def end(self):
         """Nobody wants its result any more."""
@@ -116,7 +125,8 @@ def _answer(function, args):
         return PlanError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"), None
 
 
-def _run_anew(function, args):
+def _begin_anew(function, args):
+    """A new interpreter that does the work: its process id, and the pipe of its answer."""
     advice = "call deepspeed.plan before the first backward, or use ds_plan"
     try:
         given = pickle.dumps((function, args))
@@ -126,10 +136,11 @@ def _run_anew(function, args):
         raise PlanError(f"{advice}: the model's classes stand in the script, which a new process would run again")
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), OMP_NUM_THREADS="1")
     command = [sys.executable, "-c", "from deepspeed.planner import child; child.answer_stdin()"]
-    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, env=environment)
-    if done.returncode or not done.stdout:
-        raise PlanError(f"the process that planned ended with exit code {done.returncode} and no result")
-    return pickle.loads(done.stdout)
+    begun = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    with begun.stdin as pipe:
+        pipe.write(given)
+    begun.returncode = 0  # it is waited for by its id
+    return begun.pid, begun.stdout
 
 
 def answer_stdin():

@@ -13,10 +13,12 @@ import torch
 
 from deepspeed.config import DeepSpeedConfigError, choose_config
 from deepspeed.host.user_files import function_in_file
-from deepspeed.planner.child import PlanError
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.planner.child import PlanError, run_apart
 from deepspeed.planner.machine import Machine, kept_path
 from deepspeed.planner.plans import GIB, plan
 from deepspeed.planner.search import Search
+from deepspeed.planner.world import World
 from deepspeed.profiling.report import Run
 from deepspeed.utils.init_on_device import OnDevice
 
@@ -53,7 +55,7 @@ def _of_transformers(folder):
 class _Job:
     """Model and inputs as the command line names them."""
 
-    def __init__(self, args):
+    def __init__(self, args, machine):
         if ".py:" in args.model:
             self.make, self.sample = _function(args.model, "--model"), None
         else:
@@ -64,15 +66,25 @@ class _Job:
             self.sample = made if takes_batch else lambda batch: made()
         if self.sample is None:
             raise ValueError("--sample FILE.py:function is needed: the inputs of one micro-batch of the model")
-        with OnDevice(dtype=torch.get_default_dtype(), device="meta"):
-            model = self.make()
-        self.can_recompute = callable(getattr(model, "gradient_checkpointing_enable", None))
+        self.can_recompute = run_apart(_can_recompute, self.make, args.world, machine)
+        asks = "num_stages" in inspect.signature(self.make).parameters
+        self.pipes = [size for size in range(1, args.world + 1) if args.world % size == 0] if asks else (None,)
 
-    def model(self, recompute=False):
-        made = self.make()  # the planner has it made on meta
-        if recompute:
+    def model(self, recompute=False, *num_stages):
+        made = self.make(**dict(zip(["num_stages"], num_stages)))  # the planner has it made on meta
+        if recompute and isinstance(made, PipelineModule):
+            made.set_checkpoint_interval(1)
+        elif recompute:
             made.gradient_checkpointing_enable()
         return made.train()
+
+
+def _can_recompute(make, world, machine):
+    """Of a model that ``make`` makes in a job, because a ``PipelineModule`` needs one."""
+    World(0, world, 1 << 62, machine)
+    with OnDevice(dtype=torch.get_default_dtype(), device="meta"):
+        made = make()
+    return isinstance(made, PipelineModule) or callable(getattr(made, "gradient_checkpointing_enable", None))
 
 
 def _parser():
@@ -124,16 +136,16 @@ def _plan(args):
         raise ValueError("a configuration and --model are needed; ds_plan --help shows an example")
     if args.world % args.nodes:
         raise ValueError(f"--world {args.world}: the ranks cannot be spread evenly over --nodes {args.nodes}")
-    config, job = choose_config(None, args.config, None), _Job(args)
+    config, machine = choose_config(None, args.config, None), Machine.of_jobs(args.machine)
+    job = _Job(args, machine)
     if not isinstance(config, dict):
         with open(config, encoding="utf-8") as file:
             config = json.load(file)
-    machine = Machine.of_jobs(args.machine)
     if args.nodes > 1:
         machine.ranks_of_host = args.world // args.nodes
     micro_batch = int(config.get("train_micro_batch_size_per_gpu") or 1)
     made = plan(job.model, config, args.world, args.memory, job.sample(micro_batch), machine)
-    search = Search(job.model, config, args.world, args.memory, job.sample, machine, job.can_recompute)
+    search = Search(job.model, config, args.world, args.memory, job.sample, machine, job.can_recompute, job.pipes)
     change = None if made.fits else search.cheapest_change()
     fastest, tried = search.fastest() if args.search else ([], 0)
     if args.png:

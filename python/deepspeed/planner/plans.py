@@ -10,11 +10,12 @@ import tempfile
 import torch
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.read import read
 from deepspeed.formats.weight_files import parse_size
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.planner.child import run_each_apart
 from deepspeed.planner.machine import Machine
+from deepspeed.planner.pipeline import Copy, PlannedPipeline, maker_of, plan_ranks
 from deepspeed.planner.step import PlannedRun, arguments_in, by_owner, on_meta
 from deepspeed.planner.world import World
 from deepspeed.profiling.trace import purpose_of
@@ -132,13 +133,15 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
     """The forecast of training ``model`` with ``config``: memory, traffic and time of a step. The engine is built as in
     the job and makes steps, on tensors without memory, in a process of its own; ``model`` is not changed.
 
-    model: a module (of the device ``meta``, too), or a function that makes one. config: of ``deepspeed.initialize``.
-    world: the number of ranks; None: WORLD_SIZE, else 1. memory: bytes of a device, or a text such as ``"80GB"``; None:
-    no limit. sample: the inputs of one micro-batch of a rank: a dict, a tuple or a tensor, of which only shapes and
-    dtypes are read. machine: a ``Machine`` or the path of a machine file; None: the kept one, else this machine. ranks:
-    of the job, whose steps are planned; None: the first and the last one. loss: a function of the model's output; None:
-    its attribute ``loss``, its first number, or the sum of its first tensor. optimizer: a function of parameters, where
-    the configuration names none.
+    model: a module (of the device ``meta``, too), or a function that makes one. The function may return a pair: the
+    module and its mpu, whose groups it has made. Of a pipeline it is the ``PipelineModule`` or a function that makes
+    it. config: of ``deepspeed.initialize``. world: the number of ranks; None: WORLD_SIZE, else 1. memory: bytes of a
+    device, or a text such as ``"80GB"``; None: no limit. sample: the inputs of one micro-batch of a rank: a dict, a
+    tuple or a tensor, of which only shapes and dtypes are read; of a pipeline the pair ``(inputs, labels)``. machine: a
+    ``Machine`` or the path of a machine file; None: the kept one, else this machine. ranks: of the job, whose steps are
+    planned; None: the first and the last one. Of a pipeline all stages that compute with their data are planned; None:
+    with that of the first rank. loss: a function of the model's output; None: its attribute ``loss``, its first number,
+    or the sum of its first tensor. optimizer: a function of parameters, where the configuration names none.
 
     Returns a ``Plan``. ValueError for arguments that do not fit together; ``PlanError`` where the model or the engine
     raises.
@@ -154,25 +157,31 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
         raise ValueError(f"ranks are {ranks!r}: a job of {size} ranks has the ranks 0 to {size - 1}")
     if sample is None:
         raise ValueError("sample is missing: pass the inputs of one micro-batch; only shapes and dtypes are read")
-    given = values_of(config, size)
+    given = values_of(config)
     rates = machine if isinstance(machine, Machine) else Machine.of_jobs(machine)
-    if isinstance(model, torch.nn.Module) and not _has_no_values(model):
+    if isinstance(model, PipelineModule):
+        model = maker_of(model)
+    elif isinstance(model, torch.nn.Module) and not _has_no_values(model):
         model = copy_on_meta(model)  # a new process would get its values, too
     inputs = on_meta(arguments_in(sample))
     with files_apart(given) as given:
         rows = [(rank, model, given, size, room, inputs, rates, loss, optimizer) for rank in wanted]
-        made = run_each_apart(_plan_rank, rows)
+        made = plan_ranks(_plan_rank, rows, copies=1 if ranks is None else None)
     parameters = made[0][1]
     return Plan(tuple(rank for rank, _ in made), size, room, rates.name, parameters)
 
 
 def plan_of_engine(engine, inputs, memory=None, machine=None):
     """The ``Plan`` of this rank of ``engine``, whose forward takes ``inputs``."""
-    if engine.mpu is not None:
-        raise ValueError("engine.plan(): engines with an mpu, pipelines among them, are not planned; see pipe_plan()")
+    pipeline = isinstance(engine.module, PipelineModule)
+    if engine.mpu is not None and not pipeline:
+        raise ValueError(
+            "engine.plan(): the groups of this engine's mpu belong to this job: pass deepspeed.plan a function that "
+            "makes the groups and returns (model, mpu)"
+        )
     client = engine.client_optimizer
     optimizer = _another(client) if isinstance(client, torch.optim.Optimizer) else client
-    model = copy_on_meta(engine.module, hooks=False)
+    model = engine.module if pipeline else copy_on_meta(engine.module, hooks=False)
     rank, size = engine.global_rank, engine.world_size
     return plan(model, engine._config, size, memory, inputs, machine, [rank], optimizer=optimizer)
 
@@ -186,10 +195,10 @@ def _has_no_values(model):
     return all(one.is_meta for one in (*model.parameters(), *model.buffers()))
 
 
-def values_of(config, size):
-    """The configuration as plain values, which a job of ``size`` ranks reads."""
-    made = config if isinstance(config, DeepSpeedConfig) else DeepSpeedConfig(config, world_size=size)
-    return made._param_dict if isinstance(made._param_dict, dict) else made.native.raw()
+def values_of(config):
+    """The configuration as plain values. The engine judges them, because it knows how many ranks see different data."""
+    given = config._param_dict if isinstance(config, DeepSpeedConfig) else config
+    return given if isinstance(given, dict) else read(given).raw()
 
 
 def _not_exchanged(model):
@@ -208,22 +217,29 @@ def files_apart(config):
         yield {**config, "zero_optimization": {**zero, **changed}} if named else config
 
 
-def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimizer):
-    """The work of the child process."""
-    world = World(rank, size, memory or 1 << 62, machine)
+def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimizer, peers=None):
+    """The work of the child process. Of a pipeline without ``peers`` it returns a ``Copy``."""
+    world = World(rank, size, memory or 1 << 62, machine, peers=peers)
     world.memory.install()
     world.memory.set_owner("parameters")
+    mpu = None
     if isinstance(model, torch.nn.Module):
         made = copy_on_meta(model)
     else:
         with OnDevice(dtype=torch.get_default_dtype(), device="meta"):
             made = model()
+        made, mpu = made if isinstance(made, tuple) else (made, None)
         made = made if _has_no_values(made) else copy_on_meta(made)
-    if isinstance(made, PipelineModule):
-        raise ValueError("pipelines are not planned here: use deepspeed.pipe.plan, or engine.pipe_plan()")
-    parameters = sum(param.numel() for param in made.parameters())  # in the engine a part of them may be elsewhere
+    pipeline = isinstance(made, PipelineModule)
+    if pipeline and peers is None:
+        return Copy(tuple(made.mpu().pp_group))
+    if pipeline and loss is not None:
+        raise ValueError("loss= is not for pipelines: PipelineModule(loss_fn=) is their loss")
+    own = [param for param in made.parameters() if not getattr(param, "ds_pipe_replicated", False)]
+    parameters = sum(world.told_by_peers(sum(param.numel() for param in own)))  # an engine may move a part of them
     world.memory.set_owner("engine")
-    run = PlannedRun(world, made, config, sample, loss or loss_or_sum, optimizer)
+    kind = PlannedPipeline if pipeline else PlannedRun
+    run = kind(world, made, config, sample, loss or loss_or_sum, optimizer, mpu)
     world.memory.set_owner("activations")
     run.learn()
     counted, moved = run.step()
@@ -243,6 +259,7 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
     seconds = {phase: ns / 1e9 for phase, ns in world.clock.phases.items()}
     seconds["step"] = seconds.get("step", 0.0) + run.update_seconds(moved)
     seconds["communication"] = world.clock.waited / 1e9
+    seconds.update(run.waits())
     plan = RankPlan(
         rank=rank,
         peak_bytes=world.memory.peak,

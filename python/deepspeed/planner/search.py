@@ -1,6 +1,7 @@
 """Other configurations of a job: the cheapest change with which it fits, and the fastest of all combinations."""
 
 import copy
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -26,47 +27,51 @@ class Candidate(NamedTuple):
     config: dict
     recompute: bool
     micro_batch: int
+    pipe: object = None  # the number of stages of a pipeline, where the search chooses it
     plan: object = None
     why: str = ""
 
     @property
     def samples_per_second(self):
         steps = self.config.get("gradient_accumulation_steps") or 1
-        return self.micro_batch * steps * self.plan.world / self.plan.seconds if self.plan.seconds else 0.0
+        copies = self.plan.world / len(self.plan.ranks)  # a rank of each stage is planned
+        return self.micro_batch * steps * copies / self.plan.seconds if self.plan.seconds else 0.0
 
 
 class Search:
-    """Plans other settings of one job. ``model``: a function of ``recompute`` that makes the model on meta;
-    ``sample``: a function of the micro-batch that makes its inputs."""
+    """Plans other settings of one job. ``model``: a function of ``recompute``, and of a number of pipeline stages if
+    there are ``pipes`` to try, that makes the model on meta; ``sample``: a function of the micro-batch that makes its
+    inputs."""
 
-    def __init__(self, model, config, world, memory, sample, machine, can_recompute):
+    def __init__(self, model, config, world, memory, sample, machine, can_recompute, pipes=(None,)):
         self.model, self.config, self.world, self.memory = model, config, world, memory
-        self.sample, self.machine, self.can_recompute = sample, machine, can_recompute
+        self.sample, self.machine, self.can_recompute, self.pipes = sample, machine, can_recompute, pipes
         zero = config.get("zero_optimization") or {}
         self.stage = int(zero.get("stage", 0))
         self.micro_batch = int(config.get("train_micro_batch_size_per_gpu") or 1)
         self.steps = int(config.get("gradient_accumulation_steps") or 1)
 
-    def candidate(self, stage=None, micro_batch=None, offload="none", recompute=False):
+    def candidate(self, stage=None, micro_batch=None, offload="none", recompute=False, pipe=None):
         """The settings with the same number of samples of a step, as far as whole micro-batches allow it."""
         stage, micro_batch = self.stage if stage is None else stage, micro_batch or self.micro_batch
         config = copy.deepcopy(self.config)
         config.pop("train_batch_size", None)
         zero = {**(config.get("zero_optimization") or {}), "stage": stage}
         zero = {key: value for key, value in zero.items() if not key.startswith("offload_")}
-        steps = max(1, self.steps * self.micro_batch // micro_batch)
+        steps = max(1, self.steps * self.micro_batch * (pipe or 1) // micro_batch)
         config["zero_optimization"] = {**zero, **copy.deepcopy(_OFFLOADS[offload])}
         config.update(train_micro_batch_size_per_gpu=micro_batch, gradient_accumulation_steps=steps)
         words = [f"zero_optimization.stage {stage}", f"micro-batch {micro_batch} x {steps}"]
         words += [f"{part} on the host" for part in offload.split(" and ") if part != "none"]
         words += ["recomputation"] if recompute else []
-        return Candidate(", ".join(words), config, recompute, micro_batch)
+        words += [f"{pipe} pipeline stages"] if pipe else []
+        return Candidate(", ".join(words), config, recompute, micro_batch, pipe)
 
     def planned(self, candidate):
         """The candidate with its plan."""
         try:
             made = plan(
-                lambda: self.model(candidate.recompute),
+                functools.partial(self.model, candidate.recompute, *([candidate.pipe] if candidate.pipe else [])),
                 candidate.config,
                 self.world,
                 self.memory,
@@ -93,12 +98,14 @@ class Search:
     def all(self):
         sizes = sorted({max(1, self.micro_batch // 2), self.micro_batch, self.micro_batch * 2, self.micro_batch * 4})
         recompute = (False, True) if self.can_recompute else (False,)
-        for stage, size, offload, again in itertools.product(_STAGES, sizes, _OFFLOADS, recompute):
+        for stage, size, offload, again, pipe in itertools.product(_STAGES, sizes, _OFFLOADS, recompute, self.pipes):
+            if (pipe or 1) > 1 and (stage > 1 or offload != "none"):
+                continue  # its gradients stay whole until the end of a batch
             policy = _C.stage_policy(stage)
             needed = policy.shards_params if "param" in offload else policy.shards_states or offload == "none"
             alike = self.world == 1 and policy.shards_states and not policy.shards_params  # as stage 0 then
             if needed and not alike:
-                yield self.candidate(stage, size, offload, again)
+                yield self.candidate(stage, size, offload, again, pipe)
 
     def cheapest_change(self):
         """The fastest single change that fits; None where none does."""

@@ -55,8 +55,12 @@ class Constants(TorchDispatchMode):
 
 
 def on_meta(value):
-    """``value`` with new meta tensors in place of its tensors."""
-    return replace(value, torch.is_tensor, lambda one: torch.empty_like(one, device="meta"))
+    """``value`` with new meta tensors in place of its tensors, which require gradients where these do."""
+
+    def made(one):
+        return torch.empty_like(one, device="meta").requires_grad_(one.requires_grad)
+
+    return replace(value, torch.is_tensor, made)
 
 
 def arguments_in(sample):
@@ -97,14 +101,29 @@ class _CountedConstants(CountedOps):
         return self._constants.__torch_dispatch__(func, (), args, kwargs)
 
 
+def own_states(engine):
+    """Bytes of the states that an optimizer of torch keeps in tensors of its own."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    if inner is None or is_native(inner):
+        return 0
+    states = [one for state in inner.state.values() for one in state.values() if torch.is_tensor(one) and one.dim()]
+    return sum(one.numel() * one.element_size() for one in states)
+
+
+def bytes_of_a_parameter(engine):
+    """What rests on the device of this rank for each parameter of its model: weights, gradients, masters and states."""
+    rests = engine.core.storage.report()["media"]["device"]["resting_bytes"] + own_states(engine)
+    return rests / max(1, sum(getattr(one, "ds_numel", one.numel()) for one in engine.module.parameters()))
+
+
 class PlannedRun:
     """An engine in ``world`` for ``model``, which is on meta, and its steps with the micro-batch ``sample``.
-    ``optimizer``: the caller's, a function of parameters, or None."""
+    ``optimizer``: the caller's, a function of parameters, or None. ``mpu``: the caller's, or None."""
 
-    def __init__(self, world, model, config, sample, loss, optimizer):
+    def __init__(self, world, model, config, sample, loss, optimizer, mpu=None):
         self.world, self.sample, self.loss = world, sample, loss
         with Constants(world.memory):
-            self.engine = initialize(model=model, config=only_training(config), optimizer=optimizer)[0]
+            self.engine = initialize(model=model, config=only_training(config), optimizer=optimizer, mpu=mpu)[0]
 
     def _inputs(self):
         args, kwargs = arguments_in(self.sample)
@@ -142,6 +161,10 @@ class PlannedRun:
             moved["host"] += self._weights_sent()
         return counted, moved
 
+    def waits(self):
+        """Seconds that this rank waits for others beside its collectives."""
+        return {}
+
     def _transferred(self):
         media = self.media()
         return {tier: one["read_bytes"] + one["written_bytes"] for tier, one in media.items()}
@@ -175,15 +198,6 @@ class PlannedRun:
         """The shares of gradients, masters or optimizer states that rest in each tier; all on the device where the
         engine keeps none."""
         return next((shares for _, shares in self._planes(kind)), {"device": 1.0, "host": 0.0, "file": 0.0})
-
-    def own_states(self):
-        """Bytes of the states that an optimizer of torch keeps in tensors of its own."""
-        optimizer = self.engine.optimizer
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if inner is None or is_native(inner):
-            return 0
-        states = [one for state in inner.state.values() for one in state.values() if torch.is_tensor(one) and one.dim()]
-        return sum(one.numel() * one.element_size() for one in states)
 
     def update_seconds(self, moved):
         """The least time of the update: every state is read and written where it is worked on, while the ``moved``

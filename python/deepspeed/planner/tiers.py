@@ -14,7 +14,7 @@ from deepspeed.host.cpu import memory_bytes
 from deepspeed.planner.child import run_apart
 from deepspeed.planner.machine import Machine
 from deepspeed.planner.plans import files_apart, values_of
-from deepspeed.planner.step import KINDS, PlannedRun
+from deepspeed.planner.step import KINDS, PlannedRun, own_states
 from deepspeed.planner.world import World
 from deepspeed.utils.init_on_device import copy_on_meta
 from deepspeed.zero.nested import loss_or_sum
@@ -49,7 +49,7 @@ def offload_plan(model, config, world_size=None, rates=None):
     folder = folder_of([zero.offload_optimizer, zero.offload_param])
     machine = _machine(device, zero.offload_optimizer, folder if os.path.isdir(folder) else "", rates)
     bare = model if isinstance(model, int) else copy_on_meta(model, hooks=False)
-    given = {**values_of(made, world), "train_micro_batch_size_per_gpu": 1}
+    given = {**values_of(made), "train_micro_batch_size_per_gpu": 1}
     given["gradient_accumulation_steps"] = made.gradient_accumulation_steps or 1
     given.pop("train_batch_size", None)  # without activations it does not matter
     given.setdefault("optimizer", {"type": "Adam"})  # nobody knows a client's
@@ -136,7 +136,7 @@ def _plan_tiers(model, config, world_size, machine, leaving):
     _, moved = run.step()
     late = _on_their_way(storage.take_copies(), leaving) if storage is not None else 0
     shares = {kind: run.shares_of(kind) for kind in KINDS}
-    own = run.own_states()
+    own = own_states(run.engine)
     if own:  # where torch makes them: beside the masters
         shares["slots"] = shares["master"]
     media = run.media() or {tier: {"peak_bytes": 0} for tier in _TIERS}

@@ -1,8 +1,11 @@
 """Makes this process one rank of a job whose other ranks do not exist, with the device meta as its accelerator."""
 
 import functools
+import itertools
 import logging
 import os
+import pickle
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.abstract_accelerator import constant, of_device
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.comm import group_communicators, mesh
+from deepspeed.comm.timeouts import default_timeout
 from deepspeed.log import logger
 
 NAME = "counted"
@@ -61,16 +65,28 @@ class MetaAccelerator(CPU_Accelerator):
         return tensor if match_shape else tensor.reshape(-1)
 
 
-def _keep_objects(object_list, *args, **kwargs):
-    """A broadcast of objects: the sender does not exist, and has what this rank has."""
+class Peers(NamedTuple):
+    """Ranks of a job that are planned at one time, in processes of their own, and send each other messages without
+    values. ``path``: a file for these processes alone."""
+
+    ranks: tuple
+    path: str
+
+
+def _meet_nobody(*args, **kwargs):
+    """The other ranks do not exist."""
 
 
 class World:
     """One rank of ``size``. ``calls()`` are those of its communicators since the last time. ``on_host``: the device has
-    the memory of the host, and ranks exchange through it. The process cannot leave it: see ``run_apart``."""
+    the memory of the host, and ranks exchange through it. ``peers``: the ranks that are planned with this one; None: it
+    is alone. The process cannot leave it: see ``run_apart``."""
 
-    def __init__(self, rank, size, memory, machine, on_host=False):
+    def __init__(self, rank, size, memory, machine, on_host=False, peers=None):
         self.rank, self.size, self.machine = rank, size, machine
+        self.peers, self._told = (rank,) if peers is None else peers.ranks, 0
+        self._store = dist.HashStore() if peers is None else dist.FileStore(peers.path, len(peers.ranks))
+        self._store.set_timeout(default_timeout())  # a peer that fails ends all of them before
         self.memory, self.shared = _native._C.MetaMemory(1 if on_host else 512, on_host), {}
         self.memory.set_rates(machine.host, machine.file, machine.host_step, machine.memory)
         logger.setLevel(logging.WARNING)  # the planned engine is no run
@@ -88,7 +104,8 @@ class World:
     def _join(self):
         if not hasattr(dist.Backend, NAME.upper()):
             dist.Backend.register_backend(NAME, self._backend, **({"devices": ["cpu", "meta"]} if TORCH2 else {}))
-        dist.broadcast_object_list = _keep_objects
+        dist.broadcast_object_list = self._broadcast_objects
+        dist.distributed_c10d._store_based_barrier = _meet_nobody  # with which new_group ends in torch 1
         group_communicators.native_backends[NAME] = self._of_group
         job = _native._C.Job(self.rank, self.size, self._open)
         self.earlier = mesh.join_planned(NAME, self.rank, self.size, job)
@@ -102,11 +119,12 @@ class World:
         return self._communicator(dist.get_rank(group), len(ranks), "torch.distributed", self.machine.link(ranks))
 
     def _open(self, key, ranks):
-        return self._communicator(ranks.index(self.rank), len(ranks), key, self.machine.link(ranks))
+        peers = dist.PrefixStore(key, self._store) if set(ranks) <= set(self.peers) else None
+        return self._communicator(ranks.index(self.rank), len(ranks), key, self.machine.link(ranks), peers)
 
-    def _communicator(self, rank, size, name, link):
+    def _communicator(self, rank, size, name, link, peers=None):
         touched = functools.partial(self._touch, name) if self.memory.on_host else None
-        return _native._C.counted_communicator(rank, size, self.log, name, self.clock, link, touched)
+        return _native._C.counted_communicator(rank, size, self.log, name, self.clock, link, touched, peers)
 
     def _touch(self, name, size):
         """Exchanges of a group touch ``size`` bytes of the memory that its ranks share."""
@@ -115,6 +133,22 @@ class World:
             owner = self.memory.set_owner("buffers")
             self.shared[name] = torch.empty(size, dtype=torch.uint8, device="meta")
             self.memory.set_owner(owner)
+
+    def told_by_peers(self, value):
+        """What each of the peers passes, in their order. All of them call it."""
+        self._told += 1
+        self._store.set(f"told {self._told} by {self.rank}", pickle.dumps(value))
+        return [pickle.loads(self._store.get(f"told {self._told} by {rank}")) for rank in self.peers]
+
+    def _broadcast_objects(self, object_list, src=0, group=None, **kwargs):
+        """A sender that is not planned has what this rank has. Groups have one of the peers, or all."""
+        ranks = (
+            range(self.size)
+            if group is None
+            else map(dist.get_global_rank, itertools.repeat(group), range(dist.get_world_size(group)))
+        )
+        if src in self.peers and set(self.peers) <= set(ranks):
+            object_list[:] = self.told_by_peers(object_list)[self.peers.index(src)]
 
     def at(self, phase):
         """Allocations and operations from now on belong to this phase of the step."""

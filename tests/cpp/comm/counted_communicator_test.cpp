@@ -3,6 +3,7 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "base/error.h"
 #include "comm/shared_memory/shm_group.h"
@@ -68,6 +69,24 @@ TEST(CountedCommunicator, AnExchangeTouchesSharedMemoryOrPacksItsRows) {
   touched = -1;
   exchange(counted_communicator(2, 3));
   EXPECT_EQ(touched, -1);
+}
+
+TEST(CountedCommunicator, MessagesInHostMemoryReachPlannedPeers) {
+  const PlannedPeers store = c10::make_intrusive<c10d::HashStore>();
+  const auto step = std::make_shared<plan::StepPlan>();
+  const CountedTime time{step, plan::LinkCost{10, 1'000'000'000}};
+  const CommunicatorPtr first = counted_communicator(0, 3, "pipe", time, store);
+  const CommunicatorPtr last = counted_communicator(2, 3, "pipe", time, store);
+  for (const float value : {4, 7}) first->send(numbers({value, 5}), 2)->wait();
+  const at::Tensor got = at::zeros({2});
+  for (const float value : {4, 7}) {
+    last->recv(got, 0)->wait();
+    EXPECT_TRUE(got.equal(numbers({value, 5})));
+  }
+  first->send(at::empty({4}, at::TensorOptions().device(at::kMeta)), 2)->wait();
+  EXPECT_EQ(step->now(), 0) << "pipe_cost has the times of messages";
+  first->send(numbers({1}), 2);
+  EXPECT_THROW(last->recv(got, 0), Error) << "4 bytes for 8";
 }
 
 }  // namespace

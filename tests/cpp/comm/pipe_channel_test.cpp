@@ -3,6 +3,7 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <atomic>
 #include <chrono>
@@ -14,6 +15,7 @@
 #include "../on_threads.h"
 #include "../error_of.h"
 #include "base/error.h"
+#include "comm/transports/counted_communicator.h"
 #include "comm/transports/thread_communicator.h"
 #include "transports.h"
 
@@ -173,6 +175,36 @@ TEST(PipeChannel, ReceivesAheadOfBeingAsked) {
     EXPECT_TRUE(channel.arrived(PipeStream::kActivations, 0));
     EXPECT_TRUE(channel.recv(PipeStream::kActivations, 0).pieces[0].wants_grad);
   });
+}
+
+TEST(PipeChannel, PlannedRanksSendShapes) {
+  PipeChannelOptions options;
+  options.device = at::kMeta;
+  options.ahead = 0;
+  const PlannedPeers stores[] = {c10::make_intrusive<c10d::HashStore>(), c10::make_intrusive<c10d::HashStore>()};
+  const auto made = [&](int rank) {
+    return std::make_unique<PipeChannel>(counted_communicator(rank, 2, "pipe", {}, stores[0]),
+                                         counted_communicator(rank, 2, "pipe_grads", {}, stores[1]), options);
+  };
+  const auto first = made(0), second = made(1);
+  const auto meta = at::TensorOptions().device(at::kMeta);
+  EXPECT_TRUE(says(error_of([&] { second->recv(PipeStream::kActivations, 0); }), "no message of activations"));
+  for (int number = 0; number < 5; ++number) {  // more than a sender may have under way
+    PipeMessage message{{{at::empty({3, 4}, meta.dtype(at::kHalf)).t(), true}, {}}, true};
+    for (int more = 0; more < 4 * number; ++more) message.pieces.push_back({at::empty({2, 2, 2, number}, meta), false});
+    first->send(PipeStream::kActivations, 1, message);
+    second->expect(PipeStream::kActivations, 0, 1);
+    const PipeMessage got = second->recv(PipeStream::kActivations, 0);
+    ASSERT_EQ(got.pieces.size(), message.pieces.size());
+    EXPECT_TRUE(got.packed && got.pieces[0].wants_grad && !got.pieces[1].tensor.defined());
+    EXPECT_TRUE(got.pieces[0].tensor.is_meta() && got.pieces[0].tensor.scalar_type() == at::kHalf);
+    for (const size_t index : {size_t{0}, got.pieces.size() - 1})
+      if (got.pieces[index].tensor.defined()) {
+        EXPECT_EQ(got.pieces[index].tensor.sizes(), message.pieces[index].tensor.sizes());
+      }
+  }
+  first->settle();
+  EXPECT_EQ(first->traffic().messages, 5);
 }
 
 TEST(PipeChannel, RefusesWhatCannotBe) {

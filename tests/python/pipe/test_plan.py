@@ -6,8 +6,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from deepspeed.pipe.layer_work import ELEMENTWISE, layer_works
 from deepspeed.pipe.profile import LayerCost
+from deepspeed.planner.parts import ELEMENTWISE, layer_works
 from refusals import refused
 
 WIDTH, BATCH = 32, 4

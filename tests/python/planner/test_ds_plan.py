@@ -17,6 +17,15 @@ def sample(batch):
 
 def wide(batch):
     return torch.zeros(batch, 7)
+
+def stages(num_stages=2):
+    from deepspeed.pipe import PipelineModule
+
+    layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]
+    return PipelineModule(layers, num_stages=num_stages, loss_fn=torch.nn.functional.mse_loss)
+
+def pair(batch):
+    return torch.zeros(batch, 1024), torch.zeros(batch, 1024)
 """
 CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
@@ -70,6 +79,17 @@ def test_json_with_a_search(ds_plan):
     assert all(row["config"]["optimizer"] == CONFIG["optimizer"] for row in made["search"])
 
 
+def test_a_search_chooses_the_number_of_stages(ds_plan):
+    code, told = ds_plan("--world", "2", "--json", "--search", model="stages", sample="pair")
+    made = json.loads(told[told.index("{") :])
+    assert code == 0 and [row["rank"] for row in made["ranks"]] == [0, 1] and "bubble" in made["ranks"][0]["seconds"]
+    settings = [row["settings"] for row in made["search"]]
+    assert any("2 pipeline stages" in one for one in settings) and any("1 pipeline stages" in one for one in settings)
+    assert [row for row in made["search"] if "2 pipeline stages" in row["settings"]][0]["config"][
+        "gradient_accumulation_steps"
+    ] >= 2
+
+
 def test_a_plan_beside_a_step_log(ds_plan, tmp_path):
     phases = {"forward": 0.25, "backward": 0.5, "optimizer": 0.125, "communication": 0.0, "gathers": 0.0625}
     lines = [{"kind": "step", "step": step, "wall": 1.0, "phases": phases} for step in range(1, 21)]
@@ -86,7 +106,7 @@ def test_a_plan_beside_a_step_log(ds_plan, tmp_path):
     [
         (["--memory", "80"], {}, "write a number and a unit, such as 80GB"),
         (["--world", "5", "--nodes", "2"], {}, "cannot be spread evenly over --nodes 2"),
-        ([], {"model": "other"}, "has no function 'other'; it has make, sample, wide"),
+        ([], {"model": "other"}, "has no function 'other'; it has make, pair, sample, stages, wide"),
         ([], {"sample": "wide"}, "RuntimeError"),
         ([], {"config": "missing.json"}, "missing.json"),
     ],

@@ -162,7 +162,7 @@ def test_arguments_that_do_not_fit_together():
     refused(ValueError, "a job has at least one rank", planned, 0, world=-1)
     refused(ValueError, "must be more than 0 bytes", planned, 0, memory=0)
     refused(ValueError, "has the ranks 0 to 3", planned, 0, ranks=[4])
-    refused(ValueError, "pipelines are not planned here: use deepspeed.pipe.plan", planned, 0, model=lambda: pipeline)
+    refused(ValueError, "the sample of a pipeline is what its data iterator gives", planned, 0, model=lambda: pipeline)
     refused(ValueError, "sample is missing", deepspeed.plan, layers(), settings(0), 2)
     refused(
         PlanError,
@@ -175,7 +175,8 @@ def test_arguments_that_do_not_fit_together():
 
 
 def pipeline():
-    return PipelineModule([torch.nn.Linear(SIZE, SIZE) for _ in range(2)], num_stages=2)
+    layers = [torch.nn.Linear(SIZE, SIZE) for _ in range(2)]
+    return PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
 
 
 def _fail(error):
@@ -194,9 +195,24 @@ def test_children_run_at_the_same_time_and_one_that_fails_ends_the_others():
     with mock.patch.object(os, "sched_getaffinity", return_value={0, 1}):
         assert run_each_apart(pow, [(2, n) for n in range(5)]) == [1, 2, 4, 8, 16]
         begun = time.monotonic()
-        refused(ValueError, "^this one$", run_each_apart, _fail_or_sleep, [(ValueError("this one"),), (None,)])
+        for rows in ([(ValueError("this one"),), (None,)], [(None,), (ValueError("this one"),)]):
+            refused(ValueError, "^this one$", run_each_apart, _fail_or_sleep, rows)
         assert time.monotonic() - begun < 60
         assert {child.pid for child in psutil.Process().children()} == before
+
+
+def test_children_that_wait_for_each_other_run_together(tmp_path):
+    with mock.patch.object(os, "sched_getaffinity", return_value={0}):
+        rows = [(str(tmp_path / "met"), number) for number in range(3)]
+        assert run_each_apart(_meet, rows, together=True) == [0, 1, 2]
+
+
+def _meet(path, number):
+    store = torch.distributed.FileStore(path, 3)
+    store.set(str(number), "here")
+    for other in range(3):
+        store.get(str(other))
+    return number
 
 
 def _fail_or_sleep(error):
@@ -209,6 +225,8 @@ def test_a_new_process_plans_where_autograd_works_in_no_child():
     with mock.patch.object(child, "_has_autograd", return_value=False):
         found = deepspeed.plan(layers(), settings(2), 4, "1GB", torch.zeros(2, SIZE), machine=RATES, ranks=[0])
         assert found.fits and found.peak_bytes == planned(2, dtype="fp32", ranks=[0]).peak_bytes
+        pair = torch.zeros(2, SIZE), torch.zeros(2, SIZE)
+        assert len(planned(0, world=2, dtype="fp32", model=lambda: pipeline, sample=pair).ranks) == 2
         unknown = refused(
             PlanError, "before the first backward, or use ds_plan", planned, 2, loss=lambda output: output
         )

@@ -25,11 +25,11 @@ class Planning(Part):
 
     @member
     def plan(self, memory=None, sample=None, machine=None):
-        """The ``deepspeed.planner.Plan`` of this rank: memory by owner, traffic and time of a step. Nothing is trained:
-        a forked process runs steps of another engine on tensors without memory.
+        """The ``deepspeed.planner.Plan`` of this rank, or of all stages of its pipeline: memory by owner, traffic and
+        time of a step. Nothing is trained: a forked process runs steps of another engine on tensors without memory.
 
         memory: bytes of a device, or a text such as ``"80GB"``; None: no limit. sample: the inputs of a micro-batch, as
-        in ``deepspeed.plan``; None: those of the first forward that trained. machine: a machine file.
+        in ``deepspeed.plan``; None: those of the first forward, or batch, that trained. machine: a machine file.
         """
         inputs = self.inputs if sample is None else sample
         if inputs is None:

@@ -70,6 +70,7 @@ class Measured(Part):
             source = engine.grid.stage_to_global(engine._last_stage)
             dist.broadcast_object_list(labels, source, group=engine.grid.get_pipe_parallel_group())
         plans.sample, plans.label_sample = sample[0], labels[0]
+        engine._planning.inputs = None if labels[0] is None else ((sample[0], labels[0]), {})
         if engine.global_rank != 0 or engine.is_model_parallel:  # sliced layers would wait for the other slices
             return
         try:

@@ -9,8 +9,9 @@ from deepspeed.activation_checkpointing import checkpointing
 from deepspeed.engine.members import Part, member, pipeline_parts
 from deepspeed.log import warning_once
 from deepspeed.pipe import schedule
-from deepspeed.pipe.planning import NOT_SPLIT, plan
+from deepspeed.pipe.planning import NOT_SPLIT
 from deepspeed.pipe.profile import tensors_of
+from deepspeed.registry import load_target
 from deepspeed.zero.nested import replace
 
 
@@ -29,8 +30,8 @@ class Plans(Part):
         self.sample, self.label_sample = shapes_of(self.engine.module.profile_input), None
         self._split_prepared = False
         self._check_section(section)
-        self._name, self._memory_limit = section["schedule"], section["memory_limit"]
-        if self._name != "auto":
+        self.name, self.memory_limit = section["schedule"], section["memory_limit"]
+        if self.name != "auto":
             self.planned(self.engine.micro_batches)
 
     def _check_section(self, section):
@@ -52,7 +53,7 @@ class Plans(Part):
         if not section["use_reentrant"] and self.engine.module.activation_checkpoint_func is checkpointing.checkpoint:
             self.engine.module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
 
-    def _why_whole(self):
+    def why_whole(self):
         """Why this engine computes both halves of a backward at once; "" where it does not."""
         if self.engine._stage_policy.shards_params:
             return "ZeRO stage 3 gathers weights for one pass; use stage 2, or a schedule that does not split"
@@ -68,17 +69,17 @@ class Plans(Part):
         """Before a schedule with backwards in two halves: nothing falls back in silence."""
         if self._split_prepared:
             return
-        self._split_prepared, why = True, self._why_whole()
+        self._split_prepared, why = True, self.why_whole()
         if why:
-            warning_once(f"pipeline.schedule {self._name}: {NOT_SPLIT}: {why}", key="pipeline: not split")
+            warning_once(f"pipeline.schedule {self.name}: {NOT_SPLIT}: {why}", key="pipeline: not split")
         elif any(self.engine.module.is_checkpointable_results):
             self.engine.module.activation_checkpoint_func = checkpointing.split_checkpoint
 
     # ---- schedules ---------------------------------------------------------------------------------------------------
     def planned(self, micro_batches):
         """This stage's part of the schedule of the configuration."""
-        if self._name != "auto":
-            return self._proved(self._name, micro_batches)
+        if self.name != "auto":
+            return self._proved(self.name, micro_batches)
         if micro_batches not in self._fastest_names:
             self._fastest_names[micro_batches] = self._fastest(micro_batches)
         return self._proved(self._fastest_names[micro_batches], micro_batches)
@@ -165,37 +166,7 @@ class Plans(Part):
                 "pipe_plan() does not know the inputs yet: call it after the first train_batch(), or give the "
                 "PipelineModule a profile_input="
             )
-        module = self.engine.module
-        found = plan(
-            module._layer_specs,
-            self.engine.num_stages,
-            micro_batches or self.engine.micro_batches,
-            schedule=self._name,
-            sample=self.sample,
-            partition_method=list(module.parts),
-            virtual_stages=module.pipe_shape.chunks,
-            placement=module.pipe_shape.placement,
-            costs=module.layer_costs,
-            memory_limit=self._memory_limit,
-            state_bytes=self._state_bytes(),
-            split_backward=not self._why_whole(),
-            activation_checkpoint_interval=module.activation_checkpoint_interval,
-            checkpointable_layers=module.checkpointable_layers,
-            loss_fn=module.loss_fn,
-            labels=self.label_sample,
-        )
-        found.note = found.note.replace(NOT_SPLIT, f"{NOT_SPLIT}: {self._why_whole()}")
-        found.measured = self.engine._measured.found
-        return found
-
-    def _state_bytes(self):
-        """Of parameters, gradients, masters and two moments, for each parameter."""
-        model, grads = (dtype.itemsize if hasattr(dtype, "itemsize") else torch.empty((), dtype=dtype).element_size()
-                        for dtype in self.engine.get_data_types())  # fmt: skip
-        copies, policy = self.engine.parallel.dp_world_size, self.engine._stage_policy
-        states = (8 if model == 4 else 12) / (copies if policy.shards_states else 1)
-        grads = grads / (copies if policy.shards_grads else 1)
-        return round(states + grads + model / (copies if policy.shards_params else 1))
+        return load_target("deepspeed.planner.parts:pipe_plan_of")(self.engine, micro_batches)
 
 
 class FixedSchedule:
