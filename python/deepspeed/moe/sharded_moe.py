@@ -195,6 +195,7 @@ class MOELayer(torch.nn.Module):
         self.num_local_experts = num_local_experts
         self.layer_name = ""
         self.overlap_chunks = 1
+        self.busiest = 1.0  # in plans; see ``exchange.TokenDispatcher``
         self.loss_scale = None  # a function, where the gradient of ``l_aux`` times what it returns is added here
         self.statistics = LayerStatistics(ep_size * num_local_experts)
         self.l_aux = torch.tensor(0.0)
@@ -217,8 +218,6 @@ class MOELayer(torch.nn.Module):
         there is one."""
         hidden = input[0]
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        if hidden.device.type == "meta" and hasattr(self.gate, "route"):
-            return self._on_meta(tokens).reshape(hidden.shape)
         if self.ep_size > 1 and self.ep_group is None:
             fail(self.layer_name, f"ep_size={self.ep_size}, and no groups: deepspeed.initialize makes them")
         try:
@@ -236,12 +235,6 @@ class MOELayer(torch.nn.Module):
         if self.loss_scale is not None and combined.requires_grad:
             combined = add_loss(combined, routes.l_aux, self.loss_scale)
         return combined.reshape(hidden.shape)
-
-    def _on_meta(self, tokens):
-        """A forward on meta tensors, for plans: each token runs through ``k`` experts, of whatever rank."""
-        weights = self.gate.wg(tokens.float()).softmax(-1)[:, : self.gate.k, None].type_as(tokens)
-        rows = self.experts(tokens.repeat(self.gate.k, 1), [len(tokens) * self.gate.k])
-        return (rows.reshape(self.gate.k, *tokens.shape).transpose(0, 1) * weights).sum(1)
 
     def __deepcopy__(self, memo):
         """Groups of ranks are shared; the loss of the last forward comes without its graph."""

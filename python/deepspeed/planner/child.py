@@ -116,7 +116,15 @@ def _answer(function, args):
         return PlanError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"), None
 
 
-def _run_anew(function, args):
+def run_anew(function, args, threads):
+    """``function(*args)`` in a new interpreter, which uses so many threads."""
+    error, value = _run_anew(function, args, threads)
+    if error is not None:
+        raise error
+    return value
+
+
+def _run_anew(function, args, threads=1):
     advice = "call deepspeed.plan before the first backward, or use ds_plan"
     try:
         given = pickle.dumps((function, args))
@@ -124,7 +132,7 @@ def _run_anew(function, args):
         raise PlanError(f"{advice}: the model cannot be sent to a new process ({error})") from None
     if b"__main__" in given:
         raise PlanError(f"{advice}: the model's classes stand in the script, which a new process would run again")
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), OMP_NUM_THREADS="1")
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), OMP_NUM_THREADS=str(threads))
     command = [sys.executable, "-c", "from deepspeed.planner import child; child.answer_stdin()"]
     done = subprocess.run(command, input=given, stdout=subprocess.PIPE, env=environment)
     if done.returncode or not done.stdout:

@@ -37,10 +37,10 @@ class Candidate(NamedTuple):
 
 class Search:
     """Plans other settings of one job. ``model``: a function of ``recompute`` that makes the model on meta;
-    ``sample``: a function of the micro-batch that makes its inputs."""
+    ``sample``: a function of the micro-batch that makes its inputs; ``how``: more arguments of ``plan``."""
 
-    def __init__(self, model, config, world, memory, sample, machine, can_recompute):
-        self.model, self.config, self.world, self.memory = model, config, world, memory
+    def __init__(self, model, config, world, memory, sample, machine, can_recompute, **how):
+        self.how, self.model, self.config, self.world, self.memory = how, model, config, world, memory
         self.sample, self.machine, self.can_recompute = sample, machine, can_recompute
         zero = config.get("zero_optimization") or {}
         self.stage = int(zero.get("stage", 0))
@@ -73,6 +73,7 @@ class Search:
                 self.sample(candidate.micro_batch),
                 self.machine,
                 ranks=[0],
+                **self.how,
             )
         except (ValueError, PlanError) as error:
             return candidate._replace(why=str(error).splitlines()[0])

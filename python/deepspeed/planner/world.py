@@ -62,11 +62,12 @@ def _keep_objects(object_list, *args, **kwargs):
 
 
 class World:
-    """One rank of ``size``. ``calls()`` are those of its communicators since the last time. The process cannot leave
-    it: see ``run_apart``."""
+    """One rank of ``size``. ``calls()`` are those of its communicators since the last time. ``times``: measured ones of
+    operators (``operators.nanoseconds``), None where the rates of the machine give all. The process cannot leave it:
+    see ``run_apart``."""
 
     def __init__(self, rank, size, memory, machine):
-        self.rank, self.size, self.machine = rank, size, machine
+        self.rank, self.size, self.machine, self.times = rank, size, machine, None
         self.memory = _native._C.MetaMemory(512)
         self.memory.set_rates(machine.host, machine.file, machine.host_step, machine.memory)
         logger.setLevel(logging.WARNING)  # the planned engine is no run

@@ -1,6 +1,5 @@
 """``deepspeed.plan``: memory by hand, what stays as it was, and arguments that do not fit together."""
 
-import functools
 import os
 import time
 from unittest import mock
@@ -24,21 +23,26 @@ NUMEL = LAYERS * SIZE * SIZE
 RATES = Machine("test", {"float32": 1e12, "bfloat16": 2e12}, 1e11, 1000, (1000, 1e10), (9000, 1e9), 2e10, 1e9, 1e10)
 
 
+PLAN_OPTIONS = ("memory", "ranks", "sample", "loss", "optimizer", "imbalance", "measure")
+
+
 def layers(count=LAYERS):
     return torch.nn.Sequential(*[torch.nn.Linear(SIZE, SIZE, bias=False) for _ in range(count)])
 
 
 class Experts(torch.nn.Module):
-    def __init__(self, ranks):
+    """Experts of two ranks, which keep all tokens."""
+
+    def __init__(self):
         super().__init__()
-        self.moe = MoE(16, torch.nn.Linear(16, 16), num_experts=4, ep_size=ranks)
+        self.moe = MoE(SIZE, torch.nn.Linear(SIZE, SIZE), num_experts=4, ep_size=2, drop_tokens=False)
 
     def forward(self, x):
         return self.moe(x)[0]
 
 
 def planned(stage, world=4, dtype="bf16", model=layers, rows=2, **more):
-    given = {key: more.pop(key) for key in ("memory", "ranks", "sample", "loss", "optimizer") if key in more}
+    given = {key: more.pop(key) for key in PLAN_OPTIONS if key in more}
     given.setdefault("sample", torch.zeros(rows, SIZE, dtype={"bf16": torch.bfloat16}.get(dtype, torch.float32)))
     config = settings(stage, rows=rows, dtype=dtype, **more)
     return deepspeed.plan(model(), config, world, machine=RATES, **given)
@@ -74,12 +78,25 @@ def test_states_on_the_host_and_in_files(tmp_path):
     assert in_files.tiers["file"]["bytes_per_step"] >= 2 * 3 * NUMEL * 4 / 4
 
 
-def test_exchanges_of_experts_are_named_as_not_known():
-    def model(ranks):
-        return torch.nn.Sequential(torch.nn.Linear(SIZE, 16), Experts(ranks))
+def test_the_rows_of_the_busiest_rank():
+    """``imbalance`` times the mean, at most all: they are exchanged, kept for the backward, and computed."""
+    rows = 4096
 
-    alone, spread = (planned(1, dtype="fp32", model=functools.partial(model, ranks)) for ranks in (1, 2))
-    assert not alone.ranks[0].not_known and "between ranks with experts" in str(spread)
+    def found(imbalance):
+        made = planned(1, 2, "fp32", Experts, rows, imbalance=imbalance)
+        one = made.ranks[0]
+        exchanged = sum(size for (verb, _), (_, size) in one.calls.items() if verb == "all_to_all")
+        return exchanged, one.flops, made.peak_bytes, made.seconds
+
+    mean, busy, most, beyond = map(found, (1, 1.5, 2, 5))
+    row, counts = SIZE * 4, 4 * 8
+    assert mean[0] == 4 * rows * row + counts, "there and back, and their gradients"
+    assert busy[0] - mean[0] == 2 * (rows // 2) * row, "what comes back, and gradients that go back"
+    assert most[0] - mean[0] == 2 * rows * row and beyond == most
+    products = 3 * 2 * SIZE * SIZE
+    assert busy[1] - mean[1] == rows // 2 * products and most[1] - mean[1] == rows * products
+    assert mean[2] + rows // 2 * row <= busy[2] < most[2]
+    assert mean[3] < busy[3] < most[3]
 
 
 def test_activations_grow_with_the_micro_batch():
@@ -163,6 +180,8 @@ def test_arguments_that_do_not_fit_together():
     refused(ValueError, "must be more than 0 bytes", planned, 0, memory=0)
     refused(ValueError, "has the ranks 0 to 3", planned, 0, ranks=[4])
     refused(ValueError, "pipelines are not planned here: use deepspeed.pipe.plan", planned, 0, model=lambda: pipeline)
+    for imbalance in (0.5, float("nan"), float("inf")):
+        refused(ValueError, "receives 1 or more times the rows of the mean", planned, 0, imbalance=imbalance)
     refused(ValueError, "sample is missing", deepspeed.plan, layers(), settings(0), 2)
     refused(
         PlanError,
