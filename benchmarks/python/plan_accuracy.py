@@ -15,7 +15,6 @@ thread. The limit of times on two cores: equal runs differ by up to 8 %. Experts
 """
 
 import argparse
-import collections
 import contextlib
 import gc
 import json
@@ -199,6 +198,15 @@ class Job:
         return toy_transformers.installed() if self.parts else contextlib.nullcontext()
 
 
+def added(calls):
+    """Count and bytes by verb."""
+    found = {}
+    for verb, count, size in calls:
+        before = found.get(verb, (0, 0))
+        found[verb] = [before[0] + count, before[1] + size]
+    return found
+
+
 class _Recomputed:
     """A forward whose activations are computed again in the backward."""
 
@@ -247,7 +255,7 @@ def work(args):
         gc.collect()
         before = accelerator.memory_allocated()
         engine = deepspeed.initialize(model=job.model(settings["recomputed"]), config=settings["config"])[0]
-        recorder, begun = _native._C.CallRecorder(False), time.perf_counter()
+        recorder = _native._C.CallRecorder(False)
         given = job.inputs(engine.device)
         for number in range(2 + STEPS):
             if number == 2:
@@ -265,12 +273,7 @@ def work(args):
             if number == 2:
                 call_log.remove(recorder)
                 peak = accelerator.max_memory_allocated() - before
-    del begun
-    calls = collections.defaultdict(lambda: [0, 0])
-    for call in recorder.take():
-        found = calls[call.op.removesuffix("_into_tensor")]
-        found[0] += 1
-        found[1] += call.bytes
+    calls = added((call.op, 1, call.bytes) for call in recorder.take())
     rows = [None] * job.world
     dist.all_gather_object(rows, {"calls": calls, "peak": peak, "seconds": statistics.median(seconds[2:])})
     engine.destroy()
@@ -302,11 +305,7 @@ def planned(job, config, **how):
 
 
 def calls_of(rank):
-    found = collections.defaultdict(lambda: [0, 0])
-    for (verb, _), (count, size) in rank.calls.items():
-        found[verb][0] += count
-        found[verb][1] += size
-    return dict(found)
+    return added((verb, count, size) for (verb, _), (count, size) in rank.calls.items())
 
 
 def memory(job, args, folder):

@@ -38,9 +38,8 @@ def calls_of(calls):
     """Count and bytes by verb, without the small numbers that only hosts exchange."""
     found = collections.defaultdict(lambda: [0, 0])
     for call in calls:
-        op = call.op.removesuffix("_into_tensor")  # torch has two names for the verb
-        found[op][0] += 1
-        found[op][1] += call.bytes
+        found[call.op][0] += 1
+        found[call.op][1] += call.bytes
     return {op: tuple(figures) for op, figures in found.items()}
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from deepspeed import comm as dist
+from deepspeed._compat import without_autocast
 from deepspeed.log import warning_once
 from deepspeed.moe.errors import fail
 from deepspeed.moe.exchange import PaddedTokenDispatcher, _AllToAll, exchange_of, named, with_gradient
@@ -148,7 +149,7 @@ class TopKGate(torch.nn.Module):
         x = input.float()
         if noise == "Jitter":
             x = multiplicative_jitter(x, device=input.device)
-        with torch.autocast(input.device.type, enabled=False):
+        with without_autocast(input.device.type):
             logits = F.linear(x, self.wg.weight.float())
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         bias = None if self.expert_bias is None else self.expert_bias.float()

@@ -152,7 +152,7 @@ def _plan(args):
         for phase, (planned, measured) in against:
             print(f"  {phase:14s} planned {planned * 1e3:10.2f} ms, measured {measured * 1e3:10.2f} ms")
         if not made.fits:
-            print(f"cheapest change that fits: {change.words}" if change else "no single change makes it fit")
+            print(f"cheapest change that fits: {change.words}" if change else "no change makes it fit")
         if args.search:
             print(f"the fastest of {tried} settings:")
             for one in fastest:

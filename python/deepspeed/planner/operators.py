@@ -46,7 +46,7 @@ def _made(value, device):
 
 
 def nanoseconds(calls, ranks):
-    """``{call: nanoseconds}``, without the calls that cannot run here. As many processes measure at the same time as
+    """``{call: nanoseconds}``, None for a call that cannot run here. As many processes measure at the same time as
     there are cores, at most ``ranks``, because ranks of one host share its memory; where there are more ranks, they
     share cores."""
     cores = len(os.sched_getaffinity(0))
@@ -54,7 +54,7 @@ def nanoseconds(calls, ranks):
     count = max(1, min(ranks, cores // int(threads))) if get_accelerator().device_name() == "cpu" else 1
     with ThreadPoolExecutor(count) as pool:
         rows = list(pool.map(lambda _: run_anew(_run, (list(calls),), threads), range(count)))
-    return {call: statistics.mean(times) for call, times in zip(calls, zip(*rows)) if None not in times}
+    return {call: None if None in times else statistics.mean(times) for call, times in zip(calls, zip(*rows))}
 
 
 def _run(calls):

@@ -153,7 +153,7 @@ def plan(
     its attribute ``loss``, its first number, or the sum of its first tensor. optimizer: a function of parameters, where
     the configuration names none. imbalance: the rank whose experts have most to do receives so many times the rows of
     the mean. measure: each operator runs on a device of this machine, where it takes the time that the plan has for it;
-    False: the rates of ``machine`` give the times.
+    False: the rates of ``machine`` give the times; a dict: as True, and it keeps the times for further plans.
 
     Returns a ``Plan``. ValueError for arguments that do not fit together; ``PlanError`` where the model or the engine
     raises.
@@ -178,10 +178,11 @@ def plan(
     inputs = on_meta(arguments_in(sample))
     with files_apart(given) as given:
         common = model, given, size, room, inputs, rates, loss, optimizer, imbalance
-        made = run_each_apart(_plan_rank, [(rank, *common, {} if measure else None) for rank in wanted])
-        if measure:
-            calls = dict.fromkeys(itertools.chain.from_iterable(calls for *_, calls in made))
-            times = nanoseconds(calls, min(size, rates.ranks_of_host or size))
+        times = measure if isinstance(measure, dict) else {} if measure else None
+        made = run_each_apart(_plan_rank, [(rank, *common, times) for rank in wanted])
+        calls = dict.fromkeys(itertools.chain.from_iterable(calls for *_, calls in made))
+        if times is not None and calls:
+            times.update(nanoseconds(calls, min(size, rates.ranks_of_host or size)))
             made = run_each_apart(_plan_rank, [(rank, *common, times) for rank in wanted])
     found, parameters, _ = zip(*made)
     return Plan(found, size, room, rates.name, parameters[0])

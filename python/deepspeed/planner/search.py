@@ -40,7 +40,8 @@ class Search:
     ``sample``: a function of the micro-batch that makes its inputs; ``how``: more arguments of ``plan``."""
 
     def __init__(self, model, config, world, memory, sample, machine, can_recompute, **how):
-        self.how, self.model, self.config, self.world, self.memory = how, model, config, world, memory
+        self.how = {**how, "measure": {}} if how.get("measure") else how
+        self.model, self.config, self.world, self.memory = model, config, world, memory
         self.sample, self.machine, self.can_recompute = sample, machine, can_recompute
         zero = config.get("zero_optimization") or {}
         self.stage = int(zero.get("stage", 0))
@@ -102,9 +103,9 @@ class Search:
                 yield self.candidate(stage, size, offload, again)
 
     def cheapest_change(self):
-        """The fastest single change that fits; None where none does."""
+        """The fastest single change that fits; where none does, the fastest of all settings; None: nothing fits."""
         fitting = [one for one in map(self.planned, filter(None, self.single_changes())) if one.plan and one.plan.fits]
-        return max(fitting, key=lambda one: one.samples_per_second, default=None)
+        return max(fitting or self.fastest(1)[0], key=lambda one: one.samples_per_second, default=None)
 
     def fastest(self, count=10):
         """The ``count`` fastest candidates that fit, and the number of all."""

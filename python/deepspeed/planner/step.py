@@ -93,11 +93,13 @@ class _CountedConstants(CountedOps):
     def _take_time(self, name, cost, operands, out):
         if not (cost.flops or cost.bytes):
             return
-        took = self.world.times.get(self._call) if self._call else None
+        times = self.world.times
+        took = times.get(self._call) if times else None
         if took is None:
             made = next((one for one in tensors_in([out]) if one.is_floating_point()), None)
             took = self.world.machine.time_of(cost, torch.float32 if made is None else made.dtype)
-            self.calls[self._call] = None
+            if times is not None and self._call not in times:
+                self.calls[self._call] = None
         self.world.clock.compute(int(took))
 
 

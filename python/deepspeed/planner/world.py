@@ -12,6 +12,7 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.abstract_accelerator import constant, of_device
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.comm import group_communicators, mesh
+from deepspeed.comm.timed import call_log, listen_alone
 from deepspeed.log import logger
 
 NAME = "counted"
@@ -72,8 +73,8 @@ class World:
         self.memory.set_rates(machine.host, machine.file, machine.host_step, machine.memory)
         logger.setLevel(logging.WARNING)  # the planned engine is no run
         self.clock = _native._C.StepPlan()
-        self.log, self.recorder = _native._C.CallLog(), _native._C.CallRecorder(False)
-        self.log.add(self.recorder)
+        self.recorder = _native._C.CallRecorder(False)
+        listen_alone(self.recorder)
         set_accelerator(MetaAccelerator(memory, self.memory))
         local = min(size, machine.ranks_of_host or size)
         os.environ.update(
@@ -102,7 +103,7 @@ class World:
         return self._communicator(ranks.index(self.rank), len(ranks), key, self.machine.link(ranks))
 
     def _communicator(self, rank, size, name, link):
-        return _native._C.counted_communicator(rank, size, self.log, name, self.clock, link)
+        return _native._C.counted_communicator(rank, size, call_log, name, self.clock, link)
 
     def at(self, phase):
         """Allocations and operations from now on belong to this phase of the step."""
