@@ -405,8 +405,12 @@ def main(args):
         name = " ".join([job.name, *map(str, more.values())])
         if (args.part, name) in done or not set(args.only.split()) <= set(name.split()):
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            found = measure(job, *more.values(), args, folder)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                found = measure(job, *more.values(), args, folder)
+        except Exception as error:  # the others are measured
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            continue
         if found is not None:
             line = json.dumps({"part": args.part, "configuration": name, "device": args.device, **found})
             print(line, flush=True)

@@ -28,6 +28,7 @@ DS_BINDINGS(m) {
             memory.rates = {host, host, file, file, host_step, device_step};
           },
           "host"_a, "file"_a, "host_step"_a, "device_step"_a, "Bytes per second, by which states are placed.")
+      .def_readwrite("clock", &MetaMemory::clock, "The StepPlan to which kernels of the engine add their time.")
       .def_property_readonly("live", &MetaMemory::live)
       .def_property_readonly("owned", &MetaMemory::owned)
       .def_property_readonly("peaks", &MetaMemory::peaks)

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "plan/place_plan.h"
+#include "plan/step_plan.h"
 
 namespace ds::storage {
 
@@ -46,8 +47,11 @@ class MetaMemory {
   int64_t peak() const;                             // the most since the last reset_peak()
   void reset_peak();                                // of all moments
 
-  // Of the machine whose steps are planned on meta tensors.
+  // Of the machine whose steps are planned on meta tensors, and the clock of a step; null: nothing takes time.
   plan::PlaceRates rates;
+  std::shared_ptr<plan::StepPlan> clock;
+  // A kernel that torch does not see would have read and written so many bytes of the device.
+  void touched(size_t bytes);
 
  private:
   struct Count;

@@ -72,7 +72,7 @@ class World:
         self.memory = _native._C.MetaMemory(512)
         self.memory.set_rates(machine.host, machine.file, machine.host_step, machine.memory)
         logger.setLevel(logging.WARNING)  # the planned engine is no run
-        self.clock = _native._C.StepPlan()
+        self.clock = self.memory.clock = _native._C.StepPlan()
         self.recorder = _native._C.CallRecorder(False)
         listen_alone(self.recorder)
         set_accelerator(MetaAccelerator(memory, self.memory))
