@@ -115,10 +115,15 @@ def select(device):
         import standin_kernels
 
         os.environ.setdefault("DS_STANDIN_KERNELS", standin_kernels.library_path())
-        import torch
+        without_fused_attention()
 
-        torch.backends.cuda.enable_flash_sdp(False)  # it has no fused attention
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+def without_fused_attention():
+    """As on the stand-in device."""
+    import torch
+
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
 class Job:
@@ -135,10 +140,9 @@ class Job:
     def config(self, folder):
         zero = {"stage": self.stage}
         for feature in self.features:
-            zero.update({key: value for key, value in SECTIONS.get(feature, {}).items()})
-        for section in zero.values():
-            if isinstance(section, dict) and section["device"] == "nvme":
-                section = section.update(nvme_path=folder)
+            zero.update(SECTIONS.get(feature, {}))
+        if "nvme" in self.features:
+            zero["offload_optimizer"] = {**zero["offload_optimizer"], "nvme_path": folder}
         config = {
             "train_micro_batch_size_per_gpu": self.rows,
             "gradient_accumulation_steps": self.steps,
@@ -391,7 +395,9 @@ def main(args):
         machine.write_json(args.json, "plan_accuracy", {"summary": summary(rows), "rows": rows})
         print(json.dumps(summary(rows), indent=1))
         return
-    select("standin" if args.part == "memory" and args.device == "standin" else args.device)
+    select(args.device)
+    if args.part == "advice":
+        without_fused_attention()
     import torch
 
     torch.set_num_threads(1)

@@ -14,9 +14,11 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.planner import Machine, PlanError, child
 from deepspeed.planner.child import run_apart, run_each_apart
+from deepspeed.planner.operators import call_of, nanoseconds
 from deepspeed.planner.plans import bytes_of
+from models import Parts
 from refusals import refused
-from runs import engine_of, settings, take_step
+from runs import TORCH2, engine_of, settings, take_step
 
 SIZE, LAYERS = 512, 4
 NUMEL = LAYERS * SIZE * SIZE
@@ -114,6 +116,51 @@ def test_the_time_of_calls_is_hidden_behind_what_is_computed():
     one = found.ranks[0]
     assert set(one.seconds) == {"forward", "backward", "step", "communication"}
     assert found.seconds == pytest.approx(sum(one.seconds.values()))
+
+
+def test_measured_times_replace_those_from_rates():
+    """Rates of a machine on which products take for ever."""
+    slow = Machine(**{**vars(RATES), "flops": {"float32": 1e3}})
+
+    def found(**how):
+        return deepspeed.plan(layers(), settings(1), 2, sample=torch.zeros(2, SIZE), machine=slow, ranks=[0], **how)
+
+    times = {}
+    rates, measured = found(), found(measure=times)
+    assert rates.seconds > 1e3 > measured.seconds > 0
+    assert "aten::mm" in {name for name, _, _ in times} and all(took > 0 for took in times.values())
+    with mock.patch("deepspeed.planner.plans.nanoseconds", side_effect=AssertionError):
+        assert found(measure=times).seconds == pytest.approx(measured.seconds), "they are kept"
+
+
+class TestOperators:
+    def test_equal_calls_are_one(self):
+        a, b = torch.zeros(4, 6, device="meta"), torch.zeros(4, 6)
+        assert call_of("aten::mm", (a, b.t()), {}) == call_of("aten::mm", (b, a.t()), {})
+        assert len({call_of("aten::mm", (a, one), {}) for one in (b.t(), torch.zeros(6, 4), b.t().double())}) == 3
+
+    def test_what_cannot_run_here_is_named(self):
+        x = torch.zeros(8, 8)
+        products = {
+            call_of("aten::mm", (x, x), {}): True,
+            call_of("aten::zeros", ([4, 4],), {"dtype": torch.float32, "device": torch.device("meta")}): True,
+            call_of("deepspeed::grouped_linear", (x, [x, x]), {}): True,
+            call_of("aten::mm", (x, torch.zeros(3, 8)), {}): False,
+            call_of("deepspeed::unknown", (x,), {}): False,
+        }
+        found = nanoseconds(products, ranks=1)
+        assert {call: took is not None and took > 0 for call, took in found.items()} == products
+
+    @pytest.mark.skipif(not TORCH2, reason="torch 1.13 has no fused attention")
+    def test_fused_attention_is_that_of_this_device(self):
+        net, times = Parts(lambda net, x: attend(net.w(x)), w=torch.nn.Linear(8, 8)), {}
+        deepspeed.plan(net, settings(0), 1, sample=torch.zeros(2, 2, 16, 8), machine=RATES, measure=times)
+        fused = {name: took for (name, _, _), took in times.items() if "scaled_dot_product" in name}
+        assert len(fused) == 2 and all(took > 0 for took in fused.values())
+
+
+def attend(x):
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
 def test_this_process_stays_as_it_was():
