@@ -158,6 +158,7 @@ class Job:
 
     def model(self, recomputed=False):
         import torch
+
         from model import GPT, Shape
 
         torch.manual_seed(0)
@@ -187,7 +188,9 @@ class Job:
             def forward(self, x):
                 return super().forward(x)[0]
 
-        wide = torch.nn.Sequential(torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width))
+        wide = torch.nn.Sequential(
+            torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
+        )
         return Experts(width, wide, 4, self.world, k=2, drop_tokens="all" not in self.features)
 
     def inputs(self, device, rows=None):
