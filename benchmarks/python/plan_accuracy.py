@@ -405,6 +405,7 @@ def main(args):
 
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["XDG_CACHE_HOME"] = f"{os.path.abspath(args.file)}.cache"  # rates of other hours may be others
     jobs = [(Job(words), {}) for words in CONFIGURATIONS]
     measure = {"memory": memory, "time": timed, "advice": advice}[args.part]
     if args.part == "advice":

@@ -17,6 +17,7 @@ from deepspeed.comm.timed import call_log
 from deepspeed.moe import gating
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from deepspeed.moe.layer import MoE
+from deepspeed.zero.nested import loss_in
 from engine_models import batch, config, loss_of, make_net, net_engine
 from harness import on_ranks
 from hf_like_moe import EXPERTS, model_of
@@ -86,9 +87,9 @@ def test_calls_and_peaks_are_those_of_a_run(rank, world, stage, accumulate, more
     assert plan.peak_bytes == pytest.approx(peak, rel=0.1)
 
 
-def check(rank, world, model, config, inputs, loss_of=lambda out: out):
+def check(rank, world, model, config, inputs):
     """The calls of a step are those of the plan; on a device with an allocator that counts, its peak, too."""
-    plan = deepspeed.plan(model, config, world, sample=inputs, ranks=[rank], loss=loss_of)
+    plan = deepspeed.plan(model, config, world, sample=inputs, ranks=[rank])
     engine = engine_of(model, config)
     inputs = inputs if isinstance(inputs, dict) else {"x": inputs}
     given = {name: beside(engine, one) for name, one in inputs.items()}
@@ -96,7 +97,7 @@ def check(rank, world, model, config, inputs, loss_of=lambda out: out):
         recorder = _native._C.CallRecorder(False)
         call_log.add(recorder)
         get_accelerator().reset_peak_memory_stats()
-        take_step(engine, loss_of(engine(**given)))
+        take_step(engine, loss_in(engine(**given)))
         get_accelerator().synchronize()
         call_log.remove(recorder)
     assert planned_calls(plan) == calls_of(recorder.take())
@@ -112,7 +113,7 @@ def test_the_calls_of_ranks_that_share_sequences(rank, world, section):
         shape = {"heads": 4, "kv": 2, "hidden": 32, "layers": 2, "intermediate": 64, "vocabulary": 100}
         ids = torch.zeros(2, 32, dtype=torch.int64)
         model, sample = seeded(toy_transformers.ToyForCausalLM, **shape), {"input_ids": ids, "labels": ids}
-        check(rank, world, model, settings(1, sequence_parallel=section), sample, lambda output: output.loss)
+        check(rank, world, model, settings(1, sequence_parallel=section), sample)
 
 
 WIDTH, TOKENS = 64, 256

@@ -40,8 +40,10 @@ def _plain(value):
 def _made(value, device):
     """Numbers are zeros, which are indices, too; those with a fraction are random."""
     if isinstance(value, Operand):
-        made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-        return made.uniform_(0.1, 1) if made.is_floating_point() else made.zero_()
+        room = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride))  # parts may be one in memory
+        made = torch.empty(room, dtype=value.dtype, device=device)
+        made = made.uniform_(0.1, 1) if made.is_floating_point() else made.zero_()
+        return made.as_strided(value.shape, value.stride)
     return tuple(_made(one, device) for one in value) if isinstance(value, tuple) else value
 
 
