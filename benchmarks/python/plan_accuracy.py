@@ -1,166 +1,433 @@
-"""How near ``deepspeed.plan`` is to runs: peak of the device's allocator, collectives and time of a step.
+"""How near ``deepspeed.plan`` is to runs: the peak of the device's allocator, collectives, the time of a step, and the
+change that it advises where a job does not fit.
 
-    python benchmarks/python/plan_accuracy.py [--ranks 2] [--device standin] [--json FILE]
+    python benchmarks/python/plan_accuracy.py memory --file FILE.jsonl    # stand-in device (torch 2), or --device cuda
+    python benchmarks/python/plan_accuracy.py time --file FILE.jsonl      # CPU, or --device cuda
+    python benchmarks/python/plan_accuracy.py advice --file FILE.jsonl    # both devices: peaks there, times here
+    python benchmarks/python/plan_accuracy.py summary --file FILE.jsonl [--json FILE]
 
-A GPT is trained with 40 configurations: sizes x stages x dtypes x accumulation x places of states and parameters.
-The same ranks ask for the plan of each. The figures are ratios of planned to measured. ``--device``: of the runs; the
-CPU has no allocator that counts, so peaks are those of ``cuda`` or of ``standin``, the stand-in device of the tests
-(torch 2 and the CUDA kernels on the CPU), whose times mean nothing. Times are compared on the CPU and on GPUs. The
-limit of times on two cores: equal runs differ by up to 8 %.
+Each configuration is a job of its own. Its figures become a line of FILE, and a configuration that has a line there is
+not run again, so that a program that was ended goes on where it was. ``--only`` takes configurations with these words.
+
+Ratios are planned to measured. The CPU has no allocator that counts, so peaks are those of ``cuda`` or of ``standin``,
+the stand-in device of the tests (torch 2 and the CUDA kernels on the CPU), whose times mean nothing. Every rank has one
+thread. The limit of times on two cores: equal runs differ by up to 8 %. Experts have equal load in runs, as in plans.
 """
 
 import argparse
+import contextlib
 import gc
-import itertools
 import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-COUNT, STEPS, ROWS = 40, 3, 2
-PLACES = {
-    "device": {},
-    "optimizer on the host": {"offload_optimizer": {"device": "cpu"}},
-    "parameters on the host": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+sys.path[:0] = [HERE, os.path.join(ROOT, "examples", "quickstart"), os.path.join(ROOT, "tests")]
+TOKENS, ROWS, STEPS = 128, 2, 5
+SIZES = {
+    "1m": {"layers": 2, "heads": 2, "width": 128},
+    "10m": {},
+    "30m": {"layers": 8, "heads": 8, "width": 512},
+    "100m": {"layers": 12, "heads": 12, "width": 768, "vocab_size": 16384},
 }
-MODELS = {"1m": {"layers": 2, "heads": 2, "width": 128}, "10m": {}, "30m": {"layers": 8, "heads": 8, "width": 512}}
+# Size, ranks, stage, dtype, micro-batches of a step, and features (``Job``).
+CONFIGURATIONS = [tuple(line.split()) for line in """
+1m 1 0 fp32 1
+1m 1 0 bf16 2
+1m 1 2 fp32 1 host
+1m 1 3 bf16 1 params
+10m 1 0 fp32 2 recomputed
+10m 1 1 bf16 1
+10m 1 3 bf16 2 recomputed
+30m 1 2 fp32 2 host
+30m 1 2 bf16 1 nvme
+100m 1 1 bf16 1
+1m 2 0 fp32 2
+1m 2 1 bf16 1 host
+1m 2 2 bf16 2
+1m 2 3 fp32 1
+1m 2 1 fp32 1 experts
+1m 2 2 bf16 2 experts
+10m 2 0 bf16 1
+10m 2 1 fp32 2
+10m 2 2 fp32 1 recomputed
+10m 2 2 bf16 2 host
+10m 2 3 bf16 1
+10m 2 3 fp32 2 host
+10m 2 3 bf16 1 params
+10m 2 1 bf16 1 experts
+10m 2 2 fp32 1 experts all
+10m 2 3 bf16 1 experts all
+10m 2 1 fp32 1 ulysses
+10m 2 2 bf16 1 ring
+30m 2 2 bf16 1
+30m 2 3 fp32 1 recomputed
+30m 2 1 bf16 2 partly
+30m 2 3 bf16 2 nvme
+100m 2 2 bf16 1 recomputed
+100m 2 3 bf16 1
+1m 4 1 fp32 2
+1m 4 3 bf16 1 experts
+10m 4 2 bf16 1
+10m 4 3 fp32 1 mics
+10m 4 0 bf16 1 experts
+10m 4 1 fp32 1 ulysses
+""".strip().splitlines()]  # fmt: skip
+SECTIONS = {
+    "host": {"offload_optimizer": {"device": "cpu"}},
+    "partly": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    "nvme": {"offload_optimizer": {"device": "nvme"}},
+    "params": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "mics": {"mics_shard_size": 2},
+}
+# Of these jobs, with shares of the memory that they need, and of the micro-batch that they have here.
+ADVISED = ["10m 1 0 bf16 1", "10m 1 1 fp32 1", "30m 1 0 bf16 1", "10m 2 0 fp32 1", "10m 2 0 bf16 1", "10m 2 1 bf16 1",
+           "10m 2 2 bf16 1", "30m 2 0 bf16 1", "30m 2 1 fp32 1", "30m 2 1 bf16 1"]  # fmt: skip
+SHARES, ADVISED_ROWS = (0.9, 0.75, 0.6), 8
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--device", choices=("cpu", "cuda", "standin"), default="cpu")
-    parser.add_argument("--count", type=int, default=COUNT, help=f"configurations (default {COUNT})")
-    parser.add_argument("--sizes", default=",".join(MODELS), help=f"of the model, of {', '.join(MODELS)}")
+    parser.add_argument("part", nargs="?", choices=("memory", "time", "advice", "summary"))
+    parser.add_argument("--file", default="plan_accuracy.jsonl", help="results, a line each (default %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda", "standin"), help="default: standin for memory, else cpu")
+    parser.add_argument("--only", default="", metavar="WORDS", help="configurations with all of these words")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--settings", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.device = args.device or ("standin" if args.part == "memory" else "cpu")
+    return args
 
 
-def configurations(count, sizes):
-    """Every k-th of all that there are, so that each setting comes with each other one."""
-    rows = [
-        row
-        for row in itertools.product(sizes, range(4), ("fp32", "bf16"), (1, 2), PLACES)
-        if (row[4] == "device" or row[1] > 0) and (row[4] != "parameters on the host" or row[1] == 3)
-    ]
-    step = max(1, len(rows) // count)
-    return rows[::step][:count]
-
-
-def config_of(row):
-    _, stage, dtype, accumulation, place = row
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": stage, **PLACES[place]},
-        "bf16": {"enabled": dtype == "bf16"},
-        "steps_per_print": None,
-    }
-
-
-def run(deepspeed, model, inputs, row):
-    """Returns ``(calls by verb, peak, seconds)``."""
-    from deepspeed import _native
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.comm.timed import call_log
-
-    accumulation = row[3]
-    gc.collect()  # engines refer to themselves
-    before = get_accelerator().memory_allocated()
-    engine = deepspeed.initialize(model=model, config=config_of(row))[0]
-    accelerator, recorder = get_accelerator(), _native._C.CallRecorder(False)
-    seconds = []
-    for number in range(1 + STEPS):
-        if number == STEPS:
-            call_log.add(recorder)
-            accelerator.reset_peak_memory_stats()
-        accelerator.synchronize()
-        begin = time.perf_counter()
-        for _ in range(accumulation):
-            loss = engine(*inputs(engine.device))
-            engine.backward(loss)
-            del loss
-            engine.step()
-        accelerator.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    peak, calls = accelerator.max_memory_allocated() - before, {}
-    call_log.remove(recorder)
-    for call in recorder.take():
-        count, size = calls.get(call.op, (0, 0))
-        calls[call.op] = count + 1, size + call.bytes
-    engine.destroy()
-    return calls, peak, statistics.median(seconds[1:])
-
-
-def work(args):
-    sys.path[:0] = [os.path.join(ROOT, "examples", "quickstart"), HERE]
-    if args.device == "standin":
-        sys.path[:0] = [os.path.join(ROOT, "tests", "device"), os.path.join(ROOT, "tests", "device", "package")]
+def select(device):
+    """Makes ``device`` the accelerator of this process and of those that it starts."""
+    os.environ["DS_ACCELERATOR"] = device
+    if device == "standin":
+        folder = os.path.join(ROOT, "tests", "device")
+        sys.path[:0] = [folder, os.path.join(folder, "package")]
         import standin_kernels
 
         os.environ.setdefault("DS_STANDIN_KERNELS", standin_kernels.library_path())
-    os.environ["DS_ACCELERATOR"] = args.device
+        without_fused_attention()
+
+
+def without_fused_attention():
+    """As on the stand-in device."""
     import torch
 
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
+class Job:
+    """A configuration in words: ``host``, ``partly``, ``nvme`` (optimizer states) and ``params`` are places,
+    ``recomputed`` activations, ``experts`` (with ``all``: none of their tokens is dropped), ``ulysses`` and ``ring``
+    sequences that ranks share, ``mics``."""
+
+    def __init__(self, words, rows=ROWS):
+        self.name, self.rows = " ".join(words), rows
+        size, world, stage, self.dtype, steps, *self.features = words
+        self.shape, self.world, self.stage, self.steps = SIZES[size], int(world), int(stage), int(steps)
+        self.parts = next((one for one in ("ulysses", "ring") if one in self.features), None)
+
+    def config(self, folder):
+        zero = {"stage": self.stage}
+        for feature in self.features:
+            zero.update(SECTIONS.get(feature, {}))
+        if "nvme" in self.features:
+            zero["offload_optimizer"] = {**zero["offload_optimizer"], "nvme_path": folder}
+        config = {
+            "train_micro_batch_size_per_gpu": self.rows,
+            "gradient_accumulation_steps": self.steps,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": zero,
+            "bf16": {"enabled": self.dtype == "bf16"},
+            "steps_per_print": None,
+        }
+        if self.parts:
+            config["sequence_parallel"] = {"size": self.world, **({"method": "ring"} if self.parts == "ring" else {})}
+        return config
+
+    def model(self, recomputed=False):
+        import torch
+
+        from model import GPT, Shape
+
+        torch.manual_seed(0)
+        shape = Shape(context=TOKENS, **self.shape)
+        if self.parts:
+            import toy_transformers
+
+            return toy_transformers.ToyForCausalLM(
+                heads=shape.heads, kv=shape.heads, hidden=shape.width, layers=shape.layers,
+                intermediate=4 * shape.width, vocabulary=shape.vocab_size,
+            )  # fmt: skip
+        made = GPT(shape)
+        if "experts" in self.features:
+            for block in made.blocks:
+                block.up, block.down = self._experts(shape.width), torch.nn.Linear(shape.width, shape.width)
+        if recomputed or "recomputed" in self.features:
+            for block in made.blocks:
+                block.forward = _Recomputed(block.forward)
+        return made
+
+    def _experts(self, width):
+        import torch
+
+        from deepspeed.moe.layer import MoE
+
+        class Experts(MoE):
+            def forward(self, x):
+                return super().forward(x)[0]
+
+        wide = torch.nn.Sequential(
+            torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
+        )
+        return Experts(width, wide, 4, self.world, k=2, drop_tokens="all" not in self.features)
+
+    def inputs(self, device, rows=None):
+        import torch
+
+        ids = torch.zeros(rows or self.rows, TOKENS, dtype=torch.int64, device=device)
+        return {"input_ids": ids, "labels": ids} if self.parts else (ids, ids)
+
+    def around(self):
+        import toy_transformers
+
+        return toy_transformers.installed() if self.parts else contextlib.nullcontext()
+
+
+def added(calls):
+    """Count and bytes by verb."""
+    found = {}
+    for verb, count, size in calls:
+        before = found.get(verb, (0, 0))
+        found[verb] = [before[0] + count, before[1] + size]
+    return found
+
+
+class _Recomputed:
+    """A forward whose activations are computed again in the backward."""
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, x):
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(self.forward, x, use_reentrant=False)
+
+
+def balance_experts():
+    """Gates choose all experts equally often."""
+    import torch
+
+    from deepspeed.moe import gating
+
+    gate = gating.gate
+
+    def balanced(logits, k, select=None):
+        probs, index = gate(logits, k, select)
+        chosen = torch.arange(index.numel(), dtype=index.dtype) % logits.shape[1]
+        return probs, index.copy_(chosen.view_as(index))
+
+    gating.gate = balanced
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+def work(args):
+    """As a rank: what the steps of ``--job`` took; rank 0 writes the figures of all."""
+    select(args.device)
     import deepspeed
-    from common import machine
-    from model import GPT, Shape
+    from deepspeed import _native
+    from deepspeed import comm as dist
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.comm.timed import call_log
 
     deepspeed.logger.setLevel("ERROR")
+    balance_experts()
+    settings = json.loads(args.settings)
+    job = Job(args.job.split(), settings["rows"])
+    accelerator, seconds = get_accelerator(), []
+    with job.around():
+        dist.init_distributed(verbose=False)
+        gc.collect()
+        before = accelerator.memory_allocated()
+        engine = deepspeed.initialize(model=job.model(settings["recomputed"]), config=settings["config"])[0]
+        recorder = _native._C.CallRecorder(False)
+        given = job.inputs(engine.device)
+        for number in range(2 + STEPS):
+            if number == 2:
+                dist.barrier()
+                call_log.add(recorder)
+                accelerator.reset_peak_memory_stats()
+            begin = time.perf_counter()
+            for _ in range(settings["config"]["gradient_accumulation_steps"]):
+                loss = engine(**given).loss if job.parts else engine(*given)
+                engine.backward(loss)
+                del loss
+                engine.step()
+            accelerator.synchronize()
+            seconds.append(time.perf_counter() - begin)
+            if number == 2:
+                call_log.remove(recorder)
+                peak = accelerator.max_memory_allocated() - before
+    calls = added((call.op, 1, call.bytes) for call in recorder.take())
+    rows = [None] * job.world
+    dist.all_gather_object(rows, {"calls": calls, "peak": peak, "seconds": statistics.median(seconds[2:])})
+    engine.destroy()
+    if dist.get_rank() == 0:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file)
+    dist.barrier()
 
-    def make(name):
-        torch.manual_seed(0)
-        return GPT(Shape(**MODELS[name]))
 
-    if args.device == "standin":  # has no fused attention
-        torch.backends.cuda.enable_flash_sdp(False)
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
+def run(job, device, config, recomputed=False, rows=None):
+    """The figures of each rank of a job; None: a rank failed."""
+    from common import ranks
 
-    def inputs(device):
-        ids = torch.zeros(ROWS, 128, dtype=torch.int64)
-        return ids.to(device), ids.to(device)
+    settings = json.dumps({"config": config, "recomputed": recomputed, "rows": rows or job.rows})
+    args = argparse.Namespace(device=device, job=job.name, settings=settings)
+    try:
+        return ranks.measure(__file__, args, ("device", "job", "settings"), job.world)
+    except SystemExit as failed:
+        print(f"{job.name}: {failed}", file=sys.stderr)
+        return None
 
-    figures, rows, rank = [], configurations(args.count, args.sizes.split(",")), int(os.environ["RANK"])
-    plans = [  # before the first backward on a device: see planner/child.py
-        deepspeed.plan(lambda row=row: make(row[0]), config_of(row), args.ranks, sample=inputs("meta"), ranks=[rank])
-        for row in rows
-    ]
-    for row, plan in zip(rows, plans):
-        calls, peak, seconds = run(deepspeed, make(row[0]), inputs, row)
-        planned = {}
-        for (verb, _), both in plan.ranks[0].calls.items():
-            planned[verb] = tuple(map(sum, zip(planned.get(verb, (0, 0)), both)))
-        figures.append(
-            {
-                "configuration": " / ".join(map(str, row)),
-                "peak": plan.peak_bytes / peak if args.device != "cpu" else None,
-                "seconds": plan.seconds / seconds if args.device != "standin" else None,
-                "calls_equal": planned == calls,
-            }
-        )
-        if int(os.environ["RANK"]) == 0:
-            print(json.dumps(figures[-1]), flush=True)
-    if int(os.environ["RANK"]) == 0:
-        errors = {
-            name: [abs(one[name] - 1) for one in figures if one[name] is not None] for name in ("peak", "seconds")
-        }
-        summary = {
-            name: {"worst": max(found), "median": statistics.median(found)} for name, found in errors.items() if found
-        }
-        summary["equal_calls"] = sum(one["calls_equal"] for one in figures)
-        summary["configurations"] = len(figures)
-        machine.write_json(args.json, "plan_accuracy", {"summary": summary, "rows": figures})
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+def planned(job, config, **how):
+    import deepspeed
+
+    with job.around():
+        return deepspeed.plan(job.model, config, job.world, sample=job.inputs("meta"), **how)
+
+
+def calls_of(rank):
+    return added((verb, count, size) for (verb, _), (count, size) in rank.calls.items())
+
+
+def memory(job, args, folder):
+    plan = planned(job, job.config(folder), ranks=list(range(job.world)))
+    ran = run(job, args.device, job.config(folder))
+    if ran is None:
+        return None
+    ratios = [one.peak_bytes / real["peak"] for one, real in zip(plan.ranks, ran)]
+    differ = [(calls_of(one), real["calls"]) for one, real in zip(plan.ranks, ran) if calls_of(one) != real["calls"]]
+    return {"peak": max(ratios, key=lambda ratio: abs(ratio - 1)), "calls_equal": not differ, "differ": differ[:1]}
+
+
+def machine_of(args, world):
+    """The file of the rates of this machine, whose links are those of so many ranks."""
+    path = f"{args.file}.machine-{world}.json"
+    if not os.path.exists(path):
+        command = [sys.executable, "-m", "deepspeed.planner.cli", "--profile-machine", "--machine", path]
+        subprocess.run([*command, "--world", str(world)], check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def timed(job, args, folder):
+    machine = machine_of(args, job.world)
+    plans = {
+        "rates": planned(job, job.config(folder), machine=machine),
+        "measured": planned(job, job.config(folder), machine=machine, measure=True),
+    }
+    ran = run(job, args.device, job.config(folder))
+    if ran is None:
+        return None
+    seconds = max(one["seconds"] for one in ran)
+    ratios = {name: plan.seconds / seconds for name, plan in plans.items()}
+    return {**ratios, "seconds": seconds, "phases": {name: plan.fullest.seconds for name, plan in plans.items()}}
+
+
+def advice(job, share, args, folder):
+    """Whether the advised change fits on ``standin``, and how its speed compares with the best change that fits."""
+    from deepspeed.planner.machine import Machine
+    from deepspeed.planner.search import Search
+
+    config, machine = job.config(folder), Machine.of_jobs(machine_of(args, job.world))
+    room = int(share * planned(job, config, ranks=[0]).peak_bytes)
+    search = Search(
+        job.model, config, job.world, room, lambda rows: job.inputs("meta", rows), machine, True, measure=True
+    )
+    advised, rates = search.cheapest_change(), {}
+    for one in filter(None, search.single_changes()):
+        ran = run(job, "standin", one.config, one.recompute, one.micro_batch)
+        if ran is None or max(rank["peak"] for rank in ran) > room:
+            continue
+        ran = run(job, args.device, one.config, one.recompute, one.micro_batch)
+        rates[one.words] = job.world * one.micro_batch * one.config["gradient_accumulation_steps"]
+        rates[one.words] /= max(rank["seconds"] for rank in ran)
+    best = max(rates.values(), default=None)
+    fits = advised.words in rates if advised else not rates
+    speed = rates[advised.words] / best if advised and fits else None
+    return {"fits": fits, "speed": speed, "advised": advised and advised.words, "measured": rates}
+
+
+def summary(rows):
+    """By part: of the errors the worst and the median, and the number of configurations."""
+    made = {}
+    for part, names in {"memory": ("peak",), "time": ("rates", "measured")}.items():
+        found = [row for row in rows if row["part"] == part]
+        for name in names if found else ():
+            errors = [abs(row[name] - 1) for row in found]
+            made[name] = {"worst": max(errors), "median": statistics.median(errors), "configurations": len(errors)}
+    made["equal_calls"] = sum(row["calls_equal"] for row in rows if row["part"] == "memory")
+    found = [row for row in rows if row["part"] == "advice"]
+    near = sum((row["speed"] or 0) >= 0.9 for row in found)
+    made["advice"] = {"configurations": len(found), "fit": sum(row["fits"] for row in found), "within_10_percent": near}
+    return made
+
+
+def main(args):
+    rows = []
+    if os.path.exists(args.file):
+        with open(args.file, encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+    if args.part == "summary":
+        from common import machine
+
+        machine.write_json(args.json, "plan_accuracy", {"summary": summary(rows), "rows": rows})
+        print(json.dumps(summary(rows), indent=1))
+        return
+    select(args.device)
+    if args.part == "advice":
+        without_fused_attention()
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["XDG_CACHE_HOME"] = f"{os.path.abspath(args.file)}.cache"  # rates of other hours may be others
+    jobs = [(Job(words), {}) for words in CONFIGURATIONS]
+    measure = {"memory": memory, "time": timed, "advice": advice}[args.part]
+    if args.part == "advice":
+        jobs = [(Job(one.split(), ADVISED_ROWS), {"share": share}) for one in ADVISED for share in SHARES]
+    done = {(row["part"], row["configuration"]) for row in rows}
+    for job, more in jobs:
+        name = " ".join([job.name, *map(str, more.values())])
+        if (args.part, name) in done or not set(args.only.split()) <= set(name.split()):
+            continue
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                found = measure(job, *more.values(), args, folder)
+        except Exception as error:  # the others are measured
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            continue
+        if found is not None:
+            line = json.dumps({"part": args.part, "configuration": name, "device": args.device, **found})
+            print(line, flush=True)
+            with open(args.file, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
 
 if __name__ == "__main__":
     arguments = parse_arguments()
-    sys.path.insert(0, HERE)
-    from common import ranks
-
-    ranks.run(__file__, arguments, work, ("device", "count", "ranks", "sizes"), arguments.ranks)
+    work(arguments) if arguments.worker else main(arguments)

@@ -20,11 +20,13 @@ template <typename Table>
 using TableOf = const Table* (*)(uint32_t abi, const char* device);
 
 // call(table, launch), with the threads of `pool` on the CPU, elsewhere on the current stream of `t`'s device; without
-// the interpreter's lock. Throws ErrorKind::kRuntime, named `what`, where there is no table or a kernel has failed.
+// the interpreter's lock. Not called for tensors of the device meta, which have no values. Throws ErrorKind::kRuntime,
+// named `what`, where there is no table or a kernel has failed.
 template <typename Table, typename Call>
 void call_kernels(const char* what, TableOf<Table> table_of, uint32_t abi, const at::Tensor& t, ThreadPool& pool,
                   const Call& call) {
   const at::Device device = t.device();
+  if (device.is_meta()) return;
   const std::string type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
   const char* name = type.c_str();
   const Table* table = table_of(abi, name);

@@ -30,6 +30,7 @@ DS_BINDINGS(m) {
           },
           "host"_a, "file"_a, "host_step"_a, "device_step"_a, "Bytes per second, by which states are placed.")
       .def_readonly("on_host", &MetaMemory::on_host)
+      .def_readwrite("clock", &MetaMemory::clock, "The StepPlan to which kernels of the engine add their time.")
       .def_property_readonly("live", &MetaMemory::live)
       .def_property_readonly("owned", &MetaMemory::owned)
       .def_property_readonly("peaks", &MetaMemory::peaks)

@@ -4,10 +4,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -39,15 +41,22 @@ at::Tensor int_tensor(const std::vector<int32_t>& values, const at::Device& devi
   return at::from_blob(data, {static_cast<int64_t>(values.size())}, at::kInt).clone().to(device);
 }
 
+// The choices in host memory. Those of a step that is planned have no values: all experts get as many.
+at::Tensor on_host(const at::Tensor& experts, int64_t num_experts) {
+  if (!experts.is_meta()) return experts.to(at::kCPU, at::kInt).contiguous();
+  const c10::impl::ExcludeDispatchKeyGuard unseen(c10::python_ks);
+  return at::arange(experts.numel(), at::kInt).remainder_(num_experts).view(experts.sizes());
+}
+
 // A plan with the tensors that it was made of.
 class TensorRoutes {
  public:
   TensorRoutes(const at::Tensor& experts, int64_t num_experts, int64_t capacity, bool choices_first,
                const Maybe& priority)
-      : device_(experts.device()), experts_(experts.to(at::kCPU, at::kInt).contiguous()) {
+      : device_(experts.device()), experts_(on_host(experts, num_experts)) {
     if (experts_.dim() != 2) fail(ErrorKind::kValue, "a plan of routes takes choices of shape [tokens, k]");
     at::Tensor by;
-    if (priority.has_value()) by = priority->to(at::kCPU, at::kFloat).contiguous();
+    if (priority.has_value() && !priority->is_meta()) by = priority->to(at::kCPU, at::kFloat).contiguous();
     if (by.defined() && by.numel() != experts_.numel())
       fail(ErrorKind::kValue, "a plan of routes takes one priority for each of ", experts_.numel(), " choices, got ",
            by.numel());
@@ -209,7 +218,7 @@ class RouteOps {
   }
 
   void multiply(const at::Tensor& like, const std::vector<GemmGroup>& groups, kernels::GemmForm form) {
-    if (groups.empty()) return;
+    if (groups.empty() || like.is_meta()) return;
     if (torch_products_ || !like.device().is_cpu()) return multiply_by_torch(like, groups, form);
     on(like, [&](const RouteKernels& table, const kernels::Launch& launch) {
       table.grouped_gemm(launch, groups.data(), groups.size(), form, dtype_of(like));

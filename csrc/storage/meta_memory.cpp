@@ -159,6 +159,11 @@ void MetaMemory::set_moment(std::string moment) {
   count_->note();
 }
 
+void MetaMemory::touched(size_t bytes) {
+  if (clock && rates.device_step > 0)
+    clock->compute(static_cast<int64_t>(1e9 * static_cast<double>(bytes) / rates.device_step));
+}
+
 int64_t MetaMemory::live() const {
   const std::lock_guard lock(count_->mutex);
   return count_->live;

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "plan/place_plan.h"
+#include "plan/step_plan.h"
 
 namespace ds::storage {
 
@@ -54,8 +55,11 @@ class MetaMemory {
 
   const bool on_host;
 
-  // Of the machine whose steps are planned on meta tensors.
+  // Of the machine whose steps are planned on meta tensors, and the clock of a step; null: nothing takes time.
   plan::PlaceRates rates;
+  std::shared_ptr<plan::StepPlan> clock;
+  // A kernel that torch does not see would have read and written so many bytes of the device.
+  void touched(size_t bytes);
 
  private:
   struct Block;

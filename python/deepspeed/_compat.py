@@ -132,6 +132,11 @@ def autocast_is_on(device_type):
     return _autocast_of(device_type)[0]
 
 
+def without_autocast(device_type):
+    """A context without it. torch 1.13 makes none for the device meta."""
+    return torch.autocast(device_type, enabled=False) if autocast_is_on(device_type) else contextlib.nullcontext()
+
+
 def is_compiling():
     """Whether torch.compile is tracing the caller; torch 1.13 has none."""
     ask = getattr(getattr(torch, "compiler", None), "is_compiling", None)

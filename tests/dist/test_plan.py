@@ -1,18 +1,25 @@
 """``deepspeed.plan`` against runs: the calls of a step and the memory of the device at its peak."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
 
+import auto_ep_runs
 import deepspeed
 import devices
 import toy_transformers
 from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.timed import call_log
+from deepspeed.moe import gating
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from deepspeed.moe.layer import MoE
+from deepspeed.zero.nested import loss_in
 from engine_models import batch, config, loss_of, make_net, net_engine
 from harness import on_ranks
+from hf_like_moe import EXPERTS, model_of
 from models import beside, seeded
 from plan_calls import calls_of, planned_calls
 from runs import engine_of, settings, take_step
@@ -64,23 +71,85 @@ def test_calls_and_peaks_are_those_of_a_run(rank, world, stage, accumulate, more
     assert plan.peak_bytes == pytest.approx(peak, rel=0.1)
 
 
+def check(rank, world, model, config, inputs):
+    """The calls of a step are those of the plan; on a device with an allocator that counts, its peak, too."""
+    plan = deepspeed.plan(model, config, world, sample=inputs, ranks=[rank])
+    engine = engine_of(model, config)
+    inputs = inputs if isinstance(inputs, dict) else {"x": inputs}
+    given = {name: beside(engine, one) for name, one in inputs.items()}
+    for _ in range(2):
+        recorder = _native._C.CallRecorder(False)
+        call_log.add(recorder)
+        get_accelerator().reset_peak_memory_stats()
+        take_step(engine, loss_in(engine(**given)))
+        get_accelerator().synchronize()
+        call_log.remove(recorder)
+    assert planned_calls(plan) == calls_of(recorder.take())
+    if not ON_CPU:
+        assert plan.peak_bytes == pytest.approx(get_accelerator().max_memory_allocated(), rel=0.1)
+    engine.destroy()
+
+
 @pytest.mark.parametrize("world, section", [(2, {"size": 2}), (2, {"size": 2, "method": "ring"}), (4, {"size": 2})])
 @on_ranks(init=True)
 def test_the_calls_of_ranks_that_share_sequences(rank, world, section):
     with toy_transformers.installed():
         shape = {"heads": 4, "kv": 2, "hidden": 32, "layers": 2, "intermediate": 64, "vocabulary": 100}
-        config = settings(1, sequence_parallel=section)
         ids = torch.zeros(2, 32, dtype=torch.int64)
         model, sample = seeded(toy_transformers.ToyForCausalLM, **shape), {"input_ids": ids, "labels": ids}
-        plan = deepspeed.plan(model, config, world, sample=sample, ranks=[rank])
-        engine = engine_of(model, config)
-        inputs = {name: beside(engine, one) for name, one in sample.items()}
-        take_step(engine, engine(**inputs).loss)
-        recorder = _native._C.CallRecorder(False)
-        call_log.add(recorder)
-        take_step(engine, engine(**inputs).loss)
-        get_accelerator().synchronize()
-        ran = recorder.take()
-        call_log.remove(recorder)
-        engine.destroy()
-    assert planned_calls(plan) == calls_of(ran)
+        check(rank, world, model, settings(1, sequence_parallel=section), sample)
+
+
+WIDTH, TOKENS = 64, 256
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, **given):
+        super().__init__()
+        expert = torch.nn.Sequential(torch.nn.Linear(WIDTH, 256), torch.nn.GELU(), torch.nn.Linear(256, WIDTH))
+        self.first, self.moe = torch.nn.Linear(WIDTH, WIDTH), MoE(WIDTH, expert, num_experts=4, **given)
+
+    def forward(self, x):
+        output, loss, _ = self.moe(self.first(x))
+        return output.square().mean() + loss
+
+
+def balanced_gate(logits, k, select=None, gate=gating.gate):
+    probs, experts = gate(logits, k, select)
+    return probs, experts.copy_((torch.arange(experts.numel()) % logits.shape[1]).view_as(experts))
+
+
+def balanced_route(router, x, bias=None, route=TokenChoiceTopKRouter.route):
+    found = route(router, x, bias)
+    return found._replace(experts=torch.arange(found.experts.numel(), device=x.device).view_as(found.experts) % EXPERTS)
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize(
+    "world, stage, given",
+    [
+        (2, 1, {"drop_tokens": False}),
+        (2, 3, {"drop_tokens": False, "k": 2}),
+        (4, 2, {"drop_tokens": False, "k": 3, "use_residual": True}),
+        (2, 2, {"k": 1}),
+        (2, 1, {"k": 2}),
+    ],
+)
+@on_ranks(init=True)
+def test_the_calls_and_peaks_of_ranks_that_share_experts(rank, world, stage, given):
+    """With equal load."""
+    if ON_CPU and given.get("drop_tokens", True):
+        pytest.skip("ranks on the CPU compare their capacities")
+    if ON_CPU and stage == 3:
+        pytest.skip("ranks of one host read shared memory")
+    model = seeded(Experts, ep_size=2, **given)
+    with mock.patch.object(gating, "gate", balanced_gate):
+        check(rank, world, model, settings(stage, rows=TOKENS), torch.ones(TOKENS, WIDTH))
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+@on_ranks(2, init=True)
+def test_the_calls_of_unchanged_models_with_experts(rank, world, family):
+    with mock.patch.object(TokenChoiceTopKRouter, "route", balanced_route):
+        check(rank, world, model_of(family), auto_ep_runs.config(2, 2, 2), torch.ones(2, 4, auto_ep_runs.WIDTH))

@@ -60,6 +60,13 @@ def stop_listening(recorder, logger=None):
         _listening.numbers.clear()
 
 
+def listen_alone(recorder):
+    """``recorder`` gets the operations of native communicators and of ``deepspeed.comm``, and nobody else gets any."""
+    for one in list(_listening.recorders):
+        stop_listening(one, _listening.logger)
+    call_log.add(recorder)
+
+
 @contextlib.contextmanager
 def suppress_logging():
     """Operations inside, on this thread, are not recorded: they belong to one that is, or to the log itself."""

@@ -105,7 +105,7 @@ class AutoEPMoELayer(torch.nn.Module):
         self.expert_group_name = f"ep_size_{ep_size}"
         self.score_apply = resolve_score_apply_mode(spec, config.score_apply)
         self.layer_name, self.stages, self.ep_group, self.overlap_chunks = spec.moe_module_name, None, None, 1
-        self.loss_scale = None
+        self.loss_scale, self.busiest = None, 1.0
         self.statistics = LayerStatistics(self.num_experts)
         self.exp_counts = None
         self.router = self._make_router(getattr(source_module, spec.router_name))

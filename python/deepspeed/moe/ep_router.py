@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from deepspeed._compat import without_autocast
 from deepspeed.moe.errors import fail
 
 
@@ -22,7 +23,7 @@ class Fp32Linear(torch.nn.Linear):
     """A linear layer that computes in fp32, whatever type its weight has."""
 
     def forward(self, input):
-        with torch.autocast(input.device.type, enabled=False):
+        with without_autocast(input.device.type):
             return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 

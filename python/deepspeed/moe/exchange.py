@@ -133,10 +133,11 @@ class TokenDispatcher:
     there, and are sent back.
 
     ``kept``: rows of each expert of the group. ``chunks``: the number of parts that a rank's experts are cut into.
-    While rows of one part run through their experts, those of the next are exchanged, in backward, too.
+    While rows of one part run through their experts, those of the next are exchanged, in backward, too. ``busiest``: in
+    a step that is planned, this rank receives so many times the rows that are kept for it, at most all.
     """
 
-    def __init__(self, kept, local_experts, group, statistics, where="", chunks=1):
+    def __init__(self, kept, local_experts, group, statistics, where="", chunks=1, busiest=1.0):
         self.group, self.where, self.statistics = group, where, statistics
         self.rank = dist.get_rank(group)
         mine = torch.tensor(kept, dtype=torch.int64)
@@ -144,6 +145,8 @@ class TokenDispatcher:
         with named(where):
             dist.all_to_all_single(theirs, mine, group=group)
         ranks = len(kept) // local_experts
+        if busiest > 1:
+            theirs = (theirs * min(busiest, ranks)).round().long()
         statistics.see_bytes((ranks - 1) * local_experts * mine.element_size())
         self.mine, self.theirs = mine.view(ranks, local_experts), theirs.view(ranks, local_experts)
         self.parts = _parts(local_experts, chunks)
@@ -185,7 +188,7 @@ def exchange_of(layer, plan):
         return sources, slots, lambda rows, experts, beside: experts(rows, plan.kept)
     chunks = min(layer.overlap_chunks, layer.num_local_experts)
     dispatcher = TokenDispatcher(
-        plan.kept, layer.num_local_experts, layer.ep_group, layer.statistics, layer.layer_name, chunks
+        plan.kept, layer.num_local_experts, layer.ep_group, layer.statistics, layer.layer_name, chunks, layer.busiest
     )
     return *dispatcher.order(sources, slots), dispatcher.run
 

@@ -42,8 +42,7 @@ class Experts(torch.nn.Module):
             # are, so that torch adds up those of biases in one order.
             rows = torch.cat([one.flatten(0, -2) for one in made])
             return rows.view(len(made), *made[0].shape).transpose(0, 1).flatten(1, 2)
-        on_meta = inputs.device.type == "meta"  # kernels have none
-        if self._steps is not None and not on_meta and not autocast_is_on(inputs.device.type) and not self._hooked():
+        if self._steps is not None and not autocast_is_on(inputs.device.type) and not self._hooked():
             outputs = run_grouped(self.deepspeed_experts[first : first + len(rows)], self._steps, inputs, rows)
             self._check(first, inputs, outputs)
             return outputs

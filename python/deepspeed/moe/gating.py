@@ -58,7 +58,8 @@ def route_top2(
     probs, experts, capacity = _gated(logits, 2, select, used_token, capacity_factor, min_capacity, drop)
     routes = Routes(experts, probs, capacity, choices_first=True, normalize=True)
     first = experts[:, 0].long()
-    routes.counted = torch.bincount(first[first >= 0], minlength=logits.shape[1])
+    counts = torch.zeros(logits.shape[1] + 1, dtype=torch.int64, device=first.device)  # last: tokens without an expert
+    routes.counted = counts.scatter_add_(0, torch.where(first < 0, len(counts) - 1, first), torch.ones_like(first))[:-1]
     routes.l_aux = routes.balance_loss()
     return routes
 

@@ -22,7 +22,7 @@ _METHODS = {"relu", "tanh", "sigmoid", "mul", "add", "sub"}
 
 
 def _tell_of_product(out, x, weights):
-    if x.device.type == "cpu":  # elsewhere the kernel consists of torch's products
+    if x.device.type in ("cpu", "meta"):  # elsewhere the kernel consists of torch's products
         _native.tell_modes("grouped_linear", out, x, weights)
 
 

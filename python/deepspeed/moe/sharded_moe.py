@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from deepspeed import comm as dist
+from deepspeed._compat import without_autocast
 from deepspeed.log import warning_once
 from deepspeed.moe.errors import fail
 from deepspeed.moe.exchange import PaddedTokenDispatcher, _AllToAll, exchange_of, named, with_gradient
@@ -148,7 +149,7 @@ class TopKGate(torch.nn.Module):
         x = input.float()
         if noise == "Jitter":
             x = multiplicative_jitter(x, device=input.device)
-        with torch.autocast(input.device.type, enabled=False):
+        with without_autocast(input.device.type):
             logits = F.linear(x, self.wg.weight.float())
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         bias = None if self.expert_bias is None else self.expert_bias.float()
@@ -195,6 +196,7 @@ class MOELayer(torch.nn.Module):
         self.num_local_experts = num_local_experts
         self.layer_name = ""
         self.overlap_chunks = 1
+        self.busiest = 1.0  # in plans; see ``exchange.TokenDispatcher``
         self.loss_scale = None  # a function, where the gradient of ``l_aux`` times what it returns is added here
         self.statistics = LayerStatistics(ep_size * num_local_experts)
         self.l_aux = torch.tensor(0.0)
@@ -217,8 +219,6 @@ class MOELayer(torch.nn.Module):
         there is one."""
         hidden = input[0]
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        if hidden.device.type == "meta" and hasattr(self.gate, "route"):
-            return self._on_meta(tokens).reshape(hidden.shape)
         if self.ep_size > 1 and self.ep_group is None:
             fail(self.layer_name, f"ep_size={self.ep_size}, and no groups: deepspeed.initialize makes them")
         try:
@@ -236,12 +236,6 @@ class MOELayer(torch.nn.Module):
         if self.loss_scale is not None and combined.requires_grad:
             combined = add_loss(combined, routes.l_aux, self.loss_scale)
         return combined.reshape(hidden.shape)
-
-    def _on_meta(self, tokens):
-        """A forward on meta tensors, for plans: each token runs through ``k`` experts, of whatever rank."""
-        weights = self.gate.wg(tokens.float()).softmax(-1)[:, : self.gate.k, None].type_as(tokens)
-        rows = self.experts(tokens.repeat(self.gate.k, 1), [len(tokens) * self.gate.k])
-        return (rows.reshape(self.gate.k, *tokens.shape).transpose(0, 1) * weights).sum(1)
 
     def __deepcopy__(self, memo):
         """Groups of ranks are shared; the loss of the last forward comes without its graph."""

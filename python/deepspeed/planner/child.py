@@ -66,14 +66,9 @@ class _Child:
 
     def has_ended(self):
         """Waits for its result, or raises its error. False: a new interpreter has begun to work instead."""
-        told = self.pipe.read()
-        _, status = os.waitpid(self.pid, 0)
-        self.pid = None
-        if not told:
-            raise PlanError(f"the process that planned ended with {_ending(status)} and no result")
-        error, self.value = pickle.loads(told)
+        pid, self.pid = self.pid, None
+        error, self.value = _told_by(pid, self.pipe)
         if isinstance(error, _NoAutograd):
-            self.pipe.close()
             self.pid, self.pipe = _begin_anew(self.function, self.args)
             return False
         if error is not None:
@@ -125,7 +120,25 @@ def _answer(function, args):
         return PlanError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"), None
 
 
-def _begin_anew(function, args):
+def run_anew(function, args, threads):
+    """``function(*args)`` in a new interpreter, which uses so many threads."""
+    error, value = _told_by(*_begin_anew(function, args, threads))
+    if error is not None:
+        raise error
+    return value
+
+
+def _told_by(pid, pipe):
+    """Waits for what a process tells at its end: ``(error or None, result)``."""
+    with pipe:
+        told = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if not told:
+        raise PlanError(f"the process that planned ended with {_ending(status)} and no result")
+    return pickle.loads(told)
+
+
+def _begin_anew(function, args, threads=1):
     """A new interpreter that does the work: its process id, and the pipe of its answer."""
     advice = "call deepspeed.plan before the first backward, or use ds_plan"
     try:
@@ -134,7 +147,7 @@ def _begin_anew(function, args):
         raise PlanError(f"{advice}: the model cannot be sent to a new process ({error})") from None
     if b"__main__" in given:
         raise PlanError(f"{advice}: the model's classes stand in the script, which a new process would run again")
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), OMP_NUM_THREADS="1")
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), OMP_NUM_THREADS=str(threads))
     command = [sys.executable, "-c", "from deepspeed.planner import child; child.answer_stdin()"]
     begun = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     with begun.stdin as pipe:

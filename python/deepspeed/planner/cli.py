@@ -97,6 +97,14 @@ def _parser():
     add("--nodes", type=int, default=1, metavar="M", help="hosts (default 1)")
     add("--memory", metavar="SIZE", help="of a device, such as 80GB or 40GiB (default: no limit)")
     add("--machine", metavar="FILE", help="rates (default: the file of --profile-machine, else this machine)")
+    add(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="the busiest rank gets F times the mean rows (default 1)",
+    )
+    add("--measure", action="store_true", help="run each operator on this machine's device, which is more exact")
     add("--search", action="store_true", help="plan other settings and list the ten fastest that fit")
     add("--against", metavar="RUN.jsonl", help="compare with a step log, phase by phase")
     add("--json", action="store_true", help="print JSON")
@@ -144,8 +152,11 @@ def _plan(args):
     if args.nodes > 1:
         machine.ranks_of_host = args.world // args.nodes
     micro_batch = int(config.get("train_micro_batch_size_per_gpu") or 1)
-    made = plan(job.model, config, args.world, args.memory, job.sample(micro_batch), machine)
-    search = Search(job.model, config, args.world, args.memory, job.sample, machine, job.can_recompute, job.pipes)
+    how = {"imbalance": args.imbalance, "measure": args.measure}
+    made = plan(job.model, config, args.world, args.memory, job.sample(micro_batch), machine, **how)
+    search = Search(
+        job.model, config, args.world, args.memory, job.sample, machine, job.can_recompute, job.pipes, **how
+    )
     change = None if made.fits else search.cheapest_change()
     fastest, tried = search.fastest() if args.search else ([], 0)
     if args.png:
@@ -161,7 +172,7 @@ def _plan(args):
         for phase, (planned, measured) in against:
             print(f"  {phase:14s} planned {planned * 1e3:10.2f} ms, measured {measured * 1e3:10.2f} ms")
         if not made.fits:
-            print(f"cheapest change that fits: {change.words}" if change else "no single change makes it fit")
+            print(f"cheapest change that fits: {change.words}" if change else "no change makes it fit")
         if args.search:
             print(f"the fastest of {tried} settings:")
             for one in fastest:

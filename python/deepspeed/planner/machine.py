@@ -94,10 +94,10 @@ def here(inside=(20_000, 2e9), between=(50_000, 1e9), ranks_of_host=0):
     host, back, _, _, host_step, step = _native._C.memory.machine_rates(
         device, device.type != "cpu", "", torch.get_num_threads()
     )
-    flops = {"float32": peak_flops(device, torch.float32)}
+    dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if accelerator.is_fp16_supported() else [])]
     return Machine(
         name=f"{accelerator.device_name()} of this machine, links assumed",
-        flops=flops,
+        flops={str(dtype).removeprefix("torch."): peak_flops(device, dtype) for dtype in dtypes},
         memory=step or host_step,
         operator_ns=5_000,
         inside=inside,

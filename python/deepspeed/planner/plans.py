@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import tempfile
 
@@ -12,10 +13,10 @@ import torch
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.read import read
 from deepspeed.formats.weight_files import parse_size
-from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planner.machine import Machine
 from deepspeed.planner.pipeline import Copy, PlannedPipeline, maker_of, plan_ranks
+from deepspeed.planner.operators import nanoseconds
 from deepspeed.planner.step import PlannedRun, arguments_in, by_owner, on_meta
 from deepspeed.planner.world import World
 from deepspeed.profiling.trace import purpose_of
@@ -41,7 +42,7 @@ class RankPlan:
     """A training step of one rank. ``peak_bytes``: of the device, by its allocator, at the ``moment`` of the step when
     most is alive, and ``owners``, their bytes then. ``tiers``: ``{tier: {"peak_bytes", "bytes_per_step"}}`` of the host
     and of files. ``calls``: ``{(verb, purpose): (count, bytes)}``. ``flops``: of the model's operators. ``seconds``: by
-    phase; ``not_known``: operators whose cost or shape is not known, and exchanges that are not counted."""
+    phase; ``not_known``: operators whose cost is not known."""
 
     rank: int
     peak_bytes: int
@@ -129,7 +130,19 @@ class Plan:
 
 
 # ---- making one ------------------------------------------------------------------------------------------------------
-def plan(model, config, world=None, memory=None, sample=None, machine=None, ranks=None, loss=None, optimizer=None):
+def plan(
+    model,
+    config,
+    world=None,
+    memory=None,
+    sample=None,
+    machine=None,
+    ranks=None,
+    loss=None,
+    optimizer=None,
+    imbalance=1.0,
+    measure=False,
+):
     """The forecast of training ``model`` with ``config``: memory, traffic and time of a step. The engine is built as in
     the job and makes steps, on tensors without memory, in a process of its own; ``model`` is not changed.
 
@@ -142,6 +155,9 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
     planned; None: the first and the last one. Of a pipeline all stages that compute with their data are planned; None:
     with that of the first rank. loss: a function of the model's output; None: its attribute ``loss``, its first number,
     or the sum of its first tensor. optimizer: a function of parameters, where the configuration names none.
+    imbalance: the rank whose experts have most to do receives so many times the rows of the mean. measure: each operator
+    runs on a device of this machine, where it takes the time that the plan has for it; False: the rates of ``machine``
+    give the times; a dict: as True, and it keeps the times for further plans.
 
     Returns a ``Plan``. ValueError for arguments that do not fit together; ``PlanError`` where the model or the engine
     raises.
@@ -157,6 +173,8 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
         raise ValueError(f"ranks are {ranks!r}: a job of {size} ranks has the ranks 0 to {size - 1}")
     if sample is None:
         raise ValueError("sample is missing: pass the inputs of one micro-batch; only shapes and dtypes are read")
+    if not 1 <= imbalance < float("inf"):
+        raise ValueError(f"imbalance is {imbalance!r}: the busiest rank receives 1 or more times the rows of the mean")
     given = values_of(config)
     rates = machine if isinstance(machine, Machine) else Machine.of_jobs(machine)
     if isinstance(model, PipelineModule):
@@ -165,10 +183,16 @@ def plan(model, config, world=None, memory=None, sample=None, machine=None, rank
         model = copy_on_meta(model)  # a new process would get its values, too
     inputs = on_meta(arguments_in(sample))
     with files_apart(given) as given:
-        rows = [(rank, model, given, size, room, inputs, rates, loss, optimizer) for rank in wanted]
+        common = model, given, size, room, inputs, rates, loss, optimizer, imbalance
+        times = measure if isinstance(measure, dict) else {} if measure else None
+        rows = [(rank, *common, times) for rank in wanted]
         made = plan_ranks(_plan_rank, rows, copies=1 if ranks is None else None)
-    parameters = made[0][1]
-    return Plan(tuple(rank for rank, _ in made), size, room, rates.name, parameters)
+        calls = dict.fromkeys(itertools.chain.from_iterable(calls for *_, calls in made))
+        if times is not None and calls:
+            times.update(nanoseconds(calls, min(size, rates.ranks_of_host or size)))
+            made = plan_ranks(_plan_rank, rows, copies=1 if ranks is None else None)
+    found, parameters, _ = zip(*made)
+    return Plan(found, size, room, rates.name, parameters[0])
 
 
 def plan_of_engine(engine, inputs, memory=None, machine=None):
@@ -201,12 +225,6 @@ def values_of(config):
     return given if isinstance(given, dict) else read(given).raw()
 
 
-def _not_exchanged(model):
-    """On meta, tokens run through the experts of this rank: no rows are exchanged."""
-    shared = any(isinstance(module, MOELayer) and module.ep_size > 1 for module in model.modules())
-    return ["exchanges of rows between ranks with experts"] if shared else []
-
-
 @contextlib.contextmanager
 def files_apart(config):
     """The configuration with a folder of its own for states in files: those that it names may be a run's."""
@@ -217,9 +235,11 @@ def files_apart(config):
         yield {**config, "zero_optimization": {**zero, **changed}} if named else config
 
 
-def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimizer, peers=None):
-    """The work of the child process. Of a pipeline without ``peers`` it returns a ``Copy``."""
+def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimizer, imbalance, times, peers=None):
+    """The work of the child process: the ``RankPlan``, parameters, and the calls of operators without a time. Of a
+    pipeline without ``peers`` it returns a ``Copy``."""
     world = World(rank, size, memory or 1 << 62, machine, peers=peers)
+    world.times = times
     world.memory.install()
     world.memory.set_owner("parameters")
     mpu = None
@@ -240,6 +260,8 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
     world.memory.set_owner("engine")
     kind = PlannedPipeline if pipeline else PlannedRun
     run = kind(world, made, config, sample, loss or loss_or_sum, optimizer, mpu)
+    for layer in run.engine._experts.layers.values():
+        layer.deepspeed_moe.busiest = imbalance
     world.memory.set_owner("activations")
     run.learn()
     counted, moved = run.step()
@@ -270,6 +292,6 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
         flops=counted.flops,
         seconds=seconds,
         checkpoint_bytes=run.checkpoint_bytes(),
-        not_known=(*sorted(counted.not_counted), *_not_exchanged(made)),
+        not_known=tuple(sorted(counted.not_counted)),
     )
-    return plan, parameters
+    return plan, parameters, list(counted.calls)

@@ -41,9 +41,10 @@ class Candidate(NamedTuple):
 class Search:
     """Plans other settings of one job. ``model``: a function of ``recompute``, and of a number of pipeline stages if
     there are ``pipes`` to try, that makes the model on meta; ``sample``: a function of the micro-batch that makes its
-    inputs."""
+    inputs; ``how``: more arguments of ``plan``."""
 
-    def __init__(self, model, config, world, memory, sample, machine, can_recompute, pipes=(None,)):
+    def __init__(self, model, config, world, memory, sample, machine, can_recompute, pipes=(None,), **how):
+        self.how = {**how, "measure": {}} if how.get("measure") else how
         self.model, self.config, self.world, self.memory = model, config, world, memory
         self.sample, self.machine, self.can_recompute, self.pipes = sample, machine, can_recompute, pipes
         zero = config.get("zero_optimization") or {}
@@ -78,6 +79,7 @@ class Search:
                 self.sample(candidate.micro_batch),
                 self.machine,
                 ranks=[0],
+                **self.how,
             )
         except (ValueError, PlanError) as error:
             return candidate._replace(why=str(error).splitlines()[0])
@@ -108,9 +110,9 @@ class Search:
                 yield self.candidate(stage, size, offload, again, pipe)
 
     def cheapest_change(self):
-        """The fastest single change that fits; None where none does."""
+        """The fastest single change that fits; where none does, the fastest of all settings; None: nothing fits."""
         fitting = [one for one in map(self.planned, filter(None, self.single_changes())) if one.plan and one.plan.fits]
-        return max(fitting, key=lambda one: one.samples_per_second, default=None)
+        return max(fitting or self.fastest(1)[0], key=lambda one: one.samples_per_second, default=None)
 
     def fastest(self, count=10):
         """The ``count`` fastest candidates that fit, and the number of all."""

@@ -11,6 +11,7 @@ from deepspeed.checkpoint.write.save import expected_bytes
 from deepspeed.engine.initialize import initialize
 from deepspeed.ops.by_name import is_native
 from deepspeed.planner.known import KnownResults
+from deepspeed.planner.operators import call_of
 from deepspeed.profiling.op_costs import CountedOps
 from deepspeed.utils.fused_attention import FusedAttention
 from deepspeed.zero.nested import replace, tensors_in
@@ -78,27 +79,33 @@ def only_training(config):
     return {**made, "step_log": {"enabled": False}, "steps_per_print": None}
 
 
-class _Timed:
-    """Adds the time of each operator to the clock of the world."""
-
-    def __init__(self, world):
-        self.clock, self.machine = world.clock, world.machine
-
-    def __call__(self, name, cost, operands, out):
-        made = next((one for one in tensors_in([out]) if one.is_floating_point()), None)
-        if cost.flops or cost.bytes:
-            self.clock.compute(self.machine.time_of(cost, torch.float32 if made is None else made.dtype))
-
-
 class _CountedConstants(CountedOps):
-    """Both in one mode, because each mode costs time at every operator."""
+    """Both in one mode, because each mode costs time at every operator. Adds the time of each one to the clock of the
+    world. ``calls``: those whose time is not measured, as ``call_of`` names them, where times are."""
 
     def __init__(self, world):
-        super().__init__(_Timed(world))
-        self._constants = Constants(world.memory)
+        super().__init__(self._take_time)
+        self._constants, self.world, self.calls, self._call = Constants(world.memory), world, {}, None
 
     def call(self, func, args, kwargs):
         return self._constants.__torch_dispatch__(func, (), args, kwargs)
+
+    def add(self, name, args, kwargs, out):
+        if self.world.times is not None:
+            self._call = call_of(name, args, kwargs)
+        super().add(name, args, kwargs, out)
+
+    def _take_time(self, name, cost, operands, out):
+        if not (cost.flops or cost.bytes):
+            return
+        times = self.world.times
+        took = times.get(self._call) if times else None
+        if took is None:
+            made = next((one for one in tensors_in([out]) if one.is_floating_point()), None)
+            took = self.world.machine.time_of(cost, torch.float32 if made is None else made.dtype)
+            if times is not None and self._call not in times:
+                self.calls[self._call] = None
+        self.world.clock.compute(int(took))
 
 
 def own_states(engine):

@@ -16,6 +16,7 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.abstract_accelerator import constant, of_device
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.comm import group_communicators, mesh
+from deepspeed.comm.timed import call_log, listen_alone
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.log import logger
 
@@ -80,19 +81,20 @@ def _meet_nobody(*args, **kwargs):
 class World:
     """One rank of ``size``. ``calls()`` are those of its communicators since the last time. ``on_host``: the device has
     the memory of the host, and ranks exchange through it. ``peers``: the ranks that are planned with this one; None: it
-    is alone. The process cannot leave it: see ``run_apart``."""
+    is alone. ``times``: measured ones of operators (``operators.nanoseconds``), None where the rates of the machine
+    give all. The process cannot leave it: see ``run_apart``."""
 
     def __init__(self, rank, size, memory, machine, on_host=False, peers=None):
-        self.rank, self.size, self.machine = rank, size, machine
+        self.rank, self.size, self.machine, self.times = rank, size, machine, None
         self.peers, self._told = (rank,) if peers is None else peers.ranks, 0
         self._store = dist.HashStore() if peers is None else dist.FileStore(peers.path, len(peers.ranks))
         self._store.set_timeout(default_timeout())  # a peer that fails ends all of them before
         self.memory, self.shared = _native._C.MetaMemory(1 if on_host else 512, on_host), {}
         self.memory.set_rates(machine.host, machine.file, machine.host_step, machine.memory)
         logger.setLevel(logging.WARNING)  # the planned engine is no run
-        self.clock = _native._C.StepPlan()
-        self.log, self.recorder = _native._C.CallLog(), _native._C.CallRecorder(False)
-        self.log.add(self.recorder)
+        self.clock = self.memory.clock = _native._C.StepPlan()
+        self.recorder = _native._C.CallRecorder(False)
+        listen_alone(self.recorder)
         set_accelerator(MetaAccelerator(memory, self.memory))
         local = min(size, machine.ranks_of_host or size)
         os.environ.update(
@@ -124,7 +126,7 @@ class World:
 
     def _communicator(self, rank, size, name, link, peers=None):
         touched = functools.partial(self._touch, name) if self.memory.on_host else None
-        return _native._C.counted_communicator(rank, size, self.log, name, self.clock, link, touched, peers)
+        return _native._C.counted_communicator(rank, size, call_log, name, self.clock, link, touched, peers)
 
     def _touch(self, name, size):
         """Exchanges of a group touch ``size`` bytes of the memory that its ranks share."""

@@ -1,6 +1,5 @@
 """``deepspeed.plan``: memory by hand, what stays as it was, and arguments that do not fit together."""
 
-import functools
 import os
 import time
 from unittest import mock
@@ -15,13 +14,18 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.planner import Machine, PlanError, child
 from deepspeed.planner.child import run_apart, run_each_apart
+from deepspeed.planner.operators import call_of, nanoseconds
 from deepspeed.planner.plans import bytes_of
+from models import Parts
 from refusals import refused
-from runs import engine_of, settings, take_step
+from runs import TORCH2, engine_of, settings, take_step
 
 SIZE, LAYERS = 512, 4
 NUMEL = LAYERS * SIZE * SIZE
 RATES = Machine("test", {"float32": 1e12, "bfloat16": 2e12}, 1e11, 1000, (1000, 1e10), (9000, 1e9), 2e10, 1e9, 1e10)
+
+
+PLAN_OPTIONS = ("memory", "ranks", "sample", "loss", "optimizer", "imbalance", "measure")
 
 
 def layers(count=LAYERS):
@@ -29,16 +33,19 @@ def layers(count=LAYERS):
 
 
 class Experts(torch.nn.Module):
-    def __init__(self, ranks):
+    """Experts of two ranks, which keep all tokens."""
+
+    def __init__(self):
         super().__init__()
-        self.moe = MoE(16, torch.nn.Linear(16, 16), num_experts=4, ep_size=ranks)
+        self.first = torch.nn.Linear(SIZE, SIZE)
+        self.moe = MoE(SIZE, torch.nn.Linear(SIZE, SIZE), num_experts=4, ep_size=2, drop_tokens=False)
 
     def forward(self, x):
-        return self.moe(x)[0]
+        return self.moe(self.first(x))[0]
 
 
 def planned(stage, world=4, dtype="bf16", model=layers, rows=2, **more):
-    given = {key: more.pop(key) for key in ("memory", "ranks", "sample", "loss", "optimizer") if key in more}
+    given = {key: more.pop(key) for key in PLAN_OPTIONS if key in more}
     given.setdefault("sample", torch.zeros(rows, SIZE, dtype={"bf16": torch.bfloat16}.get(dtype, torch.float32)))
     config = settings(stage, rows=rows, dtype=dtype, **more)
     return deepspeed.plan(model(), config, world, machine=RATES, **given)
@@ -74,12 +81,25 @@ def test_states_on_the_host_and_in_files(tmp_path):
     assert in_files.tiers["file"]["bytes_per_step"] >= 2 * 3 * NUMEL * 4 / 4
 
 
-def test_exchanges_of_experts_are_named_as_not_known():
-    def model(ranks):
-        return torch.nn.Sequential(torch.nn.Linear(SIZE, 16), Experts(ranks))
+def test_the_rows_of_the_busiest_rank():
+    """``imbalance`` times the mean, at most all: they are exchanged, kept for the backward, and computed."""
+    rows = 4096
 
-    alone, spread = (planned(1, dtype="fp32", model=functools.partial(model, ranks)) for ranks in (1, 2))
-    assert not alone.ranks[0].not_known and "between ranks with experts" in str(spread)
+    def found(imbalance):
+        made = planned(1, 2, "fp32", Experts, rows, imbalance=imbalance)
+        one = made.ranks[0]
+        exchanged = sum(size for (verb, _), (_, size) in one.calls.items() if verb == "all_to_all_single")
+        return exchanged, one.flops, made.peak_bytes, made.seconds
+
+    mean, busy, most, beyond = map(found, (1, 1.5, 2, 5))
+    row, counts = SIZE * 4, 4 * 8
+    assert mean[0] == 4 * rows * row + counts, "there and back, and their gradients"
+    assert busy[0] - mean[0] == 2 * (rows // 2) * row, "what comes back, and gradients that go back"
+    assert most[0] - mean[0] == 2 * rows * row and beyond == most
+    products = 3 * 2 * SIZE * SIZE
+    assert busy[1] - mean[1] == rows // 2 * products and most[1] - mean[1] == rows * products
+    assert mean[2] + rows // 2 * row <= busy[2] < most[2]
+    assert mean[3] < busy[3] < most[3]
 
 
 def test_activations_grow_with_the_micro_batch():
@@ -96,6 +116,51 @@ def test_the_time_of_calls_is_hidden_behind_what_is_computed():
     one = found.ranks[0]
     assert set(one.seconds) == {"forward", "backward", "step", "communication"}
     assert found.seconds == pytest.approx(sum(one.seconds.values()))
+
+
+def test_measured_times_replace_those_from_rates():
+    """Rates of a machine on which products take for ever."""
+    slow = Machine(**{**vars(RATES), "flops": {"float32": 1e3}})
+
+    def found(**how):
+        return deepspeed.plan(layers(), settings(1), 2, sample=torch.zeros(2, SIZE), machine=slow, ranks=[0], **how)
+
+    times = {}
+    rates, measured = found(), found(measure=times)
+    assert rates.seconds > 1e3 > measured.seconds > 0
+    assert "aten::mm" in {name for name, _, _ in times} and all(took > 0 for took in times.values())
+    with mock.patch("deepspeed.planner.plans.nanoseconds", side_effect=AssertionError):
+        assert found(measure=times).seconds == pytest.approx(measured.seconds), "they are kept"
+
+
+class TestOperators:
+    def test_equal_calls_are_one(self):
+        a, b = torch.zeros(4, 6, device="meta"), torch.zeros(4, 6)
+        assert call_of("aten::mm", (a, b.t()), {}) == call_of("aten::mm", (b, a.t()), {})
+        assert len({call_of("aten::mm", (a, one), {}) for one in (b.t(), torch.zeros(6, 4), b.t().double())}) == 3
+
+    def test_what_cannot_run_here_is_named(self):
+        x = torch.zeros(8, 8)
+        products = {
+            call_of("aten::mm", (x, x), {}): True,
+            call_of("aten::zeros", ([4, 4],), {"dtype": torch.float32, "device": torch.device("meta")}): True,
+            call_of("deepspeed::grouped_linear", (x, [x, x]), {}): True,
+            call_of("aten::mm", (x, torch.zeros(3, 8)), {}): False,
+            call_of("deepspeed::unknown", (x,), {}): False,
+        }
+        found = nanoseconds(products, ranks=1)
+        assert {call: took is not None and took > 0 for call, took in found.items()} == products
+
+    @pytest.mark.skipif(not TORCH2, reason="torch 1.13 has no fused attention")
+    def test_fused_attention_is_that_of_this_device(self):
+        net, times = Parts(lambda net, x: attend(net.w(x)), w=torch.nn.Linear(8, 8)), {}
+        deepspeed.plan(net, settings(0), 1, sample=torch.zeros(2, 2, 16, 8), machine=RATES, measure=times)
+        fused = {name: took for (name, _, _), took in times.items() if "scaled_dot_product" in name}
+        assert len(fused) == 2 and all(took > 0 for took in fused.values())
+
+
+def attend(x):
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
 def test_this_process_stays_as_it_was():
@@ -163,6 +228,8 @@ def test_arguments_that_do_not_fit_together():
     refused(ValueError, "must be more than 0 bytes", planned, 0, memory=0)
     refused(ValueError, "has the ranks 0 to 3", planned, 0, ranks=[4])
     refused(ValueError, "the sample of a pipeline is what its data iterator gives", planned, 0, model=lambda: pipeline)
+    for imbalance in (0.5, float("nan"), float("inf")):
+        refused(ValueError, "receives 1 or more times the rows of the mean", planned, 0, imbalance=imbalance)
     refused(ValueError, "sample is missing", deepspeed.plan, layers(), settings(0), 2)
     refused(
         PlanError,

@@ -25,12 +25,6 @@ def _numbers(sorted_indices, activations, batch_first):
     return (index.t() * samples + sample).reshape(-1)
 
 
-def _pick(rows, numbers):
-    if rows.is_meta:  # of a planned step; kernels have none
-        return rows.index_select(0, numbers.long())
-    return ops().permute_rows(rows, numbers, 1)
-
-
 class GatherTokens(torch.autograd.Function):
     """``apply(activations, sorted_indices, batch_first)``: ``(activations, kept)``. ``activations`` are [samples,
     tokens, width], or [tokens, samples, width] where ``batch_first`` is false; ``sorted_indices`` [samples, kept]."""
@@ -40,15 +34,13 @@ class GatherTokens(torch.autograd.Function):
         numbers = _numbers(sorted_indices, activations, batch_first)
         ctx.save_for_backward(numbers)
         ctx.shape = activations.shape
-        kept = _pick(_rows(activations), numbers)
+        kept = ops().permute_rows(_rows(activations), numbers, 1)
         samples, tokens = sorted_indices.shape
         return activations, kept.view(*((samples, tokens) if batch_first else (tokens, samples)), -1)
 
     @staticmethod
     def backward(ctx, a_gradients, g_gradients):
         (numbers,) = ctx.saved_tensors
-        if g_gradients.is_meta:
-            return torch.empty_like(a_gradients), None, None
         slots = positions_of(numbers, ctx.shape[0] * ctx.shape[1])
         found = ops().combine_rows(_rows(g_gradients), slots.unsqueeze(1)).view(ctx.shape)
         return found.add_(a_gradients), None, None
@@ -70,7 +62,7 @@ class ScatterTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, out_gradients):
         (numbers,) = ctx.saved_tensors
-        of_layer = _pick(_rows(out_gradients), numbers).view(ctx.shape)
+        of_layer = ops().permute_rows(_rows(out_gradients), numbers, 1).view(ctx.shape)
         of_all = out_gradients.clone(memory_format=torch.contiguous_format)
         _rows(of_all).index_fill_(0, numbers.long(), 0)
         return of_all, of_layer, None, None
