@@ -15,8 +15,8 @@ from deepspeed.config.read import read
 from deepspeed.formats.weight_files import parse_size
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planner.machine import Machine
-from deepspeed.planner.pipeline import Copy, PlannedPipeline, maker_of, plan_ranks
 from deepspeed.planner.operators import nanoseconds
+from deepspeed.planner.pipeline import Copy, PlannedPipeline, maker_of, plan_ranks
 from deepspeed.planner.step import PlannedRun, arguments_in, by_owner, on_meta
 from deepspeed.planner.world import World
 from deepspeed.profiling.trace import purpose_of
