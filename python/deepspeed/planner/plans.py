@@ -155,9 +155,9 @@ def plan(
     planned; None: the first and the last one. Of a pipeline all stages that compute with their data are planned; None:
     with that of the first rank. loss: a function of the model's output; None: its attribute ``loss``, its first number,
     or the sum of its first tensor. optimizer: a function of parameters, where the configuration names none.
-    imbalance: the rank whose experts have most to do receives so many times the rows of the mean. measure: each operator
-    runs on a device of this machine, where it takes the time that the plan has for it; False: the rates of ``machine``
-    give the times; a dict: as True, and it keeps the times for further plans.
+    imbalance: the rank whose experts have most to do receives so many times the rows of the mean. measure: True: each
+    operator runs on a device of this machine, which gives its time; False: the rates of ``machine`` give the times; a
+    dict: as True, and it keeps the times for further plans.
 
     Returns a ``Plan``. ValueError for arguments that do not fit together; ``PlanError`` where the model or the engine
     raises.
