@@ -319,8 +319,8 @@ def test_wrong_input(analysed, tmp_path):
     refused(ValueError, "no samples have length at most 5 and rarity at most", made, min_difficulty=5, max_difficulty=6)
     few = int(((LENGTHS <= 10) & (RARITY <= 22)).sum())
     assert 0 < few < STEP
-    refused(ValueError, f"{few} samples have length at most 10 and .* a step takes 16 samples: raise min_difficulty", made,
-            min_difficulty=13, max_difficulty=14)  # fmt: skip
+    told = f"{few} samples have length at most 10 and .* a step takes 16 samples: raise min_difficulty"
+    refused(ValueError, told, made, min_difficulty=13, max_difficulty=14)
     refused(ValueError, "length.index_to_sample_path is missing: run DataAnalyzer", made, index_to_sample_path=None)
     refused(FileNotFoundError, "nowhere.idx of the metric 'length' is missing", made, index_to_sample_path="nowhere")
     refused(ValueError, "data_cluster_path is missing", made, top={"data_cluster_path": None})
