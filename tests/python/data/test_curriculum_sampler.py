@@ -333,4 +333,4 @@ def test_wrong_input(analysed, tmp_path):
     refused(ValueError, "decides the order of samples, and so does an IterableDataset", ResumableDataLoader,
             Counting(), 4, False, None, curriculum=curriculum)  # fmt: skip
     (good,) = made()
-    refused(KeyError, "lacks curriculum_step", good.curriculum.load_state_dict, {"consumed_samples": 3})
+    refused(KeyError, "has no curriculum_step", good.curriculum.load_state_dict, {"consumed_samples": 3})
