@@ -319,8 +319,8 @@ def test_wrong_input(analysed, tmp_path):
     refused(ValueError, "no samples have length at most 5 and rarity at most", made, min_difficulty=5, max_difficulty=6)
     few = int(((LENGTHS <= 10) & (RARITY <= 22)).sum())
     assert 0 < few < STEP
-    words = f"{few} samples have length at most 10 and .* a step takes 16 samples: raise min_difficulty"
-    refused(ValueError, words, made, min_difficulty=13, max_difficulty=14)
+    told = f"{few} samples have length at most 10 and .* a step takes 16 samples: raise min_difficulty"
+    refused(ValueError, told, made, min_difficulty=13, max_difficulty=14)
     refused(ValueError, "length.index_to_sample_path is missing: run DataAnalyzer", made, index_to_sample_path=None)
     refused(FileNotFoundError, "nowhere.idx of the metric 'length' is missing", made, index_to_sample_path="nowhere")
     refused(ValueError, "data_cluster_path is missing", made, top={"data_cluster_path": None})
@@ -333,4 +333,4 @@ def test_wrong_input(analysed, tmp_path):
     refused(ValueError, "decides the order of samples, and so does an IterableDataset", ResumableDataLoader,
             Counting(), 4, False, None, curriculum=curriculum)  # fmt: skip
     (good,) = made()
-    refused(KeyError, "lacks curriculum_step", good.curriculum.load_state_dict, {"consumed_samples": 3})
+    refused(KeyError, "has no curriculum_step", good.curriculum.load_state_dict, {"consumed_samples": 3})
