@@ -31,6 +31,7 @@ def run_apart(function, *args):
 
 def run_each_apart(function, rows):
     """``[function(*args) for args in rows]``, as ``run_apart`` does it, as many at one time as there are cores."""
+    torch.optim.SGD([torch.zeros(())], lr=1.0)  # torch 2 imports 900 modules for it, here once for all children
     cores, made = len(os.sched_getaffinity(0)), []
     for begin in range(0, len(rows), cores):
         children = []
