@@ -33,6 +33,7 @@ def run_apart(function, *args):
 def run_each_apart(function, rows, together=False):
     """``[function(*args) for args in rows]``, as ``run_apart`` does it, as many at one time as there are cores;
     ``together``: all at one time, because they wait for each other. The first error ends all of them."""
+    torch.optim.SGD([torch.zeros(())], lr=1.0)  # torch 2 imports 900 modules for it, here once for all children
     cores, made = len(rows) if together else len(os.sched_getaffinity(0)), []
     for begin in range(0, len(rows), cores):
         children = []
