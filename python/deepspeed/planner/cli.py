@@ -85,7 +85,13 @@ def _parser():
     add("--nodes", type=int, default=1, metavar="M", help="hosts (default 1)")
     add("--memory", metavar="SIZE", help="of a device, such as 80GB or 40GiB (default: no limit)")
     add("--machine", metavar="FILE", help="rates (default: the file of --profile-machine, else this machine)")
-    add("--imbalance", type=float, default=1.0, metavar="F", help="the busiest rank gets F times the mean rows (default 1)")
+    add(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="the busiest rank gets F times the mean rows (default 1)",
+    )
     add("--measure", action="store_true", help="run each operator on this machine's device, which is more exact")
     add("--search", action="store_true", help="plan other settings and list the ten fastest that fit")
     add("--against", metavar="RUN.jsonl", help="compare with a step log, phase by phase")

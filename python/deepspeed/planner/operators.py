@@ -50,13 +50,14 @@ def _made(value, device):
 def nanoseconds(calls, ranks):
     """``{call: nanoseconds}``, None for a call that cannot run here. As many processes measure at the same time as
     there are cores, at most ``ranks``, because ranks of one host share its memory; where there are more ranks, they
-    share cores."""
+    share cores, too."""
     cores = len(os.sched_getaffinity(0))
-    threads = os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)
-    count = max(1, min(ranks, cores // int(threads))) if get_accelerator().device_name() == "cpu" else 1
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks))
+    on_cpu = get_accelerator().device_name() == "cpu"
+    count, longer = (max(1, min(ranks, cores // threads)), max(1, ranks * threads / cores)) if on_cpu else (1, 1)
     with ThreadPoolExecutor(count) as pool:
         rows = list(pool.map(lambda _: run_anew(_run, (list(calls),), threads), range(count)))
-    return {call: None if None in times else statistics.mean(times) for call, times in zip(calls, zip(*rows))}
+    return {call: None if None in times else longer * statistics.mean(times) for call, times in zip(calls, zip(*rows))}
 
 
 def _run(calls):
