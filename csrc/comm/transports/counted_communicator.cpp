@@ -53,9 +53,8 @@ class CountedCommunicator : public Communicator {
     if (op.parts) touch(op.parts->give_counts(), static_cast<int64_t>(op.parts->some().element_size()));
     if (!time_.step || op.verb == Verb::kBarrier) return std::make_shared<DoneWork>();
     const auto width = static_cast<int64_t>(op.own().defined() ? op.own().element_size() : op.whole().element_size());
-    const int64_t sent = op.verb == Verb::kRecv ? op.out.numel() : op.sent(rank_, size_);
     return std::make_shared<CountedWork>(time_.step,
-                                         time_.step->start(group_, time_.link.time_of(sent * width, size_)));
+                                         time_.step->start(group_, time_.link.time_of(moved(op) * width, size_)));
   }
 
  private:
@@ -81,6 +80,13 @@ class CountedCommunicator : public Communicator {
       std::memcpy(bytes, sent.data(), sent.size());
     }
     return std::make_shared<DoneWork>();
+  }
+
+  // The elements that this rank sends or receives, whichever are more.
+  int64_t moved(const Op& op) const {
+    if (op.verb == Verb::kRecv) return op.out.numel();
+    const int64_t sent = op.sent(rank_, size_);
+    return op.verb == Verb::kAllToAll ? std::max(sent, op.out.numel() * (size_ - 1) / size_) : sent;
   }
 
   void fill(const Op& op) const {

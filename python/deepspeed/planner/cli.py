@@ -102,7 +102,7 @@ def _parser():
         type=float,
         default=1.0,
         metavar="F",
-        help="the busiest rank gets F times the mean rows (default 1)",
+        help="the busiest rank gets F x the mean of rows (default 1)",
     )
     add("--measure", action="store_true", help="run each operator on this machine's device, which is more exact")
     add("--search", action="store_true", help="plan other settings and list the ten fastest that fit")

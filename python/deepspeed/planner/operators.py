@@ -50,13 +50,14 @@ def _made(value, device):
 def nanoseconds(calls, ranks):
     """``{call: nanoseconds}``, None for a call that cannot run here. As many processes measure at the same time as
     there are cores, at most ``ranks``, because ranks of one host share its memory; where there are more ranks, they
-    share cores."""
+    share cores, too."""
     cores = len(os.sched_getaffinity(0))
-    threads = os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)
-    count = max(1, min(ranks, cores // int(threads))) if get_accelerator().device_name() == "cpu" else 1
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks))
+    on_cpu = get_accelerator().device_name() == "cpu"
+    count, longer = (max(1, min(ranks, cores // threads)), max(1, ranks * threads / cores)) if on_cpu else (1, 1)
     with ThreadPoolExecutor(count) as pool:
         rows = list(pool.map(lambda _: run_anew(_run, (list(calls),), threads), range(count)))
-    return {call: None if None in times else statistics.mean(times) for call, times in zip(calls, zip(*rows))}
+    return {call: None if None in times else longer * statistics.mean(times) for call, times in zip(calls, zip(*rows))}
 
 
 def _run(calls):
@@ -66,20 +67,21 @@ def _run(calls):
 
 
 def _time(call, device):
+    kept = []  # results, as a backward keeps them: each has memory of its own, which is touched for the first time
     try:
         run = _runnable(*call, device)
-        run(), _seconds(run, 1)
-        repeats = max(1, min(1000, round(_LEAST / _seconds(run, 1))))
-        return 1e9 * statistics.median(_seconds(run, repeats) for _ in range(_RUNS))
+        run(), _seconds(run, 1, kept)
+        repeats = max(1, min(1000, round(_LEAST / _seconds(run, 1, kept))))
+        return 1e9 * statistics.median(_seconds(run, repeats, kept) for _ in range(_RUNS))
     except Exception:  # an operator that another device has, or whose arguments must have other values
         return None
 
 
-def _seconds(run, repeats):
+def _seconds(run, repeats, kept):
     get_accelerator().synchronize()
     begin = time.perf_counter()
     for _ in range(repeats):
-        run()
+        kept.append(run())
     get_accelerator().synchronize()
     return (time.perf_counter() - begin) / repeats
 
