@@ -105,18 +105,19 @@ Field data_routing() {
                       .one_of({"batch_seq_dim", "seq_batch_dim"}),
                   count("micro_batch_size", "Must be equal to train_micro_batch_size_per_gpu; null: not compared."),
                   count("global_batch_size", "Must be equal to train_batch_size; null: not compared."),
-                  section("random_ltd_schedule", "Number of tokens that are kept of a sample, over the steps.",
-                          {
-                              integer("min_value", nullptr, "The number at the start.").above(0),
-                              integer("max_value", nullptr, "The number at the end: the length of a sequence.").above(0),
-                              text("schedule_type", nullptr, "How the number grows; null: fixed_linear.")
-                                  .one_of({"fixed_linear"}),
-                              section("schedule_config", "Settings of the schedule.",
-                                      {
-                                          integer("require_steps", nullptr, "Steps until the end.").above(0),
-                                          integer("seq_per_step", nullptr, "Tokens added at one time.").above(0),
-                                      }),
-                          }),
+                  section(
+                      "random_ltd_schedule", "Number of tokens that are kept of a sample, over the steps.",
+                      {
+                          integer("min_value", nullptr, "The number at the start.").above(0),
+                          integer("max_value", nullptr, "The number at the end: the length of a sequence.").above(0),
+                          text("schedule_type", nullptr, "How the number grows; null: fixed_linear.")
+                              .one_of({"fixed_linear"}),
+                          section("schedule_config", "Settings of the schedule.",
+                                  {
+                                      integer("require_steps", nullptr, "Steps until the end.").above(0),
+                                      integer("seq_per_step", nullptr, "Tokens added at one time.").above(0),
+                                  }),
+                      }),
                   section("layer_token_lr_schedule", "Let the learning rate follow the tokens that layers have seen.",
                           {
                               enabled(),
