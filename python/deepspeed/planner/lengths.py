@@ -19,7 +19,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model import layout
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.planner.child import run_each_apart
-from deepspeed.planner.machine import NO_TIME
+from deepspeed.planner.machine import Machine
 from deepspeed.planner.plans import files_apart, values_of
 from deepspeed.planner.step import PlannedRun
 from deepspeed.planner.world import World
@@ -178,7 +178,8 @@ class _Steps:
 
     def __init__(self, setup):
         self.setup, on_host = setup, get_accelerator().device_name() == "cpu"
-        self.world = world = _World(0, setup.ranks, 1 << 62, NO_TIME, on_host)
+        timeless = Machine("none", {"float32": 1e18}, 0, 0, (0, 1e18), (0, 1e18), 0, 0, 0)
+        self.world = world = _World(0, setup.ranks, 1 << 62, timeless, on_host)
         world.memory.install()
         world.memory.set_owner("parameters")
         model = copy_on_meta(setup.model).train()

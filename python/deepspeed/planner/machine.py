@@ -77,10 +77,6 @@ class Machine:
         return cls(**values)
 
 
-# Nothing takes time.
-NO_TIME = Machine("none", {"float32": 1e18}, 0, 0, (0, 1e18), (0, 1e18), 0, 0, 0)
-
-
 def kept_path():
     """The machine file of this user; "" where nothing can be kept."""
     rates = _native._C.rates_folder()
