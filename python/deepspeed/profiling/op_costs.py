@@ -64,7 +64,7 @@ _NONE = {
         "_unique2 sort argsort topk sum nansum amax amin max min argmax argmin any all prod cumsum cumprod logsumexp "
         "_log_softmax _log_softmax_backward_data nll_loss nll_loss_forward nll_loss2d_forward mse_loss l1_loss "
         "smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div _ctc_loss norm "
-        "linalg_vector_norm var var_mean std item _local_scalar_dense equal is_nonzero resize set record_stream "
+        "linalg_vector_norm var var_mean std xlogy item _local_scalar_dense equal is_nonzero resize set record_stream "
         "_foreach_add _foreach_mul _amp_foreach_non_finite_check_and_unscale _assert_async _resize_output complex real "
         "polar view_as_complex upsample_nearest1d upsample_nearest2d upsample_nearest3d pixel_shuffle pixel_unshuffle "
         "channel_shuffle im2col col2im _thnn_fused_lstm_cell _thnn_fused_gru_cell _cudnn_init_dropout_state "

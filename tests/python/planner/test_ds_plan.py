@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
 
+from deepspeed.planner import Machine
 from deepspeed.planner.cli import main
+from deepspeed.planner.search import Search
 
 MODEL = """
 import torch
@@ -68,6 +71,31 @@ def test_a_job_that_does_not_and_the_cheapest_change(ds_plan):
 def test_a_job_that_nothing_makes_fit(ds_plan):
     code, told = ds_plan("--world", "1", "--memory", "1MB")
     assert code == 1 and "no change makes it fit" in told
+
+
+@pytest.mark.slow
+def test_a_combination_where_no_single_change_is_enough():
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": CONFIG["optimizer"]}
+
+    def search(memory):
+        def model(recompute):
+            return torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
+
+        machine = Machine(**{key: value for key, value in MACHINE.items() if key != "version"})
+        return Search(model, config, 2, memory, lambda rows: torch.zeros(rows, 1024, 512), machine, False)
+
+    every = search(None)
+    singles = [every.planned(one) for one in every.single_changes() if one]
+    room = int(0.95 * min(one.plan.peak_bytes for one in singles if one.plan))
+    change = search(room).cheapest_change()
+    assert change.plan.peak_bytes <= room and change.words not in {one.words for one in singles}
+    assert change.micro_batch == 1 and change.config["gradient_accumulation_steps"] == 2
+
+
+def test_wishes_about_experts_and_times(ds_plan):
+    code, told = ds_plan("--imbalance", "0.5")
+    assert code == 2 and "imbalance is 0.5: the busiest rank receives 1 or more times the rows of the mean" in told
+    assert ds_plan("--imbalance", "2", "--measure")[0] == 0
 
 
 def test_json_with_a_search(ds_plan):
