@@ -24,9 +24,15 @@ export DS_FUZZ_CASES=${DS_FUZZ_CASES:-10000}
 for target in "${targets[@]}"; do
   say "$target"
   "$dir/bin/$target" --gtest_brief=1 || die "$target failed under -fsanitize=$sanitizers."
-  case $target in test_kernels|test_optim)  # the CUDA kernels, which the same compiler makes for the CPU
-    say "$target, CUDA kernels on the CPU"
-    DS_CUDA_KERNELS=$ROOT/$dir/bin/libds_kernels_cuda_on_cpu.so "$dir/bin/$target" --gtest_brief=1 --gtest_filter='Cuda*' ||
-      die "the CUDA kernels failed under -fsanitize=$sanitizers." ;;
+  case $target in
+    test_kernels|test_optim)  # the CUDA kernels, which the same compiler makes for the CPU
+      say "$target, CUDA kernels on the CPU"
+      DS_CUDA_KERNELS=$ROOT/$dir/bin/libds_kernels_cuda_on_cpu.so "$dir/bin/$target" --gtest_brief=1 --gtest_filter='Cuda*' ||
+        die "the CUDA kernels failed under -fsanitize=$sanitizers." ;;
+    test_storage|test_comm|test_zero)  # what takes any device; the thread sanitizer puts off page faults, which it needs
+      [[ $sanitizers == address* && -f $dir/bin/libstandin.so ]] || continue
+      say "$target, on the stand-in device"
+      ctest --test-dir "$dir" -R "^${target#test_}.standin$" --no-tests=error --output-on-failure >"$dir/standin.log" 2>&1 ||
+        { cat "$dir/standin.log" >&2; die "$target failed on the stand-in device under -fsanitize=$sanitizers."; } ;;
   esac
 done

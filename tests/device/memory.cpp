@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "nccl.h"
 
 namespace standin {
 
@@ -70,13 +71,15 @@ void* DeviceMemory::allocate(size_t bytes, Stream& stream) {
   {
     std::unique_lock lock(mutex_);
     settle();
-    address = take(rounded(bytes, kPage), stream);
-    if (!address) {
+    address = take(rounded(bytes, kPage), stream, false);
+    const auto take_after = [&](const auto& call) {
       lock.unlock();
-      give_back();
+      call();
       lock.lock();
-      address = take(rounded(bytes, kPage), stream);
-    }
+      return take(rounded(bytes, kPage), stream, true);
+    };
+    if (!address) address = take_after(nccl_memory_grows);
+    if (!address) address = take_after([&] { give_back(); });
     TORCH_CHECK_WITH(OutOfMemoryError, address, "standin:", static_cast<int>(device_), " is out of memory: ", bytes,
                      " bytes are asked for, ", figures_.allocated, " are in use, ", figures_.reserved,
                      " are reserved, and the limit is ", figures_.limit);
@@ -89,7 +92,7 @@ void* DeviceMemory::allocate(size_t bytes, Stream& stream) {
   return address;
 }
 
-char* DeviceMemory::take(size_t bytes, Stream& stream) {
+char* DeviceMemory::take(size_t bytes, Stream& stream, bool grows) {
   auto fit = free_.lower_bound({&stream, bytes});
   char* address = nullptr;
   if (fit != free_.end() && fit->first.first == &stream) {
@@ -97,7 +100,7 @@ char* DeviceMemory::take(size_t bytes, Stream& stream) {
     fit->second.erase(fit->second.begin());
     if (fit->second.empty()) free_.erase(fit);
   } else {
-    if (figures_.reserved + bytes > figures_.limit) return nullptr;
+    if (!grows || figures_.reserved + bytes > figures_.limit) return nullptr;
     auto hole = unreserved_.begin();
     while (hole != unreserved_.end() && hole->second < bytes) ++hole;
     if (hole == unreserved_.end()) return nullptr;

@@ -70,7 +70,7 @@ class DeviceMemory {
   };
   using Blocks = std::map<char*, Block>;
 
-  char* take(size_t bytes, Stream& stream);
+  char* take(size_t bytes, Stream& stream, bool grows);  // null: there is no room
   void make_free(Blocks::iterator block);
   void settle();  // blocks that were in use by other streams when they were freed
 

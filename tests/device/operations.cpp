@@ -273,7 +273,8 @@ class Call {
       op.callBoxed(cpu);
       keep(cpu, outputs, op.schema());
     };
-    if (!generator_.defined()) return submit(stream, schema_.name(), std::move(accesses_), std::move(work));
+    if (!generator_.defined())
+      return static_cast<void>(submit(stream, schema_.name(), std::move(accesses_), std::move(work)));
     submit(stream, schema_.name(), std::move(accesses_),
            [generator = generator_, work]() mutable { with_generator(generator, work); });
     wait_unseen(stream);

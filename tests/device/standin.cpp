@@ -42,22 +42,6 @@ DS_VISIBLE const char* standin_launch(void* stream, const char* name, void (*ker
   }
 }
 
-DS_VISIBLE void standin_queue(void* stream, const char* name, const StandinAccess* accesses, int count,
-                              void (*work)(void*), void* context) {
-  std::vector<standin::Access> all;
-  for (int i = 0; i < count; ++i) {
-    const auto* begin = static_cast<const char*>(accesses[i].begin);
-    if (standin::mapping_of(begin)) all.push_back({begin, begin + accesses[i].bytes, accesses[i].write != 0});
-  }
-  standin::submit(standin::given(stream), name, std::move(all), [=] { work(context); });
-}
-
-DS_VISIBLE void* standin_open(const void* address) { return standin::open_address(address); }
-
-DS_VISIBLE int standin_device_of(const void* stream) {
-  return stream ? static_cast<const standin::Stream*>(stream)->device : standin::current_device();
-}
-
 DS_VISIBLE void standin_fail(const char* what) { TORCH_CHECK(false, what); }
 
 DS_VISIBLE void standin_choose(uint64_t seed, int lazy) { standin::choose(seed, lazy != 0); }

@@ -1,4 +1,4 @@
-// The functions of libstandin.so for other test libraries and for Python (ctypes). Streams are what
+// The functions of libstandin.so for C++ tests, other test libraries and Python (ctypes). Streams are what
 // getStreamNativeHandle() gives, or c10::Stream::id() of a stream of the current device; null is its current stream.
 #pragma once
 #include <cstddef>
@@ -6,21 +6,9 @@
 
 extern "C" {
 
-struct StandinAccess {
-  const void* begin;
-  size_t bytes;
-  int write;
-};
-
 // Queues a kernel with pointers that tensors carry. What it touches is found out while it runs.
 // Gives null, or what is wrong with the launch.
 const char* standin_launch(void* stream, const char* name, void (*kernel)(void*), void* context);
-// Queues work that says what it reads and writes, and uses the addresses that standin_open() gives. It may wait for
-// others.
-void standin_queue(void* stream, const char* name, const StandinAccess* accesses, int count, void (*work)(void*),
-                   void* context);
-void* standin_open(const void* address);  // memory of the host is its own
-int standin_device_of(const void* stream);
 // What goes wrong in a library at work: the next wait of the host for the stream throws it.
 void standin_fail(const char* what);
 

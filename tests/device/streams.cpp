@@ -8,6 +8,7 @@
 
 #include "kernels.h"
 #include "memory.h"
+#include "nccl.h"
 
 namespace standin {
 
@@ -189,20 +190,23 @@ std::shared_ptr<Operation> next_operation(Stream& stream, std::string name, Stac
 
 }  // namespace
 
-void submit(Stream& stream, std::string name, std::vector<Access> accesses, std::function<void()> work) {
+uint64_t submit(Stream& stream, std::string name, std::vector<Access> accesses, std::function<void()> work) {
   const int threads = at::get_num_threads();
   const Stack stack = Stack::here();
+  uint64_t number = 0;
   {
     const std::lock_guard lock(order().mutex);
     const OperationPtr operation = next_operation(stream, std::move(name), stack);
+    number = operation->number;
     order().check(operation, accesses);
     pinned_memory().close(operation, accesses);
-    stream.push(operation->number, true, [threads, work = std::move(work)] {
+    stream.push(number, true, [threads, work = std::move(work)] {
       if (at::get_num_threads() != threads) at::set_num_threads(threads);
       work();
     });
   }
   order().tell();
+  return number;
 }
 
 void submit_kernel(Stream& stream, std::string name, std::function<void()> kernel) {
@@ -254,7 +258,10 @@ void ordered_on_host(const Mark& mark) {
 
 void wait_on_host(const Mark& mark) {
   if (!mark.stream) return;
-  mark.stream->wait(mark.operation);
+  {
+    const NcclHostWait told(mark);
+    mark.stream->wait(mark.operation);
+  }
   ordered_on_host(mark);
 }
 
@@ -267,6 +274,7 @@ bool passed(const Mark& mark) {
 
 void wait_unseen(Stream& stream) {
   const Mark now = mark(stream);
+  const NcclHostWait told(now);
   stream.wait(now.operation);
 }
 

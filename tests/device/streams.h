@@ -77,8 +77,9 @@ Stream& exchange_stream(Stream& stream);
 Stream& stream_from_pool(c10::DeviceIndex device);  // one after the other, of 32
 std::vector<Stream*> streams_of(c10::DeviceIndex device);
 
-// Queues work and checks what it reads and writes. Addresses are those that tensors carry.
-void submit(Stream& stream, std::string name, std::vector<Access> accesses, std::function<void()> work);
+// Queues work and checks what it reads and writes. Addresses are those that tensors carry. Gives its number on the
+// stream.
+uint64_t submit(Stream& stream, std::string name, std::vector<Access> accesses, std::function<void()> work);
 // The same for a kernel with pointers that tensors carry: what it touches is found out while it runs.
 void submit_kernel(Stream& stream, std::string name, std::function<void()> kernel);
 

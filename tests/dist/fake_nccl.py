@@ -37,6 +37,7 @@ class Orders:
     def __init__(self, path):
         self._library = ctypes.CDLL(path)
         self._library.fake_nccl_count.restype = ctypes.c_int64
+        self._library.fake_nccl_report.restype = ctypes.c_char_p
 
     def count(self, what):
         return self._library.fake_nccl_count(what.encode())
@@ -46,6 +47,10 @@ class Orders:
 
     def fail_later(self, result):
         self._library.fake_nccl_async_error(result)
+
+    def report(self):
+        """The queues of all ranks when the job ended; empty: it has not."""
+        return self._library.fake_nccl_report().decode()
 
     def reset(self):
         self._library.fake_nccl_reset()

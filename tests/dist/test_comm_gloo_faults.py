@@ -1,6 +1,7 @@
 """Ranks that do not meet in collectives of ``deepspeed.comm``, over gloo and through the memory beside it: the others
 are told who, where and why."""
 
+import functools
 import pathlib
 import time
 from datetime import timedelta
@@ -21,10 +22,11 @@ GLOO = {"DS_SHM_COLLECTIVES": "0"}
 
 def faulty(rank, world, fault, folder):
     deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=PATIENCE_S), verbose=False)
-    comm.all_reduce(torch.ones(10))
+    device = deepspeed.get_accelerator().current_device_name()
+    comm.all_reduce(torch.ones(10, device=device))
     began, text = time.monotonic(), "fine"
     try:
-        other_call(comm, rank, fault, 2.5 if fault == "slow" else PATIENCE_S + 4)
+        other_call(comm, rank, fault, 2.5 if fault == "slow" else PATIENCE_S + 4, device)
     except RuntimeError as error:
         text = str(error)
         refused(RuntimeError, "has failed before", comm.barrier)
@@ -37,6 +39,7 @@ def told(folder, ranks=(0, 1, 2)):
     return [(float(seconds), text) for seconds, text in texts]
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("fault", ["skip", "order"])
 def test_a_mismatch_is_found_within_seconds(fault, tmp_path):
     run_ranks(3, faulty, fault, str(tmp_path), env=GLOO)
@@ -47,6 +50,7 @@ def test_a_mismatch_is_found_within_seconds(fault, tmp_path):
         assert seconds < 5
 
 
+@pytest.mark.any_device
 @pytest.mark.alone
 @pytest.mark.parametrize("fault", ["shape", "dtype"])
 def test_strict_comparison_finds_what_ends_gloo(fault, tmp_path):
@@ -56,6 +60,7 @@ def test_strict_comparison_finds_what_ends_gloo(fault, tmp_path):
         assert call in text and "rank 0 all_reduce(10 x float32, sum)" in text and seconds < 3
 
 
+@pytest.mark.any_device
 def test_a_killed_rank_is_named(tmp_path):
     refused(RankError, "SIGKILL", run_ranks, 3, faulty, "killed", str(tmp_path), grace=15, env=GLOO)
     for seconds, text in told(tmp_path, (0, 2)):
@@ -63,6 +68,7 @@ def test_a_killed_rank_is_named(tmp_path):
         assert seconds < 5
 
 
+@pytest.mark.any_device
 def test_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
     run_ranks(3, faulty, "endless", str(tmp_path), env=GLOO)
     for seconds, text in told(tmp_path, (0, 2)):
@@ -71,6 +77,7 @@ def test_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
         assert PATIENCE_S <= seconds < PATIENCE_S + 5
 
 
+@pytest.mark.any_device
 @pytest.mark.alone
 @pytest.mark.parametrize("strict", ["1", "strict"])
 def test_a_slow_rank_is_waited_for(strict, tmp_path):
@@ -78,15 +85,17 @@ def test_a_slow_rank_is_waited_for(strict, tmp_path):
     assert [text for _, text in told(tmp_path)] == ["fine"] * 3
 
 
+@pytest.mark.any_device
 @on_ranks(2, init=True, env=GLOO)
 def test_the_flight_record_has_them(rank, world):
     calls = ["all_reduce(3 x float32, sum)", "all_gather(3 x bfloat16)", "broadcast(2 x float32, root 1)"]
     expected = [(call, "done") for call in [*calls, "all_reduce(4 x float32, sum)"]]
     sub = dist.new_group([0, 1])
-    comm.all_reduce(torch.ones(3))
-    comm.all_gather_into_tensor(torch.empty(6, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16), group=sub)
-    comm.broadcast(torch.ones(2), src=1)
-    comm.all_reduce(torch.ones(4), async_op=True).wait()
+    ones = functools.partial(torch.ones, device=deepspeed.get_accelerator().current_device_name())
+    comm.all_reduce(ones(3))
+    comm.all_gather_into_tensor(ones(6, dtype=torch.bfloat16), ones(3, dtype=torch.bfloat16), group=sub)
+    comm.broadcast(ones(2), src=1)
+    comm.all_reduce(ones(4), async_op=True).wait()
     flights = comm.flight_record()[-4:]
     assert len({f["group"] for f in flights}) == 2
     assert [(f["call"], f["state"]) for f in flights] == expected

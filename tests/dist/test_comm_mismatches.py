@@ -1,6 +1,7 @@
 """Ranks whose calls of ``deepspeed.comm`` do not mean the same: all of them fail within seconds, on every verb, over
 gloo, through the memory beside it, and over the backend shm. Ranks as threads: tests/cpp/comm/mismatch_test.cpp."""
 
+import functools
 import os
 import time
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch.distributed
 
 import deepspeed
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.read import node_local
 from harness import on_ranks
 from refusals import refused
@@ -45,15 +47,22 @@ def traces(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_COMM_TRACE_DIR", str(tmp_path))
 
 
+def ones_of_backend():
+    """``torch.ones`` on the device of the test, or for the backend shm in memory of the host."""
+    here = "cpu" if comm.get_backend() == "shm" else get_accelerator().current_device_name()
+    return functools.partial(torch.ones, device=here)
+
+
 def call(verb, fault, rank, world, group):
     wrong = rank == WRONG
     count = 8 if wrong and fault == "shape" else 6
     dtype = torch.float64 if wrong and fault == "dtype" else torch.float32
+    ones = ones_of_backend()
     if fault == "splits":
         given = [(rank + other) % world + 1 for other in range(world)]
         taken = given[::-1] if wrong else given  # as many in all
-        return comm.all_to_all_single(torch.ones(sum(taken)), torch.ones(sum(given)), taken, given, group=group)
-    one, whole = torch.ones(count, dtype=dtype), torch.ones(count * world, dtype=dtype)
+        return comm.all_to_all_single(ones(sum(taken)), ones(sum(given)), taken, given, group=group)
+    one, whole = ones(count, dtype=dtype), ones(count * world, dtype=dtype)
     tensors = SimpleNamespace(
         rank=rank, one=one, other=one.clone(), whole=whole, other_whole=whole.clone(),
         parts=[one.clone() for _ in range(world)], other_parts=[one.clone() for _ in range(world)],
@@ -66,7 +75,12 @@ def call(verb, fault, rank, world, group):
     [
         ("shm", IN_MEMORY, {}),
         ("gloo", IN_MEMORY, {}),
-        ("gloo", OVER_GLOO, {"DS_SHM_COLLECTIVES": "0", "DS_COMM_FINGERPRINTS": "strict"}),
+        pytest.param(
+            "gloo",
+            OVER_GLOO,
+            {"DS_SHM_COLLECTIVES": "0", "DS_COMM_FINGERPRINTS": "strict"},
+            marks=pytest.mark.any_device,
+        ),
     ],
     ids=["shm", "memory", "gloo"],
 )
@@ -86,7 +100,7 @@ def test_every_rank_fails_within_seconds(rank, world, backend, cases):
     comm.barrier()  # the group of all is whole
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.any_device)])
 @pytest.mark.usefixtures("traces")
 @on_ranks(3, timeout=60)
 def test_ranks_in_other_groups_are_told_after_the_timeout(rank, world, backend):
@@ -97,7 +111,7 @@ def test_ranks_in_other_groups_are_told_after_the_timeout(rank, world, backend):
     else:
         one, two = (comm.new_group(list(range(world))) for _ in range(2))
     began = time.monotonic()
-    error = refused(RuntimeError, None, comm.all_reduce, torch.ones(3), group=two if rank == WRONG else one)
+    error = refused(RuntimeError, None, comm.all_reduce, ones_of_backend()(3), group=two if rank == WRONG else one)
     seconds = time.monotonic() - began
     del os.environ["DS_COMM_TIMEOUT_S"]
     comm.barrier()  # a rank that left now would destroy groups in which another one waits, and that one would name it
@@ -109,12 +123,20 @@ def fail_as_rank_0_does():
     raise TypeError("dtype")
 
 
-@pytest.mark.parametrize("backend, env", [("shm", {}), ("gloo", {}), ("gloo", {"DS_SHM_COLLECTIVES": "0"})])
+@pytest.mark.parametrize(
+    "backend, env",
+    [
+        ("shm", {}),
+        pytest.param("gloo", {}, marks=pytest.mark.any_device),
+        pytest.param("gloo", {"DS_SHM_COLLECTIVES": "0"}, marks=pytest.mark.any_device),
+    ],
+)
 @on_ranks(2, timeout=60, given=["env"])
 def test_dtypes_that_differ_on_one_rank_are_refused(rank, world, backend):
     deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=60), verbose=False)
-    one, narrow = torch.ones(4), torch.ones(4, dtype=torch.bfloat16)
-    whole, narrow_whole = torch.ones(4 * world), torch.ones(4 * world, dtype=torch.bfloat16)
+    ones = ones_of_backend()
+    one, narrow = ones(4), ones(4, dtype=torch.bfloat16)
+    whole, narrow_whole = ones(4 * world), ones(4 * world, dtype=torch.bfloat16)
     for call in (
         lambda: comm.all_gather_into_tensor(narrow_whole, one),
         lambda: comm.all_gather_into_tensor(whole, narrow),

@@ -21,6 +21,7 @@ from refusals import refused
 from runs import raised
 from sampling import every_case
 
+pytestmark = pytest.mark.any_device
 MICRO_BATCHES, SOON = 4, 5.0
 TIMEOUT, SLOW = 6.0, 11.0  # of a rank that others give up waiting for, a moment after the timeout
 

@@ -49,7 +49,7 @@ class ScheduledSource : public ShardSource {
       if (act.exchange) {
         exchange(absent, schedule_.hints() ? not_started(ahead) : GatherSchedule::Params{});
       } else {
-        issue(act);
+        issue(act, /*begun=*/false);
       }
     }
     start(ahead);
@@ -79,7 +79,7 @@ class ScheduledSource : public ShardSource {
       if (act.exchange) {
         open = exchange({}, {});
       } else {
-        issue(act);
+        issue(act, /*begun=*/true);
       }
     }
     entries_.clear();
@@ -154,8 +154,8 @@ class ScheduledSource : public ShardSource {
     }
   }
 
-  void issue(const GatherAct& act) {
-    const auto made = start_gather(schedule_.entry(act.entry), act.note, /*begun=*/false);
+  void issue(const GatherAct& act, bool begun) {
+    const auto made = start_gather(schedule_.entry(act.entry), act.note, begun);
     if (act.note & GatherSchedule::kWanted) keep(made, schedule_.entry(act.entry));
     entries_.resize(act.entry + 1);
     entries_[act.entry] = made;
@@ -167,7 +167,7 @@ class ScheduledSource : public ShardSource {
     while (!schedule_.due()) {
       const auto act = schedule_.ahead(not_started(ahead));
       if (!act || !here(schedule_.entry(act->entry))) return;
-      issue(*act);
+      issue(*act, /*begun=*/false);
     }
   }
 
@@ -187,10 +187,12 @@ class ScheduledSource : public ShardSource {
     std::memcpy(row, &key, sizeof(key));
     row[kHead - 1] = static_cast<int32_t>(schedule_.waiting());
     std::copy(wants.begin(), wants.end(), row + kHead);
-    const at::Tensor shared = host.to(storage::device_for_numbers(buffers_.device()));
-    ranks_[0]->all_gather(shared.select(0, ranks_[0]->rank()), shared, "what ranks want to gather")->wait();
+    if (!wants_.defined())
+      wants_ = at::empty_like(host, at::TensorOptions().device(storage::device_for_numbers(buffers_.device())));
+    wants_.copy_(host);
+    ranks_[0]->all_gather(wants_.select(0, ranks_[0]->rank()), wants_, "what ranks want to gather")->wait();
     ++exchanges_;
-    host = shared.to(at::kCPU);
+    host = wants_.to(at::kCPU);
     GatherSchedule::Params all;
     bool alike = true;
     int32_t waiting = 0;
@@ -206,7 +208,7 @@ class ScheduledSource : public ShardSource {
     return schedule_.exchanged(all, alike, static_cast<size_t>(waiting));
   }
 
-  // `begun`: the other ranks know that this one takes part, so they have to be told if it has no memory.
+  // `begun`: the other ranks wait for this one, so they have to be told if it has no memory.
   GatherPtr start_gather(const GatherSchedule::Params& indices, std::optional<uint8_t> note, bool begun) {
     std::vector<ShardedParam*> params;
     for (int32_t index : indices) params.push_back(params_[index].get());
@@ -246,6 +248,7 @@ class ScheduledSource : public ShardSource {
   GatherSchedule schedule_;
   std::vector<GatherPtr> entries_;  // of this cycle; null once its notes have been read
   std::unordered_map<ShardedParam*, GatherPtr> started_;
+  at::Tensor wants_;  // of all ranks in an exchange; kept, so that a rank without memory takes part in the next ones
 };
 
 }  // namespace

@@ -2,7 +2,8 @@
 //
 // [Note: what never ends]
 // All calls of the job are let go in thought, as often as something can: a call once all that come before it on its
-// stream and its communicator have ended, its device has room for it, and the calls that it meets can go, too. A call
+// stream, on streams for which that one waits, and in its communicator have ended, its device has room for it, and the
+// calls that it meets can go, too. A call
 // that has not been made counts as one that can go, unless the threads that have made such calls all wait for
 // operations that stay. Operations that stay although hosts could still make every missing call are a circle.
 // Operations that stay only because hosts wait are a circle after a while: a thread that was never seen may make the
@@ -58,7 +59,9 @@ class Circles {
       if (other.second >= key.second) continue;
       for (const Call* before : others)
         for (const Call* call : calls)
-          if (before->world == call->world || (call->stream && before->stream == call->stream)) return false;
+          if (before->world == call->world || (call->stream && before->stream == call->stream) ||
+              call->after[before - job_.devices[key.first].calls])
+            return false;
     }
     return running < kRunningAtOnce;
   }

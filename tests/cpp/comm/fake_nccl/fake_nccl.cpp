@@ -42,7 +42,7 @@ struct Queued {
 
 thread_local int group_depth = 0;
 thread_local std::vector<Queued> group;
-thread_local std::unique_ptr<Waits> host_waits;
+thread_local std::vector<std::unique_ptr<Waits>> host_waits;
 
 int failure(const char* function) {
   auto& failures = local().failures;
@@ -93,6 +93,17 @@ uint64_t reached(uint64_t address) {
   return reinterpret_cast<uint64_t>(local().device.reach(reinterpret_cast<void*>(address)));
 }
 
+// The places of calls for which the stream waits, or that are on it.
+std::bitset<kCalls> calls_before(const Device& device, void* stream) {
+  std::bitset<kCalls> places;
+  if (!local().device.before) return places;
+  int64_t numbers[kCalls];
+  const size_t count = local().device.before(stream, numbers, kCalls);
+  for (int i = 0; i < device.top; ++i)
+    places[i] = device.calls[i].waits() && std::count(numbers, numbers + count, device.calls[i].operation) > 0;
+  return places;
+}
+
 void add_caller(World& world, int rank) {
   for (int& thread : world.callers[rank]) {
     if (thread == this_thread()) return;
@@ -107,9 +118,9 @@ int perform(const std::vector<Queued>& calls) {
   sweep();
   auto operation = std::make_unique<Operation>();
   operation->device = calls[0].comm->device;
-  operation->stream = calls[0].stream;
+  operation->stream = local().device.stream ? local().device.stream(calls[0].stream) : calls[0].stream;
   for (const Queued& queued : calls)
-    if (queued.comm->device != operation->device || queued.stream != operation->stream)
+    if (queued.comm->device != operation->device || queued.stream != calls[0].stream)
       return refused(kInvalidUsage, "this library takes groups of one device and one stream");
   if (calls.size() > kCalls) return refused(kInvalidUsage, "this library takes no group of so many calls");
   Device& device = job().devices[operation->device];
@@ -120,6 +131,7 @@ int perform(const std::vector<Queued>& calls) {
   if (job().ended) return refused(job().ended, job().reason);
   operation->number = ++device.operations;
   const std::vector<Range> ranges = ranges_of(calls);
+  const std::bitset<kCalls> before = calls_before(device, operation->stream);
   int place = 0;
   for (const Queued& queued : calls) {
     const CommPtr& comm = local().alive.at(queued.comm);
@@ -133,8 +145,9 @@ int perform(const std::vector<Queued>& calls) {
     call.pid = getpid();
     call.in = reached(call.in);
     call.out = reached(call.out);
-    call.stream = reinterpret_cast<uint64_t>(queued.stream);
+    call.stream = reinterpret_cast<uint64_t>(operation->stream);
     call.operation = operation->number;
+    call.after = before;
     call.number = call.verb == kSend   ? world.sends[comm->rank][call.peer]++
                   : call.verb == kRecv ? world.receives[comm->rank][call.peer]++
                                        : world.collectives[comm->rank]++;
@@ -417,17 +430,17 @@ FAKE void fake_nccl_memory_grows() {
   while (!job().ended && left()) lock.wait(device);
 }
 
-FAKE void fake_nccl_host_waits(void* stream) {
+FAKE void fake_nccl_host_waits(void* stream, int64_t last) {
   const Lock lock;
   const int device = device_here(false);
   if (device < 0) return;
-  host_waits = std::make_unique<Waits>(
-      Waiter{this_thread(), device, reinterpret_cast<uint64_t>(stream), 0, job().devices[device].operations, false});
+  host_waits.push_back(
+      std::make_unique<Waits>(Waiter{this_thread(), device, reinterpret_cast<uint64_t>(stream), 0, last, false}));
 }
 
 FAKE void fake_nccl_host_goes_on() {
   const Lock lock;
-  host_waits = nullptr;
+  host_waits.clear();
 }
 
 FAKE int64_t fake_nccl_record(void* stream) {

@@ -16,9 +16,14 @@ struct Range {  // of memory that an operation reads or writes, as the caller of
 // thread that joins a communicator is a device, and a call on the null stream returns when it has ended.
 struct DeviceCalls {
   int (*current)();  // the device that is current in the calling thread
-  // Calls run(operation) when the stream gets there, on any thread. The stream goes on when that has returned.
-  void (*queue)(void* stream, const Range* ranges, size_t count, void (*run)(void*), void* operation);
+  // Calls run(operation) when the stream gets there, on any thread. The stream goes on when that has returned. The
+  // operations of a device have ascending numbers.
+  void (*queue)(void* stream, const Range* ranges, size_t count, void (*run)(void*), void* operation, int64_t number);
   void* (*reach)(void* memory);  // the address of memory of the device that its operations use
+  void* (*stream)(void* given);  // the same for the same stream of the device, also where null names one
+  // The numbers of operations, at most so many, that have not ended and come before what is queued on the stream now,
+  // also because it waits for other streams. Gives how many.
+  size_t (*before)(void* stream, int64_t* numbers, size_t most);
 };
 
 }  // namespace fake_nccl
@@ -28,9 +33,10 @@ extern "C" {
 void fake_nccl_use_device(const fake_nccl::DeviceCalls* device);
 // The device is about to grow its memory: returns when the operations that run on it now have ended, as cudaMalloc may.
 void fake_nccl_memory_grows();
-// The calling thread waits for what is on the stream of the device (null: on all its streams) until it says that it
-// goes on. Circles of waits in which hosts take part are found by it.
-void fake_nccl_host_waits(void* stream);
+// The calling thread waits for the operations on the stream of the current device up to the one of that number, and for
+// those that it has named before, until it says that it goes on. Circles of waits in which hosts take part are found by
+// it.
+void fake_nccl_host_waits(void* stream, int64_t last);
 void fake_nccl_host_goes_on();
 
 // For callers without a device: what is on the stream now has a number; wait() returns when all up to it has ended,

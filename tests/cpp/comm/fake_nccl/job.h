@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bitset>
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
@@ -63,6 +64,7 @@ struct Call {
   uint64_t stream;    // 0: the null stream
   int64_t number;     // among the collectives of the communicator, its sends to that peer, or its receives from there
   int64_t operation;  // of the device, in the order of calls; calls of a group are one
+  std::bitset<kCalls> after;  // calls of the device for which its stream waits, by place; of those that are older
 
   bool waits() const { return state == kQueued || state == kRunning; }
   bool collective() const { return verb != kSend && verb != kRecv; }

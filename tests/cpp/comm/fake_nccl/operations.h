@@ -369,7 +369,8 @@ inline void work_off(void* stream) {
 inline int queue(Lock& lock, std::unique_ptr<Operation> operation, const std::vector<Range>& ranges) {
   void* const stream = operation->stream;
   if (local().device.queue) {
-    local().device.queue(stream, ranges.data(), ranges.size(), &run_queued, operation.release());
+    const int64_t number = operation->number;
+    local().device.queue(stream, ranges.data(), ranges.size(), &run_queued, operation.release(), number);
     return kOk;
   }
   if (!stream) {
