@@ -107,7 +107,7 @@ class Setup:
         self.widths, self.can_tile = (proven, {}) if mlp else ({}, proven)
         if self.widths:
             self.section["tile_mlp"] = list(self.widths)
-        self.config = {**values_of(made, self.ranks), "train_micro_batch_size_per_gpu": self.batch}
+        self.config = {**values_of(made), "train_micro_batch_size_per_gpu": self.batch}
         self.config["gradient_accumulation_steps"] = min(
             2, made.gradient_accumulation_steps or 1
         )  # later ones are alike
