@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import deepspeed
 import toy_transformers
+from deepspeed.planner import Machine
 from deepspeed.planner.lengths import PARTS, Setup, peaks
 from deepspeed.sequence import explain, longest
 from deepspeed.sequence.layer import DistributedAttention
@@ -180,6 +182,22 @@ def test_a_curve_that_stays_off_says_so():
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
     found = str(explain(Jumps(1 << 30, 0), config, memory=1 << 30, ranks=1, inputs=inputs))
     assert "do not trust what is said of more than" in found
+
+
+def test_a_plan_tiles_what_a_run_tiles(toy):
+    """Modules without values are believed to treat tokens alone, since the run will prove it."""
+    ids = torch.zeros(1, 512, dtype=torch.int64)
+    plain, tiled = (
+        deepspeed.plan(
+            toy(hidden=32, intermediate=2048, vocabulary=4000),
+            config_of(**section),
+            1,
+            sample={"input_ids": ids, "labels": ids},
+            machine=Machine("none", {"float32": 1e12}, 1e11, 1000, (1000, 1e10), (1000, 1e10), 0, 0, 0),
+        ).peak_bytes
+        for section in ({}, {"tile_mlp": True, "tile_loss": True})
+    )
+    assert plain - tiled > 512 * 2048 * 4
 
 
 class Own(torch.nn.Module):
