@@ -223,7 +223,7 @@ def _curve(setup, memory, lengths):
         curve.samples.append(further)
     curve.ask = steps.peaks
     if memory is not None:
-        for tokens in curve.shown(memory) if lengths is None else lengths:
+        for tokens in (*curve.shown(memory), *(lengths or ())):
             curve.peak(tokens)
     curve.ask = None
     return curve
@@ -242,7 +242,7 @@ class Curve:
     def __init__(self, setup, states, samples):
         self.shared, self.states, self.samples = setup.shared, states, samples
         self.unit = self.shared if self.shared == 1 else 2 * self.shared  # a ring halves parts
-        self.checks, self.short, self.found, self.ask = [], {}, {}, None
+        self.checks, self.short, self.ask = [], {}, None
 
     def _native(self, *more):
         """The native curve, and the names of its moments. ``more``: samples whose moments it has, too."""
@@ -283,11 +283,6 @@ class Curve:
         return Peak(tokens, sum(found), dict(zip(("states", *PARTS), found)), moment)
 
     def longest(self, memory):
-        if memory not in self.found:
-            self.found[memory] = self._longest(memory)
-        return self.found[memory]
-
-    def _longest(self, memory):
         first = self.samples[0][0]
         found = self._native()[0].longest(memory, self.shared, LIMIT) if self.peak(first).bytes <= memory else 0
         if found:
@@ -323,7 +318,7 @@ def peaks(setup, tokens):
 
 
 def longest(memory, *args):
-    return curves([Setup(*args)], memory, ())[0].longest(memory)
+    return curves([Setup(*args)], memory)[0].longest(memory)
 
 
 def explained(memory, lengths, *args):
