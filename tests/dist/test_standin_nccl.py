@@ -91,7 +91,10 @@ def told(comms, orders):
 
 @pytest.mark.parametrize(
     "body, text",
-    [(hosts_wait, "wait for each other in a circle, hosts among them\n"), (streams_wait, "wait for each other in a circle\n")],
+    [
+        (hosts_wait, "wait for each other in a circle, hosts among them\n"),
+        (streams_wait, "wait for each other in a circle\n"),
+    ],
 )
 def test_a_circle_of_waits_ends_the_job(body, text, tmp_path):
     for report in on_two_ranks(body, tmp_path):

@@ -88,8 +88,14 @@ def _name_of(group):
 
 
 def _make(group, device, shared):
-    ours = dist.get_rank(group) >= 0 and _carried(group, device)
-    _known.setdefault(group, {})[device] = GroupCommunicator(group, device, shared) if ours else None
+    ours, made = dist.get_rank(group) >= 0 and _carried(group, device), _known.setdefault(group, {})
+    if ours and device != "cpu" and _is_gloo(group, device):
+        if "cpu" not in made:
+            _make(group, "cpu", shared=False)
+        if made["cpu"] and not made["cpu"].in_memory:  # calls with tensors here and there are compared with each other
+            made[device] = made["cpu"]
+            return
+    made[device] = GroupCommunicator(group, device, shared) if ours else None
 
 
 def add_memory(group):
@@ -134,4 +140,4 @@ def forget(group=None):
 
 def known():
     """All communicators of this process; None stands for a group that torch's own functions serve."""
-    return [made for of_group in _known.values() for made in of_group.values()]
+    return list(dict.fromkeys(made for of_group in _known.values() for made in of_group.values()))

@@ -51,7 +51,7 @@ def made_here():
 
 def new_group(ranks):
     """torch's: every rank of the job calls it, members or not."""
-    made = dist.new_group(ranks)
+    made = dist.new_group(ranks, timeout=default_timeout())
     group_communicators.add_memory(made)
     return made
 

@@ -67,17 +67,17 @@ def _run(calls):
 
 
 def _time(call, device):
-    kept = []  # results, as a backward keeps them: each has memory of its own, which is touched for the first time
     try:
         run = _runnable(*call, device)
-        run(), _seconds(run, 1, kept)
-        repeats = max(1, min(1000, round(_LEAST / _seconds(run, 1, kept))))
-        return 1e9 * statistics.median(_seconds(run, repeats, kept) for _ in range(_RUNS))
+        run(), _seconds(run, 1)
+        repeats = max(3, min(1000, round(_LEAST / _seconds(run, 1))))
+        return 1e9 * statistics.median(_seconds(run, repeats) for _ in range(_RUNS))
     except Exception:  # an operator that another device has, or whose arguments must have other values
         return None
 
 
-def _seconds(run, repeats, kept):
+def _seconds(run, repeats):
+    kept = []  # results, as a backward keeps them: no cache has their memory yet
     get_accelerator().synchronize()
     begin = time.perf_counter()
     for _ in range(repeats):
