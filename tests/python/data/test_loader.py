@@ -325,7 +325,8 @@ def test_wrong_input():
         2,
         dataloader_drop_last=True,
     )
-    refused(ValueError, "IterableDataset decides the order of its samples", loader, Stream(4), data_sampler=SequentialSampler([1]))
+    sampler = SequentialSampler([1])
+    refused(ValueError, "IterableDataset decides the order of its samples", loader, Stream(4), data_sampler=sampler)
     for given, text in [
         ({"curriculum": True}, "deepspeed_dataloader_config has curriculum; its keys are curriculum_learning"),
         ({"curriculum_learning": True}, "lacks data_efficiency, gradient_accumulation_steps"),
