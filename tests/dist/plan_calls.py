@@ -19,11 +19,15 @@ def calls_while(take_step):
         call_log.remove(recorder)
 
 
+def _verb(name):
+    return name.removesuffix("_into_tensor")  # torch has two names for it
+
+
 def calls_of(calls):
     """Count and bytes by verb, without the small numbers that only hosts exchange."""
     found = collections.defaultdict(lambda: [0, 0])
     for call in calls:
-        op = call.op.removesuffix("_into_tensor")  # torch has two names for the verb
+        op = _verb(call.op)
         found[op][0] += 1
         found[op][1] += call.bytes
     return {op: tuple(figures) for op, figures in found.items()}
@@ -32,6 +36,7 @@ def calls_of(calls):
 def planned_calls(plan, rank=None):
     """The same of the plan's first rank, or of ``rank``."""
     planned, one = {}, plan.ranks[0] if rank is None else next(one for one in plan.ranks if one.rank == rank)
-    for (verb, _), figures in one.calls.items():
+    for (name, _), figures in one.calls.items():
+        verb = _verb(name)
         planned[verb] = tuple(map(sum, zip(planned.get(verb, (0, 0)), figures)))
     return planned
