@@ -10,6 +10,7 @@ from torch import nn
 from deepspeed._compat import memory_of
 from deepspeed._native import _C
 from deepspeed.activation_checkpointing import checkpointing
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe.layers import LayerSpec, built_on_meta, call_of, describe
 from deepspeed.pipe.partitioning import partition
 from deepspeed.pipe.planning import NOT_SPLIT, PipelinePlan
@@ -31,6 +32,9 @@ class LayerWork:
             built_on_meta(layer) if isinstance(layer, LayerSpec) else layer if isinstance(layer, nn.Module) else None
         )
         self.module = module if module is None else copy_on_meta(module).to(dtype=dtype)
+        for one in [] if module is None else self.module.modules():
+            if isinstance(one, MOELayer) and one.ep_size > 1:
+                one.forward = functools.partial(_by_own_experts, one)
         self.call = call_of(layer, self.module)
         self.weights = {memory_of(one): one for one in self.module.parameters()} if module is not None else {}
         self.parameters = sum(one.numel() for one in self.weights.values())
@@ -65,6 +69,16 @@ class LayerWork:
             return self.forward, self.backward_input, self.backward_weight
         share = self.backward_weight / max(self.backward_input + self.backward_weight, 1)
         return measured.forward, measured.backward * (1 - share), measured.backward * share
+
+
+def _by_own_experts(layer, *inputs, **kwargs):
+    """The forward of an ``MOELayer`` whose experts are spread over ranks: those ranks run now and exchange no rows of
+    this forward, so that each token runs through ``k`` experts of this rank."""
+    tokens, k = inputs[0].reshape(-1, inputs[0].shape[-1]), layer.gate.k
+    weights = layer.gate.wg(tokens.float()).softmax(-1)[:, :k, None].type_as(tokens)
+    rows = layer.experts(tokens.repeat(k, 1), [len(tokens) * k])
+    layer.l_aux = layer.l_aux.to("meta")
+    return (rows.reshape(k, *tokens.shape).transpose(0, 1) * weights).sum(1).reshape(inputs[0].shape)
 
 
 def layer_works(layers, sample, dtype=None):
