@@ -126,7 +126,7 @@ ALLOCATIONS = {
     "zero/gradients/nonfinite_grads.cpp": (1, _SMALL),
     "zero/step/norm_sums.cpp": (1, "a sum of squares for each space"),
     "zero/spaces/param_store.cpp": (6, "buffers of spaces, made once for a run"),
-    "zero/gathers/sources/scheduled_source.cpp": (1, _SMALL),
+    "zero/gathers/sources/scheduled_source.cpp": (2, _SMALL),
     "zero/gathers/sources/staged_gather.cpp": (3, "rows above what the pool keeps; notes of some bytes"),
     "zero/spaces/sharded_param.cpp": (3, "slices of parameters that no engine has yet; copies in another layout"),
     "zero/gradients/sparse_rows.cpp": (3, "rows of an embedding: how many is known when the gradient is there"),

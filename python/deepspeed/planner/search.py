@@ -101,9 +101,9 @@ class Search:
         sizes = sorted({max(1, self.micro_batch // 2), self.micro_batch, self.micro_batch * 2, self.micro_batch * 4})
         recompute = (False, True) if self.can_recompute else (False,)
         for stage, size, offload, again, pipe in itertools.product(_STAGES, sizes, _OFFLOADS, recompute, self.pipes):
-            if (pipe or 1) > 1 and (stage > 1 or offload != "none"):
-                continue  # its gradients stay whole until the end of a batch
             policy = _C.stage_policy(stage)
+            if (pipe or 1) > 1 and (policy.shards_grads or offload != "none"):
+                continue  # its gradients stay whole until the end of a batch
             needed = policy.shards_params if "param" in offload else policy.shards_states or offload == "none"
             alike = self.world == 1 and policy.shards_states and not policy.shards_params  # as stage 0 then
             if needed and not alike:

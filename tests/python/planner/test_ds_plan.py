@@ -113,9 +113,10 @@ def test_a_search_chooses_the_number_of_stages(ds_plan):
     assert code == 0 and [row["rank"] for row in made["ranks"]] == [0, 1] and "bubble" in made["ranks"][0]["seconds"]
     settings = [row["settings"] for row in made["search"]]
     assert any("2 pipeline stages" in one for one in settings) and any("1 pipeline stages" in one for one in settings)
-    assert [row for row in made["search"] if "2 pipeline stages" in row["settings"]][0]["config"][
-        "gradient_accumulation_steps"
-    ] >= 2
+    for row in made["search"]:  # the samples of a step are at least those of the configuration
+        copies, config = 1 if "2 pipeline stages" in row["settings"] else 2, row["config"]
+        samples = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * copies
+        assert samples >= 2 * 2 * CONFIG["train_micro_batch_size_per_gpu"]
 
 
 def test_a_plan_beside_a_step_log(ds_plan, tmp_path):
