@@ -36,6 +36,15 @@ def measured(step):
     return status("VmHWM") - before
 
 
+def warm_kernels(tokens, vocabulary):
+    """Products and losses of this size once: libraries of torch keep memory of their own for them."""
+    for features in (128, 512, vocabulary):
+        given = torch.randn(tokens, 128, requires_grad=True)
+        weight = torch.randn(features, 128, requires_grad=True)
+        out = torch.nn.functional.linear(given, weight)
+        torch.nn.functional.cross_entropy(out, torch.zeros(tokens, dtype=torch.int64)).backward()
+
+
 def predicted(rank, world, model, config, length, memory):
     """The lengths of a case, what ``explain`` predicts for a step of each, and what ``memory`` leaves to a step. One
     rank computes them for all, because that takes longer than the steps."""
@@ -82,6 +91,8 @@ def body_peaks(rank, world, cases, folder):
                 engine.step()  # noqa: B023
 
             step(64 * world)  # buffers of the engine; it learns how many tiles use a weight
+            for one in lengths:
+                warm_kernels(one // world, vocabulary)
             pairs = [(peak, measured(lambda: step(one))) for one, peak in zip(lengths, peaks)]  # noqa: B023
             found.append((*pairs, room) if memory else pairs[0])
             engine.destroy()
