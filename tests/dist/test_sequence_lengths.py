@@ -15,6 +15,7 @@ from harness import run_ranks
 from runs import engine_of
 from sampling import every_case
 
+HIDDEN = 128
 MAPPED, TRIMMED = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 
 
@@ -38,9 +39,9 @@ def measured(step):
 
 def warm_kernels(tokens, vocabulary):
     """Products and losses of this size once: libraries of torch keep memory of their own for them."""
-    for features in (128, 512, vocabulary):
-        given = torch.randn(tokens, 128, requires_grad=True)
-        weight = torch.randn(features, 128, requires_grad=True)
+    for features in (HIDDEN, 4 * HIDDEN, vocabulary):
+        given = torch.randn(tokens, HIDDEN, requires_grad=True)
+        weight = torch.randn(features, HIDDEN, requires_grad=True)
         out = torch.nn.functional.linear(given, weight)
         torch.nn.functional.cross_entropy(out, torch.zeros(tokens, dtype=torch.int64)).backward()
 
@@ -78,7 +79,7 @@ def body_peaks(rank, world, cases, folder):
             "sequence_parallel": section,
         }
         with toy_transformers.installed():
-            shape = {"hidden": 128, "layers": layers, "vocabulary": vocabulary, "intermediate": 512}
+            shape = {"hidden": HIDDEN, "layers": layers, "vocabulary": vocabulary, "intermediate": 4 * HIDDEN}
             model = toy_transformers.ToyForCausalLM(heads, heads, **shape)
             if recompute:
                 model.gradient_checkpointing_enable()
@@ -110,19 +111,27 @@ CASES = [
 ]
 
 
-def check(cases, found, beside=0):
+def finished_copy(case, world):
+    """Bytes of the inputs of a layer where they are written to files. A plan counts one that is on its way to a slow
+    drive; a fast drive has written it before the next one comes."""
+    return 4 * HIDDEN * case[6] // world if case[5].get("offload") == "file" else 0
+
+
+def check(cases, found, world, beside=0):
     """``beside``: bytes that are no tensors (nodes of autograd, objects of Python, arenas of threads), at the most."""
     gaps = [predicted / peak - 1 for predicted, peak in found]
     for case, (predicted, peak), gap in zip(cases, found, gaps):
         print(f"{case}: predicted {predicted / 2**20:.2f} MB, measured {peak / 2**20:.2f} ({gap:+.1%})")
-    assert all(abs(predicted - peak) < 0.1 * peak + beside for predicted, peak in found), list(zip(cases, gaps))
+    for case, (predicted, peak) in zip(cases, found):
+        bound = 0.1 * peak + beside
+        assert -bound < predicted - peak < bound + finished_copy(case, world), list(zip(cases, gaps))
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_predictions_are_near_what_is_measured(world, tmp_path):
     cases = CASES if world == 1 and every_case() else CASES[world % 2 :: 2]
     for found in run_ranks(world, body_peaks, cases, str(tmp_path), fresh=True, init=True, timeout=240):
-        check(cases, found)
+        check(cases, found, world)
 
 
 TWELVE = [
@@ -161,7 +170,7 @@ def test_predictions_for_many_configurations(world, cases, beside, tmp_path):
         folder.mkdir()
         ranks = run_ranks(world, body_peaks, [case], str(folder), fresh=True, init=True, timeout=240)
         every.append(max((found[0] for found in ranks), key=lambda one: one[1]))
-    check(cases, every, beside)
+    check(cases, every, world, beside)
 
 
 # With memory of a rank instead of a length.
