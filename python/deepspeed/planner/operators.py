@@ -24,6 +24,12 @@ class Operand(NamedTuple):
     dtype: torch.dtype
 
 
+class Named(NamedTuple):
+    """An attribute of torch that cannot be pickled: a memory format or a layout."""
+
+    name: str
+
+
 def call_of(name, args, kwargs):
     """A call of an operator as a key of a dict: equal calls take equal time."""
     return name, _plain(args), tuple((key, _plain(value)) for key, value in kwargs.items())
@@ -34,6 +40,8 @@ def _plain(value):
         return Operand(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
+    if isinstance(value, (torch.memory_format, torch.layout)):
+        return Named(str(value).rpartition(".")[2])
     return None if isinstance(value, (torch.device, torch.Generator)) else value
 
 
@@ -44,6 +52,8 @@ def _made(value, device):
         made = torch.empty(room, dtype=value.dtype, device=device)
         made = made.uniform_(0.1, 1) if made.is_floating_point() else made.zero_()
         return made.as_strided(value.shape, value.stride)
+    if isinstance(value, Named):
+        return getattr(torch, value.name)
     return tuple(_made(one, device) for one in value) if isinstance(value, tuple) else value
 
 
