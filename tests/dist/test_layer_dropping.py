@@ -132,7 +132,6 @@ def counts_of(engine, step, rank):
     return [gatherer.gathered_elements, gatherer.collectives, gatherer.exchanges], ran
 
 
-@pytest.mark.any_device
 @pytest.mark.parametrize("accumulate, zero", [(1, {"stage3_max_reuse_distance": 0}), (2, {})])
 @on_ranks(2, env=BETWEEN_HOSTS)
 def test_between_hosts_dropped_layers_are_neither_gathered_nor_asked_for(rank, world, accumulate, zero, tmp_path):
