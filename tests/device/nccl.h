@@ -1,4 +1,5 @@
-// What the library that stands in for NCCL is told, if one is used (standin_use_nccl).
+// The stand-in device tells the library that stands in for NCCL of host waits and of memory that grows, if one is used
+// (standin_use_nccl).
 #pragma once
 #include "streams.h"
 
@@ -15,7 +16,9 @@ class NcclHostWait {
   bool told_ = false;
 };
 
-// The current device is about to grow its memory: returns when the operations of NCCL that run on it now have ended.
+// The current device is about to grow its memory. With DS_STANDIN_GROWTH_WAITS in the environment, this returns when
+// the operations of NCCL that run on the device now have ended. It is not the default, because comm/pipe can hang then:
+// a stage allocates the buffer of a message while its own send runs, and its neighbour does the same.
 void nccl_memory_grows();
 
 }  // namespace standin
