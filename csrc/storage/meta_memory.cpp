@@ -199,8 +199,7 @@ bool in_host_memory(const c10::Device& device) {
 }
 
 at::Tensor meta_bytes(int64_t bytes) {
-  const c10::impl::ExcludeDispatchKeyGuard unseen(
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  const c10::impl::ExcludeDispatchKeyGuard unseen(c10::python_ks);
   return at::empty({bytes}, at::TensorOptions().device(at::kMeta).dtype(at::kByte));
 }
 

@@ -74,8 +74,8 @@ class MetaMemory {
 // Whether tensors of `device` are in the memory of the host, or are planned for it.
 bool in_host_memory(const c10::Device& device);
 
-// So many bytes of the meta device. Modes of Python do not see them: a tensor that they have seen has an object of
-// Python, which threads of the storage could not release while they hold its lock.
+// Returns a tensor of `bytes` bytes on the meta device. It is hidden from modes of Python, because a tensor that they
+// see gets a Python object, and threads of the storage could not release that object while they hold its lock.
 at::Tensor meta_bytes(int64_t bytes);
 
 // Storages made by this thread's caller in the scope belong to `owner`, where a count is installed.

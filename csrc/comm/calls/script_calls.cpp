@@ -11,6 +11,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/ranges.h"
+#include "comm/decorators/logged.h"
 
 namespace ds::comm {
 
@@ -23,7 +24,7 @@ constexpr std::chrono::microseconds kPoll(200);  // how often a wait with a time
 
 // The device of results that a stream computes; none: the results are there when the work's wait() returns.
 std::optional<c10::Device> stream_device(const Tensors& results) {
-  if (results.empty() || results[0].device().is_cpu() || results[0].device().is_meta()) return std::nullopt;
+  if (results.empty() || !asynchronous(results[0].device())) return std::nullopt;
   return results[0].device();
 }
 

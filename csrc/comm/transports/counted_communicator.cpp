@@ -46,8 +46,8 @@ class CountedCommunicator : public Communicator {
   WorkPtr start(const Op& op) override {
     if (peers_ && (op.verb == Verb::kSend || op.verb == Verb::kRecv)) return pass_on(op);
     if (op.out.defined() && op.out.is_cpu()) {
-      const c10::impl::ExcludeDispatchKeyGuard unseen(
-          c10::python_ks);  // a mode of Python takes far longer than the copy
+      // A mode of Python takes far longer than the copy.
+      const c10::impl::ExcludeDispatchKeyGuard unseen(c10::python_ks);
       fill(op);
     }
     if (op.parts) touch(op.parts->give_counts(), static_cast<int64_t>(op.parts->some().element_size()));
@@ -101,8 +101,8 @@ class CountedCommunicator : public Communicator {
       case Verb::kAllGather:
       case Verb::kGather:
         if (op.out_counts.empty() && op.out.numel() == op.in.numel() * size_) {
-          op.out.view({size_, op.in.numel()})
-              .copy_(op.in.reshape({1, op.in.numel()}).clone());  // it may be a part of it
+          // The input may be a part of the output.
+          op.out.view({size_, op.in.numel()}).copy_(op.in.reshape({1, op.in.numel()}).clone());
           return;
         }
         for (const at::Tensor& part : parts_of(op.out, op.out_counts, size_)) copy(part, op.in);

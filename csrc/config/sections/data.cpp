@@ -66,8 +66,7 @@ Field data_sampling() {
                   enabled(),
                   path("metrics_path",
                        "Folder of an analysis with the metric seqlen, or of seqlens.npy, the lengths of the samples; "
-                       "the "
-                       "latter is written where both are missing."),
+                       "the latter is written where both are missing."),
                   text("lr_scaling_method", "linear", "How the learning rate follows the batch size.")
                       .one_of({"linear", "sqrt", "none"}),
                   integer("min_batch_size", 1, "Minimum number of samples in a micro-batch; smaller ones are left out.")

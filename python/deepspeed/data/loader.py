@@ -80,9 +80,8 @@ class ResumableDataLoader:
         self.batches = 0  # batches handed out in this epoch, after its first `_start` samples
         self._start = 0  # samples of this epoch that were handed out before, to other ranks or in other batches
         self.seed = None  # of the random numbers in workers; None: torch's initial seed at the beginning of an epoch
-        self._order_state = (
-            None  # the random state from which this epoch's order was drawn, if the epoch does not give it
-        )
+        # The random state from which this epoch's order was drawn, if the epoch does not give it.
+        self._order_state = None
         self._batches_now = None  # the iterator of torch's loader; None before the first batch of a loop
         # A generator of its own: otherwise torch's loader draws a seed from the global one each time that it starts.
         self._generator = torch.Generator()

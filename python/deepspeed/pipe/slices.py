@@ -22,8 +22,9 @@ class Slices:
         self.equal = {}  # (stream, peer, position) -> whether its tensors are
 
     def cut(self, stream, peer, tensors):
-        """What to send: for each tensor an empty one, then the tensors or this rank's parts of them. The shape of an
-        empty one is 0 and that of the whole tensor; None where it is not cut. Only shapes of empty tensors travel."""
+        """Returns the tensors to send. First comes one entry for each tensor: None if it is sent whole, else an empty
+        tensor with the shape ``(0, *shape of the whole tensor)``, of which only the shape travels. Then come the
+        tensors, or this rank's parts of them."""
         if stream not in self.streams:
             return tensors
         shapes, parts = [], []

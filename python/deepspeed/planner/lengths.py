@@ -17,7 +17,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.mesh import made_here
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model import layout
-from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.planner.child import run_each_apart
 from deepspeed.planner.machine import Machine
 from deepspeed.planner.plans import files_apart, values_of
@@ -108,9 +107,8 @@ class Setup:
         if self.widths:
             self.section["tile_mlp"] = list(self.widths)
         self.config = {**values_of(made), "train_micro_batch_size_per_gpu": self.batch}
-        self.config["gradient_accumulation_steps"] = min(
-            2, made.gradient_accumulation_steps or 1
-        )  # later ones are alike
+        # All micro-steps after the second one are alike.
+        self.config["gradient_accumulation_steps"] = min(2, made.gradient_accumulation_steps or 1)
         self.config.setdefault("optimizer", {"type": "Adam"})  # nobody knows a client's
         for key in ("train_batch_size", "sequence_parallel_size", "data_parallel_size"):
             self.config.pop(key, None)
@@ -156,7 +154,7 @@ class Setup:
             add("sequence_parallel.tile_loss: true", {"tile_loss": True})
         if self.can_tile:
             add("sequence_parallel.tile_mlp: true", {"tile_mlp": list(self.can_tile)}, widths=self.can_tile)
-        if self.stage < ZeroStageEnum.max_stage and self.ranks > 1:
+        if not _C.stage_policy(self.stage).shards_params and self.ranks > 1:
             add(f"zero_optimization.stage: {self.stage + 1}", stage=self.stage + 1)
         can_recompute = getattr(self.model, "supports_gradient_checkpointing", False)
         again = not getattr(self.model, "is_gradient_checkpointing", False)

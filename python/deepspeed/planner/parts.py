@@ -1,5 +1,5 @@
-"""What the layers of a pipeline and its parts take for one micro-batch: they run on tensors without memory, in this
-process. ``deepspeed.pipe.plan`` and the schedule ``auto`` ask for it."""
+"""Work and memory of the layers of a pipeline and of its parts, for one micro-batch. The layers run in this process, on
+tensors without memory. ``deepspeed.pipe.plan`` and the schedule ``auto`` use the figures."""
 
 import contextlib
 import functools

@@ -118,7 +118,8 @@ def own_states(engine):
 
 
 def bytes_of_a_parameter(engine):
-    """What rests on the device of this rank for each parameter of its model: weights, gradients, masters and states."""
+    """Bytes on the device of this rank between two steps, for each parameter of its model: weights, gradients, masters
+    and states."""
     rests = engine.core.storage.report()["media"]["device"]["resting_bytes"] + own_states(engine)
     return rests / max(1, sum(getattr(one, "ds_numel", one.numel()) for one in engine.module.parameters()))
 

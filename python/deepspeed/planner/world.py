@@ -137,7 +137,7 @@ class World:
             self.memory.set_owner(owner)
 
     def told_by_peers(self, value):
-        """What each of the peers passes, in their order. All of them call it."""
+        """Returns the values that the peers pass, in their order. All peers call it."""
         self._told += 1
         self._store.set(f"told {self._told} by {self.rank}", pickle.dumps(value))
         return [pickle.loads(self._store.get(f"told {self._told} by {rank}")) for rank in self.peers]

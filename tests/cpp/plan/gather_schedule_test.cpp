@@ -36,8 +36,8 @@ class Job {
     for (int rank = 0; rank < world; ++rank) ranks_.push_back(Rank{GatherSchedule(lag)});
   }
 
-  // What each rank leaves out in each of its cycles, of which it hears at the begin of the cycle, or with `late` at any
-  // time in it.
+  // Sets the parameters that each rank leaves out in each of its cycles. A rank hears of them at the begin of the
+  // cycle, or at any time in it if `late` is true.
   void leave_out(std::vector<std::vector<Params>> left_out, bool late = false) {
     left_out_ = std::move(left_out);
     late_ = late;

@@ -65,7 +65,7 @@ TEST_P(TensorStoreIn, ShapesOfAllKinds) {
   store.drop(none);
 }
 
-// As many bytes of the device as copies may have, the oldest first to go.
+// Copies are on their way until they need more bytes of the device than they may have. The oldest ends first.
 TEST(TensorStoreOnMeta, CopiesAreOnTheirWayWhileThereIsRoom) {
   MetaMemory memory;
   memory.install();
