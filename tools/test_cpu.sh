@@ -4,7 +4,7 @@
 #     kernels and of matrix products, under qemu-user, which is 10 to 30 times slower than the processor.
 #   aarch64: the kernels and their tests, cross-compiled, under qemu-user.
 #   avx2: the whole suite (tools/test.sh all) on this processor, where torch, oneDNN, OpenBLAS and our kernels are told
-#     not to use AVX-512.
+#     not to use AVX-512, and libcpuinfo reports none (tests/cpp/without_avx512.cpp).
 # With `sample` a fixed part of the C++ tests runs, which takes .ci/run under 5 minutes; the end says what was left out.
 . "$(dirname "$0")/common.sh"
 name=${1:-}
@@ -17,6 +17,10 @@ without_avx512=(ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE
 if [ "$name" = avx2 ]; then
   flags=$(grep -m 1 '^flags' /proc/cpuinfo || true)
   [[ " $flags " == *" avx2 "* ]] || die "this processor has no AVX2; an emulated one has: make test-cpu CPU=Haswell."
+  tools/packages.sh build cpu
+  mkdir -p build
+  g++ -O1 -shared -fPIC -std=c++17 -o build/without_avx512.so tests/cpp/without_avx512.cpp
+  without_avx512+=(LD_PRELOAD="$ROOT/build/without_avx512.so${LD_PRELOAD:+:$LD_PRELOAD}")
   say "without AVX-512: ${without_avx512[*]}"
   exec env "${without_avx512[@]}" tools/test.sh all
 fi
