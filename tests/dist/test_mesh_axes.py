@@ -1,13 +1,15 @@
 """Every engine has one mesh with the axes pp, dp, sp and tp, and experts are a fold of it."""
 
 import os
+import time
+from datetime import timedelta
 
 import torch
 from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import mesh
+from deepspeed.comm import gloo, mesh
 from deepspeed.comm.mesh_views import Purpose
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe.topology import ProcessTopology
@@ -62,6 +64,30 @@ def with_experts(copies, kinds, dense=1):
     for param in model[dense:].parameters():
         param.ds_ranks = ParamRanks("experts", ranks, mesh.group_over(copies))
     return start(model)
+
+
+class SlowStore(torch.distributed.Store):
+    """The job's store, whose answers take a while."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def set(self, key, value):
+        self.inner.set(key, value)
+
+    def get(self, key):
+        time.sleep(0.2)
+        return self.inner.get(key)
+
+    def wait(self, keys, timeout=timedelta(seconds=30)):
+        self.inner.wait(keys, timeout)
+
+
+@on_ranks(4, init="gloo", timeout=60)
+def test_a_group_that_is_dropped_at_once_is_complete_on_every_rank(rank, world):
+    store = torch.distributed.PrefixStore("dropped", torch.distributed.distributed_c10d._get_default_store())
+    gloo.meet(SlowStore(store) if rank == 3 else store, rank, world, timedelta(seconds=30))
 
 
 @on_ranks(4, init="gloo", timeout=60)

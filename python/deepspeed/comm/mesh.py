@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import _native
-from deepspeed._compat import group_around
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import group_communicators, nccl_join, shm
+from deepspeed.comm import gloo, group_communicators, nccl_join, shm
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import board_store, group_facts
 
@@ -131,8 +130,7 @@ def _open(backend, key, ranks):
     if direct and os.environ.get("DS_NCCL_DIRECT") != "0":
         nccl = nccl_join.join_by_store(dist.PrefixStore("nccl", store), key, rank, size, timeout)
     if nccl is not None or backend in ("gloo", shm.NAME):  # gloo carries what lies in host memory
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        group = group_around(gloo, "gloo", store, rank, size)
+        group = gloo.meet(store, rank, size, timeout)[1]
     else:
         group = _meet(ranks, f"deepspeed/{key}", backend)
     return _native._C.Communicator(
@@ -160,4 +158,6 @@ def _meet(ranks, name, backend):
     group = made[0] if isinstance(made, tuple) else made  # torch 2.x: and its store
     tables = c10d._world.pg_group_ranks if hasattr(c10d, "_world") else c10d._pg_group_ranks
     tables[group] = {rank: index for index, rank in enumerate(ranks)}
+    if backend == "gloo":
+        gloo.complete(group)
     return group

@@ -11,15 +11,16 @@ tensors, tensors of other devices, and collectives where ranks are on several ho
 import torch.distributed as dist
 
 from deepspeed import _native
-from deepspeed._compat import TORCH2, group_around
+from deepspeed._compat import TORCH2
+from deepspeed.comm.gloo import meet
 from deepspeed.comm.watch import group_facts
 
 NAME = "shm"
 
 
 def create(store, rank, size, timeout):
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    group, facts = group_around(gloo, "gloo", store, rank, size), group_facts("torch.distributed")
+    gloo, group = meet(dist.PrefixStore("gloo", store), rank, size, timeout)
+    facts = group_facts("torch.distributed")
     communicator = _native._C.Communicator(group, shared=True, timeout=timeout, facts=facts, scripts=True)
     return _native._C.c10d_backend(communicator, gloo, NAME)
 

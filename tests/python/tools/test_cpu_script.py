@@ -30,7 +30,7 @@ def run(tmp_path, *arguments, broken="nothing", flags="avx avx2", jobs=2):
     scripts[root / "tools" / "test.sh"] = (
         "#!/bin/bash\n"
         + LOG.format(name="suite")
-        + ('echo "$ATEN_CPU_CAPABILITY $DNNL_MAX_CPU_ISA $OPENBLAS_CORETYPE $DS_FORCE_ISA"\n')
+        + ('echo "$ATEN_CPU_CAPABILITY $DNNL_MAX_CPU_ISA $OPENBLAS_CORETYPE $DS_FORCE_ISA ${LD_PRELOAD##*/}"\n')
     )
     for name in ("qemu-x86_64", "qemu-aarch64"):
         scripts[programs / name] = QEMU.format(log=LOG.format(name=name), broken=broken)
@@ -41,7 +41,7 @@ def run(tmp_path, *arguments, broken="nothing", flags="avx avx2", jobs=2):
         f'#!/bin/bash\nif [ "${{@: -1}}" = /proc/cpuinfo ]; then echo "flags : {flags} fma"; exit; fi\n'
         f'exec {shutil.which("grep")} "$@"\n'
     )
-    for name in ("cmake", "ninja"):
+    for name in ("cmake", "ninja", "g++"):
         scripts[programs / name] = "#!/bin/bash\n" + LOG.format(name=name)
     for path, text in scripts.items():
         write_program(path, text, "")
@@ -116,8 +116,9 @@ def test_one_failure_is_the_end_of_it_and_is_shown(tmp_path):
 
 def test_this_processor_without_avx512(tmp_path):
     code, ran, said = run(tmp_path, "avx2")
-    assert code == 0 and [what for what, _ in ran] == ["suite all"]
-    assert "avx2 AVX2 Haswell avx2" in said
+    assert code == 0 and [what.split()[0] for what, _ in ran] == ["packages", "g++", "suite"]
+    assert ran[-1][0] == "suite all" and "tests/cpp/without_avx512.cpp" in ran[1][0]
+    assert "avx2 AVX2 Haswell avx2 without_avx512.so" in said
 
 
 @pytest.mark.parametrize(
