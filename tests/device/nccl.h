@@ -16,9 +16,8 @@ class NcclHostWait {
   bool told_ = false;
 };
 
-// The current device is about to grow its memory. With DS_STANDIN_GROWTH_WAITS in the environment, this returns when
-// the operations of NCCL that run on the device now have ended. It is not the default, because comm/pipe can hang then:
-// a stage allocates the buffer of a message while its own send runs, and its neighbour does the same.
+// The current device is about to grow its memory: this returns when the operations of NCCL that run on the device now
+// have ended, as cudaMalloc may.
 void nccl_memory_grows();
 
 }  // namespace standin

@@ -24,8 +24,8 @@ def communicators(count):
     return made, fake_nccl.Orders(made[0].library)
 
 
-def on_two_ranks(body, folder, **env):
-    env = {"DS_STANDIN_NCCL": fake_nccl.build(folder), "FAKE_NCCL_JOB": folder.name, **env}
+def on_two_ranks(body, folder):
+    env = {"DS_STANDIN_NCCL": fake_nccl.build(folder), "FAKE_NCCL_JOB": folder.name}
     return run_ranks(2, body, init=True, fresh=True, env=env)
 
 
@@ -56,7 +56,7 @@ def waits_for_what_runs(rank, world):
 
 
 def test_memory_that_grows_waits_for_the_operations_that_run(tmp_path):
-    assert on_two_ranks(waits_for_what_runs, tmp_path, DS_STANDIN_GROWTH_WAITS="1")[0] == ([False, True], "")
+    assert on_two_ranks(waits_for_what_runs, tmp_path)[0] == ([False, True], "")
 
 
 def hosts_wait(rank, world):

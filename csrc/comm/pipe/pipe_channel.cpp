@@ -26,6 +26,13 @@ constexpr const char* kStreamNames[] = {"activations", "gradients"};
 
 }  // namespace
 
+void use_stream_of_thread(c10::Device device) {
+  if (!asynchronous(device)) return;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  guard.setDevice(device);
+  guard.exchangeStream(guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true));
+}
+
 std::set<PipeEdge> pipe_edges(const plan::PipeShape& shape) {
   std::set<PipeEdge> edges;
   for (int part = 0; part < shape.virtual_stages(); ++part)
@@ -100,8 +107,11 @@ PipeChannel::~PipeChannel() {
   bool busy = false;
   for (auto& [key, inbox] : inboxes_)
     if (owner_.here()) busy = inbox->end(why) || busy;
+  for (auto& [key, outbox] : outboxes_)
+    if (owner_.here()) busy = outbox->end(why) || busy;
   if (busy) abort_communicators(why);
   for (auto& [key, inbox] : inboxes_) inbox->join(owner_.here());
+  for (auto& [key, outbox] : outboxes_) outbox->join(owner_.here());
 }
 
 void PipeChannel::abort_communicators(const std::string& why) {
@@ -126,14 +136,13 @@ std::string PipeChannel::failed() const {
 }
 
 void PipeChannel::abort(const std::string& why) {
-  std::vector<PipeInbox*> inboxes;
   {
     std::lock_guard lock(mutex_);
     if (!failed_.empty()) return;
-    failed_ = why.empty() ? "it was not said why" : why;
-    for (auto& [key, inbox] : inboxes_) inboxes.push_back(inbox.get());
+    failed_ = why.empty() ? "it was not said why" : why;  // from here on neither map grows
   }
-  for (PipeInbox* inbox : inboxes) inbox->end(why);
+  for (auto& [key, inbox] : inboxes_) inbox->end(failed_);
+  for (auto& [key, outbox] : outboxes_) outbox->end(failed_);
   for (int other = 0; other < static_cast<int>(others_.size()); ++other)
     for (int stream = 0; stream < 2; ++stream) {
       if (pids_[other]) notes_->at(2 * other + stream).close(why);
@@ -156,7 +165,19 @@ PipeInbox& PipeChannel::inbox(PipeStream stream, int from) {
   if (!found)
     found = std::make_unique<PipeInbox>(
         PipeInbox::Source{from_there.communicator, from_there.issuing, from, edges_.empty() ? from : 0, pids_.at(from),
-                          pids_[from] ? &notes_->at(2 * from + index) : nullptr, kStreamNames[index]},
+                          pids_[from] ? &notes_->at(2 * from + index) : nullptr, grants(), kStreamNames[index]},
+        options_);
+  return *found;
+}
+
+PipeOutbox& PipeChannel::outbox(PipeStream stream, int to) {
+  std::lock_guard lock(mutex_);
+  if (!failed_.empty()) fail(ErrorKind::kRuntime, failed_);
+  Route& there = route(stream, rank_, to);
+  auto& found = outboxes_[{stream, to}];
+  if (!found)
+    found = std::make_unique<PipeOutbox>(
+        PipeOutbox::Target{there.communicator, there.issuing, to, 1, kStreamNames[static_cast<size_t>(stream)]},
         options_);
   return *found;
 }
@@ -185,6 +206,10 @@ void PipeChannel::release_taken() {
 void PipeChannel::wait_for(Sent& sent, int to) {
   try {
     for (const WorkPtr& work : sent.works) work->wait();
+    if (sent.granted) {
+      sent.outbox->await_issued(*sent.granted);
+      for (const WorkPtr& work : sent.granted->works) work->wait();
+    }
     if (!sent.ring) return;
     const auto deadline = Clock::now() + options_.timeout;
     while (!sent.ring->done(sent.number, milliseconds(20))) {
@@ -265,11 +290,23 @@ void PipeChannel::send_note(Sent& sent, PipeStream stream, int to, PipeNote note
   };
   std::vector<at::Tensor> first{travels(&note, PipeNote::kBytes)};
   if (!fits) first.push_back(travels(described.data(), note.described));
-  sent.held.insert(sent.held.begin(), first.begin(), first.end());
   Route& there = route(stream, rank_, to);
-  const std::lock_guard lock(there.issuing);
-  for (const at::Tensor& tensor : sent.held)
-    sent.works.push_back(there.communicator->send(tensor, edges_.empty() ? to : 1));
+  const auto issue = [&](const std::vector<at::Tensor>& tensors) {
+    const std::lock_guard lock(there.issuing);
+    for (const at::Tensor& tensor : tensors)
+      sent.works.push_back(there.communicator->send(tensor, edges_.empty() ? to : 1));
+  };
+  issue(first);
+  if (!grants())
+    issue(sent.held);
+  else if (!sent.held.empty()) {
+    sent.outbox = &outbox(stream, to);
+    sent.granted = std::make_shared<PipeOutbox::Message>();
+    sent.granted->number = note.sequence;
+    sent.granted->tensors = sent.held;
+    sent.outbox->put(sent.granted);
+  }
+  sent.held.insert(sent.held.end(), first.begin(), first.end());
 }
 
 void PipeChannel::settle() {

@@ -16,6 +16,14 @@
 // for the device. A thread posts the receives of a message when its note has come, so it never puts a receive before a
 // send of this rank on which it depends. With `ahead` 0 there is no thread, and recv() itself receives.
 //
+// [Note: grants]
+// Growing the memory of a device may wait for all operations that run there, as cudaMalloc may, and a send runs until
+// its receive does. If two stages sent to each other first, and then allocated what they receive, both would wait for
+// ever. Over the communicators of edges the receiver therefore allocates the tensors of a message when its note has
+// come, then sends a grant (the number of the message), and then posts the receives. Notes and grants travel over the
+// host. The sender's thread issues the sends when the grant has come, so no operation waits for an allocation.
+// Notes that travel on the device (PipeChannelOptions::note_device) have no grants: their own receives would run there.
+//
 // [Note: memory of the sender]
 // Between processes of one host that may read each other's memory nothing goes over the communicator: the sender writes
 // a note into memory that the receiver has made (note_ring.h), the receiver copies the tensors from where the sender
@@ -46,6 +54,7 @@
 #include "comm/pipe/note_ring.h"
 #include "comm/pipe/pipe_inbox.h"
 #include "comm/pipe/pipe_message.h"
+#include "comm/pipe/pipe_outbox.h"
 #include "plan/pipe_plan.h"
 
 namespace ds::comm {
@@ -69,6 +78,9 @@ struct PipeEdge {
     return std::tie(stream, from, to) < std::tie(other.stream, other.from, other.to);
   }
 };
+// On asynchronous devices: the calling thread gets a stream of its own there.
+void use_stream_of_thread(c10::Device device);
+
 // Of every schedule with that placement, in their order.
 std::set<PipeEdge> pipe_edges(const plan::PipeShape& shape);
 
@@ -110,7 +122,9 @@ class PipeChannel {
     std::vector<at::Tensor> held;
     std::vector<char> offered;  // the part for which the note has no room
     NoteRing* ring = nullptr;
-    int64_t number = 0;  // there
+    int64_t number = 0;                            // there
+    PipeOutbox* outbox = nullptr;                  // that sends `granted`
+    std::shared_ptr<PipeOutbox::Message> granted;  // when the receiver grants it
   };
   using Key = std::pair<PipeStream, int>;
   // The communicator of a stream to or from another rank: one of the two whole ones, or that of an edge.
@@ -119,7 +133,9 @@ class PipeChannel {
     std::mutex issuing;  // one call at a time
   };
 
+  bool grants() const { return !edges_.empty() && options_.note_device.is_cpu(); }
   PipeInbox& inbox(PipeStream stream, int from);
+  PipeOutbox& outbox(PipeStream stream, int to);
   Route& route(PipeStream stream, int from, int to);
   void abort_communicators(const std::string& why);
   void refuse_if_failed() const;
@@ -141,8 +157,9 @@ class PipeChannel {
   std::map<Key, std::deque<Sent>> sent_;
   std::map<Key, int64_t> sequence_;
   std::map<Key, std::unique_ptr<PipeInbox>> inboxes_;
+  std::map<Key, std::unique_ptr<PipeOutbox>> outboxes_;
   PipeTraffic traffic_;
-  mutable std::mutex mutex_;  // of what follows, and of inboxes_ while it grows
+  mutable std::mutex mutex_;  // of what follows, and of inboxes_ and outboxes_ while they grow
   std::string failed_;
 };
 

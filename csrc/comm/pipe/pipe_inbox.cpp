@@ -110,11 +110,7 @@ void PipeInbox::serve() {
   at::NoGradGuard no_grad;
   Lock lock(mutex_);
   try {
-    if (asynchronous(options_.device)) {
-      const c10::impl::VirtualGuardImpl guard(options_.device.type());
-      guard.setDevice(options_.device);
-      guard.exchangeStream(guard.getStreamFromGlobalPool(options_.device, /*isHighPriority=*/true));
-    }
+    use_stream_of_thread(options_.device);
     for (;;) {
       changed_.wait(lock, [&] { return !ended_.empty() || may_receive() || (copying_ && copying_->has_more()); });
       if (!ended_.empty()) return;
@@ -248,6 +244,14 @@ PipeInbox::Arrived PipeInbox::read_offered() {
   return arrived;
 }
 
+// The tensors of this message have memory.
+void PipeInbox::grant() {
+  if (granting_) granting_->wait();
+  granted_ = at::full({1}, received_, at::TensorOptions().dtype(at::kLong));
+  const std::lock_guard lock(source_.issuing);
+  granting_ = source_.communicator->send(granted_, source_.place);
+}
+
 PipeInbox::Arrived PipeInbox::receive() {
   PipeNote note;
   receive_bytes(&note, PipeNote::kBytes);
@@ -261,9 +265,13 @@ PipeInbox::Arrived PipeInbox::receive() {
   }
   Arrived arrived{{empty_pieces(described, note.described, note.pieces, options_.device, buffers_), note.packed != 0},
                   {}};
-  std::vector<WorkPtr> works;
+  std::vector<at::Tensor> coming;
   for (const PipePiece& piece : arrived.message.pieces)
-    if (piece.tensor.defined() && piece.tensor.numel() > 0) works.push_back(start(piece.tensor));
+    if (piece.tensor.defined() && piece.tensor.numel() > 0) coming.push_back(piece.tensor);
+  // Before the receives: NCCL's first receive from a rank returns when that rank has called its send.
+  if (source_.grants && !coming.empty()) grant();
+  std::vector<WorkPtr> works;
+  for (const at::Tensor& tensor : coming) works.push_back(start(tensor));
   for (const WorkPtr& work : works) work->wait();
   if (asynchronous(options_.device)) {
     const c10::impl::VirtualGuardImpl guard(options_.device.type());

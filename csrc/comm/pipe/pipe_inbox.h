@@ -35,6 +35,7 @@ class PipeInbox {
     int place;       // of that rank in the communicator
     int64_t pid;     // of the process whose memory this one reads; 0: none
     NoteRing* ring;  // notes come over it; null: over the communicator, with the tensors behind them
+    bool grants;     // the sender waits for a grant before it sends the tensors
     const char* what;
   };
 
@@ -80,6 +81,7 @@ class PipeInbox {
   WorkPtr start(const at::Tensor& tensor);
   void receive_bytes(void* data, int64_t size);
   void check(const PipeNote& note);
+  void grant();
   Arrived receive();
   PipeMessage receive_now(Lock& lock);
   Arrived read_offered();
@@ -94,6 +96,8 @@ class PipeInbox {
   std::string ended_;
   std::shared_ptr<Copying> copying_;  // that others may help with
   bool busy_ = false;                 // somebody receives, or waits for a note: the caller alone
+  at::Tensor granted_;                // under way, of who receives
+  WorkPtr granting_;
   std::thread thread_;                // last: it uses all of the above
 };
 

@@ -150,6 +150,30 @@ TEST_P(PipeChannels, CarryAnything) {
   });
 }
 
+// Both ranks send before either allocates what it receives, and no cached memory has room for that. On the stand-in an
+// allocation that grows its memory waits for the operations of NCCL that run.
+TEST_P(PipeChannels, ReceivesAllocateWhileSendsAreOnTheirWay) {
+  const auto [transport, size] = GetParam();
+  on_channels(transport, size, [size = size](int rank, PipeChannel& channel) {
+    const auto options = at::TensorOptions().device(testing_transports::device_of(rank));
+    for (int64_t round = 1; round <= 3; ++round) {
+      const at::Tensor mine = at::full({round << 20}, rank + 1, options);
+      for (int other = 0; other < size; ++other) {
+        if (other == rank) continue;
+        for (const auto stream : {PipeStream::kActivations, PipeStream::kGrads}) {
+          channel.send(stream, other, {{{mine, false}}, false});
+          channel.expect(stream, other, 1);
+        }
+      }
+      for (int other = 0; other < size; ++other) {
+        if (other == rank) continue;
+        for (const auto stream : {PipeStream::kActivations, PipeStream::kGrads})
+          EXPECT_TRUE(at::all(channel.recv(stream, other).pieces[0].tensor.eq(other + 1)).item<bool>());
+      }
+    }
+  });
+}
+
 std::vector<std::string> transports() {
   if (on_standin()) return {transport_of_device()};
   return {"thread", "shm", "send_and_recv_only"};
