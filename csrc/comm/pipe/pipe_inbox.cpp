@@ -22,10 +22,6 @@ namespace {
 constexpr size_t kChunkBytes = 2 << 20;  // copied at a time, by one thread
 constexpr milliseconds kMoment(200);     // how long a waiter sleeps before it looks whether all has ended
 
-at::Tensor bytes_at(void* data, int64_t size) {
-  return at::from_blob(data, {size}, at::TensorOptions().dtype(at::kByte));
-}
-
 }  // namespace
 
 PipeInbox::PipeInbox(Source source, const PipeChannelOptions& options) : source_(std::move(source)), options_(options) {
@@ -247,9 +243,9 @@ PipeInbox::Arrived PipeInbox::read_offered() {
 // The tensors of this message have memory.
 void PipeInbox::grant() {
   if (granting_) granting_->wait();
-  granted_ = at::full({1}, received_, at::TensorOptions().dtype(at::kLong));
+  granted_ = received_;
   const std::lock_guard lock(source_.issuing);
-  granting_ = source_.communicator->send(granted_, source_.place);
+  granting_ = source_.communicator->send(bytes_at(&granted_, sizeof(granted_)), source_.place);
 }
 
 PipeInbox::Arrived PipeInbox::receive() {

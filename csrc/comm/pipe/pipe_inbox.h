@@ -96,9 +96,9 @@ class PipeInbox {
   std::string ended_;
   std::shared_ptr<Copying> copying_;  // that others may help with
   bool busy_ = false;                 // somebody receives, or waits for a note: the caller alone
-  at::Tensor granted_;                // under way, of who receives
+  int64_t granted_ = 0;               // under way, of who receives
   WorkPtr granting_;
-  std::thread thread_;                // last: it uses all of the above
+  std::thread thread_;  // last: it uses all of the above
 };
 
 }  // namespace ds::comm

@@ -34,6 +34,10 @@ T take(const char*& bytes, const char* end) {
 
 }  // namespace
 
+at::Tensor bytes_at(void* data, int64_t size) {
+  return at::from_blob(data, {size}, at::TensorOptions().dtype(at::kByte));
+}
+
 std::vector<char> describe_pieces(const PipeMessage& message) {
   std::vector<char> bytes;
   bytes.reserve(message.pieces.size() * 40);

@@ -39,6 +39,9 @@ struct PipeNote {
 };
 static_assert(sizeof(PipeNote) == PipeNote::kBytes);
 
+// Host memory as a tensor of bytes, which does not own it.
+at::Tensor bytes_at(void* data, int64_t size);
+
 // Types, flags and sizes of all pieces. ErrorKind::kValue for tensors that cannot travel (sparse, quantized).
 std::vector<char> describe_pieces(const PipeMessage& message);
 // Tensors of these descriptions on `device`, on the host out of `buffers`, not filled yet. ErrorKind::kRuntime where

@@ -1,6 +1,5 @@
 #include "comm/pipe/pipe_outbox.h"
 
-#include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -42,14 +41,13 @@ bool PipeOutbox::end(const std::string& why) {
 }
 
 void PipeOutbox::await_grant(int64_t number) {
-  const at::Tensor granted = at::zeros({1}, at::kLong);
   WorkPtr work;
   {
     const std::lock_guard lock(target_.issuing);
-    work = target_.communicator->recv(granted, target_.place);
+    work = target_.communicator->recv(bytes_at(&granted_, sizeof(granted_)), target_.place);
   }
   work->wait();
-  if (granted.item<int64_t>() != number)
+  if (granted_ != number)
     fail(ErrorKind::kRuntime, "stage ", target_.to, " of the pipeline has not granted message ", number, " of ",
          target_.what, " but another one: something else was sent over its communicator");
 }

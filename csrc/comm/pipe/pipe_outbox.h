@@ -56,6 +56,7 @@ class PipeOutbox {
 
   const Target target_;
   const PipeChannelOptions& options_;  // of the channel, which lives longer
+  int64_t granted_ = 0;                // of the thread; an aborted receive may still write it
   std::mutex mutex_;                   // of what follows
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Message>> waiting_;
