@@ -205,11 +205,11 @@ void PipeChannel::release_taken() {
 
 void PipeChannel::wait_for(Sent& sent, int to) {
   try {
-    for (const WorkPtr& work : sent.works) work->wait();
     if (sent.granted) {
       sent.outbox->await_issued(*sent.granted);
       for (const WorkPtr& work : sent.granted->works) work->wait();
     }
+    for (const WorkPtr& work : sent.works) work->wait();
     if (!sent.ring) return;
     const auto deadline = Clock::now() + options_.timeout;
     while (!sent.ring->done(sent.number, milliseconds(20))) {

@@ -222,7 +222,8 @@ EdgeMeetings ids_of(const PipePlan& plan) {
 
 // `all`: over all ranks; it says that it has one queue, and carries nothing.
 std::unique_ptr<PipeChannel> channel_over_edges(const PipePlan& plan, int rank, const CommunicatorPtr& all,
-                                                const EdgeMeetings& meetings) {
+                                                const EdgeMeetings& meetings,
+                                                const PipeChannelOptions& options = options_of_test()) {
   class Asked : public ForwardingCommunicator, public OneQueue {
    public:
     using ForwardingCommunicator::ForwardingCommunicator;
@@ -236,7 +237,7 @@ std::unique_ptr<PipeChannel> channel_over_edges(const PipePlan& plan, int rank, 
     const EdgeMeeting& meeting = meetings.at(edge);
     return queued_nccl(meeting.threads[rank == edge.from ? 0 : 1], meeting.id, true);
   };
-  return std::make_unique<PipeChannel>(asked, asked, options_of_test(), PipeEdges{pipe_edges(plan.shape), open});
+  return std::make_unique<PipeChannel>(asked, asked, options, PipeEdges{pipe_edges(plan.shape), open});
 }
 
 Outcome by_edges(const PipePlan& plan, int64_t numel) {
@@ -323,6 +324,25 @@ TEST_F(PipesOnNccl, AChannelSaysWhatIsMissing) {
   const auto alone = queued_nccl(thread[0], library->make_id(), true);
   EXPECT_TRUE(says(error_of(ErrorKind::kValue, [&] { PipeChannel(alone, alone, options_of_test()); }),
                    "sends and receives of queued share one queue"));
+}
+
+// The receiver expects nothing, so it grants nothing.
+TEST_F(PipesOnNccl, AReceiverThatMakesNoRoomIsNamed) {
+  const PipePlan plan = Case{"1f1b", 2, 1}.plan();
+  const auto ids = ids_of(plan);
+  const auto first = thread_communicators(2);
+  PipeChannelOptions options = options_of_test();
+  options.timeout = std::chrono::seconds(1);
+  on_threads(2, [&](int rank) {
+    const auto channel = channel_over_edges(plan, rank, first[rank], ids, options);
+    const auto send = [&] { channel->send(PipeStream::kActivations, 1, {{{at::ones({3}), false}}, false}); };
+    if (rank == 0) {
+      for (int number = 0; number < options.bound; ++number) send();
+      EXPECT_TRUE(says(error_of(ErrorKind::kRuntime, send),
+                       "stage 1 of the pipeline has not made room for message 0 of activations within 1 s"));
+    }
+    first[rank]->barrier();
+  });
 }
 
 // Ranks that are no neighbours in the plan.
