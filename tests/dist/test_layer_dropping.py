@@ -8,7 +8,7 @@ import deepspeed
 from deepspeed.runtime.progressive_layer_drop import convert_to_pld
 from harness import on_ranks
 from layer_models import Block, Transformer, batch_of, loss_of, token_dropping
-from models import Parts, Recomputed, two_layers
+from models import Parts, Recomputed, beside, two_layers
 from runs import engine_of, identical, last_of, raised, settings, take_step, together, weights
 
 DROP = {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 10.0}}  # the half, from step 1 on
@@ -33,7 +33,7 @@ class Net(Transformer):
         self.reentrant = reentrant
 
     def forward(self, batch):
-        x = self.into(batch)
+        x = self.into(beside(self.into.weight, batch))
         for layer in self.h:
             x = layer(x) if self.reentrant is None else Recomputed.forward(_one(layer, self.reentrant), x)
         return self.head(x)
@@ -132,6 +132,7 @@ def counts_of(engine, step, rank):
     return [gatherer.gathered_elements, gatherer.collectives, gatherer.exchanges], ran
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("accumulate, zero", [(1, {"stage3_max_reuse_distance": 0}), (2, {})])
 @on_ranks(2, env=BETWEEN_HOSTS)
 def test_between_hosts_dropped_layers_are_neither_gathered_nor_asked_for(rank, world, accumulate, zero, tmp_path):

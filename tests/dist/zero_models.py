@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
-from models import seeded
+from models import beside, seeded
 
 WIDTH = 8
 CLIP = 0.5
@@ -190,7 +190,7 @@ def loss_of(output, target):
 
 def outputs_of(model, step, part, dtype):
     """``[loss]`` of a micro-batch that ``model`` (or an engine) computes in ``dtype``."""
-    x, target = data(step, part)
+    x, target = (beside(next(model.parameters()), one) for one in data(step, part))
     target = target.double() if dtype == torch.float64 else target
     return [loss_of(output, target) for output in model(x.to(dtype), step, part)]
 
