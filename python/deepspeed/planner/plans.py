@@ -255,8 +255,9 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
         return Copy(tuple(made.mpu().pp_group))
     if pipeline and loss is not None:
         raise ValueError("loss= is not for pipelines: PipelineModule(loss_fn=) is their loss")
-    own = [param for param in made.parameters() if not getattr(param, "ds_pipe_replicated", False)]
-    parameters = sum(world.told_by_peers(sum(param.numel() for param in own)))  # an engine may move a part of them
+    # Before the engine, which may move a part of them; and no name here keeps a parameter that it replaces.
+    own = sum(param.numel() for param in made.parameters() if not getattr(param, "ds_pipe_replicated", False))
+    parameters = sum(world.told_by_peers(own))
     world.memory.set_owner("engine")
     kind = PlannedPipeline if pipeline else PlannedRun
     run = kind(world, made, config, sample, loss or loss_or_sum, optimizer, mpu)
