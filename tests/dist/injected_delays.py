@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from deepspeed.comm import mesh
+from deepspeed.comm import gloo
 
 DELAY = 0.05
 _SOURCE = """
@@ -70,7 +70,7 @@ class LateLink:
 
     def __init__(self):
         self._groups = []  # which have to live in Python as long as torch calls them
-        self._open = mesh.group_around
+        self._open = gloo.group_around
         self._patches = contextlib.ExitStack()
 
     def _made(self, *given):
@@ -78,7 +78,7 @@ class LateLink:
         return self._groups[-1]
 
     def __enter__(self):
-        self._patches.enter_context(mock.patch.object(mesh, "group_around", self._made))
+        self._patches.enter_context(mock.patch.object(gloo, "group_around", self._made))
         self._patches.enter_context(mock.patch.dict(os.environ, self._by_messages))
         return self
 

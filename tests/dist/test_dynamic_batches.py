@@ -147,6 +147,24 @@ def test_gradients_are_those_of_one_process(rank, world, accumulate, stage, plai
     assert (engine.global_samples, engine.consumed_tokens) == (samples, tokens) and engine.global_steps >= 3
 
 
+@on_ranks(1)
+def test_a_loop_that_fetches_ahead_is_told(rank, world):
+    engine, loader = made()
+
+    def trained(batch):
+        with logged() as said:
+            numbers, ids = batch
+            engine.backward(engine(ids, attention_mask=masked(numbers, ids)))
+            engine.step()
+        return "".join(said)
+
+    batches = iter(loader)
+    for _ in range(2):
+        assert "micro-batches since the last forward" not in trained(next(batches))
+    first, _ = next(batches), next(batches)
+    assert "has handed out 2 micro-batches since the last forward" in trained(first)
+
+
 @pytest.mark.parametrize("method", ["linear", "sqrt", "none"])
 @on_ranks(2, init=True)
 def test_rates_follow_the_samples_of_each_step(rank, world, method):

@@ -25,6 +25,7 @@ class DynamicBatching(Part):
     batches = rates = None  # the ``TokenBatches`` of the engine's loader, and the ``ScaledRates``
     _in_step = False  # whether a step of the optimizer runs, in which the schedule moves to the next step
     _taken = None  # the ``Window`` of the next step in a pipeline, whose middle stages have no data
+    _seen = None  # the ``Window`` after the batch that the last forward has taken
 
     def __init__(self, engine):
         super().__init__(engine)
@@ -57,7 +58,7 @@ class DynamicBatching(Part):
         engine = self.engine
         engine.training_dataloader, self.batches = loader, loader.data_sampler
         engine._data.start_window()
-        self._taken = self._at_loader()
+        self._taken = self._seen = self._at_loader()
         if self._pipelined:
             engine._batches.begin()
         if engine.basic_optimizer is not None:
@@ -119,9 +120,24 @@ class DynamicBatching(Part):
             if self.enabled:
                 warning_once(f"{_AT} is enabled, but the engine has no loader of dynamic batches: {_CALL}", key=_AT)
             return
+        self._tell_of_batches_ahead()
         window = self._window()
         if window is not None and self.rates is not None and not self.engine._steps.micro_steps:
             self.rates.rescale(self._ratio(window))  # the expected one, unless a loop over the loader was left
+
+    def _tell_of_batches_ahead(self):
+        if self._pipelined or not self.engine.module.training:
+            return
+        before, self._seen = self._seen, self._at_loader()
+        handed = self._seen.first - before.first if self._seen[:2] == before[:2] else 1  # else another epoch
+        if handed > 1:
+            warning_once(
+                f"the loader of dynamic batches has handed out {handed} micro-batches since the last forward, and the "
+                "engine weights the loss by the last of them. If this forward trains on an earlier one, its weight is "
+                "wrong: take a micro-batch from the loader only when the one before has been trained on. Loaders that "
+                "fetch ahead, as those of accelerate do, cannot be used with dynamic batches.",
+                key=f"{_AT}: ahead",
+            )
 
     def before_micro_step(self, boundary):
         self._in_step = boundary
@@ -138,6 +154,6 @@ class DynamicBatching(Part):
     def after_load(self):
         if self.batches is None:
             return
-        self._taken = self._at_loader()
+        self._taken = self._seen = self._at_loader()
         if self.rates is not None:
             self.rates.rescale(self._next_ratio())
