@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import time
+from datetime import timedelta
 from unittest import mock
 
 import torch.distributed as dist
@@ -41,12 +42,29 @@ def _passed(name):
     return lambda self, *given: getattr(self.inner, name)(*given)
 
 
+class _LateWork(dist._Work):
+    """Is over ``DELAY`` seconds after ``inner``. A delay before it would hide a part of the usual wait for the other
+    rank."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def wait(self, timeout=timedelta(0)):
+        done = self.inner.wait()
+        time.sleep(DELAY)
+        return done
+
+    def is_completed(self):
+        return False
+
+
 class _Group(dist.ProcessGroup):
     """torch's group ``inner``, over a link that may be late."""
 
     def __init__(self, inner, link):
         super().__init__(inner.rank(), inner.size())
-        self.inner, self.link = inner, link
+        self.inner, self.link, self._works = inner, link, []  # works have to live in Python as long as torch calls them
 
     def getBackendName(self):
         return "gloo"
@@ -56,10 +74,12 @@ class _Group(dist.ProcessGroup):
     )
 
     def recv(self, *given):
-        if self.link.late:
-            self.link.late = False
-            time.sleep(DELAY)
-        return self.inner.recv(*given)
+        work = self.inner.recv(*given)
+        if not self.link.late:
+            return work
+        self.link.late = False
+        self._works.append(_LateWork(work))
+        return self._works[-1]
 
 
 class LateLink:
