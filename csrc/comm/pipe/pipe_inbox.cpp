@@ -240,12 +240,12 @@ PipeInbox::Arrived PipeInbox::read_offered() {
   return arrived;
 }
 
-// The tensors of this message have memory.
+// The tensors of this message have memory. The log of calls does not have grants, so plans need not know of them.
 void PipeInbox::grant() {
   if (granting_) granting_->wait();
   granted_ = received_;
   const std::lock_guard lock(source_.issuing);
-  granting_ = source_.communicator->send(bytes_at(&granted_, sizeof(granted_)), source_.place);
+  granting_ = source_.communicator->bare().send(bytes_at(&granted_, sizeof(granted_)), source_.place);
 }
 
 PipeInbox::Arrived PipeInbox::receive() {

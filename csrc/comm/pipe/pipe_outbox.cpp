@@ -44,7 +44,7 @@ void PipeOutbox::await_grant(int64_t number) {
   WorkPtr work;
   {
     const std::lock_guard lock(target_.issuing);
-    work = target_.communicator->recv(bytes_at(&granted_, sizeof(granted_)), target_.place);
+    work = target_.communicator->bare().recv(bytes_at(&granted_, sizeof(granted_)), target_.place);
   }
   work->wait();
   if (granted_ != number)
