@@ -92,15 +92,27 @@ def _work(function, args, reads, writes):
     code = 1
     try:
         os.close(reads)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a caller that is killed leaves no child behind
-        gc.freeze()  # what the parent would collect may have threads, which do not exist here
-        torch.set_num_threads(1)
-        told = _answer(function, args) if _has_autograd() else (_NoAutograd(), None)
         with os.fdopen(writes, "wb") as pipe:
-            pickle.dump(told, pipe)
+            pipe.write(_told(_answer_forked, function, args))
         code = 0
     finally:
         os._exit(code)
+
+
+def _told(answer, *given):
+    """The bytes that ``_told_by`` reads: what ``answer(*given)`` returns, or its error. An answer that cannot be
+    pickled is an error, too."""
+    try:
+        return pickle.dumps(answer(*given))
+    except BaseException as error:
+        return pickle.dumps((PlanError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"), None))
+
+
+def _answer_forked(function, args):
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a caller that is killed leaves no child behind
+    gc.freeze()  # what the parent would collect may have threads, which do not exist here
+    torch.set_num_threads(1)
+    return _answer(function, args) if _has_autograd() else (_NoAutograd(), None)
 
 
 def _has_autograd():
@@ -161,9 +173,12 @@ def answer_stdin():
     """The work of the new interpreter."""
     with os.fdopen(os.dup(1), "wb") as pipe:
         os.dup2(2, 1)  # what the model prints is no part of the answer
-        function, args = pickle.load(sys.stdin.buffer)
-        pickle.dump(_answer(function, args), pipe)
+        pipe.write(_told(_answer_given))
     os._exit(0)  # the end of a rank would wait for the others
+
+
+def _answer_given():
+    return _answer(*pickle.load(sys.stdin.buffer))
 
 
 def _ending(status):

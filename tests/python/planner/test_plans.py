@@ -262,6 +262,7 @@ def test_a_child_tells_its_result_its_error_or_its_end():
     assert run_apart(lambda a, b: {"sum": a + b}, 1, 2) == {"sum": 3}
     refused(ValueError, "^this one$", run_apart, _fail, ValueError("this one"))
     refused(PlanError, "KeyError: 'this one'", run_apart, _fail, KeyError("this one"))
+    refused(PlanError, "(?i)pickle", run_apart, lambda: lambda: 1)
     refused(PlanError, "ended with signal 9 and no result", run_apart, lambda: os.kill(os.getpid(), 9))
 
 
