@@ -17,6 +17,7 @@ namespace {
 constexpr int64_t kLookUs = 250'000;
 constexpr int64_t kEndsUs = 500'000;
 constexpr milliseconds kDelivery(1500);
+constexpr milliseconds kMeeting(1000);  // how long a new object waits for that of the keeper
 
 std::string string_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 std::vector<uint8_t> value_of(const std::string& text) { return {text.begin(), text.end()}; }
@@ -40,6 +41,13 @@ ErrorPropagation::ErrorPropagation(Store store, int rank, std::vector<std::strin
                                                       std::to_string(page.file) + " " + std::to_string(page.nonce)));
   if (rank_ == keeper_) store_->set("position", value_of(""));
   store_->add("known" + std::to_string(rank_), 1);
+  if (keeper_ < 0 || rank_ == keeper_) return;
+  try {  // the keeper may end at the start of its first batch, before a look has met it
+    store_->wait({"known" + std::to_string(keeper_)}, kMeeting);
+    meet(keeper_);
+  } catch (const std::exception&) {  // it is late, and the next look meets it, or the store has gone
+    return;
+  }
 }
 
 ErrorPropagation::~ErrorPropagation() {
