@@ -87,7 +87,8 @@ class SlowStore(torch.distributed.Store):
 @on_ranks(4, init="gloo", timeout=60)
 def test_a_group_that_is_dropped_at_once_is_complete_on_every_rank(rank, world):
     store = torch.distributed.PrefixStore("dropped", torch.distributed.distributed_c10d._get_default_store())
-    gloo.meet(SlowStore(store) if rank == 3 else store, rank, world, timedelta(seconds=30))
+    size = gloo.meet(SlowStore(store) if rank == 3 else store, rank, world, timedelta(seconds=30))[1].size()
+    assert size == world  # of a group that nothing holds any more
 
 
 @on_ranks(4, init="gloo", timeout=60)
