@@ -208,6 +208,11 @@ class ResumableDataLoader:
             self.curriculum.accumulation_steps = steps
             self._batches_now = None
 
+    @property
+    def position(self):
+        """``(epoch, start, batches)`` of ``state_dict``, which copies the state of the data set as well."""
+        return self.epoch, self._start, self.batches
+
     def state_dict(self):
         """The position: the epoch, and the number of batches handed out in it. Batches that workers have only prepared
         do not count.

@@ -73,8 +73,7 @@ class DynamicBatching(Part):
 
     def _at_loader(self):
         """The window that begins after the last batch that the loader has handed out."""
-        state = self.engine.training_dataloader.state_dict()
-        return Window(state["epoch"], state["start"], state["batches"])
+        return Window(*self.engine.training_dataloader.position)
 
     def _window(self):
         """The ``Window`` of the step under way; None if the loader has not handed out a batch for it."""
