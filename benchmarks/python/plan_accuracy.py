@@ -245,6 +245,8 @@ def balance_experts():
 # ---- a run -----------------------------------------------------------------------------------------------------------
 def work(args):
     """As a rank: what the steps of ``--job`` took; rank 0 writes the figures of all."""
+    if args.device == "standin":  # A process has two of these devices.
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % 2)
     select(args.device)
     import deepspeed
     from deepspeed import _native

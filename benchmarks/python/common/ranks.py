@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 
 def measure(script, args, names, ranks, threads=1, python=sys.executable):
@@ -28,6 +29,14 @@ def measure(script, args, names, ranks, threads=1, python=sys.executable):
             env = dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
                        MASTER_PORT=port, OMP_NUM_THREADS=str(threads))  # fmt: skip
             processes.append(subprocess.Popen(command, env=env))
+        try:
+            while any(process.poll() is None for process in processes):
+                if any(process.poll() for process in processes):
+                    break
+                time.sleep(0.05)
+        finally:  # The others may wait for a rank that failed.
+            for process in processes:
+                process.terminate()
         if any([process.wait() for process in processes]):
             sys.exit("a rank failed; its message is above")
         with open(out, encoding="utf-8") as file:
