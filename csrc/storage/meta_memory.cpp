@@ -43,7 +43,7 @@ struct MetaMemory::Count {
   std::string& owner() { return owners.try_emplace(std::this_thread::get_id(), "other").first->second; }
 
   void add(const std::string& whose, int64_t bytes) {
-    if (whose.empty() || whose == kOfHost) return;
+    if (whose.empty() || whose == kElsewhere) return;
     owned[whose] += bytes;
     live += bytes;
     if (bytes > 0) note();

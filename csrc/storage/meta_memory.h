@@ -31,8 +31,8 @@ class MetaMemory {
   // The count that is installed; null: there is none.
   static MetaMemory* installed();
 
-  // Owner of storages that never count: the memory of the host.
-  static constexpr const char* kOfHost = "host";
+  // Owner of storages that never count: what they stand for is in the memory of the host or in files.
+  static constexpr const char* kElsewhere = "elsewhere";
 
   // Storages that this thread makes from now on belong to it; "": they count once adopt() has given them an owner.
   // Returns the earlier owner.

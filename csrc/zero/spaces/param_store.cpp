@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "base/ranges.h"
 #include "io/paths.h"
+#include "storage/meta_memory.h"
 
 namespace ds::zero {
 
@@ -322,8 +323,10 @@ at::Tensor ParamStore::shaped(const Piece& piece, const at::Tensor& flat) const 
 at::Tensor ParamStore::piece_view(const Piece& piece, const Buffer& buffer) const {
   const plan::Range range = range_of(piece, buffer);
   if (buffer.data.defined()) return shaped(piece, buffer.data.narrow(0, range.begin, range.numel()));
-  if (range.numel() > 0 && !storage_->resting(buffer.plane, range))
+  if (range.numel() > 0 && !storage_->resting(buffer.plane, range)) {
+    const storage::MetaOwner scope(storage::MetaMemory::kElsewhere);
     return shaped(piece, at::empty({range.numel()}, at::TensorOptions().device(at::kMeta).dtype(buffer.dtype)));
+  }
   const storage::Lease arrived = lease(buffer, range, storage::Access::kRead);  // waits until the range is written back
   return shaped(piece, storage_->resident(buffer.plane, range));
 }

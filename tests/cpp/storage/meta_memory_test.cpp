@@ -109,7 +109,7 @@ TEST(MetaMemory, WhatIsAliveGoesToAnotherOwner) {
   EXPECT_EQ(memory.peak(), 56);
   first.reset();
   EXPECT_EQ(memory.owned().at("kept"), 0);
-  memory.give(second, MetaMemory::kOfHost);
+  memory.give(second, MetaMemory::kElsewhere);
   EXPECT_EQ(memory.live(), 8);
 }
 

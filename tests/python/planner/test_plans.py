@@ -75,8 +75,10 @@ def test_states_on_the_host_and_in_files(tmp_path):
     on_host = planned(2, zero={"offload_optimizer": {"device": "cpu"}}).ranks[0]
     assert not {"masters", "optimizer states"} & set(on_host.owners)
     assert on_host.tiers["host"]["peak_bytes"] >= 3 * NUMEL * 4 / 4
-    missing = str(tmp_path / "missing")
-    in_files = planned(3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": missing}}).ranks[0]
+    nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "missing")}}
+    beside = planned(2, zero=nvme).ranks[0]
+    assert beside.peak_bytes == pytest.approx(on_host.peak_bytes, rel=0.02), "files take no memory of the device"
+    in_files = planned(3, zero=nvme).ranks[0]
     assert in_files.tiers["file"]["peak_bytes"] >= 3 * NUMEL * 4 / 4
     assert in_files.tiers["file"]["bytes_per_step"] >= 2 * 3 * NUMEL * 4 / 4
 
