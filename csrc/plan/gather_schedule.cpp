@@ -102,15 +102,19 @@ void GatherSchedule::open(const Params& wanted, bool alike) {
     current_.push_back(std::move(rest));
     places_.push_back(place);
   }
-  following_ = trusted_ && !current_.empty() && current_.front() == wanted;
+  size_t first = 0;
+  while (!confirmed_ && first < current_.size() && current_[first] != wanted) ++first;
+  following_ = trusted_ && first < current_.size() && current_[first] == wanted;
   if (!following_) return;
-  cursor_ = read_ = 1;  // the exchange has gathered it
-  wanted_.assign(1, true);
+  cursor_ = read_ = first + 1;  // the exchange has gathered it
+  wanted_.assign(cursor_, false);
+  wanted_.back() = true;
 }
 
 void GatherSchedule::close() {
   if (following_ && !turn_ && agreed_.empty()) {
     if (steady_) keep_wanted();
+    confirmed_ = true;
     candidate_.reset();
     divergences_ = 0;
   } else {
@@ -162,6 +166,7 @@ void GatherSchedule::learn(LearnedOrder run) {
   if (learnable && !next) next = merged(schedule_, run, /*shrinks=*/adds);
   if (learnable && !next && candidate_) next = merged(*candidate_, run);
   if (next) {
+    confirmed_ = !schedule_.entries.empty();
     schedule_ = std::move(*next);
     candidate_.reset();
     trusted_ = true;

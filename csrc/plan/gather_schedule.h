@@ -4,7 +4,8 @@
 // A *cycle* goes from the end of one end-of-cycle exchange to the end of the next: a backward, or the like. Its first
 // act is an exchange: every rank says what it wants or that it wants nothing, and the union is gathered with
 // everybody's help. Where the union is the first entry of the schedule that was learned from an earlier cycle, all
-// ranks go on with that schedule: an entry is one collective, issued by each rank when it gets there, and carries one
+// ranks go on with that schedule. (The first cycle also gathers what stays from then on, such as small parameters. A
+// schedule that no second cycle has confirmed may therefore be entered at a later entry.) An entry is one collective, issued by each rank when it gets there, and carries one
 // note of each rank. A rank that needs a later entry *serves* those before it: gathers and drops. A rank that needs
 // parameters that the rest of the schedule does not have says so in its next note. Everybody has read the notes of
 // entry k before it issues entry k + lag, so all leave the schedule at the same entry, and agree by exchanges from
@@ -88,6 +89,7 @@ class GatherSchedule {
   size_t lag_;
   LearnedOrder schedule_;
   bool trusted_ = true;                    // the schedule is followed where its first entry fits
+  bool confirmed_ = false;                 // more than one cycle has made the schedule
   int divergences_ = 0;                    // cycles in a row
   std::optional<LearnedOrder> candidate_;  // the gathers of the last diverging cycle
   Params asked_;                           // what the next cycle leaves out

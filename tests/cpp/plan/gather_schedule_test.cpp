@@ -217,6 +217,21 @@ TEST(GatherSchedule, ARepeatingCycleNeedsNoAgreement) {
   }
 }
 
+TEST(GatherSchedule, TheFirstCycleMayGatherMoreAtItsBegin) {
+  Cycle first = training(20);
+  first.insert(first.begin(), {{100, 101}, {102}});  // parameters that stay from then on
+  for (int world : {1, 2, 5}) {
+    Job job(world, 4, std::vector<std::vector<Cycle>>(world, {first, training(20), training(20)}), 9);
+    ASSERT_EQ(job.run(), "");
+    for (size_t cycle : {1, 2}) {
+      const auto begin = job.log().begin() + static_cast<std::ptrdiff_t>(job.ends()[cycle - 1]);
+      const auto end = job.log().begin() + static_cast<std::ptrdiff_t>(job.ends()[cycle]);
+      EXPECT_EQ(end - begin, 41);
+      EXPECT_EQ(std::count_if(begin, end, [](const Issued& act) { return act.exchange; }), 2) << "cycle " << cycle;
+    }
+  }
+}
+
 TEST(GatherSchedule, AnEndWithoutGathersCostsOneExchange) {
   std::vector<Cycle> program{training(3), {}, training(3), {}, {}};
   Job job(2, 2, {program, program}, 1);
