@@ -3,6 +3,7 @@
 import collections
 import copy
 import itertools
+import math
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -138,9 +139,13 @@ class PlannedRun:
         return on_meta(args), on_meta(kwargs)
 
     def learn(self):
-        """One training step, of which gathers and uses of gradients are learned."""
+        """Training steps of which gathers and uses of gradients are learned: the first backward shows the order of
+        gathers at stage 3, and the second one which of them nobody needs."""
+        engine = self.engine
+        backwards = 2 if engine.zero_optimization_partition_weights() else 1
         with FusedAttention(), Constants(self.world.memory):
-            self._train()
+            for _ in range(math.ceil(backwards / engine.gradient_accumulation_steps())):
+                self._train()
 
     def _train(self):
         world, engine = self.world, self.engine
