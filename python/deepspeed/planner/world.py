@@ -110,7 +110,7 @@ class World:
         dist.distributed_c10d._store_based_barrier = _meet_nobody  # with which new_group ends in torch 1
         group_communicators.native_backends[NAME] = self._of_group
         job = _native._C.Job(self.rank, self.size, self._open)
-        self.earlier = mesh.join_planned(NAME, self.rank, self.size, job)
+        mesh.join_planned(NAME, self.rank, self.size, job)
 
     def _backend(self, store, rank, size, timeout):
         made = self._communicator(rank, size, "torch.distributed", self.machine.link(range(size)))
