@@ -136,7 +136,8 @@ class _ActivationOffloadEngine:
         stream.wait_stream(now)
         with accelerator.stream(stream):
             made.copy_(host, non_blocking=True)
-        made.record_stream(stream)
+        if not made.is_meta:  # which no allocator reuses
+            made.record_stream(stream)
         now.wait_stream(stream)
         return made
 

@@ -131,11 +131,13 @@ def rank_in(group, rank):
 
 
 def forget(group=None):
-    """Drops the communicator of ``group`` (None: of all groups), which is about to be destroyed."""
+    """Drops the communicators of ``group`` (None: of all groups), which is about to be destroyed. Returns those of one
+    group."""
     if group is None or group is dist.group.WORLD:
         _known.clear()
     elif isinstance(group, dist.ProcessGroup):
-        _known.pop(group, None)
+        return _known.pop(group, None)
+    return None
 
 
 def known():

@@ -25,6 +25,7 @@ class _Made:
     def __init__(self):
         self.job = dist.group.WORLD
         self.planned = False  # whether the other ranks do not exist (join_planned)
+        self.earlier = []  # of a planned job: what the process that this one was forked from goes on with
         self.groups = {}  # ranks -> torch's group
         self.counts = {}  # ranks -> how often that was made
         self.views = {}  # name -> Members (mesh_views.py)
@@ -46,6 +47,19 @@ def made_here():
     if _made is None or _made.job is not job:
         _made = _Made()
     return _made
+
+
+def _tables():
+    """torch's, of the groups that this process is in: their backends, their names and their ranks."""
+    c10d = dist.distributed_c10d
+    return c10d._pg_map, c10d._pg_names, c10d._pg_group_ranks
+
+
+def known_groups():
+    """torch's groups of this process, where a planned job can take them over: in torch 1.13 a group has one backend for
+    all devices, and for ever."""
+    taken = hasattr(dist.ProcessGroup, "_register_backend")
+    return [group for group in _tables()[-1] if taken and isinstance(group, dist.ProcessGroup)]
 
 
 def new_group(ranks):
@@ -101,23 +115,35 @@ def join_planned(backend, rank, world, job):
     groups have the backend ``backend``, which moves nothing. ``job``: the native one. Groups of an earlier job are kept
     and out of sight; they are not ended, because that job goes on in the process that this one was forked from."""
     c10d = dist.distributed_c10d
-    kept = [made_here()]
+    kept = [made_here(), getattr(c10d, "_world", None), *map(dict, _tables())]
+    for table in _tables():
+        table.clear()
     if hasattr(c10d, "_world"):
-        kept.append(c10d._world)
         c10d._world = c10d._World()
-    else:
-        for name in ("_pg_map", "_pg_names", "_pg_group_ranks"):
-            kept.append(getattr(c10d, name))
-            setattr(c10d, name, {})
     made = c10d._new_process_group_helper(
         world, rank, [], dist.Backend(backend), dist.HashStore(), group_name="planned", timeout=default_timeout()
     )
     group = made[0] if isinstance(made, tuple) else made
-    tables = c10d._world.pg_group_ranks if hasattr(c10d, "_world") else c10d._pg_group_ranks
-    tables[group] = {each: each for each in range(world)}
+    _tables()[-1][group] = {each: each for each in range(world)}
     c10d._update_default_pg(group)
-    made_here().jobs[backend], made_here().planned = job, True
-    return kept
+    made_here().jobs[backend], made_here().planned, made_here().earlier = job, True, kept
+
+
+def take_over_groups():
+    """In a planned job on torch 2: a group of the earlier job, with this rank in it, becomes a group of this one with
+    the same ranks, so that an mpu or layers that have it can be used here. Returns what the earlier job had made."""
+    kept = made_here().earlier
+    for group, ranks in list(kept[-1].items()):
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank() not in ranks:
+            continue
+        twin = group_over(ranks)
+        for table in _tables():
+            table[group] = table[twin]
+        made_here().earlier = [group_communicators.forget(group), *made_here().earlier]
+        for device in ("cpu", "meta"):
+            backend = twin._get_backend(torch.device(device))
+            group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    return kept[0]
 
 
 def _open(backend, key, ranks):
@@ -156,8 +182,7 @@ def _meet(ranks, name, backend):
         timeout=default_timeout(),
     )
     group = made[0] if isinstance(made, tuple) else made  # torch 2.x: and its store
-    tables = c10d._world.pg_group_ranks if hasattr(c10d, "_world") else c10d._pg_group_ranks
-    tables[group] = {rank: index for index, rank in enumerate(ranks)}
+    _tables()[-1][group] = {rank: index for index, rank in enumerate(ranks)}
     if backend == "gloo":
         gloo.complete(group)
     return group

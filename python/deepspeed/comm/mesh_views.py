@@ -60,6 +60,12 @@ def names(kind):
     return [entry[1] for entry in mesh.made_here().views if isinstance(entry, tuple) and entry[0] == kind]
 
 
+def take_over():
+    """See ``mesh.take_over_groups``: with the names of groups."""
+    me, earlier = dist.get_rank(), mesh.take_over_groups().views.items()
+    mesh.made_here().views.update((name, Members(one.ranks, me)) for name, one in earlier if me in one.ranks)
+
+
 def clear():
     mesh.made_here().views.clear()
 

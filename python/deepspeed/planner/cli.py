@@ -1,6 +1,7 @@
 """``ds_plan``: what a job will take, before there is one. Needs no accelerator and no weights."""
 
 import argparse
+import functools
 import importlib.util
 import inspect
 import json
@@ -40,10 +41,14 @@ def _of_transformers(folder):
         raise ValueError(f"--model {folder}: the models of such folders need transformers: pip install transformers")
     transformers = importlib.import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(folder)
+    of_config = transformers.AutoModelForCausalLM.from_config  # imported here once, not by each rank that is planned
+    kinds = getattr(transformers.AutoModelForCausalLM, "_model_mapping", {})
+    if type(config) in kinds:
+        kinds[type(config)]  # its class, which is imported when it is asked for
     tokens = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
 
     def model():
-        return transformers.AutoModelForCausalLM.from_config(config)
+        return of_config(config)
 
     def sample(batch):
         ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
@@ -66,9 +71,14 @@ class _Job:
             self.sample = made if takes_batch else lambda batch: made()
         if self.sample is None:
             raise ValueError("--sample FILE.py:function is needed: the inputs of one micro-batch of the model")
-        self.can_recompute = run_apart(_can_recompute, self.make, args.world, machine)
+        self._world = args.world, machine
         asks = "num_stages" in inspect.signature(self.make).parameters
         self.pipes = [size for size in range(1, args.world + 1) if args.world % size == 0] if asks else (None,)
+
+    @functools.cached_property
+    def can_recompute(self):
+        """Whether recomputation can be switched on. It is asked by a search alone, because the model is made for it."""
+        return run_apart(_can_recompute, self.make, *self._world)
 
     def model(self, recompute=False, *num_stages):
         made = self.make(**dict(zip(["num_stages"], num_stages)))  # the planner has it made on meta
@@ -154,9 +164,11 @@ def _plan(args):
     micro_batch = int(config.get("train_micro_batch_size_per_gpu") or 1)
     how = {"imbalance": args.imbalance, "measure": args.measure}
     made = plan(job.model, config, args.world, args.memory, job.sample(micro_batch), machine, **how)
-    search = Search(
-        job.model, config, args.world, args.memory, job.sample, machine, job.can_recompute, job.pipes, **how
-    )
+    search = None
+    if args.search or not made.fits:
+        search = Search(
+            job.model, config, args.world, args.memory, job.sample, machine, job.can_recompute, job.pipes, **how
+        )
     change = None if made.fits else search.cheapest_change()
     fastest, tried = search.fastest() if args.search else ([], 0)
     if args.png:

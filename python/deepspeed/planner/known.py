@@ -10,16 +10,19 @@ def _metadata(tensor):
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _key(value):
-    """A hashable form of an argument, equal for tensors that have equal metadata. Raises TypeError if there is none."""
-    if isinstance(value, torch.Tensor):
-        if not value.is_meta:
-            raise TypeError
-        return torch.Tensor, *_metadata(value)
-    if isinstance(value, (tuple, list)):
-        return tuple, *map(_key, value)
-    hash(value)
-    return type(value), value
+def _key(values):
+    """A form of arguments that is equal for tensors of equal metadata. TypeError if there is none."""
+    made = []
+    for one in values:
+        if isinstance(one, torch.Tensor):
+            if not one.is_meta:
+                raise TypeError
+            made += (torch.Tensor, *_metadata(one))
+        elif isinstance(one, (tuple, list)):
+            made.append(_key(one))
+        else:
+            made += (type(one), one)
+    return tuple(made)
 
 
 def _is_plain(tensor):
@@ -34,21 +37,25 @@ class KnownResults:
     of its arguments: torch 2 computes many shapes in Python, which takes 5 ms for the loss of a tile."""
 
     def __init__(self):
-        self.results, self.pure = {}, {}
+        self.results, self.pure, self.key = {}, {}, None
 
     def run(self, func, args, kwargs, compute=lambda func, args, kwargs: func(*args, **kwargs)):
-        """``compute``: runs what is not known."""
+        """``compute``: runs what is not known. ``key``: stands for this operation and its metadata afterwards; None:
+        it has to run every time."""
+        self.key = None
         if func not in self.pure:
             schema = func._schema
             self.pure[func] = all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
         if not self.pure[func]:
             return compute(func, args, kwargs)
         try:
-            key = (func, _key(args), _key(tuple(kwargs.items())))
-        except TypeError:
+            key = func, _key(args), _key(kwargs.items())
+            found = self.results.get(key)
+        except TypeError:  # of a tensor with values, or an argument without a hash
             return compute(func, args, kwargs)
-        if key in self.results:
-            return self._made(self.results[key])
+        if found is not None:
+            self.key = key
+            return self._made(found)
         out = compute(func, args, kwargs)
         given = set(map(memory_of, tensors_in((args, kwargs))))
         made = tensors_in(out)
@@ -56,6 +63,7 @@ class KnownResults:
         if len(own) == len(made) == (len(out) if isinstance(out, tuple) else 1) and all(map(_is_plain, made)):
             found = tuple(map(_metadata, made))
             self.results[key] = found if isinstance(out, tuple) else found[0]
+            self.key = key
         return out
 
     def _made(self, found):

@@ -10,6 +10,7 @@ import tempfile
 
 import torch
 
+from deepspeed.comm import mesh, mesh_views
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.read import read
 from deepspeed.formats.weight_files import parse_size
@@ -197,17 +198,25 @@ def plan(
 
 def plan_of_engine(engine, inputs, memory=None, machine=None):
     """The ``Plan`` of this rank of ``engine``, whose forward takes ``inputs``."""
-    pipeline = isinstance(engine.module, PipelineModule)
-    if engine.mpu is not None and not pipeline:
-        raise ValueError(
-            "engine.plan(): the groups of this engine's mpu belong to this job: pass deepspeed.plan a function that "
-            "makes the groups and returns (model, mpu)"
-        )
-    client = engine.client_optimizer
+    client, model = engine.client_optimizer, engine.module
     optimizer = _another(client) if isinstance(client, torch.optim.Optimizer) else client
-    model = engine.module if pipeline else copy_on_meta(engine.module, hooks=False)
+    if not isinstance(model, PipelineModule):
+        groups = mesh.known_groups()
+        if engine.mpu is not None and not groups:
+            raise ValueError(
+                f"engine.plan(): in torch {torch.__version__} the groups of this engine's mpu work in this job alone: "
+                "pass deepspeed.plan a function that makes the groups and returns (model, mpu), or use torch 2"
+            )
+        bare = copy_on_meta(model, hooks=False, shared=groups)
+        model = functools.partial(_with_groups, bare, engine.mpu) if groups else bare
     rank, size = engine.global_rank, engine.world_size
     return plan(model, engine._config, size, memory, inputs, machine, [rank], optimizer=optimizer)
+
+
+def _with_groups(model, mpu):
+    """The model and the mpu of a running job, whose groups they use in the planned one."""
+    mesh_views.take_over()
+    return (model, mpu)
 
 
 def _another(optimizer):

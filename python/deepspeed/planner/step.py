@@ -13,7 +13,7 @@ from deepspeed.engine.initialize import initialize
 from deepspeed.ops.by_name import is_native
 from deepspeed.planner.known import KnownResults
 from deepspeed.planner.operators import call_of
-from deepspeed.profiling.op_costs import CountedOps
+from deepspeed.profiling.op_costs import CountedOps, is_view
 from deepspeed.utils.fused_attention import FusedAttention
 from deepspeed.zero.nested import replace, tensors_in
 
@@ -26,14 +26,20 @@ _OWNERS = {"lp": "parameters", "grad": "gradients", "master": "masters", "slot":
 
 class Constants(TorchDispatchMode):
     """Values of meta tensors that the host asks for are constants: a number is 1, a flag is true, a tensor is zeros.
-    ``memory``: the count of meta tensors."""
+    ``memory``: the count of meta tensors. ``known``: the ``KnownResults`` of earlier steps."""
 
-    def __init__(self, memory):
+    _should_skip_dynamo = classmethod(lambda cls: False)  # nothing compiles here; torch 2 asks at every operator
+
+    def __init__(self, memory, known=None):
         super().__init__()
-        self.memory, self.known = memory, KnownResults()
+        self.memory, self.known = memory, known or KnownResults()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func, args, kwargs):
+        """An operator outside of the mode."""
+        self.known.key = None
         name = func.overloadpacket.__name__
         if name == "_local_scalar_dense" and args[0].is_meta:
             kind = args[0].dtype
@@ -42,7 +48,7 @@ class Constants(TorchDispatchMode):
             return args[0]
         if name == "_to_copy" and args[0].is_meta and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        return self.known.run(func, args, kwargs, self._compute)
+        return func(*args, **kwargs) if is_view(func) else self.known.run(func, args, kwargs, self._compute)
 
     def _compute(self, func, args, kwargs):
         """Tensors that torch makes to find the shapes of an operator on meta do not count; its results do."""
@@ -84,29 +90,46 @@ class _CountedConstants(CountedOps):
     """Both in one mode, because each mode costs time at every operator. Adds the time of each one to the clock of the
     world. ``calls``: those whose time is not measured, as ``call_of`` names them, where times are."""
 
-    def __init__(self, world):
+    _should_skip_dynamo = Constants._should_skip_dynamo
+
+    def __init__(self, world, known):
         super().__init__(self._take_time)
-        self._constants, self.world, self.calls, self._call = Constants(world.memory), world, {}, None
+        self.world, self.calls, self._constants, self._call = world, {}, Constants(world.memory, known), None
+        self._last, self._costs = None, {}  # ``(Cost, nanoseconds)`` of the last operation, and by their known keys
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.count(func, args, kwargs or {})
 
     def call(self, func, args, kwargs):
-        return self._constants.__torch_dispatch__(func, (), args, kwargs)
+        return self._constants.run(func, args, kwargs)
 
     def add(self, name, args, kwargs, out):
+        known = self._constants.known
+        key, known.key = known.key, None  # a kernel of this library has none
+        if key in self._costs:
+            cost, took = self._costs[key]
+            self._sum(cost)
+            self.world.clock.compute(took)
+            return
         if self.world.times is not None:
             self._call = call_of(name, args, kwargs)
         super().add(name, args, kwargs, out)
+        if key is not None:
+            self._costs[key] = self._last
 
     def _take_time(self, name, cost, operands, out):
-        if not (cost.flops or cost.bytes):
-            return
-        times = self.world.times
-        took = times.get(self._call) if times else None
-        if took is None:
-            made = next((one for one in tensors_in([out]) if one.is_floating_point()), None)
-            took = self.world.machine.time_of(cost, torch.float32 if made is None else made.dtype)
-            if times is not None and self._call not in times:
-                self.calls[self._call] = None
-        self.world.clock.compute(int(took))
+        took = 0
+        if cost.flops or cost.bytes:
+            took, times = None, self.world.times
+            if times is not None:
+                took = times.get(self._call)
+                if self._call not in times:
+                    self.calls[self._call] = None
+            if took is None:
+                made = next((one for one in tensors_in([out]) if one.is_floating_point()), None)
+                took = self.world.machine.time_of(cost, torch.float32 if made is None else made.dtype)
+        self._last = cost, int(took)
+        self.world.clock.compute(self._last[1])
 
 
 def own_states(engine):
@@ -130,8 +153,8 @@ class PlannedRun:
     ``optimizer``: the caller's, a function of parameters, or None. ``mpu``: the caller's, or None."""
 
     def __init__(self, world, model, config, sample, loss, optimizer, mpu=None):
-        self.world, self.sample, self.loss = world, sample, loss
-        with Constants(world.memory):
+        self.world, self.sample, self.loss, self._known = world, sample, loss, KnownResults()
+        with Constants(world.memory, self._known):
             self.engine = initialize(model=model, config=only_training(config), optimizer=optimizer, mpu=mpu)[0]
 
     def _inputs(self):
@@ -143,7 +166,7 @@ class PlannedRun:
         gathers at stage 3, and the second one which of them nobody needs."""
         engine = self.engine
         backwards = 2 if engine.zero_optimization_partition_weights() else 1
-        with FusedAttention(), Constants(self.world.memory):
+        with FusedAttention(), Constants(self.world.memory, self._known):
             for _ in range(math.ceil(backwards / engine.gradient_accumulation_steps())):
                 self._train()
 
@@ -167,7 +190,7 @@ class PlannedRun:
         world.calls()
         world.clock.reset()
         before = self._transferred()
-        with FusedAttention(), _CountedConstants(world) as counted:
+        with FusedAttention(), _CountedConstants(world, self._known) as counted:
             self._train()
         moved = {tier: size - before.get(tier, 0) for tier, size in self._transferred().items()}
         if moved:

@@ -1,5 +1,6 @@
 """Makes this process one rank of a job whose other ranks do not exist, with the device meta as its accelerator."""
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -21,6 +22,16 @@ from deepspeed.comm.timeouts import default_timeout
 from deepspeed.log import logger
 
 NAME = "counted"
+
+
+class _MetaStream:
+    """A stream, or an event, of the device meta. A copy on it is done at once; who keeps its tensors until then, keeps
+    them in a plan, too."""
+
+    def wait_stream(self, stream):
+        pass
+
+    wait_event = record = wait_stream
 
 
 class MetaAccelerator(CPU_Accelerator):
@@ -52,6 +63,15 @@ class MetaAccelerator(CPU_Accelerator):
 
     def available_memory(self, device_index=None):
         return self.bytes - self.count.live
+
+    # As the device of the host has them, which has none, or as a GPU.
+    Stream = Event = property(lambda self: None if self.count.on_host else _MetaStream)
+
+    def stream(self, stream):
+        return contextlib.nullcontext()
+
+    def current_stream(self, device_index=None):
+        return _MetaStream()
 
     def _on_host(self, device):
         return device.type == "cpu" or self.count.on_host
@@ -110,7 +130,7 @@ class World:
         dist.distributed_c10d._store_based_barrier = _meet_nobody  # with which new_group ends in torch 1
         group_communicators.native_backends[NAME] = self._of_group
         job = _native._C.Job(self.rank, self.size, self._open)
-        self.earlier = mesh.join_planned(NAME, self.rank, self.size, job)
+        mesh.join_planned(NAME, self.rank, self.size, job)
 
     def _backend(self, store, rank, size, timeout):
         made = self._communicator(rank, size, "torch.distributed", self.machine.link(range(size)))

@@ -219,9 +219,17 @@ def _plain(name):
 
 
 @functools.cache
-def _is_view(func):
+def is_view(func):
+    """Whether the operator returns a view of an argument."""
     returned = func._schema.returns
     return bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
+
+
+@functools.cache
+def _is_composition(func):
+    """Whether the operator is made of others, which ``func.decompose`` calls."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in getattr(func, "py_kernels", ()) or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 def known(name):
@@ -265,18 +273,19 @@ class CountedOps(TorchDispatchMode):
         return 2 * self.macs + self.other
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        return self.count(func, args, kwargs or {})
+
+    def count(self, func, args, kwargs):
+        """Runs an operator and adds it, outside of the mode."""
         if not hasattr(func, "_schema"):  # an operator of operators, such as flex_attention, which runs as a whole
             self.not_counted[str(func)] += 1
             return func(*args, **kwargs)
         name = func._schema.name
-        if not known(name):
-            with self:  # in inference mode compositions come whole
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+        if _is_composition(func) and not known(name):  # in inference mode they come whole
+            with self:
+                return func.decompose(*args, **kwargs)
         out = self.call(func, args, kwargs)
-        if not _is_view(func):
+        if not is_view(func):
             self.add(name, args, kwargs, out)
         return out
 
@@ -293,6 +302,9 @@ class CountedOps(TorchDispatchMode):
         if not known(name):
             self.not_counted[name] += 1
         cost = cost_of(name, args, kwargs, out)
-        self.macs, self.other, self.bytes = self.macs + cost.macs, self.other + cost.other, self.bytes + cost.bytes
+        self._sum(cost)
         if self.on_op is not None:
             self.on_op(name, cost, [*tensors_in([*args, *kwargs.values()])], out)
+
+    def _sum(self, cost):
+        self.macs, self.other, self.bytes = self.macs + cost.macs, self.other + cost.other, self.bytes + cost.bytes

@@ -74,10 +74,10 @@ class OnDevice:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def copy_on_meta(model, dtype=None, hooks=True):
+def copy_on_meta(model, dtype=None, hooks=True, shared=()):
     """A copy of ``model`` without values, its floating parameters of ``dtype`` where that is one; with ``hooks=False``
-    without the hooks of its modules, which may refer to an engine."""
-    memo = {}
+    without the hooks of its modules, which may refer to an engine. Objects that are ``shared`` are not copied."""
+    memo = {id(one): one for one in shared}
     for module in model.modules() if not hooks else ():
         for name in _HOOKS:
             if name in vars(module):

@@ -1,6 +1,8 @@
 """The program ``ds_plan``."""
 
 import json
+import os
+import sys
 
 import pytest
 import torch
@@ -155,3 +157,66 @@ def test_a_folder_without_a_model(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert main([str(tmp_path / "config.json"), "--model", "/nowhere"]) == 2
     assert "neither FILE.py:function nor a folder" in capsys.readouterr().err
+
+
+TRANSFORMERS = """
+import os, sys, types
+
+class AutoConfig:
+    @classmethod
+    def from_pretrained(cls, folder):
+        return cls()
+
+class Mapping(dict):
+    def __contains__(self, kind):
+        return kind is AutoConfig
+
+    def __getitem__(self, kind):
+        import modeling_toy
+        return modeling_toy.Toy
+
+class AutoModelForCausalLM:
+    _model_mapping = Mapping()
+
+    @classmethod
+    def from_config(cls, config):
+        return cls._model_mapping[type(config)]()
+"""
+MODELING = """
+import os
+import torch
+
+def note(word):
+    with open(os.path.join(os.path.dirname(__file__), word), "a") as file:
+        file.write(f"{os.getpid()}\\n")
+
+note("imported")
+
+class Toy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        note("made")
+        self.embed = torch.nn.Embedding(8, 4)
+
+    def forward(self, input_ids, labels, use_cache):
+        return self.embed(input_ids).sum()
+"""
+
+
+def test_a_model_of_transformers_is_imported_once_and_made_by_each_planned_rank(tmp_path, monkeypatch):
+    """The program imports it, and its processes find it there."""
+    (tmp_path / "transformers.py").write_text(TRANSFORMERS)
+    (tmp_path / "modeling_toy.py").write_text(MODELING)
+    (tmp_path / "machine.json").write_text(json.dumps(MACHINE))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("transformers", "modeling_toy"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    given = [str(tmp_path / "config.json"), "--model", str(tmp_path), "--machine", str(tmp_path / "machine.json")]
+    try:
+        assert main([*given, "--world", "4", "--memory", "1GB"]) == 0
+    finally:
+        for name in ("transformers", "modeling_toy"):
+            sys.modules.pop(name, None)
+    imported, made = ((tmp_path / name).read_text().split() for name in ("imported", "made"))
+    assert imported == [str(os.getpid())] and len(made) == 2 and imported[0] not in made

@@ -7,9 +7,11 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.activation_checkpointing.hidden_states import CheckpointHiddenStatesOffload
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.planner import Machine, PlanError, child
@@ -102,6 +104,27 @@ def test_the_rows_of_the_busiest_rank():
     assert busy[1] - mean[1] == rows // 2 * products and most[1] - mean[1] == rows * products
     assert mean[2] + rows // 2 * row <= busy[2] < most[2]
     assert most[3] - mean[3] == pytest.approx(4 * rows // 2 * row / 1e10, rel=0.1), "in and out, whichever is more"
+
+
+class Offloaded(torch.nn.Module):
+    """Layers that are computed again, whose inputs wait on the host. ``stash``: copies that may be under way."""
+
+    def __init__(self, stash):
+        super().__init__()
+        self.layers, self.stash = layers(8), stash
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        with CheckpointHiddenStatesOffload(max_fwd_stash_count=self.stash) as offload:
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, offload.mark(x), use_reentrant=True)
+        return x.sum()
+
+
+def test_activations_on_their_way_to_the_host_are_on_the_device():
+    rows = 8192
+    few, more = (planned(0, 1, "fp32", lambda stash=stash: Offloaded(stash), rows).ranks[0] for stash in (3, 5))
+    assert few.moment == more.moment == "forward" and more.peak_bytes - few.peak_bytes == 2 * rows * SIZE * 4
 
 
 def test_activations_grow_with_the_micro_batch():
