@@ -72,8 +72,8 @@ class Cut(nn.Module):
         super().__init__()
         self.net, self.steep, self.loss = net, Steep(), loss
 
-    def forward(self, x, *more, steep=False):
-        return self.loss(lambda *given: self.steep(self.net(*given), steep), x, *more)
+    def forward(self, x, *more, steep=False, gain=1.0):
+        return gain * self.loss(lambda *given: self.steep(self.net(*given), steep), x, *more)
 
 
 def sequence_model():
@@ -126,15 +126,12 @@ class Block(nn.Module):
         return self.layer(x) + 0.1 * torch.sin(x) + 0.01 * torch.rand(8).to(x.dtype)
 
 
-def piped(faulty=3, **options):
-    """Four layers on two stages."""
-    layers = [LayerSpec(Block, number, number == faulty) for number in range(4)]
-    return PipelineModule(layers, num_stages=2, loss_fn=nn.functional.cross_entropy, partition_method="uniform", **options)
-
-
-def piped_first():
-    """What is broken is on the first stage."""
-    return piped(faulty=1)
+def piped(**options):
+    """Four layers on two stages, of which the last one may be broken."""
+    layers = [LayerSpec(Block, number, number == 3) for number in range(4)]
+    return PipelineModule(
+        layers, num_stages=2, loss_fn=nn.functional.cross_entropy, partition_method="uniform", **options
+    )
 
 
 def piped_parts():

@@ -49,16 +49,21 @@ def _layer(content):
 
 # ---- what shows in the files -----------------------------------------------------------------------------------------
 def _hang(bundle):
-    """The rank that the others have waited for: it was asked, and has raised nothing; or it has left no file."""
+    """The rank that the others have waited for: it was asked, and has raised nothing; or it has left no file; or, in a
+    pipeline, where an error ends every wait at once, it has heard of the error last."""
     stuck = [rank for rank, content in bundle.ranks.items() if content["kind"] == "hang" and not content["error"]]
     stuck += [rank for rank in range(bundle.first["world_size"]) if rank not in bundle.ranks]
     said = " ".join(str(content["error"]) for content in bundle.ranks.values())
     stuck += map(int, re.findall(r"rank (\d+) \(process \d+\) has not come", said))
+    rank = stuck[0] if stuck else max(bundle.ranks, key=lambda one: bundle.ranks[one]["time"])
     flights = [one for content in bundle.ranks.values() for one in content["flights"] if one["state"] == "under way"]
-    stacks = bundle.ranks[stuck[0]]["stacks"] if stuck and stuck[0] in bundle.ranks else "it has saved nothing"
-    where = ["its stack is unknown", *re.split(r"\nthread ", stacks)[0].splitlines()][-1]
+    stacks = bundle.ranks[rank]["stacks"] if rank in bundle.ranks else "it has saved nothing"
+    stage = re.search(rf"\brank {rank}: ([^;\n]+)", said)  # its position, as the errors of pipelines tell it
+    where = stage[1] if stage else ["its stack is unknown", *re.split(r"\nthread ", stacks)[0].splitlines()][-1]
+    module = re.search(r"^layer (\d+)", where)
     waits = flights[-1]["call"] if flights else bundle.first["error"]
-    return Verdict(SCRIPT, waits, "", stuck[0] if stuck else 0, f"the others have waited for this rank: {where}")
+    why = f"the others have waited for this rank: {where}"
+    return Verdict(SCRIPT, waits, module[1] if module else "", rank, why)
 
 
 def _bad_inputs(bundle):

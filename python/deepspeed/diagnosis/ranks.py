@@ -1,5 +1,5 @@
-"""Runs a saved step of a model that is cut over ranks again: as many processes as the run had, on this machine, each with
-an engine of the configuration of the run.
+"""Runs a saved step of a model that is cut over ranks again: as many processes as the run had start on this machine, and
+each has an engine with the configuration of the run.
 
 ``python -m deepspeed.diagnosis.ranks`` is one of them.
 """
@@ -19,7 +19,17 @@ from torch import nn
 import deepspeed.comm
 from deepspeed.checkpoint.read.weights import restore
 from deepspeed.diagnosis.bundle import Bundle, BundleError
-from deepspeed.diagnosis.replay import check, check_inputs, check_names, forward_loss, function_of, loss_of, see, trained, watch
+from deepspeed.diagnosis.replay import (
+    check,
+    check_inputs,
+    check_names,
+    forward_loss,
+    function_of,
+    loss_of,
+    see,
+    trained,
+    watch,
+)
 from deepspeed.engine.arguments import only_training
 from deepspeed.engine.initialize import initialize
 from deepspeed.host.ports import free_port
@@ -29,8 +39,8 @@ from deepspeed.zero.nested import cast_floats
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 # What says when a run goes on and with which data; and, where the step runs again in fp32, what makes tensors narrower.
-_OTHER_STEPS = ("scheduler", "elasticity", "checkpoint", "nebula", "datastates_ckpt", "data_efficiency", "train_batch_size",
-                "curriculum_learning", "progressive_layer_drop", "step_log")  # fmt: skip
+_OTHER_STEPS = ("scheduler", "elasticity", "checkpoint", "nebula", "datastates_ckpt", "data_efficiency",
+                "train_batch_size", "curriculum_learning", "progressive_layer_drop")  # fmt: skip
 _NARROW = ("fp16", "bf16", "bfloat16", "amp", "torch_autocast", "data_types", "communication_data_type")
 
 

@@ -83,7 +83,8 @@ class Postmortem(Part):
     def see_inputs(self, inputs, kwargs):
         """Of a forward that trains; of a pipeline, the pair that a stage has loaded as ``inputs``."""
         if self.on:
-            self._micro.append({"inputs": inputs, "kwargs": kwargs, "rng": capture(), "more": (), "loss": None})
+            state = None if self._pipelined else capture()
+            self._micro.append({"inputs": inputs, "kwargs": kwargs, "rng": state, "more": (), "loss": None})
 
     def around(self, phase):
         """Stages take turns between micro-batches, so the random numbers of each pass are saved by themselves."""
@@ -149,7 +150,8 @@ class Postmortem(Part):
         rank, step = engine.global_rank, engine.global_steps
         folder = os.path.join(section.dir, f"{self._run}-step{step:08d}")
         with self._lock:
-            if kind == "hang" and self._saved == step:  # what a rank did when it was missing stays
+            # What a rank did when it was missing stays; and a pipeline that has failed only says so again.
+            if (kind == "hang" or self._pipelined) and self._saved == step:
                 return
             self._saved = step
             try:
