@@ -53,7 +53,7 @@ def damage(engine):
 # fault -> verdict, a part of the name of the first bad tensor, module; where the model is broken: in layer 3
 FAULTS = {
     "nan sample": (DATA, "input of micro-batch 1", ""),
-    "nan weight": (WEIGHTS, "weight of '3.layer.weight'", "3.layer"),
+    "nan weight": (WEIGHTS, " of '3.layer.weight'", "3.layer"),
     "operator that returns inf": (OPERATOR, "the output of '3.steep'", "3.steep"),
     "operator that is not repeatable": (HARDWARE, "loss of micro-batch 1", ""),
     "damaged reduction": (EXCHANGE, "reduced gradient of '", None),
@@ -105,7 +105,8 @@ def train(rank, world, model, stage, schedule, fault, folder):
             here = fault if (step, faulty) == (GOOD, True) else None
             if here == "nan weight" and engine.is_last_stage():
                 engine.module.get_submodule("3.layer").weight.data[0] = float("nan")
-            if here == "damaged reduction" and engine.is_last_stage():
+            at_fault = faulty or stage == 0  # where each rank has all of them, copies are damaged alike
+            if fault == "damaged reduction" and step == GOOD and at_fault and engine.is_last_stage():
                 damage(engine)
             engine.train_batch(pairs(copy, step, here))
     except (RuntimeError, IndexError) as error:
@@ -131,7 +132,8 @@ def test_verdicts_of_pipelines(fault, model, stage, schedule, world, folder):
     kind, tensor, module = FAULTS[fault]
     assert verdict.verdict == kind and tensor in verdict.tensor, (verdict, told)
     assert module is None or verdict.module == module, verdict
-    assert verdict.rank == (world // 2 - 1 if fault == "nan sample" else world - 1), verdict
+    rank = {"nan sample": world // 2 - 1, "damaged reduction": world // 2 if stage == 0 else world - 1}
+    assert verdict.rank == rank.get(fault, world - 1), verdict
     if fault == "bad batch":  # nothing is inf or nan, so this compares every figure
         rows = compare(bundle, replay)[1]
         assert len(rows) > 4 * world and {row.gap for row in rows} == {0.0}, rows
