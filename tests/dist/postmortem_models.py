@@ -100,6 +100,8 @@ class Sliced(nn.Module):
         torch.manual_seed(rank)
         self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
         self.group = group
+        for param in self.parameters():
+            param.tensor_model_parallel = True
 
     def forward(self, x):
         return AddedUp.apply(self.down(torch.tanh(self.up(Copied.apply(x, self.group)))), self.group)

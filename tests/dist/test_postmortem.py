@@ -27,6 +27,7 @@ from deepspeed.diagnosis.blame import (
 from deepspeed.diagnosis.bundle import Bundle, BundleError
 from deepspeed.diagnosis.cli import main
 from deepspeed.diagnosis.replay import Replay
+from deepspeed.engine.parts.postmortem import VERSION
 from harness import run_ranks
 from logs import logged
 from models import two_layers
@@ -429,6 +430,6 @@ def test_nothing_in_a_file_is_trusted(failed, capsys, content, tmp_path, monkeyp
     elif content == "torn":
         os.truncate(path, os.path.getsize(path) // 2)
     else:
-        torch.save({"version": 1}, path)
+        torch.save({"version": VERSION}, path)
     code, text = said(capsys, "show", failed)
     assert code == 1 and path in text and not os.path.exists("harm")
