@@ -60,10 +60,11 @@ def _hang(bundle):
     stacks = bundle.ranks[rank]["stacks"] if rank in bundle.ranks else "it has saved nothing"
     stage = re.search(rf"\brank {rank}: ([^;\n]+)", said)  # its position, as the errors of pipelines tell it
     where = stage[1] if stage else ["its stack is unknown", *re.split(r"\nthread ", stacks)[0].splitlines()][-1]
-    module = re.search(r"^layer (\d+)", where)
+    layer = re.search(r"^layer (\d+)", where)
+    module = layer[1] if layer else _layer(bundle.ranks[rank]) if rank in bundle.ranks else ""
     waits = flights[-1]["call"] if flights else bundle.first["error"]
     why = f"the others have waited for this rank: {where}"
-    return Verdict(SCRIPT, waits, module[1] if module else "", rank, why)
+    return Verdict(SCRIPT, waits, module, rank, why)
 
 
 def _bad_inputs(bundle):

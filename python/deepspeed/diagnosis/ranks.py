@@ -1,5 +1,5 @@
-"""Runs a saved step of a model that is cut over ranks again: as many processes as the run had start on this machine, and
-each has an engine with the configuration of the run.
+"""Runs a saved step of a model that is cut over ranks again: as many processes as the run had start on this machine.
+Each has an engine with the configuration of the run.
 
 ``python -m deepspeed.diagnosis.ranks`` is one of them.
 """
