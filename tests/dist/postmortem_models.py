@@ -12,6 +12,7 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from moe_models import moe_net
 from mpu import two_by_two
+from runs import with_fp16
 from sequence_models import attend, mean_loss, tiny
 from tensor_parallel import AddedUp, Copied
 
@@ -134,6 +135,23 @@ def piped(**options):
     return PipelineModule(
         layers, num_stages=2, loss_fn=nn.functional.cross_entropy, partition_method="uniform", **options
     )
+
+
+class Scaled(Layer):
+    def __init__(self, number, gain):
+        super().__init__(number)
+        self.gain = gain
+
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype), self.gain)
+
+
+def piped_fp16():
+    """Layers that run in fp16 on every CPU; the last one makes large numbers."""
+    with_fp16().start()
+    layers = [LayerSpec(Scaled, number, 100.0 if number == 3 else 1.0) for number in range(4)]
+    loss = lambda out, labels: nn.functional.cross_entropy(out.float(), labels)  # noqa: E731
+    return PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform")
 
 
 def piped_parts():

@@ -11,7 +11,17 @@ import deepspeed
 import moe_models
 import postmortem_models
 import sequence_models
-from deepspeed.diagnosis.blame import DATA, EXCHANGE, HARDWARE, OPERATOR, SCRIPT, WEIGHTS, blame, compare
+from deepspeed.diagnosis.blame import (
+    DATA,
+    EXCHANGE,
+    HARDWARE,
+    OPERATOR,
+    OVERFLOW,
+    SCRIPT,
+    WEIGHTS,
+    blame,
+    compare,
+)
 from deepspeed.diagnosis.bundle import Bundle
 from deepspeed.diagnosis.cli import main
 from deepspeed.diagnosis.ranks import RanksReplay
@@ -78,6 +88,8 @@ def pairs(copy, step, fault):
                 x[1, 2] = float("nan")
             if fault == "operator that returns inf":
                 x[1, 2] = 5000.0
+            if fault == "fp16 overflow":
+                x[1, 2] = 1000.0
             if fault == "bad batch":
                 x *= 100.0
             if fault == "label out of range":
@@ -96,6 +108,7 @@ def train(rank, world, model, stage, schedule, fault, folder):
         postmortem={"on": ["nonfinite", "spike", "exception", "hang"], "dir": folder},
         comm={"timeout": 2} if fault == "hang" else {},
         pipeline={"schedule": schedule},
+        fp16={"enabled": True, "loss_scale": 8.0} if fault == "fp16 overflow" else None,
     )
     engine = engine_of(getattr(postmortem_models, model)(), made)
     copy = engine.grid.get_data_parallel_rank()
@@ -137,6 +150,25 @@ def test_verdicts_of_pipelines(fault, model, stage, schedule, world, folder):
     if fault == "bad batch":  # nothing is inf or nan, so this compares every figure
         rows = compare(bundle, replay)[1]
         assert len(rows) > 4 * world and {row.gap for row in rows} == {0.0}, rows
+
+
+def test_an_overflow_in_a_pipeline(folder):
+    run_ranks(2, train, "piped_fp16", 1, "1f1b", "fp16 overflow", folder, fresh=True)
+    bundle = Bundle(only(folder))
+    verdict = blame(bundle, RanksReplay(bundle, target("piped_fp16"), None))
+    assert verdict[:4] == (OVERFLOW, "the output of '3' is inf", "3", 1), verdict
+
+
+def test_the_program(folder, capsys):
+    run_ranks(2, train, "piped", 0, "gpipe", "bad batch", folder)
+    code, text = said(capsys, "show", only(folder))
+    assert code == 0 and "replay: possible" in text and "schedule: gpipe" in text
+    code, text = said(capsys, "replay", only(folder), "--model", target("piped"))
+    assert code == 0 and "loss: bitwise those of the run\nreduced gradient: bitwise those of the run" in text
+    code, text = said(capsys, "blame", only(folder), "--model", target("piped"), "--step", target("with_labels"))
+    assert code == 1 and "this is a PipelineModule, which has a loss_fn: leave --step out" in text
+    code, text = said(capsys, "replay", only(folder), "--model", target("factory"))
+    assert code == 1 and "the ranks of the replay ended with the codes" in text
 
 
 # ---- other cuts ------------------------------------------------------------------------------------------------------

@@ -49,6 +49,9 @@ class RanksReplay:
 
     def __init__(self, bundle, model, step):
         check(bundle)
+        if step and bundle.first["pipeline"]:
+            raise BundleError("--step is for models that do not return their loss, and this is a PipelineModule, which "
+                              "has a loss_fn: leave --step out")  # fmt: skip
         self._bundle, self._targets, self._made = bundle, (model, step or ""), {}
 
     def run(self, rank, others=False, dtype=None):
