@@ -89,7 +89,7 @@ def pairs(copy, step, fault):
             if fault == "operator that returns inf":
                 x[1, 2] = 5000.0
             if fault == "fp16 overflow":
-                x[1, 2] = 1000.0
+                x[1, 2] = 5000.0
             if fault == "bad batch":
                 x *= 100.0
             if fault == "label out of range":
