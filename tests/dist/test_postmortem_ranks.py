@@ -186,8 +186,9 @@ def train_cut(rank, world, kind, stage, fault, folder):
     groups = [{"params": group} for group in decays if group]  # as scripts make them
     groups = None if kind == "experts" else groups
     engine = engine_of(model, settings(stage, **more), mpu=mpu, model_parameters=groups)
-    for step in range(GOOD + 1):
-        broken = fault if step == GOOD and rank == 1 else None
+    last = GOOD if fault == "spike" else 2
+    for step in range(last + 1):
+        broken = fault if step == last and rank == 1 else None
         if broken == "nan weight":  # of the last layer, since gates refuse nan
             weight = list(engine.module.parameters())[-1]
             getattr(weight, "ds_tensor", weight.data).reshape(-1).numpy()[0] = float("nan")
@@ -197,7 +198,7 @@ def train_cut(rank, world, kind, stage, fault, folder):
             given = [moe_models.batch(step, rank)]
         if kind == "sequence":
             given = [one.chunk(2, 1)[rank] for one in sequence_models.batch_of(step, 0)]
-        gain = 100.0 if fault == "spike" and step == GOOD else 1.0
+        gain = 100.0 if fault == "spike" and step == last else 1.0
         take_step(engine, engine(*given, steep=broken == "inf", gain=gain))
         BROKEN["once"] = False
 

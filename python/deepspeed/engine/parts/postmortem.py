@@ -50,7 +50,7 @@ class Postmortem(Part):
 
     on = frozenset()  # failures that are saved
     _failing = None  # the failure that the last step had, of "nonfinite" and "spike": only the first of a row is saved
-    _loss = _saved = None  # the mean loss of this step; the step that was saved last
+    _loss = _saved = _kind = None  # the mean loss of this step; the step that was saved last, and why
 
     def start(self):
         engine, section = self.engine, self.engine._config.postmortem_config
@@ -150,10 +150,12 @@ class Postmortem(Part):
         rank, step = engine.global_rank, engine.global_steps
         folder = os.path.join(section.dir, f"{self._run}-step{step:08d}")
         with self._lock:
-            # What a rank did when it was missing stays; and a pipeline that has failed only says so again.
-            if (kind == "hang" or self._pipelined) and self._saved == step:
+            # What a rank did when it was missing stays, unless it hears of an error; and a pipeline that has failed
+            # only says so again.
+            again = kind == "hang" or (self._pipelined and self._kind != "hang")
+            if again and self._saved == step:
                 return
-            self._saved = step
+            self._saved, self._kind = step, kind
             try:
                 content = self._content(kind, error, norm, gradients)
                 if limit is not None and _bytes_of(content) > limit:
