@@ -80,6 +80,7 @@ def main():
         grads = [torch.randn(param.numel()) for param in engine.module.parameters()]
         calls = {
             "see_inputs": timed(lambda: part.see_inputs((x, y), {})),
+            "around": timed(lambda: part.around("forward")),
             "see_loss": timed(lambda: part.see_loss(loss, 1)),
             "before_step": timed(part.before_step),
             "_inspect": timed(lambda: part._inspect(1.0)),

@@ -1,17 +1,22 @@
 """The model of the tests of post-mortems, which ``ds_postmortem --model`` loads by the path of this file."""
 
 import functools
+import time
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from moe_models import moe_net
+from mpu import two_by_two
+from runs import with_fp16
 from sequence_models import attend, mean_loss, tiny
+from tensor_parallel import AddedUp, Copied
 
-BROKEN = {"once": False, "raises": False}  # of this process: a replay runs in another one
+BROKEN = {"once": False, "raises": False, "sleeps": 0.0}  # of this process: a replay runs in another one
 
 
 class Layer(nn.Module):
@@ -68,8 +73,8 @@ class Cut(nn.Module):
         super().__init__()
         self.net, self.steep, self.loss = net, Steep(), loss
 
-    def forward(self, x, *more, steep=False):
-        return self.loss(lambda *given: self.steep(self.net(*given), steep), x, *more)
+    def forward(self, x, *more, steep=False, gain=1.0):
+        return gain * self.loss(lambda *given: self.steep(self.net(*given), steep), x, *more)
 
 
 def sequence_model():
@@ -86,3 +91,69 @@ def sequence_model():
 def experts_model():
     """Each of two ranks has two of four experts."""
     return Cut(moe_net(dist.get_rank() % 2, 4, 2, 2, True, False), lambda net, x: net(x))
+
+
+class Sliced(nn.Module):
+    """Two of four ranks share its layers."""
+
+    def __init__(self, group, rank):
+        super().__init__()
+        torch.manual_seed(rank)
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+        self.group = group
+        for param in self.parameters():
+            param.tensor_model_parallel = True
+
+    def forward(self, x):
+        return AddedUp.apply(self.down(torch.tanh(self.up(Copied.apply(x, self.group)))), self.group)
+
+
+def tensor_model():
+    """Each of two ranks has a half of each layer; two copies."""
+    mpu = two_by_two(dist.get_rank())
+    net = Sliced(mpu.get_model_parallel_group(), mpu.get_model_parallel_rank())
+    return Cut(net, lambda net, x: net(x).square().mean()), mpu
+
+
+class Block(nn.Module):
+    """A layer of a pipeline. An element above 1,000 is steep; ``faulty``: this one asks what is ``BROKEN``."""
+
+    def __init__(self, number, faulty):
+        super().__init__()
+        self.layer, self.steep, self.faulty = Layer(number), Steep(), faulty
+
+    def forward(self, x):
+        if self.faulty:
+            time.sleep(BROKEN["sleeps"])
+            x = self.steep(x, x.abs().max() > 1000)
+        return self.layer(x) + 0.1 * torch.sin(x) + 0.01 * torch.rand(8).to(x.dtype)
+
+
+def piped(**options):
+    """Four layers on two stages, of which the last one may be broken."""
+    layers = [LayerSpec(Block, number, number == 3) for number in range(4)]
+    return PipelineModule(
+        layers, num_stages=2, loss_fn=nn.functional.cross_entropy, partition_method="uniform", **options
+    )
+
+
+class Scaled(Layer):
+    def __init__(self, number, gain):
+        super().__init__(number)
+        self.gain = gain
+
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype), self.gain)
+
+
+def piped_fp16():
+    """Layers that run in fp16 on every CPU; the last one makes large numbers."""
+    with_fp16().start()
+    layers = [LayerSpec(Scaled, number, 100.0 if number == 3 else 1.0) for number in range(4)]
+    loss = lambda out, labels: nn.functional.cross_entropy(out.float(), labels)  # noqa: E731
+    return PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform")
+
+
+def piped_parts():
+    """Two parts on each stage, recomputed."""
+    return piped(virtual_stages=2, activation_checkpoint_interval=1)

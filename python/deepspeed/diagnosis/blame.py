@@ -42,18 +42,29 @@ def _module(name):
     return name.rpartition(".")[0]
 
 
+def _layer(content):
+    """The layer of a pipeline that ran when the content was saved."""
+    return str(content["layer"]) if content["layer"] >= 0 else ""
+
+
 # ---- what shows in the files -----------------------------------------------------------------------------------------
 def _hang(bundle):
-    """The rank that the others have waited for: it was asked, and has raised nothing; or it has left no file."""
+    """The rank that the others have waited for: it was asked, and has raised nothing; or it has left no file; or, in a
+    pipeline, where an error ends every wait at once, it has heard of the error last."""
     stuck = [rank for rank, content in bundle.ranks.items() if content["kind"] == "hang" and not content["error"]]
     stuck += [rank for rank in range(bundle.first["world_size"]) if rank not in bundle.ranks]
     said = " ".join(str(content["error"]) for content in bundle.ranks.values())
     stuck += map(int, re.findall(r"rank (\d+) \(process \d+\) has not come", said))
+    rank = stuck[0] if stuck else max(bundle.ranks, key=lambda one: bundle.ranks[one]["time"])
     flights = [one for content in bundle.ranks.values() for one in content["flights"] if one["state"] == "under way"]
-    stacks = bundle.ranks[stuck[0]]["stacks"] if stuck and stuck[0] in bundle.ranks else "it has saved nothing"
-    where = ["its stack is unknown", *re.split(r"\nthread ", stacks)[0].splitlines()][-1]
+    stacks = bundle.ranks[rank]["stacks"] if rank in bundle.ranks else "it has saved nothing"
+    stage = re.search(rf"\brank {rank}: ([^;\n]+)", said)  # its position, as the errors of pipelines tell it
+    where = stage[1] if stage else ["its stack is unknown", *re.split(r"\nthread ", stacks)[0].splitlines()][-1]
+    layer = re.search(r"^layer (\d+)", where)
+    module = layer[1] if layer else _layer(bundle.ranks[rank]) if rank in bundle.ranks else ""
     waits = flights[-1]["call"] if flights else bundle.first["error"]
-    return Verdict(SCRIPT, waits, "", stuck[0] if stuck else 0, f"the others have waited for this rank: {where}")
+    why = f"the others have waited for this rank: {where}"
+    return Verdict(SCRIPT, waits, module, rank, why)
 
 
 def _bad_inputs(bundle):
@@ -115,15 +126,19 @@ def compare(bundle, replay):
     """``(passes, rows)``: what each rank has computed again, and a ``Row`` for each loss and each figure of a reduced
     gradient that was saved, losses first."""
     passes = {rank: replay.run(rank) for rank in bundle.ranks}
-    reduced, losses, gradients = replay.reduced(passes.values()), [], []
+    figures, losses, gradients = replay.figures(passes), [], []
     for rank, content in bundle.ranks.items():
         saved = [one["loss"].item() for one in content["micro_batches"] if one["loss"] is not None]
         for number, (was, now) in enumerate(zip(saved, passes[rank].losses)):
             losses.append(Row(f"loss of micro-batch {number}", "", rank, was, now, _gap(was, now, now)))
-        for (name, begin, numel), (norm, total) in content["gradients"].items() if reduced else ():
-            piece = reduced.get(name, torch.zeros(begin + numel)).reshape(-1)[begin : begin + numel].double()
-            now, what = piece.norm().item(), f"reduced gradient of '{name}'"
-            gap = max(_gap(norm, now, now), _gap(total, piece.sum().item(), now))
+        for (name, begin, numel), (norm, total) in content["gradients"].items() if figures[rank] else ():
+            if (name, begin, numel) not in figures[rank]:
+                raise BundleError(
+                    f"rank {rank}: the replay has no piece of the gradient of {name!r} with {numel} elements from "
+                    f"{begin} on. Does --model make the model of the run, on as many ranks?"
+                )
+            (now, sum_now), what = figures[rank][name, begin, numel], f"reduced gradient of '{name}'"
+            gap = max(_gap(norm, now, now), _gap(total, sum_now, now))
             gradients.append(Row(what, _module(name), rank, norm, now, gap))
     return passes, losses + gradients
 
@@ -147,16 +162,17 @@ def _differing(bundle, rows, verdict, why):
 def _exception(bundle, replay):
     """The first rank that raised it, as the others may have waited for that one."""
     content = min((one for one in bundle.ranks.values() if one["error"]), key=lambda one: one["time"])
-    rank, why = content["rank"], "the model runs through on the same micro-batches and weights"
+    rank, module = content["rank"], _layer(content)
+    why = "the model runs through on the same micro-batches and weights"
     why = why if replay is not None else f"the step was not run again: {bundle.refusal or 'there was no --model'}"
     where = [line.strip() for line in content["traceback"].splitlines() if line.strip().startswith("File ")][-1]
     if replay is not None and (replay.run(rank).error or "").startswith(content["error_type"] + ":"):
         others = replay.run(rank, others=True)
         if others.error is None and others.losses:
             why = f"{content['error']} ({where}); the same weights run through on other micro-batches"
-            return Verdict(DATA, f"micro-batch {len(content['micro_batches']) - 1}", "", rank, why)
+            return Verdict(DATA, f"micro-batch {len(content['micro_batches']) - 1}", module, rank, why)
         why = "other micro-batches raise an error, too, or there are none"
-    return Verdict(SCRIPT, "none", "", rank, f"{content['error']} ({where}); {why}")
+    return Verdict(SCRIPT, "none", module, rank, f"{content['error']} ({where}); {why}")
 
 
 def _losses(bundle, replay):

@@ -20,6 +20,8 @@ _NEEDED = {
     "weights",
     "states",
     "gradients",
+    "groups",
+    "passes",
 }
 
 
@@ -29,7 +31,8 @@ class BundleError(RuntimeError):
 
 class Bundle:
     """``ranks``: rank -> the dict that ``engine/parts/postmortem.py`` has saved, in the order of the ranks.
-    ``current``: they are of this version. ``cut``: ranks have different parts of the model or of a sequence.
+    ``current``: they are of this version. ``cut``: ranks have different parts of the model or of a sequence, or the
+    model is a ``PipelineModule``, so all of them run it together.
     ``refusal``: the reason why the step cannot be run again; None if it can."""
 
     def __init__(self, folder):
@@ -41,7 +44,7 @@ class Bundle:
         self.ranks = {rank: _read(os.path.join(folder, name)) for rank, name in found.items()}
         self.first = next(iter(self.ranks.values()))
         self.current = {content["version"] for content in self.ranks.values()} == {VERSION}
-        self.cut = self.current and any(degree > 1 for degree in self.first["axes"].values())
+        self.cut = self.current and (self.first["pipeline"] or any(one > 1 for one in self.first["axes"].values()))
         self.refusal = next(self._refusals(), None)
 
     def _refusals(self):
@@ -51,8 +54,10 @@ class Bundle:
         missing = sorted({*range(self.first["world_size"])} - self.ranks.keys())
         if missing:
             yield f"the files of ranks {missing} of {self.first['world_size']} are not there"
-        if self.first["axes"]["tp"] > 1 or self.first["axes"]["pp"] > 1:
-            yield f"layers were cut over ranks ({self.first['axes']}), not only sequences or experts"
+        if self.first["axes"]["pp"] > 1 and not self.first["pipeline"]:
+            yield "the script ran the stages of its pipeline itself; only those of a PipelineModule can be run again"
+        if self.first["changed_by"]:
+            yield f"{self.first['changed_by'][0]} was on, which changes what a step computes"
         yield from (f"rank {r} has no weights: {c['left_out']}" for r, c in self.ranks.items() if not c["weights"])
 
     def lines(self):

@@ -11,7 +11,6 @@ from deepspeed.checkpoint.read.weights import restore
 from deepspeed.diagnosis.bundle import BundleError, described
 from deepspeed.host.user_files import function_in_file
 from deepspeed.zero.nested import cast_floats, loss_in, move_to_device, tensors_in
-from deepspeed.zero.parameters.param_ranks import SavedNames
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -36,20 +35,49 @@ def forward_loss(model, *inputs, **kwargs):
     return loss
 
 
-class Replay:
-    """The model of a bundle, and passes of its ranks; ``rank``: of this one alone, whose part of a cut model it is."""
+def check(bundle):
+    """Refuses a bundle that cannot be run again."""
+    if bundle.refusal is not None:
+        raise BundleError(f"{bundle.folder} is shown and not replayed: {bundle.refusal}")
 
-    def __init__(self, bundle, factory, step=forward_loss, rank=None):
-        if bundle.refusal is not None:
-            raise BundleError(f"{bundle.folder} is shown and not replayed: {bundle.refusal}")
+
+def check_inputs(content):
+    for one in content["micro_batches"]:
+        if "<not saved: " in (given := described((one["inputs"], one["kwargs"], one["more"]))):
+            raise BundleError(f"forward had arguments that are neither tensors nor plain values: {given}")
+
+
+def check_names(names, content):
+    if differ := sorted(names ^ content["weights"].keys()):
+        raise BundleError(f"--model makes another model: parameter {differ[0]!r} is not in both, it and the bundle")
+
+
+def trained(content, micro_batches):
+    """Those of a rank that its step has trained on, or was about to."""
+    found = [one for one in micro_batches if one["loss"] is not None] if content["error"] is None else ()
+    return found or micro_batches
+
+
+def loss_of(step, model, one, device, dtype, made):
+    """The loss of a micro-batch with the random numbers that it had."""
+    given = move_to_device((one["inputs"], one["kwargs"], one["more"]), device)
+    inputs, kwargs, more = given if dtype is None else cast_floats(given, dtype)
+    restore(one["rng"])
+    loss = step(model, *inputs, *(() if step is forward_loss else more), **kwargs)
+    made.losses.append(loss.item())
+    see(made, loss, "the loss", "")
+    return loss
+
+
+class Replay:
+    """The model of a bundle, and passes of its ranks."""
+
+    def __init__(self, bundle, factory, step=forward_loss):
+        check(bundle)
         self.bundle, self.step, self.model = bundle, step, factory()
-        saved = SavedNames(self.model)  # experts have other names there
-        self.params = {saved(name): param for name, param in self.model.named_parameters()}
-        self.buffers = {saved(name): buffer for name, buffer in self.model.named_buffers()}
+        self.params, self.buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
         self.shapes = {name: param.shape for name, param in self.params.items()}
-        own = bundle.first if rank is None else bundle.ranks[rank]
-        if differ := sorted(self.params.keys() ^ own["weights"].keys()):
-            raise BundleError(f"--model makes another model: parameter {differ[0]!r} is not in both, it and the bundle")
+        check_names(self.params, bundle.first)
         accelerator = get_accelerator()
         self.device = "cpu" if accelerator.device_name() == "cpu" else accelerator.current_device_name()
         torch.set_num_threads(bundle.first["machine"]["threads"])
@@ -79,6 +107,7 @@ class Replay:
             types.SimpleNamespace(losses=[], gradients=[{}], first=None, error=None),
             self.bundle.ranks[rank],
         )
+        check_inputs(content)
         for name, param in self.params.items():
             weight = self._weight(rank, name)
             param.data, param.grad = (weight if dtype is None else weight.to(dtype)).to(self.device), None
@@ -86,11 +115,9 @@ class Replay:
             buffer.data = content["buffers"].get(name, buffer).clone().to(self.device)
         for name, module in self.model.named_modules():
             module.training = name not in content["in_eval"]
-        micro_batches = self._others(rank) if others else content["micro_batches"]
-        trained = [one for one in micro_batches if one["loss"] is not None] if content["error"] is None else ()
-        handles = _watch(self.model, made)
+        handles = watch(self.model, made)
         try:
-            for one in trained or micro_batches:
+            for one in trained(content, self._others(rank) if others else content["micro_batches"]):
                 self._micro_step(content, one, dtype, made)
         except BundleError:
             raise
@@ -108,15 +135,7 @@ class Replay:
         return content["before"] or content["micro_batches"][:-1] or elsewhere
 
     def _micro_step(self, content, one, dtype, made):
-        given = move_to_device((one["inputs"], one["kwargs"], one["more"]), self.device)
-        if "<not saved: " in described(given):
-            raise BundleError(f"forward had arguments that are neither tensors nor plain values: {described(given)}")
-        inputs, kwargs, more = given if dtype is None else cast_floats(given, dtype)
-        restore(one["rng"])
-        more = () if self.step is forward_loss else more
-        loss = self.step(self.model, *inputs, *more, **kwargs)
-        made.losses.append(loss.item())
-        _see(made, loss, "the loss", "")
+        loss = loss_of(self.step, self.model, one, self.device, dtype, made)
         scale, parts = content["loss_scale"] if dtype is None else 1.0, one.get("parts", 1)
         root = loss / parts if parts > 1 else loss
         (root.float() * scale if scale != 1.0 else root).backward()
@@ -129,7 +148,18 @@ class Replay:
                 grad = grad.float() if grad.dtype in _NARROW else grad
                 sums[name] = sums[name] + grad if name in sums else grad
 
-    def reduced(self, passes):
+    def figures(self, passes):
+        """Of each rank, (name, offset, numel) -> (2-norm, sum) of the pieces of the gradients that ``passes`` make."""
+        reduced, made = self._reduced(passes.values()), {}
+        for rank, content in self.bundle.ranks.items():
+            made[rank] = {}
+            for name, begin, numel in content["gradients"] if reduced else ():
+                whole = reduced.get(name, torch.zeros(begin + numel))
+                piece = whole.reshape(-1)[begin : begin + numel].double()
+                made[rank][name, begin, numel] = piece.norm().item(), piece.sum().item()
+        return made
+
+    def _reduced(self, passes):
         """name -> the gradient that the ranks share: the sum or the mean over all ``passes``."""
         before, reduced = self.bundle.first["before_sum"], {}
         after = 1.0 / (before * (len(passes) if self.bundle.first["average"] else 1))
@@ -152,26 +182,26 @@ def bad_kind(tensor, masks=False):
     return None if masks and not bool((tensor == torch.inf).any()) else "inf"
 
 
-def _see(made, value, what, module, masks=False):
+def see(made, value, what, module, masks=False):
     for tensor in tensors_in(value) if made.first is None else ():
         if kind := bad_kind(tensor, masks):
             made.first = f"{what} is {kind}", module, time.monotonic()
 
 
-def _watch(model, made):
+def watch(model, made):
     """Hooks that find it, in the order in which tensors are computed. Those of a module run after those inside."""
     handles = []
     for name, module in model.named_modules():
 
         def after(module, inputs, output, name=name):
-            _see(made, inputs, f"an input of '{name}'", name, masks=True)
-            _see(made, output, f"the output of '{name}'", name, masks=True)
+            see(made, inputs, f"an input of '{name}'", name, masks=True)
+            see(made, output, f"the output of '{name}'", name, masks=True)
             for tensor in (one for one in tensors_in(output) if one.requires_grad):
-                tensor.register_hook(lambda grad: _see(made, grad, f"the gradient of the output of '{name}'", name))
+                tensor.register_hook(lambda grad: see(made, grad, f"the gradient of the output of '{name}'", name))
 
         handles.append(module.register_forward_hook(after))
     for name, param in model.named_parameters():
         if param.requires_grad:
             about = f"the gradient of '{name}'", name.rpartition(".")[0]
-            handles.append(param.register_hook(lambda grad, about=about: _see(made, grad, *about)))
+            handles.append(param.register_hook(lambda grad, about=about: see(made, grad, *about)))
     return handles

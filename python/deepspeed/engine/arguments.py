@@ -1,7 +1,13 @@
-"""Command-line arguments that every DeepSpeed script understands, and what an engine reads of them."""
+"""Command-line arguments that every DeepSpeed script understands, and what an engine reads of them; configurations of
+engines that only train."""
 
 import argparse
+import copy
 import os
+
+# Sections of what only watches a run or writes files about it.
+_WATCHING = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "trace", "report", "comms_logger",
+             "wall_clock_breakdown", "memory_breakdown", "dump_state", "autotuning", "postmortem")  # fmt: skip
 
 
 def add_config_arguments(parser):
@@ -46,3 +52,9 @@ def find_device_index(args, local_rank):
     rank on its host."""
     given = getattr(args, "device_rank", None)
     return local_rank if given is None or given < 0 else int(given)
+
+
+def only_training(config):
+    """The configuration without what watches a run or writes about it."""
+    made = {key: value for key, value in copy.deepcopy(config).items() if key not in _WATCHING}
+    return {**made, "step_log": {"enabled": False}, "steps_per_print": None}

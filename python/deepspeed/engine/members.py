@@ -15,7 +15,8 @@ A part hears of what its engine does by having a method of one of these names (`
   pass of a micro-batch. It returns a context manager in which the phase runs, or None. Contexts of later parts are
   entered inside of those of earlier ones.
 - ``see_loss(loss, parts)``: of every ``engine.backward(loss)``, before the loss is divided by ``parts``.
-- ``failed(error)``: a forward, a backward or a step has raised ``error``, perhaps on this rank alone: no communication.
+- ``failed(error)``: a forward, a backward, a step or an instruction of a pipeline has raised ``error``, perhaps on this
+  rank alone: no communication.
 - ``effective_tokens(tokens)``: of every micro-batch, after its backward, where tokens are counted. It gets their
   number, which may be a tensor without dimensions, and returns the number that counts, which goes to the next part that
   has the hook. Fractions are rounded for each micro-batch.

@@ -62,6 +62,8 @@ def _missing_argument(engine, scheduler, kwargs):
 
 def mean_loss(engine):
     """The loss of this step, over the data-parallel ranks that have one; None when no rank has. Every rank calls it."""
+    if hasattr(engine, "train_batch"):
+        return engine._losses.total().item()
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     if engine.losses is not None:
         sums += torch.stack([engine.losses.to(sums), torch.ones_like(sums[0])])

@@ -1,7 +1,6 @@
 """Runs training steps of the real engine in a ``World``, and says what they took."""
 
 import collections
-import copy
 import itertools
 import math
 
@@ -9,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.checkpoint.write.save import expected_bytes
+from deepspeed.engine.arguments import only_training
 from deepspeed.engine.initialize import initialize
 from deepspeed.ops.by_name import is_native
 from deepspeed.planner.known import KnownResults
@@ -17,9 +17,6 @@ from deepspeed.profiling.op_costs import CountedOps, is_view
 from deepspeed.utils.fused_attention import FusedAttention
 from deepspeed.zero.nested import replace, tensors_in
 
-# Sections of what only watches a run or writes files about it.
-_WATCHING = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "trace", "report", "comms_logger",
-             "wall_clock_breakdown", "memory_breakdown", "dump_state", "autotuning", "postmortem")  # fmt: skip
 KINDS = ("grad", "master", "slots")
 _OWNERS = {"lp": "parameters", "grad": "gradients", "master": "masters", "slot": "optimizer states"}
 
@@ -78,12 +75,6 @@ def arguments_in(sample):
     if isinstance(sample, dict):
         return (), sample
     return (sample if isinstance(sample, tuple) else (sample,)), {}
-
-
-def only_training(config):
-    """The configuration without what watches a run or writes about it."""
-    made = {key: value for key, value in copy.deepcopy(config).items() if key not in _WATCHING}
-    return {**made, "step_log": {"enabled": False}, "steps_per_print": None}
 
 
 class _CountedConstants(CountedOps):

@@ -30,12 +30,13 @@ from deepspeed.engine import checks
 from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.engine.scheduling import mean_loss
 from deepspeed.log import logger, warning_once
+from deepspeed.pipe.position import LAYER
 from deepspeed.zero.audit import tolerance
 from deepspeed.zero.nested import tensors_in
 from deepspeed.zero.parameters.param_ranks import own_extent, ranks_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
-VERSION = 1  # of the files
+VERSION = 2  # of the files
 BUNDLE = re.compile(r"\d{8}-\d{6}-step\d{8}")  # the begin of the run, and the steps made before the one that failed
 _REMEMBERED, _ENOUGH = 64, 8  # losses of which a spike is told by their median, and the fewest of them
 _WAITED = re.compile(r"has not come for|timed? ?out", re.I)  # in an error: a rank has given up waiting for another
@@ -49,19 +50,20 @@ class Postmortem(Part):
 
     on = frozenset()  # failures that are saved
     _failing = None  # the failure that the last step had, of "nonfinite" and "spike": only the first of a row is saved
-    _loss = _saved = None  # the mean loss of this step; the step that was saved last
+    _loss = _saved = _kind = None  # the mean loss of this step; the step that was saved last, and why
 
     def start(self):
         engine, section = self.engine, self.engine._config.postmortem_config
         if not section.on or not engine._trains:
             return
-        if hasattr(engine, "train_batch") or engine.core.expects_steps or engine.core.strategy_states():
+        if engine.core.expects_steps or engine.core.strategy_states():
             raise ValueError(
-                "postmortem.on: pipelines, zenflow and super_offload have no moment at which all of a step is there "
-                "and none of it is applied. Leave postmortem.on out for them"
+                "postmortem.on: zenflow and super_offload update masters and states beside the training, so when a "
+                "step fails, they are not those of its weights. Leave postmortem.on out, or leave them out"
             )
         self.section, self.on, self._lock = section, frozenset(section.on), threading.RLock()
         self._micro, self._before, self._losses = [], [], collections.deque(maxlen=_REMEMBERED)
+        self._pipelined, self._passes = hasattr(engine, "train_batch"), []
         checks.check_folder(engine, section.dir, "postmortem.dir")
         begin = [time.strftime("%Y%m%d-%H%M%S")]
         if engine.world_size > 1:
@@ -79,9 +81,15 @@ class Postmortem(Part):
 
     # ---- a step under way --------------------------------------------------------------------------------------------
     def see_inputs(self, inputs, kwargs):
-        """Of a forward that trains."""
+        """Of a forward that trains; of a pipeline, the pair that a stage has loaded as ``inputs``."""
         if self.on:
-            self._micro.append({"inputs": inputs, "kwargs": kwargs, "rng": capture(), "more": (), "loss": None})
+            state = None if self._pipelined else capture()
+            self._micro.append({"inputs": inputs, "kwargs": kwargs, "rng": state, "more": (), "loss": None})
+
+    def around(self, phase):
+        """Stages take turns between micro-batches, so the random numbers of each pass are saved by themselves."""
+        if self.on and self._pipelined and phase == "forward" and torch.is_grad_enabled():
+            self._passes.append(capture())
 
     @member
     def keep_for_postmortem(self, *values):
@@ -117,17 +125,17 @@ class Postmortem(Part):
 
     def after_step(self):
         if self.on:
-            self._before, self._micro = self._micro, []
+            self._before, self._micro, self._passes = self._micro, [], []
 
     def failed(self, error):
         """An error on this rank, in the engine or (``sys.excepthook``) anywhere; it is saved once."""
-        if not self.on or not isinstance(error, Exception) or getattr(error, "in_postmortem", False):
+        if not self.on or not isinstance(error, Exception) or _is_saved(error):
             return
         error.in_postmortem = True
         kind = "hang" if "hang" in self.on and _WAITED.search(str(error)) else "exception"
         if kind in self.on:
             self._save(kind, error)
-        self._micro = []
+        self._micro, self._passes = [], []
 
     def asked(self):
         """Another rank asks where this one is, since a collective has failed. Where this one is in none, it is the one
@@ -142,9 +150,12 @@ class Postmortem(Part):
         rank, step = engine.global_rank, engine.global_steps
         folder = os.path.join(section.dir, f"{self._run}-step{step:08d}")
         with self._lock:
-            if kind == "hang" and self._saved == step:  # what a rank did when it was missing stays
+            # What a rank did when it was missing stays, unless it hears of an error; and a pipeline that has failed
+            # only says so again.
+            again = kind == "hang" or (self._pipelined and self._kind != "hang")
+            if again and self._saved == step:
                 return
-            self._saved = step
+            self._saved, self._kind = step, kind
             try:
                 content = self._content(kind, error, norm, gradients)
                 if limit is not None and _bytes_of(content) > limit:
@@ -168,6 +179,14 @@ class Postmortem(Part):
         """A dict of plain values and tensors, views where possible. Of a hang without a call of the core, which may be
         in the middle of one."""
         engine = self.engine
+        changes = {
+            "random_ltd": engine.random_ltd_scheduler,
+            "dynamic_batching": engine._dynamic.batches,
+            "convert_to_pld": engine._layer_dropping._plan,
+        }
+        if self._pipelined:
+            for one, loss in zip(self._micro, engine.fwd_outputs):
+                one["loss"] = loss
         content = {
             **self._facts,
             "kind": kind,
@@ -186,6 +205,11 @@ class Postmortem(Part):
             "usual_loss": statistics.median(self._losses) if self._losses else None,
             "micro_batches": [_plain(one) for one in self._micro],
             "before": [_plain(one) for one in self._before],
+            "passes": list(self._passes),
+            "accumulation": engine.gradient_accumulation_steps(),
+            "schedule": engine._plans.used() if self._pipelined else None,
+            "layer": engine.module.position.words[LAYER] - 1 if self._pipelined else -1,  # that runs; -1: none
+            "changed_by": [name for name, on in changes.items() if on is not None],
             "local_nonfinite": [],
             "left_out": "a hang saves none" if kind == "hang" else None,
             **_NOTHING,
@@ -202,7 +226,7 @@ class Postmortem(Part):
         content["buffers"] = {named(name): buffer for name, buffer in run.weights.buffers.items()}
         content["states"] = run.states.named(lambda index: True, in_pieces=False).tensors
         if gradients:
-            content["gradients"] = self._gradients()
+            content["gradients"] = self.gradients()
         return content
 
     def _facts_of_run(self):
@@ -219,6 +243,11 @@ class Postmortem(Part):
                 "sp": engine.sequence_parallel_size or 1,
                 "ep": 1 + experts,
             },
+            "pipeline": self._pipelined,
+            "groups": [
+                {"names": [engine.param_names.get(param, "") for param in group], "options": _plain(options)}
+                for group, options in zip(engine.trained_groups, run.options)
+            ],
             "stage": engine.zero_optimization_stage(),
             "reduces_each": engine._stage_policy.reduces_each_micro_step,
             "config": engine._config.native.values(),
@@ -235,7 +264,7 @@ class Postmortem(Part):
             "tolerance": tolerance({kind for param in params for kind in (param.dtype, engine.kept_grad_dtype(param))}),
         }
 
-    def _gradients(self):
+    def gradients(self):
         """(name, offset, numel) -> (2-norm, sum) of each piece that this rank owns of the reduced gradients."""
         core, found = self.engine.core, {}
         for number, (index, offset, numel) in enumerate(core.pieces()):
@@ -265,6 +294,13 @@ def _plain(value):
     if isinstance(value, (torch.dtype, torch.Size, *_PLAIN)):
         return value
     return f"<not saved: {type(value).__module__}.{type(value).__qualname__}>"
+
+
+def _is_saved(error):
+    """Whether it is, or is told again of, an error that ``failed`` has had."""
+    while error is not None and not getattr(error, "in_postmortem", False):
+        error = error.__cause__
+    return error is not None
 
 
 def _see_uncaught(part):

@@ -158,6 +158,8 @@ class Execution:
         held = self.micro_batch(buffer_id, chunk, micro)
         batches, plans = self.engine._batches, self.engine._plans
         inputs, labels = batches.pair(batches.next_batch(held.number))
+        if torch.is_grad_enabled():
+            self.engine._postmortem.see_inputs((inputs, labels), {})
         if held.part == 0:
             if self.engine.fp16_enabled() and self.engine.fp16_auto_cast():
                 inputs = cast_floats(inputs, torch.float16)

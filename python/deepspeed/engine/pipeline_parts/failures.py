@@ -3,7 +3,7 @@
 import contextlib
 import time
 
-from deepspeed.engine.members import Part, pipeline_parts
+from deepspeed.engine.members import Part, pipeline_parts, run_hooks
 from deepspeed.pipe.failures import PipelineError, retold
 from deepspeed.pipe.layers import describe
 from deepspeed.pipe.position import INSTRUCTION, LAYER, MICRO_BATCH
@@ -97,6 +97,7 @@ class Failures(Part):
 
     def give_up(self, command, error):
         """Raises ``error`` with the position of the command; here, and on the ranks that wait for this one."""
+        run_hooks(self.engine, "failed", error)  # before others are told: the first that is saved is the cause
         position = self._position(command)
         text = f"the pipeline failed on {position}: {type(error).__name__}: {error}".rstrip(": ")
         waited = isinstance(error, RuntimeError) and (command is None or kind_of(command) not in ("ForwardPass", None))

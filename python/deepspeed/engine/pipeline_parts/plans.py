@@ -84,6 +84,10 @@ class Plans(Part):
             self._fastest_names[micro_batches] = self._fastest(micro_batches)
         return self._proved(self._fastest_names[micro_batches], micro_batches)
 
+    def used(self):
+        """The name of the schedule that a batch has now."""
+        return self._fastest_names.get(self.engine.micro_batches, self.name)
+
     def _proved(self, name, micro_batches, *placement):
         """This stage's part of the schedule ``name``, which is made and proven once."""
         key, shape = (name, micro_batches), self.engine.module.pipe_shape
