@@ -1,6 +1,6 @@
 """The audit of waits: of one step of training on the stand-in device, without and with a pipeline, each stream wait,
 `record_stream` and wait of the host is left out in turn. An omission is missed where the device reports an access
-without an order or the weights differ. A call that nothing needs to miss in these runs is listed here with its reason."""
+without an order or the weights differ. A call that nothing misses in these runs is listed here with its reason."""
 
 import bisect
 import itertools
