@@ -56,7 +56,7 @@ PipeChannel::PipeChannel(CommunicatorPtr activations, CommunicatorPtr grads, Pip
            " share one queue: say how the channel of a pipeline opens a communicator for each edge");
     for (const PipeEdge& edge : edges.all)
       if (edge.from == rank_ || edge.to == rank_) edges_[edge].communicator = edges.open(edge);
-    for (Route& route : routes_) route.communicator = nullptr;
+    for (PipeRoute& route : routes_) route.communicator = nullptr;
     return;
   }
   if (options_.device.is_cpu() && options_.direct && options_.bound <= static_cast<int>(NoteRing::kSlots))
@@ -104,30 +104,42 @@ void PipeChannel::find_readers() {
 
 PipeChannel::~PipeChannel() {
   const char* const why = "the pipeline has been closed";
-  bool busy = false;
-  for (auto& [key, inbox] : inboxes_)
-    if (owner_.here()) busy = inbox->end(why) || busy;
-  for (auto& [key, outbox] : outboxes_)
-    if (owner_.here()) busy = outbox->end(why) || busy;
-  if (busy) abort_communicators(why);
+  if (owner_.here() && end_threads(why)) abort_communicators(why);
   for (auto& [key, inbox] : inboxes_) inbox->join(owner_.here());
   for (auto& [key, outbox] : outboxes_) outbox->join(owner_.here());
 }
 
+// True: a call over a communicator is on its way.
+bool PipeChannel::end_threads(const std::string& why) {
+  bool in_call = false;
+  for (auto& [key, inbox] : inboxes_) in_call |= inbox->end(why);
+  for (auto& [key, outbox] : outboxes_) in_call |= outbox->end(why);
+  return in_call;
+}
+
 void PipeChannel::abort_communicators(const std::string& why) {
-  for (const Route& route : routes_)
+  for (const PipeRoute& route : routes_)
     if (route.communicator) route.communicator->bare().abort(why);
   for (const auto& [edge, route] : edges_) route.communicator->bare().abort(why);
 }
 
 // ErrorKind::kValue where the plan has no such edge.
-PipeChannel::Route& PipeChannel::route(PipeStream stream, int from, int to) {
+PipeRoute& PipeChannel::route(PipeStream stream, int from, int to) {
   if (edges_.empty()) return routes_[static_cast<size_t>(stream)];
   const auto found = edges_.find({stream, from, to});
   if (found == edges_.end())
     fail(ErrorKind::kValue, "no ", kStreamNames[static_cast<size_t>(stream)], " go from stage ", from, " to stage ", to,
          " in the plan of this pipeline, so there is no communicator for them");
   return found->second;
+}
+
+// An edge's sender is rank 0 of its communicator, and the receiver rank 1.
+PipePeer PipeChannel::sender(PipeStream stream, int from) {
+  return {route(stream, from, rank_), from, edges_.empty() ? from : 0, kStreamNames[static_cast<size_t>(stream)]};
+}
+
+PipePeer PipeChannel::receiver(PipeStream stream, int to) {
+  return {route(stream, rank_, to), to, edges_.empty() ? to : 1, kStreamNames[static_cast<size_t>(stream)]};
 }
 
 std::string PipeChannel::failed() const {
@@ -141,8 +153,7 @@ void PipeChannel::abort(const std::string& why) {
     if (!failed_.empty()) return;
     failed_ = why.empty() ? "it was not said why" : why;  // from here on neither map grows
   }
-  for (auto& [key, inbox] : inboxes_) inbox->end(failed_);
-  for (auto& [key, outbox] : outboxes_) outbox->end(failed_);
+  end_threads(failed_);
   for (int other = 0; other < static_cast<int>(others_.size()); ++other)
     for (int stream = 0; stream < 2; ++stream) {
       if (pids_[other]) notes_->at(2 * other + stream).close(why);
@@ -159,26 +170,21 @@ void PipeChannel::refuse_if_failed() const {
 PipeInbox& PipeChannel::inbox(PipeStream stream, int from) {
   std::lock_guard lock(mutex_);
   if (!failed_.empty()) fail(ErrorKind::kRuntime, failed_);
-  const auto index = static_cast<int>(stream);
-  Route& from_there = route(stream, from, rank_);
+  const PipePeer peer = sender(stream, from);  // refuses what the plan does not have
   auto& found = inboxes_[{stream, from}];
-  if (!found)
-    found = std::make_unique<PipeInbox>(
-        PipeInbox::Source{from_there.communicator, from_there.issuing, from, edges_.empty() ? from : 0, pids_.at(from),
-                          pids_[from] ? &notes_->at(2 * from + index) : nullptr, grants(), kStreamNames[index]},
-        options_);
+  if (!found) {
+    NoteRing* const ring = pids_.at(from) ? &notes_->at(2 * from + static_cast<int>(stream)) : nullptr;
+    found = std::make_unique<PipeInbox>(peer, PipeInbox::Source{pids_[from], ring, grants()}, options_);
+  }
   return *found;
 }
 
 PipeOutbox& PipeChannel::outbox(PipeStream stream, int to) {
   std::lock_guard lock(mutex_);
   if (!failed_.empty()) fail(ErrorKind::kRuntime, failed_);
-  Route& there = route(stream, rank_, to);
+  const PipePeer peer = receiver(stream, to);
   auto& found = outboxes_[{stream, to}];
-  if (!found)
-    found = std::make_unique<PipeOutbox>(
-        PipeOutbox::Target{there.communicator, there.issuing, to, 1, kStreamNames[static_cast<size_t>(stream)]},
-        options_);
+  if (!found) found = std::make_unique<PipeOutbox>(peer, options_);
   return *found;
 }
 
@@ -290,11 +296,9 @@ void PipeChannel::send_note(Sent& sent, PipeStream stream, int to, PipeNote note
   };
   std::vector<at::Tensor> first{travels(&note, PipeNote::kBytes)};
   if (!fits) first.push_back(travels(described.data(), note.described));
-  Route& there = route(stream, rank_, to);
+  const PipePeer peer = receiver(stream, to);
   const auto issue = [&](const std::vector<at::Tensor>& tensors) {
-    const std::lock_guard lock(there.issuing);
-    for (const at::Tensor& tensor : tensors)
-      sent.works.push_back(there.communicator->send(tensor, edges_.empty() ? to : 1));
+    for (const at::Tensor& tensor : tensors) sent.works.push_back(peer.send(tensor));
   };
   issue(first);
   if (!grants())

@@ -55,6 +55,7 @@
 #include "comm/pipe/pipe_inbox.h"
 #include "comm/pipe/pipe_message.h"
 #include "comm/pipe/pipe_outbox.h"
+#include "comm/pipe/pipe_peer.h"
 #include "plan/pipe_plan.h"
 
 namespace ds::comm {
@@ -127,16 +128,14 @@ class PipeChannel {
     std::shared_ptr<PipeOutbox::Message> granted;  // when the receiver grants it
   };
   using Key = std::pair<PipeStream, int>;
-  // The communicator of a stream to or from another rank: one of the two whole ones, or that of an edge.
-  struct Route {
-    CommunicatorPtr communicator;
-    std::mutex issuing;  // one call at a time
-  };
 
   bool grants() const { return !edges_.empty() && options_.note_device.is_cpu(); }
   PipeInbox& inbox(PipeStream stream, int from);
   PipeOutbox& outbox(PipeStream stream, int to);
-  Route& route(PipeStream stream, int from, int to);
+  PipeRoute& route(PipeStream stream, int from, int to);
+  PipePeer sender(PipeStream stream, int from);
+  PipePeer receiver(PipeStream stream, int to);
+  bool end_threads(const std::string& why);
   void abort_communicators(const std::string& why);
   void refuse_if_failed() const;
   void wait_for(Sent& sent, int to);
@@ -151,8 +150,8 @@ class PipeChannel {
   std::vector<std::shared_ptr<NoteRings>> others_;  // those of ranks that read this one's memory, else null
   const OwningProcess owner_;
   const int rank_;
-  std::array<Route, 2> routes_;  // of the streams; empty where edges have their own
-  std::map<PipeEdge, Route> edges_;
+  std::array<PipeRoute, 2> routes_;  // of the streams; empty where edges have their own
+  std::map<PipeEdge, PipeRoute> edges_;
   c10::optional<c10::Stream> aside_;  // waits for what has been sent
   std::map<Key, std::deque<Sent>> sent_;
   std::map<Key, int64_t> sequence_;

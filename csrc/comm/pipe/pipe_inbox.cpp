@@ -24,8 +24,9 @@ constexpr milliseconds kMoment(200);     // how long a waiter sleeps before it l
 
 }  // namespace
 
-PipeInbox::PipeInbox(Source source, const PipeChannelOptions& options) : source_(std::move(source)), options_(options) {
-  if (options_.ahead > 0) thread_ = std::thread([this] { serve(); });
+PipeInbox::PipeInbox(PipePeer peer, Source source, const PipeChannelOptions& options)
+    : PipeThread(peer, options), source_(source) {
+  if (options_.ahead > 0) start();
 }
 
 void PipeInbox::expect(int64_t messages) {
@@ -37,7 +38,7 @@ void PipeInbox::expect(int64_t messages) {
 PipeMessage PipeInbox::take() {
   Lock lock(mutex_);
   if (taken_ == expected_ && ended_.empty())
-    fail(ErrorKind::kRuntime, "no message of ", source_.what, " is expected from stage ", source_.from,
+    fail(ErrorKind::kRuntime, "no message of ", peer_.what, " is expected from stage ", peer_.stage,
          " of the pipeline: say so before with expect()");
   if (options_.ahead == 0 && ended_.empty()) return receive_now(lock);
   await(lock);
@@ -79,7 +80,7 @@ void PipeInbox::await(Lock& lock) {
     if (busy_) {
       if (!help(lock)) changed_.wait_for(lock, kMoment);
     } else if (!take_next(lock, NoteRing::kCaller) && Clock::now() > deadline && !over()) {
-      fail(ErrorKind::kRuntime, "message ", received_, " of ", source_.what, " from stage ", source_.from,
+      fail(ErrorKind::kRuntime, "message ", received_, " of ", peer_.what, " from stage ", peer_.stage,
            " of the pipeline has not come within ", options_.timeout.count() / 1000, " s (comm.timeout)");
     }
   }
@@ -90,10 +91,7 @@ bool PipeInbox::arrived() {
   return !ready_.empty() || (source_.ring && source_.ring->arrived(received_, NoteRing::kCaller, {}));
 }
 
-bool PipeInbox::end(const std::string& why) {
-  const Lock lock(mutex_);
-  if (ended_.empty()) ended_ = why;
-  changed_.notify_all();
+bool PipeInbox::interrupt() {
   if (source_.ring) source_.ring->wake(NoteRing::kThread | NoteRing::kCaller);
   return busy_ && !source_.ring;
 }
@@ -102,23 +100,15 @@ bool PipeInbox::may_receive() const {
   return !busy_ && received_ < expected_ && static_cast<int>(ready_.size()) < options_.ahead;
 }
 
-void PipeInbox::serve() {
-  at::NoGradGuard no_grad;
-  Lock lock(mutex_);
-  try {
-    use_stream_of_thread(options_.device);
-    for (;;) {
-      changed_.wait(lock, [&] { return !ended_.empty() || may_receive() || (copying_ && copying_->has_more()); });
-      if (!ended_.empty()) return;
-      if (!help(lock) && may_receive()) take_next(lock, NoteRing::kThread);
-    }
-  } catch (const std::exception& error) {
-    if (ended_.empty()) ended_ = error.what();
-    changed_.notify_all();
+void PipeInbox::serve(Lock& lock) {
+  for (;;) {
+    changed_.wait(lock, [&] { return !ended_.empty() || may_receive() || (copying_ && copying_->has_more()); });
+    if (!ended_.empty()) return;
+    if (!help(lock) && may_receive()) take_next(lock, NoteRing::kThread);
   }
 }
 
-// Receives the next message, if nobody else does meanwhile. False: over a ring it has not come within a moment.
+// Receives the next message, if no other thread does meanwhile. False: over a ring it has not come within a moment.
 bool PipeInbox::take_next(Lock& lock, NoteRing::Waiter waiter) {
   if (source_.ring) {
     const int64_t number = received_;
@@ -152,19 +142,14 @@ bool PipeInbox::take_next(Lock& lock, NoteRing::Waiter waiter) {
   return true;
 }
 
-WorkPtr PipeInbox::start(const at::Tensor& tensor) {
-  const std::lock_guard lock(source_.issuing);
-  return source_.communicator->recv(tensor, source_.place);
-}
-
 void PipeInbox::receive_bytes(void* data, int64_t size) {
-  if (options_.note_device.is_cpu()) return start(bytes_at(data, size))->wait();
+  if (options_.note_device.is_cpu()) return peer_.recv(bytes_at(data, size))->wait();
   const at::Tensor there = at::empty({size}, at::TensorOptions().dtype(at::kByte).device(options_.note_device));
-  start(there)->wait();
+  peer_.recv(there)->wait();
   bytes_at(data, size).copy_(there);
 }
 
-// Takes a share of what somebody else copies. False: nobody does.
+// Takes a share of a copy that another thread makes. False: there is none.
 bool PipeInbox::help(Lock& lock) {
   const std::shared_ptr<Copying> copying = copying_;
   if (!copying || !copying->has_more()) return false;
@@ -193,19 +178,19 @@ void PipeInbox::copy_all(std::vector<Chunk> chunks) {
     source_.ring->wake(NoteRing::kThread);
   }
   copy_chunks(*copying);
-  while (copying->done < copying->chunks.size()) std::this_thread::yield();  // the last ones of who helps
+  while (copying->done < copying->chunks.size()) std::this_thread::yield();  // a helper copies the last ones
   if (shares) {
     const Lock lock(mutex_);
     copying_ = nullptr;
   }
   if (copying->failed)
-    fail(ErrorKind::kRuntime, "the memory of stage ", source_.from, " of the pipeline (process ", source_.pid,
+    fail(ErrorKind::kRuntime, "the memory of stage ", peer_.stage, " of the pipeline (process ", source_.pid,
          ") cannot be read any more: it has ended");
 }
 
 void PipeInbox::check(const PipeNote& note) {
   if (note.magic != PipeNote::kMagic || note.sequence != received_)
-    fail(ErrorKind::kRuntime, "message ", received_, " of ", source_.what, " from stage ", source_.from,
+    fail(ErrorKind::kRuntime, "message ", received_, " of ", peer_.what, " from stage ", peer_.stage,
          " of the pipeline is not one: something else was sent over its communicator");
 }
 
@@ -240,12 +225,11 @@ PipeInbox::Arrived PipeInbox::read_offered() {
   return arrived;
 }
 
-// The tensors of this message have memory. The log of calls does not have grants, so plans need not know of them.
+// The tensors of this message have memory.
 void PipeInbox::grant() {
   if (granting_) granting_->wait();
   granted_ = received_;
-  const std::lock_guard lock(source_.issuing);
-  granting_ = source_.communicator->bare().send(bytes_at(&granted_, sizeof(granted_)), source_.place);
+  granting_ = peer_.send_grant(granted_);
 }
 
 PipeInbox::Arrived PipeInbox::receive() {
@@ -267,7 +251,7 @@ PipeInbox::Arrived PipeInbox::receive() {
   // Before the receives: NCCL's first receive from a rank returns when that rank has called its send.
   if (source_.grants && !coming.empty()) grant();
   std::vector<WorkPtr> works;
-  for (const at::Tensor& tensor : coming) works.push_back(start(tensor));
+  for (const at::Tensor& tensor : coming) works.push_back(peer_.recv(tensor));
   for (const WorkPtr& work : works) work->wait();
   if (asynchronous(options_.device)) {
     const c10::impl::VirtualGuardImpl guard(options_.device.type());
