@@ -1,6 +1,8 @@
 """torch's ``scaled_dot_product_attention`` as GPUs compute it. On meta tensors torch takes the form that keeps all
 scores, which no GPU does while fused kernels are on."""
 
+from itertools import zip_longest
+
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -30,4 +32,24 @@ class FusedAttention(TorchFunctionMode):
             query = args[0] if args else kwargs["query"]
             if enabled and query.is_meta and query.dim() == 4:
                 return _fused(*args, **(kwargs or {}))
+        if func in (torch.Tensor.backward, torch.autograd.backward):
+            return self._backward(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _backward(self, tensors, grad_tensors=None, retain_graph=None, create_graph=False, **more):
+        """torch turns a mode off while it handles a call, and a backward may compute a forward again. So this calls
+        the engine of autograd itself, which no mode handles. The arguments are those of ``torch.autograd.backward``."""
+        inputs, gradient = more.get("inputs") or (), more.get("gradient")
+        tensors = (tensors,) if torch.is_tensor(tensors) else tuple(tensors)
+        given = grad_tensors if gradient is None else gradient
+        given = (given,) if given is None or torch.is_tensor(given) else given
+        grads = [
+            torch.ones_like(one) if grad is None and one.requires_grad else grad
+            for one, grad in zip_longest(tensors, given)
+        ]
+        inputs = (inputs,) if torch.is_tensor(inputs) else tuple(inputs)
+        keep = create_graph if retain_graph is None else retain_graph
+        with self:
+            torch.autograd.Variable._execution_engine.run_backward(
+                tensors, tuple(grads), keep, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
+            )

@@ -192,6 +192,18 @@ class TestOperators:
         assert len(fused) == 2 and all(took > 0 for took in fused.values())
 
 
+@pytest.mark.skipif(not TORCH2, reason="torch 1.13 has no fused attention")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_attention_that_is_computed_again_is_fused_again(reentrant):
+    def forward(net, x):
+        return torch.utils.checkpoint.checkpoint(lambda x: attend(net.w(x)), x, use_reentrant=reentrant)
+
+    net, x = Parts(forward, w=torch.nn.Linear(8, 8)), torch.zeros(2, 2, 64, 8, requires_grad=True)
+    once = deepspeed.plan(Parts(lambda net, x: attend(net.w(x)), w=net.w), settings(0), 1, sample=x, machine=RATES)
+    again = deepspeed.plan(net, settings(0), 1, sample=x, machine=RATES)
+    assert again.ranks[0].flops > once.ranks[0].flops
+
+
 def attend(x):
     return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
