@@ -5,12 +5,12 @@
 // act is an exchange: every rank says what it wants or that it wants nothing, and the union is gathered with
 // everybody's help. Where the union is the first entry of the schedule that was learned from an earlier cycle, all
 // ranks go on with that schedule. (The first cycle also gathers what stays from then on, such as small parameters. A
-// schedule that no second cycle has confirmed may therefore be entered at a later entry.) An entry is one collective, issued by each rank when it gets there, and carries one
-// note of each rank. A rank that needs a later entry *serves* those before it: gathers and drops. A rank that needs
-// parameters that the rest of the schedule does not have says so in its next note. Everybody has read the notes of
-// entry k before it issues entry k + lag, so all leave the schedule at the same entry, and agree by exchanges from
-// there to the end of the cycle. A rank that is through serves the rest, and then goes on with exchanges until nobody
-// wants anything: that ends the cycle.
+// schedule that no second cycle has confirmed may therefore be entered at a later entry.) An entry is one collective,
+// issued by each rank when it gets there, and carries one note of each rank. A rank that needs a later entry *serves*
+// those before it: gathers and drops. A rank that needs parameters that the rest of the schedule does not have says so
+// in its next note. Everybody has read the notes of entry k before it issues entry k + lag, so all leave the schedule
+// at the same entry, and agree by exchanges from there to the end of the cycle. A rank that is through serves the rest,
+// and then goes on with exchanges until nobody wants anything: that ends the cycle.
 //
 // [Note: parameters that are left out]
 // All ranks may know that a cycle does not use some parameters: layers that progressive layer dropping leaves out. The
