@@ -16,6 +16,7 @@ DS_BINDINGS(m) {
   using storage::MetaMemory;
   py::class_<MetaMemory>(m, "MetaMemory")
       .def(py::init<int64_t, bool>(), "block"_a = 1, "on_host"_a = false)
+      .def_readonly_static("ELSEWHERE", &MetaMemory::kElsewhere, "The owner of what does not count.")
       .def("install", &MetaMemory::install)
       .def("remove", &MetaMemory::remove)
       .def("set_owner", &MetaMemory::set_owner, "owner"_a)

@@ -20,7 +20,8 @@ class CountedMemory : public Tier {
   CountedMemory(Medium medium, std::string scratch)
       : counts_(medium == Medium::kDevice), scratch_(std::move(scratch)) {}
   std::unique_ptr<Part> open(const PartSpec& spec) override {
-    return std::make_unique<MemoryPart>(counted(sum_of(spec.block_bytes), counts_ ? spec.plane : MetaMemory::kElsewhere));
+    return std::make_unique<MemoryPart>(
+        counted(sum_of(spec.block_bytes), counts_ ? spec.plane : MetaMemory::kElsewhere));
   }
   at::Tensor allocate(int64_t bytes) override { return counted(bytes, counts_ ? scratch_ : MetaMemory::kElsewhere); }
 

@@ -126,7 +126,7 @@ def _passes(run, inputs, loss, split, notes):
         x, held = on_meta(inputs), []
         memory.reset_peak()
         out = run(x, checkpointing.split_checkpoint if split else checkpointing.non_reentrant_checkpoint)
-        kept, forward, owner = memory.live, memory.peak, memory.set_owner("host")
+        kept, forward, owner = memory.live, memory.peak, memory.set_owner(memory.ELSEWHERE)
         following = on_meta(out)
         memory.set_owner(owner)
         try:
