@@ -16,6 +16,9 @@ from runs import with_fp16
 from sequence_models import attend, mean_loss, tiny
 from tensor_parallel import AddedUp, Copied
 
+# Seconds: comm.timeout of jobs that hang, in which ranks open their groups on a busy machine, too, and the sleep of the
+# rank that is late.
+TIMEOUT, LATE = 6, 10.0
 BROKEN = {"once": False, "raises": False, "sleeps": 0.0}  # of this process: a replay runs in another one
 
 

@@ -31,7 +31,7 @@ from deepspeed.engine.parts.postmortem import VERSION
 from harness import run_ranks
 from logs import logged
 from models import two_layers
-from postmortem_models import BROKEN, factory
+from postmortem_models import BROKEN, LATE, TIMEOUT, factory
 from refusals import refused
 from runs import engine_of, raised, settings, take_step, with_fp16
 
@@ -94,7 +94,7 @@ def micro_step(engine, step, micro, fault):
     if fault == "bad batch":
         x *= 1000
     if fault == "hang":
-        time.sleep(5)
+        time.sleep(LATE)
     BROKEN.update(raises=fault == "exception", once=fault == "operator that is not repeatable")
     loss = engine(x, y, **more)
     BROKEN.update(raises=False, once=False)
@@ -110,7 +110,7 @@ def train(rank, world, stage, fault, folder, on=("nonfinite", "spike", "exceptio
         accumulate=2,
         dtype="fp32" if fp16 else dtype,
         postmortem={"on": list(on), "dir": folder},
-        comm={"timeout": 2} if fault == "hang" else {},
+        comm={"timeout": TIMEOUT} if fault == "hang" else {},
         **more,
     )
     torch.manual_seed(rank)
@@ -319,12 +319,12 @@ def one_fails(rank, world, folder):
     """Rank 1 raises and lives on; rank 0 waits for it in vain."""
     deepspeed.init_distributed(dist_backend="gloo")
     on = {"on": ["exception", "hang"], "dir": folder}
-    engine = engine_of(factory(), settings(1, postmortem=on, comm={"timeout": 2}))
+    engine = engine_of(factory(), settings(1, postmortem=on, comm={"timeout": TIMEOUT}))
     step_of(engine, 0)
     BROKEN["raises"] = rank == 1
     found = raised(step_of, engine, 1)
     BROKEN["raises"] = False
-    time.sleep(4 * rank)
+    time.sleep(LATE * rank)
     return found[0]
 
 

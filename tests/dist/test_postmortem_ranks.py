@@ -26,7 +26,7 @@ from deepspeed.diagnosis.bundle import Bundle
 from deepspeed.diagnosis.cli import main
 from deepspeed.diagnosis.ranks import RanksReplay
 from harness import run_ranks
-from postmortem_models import BROKEN
+from postmortem_models import BROKEN, LATE, TIMEOUT
 from runs import engine_of, settings, take_step
 
 GOOD = 9  # steps before the fault
@@ -95,7 +95,7 @@ def pairs(copy, step, fault):
             if fault == "label out of range":
                 y[1] = 99
         BROKEN.update(raises=fault == "exception", once=fault == "operator that is not repeatable" and micro == 1)
-        BROKEN.update(sleeps=4.0 if fault == "hang" else 0.0)
+        BROKEN.update(sleeps=LATE if fault == "hang" else 0.0)
         yield x, y
 
 
@@ -106,7 +106,7 @@ def train(rank, world, model, stage, schedule, fault, folder):
         stage,
         accumulate=2,
         postmortem={"on": ["nonfinite", "spike", "exception", "hang"], "dir": folder},
-        comm={"timeout": 2} if fault == "hang" else {},
+        comm={"timeout": TIMEOUT} if fault == "hang" else {},
         pipeline={"schedule": schedule},
         fp16={"enabled": True, "loss_scale": 8.0} if fault == "fp16 overflow" else None,
     )
