@@ -5,7 +5,6 @@
 
 #include "base/error.h"
 #include "storage/alignment.h"
-#include "storage/meta_memory.h"
 
 namespace ds::storage {
 namespace {
@@ -136,8 +135,7 @@ void MemoryAccounts::take(StorageLock::Held& lock, Staging& staging, bool may_wa
   MediumUsage& used = this->used(staging.medium);
   User& user = user_of(staging);
   if (user.keeps) user.pool.keep_two_of(staging.bytes);
-  at::Tensor idle;
-  if (!may_be_under_way(staging)) idle = user.pool.take(staging.bytes, device_of(staging.medium));
+  at::Tensor idle = user.pool.take(staging.bytes, device_of(staging.medium));
   if (idle.defined()) {
     used.*staging.kind += staging.bytes;
     count(staging, staging.bytes);
@@ -154,14 +152,6 @@ void MemoryAccounts::take(StorageLock::Held& lock, Staging& staging, bool may_wa
     lock_.changed();
     throw;
   }
-}
-
-// Copies end at once in a step that is planned. In a run, as many as have room may still leave the device, so that
-// their memory is not idle yet.
-bool MemoryAccounts::may_be_under_way(const Staging& staging) {
-  if (!device_.is_meta() || staging.medium != Medium::kDevice || in_host_memory(device_)) return false;
-  const User& user = user_of(staging);
-  return user.limit != INT64_MAX && user.usage.lent + user.pool.idle_bytes() <= user.limit - staging.bytes;
 }
 
 void MemoryAccounts::fresh(StorageLock::Held& lock, Staging& staging) {

@@ -84,7 +84,6 @@ class MemoryAccounts {
   bool drop_oldest_prefetched(Medium medium, int32_t user);
   bool make_room(Medium medium, int64_t bytes);  // without waiting; false: there is too little
   void make_room_of_user(StorageLock::Held& lock, const Staging& staging, bool may_wait);
-  bool may_be_under_way(const Staging& staging);
   void fresh(StorageLock::Held& lock, Staging& staging);
 
   StorageLock& lock_;
