@@ -1,12 +1,15 @@
 """The model of the tests of post-mortems, which ``ds_postmortem --model`` loads by the path of this file."""
 
 import functools
+import glob
+import os
 import time
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.diagnosis.cli import main
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
@@ -20,6 +23,19 @@ from tensor_parallel import AddedUp, Copied
 # rank that is late.
 TIMEOUT, LATE = 6, 10.0
 BROKEN = {"once": False, "raises": False, "sleeps": 0.0}  # of this process: a replay runs in another one
+
+
+def only(folder):
+    """The folder of the one bundle in ``folder``."""
+    (found,) = glob.glob(os.path.join(folder, "*-step*"))
+    return found
+
+
+def said(capsys, *arguments):
+    """The exit code of ``ds_postmortem`` and what it prints."""
+    code = main(list(arguments))
+    out, error = capsys.readouterr()
+    return code, out + error
 
 
 class Layer(nn.Module):

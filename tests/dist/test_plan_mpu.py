@@ -53,7 +53,7 @@ def test_the_calls_of_ranks_that_share_layers(rank, world, stage):
     assert planned_calls(deepspeed.plan(made, settings(stage), world, sample=sample, ranks=[rank])) == ran
 
 
-@pytest.mark.skipif(not TORCH2, reason="a group of torch 1.13 has one backend for ever")
+@pytest.mark.skipif(not TORCH2, reason="a group of torch 1.13 cannot get another backend")
 @on_ranks(4, init=True)
 def test_the_plan_of_an_engine_whose_mpu_is_a_module(rank, world):
     """Its groups are known by name."""
@@ -66,7 +66,7 @@ def test_the_plan_of_an_engine_whose_mpu_is_a_module(rank, world):
     engine.destroy()
 
 
-@pytest.mark.skipif(not TORCH2, reason="as above")
+@pytest.mark.skipif(not TORCH2, reason="a group of torch 1.13 cannot get another backend")
 @on_ranks(2, init=True)
 def test_an_mpu_that_cannot_be_sent_to_a_new_process(rank, world):
     """Where torch's autograd works in no forked process."""

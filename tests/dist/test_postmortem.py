@@ -25,13 +25,12 @@ from deepspeed.diagnosis.blame import (
     compare,
 )
 from deepspeed.diagnosis.bundle import Bundle, BundleError
-from deepspeed.diagnosis.cli import main
 from deepspeed.diagnosis.replay import Replay
 from deepspeed.engine.parts.postmortem import VERSION
 from harness import run_ranks
 from logs import logged
 from models import two_layers
-from postmortem_models import BROKEN, LATE, TIMEOUT, factory
+from postmortem_models import BROKEN, LATE, TIMEOUT, factory, only, said
 from refusals import refused
 from runs import engine_of, raised, settings, take_step, with_fp16
 
@@ -147,8 +146,7 @@ def same_threads():
 
 
 def the_bundle(folder):
-    (found,) = glob.glob(os.path.join(folder, "*-step*"))
-    return Bundle(found)
+    return Bundle(only(folder))
 
 
 CASES = [
@@ -368,12 +366,6 @@ def failed(folder):
 def changed(path, rank, **values):
     file = os.path.join(path, f"rank{rank:05d}.pt")
     torch.save({**torch.load(file), **values}, file)
-
-
-def said(capsys, *arguments):
-    code = main(list(arguments))
-    out, error = capsys.readouterr()
-    return code, out + error
 
 
 def test_the_program(failed, capsys):

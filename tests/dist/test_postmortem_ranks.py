@@ -1,9 +1,6 @@
 """Post-mortems of models that are cut over ranks: as many processes as the run had make the step again, and compare
 losses and gradients."""
 
-import glob
-import os
-
 import pytest
 import torch
 
@@ -23,24 +20,12 @@ from deepspeed.diagnosis.blame import (
     compare,
 )
 from deepspeed.diagnosis.bundle import Bundle
-from deepspeed.diagnosis.cli import main
 from deepspeed.diagnosis.ranks import RanksReplay
 from harness import run_ranks
-from postmortem_models import BROKEN, LATE, TIMEOUT
+from postmortem_models import BROKEN, LATE, TIMEOUT, only, said
 from runs import engine_of, settings, take_step
 
 GOOD = 9  # steps before the fault
-
-
-def said(capsys, *arguments):
-    code = main(list(arguments))
-    out, error = capsys.readouterr()
-    return code, out + error
-
-
-def only(folder):
-    (found,) = glob.glob(os.path.join(folder, "*-step*"))
-    return found
 
 
 def target(name):

@@ -56,8 +56,8 @@ def _tables():
 
 
 def known_groups():
-    """torch's groups of this process, where a planned job can take them over: in torch 1.13 a group has one backend for
-    all devices, and for ever."""
+    """torch's groups of this process, where a planned job can take them over: a group of torch 1.13 has one backend for
+    all devices and cannot get another one."""
     taken = hasattr(dist.ProcessGroup, "_register_backend")
     return [group for group in _tables()[-1] if taken and isinstance(group, dist.ProcessGroup)]
 

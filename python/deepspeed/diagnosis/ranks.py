@@ -38,7 +38,8 @@ from deepspeed.zero.core import writing
 from deepspeed.zero.nested import cast_floats
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
-# What says when a run goes on and with which data; and, where the step runs again in fp32, what makes tensors narrower.
+# Sections about other steps and about data, which one step does not need. A step that runs again in fp32 leaves out the
+# sections that make tensors narrower, too.
 _OTHER_STEPS = ("scheduler", "elasticity", "checkpoint", "nebula", "datastates_ckpt", "data_efficiency",
                 "train_batch_size", "curriculum_learning", "progressive_layer_drop")  # fmt: skip
 _NARROW = ("fp16", "bf16", "bfloat16", "amp", "torch_autocast", "data_types", "communication_data_type")

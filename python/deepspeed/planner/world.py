@@ -25,8 +25,8 @@ NAME = "counted"
 
 
 class _MetaStream:
-    """A stream, or an event, of the device meta. A copy on it is done at once; who keeps its tensors until then, keeps
-    them in a plan, too."""
+    """A stream, or an event, of the device meta. A copy on it is done at once. Code that keeps the tensors of a copy
+    until a stream has been waited for keeps them in a plan, too."""
 
     def wait_stream(self, stream):
         pass

@@ -150,8 +150,8 @@ class Postmortem(Part):
         rank, step = engine.global_rank, engine.global_steps
         folder = os.path.join(section.dir, f"{self._run}-step{step:08d}")
         with self._lock:
-            # What a rank did when it was missing stays, unless it hears of an error; and a pipeline that has failed
-            # only says so again.
+            # A later hang does not replace the file of this step, which says where the rank was when it was missing. An
+            # error replaces the file of a hang. A pipeline that has failed raises the same failure again.
             again = kind == "hang" or (self._pipelined and self._kind != "hang")
             if again and self._saved == step:
                 return
