@@ -7,7 +7,10 @@ change that it advises where a job does not fit.
     python benchmarks/python/plan_accuracy.py summary --file FILE.jsonl [--json FILE]
 
 Each configuration is a job of its own. Its figures become a line of FILE, and a configuration that has a line there is
-not run again, so that a program that was ended goes on where it was. ``--only`` takes configurations with these words.
+not run again, so that a program that was ended goes on where it was. ``--only`` takes configurations with these words,
+or the one of this name. Programs with one FILE may run at the same time: only one measures times.
+
+On ``cuda`` the jobs are those of CONFIGURATIONS_ON_A_GPU: one rank, rows of 1,024 tokens; ``time`` compares peaks, too.
 
 Ratios are planned to measured. The CPU has no allocator that counts, so peaks are those of ``cuda`` or of ``standin``,
 the stand-in device of the tests (torch 2 and the CUDA kernels on the CPU), whose times mean nothing. Every rank has one
@@ -16,6 +19,7 @@ thread. The limit of times on two cores: equal runs differ by up to 8 %. Experts
 
 import argparse
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -29,6 +33,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 sys.path[:0] = [HERE, os.path.join(ROOT, "examples", "quickstart"), os.path.join(ROOT, "tests")]
 TOKENS, ROWS, STEPS = 128, 2, 5
+TOKENS_ON_A_GPU, ROWS_ON_A_GPU = 1024, 16
 SIZES = {
     "1m": {"layers": 2, "heads": 2, "width": 128},
     "10m": {},
@@ -77,6 +82,18 @@ CONFIGURATIONS = [tuple(line.split()) for line in """
 10m 4 3 fp32 1 mics
 10m 4 0 bf16 1 experts
 10m 4 1 fp32 1 ulysses
+""".strip().splitlines()]  # fmt: skip
+CONFIGURATIONS_ON_A_GPU = [tuple(f"100m 1 {line}".split()) for line in """
+0 bf16 1
+0 fp32 2
+1 bf16 2
+2 bf16 1
+3 bf16 1
+2 fp32 1 host
+2 bf16 1 nvme
+3 bf16 1 params
+0 bf16 2 recomputed
+3 bf16 2 recomputed
 """.strip().splitlines()]  # fmt: skip
 SECTIONS = {
     "host": {"offload_optimizer": {"device": "cpu"}},
@@ -131,8 +148,8 @@ class Job:
     ``recomputed`` activations, ``experts`` (with ``all``: none of their tokens is dropped), ``ulysses`` and ``ring``
     sequences that ranks share, ``mics``."""
 
-    def __init__(self, words, rows=ROWS):
-        self.name, self.rows = " ".join(words), rows
+    def __init__(self, words, rows=ROWS, tokens=TOKENS):
+        self.name, self.rows, self.tokens = " ".join(words), rows, tokens
         size, world, stage, self.dtype, steps, *self.features = words
         self.shape, self.world, self.stage, self.steps = SIZES[size], int(world), int(stage), int(steps)
         self.parts = next((one for one in ("ulysses", "ring") if one in self.features), None)
@@ -162,7 +179,7 @@ class Job:
         from model import GPT, Shape
 
         torch.manual_seed(0)
-        shape = Shape(context=TOKENS, **self.shape)
+        shape = Shape(context=self.tokens, **self.shape)
         if self.parts:
             import toy_transformers
 
@@ -196,7 +213,7 @@ class Job:
     def inputs(self, device, rows=None):
         import torch
 
-        ids = torch.zeros(rows or self.rows, TOKENS, dtype=torch.int64, device=device)
+        ids = torch.zeros(rows or self.rows, self.tokens, dtype=torch.int64, device=device)
         return {"input_ids": ids, "labels": ids} if self.parts else (ids, ids)
 
     def around(self):
@@ -257,7 +274,7 @@ def work(args):
     deepspeed.logger.setLevel("ERROR")
     balance_experts()
     settings = json.loads(args.settings)
-    job = Job(args.job.split(), settings["rows"])
+    job = Job(args.job.split(), settings["rows"], settings["tokens"])
     accelerator, seconds = get_accelerator(), []
     with job.around():
         dist.init_distributed(verbose=False)
@@ -265,9 +282,11 @@ def work(args):
         before = accelerator.memory_allocated()
         engine = deepspeed.initialize(model=job.model(settings["recomputed"]), config=settings["config"])[0]
         recorder = _native._C.CallRecorder(False)
-        given = job.inputs(engine.device)
+        given, alone = job.inputs(engine.device), contextlib.ExitStack()
         for number in range(3 if args.device == "standin" else 2 + STEPS):  # whose times mean nothing
             if number == 2:
+                if dist.get_rank() == 0:
+                    alone.enter_context(nobody_else(settings["lock"]))
                 dist.barrier()
                 call_log.add(recorder)
                 accelerator.reset_peak_memory_stats()
@@ -282,6 +301,8 @@ def work(args):
             if number == 2:
                 call_log.remove(recorder)
                 peak = accelerator.max_memory_allocated() - before
+    dist.barrier()
+    alone.close()
     calls = added((call.op, 1, call.bytes) for call in recorder.take())
     rows = [None] * job.world
     dist.all_gather_object(rows, {"calls": calls, "peak": peak, "seconds": statistics.median(seconds[2:])})
@@ -292,14 +313,23 @@ def work(args):
     dist.barrier()
 
 
-def run(job, device, config, recomputed=False, rows=None):
-    """The figures of each rank of a job; None: a rank failed."""
+@contextlib.contextmanager
+def nobody_else(path):
+    """No other program with this file is in this context."""
+    with open(path, "a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def run(job, args, config, recomputed=False, rows=None, device=None):
+    """The figures of each rank of a job on ``device`` (default: that of ``args``); None: a rank failed."""
     from common import ranks
 
-    settings = json.dumps({"config": config, "recomputed": recomputed, "rows": rows or job.rows})
-    args = argparse.Namespace(device=device, job=job.name, settings=settings)
+    settings = {"config": config, "recomputed": recomputed, "rows": rows or job.rows, "tokens": job.tokens}
+    settings["lock"] = os.path.abspath(f"{args.file}.lock")
+    given = argparse.Namespace(device=device or args.device, job=job.name, settings=json.dumps(settings))
     try:
-        return ranks.measure(__file__, args, ("device", "job", "settings"), job.world)
+        return ranks.measure(__file__, given, ("device", "job", "settings"), job.world)
     except SystemExit as failed:
         print(f"{job.name}: {failed}", file=sys.stderr)
         return None
@@ -319,9 +349,12 @@ def calls_of(rank):
 
 def memory(job, args, folder):
     plan = planned(job, job.config(folder), ranks=list(range(job.world)))
-    ran = run(job, args.device, job.config(folder))
-    if ran is None:
-        return None
+    ran = run(job, args, job.config(folder))
+    return None if ran is None else compared(plan, ran)
+
+
+def compared(plan, ran):
+    """Peaks and calls of all ranks."""
     ratios = [one.peak_bytes / real["peak"] for one, real in zip(plan.ranks, ran)]
     differ = [(calls_of(one), real["calls"]) for one, real in zip(plan.ranks, ran) if calls_of(one) != real["calls"]]
     return {"peak": max(ratios, key=lambda ratio: abs(ratio - 1)), "calls_equal": not differ, "differ": differ[:1]}
@@ -330,10 +363,12 @@ def memory(job, args, folder):
 def machine_of(args, world):
     """The file of the rates of this machine, whose links are those of so many ranks."""
     path = f"{args.file}.machine-{world}.json"
-    if not os.path.exists(path):
+    with nobody_else(f"{args.file}.lock"):
+        if os.path.exists(path):
+            return path
         command = [sys.executable, "-m", "deepspeed.planner.cli", "--profile-machine", "--machine", path]
         subprocess.run([*command, "--world", str(world)], check=True, stdout=subprocess.DEVNULL)
-    return path
+        return path
 
 
 def timed(job, args, folder):
@@ -346,14 +381,17 @@ def timed(job, args, folder):
         machine.memory, machine.host_step = (r * cores / job.world for r in (machine.memory, machine.host_step))
     plans = {
         "rates": planned(job, job.config(folder), machine=machine),
-        "measured": planned(job, job.config(folder), machine=machine, measure=True),
     }
-    ran = run(job, args.device, job.config(folder))
+    with nobody_else(f"{args.file}.lock"):
+        plans["measured"] = planned(job, job.config(folder), machine=machine, measure=True)
+    ran = run(job, args, job.config(folder))
     if ran is None:
         return None
     seconds = max(one["seconds"] for one in ran)
     ratios = {name: plan.seconds / seconds for name, plan in plans.items()}
-    return {**ratios, "seconds": seconds, "phases": {name: plan.fullest.seconds for name, plan in plans.items()}}
+    phases = {name: plan.fullest.seconds for name, plan in plans.items()}
+    more = compared(plans["rates"], ran) if args.device == "cuda" else {}
+    return {**ratios, "seconds": seconds, "phases": phases, **more}
 
 
 def advice(job, share, args, folder):
@@ -368,10 +406,10 @@ def advice(job, share, args, folder):
     )
     advised, rates = search.cheapest_change(), {}
     for one in filter(None, search.single_changes()):
-        ran = run(job, "standin", one.config, one.recompute, one.micro_batch)
+        ran = run(job, args, one.config, one.recompute, one.micro_batch, "standin")
         if ran is None or max(rank["peak"] for rank in ran) > room:
             continue
-        ran = run(job, args.device, one.config, one.recompute, one.micro_batch)
+        ran = run(job, args, one.config, one.recompute, one.micro_batch)
         rates[one.words] = job.world * one.micro_batch * one.config["gradient_accumulation_steps"]
         rates[one.words] /= max(rank["seconds"] for rank in ran)
     best = max(rates.values(), default=None)
@@ -383,12 +421,11 @@ def advice(job, share, args, folder):
 def summary(rows):
     """By part: of the errors the worst and the median, and the number of configurations."""
     made = {}
-    for part, names in {"memory": ("peak",), "time": ("rates", "measured")}.items():
-        found = [row for row in rows if row["part"] == part]
-        for name in names if found else ():
-            errors = [abs(row[name] - 1) for row in found]
+    for name in ("peak", "rates", "measured"):
+        errors = [abs(row[name] - 1) for row in rows if name in row]
+        if errors:
             made[name] = {"worst": max(errors), "median": statistics.median(errors), "configurations": len(errors)}
-    made["equal_calls"] = sum(row["calls_equal"] for row in rows if row["part"] == "memory")
+    made["equal_calls"] = sum(row.get("calls_equal", False) for row in rows)
     found = [row for row in rows if row["part"] == "advice"]
     near = sum((row["speed"] or 0) >= 0.9 for row in found)
     made["advice"] = {"configurations": len(found), "fit": sum(row["fits"] for row in found), "within_10_percent": near}
@@ -415,13 +452,15 @@ def main(args):
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["XDG_CACHE_HOME"] = f"{os.path.abspath(args.file)}.cache"  # rates of other hours may be others
     jobs = [(Job(words), {}) for words in CONFIGURATIONS]
+    if args.device == "cuda":
+        jobs = [(Job(words, ROWS_ON_A_GPU, TOKENS_ON_A_GPU), {}) for words in CONFIGURATIONS_ON_A_GPU]
     measure = {"memory": memory, "time": timed, "advice": advice}[args.part]
     if args.part == "advice":
         jobs = [(Job(one.split(), ADVISED_ROWS), {"share": share}) for one in ADVISED for share in SHARES]
     done = {(row["part"], row["configuration"]) for row in rows}
-    for job, more in jobs:
-        name = " ".join([job.name, *map(str, more.values())])
-        if (args.part, name) in done or not set(args.only.split()) <= set(name.split()):
+    names, wanted = [" ".join([job.name, *map(str, more.values())]) for job, more in jobs], set(args.only.split())
+    for (job, more), name in zip(jobs, names):
+        if (args.part, name) in done or name != args.only and (args.only in names or not wanted <= set(name.split())):
             continue
         try:
             with tempfile.TemporaryDirectory() as folder:

@@ -128,9 +128,19 @@ def _answer(function, args):
     try:
         return None, function(*args)
     except (ValueError, PlanError) as error:
-        return type(error)(str(error)), None
+        if _travels(error):
+            return error, None
+        return ValueError(f"{type(error).__name__}: {error}"), None
     except Exception as error:
         return PlanError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"), None
+
+
+def _travels(error):
+    """Whether another process can receive ``error``: a class may have arguments that its pickle does not hold."""
+    try:
+        return str(pickle.loads(pickle.dumps(error))) == str(error)
+    except Exception:
+        return False
 
 
 def run_anew(function, args, threads):

@@ -12,6 +12,7 @@ import sys
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfigError, choose_config
 from deepspeed.host.user_files import function_in_file
 from deepspeed.pipe.module import PipelineModule
@@ -140,7 +141,9 @@ def _profile(args):
     path = args.machine or kept_path()
     if not path:
         raise ValueError("--profile-machine: there is no home folder to keep the file in: name one with --machine")
-    hosts = ["--hostfile", args.hostfile] if args.hostfile else ["--num_gpus", str(max(2, args.world))]
+    accelerator = get_accelerator()
+    two = 2 if accelerator.device_name() == "cpu" else min(2, accelerator.device_count())  # of which links are measured
+    hosts = ["--hostfile", args.hostfile] if args.hostfile else ["--num_gpus", str(max(two, args.world))]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *hosts]
     code = subprocess.run([*command, "--module", "deepspeed.planner.measure", os.path.abspath(path)]).returncode
     if code:

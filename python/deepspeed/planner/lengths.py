@@ -18,7 +18,7 @@ from deepspeed.comm.mesh import made_here
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model import layout
 from deepspeed.planner.child import run_each_apart
-from deepspeed.planner.machine import Machine
+from deepspeed.planner.machine import Machine, workspace_here
 from deepspeed.planner.plans import files_apart, values_of
 from deepspeed.planner.step import PlannedRun
 from deepspeed.planner.world import World
@@ -176,9 +176,10 @@ class _Steps:
 
     def __init__(self, setup):
         self.setup, on_host = setup, get_accelerator().device_name() == "cpu"
-        timeless = Machine("none", {"float32": 1e18}, 0, 0, (0, 1e18), (0, 1e18), 0, 0, 0)
+        workspace = workspace_here()
+        timeless = Machine("none", {"float32": 1e18}, 0, 0, (0, 1e18), (0, 1e18), 0, 0, 0, workspace=workspace)
         self.world = world = _World(0, setup.ranks, 1 << 62, timeless, on_host)
-        world.memory.install()
+        world.install()
         world.memory.set_owner("parameters")
         model = copy_on_meta(setup.model).train()
         if setup.recompute:

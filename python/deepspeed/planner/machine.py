@@ -1,6 +1,7 @@
 """The rates of a machine, which turn operators, calls and transfers into time."""
 
 import dataclasses
+import functools
 import json
 import os
 
@@ -8,7 +9,8 @@ import torch
 
 from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
-from deepspeed.profiling.peak import peak_flops
+from deepspeed.planner.child import run_anew
+from deepspeed.profiling.peak import device_model, measured_once, peak_flops
 
 VERSION = 1
 
@@ -19,7 +21,8 @@ class Machine:
     writes. ``operator_ns``: the least time of an operator. ``inside``, ``between``: ``(nanoseconds of a round, bytes
     per second)`` of a rank's calls with ranks of its host, and of several hosts. ``host``, ``file``: bytes per second
     between the device and memory of the host, and of files. ``host_step``: bytes per second that an update on the host
-    reads and writes. A rate of 0 takes no time. ``ranks_of_host``: 0: all ranks are on one host."""
+    reads and writes. A rate of 0 takes no time. ``ranks_of_host``: 0: all ranks are on one host. ``workspace``: bytes
+    on the device that libraries of matrix products keep from the first one on."""
 
     name: str
     flops: dict
@@ -31,6 +34,7 @@ class Machine:
     file: float
     host_step: float
     ranks_of_host: int = 0
+    workspace: int = 0
 
     def link(self, ranks):
         """The ``LinkCost`` of a group."""
@@ -102,4 +106,26 @@ def here(inside=(20_000, 2e9), between=(50_000, 1e9), ranks_of_host=0):
         file=0.0,
         host_step=host_step,
         ranks_of_host=ranks_of_host,
+        workspace=workspace_here(),
     )
+
+
+def workspace_here():
+    """``Machine.workspace`` of this machine, measured once; 0 on the CPU, where nothing counts such memory."""
+    device = torch.device(get_accelerator().current_device_name())
+    if device.type == "cpu":
+        return 0
+    name = f"{device_model(device)}-{torch.__version__}-{os.environ.get('CUBLAS_WORKSPACE_CONFIG', '')}"
+    return int(measured_once("workspaces", name, functools.partial(run_anew, _workspace, (), 1)))
+
+
+def _workspace():
+    """The work of a new process. The thread of a forward and that of its backward have workspaces of their own."""
+    accelerator = get_accelerator()
+    device, before = accelerator.current_device_name(), accelerator.memory_allocated()
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = torch.nn.Linear(64, 64, device=device, dtype=dtype)
+        layer(torch.ones(64, 64, device=device, dtype=dtype).requires_grad_()).sum().backward()
+        del layer
+    accelerator.synchronize()
+    return accelerator.memory_allocated() - before

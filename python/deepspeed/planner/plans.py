@@ -249,7 +249,7 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
     pipeline without ``peers`` it returns a ``Copy``."""
     world = World(rank, size, memory or 1 << 62, machine, peers=peers)
     world.times = times
-    world.memory.install()
+    world.install()
     world.memory.set_owner("parameters")
     mpu = None
     if isinstance(model, torch.nn.Module):

@@ -125,7 +125,7 @@ def _plan_tiers(model, config, world_size, machine, leaving):
     """The work of the child process: ``(tiers, placement, seconds, parameters that are trained)``. ``leaving``: rows of
     a bucket that may be on their way to their tier at a time."""
     world = World(0, world_size, 1 << 62, machine)
-    world.memory.install()
+    world.install()
     made = _WithoutActivations(_of_number(model) if isinstance(model, int) else model)
     numel = sum(param.numel() for param in made.parameters() if param.requires_grad)
     run = PlannedRun(world, made, config, torch.zeros((), device="meta"), loss_or_sum, None)

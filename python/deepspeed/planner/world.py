@@ -123,6 +123,13 @@ class World:
         )  # fmt: skip
         self._join()
 
+    def install(self):
+        """From now on tensors on meta count, and the device has the workspaces of its libraries."""
+        self.memory.install()
+        if self.machine.workspace:
+            self.memory.set_owner("workspaces")
+            self._workspace = torch.empty(self.machine.workspace, dtype=torch.uint8, device="meta")
+
     def _join(self):
         if not hasattr(dist.Backend, NAME.upper()):
             dist.Backend.register_backend(NAME, self._backend, **({"devices": ["cpu", "meta"]} if TORCH2 else {}))

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import os
 import re
 
@@ -15,29 +16,34 @@ _TRIES = 3
 
 
 def peak_flops(device, dtype):
-    """Of a product of square matrices of ``dtype``, in flops per second. It is measured once on each machine, for each
-    kind of device and number of threads, and kept in ``products`` beside ``~/.cache/deepspeed/rates``: the first
+    """Of a product of square matrices of ``dtype``, in flops per second, measured once on each machine for each kind
+    of device and number of threads (``measured_once``)."""
+    name = f"{device_model(device)}-{dtype}-{torch.get_num_threads()}"
+    return measured_once("products", name, functools.partial(_measured, device, dtype))
+
+
+def measured_once(kind, name, measure):
+    """The number ``measure()``. It is kept in the folder ``kind`` beside ``~/.cache/deepspeed/rates``: the first
     process that asks measures, while others of the machine wait for it."""
-    product = re.sub(r"\W+", "-", f"{_model(device)}-{dtype}-{torch.get_num_threads()}")
     rates = _native._C.rates_folder()
-    folder = os.path.join(os.path.dirname(rates), "products") if rates else ""
+    folder = os.path.join(os.path.dirname(rates), kind) if rates else ""
     try:
         os.makedirs(folder, exist_ok=True)
-        file = open(os.path.join(folder, product), "a+", encoding="ascii")  # noqa: SIM115
+        file = open(os.path.join(folder, re.sub(r"\W+", "-", name)), "a+", encoding="ascii")  # noqa: SIM115
     except OSError:  # nothing can be kept here
-        return _measured(device, dtype)
+        return measure()
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         with contextlib.suppress(ValueError):
             return float(file.read())
-        found = _measured(device, dtype)
+        found = measure()
         file.truncate(0)
-        file.write(f"{found:.6g}\n")
+        file.write(f"{found:.9g}\n")
     return found
 
 
-def _model(device):
+def device_model(device):
     """The model of the device, as torch's module for such devices says; else its type."""
     ask = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return device.type if ask is None else ask(device.index)

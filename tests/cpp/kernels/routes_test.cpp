@@ -202,7 +202,7 @@ TEST_F(CudaRoutesTest, GatesEqualTheReference) {
 
 TEST_F(CudaRoutesTest, RowsTravelAsInTheReference) {
   for (DType dtype : kDtypes) {
-    for (size_t width : {1, 31, 32, 33, 257}) {
+    for (size_t width : {1, 31, 32, 33, 257, 1000, 1024, 2056}) {
       for (size_t tokens : {0, 1, 33}) {
         for (size_t k : {1, 3}) {
           const size_t rows = tokens * k + 5;

@@ -295,10 +295,25 @@ def _fail(error):
     raise error
 
 
+class NotOfOneText(ValueError):
+    """An error that its pickle does not make again."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_a_wrong_configuration_is_told_where_pydantic_is_imported():
+    # Its class is pydantic's ValidationError, too, which is not made from a text.
+    pydantic = pytest.importorskip("pydantic")
+    error = refused(deepspeed.DeepSpeedConfigError, "stage", planned, 7)
+    assert isinstance(error, pydantic.ValidationError) and error.errors()
+
+
 def test_a_child_tells_its_result_its_error_or_its_end():
     assert run_apart(lambda a, b: {"sum": a + b}, 1, 2) == {"sum": 3}
     refused(ValueError, "^this one$", run_apart, _fail, ValueError("this one"))
     refused(PlanError, "KeyError: 'this one'", run_apart, _fail, KeyError("this one"))
+    refused(ValueError, "^NotOfOneText: one and two$", run_apart, _fail, NotOfOneText("one", "two"))
     refused(PlanError, "(?i)pickle", run_apart, lambda: lambda: 1)
     refused(PlanError, "ended with signal 9 and no result", run_apart, lambda: os.kill(os.getpid(), 9))
 
