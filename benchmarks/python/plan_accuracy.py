@@ -313,6 +313,11 @@ def work(args):
     dist.barrier()
 
 
+def threads_of(device):
+    """Of a rank. On a GPU its updates on the host have all cores."""
+    return len(os.sched_getaffinity(0)) if device == "cuda" else 1
+
+
 @contextlib.contextmanager
 def nobody_else(path):
     """No other program with this file is in this context."""
@@ -329,7 +334,7 @@ def run(job, args, config, recomputed=False, rows=None, device=None):
     settings["lock"] = os.path.abspath(f"{args.file}.lock")
     given = argparse.Namespace(device=device or args.device, job=job.name, settings=json.dumps(settings))
     try:
-        return ranks.measure(__file__, given, ("device", "job", "settings"), job.world)
+        return ranks.measure(__file__, given, ("device", "job", "settings"), job.world, threads=threads_of(given.device))
     except SystemExit as failed:
         print(f"{job.name}: {failed}", file=sys.stderr)
         return None
@@ -448,8 +453,8 @@ def main(args):
         without_fused_attention()
     import torch
 
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(threads_of(args.device))
+    os.environ["OMP_NUM_THREADS"] = str(threads_of(args.device))
     os.environ["XDG_CACHE_HOME"] = f"{os.path.abspath(args.file)}.cache"  # rates of other hours may be others
     jobs = [(Job(words), {}) for words in CONFIGURATIONS]
     if args.device == "cuda":

@@ -1,6 +1,7 @@
 """``deepspeed.plan`` against runs: the calls of a step and the memory of the device at its peak."""
 
 import functools
+import sys
 from unittest import mock
 
 import pytest
@@ -16,9 +17,11 @@ from deepspeed.comm.timed import call_log
 from deepspeed.moe import gating
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from deepspeed.moe.layer import MoE
+from deepspeed.planner import Machine
+from deepspeed.planner.measure import main as measure_machine
 from deepspeed.zero.nested import loss_in
 from engine_models import batch, config, loss_of, make_net, net_engine
-from harness import on_ranks
+from harness import on_ranks, run_ranks
 from hf_like_moe import EXPERTS, model_of
 from models import beside, seeded
 from plan_calls import calls_of, planned_calls
@@ -156,3 +159,17 @@ def test_the_calls_and_peaks_of_ranks_that_share_experts(rank, world, stage, giv
 def test_the_calls_of_unchanged_models_with_experts(rank, world, family):
     with mock.patch.object(TokenChoiceTopKRouter, "route", balanced_route):
         check(rank, world, model_of(family), auto_ep_runs.config(2, 2, 2), torch.ones(2, 4, auto_ep_runs.WIDTH))
+
+
+def _measure(rank, world, path):
+    with mock.patch.object(sys, "argv", ["measure", path]):
+        measure_machine()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_rank_has_no_links_to_measure(world, tmp_path):
+    path = str(tmp_path / "machine.json")
+    run_ranks(world, _measure, path)
+    found = Machine.read(path)
+    assert ("links assumed" in found.name) == (world == 1)
+    assert found.inside[1] > 0 and found.flops["float32"] > 1e8

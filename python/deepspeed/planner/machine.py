@@ -42,6 +42,16 @@ class Machine:
         latency, rate = self.inside if len(hosts) == 1 else self.between
         return _native._C.LinkCost(int(latency), int(rate))
 
+    def with_drive(self, folder):
+        """This machine with the rate of the drive of ``folder``, or of the folder in which it will be made; itself
+        where it has a rate, or where ``folder`` is not on this machine."""
+        while folder and not os.path.isdir(folder):
+            folder = os.path.dirname(os.path.abspath(folder)).rstrip("/")
+        if self.file or not folder or not os.access(folder, os.W_OK):
+            return self
+        read, write = _native._C.memory.machine_rates(torch.device("cpu"), False, folder, torch.get_num_threads())[2:4]
+        return dataclasses.replace(self, file=mean_rate(read, write))
+
     def time_of(self, cost, dtype):
         """Nanoseconds of an operator (``op_costs.Cost``)."""
         peak = self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
@@ -102,12 +112,17 @@ def here(inside=(20_000, 2e9), between=(50_000, 1e9), ranks_of_host=0):
         operator_ns=5_000,
         inside=inside,
         between=between,
-        host=2 / (1 / host + 1 / back) if host and back else 0.0,
+        host=mean_rate(host, back),
         file=0.0,
         host_step=host_step,
         ranks_of_host=ranks_of_host,
         workspace=workspace_here(),
     )
+
+
+def mean_rate(read, write):
+    """Of bytes that are read and written in equal parts, one after the other."""
+    return 2 / (1 / read + 1 / write) if read and write else 0.0
 
 
 def workspace_here():

@@ -43,7 +43,8 @@ class RankPlan:
     """A training step of one rank. ``peak_bytes``: of the device, by its allocator, at the ``moment`` of the step when
     most is alive, and ``owners``, their bytes then. ``tiers``: ``{tier: {"peak_bytes", "bytes_per_step"}}`` of the host
     and of files. ``calls``: ``{(verb, purpose): (count, bytes)}``. ``flops``: of the model's operators. ``seconds``: by
-    phase; ``not_known``: operators whose cost is not known."""
+    phase; ``not_known``: operators whose cost is not known, and "transfers of files" where the rate of their drive is
+    not."""
 
     rank: int
     peak_bytes: int
@@ -183,6 +184,7 @@ def plan(
     elif isinstance(model, torch.nn.Module) and not _has_no_values(model):
         model = copy_on_meta(model)  # a new process would get its values, too
     inputs = on_meta(arguments_in(sample))
+    rates = rates.with_drive(next(iter(_folders_in(given).values()), ""))
     with files_apart(given) as given:
         common = model, given, size, room, inputs, rates, loss, optimizer, imbalance
         times = measure if isinstance(measure, dict) else {} if measure else None
@@ -234,11 +236,17 @@ def values_of(config):
     return given if isinstance(given, dict) else read(given).raw()
 
 
+def _folders_in(config):
+    """The folders for states in files, by section."""
+    zero = config.get("zero_optimization") or {}
+    sections = {name: zero[name] for name in _OFFLOADS if isinstance(zero.get(name), dict)}
+    return {name: section["nvme_path"] for name, section in sections.items() if section.get("nvme_path")}
+
+
 @contextlib.contextmanager
 def files_apart(config):
     """The configuration with a folder of its own for states in files: those that it names may be a run's."""
-    zero = config.get("zero_optimization") or {}
-    named = [name for name in _OFFLOADS if isinstance(zero.get(name), dict) and zero[name].get("nvme_path")]
+    zero, named = config.get("zero_optimization") or {}, _folders_in(config)
     with tempfile.TemporaryDirectory(prefix="ds_plan_") as folder:
         changed = {name: {**zero[name], "nvme_path": folder} for name in named}
         yield {**config, "zero_optimization": {**zero, **changed}} if named else config
@@ -290,6 +298,7 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
     }
     seconds = {phase: ns / 1e9 for phase, ns in world.clock.phases.items()}
     seconds["step"] = seconds.get("step", 0.0) + run.update_seconds(moved)
+    not_known = {*counted.not_counted, *(["transfers of files"] if moved.get("file") and not machine.file else [])}
     seconds["communication"] = world.clock.waited / 1e9
     seconds.update(run.waits())
     plan = RankPlan(
@@ -302,6 +311,6 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
         flops=counted.flops,
         seconds=seconds,
         checkpoint_bytes=run.checkpoint_bytes(),
-        not_known=tuple(sorted(counted.not_counted)),
+        not_known=tuple(sorted(not_known)),
     )
     return plan, parameters, list(counted.calls)

@@ -234,7 +234,8 @@ class PlannedRun:
             here = shares["device"]
             for share, rate in ((here, machine.memory), (1 - here, machine.host_step)):
                 works += 2 * share * size / rate if rate else 0.0
-        rates = {"host": machine.host, "file": machine.file}
+        sharing = min(self.world.size, machine.ranks_of_host or self.world.size)  # ranks of a host have one drive
+        rates = {"host": machine.host, "file": machine.file / sharing}
         return max(works, *(size / rates[tier] for tier, size in moved.items() if rates.get(tier)), 0.0)
 
 

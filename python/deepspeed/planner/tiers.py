@@ -12,7 +12,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model import layout
 from deepspeed.host.cpu import memory_bytes
 from deepspeed.planner.child import run_apart
-from deepspeed.planner.machine import Machine
+from deepspeed.planner.machine import Machine, mean_rate
 from deepspeed.planner.plans import files_apart, values_of
 from deepspeed.planner.step import KINDS, PlannedRun, own_states
 from deepspeed.planner.world import World
@@ -71,14 +71,9 @@ def _machine(device, section, folder, rates):
     if rates is None:
         pinned = section is None or section.pin_memory
         both = _C.memory.machine_rates(device, pinned, folder, torch.get_num_threads())
-        rates = dict(zip(("host", "file"), (_mean(*both[:2]), _mean(*both[2:4]))), step=both[4])
+        rates = dict(zip(("host", "file"), (mean_rate(*both[:2]), mean_rate(*both[2:4]))), step=both[4])
     host, file, step = (float(rates.get(name, 0)) for name in ("host", "file", "step"))
     return Machine("given", {"float32": 1e18}, step, 0, (0, 1e18), (0, 1e18), host, file, step)
-
-
-def _mean(read, write):
-    """Of bytes that are read and written in equal parts, one after the other."""
-    return 2 / (1 / read + 1 / write) if read and write else 0.0
 
 
 class _WithoutActivations(torch.nn.Module):

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import functools
 import os
 import re
 
@@ -12,14 +11,14 @@ from deepspeed import _native
 from deepspeed.utils.timer import device_time
 
 _LONG = 0.003  # seconds of a product that is long enough to be measured
-_TRIES = 3
+_TRIES = 4
 
 
 def peak_flops(device, dtype):
     """Of a product of square matrices of ``dtype``, in flops per second, measured once on each machine for each kind
     of device and number of threads (``measured_once``)."""
     name = f"{device_model(device)}-{dtype}-{torch.get_num_threads()}"
-    return measured_once("products", name, functools.partial(_measured, device, dtype))
+    return measured_once("products", name, lambda: _measured(device, dtype))
 
 
 def measured_once(kind, name, measure):
@@ -50,12 +49,14 @@ def device_model(device):
 
 
 def _measured(device, dtype):
+    """The first products of a process prepare the device, and do not count. Random numbers: some devices multiply
+    equal ones faster."""
     size, seconds = 256, 0.0
     while seconds < _LONG:
         size *= 2
-        seconds = _seconds(torch.ones(size, size, device=device, dtype=dtype))
-    one = torch.ones(size, size, device=device, dtype=dtype)
-    return 2 * size**3 / min(seconds, *(_seconds(one) for _ in range(_TRIES)))
+        one = torch.rand(size, size, device=device).to(dtype)
+        seconds = min(_seconds(one) for _ in range(_TRIES))
+    return 2 * size**3 / seconds
 
 
 def _seconds(one):

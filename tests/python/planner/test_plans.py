@@ -46,11 +46,11 @@ class Experts(torch.nn.Module):
         return self.moe(self.first(x))[0]
 
 
-def planned(stage, world=4, dtype="bf16", model=layers, rows=2, **more):
+def planned(stage, world=4, dtype="bf16", model=layers, rows=2, machine=RATES, **more):
     given = {key: more.pop(key) for key in PLAN_OPTIONS if key in more}
     given.setdefault("sample", torch.zeros(rows, SIZE, dtype={"bf16": torch.bfloat16}.get(dtype, torch.float32)))
     config = settings(stage, rows=rows, dtype=dtype, **more)
-    return deepspeed.plan(model(), config, world, machine=RATES, **given)
+    return deepspeed.plan(model(), config, world, machine=machine, **given)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -83,6 +83,26 @@ def test_states_on_the_host_and_in_files(tmp_path):
     in_files = planned(3, zero=nvme).ranks[0]
     assert in_files.tiers["file"]["peak_bytes"] >= 3 * NUMEL * 4 / 4
     assert in_files.tiers["file"]["bytes_per_step"] >= 2 * 3 * NUMEL * 4 / 4
+
+
+def test_the_drive_of_states_in_files_takes_time(tmp_path):
+    def plan_in(folder, rate):
+        zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
+        return planned(2, zero=zero, machine=Machine(**{**vars(RATES), "file": rate})).ranks[0]
+
+    given = plan_in(tmp_path, 1e6)
+    moved = given.tiers["file"]["bytes_per_step"]
+    assert given.seconds["step"] == pytest.approx(4 * moved / 1e6, rel=0.01), "four ranks have one drive"
+    measured = plan_in(tmp_path / "made" / "by the engine", 0.0)
+    assert measured.seconds["step"] > moved / 1e12 and "transfers of files" not in measured.not_known
+    assert plan_in("/not/of/this/machine", 0.0).not_known == ("transfers of files",)
+    assert os.listdir(tmp_path) == []
+
+
+def test_libraries_have_workspaces():
+    without, machine = planned(1).ranks[0], Machine(**{**vars(RATES), "workspace": 1 << 25})
+    beside = planned(1, machine=machine).ranks[0]
+    assert beside.peak_bytes == without.peak_bytes + (1 << 25) and beside.owners["workspaces"] == 1 << 25
 
 
 def test_the_rows_of_the_busiest_rank():
