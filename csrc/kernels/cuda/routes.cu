@@ -1,6 +1,4 @@
 // kernels/routes.h on a GPU.
-#include <type_traits>
-
 #include "kernels/cuda/element.cuh"
 #include "kernels/cuda/entries.cuh"
 #include "kernels/routes.h"
@@ -54,115 +52,57 @@ __global__ void topk_gate_kernel(const float* logits, const float* select, size_
   }
 }
 
-// Rows move in spans: a warp for each. A thread loads all its packs before it stores one, because a row from anywhere
-// in memory takes long to come.
-constexpr int kPacks = 4;
-template <typename T>
-using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
-constexpr size_t kSpan = kWarp * kPack * kPacks;
+// Rows move in spans, a warp for each, so that narrow rows leave no thread without work. A thread moves one pack: with
+// more of them it needs more registers, and fewer threads wait for rows from anywhere in memory at the same time.
+constexpr size_t kSpan = kWarp * kPack;
 
 __host__ __device__ inline size_t spans_of(size_t width) { return (width + kSpan - 1) / kSpan; }
 
-// The span of a row that the warp of this thread has.
 struct Span {
-  size_t row, begin, end;  // elements of the row; rows at the end may not exist
-  bool packed;
+  size_t row, begin, end;  // elements of the row; after the last span of the last row there may be more
 };
 
-__device__ inline Span span_of_warp(size_t width, const void* out, const void* src) {
+__device__ inline Span span_of_warp(size_t width) {
   const size_t warp = (blockIdx.x * size_t{blockDim.x} + threadIdx.x) / kWarp, spans = spans_of(width);
   const size_t begin = warp % spans * kSpan;
-  return {warp / spans, begin, begin + kSpan < width ? begin + kSpan : width,
-          width % kPack == 0 && aligned(out) && aligned(src)};
+  return {warp / spans, begin, begin + kSpan < width ? begin + kSpan : width};
 }
 
-// The first element of pack j of this thread.
-__device__ inline size_t at_pack(const Span& span, int j) {
-  return span.begin + (static_cast<size_t>(j) * kWarp + threadIdx.x % kWarp) * kPack;
-}
-
-template <typename T>
-__device__ void load_packs(const void* src, size_t from, const Span& span, Pack<T> (&packs)[kPacks]) {
-#pragma unroll
-  for (int j = 0; j < kPacks; ++j)
-    if (at_pack(span, j) < span.end)
-      packs[j] = *reinterpret_cast<const Pack<T>*>(static_cast<const T*>(src) + from + at_pack(span, j));
-}
-
-template <typename T, typename Acc>
-__device__ void store_packs(void* out, size_t to, const Span& span, const Acc (&x)[kPacks][kPack]) {
-#pragma unroll
-  for (int j = 0; j < kPacks; ++j)
-    if (at_pack(span, j) < span.end) store_pack<T>(out, to + at_pack(span, j), x[j]);
-}
-
-// x += factor * packs, or x = factor * packs.
-template <bool kAdds, typename T, typename Acc>
-__device__ void scale_packs(const Pack<T> (&packs)[kPacks], Acc factor, const Span& span, Acc (&x)[kPacks][kPack]) {
-#pragma unroll
-  for (int j = 0; j < kPacks; ++j) {
-    if (at_pack(span, j) >= span.end) continue;
-#pragma unroll
-    for (int v = 0; v < kPack; ++v) {
-      const Acc scaled = static_cast<Acc>(widen(packs[j].x[v])) * factor;
-      x[j][v] = kAdds ? x[j][v] + scaled : scaled;
-    }
-  }
-}
-
-template <typename T>
-__global__ void permute_kernel(void* out, const void* src, size_t width, size_t rows, const int32_t* index,
+template <typename Acc>
+__global__ void permute_kernel(void* out, const void* src, DType dtype, size_t width, size_t rows, const int32_t* index,
                                const float* weight, int64_t divisor) {
-  using Acc = AccOf<T>;
-  const Span span = span_of_warp(width, out, src);
+  const bool packed = width % kPack == 0 && aligned(out) && aligned(src);
+  const Span span = span_of_warp(width);
   if (span.row >= rows) return;  // a whole warp
-  const int32_t assignment = index[span.row];
-  const size_t from = assignment < 0 ? 0 : assignment / divisor * width, to = span.row * width;
-  const Acc factor = assignment >= 0 && weight != nullptr ? weight[assignment] : Acc(1);
-  if (span.packed) {
-    Pack<T> packs[kPacks];
-    Acc x[kPacks][kPack] = {};
-    if (assignment >= 0) {
-      load_packs(src, from, span, packs);
-      scale_packs<false>(packs, factor, span, x);
-    }
-    store_packs<T>(out, to, span, x);
-    return;
-  }
-  for (size_t i = span.begin + threadIdx.x % kWarp; i < span.end; i += kWarp) {
-    const Acc x = assignment < 0 ? Acc(0) : static_cast<Acc>(widen(static_cast<const T*>(src)[from + i])) * factor;
-    put(static_cast<T*>(out)[to + i], x);
-  }
+  const int32_t from = index[span.row];
+  const Acc factor = from >= 0 && weight != nullptr ? weight[from] : Acc(1);
+  for_elements(span.begin, span.end, threadIdx.x % kWarp, kWarp, packed, [&](size_t i, auto n) {
+    Acc x[n.value] = {};
+    if (from >= 0) load(src, dtype, from / divisor * width + i, x);
+#pragma unroll
+    for (int v = 0; v < n.value; ++v) x[v] *= factor;
+    store(out, dtype, span.row * width + i, x);
+  });
 }
 
-template <typename T>
-__global__ void combine_kernel(void* out, const void* src, size_t width, size_t tokens, size_t k, const int32_t* slot,
-                               const float* weight) {
-  using Acc = AccOf<T>;
-  const Span span = span_of_warp(width, out, src);
+template <typename Acc>
+__global__ void combine_kernel(void* out, const void* src, DType dtype, size_t width, size_t tokens, size_t k,
+                               const int32_t* slot, const float* weight) {
+  const bool packed = width % kPack == 0 && aligned(out) && aligned(src);
+  const Span span = span_of_warp(width);
   if (span.row >= tokens) return;  // a whole warp
-  const size_t first = span.row * k, to = span.row * width;
-  const auto factor_of = [&](size_t a) { return weight != nullptr ? static_cast<Acc>(weight[a]) : Acc(1); };
-  if (span.packed) {
-    Acc sum[kPacks][kPack] = {};
-    for (size_t a = first; a < first + k; ++a) {
+  for_elements(span.begin, span.end, threadIdx.x % kWarp, kWarp, packed, [&](size_t i, auto n) {
+    Acc sum[n.value] = {};
+    for (size_t a = span.row * k; a < (span.row + 1) * k; ++a) {
       if (slot[a] < 0) continue;
-      Pack<T> packs[kPacks];
-      load_packs(src, static_cast<size_t>(slot[a]) * width, span, packs);
-      scale_packs<true>(packs, factor_of(a), span, sum);
+      const Acc factor = weight != nullptr ? weight[a] : Acc(1);
+      Acc x[n.value];
+      load(src, dtype, static_cast<size_t>(slot[a]) * width + i, x);
+#pragma unroll
+      for (int v = 0; v < n.value; ++v) sum[v] += x[v] * factor;
     }
-    store_packs<T>(out, to, span, sum);
-    return;
-  }
-  for (size_t i = span.begin + threadIdx.x % kWarp; i < span.end; i += kWarp) {
-    Acc sum = 0;
-    for (size_t a = first; a < first + k; ++a) {
-      if (slot[a] < 0) continue;
-      sum +=
-          static_cast<Acc>(widen(static_cast<const T*>(src)[static_cast<size_t>(slot[a]) * width + i])) * factor_of(a);
-    }
-    put(static_cast<T*>(out)[to + i], sum);
-  }
+    store(out, dtype, span.row * width + i, sum);
+  });
 }
 
 // A warp for each assignment.
@@ -242,17 +182,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// call(a value of the type).
-template <typename Call>
-void with_type(DType dtype, const Call& call) {
-  switch (dtype) {
-    case DType::kF32: return call(float{});
-    case DType::kF16: return call(__half{});
-    case DType::kBF16: return call(__nv_bfloat16{});
-    case DType::kF64: return call(double{});
-  }
-}
-
 unsigned blocks_of_warps(size_t warps) { return static_cast<unsigned>((warps * kWarp + kThreads - 1) / kThreads); }
 
 void topk_gate(const Launch& launch, const float* logits, const float* select, size_t tokens, size_t experts, size_t k,
@@ -265,19 +194,17 @@ void topk_gate(const Launch& launch, const float* logits, const float* select, s
 void permute_rows(const Launch& launch, void* out, const void* src, DType dtype, size_t width, size_t rows,
                   const int32_t* index, const float* weight, int64_t divisor) {
   if (rows * width == 0) return;
-  with_type(dtype, [&](auto one) {
-    launch_kernel(launch, &permute_kernel<decltype(one)>, blocks_of_warps(rows * spans_of(width)), kThreads, 0, out,
-                  src, width, rows, index, weight, divisor);
-  });
+  const auto kernel = dtype == DType::kF64 ? &permute_kernel<double> : &permute_kernel<float>;
+  launch_kernel(launch, kernel, blocks_of_warps(rows * spans_of(width)), kThreads, 0, out, src, dtype, width, rows,
+                index, weight, divisor);
 }
 
 void combine_rows(const Launch& launch, void* out, const void* src, DType dtype, size_t width, size_t tokens, size_t k,
                   const int32_t* slot, const float* weight) {
   if (tokens * width == 0) return;
-  with_type(dtype, [&](auto one) {
-    launch_kernel(launch, &combine_kernel<decltype(one)>, blocks_of_warps(tokens * spans_of(width)), kThreads, 0, out,
-                  src, width, tokens, k, slot, weight);
-  });
+  const auto kernel = dtype == DType::kF64 ? &combine_kernel<double> : &combine_kernel<float>;
+  launch_kernel(launch, kernel, blocks_of_warps(tokens * spans_of(width)), kThreads, 0, out, src, dtype, width, tokens,
+                k, slot, weight);
 }
 
 void dot_rows(const Launch& launch, float* out, const void* src, const void* grad, DType dtype, size_t width,
