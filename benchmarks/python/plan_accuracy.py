@@ -334,7 +334,9 @@ def run(job, args, config, recomputed=False, rows=None, device=None):
     settings["lock"] = os.path.abspath(f"{args.file}.lock")
     given = argparse.Namespace(device=device or args.device, job=job.name, settings=json.dumps(settings))
     try:
-        return ranks.measure(__file__, given, ("device", "job", "settings"), job.world, threads=threads_of(given.device))
+        return ranks.measure(
+            __file__, given, ("device", "job", "settings"), job.world, threads=threads_of(given.device)
+        )
     except SystemExit as failed:
         print(f"{job.name}: {failed}", file=sys.stderr)
         return None

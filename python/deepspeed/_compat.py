@@ -143,6 +143,12 @@ def is_compiling():
     return ask is not None and ask()
 
 
+def transforms_are_active():
+    """Whether the caller runs in a transform of torch.func, such as vmap; torch 1.13 has none."""
+    ask = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return ask is not None and ask()
+
+
 def autocast_decorators(device_type):
     """torch's ``(custom_fwd, custom_bwd)`` for autograd functions on a device type."""
     if hasattr(torch, "amp") and hasattr(torch.amp, "custom_fwd"):

@@ -11,7 +11,8 @@ import functools
 import torch
 from torch.overrides import handle_torch_function
 
-from deepspeed._compat import autocast_is_on, autocast_now, takes_context_setup
+from deepspeed import _native
+from deepspeed._compat import autocast_is_on, autocast_now, is_compiling, takes_context_setup, transforms_are_active
 from deepspeed.ops.half_products import add_in_fp32, needs_fp32
 from deepspeed.zero.parameters.sharded_parameter import ReleasedParameter, is_sharded
 
@@ -24,8 +25,8 @@ def noop_decorator(func):
 
 
 def _set_up(ctx, inputs, output):
-    input, weight, *bias = inputs
-    ctx.has_bias = bool(bias) and bias[0] is not None
+    input, weight, bias = (*inputs, None)[:3]
+    ctx.has_bias = bias is not None
     ctx.autocast = autocast_now([input.device.type])
     ctx.save_for_backward(input, weight)
 
@@ -49,7 +50,8 @@ def _gradients(ctx, grad_output, product):
 
 @takes_context_setup
 class LinearFunctionForZeroStage3(torch.autograd.Function):
-    """``apply(input, weight, bias=None)`` equals ``torch.nn.functional.linear``.
+    """``apply(input, weight, bias=None)`` equals ``torch.nn.functional.linear``. Layers run its equal in C++
+    (csrc/zero/gathers/linear.h), except where torch transforms or compiles functions.
 
     input: (*, in_features), any number of leading dimensions; weight: (out_features, in_features); bias:
     (out_features) or None; result: (*, out_features). Derivatives of any order.
@@ -90,14 +92,20 @@ def zero3_linear_wrap(input, weight, bias=None):
 
     Under autocast it is torch's own: the graph keeps the cast copy of the weight then, and no view of the weight.
     """
-    return _without_view(zero3_linear_wrap, LinearFunctionForZeroStage3, input, weight, bias)
+    return _without_view(zero3_linear_wrap, _keep_weight, input, weight, bias)
+
+
+def _keep_weight(input, weight, bias):
+    if is_compiling() or transforms_are_active():
+        return LinearFunctionForZeroStage3.apply(input, weight, bias)
+    return _native._C.linear_keeping_weight(input, weight, bias)
 
 
 def exact_linear(input, weight, bias=None):
     """``torch.nn.functional.linear`` for layers of this library: on the CPU it and its gradients add in fp32."""
     if not needs_fp32(input, weight, bias):
         return torch.nn.functional.linear(input, weight, bias)
-    return _without_view(exact_linear, _ExactLinearFunction, input, weight, bias)
+    return _without_view(exact_linear, _ExactLinearFunction.apply, input, weight, bias)
 
 
 def _without_view(caller, function, input, weight, bias):
@@ -106,7 +114,7 @@ def _without_view(caller, function, input, weight, bias):
     if isinstance(weight, ReleasedParameter) or isinstance(bias, ReleasedParameter):
         # Of a module that is not called itself. Fetched first: the graph takes down shapes as they are at apply.
         return handle_torch_function(caller, (weight, bias), input, weight, bias)
-    return function.apply(input, weight, bias)
+    return function(input, weight, bias)
 
 
 class LinearModuleForZeroStage3(torch.nn.Linear):
