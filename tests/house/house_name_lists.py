@@ -97,7 +97,9 @@ JOINED_NAMES = {
         "f'layer_{layer:02d}' + (f'-{slices}' if slices else '') + '-model_states.pt'": _NUMBERED,
         "f'layer_{layer:02d}-*model_states.pt'": _NUMBERED,
     },
-    "profiling/peak.py": {"product": "the kind of device and a dtype, without separators"},
+    "profiling/peak.py": {
+        "kind": "two words of this package", r"re.sub('\\W+', '-', name)": "models of devices, without separators",
+    },
     "utils/zero_to_fp32.py": {
         "f\"{('zero_pp_rank_0_' if zero_stage == 3 else '')}mp_rank_00_model_states.pt\"": _NUMBERED,
         "str(tag)": "the caller's, or checked by path_below", "glob_pattern": _CALLER,
