@@ -161,6 +161,11 @@ def _figures(device=None):
     return list(five)
 
 
+def allocated():
+    """Bytes of all devices."""
+    return sum(_figures(device)[0] for device in range(DEVICES))
+
+
 def _module():
     """torch.standin: the functions of torch.cuda that device-independent code uses."""
     module = types.ModuleType("torch.standin", "The stand-in device of tests/device.")

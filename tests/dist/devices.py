@@ -5,8 +5,11 @@ DS_TEST_DEVICE=cuda. More ranks than GPUs share them; NCCL refuses two ranks on 
 """
 
 import contextlib
+import gc
 import os
 import sys
+
+import held_memory
 
 NAME = os.environ.get("DS_TEST_DEVICE") or "cpu"
 
@@ -70,3 +73,17 @@ def checked():
     standin.choose(int(os.environ.get("DS_STANDIN_SEED", "1")), os.environ.get("DS_STANDIN_MODE") == "lazy")
     with standin.no_faults():
         yield
+
+
+def check_freed():
+    """Raises where a test whose code has returned on this rank still holds memory of the stand-in device. A later test
+    of this process would find it in its peaks."""
+    if NAME != "standin":
+        return
+    import standin
+
+    held = standin.allocated()
+    if held:
+        gc.collect()
+        held = held_memory.settled(standin.allocated, 0)
+    assert held == 0, f"the test has ended, and {held} bytes of the stand-in device are still allocated"

@@ -138,6 +138,7 @@ def _run(task, payload, noted):
         report = pickle.dumps(("ok", value))
         del value
         _leave_groups(noted)
+        devices.check_freed()
         return report
     except Skipped as outcome:  # claims to live in builtins, so pickle refuses it
         return pickle.dumps(("skip", str(outcome)))

@@ -189,6 +189,23 @@ struct One {
   at::Tensor master() { return engine->states().full(StateKind::kMaster, 0, 1); }
 };
 
+// A step frees the copies and the new weights that its backward has made ahead of it.
+TEST(Speculative, StepsFreeTheirCopies) {
+  const storage::Placement host = at_rest(Medium::kHost);
+  One one({host, host, host});
+  for (int step = 0; step < 3; ++step) {
+    one.backward();
+    one.engine->step(adam_inputs(1.0f));
+  }
+  EXPECT_GT(one.engine->strategy().figures().at("buckets stepped ahead"), 0);
+  const std::weak_ptr<storage::ShardStorage> storage = one.engine->params().storage();
+  const storage::Usage usage = storage.lock()->usage();
+  EXPECT_EQ(usage.leases, 0);
+  EXPECT_EQ(usage[static_cast<size_t>(Medium::kHost)].scratch, 0);
+  one.engine.reset();
+  EXPECT_TRUE(storage.expired());
+}
+
 // Gradients that are dropped, and backwards that raise, leave masters and states as they were.
 TEST(Speculative, WhatIsForgottenIsUndone) {
   const storage::Placement host = at_rest(Medium::kHost);

@@ -3,6 +3,7 @@
 #include <functional>
 #include <future>
 #include <memory>
+#include <utility>
 
 #include "storage/transfer_threads.h"
 #include "zero/rank_failures.h"
@@ -11,8 +12,11 @@ namespace ds::zero {
 
 class Background {
  public:
+  // What the work holds is destroyed when the work ends. last() keeps only the outcome, so the work may hold an object
+  // that keeps last().
   void run(std::function<void()> work) {
-    const auto task = std::make_shared<std::packaged_task<void()>>([work = std::move(work)] { run_beside(work); });
+    const auto task = std::make_shared<std::packaged_task<void()>>(
+        [work = std::move(work)]() mutable { run_beside(std::exchange(work, nullptr)); });
     last_ = task->get_future().share();
     thread_.add([task] { (*task)(); });
   }
