@@ -45,10 +45,11 @@ void BucketReduction::add_to_row(const GradBucket& bucket, const at::Tensor& val
   if (!space(bucket).grad.data.defined())
     lease = lease_row(bucket, add ? storage::Access::kUpdate : storage::Access::kWrite);
   const at::Tensor target = lease ? lease.data() : row(bucket);
+  const bool rounds = after(bucket) != 1.0f && values.scalar_type() != target.scalar_type();  // else a copy is exact
   if (add) {
     device_.accumulate(target, beside(target, values), after(bucket));
   } else if (values.data_ptr() != target.data_ptr() || after(bucket) != 1.0f) {
-    device_.copy(target, beside(target, values), after(bucket));
+    device_.copy(target, rounds ? beside(target, values) : values, after(bucket));
   }
 }
 
