@@ -71,6 +71,8 @@ class Communicator {
   // A communicator of these ranks alone (ascending, this one among them), over the same transport. Only they call it.
   // Its tensors are in host memory. Null where the transport has none.
   virtual std::shared_ptr<Communicator> among(const std::vector<int>& ranks);
+  // False: tensors of that device travel as copies in host memory. Equal on all ranks.
+  virtual bool reaches(const c10::Device&) const { return true; }
   // Releases the transport, at the end of the process or when the communicator is not needed; no calls after it.
   virtual void leave() {}
   // The longest wait of a rank for others, where the transport bounds it itself.
@@ -88,8 +90,6 @@ class Communicator {
   // For compose.cpp. True: a verb that the transport does not carry is made of sends and receives between all pairs (a
   // network). False: it is made of collectives.
   virtual bool pairwise() const { return false; }
-  // False: tensors of that device travel as copies in host memory.
-  virtual bool reaches(const c10::Device&) const { return true; }
   // Whether start() does Op::parts; else they are packed, and it gets what is packed.
   virtual bool carries_parts() const { return false; }
   // The sends and receives of one collective, which every rank makes at the same position of its sequence of calls.

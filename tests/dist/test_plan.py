@@ -96,6 +96,30 @@ def check(rank, world, model, config, inputs):
     engine.destroy()
 
 
+class Deep(torch.nn.Module):
+    """Gradients are most of what a step needs: each layer has a bucket of its own."""
+
+    BUCKET = 256 * 256 + 256
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+@pytest.mark.any_device
+@pytest.mark.skipif(ON_CPU, reason="has no allocator that counts")
+@pytest.mark.parametrize("stage, more", [(2, {}), (2, HOST), (3, {}), (3, HOST)])
+@on_ranks(2, init=True, **PEAK)
+def test_gradients_that_have_been_sent_are_not_kept(rank, world, stage, more):
+    zero = {"reduce_bucket_size": Deep.BUCKET, "overlap_comm": True, **more}
+    check(rank, world, seeded(Deep), settings(stage, zero=zero), torch.ones(2, 256))
+
+
 @pytest.mark.parametrize("world, section", [(2, {"size": 2}), (2, {"size": 2, "method": "ring"}), (4, {"size": 2})])
 @on_ranks(init=True)
 def test_the_calls_of_ranks_that_share_sequences(rank, world, section):

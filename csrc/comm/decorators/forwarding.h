@@ -17,6 +17,7 @@ class ForwardingCommunicator : public Communicator {
   WorkPtr run_all(const std::vector<Op>& ops) override { return inner_->run_all(ops); }
   PeerMemoryPtr peer_memory(int64_t bytes) override { return inner_->peer_memory(bytes); }
   CommunicatorPtr among(const std::vector<int>& ranks) override { return inner_->among(ranks); }
+  bool reaches(const c10::Device& device) const override { return inner_->reaches(device); }
   void leave() override { inner_->leave(); }
   void set_timeout(milliseconds timeout) override { inner_->set_timeout(timeout); }
   void abort(const std::string& why) noexcept override { inner_->abort(why); }

@@ -186,6 +186,7 @@ class C10dCommunicator : public Communicator, public OneQueue {
     if (!gloo_carries(op.own().scalar_type())) return false;
     return op.verb == Verb::kBroadcast || (op.verb == Verb::kAllReduce && arithmetic(op.reduce));
   }
+  bool reaches(const c10::Device& device) const override { return device.is_cpu() || (members_.empty() && !gloo_); }
   WorkPtr run_all(const std::vector<Op>& ops) override { return transfers(ops, first_tag_); }
   CommunicatorPtr among(const std::vector<int>& ranks) override {
     return std::make_shared<C10dCommunicator>(group(), blocking_region_, ranks);
@@ -214,7 +215,6 @@ class C10dCommunicator : public Communicator, public OneQueue {
 
  protected:
   bool pairwise() const override { return gloo_by_ != GlooBy::kCollectives; }
-  bool reaches(const c10::Device& device) const override { return device.is_cpu() || (members_.empty() && !gloo_); }
   WorkPtr exchange(const std::vector<Op>& ops) override {
     return transfers(ops, first_tag_ + 1 + (sequence_++ & 0xffffff));
   }

@@ -45,11 +45,18 @@ void BucketReduction::add_to_row(const GradBucket& bucket, const at::Tensor& val
   if (!space(bucket).grad.data.defined())
     lease = lease_row(bucket, add ? storage::Access::kUpdate : storage::Access::kWrite);
   const at::Tensor target = lease ? lease.data() : row(bucket);
+  const bool rounds = after(bucket) != 1.0f && values.scalar_type() != target.scalar_type();  // else a copy is exact
   if (add) {
-    device_.accumulate(target, values, after(bucket));
+    device_.accumulate(target, beside(target, values), after(bucket));
   } else if (values.data_ptr() != target.data_ptr() || after(bucket) != 1.0f) {
-    device_.copy(target, values, after(bucket));
+    device_.copy(target, rounds ? beside(target, values) : values, after(bucket));
   }
+}
+
+// Values that have travelled through the host, on the device of `target` if that is not the host.
+at::Tensor BucketReduction::beside(const at::Tensor& target, const at::Tensor& values) {
+  if (target.is_cpu() || !values.is_cpu()) return values;
+  return memory_.borrow(values.numel(), values.scalar_type()).copy_(values);
 }
 
 void BucketReduction::need_slots(GradBucket& bucket) {
@@ -77,6 +84,13 @@ void BucketReduction::start(GradBucket& bucket) {
     if (among.replicas->size() > 1) bucket.work = among.replicas->all_reduce(sent, comm::ReduceOp::kSum, bucket.name);
     return;
   }
+  const bool by_host = !among.shard->reaches(sent.device());
+  if (by_host) {
+    // Neither what is sent nor what arrives is on the device meanwhile: many buckets may be on their way at one time,
+    // because backward may not wait for them at stage 3.
+    sent = bucket.wire = sent.to(at::kCPU);
+    bucket.slots = at::Tensor();
+  }
   if (!options_.scatter) {
     bucket.work = among.shard->all_reduce(sent, comm::ReduceOp::kSum, bucket.name);
     return;
@@ -84,8 +98,11 @@ void BucketReduction::start(GradBucket& bucket) {
   const Buffer& grad = space(bucket).grad;
   const bool direct = grad.dtype == sent.scalar_type() || grad.dtype == at::kFloat;
   const at::ScalarType type = direct ? grad.dtype : sent.scalar_type();
-  const bool there = direct && !bucket.row_holds && grad.data.defined();
-  bucket.received = there ? row(bucket) : memory_.borrow(bucket.plan.shard_end - bucket.plan.shard_begin, type);
+  const bool there = direct && !bucket.row_holds && grad.data.defined() && !by_host;
+  const int64_t numel = bucket.plan.shard_end - bucket.plan.shard_begin;
+  bucket.received = there     ? row(bucket)
+                    : by_host ? at::empty({numel}, sent.options().dtype(type))
+                              : memory_.borrow(numel, type);
   bucket.work = among.shard->reduce_scatter(sent, bucket.received, bucket.name);
 }
 
@@ -120,10 +137,11 @@ bool BucketReduction::leave_device(GradBucket& bucket) {
   if (!bucket.row_holds) {
     const storage::Lease lease =
         store_.storage()->acquire(grad.plane, row, storage::Access::kWrite, storage::Medium::kDevice);
-    device_.copy(lease.data(), bucket.received, after(bucket));
+    device_.copy(lease.data(), beside(lease.data(), bucket.received), after(bucket));
     bucket.received = at::Tensor();
     return true;
   }
+  if (bucket.received.device() != store_.device()) return false;  // it waits there
   const at::Tensor waits =
       storage::as_tensor(store_.storage()->scratch(row.numel(), bucket.received.scalar_type(), storage::Medium::kHost));
   waits.copy_(bucket.received);

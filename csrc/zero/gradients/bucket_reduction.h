@@ -59,6 +59,7 @@ class BucketReduction {
   // Neither this bucket nor the dense parameters have other ranks: nothing is divided.
   bool alone(const GradBucket& bucket) const { return alone_ && ranks(bucket).alone(); }
   void add_to_row(const GradBucket& bucket, const at::Tensor& values, bool add);
+  at::Tensor beside(const at::Tensor& target, const at::Tensor& values);
   bool leave_device(GradBucket& bucket);
   storage::Lease lease_row(const GradBucket& bucket, storage::Access access) const;
 
