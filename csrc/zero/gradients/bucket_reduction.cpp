@@ -84,7 +84,7 @@ void BucketReduction::start(GradBucket& bucket) {
     if (among.replicas->size() > 1) bucket.work = among.replicas->all_reduce(sent, comm::ReduceOp::kSum, bucket.name);
     return;
   }
-  const bool by_host = !among.shard->reaches(sent.device());
+  const bool by_host = bucket.eager && !among.shard->reaches(sent.device());
   if (by_host) {
     // Neither what is sent nor what arrives is on the device meanwhile: many buckets may be on their way at one time,
     // because backward may not wait for them at stage 3.
