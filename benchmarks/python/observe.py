@@ -1,11 +1,11 @@
 """Whether the step log finds where the time of a step goes, and what it costs.
 
     python benchmarks/python/observe.py [--part sums|cost|causes] [--ranks 1,2] [--steps 50] [--runs 20] [--json FILE]
-    python benchmarks/python/observe.py --device cuda [--json FILE]    # sums on one GPU
+    python benchmarks/python/observe.py --device cuda [--ranks 1] [--json FILE]    # sums
 
 sums: the phases of ``--steps`` steps of a GPT of 10 million parameters (on a GPU 92 million in bf16) over their wall
-    time, at each ZeRO stage, with offload of the optimizer, and in a pipeline of two stages. Of several ranks the one
-    that is furthest from 1.
+    time, at each ZeRO stage, with offload of the optimizer, and on two ranks of the CPU in a pipeline. Of several ranks
+    the one that is furthest from 1.
 cost: of a step: the phases of the log times the time of one, and its row; the rows of a trace times the time of one.
     Blocks of steps in turn: everything on (the log with its file, a CSV monitor, timers, a report) over everything off,
     and while a trace records over everything on.
@@ -48,6 +48,8 @@ def parse_arguments():
     args = parser.parse_args()
     args.part = args.part or ("sums,cost,causes" if args.device == "cpu" else "sums")
     args.ranks = args.ranks or ("1,2" if args.device == "cpu" else "1")
+    if args.device == "cuda" and args.part != "sums":
+        parser.error("--device cuda measures --part sums only")
     return args
 
 
@@ -415,9 +417,10 @@ def main():
         if "causes" in args.part:
             from injected_delays import build_late_reads
 
-            os.environ["LD_PRELOAD"] = build_late_reads(folder) or sys.exit(
-                "observe.py needs a C compiler (cc) for reads that are late"
-            )
+            library = build_late_reads(folder)
+            if library is None:
+                sys.exit("observe.py needs a C compiler (cc) for reads that are late")
+            os.environ["LD_PRELOAD"] = library
         for world in map(int, args.ranks.split(",")):
             threads = max(1, len(os.sched_getaffinity(0)) // world)
             result = ranks.measure(__file__, args, options, world, threads=threads)

@@ -15,7 +15,8 @@ There ``time`` compares peaks, too.
 
 Ratios are planned to measured. The CPU has no allocator that counts, so peaks are those of ``cuda`` or of ``standin``,
 the stand-in device of the tests (torch 2 and the CUDA kernels on the CPU), whose times mean nothing. Every rank has one
-thread. The limit of times on two cores: equal runs differ by up to 8 %. Experts have equal load in runs, as in plans.
+thread, on ``cuda`` one for each core. The limit of times on two cores: equal runs differ by up to 8 %. Experts have
+equal load in runs, as in plans.
 """
 
 import argparse

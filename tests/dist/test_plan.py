@@ -112,7 +112,7 @@ class Deep(torch.nn.Module):
 
 
 @pytest.mark.any_device
-@pytest.mark.skipif(ON_CPU, reason="has no allocator that counts")
+@pytest.mark.skipif(ON_CPU, reason="the CPU has no allocator that counts")
 @pytest.mark.parametrize("stage, more", [(2, {}), (2, HOST), (3, {}), (3, HOST)])
 @on_ranks(2, init=True, **PEAK)
 def test_gradients_that_have_been_sent_are_not_kept(rank, world, stage, more):

@@ -45,9 +45,11 @@ class Machine:
     def with_drive(self, folder):
         """This machine with the rate of the drive of ``folder``, or of the folder in which it will be made; itself
         where it has a rate, or where ``folder`` is not on this machine."""
+        if self.file:
+            return self
         while folder and not os.path.isdir(folder):
             folder = os.path.dirname(os.path.abspath(folder)).rstrip("/")
-        if self.file or not folder or not os.access(folder, os.W_OK):
+        if not folder or not os.access(folder, os.W_OK):
             return self
         read, write = _native._C.memory.machine_rates(torch.device("cpu"), False, folder, torch.get_num_threads())[2:4]
         return dataclasses.replace(self, file=mean_rate(read, write))

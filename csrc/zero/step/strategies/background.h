@@ -12,8 +12,8 @@ namespace ds::zero {
 
 class Background {
  public:
-  // What the work holds is destroyed when the work ends. last() keeps only the outcome, so the work may hold an object
-  // that keeps last().
+  // The work is destroyed when it has run, with everything that it holds. last() keeps only the outcome, so the work
+  // may hold an object that keeps last().
   void run(std::function<void()> work) {
     const auto task = std::make_shared<std::packaged_task<void()>>(
         [work = std::move(work)]() mutable { run_beside(std::exchange(work, nullptr)); });
