@@ -1,10 +1,12 @@
 #include "base/process.h"
 
 #include <errno.h>
+#include <malloc.h>
 #include <signal.h>
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <fstream>
 #include <sstream>
 #include <string>
@@ -43,6 +45,13 @@ Stat stat_of(int64_t pid) {
 char process_state(int64_t pid) { return stat_of(pid).state; }
 
 uint64_t process_began(int64_t pid) { return stat_of(pid).began; }
+
+void keep_freed_memory() {
+  for (const char* name : {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"})
+    if (std::getenv(name)) return;
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the largest one that glibc takes
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+}
 
 OwningProcess::OwningProcess() : pid_(getpid()) {}
 

@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include "base/process.h"
 #include "bindings/registry.h"
 #include "bindings/torch_types.h"
 #include "storage/rates.h"
@@ -20,6 +21,7 @@ DS_BINDINGS(m) {
         return std::make_pair(need.host_bytes, need.device_bytes);
       },
       "numel"_a, "ranks"_a, "nodes"_a, "offload_optimizer"_a);
+  memory.def("keep_freed_memory", &ds::keep_freed_memory);
   memory.def(
       "zero3_need",
       [](int64_t numel, int64_t largest, int64_t ranks, int64_t nodes, bool offload_optimizer, bool offload_params,

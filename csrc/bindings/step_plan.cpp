@@ -22,8 +22,10 @@ DS_BINDINGS(m) {
       .def_readonly("bytes_per_second", &LinkCost::bytes_per_second)
       .def("time_of", &LinkCost::time_of, "sent_bytes"_a, "ranks"_a);
   py::class_<StepPlan, std::shared_ptr<StepPlan>>(m, "StepPlan")
-      .def(py::init<>())
+      .def(py::init<bool>(), "synchronous"_a = false)
       .def("set_phase", &StepPlan::set_phase, "phase"_a)
+      .def("host", &StepPlan::host, "ns"_a)
+      .def("synchronize", &StepPlan::synchronize)
       .def("compute", &StepPlan::compute, "ns"_a)
       .def("reset", &StepPlan::reset)
       .def_property_readonly("now", &StepPlan::now)

@@ -18,16 +18,36 @@ void StepPlan::set_phase(std::string phase) {
   phase_ = std::move(phase);
 }
 
+void StepPlan::host(int64_t ns) {
+  const std::lock_guard lock(mutex_);
+  host_ += ns;
+  if (synchronous_) reach_host();
+}
+
 void StepPlan::compute(int64_t ns) {
   const std::lock_guard lock(mutex_);
+  reach_host();
   now_ += ns;
   phases_[phase_] += ns;
+  if (synchronous_) host_ = now_;
+}
+
+void StepPlan::synchronize() {
+  const std::lock_guard lock(mutex_);
+  reach_host();
+  host_ = now_;
+}
+
+void StepPlan::reach_host() {
+  if (host_ <= now_) return;
+  phases_[phase_] += host_ - now_;
+  now_ = host_;
 }
 
 int64_t StepPlan::start(const std::string& group, int64_t ns) {
   const std::lock_guard lock(mutex_);
   int64_t& free = free_at_[group];
-  free = std::max(free, now_) + ns;
+  free = std::max({free, now_, host_}) + ns;
   communicated_ += ns;
   ends_.push_back(free);
   return static_cast<int64_t>(ends_.size()) - 1;
@@ -40,11 +60,12 @@ void StepPlan::wait(int64_t call) {
   if (end <= now_) return;
   waited_ += end - now_;
   now_ = end;
+  if (synchronous_) host_ = now_;
 }
 
 void StepPlan::reset() {
   const std::lock_guard lock(mutex_);
-  now_ = waited_ = communicated_ = 0;
+  host_ = now_ = waited_ = communicated_ = 0;
   ends_.clear();
   free_at_.clear();
   phases_.clear();

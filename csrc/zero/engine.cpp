@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/process.h"
 #include "base/ranges.h"
 #include "plan/memory_plan.h"
 #include "zero/spaces/rules/space_rule.h"
@@ -132,6 +133,7 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
                 states_.hold().wait();
               }),
       states_(store_, device_, grads_, stepper_, *strategy_, gatherer_, writes_) {
+  if (store_.device().is_cpu()) keep_freed_memory();
   meet_where_files_are();
   grads_.tell(strategy_->arrivals());
   stepper_.set_beside(strategy_->runs_beside());

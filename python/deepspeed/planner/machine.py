@@ -10,6 +10,7 @@ import torch
 from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
 from deepspeed.planner.child import run_anew
+from deepspeed.planner.host_time import host_ns
 from deepspeed.profiling.peak import device_model, measured_once, peak_flops
 
 VERSION = 1
@@ -22,7 +23,9 @@ class Machine:
     per second)`` of a rank's calls with ranks of its host, and of several hosts. ``host``, ``file``: bytes per second
     between the device and memory of the host, and of files. ``host_step``: bytes per second that an update on the host
     reads and writes. A rate of 0 takes no time. ``ranks_of_host``: 0: all ranks are on one host. ``workspace``: bytes
-    on the device that libraries of matrix products keep from the first one on."""
+    on the device that libraries of matrix products keep from the first one on. ``synchronous``: the host waits for each
+    operator, as on the CPU. ``host_ns``: its time for the call of a small layer (``host_time.host_ns``); 0: its program
+    takes no time."""
 
     name: str
     flops: dict
@@ -35,6 +38,8 @@ class Machine:
     host_step: float
     ranks_of_host: int = 0
     workspace: int = 0
+    synchronous: bool = False
+    host_ns: int = 0
 
     def link(self, ranks):
         """The ``LinkCost`` of a group."""
@@ -119,6 +124,8 @@ def here(inside=(20_000, 2e9), between=(50_000, 1e9), ranks_of_host=0):
         host_step=host_step,
         ranks_of_host=ranks_of_host,
         workspace=workspace_here(),
+        synchronous=device.type == "cpu",
+        host_ns=round(host_ns()),
     )
 
 

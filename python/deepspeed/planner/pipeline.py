@@ -100,6 +100,7 @@ class PlannedPipeline(PlannedRun):
         self._took.setdefault((kind, part), [now - then for now, then in zip(self._now(), before)])
 
     def _now(self):
+        self.world.host.pause()
         return sum(self.world.clock.phases.values()), self.engine.channel.sent[1]
 
     def waits(self):

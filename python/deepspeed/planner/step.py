@@ -17,6 +17,7 @@ from deepspeed.profiling.op_costs import CountedOps, is_view
 from deepspeed.utils.fused_attention import FusedAttention
 from deepspeed.zero.nested import replace, tensors_in
 
+_ASKED = ("_local_scalar_dense", "nonzero", "_unique2")  # operators whose result the host waits for
 KINDS = ("grad", "master", "slots")
 _OWNERS = {"lp": "parameters", "grad": "gradients", "master": "masters", "slot": "optimizer states"}
 
@@ -89,9 +90,19 @@ class _CountedConstants(CountedOps):
         self._last, self._costs = None, {}  # ``(Cost, nanoseconds)`` of the last operation, and by their known keys
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return self.count(func, args, kwargs or {})
+        self.world.host.begins()
+        out = self.count(func, args, kwargs or {})
+        self.world.host.ends()
+        return out
+
+    def kernel_ran(self, name, out, *args):
+        self.world.host.pause()
+        super().kernel_ran(name, out, *args)
+        self.world.host.ends()
 
     def call(self, func, args, kwargs):
+        if func.overloadpacket.__name__ in _ASKED:
+            self.world.clock.synchronize()
         return self._constants.run(func, args, kwargs)
 
     def add(self, name, args, kwargs, out):
@@ -182,7 +193,11 @@ class PlannedRun:
         world.clock.reset()
         before = self._transferred()
         with FusedAttention(), _CountedConstants(world, self._known) as counted:
+            world.host.turn(True)
             self._train()
+            world.host.pause()
+            world.host.turn(False)
+        world.clock.synchronize()
         moved = {tier: size - before.get(tier, 0) for tier, size in self._transferred().items()}
         if moved:
             moved["host"] += self._weights_sent()

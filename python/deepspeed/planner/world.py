@@ -20,6 +20,7 @@ from deepspeed.comm import group_communicators, mesh
 from deepspeed.comm.timed import call_log, listen_alone
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.log import logger
+from deepspeed.planner.host_time import HostTime
 
 NAME = "counted"
 
@@ -112,7 +113,8 @@ class World:
         self.memory, self.shared = _native._C.MetaMemory(1 if on_host else 512, on_host), {}
         self.memory.set_rates(machine.host, machine.file, machine.host_step, machine.memory)
         logger.setLevel(logging.WARNING)  # the planned engine is no run
-        self.clock = self.memory.clock = _native._C.StepPlan()
+        self.clock = self.memory.clock = _native._C.StepPlan(machine.synchronous)
+        self.host = HostTime(self.clock, machine)
         self.recorder = _native._C.CallRecorder(False)
         listen_alone(self.recorder)
         set_accelerator(MetaAccelerator(memory, self.memory))
@@ -181,6 +183,7 @@ class World:
 
     def at(self, phase):
         """Allocations and operations from now on belong to this phase of the step."""
+        self.host.pause()
         self.memory.set_moment(phase)
         self.clock.set_phase(phase)
 

@@ -26,6 +26,48 @@ TEST(StepPlan, CallsOverlapWithWhatIsComputedUntilSomebodyWaits) {
   EXPECT_EQ(step.now(), 200);
 }
 
+TEST(StepPlan, OperationsBeginWhenTheHostHasStartedThem) {
+  StepPlan step;
+  step.set_phase("forward");
+  step.host(10);
+  step.compute(100);
+  step.host(10);  // while the device computes
+  step.compute(5);
+  EXPECT_EQ(step.now(), 115);
+  step.set_phase("step");
+  step.host(200);
+  EXPECT_EQ(step.now(), 115);
+  EXPECT_EQ(step.start("dp", 50), 0);
+  step.compute(1);
+  EXPECT_EQ(step.now(), 221);
+  step.wait(0);
+  EXPECT_EQ(step.now(), 270);
+  step.host(10);  // which the host does not know yet
+  step.synchronize();
+  step.host(7);
+  step.synchronize();
+  EXPECT_EQ(step.now(), 277);
+  EXPECT_EQ(step.phases(), (std::map<std::string, int64_t>{{"forward", 115}, {"step", 106 + 7}}));
+}
+
+TEST(StepPlan, AHostThatWaitsForEachOperationAddsItsTime) {
+  StepPlan step(true);
+  step.set_phase("forward");
+  step.host(10);
+  EXPECT_EQ(step.now(), 10);
+  step.compute(100);
+  step.host(10);
+  step.compute(5);
+  EXPECT_EQ(step.now(), 125);
+  step.wait(step.start("dp", 50));
+  step.host(3);
+  EXPECT_EQ(step.now(), 178);
+  EXPECT_EQ(step.phases(), (std::map<std::string, int64_t>{{"forward", 128}}));
+  step.reset();
+  step.compute(1);
+  EXPECT_EQ(step.now(), 1);
+}
+
 TEST(StepPlan, ANewStepForgetsCallsOfTheOneBefore) {
   StepPlan step;
   const int64_t call = step.start("dp", 50);
