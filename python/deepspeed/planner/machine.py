@@ -11,7 +11,8 @@ from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
 from deepspeed.planner.child import run_anew
 from deepspeed.planner.host_time import host_ns
-from deepspeed.profiling.peak import device_model, measured_once, peak_flops
+from deepspeed.profiling.op_costs import is_attention
+from deepspeed.profiling.peak import attention_flops, device_model, measured_once, peak_flops, rate_name
 
 VERSION = 1
 
@@ -25,7 +26,7 @@ class Machine:
     reads and writes. A rate of 0 takes no time. ``ranks_of_host``: 0: all ranks are on one host. ``workspace``: bytes
     on the device that libraries of matrix products keep from the first one on. ``synchronous``: the host waits for each
     operator, as on the CPU. ``host_ns``: its time for the call of a small layer (``host_time.host_ns``); 0: its program
-    takes no time."""
+    takes no time. ``attention``: as ``flops``, of fused attention; where it has no rate, that of products counts."""
 
     name: str
     flops: dict
@@ -40,6 +41,7 @@ class Machine:
     workspace: int = 0
     synchronous: bool = False
     host_ns: int = 0
+    attention: dict = dataclasses.field(default_factory=dict)
 
     def link(self, ranks):
         """The ``LinkCost`` of a group."""
@@ -59,9 +61,11 @@ class Machine:
         read, write = _native._C.memory.machine_rates(torch.device("cpu"), False, folder, torch.get_num_threads())[2:4]
         return dataclasses.replace(self, file=mean_rate(read, write))
 
-    def time_of(self, cost, dtype):
+    def time_of(self, name, cost, dtype):
         """Nanoseconds of an operator (``op_costs.Cost``)."""
-        peak = self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
+        word = str(dtype).removeprefix("torch.")
+        peak = self.attention.get(word) if is_attention(name) else None
+        peak = peak or self.flops.get(word, self.flops["float32"])
         moves = 1e9 * cost.bytes / self.memory if self.memory else 0.0
         return int(max(self.operator_ns, 1e9 * cost.flops / peak, moves))
 
@@ -111,10 +115,13 @@ def here(inside=(20_000, 2e9), between=(50_000, 1e9), ranks_of_host=0):
     host, back, _, _, host_step, step = _native._C.memory.machine_rates(
         device, device.type != "cpu", "", torch.get_num_threads()
     )
-    dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if accelerator.is_fp16_supported() else [])]
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if accelerator.is_fp16_supported():
+        dtypes["float16"] = torch.float16
     return Machine(
         name=f"{accelerator.device_name()} of this machine, links assumed",
-        flops={str(dtype).removeprefix("torch."): peak_flops(device, dtype) for dtype in dtypes},
+        flops={name: peak_flops(device, dtype) for name, dtype in dtypes.items()},
+        attention={name: attention_here(device, dtype) for name, dtype in dtypes.items()},
         memory=step or host_step,
         operator_ns=5_000,
         inside=inside,
@@ -132,6 +139,15 @@ def here(inside=(20_000, 2e9), between=(50_000, 1e9), ranks_of_host=0):
 def mean_rate(read, write):
     """Of bytes that are read and written in equal parts, one after the other."""
     return 2 / (1 / read + 1 / write) if read and write else 0.0
+
+
+def attention_here(device, dtype):
+    """``Machine.attention`` of this machine, measured once. A backward on a device starts threads, which a forked child
+    does not have, so another process runs it."""
+    apart = device.type != "cpu"
+    measure = functools.partial(run_anew, attention_flops, (device, dtype), torch.get_num_threads())
+    here = functools.partial(attention_flops, device, dtype)
+    return measured_once("attention", rate_name(device, dtype), measure if apart else here)
 
 
 def workspace_here():

@@ -129,7 +129,7 @@ class _CountedConstants(CountedOps):
                     self.calls[self._call] = None
             if took is None:
                 made = next((one for one in tensors_in([out]) if one.is_floating_point()), None)
-                took = self.world.machine.time_of(cost, torch.float32 if made is None else made.dtype)
+                took = self.world.machine.time_of(name, cost, torch.float32 if made is None else made.dtype)
         self._last = cost, int(took)
         self.world.clock.compute(self._last[1])
 

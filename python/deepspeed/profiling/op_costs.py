@@ -184,6 +184,11 @@ for _names, _formula in {
     costs(*_words(_names))(_formula)
 
 
+def is_attention(name):
+    """Whether the operator is fused attention or its backward."""
+    return name.removesuffix("_backward") in (*_FUSED, "deepspeed::attention")
+
+
 @costs(*_FUSED, "deepspeed::attention")
 def _attention(out, q, k, v, *_, **__):
     return _scores(q, k) * (q.shape[-1] + v.shape[-1]), _scores(q, k)

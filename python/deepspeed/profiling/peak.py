@@ -1,7 +1,8 @@
-"""The operations per second of a matrix product: what a device can do at most."""
+"""The operations per second of a matrix product, which is what a device can do at most, and of attention."""
 
 import contextlib
 import fcntl
+import functools
 import os
 import re
 
@@ -17,8 +18,18 @@ _TRIES = 4
 def peak_flops(device, dtype):
     """Of a product of square matrices of ``dtype``, in flops per second, measured once on each machine for each kind
     of device and number of threads (``measured_once``)."""
-    name = f"{device_model(device)}-{dtype}-{torch.get_num_threads()}"
-    return measured_once("products", name, lambda: _measured(device, dtype))
+    return measured_once("products", rate_name(device, dtype), lambda: _measured(_product, device, dtype))
+
+
+def attention_flops(device, dtype):
+    """Of the forward and the backward of fused attention, in flops per second; 0 where torch has no such operator."""
+    has = hasattr(torch.nn.functional, "scaled_dot_product_attention")
+    return _measured(_attention, device, dtype) if has else 0.0
+
+
+def rate_name(device, dtype):
+    """A name for a rate of a device, as this process uses it."""
+    return f"{device_model(device)}-{dtype}-{torch.get_num_threads()}"
 
 
 def measured_once(kind, name, measure):
@@ -48,19 +59,37 @@ def device_model(device):
     return device.type if ask is None else ask(device.index)
 
 
-def _measured(device, dtype):
-    """The first products of a process prepare the device, and do not count. Random numbers: some devices multiply
-    equal ones faster."""
-    size, seconds = 256, 0.0
+def _measured(make, device, dtype):
+    """Flops per second of ``make(device, dtype, scale)``, a pair of a function and its flops, at the first scale that
+    takes long enough. The first calls of a process prepare the device, and do not count."""
+    scale, seconds = 1, 0.0
     while seconds < _LONG:
-        size *= 2
-        one = torch.rand(size, size, device=device).to(dtype)
-        seconds = min(_seconds(one) for _ in range(_TRIES))
-    return 2 * size**3 / seconds
+        scale *= 2
+        run, flops = make(device, dtype, scale)
+        seconds = min(_seconds(run) for _ in range(_TRIES))
+    return flops / seconds
 
 
-def _seconds(one):
+def _seconds(run):
     begin = device_time()
-    with torch.no_grad():
-        one @ one
+    run()
     return device_time() - begin
+
+
+def _product(device, dtype, scale):
+    """Random numbers: some devices multiply equal ones faster."""
+    size = 256 * scale
+    one = torch.rand(size, size, device=device).to(dtype)
+    return functools.partial(torch.matmul, one, one), 2 * size**3
+
+
+def _attention(device, dtype, scale):
+    batch, heads, tokens, width = 2, 8, 64 * scale, 64
+    inputs = [torch.rand(batch, heads, tokens, width, device=device).to(dtype).requires_grad_() for _ in range(3)]
+
+    def run():
+        with torch.enable_grad():
+            torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True).sum().backward()
+
+    products = 2 + 5  # of the forward, and of the backward, which computes the scores again
+    return run, products * 2 * batch * heads * tokens**2 * width

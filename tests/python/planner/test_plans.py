@@ -171,6 +171,29 @@ def test_kernels_of_the_engine_take_time():
     assert found.ranks[0].seconds["backward"] * rates.memory > 14 * NUMEL
 
 
+@pytest.mark.skipif(not TORCH2, reason="torch 1.13 has no fused attention")
+def test_attention_has_a_rate_of_its_own():
+    """Four queries see four keys of width 8. The forward has two products of them, the backward five."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    rates = {**vars(RATES), "memory": 0, "operator_ns": 0, "attention": {"float32": 1e3}}
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Attention())
+
+    def seconds(**more):
+        found = deepspeed.plan(
+            model, settings(0), 1, sample=torch.zeros(1, 1, 4, 8), machine=Machine(**{**rates, **more}), ranks=[0]
+        )
+        return found.ranks[0].seconds
+
+    slow, fast = seconds(), seconds(attention={})
+    product = 2 * 4 * 4 * 8 / 1e3
+    assert slow["forward"] - fast["forward"] == pytest.approx(2 * product, rel=0.1)  # and the softmax
+    assert slow["backward"] - fast["backward"] == pytest.approx(5 * product, rel=0.1)
+
+
 def test_measured_times_replace_those_from_rates():
     """Rates of a machine on which products take for ever."""
     slow = Machine(**{**vars(RATES), "flops": {"float32": 1e3}})

@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from deepspeed._compat import TORCH2
 from deepspeed.profiling import peak
 
 
@@ -25,7 +26,7 @@ def test_nothing_is_kept_where_nothing_can_be_written(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    monkeypatch.setattr(peak, "_measured", lambda device, dtype: 5.0)
+    monkeypatch.setattr(peak, "_measured", lambda make, device, dtype: 5.0)
     assert peak.peak_flops(torch.device("cpu"), torch.float32) == 5.0
 
 
@@ -33,5 +34,13 @@ def test_a_slow_first_product_does_not_count(tmp_path, monkeypatch):
     # As the first one on a GPU, which loads a library for 100 ms: longer products had not been measured after it.
     took = iter([0.1])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(peak, "_seconds", lambda one: next(took, len(one) ** 3 * 1e-12))
+    monkeypatch.setattr(peak, "_seconds", lambda run: next(took, len(run.args[0]) ** 3 * 1e-12))
     assert abs(peak.peak_flops(torch.device("cpu"), torch.float32) / 2e12 - 1) < 1e-6
+
+
+def test_attention_has_a_rate_where_torch_has_a_fused_operator():
+    found = peak.attention_flops(torch.device("cpu"), torch.float32)
+    if TORCH2:
+        assert 1e6 < found < 1e13
+    else:
+        assert found == 0.0
