@@ -42,4 +42,13 @@ DS_BINDINGS(m) {
         return Rates{r.to_host, r.to_device, r.file_read, r.file_write, r.host_step, r.device_step};
       },
       py::call_guard<py::gil_scoped_release>(), "device"_a, "pinned"_a, "folder"_a, "threads"_a);
+  memory.def(
+      "drive_update_rate",
+      [](const std::string& folder) {
+        ds::storage::Placement rest;
+        rest.rest = ds::storage::Medium::kFile;
+        rest.folder = folder;
+        return ds::storage::known_update_rate(ds::storage::rates_folder(), at::kCPU, rest);
+      },
+      py::call_guard<py::gil_scoped_release>(), "folder"_a);
 }

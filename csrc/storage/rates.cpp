@@ -121,26 +121,46 @@ double device_copy_rate(c10::Device device) {
 
 }  // namespace
 
-TierRate measure_rate(c10::Device device, const Placement& rest, const FileAccess& files, int64_t bytes) {
-  const Medium at = rest.rest == Medium::kFile ? Medium::kHost : Medium::kDevice;
-  ShardStorage storage(device, {}, files);
-  const int64_t block = std::max<int64_t>(1, bytes / kBlocks);
-  Cuts cuts;
-  for (int64_t end = block; end < bytes; end += block) cuts.push_back(end);
-  cuts.push_back(bytes);
-  const PlaneId plane = storage.add("rate", bytes, at::kByte, rest, cuts);
-  const auto each_block = [&](Access access) {
+namespace {
+
+// A plane that rests there, whose blocks have been written.
+struct MeasuredPlane {
+  ShardStorage storage;
+  const Medium at;  // of who works with it
+  std::vector<plan::Range> blocks;
+  PlaneId plane{};
+
+  MeasuredPlane(c10::Device device, const Placement& rest, const FileAccess& files, int64_t bytes)
+      : storage(device, {}, files), at(rest.rest == Medium::kFile ? Medium::kHost : Medium::kDevice) {
+    const int64_t block = std::max<int64_t>(1, bytes / kBlocks);
+    Cuts cuts;
     for (int64_t begin = 0; begin < bytes; begin += block) {
-      const Lease lease = storage.acquire(plane, {begin, std::min(bytes, begin + block)}, access, at);
+      blocks.push_back({begin, std::min(bytes, begin + block)});
+      cuts.push_back(blocks.back().end);
+    }
+    plane = storage.add("rate", bytes, at::kByte, rest, cuts);
+    each_block(Access::kWrite);
+  }
+
+  void each_block(Access access, bool ahead = false) {
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      if (ahead && i + 1 < blocks.size()) storage.prefetch(plane, blocks[i + 1], at);
+      const Lease lease = storage.acquire(plane, blocks[i], access, at);
       if (access == Access::kWrite) lease.data().fill_(1);
     }
     storage.settle();
-  };
-  each_block(Access::kWrite);  // memory is touched, files have their blocks
-  const MediumUsage before = storage.usage()[static_cast<size_t>(rest.rest)];
-  each_block(Access::kWrite);
-  each_block(Access::kRead);
-  const MediumUsage after = storage.usage()[static_cast<size_t>(rest.rest)];
+  }
+};
+
+}  // namespace
+
+TierRate measure_rate(c10::Device device, const Placement& rest, const FileAccess& files, int64_t bytes) {
+  MeasuredPlane measured(device, rest, files, bytes);
+  const auto usage = [&] { return measured.storage.usage()[static_cast<size_t>(rest.rest)]; };
+  const MediumUsage before = usage();
+  measured.each_block(Access::kWrite);
+  measured.each_block(Access::kRead);
+  const MediumUsage after = usage();
   const auto rate = [](int64_t moved, double seconds) {
     return seconds > 0 ? static_cast<double>(moved) / seconds : 0.0;
   };
@@ -154,6 +174,23 @@ TierRate known_rate(const std::string& folder, c10::Device device, const Placeme
     return Pair{rate.read, rate.write};
   });
   return {read, write};
+}
+
+double known_update_rate(const std::string& folder, c10::Device device, const Placement& rest,
+                         const FileAccess& files) {
+  constexpr int64_t kBytes = int64_t{64} << 20;
+  return kept(folder, "updates-" + name_of_rate(device, rest), "bytes per second read and written, together, twice",
+              [&] {
+                MeasuredPlane measured(device, rest, files, kBytes);
+                double seconds = 0;
+                {
+                  const Waited timed(seconds);
+                  measured.each_block(Access::kUpdate, /*ahead=*/true);
+                }
+                const double rate = 2.0 * kBytes / std::max(seconds, 1e-9);
+                return Pair{rate, rate};
+              })
+      .first;
 }
 
 int known_threads(const std::string& folder, int most) {

@@ -23,6 +23,11 @@ TierRate measure_rate(c10::Device device, const Placement& rest, const FileAcces
 // other. If the file cannot be written, or is not this user's own, it measures each time.
 TierRate known_rate(const std::string& folder, c10::Device device, const Placement& rest, const FileAccess& files = {});
 
+// The bytes per second that travel in both directions together while blocks are changed one after the other, as an
+// update of states does it: the next one is fetched and the last one written back meanwhile. Kept in a file as above.
+double known_update_rate(const std::string& folder, c10::Device device, const Placement& rest,
+                         const FileAccess& files = {});
+
 // The fewest threads, of at most `most`, that bring host memory to nine tenths of its rate. Kept in a file as above.
 int known_threads(const std::string& folder, int most);
 

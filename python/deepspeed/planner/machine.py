@@ -21,12 +21,13 @@ VERSION = 1
 class Machine:
     """``flops``: by dtype, of a matrix product, per second. ``memory``: bytes per second that the device reads and
     writes. ``operator_ns``: the least time of an operator. ``inside``, ``between``: ``(nanoseconds of a round, bytes
-    per second)`` of a rank's calls with ranks of its host, and of several hosts. ``host``, ``file``: bytes per second
-    between the device and memory of the host, and of files. ``host_step``: bytes per second that an update on the host
-    reads and writes. A rate of 0 takes no time. ``ranks_of_host``: 0: all ranks are on one host. ``workspace``: bytes
-    on the device that libraries of matrix products keep from the first one on. ``synchronous``: the host waits for each
-    operator, as on the CPU. ``host_ns``: its time for the call of a small layer (``host_time.host_ns``); 0: its program
-    takes no time. ``attention``: as ``flops``, of fused attention; where it has no rate, that of products counts."""
+    per second)`` of a rank's calls with ranks of its host, and of several hosts. ``host``: bytes per second between the
+    device and memory of the host. ``file``: of files, which are read and written at the same time. ``host_step``: bytes
+    per second that an update on the host reads and writes. A rate of 0 takes no time. ``ranks_of_host``: 0: all ranks
+    are on one host. ``workspace``: bytes on the device that libraries of matrix products keep from the first one on.
+    ``synchronous``: the host waits for each operator, as on the CPU. ``host_ns``: its time for the call of a small
+    layer (``host_time.host_ns``); 0: its program takes no time. ``attention``: as ``flops``, of fused attention; where
+    it has no rate, that of products counts."""
 
     name: str
     flops: dict
@@ -49,17 +50,11 @@ class Machine:
         latency, rate = self.inside if len(hosts) == 1 else self.between
         return _native._C.LinkCost(int(latency), int(rate))
 
-    def with_drive(self, folder):
-        """This machine with the rate of the drive of ``folder``, or of the folder in which it will be made; itself
-        where it has a rate, or where ``folder`` is not on this machine."""
-        if self.file:
-            return self
-        while folder and not os.path.isdir(folder):
-            folder = os.path.dirname(os.path.abspath(folder)).rstrip("/")
-        if not folder or not os.access(folder, os.W_OK):
-            return self
-        read, write = _native._C.memory.machine_rates(torch.device("cpu"), False, folder, torch.get_num_threads())[2:4]
-        return dataclasses.replace(self, file=mean_rate(read, write))
+    def with_drives(self, folders):
+        """This machine with the rate of the slowest drive of ``folders``, which need not be there yet; itself where it
+        has a rate, or where nothing can be written to any of them."""
+        rates = [] if self.file else list(filter(None, map(_drive_rate, folders)))
+        return dataclasses.replace(self, file=min(rates)) if rates else self
 
     def time_of(self, name, cost, dtype):
         """Nanoseconds of an operator (``op_costs.Cost``)."""
@@ -134,6 +129,13 @@ def here(inside=(20_000, 2e9), between=(50_000, 1e9), ranks_of_host=0):
         synchronous=device.type == "cpu",
         host_ns=round(host_ns()),
     )
+
+
+def _drive_rate(folder):
+    """Of the drive of ``folder``, or of the folder in which it will be made; 0 where nothing can be written there."""
+    while folder and not os.path.isdir(folder):
+        folder = os.path.dirname(os.path.abspath(folder)).rstrip("/")
+    return _native._C.memory.drive_update_rate(folder) if folder and os.access(folder, os.W_OK) else 0.0
 
 
 def mean_rate(read, write):

@@ -184,7 +184,7 @@ def plan(
     elif isinstance(model, torch.nn.Module) and not _has_no_values(model):
         model = copy_on_meta(model)  # a new process would get its values, too
     inputs = on_meta(arguments_in(sample))
-    rates = rates.with_drive(next(iter(_folders_in(given).values()), ""))
+    rates = rates.with_drives(_folders_in(given).values())
     with files_apart(given) as given:
         common = model, given, size, room, inputs, rates, loss, optimizer, imbalance
         times = measure if isinstance(measure, dict) else {} if measure else None

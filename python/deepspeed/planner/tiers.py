@@ -70,8 +70,9 @@ def _machine(device, section, folder, rates):
     """The rates of tiers; of calls and operators none."""
     if rates is None:
         pinned = section is None or section.pin_memory
-        both = _C.memory.machine_rates(device, pinned, folder, torch.get_num_threads())
-        rates = dict(zip(("host", "file"), (mean_rate(*both[:2]), mean_rate(*both[2:4]))), step=both[4])
+        both = _C.memory.machine_rates(device, pinned, "", torch.get_num_threads())
+        drive = _C.memory.drive_update_rate(folder) if folder else 0.0
+        rates = {"host": mean_rate(*both[:2]), "file": drive, "step": both[4]}
     host, file, step = (float(rates.get(name, 0)) for name in ("host", "file", "step"))
     return Machine("given", {"float32": 1e18}, step, 0, (0, 1e18), (0, 1e18), host, file, step)
 

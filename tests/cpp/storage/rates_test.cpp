@@ -37,7 +37,10 @@ TEST(Rates, AreMeasuredOnce) {
     const TierRate first = known_rate(cache, cpu, placement), again = known_rate(cache, cpu, placement);
     EXPECT_NEAR(again.read, first.read, 1.0);
     EXPECT_NEAR(again.write, first.write, 1.0);
+    const double changed = known_update_rate(cache, cpu, placement);
+    EXPECT_NEAR(known_update_rate(cache, cpu, placement), changed, 1.0);
     for (const auto& entry : std::filesystem::directory_iterator(cache)) std::ofstream(entry.path()) << "123 456\n";
+    EXPECT_EQ(known_update_rate(cache, cpu, placement), 123);
     EXPECT_EQ(known_rate(cache, cpu, placement).read, 123);
     EXPECT_EQ(known_rate(cache, cpu, placement).write, 456);
     for (const auto& entry : std::filesystem::directory_iterator(cache)) std::ofstream(entry.path()) << "damaged";
