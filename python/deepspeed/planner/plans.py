@@ -44,7 +44,7 @@ class RankPlan:
     most is alive, and ``owners``, their bytes then. ``tiers``: ``{tier: {"peak_bytes", "bytes_per_step"}}`` of the host
     and of files. ``calls``: ``{(verb, purpose): (count, bytes)}``. ``flops``: of the model's operators. ``seconds``: by
     phase; ``not_known``: operators whose cost is not known, and "transfers of files" where the rate of their drive is
-    not."""
+    not; ``not_measured``: operators that could not be measured, whose times are those of the rates."""
 
     rank: int
     peak_bytes: int
@@ -56,6 +56,7 @@ class RankPlan:
     seconds: dict
     checkpoint_bytes: int
     not_known: tuple = ()
+    not_measured: tuple = ()
 
     @property
     def step_seconds(self):
@@ -128,6 +129,8 @@ class Plan:
         lines.append(f"  step {self.seconds * 1e3:.1f} ms: {phases}; {one.flops / 1e12:.3f} Tflop of a rank")
         if one.not_known:
             lines.append(f"  not counted: {', '.join(one.not_known)}")
+        if one.not_measured:
+            lines.append(f"  times from rates, because they cannot run alone: {', '.join(one.not_measured)}")
         return "\n".join(lines)
 
 
@@ -312,5 +315,6 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
         seconds=seconds,
         checkpoint_bytes=run.checkpoint_bytes(),
         not_known=tuple(sorted(not_known)),
+        not_measured=tuple(sorted(counted.not_measured)),
     )
     return plan, parameters, list(counted.calls)

@@ -80,13 +80,15 @@ def arguments_in(sample):
 
 class _CountedConstants(CountedOps):
     """Both in one mode, because each mode costs time at every operator. Adds the time of each one to the clock of the
-    world. ``calls``: those whose time is not measured, as ``call_of`` names them, where times are."""
+    world. ``calls``: those without a measured time yet, as ``call_of`` names them, where times are. ``not_measured``:
+    names of operators that could not run alone, which take the time of the rates."""
 
     _should_skip_dynamo = Constants._should_skip_dynamo
 
     def __init__(self, world, known):
         super().__init__(self._take_time)
         self.world, self.calls, self._constants, self._call = world, {}, Constants(world.memory, known), None
+        self.not_measured = set()
         self._last, self._costs = None, {}  # ``(Cost, nanoseconds)`` of the last operation, and by their known keys
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -127,6 +129,8 @@ class _CountedConstants(CountedOps):
                 took = times.get(self._call)
                 if self._call not in times:
                     self.calls[self._call] = None
+                elif took is None:
+                    self.not_measured.add(name)
             if took is None:
                 made = next((one for one in tensors_in([out]) if one.is_floating_point()), None)
                 took = self.world.machine.time_of(name, cost, torch.float32 if made is None else made.dtype)

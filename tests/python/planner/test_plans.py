@@ -209,6 +209,16 @@ def test_measured_times_replace_those_from_rates():
         assert found(measure=times).seconds == pytest.approx(measured.seconds), "they are kept"
 
 
+def test_operators_that_cannot_run_alone_are_named():
+    times = {}
+    model, sample = layers(), torch.zeros(2, SIZE)
+    deepspeed.plan(model, settings(1), 1, sample=sample, machine=RATES, measure=times)
+    unknown = {call: None if call[0] == "aten::mm" else took for call, took in times.items()}
+    found = deepspeed.plan(model, settings(1), 1, sample=sample, machine=RATES, measure=unknown)
+    assert found.ranks[0].not_measured == ("aten::mm",)
+    assert "cannot run alone: aten::mm" in str(found)
+
+
 class TestOperators:
     def test_equal_calls_are_one(self):
         a, b = torch.zeros(4, 6, device="meta"), torch.zeros(4, 6)
