@@ -84,7 +84,7 @@ comm::CommunicatorPtr opened(const py::object& group, const Use& use, const std:
   py::gil_scoped_release unlocked;
   const auto* known = dynamic_cast<const comm::LoggedCommunicator*>(made.get());
   const std::string named = known ? known->group() : given ? given->name : "";
-  const comm::GroupFacts facts = given.value_or(comm::GroupFacts{"", -1, nullptr, nullptr, without_lock, nullptr, {}});
+  const comm::GroupFacts facts = given.value_or(comm::GroupFacts{"", -1, nullptr, nullptr, without_lock, nullptr});
   if (nccl) made = comm::nccl_communicator(nccl->pointer(), std::move(made));
   if (use.scripts && use.shared) made = comm::exchanges_by_hosts(std::move(made), use.timeout, facts);
   if (store && made->size() > 1) {

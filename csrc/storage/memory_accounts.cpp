@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "storage/alignment.h"
+#include "storage/flat_view.h"
 
 namespace ds::storage {
 namespace {
@@ -134,13 +135,9 @@ void MemoryAccounts::reserve(StorageLock::Held& lock, Medium medium, int64_t byt
 void MemoryAccounts::take(StorageLock::Held& lock, Staging& staging, bool may_wait) {
   MediumUsage& used = this->used(staging.medium);
   User& user = user_of(staging);
-  if (user.keeps) user.pool.keep_two_of(staging.bytes);
+  user.pool.keep_two_of(staging.bytes);
   at::Tensor idle = user.pool.take(staging.bytes, device_of(staging.medium));
-  if (idle.defined()) {
-    used.*staging.kind += staging.bytes;
-    count(staging, staging.bytes);
-    return set_memory(staging, std::move(idle));
-  }
+  if (idle.defined()) return use_idle(staging, std::move(idle), 0);
   make_room_of_user(lock, staging, may_wait);
   count(staging, staging.bytes);
   try {
@@ -152,6 +149,14 @@ void MemoryAccounts::take(StorageLock::Held& lock, Staging& staging, bool may_wa
     lock_.changed();
     throw;
   }
+}
+
+// All of the memory counts, which may be more than was asked for. `counted` bytes of it do so already.
+void MemoryAccounts::use_idle(Staging& staging, at::Tensor memory, int64_t counted) {
+  staging.bytes = bytes_of(memory);
+  used(staging.medium).*staging.kind += staging.bytes - counted;
+  count(staging, staging.bytes - counted);
+  set_memory(staging, std::move(memory));
 }
 
 void MemoryAccounts::fresh(StorageLock::Held& lock, Staging& staging) {
@@ -175,7 +180,7 @@ void MemoryAccounts::give(Staging& staging) {
   account.used.*staging.kind -= staging.bytes;
   count(staging, -staging.bytes);
   User& user = user_of(staging);
-  if (memory.defined() && staging.bytes > 0 && user.keeps) {
+  if (memory.defined() && staging.bytes > 0) {
     user.pool.give(memory, staging.ready);
     account.free_idle(account.total() - account.limit);
   }
@@ -196,7 +201,7 @@ bool MemoryAccounts::reserve_prefetch(StorageLock::Held& lock, const Staging& st
 void MemoryAccounts::take_reserved(StorageLock::Held& lock, Staging& staging) {
   at::Tensor idle = user_of(staging).pool.take(staging.bytes, device_of(staging.medium));
   if (!idle.defined()) return fresh(lock, staging);
-  set_memory(staging, std::move(idle));
+  use_idle(staging, std::move(idle), staging.bytes);
 }
 
 // ---- limits and figures -------------------------------------------------------------------------------------------
@@ -213,9 +218,9 @@ void MemoryAccounts::limit(Medium medium, int64_t bytes) {
   lock_.changed();
 }
 
-ScratchUser MemoryAccounts::add_scratch_user(bool keeps) {
+ScratchUser MemoryAccounts::add_scratch_user(Reuse reuse) {
   const auto lock = lock_.hold();
-  for (Account& account : accounts_) account.users.push_back({ScratchPool(keeps ? idle_scratch_ : 0), {}, keeps});
+  for (Account& account : accounts_) account.users.push_back({ScratchPool(idle_scratch_, reuse), {}});
   return {static_cast<int32_t>(accounts_.front().users.size()) - 1};
 }
 

@@ -49,7 +49,7 @@ class MemoryAccounts {
   // ---- as in ShardStorage
   bool has_room(Medium at, int64_t bytes);
   void limit(Medium medium, int64_t bytes);
-  ScratchUser add_scratch_user(bool keeps);
+  ScratchUser add_scratch_user(Reuse reuse);
   void limit_scratch(Medium at, int64_t bytes, int32_t user);
   void keep_scratch(Medium at, int64_t bytes, int32_t user);
   ScratchUsage scratch_usage(Medium at, int32_t user);
@@ -63,7 +63,6 @@ class MemoryAccounts {
   struct User {
     ScratchPool pool;
     ScratchUsage usage;  // without `idle`
-    bool keeps = true;
     int64_t limit = INT64_MAX;
     int in_flight = 0;
   };
@@ -85,6 +84,7 @@ class MemoryAccounts {
   bool make_room(Medium medium, int64_t bytes);  // without waiting; false: there is too little
   void make_room_of_user(StorageLock::Held& lock, const Staging& staging, bool may_wait);
   void fresh(StorageLock::Held& lock, Staging& staging);
+  void use_idle(Staging& staging, at::Tensor memory, int64_t counted);
 
   StorageLock& lock_;
   const Tiers& tiers_;

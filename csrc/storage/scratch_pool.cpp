@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 
 #include <exception>
-#include <iterator>
 #include <utility>
 
 #include "base/sizes.h"
@@ -12,15 +11,28 @@
 namespace ds::storage {
 
 at::Tensor ScratchPool::take(int64_t bytes, c10::Device device) {
-  const auto fits = [&](const Idle& idle) { return bytes_of(idle.memory) == bytes && idle.memory.device() == device; };
-  // The latest first: it is in the cache, and the oldest are the next to go.
-  const auto found = std::find_if(idle_.rbegin(), idle_.rend(), fits);
-  if (found == idle_.rend()) return {};
-  const Idle idle = std::move(*found);
-  idle_.erase(std::next(found).base());
-  idle_bytes_ -= bytes;
+  // The smallest one that is large enough. The latest of equal ones: it is in the cache, and the oldest go next.
+  auto found = idle_.end(), largest = idle_.end();
+  for (auto idle = idle_.begin(); idle != idle_.end(); ++idle) {
+    const int64_t has = bytes_of(idle->memory);
+    if (largest == idle_.end() || has > bytes_of(largest->memory)) largest = idle;
+    if (idle->memory.device() != device || has < bytes || (has > bytes && reuse_ != Reuse::kAnySize)) continue;
+    if (found == idle_.end() || has <= bytes_of(found->memory)) found = idle;
+  }
+  if (found == idle_.end()) {
+    if (reuse_ == Reuse::kAnySize && largest != idle_.end()) remove(largest);
+    return {};
+  }
+  const Idle idle = remove(found);
   if (idle.given) idle.given->wait(idle.memory);
   return idle.memory;
+}
+
+ScratchPool::Idle ScratchPool::remove(std::deque<Idle>::iterator position) {
+  Idle idle = std::move(*position);
+  idle_.erase(position);
+  idle_bytes_ -= bytes_of(idle.memory);
+  return idle;
 }
 
 at::Tensor ScratchPool::take(int64_t numel, const at::TensorOptions& options) {
@@ -29,11 +41,11 @@ at::Tensor ScratchPool::take(int64_t numel, const at::TensorOptions& options) {
   keep_two_of(bytes);
   const at::Tensor idle = take(bytes, options.device());
   if (!idle.defined()) return at::empty({numel}, options);
-  return idle.scalar_type() == type ? idle : flat_view(idle, 0, type, numel);
+  return idle.scalar_type() == type && idle.numel() == numel ? idle : flat_view(idle, 0, type, numel);
 }
 
 void ScratchPool::give(const at::Tensor& memory, const FencePtr& ready) {
-  if (!memory.defined()) return;
+  if (!memory.defined() || reuse_ == Reuse::kNone) return;
   keep_two_of(bytes_of(memory));
   Idle idle{memory, nullptr};
   try {

@@ -112,7 +112,7 @@ std::vector<at::Tensor> ShardStorage::memory(PlaneId plane) const {
 
 bool ShardStorage::has_room(Medium at, int64_t bytes) const { return state_->memory.has_room(at, bytes); }
 void ShardStorage::limit(Medium medium, int64_t bytes) { state_->memory.limit(medium, bytes); }
-ScratchUser ShardStorage::add_scratch_user(bool keeps) { return state_->memory.add_scratch_user(keeps); }
+ScratchUser ShardStorage::add_scratch_user(Reuse reuse) { return state_->memory.add_scratch_user(reuse); }
 void ShardStorage::limit_scratch(Medium at, int64_t bytes, ScratchUser user) {
   state_->memory.limit_scratch(at, bytes, user.number);
 }

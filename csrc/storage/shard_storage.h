@@ -31,6 +31,7 @@
 #include "plan/range.h"
 #include "storage/file_access.h"
 #include "storage/placement.h"
+#include "storage/scratch_pool.h"
 #include "storage/usage.h"
 
 namespace ds::storage {
@@ -127,8 +128,8 @@ class ShardStorage {
   Lease scratch(int64_t numel, at::ScalarType type, Medium at, ScratchUser user = {});
   // Whether `bytes` more fit into the budget now, without waiting.
   bool has_room(Medium at, int64_t bytes) const;
-  // Not `keeps`: what it gives back returns to torch's allocator at once.
-  ScratchUser add_scratch_user(bool keeps = true);
+  // Reuse::kNone: what it gives back returns to torch's allocator at once.
+  ScratchUser add_scratch_user(Reuse reuse = Reuse::kSameSize);
   // Its scratch, the copies of its planes and its idle memory together take no more there: who would need more waits
   // for transfers, prefetches are dropped. Where nothing would end by itself it gets its memory all the same, and
   // Usage::over_budget counts it.

@@ -10,6 +10,7 @@ import torch
 import auto_ep_runs
 import deepspeed
 import devices
+import fake_nccl
 import toy_transformers
 from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
@@ -111,13 +112,24 @@ class Deep(torch.nn.Module):
         return x.square().mean()
 
 
+def sent_gradients(rank, world, stage, more):
+    zero = {"reduce_bucket_size": Deep.BUCKET, "overlap_comm": True, **more}
+    check(rank, world, seeded(Deep), settings(stage, zero=zero), torch.ones(2, 256))
+
+
 @pytest.mark.any_device
 @pytest.mark.skipif(ON_CPU, reason="the CPU has no allocator that counts")
 @pytest.mark.parametrize("stage, more", [(2, {}), (2, HOST), (3, {}), (3, HOST)])
-@on_ranks(2, init=True, **PEAK)
-def test_gradients_that_have_been_sent_are_not_kept(rank, world, stage, more):
-    zero = {"reduce_bucket_size": Deep.BUCKET, "overlap_comm": True, **more}
-    check(rank, world, seeded(Deep), settings(stage, zero=zero), torch.ones(2, 256))
+def test_gradients_that_have_been_sent_are_not_kept(stage, more):
+    run_ranks(2, sent_gradients, stage, more, init=True, **PEAK)
+
+
+@pytest.mark.any_device
+@pytest.mark.skipif(devices.NAME != "standin", reason="two ranks of one GPU do not use NCCL")
+@pytest.mark.parametrize("stage, more", [(2, {}), (2, HOST), (3, {}), (3, HOST)])
+def test_one_bucket_that_has_left_keeps_its_gradients_over_nccl(stage, more, tmp_path):
+    variables = {"DS_STANDIN_NCCL": fake_nccl.build(tmp_path)}
+    run_ranks(2, sent_gradients, stage, more, init=True, env=variables, **PEAK)
 
 
 @pytest.mark.parametrize("world, section", [(2, {"size": 2}), (2, {"size": 2, "method": "ring"}), (4, {"size": 2})])

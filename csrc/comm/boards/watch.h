@@ -73,7 +73,7 @@ struct GroupFacts {
   std::shared_ptr<CallLog> log;    // of its calls; null: there is none
   // Whether a core is free for a thread that runs collectives in shared memory; without a value, usable_cores()
   // decides.
-  std::optional<bool> spare_cores;
+  std::optional<bool> spare_cores{};
 };
 
 }  // namespace ds::comm

@@ -12,6 +12,9 @@ class Work {
   virtual ~Work() = default;
   virtual void wait() = 0;                // idempotent; throws what the collective threw
   virtual bool ready() { return false; }  // true: wait() will not block the host; false: unknown
+  // True: wait() will not make a stream wait, either. False: unknown. Work on a stream does not ask the device, whose
+  // answers differ between runs.
+  virtual bool ended() { return ready(); }
 };
 using WorkPtr = std::shared_ptr<Work>;
 
@@ -36,6 +39,11 @@ class JoinedWork : public Work {
   bool ready() override {
     for (const WorkPtr& part : parts_)
       if (!part->ready()) return false;
+    return true;
+  }
+  bool ended() override {
+    for (const WorkPtr& part : parts_)
+      if (!part->ended()) return false;
     return true;
   }
 

@@ -30,6 +30,7 @@ class LoggedWork : public Work {
     end(seconds_now() - begin);
   }
   bool ready() override { return work_->ready(); }
+  bool ended() override { return work_->ended(); }
 
  private:
   void end(double blocked) {

@@ -68,6 +68,7 @@ class WatchedWork : public Work {
     end();
   }
   bool ready() override { return work_->ready(); }
+  bool ended() override { return work_->ended(); }
 
  private:
   void end() {

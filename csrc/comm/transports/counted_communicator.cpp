@@ -16,14 +16,18 @@
 namespace ds::comm {
 namespace {
 
+// Work on a stream: the host goes on, and the time of the stream that computes goes on in wait().
 class CountedWork : public Work {
  public:
   CountedWork(std::shared_ptr<plan::StepPlan> step, int64_t call) : step_(std::move(step)), call_(call) {}
-  void wait() override { step_->wait(call_); }
+  void wait() override {
+    if (step_) step_->wait(call_);
+  }
   bool ready() override { return true; }
+  bool ended() override { return false; }
 
  private:
-  const std::shared_ptr<plan::StepPlan> step_;
+  const std::shared_ptr<plan::StepPlan> step_;  // null: calls take no time
   const int64_t call_;
 };
 
@@ -51,7 +55,8 @@ class CountedCommunicator : public Communicator {
       fill(op);
     }
     if (op.parts) touch(op.parts->give_counts(), static_cast<int64_t>(op.parts->some().element_size()));
-    if (!time_.step || op.verb == Verb::kBarrier) return std::make_shared<DoneWork>();
+    if (op.verb == Verb::kBarrier) return std::make_shared<DoneWork>();
+    if (!time_.step) return std::make_shared<CountedWork>(nullptr, 0);
     const auto width = static_cast<int64_t>(op.own().defined() ? op.own().element_size() : op.whole().element_size());
     return std::make_shared<CountedWork>(time_.step,
                                          time_.step->start(group_, time_.link.time_of(moved(op) * width, size_)));

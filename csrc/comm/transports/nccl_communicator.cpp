@@ -52,6 +52,7 @@ class StreamWork : public Work {
     finish_ = nullptr;
   }
   bool ready() override { return true; }  // wait() does not block the host
+  bool ended() override { return false; }
 
  private:
   void block() {

@@ -13,7 +13,7 @@ GatherBuffers::GatherBuffers(std::shared_ptr<storage::ShardStorage> storage) {
 void GatherBuffers::use(std::shared_ptr<storage::ShardStorage> storage) {
   storage_ = std::move(storage);
   kept_ = storage_->add_scratch_user();
-  passing_ = storage_->add_scratch_user(/*keeps=*/false);
+  passing_ = storage_->add_scratch_user(storage::Reuse::kNone);
   storage_->keep_scratch(Medium::kDevice, limit_, kept_);
 }
 

@@ -158,10 +158,10 @@ void GradReducer::launch_ready() {
       GradBucket& bucket = buckets_[b];
       if (bucket.state() != BucketState::kLaunched || !(bucket.eager || arrives(bucket))) continue;
       const bool earlier = b + 1 < next_bucket_;
-      if (bucket.work->ready() || (options_.waits && (earlier || !options_.overlap))) {
-        reduction_.collect(bucket);
-        if (arrives(bucket)) arrive(bucket);
-      }
+      const bool due = earlier || !options_.overlap || bucket.work->ended();
+      if (!due || !(options_.waits || bucket.work->ready())) continue;
+      reduction_.collect(bucket);
+      if (arrives(bucket)) arrive(bucket);
     }
   }
 }

@@ -28,8 +28,10 @@
 // [Note: memory during backward]
 // If gradients are sharded, whole ones exist only between their backward and their reduction: buckets leave as early
 // as they can, from the first backward on (each parameter is taken to fire once, what comes later is late), and their
-// slots are free again as soon as they have been sent. What has arrived waits in `received` until the backward has
-// ended: one that raises leaves nothing behind.
+// slots are free again as soon as they have been sent. A reduction on a stream of the device runs beside the backward
+// until the next bucket leaves: then the stream that computes waits for it. So at most one bucket that has left has
+// slots, beside those that are being filled. What has arrived waits in `received` until the backward has ended: one
+// that raises leaves nothing behind.
 //
 // [Note: used flags]
 // With the last bucket travels one flag for each parameter: did any rank produce a gradient? The optimizer leaves

@@ -15,7 +15,8 @@ struct ReducerOptions {
   double postscale = 1.0;                    // and by this after it
   c10::optional<at::ScalarType> comm_dtype;  // of the buffers that travel; unset: their own
   bool find_nonfinite_grads = false;         // remember which local gradients were not finite
-  // Backward may wait for an earlier reduction. Not where ranks wait for each other in other ways meanwhile.
+  // The host may wait in backward for an earlier reduction. Not where ranks wait for each other in other ways
+  // meanwhile.
   bool waits = true;
 };
 

@@ -1,4 +1,10 @@
 // Scratch memory of the gradients' way over the wire: slots, wire and receive buffers of buckets.
+//
+// [Note: idle wire buffers]
+// The next backward needs the same memory again, so what comes back is kept. Buckets differ in size, and a buffer of
+// each size would be as much memory as all gradients: a buffer serves all requests that are not larger
+// (storage::Reuse::kAnySize). There are as many buffers as were borrowed at one time, each at most as large as the
+// largest request.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -10,10 +16,8 @@ namespace ds::zero {
 
 class WireBuffers {
  public:
-  explicit WireBuffers(storage::ShardStorage& storage) : storage_(storage), user_(storage.add_scratch_user()) {
-    // The next backward needs the same memory again.
-    storage_.keep_scratch(storage::Medium::kDevice, INT64_MAX, user_);
-  }
+  explicit WireBuffers(storage::ShardStorage& storage)
+      : storage_(storage), user_(storage.add_scratch_user(storage::Reuse::kAnySize)) {}
 
   // Comes back when nobody refers to its memory.
   at::Tensor borrow(int64_t numel, at::ScalarType type) {

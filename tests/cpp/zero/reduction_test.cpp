@@ -101,5 +101,37 @@ TEST(Reduction, NoBucketWaitsForParametersThatAreLeftOut) {
   }
 }
 
+// Buckets of many sizes, at most two of which are on their way at one time.
+TEST(Reduction, KeepsMemoryForAFewBucketsAndNotForAllSizes) {
+  constexpr int kWorld = 2, kWeights = 10;
+  const auto comms = comm::thread_communicators(kWorld);
+  on_threads(kWorld, [&](int rank) {
+    EngineOptions options;
+    options.policy = stage_policy(2);
+    options.reducer.bucket_numel = 1;  // each weight has its own
+    std::vector<at::Tensor> weights;
+    std::vector<ParamSpec> specs;
+    for (int number = 0; number < kWeights; ++number) {
+      weights.push_back(at::ones({1024 * (1 + number * 7 % kWeights)}).set_requires_grad(true));
+      specs.push_back({weights.back(), "weight" + std::to_string(number), 0, number});
+    }
+    const auto engine = engine_of(specs, options, {comms[rank]});
+    const WireBuffers& memory = engine->grads().memory();
+    int64_t kept = 0;
+    for (int step = 0; step < 4; ++step) {
+      at::Tensor loss = at::zeros({});
+      for (const at::Tensor& weight : weights) loss = loss + weight.square().sum();
+      run_backward(*engine, loss);
+      engine->grads().clear();
+      EXPECT_LE(memory.bytes(), 2 * 4 * 1024 * kWeights);
+      if (step > 2) {
+        EXPECT_EQ(memory.bytes(), kept);
+      }
+      kept = memory.bytes();
+    }
+    EXPECT_GT(kept, 0);
+  });
+}
+
 }  // namespace
 }  // namespace ds::zero

@@ -53,11 +53,8 @@ class Speculative : public StepStrategy, public GradArrivals {
         grads_(parts.grads),
         stepper_(*parts.stepper),
         host_(std::max(1, parts.options.threads)),
-        copies_(store_.storage()->add_scratch_user()),
-        confirmed_(store_.spaces().size()) {
-    // The next backward needs the same memory again.
-    store_.storage()->keep_scratch(Medium::kHost, INT64_MAX, copies_);
-  }
+        copies_(store_.storage()->add_scratch_user(storage::Reuse::kAnySize)),
+        confirmed_(store_.spaces().size()) {}
 
   // ---- the guess
   // ------------------------------------------------------------------------------------------------------

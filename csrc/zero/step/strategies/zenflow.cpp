@@ -70,8 +70,7 @@ class ZenFlow : public StepStrategy {
         adding_(c10::Device(at::kCPU), 1),
         late_steps_(at::zeros({static_cast<int64_t>(store_.size())})),
         late_used_(store_.size()),
-        copies_(store_.storage()->add_scratch_user()) {
-    store_.storage()->keep_scratch(Medium::kDevice, INT64_MAX, copies_);  // wanted again in the next step
+        copies_(store_.storage()->add_scratch_user(storage::Reuse::kAnySize)) {
     for (const ParamSpace& space : store_.spaces()) {
       const std::string name = space.params.empty() ? "" : store_.spec(space.params.front()).name;
       if (!store_.policy().shards_states())
