@@ -55,7 +55,7 @@ class CountedCommunicator : public Communicator {
       fill(op);
     }
     if (op.parts) touch(op.parts->give_counts(), static_cast<int64_t>(op.parts->some().element_size()));
-    if (op.verb == Verb::kBarrier) return std::make_shared<DoneWork>();
+    if (size_ == 1 || op.verb == Verb::kBarrier) return std::make_shared<DoneWork>();
     if (!time_.step) return std::make_shared<CountedWork>(nullptr, 0);
     const auto width = static_cast<int64_t>(op.own().defined() ? op.own().element_size() : op.whole().element_size());
     return std::make_shared<CountedWork>(time_.step,
