@@ -124,10 +124,6 @@ class FlatOptimizer(ShardedOptimizer):
         """Reduces the remaining gradients after a backward that the engine has not run."""
         super().backward_epilogue()
 
-    def get_param_id(self, param):
-        """The number of ``param`` among the optimizer's parameters, end to end over its groups."""
-        return param._ds_link.index
-
     def is_moe_group(self, group):
         """Whether a group is one of experts' parameters (``deepspeed.moe.utils`` marks them)."""
         return group.get("moe", False)

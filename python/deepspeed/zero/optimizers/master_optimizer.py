@@ -7,11 +7,11 @@ are views of the core's flat buffers.
 import torch
 
 from deepspeed.utils.forwarding import forwarded
+from deepspeed.zero.optimizers.base_optimizer import DeepSpeedOptimizer
 from deepspeed.zero.optimizers.restore import Restore, restore_scaler
-from deepspeed.zero.optimizers.wrapped_optimizer import WrappedOptimizer
 
 
-class MasterOptimizer(WrappedOptimizer):
+class MasterOptimizer(DeepSpeedOptimizer):
     """Wraps ``init_optimizer``, whose parameter groups keep their identity: schedulers made for them stay valid.
 
     ``engine`` owns the core; without one the optimizer makes a core of its own for one process. ``clip_grad`` is the
@@ -28,7 +28,7 @@ class MasterOptimizer(WrappedOptimizer):
         self.low_precision_dtype = low_precision_dtype
         self.loss_scale_config = loss_scale_config
         self.fp16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
-        self._start(*self._take_core(engine), loss_scale_config.loss_scaler, clip_grad)
+        self._start(engine, loss_scale_config.loss_scaler, clip_grad)
 
     bit16_groups = forwarded("fp16_groups", False)
 

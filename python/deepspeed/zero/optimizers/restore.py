@@ -5,7 +5,7 @@ Each rank reads the ranges that it owns, from wherever they lie, and nothing els
 
 import torch
 
-from deepspeed.zero.optimizers.wrapped_optimizer import in_memory_order
+from deepspeed.zero.optimizers.base_optimizer import in_memory_order
 from deepspeed.zero.parameters.param_ranks import lies_in_rows, numel_of, saved_part
 
 # Of csrc/zero/strategies: a run without them leaves them in the file.

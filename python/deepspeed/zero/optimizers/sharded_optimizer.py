@@ -17,15 +17,15 @@ from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import CreateLossScaler
 from deepspeed.utils.forwarding import answers_from
+from deepspeed.utils.param_access import shape_of
 from deepspeed.zero.core import writing
 from deepspeed.zero.errors import ZeRORuntimeException
 from deepspeed.zero.offload.offload_states import OffloadedStates
-from deepspeed.zero.optimizers.base_optimizer import ZeROOptimizer
+from deepspeed.zero.optimizers.base_optimizer import DTYPES, ZeROOptimizer
 from deepspeed.zero.optimizers.flat_states import with_states
 from deepspeed.zero.optimizers.restore import Restore
 from deepspeed.zero.optimizers.states_in_files import StatesInFiles
-from deepspeed.zero.optimizers.wrapped_optimizer import DTYPES, WrappedOptimizer
-from deepspeed.zero.parameters.param_ranks import ranks_of, shape_of
+from deepspeed.zero.parameters.param_ranks import ranks_of
 from deepspeed.zero.states.named_states import groups_of_params
 from deepspeed.zero.states.param_states import ParamStates
 
@@ -39,7 +39,7 @@ from deepspeed.zero.states.param_states import ParamStates
         "rests_in_files": "core.rest_in_files()",
     }
 )
-class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
+class ShardedOptimizer(ParamStates, ZeROOptimizer):
     """The common part of the sharded stages: one core, pieces, access to whole tensors.
 
     ``engine`` owns the core; without one the optimizer makes its own for one process, from ``core_options`` (see
@@ -63,9 +63,9 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         narrow = [param.dtype for param in self._params if param.dtype in DTYPES]
         self.low_precision_dtype = narrow[0] if narrow else torch.float32
         self.param_names = dict(param_names or {})
-        core, names, check, rank = self._take_core(engine, **core_options)
         self.dp_process_group = core_options.get("data_parallel")
-        self._start(core, names, check, rank, CreateLossScaler(self.low_precision_dtype, *scaler_args), clip_grad)
+        scaler = CreateLossScaler(self.low_precision_dtype, *scaler_args)
+        self._start(engine, scaler, clip_grad, **core_options)
         if not self.stepping.fused and self.rests_in_files():
             raise ZeRORuntimeException(
                 f"{type(init_optimizer).__name__} cannot update masters that rest in files: use an optimizer of "
@@ -74,7 +74,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         if engine is not None and engine.zero_nvme_offload_optimizer() and not self.stepping.fused:
             self.stepping.in_files = self._states_in_files(engine)
         self._link(self._params)
-        for name, param in zip(names, self._params):
+        for name, param in zip(self.stepping.names, self._params):
             self.param_names.setdefault(param, name)
         self.states = OffloadedStates(self)
 
@@ -93,8 +93,6 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     def reload_states(self, non_blocking=False):
         """Everything that ``offload_states`` has moved comes back."""
         self.states.reload(non_blocking)
-
-    needs_scaler = WrappedOptimizer.needs_scaler
 
     def step(self, closure=None):
         self.states.need(OffloadStateTypeEnum, "optimizer.step()")
@@ -145,6 +143,16 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         """Whether the reduced gradients hold an inf or nan on any rank. Every rank calls it."""
         self.stepping.overflow = bool(self._most([float(self.has_overflow_partitioned_grads_serial())]).item())
         return self.stepping.overflow
+
+    def get_param_id(self, param):
+        """The number of ``param`` among the optimizer's parameters, end to end over its groups."""
+        return self._linked(param).index
+
+    def _linked(self, param):
+        link = getattr(param, "_ds_link", None)
+        if link is None or link.owner is not self:
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained by this optimizer")
+        return link
 
     def _most(self, values):
         """A tensor: of each of the ``values`` the largest that a rank has."""

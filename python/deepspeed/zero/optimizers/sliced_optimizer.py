@@ -21,9 +21,10 @@ from deepspeed.zero.states.param_values import ParamValues
 
 
 # Releases gathered parameters that are not in use, and the memory kept for gathers; also before parameters are saved or
-# loaded slice by slice.
+# loaded slice by slice. The epilogue reduces the remaining gradients after a backward that the engine has not run.
 @answers_from(
     {
+        "backward_epilogue": "core.end_backward()",
         "empty_partition_cache": "parameter_offload.empty_partition_cache()",
         "checkpoint_event_prologue": "empty_partition_cache()",
     }

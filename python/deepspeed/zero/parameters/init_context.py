@@ -264,8 +264,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             target = param.device if self.keep_device else self.local_device
             if param.device != target or (self.dtype is not None and param.is_floating_point()):
                 param.data = param.data.to(target, self.dtype if param.is_floating_point() else None)
-            if self.access.world > 1:
-                dist.broadcast(param.data, self.access.source_rank(0), group=self.access.group)
+            self.access.broadcast(param)
             sharding.shard(param, self.access, f"{owner}.{name}" if owner else name)
             self.access.gatherer.acquire([param.ds_handle])
             self.access.gatherer.release([param.ds_handle])

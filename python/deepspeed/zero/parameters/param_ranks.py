@@ -6,6 +6,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed._compat import named_parameters
+from deepspeed.utils.param_access import shape_of
 
 
 class ParamRanks:
@@ -36,11 +37,6 @@ def groups_of(params):
             if found.setdefault(name, ranks) != ranks:
                 raise ValueError(f"two parameters mean different groups by the name {name!r} in their ds_ranks")
     return found
-
-
-def shape_of(param):
-    """The shape of a parameter, also of a sharded one whose values are not here."""
-    return getattr(param, "ds_shape", param.shape)
 
 
 def numel_of(param):

@@ -99,9 +99,15 @@ class ShardAccess:
         held.hold(gatherer, [communicator])
         return cls(gatherer, group, world, dist.get_rank(group), copies=copies)
 
-    def source_rank(self, rank):
-        """Global rank of ``rank`` among the ranks that train the same parameters."""
-        return dist.get_global_rank(self.copies, rank) if self.copies is not None else 0
+    @torch.no_grad()
+    def broadcast(self, param, rank=0):
+        """Every rank that trains ``param``, whose values are here, gets those of ``rank`` among them."""
+        if self.copies is None or dist.get_world_size(self.copies) == 1:
+            return
+        values = param.detach().contiguous()
+        dist.broadcast(values, dist.get_global_rank(self.copies, rank), group=self.copies)
+        if values.data_ptr() != param.data_ptr():
+            param.detach().copy_(values)
 
 
 _ids = itertools.count()
@@ -178,18 +184,6 @@ class ShardedParameter(torch.nn.Parameter):
         for param in param_list or []:
             if not is_sharded(param):
                 shard(param, self.ds_access)
-
-    def ds_summary(self, slice_shape=None, use_debug_name=False):
-        return {
-            "id": self.ds_id,
-            "status": self.ds_status.name,
-            "numel": self.numel(),
-            "ds_numel": self.ds_numel,
-            "shape": tuple(self.shape),
-            "ds_shape": tuple(self.ds_shape),
-            "requires_grad": self.requires_grad,
-            "persist": self.ds_persist,
-        }
 
     def __deepcopy__(self, memo):
         """A sharded copy with a slice of its own; no rank needs another one for it."""

@@ -11,20 +11,6 @@ class ParamValues:
     """Mixed into the stage 3 optimizer. "full": whole tensors, every rank calls; "local": this rank's slice. Both are
     copies."""
 
-    def backward_epilogue(self):
-        """Reduces the remaining gradients after a backward that the engine has not run."""
-        super().backward_epilogue()
-
-    def get_param_id(self, param):
-        """The number of ``param`` among the optimizer's parameters, end to end over its groups."""
-        return self._linked(param).index
-
-    def _linked(self, param):
-        link = getattr(param, "_ds_link", None)
-        if link is None or link.owner is not self:
-            raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained by this optimizer")
-        return link
-
     def _access(self, how, param, key, *value):
         """The function of ``param_access`` for the fp32 value (``key`` None), the gradient ("grad") or a state."""
         self._linked(param)
