@@ -63,9 +63,8 @@ def shard_model(module, parallel, group):
     Buffers are made equal to rank 0's. Raises ValueError for a parameter that is sharded over other ranks.
     """
     made = ModelAccess(sharding.ShardAccess.of_group(group, parallel.dp_group), _own_accesses(module.parameters()))
-    if parallel.dp_world_size > 1:
-        for buffer in broadcast_own_buffers(module):
-            made.access.broadcast(buffer)
+    for buffer in broadcast_own_buffers(module):
+        made.access.broadcast(buffer)
     for name, param in module.named_parameters():
         access = made.of(param)
         if sharding.is_sharded(param):

@@ -8,20 +8,12 @@ import torch
 
 from deepspeed.ops.by_name import rules_of
 from deepspeed.utils.forwarding import answers_from, forwarded
-from deepspeed.zero.core import aborted_together, build_core
+from deepspeed.zero.core import aborted_together, build_core, writing
+from deepspeed.zero.optimizers.restore import Restore
 from deepspeed.zero.optimizers.stepping import Stepping, refuse_group
-from deepspeed.zero.parameters.param_ranks import lies_in_rows
+from deepspeed.zero.parameters.param_ranks import in_memory_order
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
-def in_memory_order(value, param):
-    """The elements of ``value``, which has the shape of ``param``, in the order in which ``param`` lies in memory: the
-    order of pieces. Flat; a view where that is possible."""
-    if lies_in_rows(param):
-        return value.reshape(-1)
-    ordered = torch.empty_strided(param.shape, param.stride(), dtype=value.dtype, device=value.device)
-    return ordered.copy_(value).as_strided((value.numel(),), (1,))
 
 
 def _of_piece(value, param, offset, numel, master):
@@ -119,9 +111,7 @@ class DeepSpeedOptimizer:
         self.stepping.begin()()
         return self.stepping.end()
 
-    def add_param_group(self, param_group):
-        """Refused: see the message."""
-        refuse_group(param_group)
+    add_param_group = staticmethod(refuse_group)
 
     def zero_grad(self, set_to_none=True):
         self.core.clear_grads()
@@ -140,6 +130,39 @@ class DeepSpeedOptimizer:
             "cur_iter": getattr(scaler, "cur_iter", 0),
             **{name: getattr(scaler, name) for name in kept},
         }
+
+    def _restore(self, saved, with_states, with_masters, when_read=None):
+        """Takes a ``SavedState``; masters from the model's weights unless ``with_masters``. Every rank calls it.
+        ``when_read()`` is called when nothing more is read."""
+        restore = Restore(self.stepping, [param for group in self.bit16_groups for param in group], saved)
+
+        def check():
+            without = restore.without_masters() if with_masters else ()
+            if without:
+                raise ValueError(f"{saved.origin()} has no fp32 weights of {', '.join(without[:3])}")
+            restore.check(with_masters, with_states)
+
+        def fill():
+            if with_masters:
+                restore.masters()
+            else:
+                self.core.refresh_master()
+            if with_states:
+                restore.states()
+            restore.extra()
+
+        if when_read is None:
+            check()
+        else:  # the others wait for their turn, and not at the beginning of a write, which waits for all
+            try:
+                check()
+                fill()
+            finally:
+                when_read()
+        with writing(self.core):
+            if when_read is None:
+                fill()
+            self.core.publish()
 
     def destroy(self):
         if self.stepping.in_files is not None:

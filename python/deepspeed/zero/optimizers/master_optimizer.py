@@ -8,7 +8,6 @@ import torch
 
 from deepspeed.utils.forwarding import forwarded
 from deepspeed.zero.optimizers.base_optimizer import DeepSpeedOptimizer
-from deepspeed.zero.optimizers.restore import Restore, restore_scaler
 
 
 class MasterOptimizer(DeepSpeedOptimizer):
@@ -85,13 +84,7 @@ class MasterOptimizer(DeepSpeedOptimizer):
         params = [param for group in self.fp16_groups for param in group]
         shapes = {name: param.shape for name, param in zip(self.stepping.names, params)}
         saved = self.saved_form(state_dict, self.stepping.names_of(self.fp16_groups), shapes)
-        restore = Restore(self.stepping, params, saved)
-        restore.check(masters=True, states=load_optimizer_states)
-        restore.masters()
-        if load_optimizer_states:
-            restore.states()
-        self.core.publish()
-        restore_scaler(self.loss_scaler, saved.extra)
+        self._restore(saved, load_optimizer_states, True)
 
 
 class UnfusedMasterOptimizer(MasterOptimizer):

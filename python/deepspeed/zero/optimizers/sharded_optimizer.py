@@ -18,12 +18,10 @@ from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import CreateLossScaler
 from deepspeed.utils.forwarding import answers_from
 from deepspeed.utils.param_access import shape_of
-from deepspeed.zero.core import writing
 from deepspeed.zero.errors import ZeRORuntimeException
 from deepspeed.zero.offload.offload_states import OffloadedStates
 from deepspeed.zero.optimizers.base_optimizer import DTYPES, ZeROOptimizer
 from deepspeed.zero.optimizers.flat_states import with_states
-from deepspeed.zero.optimizers.restore import Restore
 from deepspeed.zero.optimizers.states_in_files import StatesInFiles
 from deepspeed.zero.parameters.param_ranks import ranks_of
 from deepspeed.zero.states.named_states import groups_of_params
@@ -144,16 +142,6 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer):
         self.stepping.overflow = bool(self._most([float(self.has_overflow_partitioned_grads_serial())]).item())
         return self.stepping.overflow
 
-    def get_param_id(self, param):
-        """The number of ``param`` among the optimizer's parameters, end to end over its groups."""
-        return self._linked(param).index
-
-    def _linked(self, param):
-        link = getattr(param, "_ds_link", None)
-        if link is None or link.owner is not self:
-            raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained by this optimizer")
-        return link
-
     def _most(self, values):
         """A tensor: of each of the ``values`` the largest that a rank has."""
         values = torch.tensor(values, device=self.core_device)
@@ -245,39 +233,6 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer):
             load_from_fp32_weights,
             when_read=None if load_serial is None else lambda: _hand_on(load_serial),
         )
-
-    def _restore(self, saved, with_states, with_masters, when_read=None):
-        """Takes a ``SavedState``; masters from the model's weights unless ``with_masters``. Every rank calls it.
-        ``when_read()`` is called when nothing more is read."""
-        restore = Restore(self.stepping, self._params, saved)
-
-        def check():
-            without = restore.without_masters() if with_masters else ()
-            if without:
-                raise ValueError(f"{saved.origin()} has no fp32 weights of {', '.join(without[:3])}")
-            restore.check(with_masters, with_states)
-
-        def fill():
-            if with_masters:
-                restore.masters()
-            else:
-                self.core.refresh_master()
-            if with_states:
-                restore.states()
-            restore.extra()
-
-        if when_read is None:
-            check()
-        else:  # the others wait for their turn, and not at the beginning of a write, which waits for all
-            try:
-                check()
-                fill()
-            finally:
-                when_read()
-        with writing(self.core):
-            if when_read is None:
-                fill()
-            self.core.publish()
 
     def destroy(self):
         self.states.reload()

@@ -12,7 +12,7 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.agreement import problems_of_ranks
+from deepspeed.comm.agreement import attempt, problems_of_ranks
 from deepspeed.comm.mesh_views import EngineRanks
 from deepspeed.config.getters import resolved_sections
 from deepspeed.config.read import read
@@ -178,20 +178,20 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             get_accelerator().set_device(int(local_rank))
         if not dist.is_initialized():
             dist.init_distributed()
-        if mpu is not None and data_parallel_group is None:
-            data_parallel_group = EngineRanks(mpu).dp_group
-        if sequence_data_parallel_group is not None:
-            data_parallel_group = sequence_data_parallel_group
-        self.access = sharding.ShardAccess.of_group(data_parallel_group)
-        problem = _contradicting_single_rank_pg_error(self.access.world, data_parallel_group is not None)
+        group = sequence_data_parallel_group or data_parallel_group
+        group = group or (EngineRanks(mpu).dp_group if mpu is not None else None)
+        group = self._sharing_ranks(group, zero)
+        self.access = sharding.ShardAccess.of_group(group)
+        problem = _contradicting_single_rank_pg_error(self.access.world, group is not None)
         if problem:
             raise RuntimeError(problem)
         self.local_device = torch.device(get_accelerator().current_device_name())
         self._remote = None
         if remote in (OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme):
             native = read(getattr(found, "_param_dict", found) or {}, strict=False, sections_only=True)
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            self._agree(_error_of(self._open_remote, native, self.local_device, remote.value, bool(pin_memory), rank))
+            place = (self.local_device, remote.value, bool(pin_memory), dist.get_rank())
+            self._remote, error = attempt(lambda: _native._C.RemoteSlices(native, *place))
+            self._agree(error)
             # Files of slices that get no engine; at the end of the process.
             weakref.finalize(Init, self._remote.exit_guard())
         if module is not None:
@@ -199,6 +199,11 @@ class Init(InsertPostInitMethodToModuleSubClasses):
                 self._follow(sub)
             self._convert(module.named_parameters(recurse=True))
             self._ended()
+
+    def _sharing_ranks(self, group, zero):
+        """The group of ranks that share one copy, of the data-parallel ``group`` (None: all ranks). ``zero``: the
+        section of the configuration, or None."""
+        return group
 
     def __exit__(self, exc_type, exc_value, traceback):
         super().__exit__(exc_type, exc_value, traceback)
@@ -214,10 +219,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             )
         self._zeros.clear()
         if self._remote is not None:
-            self._agree(_error_of(self._remote.settle))
-
-    def _open_remote(self, *args):
-        self._remote = _native._C.RemoteSlices(*args)
+            self._agree(attempt(self._remote.settle)[1])
 
     def _agree(self, error):
         """A slice that one rank cannot put where ``remote_device`` says is an error of all: they wait for each other at
@@ -270,18 +272,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             self.access.gatherer.release([param.ds_handle])
             taken = self._remote is not None
             if taken and error is None:
-                error = _error_of(self._remote.take, param.ds_handle)
+                _, error = attempt(functools.partial(self._remote.take, param.ds_handle))
         if taken:
             self._agree(error)
-
-
-def _error_of(work, *args):
-    """The error that ``work(*args)`` raises, or None."""
-    try:
-        work(*args)
-    except Exception as error:
-        return error
-    return None
 
 
 def _offload_device(zero):

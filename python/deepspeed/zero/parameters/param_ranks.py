@@ -49,6 +49,15 @@ def lies_in_rows(param):
     return hasattr(param, "ds_handle") or param.is_contiguous()
 
 
+def in_memory_order(value, param):
+    """The elements of ``value``, which has the shape of ``param``, in the order in which ``param`` lies in memory: the
+    order of pieces. Flat; a view where that is possible."""
+    if lies_in_rows(param):
+        return value.reshape(-1)
+    ordered = torch.empty_strided(param.shape, param.stride(), dtype=value.dtype, device=value.device)
+    return ordered.copy_(value).as_strided((value.numel(),), (1,))
+
+
 # ---- in checkpoints ------------------------------------------------------------------------------------------------
 
 
@@ -124,11 +133,6 @@ class SavedLayers:
         return next(((self.layers[path], rest) for path, rest in cuts if path in self.layers), None)
 
 
-def layers_of(module):
-    """The ``SavedLayers`` of a module, None for one that is no stage of a pipeline."""
-    return getattr(module, "ds_saved_layers", None)
-
-
 class ModuleTensors:
     """The tensors of a module by their names: all that checkpoints know of a module.
 
@@ -140,7 +144,7 @@ class ModuleTensors:
 
     def __init__(self, module):
         self.params, self.buffers = dict(named_parameters(module)), dict(module.named_buffers())
-        self.named, self.layers = SavedNames(module), layers_of(module)
+        self.named, self.layers = SavedNames(module), getattr(module, "ds_saved_layers", None)
         self.differs = (
             self.layers is not None
             or any(ranks_of(param) is not None for param in self.params.values())

@@ -172,12 +172,9 @@ class ShardedParameter(torch.nn.Parameter):
             write_back(params)
         _release(params)
 
-    def aligned_size(self):
-        return self.ds_handle.slice_numel * self.ds_handle.parts
-
     def padding_size(self):
         """Elements of padding behind the last slice."""
-        return self.aligned_size() - self.ds_numel
+        return self.ds_handle.slice_numel * self.ds_handle.parts - self.ds_numel
 
     def convert_to_zero_parameters(self, param_list=None):
         """Shards the plain parameters among ``param_list`` as this one is sharded."""
