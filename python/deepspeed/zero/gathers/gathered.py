@@ -85,11 +85,8 @@ def _spread_whole(params, rank):
 def _flatten(params):
     if torch.is_tensor(params):
         yield params
-    elif isinstance(params, dict):
-        for value in params.values():
-            yield from _flatten(value)
     elif params is not None:
-        for param in params:
+        for param in params.values() if isinstance(params, dict) else params:
             yield from _flatten(param)
 
 

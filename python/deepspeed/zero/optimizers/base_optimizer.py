@@ -11,7 +11,7 @@ from deepspeed.utils.forwarding import answers_from, forwarded
 from deepspeed.zero.core import aborted_together, build_core, writing
 from deepspeed.zero.optimizers.restore import Restore
 from deepspeed.zero.optimizers.stepping import Stepping, refuse_group
-from deepspeed.zero.parameters.param_ranks import in_memory_order
+from deepspeed.zero.parameters.param_ranks import in_memory_order, numel_of
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -137,7 +137,8 @@ class DeepSpeedOptimizer:
         restore = Restore(self.stepping, [param for group in self.bit16_groups for param in group], saved)
 
         def check():
-            without = restore.without_masters() if with_masters else ()
+            pairs = zip(restore.names, restore.params) if with_masters else ()
+            without = [name for name, param in pairs if numel_of(param) and not saved.pieces(name, "fp32")]
             if without:
                 raise ValueError(f"{saved.origin()} has no fp32 weights of {', '.join(without[:3])}")
             restore.check(with_masters, with_states)

@@ -49,11 +49,6 @@ class Restore:
                 if numel and pieces:
                     self._fill(numel, index, offset, pieces, kind)
 
-    def without_masters(self):
-        """Names of parameters of which the checkpoint has no fp32 weights."""
-        pairs = zip(self.names, self.params)
-        return [name for name, param in pairs if numel_of(param) and not self.saved.pieces(name, "fp32")]
-
     @torch.no_grad()
     def _fill(self, target, index, offset, pieces, kind):
         """The piece of a parameter from ``offset`` on; of a ``target`` that is a number of elements it is only checked

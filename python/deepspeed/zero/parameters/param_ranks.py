@@ -168,16 +168,11 @@ class ModuleTensors:
     def copies(self):
         """name -> ranks that have the same: of parameters with ranks of their own, under each of their names, and of
         buffers of experts that have such parameters."""
-        found, of_expert = {}, {}
-        for name, param in self.params.items():
-            if ranks_of(param) is not None:
-                found[name] = ranks_of(param).copies
-                of_expert.setdefault(self.named.expert(name), found[name])
+        params = {name: ranks_of(param).copies for name, param in self.params.items() if ranks_of(param) is not None}
+        of_expert = {self.named.expert(name): copies for name, copies in params.items()}
         of_expert.pop(None, None)
-        for name in self.buffers:
-            if self.named.expert(name) in of_expert:
-                found[name] = of_expert[self.named.expert(name)]
-        return found
+        buffers = {name: of_expert.get(self.named.expert(name)) for name in self.buffers}
+        return {**params, **{name: copies for name, copies in buffers.items() if copies is not None}}
 
 
 def broadcast_own_buffers(module):
