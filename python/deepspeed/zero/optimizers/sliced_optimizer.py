@@ -71,7 +71,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         """``_flat_sub_groups`` of dense parameters in files, read when it is written down."""
         kept = self.stepping.kept()[kind]
         sources = [self.core.slice_source(*kept, run) for run in self._sub_groups(dense=True)]
-        return [TensorOfPieces.of_source(source.bytes // 4, torch.float32, source) for source in sources]
+        return [TensorOfPieces(source.bytes // 4, torch.float32, source=source) for source in sources]
 
     @property
     def fp32_partitioned_groups_flat(self):

@@ -144,8 +144,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             return
         if self.dtype is None and found is None and module is None:
             self.dtype = torch.float16
-        self._off_meta = {}  # id of a parameter on the meta device -> (it, its replacement)
-        self._zeros = []
+        self._off_meta = {}  # id of a parameter on the meta device -> (it, its replacement, its name)
         for value, name in (
             (zero_quantized_weights, "zero_quantized_weights"),
             (zero_quantized_nontrainable_weights, "zero_quantized_nontrainable_weights"),
@@ -211,13 +210,13 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             self._ended()
 
     def _ended(self):
-        if self._zeros and self.access.rank == 0:
+        if self._off_meta and self.access.rank == 0:
+            names = [name for _, _, name in self._off_meta.values()]
             logger.warning(
-                f"zero.Init: {len(self._zeros)} parameters were made on the meta device (the first: {self._zeros[0]}) "
-                "and are zeros now: load a state dict or a checkpoint, or set them inside "
-                "deepspeed.zero.GatheredParameters"
+                f"zero.Init: {len(names)} parameters were made on the meta device (the first: {names[0]}) and are "
+                "zeros now: load a state dict or a checkpoint, or set them inside deepspeed.zero.GatheredParameters"
             )
-        self._zeros.clear()
+        self._off_meta.clear()
         if self._remote is not None:
             self._agree(attempt(self._remote.settle)[1])
 
@@ -253,8 +252,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
                 data = torch.zeros(param.shape, dtype=param.dtype, device=self.local_device)
                 real = torch.nn.Parameter(data, requires_grad=param.requires_grad)
                 real.__dict__.update(param.__dict__)
-                self._off_meta[id(param)] = (param, real)
-                self._zeros.append(f"{type(module).__name__}.{name}")
+                self._off_meta[id(param)] = (param, real, f"{type(module).__name__}.{name}")
             module._parameters[name] = self._off_meta[id(param)][1]
 
     @torch.no_grad()

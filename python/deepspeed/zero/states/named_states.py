@@ -70,7 +70,7 @@ class OwnedStates:
                     begin, value = _positioned(param, offset, meta)
                 if value is not None and value.is_contiguous():
                     source = core.piece_source(*at, number)
-                    value = TensorOfPieces.of_source(value.numel(), value.dtype, source, value.shape)
+                    value = TensorOfPieces(value.numel(), value.dtype, source=source, shape=value.shape)
                 elif (tensor := core.piece_tensor(*at, number)) is not None:
                     begin, value = _positioned(param, offset, tensor.detach())
                 if value is not None:
