@@ -13,6 +13,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed import comm as dist
+from deepspeed.comm.agreement import attempt
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import CreateLossScaler
@@ -164,10 +165,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer):
             logger.info(message)
         for turn in range(count):
             if turn == mine:
-                try:
-                    function()
-                except Exception as caught:
-                    error = caught
+                _, error = attempt(function)
             if group is not None:
                 dist.barrier(group=group)
         if error is not None:

@@ -184,14 +184,11 @@ class ShardedParameter(torch.nn.Parameter):
 
     def __deepcopy__(self, memo):
         """A sharded copy with a slice of its own; no rank needs another one for it."""
-        if id(self) in memo:
-            return memo[id(self)]
         access, empty = self.ds_access, torch.empty(0, dtype=self.ds_handle.dtype, device=self.ds_handle.device)
         copy = torch.nn.Parameter(empty, self.requires_grad)
         if access.core is not None:
             access = ShardAccess.of_group(access.group, access.copies)
         _dress(copy, self.ds_handle.copy_for(copy, ShardedParameter, ReleasedParameter), access)
-        memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol):
@@ -210,7 +207,7 @@ class ReleasedParameter(ShardedParameter):
         kwargs = kwargs or {}
         name = operation_of(func)
         if is_data_getter(func):
-            return _released_data(args[0])
+            return as_released(run_plainly(func, args, kwargs), args[0].ds_handle.name, tuple(args[0].ds_shape))
         if func == torch.Tensor.data.__set__ and args[1].numel() > 0:
             raise RuntimeError(untouchable(args[0].ds_handle.name, tuple(args[0].ds_shape), "param.data = ..."))
         given = first_of(args, kwargs)
@@ -229,11 +226,6 @@ class ReleasedParameter(ShardedParameter):
                 return empty_result(func, args, kwargs, handle.name, tuple(param.ds_shape))
             raise RuntimeError(untouchable(handle.name, tuple(param.ds_shape), name))
         return func(*args, **kwargs)
-
-
-def _released_data(param):
-    with torch._C.DisableTorchFunction():
-        return as_released(param.data, param.ds_handle.name, tuple(param.ds_shape))
 
 
 def _dress(param, handle, access):
