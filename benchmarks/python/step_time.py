@@ -13,17 +13,29 @@ import argparse
 import json
 import logging
 import os
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
+
+from common import ranks
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 
 
+OPTIONS = (
+    "ranks",
+    "device",
+    "dtype",
+    "rounds",
+    "block",
+    "rows",
+    "accumulation",
+    "clip",
+    "stages",
+    "model",
+    "zero",
+)
 MODELS = {
     "10m": {},
     "100m": {"layers": 12, "heads": 12, "width": 768, "vocab_size": 16384},
@@ -50,59 +62,10 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def launch(args):
     """Starts the ranks with plain environment variables: any deepspeed can join them. Returns rank 0's figures."""
     threads = args.threads or max(1, len(os.sched_getaffinity(0)) // args.ranks)
-    with tempfile.TemporaryDirectory() as scratch:
-        out = os.path.join(scratch, "figures.json")
-        command = [args.python, os.path.abspath(__file__), "--worker", "--json", out]
-        for name in (
-            "ranks",
-            "device",
-            "dtype",
-            "rounds",
-            "block",
-            "rows",
-            "accumulation",
-            "clip",
-            "stages",
-            "model",
-            "zero",
-        ):
-            command += [f"--{name}", str(getattr(args, name))]
-        port = str(free_port())
-        ranks = []
-        for rank in range(args.ranks):
-            env = dict(
-                os.environ,
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(args.ranks),
-                LOCAL_SIZE=str(args.ranks),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port,
-                OMP_NUM_THREADS=str(threads),
-            )
-            ranks.append(subprocess.Popen(command, env=env))
-        try:
-            while any(p.poll() is None for p in ranks):
-                if any(p.poll() for p in ranks):  # one failed: the others would wait for it
-                    break
-                time.sleep(0.2)
-        finally:
-            for p in ranks:
-                if p.poll() is None:
-                    p.kill()
-        if any(p.wait() for p in ranks):
-            sys.exit("a rank failed; its message is above")
-        with open(out, encoding="utf-8") as file:
-            return json.load(file)
+    return ranks.measure(__file__, args, OPTIONS, args.ranks, threads, args.python)
 
 
 class Ours:

@@ -26,8 +26,8 @@ def measure(script, args, names, ranks, threads=1, python=sys.executable):
                 command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         processes = []
         for rank in map(str, range(ranks)):
-            env = dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
-                       MASTER_PORT=port, OMP_NUM_THREADS=str(threads))  # fmt: skip
+            env = dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(ranks), LOCAL_SIZE=str(ranks),
+                       MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=str(threads))  # fmt: skip
             processes.append(subprocess.Popen(command, env=env))
         try:
             while any(process.poll() is None for process in processes):

@@ -16,6 +16,15 @@ def problems_of_ranks(problem, group=None, alone=False):
     return [(rank, text) for rank, text in enumerate(told) if text is not None]
 
 
+def attempt(function):
+    """``(what function() gives, None)``, or ``(None, the exception)``: the other ranks hear of it before it is
+    raised."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
 def together(function, what, group=None, alone=False):
     """Calls ``function()`` and returns its result. All ranks of ``group`` must call this. If the function raises on one
     rank, that rank raises its error, and the others raise RuntimeError with that rank, that error and the name
@@ -23,12 +32,8 @@ def together(function, what, group=None, alone=False):
 
     alone: whether this is the only rank. function: None if this rank has nothing to do.
     """
-    result = failed = error = None
-    try:
-        result = function() if function is not None else None
-    except Exception as caught:
-        failed, error = f"{type(caught).__name__}: {caught}", caught
-    problems = problems_of_ranks(failed, group, alone)
+    result, error = attempt(function) if function is not None else (None, None)
+    problems = problems_of_ranks(None if error is None else f"{type(error).__name__}: {error}", group, alone)
     if error is not None:
         raise error
     for rank, text in problems:

@@ -16,7 +16,7 @@ from deepspeed.launcher import linux
 from deepspeed.launcher.control import ERRORS, INPUT, LOOK_S, MESSAGE, OUTPUT, Link, LinkLost
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.exit_codes import shell_code
-from deepspeed.launcher.launch import FORWARDED, be_supervisor, kill_descendants
+from deepspeed.launcher.launch import FORWARDED, kill_descendants, supervise
 from deepspeed.launcher.memory_keeper import MemoryKeeper
 from deepspeed.launcher.options import add_options, switch
 from deepspeed.launcher.plan import DEFAULT_PORT, Share
@@ -103,10 +103,13 @@ class HostJob:
                 if pid is None:  # a late supervisor must not start ranks beside those of the next round
                     kill_descendants(self._spared)
             self._warm.expect(self._plan)
-        pid = os.fork() if pid is None else pid
-        if pid == 0:
-            linux.take_streams(streams, {self._plan.report_fd})
-            be_supervisor(self._plan, front)
+        if pid is None:
+
+            def work():
+                linux.take_streams(streams, {self._plan.report_fd})
+                return supervise(self._plan, front)
+
+            pid = linux.fork(work)
         os.close(self._plan.report_fd)
         self._selector.watch(reports, lambda: self._on_report(reports))
         if pipes:

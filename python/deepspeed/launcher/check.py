@@ -7,11 +7,10 @@ import sys
 import time
 
 from deepspeed.launcher import plan
-from deepspeed.launcher.cluster import agent_words, choose_runner, local_addresses, which_are_here
+from deepspeed.launcher.cluster import address_of, agent_words, choose_runner, which_are_here
 from deepspeed.launcher.control import LOOK_S, MESSAGE
-from deepspeed.launcher.head import version_text
+from deepspeed.launcher.head import differences, version_text
 from deepspeed.launcher.host_link import HostLink, Way
-from deepspeed.version import __version__
 
 _LITTLE_DISK = 1 << 30
 _LITTLE_SHM = 256 << 20
@@ -111,15 +110,12 @@ class Check:
 
     # ---- judgement -----------------------------------------------------------------------------------------------
     def _compare(self):
-        mine = {"python": list(sys.version_info[:2]), "deepspeed": __version__}
         for host in self._here():
             if "torch" not in host.facts:
                 self._problem(host, "did not answer. Try again; if it stays so, look at its load.")
                 continue
-            for name, here in mine.items():
-                if host.facts[name] != here:
-                    theirs, ours = version_text(host.facts[name]), version_text(here)
-                    self._problem(host, f"has {name} {theirs}, this host {ours}: install the same.")
+            for text in differences(host):
+                self._problem(host, f"{text}.")
             for wrong, text in self._lacks(host.facts, len(host.slots)):
                 if wrong:
                     self._problem(host, text)
@@ -162,12 +158,8 @@ class Check:
         port = self._answers([first], "echo", 10.0).get(first)
         if port is None:
             return
-        address, others = "127.0.0.1", [host.name for host in self._hosts if not self._near[host.name]]
-        if self._args.master_addr:
-            address = self._args.master_addr
-        elif others:
-            here = self._near[first.name]
-            address = local_addresses(others)[0] if here else first.facts.get("address") or first.name
+        near = all(self._near.values())
+        address = self._args.master_addr or ("127.0.0.1" if near else address_of(first, self._hosts, self._near))
         for host in self._here()[1:]:
             host.link.send({"measure": [address, port]})
             said = self._answers([host], "measured", 30.0).get(host, {"why": "no answer"})

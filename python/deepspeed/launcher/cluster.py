@@ -70,6 +70,13 @@ def listen(port=0):
     return meeting
 
 
+def address_of(first, hosts, near):
+    """The address at which ``hosts`` reach ``first``, which is one of them. ``near``: whether they are this machine."""
+    if near.get(first.name, False):
+        return local_addresses([host.name for host in hosts if host is not first])[0]
+    return first.facts.get("address") or first.peer or first.name
+
+
 class ClusterJob:
     """``hosts``: ``{name: slots}``. ``runner`` starts their agents; None if the hosts connect by themselves."""
 
@@ -181,9 +188,7 @@ class ClusterJob:
         ]  # fmt: skip
 
     def _address_of(self, first, hosts):
-        if self._near.get(first.name, False):
-            return local_addresses([host.name for host in hosts if host is not first])[0]
-        return first.facts.get("address") or first.peer or first.name
+        return address_of(first, hosts, self._near)
 
 
 def choose_runner(args, hosts, notes):

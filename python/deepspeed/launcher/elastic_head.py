@@ -14,7 +14,7 @@ from deepspeed.host.variables import number
 from deepspeed.launcher.control import INPUT
 from deepspeed.launcher.elastic_layout import layout
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.head import Head, difference, notes_of, start_ranks
+from deepspeed.launcher.head import Head, differences, notes_of, start_ranks
 from deepspeed.launcher.host_link import HostLink
 
 _LAST_CALL_S = 30.0  # the first round waits this long for more hosts when there are enough
@@ -56,9 +56,9 @@ class ElasticHead(Head):
         if self._code is not None:
             host.link.send({"stop": "the job has ended", "bye": self._code})
             return self._drop(host, "done")
-        why = difference(host)
+        why = next(differences(host), "")
         if why:
-            self._refuse(host, why)
+            self._refuse(host, f"host {host.name} {why}")
         elif self._restarts or self._phase == "running":
             self._say(f"deepspeed: host {host.name} is here.\n", self._job.verbose)
 

@@ -27,22 +27,16 @@ class ForkedScript:
 
     def __init__(self, command, environment, streams, kept, in_child):
         self.returncode = None
-        sys.stdout.flush()
-        sys.stderr.flush()
         detached, open_until_then = os.pipe()
         # Until the child has its own handlers a signal would run the launcher's there, and be reported to the launcher.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                _detach(streams, kept)
-                in_child()
-                code = _run(command, environment)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
+
+        def work():
+            _detach(streams, kept)
+            in_child()
+            return _run(command, environment)
+
+        self.pid = linux.fork(work)
         os.close(open_until_then)
         os.read(detached, 1)
         os.close(detached)
@@ -74,8 +68,7 @@ def _run(command, environment):
     code = _call(lambda: exec(_compiled(script), vars(main)))
     threading._shutdown()  # waits for its threads
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    linux.flush()
     return code
 
 

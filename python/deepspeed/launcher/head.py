@@ -115,9 +115,9 @@ class Head:
 
     def _on_hello(self, host, facts):
         host.state, host.facts = "here", facts
-        why = difference(host)
+        why = next(differences(host), "")
         if why:
-            return self._fail(why)
+            return self._fail(f"host {host.name} {why}")
         if all(one.state == "here" for one in self._hosts):
             self._share()
 
@@ -305,13 +305,12 @@ def notes_of(hosts):
     return "".join(f"deepspeed: {note}\n" for note in notes)
 
 
-def difference(host):
-    """The differences between what ``host`` and this host have installed, as text; "" if there are none."""
+def differences(host):
+    """A text for each difference between what ``host`` and this host have installed."""
     for name, mine in {"deepspeed": __version__, "python": list(sys.version_info[:2])}.items():
         if host.facts[name] != mine:
             theirs, ours = version_text(host.facts[name]), version_text(mine)
-            return f"host {host.name} has {name} {theirs}, and this one {ours}: install the same on all hosts"
-    return ""
+            yield f"has {name} {theirs}, and this one {ours}: install the same on all hosts"
 
 
 def version_text(value):

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 
 from deepspeed.launcher import linux
 from deepspeed.launcher.errors import LaunchError
@@ -62,8 +61,6 @@ def launch(plan):
     if plan.log_dir:
         os.makedirs(plan.log_dir, exist_ok=True)
     with pid_file(plan.save_pid):
-        sys.stdout.flush()
-        sys.stderr.flush()
         linux.become_subreaper()
         front = os.getpid()
         # Processes of a program that calls this function are left alone.
@@ -72,9 +69,7 @@ def launch(plan):
         child_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # Blocked until the supervisor is ready for them: a signal between fork and its handlers would be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-        supervisor = os.fork()
-        if supervisor == 0:
-            be_supervisor(plan, front)
+        supervisor = linux.fork(lambda: supervise(plan, front))
         try:
             return _wait(supervisor, others)
         finally:
@@ -82,20 +77,12 @@ def launch(plan):
             signal.signal(signal.SIGCHLD, child_handler or signal.SIG_DFL)
 
 
-def be_supervisor(plan, front):
-    """In a forked child: runs the plan, and ends the process with the exit code of the job."""
-    code = 1
+def supervise(plan, front):
+    """In a forked child of the process ``front``: runs the plan; returns the exit code of the job."""
     try:
-        supervisor = Supervisor(plan, front)
-        code = supervisor.run()
+        return Supervisor(plan, front).run()
     except OSError as error:
-        print(f"deepspeed: error: a rank could not be started: {error}", file=sys.stderr)
-    except Exception:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        raise OSError(f"a rank could not be started: {error}") from None
 
 
 def _wait(supervisor, others):

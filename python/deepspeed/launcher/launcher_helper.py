@@ -73,11 +73,14 @@ def run_rank(command, environment, log_dir=None):
     heard, started, helper = [], time.monotonic(), os.getpid()
     for sig in linux.not_ignored(_GROUP):
         signal.signal(sig, lambda number, frame: heard.append(number))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    script = os.fork()
-    if script == 0:
-        _become(command, environment, log_dir, helper)
+
+    def become():  # MPI's SIGKILL for the helper ends the script, too
+        linux.die_with_parent(helper)
+        if log_dir:
+            write_to_file(log_dir, environment["RANK"])
+        os.execvpe(command[0], command, environment)
+
+    script = linux.fork(become)
     code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
     if code and not heard:
         name = f"rank {environment['RANK']} of {environment['WORLD_SIZE']}"
@@ -102,19 +105,6 @@ def _wait_until_read(*streams):
     for fd in streams:
         while stat.S_ISFIFO(os.fstat(fd).st_mode) and linux.unread(fd) and time.monotonic() < limit:
             time.sleep(0.01)
-
-
-def _become(command, environment, log_dir, helper):
-    # In the forked child: the script, which MPI's SIGKILL for the helper ends, too.
-    try:
-        linux.die_with_parent(helper)
-        if log_dir:
-            write_to_file(log_dir, environment["RANK"])
-        os.execvpe(command[0], command, environment)
-    except OSError as error:
-        print(f"deepspeed: error: {error}", file=sys.stderr, flush=True)
-    finally:
-        os._exit(1)
 
 
 def main(args=None):

@@ -8,7 +8,9 @@ import selectors
 import signal
 import socket
 import subprocess
+import sys
 import termios
+import traceback
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -95,6 +97,32 @@ def kill_all(pids, sig=signal.SIGKILL):
     """Sends ``sig`` to each of ``pids``."""
     for pid in pids:
         kill(pid, sig)
+
+
+def flush():
+    """Writes what stdout and stderr of this process hold."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def fork(work):
+    """Forks a process that calls ``work()`` and ends with the exit code that this returns (None: 0), or with 1 after an
+    error, which it says. Returns its id."""
+    flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = work() or 0
+        except OSError as error:
+            print(f"deepspeed: error: {error}", file=sys.stderr)
+        except Exception:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                flush()
+            os._exit(code)
+    return pid
 
 
 def not_ignored(signals):

@@ -41,15 +41,8 @@ class MemoryKeeper:
             FOLDER_VARIABLE: self.folder,
             KEEPER_VARIABLE: f"{listener.getsockname()[1]}:{self._key}",
         }
-        sys.stdout.flush()
-        sys.stderr.flush()
         agent = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                self._serve(listener, agent)
-            finally:
-                os._exit(0)
+        self.pid = linux.fork(lambda: self._serve(listener, agent))
         listener.close()
 
     def close(self):

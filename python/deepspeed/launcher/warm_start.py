@@ -6,6 +6,7 @@ are not Python scripts, if their variables (other than rank numbers) have change
 negative.
 """
 
+import functools
 import gc
 import json
 import os
@@ -22,7 +23,7 @@ from deepspeed.launcher import linux
 from deepspeed.launcher.control import from_wire, to_wire
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.forked_script import is_script
-from deepspeed.launcher.launch import FORWARDED, be_supervisor
+from deepspeed.launcher.launch import FORWARDED, supervise
 from deepspeed.launcher.plan import NodePlan
 from deepspeed.registry import load_target
 
@@ -135,28 +136,27 @@ def main():
         told = from_wire(json.loads(_exactly(connection, _SIZE.unpack(size)[0])))
         plan, agent = NodePlan([], [], []), told["agent"]
         vars(plan).update(told["plan"])
-        between = os.fork()
-        if between == 0:
-            _fork_supervisor(connection, plan, agent, fds, kept)
+        # The process between the two ends at once, so that the supervisor becomes a child of the agent, which adopts
+        # orphans.
+        supervisor = functools.partial(_supervise, connection, plan, agent, fds, kept)
+        between = linux.fork(lambda work=supervisor: linux.fork(work) and 0)
         os.waitpid(between, 0)
         for fd in fds:
             os.close(fd)
 
 
-def _fork_supervisor(connection, plan, agent, fds, kept):
-    if os.fork() != 0:
-        os._exit(0)  # so that its child becomes one of the agent, which adopts orphans
+def _supervise(connection, plan, agent, fds, kept):
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until the supervisor is ready for them
     limit = time.monotonic() + _ANSWER_S
     while os.getppid() != agent:
         if time.monotonic() > limit:  # it has ended
-            os._exit(1)
+            return 1
         time.sleep(0.0005)
     linux.take_streams(fds[:3], {*kept, fds[3], connection.fileno()})
     plan.report_fd, plan.forks, plan.kept_fds = fds[3], True, kept
     connection.sendall(_SIZE.pack(os.getpid()))
     connection.close()
-    be_supervisor(plan, agent)
+    return supervise(plan, agent)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Writes the output of many hosts to the terminal, in a thread: a held terminal (Ctrl-S) must not stop the heartbeats
 of the job."""
 
-import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from deepspeed.launcher.output import write_all
 
@@ -15,29 +15,24 @@ class Writer:
     def __init__(self):
         self.backlog = 0
         self.broken = False
-        self._queue = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(max_workers=1)
 
     def write(self, fd, data):
         """Hands over ``data`` for ``fd``."""
         with self._lock:
             self.backlog += len(data)
-        self._queue.put((fd, data))
+        self._thread.submit(self._write, fd, data)
 
     def finish(self):
         """Waits until all is written."""
-        self._queue.put(None)
-        self._thread.join()
+        self._thread.shutdown()
 
-    def _work(self):
-        while (item := self._queue.get()) is not None:
-            fd, data = item
-            try:
-                if not self.broken:
-                    write_all(fd, data)
-            except OSError:
-                self.broken = True
-            with self._lock:
-                self.backlog -= len(data)
+    def _write(self, fd, data):
+        try:
+            if not self.broken:
+                write_all(fd, data)
+        except OSError:
+            self.broken = True
+        with self._lock:
+            self.backlog -= len(data)

@@ -231,15 +231,14 @@ def _with_values(param, body, changed=False):
         param.partition(has_been_updated=changed)
 
 
-def _shape(param):
-    return torch.Size(getattr(param, "ds_shape", param.shape))
+def shape_of(param):
+    """The shape of a parameter, also of a sharded one whose values are not here."""
+    return getattr(param, "ds_shape", param.shape)
 
 
 def _called(param):
-    handle = getattr(param, "ds_handle", None)
-    return (
-        f"parameter {tuple(_shape(param))}" if handle is None else f"parameter '{handle.name}' {tuple(_shape(param))}"
-    )
+    handle, shape = getattr(param, "ds_handle", None), tuple(shape_of(param))
+    return f"parameter {shape}" if handle is None else f"parameter '{handle.name}' {shape}"
 
 
 def _nothing(kind, param):
@@ -253,7 +252,7 @@ def _nothing(kind, param):
 def _fitting(param, value):
     if not torch.is_tensor(value):
         raise TypeError(f"{_called(param)} takes a tensor, got {type(value).__name__}")
-    shape, value = _shape(param), value.detach()
+    shape, value = shape_of(param), value.detach()
     if value.shape == shape:
         return value
     if value.dim() == 1 and value.numel() == shape.numel():

@@ -66,10 +66,14 @@ class tensor_fragment:
         self.lp_fragment.data.copy_(self.hp_fragment.data)
 
     def get_optim_state_fragment(self, key):
-        """Raises ValueError for a state that is not there."""
-        if key not in (self.optim_fragment or {}):
+        """Raises ValueError for a state that is not there (yet: many optimizers make theirs in the first step)."""
+        value = self._state(key)
+        if value is None:
             raise ValueError(f"there is no optimizer state {key!r}; there are {self.get_optim_state_keys()}")
-        return self.optim_fragment[key]
+        return value
+
+    def _state(self, key):
+        return (self.optim_fragment or {}).get(key)
 
     def set_optim_state_fragment(self, flat_hp_partition, optim_fragment):
         """``optim_fragment``: the states of the flat fp32 partition. Those with a value for each element are cut."""
@@ -81,8 +85,9 @@ class tensor_fragment:
 
     def put_optim_state_fragment(self, key, value):
         """The fragment of state ``key`` takes ``value``, flat; a state that is not there is made."""
-        if key in (self.optim_fragment or {}):
-            self.optim_fragment[key].data.copy_(value.reshape(self.optim_fragment[key].shape))
+        own = self._state(key)
+        if own is not None:
+            own.data.copy_(value.reshape(own.shape))
             return
         self.optim_fragment = {**(self.optim_fragment or {}), key: value.detach().clone().to(self.hp_fragment.device)}
 

@@ -6,9 +6,6 @@ import weakref
 class NotCopied:
     """Copied and pickled models have no engine: they have None instead of such an object."""
 
-    def __deepcopy__(self, memo):
-        return None
-
     def __reduce__(self):
         return (type(None), ())
 

@@ -19,8 +19,8 @@ from deepspeed.engine.members import engine_parts, member, run_hooks
 from deepspeed.optim.schedule_values import rehearse
 from deepspeed.zero.core import writing
 from deepspeed.zero.gathers.gathered import GatheredParameters
+from deepspeed.zero.optimizers.base_optimizer import DeepSpeedOptimizer
 from deepspeed.zero.optimizers.restore import Restore
-from deepspeed.zero.optimizers.wrapped_optimizer import WrappedOptimizer
 from deepspeed.zero.parameters.param_ranks import ModuleTensors
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 from deepspeed.zero.states.named_states import OwnedStates
@@ -38,7 +38,7 @@ def optimizer_values(optimizer, stepping, shards_params):
     if stepping.scaler is not None:
         found["loss_scaler"] = dict(vars(stepping.scaler))
         found["dynamic_loss_scale"] = bool(stepping.scaler.dynamic)
-    if isinstance(optimizer, WrappedOptimizer) and not shards_params:
+    if isinstance(optimizer, DeepSpeedOptimizer) and not shards_params:
         found["clip_grad"] = optimizer.clip_grad
     return found
 

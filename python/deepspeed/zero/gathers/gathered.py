@@ -61,11 +61,7 @@ class GatheredParameters:
             return
         _spread_whole(self._whole, self.modifier_rank)
         for param in self.params:
-            access = param.ds_access
-            if access.copies is not None and dist.get_world_size(access.copies) > 1:
-                values = param.detach().contiguous()
-                dist.broadcast(values, access.source_rank(self.modifier_rank), group=access.copies)
-                param.detach().copy_(values)
+            param.ds_access.broadcast(param, self.modifier_rank)
         sharding.write_back(self.params)
 
 
@@ -89,11 +85,8 @@ def _spread_whole(params, rank):
 def _flatten(params):
     if torch.is_tensor(params):
         yield params
-    elif isinstance(params, dict):
-        for value in params.values():
-            yield from _flatten(value)
     elif params is not None:
-        for param in params:
+        for param in params.values() if isinstance(params, dict) else params:
             yield from _flatten(param)
 
 

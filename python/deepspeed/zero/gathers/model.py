@@ -5,7 +5,6 @@ import weakref
 
 import torch
 
-from deepspeed import comm as dist
 from deepspeed.zero.parameters import sharded_parameter as sharding
 from deepspeed.zero.parameters.loading import follow_loading
 from deepspeed.zero.parameters.param_ranks import broadcast_own_buffers, ranks_of
@@ -64,11 +63,8 @@ def shard_model(module, parallel, group):
     Buffers are made equal to rank 0's. Raises ValueError for a parameter that is sharded over other ranks.
     """
     made = ModelAccess(sharding.ShardAccess.of_group(group, parallel.dp_group), _own_accesses(module.parameters()))
-    source = parallel.source_rank()
-    spread = parallel.dp_world_size > 1
-    if spread:
-        for buffer in broadcast_own_buffers(module):
-            dist.broadcast(buffer.data, source, group=parallel.dp_group)
+    for buffer in broadcast_own_buffers(module):
+        made.access.broadcast(buffer)
     for name, param in module.named_parameters():
         access = made.of(param)
         if sharding.is_sharded(param):
@@ -78,15 +74,7 @@ def shard_model(module, parallel, group):
                     f"{access.world}; pass the same group to zero.Init (data_parallel_group=, or mpu=; MiCS_Init)"
                 )
             continue
-        if spread:
-            values, dense = param.data.contiguous(), access is made.access
-            dist.broadcast(
-                values,
-                source if dense else access.source_rank(0),
-                group=parallel.dp_group if dense else access.copies,
-            )
-            if values.data_ptr() != param.data_ptr():
-                param.data.copy_(values)
+        access.broadcast(param)
         sharding.shard(param, access, name)
     for sub in module.modules():
         follow_loading(sub)

@@ -38,7 +38,6 @@ class ModelGathering:
             reset_step=lambda: None,
         )
         self.hooks = ModuleHooks(core, granularity)
-        self.granularity = granularity
         self.backward_hooks = []
         self._held = {}  # what pre_sub_module_* has gathered: id of the module -> lists of parameters
         self.mem_efficient_linear = mem_efficient_linear
@@ -59,7 +58,9 @@ class ModelGathering:
     def setup_zero_stage3_hooks(self):
         for module in self.module.modules():
             module.__dict__.pop("_ds_hook_unit", None)
-            module.ds_external_parameters = _external_parameters_of(module)
+            # ``(id, parameter)`` of what other modules own and this one uses. A method that copies and pickles with it.
+            external = module.__dict__.setdefault("_external_params", {})
+            module.ds_external_parameters = types.MethodType(dict.items, external)
         self.hooks.install(self.module)
 
     def _register_deepspeed_module(self, module, count=[0]):  # noqa: B006 (the published signature; it is not used)
@@ -74,7 +75,7 @@ class ModelGathering:
     # ---- for callers that run modules without their hooks ------------------------------------------------------------
     def pre_sub_module_forward_function(self, sub_module):
         """Gathers what the hooks would gather before the forward of ``sub_module``, until the function after it."""
-        params, _ = unit_parameters(sub_module, self.granularity)
+        params, _ = unit_parameters(sub_module, self.hooks.granularity)
         _acquire(params)
         self._held.setdefault(id(sub_module), []).append(params)
 
@@ -114,16 +115,6 @@ class ModelGathering:
             self._leave_linear()
         for module in self.module.modules():
             module.__dict__.pop("ds_external_parameters", None)
-
-
-class _external_parameters_of:
-    """``module.ds_external_parameters()``: ``(id, parameter)`` of what other modules own and this one uses."""
-
-    def __init__(self, module):
-        self.found = module.__dict__.setdefault("_external_params", {})
-
-    def __call__(self):
-        return self.found.items()
 
 
 def sharded_parameters_of(module):

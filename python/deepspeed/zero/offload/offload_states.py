@@ -13,6 +13,7 @@ from deepspeed._native import _C
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import log_dist
+from deepspeed.zero.offload.rates import folder_of
 from deepspeed.zero.optimizers.states_in_files import StatesOfMaster
 
 ALL = tuple(OffloadStateTypeEnum)
@@ -31,13 +32,13 @@ def chosen_kinds(include):
         raise ValueError(f"offload_states: {error}; include= takes {names}") from None
 
 
-def check_device(device, folder=None):
-    """Raises ValueError for a device that states cannot go to. ``folder``: where files may be made, or None."""
+def check_device(device, folder=""):
+    """Raises ValueError for a device that states cannot go to. ``folder``: where files may be made, or ""."""
     try:
         device = OffloadDeviceEnum(device)
     except ValueError:
         raise ValueError(f"offload_states: device= is OffloadDeviceEnum.cpu or nvme, not {device!r}") from None
-    if device == OffloadDeviceEnum.nvme and folder is None:
+    if device == OffloadDeviceEnum.nvme and not folder:
         raise ValueError(
             "offload_states: device=nvme is not possible without a folder for the files: name one in "
             "zero_optimization.offload_optimizer.nvme_path"
@@ -63,9 +64,8 @@ class OffloadedStates:
 
     def __init__(self, optimizer):
         self.optimizer, self.core, self.storage = optimizer, optimizer.core, optimizer.core.storage
-        section = optimizer.engine.zero_offload_optimizer() if optimizer.engine is not None else None
-        path = getattr(section, "nvme_path", None)
-        self.folder = None if path is None else str(path)  # for files
+        # For files; "" without.
+        self.folder = "" if optimizer.engine is None else folder_of([optimizer.engine.zero_offload_optimizer()])
         self.away = {}  # kind -> [(plane, bytes, where it was, whether it was made for this)]
         self._in_files = False
         self._listed = {}  # tensors of every kind while something is away: no view can be made of what is not there
@@ -159,10 +159,6 @@ class OffloadedStates:
             self.storage.remove(plane)
         if not self.away:
             self._listed = {}
-
-    def moved_bytes(self):
-        """Bytes that are away."""
-        return sum(size for planes in self.away.values() for _, size, _, _ in planes)
 
     def reload(self, non_blocking=False):
         """Everything that is away comes back to where it was."""

@@ -59,7 +59,7 @@ class FlatOptimizer(ShardedOptimizer):
             source = cut.source(self.core, *kept, numel) if in_pieces and kept is not None else None
             if source is not None:
                 wide = source.bytes > 4 * numel
-                return TensorOfPieces.of_source(numel, torch.float64 if wide else torch.float32, source)
+                return TensorOfPieces(numel, torch.float64 if wide else torch.float32, source=source)
             pieces = self.own_tensors(kind)
             parts = cut.in_pieces(pieces, numel) if in_pieces else None
             return cut.partition(pieces)[:numel] if parts is None else TensorOfPieces(numel, torch.float32, parts)
@@ -123,10 +123,6 @@ class FlatOptimizer(ShardedOptimizer):
     def backward_epilogue(self, *args, **kwargs):
         """Reduces the remaining gradients after a backward that the engine has not run."""
         super().backward_epilogue()
-
-    def get_param_id(self, param):
-        """The number of ``param`` among the optimizer's parameters, end to end over its groups."""
-        return param._ds_link.index
 
     def is_moe_group(self, group):
         """Whether a group is one of experts' parameters (``deepspeed.moe.utils`` marks them)."""

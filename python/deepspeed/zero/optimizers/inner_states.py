@@ -28,13 +28,12 @@ class InnerStates:
         self.optimizer = optimizer
         stepping = optimizer.stepping
         groups_of = groups_of_params(optimizer.bit16_groups)
-        self.kinds = [[] for _ in optimizer.bit16_groups]
         self.scalars = {}  # of each parameter, by its number
         if stepping.fused:
             own, kept = optimizer.optimizer, optimizer.core.strategy_states()
             self.kinds = [[*own.slots_of(group), *kept] for group in own.param_groups]
             return
-        cut = [{} for _ in self.kinds]  # of each group: name -> whether it is cut, wherever it is
+        cut = [{} for _ in optimizer.bit16_groups]  # of each group: name -> whether it is cut, wherever it is
         for master, (index, _, _) in zip(stepping.masters, optimizer.core.pieces(), strict=True):
             group, states = groups_of[index], optimizer.optimizer.state.get(master, {})
             names, others = split_states(states, master)

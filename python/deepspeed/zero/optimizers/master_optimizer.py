@@ -7,11 +7,10 @@ are views of the core's flat buffers.
 import torch
 
 from deepspeed.utils.forwarding import forwarded
-from deepspeed.zero.optimizers.restore import Restore, restore_scaler
-from deepspeed.zero.optimizers.wrapped_optimizer import WrappedOptimizer
+from deepspeed.zero.optimizers.base_optimizer import DeepSpeedOptimizer
 
 
-class MasterOptimizer(WrappedOptimizer):
+class MasterOptimizer(DeepSpeedOptimizer):
     """Wraps ``init_optimizer``, whose parameter groups keep their identity: schedulers made for them stay valid.
 
     ``engine`` owns the core; without one the optimizer makes a core of its own for one process. ``clip_grad`` is the
@@ -28,7 +27,7 @@ class MasterOptimizer(WrappedOptimizer):
         self.low_precision_dtype = low_precision_dtype
         self.loss_scale_config = loss_scale_config
         self.fp16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
-        self._start(*self._take_core(engine), loss_scale_config.loss_scaler, clip_grad)
+        self._start(engine, loss_scale_config.loss_scaler, clip_grad)
 
     bit16_groups = forwarded("fp16_groups", False)
 
@@ -85,13 +84,7 @@ class MasterOptimizer(WrappedOptimizer):
         params = [param for group in self.fp16_groups for param in group]
         shapes = {name: param.shape for name, param in zip(self.stepping.names, params)}
         saved = self.saved_form(state_dict, self.stepping.names_of(self.fp16_groups), shapes)
-        restore = Restore(self.stepping, params, saved)
-        restore.check(masters=True, states=load_optimizer_states)
-        restore.masters()
-        if load_optimizer_states:
-            restore.states()
-        self.core.publish()
-        restore_scaler(self.loss_scaler, saved.extra)
+        self._restore(saved, load_optimizer_states, True)
 
 
 class UnfusedMasterOptimizer(MasterOptimizer):

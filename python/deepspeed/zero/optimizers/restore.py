@@ -5,8 +5,7 @@ Each rank reads the ranges that it owns, from wherever they lie, and nothing els
 
 import torch
 
-from deepspeed.zero.optimizers.wrapped_optimizer import in_memory_order
-from deepspeed.zero.parameters.param_ranks import lies_in_rows, numel_of, saved_part
+from deepspeed.zero.parameters.param_ranks import in_memory_order, lies_in_rows, numel_of, saved_part
 
 # Of csrc/zero/strategies: a run without them leaves them in the file.
 STRATEGY_STATES = ("zenflow_gradient", "zenflow_weight")
@@ -49,11 +48,6 @@ class Restore:
             for kind, pieces in found.items():
                 if numel and pieces:
                     self._fill(numel, index, offset, pieces, kind)
-
-    def without_masters(self):
-        """Names of parameters of which the checkpoint has no fp32 weights."""
-        pairs = zip(self.names, self.params)
-        return [name for name, param in pairs if numel_of(param) and not self.saved.pieces(name, "fp32")]
 
     @torch.no_grad()
     def _fill(self, target, index, offset, pieces, kind):
@@ -164,19 +158,13 @@ class Restore:
 
     # ---- the optimizer as a whole ----------------------------------------------------------------------------------
     def extra(self):
-        """The dynamic loss scale and the overflow flag, as far as they were saved. The clipping norm and the rules of
-        the loss scale are the configuration's."""
-        found = self.saved.extra
+        """The overflow flag, and where a dynamic loss scale goes on, as far as they were saved. The clipping norm, the
+        rules of the loss scale and a static one are the configuration's."""
+        found, scaler = self.saved.extra, self.stepping.scaler
         self.stepping.overflow = bool(found.get("overflow", False))
-        restore_scaler(self.stepping.scaler, found)
-
-
-def restore_scaler(scaler, found):
-    """A dynamic scaler goes on where a dynamic one was saved; a static scale is the configuration's."""
-    saved = found.get("loss_scaler")
-    if scaler is None or saved is None or not scaler.dynamic or not found.get("dynamic_loss_scale"):
-        return
-    scaler.go_on(saved if isinstance(saved, dict) else vars(saved))
+        saved = found.get("loss_scaler")
+        if scaler is not None and saved is not None and scaler.dynamic and found.get("dynamic_loss_scale"):
+            scaler.go_on(saved if isinstance(saved, dict) else vars(saved))
 
 
 def _own(value):

@@ -13,19 +13,18 @@ import torch
 
 from deepspeed import _native
 from deepspeed import comm as dist
+from deepspeed.comm.agreement import attempt
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import CreateLossScaler
 from deepspeed.utils.forwarding import answers_from
-from deepspeed.zero.core import writing
+from deepspeed.utils.param_access import shape_of
 from deepspeed.zero.errors import ZeRORuntimeException
 from deepspeed.zero.offload.offload_states import OffloadedStates
-from deepspeed.zero.optimizers.base_optimizer import ZeROOptimizer
+from deepspeed.zero.optimizers.base_optimizer import DTYPES, ZeROOptimizer
 from deepspeed.zero.optimizers.flat_states import with_states
-from deepspeed.zero.optimizers.restore import Restore
 from deepspeed.zero.optimizers.states_in_files import StatesInFiles
-from deepspeed.zero.optimizers.wrapped_optimizer import DTYPES, WrappedOptimizer
-from deepspeed.zero.parameters.param_ranks import ranks_of, shape_of
+from deepspeed.zero.parameters.param_ranks import ranks_of
 from deepspeed.zero.states.named_states import groups_of_params
 from deepspeed.zero.states.param_states import ParamStates
 
@@ -39,7 +38,7 @@ from deepspeed.zero.states.param_states import ParamStates
         "rests_in_files": "core.rest_in_files()",
     }
 )
-class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
+class ShardedOptimizer(ParamStates, ZeROOptimizer):
     """The common part of the sharded stages: one core, pieces, access to whole tensors.
 
     ``engine`` owns the core; without one the optimizer makes its own for one process, from ``core_options`` (see
@@ -63,9 +62,9 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         narrow = [param.dtype for param in self._params if param.dtype in DTYPES]
         self.low_precision_dtype = narrow[0] if narrow else torch.float32
         self.param_names = dict(param_names or {})
-        core, names, check, rank = self._take_core(engine, **core_options)
         self.dp_process_group = core_options.get("data_parallel")
-        self._start(core, names, check, rank, CreateLossScaler(self.low_precision_dtype, *scaler_args), clip_grad)
+        scaler = CreateLossScaler(self.low_precision_dtype, *scaler_args)
+        self._start(engine, scaler, clip_grad, **core_options)
         if not self.stepping.fused and self.rests_in_files():
             raise ZeRORuntimeException(
                 f"{type(init_optimizer).__name__} cannot update masters that rest in files: use an optimizer of "
@@ -74,7 +73,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         if engine is not None and engine.zero_nvme_offload_optimizer() and not self.stepping.fused:
             self.stepping.in_files = self._states_in_files(engine)
         self._link(self._params)
-        for name, param in zip(names, self._params):
+        for name, param in zip(self.stepping.names, self._params):
             self.param_names.setdefault(param, name)
         self.states = OffloadedStates(self)
 
@@ -93,8 +92,6 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     def reload_states(self, non_blocking=False):
         """Everything that ``offload_states`` has moved comes back."""
         self.states.reload(non_blocking)
-
-    needs_scaler = WrappedOptimizer.needs_scaler
 
     def step(self, closure=None):
         self.states.need(OffloadStateTypeEnum, "optimizer.step()")
@@ -168,10 +165,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
             logger.info(message)
         for turn in range(count):
             if turn == mine:
-                try:
-                    function()
-                except Exception as caught:
-                    error = caught
+                _, error = attempt(function)
             if group is not None:
                 dist.barrier(group=group)
         if error is not None:
@@ -237,39 +231,6 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
             load_from_fp32_weights,
             when_read=None if load_serial is None else lambda: _hand_on(load_serial),
         )
-
-    def _restore(self, saved, with_states, with_masters, when_read=None):
-        """Takes a ``SavedState``; masters from the model's weights unless ``with_masters``. Every rank calls it.
-        ``when_read()`` is called when nothing more is read."""
-        restore = Restore(self.stepping, self._params, saved)
-
-        def check():
-            without = restore.without_masters() if with_masters else ()
-            if without:
-                raise ValueError(f"{saved.origin()} has no fp32 weights of {', '.join(without[:3])}")
-            restore.check(with_masters, with_states)
-
-        def fill():
-            if with_masters:
-                restore.masters()
-            else:
-                self.core.refresh_master()
-            if with_states:
-                restore.states()
-            restore.extra()
-
-        if when_read is None:
-            check()
-        else:  # the others wait for their turn, and not at the beginning of a write, which waits for all
-            try:
-                check()
-                fill()
-            finally:
-                when_read()
-        with writing(self.core):
-            if when_read is None:
-                fill()
-            self.core.publish()
 
     def destroy(self):
         self.states.reload()

@@ -21,9 +21,10 @@ from deepspeed.zero.states.param_values import ParamValues
 
 
 # Releases gathered parameters that are not in use, and the memory kept for gathers; also before parameters are saved or
-# loaded slice by slice.
+# loaded slice by slice. The epilogue reduces the remaining gradients after a backward that the engine has not run.
 @answers_from(
     {
+        "backward_epilogue": "core.end_backward()",
         "empty_partition_cache": "parameter_offload.empty_partition_cache()",
         "checkpoint_event_prologue": "empty_partition_cache()",
     }
@@ -70,7 +71,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         """``_flat_sub_groups`` of dense parameters in files, read when it is written down."""
         kept = self.stepping.kept()[kind]
         sources = [self.core.slice_source(*kept, run) for run in self._sub_groups(dense=True)]
-        return [TensorOfPieces.of_source(source.bytes // 4, torch.float32, source) for source in sources]
+        return [TensorOfPieces(source.bytes // 4, torch.float32, source=source) for source in sources]
 
     @property
     def fp32_partitioned_groups_flat(self):

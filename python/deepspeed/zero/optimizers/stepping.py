@@ -1,5 +1,6 @@
 """One optimizer step: one call of the core, which reduces what is left, measures, clips, updates and casts."""
 
+import functools
 import itertools
 import math
 
@@ -45,9 +46,8 @@ class Stepping:
         self.scaler, self.check, self.clip, self.rank = scaler, check, clip, rank
         self.in_files = None  # StatesInFiles of an optimizer that is not native
         self.need_all = False  # a parameter without a gradient is an error
-        self.inspect = (
-            None  # called with the norm when it is known and nothing has changed; then whether an update follows
-        )
+        # Called with the norm when it is known and nothing has changed; with False, too, where no update follows.
+        self.inspect = None
         self.move = None  # of the learning-rate schedule, which the next step makes
         self._made = False  # whether a step was made since ``begin``
         self.overflow = False
@@ -157,7 +157,7 @@ class Stepping:
             max_norm=self.clip,
             check=self.check,
             name_nonfinite=self.check or not self._warned_not_finite,
-            before_update=self._before_update(move),
+            before_update=None if move is self.inspect is None else functools.partial(self._before_update, move),
         )
         rules = getattr(self.scaler, "rules_and_state", lambda: None)()
         if rules is not None:
@@ -170,16 +170,10 @@ class Stepping:
         return inputs
 
     def _before_update(self, move):
-        make = None if move is None else move.make
-        if self.inspect is None:
-            return make
-
-        def inspect_and_make():
+        if self.inspect is not None:
             self.inspect(self.core.step_norm())
-            if make is not None:
-                make()
-
-        return inspect_and_make
+        if move is not None:
+            move.make()
 
     def _refuse_unused(self, most=5):
         unused = self.core.unused_params()

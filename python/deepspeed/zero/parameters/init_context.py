@@ -12,7 +12,7 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.agreement import problems_of_ranks
+from deepspeed.comm.agreement import attempt, problems_of_ranks
 from deepspeed.comm.mesh_views import EngineRanks
 from deepspeed.config.getters import resolved_sections
 from deepspeed.config.read import read
@@ -144,8 +144,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             return
         if self.dtype is None and found is None and module is None:
             self.dtype = torch.float16
-        self._off_meta = {}  # id of a parameter on the meta device -> (it, its replacement)
-        self._zeros = []
+        self._off_meta = {}  # id of a parameter on the meta device -> (it, its replacement, its name)
         for value, name in (
             (zero_quantized_weights, "zero_quantized_weights"),
             (zero_quantized_nontrainable_weights, "zero_quantized_nontrainable_weights"),
@@ -178,20 +177,20 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             get_accelerator().set_device(int(local_rank))
         if not dist.is_initialized():
             dist.init_distributed()
-        if mpu is not None and data_parallel_group is None:
-            data_parallel_group = EngineRanks(mpu).dp_group
-        if sequence_data_parallel_group is not None:
-            data_parallel_group = sequence_data_parallel_group
-        self.access = sharding.ShardAccess.of_group(data_parallel_group)
-        problem = _contradicting_single_rank_pg_error(self.access.world, data_parallel_group is not None)
+        group = sequence_data_parallel_group or data_parallel_group
+        group = group or (EngineRanks(mpu).dp_group if mpu is not None else None)
+        group = self._sharing_ranks(group, zero)
+        self.access = sharding.ShardAccess.of_group(group)
+        problem = _contradicting_single_rank_pg_error(self.access.world, group is not None)
         if problem:
             raise RuntimeError(problem)
         self.local_device = torch.device(get_accelerator().current_device_name())
         self._remote = None
         if remote in (OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme):
             native = read(getattr(found, "_param_dict", found) or {}, strict=False, sections_only=True)
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            self._agree(_error_of(self._open_remote, native, self.local_device, remote.value, bool(pin_memory), rank))
+            place = (self.local_device, remote.value, bool(pin_memory), dist.get_rank())
+            self._remote, error = attempt(lambda: _native._C.RemoteSlices(native, *place))
+            self._agree(error)
             # Files of slices that get no engine; at the end of the process.
             weakref.finalize(Init, self._remote.exit_guard())
         if module is not None:
@@ -200,24 +199,26 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             self._convert(module.named_parameters(recurse=True))
             self._ended()
 
+    def _sharing_ranks(self, group, zero):
+        """The group of ranks that share one copy, of the data-parallel ``group`` (None: all ranks). ``zero``: the
+        section of the configuration, or None."""
+        return group
+
     def __exit__(self, exc_type, exc_value, traceback):
         super().__exit__(exc_type, exc_value, traceback)
         if self.enabled and exc_type is None:
             self._ended()
 
     def _ended(self):
-        if self._zeros and self.access.rank == 0:
+        if self._off_meta and self.access.rank == 0:
+            names = [name for _, _, name in self._off_meta.values()]
             logger.warning(
-                f"zero.Init: {len(self._zeros)} parameters were made on the meta device (the first: {self._zeros[0]}) "
-                "and are zeros now: load a state dict or a checkpoint, or set them inside "
-                "deepspeed.zero.GatheredParameters"
+                f"zero.Init: {len(names)} parameters were made on the meta device (the first: {names[0]}) and are "
+                "zeros now: load a state dict or a checkpoint, or set them inside deepspeed.zero.GatheredParameters"
             )
-        self._zeros.clear()
+        self._off_meta.clear()
         if self._remote is not None:
-            self._agree(_error_of(self._remote.settle))
-
-    def _open_remote(self, *args):
-        self._remote = _native._C.RemoteSlices(*args)
+            self._agree(attempt(self._remote.settle)[1])
 
     def _agree(self, error):
         """A slice that one rank cannot put where ``remote_device`` says is an error of all: they wait for each other at
@@ -251,8 +252,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
                 data = torch.zeros(param.shape, dtype=param.dtype, device=self.local_device)
                 real = torch.nn.Parameter(data, requires_grad=param.requires_grad)
                 real.__dict__.update(param.__dict__)
-                self._off_meta[id(param)] = (param, real)
-                self._zeros.append(f"{type(module).__name__}.{name}")
+                self._off_meta[id(param)] = (param, real, f"{type(module).__name__}.{name}")
             module._parameters[name] = self._off_meta[id(param)][1]
 
     @torch.no_grad()
@@ -264,25 +264,15 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             target = param.device if self.keep_device else self.local_device
             if param.device != target or (self.dtype is not None and param.is_floating_point()):
                 param.data = param.data.to(target, self.dtype if param.is_floating_point() else None)
-            if self.access.world > 1:
-                dist.broadcast(param.data, self.access.source_rank(0), group=self.access.group)
+            self.access.broadcast(param)
             sharding.shard(param, self.access, f"{owner}.{name}" if owner else name)
             self.access.gatherer.acquire([param.ds_handle])
             self.access.gatherer.release([param.ds_handle])
             taken = self._remote is not None
             if taken and error is None:
-                error = _error_of(self._remote.take, param.ds_handle)
+                _, error = attempt(functools.partial(self._remote.take, param.ds_handle))
         if taken:
             self._agree(error)
-
-
-def _error_of(work, *args):
-    """The error that ``work(*args)`` raises, or None."""
-    try:
-        work(*args)
-    except Exception as error:
-        return error
-    return None
 
 
 def _offload_device(zero):

@@ -26,8 +26,7 @@ def _gather(module, state_dict, prefix, *_):
             continue
         if param.ds_status != sharding.ZeroParamStatus.AVAILABLE and tuple(given.shape) != (0,):
             wanted.append(param)
-    if wanted:
-        sharding._acquire(wanted)
+    sharding._acquire(wanted)
     module.__dict__["_ds_loading"] = wanted
 
 
@@ -36,8 +35,5 @@ def _keep(module, incompatible_keys):
     loaded = [
         p for p in own if p.ds_status == sharding.ZeroParamStatus.AVAILABLE and not getattr(p, "_ds_kept_later", 0)
     ]
-    if loaded:
-        sharding.write_back(loaded)
-    wanted = module.__dict__.pop("_ds_loading", [])
-    if wanted:
-        sharding._release(wanted)
+    sharding.write_back(loaded)
+    sharding._release(module.__dict__.pop("_ds_loading", []))

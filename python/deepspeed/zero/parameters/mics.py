@@ -5,8 +5,7 @@ Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public C
 """
 
 from deepspeed import comm as dist
-from deepspeed.comm.mesh_views import EngineRanks, adopted, cut_for_mics
-from deepspeed.config.getters import resolved_sections
+from deepspeed.comm.mesh_views import adopted, cut_for_mics
 from deepspeed.zero.parameters.init_context import Init
 
 
@@ -27,20 +26,11 @@ class MiCS_Init(Init):
         dtype=None,
         mpu=None,
     ):
-        if enabled:
-            found = config_dict_or_path if config_dict_or_path is not None else config
-            assert found is not None, "MiCS_Init needs config_dict_or_path with zero_optimization.mics_shard_size"
-            if not dist.is_initialized():
-                dist.init_distributed()
-            size = resolved_sections(found, ["zero_optimization"])["zero_optimization"]["mics_shard_size"]
-            if size < 1:
-                raise ValueError("MiCS_Init needs zero_optimization.mics_shard_size above 0 in its configuration")
-            group = sequence_data_parallel_group or data_parallel_group
-            group = group or (EngineRanks(mpu).dp_group if mpu is not None else None)
-            data_parallel_group = cut_for_mics(adopted(group or dist.get_world_group()), size)
         super().__init__(
             module=module,
             data_parallel_group=data_parallel_group,
+            sequence_data_parallel_group=sequence_data_parallel_group,
+            mpu=mpu,
             mem_efficient_linear=mem_efficient_linear,
             remote_device=remote_device,
             pin_memory=pin_memory,
@@ -48,3 +38,9 @@ class MiCS_Init(Init):
             enabled=enabled,
             dtype=dtype,
         )
+
+    def _sharing_ranks(self, group, zero):
+        assert zero is not None, "MiCS_Init needs config_dict_or_path with zero_optimization.mics_shard_size"
+        if zero["mics_shard_size"] < 1:
+            raise ValueError("MiCS_Init needs zero_optimization.mics_shard_size above 0 in its configuration")
+        return cut_for_mics(adopted(group or dist.get_world_group()), zero["mics_shard_size"])

@@ -6,6 +6,8 @@ tensor over that memory; whatever they do to the tensor itself (``.data = ``, ``
 
 import torch
 
+from deepspeed.zero.parameters.released_data import run_plainly
+
 # Every access makes a new method-wrapper: compare with ==.
 _data_setter = torch.Tensor.data.__set__
 
@@ -54,12 +56,10 @@ class OwnSlice(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func == _data_setter:
             return args[0].take(args[1])
-        with torch._C.DisableTorchFunction():
-            return func(*args, **(kwargs or {}))
+        return run_plainly(func, args, kwargs or {})
 
     def _plain(self):
-        with torch._C.DisableTorchFunction():
-            return self._slice.detach().clone()
+        return self._slice.detach().clone()
 
     def __deepcopy__(self, memo):
         return memo.setdefault(id(self), self._plain())

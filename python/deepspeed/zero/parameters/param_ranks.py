@@ -6,6 +6,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed._compat import named_parameters
+from deepspeed.utils.param_access import shape_of
 
 
 class ParamRanks:
@@ -38,11 +39,6 @@ def groups_of(params):
     return found
 
 
-def shape_of(param):
-    """The shape of a parameter, also of a sharded one whose values are not here."""
-    return getattr(param, "ds_shape", param.shape)
-
-
 def numel_of(param):
     """The elements of a parameter, also of a sharded one whose values are not here."""
     return getattr(param, "ds_numel", param.numel())
@@ -51,6 +47,15 @@ def numel_of(param):
 def lies_in_rows(param):
     """Whether the elements of a parameter are in memory in the order that they have in files."""
     return hasattr(param, "ds_handle") or param.is_contiguous()
+
+
+def in_memory_order(value, param):
+    """The elements of ``value``, which has the shape of ``param``, in the order in which ``param`` lies in memory: the
+    order of pieces. Flat; a view where that is possible."""
+    if lies_in_rows(param):
+        return value.reshape(-1)
+    ordered = torch.empty_strided(param.shape, param.stride(), dtype=value.dtype, device=value.device)
+    return ordered.copy_(value).as_strided((value.numel(),), (1,))
 
 
 # ---- in checkpoints ------------------------------------------------------------------------------------------------
@@ -128,11 +133,6 @@ class SavedLayers:
         return next(((self.layers[path], rest) for path, rest in cuts if path in self.layers), None)
 
 
-def layers_of(module):
-    """The ``SavedLayers`` of a module, None for one that is no stage of a pipeline."""
-    return getattr(module, "ds_saved_layers", None)
-
-
 class ModuleTensors:
     """The tensors of a module by their names: all that checkpoints know of a module.
 
@@ -144,7 +144,7 @@ class ModuleTensors:
 
     def __init__(self, module):
         self.params, self.buffers = dict(named_parameters(module)), dict(module.named_buffers())
-        self.named, self.layers = SavedNames(module), layers_of(module)
+        self.named, self.layers = SavedNames(module), getattr(module, "ds_saved_layers", None)
         self.differs = (
             self.layers is not None
             or any(ranks_of(param) is not None for param in self.params.values())
@@ -168,16 +168,11 @@ class ModuleTensors:
     def copies(self):
         """name -> ranks that have the same: of parameters with ranks of their own, under each of their names, and of
         buffers of experts that have such parameters."""
-        found, of_expert = {}, {}
-        for name, param in self.params.items():
-            if ranks_of(param) is not None:
-                found[name] = ranks_of(param).copies
-                of_expert.setdefault(self.named.expert(name), found[name])
+        params = {name: ranks_of(param).copies for name, param in self.params.items() if ranks_of(param) is not None}
+        of_expert = {self.named.expert(name): copies for name, copies in params.items()}
         of_expert.pop(None, None)
-        for name in self.buffers:
-            if self.named.expert(name) in of_expert:
-                found[name] = of_expert[self.named.expert(name)]
-        return found
+        buffers = {name: of_expert.get(self.named.expert(name)) for name in self.buffers}
+        return {**params, **{name: copies for name, copies in buffers.items() if copies is not None}}
 
 
 def broadcast_own_buffers(module):

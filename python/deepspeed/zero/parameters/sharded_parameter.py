@@ -99,9 +99,15 @@ class ShardAccess:
         held.hold(gatherer, [communicator])
         return cls(gatherer, group, world, dist.get_rank(group), copies=copies)
 
-    def source_rank(self, rank):
-        """Global rank of ``rank`` among the ranks that train the same parameters."""
-        return dist.get_global_rank(self.copies, rank) if self.copies is not None else 0
+    @torch.no_grad()
+    def broadcast(self, param, rank=0):
+        """Every rank that trains ``param``, whose values are here, gets those of ``rank`` among them."""
+        if self.copies is None or dist.get_world_size(self.copies) == 1:
+            return
+        values = param.detach().contiguous()
+        dist.broadcast(values, dist.get_global_rank(self.copies, rank), group=self.copies)
+        if values.data_ptr() != param.data_ptr():
+            param.detach().copy_(values)
 
 
 _ids = itertools.count()
@@ -166,12 +172,9 @@ class ShardedParameter(torch.nn.Parameter):
             write_back(params)
         _release(params)
 
-    def aligned_size(self):
-        return self.ds_handle.slice_numel * self.ds_handle.parts
-
     def padding_size(self):
         """Elements of padding behind the last slice."""
-        return self.aligned_size() - self.ds_numel
+        return self.ds_handle.slice_numel * self.ds_handle.parts - self.ds_numel
 
     def convert_to_zero_parameters(self, param_list=None):
         """Shards the plain parameters among ``param_list`` as this one is sharded."""
@@ -179,28 +182,13 @@ class ShardedParameter(torch.nn.Parameter):
             if not is_sharded(param):
                 shard(param, self.ds_access)
 
-    def ds_summary(self, slice_shape=None, use_debug_name=False):
-        return {
-            "id": self.ds_id,
-            "status": self.ds_status.name,
-            "numel": self.numel(),
-            "ds_numel": self.ds_numel,
-            "shape": tuple(self.shape),
-            "ds_shape": tuple(self.ds_shape),
-            "requires_grad": self.requires_grad,
-            "persist": self.ds_persist,
-        }
-
     def __deepcopy__(self, memo):
         """A sharded copy with a slice of its own; no rank needs another one for it."""
-        if id(self) in memo:
-            return memo[id(self)]
         access, empty = self.ds_access, torch.empty(0, dtype=self.ds_handle.dtype, device=self.ds_handle.device)
         copy = torch.nn.Parameter(empty, self.requires_grad)
         if access.core is not None:
             access = ShardAccess.of_group(access.group, access.copies)
         _dress(copy, self.ds_handle.copy_for(copy, ShardedParameter, ReleasedParameter), access)
-        memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol):
@@ -219,7 +207,7 @@ class ReleasedParameter(ShardedParameter):
         kwargs = kwargs or {}
         name = operation_of(func)
         if is_data_getter(func):
-            return _released_data(args[0])
+            return as_released(run_plainly(func, args, kwargs), args[0].ds_handle.name, tuple(args[0].ds_shape))
         if func == torch.Tensor.data.__set__ and args[1].numel() > 0:
             raise RuntimeError(untouchable(args[0].ds_handle.name, tuple(args[0].ds_shape), "param.data = ..."))
         given = first_of(args, kwargs)
@@ -238,11 +226,6 @@ class ReleasedParameter(ShardedParameter):
                 return empty_result(func, args, kwargs, handle.name, tuple(param.ds_shape))
             raise RuntimeError(untouchable(handle.name, tuple(param.ds_shape), name))
         return func(*args, **kwargs)
-
-
-def _released_data(param):
-    with torch._C.DisableTorchFunction():
-        return as_released(param.data, param.ds_handle.name, tuple(param.ds_shape))
 
 
 def _dress(param, handle, access):

@@ -5,25 +5,17 @@ import torch
 
 class TensorOfPieces:
     """``numel`` elements of ``dtype``; ``parts``: (where it begins, one-dimensional tensor of that dtype), ascending
-    and without overlap. What no part covers is zero."""
+    and without overlap. What no part covers is zero. Instead of parts a native ``ByteSource`` may bring the elements
+    when they are written down. ``shape``: of the tensor that this stands for, in row-major order."""
 
-    def __init__(self, numel, dtype, parts):
-        self.numel, self.dtype = numel, dtype
-        self.shape = (numel,)  # of the tensor that it stands for, in row-major order
-        self.parts = []
-        at = 0
+    def __init__(self, numel, dtype, parts=(), source=None, shape=None):
+        self.numel, self.dtype, self.shape = numel, dtype, tuple(shape or (numel,))
+        self.parts, at = ([], 0) if source is None else ([source], numel)
         for begin, tensor in parts:
             self._gap(begin - at, tensor.device)
             self.parts.append(tensor)
             at = begin + tensor.numel()
         self._gap(numel - at, "cpu")
-
-    @classmethod
-    def of_source(cls, numel, dtype, source, shape=None):
-        """Of a native ``ByteSource``, which brings the elements when they are written down."""
-        made = cls(0, dtype, [])
-        made.numel, made.parts, made.shape = numel, [source], tuple(shape or (numel,))
-        return made
 
     def _gap(self, numel, device):
         if numel > 0:

@@ -46,13 +46,6 @@ class EngineFragment(NotCopied, tensor_fragment):
     def get_optim_state_keys(self):
         return [key for key in self.link.owner.state_names() if self._state(key) is not None]
 
-    def get_optim_state_fragment(self, key):
-        """Raises ValueError for a state that is not there (yet: many optimizers make theirs in the first step)."""
-        value = self._state(key)
-        if value is None:
-            raise ValueError(f"there is no optimizer state {key!r}; there are {self.get_optim_state_keys()}")
-        return value
-
     def put_optim_state_fragment(self, key, value):
         """A state that the optimizer makes in its first step is made now."""
         self.link.make(key)

@@ -6,8 +6,9 @@ import dataclasses
 import torch
 
 from deepspeed.utils.forwarding import answers_from
+from deepspeed.utils.param_access import shape_of
 from deepspeed.zero.optimizers.states_in_files import split_states
-from deepspeed.zero.parameters.param_ranks import lies_in_rows, numel_of, ranks_of, saved_part, shape_of
+from deepspeed.zero.parameters.param_ranks import lies_in_rows, numel_of, ranks_of, saved_part
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 OWN_PARAMS = "own_params"  # key of an optimizer's saved state: parameters that only some ranks train
@@ -69,7 +70,7 @@ class OwnedStates:
                     begin, value = _positioned(param, offset, meta)
                 if value is not None and value.is_contiguous():
                     source = core.piece_source(*at, number)
-                    value = TensorOfPieces.of_source(value.numel(), value.dtype, source, value.shape)
+                    value = TensorOfPieces(value.numel(), value.dtype, source=source, shape=value.shape)
                 elif (tensor := core.piece_tensor(*at, number)) is not None:
                     begin, value = _positioned(param, offset, tensor.detach())
                 if value is not None:

@@ -27,6 +27,16 @@ class ParamStates:
         for index, param in enumerate(self._params):
             param._ds_link = ParamLink(self, index)
 
+    def get_param_id(self, param):
+        """The number of ``param`` among the optimizer's parameters, end to end over its groups."""
+        return self._linked(param).index
+
+    def _linked(self, param):
+        link = getattr(param, "_ds_link", None)
+        if link is None or link.owner is not self:
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained by this optimizer")
+        return link
+
     def unlink(self):
         for param in self._params:
             if getattr(getattr(param, "_ds_link", None), "owner", None) is self:
