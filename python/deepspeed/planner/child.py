@@ -59,9 +59,13 @@ class _Child:
         sys.stdout.flush()
         sys.stderr.flush()
         reads, writes = os.pipe()
+        collects = gc.isenabled()
+        gc.disable()  # the child would collect what has threads here; ``_answer_forked`` puts it out of reach
         self.pid = os.fork()
         if self.pid == 0:
             _work(function, args, reads, writes)
+        if collects:
+            gc.enable()
         os.close(writes)
         self.pipe = os.fdopen(reads, "rb")
 
@@ -111,6 +115,7 @@ def _told(answer, *given):
 def _answer_forked(function, args):
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a caller that is killed leaves no child behind
     gc.freeze()  # what the parent would collect may have threads, which do not exist here
+    gc.enable()
     torch.set_num_threads(1)
     return _answer(function, args) if _has_autograd() else (_NoAutograd(), None)
 

@@ -172,15 +172,30 @@ class ShardedParameter(torch.nn.Parameter):
             write_back(params)
         _release(params)
 
+    def aligned_size(self):
+        return self.ds_handle.slice_numel * self.ds_handle.parts
+
     def padding_size(self):
         """Elements of padding behind the last slice."""
-        return self.ds_handle.slice_numel * self.ds_handle.parts - self.ds_numel
+        return self.aligned_size() - self.ds_numel
 
     def convert_to_zero_parameters(self, param_list=None):
         """Shards the plain parameters among ``param_list`` as this one is sharded."""
         for param in param_list or []:
             if not is_sharded(param):
                 shard(param, self.ds_access)
+
+    def ds_summary(self, slice_shape=None, use_debug_name=False):
+        return {
+            "id": self.ds_id,
+            "status": self.ds_status.name,
+            "numel": self.numel(),
+            "ds_numel": self.ds_numel,
+            "shape": tuple(self.shape),
+            "ds_shape": tuple(self.ds_shape),
+            "requires_grad": self.requires_grad,
+            "persist": self.ds_persist,
+        }
 
     def __deepcopy__(self, memo):
         """A sharded copy with a slice of its own; no rank needs another one for it."""

@@ -7,24 +7,6 @@ from deepspeed.utils import param_access
 from deepspeed.zero.states.named_states import groups_of_params
 
 
-def _accessors(part):
-    """Methods that get and set a value, and that get and set a gradient. ``part``: "full" or "local"."""
-
-    def get(self, param, optim_state_key=None):
-        return self._access(f"get_{part}", param, optim_state_key)
-
-    def set(self, value, param, optim_state_key=None):
-        self._access(f"set_{part}", param, optim_state_key, value)
-
-    def get_grad(self, param):
-        return self._access(f"get_{part}", param, "grad")
-
-    def set_grad(self, value, param):
-        self._access(f"set_{part}", param, "grad", value)
-
-    return get, set, get_grad, set_grad
-
-
 class ParamValues:
     """Mixed into the stage 3 optimizer. "full": whole tensors, every rank calls; "local": this rank's slice. Both are
     copies."""
@@ -36,10 +18,29 @@ class ParamValues:
         kind, *keys = kinds.get(key, ("optimizer_state", key))
         return getattr(param_access, f"safe_{how}_{kind}")(param, *value, *keys)
 
-    get_full_hp_param, set_full_hp_param, get_fp32_grad_for_param, set_fp32_grad_for_param = _accessors("full")
-    get_local_fp32_param, set_local_hp_param, get_local_fp32_grad_for_param, set_local_grad_for_param = _accessors(
-        "local"
-    )
+    def get_full_hp_param(self, param, optim_state_key=None):
+        return self._access("get_full", param, optim_state_key)
+
+    def set_full_hp_param(self, value, param, optim_state_key=None):
+        self._access("set_full", param, optim_state_key, value)
+
+    def get_fp32_grad_for_param(self, param):
+        return self._access("get_full", param, "grad")
+
+    def set_fp32_grad_for_param(self, value, param):
+        self._access("set_full", param, "grad", value)
+
+    def get_local_fp32_param(self, param, optim_state_key=None):
+        return self._access("get_local", param, optim_state_key)
+
+    def set_local_hp_param(self, value, param, optim_state_key=None):
+        self._access("set_local", param, optim_state_key, value)
+
+    def get_local_fp32_grad_for_param(self, param):
+        return self._access("get_local", param, "grad")
+
+    def set_local_grad_for_param(self, value, param):
+        self._access("set_local", param, "grad", value)
 
     def update_fp32_grad_for_param_vectorized(self, update_func, param_list):
         for param in param_list:
