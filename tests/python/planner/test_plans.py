@@ -1,5 +1,6 @@
 """``deepspeed.plan``: memory by hand, what stays as it was, and arguments that do not fit together."""
 
+import gc
 import os
 import time
 from unittest import mock
@@ -217,6 +218,32 @@ def test_operators_that_cannot_run_alone_are_named():
     found = deepspeed.plan(model, settings(1), 1, sample=sample, machine=RATES, measure=unknown)
     assert found.ranks[0].not_measured == ("aten::mm",)
     assert "cannot run alone: aten::mm" in str(found)
+
+
+def test_a_planning_process_leaves_garbage_of_its_parent_alone(tmp_path, monkeypatch):
+    """What the garbage owns may have threads, which do not exist in the forked process."""
+    told, fork = tmp_path / "told", os.fork
+
+    class Owner:
+        def __del__(self):
+            with open(told, "a", encoding="utf-8") as file:
+                file.write(f"{os.getpid()}\n")
+
+    def fork_with_garbage():
+        owner = Owner()
+        owner.itself = owner
+        del owner
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fork_with_garbage)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        assert run_apart(lambda: [[] for _ in range(1000)]) == [[] for _ in range(1000)]
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert told.read_text().split() == [str(os.getpid())]
 
 
 class TestOperators:
