@@ -332,7 +332,7 @@ def test_the_records_name_the_damaged_tensor(tmp_path):
     assert file_writer.file_crc32(path) != record["crc32"]
     os.truncate(path, b["offset"] + 10)
     (problem,) = verify.verify_folder(str(tmp_path))
-    assert problem.text == "has {} bytes, {} were saved".format(b["offset"] + 10, record["bytes"])
+    assert problem.text == "is damaged: it has {} bytes, {} were saved".format(b["offset"] + 10, record["bytes"])
     refused(FileNotFoundError, "", file_writer.file_crc32, tmp_path / "none")
 
 

@@ -34,7 +34,7 @@ def open_any(path, tag=None):
 
 
 def _whole(saved, name, kind):
-    return saved.whole(name, kind)[0].view(-1) if saved.pieces(name, kind) else None
+    return saved.whole(name, kind).view(-1) if saved.pieces(name, kind) else None
 
 
 def _differ(what, a, b):

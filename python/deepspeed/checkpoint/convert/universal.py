@@ -189,10 +189,7 @@ class Conversion:
     def frozen(self, task):
         """Writes a parameter that is not trained and is cut among the ranks that saved (stage 3), in its own dtype."""
         (name,) = task
-        saved = self.source.saved(0)
-        whole, found = saved.whole(name, "weight")
-        if found != whole.numel():
-            raise ValueError(f"{self.source.folder} has not all elements of the frozen parameter '{name}'")
+        whole = self.source.saved(0).whole(name, "weight")
         record = save_state(self.zero_dir, name, keys.FP32_WEIGHT_KEY, {keys.PARAM: whole})
         return {f"{ZERO_FOLDER}/{name}/{keys.FP32_WEIGHT_KEY}.pt": record}
 
@@ -239,8 +236,8 @@ def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes):
 
 
 def run_tasks(conversion, step, tasks, workers):
-    """Results of ``conversion.<step>(task)`` of all tasks, in order. ``workers``: threads at most; reading and writing do
-    not hold Python's lock. The error of a task is raised when those that have begun are done; no other one begins."""
+    """Results of ``conversion.<step>(task)`` of all tasks, in order. ``workers``: threads at most; reading and writing
+    do not hold Python's lock. The error of a task is raised when those that have begun are done; no other begins."""
     with concurrent.futures.ThreadPoolExecutor(max(1, workers), "deepspeed-universal") as pool:
         running = [pool.submit(getattr(conversion, step), task) for task in tasks]
         try:

@@ -11,7 +11,8 @@ from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write import commit
 from deepspeed.checkpoint.write.background import Background, SnapshotSave
 from deepspeed.checkpoint.write.file_writer import TorchSaveFile, WriterOptions, replace_file
-from deepspeed.checkpoint.write.ranks import RanksThroughFiles, take_each, this_process
+from deepspeed.checkpoint.write.owner import Process
+from deepspeed.checkpoint.write.ranks import RanksThroughFiles, take_each
 from deepspeed.checkpoint.write.snapshot import HostCache, Snapshot
 from deepspeed.constants import default_pg_timeout
 from deepspeed.log import logger, warning_once
@@ -141,8 +142,8 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
             self.behind.drain()
             self._expecting = False
         ranks = saving.ranks
-        found = ranks.gather([*this_process(), secrets.token_hex(8)])
-        token = found[ranks.nodes.index(ranks.node)][2]  # the leading rank's
+        found = ranks.gather([*Process.here(), secrets.token_hex(8)])
+        token = found[ranks.nodes.index(ranks.node)][-1]  # the leading rank's
         meeting = commit.hidden(saving.target, f"{token}.meeting")  # one save's, where the background threads meet
         saving.begin(meeting)
         save = SnapshotSave(self, saving, Snapshot(self.cache, states), save_latest)
@@ -154,7 +155,7 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
                 commit.remove(meeting)
             raise
         timeout_s = float(os.environ.get("DS_COMM_TIMEOUT_S") or default_pg_timeout.total_seconds())
-        saving.ranks = RanksThroughFiles(ranks, meeting, timeout_s, [entry[:2] for entry in found])
+        saving.ranks = RanksThroughFiles(ranks, meeting, timeout_s, [Process(*entry[:-1]) for entry in found])
         save.end()
 
     def save(self, state_dict, path):

@@ -36,8 +36,7 @@ def of_model(folder, weights, mp_rank, checkpoint_engine):
                 f"{tuple(whole)}: build the model with the experts that were saved"
             )
         value = torch.empty(getattr(param, "ds_shape", param.shape), dtype=param.dtype)
-        if saved.read_into(value, saved.pieces(known, "weight"), first) < value.numel():
-            raise ValueError(f"{folder} has not all elements of '{known}': a file of some rank is missing")
+        saved.read_into(value, saved.pieces(known, "weight"), first, f"parameter '{known}'")
         found[name] = value
     module = saved.module()
     found.update({name: eager(module[named(name)]) for name in buffers if named(name) in module})
