@@ -186,7 +186,7 @@ class NativeState(ByName):
     # ---- the model file --------------------------------------------------------------------------------------------
     def _model(self, trained, frozen):
         about, module = self._about, self._about["module"]
-        names_in_module = _ModuleKeys(dict.fromkeys(module["keys"]))
+        names_in_module = collections.OrderedDict.fromkeys(module["keys"])  # as a module's own, which has versions
         names_in_module._metadata = self._decode(module["metadata"])
         return {
             **{key: plain(self._decode(value)) for key, value in about["engine"].items()},
@@ -226,10 +226,6 @@ class NativeState(ByName):
         own = rank in self.ranks
         index = self.ranks.index(rank) if own else 0
         return plain(self._decode(self._files[index]["run"], index)), own
-
-
-class _ModuleKeys(dict):
-    """Names of the module's state; a class of its own so that the versions of modules can be put on it."""
 
 
 def _part(folder, rank, parameters):

@@ -157,8 +157,8 @@ class SavedState:
                 flat[low - offset : high - offset].copy_(reader.read_range(low - begin, high - low))
         if filled != wanted:
             raise ValueError(
-                f"{self.origin()}: {what} has {filled} of the {wanted} elements from {offset} on; files are missing, or "
-                "it is of another model"
+                f"{self.origin()}: {what} has {filled} of the {wanted} elements from {offset} on; files are missing, "
+                "or it is of another model"
             )
 
     def origin(self):

@@ -52,14 +52,14 @@ def trusting(trust):
         _trusted.reset(token)
 
 
-def read(path, lazy=False, allow=(), trust=None):
+def read(path, lazy=False):
     """Loads ``path`` to the CPU; with ``lazy``, tensors stay in the file (``LazyTensor``).
 
     Tensors and plain data only: RefusedClass for anything that could run code, see ``deepspeed.formats.torch_archive``.
     """
     try:
         open_regular(path).close()
-        return torch_archive.load(path, lazy, allow, _trusted.get() if trust is None else trust)
+        return torch_archive.load(path, lazy, trust=_trusted.get())
     except torch_archive.RefusedClass:
         raise
     except FileNotFoundError as error:
