@@ -11,7 +11,7 @@ from deepspeed._native import _C
 from deepspeed.checkpoint.layouts import names, saved_native
 from deepspeed.checkpoint.layouts.saved_native import NativeState
 from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write.file_writer import write_safetensors
+from deepspeed.checkpoint.write.file_writer import PreparedSafetensors
 from deepspeed.checkpoint.write.frozen_files import Digest, FrozenFile
 from refusals import refused
 
@@ -71,7 +71,7 @@ def test_a_digest_sees_every_change_and_hashes_once(monkeypatch):
 def tag_with(parent, tag, tensors, name):
     folder = parent / tag
     folder.mkdir()
-    record = write_safetensors(tensors, {}, folder / name)
+    record = PreparedSafetensors(tensors, {}).write(folder / name)
     (folder / verify.NAME).write_text(verify.text_of({"saved_at": 1.0}, {name: record}))
     return folder / name
 
@@ -84,7 +84,8 @@ def test_a_frozen_file_is_linked_or_written(tmp_path, monkeypatch):
     path, sound = staging / name, set()
 
     record = FrozenFile(tensors, {}, sound).write(path)
-    assert os.path.samefile(path, old) and record["crc32"] == write_safetensors(tensors, {}, tmp_path / "x")["crc32"]
+    again = PreparedSafetensors(tensors, {}).write(tmp_path / "x")
+    assert os.path.samefile(path, old) and record["crc32"] == again["crc32"]
     assert len(sound) == 1
     FrozenFile(tensors, {}, sound).write(path)  # once more: the link goes, it is not written through
     assert os.path.samefile(path, old)
@@ -131,7 +132,7 @@ def small_folder(folder, about_rank=None, tensors=None):
     (folder / "rank_00000.json").write_text(json.dumps({**common, **rank}))
     values = torch.arange(6.0)
     pieces = tensors or {"fp32/w@0": values[:4], "fp32/w@4": values[4:], "exp_avg/w": values.reshape(2, 3) + 1}
-    write_safetensors(pieces, {}, folder / "rank_00000.safetensors")
+    PreparedSafetensors(pieces, {}).write(folder / "rank_00000.safetensors")
     return NativeState(str(folder))
 
 
@@ -155,7 +156,7 @@ def test_pieces_in_the_order_of_memory(tmp_path):
 
 def test_a_name_of_a_file_does_not_leave_the_folder(tmp_path):
     (tmp_path / "t").mkdir()
-    write_safetensors({"fp32/w": torch.zeros(2, 3)}, {}, tmp_path / "elsewhere.safetensors")
+    PreparedSafetensors({"fp32/w": torch.zeros(2, 3)}, {}).write(tmp_path / "elsewhere.safetensors")
     refused(
         ValueError,
         r"rank_00000\.json has the name '\.\./elsewhere\.safetensors'",

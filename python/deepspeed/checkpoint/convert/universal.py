@@ -203,7 +203,7 @@ class Conversion:
         state = plain({**saved.extra, keys.ZERO_STAGE: saved.zero_stage, keys.PARAM_GROUPS: groups})
         os.makedirs(self.zero_dir, exist_ok=True)
         path = os.path.join(self.zero_dir, OPTIMIZER_STATE)
-        return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": file_writer.write_torch(state, path)}
+        return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": file_writer.PreparedTorch(state).write(path)}
 
 
 def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes):

@@ -179,7 +179,8 @@ def engine_name(config):
 
 def make_engine(config):
     """A new checkpoint engine. Its class is called with the section ``checkpoint``; one that has ``from_config`` gets
-    the whole configuration. Raises UnknownNameError for a name that nobody registered, TypeError for what is no engine."""
+    the whole configuration. Raises UnknownNameError for a name that nobody registered, and TypeError for something else
+    than an engine."""
     name = engine_name(config)
     kind = ENGINES.get(name)
     made = kind.from_config(config) if hasattr(kind, "from_config") else kind(config.checkpoint_config)
