@@ -1,5 +1,6 @@
 """Files copied to host memory now and written in the background."""
 
+import functools
 import logging
 import os
 import secrets
@@ -9,7 +10,7 @@ from deepspeed import _compat
 from deepspeed.checkpoint.engines.base import OwnCheckpointEngine
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write import commit
-from deepspeed.checkpoint.write.background import Background, SnapshotSave
+from deepspeed.checkpoint.write.background import Background, SnapshotSave, raise_failure
 from deepspeed.checkpoint.write.file_writer import TorchSaveFile, WriterOptions, replace_file
 from deepspeed.checkpoint.write.owner import Process
 from deepspeed.checkpoint.write.ranks import RanksThroughFiles, take_each
@@ -146,7 +147,8 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         token = found[ranks.nodes.index(ranks.node)][-1]  # the leading rank's
         meeting = commit.hidden(saving.target, f"{token}.meeting")  # one save's, where the background threads meet
         saving.begin(meeting)
-        save = SnapshotSave(self, saving, Snapshot(self.cache, states), save_latest)
+        finish = functools.partial(saving.end_behind, self.behind, save_latest)
+        save = SnapshotSave(self, Snapshot(self.cache, states), saving.target, saving.staging, finish)
         try:
             saving.agree(take_each(saving.shared(files), save.add), before_removal=save.drop)
         except BaseException:
@@ -160,21 +162,14 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
 
     def save(self, state_dict, path):
         """Returns when ``state_dict`` may change; ``commit`` or ``wait`` say when the file is there."""
-        prepared = self.prepare(path, state_dict)
-        snapshot = Snapshot(self.cache)
-        copies = snapshot.add(prepared.sources)
-        if copies is None:
-            self.write_prepared(prepared, path)
-            return
-        snapshot.start_late_copies()  # none, and nothing more to come
-        prepared.sources = copies.sources
-        self.behind.start(lambda: self._write_alone(prepared, path, copies))
-
-    def _write_alone(self, prepared, path, copies):
+        path = os.fspath(path)
+        save = SnapshotSave(self, Snapshot(self.cache), path, "", raise_failure)
         try:
-            self.write_prepared(prepared, path)
-        finally:
-            copies.give_back()
+            save.add(path, state_dict)
+        except BaseException:
+            save.drop()
+            raise
+        save.end()
 
     def commit(self, info):
         """Waits for all files. Raises what went wrong with one of them."""
