@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import storage
+from deepspeed.zero.nested import replace
 
 # Saved values of an optimizer as a whole: see ``SavedState.extra``.
 EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
@@ -231,16 +232,7 @@ def eager(value):
 
 def plain(value):
     """``value`` with all lazy tensors in it read."""
-    if isinstance(value, dict) and _holds_lazy(value):
-        return {key: plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple) and _holds_lazy(value):
-        return type(value)(plain(item) for item in value)
-    return eager(value)
-
-
-def _holds_lazy(value):
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return hasattr(value, "read_range") or any(map(_holds_lazy, items))
+    return replace(value, lambda item: hasattr(item, "read_range"), eager)
 
 
 def numel_of(value):

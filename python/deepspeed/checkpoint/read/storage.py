@@ -9,34 +9,20 @@ import torch
 
 from deepspeed.formats import torch_archive
 from deepspeed.host.recorded_names import open_regular
+from deepspeed.zero.nested import replace
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 
 def compact(value, device="cpu"):
     """``value`` with every tensor detached, on ``device`` and in memory of its own: a view of a flat buffer would drag
     the whole buffer into the file."""
-    if torch.is_tensor(value):
-        return value.detach().to(device, copy=True)
-    if type(value) is TensorOfPieces:
-        return value.whole().to(device)
-    if isinstance(value, dict):
-        made = {key: compact(item, device) for key, item in value.items()}
-        return made if type(value) is dict else _same_mapping(value, made)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(compact(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(compact(item, device) for item in value)
-    return value
 
+    def own(tensor):
+        if type(tensor) is TensorOfPieces:
+            return tensor.whole().to(device)
+        return tensor.detach().to(device, copy=True)
 
-def _same_mapping(original, items):
-    try:
-        made = type(original)(items)
-    except TypeError:
-        return items
-    if hasattr(original, "_metadata"):  # versions of modules, in state dicts
-        made._metadata = original._metadata
-    return made
+    return replace(value, lambda item: torch.is_tensor(item) or type(item) is TensorOfPieces, own, keep=False)
 
 
 _trusted = contextvars.ContextVar("trusted", default=None)
