@@ -2,7 +2,6 @@
 
 import base64
 import collections
-import contextlib
 import datetime
 import functools
 import json
@@ -18,8 +17,9 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import MODULE, VALUES
 from deepspeed.checkpoint.layouts.saved_named import ByName
 from deepspeed.checkpoint.layouts.saved_state import eager, plain, with_names
+from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
-from deepspeed.formats.safetensors_file import DamagedSafetensors, read_safetensors
+from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.host.recorded_names import open_regular
 
 # ---- plain json ----------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def _part(folder, rank, parameters):
     about, tensors, values = read_json(path), {}, {}
     for entry in about["files"]:
         file = path_below(folder, entry, path, "entry")
-        with _naming(file, DamagedSafetensors, ValueError):
+        with storage.naming(file):
             found = read_safetensors(file)[0]
         for (kind, name, offset), tensor in zip(map(names.parsed, found), found.values()):
             if kind == VALUES:
@@ -246,20 +246,9 @@ def _part(folder, rank, parameters):
     return {**about, "parameters": parameters, "tensors": tensors, "scalars": scalars, "values": values}
 
 
-@contextlib.contextmanager
-def _naming(path, *kinds):
-    """Errors of reading ``path`` name it: FileNotFoundError, RuntimeError for those ``kinds`` that a damage causes."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"the checkpoint has no file {path}: it is incomplete; load an older tag") from error
-    except kinds as error:
-        raise RuntimeError(f"the checkpoint file {path} is damaged ({error}); load an older tag") from error
-
-
 def read_json(path):
     """A JSON file of the format. Raises FileNotFoundError, RuntimeError for one that is damaged or newer than us."""
-    with _naming(path, ValueError, KeyError, TypeError, RecursionError):
+    with storage.naming(path):
         with open_regular(path) as file:
             found = json.loads(file.read().decode())
         known, version = found["format"] == names.FORMAT, found["version"]

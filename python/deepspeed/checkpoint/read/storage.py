@@ -38,25 +38,47 @@ def trusting(trust):
         _trusted.reset(token)
 
 
-def read(path, lazy=False):
-    """Loads ``path`` to the CPU; with ``lazy``, tensors stay in the file (``LazyTensor``).
+# Errors that damage causes in a reader.
+_DAMAGED = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    KeyError,
+    ValueError,
+    TypeError,
+)
 
-    Tensors and plain data only: RefusedClass for anything that could run code, see ``deepspeed.formats.torch_archive``.
-    """
+
+@contextlib.contextmanager
+def naming(path):
+    """Errors of reading ``path`` inside name it: FileNotFoundError; OSError for one that may not be read; RuntimeError
+    for one that is damaged."""
     try:
-        open_regular(path).close()
-        return torch_archive.load(path, lazy, trust=_trusted.get())
+        yield
     except torch_archive.RefusedClass:
         raise
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"the checkpoint has no file {path}: it is incomplete or was written by another kind of run"
+            f"the checkpoint has no file {path}: it is incomplete or was written by another kind of run; load an older "
+            "tag"
         ) from error
     except (PermissionError, IsADirectoryError) as error:
         raise OSError(
             error.errno, f"cannot read the checkpoint file {path}: {error.strerror}. Check its permissions."
         ) from error
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
+    except _DAMAGED as error:
         raise RuntimeError(
             f"the checkpoint file {path} is damaged or no checkpoint ({error}); load an older tag"
         ) from error
+
+
+def read(path, lazy=False):
+    """Loads ``path`` to the CPU; with ``lazy``, tensors stay in the file (``LazyTensor``).
+
+    Tensors and plain data only: RefusedClass for anything that could run code, see ``deepspeed.formats.torch_archive``.
+    """
+    with naming(path):
+        open_regular(path).close()
+        return torch_archive.load(path, lazy, trust=_trusted.get())
