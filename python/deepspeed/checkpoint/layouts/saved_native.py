@@ -20,6 +20,7 @@ from deepspeed.checkpoint.layouts.saved_state import eager, plain, with_names
 from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.formats.safetensors_file import read_safetensors
+from deepspeed.formats.torch_archive import DTYPES
 from deepspeed.host.recorded_names import open_regular
 
 # ---- plain json ----------------------------------------------------------------------------------------------------
@@ -31,11 +32,6 @@ from deepspeed.host.recorded_names import open_regular
 _MAPPINGS = {dict: "dict", collections.OrderedDict: "odict", collections.Counter: "counter"}
 _SEQUENCES = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size", collections.deque: "deque"}
 _KINDS = {name: kind for kind, name in {**_MAPPINGS, **_SEQUENCES}.items()}
-
-
-def _dtype_of(name):
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else _refuse_tag("$dtype")
 
 
 def _refuse_tag(tag):
@@ -57,7 +53,8 @@ _SIMPLE = {
         lambda value: type(value) is complex, lambda value: [value.real, value.imag], lambda pair: complex(*pair),
     ),
     "dtype": (
-        lambda value: isinstance(value, torch.dtype), lambda value: str(value).removeprefix("torch."), _dtype_of,
+        lambda value: isinstance(value, torch.dtype), lambda value: str(value).removeprefix("torch."),
+        lambda name: DTYPES.get(name) or _refuse_tag("$dtype"),
     ),
     "path": (lambda value: isinstance(value, pathlib.PurePath), str, pathlib.Path),
     "datetime": (
