@@ -213,10 +213,10 @@ class Snapshots:
         """In the background, when this rank's files are in the ``folder`` of a snapshot: it says so, in one more."""
         held.written()
         raise_failure(records, error)
-        said, name = SAID_BY(rank=facts["rank"]), os.path.basename(folder)
-        write_whole(os.path.join(folder, said), write_text, json.dumps({**facts, "files": records}))
+        said, name = SAID_BY.path(folder, rank=facts["rank"]), os.path.basename(folder)
+        write_whole(said, write_text, json.dumps({**facts, "files": records}))
         self._clear(name)  # of what was reused the rest, which others have left there
-        files, target = [*records, said], f"{self.key}/{name}"
+        files, target = [*records, os.path.basename(said)], f"{self.key}/{name}"
         if self._next_keeper is not None:
             _, error = attempt(lambda: hand_over(self._next_keeper, folder, target, files), OSError)
             if error is not None:
