@@ -10,6 +10,7 @@ import torch
 from deepspeed._native import _C
 from deepspeed.checkpoint.layouts import names, saved_native
 from deepspeed.checkpoint.layouts.saved_native import NativeState
+from deepspeed.checkpoint.layouts.saved_state import Range, SavedState
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write.file_writer import PreparedSafetensors
 from deepspeed.checkpoint.write.frozen_files import Digest, FrozenFile
@@ -172,3 +173,14 @@ def test_the_safetensors_package_reads_it(tmp_path):
     with safetensors.safe_open(str(tmp_path / "rank_00000.safetensors"), framework="pt") as file:
         assert sorted(file.keys()) == ["exp_avg/w", "fp32/w@0", "fp32/w@4"]
         assert file.get_tensor("exp_avg/w").tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_elements_that_are_not_there_are_counted():
+    saved, pieces = SavedState(), [(0, 2, Range(torch.ones(3), 1)), (3, 2, Range(torch.ones(1)))]
+    target = torch.zeros(2)
+    saved.read_into(target, pieces, 0, "'w'")
+    assert target.tolist() == [1, 1]
+    words = "the saved optimizer: 'w' has 2 of the 3 elements from 0 on; files are missing"
+    for wanted in (3, torch.zeros(3)):  # a number: nothing is read
+        refused(ValueError, words, saved.read_into, wanted, pieces, 0, "'w'")
+    refused(IndexError, "of a tensor of 1 elements", saved.read_into, 2, pieces, 3, "'w'")
