@@ -1,4 +1,4 @@
-"""Writing a state to a file: ``write_torch`` against ``torch.save``, in one run, beside what the disk can do.
+"""Writing a state to a file: ``PreparedTorch`` against ``torch.save``, in one run, beside what the disk can do.
 
     python benchmarks/python/checkpoint_write.py [--gb 2] [--tensors 16] [--rounds 5] [--dir DIR] [--json FILE]
 
@@ -23,7 +23,7 @@ import time
 import torch
 
 from deepspeed import _compat
-from deepspeed.checkpoint.write.file_writer import WriterOptions, file_crc32, write_torch
+from deepspeed.checkpoint.write.file_writer import PreparedTorch, WriterOptions, file_crc32
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from common import machine  # noqa: E402  (the line above finds it from any directory)
@@ -85,11 +85,11 @@ def measure(args, folder):
     state = {f"layer.{i}.weight": torch.randn(numel) for i in range(args.tensors)}
     bytes = numel * 4 * args.tensors // BLOCK * BLOCK
     ours, theirs, raw = (os.path.join(folder, name) for name in ("ours.pt", "torchs.pt", "raw"))
-    times = {name: [] for name in ("write_torch", "torch.save + fsync", "torch.save", "raw O_DIRECT", "fio")}
+    times = {name: [] for name in ("PreparedTorch", "torch.save + fsync", "torch.save", "raw O_DIRECT", "fio")}
     for round in range(args.rounds):
         start = time.perf_counter()
-        record = write_torch(state, ours, WriterOptions())
-        times["write_torch"].append(time.perf_counter() - start)
+        record = PreparedTorch(state).write(ours, WriterOptions())
+        times["PreparedTorch"].append(time.perf_counter() - start)
         start = time.perf_counter()
         torch.save(state, theirs)
         times["torch.save"].append(time.perf_counter() - start)
@@ -123,13 +123,13 @@ def main():
         figures[name] = {"seconds": median, "min": min(values), "max": max(values), "GB/s": bytes / median / 1e9}
         print(f"{name:20s} {median:7.2f} s ({min(values):.2f} to {max(values):.2f})  {bytes / median / 1e9:6.2f} GB/s")
     for name in ("torch.save + fsync", "torch.save"):
-        ratios = [theirs / ours for theirs, ours in zip(times[name], times["write_torch"])]
-        figures[f"{name} / write_torch"] = statistics.median(ratios)
-        print(f"{name} takes {statistics.median(ratios):.2f} times as long as write_torch (rounds: "
+        ratios = [theirs / ours for theirs, ours in zip(times[name], times["PreparedTorch"])]
+        figures[f"{name} / PreparedTorch"] = statistics.median(ratios)
+        print(f"{name} takes {statistics.median(ratios):.2f} times as long as PreparedTorch (rounds: "
               f"{', '.join(f'{ratio:.2f}' for ratio in ratios)})")  # fmt: skip
     if args.json:
         machine.write_json(args.json, "checkpoint_write", figures)
-    sys.exit(figures["torch.save + fsync / write_torch"] < TARGET)
+    sys.exit(figures["torch.save + fsync / PreparedTorch"] < TARGET)
 
 
 if __name__ == "__main__":

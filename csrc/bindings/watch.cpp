@@ -48,6 +48,7 @@ py::dict described(const comm::Watched& group, const comm::Flight& flight) {
 DS_BINDINGS(m) {
   using comm::Watch;
   m.def("process_ended", &process_ended, "pid"_a);
+  m.def("process_began", &process_began, "pid"_a);
   m.def("host_id", &comm::host_id);  // equal for processes that may share memory and know each other's numbers
   py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
       .def(py::init([](py::function stacks, py::function warn) {

@@ -208,7 +208,7 @@ def test_a_new_process_has_what_engines_import():
 def _first_write(rank, world_size, path):
     from deepspeed.checkpoint.write import file_writer
 
-    file_writer.write_bytes(b"x", path)
+    file_writer.PreparedBytes(b"x").write(path)
     return os.path.exists(path)
 
 

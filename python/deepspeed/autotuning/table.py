@@ -1,5 +1,7 @@
 """The summary of a search as text."""
 
+from deepspeed.host.texts import table
+
 _COLUMNS = ("experiment", "stage", "mbs", "gas", "result")
 
 
@@ -13,7 +15,7 @@ def summary(tuner, time_taken):
         for name, row in best.items()
         if name != "global"
     ]
-    lines = _table(("tuning space", "experiments", f"best {metric}", "best experiment"), spaces)
+    lines = table([("tuning space", "experiments", f"best {metric}", "best experiment"), *spaces])
     failed = sorted((row for row in rows if row[1] is None), key=lambda row: row[2])
     good = sorted((row for row in rows if row[1] is not None), key=lambda row: -tuner.goodness(row[1]))
     cells = []
@@ -35,17 +37,11 @@ def summary(tuner, time_taken):
                 result,
             )
         )
-    lines += ["", *_table((*_COLUMNS[:-1], metric), cells)]
+    lines += ["", *table([(*_COLUMNS[:-1], metric), *cells])]
     if tuner.skipped:
-        lines += ["", *_table(("not run", "why"), sorted(tuner.skipped.items()))]
+        lines += ["", *table([("not run", "why"), *sorted(tuner.skipped.items())])]
     if "global" in best:
         exp, value, _ = best["global"]
         lines += ["", f"The best is {exp['name']}: {metric} {value:g}."]
     lines.append(f"Tuning completed in {time_taken}. Total number of experiments: {len(rows)}.")
     return "\n".join(lines) + "\n"
-
-
-def _table(head, rows):
-    rows = [head, *rows]
-    widths = [max(len(str(row[column])) for row in rows) for column in range(len(head))]
-    return ["  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

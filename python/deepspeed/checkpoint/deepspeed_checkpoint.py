@@ -174,8 +174,6 @@ class DeepSpeedCheckpoint:
 
     def get_2d_parallel_files(self, tp_index, pp_index):
         """The ``mp_rank_RR_model_states.pt`` files whose states a model-parallel rank takes."""
-        self._check(tp_index, self.tp_degree, "tp")
-        self._check(pp_index, self.pp_degree, "pp")
         ranks = self.new_2d_map.get_data(pp_index=pp_index, tp_index=tp_index)
         if len(self.mp_rank_files) < self.original_tp_degree * self.original_pp_degree:
             raise FileNotFoundError(

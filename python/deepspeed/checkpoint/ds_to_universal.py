@@ -39,8 +39,8 @@ from deepspeed.version import __version__
 OPTIONS = {
     "--input_folder": dict(required=True, help="folder of one tag of a checkpoint"),
     "--output_folder": dict(required=True, help="folder of the universal checkpoint, made if need be"),
-    "--num_extract_workers": dict(type=int, default=4, help="processes that cut shards out of the files"),
-    "--num_merge_workers": dict(type=int, default=2, help="processes that join them to parameters"),
+    "--num_extract_workers": dict(type=int, default=4, help="threads that cut shards out of the files"),
+    "--num_merge_workers": dict(type=int, default=2, help="threads that join them to parameters"),
     "--keep_temp_folder": dict(action="store_true", help="leave the shards below tmp/"),
     "--no_strict": dict(
         dest="strict",
@@ -244,7 +244,8 @@ def merge_tp_slices(uc_info, dir, slice_dir, tp_degree, name_and_shapes):
     if not shapes or isinstance(shapes[0], int):
         shapes = [shapes] * tp_degree
     rules = ParallelRules(uc_info)
-    return rules.patterns() - merge_parameter(rules, dir, slice_dir, name, list(shapes))[0]
+    merge_parameter(rules, dir, slice_dir, name, list(shapes))
+    return rules.patterns() - rules.used
 
 
 def extract_zero_shards_stage3(

@@ -99,14 +99,11 @@ def _resolve_autotp_partition(current_param, ckpt_dict, full_hp_param, tp_rank, 
     logical = meta.get("logical_shape") or full_hp_param.shape
     same = torch.Size(logical).numel() == full_hp_param.numel()
     full = full_hp_param.reshape(tuple(logical)) if same else full_hp_param
-    sizes = meta.get("sub_param_sizes")
-    if sizes is not None:
-        widths = meta.get("sub_param_shard_widths")
-        version = ckpt_dict.get(keys.UNIVERSAL_CHECKPOINT_VERSION_KEY, keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE)
-        part = _narrow_sub_params(full, dim, sizes, widths, tp_rank, tp_world_size, version)
-    else:  # one that is all of the parameter
-        widths, what = [meta.get("partition_sizes") or ()], "a parameter of automatic tensor parallelism"
-        part = narrow_sub_params(full, dim, [full.shape[dim]], widths, tp_rank, tp_world_size, what)
+    sizes, widths = meta.get("sub_param_sizes"), meta.get("sub_param_shard_widths")
+    if sizes is None:  # the parameter is the only one
+        sizes, widths = [full.shape[dim]], [meta.get("partition_sizes") or ()]
+    version = ckpt_dict.get(keys.UNIVERSAL_CHECKPOINT_VERSION_KEY, keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE)
+    part = _narrow_sub_params(full, dim, sizes, widths, tp_rank, tp_world_size, version)
     wanted = meta.get("target_partition_shape")
     if wanted is not None and torch.Size(wanted).numel() != part.numel():
         raise ValueError(

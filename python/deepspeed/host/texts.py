@@ -1,4 +1,4 @@
-"""Small files of the system."""
+"""Small texts: files of the system, and tables for people."""
 
 
 def read_text(path):
@@ -8,3 +8,9 @@ def read_text(path):
             return file.read().strip()
     except OSError:
         return ""
+
+
+def table(rows):
+    """The lines of a table of ``rows`` of cells, whose columns stand below each other."""
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(str(cell).ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

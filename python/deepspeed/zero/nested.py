@@ -12,16 +12,16 @@ tensors_in = _C.tensors_in
 tensors_within = _C.tensors_within
 
 
-def replace(item, wanted, change):
+def replace(item, wanted, change, keep=True):
     """`item` with `change` applied to what is `wanted`. Lists, tuples (named ones too) and dicts around it are made
-    anew; those without any are kept."""
+    anew; those without any are kept, or are copied without `keep`."""
     if wanted(item):
         return change(item)
     if not isinstance(item, (dict, list, tuple)):
         return item
     before = list(item.values()) if isinstance(item, dict) else item
-    after = [replace(value, wanted, change) for value in before]
-    if all(new is old and not wanted(old) for new, old in zip(after, before)):
+    after = [replace(value, wanted, change, keep) for value in before]
+    if keep and all(new is old and not wanted(old) for new, old in zip(after, before)):
         return item
     if isinstance(item, dict):
         made = copy.copy(item)  # with what a subclass knows besides, such as the factory of a defaultdict

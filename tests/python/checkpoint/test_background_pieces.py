@@ -37,8 +37,8 @@ def test_saved_as_one_tensor(copied, tmp_path):
 
 def test_the_bytes_are_those_of_the_whole_tensor(tmp_path):
     _, tensor, expected = made()
-    first = file_writer.write_torch({"a": tensor}, tmp_path / "a.pt")
-    second = file_writer.write_torch({"a": expected}, tmp_path / "b.pt")
+    first = file_writer.PreparedTorch({"a": tensor}).write(tmp_path / "a.pt")
+    second = file_writer.PreparedTorch({"a": expected}).write(tmp_path / "b.pt")
     assert first["crc32"] == second["crc32"] and first["tensors"] == second["tensors"]
 
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepspeed.checkpoint.write.ranks import RanksThroughFiles, this_process
+from deepspeed.checkpoint.write.owner import Process
+from deepspeed.checkpoint.write.ranks import RanksThroughFiles
 from processes import running, wait_for
 from refusals import refused
 from threads import started
@@ -72,7 +73,7 @@ def test_who_does_not_come_is_named_and_nobody_waits_twice(tmp_path):
 def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    processes = [this_process(), [this_process()[0], child.pid]]
+    processes = [Process.here(), Process.here()._replace(pid=child.pid)]
     refused(
         TimeoutError,
         "rank 1 ended before its part was written",
@@ -81,23 +82,21 @@ def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
     )
     zombie = subprocess.Popen([sys.executable, "-c", ""])
     wait_for(lambda: not running(zombie.pid))
-    processes[1][1] = zombie.pid
+    processes[1] = Process.here()._replace(pid=zombie.pid, started=0)
     refused(TimeoutError, "rank 1 ended", made(0, 2, tmp_path / "n", timeout_s=60, processes=processes).gather, 1)
     zombie.wait()
-    elsewhere = [this_process(), ["another host", child.pid]]
+    elsewhere = [Process.here(), processes[1]._replace(boot="another machine")]
     refused(TimeoutError, "within 1 s", made(0, 2, tmp_path / "o", timeout_s=1, processes=elsewhere).gather, 1)
 
 
-def test_a_process_number_of_another_host_of_the_same_name_is_not_asked_for(tmp_path, monkeypatch):
+def test_a_process_number_of_another_container_of_the_same_name_is_not_asked_for(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    monkeypatch.setenv("DS_HOST_ID", "a container of the same name")
-    elsewhere = [this_process()[0], child.pid]
-    monkeypatch.delenv("DS_HOST_ID")
+    elsewhere = Process.here()._replace(pid=child.pid, pid_space="pid:[4026530000]")
     refused(
         TimeoutError,
         "within 1 s",
-        made(0, 2, tmp_path / "m", timeout_s=1, processes=[this_process(), elsewhere]).gather,
+        made(0, 2, tmp_path / "m", timeout_s=1, processes=[Process.here(), elsewhere]).gather,
         1,
     )
 

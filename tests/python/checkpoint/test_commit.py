@@ -25,7 +25,7 @@ def save(folder, text, files=FILES, in_place=None):
     folder, records = str(folder), {}
     staging = commit.begin(folder, in_place)
     for name in files:
-        records[name] = file_writer.write_bytes(text * 1000, os.path.join(staging, name))
+        records[name] = file_writer.PreparedBytes(text * 1000).write(os.path.join(staging, name))
     commit.finish(folder, staging, {"tag": os.path.basename(folder), "saved_at": 1.0}, records)
     replace_text(os.path.join(os.path.dirname(folder), names.LATEST), os.path.basename(folder))
     return staging

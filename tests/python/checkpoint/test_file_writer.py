@@ -1,4 +1,4 @@
-"""write_torch: what torch.load gives back, on both torches, and what lies in the file."""
+"""Files of torch.save: what torch.load gives back, on both torches, and what lies in the file."""
 
 import collections
 import dataclasses
@@ -17,7 +17,7 @@ import torch
 
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import file_writer
-from deepspeed.checkpoint.write.file_writer import WriterOptions, write_bytes, write_safetensors, write_torch
+from deepspeed.checkpoint.write.file_writer import PreparedBytes, PreparedSafetensors, PreparedTorch, WriterOptions
 from places import ROOT
 from processes import run_after_torch, run_python
 from refusals import refused
@@ -53,7 +53,7 @@ def assert_same_bits(found, expected):
 
 
 def round_trip(value, path, options=None):
-    write_torch(value, path, options)
+    PreparedTorch(value).write(path, options)
     return torch.load(path, weights_only=False)
 
 
@@ -80,7 +80,7 @@ def test_every_dtype(tmp_path, dtype, options):
 def test_a_view_takes_its_own_elements_only(tmp_path):
     flat = torch.arange(1_000_000.0)
     views = {"piece": flat[5:15], "matrix": flat[100:112].view(3, 4), "one": flat[7], "steps": flat[::100_000]}
-    record = write_torch(views, tmp_path / "x.pt")
+    record = PreparedTorch(views).write(tmp_path / "x.pt")
     sizes = {"piece": 40, "matrix": 48, "one": 4, "steps": 40}
     assert {tensor["name"]: tensor["bytes"] for tensor in record["tensors"]} == sizes
     assert_same_bits(torch.load(tmp_path / "x.pt"), views)
@@ -88,7 +88,7 @@ def test_a_view_takes_its_own_elements_only(tmp_path):
 
 def test_an_expanded_tensor_stays_small(tmp_path):
     value = {"wide": torch.ones(3, 1).expand(3, 1 << 20), "windows": torch.arange(10.0).as_strided((6, 5), (1, 1))}
-    assert write_torch(value, tmp_path / "x.pt")["bytes"] < 4096
+    assert PreparedTorch(value).write(tmp_path / "x.pt")["bytes"] < 4096
     assert_same_bits(torch.load(tmp_path / "x.pt"), value)
 
 
@@ -120,7 +120,7 @@ def test_tied_weights_stay_tied(tmp_path):
         "p again": one,
         "its data": one.data,
     }
-    record = write_torch(value, tmp_path / "x.pt")
+    record = PreparedTorch(value).write(tmp_path / "x.pt")
     back = torch.load(tmp_path / "x.pt", weights_only=False)
     assert back["same object"] is back["a"] and back["p again"] is back["p"]
     assert len({back[name].data_ptr() for name in ("a", "other object", "transposed", "flat")}) == 1
@@ -209,14 +209,14 @@ def test_other_objects(tmp_path):
 
 
 def test_what_cannot_be_pickled_leaves_no_file(tmp_path):
-    refused(Exception, "lambda|pickle", write_torch, {"f": lambda: 0}, tmp_path / "x.pt")
+    refused(Exception, "lambda|pickle", lambda: PreparedTorch({"f": lambda: 0}).write(tmp_path / "x.pt"))
     assert not list(tmp_path.iterdir())
 
 
 def test_the_value_is_not_touched(tmp_path):
     w = torch.randn(3, requires_grad=True)
     value = {"w": w}
-    write_torch(value, tmp_path / "x.pt")
+    PreparedTorch(value).write(tmp_path / "x.pt")
     assert value == {"w": w} and w.requires_grad and w.grad is None
 
 
@@ -250,7 +250,7 @@ def test_loads_under_every_torch(tmp_path, python):
         w=w, tied=w.view(-1), p=torch.nn.Parameter(w.clone()), empty=torch.zeros(0, 4), row=w[3:5], gap=w[:, 1:]
     )
     files = [tmp_path / "ours.pt", tmp_path / "torchs.pt"]
-    write_torch(value, files[0])
+    PreparedTorch(value).write(files[0])
     torch.save(value, files[1])
     done = subprocess.run([python, "-c", CHECK, *files], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.split() == ["same", str(len(value))], done.stderr
@@ -259,7 +259,7 @@ def test_loads_under_every_torch(tmp_path, python):
 def test_the_pickle_is_that_of_torch_save(tmp_path):
     """Of a value without views, instruction by instruction."""
     value = {"w": torch.randn(3, 4), "p": torch.nn.Parameter(torch.ones(2).bfloat16()), "n": [1, "x"]}
-    write_torch(value, tmp_path / "ours.pt")
+    PreparedTorch(value).write(tmp_path / "ours.pt")
     torch.save(value, tmp_path / "torchs.pt")
     instructions = []
     for name in ("ours.pt", "torchs.pt"):
@@ -274,7 +274,7 @@ def test_the_pickle_is_that_of_torch_save(tmp_path):
 def test_the_archive_is_that_of_torch_save(tmp_path):
     """The same records at the same places: readers that compute offsets find them."""
     value = {"w": torch.randn(30, 4), "z": torch.zeros(0), "b": torch.ones(3).bool()}
-    write_torch(value, tmp_path / "archive.pt")
+    PreparedTorch(value).write(tmp_path / "archive.pt")
     with open(tmp_path / "torchs.pt", "wb") as file:
         torch.save(value, file)
     with zipfile.ZipFile(tmp_path / "archive.pt") as ours, zipfile.ZipFile(tmp_path / "torchs.pt") as theirs:
@@ -297,7 +297,7 @@ def test_the_archive_is_that_of_torch_save(tmp_path):
 def test_the_record_says_what_is_in_the_file(tmp_path):
     value = {"module": {"fc.weight": torch.randn(300, 40)}, "states": [{"step": torch.tensor(3.0)}, (torch.ones(2),)]}
     value["gap"] = value["module"]["fc.weight"][:, :7]
-    record = write_torch(value, tmp_path / "x.pt", SMALL)
+    record = PreparedTorch(value).write(tmp_path / "x.pt", SMALL)
     content = (tmp_path / "x.pt").read_bytes()
     assert (record["name"], record["bytes"], record["crc32"]) == ("x.pt", len(content), zlib.crc32(content))
     names = ["module.fc.weight", "states[0].step", "states[1][0]", "gap"]
@@ -314,13 +314,13 @@ def test_the_record_says_what_is_in_the_file(tmp_path):
 def test_equal_values_give_equal_files(tmp_path):
     for name in "ab":
         torch.manual_seed(0)
-        write_torch({"w": torch.randn(100)}, tmp_path / name)
+        PreparedTorch({"w": torch.randn(100)}).write(tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_the_records_name_the_damaged_tensor(tmp_path):
     path = tmp_path / "x.pt"
-    record = write_torch({name: torch.randn(5000) for name in "abc"}, path)
+    record = PreparedTorch({name: torch.randn(5000) for name in "abc"}).write(path)
     (tmp_path / verify.NAME).write_text(verify.text_of({}, {"x.pt": record}))
     assert file_writer.file_crc32(path) == record["crc32"]
     assert verify.verify_folder(str(tmp_path)) == []
@@ -332,7 +332,7 @@ def test_the_records_name_the_damaged_tensor(tmp_path):
     assert file_writer.file_crc32(path) != record["crc32"]
     os.truncate(path, b["offset"] + 10)
     (problem,) = verify.verify_folder(str(tmp_path))
-    assert problem.text == "has {} bytes, {} were saved".format(b["offset"] + 10, record["bytes"])
+    assert problem.text == "is damaged: it has {} bytes, {} were saved".format(b["offset"] + 10, record["bytes"])
     refused(FileNotFoundError, "", file_writer.file_crc32, tmp_path / "none")
 
 
@@ -342,8 +342,8 @@ def test_the_records_name_the_damaged_tensor(tmp_path):
 @pytest.mark.parametrize(
     "data", [b"", b"abc", bytes(3_000_000), bytearray(5), memoryview(b"12345678").cast("I")], ids=len
 )
-def test_write_bytes(tmp_path, data):
-    record = write_bytes(data, tmp_path / "x")
+def test_bytes(tmp_path, data):
+    record = PreparedBytes(data).write(tmp_path / "x")
     content = (tmp_path / "x").read_bytes()
     assert content == bytes(data) and record == file_writer.file_record("x", len(content), zlib.crc32(content))
 
@@ -369,14 +369,14 @@ def read_safetensors(path):
     return tensors, header.get("__metadata__")
 
 
-def test_write_safetensors(tmp_path):
+def test_safetensors(tmp_path):
     dtypes = [dtype for dtype in DTYPES if dtype is not torch.complex128]
     value = {f"{dtype} é": random_tensor(dtype, 3, 5) for dtype in dtypes}
     w = torch.randn(90, 70)
     value.update(
         w=w, tied=w, t=w.t(), gap=w[:, 3:9], scalar=torch.tensor(2), empty=torch.zeros(0, 3), wide=w[:1].expand(3, 70)
     )
-    record = write_safetensors(value, {"format": "pt"}, tmp_path / "x.safetensors", SMALL)
+    record = PreparedSafetensors(value, {"format": "pt"}).write(tmp_path / "x.safetensors", SMALL)
     back, metadata = read_safetensors(tmp_path / "x.safetensors")
     assert metadata == {"format": "pt"} and set(back) == set(value)
     assert_same_bits(back, value)
@@ -390,7 +390,7 @@ def test_write_safetensors(tmp_path):
 
 
 def test_safetensors_without_tensors(tmp_path):
-    write_safetensors({}, None, tmp_path / "x")
+    PreparedSafetensors({}).write(tmp_path / "x")
     assert (tmp_path / "x").read_bytes() == b"\x08\0\0\0\0\0\0\0{}      "
 
 
@@ -406,7 +406,7 @@ def test_safetensors_without_tensors(tmp_path):
     ],
 )
 def test_safetensors_refuses(tmp_path, tensors, metadata, match):
-    refused(ValueError, match, write_safetensors, tensors, metadata, tmp_path / "x")
+    refused(ValueError, match, lambda: PreparedSafetensors(tensors, metadata).write(tmp_path / "x"))
     assert not list(tmp_path.iterdir())
 
 
@@ -414,16 +414,16 @@ def test_safetensors_refuses(tmp_path, tensors, metadata, match):
 
 MEMORY = """
 import resource, sys, torch
-from deepspeed.checkpoint.write.file_writer import WriterOptions, write_torch, write_safetensors
+from deepspeed.checkpoint.write.file_writer import PreparedSafetensors, PreparedTorch, WriterOptions
 w = torch.zeros(8000, 10000)
 w += 1
 value = {"w": w, "half": w[:, :5000]}
 used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-write_torch({"a": torch.ones(3)}, sys.argv[1])
+PreparedTorch({"a": torch.ones(3)}).write(sys.argv[1])
 before = used()
 options = WriterOptions(io_buffer_size=8 << 20, sync=False)
-write_torch(value, sys.argv[1], options)
-write_safetensors(value, None, sys.argv[1], options)
+PreparedTorch(value).write(sys.argv[1], options)
+PreparedSafetensors(value).write(sys.argv[1], options)
 print(used() - before)
 """
 
@@ -457,7 +457,7 @@ def test_tensors_that_pass_through_the_staging_memory(tmp_path, options, device)
     assert {tensor.device.type for tensor in back.values()} == {"cpu"}
     assert_same_bits(back, {name: tensor.cpu() for name, tensor in value.items()})
     assert back["w"].data_ptr() == back["t"].data_ptr() == back["p"].data_ptr()
-    write_safetensors(value, None, tmp_path / "x.safetensors", options)
+    PreparedSafetensors(value).write(tmp_path / "x.safetensors", options)
     read, _ = read_safetensors(tmp_path / "x.safetensors")
     assert_same_bits(read, {name: tensor.detach().cpu() for name, tensor in value.items()})
 
@@ -468,9 +468,9 @@ def test_tensors_that_pass_through_the_staging_memory(tmp_path, options, device)
 def writers(folder):
     big = {"w": torch.ones(300_000), "v": torch.zeros(5)}
     options = WriterOptions(io_buffer_size=1 << 19)
-    yield lambda: write_torch(big, folder / "x", options)
-    yield lambda: write_safetensors(big, None, folder / "x", options)
-    yield lambda: write_bytes(b"x" * 100, folder / "x")
+    yield lambda: PreparedTorch(big).write(folder / "x", options)
+    yield lambda: PreparedSafetensors(big).write(folder / "x", options)
+    yield lambda: PreparedBytes(b"x" * 100).write(folder / "x")
 
 
 @pytest.mark.parametrize("action, code", [("enospc", 28), ("eio", 5)])
@@ -490,7 +490,7 @@ def test_every_fault_is_an_error_and_no_file(tmp_path, inject, action, code):
 
 def test_names(tmp_path, inject):
     for name in "ab":
-        write_bytes(name.encode(), tmp_path / name)
+        PreparedBytes(name.encode()).write(tmp_path / name)
     inject("rename:2:eio")
     assert file_writer.exchange(str(tmp_path / "a"), str(tmp_path / "b")) in (True, False)
     assert (tmp_path / "a").read_bytes() == b"b"
@@ -505,7 +505,10 @@ def test_names(tmp_path, inject):
 
 
 def test_the_environment_arms_a_fault(tmp_path):
-    code = "import sys; from deepspeed.checkpoint.write import file_writer as w; w.write_bytes(b'x' * 99, sys.argv[1])"
+    code = (
+        "import sys; from deepspeed.checkpoint.write.file_writer import PreparedBytes; "
+        "PreparedBytes(b'x' * 99).write(sys.argv[1])"
+    )
     for order, expected in (("write:1:kill", -9), ("fsync:2:kill", 0)):
         assert run_after_torch(code, tmp_path / "x", DS_IO_FAULT=order).returncode == expected
     assert (tmp_path / "x").read_bytes() == b"x" * 99
@@ -513,6 +516,6 @@ def test_the_environment_arms_a_fault(tmp_path):
 
 def test_options_out_of_range(tmp_path):
     for options in (WriterOptions(io_buffer_size=0), WriterOptions(io_buffer_size=1 << 40), WriterOptions(threads=-1)):
-        refused((ValueError, TypeError), "", write_bytes, b"x", tmp_path / "x", options)
-    refused(FileNotFoundError, "Make the folder", write_bytes, b"x", tmp_path / "no" / "x")
+        refused((ValueError, TypeError), "", PreparedBytes(b"x").write, tmp_path / "x", options)
+    refused(FileNotFoundError, "Make the folder", PreparedBytes(b"x").write, tmp_path / "no" / "x")
     assert not list(tmp_path.iterdir())

@@ -70,7 +70,7 @@ def save(folder, in_place):
     try:
         for name in (MODEL, SHARD):
             owner.make_way(staging, name)
-            records[name] = file_writer.write_bytes(b"new" * 9, os.path.join(staging, name))
+            records[name] = file_writer.PreparedBytes(b"new" * 9).write(os.path.join(staging, name))
         commit.finish(folder, staging, {"tag": "t", "saved_at": 2.0}, records)
     except BaseException:
         commit.abandon(folder, staging)

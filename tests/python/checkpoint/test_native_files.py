@@ -10,8 +10,9 @@ import torch
 from deepspeed._native import _C
 from deepspeed.checkpoint.layouts import names, saved_native
 from deepspeed.checkpoint.layouts.saved_native import NativeState
+from deepspeed.checkpoint.layouts.saved_state import Range, SavedState
 from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write.file_writer import write_safetensors
+from deepspeed.checkpoint.write.file_writer import PreparedSafetensors
 from deepspeed.checkpoint.write.frozen_files import Digest, FrozenFile
 from refusals import refused
 
@@ -71,7 +72,7 @@ def test_a_digest_sees_every_change_and_hashes_once(monkeypatch):
 def tag_with(parent, tag, tensors, name):
     folder = parent / tag
     folder.mkdir()
-    record = write_safetensors(tensors, {}, folder / name)
+    record = PreparedSafetensors(tensors, {}).write(folder / name)
     (folder / verify.NAME).write_text(verify.text_of({"saved_at": 1.0}, {name: record}))
     return folder / name
 
@@ -84,7 +85,8 @@ def test_a_frozen_file_is_linked_or_written(tmp_path, monkeypatch):
     path, sound = staging / name, set()
 
     record = FrozenFile(tensors, {}, sound).write(path)
-    assert os.path.samefile(path, old) and record["crc32"] == write_safetensors(tensors, {}, tmp_path / "x")["crc32"]
+    again = PreparedSafetensors(tensors, {}).write(tmp_path / "x")
+    assert os.path.samefile(path, old) and record["crc32"] == again["crc32"]
     assert len(sound) == 1
     FrozenFile(tensors, {}, sound).write(path)  # once more: the link goes, it is not written through
     assert os.path.samefile(path, old)
@@ -131,7 +133,7 @@ def small_folder(folder, about_rank=None, tensors=None):
     (folder / "rank_00000.json").write_text(json.dumps({**common, **rank}))
     values = torch.arange(6.0)
     pieces = tensors or {"fp32/w@0": values[:4], "fp32/w@4": values[4:], "exp_avg/w": values.reshape(2, 3) + 1}
-    write_safetensors(pieces, {}, folder / "rank_00000.safetensors")
+    PreparedSafetensors(pieces, {}).write(folder / "rank_00000.safetensors")
     return NativeState(str(folder))
 
 
@@ -155,7 +157,7 @@ def test_pieces_in_the_order_of_memory(tmp_path):
 
 def test_a_name_of_a_file_does_not_leave_the_folder(tmp_path):
     (tmp_path / "t").mkdir()
-    write_safetensors({"fp32/w": torch.zeros(2, 3)}, {}, tmp_path / "elsewhere.safetensors")
+    PreparedSafetensors({"fp32/w": torch.zeros(2, 3)}, {}).write(tmp_path / "elsewhere.safetensors")
     refused(
         ValueError,
         r"rank_00000\.json has the name '\.\./elsewhere\.safetensors'",
@@ -171,3 +173,14 @@ def test_the_safetensors_package_reads_it(tmp_path):
     with safetensors.safe_open(str(tmp_path / "rank_00000.safetensors"), framework="pt") as file:
         assert sorted(file.keys()) == ["exp_avg/w", "fp32/w@0", "fp32/w@4"]
         assert file.get_tensor("exp_avg/w").tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_elements_that_are_not_there_are_counted():
+    saved, pieces = SavedState(), [(0, 2, Range(torch.ones(3), 1)), (3, 2, Range(torch.ones(1)))]
+    target = torch.zeros(2)
+    saved.read_into(target, pieces, 0, "'w'")
+    assert target.tolist() == [1, 1]
+    words = "the saved optimizer: 'w' has 2 of the 3 elements from 0 on; files are missing"
+    for wanted in (3, torch.zeros(3)):  # a number: nothing is read
+        refused(ValueError, words, saved.read_into, wanted, pieces, 0, "'w'")
+    refused(IndexError, "of a tensor of 1 elements", saved.read_into, 2, pieces, 3, "'w'")

@@ -13,7 +13,6 @@ import torch
 import megatron_files
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.checkpoint.convert import universal
 from deepspeed.checkpoint.layouts.saved_universal import UniversalState
 from megatron_files import INFO, WORDS, slice_of, state_of, whole_parameters
 from places import PEERS
@@ -153,10 +152,10 @@ def same_files(one, other):
 
 
 @pytest.mark.slow
-def test_workers_do_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(universal, "SHARE_BYTES", 1)
+def test_workers_do_the_same(tmp_path):
     megatron_files.write(str(tmp_path / "step7"), 1, 2, 2)
-    convert(tmp_path / "step7", tmp_path / "universal", num_extract_workers=2, keep_temp_folder=True)
+    workers = {"num_extract_workers": 2, "num_merge_workers": 2}
+    convert(tmp_path / "step7", tmp_path / "universal", **workers, keep_temp_folder=True)
     convert(tmp_path / "step7", tmp_path / "alone")
     assert same_files(tmp_path / "alone" / "zero", tmp_path / "universal" / "zero") == 4 * len(all_parameters()) + 1
     shards = os.listdir(tmp_path / "universal" / "tmp" / "layers.0.dense.weight" / "1")

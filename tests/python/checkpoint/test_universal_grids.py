@@ -103,8 +103,10 @@ def test_names_that_only_others_write():
 
 def test_clones_save_only_what_they_hold(tmp_path):
     flat = torch.zeros(10000)
-    item = {"a": flat[:3], "b": [flat[3:5], "text"], "c": (torch.ones(1, requires_grad=True),)}
+    item = {"a": flat[:3], "b": [flat[3:5], "text"], "c": (torch.ones(1, requires_grad=True),), "d": [{"lr": 1}]}
     cloned = clone_tensors_for_torch_save(item)
+    item["d"][0]["lr"] = 2  # lists and dicts without tensors are copies, too
+    assert cloned["d"] == [{"lr": 1}]
     torch.save(cloned, tmp_path / "cloned.pt")
     assert (tmp_path / "cloned.pt").stat().st_size < 5000
     assert cloned["a"].tolist() == [0, 0, 0] and not cloned["c"][0].requires_grad and cloned["b"][1] == "text"

@@ -34,7 +34,7 @@ def open_any(path, tag=None):
 
 
 def _whole(saved, name, kind):
-    return saved.whole(name, kind)[0].view(-1) if saved.pieces(name, kind) else None
+    return saved.whole(name, kind).view(-1) if saved.pieces(name, kind) else None
 
 
 def _differ(what, a, b):
@@ -119,16 +119,7 @@ def _weight(saved, name, shape, pieces, dtype, is_buffer, module):
     own = stored.dtype if stored is not None else torch.float32
     if not own.is_floating_point or (is_buffer and (dtype != torch.float32 or own == torch.float64)):
         dtype = own
-    end = 0
-    for begin, numel, _ in pieces:
-        if begin != end:
-            break
-        end += numel
-    if end != torch.Size(shape).numel():
-        raise ValueError(
-            f"{saved.origin()} has {end} of the {torch.Size(shape).numel()} elements of '{name}' in one run: files are "
-            "missing"
-        )
+    saved.read_into(torch.Size(shape).numel(), pieces, 0, f"'{name}'")
     return SavedWeight([(reader, 0, numel) for _, numel, reader in pieces], shape, dtype)
 
 

@@ -1,15 +1,8 @@
-"""The tasks of a conversion shared out among processes: ``python -m deepspeed.checkpoint.convert.universal``.
+"""The source of a universal checkpoint, the steps of a conversion, and the threads that share them."""
 
-They are programs of their own, not forks: who calls the conversion may have threads, or a main module that must not run
-twice. Tasks and results travel as JSON through the standard input and output, tensors as the files of the conversion.
-"""
-
+import concurrent.futures
 import itertools
-import json
 import os
-import subprocess
-import sys
-import tempfile
 
 import torch
 
@@ -31,7 +24,6 @@ from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 from deepspeed.checkpoint.reshape_utils import get_zero_files
 from deepspeed.checkpoint.write import file_writer
-from deepspeed.host.cpu import usable_cores
 from deepspeed.log import logger
 
 # ---- universal source ----------------------------------------------------------------------------------------------
@@ -174,12 +166,6 @@ class Conversion:
         self.temp_dir = os.path.join(output_folder, TEMP_FOLDER)
         self.zero_dir = os.path.join(output_folder, ZERO_FOLDER)
 
-    def nbytes(self):
-        """Bytes of masters and states of the whole checkpoint, about."""
-        kinds = 1 + len(self.source.saved(0).state_names())
-        ranks = [self.source.saved(rank).shapes for rank in self.source.mp_ranks()]
-        return 4 * kinds * sum(shape.numel() for shapes in ranks for shape in shapes.values())
-
     def extract(self, task):
         """Writes the shards of all states of a parameter, those of every rank that saved, below ``tmp/``."""
         name, stage = task
@@ -196,16 +182,14 @@ class Conversion:
         """Joins them into the parameter's files. Returns the patterns that this parameter matches, and the records."""
         name, stage = task
         shapes = [saved.shapes[name] for saved in self.source.of_stage(stage)]
-        used, records = merge_parameter(self.source.rules, self.zero_dir, self.temp_dir, name, shapes)
-        return [sorted(used), records]
+        rules = ParallelRules(self.source.info)
+        records = merge_parameter(rules, self.zero_dir, self.temp_dir, name, shapes)
+        return rules.used, records
 
     def frozen(self, task):
         """Writes a parameter that is not trained and is cut among the ranks that saved (stage 3), in its own dtype."""
         (name,) = task
-        saved = self.source.saved(0)
-        whole, found = saved.whole(name, "weight")
-        if found != whole.numel():
-            raise ValueError(f"{self.source.folder} has not all elements of the frozen parameter '{name}'")
+        whole = self.source.saved(0).whole(name, "weight")
         record = save_state(self.zero_dir, name, keys.FP32_WEIGHT_KEY, {keys.PARAM: whole})
         return {f"{ZERO_FOLDER}/{name}/{keys.FP32_WEIGHT_KEY}.pt": record}
 
@@ -219,17 +203,16 @@ class Conversion:
         state = plain({**saved.extra, keys.ZERO_STAGE: saved.zero_stage, keys.PARAM_GROUPS: groups})
         os.makedirs(self.zero_dir, exist_ok=True)
         path = os.path.join(self.zero_dir, OPTIMIZER_STATE)
-        return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": file_writer.write_torch(state, path)}
+        return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": file_writer.PreparedTorch(state).write(path)}
 
 
 def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes):
     """Joins the shards of a parameter below ``temp_dir``: of its ranks, then of its tensor-parallel slices.
 
-    Returns the patterns of the rules that its name matches, and the records of the files by their names. Raises
-    ValueError when it has none of the fp32 values, or when the name of the parameter or of a state cannot be that of a
-    folder or file.
+    Returns the records of the files by their names. Raises ValueError when it has none of the fp32 values, or when the
+    name of the parameter or of a state cannot be that of a folder or file.
     """
-    rules.used, records = set(), {}
+    records = {}
     base = os.path.dirname(os.path.dirname(shard_path(temp_dir, name, 0, STEP, 0)))
     count = len(slice_shapes)
     if not merge_zero_shards(base, keys.FP32_WEIGHT_KEY, count, slice_shapes):
@@ -246,70 +229,18 @@ def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes):
             value = {keys.PARAM: whole, **hints}
         records[f"{ZERO_FOLDER}/{name}/{state}.pt"] = save_state(zero_dir, name, state, value)
     file_writer.sync_directory(os.path.dirname(state_path(zero_dir, name, STEP)))
-    return set(rules.used), records
+    return records
 
 
 # ---- universal workers ---------------------------------------------------------------------------------------------
 
-SHARE_BYTES = 64 << 20  # a process takes seconds to start: less than this is not worth one
-_ERRORS = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, RuntimeError, KeyError)}
-
 
 def run_tasks(conversion, step, tasks, workers):
-    """Results of ``conversion.<step>(task)`` of all tasks, in order. ``workers``: processes at most; this one does it
-    alone when they would have little to do.
-
-    An error of a worker is raised here; the others are ended.
-    """
-    workers = max(1, min(workers, len(tasks), conversion.nbytes() // SHARE_BYTES))
-    if workers == 1:
-        return [getattr(conversion, step)(task) for task in tasks]
-    size = -(-len(tasks) // workers)
-    running = [_start(conversion, step, tasks[at : at + size]) for at in range(0, len(tasks), size)]
-    try:
-        return [result for process in running for result in _results(process)]
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-
-
-def _start(conversion, step, tasks):
-    source, threads = conversion.source, max(1, len(usable_cores()) // 2)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-    }
-    command = [sys.executable, "-m", "deepspeed.checkpoint.convert.universal"]
-    with tempfile.TemporaryFile("w+") as order:
-        json.dump([source.folder, source.inject, conversion.output_folder, step, tasks], order)
-        order.seek(0)
-        return subprocess.Popen(
-            command, env=environment, stdin=order, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-
-def _results(process):
-    told, errors = process.communicate()
-    answer = json.loads(told.splitlines()[-1]) if process.returncode == 0 else {}
-    if "error" in answer:
-        raise _ERRORS.get(answer["error"], RuntimeError)(answer["text"])
-    if not answer:
-        raise RuntimeError(f"a worker of the conversion ended with code {process.returncode}:\n{errors[-2000:]}")
-    return answer["results"]
-
-
-def _work():
-    folder, inject, output_folder, step, tasks = json.load(sys.stdin)
-    try:
-        conversion = Conversion(Source(folder, inject), output_folder)
-        answer = {"results": [getattr(conversion, step)(task) for task in tasks]}
-    except Exception as error:
-        answer = {"error": type(error).__name__, "text": str(error)}
-    print("\n" + json.dumps(answer))  # the last line
-
-
-if __name__ == "__main__":
-    _work()
+    """Results of ``conversion.<step>(task)`` of all tasks, in order. ``workers``: threads at most; reading and writing
+    do not hold Python's lock. The error of a task is raised when those that have begun are done; no other begins."""
+    with concurrent.futures.ThreadPoolExecutor(max(1, workers), "deepspeed-universal") as pool:
+        running = [pool.submit(getattr(conversion, step), task) for task in tasks]
+        try:
+            return [task.result() for task in running]
+        finally:
+            pool.shutdown(cancel_futures=True)

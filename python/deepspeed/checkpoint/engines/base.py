@@ -98,10 +98,6 @@ class OwnCheckpointEngine(CheckpointEngine):
         self.writer = getattr(config_params, "writer", None)  # the section checkpoint.writer, or None
         self.archives = getattr(config_params, "checkpoint_serialization", True)  # files of torch.save are zip archives
 
-    @classmethod
-    def from_config(cls, config):
-        return cls(config.checkpoint_config)
-
     def prepare(self, name, value):
         """``value`` as the file ``name``, not yet written (``file_writer.prepare``)."""
         return prepare(name, value, self.archives)
@@ -182,8 +178,9 @@ def engine_name(config):
 
 
 def make_engine(config):
-    """A new checkpoint engine. One of ours is made by ``from_config(config)``, another by calling it with the section
-    ``checkpoint``. Raises UnknownNameError for a name that nobody registered, TypeError for what is no engine."""
+    """A new checkpoint engine. Its class is called with the section ``checkpoint``; one that has ``from_config`` gets
+    the whole configuration. Raises UnknownNameError for a name that nobody registered, and TypeError for something else
+    than an engine."""
     name = engine_name(config)
     kind = ENGINES.get(name)
     made = kind.from_config(config) if hasattr(kind, "from_config") else kind(config.checkpoint_config)

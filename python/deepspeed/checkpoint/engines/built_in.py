@@ -1,5 +1,6 @@
 """Files copied to host memory now and written in the background."""
 
+import functools
 import logging
 import os
 import secrets
@@ -9,9 +10,10 @@ from deepspeed import _compat
 from deepspeed.checkpoint.engines.base import OwnCheckpointEngine
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write import commit
-from deepspeed.checkpoint.write.background import Background, SnapshotSave
+from deepspeed.checkpoint.write.background import Background, SnapshotSave, raise_failure
 from deepspeed.checkpoint.write.file_writer import TorchSaveFile, WriterOptions, replace_file
-from deepspeed.checkpoint.write.ranks import RanksThroughFiles, take_each, this_process
+from deepspeed.checkpoint.write.owner import Process
+from deepspeed.checkpoint.write.ranks import RanksThroughFiles, take_each
 from deepspeed.checkpoint.write.snapshot import HostCache, Snapshot
 from deepspeed.constants import default_pg_timeout
 from deepspeed.log import logger, warning_once
@@ -141,11 +143,12 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
             self.behind.drain()
             self._expecting = False
         ranks = saving.ranks
-        found = ranks.gather([*this_process(), secrets.token_hex(8)])
-        token = found[ranks.nodes.index(ranks.node)][2]  # the leading rank's
+        found = ranks.gather([*Process.here(), secrets.token_hex(8)])
+        token = found[ranks.nodes.index(ranks.node)][-1]  # the leading rank's
         meeting = commit.hidden(saving.target, f"{token}.meeting")  # one save's, where the background threads meet
         saving.begin(meeting)
-        save = SnapshotSave(self, saving, Snapshot(self.cache, states), save_latest)
+        finish = functools.partial(saving.end_behind, self.behind, save_latest)
+        save = SnapshotSave(self, Snapshot(self.cache, states), saving.target, saving.staging, finish)
         try:
             saving.agree(take_each(saving.shared(files), save.add), before_removal=save.drop)
         except BaseException:
@@ -154,26 +157,19 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
                 commit.remove(meeting)
             raise
         timeout_s = float(os.environ.get("DS_COMM_TIMEOUT_S") or default_pg_timeout.total_seconds())
-        saving.ranks = RanksThroughFiles(ranks, meeting, timeout_s, [entry[:2] for entry in found])
+        saving.ranks = RanksThroughFiles(ranks, meeting, timeout_s, [Process(*entry[:-1]) for entry in found])
         save.end()
 
     def save(self, state_dict, path):
         """Returns when ``state_dict`` may change; ``commit`` or ``wait`` say when the file is there."""
-        prepared = self.prepare(path, state_dict)
-        snapshot = Snapshot(self.cache)
-        copies = snapshot.add(prepared.sources)
-        if copies is None:
-            self.write_prepared(prepared, path)
-            return
-        snapshot.start_late_copies()  # none, and nothing more to come
-        prepared.sources = copies.sources
-        self.behind.start(lambda: self._write_alone(prepared, path, copies))
-
-    def _write_alone(self, prepared, path, copies):
+        path = os.fspath(path)
+        save = SnapshotSave(self, Snapshot(self.cache), path, "", raise_failure)
         try:
-            self.write_prepared(prepared, path)
-        finally:
-            copies.give_back()
+            save.add(path, state_dict)
+        except BaseException:
+            save.drop()
+            raise
+        save.end()
 
     def commit(self, info):
         """Waits for all files. Raises what went wrong with one of them."""

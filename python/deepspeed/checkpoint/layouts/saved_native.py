@@ -2,7 +2,6 @@
 
 import base64
 import collections
-import contextlib
 import datetime
 import functools
 import json
@@ -18,8 +17,10 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import MODULE, VALUES
 from deepspeed.checkpoint.layouts.saved_named import ByName
 from deepspeed.checkpoint.layouts.saved_state import eager, plain, with_names
+from deepspeed.checkpoint.read import storage
 from deepspeed.formats.recorded_paths import path_below
-from deepspeed.formats.safetensors_file import DamagedSafetensors, read_safetensors
+from deepspeed.formats.safetensors_file import read_safetensors
+from deepspeed.formats.torch_archive import DTYPES
 from deepspeed.host.recorded_names import open_regular
 
 # ---- plain json ----------------------------------------------------------------------------------------------------
@@ -31,11 +32,6 @@ from deepspeed.host.recorded_names import open_regular
 _MAPPINGS = {dict: "dict", collections.OrderedDict: "odict", collections.Counter: "counter"}
 _SEQUENCES = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size", collections.deque: "deque"}
 _KINDS = {name: kind for kind, name in {**_MAPPINGS, **_SEQUENCES}.items()}
-
-
-def _dtype_of(name):
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else _refuse_tag("$dtype")
 
 
 def _refuse_tag(tag):
@@ -57,7 +53,8 @@ _SIMPLE = {
         lambda value: type(value) is complex, lambda value: [value.real, value.imag], lambda pair: complex(*pair),
     ),
     "dtype": (
-        lambda value: isinstance(value, torch.dtype), lambda value: str(value).removeprefix("torch."), _dtype_of,
+        lambda value: isinstance(value, torch.dtype), lambda value: str(value).removeprefix("torch."),
+        lambda name: DTYPES.get(name) or _refuse_tag("$dtype"),
     ),
     "path": (lambda value: isinstance(value, pathlib.PurePath), str, pathlib.Path),
     "datetime": (
@@ -186,7 +183,7 @@ class NativeState(ByName):
     # ---- the model file --------------------------------------------------------------------------------------------
     def _model(self, trained, frozen):
         about, module = self._about, self._about["module"]
-        names_in_module = _ModuleKeys(dict.fromkeys(module["keys"]))
+        names_in_module = collections.OrderedDict.fromkeys(module["keys"])  # as a module's own, which has versions
         names_in_module._metadata = self._decode(module["metadata"])
         return {
             **{key: plain(self._decode(value)) for key, value in about["engine"].items()},
@@ -228,10 +225,6 @@ class NativeState(ByName):
         return plain(self._decode(self._files[index]["run"], index)), own
 
 
-class _ModuleKeys(dict):
-    """Names of the module's state; a class of its own so that the versions of modules can be put on it."""
-
-
 def _part(folder, rank, parameters):
     """The files of a rank in the form of ``OwnedStates.by_name``, with the state of its run (``run``) and tensors in
     values that are JSON otherwise (``values``: key -> lazy tensor)."""
@@ -239,7 +232,7 @@ def _part(folder, rank, parameters):
     about, tensors, values = read_json(path), {}, {}
     for entry in about["files"]:
         file = path_below(folder, entry, path, "entry")
-        with _naming(file, DamagedSafetensors, ValueError):
+        with storage.naming(file):
             found = read_safetensors(file)[0]
         for (kind, name, offset), tensor in zip(map(names.parsed, found), found.values()):
             if kind == VALUES:
@@ -250,20 +243,9 @@ def _part(folder, rank, parameters):
     return {**about, "parameters": parameters, "tensors": tensors, "scalars": scalars, "values": values}
 
 
-@contextlib.contextmanager
-def _naming(path, *kinds):
-    """Errors of reading ``path`` name it: FileNotFoundError, RuntimeError for those ``kinds`` that a damage causes."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"the checkpoint has no file {path}: it is incomplete; load an older tag") from error
-    except kinds as error:
-        raise RuntimeError(f"the checkpoint file {path} is damaged ({error}); load an older tag") from error
-
-
 def read_json(path):
     """A JSON file of the format. Raises FileNotFoundError, RuntimeError for one that is damaged or newer than us."""
-    with _naming(path, ValueError, KeyError, TypeError, RecursionError):
+    with storage.naming(path):
         with open_regular(path) as file:
             found = json.loads(file.read().decode())
         known, version = found["format"] == names.FORMAT, found["version"]

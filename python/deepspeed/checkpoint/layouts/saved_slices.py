@@ -62,16 +62,10 @@ class SavedSlices(Joined):
     def _own_slice(self, name, kind):
         """This rank's part of ``kind`` of a parameter."""
         if self._held[0] != (name, kind):
-            whole, hints = self._merged(name, [self._saved_slice(state, name, kind) for state in self._slices])
+            whole, hints = self._merged(name, [state.whole(name, kind) for state in self._slices])
             cut = local_slice(name, hints, whole, self._cuts[name].shape, self._rank, self._count, self.origin())
             self._held = (name, kind), cut.contiguous()
         return self._held[1]
-
-    def _saved_slice(self, state, name, kind):
-        found, numel = state.whole(name, kind)
-        if numel != found.numel():
-            raise ValueError(f"{self.origin()}: a slice of parameter '{name}' is not complete: files are missing")
-        return found
 
     def _merged(self, name, slices):
         if self._rules is not None:

@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import storage
+from deepspeed.zero.nested import replace
 
 # Saved values of an optimizer as a whole: see ``SavedState.extra``.
 EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
@@ -130,40 +131,36 @@ class SavedState:
         return torch.Size(value.shape) if hasattr(value, "shape") else None
 
     def whole(self, name, kind):
-        """``(tensor, number of its elements that were found)``: all of ``kind`` of a parameter. Others are 0."""
+        """All of ``kind`` of a parameter, a tensor. ValueError where elements of it are not there."""
         pieces = self.pieces(name, kind)
         dtype = pieces[0][2].read_range(0, 0).dtype if pieces else torch.float32
-        found = torch.zeros(self.weight_shape(name), dtype=dtype)
-        return found, self.read_into(found, pieces, 0)
+        found = torch.empty(self.weight_shape(name), dtype=dtype)
+        self.read_into(found, pieces, 0, f"{kind} of parameter '{name}'")
+        return found
 
-    @staticmethod
-    def read_into(target, pieces, offset):
+    def read_into(self, target, pieces, offset, what):
         """Fills ``target``, any shape, with the elements from ``offset`` on of the parameter that ``pieces`` describe.
 
-        Returns how many elements there were: fewer than the target's where the pieces do not cover it.
+        Of a ``target`` that is a number of elements it only opens the files: their errors are raised, and IndexError
+        for a tensor that is too short. ValueError, which names ``what``, where the pieces do not cover it.
         """
-        flat = target.detach().view(-1)
-        end, filled = offset + flat.numel(), 0
-        for begin, numel, reader in pieces:
-            low, high = max(begin, offset), min(begin + numel, end)
-            if low < high:
-                part = flat[low - offset : high - offset]
-                if not (hasattr(reader, "fill") and reader.fill(part, low - begin)):
-                    part.copy_(reader.read_range(low - begin, high - low))
-                filled += high - low
-        return filled
-
-    @staticmethod
-    def check_pieces(pieces, offset, numel):
-        """The result of ``read_into`` for a target of ``numel`` elements. Opens the files without reading elements:
-        raises their errors, and IndexError for a tensor that is too short."""
+        flat = None if isinstance(target, int) else target.detach().view(-1)
+        wanted = target if flat is None else flat.numel()
         filled = 0
-        for begin, count, reader in pieces:
-            low, high = max(begin, offset), min(begin + count, offset + numel)
-            if low < high:
+        for begin, numel, reader in pieces:
+            low, high = max(begin, offset), min(begin + numel, offset + wanted)
+            if low >= high:
+                continue
+            filled += high - low
+            if flat is None:
                 reader.read_range(high - begin, 0)
-                filled += high - low
-        return filled
+            elif not (hasattr(reader, "fill") and reader.fill(flat[low - offset : high - offset], low - begin)):
+                flat[low - offset : high - offset].copy_(reader.read_range(low - begin, high - low))
+        if filled != wanted:
+            raise ValueError(
+                f"{self.origin()}: {what} has {filled} of the {wanted} elements from {offset} on; files are missing, "
+                "or it is of another model"
+            )
 
     def origin(self):
         """The origin of the state, for messages."""
@@ -235,16 +232,7 @@ def eager(value):
 
 def plain(value):
     """``value`` with all lazy tensors in it read."""
-    if isinstance(value, dict) and _holds_lazy(value):
-        return {key: plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple) and _holds_lazy(value):
-        return type(value)(plain(item) for item in value)
-    return eager(value)
-
-
-def _holds_lazy(value):
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return hasattr(value, "read_range") or any(map(_holds_lazy, items))
+    return replace(value, lambda item: hasattr(item, "read_range"), eager)
 
 
 def numel_of(value):

@@ -15,6 +15,7 @@ import time
 
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
+from deepspeed.host.texts import table
 from deepspeed.registry import load_target
 
 # ---- listing -------------------------------------------------------------------------------------------------------
@@ -81,18 +82,13 @@ def checkpoints_of(directory):
 # ---- cli -----------------------------------------------------------------------------------------------------------
 
 
-def _table(rows):
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
-
-
 def _list(arguments):
     entries = checkpoints_of(arguments.directory)
     if arguments.json:
         facts = [{key: value for key, value in entry.facts.items() if key != "files"} for entry in entries]
         print(json.dumps([entry._replace(facts=said)._asdict() for entry, said in zip(entries, facts)]))
     else:
-        print(_table([HEADER] + [entry.row() for entry in entries]))
+        print("\n".join(table([HEADER] + [entry.row() for entry in entries])))
     return 0
 
 

@@ -10,7 +10,7 @@ from deepspeed.checkpoint.layouts.saved_named import expert_files
 from deepspeed.checkpoint.layouts.saved_state import eager
 from deepspeed.utils import groups
 from deepspeed.utils.norms import is_moe_param
-from deepspeed.zero.parameters.param_ranks import saved_part
+from deepspeed.zero.parameters.param_ranks import saved_part, shape_of
 
 _OLD = re.compile(r"(\.deepspeed_experts\.)(\d+)(?=\.)")
 
@@ -35,9 +35,8 @@ def of_model(folder, weights, mp_rank, checkpoint_engine):
                 f"{folder} has '{known}' with shape {tuple(saved.weight_shape(known) or ())}, and the model's is "
                 f"{tuple(whole)}: build the model with the experts that were saved"
             )
-        value = torch.empty(getattr(param, "ds_shape", param.shape), dtype=param.dtype)
-        if saved.read_into(value, saved.pieces(known, "weight"), first) < value.numel():
-            raise ValueError(f"{folder} has not all elements of '{known}': a file of some rank is missing")
+        value = torch.empty(shape_of(param), dtype=param.dtype)
+        saved.read_into(value, saved.pieces(known, "weight"), first, f"parameter '{known}'")
         found[name] = value
     module = saved.module()
     found.update({name: eager(module[named(name)]) for name in buffers if named(name) in module})

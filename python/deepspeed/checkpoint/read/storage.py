@@ -9,34 +9,20 @@ import torch
 
 from deepspeed.formats import torch_archive
 from deepspeed.host.recorded_names import open_regular
+from deepspeed.zero.nested import replace
 from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 
 def compact(value, device="cpu"):
     """``value`` with every tensor detached, on ``device`` and in memory of its own: a view of a flat buffer would drag
     the whole buffer into the file."""
-    if torch.is_tensor(value):
-        return value.detach().to(device, copy=True)
-    if type(value) is TensorOfPieces:
-        return value.whole().to(device)
-    if isinstance(value, dict):
-        made = {key: compact(item, device) for key, item in value.items()}
-        return made if type(value) is dict else _same_mapping(value, made)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(compact(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(compact(item, device) for item in value)
-    return value
 
+    def own(tensor):
+        if type(tensor) is TensorOfPieces:
+            return tensor.whole().to(device)
+        return tensor.detach().to(device, copy=True)
 
-def _same_mapping(original, items):
-    try:
-        made = type(original)(items)
-    except TypeError:
-        return items
-    if hasattr(original, "_metadata"):  # versions of modules, in state dicts
-        made._metadata = original._metadata
-    return made
+    return replace(value, lambda item: torch.is_tensor(item) or type(item) is TensorOfPieces, own, keep=False)
 
 
 _trusted = contextvars.ContextVar("trusted", default=None)
@@ -52,25 +38,47 @@ def trusting(trust):
         _trusted.reset(token)
 
 
-def read(path, lazy=False, allow=(), trust=None):
-    """Loads ``path`` to the CPU; with ``lazy``, tensors stay in the file (``LazyTensor``).
+# Errors that damage causes in a reader.
+_DAMAGED = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    KeyError,
+    ValueError,
+    TypeError,
+)
 
-    Tensors and plain data only: RefusedClass for anything that could run code, see ``deepspeed.formats.torch_archive``.
-    """
+
+@contextlib.contextmanager
+def naming(path):
+    """Errors of reading ``path`` inside name it: FileNotFoundError; OSError for one that may not be read; RuntimeError
+    for one that is damaged."""
     try:
-        open_regular(path).close()
-        return torch_archive.load(path, lazy, allow, _trusted.get() if trust is None else trust)
+        yield
     except torch_archive.RefusedClass:
         raise
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"the checkpoint has no file {path}: it is incomplete or was written by another kind of run"
+            f"the checkpoint has no file {path}: it is incomplete or was written by another kind of run; load an older "
+            "tag"
         ) from error
     except (PermissionError, IsADirectoryError) as error:
         raise OSError(
             error.errno, f"cannot read the checkpoint file {path}: {error.strerror}. Check its permissions."
         ) from error
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
+    except _DAMAGED as error:
         raise RuntimeError(
             f"the checkpoint file {path} is damaged or no checkpoint ({error}); load an older tag"
         ) from error
+
+
+def read(path, lazy=False):
+    """Loads ``path`` to the CPU; with ``lazy``, tensors stay in the file (``LazyTensor``).
+
+    Tensors and plain data only: RefusedClass for anything that could run code, see ``deepspeed.formats.torch_archive``.
+    """
+    with naming(path):
+        open_regular(path).close()
+        return torch_archive.load(path, lazy, trust=_trusted.get())

@@ -93,20 +93,22 @@ def _path(folder, name):
     return path_below(folder, name, os.path.join(folder, NAME))
 
 
+def _size_problem(folder, name, record):
+    """A text that says why a file cannot be the one that was saved: it is not there, or has another size. None for one
+    that may be it. No file is read."""
+    try:
+        size = os.stat(_path(folder, name)).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}"
+    return f"is damaged: it has {size} bytes, {record['bytes']} were saved" if size != record["bytes"] else None
+
+
 def missing_or_short(folder, facts):
     """Texts that say which files are not there or have another size than they had. Cheap: no file is read."""
-    found = []
-    for name, record in sorted(facts["files"].items()):
-        try:
-            size = os.stat(_path(folder, name)).st_size
-        except (FileNotFoundError, NotADirectoryError):
-            found.append(f"{name} is missing")
-        except (OSError, ValueError) as error:
-            found.append(f"{name} cannot be read: {error}")
-        else:
-            if size != record["bytes"]:
-                found.append(f"{name} is damaged: it has {size} bytes, {record['bytes']} were saved")
-    return found
+    found = ((name, _size_problem(folder, name, record)) for name, record in sorted(facts["files"].items()))
+    return [f"{name} {text}" for name, text in found if text is not None]
 
 
 # ---- verify --------------------------------------------------------------------------------------------------------
@@ -135,11 +137,11 @@ def _check_file(folder, name, record):
     """Problems of a file. ``record``: what the manifest says of it, None without one."""
     if record is None:
         return _check_zip(folder, name)
+    text = _size_problem(folder, name, record)
+    if text is not None:
+        return [Problem(name, None, text)]
+    path = _path(folder, name)
     try:
-        path = _path(folder, name)
-        size = os.stat(path).st_size
-        if size != record["bytes"]:
-            return [Problem(name, None, f"has {size} bytes, {record['bytes']} were saved")]
         if crc32_of(path) == record["crc32"]:
             return []
         bad = [
@@ -147,12 +149,8 @@ def _check_file(folder, name, record):
             for tensor in record.get("tensors", [])
             if crc32_of(path, tensor["offset"], tensor["bytes"]) != tensor["crc32"]
         ]
-    except (FileNotFoundError, NotADirectoryError):
-        return [Problem(name, None, "is missing")]
     except OSError as error:
         return [Problem(name, None, f"cannot be read: {error.strerror}")]
-    except ValueError as error:
-        return [Problem(name, None, str(error))]
     return bad or [Problem(name, None, "differs outside of its tensors: in the structure that says what they are")]
 
 

@@ -152,7 +152,7 @@ def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=(
             known = saved.aliases.get(name, name)
             shape = saved.weight_shape(known)
             if shape is not None:
-                _filled(saved.check_pieces(saved.pieces(known, "weight"), 0, shape.numel()), shape.numel(), name, saved)
+                saved.read_into(shape.numel(), saved.pieces(known, "weight"), 0, f"parameter '{name}'")
         return
     # Frozen weights may be missing where a checkpoint was saved without all of them.
     frozen = {name for name, own in keys.items() if own in params and not params[own].requires_grad}
@@ -166,7 +166,7 @@ def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=(
         )
     _check_shapes(run.weights, saved)
     for name, _, pieces, begin, numel in _in_pieces(run, saved, later):
-        _filled(saved.check_pieces(pieces, begin, numel), numel, name, saved)
+        saved.read_into(numel, pieces, begin, f"parameter '{name}'")
 
 
 def names_saved(saved):
@@ -248,19 +248,11 @@ def _in_pieces(run, saved, later):
 def _load_pieces(run, saved, later):
     for name, param, pieces, begin, numel in _in_pieces(run, saved, later):
         own = param.ds_handle.shard if is_sharded(param) else param.data.contiguous()
-        _filled(saved.read_into(own.view(-1)[:numel], pieces, begin), numel, name, saved)
+        saved.read_into(own.view(-1)[:numel], pieces, begin, f"parameter '{name}'")
         if is_sharded(param):
             param.ds_handle.set_slice(own)
         elif not param.is_contiguous():
             param.data.copy_(own)
-
-
-def _filled(found, wanted, name, saved):
-    if found != wanted:
-        raise ValueError(
-            f"{saved.origin()}: parameter '{name}' has {found} of the {wanted} elements that this rank needs; files "
-            "are missing, or it is of another model"
-        )
 
 
 def _whole_by(saved, saved_keys):
@@ -269,8 +261,7 @@ def _whole_by(saved, saved_keys):
     for name in saved_keys - state.keys():
         known = saved.aliases.get(name, name)
         if saved.weight_shape(known) is not None:
-            state[name], found = saved.whole(known, "weight")
-            _filled(found, state[name].numel(), name, saved)
+            state[name] = saved.whole(known, "weight")
     return state
 
 

@@ -15,11 +15,10 @@ import concurrent.futures
 import os
 import sys
 import threading
-import time
 
 from deepspeed.checkpoint.write import owner
 from deepspeed.checkpoint.write.ranks import attempt, failure_of
-from deepspeed.log import logger, warning_once
+from deepspeed.log import warning_once
 
 # ---- background ----------------------------------------------------------------------------------------------------
 
@@ -167,23 +166,29 @@ class Background:
 # One save whose files are copied now and written later.
 
 
-class SnapshotSave:
-    """``writer`` prepares files (``prepare``) and writes them (``write_prepared``), in the thread ``writer.behind``.
-    ``saving``: a ``Saving`` that has begun. ``snapshot``: the ``Snapshot`` that copies."""
+def raise_failure(records, error):
+    """A ``finish`` of ``SnapshotSave`` that has nothing to do but to raise what went wrong."""
+    if error is not None:
+        raise error
 
-    def __init__(self, writer, saving, snapshot, save_latest=False):
+
+class SnapshotSave:
+    """``writer`` prepares files (``prepare``) and writes them (``write_prepared``) below ``staging``, in the thread
+    ``writer.behind``; no other save into ``target`` begins until then. ``snapshot``: the ``Snapshot`` that copies.
+    ``finish(records, error)``: called in that thread when all is written: name -> record, and what went wrong."""
+
+    def __init__(self, writer, snapshot, target, staging, finish):
         self.behind, self._writer, self.snapshot = writer.behind, writer, snapshot
-        self.saving, self.save_latest = saving, save_latest
+        self._target, self._staging, self._finish = target, staging, finish
         self.records, self.error = {}, None
-        self.began = time.monotonic()
-        enter(saving.target)
+        enter(target)
 
     # ---- in the calling thread -------------------------------------------------------------------------------------
     def add(self, name, value):
         """Takes the file ``name``: afterwards tensors in ``value`` may change, but for the engine's states. Waits while
         the cache is full; a file that is larger than all of it is written at once."""
         prepared = self._writer.prepare(name, value)
-        path = owner.make_way(self.saving.staging, name)
+        path = owner.make_way(self._staging, name)
         linked = prepared.link(path) if hasattr(prepared, "link") else None
         if linked is not None:  # it is in another tag: nothing to copy
             self.records[name] = linked
@@ -203,13 +208,13 @@ class SnapshotSave:
         self.error = self.error or RuntimeError("given up")
         self.snapshot.drop()
         self.behind.drain()
-        leave(self.saving.target)
+        leave(self._target)
 
     def end(self):
-        """All files are taken: the rest happens in the background, in which ``saving`` has ``RanksThroughFiles``. Only
-        now, when nothing can go wrong any more in the calling thread, the engine's states are held."""
+        """All files are taken: the rest happens in the background. Only now, when nothing can go wrong any more in the
+        calling thread, the engine's states are held."""
         self.snapshot.start_late_copies()
-        self.behind.start(self._finish)
+        self.behind.start(self._end)
 
     # ---- in the background -----------------------------------------------------------------------------------------
     def _write_one(self, name, prepared, path, copies):
@@ -224,17 +229,8 @@ class SnapshotSave:
             prepared.sources = ()
             copies.give_back()
 
-    def _finish(self):
-        ranks = self.saving.ranks
+    def _end(self):
         try:
-            self.saving.agree(self.error)
-            self.saving.end(self.records, self.save_latest)
-            if ranks.rank == 0:
-                logger.info(
-                    f"saved checkpoint {self.saving.folder} ({time.monotonic() - self.began:.1f} s after its begin)"
-                )
-        except BaseException as error:
-            self.behind.fail(error, lambda steps: [s for s in ranks.gather(steps) if s is not None])
+            self._finish(self.records, self.error)
         finally:
-            ranks.close()
-            leave(self.saving.target)
+            leave(self._target)

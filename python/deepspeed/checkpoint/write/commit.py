@@ -111,7 +111,7 @@ def finish(folder, staging, facts, records):
     ``records``: name -> record (a dict, see ``file_record``) of every file, of all ranks that wrote into the folder.
     """
     text = verify.text_of(facts, records)
-    file_writer.write_bytes(text.encode(), owner.make_way(staging, verify.NAME))
+    file_writer.PreparedBytes(text.encode()).write(owner.make_way(staging, verify.NAME))
     for path in sorted({os.path.dirname(name) for name in records} | {""}):
         file_writer.sync_directory(os.path.join(staging, path))
     if staging != folder and os.path.lexists(folder):

@@ -9,7 +9,7 @@ from deepspeed._compat import storage_of
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write.snapshot import MemoryRanges
-from deepspeed.zero.parameters.param_ranks import ranks_of
+from deepspeed.zero.parameters.param_ranks import ranks_of, shape_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 # ---- counters ------------------------------------------------------------------------------------------------------
@@ -34,10 +34,6 @@ def counters_of(run):
 
 # ---- zero states ---------------------------------------------------------------------------------------------------
 # What a checkpoint holds of a run with ZeRO: shapes and shards.
-
-
-def shape_of(param):
-    return param.ds_shape if is_sharded(param) else param.shape
 
 
 def param_shapes(run):

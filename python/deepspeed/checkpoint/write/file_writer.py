@@ -25,7 +25,7 @@ from deepspeed.zero.parameters.tensor_of_pieces import TensorOfPieces
 
 # Of a tensor in a file: ``bytes`` of them at ``offset`` from the start of the file, with their CRC-32. ``dtype`` is a
 # name of torch (``float32``); tensors that share memory share the bytes. The bytes are the elements in the order of the
-# tensor's memory (``write_torch``) or in row-major order (``write_safetensors``).
+# tensor's memory (``PreparedTorch``) or in row-major order (``PreparedSafetensors``).
 _OF_TENSORS = ("name", "dtype", "shape", "offset", "bytes", "crc32")
 
 
@@ -90,11 +90,6 @@ rename = files.rename
 exchange = files.exchange
 
 
-def write_bytes(data, path, options=None):
-    """Writes ``data`` (bytes, or any contiguous buffer) to ``path``. Returns its record. Raises OSError."""
-    return PreparedBytes(data).write(path, options)
-
-
 class PicklerHooks:
     """Answers to questions of the pickler in C++ about the classes of tensors, storages and ``TensorOfPieces``."""
 
@@ -141,19 +136,14 @@ class Prepared:
         return file_record(path, *self.native.write(files, path, options.arguments()))
 
 
-def write_torch(value, path, options=None):
-    """Writes ``value`` so that ``torch.load`` of torch 1.13 and later gives it back, all tensors on the CPU.
+class PreparedTorch(Prepared):
+    """A file from which ``torch.load`` of torch 1.13 and later gives ``value`` back, all tensors on the CPU.
 
     Tensors of every dtype, layout and device; a view is stored with its own elements only; tensors over the same memory
     (tied weights) are stored once and share memory again after loading. Other objects are pickled as torch.save pickles
-    them. Attributes set on tensors are left out. Returns its record; tensors are named by where they stand in
-    nested dicts, lists and tuples. Raises OSError, and what pickle raises.
+    them. Attributes set on tensors are left out. The record names tensors by where they stand in nested dicts, lists
+    and tuples. Raises what pickle raises.
     """
-    return PreparedTorch(value).write(path, options)
-
-
-class PreparedTorch(Prepared):
-    """A file of ``write_torch`` before it is written. Raises what pickle raises."""
 
     def __init__(self, value):
         super().__init__(_C.prepared.torch_file(value, PicklerHooks))
@@ -212,25 +202,19 @@ def replace_file(prepared, path, options=None):
     return {**written[-1], "name": os.path.basename(path)}
 
 
-def write_safetensors(tensors, metadata, path, options=None):
-    """Writes ``tensors`` ({name: tensor}) and ``metadata`` ({text: text} or None) in the safetensors format: no pickle.
+class PreparedSafetensors(Prepared):
+    """``tensors`` ({name: tensor}) and ``metadata`` ({text: text} or None) in the safetensors format: no pickle.
 
     8 bytes of header length, a JSON header padded with spaces to a multiple of 8, the tensors in row-major order; wide
-    dtypes first, so that each is aligned. Returns its record. Raises ValueError for what the format cannot say
-    (naming the tensor), OSError.
+    dtypes first, so that each is aligned. Raises ValueError, which names the tensor, for what the format cannot say.
     """
-    return PreparedSafetensors(tensors, metadata).write(path, options)
-
-
-class PreparedSafetensors(Prepared):
-    """A safetensors file before it is written."""
 
     def __init__(self, tensors, metadata=None):
         super().__init__(_C.prepared.safetensors_file(dict(tensors), metadata))
 
 
 class PreparedBytes(Prepared):
-    """A small file of plain bytes."""
+    """A small file of plain bytes, or of any contiguous buffer."""
 
     def __init__(self, data):
         super().__init__(_C.prepared.bytes_file(data))

@@ -18,11 +18,10 @@ import os
 import pathlib
 import shutil
 import socket
-import types
 
 from deepspeed.checkpoint.engines.built_in import FastCheckpointEngine
 from deepspeed.checkpoint.layouts.names import FileName
-from deepspeed.checkpoint.write.background import Background, SnapshotSave, leave
+from deepspeed.checkpoint.write.background import Background, SnapshotSave, raise_failure
 from deepspeed.checkpoint.write.contents import HeldStates
 from deepspeed.checkpoint.write.file_writer import WriterOptions
 from deepspeed.checkpoint.write.ranks import attempt, take_each
@@ -98,35 +97,13 @@ def _check_room(base, needed, copied):
             )
 
 
-# ---- a rank's part -------------------------------------------------------------------------------------------------
-
-
-class RankSnapshot(SnapshotSave):
-    """The part of one rank in one snapshot. ``after(files)``: called in the background when all is written.
-
-    The states of the run go from where they are into the files, in one pass: see ``HeldSnapshot``.
-    """
-
-    def __init__(self, writer, cache, target, states, facts, after):
-        super().__init__(writer, types.SimpleNamespace(target=target, staging=target), HeldSnapshot(cache, states))
-        self._facts, self._after = facts, after
-
-    def _finish(self):
-        target = self.saving.target
-        try:
-            self.snapshot.written()
-            if self.error is not None:
-                raise self.error
-            said = SAID_BY.path(target, rank=self._facts["rank"])
-            write_whole(said, write_text, json.dumps({**self._facts, "files": self.records}))
-            self._after([*self.records, os.path.basename(said)])
-        finally:
-            leave(target)
+# ---- snapshots -----------------------------------------------------------------------------------------------------
 
 
 class Snapshots:
     """The snapshots of the run that is saved in ``directory``. Every rank makes it, and calls ``take``. ``before``:
-    what ``leave`` returned, if it was saved elsewhere until now.
+    what ``leave`` returned, if it was saved elsewhere until now. The states of the run go from where they are into the
+    files, in one pass: see ``HeldSnapshot``.
 
     RuntimeError where another run of this process takes those of the same directory.
     """
@@ -186,8 +163,8 @@ class Snapshots:
         self._clear(name, *reused)
         target = os.path.join(self.folder, name)
         facts = {**facts_of(run, name), "rank": run.ranks.rank}
-        after = functools.partial(self._after, name)
-        save = RankSnapshot(self._writer, self._cache, target, HeldStates(run), facts, after)
+        held = HeldSnapshot(self._cache, HeldStates(run))
+        save = SnapshotSave(self._writer, held, target, target, functools.partial(self._written, held, target, facts))
         self._coming = name
         try:
             files, error = attempt(lambda: files_of(run, checked_client_state(run)))
@@ -232,11 +209,16 @@ class Snapshots:
             if parsed(name) and name != self.whole and name not in kept:
                 shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
 
-    def _after(self, name, files):
+    def _written(self, held, folder, facts, records, error):
+        """In the background, when this rank's files are in the ``folder`` of a snapshot: it says so, in one more."""
+        held.written()
+        raise_failure(records, error)
+        said, name = SAID_BY.path(folder, rank=facts["rank"]), os.path.basename(folder)
+        write_whole(said, write_text, json.dumps({**facts, "files": records}))
         self._clear(name)  # of what was reused the rest, which others have left there
-        source, target = os.path.join(self.folder, name), f"{self.key}/{name}"
+        files, target = [*records, os.path.basename(said)], f"{self.key}/{name}"
         if self._next_keeper is not None:
-            _, error = attempt(lambda: hand_over(self._next_keeper, source, target, files), OSError)
+            _, error = attempt(lambda: hand_over(self._next_keeper, folder, target, files), OSError)
             if error is not None:
                 logger.warning(f"elasticity.memory_copies: {target} has no copy on the next host: {error}")
 

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.layouts.names import key_of
 from deepspeed.checkpoint.layouts.saved_native import NotPlain
 from deepspeed.checkpoint.read.weights import run_states
 from deepspeed.checkpoint.write.by_rank import saves
-from deepspeed.checkpoint.write.contents import counters_of, shape_of
+from deepspeed.checkpoint.write.contents import counters_of
 from deepspeed.checkpoint.write.file_writer import (
     SAFETENSORS_NAMES,
     PreparedBytes,
@@ -27,9 +27,9 @@ from deepspeed.checkpoint.write.file_writer import (
 from deepspeed.checkpoint.write.frozen_files import Digest, FrozenFile
 from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
 from deepspeed.version import __version__
-from deepspeed.zero.parameters.param_ranks import ranks_of, saved_part
+from deepspeed.zero.parameters.param_ranks import ranks_of, saved_part, shape_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded
-from deepspeed.zero.states.named_states import NamedStates
+from deepspeed.zero.states.named_states import NamedStates, positioned
 
 # ---- native tensors ------------------------------------------------------------------------------------------------
 # Which tensors a rank saves in the native format. No collective: what a rank owns is known, and views of it are
@@ -94,17 +94,13 @@ def untrained(run, exclude_frozen, named):
     for (name, param), mine in zip(params, takes):
         if not mine:
             continue
-        offset, value = None, param.detach()
+        begin, value = 0, param
         if is_sharded(param):
             handle = param.ds_handle
-            numel = max(0, handle.own_numel)
-            if not numel and handle.numel:
+            begin, value = handle.own_begin, handle.shard[: max(0, handle.own_numel)]
+            if not value.numel() and handle.numel:
                 continue
-            value = handle.shard[:numel].detach()
-            offset, value = (None, value.view(param.ds_shape)) if numel == handle.numel else (handle.own_begin, value)
-        begin, shape = saved_part(param)
-        if shape != shape_of(param):
-            offset, value = begin + (offset or 0), value.reshape(-1)
+        offset, value = positioned(param, begin, value.detach())
         (changing if param.requires_grad else frozen)[key_of(names.MODULE, named(name), offset)] = value
     return changing, frozen
 

@@ -37,13 +37,13 @@ class Process(collections.namedtuple("Process", "host boot pid_space pid started
     @classmethod
     def here(cls):
         boot = read_text("/proc/sys/kernel/random/boot_id")
-        return cls(socket.gethostname(), boot, _pid_space(), os.getpid(), started(os.getpid()))
+        return cls(socket.gethostname(), boot, _pid_space(), os.getpid(), _C.process_began(os.getpid()))
 
     def is_gone(self, here):
         """True or False where the process ``here`` can tell, else None."""
         if not self.boot or not self.pid_space or (self.boot, self.pid_space) != (here.boot, here.pid_space):
             return None
-        return _C.process_ended(self.pid) or (self.started != 0 and started(self.pid) != self.started)
+        return _C.process_ended(self.pid) or (self.started != 0 and _C.process_began(self.pid) != self.started)
 
 
 def _pid_space():
@@ -51,12 +51,6 @@ def _pid_space():
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def started(pid):
-    """When the process began, in ticks since the machine did; 0 where there is none."""
-    fields = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()  # its name may have spaces and brackets
-    return int(fields[19]) if len(fields) > 19 else 0
 
 
 def path_in(folder):

@@ -42,10 +42,10 @@ def replace_text(path, text):
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.{_host()}-{os.getpid()}-{secrets.token_hex(8)}.writing")
     try:
-        file_writer.write_bytes(text.encode(), temporary)
+        file_writer.PreparedBytes(text.encode()).write(temporary)
         if cannot_rename(temporary, path) is not None:
             os.unlink(temporary)
-            file_writer.write_bytes(text.encode(), owner.make_way(folder, name))
+            file_writer.PreparedBytes(text.encode()).write(owner.make_way(folder, name))
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)

@@ -10,6 +10,7 @@ import time
 from deepspeed import comm as dist
 from deepspeed._native import _C
 from deepspeed.checkpoint.read.verify import DamagedManifest
+from deepspeed.checkpoint.write.owner import Process
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------
 
@@ -103,23 +104,12 @@ class Ranks:
 _PAUSE_S = 0.2  # the longest sleep between two looks at the folder
 
 
-def this_process():
-    """[where process ids mean the same, process id]: for others to see whether this process is still there."""
-    return [str(_C.host_id()), os.getpid()]
-
-
-def _is_gone(process):
-    """Whether ``process`` (of ``this_process``) is known to have ended."""
-    where, pid = process
-    return where == this_process()[0] and _C.process_ended(pid)
-
-
 class RanksThroughFiles(Ranks):
     """The ranks ``like``, meeting in ``folder``, which those that write into the same directory share.
 
     With a disk for every node the ranks of one node meet; for the other nodes' ranks ``gather`` gives None. A rank
-    that does not come within ``timeout_s`` seconds, or whose process (``processes``: ``this_process()`` of every
-    rank) has ended, is named in a TimeoutError; after that nobody waits any more.
+    that does not come within ``timeout_s`` seconds, or whose process (``processes``: ``owner.Process`` of every rank)
+    has ended, is named in a TimeoutError; after that nobody waits any more.
     """
 
     def __init__(self, like, folder, timeout_s, processes=None):
@@ -163,8 +153,8 @@ class RanksThroughFiles(Ranks):
         while True:
             gone = ()
             if self.processes is not None and time.monotonic() > asked + 0.5:
-                asked = time.monotonic()
-                gone = [rank for rank in self.here if rank not in found and _is_gone(self.processes[rank])]
+                asked, own = time.monotonic(), Process.here()
+                gone = [rank for rank in self.here if rank not in found and self.processes[rank].is_gone(own)]
             for rank in set(self.here) - found.keys():  # after the question who is gone: what those have left counts
                 path = self._path(f"{turn}.{rank}.json")
                 with contextlib.suppress(FileNotFoundError, ValueError), open(path) as file:

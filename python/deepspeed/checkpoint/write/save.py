@@ -295,6 +295,7 @@ class Saving:
                 owner.claim(meeting, lock=False)  # the last rank removes it, which would have to find a lock
             return self.staging
 
+        self._began = time.monotonic()
         self.staging = self.ranks.lead(make, self.failed, self.agree)
         if self.staging == self.target:
             self.failed = (
@@ -336,6 +337,20 @@ class Saving:
         parts = (part for part, node in zip(everyones, self.ranks.nodes) if node == self.ranks.node)  # in this folder
         together = {name: record for part in parts for name, record in part.items()}
         self.ranks.lead(lambda: self._commit(together, save_latest), self.failed, self.agree)
+
+    def end_behind(self, behind, save_latest, records, error):
+        """As ``end``, in the thread of ``behind``, which tells of failures, and with ``RanksThroughFiles``. ``error``:
+        what went wrong in writing here."""
+        ranks = self.ranks
+        try:
+            self.agree(error)
+            self.end(records, save_latest)
+            if ranks.rank == 0:
+                logger.info(f"saved checkpoint {self.folder} ({time.monotonic() - self._began:.1f} s after its begin)")
+        except BaseException as caught:
+            behind.fail(caught, lambda steps: [s for s in ranks.gather(steps) if s is not None])
+        finally:
+            ranks.close()
 
     def _commit(self, records, save_latest):
         commit.finish(self.target, self.staging, self._facts, records)

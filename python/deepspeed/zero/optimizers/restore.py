@@ -53,25 +53,18 @@ class Restore:
     def _fill(self, target, index, offset, pieces, kind):
         """The piece of a parameter from ``offset`` on; of a ``target`` that is a number of elements it is only checked
         that they are there."""
-        param, checks = self.params[index], isinstance(target, int)
-        begin, numel = saved_part(param)[0], target if checks else target.numel()
-        if checks and lies_in_rows(param):
-            filled = self.saved.check_pieces(pieces, begin + offset, numel)
-        elif checks:
-            filled = min(self.saved.check_pieces(pieces, begin, param.numel()), numel)
-        elif lies_in_rows(param):
-            filled = self.saved.read_into(target, pieces, begin + offset)
+        param, begin = self.params[index], saved_part(self.params[index])[0]
+        what = f"{'the fp32 weight' if kind == 'fp32' else f'state {kind}'} of parameter '{self.names[index]}'"
+        if lies_in_rows(param):
+            self.saved.read_into(target, pieces, begin + offset, what)
+        elif isinstance(target, int):
+            self.saved.read_into(param.numel(), pieces, begin, what)
         else:  # pieces are in the order of memory, files in that of rows
-            whole = torch.zeros(param.shape, dtype=target.dtype, device=target.device)
-            filled = min(self.saved.read_into(whole, pieces, begin), numel)
-            own = whole if target.shape == param.shape else in_memory_order(whole, param)[offset : offset + numel]
+            whole = torch.empty(param.shape, dtype=target.dtype, device=target.device)
+            self.saved.read_into(whole, pieces, begin, what)
+            end = offset + target.numel()
+            own = whole if target.shape == param.shape else in_memory_order(whole, param)[offset:end]
             target.copy_(own.reshape(target.shape))
-        if filled != numel:
-            what = "the fp32 weight" if kind == "fp32" else f"state '{kind}'"
-            raise ValueError(
-                f"{self.saved.origin()}: {what} of parameter '{self.names[index]}' has {filled} of the {numel} "
-                f"elements from {offset} on; shards are missing, or it is of another model"
-            )
 
     def _own_pieces(self, masters, states):
         """``(number, index, offset, numel, {kind -> saved pieces})`` of the pieces that this rank owns: of fp32 weights

@@ -24,7 +24,7 @@ class NamedStates:
     strides: dict
 
 
-def _positioned(param, offset, tensor):
+def positioned(param, offset, tensor):
     """Offset and tensor of a piece. A whole parameter has its shape and row-major meaning, whatever its strides."""
     begin, whole = saved_part(param)
     if tensor.numel() < numel_of(param):
@@ -67,19 +67,19 @@ class OwnedStates:
                 meta = core.piece_in_file(*at, number) if in_files else None
                 begin, value = None, None
                 if meta is not None and meta.dtype == torch.float32:
-                    begin, value = _positioned(param, offset, meta)
+                    begin, value = positioned(param, offset, meta)
                 if value is not None and value.is_contiguous():
                     source = core.piece_source(*at, number)
                     value = TensorOfPieces(value.numel(), value.dtype, source=source, shape=value.shape)
                 elif (tensor := core.piece_tensor(*at, number)) is not None:
-                    begin, value = _positioned(param, offset, tensor.detach())
+                    begin, value = positioned(param, offset, tensor.detach())
                 if value is not None:
                     found.tensors[kind, name, begin] = value
             if not stepping.fused:
                 states = stepping.optimizer.state.get(master, {})
                 names, scalars = split_states(states, master)
                 for kind in names:
-                    begin, value = _positioned(param, offset, states[kind].detach())
+                    begin, value = positioned(param, offset, states[kind].detach())
                     found.tensors[kind, name, begin] = value
                 if scalars:
                     found.scalars[name] = scalars
