@@ -1,5 +1,6 @@
 """The time of the host in a planned step: of the program, of torch and of the engine, between two operators."""
 
+import os
 import time
 
 import torch
@@ -13,12 +14,15 @@ _CALLS, _TRIES = 100, 5
 
 class HostTime:
     """Gives ``clock``, a ``StepPlan``, the processor time of this thread between the operators of a planned step.
-    ``machine``: where the step will run; its host takes ``machine.host_ns`` for what takes ``host_ns()`` here. A mode
-    of Python sees each operator of a plan and of no run, so the time to get there does not count."""
+    ``machine``: where the step will run; its host takes ``machine.host_ns`` for what takes ``host_ns()`` here. The
+    ``ranks`` of a host that compute on its processor share its cores, of which there are as many as here. A mode of
+    Python sees each operator of a plan and of no run, so the time to get there does not count."""
 
-    def __init__(self, clock, machine):
+    def __init__(self, clock, machine, ranks=1):
         self.clock, self.on, self._left = clock, False, 0
         self._scale = machine.host_ns / host_ns() if machine.host_ns else 0.0
+        if machine.synchronous:
+            self._scale *= max(1.0, ranks / len(os.sched_getaffinity(0)))
         self._mode_ns = _mode_ns() if machine.host_ns else 0
 
     def turn(self, on):

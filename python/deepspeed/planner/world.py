@@ -114,11 +114,11 @@ class World:
         self.memory.set_rates(machine.host, machine.file, machine.host_step, machine.memory)
         logger.setLevel(logging.WARNING)  # the planned engine is no run
         self.clock = self.memory.clock = _native._C.StepPlan(machine.synchronous)
-        self.host = HostTime(self.clock, machine)
+        local = min(size, machine.ranks_of_host or size)
+        self.host = HostTime(self.clock, machine, local)
         self.recorder = _native._C.CallRecorder(False)
         listen_alone(self.recorder)
         set_accelerator(MetaAccelerator(memory, self.memory))
-        local = min(size, machine.ranks_of_host or size)
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank % local), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(local),
             LOCAL_SIZE=str(local), MASTER_ADDR="127.0.0.1", MASTER_PORT="1",

@@ -36,9 +36,9 @@ class Program(torch.nn.Module):
         return self.second(x)
 
 
-def seconds(**more):
+def seconds(world=1, **more):
     machine = Machine(**{**RATES, **more})
-    plan = deepspeed.plan(Program, settings(0), 1, sample=torch.zeros(2, 4), machine=machine)
+    plan = deepspeed.plan(Program, settings(0), world, sample=torch.zeros(2, 4), machine=machine, ranks=[0])
     return plan.ranks[0].seconds
 
 
@@ -54,6 +54,11 @@ class TestHostTime:
     def test_a_slower_host_takes_longer(self):
         found = seconds(host_ns=3 * round(host_ns()), synchronous=True)
         assert found["forward"] >= 2.9 * BUSY
+
+    def test_ranks_on_the_cpu_share_its_cores(self):
+        given = {"world": 3 * len(os.sched_getaffinity(0)), "host_ns": round(host_ns())}
+        assert seconds(synchronous=True, **given)["forward"] >= 2.9 * BUSY
+        assert seconds(**given)["forward"] < 2 * BUSY
 
     def test_a_device_works_while_the_host_does(self):
         """The first layer takes twice as long as the program after it."""
