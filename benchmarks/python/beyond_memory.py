@@ -116,6 +116,7 @@ def work(args, folder):
     import deepspeed
 
     deepspeed.logger.setLevel("WARNING")
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # an engine leaves malloc as it is
     ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 20)  # big tensors go back to the system when they are freed
     deepspeed.init_distributed(dist_backend="gloo")
     config = configuration(args, folder)

@@ -52,6 +52,7 @@ def work(args):
     torch.set_num_threads(1)
     deepspeed.logger.setLevel("ERROR")
     deepspeed.init_distributed(dist_backend="gloo")
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # an engine leaves malloc as it is
     ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 20)  # big tensors go back to the system when they are freed
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
 

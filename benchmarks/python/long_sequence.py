@@ -85,6 +85,7 @@ def status(key):
 def rank_of(rank, ranks, port, args, name, pipe):
     """Steps of the lengths that come through ``pipe``, until None comes."""
     libc = ctypes.CDLL(None)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 13)  # an engine leaves malloc as it is
     libc.mallopt(-3, 1 << 13)  # M_MMAP_THRESHOLD: what is freed goes at once
     torch.set_num_threads(1)  # threads that wait for each other on a loaded machine cost more than they bring
     os.environ.update(

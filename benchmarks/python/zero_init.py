@@ -31,6 +31,7 @@ def work(args):
 
     deepspeed.logger.setLevel("WARNING")
     deepspeed.init_distributed(dist_backend="gloo")
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # an engine leaves malloc as it is
     ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 20)  # big tensors go back to the system when they are freed
     shape = Shape(layers=args.layers, heads=13, width=args.width, vocab_size=4096)
     with deepspeed.zero.Init():  # what is imported and allocated once
