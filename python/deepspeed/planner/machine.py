@@ -147,9 +147,17 @@ def attention_here(device, dtype):
     """``Machine.attention`` of this machine, measured once. A backward on a device starts threads, which a forked child
     does not have, so another process runs it."""
     apart = device.type != "cpu"
-    measure = functools.partial(run_anew, attention_flops, (device, dtype), torch.get_num_threads())
-    here = functools.partial(attention_flops, device, dtype)
-    return measured_once("attention", rate_name(device, dtype), measure if apart else here)
+    there, here = functools.partial(run_anew, _attention, (dtype,)), functools.partial(_attention, dtype)
+    measure = functools.partial(there, torch.get_num_threads()) if apart else here
+    return measured_once("attention", rate_name(device, dtype), measure)
+
+
+def _attention(dtype):
+    """The work of a new process, whose accelerator knows the name of the device; 0 where it has no such operator."""
+    try:
+        return attention_flops(torch.device(get_accelerator().current_device_name()), dtype)
+    except RuntimeError:
+        return 0.0
 
 
 def workspace_here():
