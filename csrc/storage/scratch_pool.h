@@ -25,7 +25,7 @@
 
 namespace ds::storage {
 
-// Which requests a buffer serves that has been given back.
+// A buffer that has been given back serves no request, requests of its size, or all that are not larger.
 enum class Reuse : uint8_t { kNone, kSameSize, kAnySize };
 
 // One thread at a time.

@@ -1,5 +1,6 @@
 """The library with NCCL's interface that tests use where there is no GPU: built from its source, and ordered about."""
 
+import contextlib
 import ctypes
 import glob
 import os
@@ -8,11 +9,22 @@ import subprocess
 
 import pytest
 
+import devices
 from deepspeed import _native
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SOURCE = os.path.join(ROOT, "tests", "cpp", "comm", "fake_nccl", "fake_nccl.cpp")
 BUILT = {None: "libfake_nccl.so", "FAKE_NCCL_OLD": "libfake_nccl_old.so", "FAKE_NCCL_BROKEN": "libfake_nccl_broken.so"}
+
+
+@contextlib.contextmanager
+def on_the_standin(folders):
+    """A context in which the stand-in device, where the tests run on it, has this library. ``folders``: pytest's
+    ``tmp_path_factory``."""
+    with pytest.MonkeyPatch.context() as patch:
+        if devices.NAME == "standin":
+            patch.setenv("DS_STANDIN_NCCL", build(folders.mktemp("nccl")))
+        yield
 
 
 def build(folder, name="libfake_nccl.so", define=None):

@@ -25,9 +25,7 @@ MOVED = [*DTYPES, "bool", "float8_e4m3fn", "float8_e5m2"]
 @pytest.fixture(scope="module", autouse=True)
 def library(tmp_path_factory):
     """On the stand-in device its library with NCCL's interface."""
-    with pytest.MonkeyPatch.context() as patch:
-        if devices.NAME == "standin":
-            patch.setenv("DS_STANDIN_NCCL", fake_nccl.build(tmp_path_factory.mktemp("nccl")))
+    with fake_nccl.on_the_standin(tmp_path_factory):
         yield
 
 

@@ -37,9 +37,7 @@ PEAK = {"fresh": not ON_CPU}
 @pytest.fixture(scope="module", autouse=True)
 def nccl(tmp_path_factory):
     """Plans are of jobs over NCCL. The stand-in device has a library with NCCL's interface."""
-    with pytest.MonkeyPatch.context() as patch:
-        if devices.NAME == "standin":
-            patch.setenv("DS_STANDIN_NCCL", fake_nccl.build(tmp_path_factory.mktemp("nccl")))
+    with fake_nccl.on_the_standin(tmp_path_factory):
         yield
 
 

@@ -16,12 +16,12 @@ def problems_of_ranks(problem, group=None, alone=False):
     return [(rank, text) for rank, text in enumerate(told) if text is not None]
 
 
-def attempt(function):
-    """``(what function() gives, None)``, or ``(None, the exception)``: the other ranks hear of it before it is
-    raised."""
+def attempt(function, kinds=Exception):
+    """``(the result of function(), None)``, or ``(None, the exception)`` of these kinds: the other ranks hear of it
+    before it is raised."""
     try:
         return function(), None
-    except Exception as error:
+    except kinds as error:
         return None, error
 
 

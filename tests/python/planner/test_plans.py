@@ -221,7 +221,7 @@ def test_operators_that_cannot_run_alone_are_named():
 
 
 def test_a_planning_process_leaves_garbage_of_its_parent_alone(tmp_path, monkeypatch):
-    """What the garbage owns may have threads, which do not exist in the forked process."""
+    """The garbage may own threads, which do not exist in the forked process."""
     told, fork = tmp_path / "told", os.fork
 
     class Owner:

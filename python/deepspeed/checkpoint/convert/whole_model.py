@@ -11,7 +11,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed._native import _C
 from deepspeed.checkpoint.write.by_rank import saves
-from deepspeed.checkpoint.write.ranks import Ranks, attempt
+from deepspeed.checkpoint.write.ranks import Ranks
+from deepspeed.comm.agreement import attempt
 from deepspeed.formats.lazy_tensor import itemsize
 from deepspeed.formats.weight_files import StoredWeight, as_weight, write_safetensors, write_torch, write_whole
 from deepspeed.log import logger

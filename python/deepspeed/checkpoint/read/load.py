@@ -12,7 +12,8 @@ from deepspeed.checkpoint.read.loading import checked
 from deepspeed.checkpoint.read.node_local import fetch_missing
 from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_elsewhere
 from deepspeed.checkpoint.write import background, commit
-from deepspeed.checkpoint.write.ranks import Ranks, attempt, in_turn
+from deepspeed.checkpoint.write.ranks import Ranks, in_turn
+from deepspeed.comm.agreement import attempt
 from deepspeed.log import log_dist, logger
 from deepspeed.zero.parameters.param_ranks import saved_part
 

@@ -14,7 +14,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.write import file_writer
-from deepspeed.checkpoint.write.ranks import attempt
+from deepspeed.comm.agreement import attempt
 from deepspeed.formats.recorded_paths import path_below
 from deepspeed.host.recorded_names import open_regular
 from deepspeed.log import logger

@@ -17,7 +17,8 @@ import sys
 import threading
 
 from deepspeed.checkpoint.write import owner
-from deepspeed.checkpoint.write.ranks import attempt, failure_of
+from deepspeed.checkpoint.write.ranks import failure_of
+from deepspeed.comm.agreement import attempt
 from deepspeed.log import warning_once
 
 # ---- background ----------------------------------------------------------------------------------------------------

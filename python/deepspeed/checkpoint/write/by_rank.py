@@ -3,7 +3,8 @@ Files of experts' weights; without ZeRO optimizer states by name; the table of t
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.write.ranks import Ranks, attempt
+from deepspeed.checkpoint.write.ranks import Ranks
+from deepspeed.comm.agreement import attempt
 from deepspeed.zero.gathers.gathered import GatheredParameters
 from deepspeed.zero.parameters.param_ranks import ranks_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded

@@ -24,9 +24,10 @@ from deepspeed.checkpoint.layouts.names import FileName
 from deepspeed.checkpoint.write.background import Background, SnapshotSave, raise_failure
 from deepspeed.checkpoint.write.contents import HeldStates
 from deepspeed.checkpoint.write.file_writer import WriterOptions
-from deepspeed.checkpoint.write.ranks import attempt, take_each
+from deepspeed.checkpoint.write.ranks import take_each
 from deepspeed.checkpoint.write.save import checked_client_state, expected_bytes, facts_of, files_of
 from deepspeed.checkpoint.write.snapshot import HeldSnapshot, HostCache
+from deepspeed.comm.agreement import attempt
 from deepspeed.formats.weight_files import write_text, write_whole
 from deepspeed.host.cpu import memory_bytes
 from deepspeed.host.kept_memory import FOLDER_VARIABLE, KEEPER_VARIABLE, hand_over, own_address

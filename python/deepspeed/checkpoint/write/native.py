@@ -25,7 +25,8 @@ from deepspeed.checkpoint.write.file_writer import (
     is_plain,
 )
 from deepspeed.checkpoint.write.frozen_files import Digest, FrozenFile
-from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
+from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
+from deepspeed.comm.agreement import attempt
 from deepspeed.version import __version__
 from deepspeed.zero.parameters.param_ranks import ranks_of, saved_part, shape_of
 from deepspeed.zero.parameters.sharded_parameter import is_sharded

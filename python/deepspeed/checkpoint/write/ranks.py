@@ -11,6 +11,7 @@ from deepspeed import comm as dist
 from deepspeed._native import _C
 from deepspeed.checkpoint.read.verify import DamagedManifest
 from deepspeed.checkpoint.write.owner import Process
+from deepspeed.comm.agreement import attempt
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------
 
@@ -36,15 +37,6 @@ def raise_together(failures, what, own=None):
     text = f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, _, text in failures)
     numbers = [number for _, number, _ in failures if number is not None]
     raise (OSError(numbers[0], text) if numbers else RuntimeError(text)) from own
-
-
-def attempt(function, kinds=Exception):
-    """``(what function() gives, None)``, or ``(None, the exception)`` of these kinds: the other ranks hear of it before
-    it is raised."""
-    try:
-        return function(), None
-    except kinds as error:
-        return None, error
 
 
 def take_each(files, take, error=None):

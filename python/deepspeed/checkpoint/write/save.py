@@ -15,7 +15,8 @@ from deepspeed.checkpoint.write.by_rank import PartsByRank
 from deepspeed.checkpoint.write.contents import HeldStates, counters_of
 from deepspeed.checkpoint.write.file_writer import Cuts, PreparedTorch, SharedTorch, complete
 from deepspeed.checkpoint.write.pointer import replace_text
-from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together, take_each
+from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together, take_each
+from deepspeed.comm.agreement import attempt
 from deepspeed.host.cpu import socket_of_process
 from deepspeed.host.launcher_messages import tell_launcher
 from deepspeed.log import log_dist, logger, warning_once
