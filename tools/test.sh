@@ -45,8 +45,8 @@ if [ $# = 0 ] && [ "$JOBS" -gt 1 ]; then
   "$PY" -m pytest --collect-only -q >/dev/null 2>&1 &
   keeping=$!
 fi
-took=$(mktemp)  # a line for each test: seconds, a tab, its name
-trap 'rm -f "$took"' EXIT
+took=$dir/test-times.tsv  # a line for each test: seconds, a tab, its name
+: >"$took"
 export DS_TEST_TIMES=$took
 
 if [ "$kind" != cluster ]; then

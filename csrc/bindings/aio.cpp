@@ -3,11 +3,11 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "base/blocking_region.h"
 #include "base/error.h"
 #include "base/sizes.h"
 #include "bindings/registry.h"
 #include "bindings/torch_types.h"
-#include "bindings/without_lock.h"
 #include "storage/buffered_writer.h"
 #include "storage/tensor_io.h"
 
@@ -26,7 +26,7 @@ using How = TensorIo::How;
 // Workers that drop a tensor may need the interpreter's lock, which the thread that drops the handle holds.
 template <typename T>
 std::shared_ptr<T> freed_without_lock(T* made) {
-  return std::shared_ptr<T>(made, [](T* gone) { bindings::without_lock([gone] { delete gone; }); });
+  return std::shared_ptr<T>(made, [](T* gone) { in_blocking_region([gone] { delete gone; }); });
 }
 
 std::string text_of(const char* variable) {

@@ -14,7 +14,6 @@
 #include "base/error.h"
 #include "bindings/registry.h"
 #include "bindings/sharded_params.h"
-#include "bindings/without_lock.h"
 #include "comm/decorators/logged.h"
 #include "comm/decorators/watched.h"
 #include "comm/nccl/nccl_tensors.h"
@@ -34,7 +33,7 @@ comm::CommunicatorPtr communicator(const py::object& group, comm::GlooBy gloo_by
   if (group.is_none()) return comm::local_communicator();
   if (py::isinstance<comm::Communicator>(group)) return group.cast<comm::CommunicatorPtr>();
   auto made = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
-  return comm::c10d_communicator(std::move(made), without_lock, gloo_by);
+  return comm::c10d_communicator(std::move(made), gloo_by);
 }
 
 namespace {
@@ -84,7 +83,7 @@ comm::CommunicatorPtr opened(const py::object& group, const Use& use, const std:
   py::gil_scoped_release unlocked;
   const auto* known = dynamic_cast<const comm::LoggedCommunicator*>(made.get());
   const std::string named = known ? known->group() : given ? given->name : "";
-  const comm::GroupFacts facts = given.value_or(comm::GroupFacts{"", -1, nullptr, nullptr, without_lock, nullptr});
+  const comm::GroupFacts facts = given.value_or(comm::GroupFacts{});
   if (nccl) made = comm::nccl_communicator(nccl->pointer(), std::move(made));
   if (use.scripts && use.shared) made = comm::exchanges_by_hosts(std::move(made), use.timeout, facts);
   if (store && made->size() > 1) {
@@ -151,7 +150,7 @@ DS_BINDINGS(m) {
   // As scripts call torch.distributed, with torch's handles (comm/calls/script_calls.h).
   py::class_<comm::ScriptCalls>(m, "ScriptCalls")
       .def(py::init([](comm::CommunicatorPtr communicator) {
-             return std::make_unique<comm::ScriptCalls>(std::move(communicator), without_lock);
+             return std::make_unique<comm::ScriptCalls>(std::move(communicator));
            }),
            "communicator"_a)
       .def("call", &call_op, "verb"_a, "given"_a, "taken"_a, "splits"_a, "op"_a, "peer"_a, "detached"_a, Unlocked());
@@ -159,7 +158,7 @@ DS_BINDINGS(m) {
   m.def(
       "c10d_backend",
       [](comm::CommunicatorPtr over, comm::BackendPtr other, std::string name) {
-        return comm::c10d_backend(std::move(over), std::move(other), std::move(name), without_lock);
+        return comm::c10d_backend(std::move(over), std::move(other), std::move(name));
       },
       "communicator"_a, "other"_a.none(true), "name"_a, Unlocked());
 }

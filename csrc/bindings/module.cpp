@@ -1,4 +1,5 @@
 // The extension module: collects what the other files of this room registered, and translates errors.
+#include "base/blocking_region.h"
 #include "base/error.h"
 #include "bindings/registry.h"
 
@@ -27,6 +28,15 @@ PyObject* python_type(ErrorKind kind, PyObject* config_error) {
   return PyExc_RuntimeError;
 }
 
+void without_interpreter_lock(const std::function<void()>& wait) {
+  if (!Py_IsInitialized() || !PyGILState_Check()) {
+    wait();
+    return;
+  }
+  py::gil_scoped_release unlocked;
+  wait();
+}
+
 PyObject* config_error_type = nullptr;  // owned by the module, which Python never unloads
 
 }  // namespace
@@ -46,5 +56,6 @@ PYBIND11_MODULE(_C, m) {
       PyErr_SetString(python_type(e.kind(), config_error_type), e.what());
     }
   });
+  ds::set_blocking_region(without_interpreter_lock);
   for (Binder bind : binders()) bind(m);
 }

@@ -9,11 +9,11 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include "base/blocking_region.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
-#include "bindings/without_lock.h"
 #include "comm/nccl/nccl_memory.h"
 #include "comm/nccl/nccl_tensors.h"
 #include "comm/transports/nccl_communicator.h"
@@ -48,7 +48,7 @@ std::function<bool()> quiesce(py::function synchronize) {
 // interpreter's, so a thread with the interpreter's lock must not wait for the communicator's.
 template <typename Held>
 void let_go(Held& held) {
-  without_lock([&held] { held.reset(); });
+  in_blocking_region([&held] { held.reset(); });
 }
 
 at::Tensor bytes_of(std::shared_ptr<comm::NcclBuffer> buffer, const std::string& device) {

@@ -6,10 +6,10 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include "base/blocking_region.h"
 #include "base/process.h"
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
-#include "bindings/without_lock.h"
 #include "comm/calls/reduce_op.h"
 #include "comm/shared_memory/shared_segments.h"
 #include "comm/boards/store_keeper.h"
@@ -70,7 +70,7 @@ DS_BINDINGS(m) {
                }
              };
              return std::shared_ptr<Watch>(new Watch(std::move(callbacks)), [](Watch* watch) {
-               if (watch->here()) without_lock([watch] { delete watch; });
+               if (watch->here()) in_blocking_region([watch] { delete watch; });
              });
            }),
            "stacks"_a, "warn"_a)
@@ -91,8 +91,7 @@ DS_BINDINGS(m) {
   py::class_<comm::GroupFacts>(m, "GroupFacts")
       .def(py::init([](std::string name, int job_rank, std::shared_ptr<Watch> watch, std::shared_ptr<Watch> stores,
                        std::shared_ptr<comm::CallLog> log) {
-             return comm::GroupFacts{std::move(name),   job_rank,     std::move(watch),
-                                     std::move(stores), without_lock, std::move(log)};
+             return comm::GroupFacts{std::move(name), job_rank, std::move(watch), std::move(stores), std::move(log)};
            }),
            "name"_a, "job_rank"_a, "watch"_a, "store_watch"_a, "log"_a);
 }

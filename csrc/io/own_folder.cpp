@@ -54,19 +54,18 @@ bool is_own(const Descriptor& folder, const struct stat& facts) {
 }
 
 Descriptor own_part(const Descriptor& parent, const std::string& name, const std::string& path, bool make) {
-  for (int attempt = 0;; ++attempt) {
+  for (;;) {
     if (make && ::mkdirat(parent.get(), name.c_str(), 0700) != 0 && errno != EEXIST)
       fail_file(errno, "creating a folder", path);
     struct stat named, held;
     if (::fstatat(parent.get(), name.c_str(), &named, AT_SYMLINK_NOFOLLOW) != 0) {
-      if (make && errno == ENOENT && attempt < 100) continue;  // another process has removed it
       fail_file(errno, "opening the folder", path);
     }
     if (S_ISLNK(named.st_mode)) refuse(ELOOP, path, "it is a symbolic link. Remove the link, or name another folder.");
     if (!S_ISDIR(named.st_mode)) refuse(ENOTDIR, path, "it is no folder. Remove it, or name another folder.");
     Descriptor opened(open_at(parent, name, O_RDONLY | O_DIRECTORY));
     if (!opened.is_open()) {
-      if ((errno == ENOENT && make && attempt < 100) || errno == ELOOP || errno == ENOTDIR) continue;
+      if (errno == ELOOP || errno == ENOTDIR) continue;
       if (errno == EACCES && named.st_uid != ::geteuid()) refuse_owner(path, named.st_uid);
       fail_file(errno, "opening the folder", path);
     }
@@ -77,9 +76,7 @@ Descriptor own_part(const Descriptor& parent, const std::string& name, const std
   }
 }
 
-}  // namespace
-
-Descriptor own_folder(const std::string& base, const std::string& below, bool make) {
+Descriptor own_parts(const std::string& base, const std::string& below, bool make) {
   Descriptor folder(::open(base.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!folder.is_open()) fail_file(errno, "opening the folder", base);
   for (size_t begin = 0; begin < below.size();) {
@@ -90,6 +87,24 @@ Descriptor own_folder(const std::string& base, const std::string& below, bool ma
     begin = end + 1;
   }
   return folder;
+}
+
+}  // namespace
+
+Descriptor own_folder(const std::string& base, const std::string& below, bool make) {
+  const auto open = [&] { return own_parts(base, below, make); };
+  return make ? despite_removal(open) : open();
+}
+
+Descriptor despite_removal(const std::function<Descriptor()>& make) {
+  constexpr int kMost = 100;
+  for (int attempt = 1;; ++attempt) {
+    try {
+      return make();
+    } catch (const FileError& error) {
+      if (error.code() != ENOENT || attempt == kMost) throw;
+    }
+  }
 }
 
 Descriptor own_folder(const std::string& path, bool make) {

@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "base/blocking_region.h"
 #include "storage/meta_memory.h"
 
 namespace ds::parallel {
@@ -21,7 +22,7 @@ at::Tensor ResultMemory::take(const std::vector<int64_t>& sizes, const std::vect
   if (!storage::in_host_memory(options.device()) || bytes < kLeast) return at::empty_strided(sizes, strides, options);
   at::Tensor memory;
   {
-    const std::lock_guard lock(mutex_);
+    const auto lock = locked(mutex_);
     for (auto it = free_.begin(); it != free_.end() && !memory.defined(); ++it)
       if (it->numel() == bytes) {
         memory = std::move(*it);
@@ -46,7 +47,7 @@ at::Tensor ResultMemory::take(const std::vector<int64_t>& sizes, const std::vect
 void ResultMemory::give(at::Tensor bytes) {
   storage::MetaMemory* const planned = bytes.is_meta() ? storage::MetaMemory::installed() : nullptr;
   if (planned) planned->give(bytes, "buffers");
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked(mutex_);
   if (free_.size() == kMost) free_.erase(free_.begin());
   free_.push_back(std::move(bytes));
 }

@@ -18,14 +18,18 @@ std::string make_file(const std::string& folder, const std::string& name) {
   const size_t slash = name.rfind('/');
   const std::string below = slash == std::string::npos ? "" : name.substr(0, slash);
   const std::string file = slash == std::string::npos ? name : name.substr(slash + 1);
-  const io::Descriptor there = io::own_folder(folder, below, /*make=*/true);
-  for (int number = 0;; ++number) {
-    const std::string more = number == 0 ? "" : "." + std::to_string(number);
-    const io::Descriptor made(
-        ::openat(there.get(), (file + more).c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600));
-    if (made.is_open()) return folder + "/" + name + more;
-    if (errno != EEXIST) io::fail_file(errno, "creating a file", folder + "/" + name + more);
-  }
+  std::string path;
+  io::despite_removal([&] {
+    const io::Descriptor there = io::own_folder(folder, below, /*make=*/true);
+    for (int number = 0;; ++number) {
+      const std::string more = number == 0 ? "" : "." + std::to_string(number);
+      path = folder + "/" + name + more;
+      io::Descriptor made(::openat(there.get(), (file + more).c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600));
+      if (made.is_open()) return made;
+      if (errno != EEXIST) io::fail_file(errno, "creating a file", path);
+    }
+  });
+  return path;
 }
 
 }  // namespace

@@ -3,17 +3,19 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "base/blocking_region.h"
+
 namespace ds::storage {
 
 class StorageLock {
  public:
   using Held = std::unique_lock<std::mutex>;
 
-  Held hold() { return Held(mutex_); }
+  Held hold() { return locked(mutex_); }
   // Until anything changes: blocks, the memory that is used, jobs in the background.
   void wait(Held& held) {
     ++waiting_;
-    changed_.wait(held);
+    in_blocking_region([&] { changed_.wait(held); });
     --waiting_;
   }
   // With the lock.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/blocking_region.h"
 #include "base/error.h"
 #include "base/sizes.h"
 #include "storage/alignment.h"
@@ -68,7 +69,7 @@ int64_t TensorStore::put(const at::Tensor& tensor) {
   Waiting made{{}, tensor.sizes().vec(), tensor.scalar_type(), bytes};
   if (bytes > 0) {
     {
-      const std::lock_guard guard(lock_);
+      const auto guard = locked(lock_);
       make_room(bytes);
       made.block = block_for(bytes);
       end_copies(room(largest_, at_once_) - copy_bytes(bytes));
@@ -76,18 +77,18 @@ int64_t TensorStore::put(const at::Tensor& tensor) {
     Lease lease = storage_->acquire(made.block.plane, made.block.range, Access::kWrite, Medium::kDevice);
     lease.data().view(made.type).view(made.sizes).copy_(tensor.detach());
     if (device().is_meta() && placement_.rest != Medium::kDevice) {
-      const std::lock_guard guard(lock_);
+      const auto guard = locked(lock_);
       leaving_.emplace_back(made.block, std::move(lease));
     }
   }
-  const std::lock_guard guard(lock_);
+  const auto guard = locked(lock_);
   waiting_.emplace(next_, std::move(made));
   return next_++;
 }
 
 // Of a tensor that comes back: after all that are on their way.
 TensorStore::Waiting TensorStore::find(int64_t number) {
-  const std::lock_guard guard(lock_);
+  const auto guard = locked(lock_);
   end_copies(0);
   const auto found = waiting_.find(number);
   if (found == waiting_.end()) fail(ErrorKind::kValue, "No tensor ", number, " waits here: it has been dropped.");
@@ -110,7 +111,7 @@ void TensorStore::prefetch(int64_t number) {
 }
 
 void TensorStore::drop(int64_t number) {
-  const std::lock_guard guard(lock_);
+  const auto guard = locked(lock_);
   const auto found = waiting_.find(number);
   if (found == waiting_.end()) return;
   end_copies(0);  // its block is the next one's
@@ -119,7 +120,7 @@ void TensorStore::drop(int64_t number) {
 }
 
 int64_t TensorStore::waiting() const {
-  const std::lock_guard guard(lock_);
+  const auto guard = locked(lock_);
   return static_cast<int64_t>(waiting_.size());
 }
 

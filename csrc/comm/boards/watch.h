@@ -59,9 +59,6 @@ class Watch {
   bool ending_ = false;
 };
 
-// Runs the wait that it is given without what its caller may hold and the awaited may need: an interpreter's lock.
-using BlockingRegion = std::function<void(const std::function<void()>&)>;
-
 // Facts about a group for its messages, and the watch over it.
 struct GroupFacts {
   std::string name;              // "" : unknown
@@ -69,8 +66,7 @@ struct GroupFacts {
   std::shared_ptr<Watch> watch;  // null: nobody looks after it
   // Another thread for boards in the job's store, which may let it wait. null: likewise.
   std::shared_ptr<Watch> store_watch;
-  BlockingRegion blocking_region;  // null: the caller holds nothing
-  std::shared_ptr<CallLog> log;    // of its calls; null: there is none
+  std::shared_ptr<CallLog> log;  // of its calls; null: there is none
   // Whether a core is free for a thread that runs collectives in shared memory; without a value, usable_cores()
   // decides.
   std::optional<bool> spare_cores{};

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "base/blocking_region.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/process.h"
@@ -21,13 +22,12 @@ bool planned(const at::Tensor& tensor) { return tensor.is_meta() && dense(tensor
 
 class C10dBackend : public compat::BackendBase {
  public:
-  C10dBackend(CommunicatorPtr communicator, BackendPtr other, std::string name, BlockingRegion blocking_region)
+  C10dBackend(CommunicatorPtr communicator, BackendPtr other, std::string name)
       : compat::BackendBase(communicator->rank(), communicator->size()),
         communicator_(communicator),
-        calls_(std::make_unique<ScriptCalls>(std::move(communicator), blocking_region)),
+        calls_(std::make_unique<ScriptCalls>(std::move(communicator))),
         other_(std::move(other)),
-        name_(std::move(name)),
-        blocking_region_(std::move(blocking_region)) {}
+        name_(std::move(name)) {}
   ~C10dBackend() override {
     if (!owner_.here()) {  // the threads of both are the parent's
       (void)other_.release();
@@ -35,12 +35,11 @@ class C10dBackend : public compat::BackendBase {
       new CommunicatorPtr(std::move(communicator_));
       return;
     }
-    const auto end = [this] {
+    in_blocking_region([this] {
       calls_.reset();
       communicator_.reset();
       other_.reset();
-    };
-    blocking_region_ ? blocking_region_(end) : end();
+    });
   }
 
   const std::string getBackendName() const override { return name_; }
@@ -246,16 +245,13 @@ class C10dBackend : public compat::BackendBase {
   BackendPtr other_;  // may be null
   const std::string name_;
   const OwningProcess owner_;
-  const BlockingRegion blocking_region_;
   uint64_t number_ = 0;
 };
 
 }  // namespace
 
-BackendPtr c10d_backend(CommunicatorPtr communicator, BackendPtr other, std::string name,
-                        BlockingRegion blocking_region) {
-  return c10::make_intrusive<C10dBackend>(std::move(communicator), std::move(other), std::move(name),
-                                          std::move(blocking_region));
+BackendPtr c10d_backend(CommunicatorPtr communicator, BackendPtr other, std::string name) {
+  return c10::make_intrusive<C10dBackend>(std::move(communicator), std::move(other), std::move(name));
 }
 
 }  // namespace ds::comm

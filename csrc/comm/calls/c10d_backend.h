@@ -2,7 +2,6 @@
 #pragma once
 #include <string>
 
-#include "comm/boards/watch.h"
 #include "comm/c10d_compat.h"
 #include "comm/communicator.h"
 
@@ -12,9 +11,7 @@ using BackendPtr = c10::intrusive_ptr<compat::BackendBase>;
 
 // Collectives of dense tensors in host memory run over `communicator`. What it does not carry goes through `other`,
 // gloo as a rule: send and receive, sparse tensors, tensors of other devices. Null: such calls are refused. `name`:
-// that of the backend. `blocking_region`: how to wait for the ends of both, whose threads may need what the caller
-// holds.
-BackendPtr c10d_backend(CommunicatorPtr communicator, BackendPtr other, std::string name,
-                        BlockingRegion blocking_region);
+// that of the backend.
+BackendPtr c10d_backend(CommunicatorPtr communicator, BackendPtr other, std::string name);
 
 }  // namespace ds::comm

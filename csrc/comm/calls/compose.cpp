@@ -8,6 +8,7 @@
 #include <functional>
 #include <utility>
 
+#include "base/blocking_region.h"
 #include "base/error.h"
 #include "comm/calls/rank_order_reduction.h"
 #include "comm/shared_memory/strided_parts.h"
@@ -57,7 +58,7 @@ at::Tensor ScratchPool::take(int64_t numel, const at::TensorOptions& options) {
   const auto type = c10::typeMetaToScalarType(options.dtype());
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(type));
   {
-    std::lock_guard lock(mutex_);
+    const auto lock = locked(mutex_);
     for (auto it = free_.begin(); it != free_.end(); ++it) {
       if (it->numel() != bytes) continue;
       at::Tensor found = std::move(*it);
@@ -70,7 +71,7 @@ at::Tensor ScratchPool::take(int64_t numel, const at::TensorOptions& options) {
 
 void ScratchPool::give(const at::Tensor& tensor) {
   if (!tensor.device().is_cpu()) return;
-  std::lock_guard lock(mutex_);
+  const auto lock = locked(mutex_);
   free_.push_back(tensor.view(at::kByte));
   if (free_.size() > kMost) free_.erase(free_.begin());
 }

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/blocking_region.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/ranges.h"
@@ -155,17 +156,12 @@ class PendingCall {
 
 class ScriptWork : public c10d::Work {
  public:
-  ScriptWork(c10d::OpType type, std::shared_ptr<PendingCall> call, BlockingRegion blocking_region,
-             std::shared_ptr<FutureThread> futures)
-      : c10d::Work(-1, type),
-        call_(std::move(call)),
-        blocking_region_(std::move(blocking_region)),
-        futures_(std::move(futures)) {}
+  ScriptWork(c10d::OpType type, std::shared_ptr<PendingCall> call, std::shared_ptr<FutureThread> futures)
+      : c10d::Work(-1, type), call_(std::move(call)), futures_(std::move(futures)) {}
 
   bool isCompleted() override {  // torch calls it with the interpreter's lock
     bool completed = false;
-    const auto ask = [&] { completed = call_->completed(); };
-    blocking_region_ ? blocking_region_(ask) : ask();
+    in_blocking_region([&] { completed = call_->completed(); });
     return completed;
   }
   bool isSuccess() const override { return call_->succeeded(); }
@@ -184,7 +180,6 @@ class ScriptWork : public c10d::Work {
 
  private:
   const std::shared_ptr<PendingCall> call_;
-  const BlockingRegion blocking_region_;
   const std::shared_ptr<FutureThread> futures_;
 };
 
@@ -264,7 +259,7 @@ c10::intrusive_ptr<c10d::Work> ScriptCalls::handle(std::vector<ListCall> calls) 
   WorkPtr work = works.size() == 1 ? works[0] : std::make_shared<JoinedWork>(std::move(works));
   auto pending = std::make_shared<PendingCall>(std::move(work), std::move(results));
   if (!detached) pending->wait(milliseconds(0));
-  return c10::make_intrusive<ScriptWork>(type, std::move(pending), blocking_region_, futures_);
+  return c10::make_intrusive<ScriptWork>(type, std::move(pending), futures_);
 }
 
 }  // namespace ds::comm

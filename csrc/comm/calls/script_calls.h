@@ -10,7 +10,6 @@
 #include "base/process.h"
 #include "comm/c10d_compat.h"
 #include "comm/calls/list_calls.h"
-#include "comm/boards/watch.h"
 
 namespace ds::comm {
 
@@ -40,8 +39,7 @@ class FutureThread {
 // Calls are made by one thread at a time; handles may be used by any.
 class ScriptCalls {
  public:
-  ScriptCalls(CommunicatorPtr communicator, BlockingRegion blocking_region)
-      : communicator_(std::move(communicator)), blocking_region_(std::move(blocking_region)) {}
+  explicit ScriptCalls(CommunicatorPtr communicator) : communicator_(std::move(communicator)) {}
 
   // A handle when `call` is detached; else null, and it has ended. Of the handle, wait() and is_completed() leave the
   // results in call.out, which are what result() and its future give; it fails with what the call failed with, each
@@ -53,7 +51,6 @@ class ScriptCalls {
  private:
   std::mutex issuing_;
   const CommunicatorPtr communicator_;
-  const BlockingRegion blocking_region_;
   const std::shared_ptr<FutureThread> futures_ = std::make_shared<FutureThread>();
 };
 

@@ -66,11 +66,7 @@ std::unique_ptr<ShmGroup> ShmGroup::create(int rank, int size, const Rendezvous&
 
 ShmGroup::ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, milliseconds timeout,
                    const GroupFacts& facts)
-    : rank_(rank),
-      size_(size),
-      segments_(std::move(segments)),
-      channel_(rank, segments_, timeout, facts),
-      blocking_region_(facts.blocking_region) {}
+    : rank_(rank), size_(size), segments_(std::move(segments)), channel_(rank, segments_, timeout, facts) {}
 
 char* ShmGroup::slot(int rank, int turn) const {
   return static_cast<char*>(segments_->data(rank)) + ShmChannel::kBytes + static_cast<size_t>(turn) * slot_bytes(size_);

@@ -37,9 +37,6 @@ class ShmGroup {
   int rank() const { return rank_; }
   int size() const { return size_; }
   ShmChannel& channel() { return channel_; }
-  void in_blocking_region(const std::function<void()>& wait) const {
-    blocking_region_ ? blocking_region_(wait) : wait();
-  }
 
   // Elements are counted as `numel` of `type`; memory belongs to the caller. `tag`: what it is for, see Record.
   void all_reduce(void* data, size_t numel, c10::ScalarType type, ReduceOp op, const std::string& tag = {});
@@ -83,7 +80,6 @@ class ShmGroup {
   int rank_, size_;
   std::shared_ptr<SharedSegments> segments_;
   ShmChannel channel_;
-  BlockingRegion blocking_region_;
   int turn_ = 0;
 };
 

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include "base/blocking_region.h"
 #include "base/clock.h"
 
 namespace ds::comm {
@@ -28,9 +29,9 @@ ShmQueue::~ShmQueue() {
   }
   changed_.notify_all();
   // A task that ends may hold the last reference to a tensor of Python's, which goes only with the interpreter's lock.
-  group_->in_blocking_region([this] {
+  in_blocking_region([this] {
     if (thread_.joinable()) thread_.join();
-    std::lock_guard running(running_);
+    const auto running = locked(running_);
     while (run_next()) {
     }
   });
@@ -79,7 +80,7 @@ bool ShmQueue::run_next() {
 
 void ShmQueue::complete(const TaskPtr& task) {
   while (!task->done()) {
-    std::lock_guard running(running_);
+    const auto running = locked(running_);
     if (!task->done()) run_next();
   }
   if (task->error_) std::rethrow_exception(task->error_);
@@ -92,7 +93,7 @@ void ShmQueue::progress() {
     start_serving();
     return changed_.notify_one();
   }
-  std::lock_guard running(running_);
+  const auto running = locked(running_);
   while (run_next()) {
   }
 }
@@ -114,7 +115,7 @@ void ShmQueue::serve() {
       if (for_thread_ == 0) return;
       if (!due()) continue;
     }
-    std::lock_guard running(running_);
+    const auto running = locked(running_);
     bool mine;
     {
       std::lock_guard lock(mutex_);

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <utility>
 
+#include "base/blocking_region.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/process.h"
@@ -152,9 +153,8 @@ at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at
 
 class C10dCommunicator : public Communicator, public OneQueue {
  public:
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region, GlooBy gloo_by)
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, GlooBy gloo_by)
       : gloo_by_(gloo_by),
-        blocking_region_(std::move(blocking_region)),
         group_(std::move(group)),
         name_(group_->getBackendName()),
         rank_(group_->getRank()),
@@ -162,9 +162,8 @@ class C10dCommunicator : public Communicator, public OneQueue {
         gloo_(gloo_by != GlooBy::kNothing &&
               (name_.find("gloo") != std::string::npos || gloo_by == GlooBy::kCollectives)) {}
   // Of some ranks of the group, which then send to each other directly.
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region,
-                   std::vector<int> members)
-      : C10dCommunicator(std::move(group), std::move(blocking_region), GlooBy::kTransfers) {
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> members)
+      : C10dCommunicator(std::move(group), GlooBy::kTransfers) {
     rank_ = static_cast<int>(index_of(members, rank_));
     size_ = static_cast<int>(members.size());
     members_ = std::move(members);
@@ -189,7 +188,7 @@ class C10dCommunicator : public Communicator, public OneQueue {
   bool reaches(const c10::Device& device) const override { return device.is_cpu() || (members_.empty() && !gloo_); }
   WorkPtr run_all(const std::vector<Op>& ops) override { return transfers(ops, first_tag_); }
   CommunicatorPtr among(const std::vector<int>& ranks) override {
-    return std::make_shared<C10dCommunicator>(group(), blocking_region_, ranks);
+    return std::make_shared<C10dCommunicator>(group(), ranks);
   }
   PeerMemoryPtr peer_memory(int64_t bytes) override { return process_peer_memory(*this, bytes); }
   void abort(const std::string& why) noexcept override {
@@ -210,7 +209,7 @@ class C10dCommunicator : public Communicator, public OneQueue {
   void leave() override {
     if (!group_) return;
     if (!owner_.here()) return static_cast<void>(group_.release());  // its end would wait for threads of the parent
-    blocking_region_ ? blocking_region_([this] { group_.reset(); }) : group_.reset();
+    in_blocking_region([this] { group_.reset(); });
   }
 
  protected:
@@ -393,7 +392,6 @@ class C10dCommunicator : public Communicator, public OneQueue {
   std::vector<int> members_;  // ranks of the group; empty: all
   const GlooBy gloo_by_;
   const EndingPtr ending_ = std::make_shared<Ending>();
-  BlockingRegion blocking_region_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const OwningProcess owner_;
   std::string name_;
@@ -404,9 +402,8 @@ class C10dCommunicator : public Communicator, public OneQueue {
 
 }  // namespace
 
-CommunicatorPtr c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region,
-                                  GlooBy gloo_by) {
-  return std::make_shared<C10dCommunicator>(std::move(group), std::move(blocking_region), gloo_by);
+CommunicatorPtr c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, GlooBy gloo_by) {
+  return std::make_shared<C10dCommunicator>(std::move(group), gloo_by);
 }
 
 }  // namespace ds::comm

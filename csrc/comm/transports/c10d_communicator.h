@@ -3,7 +3,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/communicator.h"
-#include "comm/boards/watch.h"
 
 namespace ds::comm {
 
@@ -16,9 +15,7 @@ enum class GlooBy {
 
 // Keeps the group alive. Element types that the backend cannot carry (bf16 and bool on Debian's gloo) travel as fp32,
 // uint8 or bytes; the result is rounded once.
-// `blocking_region`: how to wait for the end of the group, whose threads may need what the caller holds; null: nothing
-// is held. `gloo_by`: kCollectives says, too, that gloo carries its tensors in host memory.
-CommunicatorPtr c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                  BlockingRegion blocking_region = nullptr, GlooBy gloo_by = GlooBy::kTransfers);
+// `gloo_by`: kCollectives says, too, that gloo carries its tensors in host memory.
+CommunicatorPtr c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, GlooBy gloo_by = GlooBy::kTransfers);
 
 }  // namespace ds::comm

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <utility>
 
+#include "base/blocking_region.h"
 #include "base/error.h"
 #include "base/ranges.h"
 
@@ -101,7 +102,7 @@ void GradReducer::absorb(size_t param, const at::Tensor& grad) {
 }
 
 void GradReducer::on_grad(size_t param) {
-  std::lock_guard lock(mutex_);
+  const auto lock = locked(mutex_);
   at::Tensor& held = store_.spec(param).tensor.mutable_grad();
   if (!held.defined()) return;
   nonfinite_.note(param, held);

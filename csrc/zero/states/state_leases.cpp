@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "base/blocking_region.h"
+
 namespace ds::zero {
 
 void StateLeases::hold(const std::vector<std::pair<const ParamSpace*, const Buffer*>>& more) {
@@ -19,12 +21,12 @@ void StateLeases::hold(const std::vector<std::pair<const ParamSpace*, const Buff
     for (const Buffer& slot : space.slots) add(space, slot);
   }
   for (const auto& [space, buffer] : more) add(*space, *buffer);
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked(mutex_);
   held_.push_back(std::move(leases));
 }
 
 void StateLeases::let_go() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked(mutex_);
   if (!held_.empty()) held_.pop_back();  // of whom does not matter: each is of everything
   changed_.notify_all();
 }
