@@ -112,6 +112,7 @@ TORCH_VERSION_HEADERS = {"comm/c10d_compat.h", "zero/torch_compat.h"}
 MUTABLE_GLOBALS = {
     ("bindings/module.cpp", "all"): "bindings register before main and are read once, when the module is imported",
     ("bindings/module.cpp", "config_error_type"): "an exception type of the module, which Python never unloads",
+    ("base/blocking_region.cpp", "blocking_region"): "set when bindings are imported; a process has one interpreter",
     ("bindings/config.cpp", "assertion_type"): "as above: Python types, set once when the module is imported",
     ("bindings/config.cpp", "config_type"): "as above",
     ("comm/decorators/torch_calls.cpp", "only"): "torch's observers are plain functions, which get no owner",

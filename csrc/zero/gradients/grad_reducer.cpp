@@ -3,7 +3,6 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
-#include <cmath>
 #include <utility>
 
 #include "base/blocking_region.h"
