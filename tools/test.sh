@@ -69,15 +69,15 @@ if [ "$kind" != cluster ]; then
   say "ctest: $((SECONDS - started)) s"
 fi
 
-# Several pytest processes, each with rank processes of its own; a file's tests stay together. One more than cores, up to
-# eight: some tests only wait, for a timeout or for a process that is to die.
+# Several pytest processes, each with rank processes of its own; a file's tests stay together. Twice as many as
+# cores, up to eight: many tests wait, for a timeout, a disk, or a process that is to die.
 workers=()
 if [ "$kind" != cluster ] && [ "$JOBS" -gt 1 ]; then
   if "$PY" -c 'import xdist' 2>/dev/null; then
     # Newer ones start with the files that have most tests, which are not those that take longest (tests/conftest.py).
     ! grep -q -e --no-loadscope-reorder <("$PY" -m pytest --help) || workers=(--no-loadscope-reorder)
     export PYTHONHASHSEED=${PYTHONHASHSEED:-$RANDOM}  # the same in all: the names of tests may hold sets
-    workers+=(-n $((JOBS < 8 ? JOBS + 1 : 8)) --dist loadfile)
+    workers+=(-n $((JOBS < 4 ? 2 * JOBS : 8)) --dist loadfile)
   else
     say "Python tests run one after the other: $PY -m pip install pytest-xdist uses all $JOBS cores"
   fi

@@ -100,7 +100,7 @@ def test_the_longest_length_is_the_last_that_fits(toy):
     assert longest(copy_on_meta(model), config_of(), memory=64 << 20, ranks=1) == tokens
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.every("forecasts like those of one rank"))])
 def test_chunks_that_wait_elsewhere_are_a_polynomial_of_long_sequences(ranks, toy):
     model = toy(heads=4, hidden=128, layers=2, vocabulary=1000)
     model.gradient_checkpointing_enable()

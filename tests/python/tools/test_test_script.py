@@ -60,7 +60,7 @@ def run(tmp_path, kind="all", jobs=2, **codes):
 def test_all_cores_then_those_that_run_alone(tmp_path):
     code, runs, out, err = run(tmp_path)
     assert code == 0, out + err
-    assert runs == [("-n 3 --dist loadfile -m not gpu and not alone", ""), ("-m not gpu and alone tests/test_b.py", "")]
+    assert runs == [("-n 4 --dist loadfile -m not gpu and not alone", ""), ("-m not gpu and alone tests/test_b.py", "")]
     assert "fuzz=20000" in out and "OpenMP: PASSIVE" in out
     slowest = [line.split() for line in out.splitlines() if re.match(r" +[\d.]+ s  ", line)]
     assert slowest == [
@@ -73,7 +73,7 @@ def test_all_cores_then_those_that_run_alone(tmp_path):
 
 def test_a_newer_xdist_keeps_the_order_of_files(tmp_path):
     _, runs, _, _ = run(tmp_path, options="  --no-loadscope-reorder   Pass if you would like to disable reordering")
-    assert runs[0][0] == "--no-loadscope-reorder -n 3 --dist loadfile -m not gpu and not alone"
+    assert runs[0][0] == "--no-loadscope-reorder -n 4 --dist loadfile -m not gpu and not alone"
 
 
 def test_every_case(tmp_path):
