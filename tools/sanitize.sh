@@ -18,7 +18,7 @@ done
 [ ${#targets[@]} -gt 0 ] || die "no C++ tests for the rooms: $rooms"
 say "building ${targets[*]} with -fsanitize=$sanitizers"
 ninja -C "$dir" -j "$JOBS" "${targets[@]}" >&2 || die "the build failed: the first error above names the file."
-export ASAN_OPTIONS=detect_leaks=1:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 TSAN_OPTIONS=halt_on_error=1
+export ASAN_OPTIONS=detect_leaks=1:halt_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 TSAN_OPTIONS=halt_on_error=1
 export DS_FUZZ_CASES=${DS_FUZZ_CASES:-10000}
 # Each test program runs as one process: a sanitized start costs more than most cases.
 for target in "${targets[@]}"; do

@@ -137,6 +137,7 @@ void DeviceContext::accumulate(const at::Tensor& dst, const at::Tensor& src, flo
 
 void DeviceContext::move(void* dst, at::ScalarType dst_type, const void* src, at::ScalarType src_type, int64_t numel,
                          float scale, bool add) const {
+  if (numel == 0) return;         // there may be no address
   constexpr int64_t kTiny = 256;  // bytes: the way to a kernel would cost more than the copy
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(src_type));
   if (bytes <= kTiny && device_.is_cpu() && !add && scale == 1.0f && src_type == dst_type) {
