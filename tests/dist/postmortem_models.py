@@ -10,9 +10,10 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.diagnosis.cli import main
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
+from hf_like_moe import model_of
 from moe_models import moe_net
 from mpu import two_by_two
 from runs import with_fp16
@@ -145,7 +146,7 @@ class Block(nn.Module):
         if self.faulty:
             time.sleep(BROKEN["sleeps"])
             x = self.steep(x, x.abs().max() > 1000)
-        return self.layer(x) + 0.1 * torch.sin(x) + 0.01 * torch.rand(8).to(x.dtype)
+        return self.layer(x) + 0.1 * torch.sin(x) + 0.01 * torch.rand(8, device=x.device).to(x.dtype)
 
 
 def piped(**options):
@@ -176,3 +177,23 @@ def piped_fp16():
 def piped_parts():
     """Two parts on each stage, recomputed."""
     return piped(virtual_stages=2, activation_checkpoint_interval=1)
+
+
+def piped_v():
+    """Two parts on each stage: the first stage has the first and the last part."""
+    return piped(virtual_stages=2, placement="v")
+
+
+def piped_tied():
+    """The first and the last layer are one matrix."""
+    torch.manual_seed(4)
+    ends = [TiedLayerSpec("ends", nn.Linear, 8, 8, bias=False) for _ in range(2)]
+    layers = [ends[0], LayerSpec(Block, 1, False), LayerSpec(nn.Linear, 8, 8), ends[1]]
+    return PipelineModule(layers, num_stages=2, loss_fn=nn.functional.cross_entropy, partition_method="uniform")
+
+
+def auto_ep_model():
+    """A model of which the engine makes one whose experts are spread over ranks."""
+    made = Cut(model_of("mixtral"), lambda net, x: net(x))
+    made.config = made.net.config
+    return made

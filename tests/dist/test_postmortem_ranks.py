@@ -32,6 +32,12 @@ def target(name):
     return f"{postmortem_models.__file__}:{name}"
 
 
+def damage_weight(weight, fault):
+    """Its first element becomes nan, or one bit of its exponent changes."""
+    flat = getattr(weight, "ds_tensor", weight.data).reshape(-1).numpy()
+    flat[:1].view("int32")[:] = 0x7FC00000 if fault == "nan weight" else flat[:1].view("int32") ^ (1 << 30)
+
+
 def damage(engine):
     """An element of the reduced gradients becomes inf, as a fault of a reduction does it."""
     step = engine.stepping.optimizer.step
@@ -84,7 +90,13 @@ def pairs(copy, step, fault):
         yield x, y
 
 
-def train(rank, world, model, stage, schedule, fault, folder):
+WEIGHT = {
+    **dict.fromkeys(("piped", "piped_parts", "piped_v"), "3.layer.weight"),
+    "piped_tied": "2.weight",
+}  # is damaged
+
+
+def train(rank, world, model, stage, schedule, fault, folder, more=None):
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(rank)
     made = settings(
@@ -94,6 +106,7 @@ def train(rank, world, model, stage, schedule, fault, folder):
         comm={"timeout": TIMEOUT} if fault == "hang" else {},
         pipeline={"schedule": schedule},
         fp16={"enabled": True, "loss_scale": 8.0} if fault == "fp16 overflow" else None,
+        **(more or {}),
     )
     engine = engine_of(getattr(postmortem_models, model)(), made)
     copy = engine.grid.get_data_parallel_rank()
@@ -101,8 +114,9 @@ def train(rank, world, model, stage, schedule, fault, folder):
     try:
         for step in range(GOOD + 1):
             here = fault if (step, faulty) == (GOOD, True) else None
-            if here == "nan weight" and engine.is_last_stage():
-                engine.module.get_submodule("3.layer").weight.data[0] = float("nan")
+            weight = dict(engine.module.named_parameters()).get(WEIGHT.get(model))
+            if here in ("nan weight", "bit flip") and weight is not None:
+                damage_weight(weight, here)
             at_fault = faulty or stage == 0  # where each rank has all of them, copies are damaged alike
             if fault == "damaged reduction" and step == GOOD and at_fault and engine.is_last_stage():
                 damage(engine)
@@ -157,29 +171,29 @@ def test_the_program(folder, capsys):
 
 
 # ---- other cuts ------------------------------------------------------------------------------------------------------
-KINDS = {"sequence": 2, "experts": 2, "tensor": 4}  # and their ranks
+KINDS = {"sequence": 2, "experts": 2, "tensor": 4, "auto_ep": 2}  # and their ranks
 CUT_FAULTS = {"inf": OPERATOR, "once": HARDWARE, "nan weight": WEIGHTS, "spike": DATA}
 
 
-def train_cut(rank, world, kind, stage, fault, folder):
+def train_cut(rank, world, kind, stage, fault, folder, more=None):
     deepspeed.init_distributed(dist_backend="gloo")
-    more = {"sequence_parallel_size": 2} if kind == "sequence" else {}
+    more = {**({"sequence_parallel_size": 2} if kind == "sequence" else {}), **(more or {})}
     more["postmortem"] = {"on": ["nonfinite", "spike"], "dir": folder}
     made = getattr(postmortem_models, f"{kind}_model")()
     model, mpu = made if isinstance(made, tuple) else (made, None)
     decays = [[one for one in model.parameters() if (one.dim() > 1) == wanted] for wanted in (True, False)]
     groups = [{"params": group} for group in decays if group]  # as scripts make them
-    groups = None if kind == "experts" else groups
+    groups = None if kind in ("experts", "auto_ep") else groups
     engine = engine_of(model, settings(stage, **more), mpu=mpu, model_parameters=groups)
     last = GOOD if fault == "spike" else 2
     for step in range(last + 1):
         broken = fault if step == last and rank == 1 else None
         if broken == "nan weight":  # of the last layer, since gates refuse nan
-            weight = [one for one in engine.module.parameters() if getattr(one, "ds_numel", one.numel()) > 1][-1]
-            getattr(weight, "ds_tensor", weight.data).reshape(-1).numpy()[0] = float("nan")
+            weights = [one for one in engine.module.parameters() if getattr(one, "ds_numel", one.numel()) > 1]
+            damage_weight(weights[-1], broken)
         BROKEN["once"] = broken == "once"
         given = [torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + rank // 2))]
-        if kind == "experts":
+        if kind in ("experts", "auto_ep"):
             given = [moe_models.batch(step, rank)]
         if kind == "sequence":
             given = [one.chunk(2, 1)[rank] for one in sequence_models.batch_of(step, 0)]
@@ -189,7 +203,7 @@ def train_cut(rank, world, kind, stage, fault, folder):
 
 
 @pytest.mark.sample("values")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sequence", "experts", "tensor"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("fault", CUT_FAULTS)
 def test_a_model_that_is_cut_runs_on_as_many_ranks(folder, capsys, kind, stage, fault):
@@ -202,3 +216,63 @@ def test_a_model_that_is_cut_runs_on_as_many_ranks(folder, capsys, kind, stage, 
     if fault == "spike":  # nothing is inf or nan, so this compares every figure
         code, text = said(capsys, "replay", *given)
         assert code == 0 and "loss: bitwise those of the run\nreduced gradient: bitwise" in text, text
+
+
+# ---- with other features ---------------------------------------------------------------------------------------------
+ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+MUON = {"type": "Muon", "params": {"muon_lr": 0.01, "adam_lr": 0.001}}
+PIPED = {  # schedule -> model, stage, and more of the configuration
+    "zb-v": ("piped_v", 1, {"zero": ON_HOST}),
+    "dualpipe-v": ("piped_v", 0, {}),
+    "auto": ("piped_tied", 1, {"optimizer": MUON}),
+}
+PIPED_FAULTS = {  # verdict, a part of the name of the first bad tensor
+    "nan sample": (DATA, "input of micro-batch 1"),
+    "bit flip": (WEIGHTS, " of '{}'"),
+    "bad batch": (DATA, "micro-batch 1"),
+}
+
+
+@pytest.mark.sample("values")
+@pytest.mark.parametrize("schedule", PIPED)
+@pytest.mark.parametrize("fault", PIPED_FAULTS)
+def test_pipelines_with_other_features(folder, schedule, fault):
+    model, stage, more = PIPED[schedule]
+    told = run_ranks(2, train, model, stage, schedule, fault, folder, more)
+    bundle = Bundle(only(folder))
+    replay = RanksReplay(bundle, target(model), None) if fault == "bad batch" else None  # others show in the files
+    verdict, (kind, tensor) = blame(bundle, replay), PIPED_FAULTS[fault]
+    assert verdict.verdict == kind and tensor.format(WEIGHT[model]) in verdict.tensor, (verdict, told)
+    if fault == "bit flip":  # the first stage has the last part of a V
+        assert verdict.module == WEIGHT[model].rpartition(".")[0] and verdict.rank == (model == "piped_tied"), verdict
+    if replay is not None:
+        rows = compare(bundle, replay)[1]
+        assert len(rows) > 8 and {row.gap for row in rows} == {0.0}, rows
+
+
+IN_ALL = pytest.mark.every("starts as many processes as the run had, once for each question")
+WITH_MORE = {  # stage, and more of the configuration
+    "sequence": (3, {"zero": {**ON_HOST, "offload_param": {"device": "cpu"}}}),
+    "tensor": (2, {"optimizer": MUON}),
+    "experts": (1, {"zero": ON_HOST}),
+    "auto_ep": (2, {"expert_parallel": {"enabled": True, "autoep_size": 2}}),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", ["inf", pytest.param("spike", marks=IN_ALL), pytest.param("nan weight", marks=IN_ALL)]
+)
+@pytest.mark.parametrize(
+    "kind", ["auto_ep", "sequence", *(pytest.param(one, marks=IN_ALL) for one in ("tensor", "experts"))]
+)
+def test_cut_models_with_other_features(folder, capsys, kind, fault):
+    stage, more = WITH_MORE[kind]
+    run_ranks(KINDS[kind], train_cut, kind, stage, fault, folder, more)
+    given = (only(folder), "--model", target(f"{kind}_model"))
+    if fault == "spike":  # nothing is inf or nan, so this compares every figure
+        code, text = said(capsys, "replay", *given)
+        assert code == 0 and "loss: bitwise those of the run\nreduced gradient: bitwise" in text, text
+        return
+    code, text = said(capsys, "blame", *given)
+    assert code == 0 and text.startswith(f"verdict: {CUT_FAULTS[fault]}\n") and "rank: 1\n" in text, text
+    assert ("module: steep\n" in text) == (fault == "inf")

@@ -92,7 +92,7 @@ def body_peaks(rank, world, cases, folder):
                 engine.backward(engine(tokens, labels=tokens).loss)  # noqa: B023
                 engine.step()  # noqa: B023
 
-            step(64 * world)  # buffers of the engine; it learns how many tiles use a weight
+            step(64 * world)  # buffers of the engine; it learns how often weights are used
             for one in lengths:
                 warm_kernels(one // world, vocabulary)
             pairs = [(peak, measured(lambda: step(one))) for one, peak in zip(lengths, peaks)]  # noqa: B023

@@ -63,3 +63,18 @@ def test_training(rank, world, stage, shards, accumulate):
     engine.destroy()
     dist.barrier()
     assert gap < 2e-6
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_all_tiles_are_one_use_of_a_weight_whichever_have_labels(rank, world, stage):
+    engine = sgd_engine(Tiled(LENGTH), stage, 0.5, 1, zero={"reduce_bucket_size": 60})
+    tokens, late = batch_of(0, rank)[0], []
+    for counted in (1, 4, LENGTH, 1, 4):  # tiles
+        labels = tokens.clone()
+        labels[:, (counted + rank) % (LENGTH + 1) :] = -100
+        take_step(engine, engine(tokens, labels))
+        late.append(engine.core.late_count)  # gradients that came after their bucket had left
+    engine.destroy()
+    # The first step of stage 2 does not know yet that two layers share the MLP.
+    assert late[1:] == [0] * 4 and (stage == 2 or late[0] == 0), late

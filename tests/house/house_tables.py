@@ -120,6 +120,7 @@ MUTABLE_GLOBALS = {
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
     ("storage/tier.cpp", "all"): "memory tiers register before main and are only read afterwards",
     ("zero/spaces/rules/space_rule.cpp", "all"): "rules register before main and are only read afterwards",
+    ("zero/gradients/one_use.cpp", "outermost"): "of a thread: autograd runs hooks in it, which get no argument",
     ("zero/step/strategies/step_strategy.cpp", "all"): "strategies register before main and are only read afterwards",
     ("optim/rule.cpp", "all"): "optimizer rules register before main and are only read afterwards",
     ("kernels/cpu/load.cpp", "all"): "libraries of kernels are opened once in a process and never closed",

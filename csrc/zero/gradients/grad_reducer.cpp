@@ -8,18 +8,9 @@
 #include "base/blocking_region.h"
 #include "base/error.h"
 #include "base/ranges.h"
+#include "zero/gradients/one_use.h"
 
 namespace ds::zero {
-
-namespace {
-
-// How many ranks have failed, and the sum of rank + 1: of this one alone.
-std::array<float, 2> failed_rank(const DeviceContext& device, int rank) {
-  if (!device.failed()) return {};
-  return {1.0f, static_cast<float>(rank + 1)};
-}
-
-}  // namespace
 
 GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOptions options)
     : store_(store),
@@ -112,34 +103,42 @@ void GradReducer::on_grad(size_t param) {
     store_.need_local();
     const bool ours = views_.shows(param) && !held.is_sparse() && held.data_ptr() == views_.slot(param).data_ptr();
     if (!ours) {
-      GradBucket& bucket = bucket_of(param);
-      bucket.slots = at::Tensor();
+      bucket_of(param).slots = at::Tensor();
       absorb(param, held);
-      bucket.slots = at::Tensor();
+      bucket_of(param).slots = at::Tensor();
       held = views_.shows(param) ? views_.slot(param) : at::Tensor();
     }
     dirty_ = true;
     return;
   }
-  const at::Tensor grad = std::move(held);
-  held = at::Tensor();
-  const int32_t times = grad_uses_.fired(param);
+  const at::Tensor grad = std::exchange(held, at::Tensor());
   GradBucket& bucket = bucket_of(param);
   if (bucket.state() == BucketState::kArrived && reduction_.summed(bucket)) changes(bucket);
   if (bucket.state() != BucketState::kFilling) {
     at::NoGradGuard no_grad;
-    const ParamSpec& spec = store_.spec(param);
     if (!late_[param].defined()) {
+      const ParamSpec& spec = store_.spec(param);
       const auto options = at::TensorOptions().device(store_.device()).dtype(store_.space_of(param).grad.dtype);
-      late_[param] = at::empty_strided(spec.sizes(), spec.strides(), options);
-      late_[param].zero_();
+      late_[param] = at::empty_strided(spec.sizes(), spec.strides(), options).zero_();
     }
     device_.accumulate(late_[param], grad, reduction_.before(bucket));
-    return;
+  } else {
+    absorb(param, grad);
   }
-  absorb(param, grad);
-  if (phase_ == Phase::kReducing && (options_.overlap || bucket.eager || arrives(bucket)) &&
-      times == grad_uses_.wanted(param, bucket.eager) && bucket.pending > 0 && --bucket.pending == 0)
+  OneUse::here() ? OneUse::here()->add(*this, param) : count(param);
+}
+
+void GradReducer::end_use(size_t param) {
+  const auto lock = locked(mutex_);
+  if (active()) count(param);
+}
+
+void GradReducer::count(size_t param) {
+  const int32_t times = grad_uses_.fired(param);
+  GradBucket& bucket = bucket_of(param);
+  if (bucket.state() == BucketState::kFilling && phase_ == Phase::kReducing &&
+      (options_.overlap || bucket.eager || arrives(bucket)) && times == grad_uses_.wanted(param, bucket.eager) &&
+      bucket.pending > 0 && --bucket.pending == 0)
     launch_ready();
 }
 
@@ -224,7 +223,7 @@ void GradReducer::exchange_flags() {
     flags.used[param] = filled(param) || late_[param].defined() ? 1.0f : 0.0f;
     flags.late[bucket_of_[param]] += late_[param].defined() ? 1.0f : 0.0f;
   }
-  flags.failed_ranks = failed_rank(device_, rank_);
+  flags.failed_ranks = device_.failed_rank(rank_);
   flags_->sum(flags);
   failed_ranks_ = flags.failed_ranks;
   for (size_t param = 0; param < store_.size(); ++param) {
@@ -266,7 +265,7 @@ void GradReducer::close() {
   if (phase_ == Phase::kReducing) {
     counts_.late = 0;
     if (stays_) {
-      failed_ranks_ = failed_rank(device_, rank_);
+      failed_ranks_ = device_.failed_rank(rank_);
     } else {
       reduce_rest();
     }

@@ -69,6 +69,7 @@ class GradReducer {
   // the reduction, so that their calls agree, and end() fails on all others; otherwise the same as abort().
   bool abort_together();
   void on_grad(size_t param);  // the accumulator hook; any thread, no GIL
+  void end_use(size_t param);  // see [Note: one use]; the same threads
   void finish();               // before a step: takes .grad as the user left it, reduces what is still local
   void join();                 // the part of a rank without a backward in the reduction of the others'
   void clear();                // forget all gradients; .grad becomes undefined
@@ -114,6 +115,7 @@ class GradReducer {
 
   void adopt_user_grads();
   void absorb(size_t param, const at::Tensor& grad);
+  void count(size_t param);
   void make_room();
   void undo_sum(const GradBucket& bucket);
   void launch(GradBucket& bucket);

@@ -1,11 +1,12 @@
 // How often each parameter's gradient comes in one backward.
 //
 // [Note: last use]
-// A parameter may fire several times in one backward (re-entrant checkpointing of a shared module), so a bucket must
-// not leave before the *last* one. How often each parameter fires is learned by counting: the first backward reduces
-// nothing before its end, later ones launch a bucket when all its parameters have fired as often as ever before. One
-// that fires once more than that, after its bucket has left, is late: its gradient is kept aside, all ranks learn of
-// it with the flags of the backward's end, and a second round adds it. Correct always, fast when the model is regular.
+// A parameter may fire several times in one backward (re-entrant checkpointing of a shared module; [Note: one use] says
+// what counts as once), so a bucket must not leave before the *last* one. How often each parameter fires is learned by
+// counting: the first backward reduces nothing before its end, later ones launch a bucket when all its parameters have
+// fired as often as ever before. One that fires once more than that, after its bucket has left, is late: its gradient
+// is kept aside, all ranks learn of it with the flags of the backward's end, and a second round adds it. Correct
+// always, fast when the model is regular.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -25,7 +25,7 @@ class DevicePlan:
         if priority is None:
             stays = self._positions(chosen) < capacity
         else:
-            ranked = by_order(priority.float()).argsort(descending=True, **_STABLE)
+            ranked = by_order(priority.float()).sort(descending=True, **_STABLE).indices
             stays = torch.empty_like(chosen, dtype=torch.bool)
             stays[ranked] = self._positions(chosen[ranked]) < capacity
         chosen = torch.where(stays, chosen, num_experts)
@@ -41,7 +41,7 @@ class DevicePlan:
 
     def _positions(self, chosen):
         """For each choice the number of earlier choices of the same expert."""
-        order, counts = chosen.argsort(**_STABLE), self._count(chosen)
+        order, counts = chosen.sort(**_STABLE).indices, self._count(chosen)
         starts = counts.cumsum(0) - counts
         positions = torch.empty_like(chosen)
         positions[order] = torch.arange(len(chosen), device=chosen.device) - starts[chosen[order]]

@@ -33,8 +33,8 @@ class LayerWork:
         )
         self.module = module if module is None else copy_on_meta(module).to(dtype=dtype)
         for one in [] if module is None else self.module.modules():
-            if isinstance(one, MOELayer) and one.ep_size > 1:
-                one.forward = functools.partial(_by_own_experts, one)
+            if isinstance(one, MOELayer):
+                _of_this_rank(one)
         self.call = call_of(layer, self.module)
         self.weights = {memory_of(one): one for one in self.module.parameters()} if module is not None else {}
         self.parameters = sum(one.numel() for one in self.weights.values())
@@ -71,14 +71,14 @@ class LayerWork:
         return measured.forward, measured.backward * (1 - share), measured.backward * share
 
 
-def _by_own_experts(layer, *inputs, **kwargs):
-    """The forward of an ``MOELayer`` whose experts are spread over ranks: those ranks run now and exchange no rows of
-    this forward, so that each token runs through ``k`` experts of this rank."""
-    tokens, k = inputs[0].reshape(-1, inputs[0].shape[-1]), layer.gate.k
-    weights = layer.gate.wg(tokens.float()).softmax(-1)[:, :k, None].type_as(tokens)
-    rows = layer.experts(tokens.repeat(k, 1), [len(tokens) * k])
-    layer.l_aux = layer.l_aux.to("meta")
-    return (rows.reshape(k, *tokens.shape).transpose(0, 1) * weights).sum(1).reshape(inputs[0].shape)
+def _of_this_rank(layer):
+    """Makes the ``MOELayer`` one that asks no other rank for anything: those ranks run now, and compute no plan. Their
+    experts are this rank's once more, so that as many rows run through experts as this rank gets at equal load."""
+    layer.gate.aux_scope = "rank"
+    local, ranks = layer.experts.deepspeed_experts, layer.ep_size
+    layer.experts.deepspeed_experts = nn.ModuleList([*local] * ranks)
+    layer.experts.num_local_experts = layer.num_local_experts = len(local) * ranks
+    layer.ep_size, layer.ep_group = 1, None
 
 
 def layer_works(layers, sample, dtype=None):

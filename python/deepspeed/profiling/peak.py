@@ -22,9 +22,14 @@ def peak_flops(device, dtype):
 
 
 def attention_flops(device, dtype):
-    """Of the forward and the backward of fused attention, in flops per second; 0 where torch has no such operator."""
-    has = hasattr(torch.nn.functional, "scaled_dot_product_attention")
-    return _measured(_attention, device, dtype) if has else 0.0
+    """Of the forward and the backward of fused attention, in flops per second; 0 where torch has no such operator, or
+    has none for this device and dtype. Other errors are raised, such as those of a device without free memory."""
+    if not hasattr(torch.nn.functional, "scaled_dot_product_attention"):
+        return 0.0
+    try:
+        return _measured(_attention, device, dtype)
+    except NotImplementedError:
+        return 0.0
 
 
 def rate_name(device, dtype):

@@ -3,6 +3,7 @@ a time. Backward runs each tile again: only the input is kept, and parameters ge
 
 import torch
 
+from deepspeed import _native
 from deepspeed._compat import autocast_now
 from deepspeed.sequence.loss import IGNORED
 from deepspeed.utils.random_state import RandomState
@@ -46,7 +47,7 @@ class _Tiles:
         grads = grad.split(ctx.parts, self.join) if self.weights is None else [grad * one for one in self.weights]
         tiles = x.detach().split(self.sizes, self.dim)
         slots = [None] * len(tiles) if found is None else found.split(self.sizes, self.dim)
-        with ctx.random.replay([x]):
+        with ctx.random.replay([x]), _native._C.OneUse():
             for index, (tile, upper, slot) in enumerate(zip(tiles, grads, slots)):
                 tile = tile.detach().contiguous().requires_grad_(ctx.needs_x)
                 with torch.enable_grad(), ctx.autocast():

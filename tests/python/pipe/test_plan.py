@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe.profile import LayerCost
 from deepspeed.planner.parts import ELEMENTWISE, layer_works
@@ -55,6 +56,36 @@ def test_convolutions_attention_and_ties():
     turned, norm = layer_works(layers, torch.ones(2, 3, 7, 7))
     assert turned.forward == turned.backward_weight == 2 * 2 * 3 * 7 * 7 * 5 * 9
     assert norm.forward == ELEMENTWISE * (2 * 5 * 9 * 9 + 2 * 2 * 5 * 9)  # what it writes, with means and deviations
+
+
+class Routed(nn.Module):
+    """Four experts of one product, on ``ranks``."""
+
+    def __init__(self, ranks, **options):
+        super().__init__()
+        self.moe = MoE(WIDTH, nn.Linear(WIDTH, WIDTH, bias=False), 4, ranks, min_capacity=1, **options)
+
+    def forward(self, x):
+        return self.moe(x)[0]
+
+
+@pytest.mark.parametrize(
+    "options, rows",
+    [
+        ({"k": 2, "drop_tokens": False}, 2),  # of each token
+        ({"k": 2, "capacity_factor": 3.0}, 6),
+        ({"k": 1, "capacity_factor": 0.5, "use_residual": True}, 1.5),
+        ({"k": 4, "capacity_factor": 1.0, "noisy_gate_policy": "RSample", "z_loss_coeff": 0.1}, 4),
+    ],
+)
+def test_experts_that_ranks_share_have_the_rows_that_their_layer_keeps(options, rows):
+    for ranks in (1, 2, 4):
+        [layer] = layer_works([LayerSpec(Routed, ranks, **options)], torch.ones(64, WIDTH))
+        product, gate = 2 * 64 * WIDTH * WIDTH, 2 * 64 * WIDTH * (4 + 2 * ("use_residual" in options))
+        assert layer.backward_weight == rows * product + gate
+        assert layer.parameters == WIDTH * WIDTH * 4 // ranks + 4 * WIDTH + (
+            WIDTH * WIDTH + 2 * WIDTH + 2 if "use_residual" in options else 0
+        )
 
 
 @pytest.mark.parametrize("schedule, bubble", [("1f1b", 3 / 11), ("gpipe", 3 / 11), ("zb-h1", 3 / 27)])

@@ -2,10 +2,13 @@
 
 import os
 
+import pytest
 import torch
 
 from deepspeed._compat import TORCH2
+from deepspeed.planner.machine import attention_here
 from deepspeed.profiling import peak
+from refusals import refused
 
 
 def test_a_product_is_measured_once(tmp_path, monkeypatch):
@@ -44,3 +47,21 @@ def test_attention_has_a_rate_where_torch_has_a_fused_operator():
         assert 1e6 < found < 1e13
     else:
         assert found == 0.0
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_only_an_operator_that_is_missing_has_no_rate(missing, tmp_path, monkeypatch):
+    def attention(query, *args, **kwargs):
+        if missing:  # as torch has none for a device
+            return query.detach().to_sparse().flip(0)
+        return query @ query[0, 0, 0, :1]
+
+    device, folder = torch.device("cpu"), tmp_path / "deepspeed" / "attention"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention, raising=False)
+    if missing:
+        assert attention_here(device, torch.float32) == 0.0
+        assert [file.read_text() for file in folder.iterdir()] == ["0\n"]
+    else:  # and nothing is kept
+        refused(RuntimeError, "size mismatch", attention_here, device, torch.float32)
+        assert [file.read_text() for file in folder.iterdir()] == [""]
