@@ -205,15 +205,14 @@ def _raise_if_autoep_zero3_partitioned_checkpoint(model_files):
 
 
 # ---- the weights ---------------------------------------------------------------------------------------------------
-def _fp32(runs, shape):
+def _fp32(runs, shape, dtype):
     """A weight; numbers that are not floating point (counters, masks) stay what they are."""
-    dtype = runs[0][0].dtype if runs else torch.float32
     return StoredWeight(runs, shape, torch.float32 if dtype.is_floating_point else dtype)
 
 
 def _whole(value):
     """A weight of one piece."""
-    return _fp32([(value, 0, value.numel())], value.shape)
+    return _fp32([(value, 0, value.numel())], value.shape, value.dtype)
 
 
 def _frozen(states, stage):
@@ -223,7 +222,7 @@ def _frozen(states, stage):
     if stage == 3:
         for name, shape in shapes.items():
             parts = [(state.frozen_param_fragments or {})[name] for state in states]
-            found[name] = _fp32(_cut(parts, 0, torch.Size(shape).numel()), shape)
+            found[name] = _fp32(_cut(parts, 0, torch.Size(shape).numel()), shape, parts[0].dtype)
         return found
     for name in shapes:
         if name not in fragments:
