@@ -205,13 +205,11 @@ def _raise_if_autoep_zero3_partitioned_checkpoint(model_files):
 
 
 # ---- the weights ---------------------------------------------------------------------------------------------------
-def _fp32(runs, shape, dtype):
-    """A weight; numbers that are not floating point (counters, masks) stay what they are."""
+def _fp32(runs, shape, dtype):  # numbers that are not floating point (counters, masks) stay what they are
     return StoredWeight(runs, shape, torch.float32 if dtype.is_floating_point else dtype)
 
 
-def _whole(value):
-    """A weight of one piece."""
+def _of_one_piece(value):
     return _fp32([(value, 0, value.numel())], value.shape, value.dtype)
 
 
@@ -227,9 +225,9 @@ def _frozen(states, stage):
     for name in shapes:
         if name not in fragments:
             raise ValueError(f"the frozen parameter '{name}' has a shape in the model file, but no values")
-        found[name] = _whole(fragments[name])
+        found[name] = _of_one_piece(fragments[name])
     for name, value in first.plain_params.items():  # stage 1 has them in the module only
-        found.setdefault(name, _whole(value))
+        found.setdefault(name, _of_one_piece(value))
     return found
 
 
@@ -355,7 +353,7 @@ def _weights_of(folder, optim_files, files, experts, exclude_frozen_parameters):
     states = [_parse_model_file(path) for path in files]
     first = states[0]
     print(f"Parsing checkpoint created by deepspeed=={first.ds_version}")
-    found = {name: _whole(value) for name, value in first.buffers.items()}
+    found = {name: _of_one_piece(value) for name, value in first.buffers.items()}
     if not exclude_frozen_parameters:
         found.update(_frozen(states, stage))
     merge = _sliced_weights if stage == 3 else _flat_weights
@@ -365,7 +363,7 @@ def _weights_of(folder, optim_files, files, experts, exclude_frozen_parameters):
     for state in [*(load(path, lazy=True) for path in experts), _layer_files(folder, files[0])]:
         for name in state.keys() if not exclude_frozen_parameters else state.keys() & buffers:
             if isinstance(state[name], LazyTensor):
-                found.setdefault(name, _whole(state[name]))
+                found.setdefault(name, _of_one_piece(state[name]))
     for alias, name in first.shared_params:
         if name in found:
             found[alias] = found[name]
