@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
+#include "base/condition_variable.h"
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -51,7 +51,7 @@ struct ThreadPool::Impl {
   const pid_t owner = getpid();
   std::mutex caller;  // held by the one running parallel_for
   std::mutex mutex;   // guards sleeping and waking, and `failure`
-  std::condition_variable work_cv, done_cv;
+  ConditionVariable work_cv, done_cv;
   std::atomic<uint64_t> generation{0};  // counts jobs; workers wait for it to change
   std::atomic<int> busy{0};             // workers that have not left the present job
   std::atomic<bool> stop{false};

@@ -1,4 +1,4 @@
-#include <condition_variable>
+#include "base/condition_variable.h"
 #include <deque>
 #include <exception>
 #include <mutex>
@@ -104,7 +104,7 @@ class ThreadedFile : public AsyncFile {
   const Descriptor& file_;
   const std::string path_;
   std::mutex lock_;
-  std::condition_variable changed_, done_changed_;
+  ConditionVariable changed_, done_changed_;
   std::deque<Request> waiting_;
   std::deque<char*> done_;
   std::exception_ptr error_;

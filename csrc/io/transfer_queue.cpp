@@ -10,7 +10,7 @@ struct TransferQueue::Ticket::State {
   Request request;
   bool counted = false;
   std::mutex lock;
-  std::condition_variable changed;
+  ConditionVariable changed;
   size_t parts_left = 0;
   bool ended = false;
   std::exception_ptr error;

@@ -1,6 +1,6 @@
 // Transfers of spans by threads of one handle, waited for one by one or all together.
 #pragma once
-#include <condition_variable>
+#include "base/condition_variable.h"
 #include <deque>
 #include <exception>
 #include <functional>
@@ -74,7 +74,7 @@ class TransferQueue {
   const int threads_;
   const OwningProcess owner_;
   mutable std::mutex lock_;
-  std::condition_variable added_, ended_;
+  ConditionVariable added_, ended_;
   std::deque<Work> waiting_;
   int64_t counted_ = 0;       // started, not yet told of
   int64_t on_the_way_ = 0;    // of these

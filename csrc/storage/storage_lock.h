@@ -1,6 +1,6 @@
 // The lock that all parts of a ShardStorage share.
 #pragma once
-#include <condition_variable>
+#include "base/condition_variable.h"
 #include <mutex>
 
 #include "base/blocking_region.h"
@@ -25,7 +25,7 @@ class StorageLock {
 
  private:
   std::mutex mutex_;
-  std::condition_variable changed_;
+  ConditionVariable changed_;
   int waiting_ = 0;
 };
 

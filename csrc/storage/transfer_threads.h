@@ -1,6 +1,6 @@
 // Threads that move blocks while the caller does something else.
 #pragma once
-#include <condition_variable>
+#include "base/condition_variable.h"
 #include <deque>
 #include <functional>
 #include <mutex>
@@ -29,7 +29,7 @@ class TransferThreads {
   const int wanted_;
   const OwningProcess owner_;
   std::mutex lock_;
-  std::condition_variable changed_;
+  ConditionVariable changed_;
   std::deque<std::function<void()>> jobs_;
   int idle_ = 0;
   bool ending_ = false;

@@ -1,5 +1,8 @@
-"""One rank of a job that forks in the middle of training: the child leaves by ``sys.exit``. Run by test_forks.py."""
+"""One rank of a job that forks in the middle of training: the child drops its copy of the engine and leaves by
+``sys.exit``. Run by test_forks.py."""
 
+import gc
+import json
 import os
 import sys
 import time
@@ -25,24 +28,27 @@ def wait_for(child, seconds=30):
     return f"the child did not end within {seconds} s"
 
 
-def main(backend, stage):
+def main(backend, stage, offload):
     deepspeed.init_distributed(backend, verbose=False)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **offload},
     }
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    engines = [deepspeed.initialize(model=model, config=config)[0]]
 
     def train():
+        (engine,) = engines
         engine.backward(engine(torch.full((1, WIDTH), 0.1 * (1 + dist.get_rank()))).square().sum())
         engine.step()
 
     train()
     child = os.fork()
     if child == 0:
+        engines.clear()
+        gc.collect()
         sys.exit(0)
     code = wait_for(child)
     assert code == 0, code
@@ -56,4 +62,4 @@ def main(backend, stage):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))

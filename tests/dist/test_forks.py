@@ -1,5 +1,6 @@
 """A forked child that leaves by ``sys.exit`` runs destructors and exit handlers: what they close is the parent's."""
 
+import json
 import os
 import socket
 import subprocess
@@ -33,9 +34,12 @@ def run_job(world, *args):
     return found
 
 
-@pytest.mark.parametrize("backend, stage", [("gloo", 3), ("shm", 1)])
-def test_a_forked_child_that_exits_closes_nothing_of_its_parent(backend, stage):
-    found = run_job(2, backend, stage)
+@pytest.mark.parametrize(
+    "backend, stage, device", [("gloo", 3, None), ("shm", 1, None), ("gloo", 2, "cpu"), ("gloo", 3, "nvme")]
+)
+def test_a_forked_child_that_drops_its_engine_closes_nothing_of_its_parent(backend, stage, device, tmp_path):
+    rests = {"device": device, "nvme_path": str(tmp_path)}  # threads that transfer wait while the child ends
+    found = run_job(2, backend, stage, json.dumps({"offload_optimizer": rests} if device else {}))
     for code, text in found:
         assert code == 0, text
     last = [text.strip().splitlines()[-1] for _, text in found]

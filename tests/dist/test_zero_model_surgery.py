@@ -37,6 +37,29 @@ def test_parametrized_modules(rank, world):
     assert_like_sgd(seeded(normed, seed=4), sharded)
 
 
+def normed_before_forward():
+    """Two layers. A hook before each forward of the first one computes its weight, as ``spectral_norm`` does."""
+
+    def compute(layer, inputs):
+        layer.weight = layer.kept / layer.kept.reshape(layer.kept.size(0), -1).norm()
+
+    model = two_layers(outside=1, seed=4)
+    first = model[0]
+    first.kept = first.weight
+    del first.weight
+    first.register_forward_pre_hook(compute)
+    return model
+
+
+@on_ranks(2, init=True)
+def test_hooks_that_compute_weights(rank, world):
+    model, shapes = normed_before_forward(), []
+    model[2].register_forward_pre_hook(lambda layer, inputs: shapes.append(tuple(layer.weight.shape)))
+    sharded = together(square_losses(engine_of(model, CONFIG, model_parameters=model.parameters()), rank, 3))
+    assert_like_sgd(normed_before_forward(), sharded)
+    assert shapes == [(1, 5)] * 3
+
+
 @on_ranks(2, init=True)
 def test_facts_of_parameters_that_are_elsewhere(rank, world):
     with deepspeed.zero.Init(dtype=torch.bfloat16):

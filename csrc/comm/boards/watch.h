@@ -1,7 +1,7 @@
 // One thread of a process that looks after its groups: it answers other ranks that ask where this one is, and hands
 // warnings to the log. It needs the interpreter only when there is something to say.
 #pragma once
-#include <condition_variable>
+#include "base/condition_variable.h"
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -52,7 +52,7 @@ class Watch {
   const DiagnosticCallbacks callbacks_;
   const OwningProcess owner_;
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  ConditionVariable changed_;
   std::vector<std::weak_ptr<Watched>> groups_;
   std::thread thread_;
   int64_t pid_ = 0;  // where the thread is: a forked child has none

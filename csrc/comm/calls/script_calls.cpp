@@ -144,7 +144,7 @@ class PendingCall {
   void settle(Future& future) const { error_ ? future.setError(error_) : future.markCompleted(c10::IValue(results_)); }
 
   mutable std::mutex mutex_;  // of what follows; who has set taken_ alone uses work_
-  std::condition_variable changed_;
+  ConditionVariable changed_;
   bool taken_ = false, done_ = false;
   WorkPtr work_;
   std::exception_ptr error_;

@@ -1,6 +1,6 @@
 // Calls of a script on the ranks of a group, with torch's handles for those that it does not wait for at once.
 #pragma once
-#include <condition_variable>
+#include "base/condition_variable.h"
 #include <deque>
 #include <functional>
 #include <memory>
@@ -25,7 +25,7 @@ class FutureThread {
  private:
   struct Queue {
     std::mutex mutex;  // of what follows
-    std::condition_variable changed;
+    ConditionVariable changed;
     std::deque<std::function<void()>> waits;
     bool busy = false, ending = false;
   };

@@ -2,7 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include <condition_variable>
+#include "base/condition_variable.h"
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -61,7 +61,7 @@ class PipeThread {
   const PipePeer peer_;
   const PipeChannelOptions& options_;  // of the channel, which lives longer
   std::mutex mutex_;                   // guards `ended_`, and members of the derived classes
-  std::condition_variable changed_;
+  ConditionVariable changed_;
   std::string ended_;  // the reason; empty while it runs
 
  private:

@@ -1,7 +1,7 @@
 // The collectives of one rank in the order of their calls, each run by whoever gets to it first: the thread that waits
 // for it, or, for those that nobody waits for yet, a thread in the background.
 #pragma once
-#include <condition_variable>
+#include "base/condition_variable.h"
 #include <deque>
 #include <exception>
 #include <functional>
@@ -60,7 +60,7 @@ class ShmQueue {
   const bool background_;
   std::mutex running_;  // one collective at a time
   std::mutex mutex_;    // of all below
-  std::condition_variable changed_;
+  ConditionVariable changed_;
   std::deque<TaskPtr> waiting_;
   size_t for_thread_ = 0;  // the first tasks among them: the thread is to run them
   bool ending_ = false;

@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 
-#include <condition_variable>
+#include "base/condition_variable.h"
 #include <deque>
 #include <map>
 #include <mutex>
@@ -20,7 +20,7 @@ namespace {
 // Regions of all ranks; ranks that wait sleep until a version changes.
 struct SharedRegions {
   std::mutex mutex;
-  std::condition_variable changed;
+  ConditionVariable changed;
   std::vector<at::Tensor> regions;
   std::vector<int64_t> versions;
   bool closed = false;
@@ -174,7 +174,7 @@ class Meeting {
 
   const int size_;
   std::mutex mutex_;
-  std::condition_variable changed_;
+  ConditionVariable changed_;
   std::vector<Op> ops_;
   std::vector<Record> calls_;
   std::map<std::pair<int, int>, Mailbox> mail_;  // by sender and receiver

@@ -1,6 +1,6 @@
 // Keeps masters and optimizer states as they are while somebody copies them in the background: by read leases.
 #pragma once
-#include <condition_variable>
+#include "base/condition_variable.h"
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -25,7 +25,7 @@ class StateLeases {
  private:
   const ParamStore& store_;
   std::mutex mutex_;
-  std::condition_variable changed_;
+  ConditionVariable changed_;
   std::vector<std::vector<storage::Lease>> held_;
 };
 

@@ -205,10 +205,12 @@ def _raise_if_autoep_zero3_partitioned_checkpoint(model_files):
 
 
 # ---- the weights ---------------------------------------------------------------------------------------------------
-def _fp32(value):
-    """A weight of one piece; numbers that are not floating point (counters, masks) stay what they are."""
-    dtype = torch.float32 if value.dtype.is_floating_point else value.dtype
-    return StoredWeight([(value, 0, value.numel())], value.shape, dtype)
+def _fp32(runs, shape, dtype):  # numbers that are not floating point (counters, masks) stay what they are
+    return StoredWeight(runs, shape, torch.float32 if dtype.is_floating_point else dtype)
+
+
+def _of_one_piece(value):
+    return _fp32([(value, 0, value.numel())], value.shape, value.dtype)
 
 
 def _frozen(states, stage):
@@ -218,14 +220,14 @@ def _frozen(states, stage):
     if stage == 3:
         for name, shape in shapes.items():
             parts = [(state.frozen_param_fragments or {})[name] for state in states]
-            found[name] = StoredWeight(_cut(parts, 0, torch.Size(shape).numel()), shape, torch.float32)
+            found[name] = _fp32(_cut(parts, 0, torch.Size(shape).numel()), shape, parts[0].dtype)
         return found
     for name in shapes:
         if name not in fragments:
             raise ValueError(f"the frozen parameter '{name}' has a shape in the model file, but no values")
-        found[name] = _fp32(fragments[name])
+        found[name] = _of_one_piece(fragments[name])
     for name, value in first.plain_params.items():  # stage 1 has them in the module only
-        found.setdefault(name, _fp32(value))
+        found.setdefault(name, _of_one_piece(value))
     return found
 
 
@@ -351,7 +353,7 @@ def _weights_of(folder, optim_files, files, experts, exclude_frozen_parameters):
     states = [_parse_model_file(path) for path in files]
     first = states[0]
     print(f"Parsing checkpoint created by deepspeed=={first.ds_version}")
-    found = {name: _fp32(value) for name, value in first.buffers.items()}
+    found = {name: _of_one_piece(value) for name, value in first.buffers.items()}
     if not exclude_frozen_parameters:
         found.update(_frozen(states, stage))
     merge = _sliced_weights if stage == 3 else _flat_weights
@@ -361,7 +363,7 @@ def _weights_of(folder, optim_files, files, experts, exclude_frozen_parameters):
     for state in [*(load(path, lazy=True) for path in experts), _layer_files(folder, files[0])]:
         for name in state.keys() if not exclude_frozen_parameters else state.keys() & buffers:
             if isinstance(state[name], LazyTensor):
-                found.setdefault(name, _fp32(state[name]))
+                found.setdefault(name, _of_one_piece(state[name]))
     for alias, name in first.shared_params:
         if name in found:
             found[alias] = found[name]

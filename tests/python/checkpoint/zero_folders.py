@@ -21,7 +21,7 @@ def flat_shards(group, ranks):
 
 def slices(value, ranks):
     """One row a rank, with zeros behind the last element."""
-    return torch.cat([value.reshape(-1), torch.zeros(-value.numel() % ranks)]).view(ranks, -1)
+    return torch.cat([value.reshape(-1), value.new_zeros(-value.numel() % ranks)]).view(ranks, -1)
 
 
 def sliced_shards(groups, ranks):
@@ -37,7 +37,7 @@ def write_checkpoint(folder, groups, stage, ranks, tag="step", frozen=None, buff
     module = {**buffers, **{n: v.bfloat16() for group in groups for n, v in group.items()}, **frozen}
     module.update({alias: module[name] for alias, name in shared.items()})
     for rank in range(ranks if stage == 3 else 1):
-        parts = {n: sliced_shards([{n: v.float()}], ranks)[rank][0].to(v.dtype) for n, v in frozen.items()}
+        parts = {n: slices(v, ranks)[rank].clone() for n, v in frozen.items()}
         state = {
             "module": {n: v if n in buffers else v.new_empty(0) for n, v in module.items()} if stage == 3 else module,
             "buffer_names": list(buffers),

@@ -75,25 +75,30 @@ class ModuleHooks:
 
     def install(self, root):
         """Hooks on ``root`` for the whole call, and on every module with parameters that come and go."""
-        self._hook(root.register_forward_pre_hook, _native._C.EnterHook(self.core, -1))
         self._install(root)
+        self._first(root, _native._C.EnterHook(self.core, -1))
         # After the root's own unit, which the end of the whole call would forget.
         self._hook(root.register_forward_hook, _native._C.LeaveHook(self.core, -1))
 
     def _install(self, module):
         params, whole = unit_parameters(module, self.granularity)
-        if z3_leaf_module(module):
-            self._hook(module.register_forward_pre_hook, _refuse_constant_inputs)
         if any(not p.ds_persist for p in params):
             unit = self.core.gatherer.add_unit(type(module).__name__, [p.ds_handle for p in params])
             module.__dict__["_ds_hook_unit"] = EngineLink(self.core, unit)
-            self._hook(module.register_forward_pre_hook, _native._C.EnterHook(self.core, unit))
+            self._first(module, _native._C.EnterHook(self.core, unit))
             self._hook(module.register_forward_hook, _native._C.LeaveHook(self.core, unit))
+        if z3_leaf_module(module):
+            self._first(module, _refuse_constant_inputs)
         if whole:
             return
         for child in module.children():
             if child.__dict__.get("_ds_hook_unit") is None:
                 self._install(child)
+
+    def _first(self, module, hook):
+        """Before the hooks that the module has: those may compute with its weights, as spectral_norm does."""
+        self._hook(module.register_forward_pre_hook, hook)
+        module._forward_pre_hooks.move_to_end(self.forward_hooks[-1].id, last=False)
 
     def _hook(self, register, hook):
         self.forward_hooks.append(register(hook, **_HOOK_OPTIONS))
