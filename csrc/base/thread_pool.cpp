@@ -4,12 +4,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include "base/condition_variable.h"
 #include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "base/condition_variable.h"
 #include "base/error.h"
 
 namespace ds {

@@ -1,10 +1,10 @@
-#include "base/condition_variable.h"
 #include <deque>
 #include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "base/condition_variable.h"
 #include "io/async_file.h"
 
 namespace ds::io {

@@ -1,6 +1,5 @@
 // Transfers of spans by threads of one handle, waited for one by one or all together.
 #pragma once
-#include "base/condition_variable.h"
 #include <deque>
 #include <exception>
 #include <functional>
@@ -9,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/condition_variable.h"
 #include "base/process.h"
 #include "io/transfer.h"
 

@@ -1,9 +1,9 @@
 // The lock that all parts of a ShardStorage share.
 #pragma once
-#include "base/condition_variable.h"
 #include <mutex>
 
 #include "base/blocking_region.h"
+#include "base/condition_variable.h"
 
 namespace ds::storage {
 

@@ -1,12 +1,12 @@
 // Threads that move blocks while the caller does something else.
 #pragma once
-#include "base/condition_variable.h"
 #include <deque>
 #include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "base/condition_variable.h"
 #include "base/process.h"
 
 namespace ds::storage {

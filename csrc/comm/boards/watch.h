@@ -1,7 +1,6 @@
 // One thread of a process that looks after its groups: it answers other ranks that ask where this one is, and hands
 // warnings to the log. It needs the interpreter only when there is something to say.
 #pragma once
-#include "base/condition_variable.h"
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -10,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/condition_variable.h"
 #include "base/process.h"
 #include "comm/boards/flight_ring.h"
 

@@ -1,12 +1,12 @@
 // Calls of a script on the ranks of a group, with torch's handles for those that it does not wait for at once.
 #pragma once
-#include "base/condition_variable.h"
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
 
+#include "base/condition_variable.h"
 #include "base/process.h"
 #include "comm/c10d_compat.h"
 #include "comm/calls/list_calls.h"

@@ -2,12 +2,12 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include "base/condition_variable.h"
 #include <cstdint>
 #include <mutex>
 #include <string>
 #include <thread>
 
+#include "base/condition_variable.h"
 #include "comm/communicator.h"
 
 namespace ds::comm {

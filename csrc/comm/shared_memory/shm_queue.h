@@ -1,7 +1,6 @@
 // The collectives of one rank in the order of their calls, each run by whoever gets to it first: the thread that waits
 // for it, or, for those that nobody waits for yet, a thread in the background.
 #pragma once
-#include "base/condition_variable.h"
 #include <deque>
 #include <exception>
 #include <functional>
@@ -10,6 +9,7 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "base/condition_variable.h"
 #include "comm/shared_memory/shm_group.h"
 
 namespace ds::comm {

@@ -2,12 +2,12 @@
 
 #include <ATen/Functions.h>
 
-#include "base/condition_variable.h"
 #include <deque>
 #include <map>
 #include <mutex>
 #include <utility>
 
+#include "base/condition_variable.h"
 #include "base/error.h"
 #include "base/ranges.h"
 #include "comm/calls/compose.h"

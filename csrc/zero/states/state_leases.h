@@ -1,10 +1,10 @@
 // Keeps masters and optimizer states as they are while somebody copies them in the background: by read leases.
 #pragma once
-#include "base/condition_variable.h"
 #include <mutex>
 #include <utility>
 #include <vector>
 
+#include "base/condition_variable.h"
 #include "storage/shard_storage.h"
 #include "zero/spaces/param_store.h"
 
