@@ -158,7 +158,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample
+@pytest.mark.sample("values", 20)
 @pytest.mark.parametrize("fault, stage, world", CASES)
 def test_verdicts(fault, stage, world, tmp_path):
     run_ranks(world, train, stage, fault, str(tmp_path), fresh=fault in ("hang", "exception", "label out of range"))
