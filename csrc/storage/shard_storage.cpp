@@ -24,7 +24,10 @@ Lease& Lease::operator=(Lease&& other) noexcept {
 void Lease::release() noexcept {
   if (!state_) return;
   const std::shared_ptr<StorageState> state = std::move(state_);
-  state->leases.release(*this);
+  if (state->owner.here()) return state->leases.release(*this);
+  data_.reset();
+  staging_.reset();
+  plane_.reset();
 }
 
 at::Tensor as_tensor(Lease lease) {

@@ -104,6 +104,7 @@ void StorageState::move(std::vector<int32_t> numbers, const Placement& placement
 }
 
 void StorageState::close() {
+  if (!owner.here()) return;
   const auto held = lock.hold();
   const auto busy = [](const Block& block) { return block.writer || block.readers > 0; };
   for (size_t number = 0; number < planes.all().size(); ++number) {

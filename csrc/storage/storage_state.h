@@ -3,6 +3,7 @@
 #pragma once
 #include <vector>
 
+#include "base/process.h"
 #include "storage/leases.h"
 
 namespace ds::storage {
@@ -17,6 +18,8 @@ struct StorageState {
   // The storage has gone: nobody acquires anything any more. A lease of scratch must not keep the memory of planes.
   void close();
 
+  // In a forked child a thread of the parent may have the lock for ever: what ends there ends without it.
+  const OwningProcess owner;
   const c10::Device device;
   const Tiers tiers;
   StorageLock lock;
