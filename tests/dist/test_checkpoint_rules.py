@@ -248,3 +248,12 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank, world, stage
         assert equal(whole(other), before[0]) and everything(other) == before[1], case
         assert other.loaded_checkpoint_dp_world_size is None and other.loaded_engine_state == {}, case
         peer_model.train(other, 1, rank, first=1)
+
+
+@on_ranks(2)
+def test_the_clients_state_is_a_dict(rank, world, folder):
+    engine = engine_of(two_layers(7), settings(1))
+    error = refused(TypeError, "client_state is a dict", engine.save_checkpoint, folder, client_state=[1])
+    assert "this is list" in str(error) and os.listdir(folder) == []
+    engine.save_checkpoint(folder, client_state=None)
+    assert engine.load_checkpoint(folder)[1] == {}
