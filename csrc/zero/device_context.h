@@ -66,9 +66,6 @@ class DeviceContext {
   // anything is updated. The kernels of the CPU's library cannot fail: there is nothing to agree on.
   bool may_fail() const { return may_fail_; }
   bool failed() const { return failed_.load(std::memory_order_acquire); }
-  std::array<float, 2> failed_rank(int rank) const {  // of this one alone: how many, and the sum of rank + 1
-    return failed() ? std::array<float, 2>{1.0f, static_cast<float>(rank + 1)} : std::array<float, 2>{};
-  }
   void note_failure(const std::string& what) const;  // from any thread
   std::string take_failure() const;                  // empty: there was none
 
@@ -118,5 +115,10 @@ class DeviceContext {
   mutable std::atomic<bool> failed_{false};
   std::optional<c10::Event> posted_;
 };
+
+// How many ranks have failed, and the sum of rank + 1: of this one alone.
+inline std::array<float, 2> failed_rank(const DeviceContext& device, int rank) {
+  return device.failed() ? std::array<float, 2>{1.0f, static_cast<float>(rank + 1)} : std::array<float, 2>{};
+}
 
 }  // namespace ds::zero

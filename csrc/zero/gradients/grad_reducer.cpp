@@ -223,7 +223,7 @@ void GradReducer::exchange_flags() {
     flags.used[param] = filled(param) || late_[param].defined() ? 1.0f : 0.0f;
     flags.late[bucket_of_[param]] += late_[param].defined() ? 1.0f : 0.0f;
   }
-  flags.failed_ranks = device_.failed_rank(rank_);
+  flags.failed_ranks = failed_rank(device_, rank_);
   flags_->sum(flags);
   failed_ranks_ = flags.failed_ranks;
   for (size_t param = 0; param < store_.size(); ++param) {
@@ -265,7 +265,7 @@ void GradReducer::close() {
   if (phase_ == Phase::kReducing) {
     counts_.late = 0;
     if (stays_) {
-      failed_ranks_ = device_.failed_rank(rank_);
+      failed_ranks_ = failed_rank(device_, rank_);
     } else {
       reduce_rest();
     }
