@@ -150,7 +150,7 @@ def work(args):
 
 
 def measured(tree, args):
-    """What a round finds in one tree. The interpreter is a script that puts the tree's package first."""
+    """Seconds by name, of one round in one tree. The interpreter is a script that puts that package first."""
     with tempfile.TemporaryDirectory() as scratch:
         python = os.path.join(scratch, "python")
         with open(python, "w", encoding="utf-8") as file:

@@ -17,8 +17,8 @@ Descriptor own_folder(const std::string& base, const std::string& below, bool ma
 // The last part of a path: own_folder() of the rest.
 Descriptor own_folder(const std::string& path, bool make);
 
-// What `make` returns. It makes folders and something in them. Whoever has used the folders before may remove one that
-// is empty in between; then `make` fails with ENOENT and is called again.
+// Calls `make`, which creates folders and something in them, and returns its result. Another process or thread may
+// remove a folder while it is empty; `make` then fails with ENOENT, and this function calls it again.
 Descriptor despite_removal(const std::function<Descriptor()>& make);
 
 // Calls `each` with the name of every entry but "." and ".."; throws FileError. `path`: of the folder, for messages.

@@ -13,7 +13,7 @@ from deepspeed.checkpoint.layouts import names
 from harness import on_ranks
 from models import seeded, two_layers
 from refusals import refused
-from runs import KEEP_GATHERED, by_rank_0, engine_of, load_into, moments, settings, weights
+from runs import KEEP_GATHERED, by_rank_0, engine_of, load_into, moments, raised, settings, weights
 from runs import identical as equal
 from runs import train as train_on
 
@@ -255,5 +255,8 @@ def test_the_clients_state_is_a_dict(rank, world, folder):
     engine = engine_of(two_layers(7), settings(1))
     error = refused(TypeError, "client_state is a dict", engine.save_checkpoint, folder, client_state=[1])
     assert "this is list" in str(error) and os.listdir(folder) == []
+    kind, text = raised(engine.save_checkpoint, folder, client_state=[1] if rank == 1 else {})
+    assert kind == ("TypeError" if rank == 1 else "RuntimeError") and "client_state is a dict" in text
+    assert rank == 1 or "rank 1: TypeError" in text
     engine.save_checkpoint(folder, client_state=None)
     assert engine.load_checkpoint(folder)[0] is not None

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -194,8 +195,12 @@ def _agreed_folder(ranks, save_dir, tag, error):
 
 def checked_client_state(run):
     """The client's state without the values of the run itself that load_checkpoint gave to the client: passed on to the
-    next save, those old values would replace the current ones. KeyError for a reserved key."""
+    next save, those old values would replace the current ones. TypeError for no dict, KeyError for a reserved key."""
     given, loaded = run.client_state, run.loaded_values
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"client_state is a dict of what load_checkpoint is to return, and this is {type(given).__name__}"
+        )
     found = {key: value for key, value in given.items() if not (key in loaded and loaded[key] is value)}
     if names.RESERVED_KEY in found:
         raise KeyError(f"client_state may not use the key {names.RESERVED_KEY!r}: it is the engine's own; rename yours")

@@ -1,7 +1,6 @@
 """Saves and loads of an engine, and states that it moves to the host for a while."""
 
 import os
-from collections.abc import Mapping
 
 from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
@@ -264,11 +263,6 @@ class Checkpoints:
     @member
     def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
         """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.write.save``."""
-        if not isinstance(client_state or {}, Mapping):
-            raise TypeError(
-                f"engine.save_checkpoint: client_state is a dict of what load_checkpoint is to return, and this is "
-                f"{type(client_state).__name__}"
-            )
         self.engine._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
         run_hooks(self.engine, "before_save")
         with self.engine._step_log.phases.inside("checkpoint"):
