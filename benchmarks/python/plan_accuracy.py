@@ -38,6 +38,7 @@ sys.path[:0] = [HERE, os.path.join(ROOT, "examples", "quickstart"), os.path.join
 from common import plan_jobs  # noqa: E402  (the path above makes it importable)
 
 STEPS = 5
+NEAR = 0.05  # of the limit: such a change is run to see whether it fits
 
 
 def parse_arguments():
@@ -242,28 +243,43 @@ def timed(job, args, folder):
     return {**ratios, "seconds": seconds, "phases": phases, **more}
 
 
+def run_of_change(job, change, args, device):
+    """As ``run``; a change of a job runs once on each device for all shares of its memory."""
+    key = (change.words, device)
+    if key not in job.ran:
+        job.ran[key] = run(job, args, change.config, change.recompute, change.micro_batch, device)
+    return job.ran[key]
+
+
 def advice(job, share, args, folder):
-    """Whether the advised change fits on ``standin``, and how its speed compares with the best change that fits."""
+    """Whether the advised change fits on ``standin``, and how its speed compares with the best change that fits. A
+    change runs there if it is the advised one, or if its planned peak is near the limit: of the others the plan says
+    whether they fit. ``failed``: changes whose runs failed."""
     from deepspeed.planner.machine import Machine
     from deepspeed.planner.search import Search
 
     config, machine = job.config(folder), Machine.of_jobs(machine_of(args, job.world))
     room = int(share * planned(job, config, ranks=[0]).peak_bytes)
     search = Search(
-        job.model, config, job.world, room, lambda rows: job.inputs("meta", rows), machine, True, measure=True
+        job.model, config, job.world, room, lambda rows: job.inputs("meta", rows), machine, True, measure=job.times
     )
-    advised, rates = search.cheapest_change(), {}
-    for one in filter(None, search.single_changes()):
-        ran = run(job, args, one.config, one.recompute, one.micro_batch, "standin")
-        if ran is None or max(rank["peak"] for rank in ran) > room:
-            continue
-        ran = run(job, args, one.config, one.recompute, one.micro_batch)
-        rates[one.words] = job.world * one.micro_batch * one.config["gradient_accumulation_steps"]
-        rates[one.words] /= max(rank["seconds"] for rank in ran)
+    advised, rates, failed = search.cheapest_change(), {}, []
+    changes = {one.words: one for one in [*search.single_changes, advised] if one and one.plan}
+    for words, one in changes.items():
+        fits = one.plan.fits
+        if one is advised or abs(one.plan.peak_bytes / room - 1) < NEAR:
+            ran = run_of_change(job, one, args, "standin")
+            failed += [words] if ran is None else []
+            fits = ran is not None and max(rank["peak"] for rank in ran) <= room
+        ran = run_of_change(job, one, args, args.device) if fits else None
+        failed += [words] if fits and ran is None else []
+        if ran is not None:
+            samples = job.world * one.micro_batch * one.config["gradient_accumulation_steps"]
+            rates[words] = samples / max(rank["seconds"] for rank in ran)
     best = max(rates.values(), default=None)
     fits = advised.words in rates if advised else not rates
     speed = rates[advised.words] / best if advised and fits else None
-    return {"fits": fits, "speed": speed, "advised": advised and advised.words, "measured": rates}
+    return {"fits": fits, "speed": speed, "advised": advised and advised.words, "measured": rates, "failed": failed}
 
 
 def summary(rows):

@@ -1,5 +1,7 @@
 """Consumed tokens are those of a loop over the batches; learning rates and the end of the training follow them."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -177,6 +179,7 @@ def test_what_cannot_be_counted_is_told(rank, world):
 
     engine = engine_of(two_layers(), settings(0))
     refused(RuntimeError, "tokens are not counted in this run", lambda: engine.consumed_tokens)
+    assert not hasattr(engine, "consumed_tokens") and "train" in dict(inspect.getmembers(engine))
     refused(RuntimeError, "tokens are not counted in this run", lambda: engine.count_tokens(3))
     engine = engine_of(two_layers(), settings(0, **ON))
     step(engine)

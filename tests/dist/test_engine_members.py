@@ -109,6 +109,12 @@ def test_members(rank, world):
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
     loss_of(model(tokens), targets).backward()
     assert model.out.weight.grad is not None
+    engine.destroy()  # does nothing
+    calls = (lambda: engine.backward(loss_of(engine(tokens), targets)), engine.step,
+             lambda: engine.save_checkpoint("never"), lambda: engine.load_checkpoint("never"))  # fmt: skip
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"engine\.destroy\(\) has ended this engine"):
+            call()
 
 
 class Recorder(Monitor):

@@ -85,6 +85,7 @@ class Job:
 
     def __init__(self, words, rows=ROWS, tokens=TOKENS):
         self.name, self.rows, self.tokens = " ".join(words), rows, tokens
+        self.ran, self.times = {}, {}  # runs of its changes, times of its operators
         size, world, stage, self.dtype, steps, *self.features = words
         self.shape, self.world, self.stage, self.steps = SIZES[size], int(world), int(stage), int(steps)
         self.parts = next((one for one in ("ulysses", "ring") if one in self.features), None)
@@ -172,7 +173,8 @@ class _Recomputed:
 def chosen(part, device):
     """``(job, more arguments)`` of a part of the benchmark."""
     if part == "advice":
-        return [(Job(one.split(), ADVISED_ROWS), {"share": share}) for one in ADVISED for share in SHARES]
+        jobs = [Job(one.split(), ADVISED_ROWS) for one in ADVISED]
+        return [(job, {"share": share}) for job in jobs for share in SHARES]
     if device == "cuda":
         return [(Job(words, ROWS_ON_A_GPU, TOKENS_ON_A_GPU), {}) for words in CONFIGURATIONS_ON_A_GPU]
     return [(Job(words), {}) for words in CONFIGURATIONS]

@@ -39,6 +39,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
 
     _ranks = ranks_of
     has_moe_layers = False  # whether the model has layers of deepspeed.moe
+    _destroyed = False
 
     def __init__(
         self,
@@ -150,8 +151,11 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
     def destroy(self):
         """Takes the engine off the model: hooks go, parameters get memory of their own again.
 
-        Waits for a checkpoint on its way to the disk, and raises what went wrong with it when all else is done.
+        Waits for a checkpoint on its way to the disk, and raises what went wrong with it when all else is done. The
+        engine can neither train nor save afterwards; another call does nothing.
         """
+        if self._destroyed:
+            return
         try:
             if hasattr(self.checkpoint_engine, "cleanup"):
                 self.checkpoint_engine.cleanup()
@@ -159,6 +163,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
             run_hooks(self, "stop")
             self._assembly.release()
             gradients.leave(self)
+            self._destroyed = True
             log_dist("engine destroyed", ranks=[0], level=10)
 
     # ---- what the parts ask ------------------------------------------------------------------------------------------
@@ -166,7 +171,15 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
     def _trains(self):
         return self.core is not None and self.stepping is not None
 
+    def _need_alive(self, what):
+        if self._destroyed:
+            raise RuntimeError(
+                f"{what}: engine.destroy() has ended this engine; make a new one with deepspeed.initialize, or call "
+                "destroy() later"
+            )
+
     def _need_optimizer(self, what):
+        self._need_alive(what)
         assert self.optimizer is not None, (
             f"{what} needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to "
             "deepspeed.initialize"

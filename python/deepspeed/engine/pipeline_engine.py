@@ -118,6 +118,7 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if reduce_output not in (None, "avg", "sum"):
             raise NotImplementedError(f"eval_batch(reduce_output={reduce_output!r}): 'avg', 'sum' or None (a list)")
+        self._need_alive("eval_batch()")
         count = num_micro_batches or self.micro_batches
         trained, total = self.module.training, self.total_loss
         broadcasts = compute_loss and bcast_loss and self.is_pipe_parallel
@@ -181,7 +182,7 @@ class PipelineEngine(DeepSpeedEngine):
         """Nothing to forget: every message says its own shapes."""
 
     def destroy(self):
-        if self.error_propagation is not None:
+        if self.error_propagation is not None and not self._destroyed:
             self.error_propagation.leave()
         super().destroy()
 

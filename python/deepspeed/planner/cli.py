@@ -4,26 +4,29 @@ import argparse
 import functools
 import importlib.util
 import inspect
+import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 
 import torch
 
+import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfigError, choose_config
 from deepspeed.host.user_files import function_in_file
+from deepspeed.module_inject.auto_ep_presets.registry import preset_name_for_hf_model_type
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planner.child import PlanError, run_apart
 from deepspeed.planner.machine import Machine, kept_path
-from deepspeed.planner.plans import GIB, plan
-from deepspeed.planner.search import Search
+from deepspeed.planner.plans import GIB, folders_in, plan
+from deepspeed.planner.search import Search, Split, sequence_ranks
 from deepspeed.planner.world import World
-from deepspeed.profiling.report import Run
+from deepspeed.profiling.report import Run, beside_plan
 from deepspeed.utils.init_on_device import OnDevice
 
+_LIBRARIES = tuple(f'File "{os.path.dirname(os.path.dirname(one.__file__))}' for one in (torch, deepspeed))
 _TOKENS = 2048  # of a sequence, at most, where no sample is given
 
 
@@ -35,7 +38,7 @@ def _function(target, option):
 
 
 def _of_transformers(folder):
-    """Makers of the model of a folder with ``config.json``, and of its inputs."""
+    """Makers of the model of a folder with ``config.json``, and of its inputs; and the type of the model."""
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise ValueError(f"--model {folder!r} is neither FILE.py:function nor a folder with a config.json of a model")
     if importlib.util.find_spec("transformers") is None:
@@ -55,17 +58,18 @@ def _of_transformers(folder):
         ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
         return {"input_ids": ids, "labels": ids, "use_cache": False}
 
-    return model, sample
+    return model, sample, getattr(config, "model_type", None)
 
 
 class _Job:
     """Model and inputs as the command line names them."""
 
     def __init__(self, args, machine):
-        if ".py:" in args.model:
-            self.make, self.sample = _function(args.model, "--model"), None
+        self.of_transformers = ".py:" not in args.model
+        if self.of_transformers:
+            self.make, self.sample, self.model_type = _of_transformers(args.model)
         else:
-            self.make, self.sample = _of_transformers(args.model)
+            self.make, self.sample, self.model_type = _function(args.model, "--model"), None, None
         if args.sample:
             made = _function(args.sample, "--sample")
             takes_batch = bool(inspect.signature(made).parameters)
@@ -73,16 +77,31 @@ class _Job:
         if self.sample is None:
             raise ValueError("--sample FILE.py:function is needed: the inputs of one micro-batch of the model")
         self._world = args.world, machine
-        asks = "num_stages" in inspect.signature(self.make).parameters
-        self.pipes = [size for size in range(1, args.world + 1) if args.world % size == 0] if asks else (None,)
+
+    def splits(self, config):
+        """The ways to share the model that a search tries: those that the function of the model or the configuration
+        has names for. Experts and sequences are shared by at most 8 ranks of a host."""
+        (world, machine), own = self._world, sequence_ranks(config)
+        every = [size for size in range(1, world + 1) if world % size == 0]
+        some = [size for size in every if size <= min(machine.ranks_of_host or world, 8)]
+        asks = inspect.signature(self.make).parameters
+        auto = preset_name_for_hf_model_type(self.model_type) or (config.get("expert_parallel") or {}).get("enabled")
+        shares = self.of_transformers or "sequence_parallel" in config or "sequence_parallel_size" in config
+        sizes = {
+            "num_stages": every if "num_stages" in asks else (None,),
+            "ep_size": some if "ep_size" in asks else (None,),
+            "autoep_size": some if auto else (None,),
+            "sequence": [size if size != own else None for size in some] if shares else (None,),
+        }
+        return [Split(*values) for values in itertools.product(*sizes.values())]
 
     @functools.cached_property
     def can_recompute(self):
         """Whether recomputation can be switched on. It is asked by a search alone, because the model is made for it."""
         return run_apart(_can_recompute, self.make, *self._world)
 
-    def model(self, recompute=False, *num_stages):
-        made = self.make(**dict(zip(["num_stages"], num_stages)))  # the planner has it made on meta
+    def model(self, recompute=False, **split):
+        made = self.make(**split)  # the planner has it made on meta
         if recompute and isinstance(made, PipelineModule):
             made.set_checkpoint_interval(1)
         elif recompute:
@@ -121,7 +140,7 @@ def _parser():
     add("--json", action="store_true", help="print JSON")
     add("--png", metavar="FILE", help="draw the bytes of the peak by owner (needs matplotlib)")
     add("--hostfile", metavar="FILE", help="hosts of --profile-machine, as for deepspeed (default: this one, N ranks)")
-    add("--profile-machine", action="store_true", help="measure this machine, and keep its rates in a file")
+    add("--profile-machine", action="store_true", help="measure this machine, and the drive of nvme_path, for a file")
     return parser
 
 
@@ -132,9 +151,14 @@ def main(given=None):
         if args.profile_machine:
             return _profile(args)
         return _plan(args)
-    except (ValueError, DeepSpeedConfigError, PlanError, OSError) as error:
+    except (ValueError, DeepSpeedConfigError, OSError) as error:
         print(f"ds_plan: {error}", file=sys.stderr)
-        return 2
+    except PlanError as error:
+        told, _, trace = str(error).partition("\n")
+        where = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+        own = [line for line in where if not line.startswith(_LIBRARIES)]
+        print(f"ds_plan: {told}", *(f"({line})" for line in own[-1:]), file=sys.stderr)
+    return 2
 
 
 def _profile(args):
@@ -148,8 +172,18 @@ def _profile(args):
     code = subprocess.run([*command, "--module", "deepspeed.planner.measure", os.path.abspath(path)]).returncode
     if code:
         raise ValueError(f"--profile-machine: the ranks that measure ended with exit code {code}; see above")
+    if args.config:
+        Machine.read(path).with_drives(folders_in(_values_of(args.config)).values()).save(path)
     print(f"{path}\n{Machine.read(path)}")
     return 0
+
+
+def _values_of(given):
+    config = choose_config(None, given, None)
+    if isinstance(config, dict):
+        return config
+    with open(config, encoding="utf-8") as file:
+        return json.load(file)
 
 
 def _plan(args):
@@ -157,11 +191,8 @@ def _plan(args):
         raise ValueError("a configuration and --model are needed; ds_plan --help shows an example")
     if args.world % args.nodes:
         raise ValueError(f"--world {args.world}: the ranks cannot be spread evenly over --nodes {args.nodes}")
-    config, machine = choose_config(None, args.config, None), Machine.of_jobs(args.machine)
+    config, machine = _values_of(args.config), Machine.of_jobs(args.machine)
     job = _Job(args, machine)
-    if not isinstance(config, dict):
-        with open(config, encoding="utf-8") as file:
-            config = json.load(file)
     if args.nodes > 1:
         machine.ranks_of_host = args.world // args.nodes
     micro_batch = int(config.get("train_micro_batch_size_per_gpu") or 1)
@@ -170,53 +201,37 @@ def _plan(args):
     search = None
     if args.search or not made.fits:
         search = Search(
-            job.model, config, args.world, args.memory, job.sample, machine, job.can_recompute, job.pipes, **how
-        )
+            job.model, config, args.world, args.memory, job.sample, machine, job.can_recompute,
+            job.splits(config), **how,
+        )  # fmt: skip
     change = None if made.fits else search.cheapest_change()
-    fastest, tried = search.fastest() if args.search else ([], 0)
+    fastest = search.fastest() if args.search else []
     if args.png:
         draw(made, args.png)
-    against = compared(made, args.against) if args.against else []
+    against = _against(made, args.against) if args.against else []
     if args.json:
         rows = [{"settings": one.words, "config": one.config, **one.plan.as_dict()} for one in fastest]
         told = {**made.as_dict(), "change": change and {"settings": change.words, "config": change.config}}
-        told["against"] = [dict(zip(("phase", "planned", "measured"), (phase, *both))) for phase, both in against]
+        told["against"] = [dict(zip(("phase", "planned", "measured"), row)) for row in against]
         print(json.dumps({**told, **({"search": rows} if args.search else {})}, indent=1))
     else:
         print(made)
-        for phase, (planned, measured) in against:
+        for phase, planned, measured in against:
             print(f"  {phase:14s} planned {planned * 1e3:10.2f} ms, measured {measured * 1e3:10.2f} ms")
         if not made.fits:
             print(f"cheapest change that fits: {change.words}" if change else "no change makes it fit")
         if args.search:
-            print(f"the fastest of {tried} settings:")
+            print(f"the fastest of {len(search.all)} settings:")
             for one in fastest:
                 print(f"  {one.samples_per_second:10.1f} samples/s {one.plan.peak_bytes / GIB:8.2f} GiB  {one.words}")
     return 0 if made.fits else 1
 
 
-# Phases of the plan -> those of the step log.
-_PHASES = {
-    "forward": ("forward",),
-    "backward": ("backward",),
-    "step": ("optimizer", "offload"),
-    "communication": ("communication", "gathers"),
-}
-
-
-def compared(made, path):
-    """``[(phase, (planned, measured))]`` in seconds: medians of the steps of a step log, without the first tenth."""
-    rows = Run(path).steps
-    if not rows:
+def _against(made, path):
+    run = Run(path)
+    if not run.steps:
         raise ValueError(f"--against {path}: there is no step in this file; step_log.file writes such files")
-    rows = rows[len(rows) // 10 :]
-    measured = {
-        phase: statistics.median(sum(row["phases"].get(name, 0.0) for name in names) for row in rows)
-        for phase, names in _PHASES.items()
-    }
-    planned = {phase: made.fullest.seconds.get(phase, 0.0) for phase in _PHASES}
-    whole = made.seconds, statistics.median(row["wall"] for row in rows)
-    return [*((phase, (planned[phase], measured[phase])) for phase in _PHASES), ("whole step", whole)]
+    return beside_plan(run, made.as_dict())
 
 
 def draw(made, path):

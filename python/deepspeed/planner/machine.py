@@ -56,11 +56,14 @@ class Machine:
         rates = [] if self.file else list(filter(None, map(_drive_rate, folders)))
         return dataclasses.replace(self, file=min(rates)) if rates else self
 
+    def peak(self, dtype):
+        """Flops per second of products of this dtype."""
+        return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
+
     def time_of(self, name, cost, dtype):
         """Nanoseconds of an operator (``op_costs.Cost``)."""
-        word = str(dtype).removeprefix("torch.")
-        peak = self.attention.get(word) if is_attention(name) else None
-        peak = peak or self.flops.get(word, self.flops["float32"])
+        peak = self.attention.get(str(dtype).removeprefix("torch.")) if is_attention(name) else None
+        peak = peak or self.peak(dtype)
         moves = 1e9 * cost.bytes / self.memory if self.memory else 0.0
         return int(max(self.operator_ns, 1e9 * cost.flops / peak, moves))
 

@@ -16,7 +16,7 @@ from deepspeed.pipe.partitioning import partition
 from deepspeed.pipe.planning import NOT_SPLIT, PipelinePlan
 from deepspeed.pipe.profile import fresh, saved_bytes, tensors_of
 from deepspeed.pipe.recompute import segments
-from deepspeed.planner.step import bytes_of_a_parameter, on_meta
+from deepspeed.planner.step import Constants, bytes_of_a_parameter, on_meta
 from deepspeed.profiling.op_costs import CountedOps, tensors_in
 from deepspeed.utils.init_on_device import copy_on_meta
 
@@ -42,7 +42,8 @@ class LayerWork:
 
     def run(self, inputs):
         """The outputs."""
-        with torch.enable_grad(), saved_bytes(self.module) as kept, CountedOps(self._add):
+        shapes, counted = Constants(_C.MetaMemory()), CountedOps(self._add)
+        with torch.enable_grad(), saved_bytes(self.module) as kept, shapes, counted:
             out = self.call(inputs)
         self.activation_bytes = sum(kept.values())
         self.output_bytes = sum(one.numel() * one.element_size() for one in tensors_of(out))
@@ -118,9 +119,14 @@ def _taking_grads(works):
     yield  # nodes live as long as somebody has them
 
 
-def _passes(run, inputs, loss, split, notes):
-    """The outputs, and bytes: kept, the most in the forward, in the (first) backward, between both, in the second."""
+def _passes(*given):
     memory = _C.MetaMemory()  # of what is made from now on: not of weights
+    with Constants(memory):
+        return _counted_passes(memory, *given)
+
+
+def _counted_passes(memory, run, inputs, loss, split, notes):
+    """The outputs, and bytes: kept, the most in the forward, in the (first) backward, between both, in the second."""
     memory.install()
     try:
         x, held = on_meta(inputs), []

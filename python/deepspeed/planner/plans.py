@@ -18,7 +18,7 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.planner.machine import Machine
 from deepspeed.planner.operators import nanoseconds
 from deepspeed.planner.pipeline import Copy, PlannedPipeline, maker_of, plan_ranks
-from deepspeed.planner.step import PlannedRun, arguments_in, by_owner, on_meta
+from deepspeed.planner.step import Constants, PlannedRun, arguments_in, by_owner, on_meta
 from deepspeed.planner.world import World
 from deepspeed.profiling.trace import purpose_of
 from deepspeed.utils.init_on_device import OnDevice, copy_on_meta
@@ -44,7 +44,9 @@ class RankPlan:
     most is alive, and ``owners``, their bytes then. ``tiers``: ``{tier: {"peak_bytes", "bytes_per_step"}}`` of the host
     and of files. ``calls``: ``{(verb, purpose): (count, bytes)}``. ``flops``: of the model's operators. ``seconds``: by
     phase; ``not_known``: operators whose cost is not known, and "transfers of files" where the rate of their drive is
-    not; ``not_measured``: operators that could not be measured, whose times are those of the rates."""
+    not; ``not_measured``: operators that could not be measured, whose times are those of the rates; ``run_small``:
+    operators that torch cannot run without memory: a run on the CPU with few rows has told the shapes of their results,
+    and masks choose all elements there. ``peak_flops``: of the device in a second, in the dtype of the model."""
 
     rank: int
     peak_bytes: int
@@ -57,6 +59,8 @@ class RankPlan:
     checkpoint_bytes: int
     not_known: tuple = ()
     not_measured: tuple = ()
+    run_small: tuple = ()
+    peak_flops: float = 0.0
 
     @property
     def step_seconds(self):
@@ -92,6 +96,12 @@ class Plan:
         return max(rank.step_seconds for rank in self.ranks)
 
     @property
+    def mfu(self):
+        """The share of the peak flops of their devices that the planned ranks reach; None where no time is known."""
+        peak = self.seconds * sum(rank.peak_flops for rank in self.ranks)
+        return sum(rank.flops for rank in self.ranks) / peak if peak else None
+
+    @property
     def why(self):
         """The owners of the peak, in words."""
         most = sorted(self.fullest.owners.items(), key=lambda item: -item[1])[:3]
@@ -108,7 +118,9 @@ class Plan:
                 {"verb": verb, "purpose": purpose, "count": count, "bytes": size}
                 for (verb, purpose), (count, size) in sorted(one.calls.items())
             ]
-        return {**made, "fits": self.fits, "peak_bytes": self.peak_bytes, "seconds": self.seconds, "why": self.why}
+        for name in ("fits", "peak_bytes", "seconds", "mfu", "why"):
+            made[name] = getattr(self, name)
+        return made
 
     def __str__(self):
         one, lines = self.fullest, [self.why]
@@ -127,8 +139,12 @@ class Plan:
         )
         phases = ", ".join(f"{phase} {seconds * 1e3:.1f} ms" for phase, seconds in one.seconds.items())
         lines.append(f"  step {self.seconds * 1e3:.1f} ms: {phases}; {one.flops / 1e12:.3f} Tflop of a rank")
+        if self.mfu is not None:
+            lines.append(f"  {self.mfu:.1%} of the peak flops of the devices (MFU)")
         if one.not_known:
             lines.append(f"  not counted: {', '.join(one.not_known)}")
+        if one.run_small:
+            lines.append(f"  shapes from a small run on the CPU: {', '.join(one.run_small)}")
         if one.not_measured:
             lines.append(f"  times from rates, because they cannot run alone: {', '.join(one.not_measured)}")
         return "\n".join(lines)
@@ -187,7 +203,7 @@ def plan(
     elif isinstance(model, torch.nn.Module) and not _has_no_values(model):
         model = copy_on_meta(model)  # a new process would get its values, too
     inputs = on_meta(arguments_in(sample))
-    rates = rates.with_drives(_folders_in(given).values())
+    rates = rates.with_drives(folders_in(given).values())
     with files_apart(given) as given:
         common = model, given, size, room, inputs, rates, loss, optimizer, imbalance
         times = measure if isinstance(measure, dict) else {} if measure else None
@@ -239,7 +255,7 @@ def values_of(config):
     return given if isinstance(given, dict) else read(given).raw()
 
 
-def _folders_in(config):
+def folders_in(config):
     """The folders for states in files, by section."""
     zero = config.get("zero_optimization") or {}
     sections = {name: zero[name] for name in _OFFLOADS if isinstance(zero.get(name), dict)}
@@ -249,7 +265,7 @@ def _folders_in(config):
 @contextlib.contextmanager
 def files_apart(config):
     """The configuration with a folder of its own for states in files: those that it names may be a run's."""
-    zero, named = config.get("zero_optimization") or {}, _folders_in(config)
+    zero, named = config.get("zero_optimization") or {}, folders_in(config)
     with tempfile.TemporaryDirectory(prefix="ds_plan_") as folder:
         changed = {name: {**zero[name], "nvme_path": folder} for name in named}
         yield {**config, "zero_optimization": {**zero, **changed}} if named else config
@@ -266,7 +282,7 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
     if isinstance(model, torch.nn.Module):
         made = copy_on_meta(model)
     else:
-        with OnDevice(dtype=torch.get_default_dtype(), device="meta"):
+        with Constants(world.memory), OnDevice(dtype=torch.get_default_dtype(), device="meta"):
             made = model()
         made, mpu = made if isinstance(made, tuple) else (made, None)
         made = made if _has_no_values(made) else copy_on_meta(made)
@@ -316,5 +332,7 @@ def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimiz
         checkpoint_bytes=run.checkpoint_bytes(),
         not_known=tuple(sorted(not_known)),
         not_measured=tuple(sorted(counted.not_measured)),
+        run_small=tuple(sorted(run.run_small)),
+        peak_flops=machine.peak(run.engine.get_data_types()[0]),
     )
     return plan, parameters, list(counted.calls)

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+import traceback
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,13 +12,16 @@ from deepspeed.checkpoint.write.save import expected_bytes
 from deepspeed.engine.arguments import only_training
 from deepspeed.engine.initialize import initialize
 from deepspeed.ops.by_name import is_native
+from deepspeed.planner.child import PlanError
 from deepspeed.planner.known import KnownResults
 from deepspeed.planner.operators import call_of
+from deepspeed.planner.small_runs import run_small
 from deepspeed.profiling.op_costs import CountedOps, is_view
 from deepspeed.utils.fused_attention import FusedAttention
 from deepspeed.zero.nested import replace, tensors_in
 
-_ASKED = ("_local_scalar_dense", "nonzero", "_unique2")  # operators whose result the host waits for
+# Operators whose result, or its size, the host waits for.
+_ASKED = ("_local_scalar_dense", "nonzero", "_unique2", "masked_select", "repeat_interleave")
 KINDS = ("grad", "master", "slots")
 _OWNERS = {"lp": "parameters", "grad": "gradients", "master": "masters", "slot": "optimizer states"}
 
@@ -53,11 +57,24 @@ class Constants(TorchDispatchMode):
         owner = self.memory.set_owner("")
         try:
             out = func(*args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, (NotImplementedError, TypeError)) and "meta" not in str(error):
+                raise
+            out = self._run_small(func, args, kwargs, error)
         finally:
             self.memory.set_owner(owner)
         for one in tensors_in(out):
             self.memory.adopt(one, owner)
         return out
+
+    def _run_small(self, func, args, kwargs, error):
+        found = run_small(func, args, kwargs)
+        if found is None:
+            raise NotImplementedError(
+                f"{func} runs on tensors without memory neither in torch nor, with few rows, on the CPU: {error}"
+            ) from error
+        self.known.small.add(str(func))
+        return found[0]
 
 
 def on_meta(value):
@@ -167,6 +184,11 @@ class PlannedRun:
         args, kwargs = arguments_in(self.sample)
         return on_meta(args), on_meta(kwargs)
 
+    @property
+    def run_small(self):
+        """Names of operators (``KnownResults.small``)."""
+        return self._known.small
+
     def learn(self):
         """Training steps of which gathers and uses of gradients are learned: the first backward shows the order of
         gathers at stage 3, and the second one which of them nobody needs."""
@@ -183,12 +205,24 @@ class PlannedRun:
         for _ in range(engine.gradient_accumulation_steps()):
             world.at("forward")
             args, kwargs = self._inputs()
-            loss = self.loss(engine(*args, **kwargs))
+            loss = self._loss_of(args, kwargs)
             world.at("backward")
             engine.backward(loss)
             del loss, args, kwargs
             world.at("step")
             engine.step()
+
+    def _loss_of(self, args, kwargs):
+        try:
+            return self.loss(self.engine(*args, **kwargs))
+        except (ValueError, PlanError):
+            raise
+        except Exception as error:
+            given = ", ".join(f"{one.dtype}{list(one.shape)}" for one in tensors_in((args, kwargs)))
+            raise PlanError(
+                f"with the sample {given} the forward of the model raises {type(error).__name__}: {error}. A sample is "
+                f"the inputs of one micro-batch of a rank.\n{traceback.format_exc()}"
+            ) from error
 
     def step(self):
         """One training step: what its operators cost, and the bytes that it has moved from and to each tier."""

@@ -1,7 +1,8 @@
 """A page of charts about a run, from the file of its step log: ``python -m deepspeed.profiling.report RUN.jsonl``.
 
 The page is one HTML file with its charts inside and no link to another file. Lines of the step log that cannot be read,
-such as the last one of a process that was killed, are counted and left out, and so are values that are missing.
+such as the last one of a process that was killed, are counted and left out, and so are values that are missing. With
+``--plan PLAN.json``, the output of ``ds_plan --json``, the page has the plan beside the run.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import html
 import json
 import math
 import os
+import statistics
 import sys
 import time
 
@@ -19,6 +21,13 @@ POINTS = 600  # of a line of a chart; of a longer run each point is the mean of 
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 190, 70, 20
 COLORS = "#4477aa #ee6677 #228833 #ccbb44 #66ccee #aa3377 #bbbbbb #ee8866 #44bb99".split()
 OWNERS = "parameters gradients masters states gathered wire".split()
+# Phases of a plan -> those of the step log.
+_PLANNED = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "step": ("optimizer", "offload"),
+    "communication": ("communication", "gathers"),
+}
 STYLE = """body { font: 14px sans-serif; max-width: 760px; margin: 2em auto; }
 h2 { font-size: 16px; margin: 1.5em 0 .3em; }
 table { border-collapse: collapse; } td, th { padding: .1em .8em .1em 0; text-align: left; vertical-align: top; }
@@ -159,8 +168,25 @@ def slowest_ranks(run):
     return "<h2>Slowest ranks</h2>" + table([[r if r is not None else "?" for r in row] for row in rows[:20]], head)
 
 
-def page(run):
-    """The page of a run."""
+def beside_plan(run, plan):
+    """``[(phase, planned seconds, measured seconds)]``. ``plan``: the values that ``ds_plan --json`` prints. Measured
+    ones are medians of the steps, without the first tenth."""
+    steps = run.steps[len(run.steps) // 10 :]
+    planned = max(plan["ranks"], key=lambda rank: rank["peak_bytes"])["seconds"]
+
+    def measured(*paths):
+        sums = (sum(within(one, *path) or 0.0 for path in paths) for one in steps)
+        return statistics.median(sums) if steps else None
+
+    rows = [
+        (phase, planned.get(phase, 0.0), measured(*(("phases", name) for name in names)))
+        for phase, names in _PLANNED.items()
+    ]
+    return [*rows, ("whole step", plan["seconds"], measured(("wall",)))]
+
+
+def page(run, plan=None):
+    """The page of a run, and of its plan."""
     steps, skipped = [one["step"] for one in run.steps], [one["step"] for one in run.steps if one.get("skipped")]
     wall = run.values("wall")
     phases = {phase: run.values("phases", phase) for phase in PHASES}
@@ -187,6 +213,7 @@ def page(run):
     shares = {f"{phase} {spent[phase] / whole:.1%}": values for phase, values in phases.items()}
     parts = [
         table([fact for fact in facts if fact[1] is not None]),
+        _plan_table(run, plan, peaks) if plan else "",
         chart("Loss", steps, {"loss": run.values("loss")}, marks=skipped),
         chart("Learning rate", steps, {"lr": run.values("lr")}),
         chart("Gradient norm", steps, {"norm": run.values("grad_norm")}, marks=skipped),
@@ -205,9 +232,29 @@ def page(run):
     )
 
 
-def write_report(jsonl, path):
-    """Writes the page about the run whose step log is the file ``jsonl``."""
-    made = page(Run(jsonl))
+def _plan_table(run, plan, peaks):
+    rows = [(f"{phase}, seconds", *both) for phase, *both in beside_plan(run, plan)]
+    rows.append(("peak of memory, GiB", plan["peak_bytes"] / 2**30, max(peaks, default=None)))
+    rows.append(("share of peak flops (MFU)", plan["mfu"], mean(run.values("mfu"))))
+    shown = [["-" if cell is None else cell for cell in row] for row in rows]
+    return "<h2>Plan and run</h2>" + table(shown, ("", "planned", "measured"))
+
+
+def read_plan(path):
+    """The values of a file that holds the output of ``ds_plan --json``. ValueError for another file."""
+    with open(path, encoding="utf-8") as file:
+        try:
+            found = json.load(file)
+        except ValueError:
+            found = None
+    if not isinstance(found, dict) or not {"ranks", "seconds", "peak_bytes", "mfu"} <= found.keys():
+        raise ValueError(f"{path} is no plan: write the output of ds_plan --json to it")
+    return found
+
+
+def write_report(jsonl, path, plan=None):
+    """Writes the page about the run whose step log is the file ``jsonl``. ``plan``: a file of ``ds_plan --json``."""
+    made = page(Run(jsonl), plan and read_plan(plan))
     if folder := os.path.dirname(path):
         os.makedirs(folder, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
@@ -218,11 +265,12 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m deepspeed.profiling.report", description="A page about a run.")
     parser.add_argument("jsonl", metavar="RUN.jsonl", help="the file that step_log.file names")
     parser.add_argument("-o", "--output", help="the page; RUN.html where it is not given")
+    parser.add_argument("--plan", metavar="PLAN.json", help="the output of ds_plan --json, shown beside the run")
     given = parser.parse_args(argv)
     path = given.output or os.path.splitext(given.jsonl)[0] + ".html"
     try:
-        write_report(given.jsonl, path)
-    except OSError as error:
+        write_report(given.jsonl, path, given.plan)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     print(path)
     return 0

@@ -3,13 +3,15 @@
 import json
 import os
 import sys
+import types
 
 import pytest
 import torch
 
+import toy_transformers
 from deepspeed.planner import Machine
-from deepspeed.planner.cli import main
-from deepspeed.planner.search import Search
+from deepspeed.planner.cli import _Job, main
+from deepspeed.planner.search import Search, Split
 
 MODEL = """
 import torch
@@ -31,6 +33,20 @@ def stages(num_stages=2):
 
 def pair(batch):
     return torch.zeros(batch, 1024), torch.zeros(batch, 1024)
+
+class Experts(torch.nn.Module):
+    def __init__(self, ep_size):
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.first = torch.nn.Linear(1024, 64)
+        self.experts = MoE(64, torch.nn.Linear(64, 64), num_experts=4, ep_size=ep_size)
+
+    def forward(self, x):
+        return self.experts(self.first(x))[0].sum()
+
+def experts(ep_size=1):
+    return Experts(ep_size)
 """
 CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
@@ -62,6 +78,11 @@ def ds_plan(tmp_path, capsys):
 def test_a_job_that_fits(ds_plan):
     code, told = ds_plan("--world", "4", "--memory", "1GB")
     assert code == 0 and "fits: rank 0 peaks" in told and "all_reduce" in told and "of the test" in told
+    made = json.loads(ds_plan("--world", "4", "--json")[1])
+    flops = 2 * 3 * 4 * 1024**2 * 8 * 2  # of 4 layers and 2 micro-batches; the first layer's input has no gradient
+    assert made["mfu"] == pytest.approx(made["ranks"][0]["flops"] / made["seconds"] / 1e12)
+    assert made["ranks"][0]["flops"] == pytest.approx(flops * 11 / 12, rel=0.01)
+    assert f"  {made['mfu']:.1%} of the peak flops of the devices (MFU)" in told
 
 
 def test_a_job_that_does_not_and_the_cheapest_change(ds_plan):
@@ -75,6 +96,53 @@ def test_a_job_that_nothing_makes_fit(ds_plan):
     assert code == 1 and "no change makes it fit" in told
 
 
+def search_of(model, config, world, sample, memory=None):
+    machine = Machine(**{key: value for key, value in MACHINE.items() if key != "version"})
+    return Search(model, config, world, memory, sample, machine, False)
+
+
+def test_ranks_that_share_sequences():
+    """As many samples of a step, half of each sequence on each rank."""
+    config = {**CONFIG, "train_micro_batch_size_per_gpu": 2, "sequence_parallel": {"chunk": 0}}
+
+    def inputs(rows):
+        ids = torch.zeros(rows, 64, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids}
+
+    with toy_transformers.installed():
+        search = search_of(lambda recompute: toy_transformers.ToyForCausalLM(), config, 4, inputs)
+        whole, half, third = (search.planned(search.candidate(split=Split(sequence=size))) for size in (None, 2, 3))
+    verbs = [{verb for verb, _ in one.plan.fullest.calls} for one in (half, whole)]
+    assert "all_to_all" in verbs[0] - verbs[1]
+    assert half.words == "zero_optimization.stage 0, micro-batch 2 x 4, 2 ranks of a sequence" and third.plan is None
+    assert half.config["sequence_parallel"] == {"chunk": 0, "size": 2} and "cut into 3 equal parts" in third.why
+    assert half.samples_per_second * half.plan.seconds == whole.samples_per_second * whole.plan.seconds == 2 * 2 * 4
+    assert half.plan.peak_bytes < whole.plan.peak_bytes
+
+
+def test_what_a_search_can_split(ds_plan, tmp_path):
+    def splits(model, config, world=12, **machine):
+        given = types.SimpleNamespace(
+            model=f"{tmp_path}/model.py:{model}", sample=f"{tmp_path}/model.py:sample", world=world
+        )
+        rates = {**{key: value for key, value in MACHINE.items() if key != "version"}, **machine}
+        return _Job(given, Machine(**rates)).splits(config)
+
+    assert splits("make", CONFIG) == [Split()]
+    assert splits("stages", CONFIG) == [Split(num_stages=size) for size in (1, 2, 3, 4, 6, 12)]
+    assert splits("experts", CONFIG, ranks_of_host=4) == [Split(ep_size=size) for size in (1, 2, 3, 4)]
+    unchanged = {**CONFIG, "expert_parallel": {"enabled": True}, "sequence_parallel_size": 2}
+    found = splits("make", unchanged, 4)
+    assert found == [Split(autoep_size=of, sequence=size) for of in (1, 2, 4) for size in (1, None, 4)]
+
+
+def test_a_search_chooses_the_ranks_of_experts(ds_plan):
+    code, told = ds_plan("--world", "2", "--json", "--search", model="experts")
+    made = json.loads(told[told.index("{") :])
+    settings = [row["settings"] for row in made["search"]]
+    assert code == 0 and any("2 ranks of the experts" in one for one in settings)
+
+
 @pytest.mark.slow
 def test_a_combination_where_no_single_change_is_enough():
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": CONFIG["optimizer"]}
@@ -83,11 +151,10 @@ def test_a_combination_where_no_single_change_is_enough():
         def model(recompute):
             return torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
 
-        machine = Machine(**{key: value for key, value in MACHINE.items() if key != "version"})
-        return Search(model, config, 2, memory, lambda rows: torch.zeros(rows, 1024, 512), machine, False)
+        return search_of(model, config, 2, lambda rows: torch.zeros(rows, 1024, 512), memory)
 
     every = search(None)
-    singles = [every.planned(one) for one in every.single_changes() if one]
+    singles = every.single_changes
     room = int(0.95 * min(one.plan.peak_bytes for one in singles if one.plan))
     change = search(room).cheapest_change()
     assert change.plan.peak_bytes <= room and change.words not in {one.words for one in singles}
@@ -137,14 +204,14 @@ def test_a_plan_beside_a_step_log(ds_plan, tmp_path):
     [
         (["--memory", "80"], {}, "write a number and a unit, such as 80GB"),
         (["--world", "5", "--nodes", "2"], {}, "cannot be spread evenly over --nodes 2"),
-        ([], {"model": "other"}, "has no function 'other'; it has make, pair, sample, stages, wide"),
-        ([], {"sample": "wide"}, "RuntimeError"),
+        ([], {"model": "other"}, "has no function 'other'; it has Experts, experts, make, pair, sample, stages, wide"),
+        ([], {"sample": "wide"}, "with the sample torch.float32[8, 7] the forward of the model raises RuntimeError: "),
         ([], {"config": "missing.json"}, "missing.json"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(ds_plan, words, given, told):
     code, text = ds_plan(*words, **given)
-    assert code == 2 and told in text
+    assert code == 2 and told in text and len(text.splitlines()) == 1
 
 
 def test_a_machine_file_of_another_version(ds_plan, tmp_path):
@@ -220,3 +287,15 @@ def test_a_model_of_transformers_is_imported_once_and_made_by_each_planned_rank(
             sys.modules.pop(name, None)
     imported, made = ((tmp_path / name).read_text().split() for name in ("imported", "made"))
     assert imported == [str(os.getpid())] and len(made) == 2 and imported[0] not in made
+
+
+def test_a_profile_measures_the_drive_of_the_configuration(tmp_path, capsys, monkeypatch):
+    """Through the launcher, on two ranks of this machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "states")}}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "zero_optimization": zero}))
+    path = tmp_path / "machine.json"
+    assert main([str(tmp_path / "config.json"), "--profile-machine", "--machine", str(path)]) == 0
+    found = Machine.read(path)
+    assert capsys.readouterr().out.startswith(str(path)) and found.name.endswith("of 2 ranks")
+    assert min(found.flops["float32"], found.memory, found.inside[1], found.host_step, found.file) > 1e6

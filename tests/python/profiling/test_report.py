@@ -71,10 +71,10 @@ class Page(HTMLParser):
             self.rows[-1].append(data)
 
 
-def made(tmp_path, lines, tail=""):
+def made(tmp_path, lines, tail="", plan=None):
     source = tmp_path / "run.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
-    report.write_report(str(source), str(tmp_path / "pages" / "run.html"))
+    report.write_report(str(source), str(tmp_path / "pages" / "run.html"), plan)
     text = (tmp_path / "pages" / "run.html").read_text()
     page = Page(text)
     assert not page.links and "http" not in text and "@import" not in text and "url(" not in text
@@ -136,6 +136,32 @@ def test_what_is_missing_or_cannot_be_read(tmp_path):
         assert made(tmp_path, lines).headings[-2:] == ["Slowest ranks", "Configuration that is not the default"]
 
 
+PLAN = {
+    "ranks": [
+        {"peak_bytes": GIB, "seconds": {"forward": 9.0}},
+        {"peak_bytes": 2 * GIB, "seconds": {"forward": 0.015, "backward": 0.012, "step": 0.5, "communication": 0.0}},
+    ],
+    "peak_bytes": 2 * GIB, "seconds": 0.125, "mfu": 0.5,
+}  # fmt: skip
+
+
+def test_a_plan_beside_the_run(tmp_path):
+    """Of the rank that needs most memory."""
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    page = made(tmp_path, LINES, plan=str(tmp_path / "plan.json"))
+    assert page.headings[0] == "Plan and run"
+    rows = {row[0]: row[1:] for row in page.rows if len(row) == 3}
+    assert rows["forward, seconds"] == ["0.015", "0.02"] and rows["backward, seconds"] == ["0.012", "0.01"]
+    assert rows["step, seconds"] == ["0.5", "0.02"] and rows["communication, seconds"] == ["0", "0.02"]
+    assert rows["whole step, seconds"] == ["0.125", "0.1"] and rows["peak of memory, GiB"] == ["2", "3"]
+    assert rows["share of peak flops (MFU)"] == ["0.5", "0.25"]
+    empty = made(tmp_path, [RUN], plan=str(tmp_path / "plan.json"))
+    assert ["whole step, seconds", "0.125", "-"] in empty.rows
+    (tmp_path / "plan.json").write_text("[]")
+    with pytest.raises(ValueError, match="plan.json is no plan: write the output of ds_plan --json to it"):
+        made(tmp_path, LINES, plan=str(tmp_path / "plan.json"))
+
+
 def test_a_resumed_run_counts_each_step_once(tmp_path):
     page = made(tmp_path, [*LINES[:15], {**RUN, "start": 1_800_000_000}, *[step(n, wall=0.3) for n in range(11, 21)]])
     assert facts(page)["steps"] == "20 (1 to 20)" and facts(page)["seconds of steps"] == "4"
@@ -156,5 +182,8 @@ def test_the_program(tmp_path):
     run = subprocess.run([*command, str(source)], env=env, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout == f"{tmp_path / 'run.html'}\n"
     assert (tmp_path / "run.html").read_text() == report.page(report.Run(source))
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    both = [*command, str(source), "--plan", str(tmp_path / "plan.json")]
+    assert subprocess.run(both, env=env).returncode == 0 and "Plan and run" in (tmp_path / "run.html").read_text()
     missing = subprocess.run([*command, str(tmp_path / "none")], env=env, capture_output=True, text=True)
     assert missing.returncode == 2 and "No such file" in missing.stderr

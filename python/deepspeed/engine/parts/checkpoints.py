@@ -87,6 +87,7 @@ class Checkpoints:
     # ---- the run as a value ------------------------------------------------------------------------------------------
     def run_state(self, client_state=None):
         """The ``RunState`` of this rank as it is now."""
+        self.engine._need_alive("saving or loading a state")
         engine, config = self.engine, self.engine._config
         return RunState(
             weights=ModuleTensors(engine.module),

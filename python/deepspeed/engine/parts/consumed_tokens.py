@@ -20,6 +20,10 @@ _UNCOUNTED = (
 )
 
 
+class Uncounted(AttributeError, RuntimeError):
+    """Tokens are not counted. It is an AttributeError so that ``hasattr(engine, "consumed_tokens")`` is an answer."""
+
+
 @engine_parts.add("_tokens")
 class ConsumedTokens(Part):
     """A part of the engine. It counts nothing unless a key of the configuration needs tokens.
@@ -57,12 +61,12 @@ class ConsumedTokens(Part):
         self._need_counts("consumed_tokens")
         self._settle()
         if self.unknown is not None:
-            raise RuntimeError(f"engine.consumed_tokens: step {self.unknown} has micro-batches for which {_UNCOUNTED}")
+            raise Uncounted(f"engine.consumed_tokens: step {self.unknown} has micro-batches for which {_UNCOUNTED}")
         return self.consumed
 
     def _need_counts(self, name):
         if not self.counts:
-            raise RuntimeError(f"engine.{name}: tokens are not counted in this run. Set {_KEYS}")
+            raise Uncounted(f"engine.{name}: tokens are not counted in this run. Set {_KEYS}")
 
     @member
     def count_tokens(self, tokens):
