@@ -35,10 +35,12 @@ def _is_plain(tensor):
 class KnownResults:
     """Runs operations of meta tensors. An operation whose results have memory of their own runs once for each metadata
     of its arguments: torch 2 computes many shapes in Python, which takes 5 ms for the loss of a tile. ``small``: names
-    of operators that torch cannot run on meta (``small_runs``)."""
+    of operators that torch cannot run on meta (``small_runs``). ``flag``: the value of flags that the host asks for;
+    ``asked``: whether it has asked."""
 
-    def __init__(self):
+    def __init__(self, flag=True):
         self.results, self.pure, self.key, self.small = {}, {}, None, set()
+        self.flag, self.asked = flag, False
 
     def run(self, func, args, kwargs, compute=lambda func, args, kwargs: func(*args, **kwargs)):
         """``compute``: runs what is not known. ``key``: stands for this operation and its metadata afterwards; None:

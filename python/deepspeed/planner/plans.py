@@ -18,7 +18,7 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.planner.machine import Machine
 from deepspeed.planner.operators import nanoseconds
 from deepspeed.planner.pipeline import Copy, PlannedPipeline, maker_of, plan_ranks
-from deepspeed.planner.step import Constants, PlannedRun, arguments_in, by_owner, on_meta
+from deepspeed.planner.step import Constants, FlagError, PlannedRun, arguments_in, by_owner, on_meta
 from deepspeed.planner.world import World
 from deepspeed.profiling.trace import purpose_of
 from deepspeed.utils.init_on_device import OnDevice, copy_on_meta
@@ -207,14 +207,27 @@ def plan(
     with files_apart(given) as given:
         common = model, given, size, room, inputs, rates, loss, optimizer, imbalance
         times = measure if isinstance(measure, dict) else {} if measure else None
-        rows = [(rank, *common, times) for rank in wanted]
-        made = plan_ranks(_plan_rank, rows, copies=1 if ranks is None else None)
+
+        def planned(flag):
+            rows = [(rank, *common, times, flag) for rank in wanted]
+            return plan_ranks(_plan_rank, rows, copies=1 if ranks is None else None)
+
+        made, flag = _with_flags(planned)
         calls = dict.fromkeys(itertools.chain.from_iterable(calls for *_, calls in made))
         if times is not None and calls:
             times.update(nanoseconds(calls, min(size, rates.ranks_of_host or size)))
-            made = plan_ranks(_plan_rank, rows, copies=1 if ranks is None else None)
+            made = planned(flag)
     found, parameters, _ = zip(*made)
     return Plan(found, size, room, rates.name, parameters[0])
+
+
+def _with_flags(planned):
+    """``(planned(flag), flag)``, where flags are false if the model raises an error when they are true, as one does
+    that looks for nan."""
+    try:
+        return planned(True), True
+    except FlagError:
+        return planned(False), False
 
 
 def plan_of_engine(engine, inputs, memory=None, machine=None):
@@ -271,11 +284,11 @@ def files_apart(config):
         yield {**config, "zero_optimization": {**zero, **changed}} if named else config
 
 
-def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimizer, imbalance, times, peers=None):
+def _plan_rank(rank, model, config, size, memory, sample, machine, loss, optimizer, imbalance, times, flag, peers=None):
     """The work of the child process: the ``RankPlan``, parameters, and the calls of operators without a time. Of a
     pipeline without ``peers`` it returns a ``Copy``."""
     world = World(rank, size, memory or 1 << 62, machine, peers=peers)
-    world.times = times
+    world.times, world.flag = times, flag
     world.install()
     world.memory.set_owner("parameters")
     mpu = None

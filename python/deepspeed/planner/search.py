@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed._native import _C
-from deepspeed.planner.child import PlanError
+from deepspeed.planner.child import PlanError, run_each_apart
 from deepspeed.planner.plans import plan
 from deepspeed.zero.nested import replace, tensors_in
 
@@ -90,6 +90,12 @@ class Candidate(NamedTuple):
         return self.micro_batch * steps * copies / self.plan.seconds if self.plan.seconds else 0.0
 
 
+def _is_full(candidate):
+    """Whether larger micro-batches cannot fit, either: they would not take fewer of them to a step."""
+    plan = candidate.plan
+    return plan is not None and not plan.fits and candidate.config["gradient_accumulation_steps"] == 1
+
+
 class Search:
     """Plans other settings of one job. ``model``: a function of ``recompute``, and of ``Split.arguments()``, that makes
     the model on meta; ``sample``: a function of the micro-batch that makes its inputs; ``splits``: those to try;
@@ -153,25 +159,34 @@ class Search:
         found += [self.candidate(micro_batch=size) for size in sizes]
         found.append(self.candidate(stage=max(1, self.stage), offload="offload_optimizer"))
         found.append(self.candidate(stage=3, offload="offload_optimizer and offload_param"))
-        return list(map(self.planned, found))
+        return self._all_planned(found)
 
     @functools.cached_property
     def all(self):
         """The plans of all combinations. Where one micro-batch of a step does not fit, larger ones are not planned."""
         sizes = sorted({max(1, self.micro_batch // 2), self.micro_batch, self.micro_batch * 2, self.micro_batch * 4})
         recompute, made = (False, True) if self.can_recompute else (False,), []
-        for stage, offload, again, split in itertools.product(_STAGES, _OFFLOADS, recompute, self.splits):
-            policy = _C.stage_policy(stage)
-            if (split.num_stages or 1) > 1 and (policy.shards_grads or offload != "none"):
-                continue  # its gradients stay whole until the end of a batch
-            needed = policy.shards_params if "param" in offload else policy.shards_states or offload == "none"
-            alike = self.world == 1 and policy.shards_states and not policy.shards_params  # as stage 0 then
-            for size in sizes if needed and not alike else ():
-                made.append(self.planned(self.candidate(stage, size, offload, again, split)))
-                one = made[-1]
-                if one.plan is not None and not one.plan.fits and one.config["gradient_accumulation_steps"] == 1:
-                    break
+        ways = itertools.product(_STAGES, _OFFLOADS, recompute, self.splits)
+        ways = [way for way in ways if self._is_of_use(*way)]
+        for size in sizes:
+            found = self._all_planned([self.candidate(stage, size, *rest) for stage, *rest in ways])
+            ways = [way for way, one in zip(ways, found) if not _is_full(one)]
+            made += found
         return made
+
+    def _all_planned(self, candidates):
+        """As many at one time as there are cores, where nothing is measured."""
+        if self.how.get("measure", False) is not False:
+            return list(map(self.planned, candidates))
+        return run_each_apart(self.planned, [(one,) for one in candidates])
+
+    def _is_of_use(self, stage, offload, recompute, split):
+        policy = _C.stage_policy(stage)
+        if (split.num_stages or 1) > 1 and (policy.shards_grads or offload != "none"):
+            return False  # its gradients stay whole until the end of a batch
+        alike = self.world == 1 and policy.shards_states and not policy.shards_params  # as stage 0 then
+        needed = policy.shards_params if "param" in offload else policy.shards_states or offload == "none"
+        return needed and not alike
 
     def cheapest_change(self):
         """The fastest single change that fits; where none does, the fastest of all settings; None: nothing fits."""

@@ -26,8 +26,12 @@ KINDS = ("grad", "master", "slots")
 _OWNERS = {"lp": "parameters", "grad": "gradients", "master": "masters", "slot": "optimizer states"}
 
 
+class FlagError(PlanError):
+    """The forward of the model raised an error after it had asked for a flag, which was true."""
+
+
 class Constants(TorchDispatchMode):
-    """Values of meta tensors that the host asks for are constants: a number is 1, a flag is true, a tensor is zeros.
+    """Values of meta tensors that the host asks for are constants: a number is 1, a flag ``known.flag``, others zeros.
     ``memory``: the count of meta tensors. ``known``: the ``KnownResults`` of earlier steps."""
 
     _should_skip_dynamo = classmethod(lambda cls: False)  # nothing compiles here; torch 2 asks at every operator
@@ -45,7 +49,8 @@ class Constants(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "_local_scalar_dense" and args[0].is_meta:
             kind = args[0].dtype
-            return True if kind is torch.bool else 1.0 if kind.is_floating_point else 1
+            self.known.asked |= kind is torch.bool
+            return self.known.flag if kind is torch.bool else 1.0 if kind.is_floating_point else 1
         if name == "copy_" and args[1].is_meta and not args[0].is_meta:
             return args[0]
         if name == "_to_copy" and args[0].is_meta and torch.device(kwargs.get("device") or "meta").type == "cpu":
@@ -176,7 +181,7 @@ class PlannedRun:
     ``optimizer``: the caller's, a function of parameters, or None. ``mpu``: the caller's, or None."""
 
     def __init__(self, world, model, config, sample, loss, optimizer, mpu=None):
-        self.world, self.sample, self.loss, self._known = world, sample, loss, KnownResults()
+        self.world, self.sample, self.loss, self._known = world, sample, loss, KnownResults(world.flag)
         with Constants(world.memory, self._known):
             self.engine = initialize(model=model, config=only_training(config), optimizer=optimizer, mpu=mpu)[0]
 
@@ -215,13 +220,15 @@ class PlannedRun:
     def _loss_of(self, args, kwargs):
         try:
             return self.loss(self.engine(*args, **kwargs))
-        except (ValueError, PlanError):
-            raise
         except Exception as error:
+            asked = self._known.asked
+            if isinstance(error, (ValueError, PlanError)) and not asked:
+                raise
             given = ", ".join(f"{one.dtype}{list(one.shape)}" for one in tensors_in((args, kwargs)))
-            raise PlanError(
+            flags = " Flags that it asks for are true, or false where that is an error." if asked else ""
+            raise (FlagError if asked and self._known.flag else PlanError)(
                 f"with the sample {given} the forward of the model raises {type(error).__name__}: {error}. A sample is "
-                f"the inputs of one micro-batch of a rank.\n{traceback.format_exc()}"
+                f"the inputs of one micro-batch of a rank.{flags}\n{traceback.format_exc()}"
             ) from error
 
     def step(self):

@@ -103,10 +103,10 @@ class World:
     """One rank of ``size``. ``calls()`` are those of its communicators since the last time. ``on_host``: the device has
     the memory of the host, and ranks exchange through it. ``peers``: the ranks that are planned with this one; None: it
     is alone. ``times``: measured ones of operators (``operators.nanoseconds``), None where the rates of the machine
-    give all. The process cannot leave it: see ``run_apart``."""
+    give all. ``flag``: the value of flags that the model asks for. The process cannot leave it: see ``run_apart``."""
 
     def __init__(self, rank, size, memory, machine, on_host=False, peers=None):
-        self.rank, self.size, self.machine, self.times = rank, size, machine, None
+        self.rank, self.size, self.machine, self.times, self.flag = rank, size, machine, None, True
         self.peers, self._told = (rank,) if peers is None else peers.ranks, 0
         self._store = dist.HashStore() if peers is None else dist.FileStore(peers.path, len(peers.ranks))
         self._store.set_timeout(default_timeout())  # a peer that fails ends all of them before

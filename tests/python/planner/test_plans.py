@@ -460,3 +460,28 @@ class TestMachine:
         rates = Machine(**{**vars(RATES), "ranks_of_host": 2})
         inside, between = rates.link([0, 1]).time_of(10**9, 2), rates.link([1, 2]).time_of(10**9, 2)
         assert (inside, between) == (10**8 + 1000, 10**9 + 9000)
+
+
+def test_a_model_that_looks_for_nan_or_checks_its_inputs():
+    """Flags are true, and false where the model raises an error then."""
+
+    class Careful(torch.nn.Module):
+        def __init__(self, *checks):
+            super().__init__()
+            self.layer, self.checks = torch.nn.Linear(8, 8), checks
+
+        def forward(self, x):
+            for check, wanted in self.checks:
+                if bool(check(x)) is not wanted:
+                    raise ValueError(f"a value is not {wanted}")
+            return self.layer(x).sum()
+
+    def planned(*checks):
+        config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam"}}
+        return deepspeed.plan(Careful(*checks), config, 1, sample=torch.zeros(4, 8))
+
+    nan, finite = (lambda x: x.isnan().any(), False), (lambda x: x.isfinite().all(), True)
+    assert planned(nan).peak_bytes == planned(finite).peak_bytes > 0
+    with pytest.raises(PlanError, match="raises ValueError: a value is not True") as caught:
+        planned(finite, nan)
+    assert "Flags that it asks for are true, or false where that is an error." in str(caught.value)
