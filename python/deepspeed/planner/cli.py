@@ -47,8 +47,8 @@ def _of_transformers(folder):
     config = transformers.AutoConfig.from_pretrained(folder)
     of_config = transformers.AutoModelForCausalLM.from_config  # imported here once, not by each rank that is planned
     kinds = getattr(transformers.AutoModelForCausalLM, "_model_mapping", {})
-    if type(config) in kinds:
-        kinds[type(config)]  # its class, which is imported when it is asked for
+    kind = kinds[type(config)] if type(config) in kinds else None  # it is imported when it is asked for
+    has_positions = kind is not None and "position_ids" in inspect.signature(kind.forward).parameters
     tokens = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
 
     def model():
@@ -56,7 +56,8 @@ def _of_transformers(folder):
 
     def sample(batch):
         ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
-        return {"input_ids": ids, "labels": ids, "use_cache": False}
+        positions = {"position_ids": ids} if has_positions else {}  # ranks that share a sequence ask for them
+        return {"input_ids": ids, "labels": ids, "use_cache": False, **positions}
 
     return model, sample, getattr(config, "model_type", None)
 

@@ -265,7 +265,7 @@ class Toy(torch.nn.Module):
         note("made")
         self.embed = torch.nn.Embedding(8, 4)
 
-    def forward(self, input_ids, labels, use_cache):
+    def forward(self, input_ids, labels, position_ids, use_cache):
         return self.embed(input_ids).sum()
 """
 
