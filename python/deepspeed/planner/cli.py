@@ -12,7 +12,6 @@ import sys
 
 import torch
 
-import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfigError, choose_config
 from deepspeed.host.user_files import function_in_file
@@ -26,7 +25,10 @@ from deepspeed.planner.world import World
 from deepspeed.profiling.report import Run, beside_plan
 from deepspeed.utils.init_on_device import OnDevice
 
-_LIBRARIES = tuple(f'File "{os.path.dirname(os.path.dirname(one.__file__))}' for one in (torch, deepspeed))
+# Of frames whose code is torch's or ours, in a traceback.
+_LIBRARIES = tuple(
+    f'File "{os.path.dirname(os.path.dirname(one))}' for one in (torch.__file__, os.path.dirname(__file__))
+)
 _TOKENS = 2048  # of a sequence, at most, where no sample is given
 
 
