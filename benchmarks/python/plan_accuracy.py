@@ -286,7 +286,7 @@ def summary(rows):
     """By part: of the errors the worst and the median, and the number of configurations."""
     made = {}
     for name in ("peak", "rates", "measured"):
-        errors = [abs(row[name] - 1) for row in rows if name in row]
+        errors = [abs(row[name] - 1) for row in rows if name in row and row["part"] != "advice"]
         if errors:
             made[name] = {"worst": max(errors), "median": statistics.median(errors), "configurations": len(errors)}
     made["equal_calls"] = sum(row.get("calls_equal", False) for row in rows)
