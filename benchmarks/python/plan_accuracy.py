@@ -14,7 +14,8 @@ On ``cuda`` the jobs are those of ``CONFIGURATIONS_ON_A_GPU`` (``common/plan_job
 There ``time`` compares peaks, too.
 
 Ratios are planned to measured. The CPU has no allocator that counts, so peaks are those of ``cuda`` or of ``standin``,
-the stand-in device of the tests (torch 2 and the CUDA kernels on the CPU), whose times mean nothing. Every rank has one
+the stand-in device of the tests (torch 2, the CUDA kernels on the CPU and the library that stands in for NCCL), whose
+times mean nothing. Every rank has one
 thread, on ``cuda`` one for each core. The limit of times on two cores: equal runs differ by up to 8 %. Experts have
 equal load in runs, as in plans.
 """
@@ -65,6 +66,8 @@ def select(device):
         import standin_kernels
 
         os.environ.setdefault("DS_STANDIN_KERNELS", standin_kernels.library_path())
+        nccl = os.path.join(os.path.dirname(standin_kernels.library_path()), "libfake_nccl.so")
+        os.environ.setdefault("DS_STANDIN_NCCL", nccl)  # which a plan of a device assumes
         without_fused_attention()
 
 
