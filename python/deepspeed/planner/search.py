@@ -175,7 +175,7 @@ class Search:
         return made
 
     def _all_planned(self, candidates):
-        """As many at one time as there are cores, where nothing is measured."""
+        """Plans one candidate on each core at a time; only one at a time where operators are measured."""
         if self.how.get("measure", False) is not False:
             return list(map(self.planned, candidates))
         return run_each_apart(self.planned, [(one,) for one in candidates])

@@ -11,7 +11,7 @@ _MOST = 1 << 28  # elements of the arguments of a run with all rows
 
 
 def run_small(func, args, kwargs):
-    """What ``func(*args, **kwargs)`` returns, with tensors on meta, as a tuple of one; None where no run succeeds.
+    """Returns the result of ``func(*args, **kwargs)``, with tensors on meta, in a tuple; None where no run succeeds.
 
     Floating numbers are random, flags are true, so that a mask chooses all, and whole numbers are 1, or 0 where that is
     no index. Sizes of results are linear in the number of rows, or the operator runs with all of them.

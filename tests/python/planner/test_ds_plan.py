@@ -102,7 +102,7 @@ def search_of(model, config, world, sample, memory=None):
 
 
 def test_ranks_that_share_sequences():
-    """As many samples of a step, half of each sequence on each rank."""
+    """The step keeps its number of samples, and each rank has half of each sequence."""
     config = {**CONFIG, "train_micro_batch_size_per_gpu": 2, "sequence_parallel": {"chunk": 0}}
 
     def inputs(rows):
