@@ -84,7 +84,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._batches.need_data("train_batch()")
         self.module.train()
         self.total_loss, self._compute_loss = None, True
-        self.progress.throughput.start()
+        self.progress.time_samples(True)
         self._last_line = self._last_line or (time.perf_counter(), self.global_steps)
         with self._failures.guarded():
             self._user_weights.bring_home()
@@ -172,6 +172,10 @@ class PipelineEngine(DeepSpeedEngine):
     def set_train_batch_size(self, train_batch_size):
         super().set_train_batch_size(train_batch_size)
         self.micro_batches = self.gradient_accumulation_steps()
+
+    def set_train_micro_batch_size(self, micro_batch_size):
+        super().set_train_micro_batch_size(micro_batch_size)
+        self.micro_batch_size = micro_batch_size
 
     def set_has_attention_mask(self, value):
         """Accepted: a mask in the tuple of activations is a tensor like any other."""
