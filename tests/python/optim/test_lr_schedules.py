@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from deepspeed.runtime.lr_schedules import (
     get_lr_from_config,
 )
 from refusals import refused
+from sampling import every_case
 
 STEPS = 5000
 
@@ -268,6 +270,31 @@ def test_one_cycle_on_a_momentum_optimizer():
     momenta = trace(schedule, lambda o: o.param_groups[0]["momentum"], 8)
     assert momenta == pytest.approx([0.6, 0.825, 0.75, 0.675, 0.6, 0.675, 0.75, 0.825, 0.9])
     assert schedule.get_mom() == [pytest.approx(0.9)]
+
+
+@pytest.mark.parametrize("make", ["adam", "sgd"])
+def test_random_cycles(make):
+    for seed in range(1000 if every_case() else 40):
+        draws = random.Random(seed)
+        first, second, decay = draws.randint(1, 20), draws.choice([1, 4, 7]), draws.choice([0, 1, 5])
+        low, high = sorted(draws.uniform(0, 0.9999) for _ in range(2))
+        rate, slower = draws.choice([0.0, 0.01, 0.5]), draws.choice([0.0, 0.3])
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = adam() if make == "adam" else torch.optim.SGD([weight], lr=0.1, momentum=0.5)
+        sizes = {"cycle_first_step_size": first, "cycle_second_step_size": second, "decay_step_size": decay}
+        moms = {"cycle_min_mom": low, "cycle_max_mom": high, "decay_mom_rate": rate}
+        schedule = OneCycle(optimizer, 1e-4, 1e-2, slower, **sizes, **moms)
+
+        def read(one):
+            group = one.param_groups[0]
+            return group["lr"], group["betas"][0] if make == "adam" else group["momentum"]
+
+        for k, (found, momentum) in enumerate(trace(schedule, read, 60)):
+            height, past = triangle(k, first, second)
+            units = past / decay if decay else 0
+            assert found == pytest.approx((1e-4 + (1e-2 - 1e-4) * height) / (1 + slower * units)), (seed, k)
+            wanted = min((high - (high - low) * height) * (1 + rate * units), max(high, 0.999)) if k else low
+            assert momentum == pytest.approx(wanted) and momentum < 1, (seed, k)
 
 
 @pytest.mark.parametrize("largest, cap", [(0.95, 0.999), (0.9995, 0.9995)])

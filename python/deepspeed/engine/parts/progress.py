@@ -1,6 +1,7 @@
 """Reports while the engine trains: a line every ``steps_per_print`` steps, and timers."""
 
 import contextlib
+import os
 
 import torch
 
@@ -131,6 +132,10 @@ class Progress:
         engine, config = self.engine, self.engine._config.monitor_config
         if not config.enabled:
             return MonitorMaster(config)
+        tables = engine._outputs.paths.get("csv_monitor.output_path")
+        if tables is not None:  # another name than that of the configuration where another engine writes there
+            section = config.csv_monitor.model_copy(update={"job_name": os.path.basename(tables)})
+            config = config.model_copy(update={"csv_monitor": section})
         ranks = Ranks(engine.parallel, False)
         return ranks.together(lambda: MonitorMaster(config), "the metrics of this run cannot be written")
 

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import json
 import math
+import os
 import socket
 import time
 import weakref
@@ -63,10 +64,12 @@ class StepLog(Part):
         self._leave.atexit = False
 
     def _open(self):
-        engine, path = self.engine, self.section.file
+        engine, path = self.engine, self.engine._outputs.paths["step_log.file"]
         checks.check_file(engine, path, "step_log.file")
         if engine.global_rank == 0:
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+            if _ends_in_a_line(path):
+                self._append("\n")
         self._write(
             {
                 "kind": "run",
@@ -224,13 +227,28 @@ class StepLog(Part):
     def _write(self, row):
         if self._file is None:
             return
+        self._append(json.dumps(row, default=str) + "\n")
+
+    def _append(self, text):
         try:
-            self._file.write(json.dumps(row, default=str) + "\n")
+            self._file.write(text)
         except OSError as error:
             logger.warning(f"step_log.file: {error}. The training goes on, and no more lines are written")
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+
+
+def _ends_in_a_line(path):
+    """Whether the last line of a file has no end, because the run that wrote it was killed."""
+    try:
+        with open(path, "rb") as file:
+            if not os.path.isfile(path) or file.seek(0, os.SEEK_END) == 0:
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:
+        return False
 
 
 def _read(value, copied):
