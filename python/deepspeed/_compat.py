@@ -11,12 +11,6 @@ import torch.utils.checkpoint
 from torch.cuda import amp as cuda_amp  # two decorators, of every device on torch 1.13
 
 TORCH2 = int(torch.__version__.split(".")[0]) >= 2
-_HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(torch.load).parameters
-
-
-def load(path, map_location=None):
-    """``torch.load`` of a file that may hold any Python object, on both."""
-    return torch.load(path, map_location=map_location, **({"weights_only": False} if _HAS_WEIGHTS_ONLY else {}))
 
 
 def named_parameters(module):
