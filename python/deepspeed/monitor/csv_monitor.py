@@ -44,7 +44,7 @@ class csvMonitor(Monitor):
             size = file.seek(0, os.SEEK_END)
             if path not in self._opened:
                 self._opened.add(path)
-                size = _drop_half_row(file, size)
+                size = _drop_half_row(file, size) if os.path.isfile(path) else size
             if size == 0:
                 self._note_table(os.path.basename(path))
             _write_whole(file, size, ((_header(name) if size == 0 else "") + rows).encode(), path)

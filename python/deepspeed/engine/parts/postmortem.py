@@ -26,6 +26,7 @@ from deepspeed.checkpoint.write.file_writer import PreparedTorch, WriterOptions,
 from deepspeed.comm.stacks import stack_text
 from deepspeed.comm.timed import suppress_logging
 from deepspeed.comm.watch import flight_record, tell_when_asked
+from deepspeed.config.secrets import shown
 from deepspeed.engine import checks
 from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.engine.scheduling import mean_loss
@@ -251,8 +252,8 @@ class Postmortem(Part):
             ],
             "stage": engine.zero_optimization_stage(),
             "reduces_each": engine._stage_policy.reduces_each_micro_step,
-            "config": engine._config.native.values(),
-            "given": _plain(engine.config),
+            "config": shown(engine._config.native.values()),
+            "given": _plain(shown(engine.config)),
             "machine": {
                 "host": platform.node(),
                 "processor": platform.machine(),
