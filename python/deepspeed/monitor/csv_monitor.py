@@ -57,9 +57,10 @@ class csvMonitor(Monitor):
 
     def _tables(self):
         """Names of the tables that monitors have made. Runs before there was a list have made those of the engine."""
-        found = {name for name in os.listdir(self.log_dir) if name.startswith("Train_Samples_") and name.endswith(".csv")}
+        there = {name for name in os.listdir(self.log_dir) if name.endswith(".csv")}
+        found = {name for name in there if name.startswith("Train_Samples_")}
         with contextlib.suppress(FileNotFoundError), open(os.path.join(self.log_dir, _TABLES), "rb") as file:
-            found.update(os.fsdecode(line) for line in file.read().splitlines())
+            found.update(there.intersection(os.fsdecode(line) for line in file.read().splitlines()))
         return found
 
     def resume(self, step):
