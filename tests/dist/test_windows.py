@@ -1,5 +1,5 @@
-"""Accumulation windows, sizes and counters against plain PyTorch: random runs in which sizes change, evaluation comes in
-between, forwards raise and are made again, and the script decides where a step ends."""
+"""Accumulation windows, sizes and counters against plain PyTorch: random runs in which sizes change, evaluation comes
+in between, forwards raise and are made again, and the script decides where a step ends."""
 
 import copy
 import random
@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 
-import deepspeed
 from deepspeed import comm as dist
 from harness import on_ranks
 from logs import logged
@@ -104,7 +103,8 @@ class Run:
         found = engine.global_steps, engine.global_samples, engine.consumed_tokens
         assert found == (self.steps, self.samples, tokens.item())
         for (name, value), param in zip(weights(engine).items(), self.plain.parameters()):
-            torch.testing.assert_close(value, param, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            told = lambda text, name=name: f"{name}: {text}"
+            torch.testing.assert_close(value, param, rtol=1e-5, atol=1e-6, msg=told)
 
     def window(self):
         parts = self.gas if not self.by_hand else self.draws.choice([1, 2, 3, 4])

@@ -43,8 +43,8 @@ def outputs_of(engine):
 
 @engine_parts.add("_outputs", order=-1)
 class Outputs(Part):
-    """A part of the engine, which is made before anything is written. ``paths``: absolute, by keys of the configuration;
-    the other parts write to these."""
+    """A part of the engine, which is made before anything is written. ``paths``: absolute, by keys of the
+    configuration; the other parts write to these."""
 
     def __init__(self, engine):
         super().__init__(engine)
