@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.pipe import PipelineModule
 from harness import on_ranks
 from logs import logged
 from models import Parts
@@ -175,6 +176,31 @@ def test_each_sample_comes_once_in_an_epoch_whose_batches_change(rank, world):
     assert other.batch_size == 8  # a size of its own stays
     refused(ValueError, "whole number >= 1", engine.set_train_micro_batch_size, 0)
     assert engine.train_micro_batch_size_per_gpu() == loader.batch_size == 5
+
+
+@on_ranks(1, init=True)
+def test_a_pipeline_whose_sizes_change(rank, world):
+    rows = [(torch.full((4,), float(row)), torch.zeros(1)) for row in range(24)]
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    plain = torch.nn.Sequential(*copy.deepcopy(layers))
+    module = PipelineModule(layers, num_stages=1, loss_fn=lambda out, y: (out - y).square().mean())
+    made = settings(0, 2, 2, optimizer="SGD", rate=0.001, gradient_clipping=0.0)
+    engine = engine_of(module, made, training_data=rows)
+    order = list(engine.training_dataloader.data_sampler)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.001)
+    sizes = [(2, 2, lambda: None), (2, 3, lambda: engine.set_train_batch_size(6))]
+    sizes += [(3, 3, lambda: engine.set_train_micro_batch_size(3))]
+    for micro, accumulate, change in sizes:
+        change()
+        engine.train_batch()
+        sgd.zero_grad()
+        for _ in range(accumulate):
+            ids, order = order[:micro], order[micro:]
+            (plain(torch.stack([rows[row][0] for row in ids])).square().mean() / accumulate).backward()
+        sgd.step()
+        assert engine.global_samples == 24 - len(order)
+        for value, param in zip(weights(engine).values(), plain.parameters()):
+            torch.testing.assert_close(value, param.detach())
 
 
 @on_ranks(1, init=True)
