@@ -65,3 +65,18 @@ def test_only_an_operator_that_is_missing_has_no_rate(missing, tmp_path, monkeyp
     else:  # and nothing is kept
         refused(RuntimeError, "size mismatch", attention_here, device, torch.float32)
         assert [file.read_text() for file in folder.iterdir()] == [""]
+
+
+@pytest.mark.parametrize("foreign", ["owner", "mode"])
+@pytest.mark.parametrize("below", ["deepspeed", "deepspeed/rates"])
+def test_a_folder_that_others_may_write_is_not_used(foreign, below, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "deepspeed" / "rates").mkdir(parents=True)
+    assert peak.measured_once("products", "one", lambda: 7.0) == 7.0 == peak.measured_once("products", "one", None)
+    if foreign == "mode":
+        (tmp_path / below).chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(tmp_path / below, 12345, -1)
+    else:
+        pytest.skip("only root makes folders of another user")
+    assert peak.measured_once("products", "one", lambda: 9.0) == 9.0
