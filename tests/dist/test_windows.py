@@ -171,6 +171,17 @@ def test_each_sample_comes_once_in_an_epoch_whose_batches_change(rank, world):
         engine.set_train_micro_batch_size(sizes[len(seen) % 4])
     assert sorted(seen) == list(range(24)) and loader.batch_size == engine.train_micro_batch_size_per_gpu()
     assert sorted(row for batch in loader for row in batch.tolist()) == list(range(24))
+    stream = Stream()
+    in_order, seen = engine.deepspeed_io(stream), []
+    for batch in in_order:
+        seen += batch.tolist()
+        engine.set_train_micro_batch_size(sizes[len(seen) % 4])
+        if len(seen) > 9:
+            break
+    again = engine.deepspeed_io(stream, batch_size=5)
+    again.load_state_dict(in_order.state_dict())
+    assert seen + sum((batch.tolist() for batch in again), []) == list(range(24))
+    engine.set_train_micro_batch_size(2)
     other = engine.deepspeed_io(list(range(8)), batch_size=8)
     engine.set_train_micro_batch_size(5)
     assert other.batch_size == 8  # a size of its own stays
@@ -217,6 +228,11 @@ def test_throughput_has_the_samples_of_each_step(rank, world):
     assert per_step == pytest.approx([2, 2, 2, 16])
     tokens = [row["tokens_per_sec"] * row["wall"] for row in engine.step_log()]
     assert tokens == pytest.approx([2 * TOKENS] * 3 + [16 * TOKENS])
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(24))
 
 
 class Slow(Rows):

@@ -103,7 +103,9 @@ class ResumableDataLoader:
         """Makes torch's loader, which reads batches of ``batch_size`` samples."""
         if self.data_sampler is None:
             sizes = {"batch_size": self.batch_size, "drop_last": self.drop_last}
-            self.dataloader = DataLoader(self.dataset, **sizes, **self._options)
+            self._behind = None if self.num_local_io_workers else _Behind(self.dataset)
+            source = self.dataset if self._behind is None else self._behind
+            self.dataloader = DataLoader(source, **sizes, **self._options)
         elif self.curriculum is not None:
             self.dataloader = DataLoader(self.dataset, batch_sampler=self.curriculum, **self._options)
         else:
@@ -188,8 +190,10 @@ class ResumableDataLoader:
         if self._seeds is not None:
             self._seeds.start(f"{told} {self._start}", self.batches)
         if self.data_sampler is None:
-            batches = end_with(iter(self.dataloader))
             again = 0 if self._data_has_state() else self.batches
+            if self._behind is not None:
+                self._behind.start = 0 if self._data_has_state() else self._start
+            batches = end_with(iter(self.dataloader))
             if again:
                 logger.info("The data set can only be read in order: %d batches are read again to resume.", again)
             for _ in itertools.islice(batches, again):
@@ -242,7 +246,7 @@ class ResumableDataLoader:
             if known != (batch_size, accumulation_steps):
                 self._batches_now, self.batch_size = None, batch_size
         elif batch_size != self.batch_size:
-            done = self._start + self.batches * self.batch_size * self.world_size
+            done = self._start + self.batches * self.batch_size * self._sharing()
             in_loop, self._batches_now, self.batch_size = self._batches_now is not None, None, batch_size
             self._make_loader()
             if in_loop or done:
@@ -335,18 +339,21 @@ class ResumableDataLoader:
             self._end_epoch()
             return
         batch_size = state.get("batch_size", self.batch_size)
-        world_size = state.get("world_size", self.world_size) if self.data_sampler is not None else self.world_size
+        sharing = state.get("world_size", self.world_size) if self.data_sampler is not None else 1
         # A sampler of whole batches deals them for whole steps, and a step may have other batches now.
-        if (batch_size, world_size) != (self.batch_size, self.world_size) or hasattr(self.data_sampler, "start_at"):
-            self._deal_anew(self._start + self.batches * batch_size * world_size)
+        if (batch_size, sharing) != (self.batch_size, self._sharing()) or hasattr(self.data_sampler, "start_at"):
+            self._deal_anew(self._start + self.batches * batch_size * sharing)
 
     def _deal_anew(self, samples):
-        """Continues after ``samples`` of this epoch, counted over all ranks."""
+        """Continues after ``samples`` of this epoch, counted over all ranks; of an IterableDataset over this one."""
         if hasattr(self.data_sampler, "share_after"):
             self._start, self.batches = samples, 0
             self.data_sampler.set_epoch(self.epoch)
             return
-        at_once = self.batch_size * self.world_size
+        if self.data_sampler is None and self._behind is not None:
+            self._start, self.batches = samples, 0
+            return
+        at_once = self.batch_size * self._sharing()
         self.batches = samples // at_once
         if samples % at_once:
             logger.warning(
@@ -354,6 +361,10 @@ class ResumableDataLoader:
                 f"which does not divide that number: {samples % at_once} samples are used again"
             )
 
+
+    def _sharing(self):
+        """The number of ranks that share the samples that positions count: an IterableDataset shares itself out."""
+        return 1 if self.data_sampler is None else self.world_size
 
     def _end_epoch(self):
         """The loop that follows has no batch, as at the end of an epoch, and the one after it is the next epoch."""
@@ -386,6 +397,19 @@ class ShareSampler(DistributedSampler):
             lacking = -len(left) % self.num_replicas
             left = torch.cat([left, *[order] * (lacking // len(order)), order[: lacking % len(order)]])
         return iter(left[self.rank :: self.num_replicas].tolist())
+
+
+class _Behind(IterableDataset):
+    """The samples of an IterableDataset behind the first ``start`` ones."""
+
+    def __init__(self, dataset):
+        self.dataset, self.start = dataset, 0
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __iter__(self):
+        return itertools.islice(iter(self.dataset), self.start, None)
 
 
 class _BatchIndices:
