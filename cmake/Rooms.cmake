@@ -4,10 +4,11 @@
 #   ds_room(kernels USES base)                  csrc/kernels/**/*.cpp
 #   ds_room(zero USES base plan ... LIBS ds_torch UNITY 6)   compiled six files at a time
 #
-# UNITY: what costs time in these rooms is reading the headers of torch, pybind11 and nlohmann-json, so that many files are
-# compiled as one, and the headers read once for all. It halves the time of a whole build; a change of one file compiles
-# its neighbours again, so who works on one for long may set DS_UNITY=0 (environment of `make`), as `make lint` does.
-# Names in anonymous namespaces must differ within a room.
+# UNITY: reading the headers of torch, pybind11 and nlohmann-json takes most of the time in these rooms, so several files are
+# compiled as one, and the headers are read once for all of them. Rooms that see torch share its precompiled headers, too
+# (ds_precompile). A change of one file compiles its neighbours again: to work on one for long, set DS_UNITY=0 (environment of
+# `make`), as `make lint` does; then nothing is precompiled, so that a file names what it includes. Names in anonymous
+# namespaces must differ within a room.
 #
 # Headers are included as "<room>/<header>.h". Every source in the folder belongs to the room: no list to edit.
 #
@@ -35,6 +36,23 @@ function(ds_unity name batch sources out)
   set(${out} ${made} PARENT_SCOPE)
 endfunction()
 
+# Most of the time that a file of a room with torch takes to compile goes into the headers of torch. They are compiled once,
+# in `owner`, a library that is made by the first call, and `target` reads the result. `headers`: further ones. Targets of one
+# owner are compiled with the same flags.
+function(ds_precompile target owner headers)
+  if(NOT TARGET ${owner})
+    file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/${owner}.cpp CONTENT "" @ONLY)
+    add_library(${owner} OBJECT ${CMAKE_BINARY_DIR}/${owner}.cpp)
+    target_link_libraries(${owner} PRIVATE ds_torch)
+    target_precompile_headers(${owner} PRIVATE <algorithm> <condition_variable> <functional> <map> <memory> <mutex>
+      <optional> <string> <thread> <unordered_map> <variant> <vector> <ATen/Functions.h> <ATen/TensorOperators.h>
+      <c10/core/Event.h> <c10/core/impl/VirtualGuardImpl.h> <torch/csrc/distributed/c10d/ProcessGroup.hpp> ${headers})
+    target_compile_options(${owner} PRIVATE -fpch-preprocess)  # ccache asks for it
+  endif()
+  target_precompile_headers(${target} REUSE_FROM ${owner})
+  target_compile_options(${target} PRIVATE -fpch-preprocess)
+endfunction()
+
 function(ds_room name)
   cmake_parse_arguments(ROOM "" "UNITY" "USES;LIBS" ${ARGN})
   set(root ${DS_ROOMS}/${name})
@@ -53,6 +71,10 @@ function(ds_room name)
     target_include_directories(ds_${name} PRIVATE ${DS_ROOMS}/${used})
   endforeach()
   target_link_libraries(ds_${name} PRIVATE ${ROOM_LIBS})
+  if("ds_torch" IN_LIST ROOM_LIBS AND DS_UNITY)
+    ds_precompile(ds_${name} room_precompiled "")
+    set_target_properties(room_precompiled PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  endif()
   set_property(GLOBAL PROPERTY ds_uses_${name} ${name} ${ROOM_USES})
   set_property(GLOBAL PROPERTY ds_libs_${name} ${ROOM_LIBS})
 endfunction()
@@ -93,21 +115,6 @@ function(ds_test_parts name target)
   endforeach()
 endfunction()
 
-# Most of the time that a test of a room with torch takes to compile goes into the headers of torch and GoogleTest. They
-# are compiled once, into a precompiled header that these tests share (DS_UNITY=0: none, so that a test names what it includes).
-function(ds_use_precompiled target)
-  if(NOT TARGET test_precompiled)
-    file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/precompiled.cpp CONTENT "" @ONLY)
-    add_library(test_precompiled OBJECT ${CMAKE_BINARY_DIR}/precompiled.cpp)
-    target_link_libraries(test_precompiled PRIVATE ds_torch GTest::gtest)
-    target_precompile_headers(test_precompiled PRIVATE <gtest/gtest.h> <ATen/Functions.h> <ATen/TensorOperators.h>
-      <torch/csrc/distributed/c10d/ProcessGroup.hpp>)
-    target_compile_options(test_precompiled PRIVATE -fpch-preprocess)  # ccache asks for it
-  endif()
-  target_precompile_headers(${target} REUSE_FROM test_precompiled)
-  target_compile_options(${target} PRIVATE -fpch-preprocess)
-endfunction()
-
 # tests/cpp/<room>/*.cpp -> test_<room> (GoogleTest; each case a ctest entry, or DS_TEST_PARTS entries where torch is linked:
 # loading it takes longer than most cases);
 # benchmarks/cpp/<room>/*.cpp -> bench_<room> (Google Benchmark).
@@ -136,7 +143,7 @@ function(ds_room_executables name)
       BUILD_RPATH "${DS_LIB_DIR};${TORCH_ROOT}/lib" SKIP_BUILD_RPATH OFF)
     if(kind STREQUAL test)
       if("ds_torch" IN_LIST libs AND DS_UNITY)
-        ds_use_precompiled(${target})
+        ds_precompile(${target} test_precompiled <gtest/gtest.h>)
       endif()
       if("ds_torch" IN_LIST libs)
         ds_test_parts(${name} ${target})

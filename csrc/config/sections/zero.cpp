@@ -176,6 +176,11 @@ Field zero_section(std::string name, std::string doc) {
               .fallback_to(nullptr)
               .deprecated_for("offload_param")
               .forwards_true_as("device", "cpu"),
+          boolean("cpu_offload_params", false, "Older name.")
+              .or_null()
+              .fallback_to(nullptr)
+              .deprecated_for("offload_param")
+              .forwards_true_as("device", "cpu"),
           boolean("cpu_offload_use_pin_memory", false, "Old name; its value is not carried over.")
               .or_null()
               .fallback_to(nullptr)
