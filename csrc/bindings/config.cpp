@@ -165,6 +165,7 @@ DS_BINDINGS(m) {
       .def("non_default",
            [](const PyConfig& self) { return config::non_default(self.config, config::schema(self.root)); });
 
+  c.attr("LEFT_TO_TRAINER") = config::kLeftToTrainer;
   c.def("resolve_dict", &resolve_dict, "given"_a, "source"_a = "config", "root"_a = "training", "strict"_a = false,
         "sections_only"_a = false, "other_names"_a = py::dict(), "environment"_a = Variables());
   c.def("resolve_text", &resolve_text, "text"_a, "source"_a, "root"_a = "training", "strict"_a = false,

@@ -266,7 +266,7 @@ class Resolver {
         return warn("ignored_key", here, config_.where(here) + " is ignored: " + old->second + ".");
     }
     const std::string near = nearest(key, names_of(at.fields));
-    const bool slip = !near.empty() && is_slip(key, near);
+    const bool slip = !near.empty() && is_slip(key, near) && !(top && contains(schema_.own_words, key));
     std::string suggestion = near.empty() ? "" : "Did you mean \"" + near + "\"?";
     if (!slip) {
       std::vector<std::string> homes;

@@ -27,7 +27,7 @@ DS_CONFIG_CHAPTER(40, kTraining, "Precision") {
                       integer("loss_scale_window", 1000, "Steps without overflow before the scale doubles."),
                       integer("hysteresis", 2, "Overflows before the scale halves.").at_least(1),
                       boolean("consecutive_hysteresis", false, "Only overflows in a row use the hysteresis up."),
-                      number("min_loss_scale", 1, "The dynamic scale never falls below."),
+                      integer("min_loss_scale", 1, "The dynamic scale never falls below.").also(kFloat),
                       boolean("fp16_master_weights_and_grads", false, "Keep master weights and gradients in fp16 too.")
                           .not_built("fp16 master weights"),
                   })

@@ -27,6 +27,8 @@ DS_CONFIG_CHAPTER(30, kTraining, "Training step and messages") {
     if (j.integer("vocabulary_size") % 8 != 0) j.warn({"vocabulary_size"}, "a multiple of 8 uses tensor cores better.");
   });
   c.private_key("msamp");  // accelerate writes its own MS-AMP settings here
+  // Words of scripts that keep their own settings in this file, one letter away from a key of ours.
+  for (const char* word : {"map", "mode", "monitor", "timer"}) c.own_word(word);
 }
 
 }  // namespace ds::config

@@ -115,6 +115,10 @@ std::vector<Field> stage_3_fields() {
       size("stage3_prefetch_bucket_size", 50000000, "Elements fetched ahead.").alias("prefetch_bucket_size"),
       size("stage3_param_persistence_threshold", 100000, "Parameters with fewer elements stay gathered.")
           .alias("param_persistence_threshold"),
+      integer("stage3_param_persitance_threshold", nullptr, "A misspelling in old configurations.")
+          .at_least(0)
+          .deprecated_for("stage3_param_persistence_threshold")
+          .forwards(),
       size("stage3_model_persistence_threshold", kNoLimit, "Elements that may stay gathered in all.")
           .alias("model_persistence_threshold"),
       size("stage3_max_live_parameters", 1000000000, "Elements that may be gathered at one time.")
@@ -229,6 +233,7 @@ Field zero_section(std::string name, std::string doc) {
       leaf_module(),
   };
   append(out.fields, rest);
+  out.ignores_old("grad_hooks", "gradients are reduced from hooks of autograd at every stage");
   return out;
 }
 
