@@ -8,6 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "comm/c10d_compat.h"
+
 namespace ds::zero {
 
 class AccumulatorHooks {
@@ -29,7 +31,7 @@ class AccumulatorHooks {
 
  private:
   struct Hooked {
-    std::shared_ptr<torch::autograd::Node> accumulator;
+    comm::compat::NodePtr accumulator;
     uintptr_t fired = 0;
     const torch::autograd::FunctionPreHook* released = nullptr;
   };

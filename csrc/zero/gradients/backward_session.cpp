@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/c10d_compat.h"
 
 namespace ds::zero {
 
@@ -32,7 +33,7 @@ class GraphHook : public torch::autograd::Node {
 
 // Later uses of `tensor` lead to the hook, and from there to the node that computed `source`.
 void add_graph_hook(const at::Tensor& tensor, const at::Tensor& source, GraphHook::Passed passed) {
-  auto hook = std::make_shared<GraphHook>(std::move(passed));
+  auto hook = comm::compat::make_node<GraphHook>(std::move(passed));
   hook->set_next_edges({torch::autograd::impl::gradient_edge(source)});
   hook->add_input_metadata(tensor);
   torch::autograd::impl::set_gradient_edge(tensor, {std::move(hook), 0});

@@ -126,8 +126,8 @@ def configure(
 
 def configure_from(config, mpu=None):
     """``configure`` for an engine: does nothing if the section of the DeepSpeedConfig ``config`` sets nothing, so
-    that settings of a script stay. Without the keys that its buffers need, contiguous_memory_optimization is left out with a
-    warning: scripts that call ``configure`` themselves hear of it as an error there."""
+    that settings of a script stay. Without the keys that its buffers need, contiguous_memory_optimization is left out
+    with a warning: scripts that call ``configure`` themselves hear of it as an error there."""
     section = config.activation_checkpointing_config
     if not any(section[key] not in (None, False) for key, _ in _KEYS.values()):
         return
@@ -135,8 +135,8 @@ def configure_from(config, mpu=None):
     missing = [key for key in ("partition_activations", "number_checkpoints") if contiguous and not section[key]]
     if missing:
         logger.warning(
-            f"activation_checkpointing.contiguous_memory_optimization is left out, because it needs {' and '.join(missing)} "
-            f"as well."
+            f"activation_checkpointing.contiguous_memory_optimization is left out, because it needs "
+            f"{' and '.join(missing)} as well."
         )
     configure(mpu, deepspeed_config=config, contiguous_checkpointing=contiguous and not missing)
 

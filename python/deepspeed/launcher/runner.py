@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 
+from deepspeed.host.command_line import program
 from deepspeed.launcher.arguments import check, parse_args
 from deepspeed.launcher.environment import ENVIRONMENT_FILE, EXPORT_PREFIXES, missing_environment_file
 from deepspeed.launcher.errors import LaunchError
@@ -130,13 +131,7 @@ def main(args=None):
     paragraph on stderr and exit code 1 (2 for an option that does not exist)."""
     if args is not None:
         return run(args)
-    try:
-        return run(sys.argv[1:])
-    except (LaunchError, ValueError, NotImplementedError, OSError) as error:
-        print(f"deepspeed: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # before the first process was started
-        return 130
+    return program("deepspeed: error")(lambda _: run(sys.argv[1:]))()
 
 
 if __name__ == "__main__":
