@@ -218,7 +218,17 @@ double known_copy_rate(const std::string& folder, c10::Device device, int thread
       .first;
 }
 
-std::string rates_folder() {
+namespace {
+
+// Whether other users may have written there: then what is kept there is not used.
+bool foreign(const std::string& folder) {
+  struct stat found {};
+  if (::stat(folder.c_str(), &found) != 0) return false;  // this process makes it
+  const bool own = found.st_uid == ::geteuid() || found.st_uid == 0;
+  return !own || ((found.st_mode & S_IWOTH) != 0 && (found.st_mode & S_ISVTX) == 0);
+}
+
+std::string named_folder() {
   if (const char* cache = ::getenv("XDG_CACHE_HOME"); cache != nullptr && *cache == '/')
     return std::string(cache) + "/deepspeed/rates";
   const char* named = ::getenv("HOME");
@@ -230,6 +240,13 @@ std::string rates_folder() {
       home = found->pw_dir;
   }
   return home.size() > 1 && home[0] == '/' ? home + "/.cache/deepspeed/rates" : "";
+}
+
+}  // namespace
+
+std::string rates_folder() {
+  const std::string folder = named_folder();
+  return folder.empty() || foreign(folder.substr(0, folder.rfind('/'))) || foreign(folder) ? "" : folder;
 }
 
 }  // namespace ds::storage

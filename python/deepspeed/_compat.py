@@ -13,12 +13,6 @@ from torch.cuda import amp as cuda_amp  # two decorators, of every device on tor
 TORCH2 = int(torch.__version__.split(".")[0]) >= 2
 # The C++ standard of torch's headers.
 CXX_STANDARD = 20 if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 14) else 17
-_HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(torch.load).parameters
-
-
-def load(path, map_location=None):
-    """``torch.load`` of a file that may hold any Python object, on both."""
-    return torch.load(path, map_location=map_location, **({"weights_only": False} if _HAS_WEIGHTS_ONLY else {}))
 
 
 def named_parameters(module):

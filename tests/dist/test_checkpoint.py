@@ -1,5 +1,7 @@
 """Saving and resuming: the run goes on bit by bit, the files have the names and keys others read."""
 
+import copy
+import json
 import os
 import random
 
@@ -218,18 +220,22 @@ def test_another_world_size(tmp_path):
 @on_ranks(1)
 def test_a_loaded_client_state_may_be_saved_again(rank, world, folder):
     engine = trained(make_engine(world, {}), 1)
-    engine.save_checkpoint(folder, tag="first", client_state={"note": "kept", "global_samples": 77})
-    _, state = engine.load_checkpoint(folder, tag="first")
-    assert state["global_samples"] == 77  # the caller's word goes first ...
-    engine.save_checkpoint(folder, tag="plain", client_state={"note": "kept"})
+    own = [("global_samples", 77), ("global_steps", 0), ("module", "resnet"), ("lr_scheduler", {}), ("optimizer", None)]
+    for key, value in own:
+        refused(KeyError, f"'{key}'.*Rename yours", engine.save_checkpoint, folder, client_state={key: value})
+    counters = {"note": "kept", "global_steps": engine.global_steps, "global_samples": engine.global_samples}
+    engine.save_checkpoint(folder, tag="plain", client_state=counters)
     _, state = engine.load_checkpoint(folder, tag="plain")
     run(engine, repeat(engine), 2)
     state["note"] = "new"
-    engine.save_checkpoint(folder, tag="second", client_state=state)
-    _, again = engine.load_checkpoint(folder, tag="second")
-    assert again["note"] == "new"
-    # ... but old values of the engine's do not replace new ones
-    assert again["global_samples"] == engine.global_samples == 77 + 16
+    steps, samples = engine.global_steps, engine.global_samples
+    plain = {key: value for key, value in state.items() if isinstance(value, (int, float, str, dict))}
+    copies = state, copy.deepcopy(state), json.loads(json.dumps(plain, default=str)), {**state, "global_samples": 1}
+    for number, given in enumerate(copies):
+        engine.save_checkpoint(folder, tag=f"again{number}", client_state=given)
+        _, again = engine.load_checkpoint(folder, tag=f"again{number}")
+        assert again["note"] == "new" and again["global_samples"] == samples  # old values do not replace new ones
+        assert (engine.global_steps, engine.global_samples) == (steps, samples) and samples > 0
 
 
 def body_tags(rank, world, folder, mode):

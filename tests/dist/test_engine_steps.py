@@ -118,6 +118,22 @@ def test_schedules_get_the_argument_that_their_step_wants(rank, world, stage, ac
     assert found["told"][-1] < LR
 
 
+class ByEpoch(Increments):
+    def step(self, epoch):
+        super().step(epoch)
+
+
+@on_ranks(1)
+def test_a_schedule_that_counts_epochs_is_refused(rank, world):
+    engine = start(0, sgd, ByEpoch)
+    before = weights(engine)
+    engine.backward(engine(inputs(0, rank)))
+    refused(TypeError, "needs `epoch`, and an engine can give a schedule only `increment`", engine.step)
+    assert engine.get_lr() == [LR] and all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
+    engine.step(lr_kwargs={"epoch": 3})
+    assert engine.get_lr() == [pytest.approx(LR / 4)] and engine.global_steps == 1
+
+
 @on_ranks(2)
 def test_a_step_that_does_not_fit_the_schedule_moves_nothing(rank, world):
     engine = start(0, sgd, plateau)

@@ -133,7 +133,10 @@ def test_bad_input(rank, world):
     refused(error, "schedule_config.total_curriculum_step is missing", engine, schedule_config={})
     refused(error, "curriculum_type is missing", engine, curriculum_type=None)
     coarse = {"total_curriculum_step": 400, "difficulty_step": 8}
-    refused(error, "sequences of 0 tokens at step 1. Raise min_difficulty", engine, schedule_config=coarse)
+    one = engine(schedule_config=coarse)
+    assert one.curriculum_scheduler_legacy.get_difficulty(1) == one.curriculum_params_legacy()["min_difficulty"]
+    none = {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [0, 12], "max_step": [4]}}
+    refused(error, "sequences of 0 tokens at step 1. Raise min_difficulty", engine, **none)
     refused(error, r"truncate.input_ids is 'one'", engine, truncate={"input_ids": "one"})
     one = engine(schedule_type="custom", schedule_config={})
     refused(RuntimeError, "no function gives the difficulty", train_step, one, 0, rank)

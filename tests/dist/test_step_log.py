@@ -102,7 +102,7 @@ def test_a_pipeline(rank, world):
     assert [step for step, *_ in told] == ["2", "4"]
     for _, seconds, samples in told:
         assert float(seconds) * float(samples) == pytest.approx(engine.train_batch_size(), rel=0.3)
-    assert {"fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"} <= set(engine.get_wall_clock_timers().timers)
+    assert {"fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"} <= set(engine.get_wall_clock_timers())
     assert len(rows) == 4 and rows[-1]["loss"] == pytest.approx(losses[-1].item())
     assert all(row["phases"][name] > 0 for row in rows for name in ("data", "forward", "backward", "communication"))
     engine.destroy()
@@ -287,7 +287,7 @@ def test_the_parts_of_a_backward(rank, world):
     engine = engine_of(two_layers(), settings(2, wall_clock_breakdown=True))
     late = 6 * DELAY  # more than a busy machine adds
     engine.module[0].weight.register_hook(lambda grad: time.sleep(late * rank))
-    log = engine.get_wall_clock_timers()
+    log = engine.progress.timers
     kept = []
     log.log = lambda names, **more: kept.append({name: log(name).elapsed() for name in names})
     train_steps(engine, lambda *_: engine(torch.ones(2, 6)).square().sum(), 2)

@@ -167,9 +167,14 @@ at::Tensor BackwardSession::hook_input(const at::Tensor& input) {
 void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs) {
   if (user_backward_) abort_together();  // it raised half-way: its callback never ran
   const std::weak_ptr<BackwardSession> weak = self_();
-  const auto entered = [weak](const at::Tensor& grad) -> at::Tensor {
+  const auto entered = [weak, forward = forwards_](const at::Tensor& grad) -> at::Tensor {
     const auto session = weak.lock();
-    if (!session || session->own_backward_) return grad;
+    if (!session) return grad;
+    {
+      const std::lock_guard<std::mutex> lock(session->reached_mutex_);
+      session->reached_.insert(forward);
+    }
+    if (session->own_backward_) return grad;
     if (!session->user_backward_) {
       session->user_backward_ = session->had_user_backward_ = true;
       session->store_.storage()->clock()->enter(Phase::kBackward);

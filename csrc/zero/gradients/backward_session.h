@@ -4,6 +4,9 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "zero/gradients/accumulator_hooks.h"
@@ -49,11 +52,20 @@ class BackwardSession {
   }
   // The gradients of the next backward that come from outside have been multiplied by it. Until the next forward.
   void set_outer_factor(double factor) { outer_factor_ = factor; }
-  void forwarded(const std::vector<at::Tensor>& outputs, bool reduce, double factor) {
+  // Returns the number of this forward; the first one has number 1.
+  int64_t forwarded(const std::vector<at::Tensor>& outputs, bool reduce, double factor) {
     register_hooks();
     outer_factor_ = 1.0;
     plan(reduce, factor);
+    ++forwards_;
     hook_outputs(outputs);
+    return forwards_;
+  }
+  // Numbers of the forwards whose outputs a backward has reached since this was called last, in order.
+  std::vector<int64_t> take_reached() {
+    const std::lock_guard<std::mutex> lock(reached_mutex_);
+    const std::set<int64_t> taken = std::exchange(reached_, {});
+    return {taken.begin(), taken.end()};
   }
 
   void finish();  // before a step: what backwards have left is reduced
@@ -79,6 +91,9 @@ class BackwardSession {
   const std::function<std::weak_ptr<BackwardSession>()> self_;
   std::vector<int64_t> hooked_;     // of each parameter its number among the hooks, or -1
   bool had_user_backward_ = false;  // since the last step or join
+  int64_t forwards_ = 0;
+  std::mutex reached_mutex_;  // hooks may come from one thread per device
+  std::set<int64_t> reached_;  // numbers of forwards, see take_reached
   bool own_backward_ = false;       // begin was called by our caller
   at::Tensor root_;                 // that backward ends by itself; with a hook
   unsigned root_hook_ = 0;

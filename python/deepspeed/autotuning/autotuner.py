@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 from deepspeed.autotuning.model_facts import ModelFacts
@@ -71,8 +72,7 @@ class Autotuner(ModelFacts):
                 for entry in os.scandir(folder) if self.section["overwrite"] else ():
                     if os.path.exists(os.path.join(entry.path, "exp.json")):
                         shutil.rmtree(entry.path)
-                write_text(os.path.join(folder, "written"), "")
-                os.unlink(os.path.join(folder, "written"))
+                tempfile.TemporaryFile(dir=folder).close()
             except OSError as error:
                 raise ValueError(f"autotuning.{key}: {error}. Name a folder that can be written to.") from None
 

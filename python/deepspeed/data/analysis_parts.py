@@ -74,6 +74,22 @@ def numbers_in(path, dtype):
     return numpy.memmap(path, dtype, "r") if os.path.getsize(path) else numpy.empty(0, dtype)
 
 
+def exact_sum(arrays):
+    """The sum of arrays of whole numbers. Its type is that of the arrays, or a wider one where a sum does not fit into
+    it. OverflowError where no type holds it."""
+    kind = numpy.result_type(*arrays)
+    widest = numpy.uint64 if kind.kind == "u" else numpy.int64
+    total = numpy.zeros(numpy.shape(arrays[0]), widest)
+    for one in arrays:
+        before, total = total, total + numpy.asarray(one, widest)
+        if ((total < before) != (numpy.asarray(one) < 0)).any():
+            raise OverflowError("a metric whose values are accumulated has a sum that does not fit into 64 bits")
+    low, high = (int(end(initial=0)) for end in (total.min, total.max))
+    if not (numpy.iinfo(kind).min <= low and high <= numpy.iinfo(kind).max):
+        kind = find_fit_int_dtype(low if widest is numpy.uint64 else min(low, -1), high)
+    return total.astype(kind)
+
+
 def write_documents(path, dtype, blocks):
     """Writes an indexed data set. ``blocks``: pairs ``(values, sizes of their documents)``."""
     with MMapIndexedDatasetBuilder(data_file_path(path), dtype) as builder:

@@ -129,7 +129,7 @@ class AnalysisReduce:
     def _merge_sums(folder, name, num_workers, num_threads):
         paths = [parts.metric_file(part, name, "metric_value") for part in _folders(folder, num_workers, num_threads)]
         found = [one[0] for one in map(IndexedDataset, paths) if len(one)]
-        total = numpy.sum(found, axis=0, dtype=found[0].dtype) if found else numpy.empty(0, numpy.int64)
+        total = parts.exact_sum(found) if found else numpy.empty(0, numpy.int64)
         parts.write_documents(parts.metric_file(folder, name, "metric_value"), total.dtype, [(total, [len(total)])])
 
     def _merge_values(self, samples, folder, name, num_workers, num_threads, num_threads_reduce):

@@ -127,7 +127,7 @@ class DataAnalyzer(AnalysisReduce):
             values = _whole_numbers(function(data), dtype, result["metric_name"])
             if kind == ACCUMULATED:
                 before = result["metric_value"]
-                result["metric_value"] = values if before is None else before + values
+                result["metric_value"] = values if before is None else parts.exact_sum([before, values])
                 continue
             values = values.reshape(-1)
             result["values"].append(values)
@@ -151,7 +151,8 @@ class DataAnalyzer(AnalysisReduce):
             if kind == ACCUMULATED:
                 found = result["metric_value"]
                 blocks = [] if found is None else [(found.reshape(-1), [found.size])]
-                parts.write_documents(parts.metric_file(folder, name, "metric_value"), dtype, blocks)
+                kind = dtype if found is None else found.dtype
+                parts.write_documents(parts.metric_file(folder, name, "metric_value"), kind, blocks)
                 continue
             result["values"].close()
             result["numbers"].close()

@@ -20,8 +20,8 @@ class CurriculumScheduler:
     ``schedule_config``. The types are
 
     - ``fixed_linear``, ``fixed_root``: (step / total_curriculum_step) ^ (1 / root_degree) of the way from minimum to
-      maximum (linear: degree 1), rounded down to a whole number and to a multiple of ``difficulty_step``, and at most
-      the maximum.
+      maximum (linear: degree 1), rounded down to a whole number and to a multiple of ``difficulty_step``, but not below
+      the minimum, and at most the maximum.
     - ``fixed_discrete``: ``difficulty[i]`` up to and including step ``max_step[i]``, the last one from then on. The
       list is taken as it is; a warning says which of its difficulties are above the maximum, and which come after it.
     - ``custom``: the value of the function of ``set_custom_get_difficulty``.
@@ -86,7 +86,7 @@ class CurriculumScheduler:
         degree = settings["root_degree"] if kind == "fixed_root" else 1
         share = (float(global_steps) / settings["total_curriculum_step"]) ** (1.0 / degree)
         difficulty = math.floor(share * (high - low) + low)
-        return min(difficulty - difficulty % settings["difficulty_step"], high)
+        return min(max(difficulty - difficulty % settings["difficulty_step"], low), high)
 
     def update_difficulty(self, global_steps):
         """Sets the current difficulty to that of a step, and returns it. Once it has reached the maximum, it stays."""

@@ -7,7 +7,6 @@ is damaged or cut, opening raises ``DamagedIndex``, a ValueError with the file a
 import array
 import itertools
 import os
-import shutil
 
 import numpy
 import torch
@@ -29,6 +28,7 @@ dtypes = {
     8: numpy.uint64,
 }
 _MAGIC = b"MMIDIDX\0\0"
+_PIECE = 1 << 22  # bytes that are copied at once
 
 
 def code(dtype):
@@ -131,6 +131,16 @@ class IndexedDataset(Dataset):
         total = int(ends[-1]) // self._element.itemsize if len(self) else 0
         return numpy.frombuffer(self._values, self._element, total) if total else numpy.empty(0, self._element)
 
+    def extents(self):
+        """``(first byte, end)`` of each stretch of the file that has the values of documents, in their order. Documents
+        need not fill the file, and may lie in it in any order."""
+        if not len(self):
+            return []
+        ends = self._pointers + self._sizes.astype(numpy.int64) * self._element.itemsize
+        first = numpy.flatnonzero(numpy.append(True, ends[:-1] != self._pointers[1:]))
+        last = numpy.append(first[1:], len(self)) - 1
+        return list(zip(self._pointers[first].tolist(), ends[last].tolist()))
+
     def size(self, index):
         """The number of elements of a document."""
         return self._sizes[index]
@@ -222,7 +232,10 @@ class MMapIndexedDatasetBuilder:
             )
         before = len(self._sizes)
         with open(data_file_path(another_file), "rb") as values:
-            shutil.copyfileobj(values, self._file, 1 << 22)
+            for start, end in other.extents():
+                values.seek(start)
+                for at in range(start, end, _PIECE):
+                    self._file.write(values.read(min(_PIECE, end - at)))
         self._sizes.frombytes(other.sizes.astype(numpy.int32).tobytes())
         self._doc_idx.extend(before + entry for entry in itertools.islice(other.doc_idx.tolist(), 1, None))
 

@@ -8,12 +8,12 @@ import itertools
 import multiprocessing
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.data.loader_workers import end_with
+from deepspeed.data.loader_workers import SeededBatches, end_with
 from deepspeed.data.sampler import CurriculumSampler
 from deepspeed.log import logger
 
@@ -32,7 +32,7 @@ class ResumableDataLoader:
                  itself.
     batch_size:  samples per batch and rank (the micro-batch).
     pin_memory:  copy batches to pinned memory, unless the accelerator is the CPU.
-    tput_timer:  an object whose ``start()`` is called before every batch, or None.
+    tput_timer:  an object whose ``start()`` is called before every batch, unless it is ``started``; or None.
     collate_fn:  the ``collate_fn`` of torch.utils.data.DataLoader.
     num_local_io_workers: processes that prepare batches. None means 2. It means 0 for an ``IterableDataset``, because
                  each worker would yield every sample, and in a daemonic process, which may have no children.
@@ -80,33 +80,42 @@ class ResumableDataLoader:
         self.batches = 0  # batches handed out in this epoch, after its first `_start` samples
         self._start = 0  # samples of this epoch that were handed out before, to other ranks or in other batches
         self.seed = None  # of the random numbers in workers; None: torch's initial seed at the beginning of an epoch
+        self._epoch_seed = None  # the seed that this epoch began with
         # The random state from which this epoch's order was drawn, if the epoch does not give it.
         self._order_state = None
         self._batches_now = None  # the iterator of torch's loader; None before the first batch of a loop
         # A generator of its own: otherwise torch's loader draws a seed from the global one each time that it starts.
         self._generator = torch.Generator()
-        options = {
+        self._options = {
             "collate_fn": collate_fn,
             "num_workers": self.num_local_io_workers,
             "pin_memory": bool(pin_memory) and get_accelerator().device_name() != "cpu",
             "generator": self._generator,
         }
+        self._seeds = None  # of the workers that read a data set by its indices
+        if self.num_local_io_workers and self.data_sampler is not None:
+            self._seeds = SeededBatches(collate_fn or default_collate, self.num_local_io_workers)
+            self._options.update(collate_fn=self._seeds, worker_init_fn=self._seeds.begin)
+        self.check_sizes(batch_size, self.curriculum.accumulation_steps if self.curriculum is not None else 1)
+        self._make_loader()
+
+    def _make_loader(self):
+        """Makes torch's loader, which reads batches of ``batch_size`` samples."""
         if self.data_sampler is None:
-            self.dataloader = DataLoader(dataset, batch_size=batch_size, drop_last=self.drop_last, **options)
+            sizes = {"batch_size": self.batch_size, "drop_last": self.drop_last}
+            self.dataloader = DataLoader(self.dataset, **sizes, **self._options)
         elif self.curriculum is not None:
-            self.dataloader = DataLoader(dataset, batch_sampler=self.curriculum, **options)
+            self.dataloader = DataLoader(self.dataset, batch_sampler=self.curriculum, **self._options)
         else:
-            makes_batches = hasattr(self.data_sampler, "start_at")
             self._batch_indices = (
-                self.data_sampler if makes_batches else _BatchIndices(self.data_sampler, batch_size, self.drop_last)
+                self.data_sampler
+                if self._makes_batches()
+                else _BatchIndices(self.data_sampler, self.batch_size, self.drop_last)
             )
-            self.dataloader = DataLoader(dataset, batch_sampler=self._batch_indices, **options)
-            if self.drop_last and hasattr(self.data_sampler, "__len__") and len(self) == 0:
-                raise ValueError(
-                    f"the data loader would yield no batch: {len(dataset)} samples for {self.world_size} "
-                    f"data-parallel ranks are fewer than one batch of {batch_size} for each rank, and "
-                    "dataloader_drop_last drops them. Add samples, or set dataloader_drop_last to false."
-                )
+            self.dataloader = DataLoader(self.dataset, batch_sampler=self._batch_indices, **self._options)
+
+    def _makes_batches(self):
+        return hasattr(self.data_sampler, "start_at")
 
     def _make_sampler(self, data_sampler, curriculum):
         if curriculum and (data_sampler is not None or isinstance(self.dataset, IterableDataset)):
@@ -148,7 +157,7 @@ class ResumableDataLoader:
     def _next(self):
         if self._batches_now is None:
             self._begin()
-        if self.tput_timer is not None:
+        if self.tput_timer is not None and not getattr(self.tput_timer, "started", False):
             self.tput_timer.start()
         try:
             batch = next(self._batches_now)
@@ -166,14 +175,18 @@ class ResumableDataLoader:
     def _next_epoch(self):
         self.epoch += 1
         self.batches = self._start = 0
-        self._order_state = self._batches_now = None
+        self._order_state = self._batches_now = self._epoch_seed = None
 
     def _begin(self):
         """Opens this epoch at batch `self.batches`. It does not read the samples before, if the data set has
         indices."""
         # The generator from which torch draws the first worker's seed; the next workers have the next numbers.
-        told = f"{torch.initial_seed() if self.seed is None else self.seed} {self.rank} {self.epoch}"
+        if self._epoch_seed is None:
+            self._epoch_seed = torch.initial_seed() if self.seed is None else self.seed
+        told = f"{self._epoch_seed} {self.rank} {self.epoch}"
         self._generator.manual_seed(int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "little", signed=True))
+        if self._seeds is not None:
+            self._seeds.start(f"{told} {self._start}", self.batches)
         if self.data_sampler is None:
             batches = end_with(iter(self.dataloader))
             again = 0 if self._data_has_state() else self.batches
@@ -189,7 +202,7 @@ class ResumableDataLoader:
             return
         if hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(self.epoch)
-        if hasattr(self.data_sampler, "is_over"):
+        if hasattr(self.data_sampler, "share_after"):
             self.data_sampler.start = self._start
         if not self.batches:
             self._order_state = None if hasattr(self.data_sampler, "set_epoch") else _random_state(self.data_sampler)
@@ -201,12 +214,39 @@ class ResumableDataLoader:
         self.curriculum.set_custom_curriculum_learning_schedule(functions)
         self._batches_now = None  # what workers have prepared follows the schedule before
 
-    def set_accumulation_steps(self, steps):
-        """Sets the number of micro-batches of a step, because a curriculum counts steps. Workers prepare their batches
-        again."""
-        if self.curriculum is not None and steps != self.curriculum.accumulation_steps:
-            self.curriculum.accumulation_steps = steps
-            self._batches_now = None
+    def check_sizes(self, batch_size, accumulation_steps):
+        """ValueError where this loader cannot give batches of this size, or a step of so many batches."""
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"the data loader's batch_size must be a whole number >= 1, got {batch_size!r}.")
+        if self.curriculum is not None:
+            self.curriculum.check_sizes(batch_size, accumulation_steps)
+        elif batch_size != self.batch_size and self._makes_batches():
+            raise ValueError(
+                f"the data_sampler ({type(self.data_sampler).__name__}) makes whole batches, so their size cannot become "
+                f"{batch_size}: make a loader with another sampler"
+            )
+        elif self.data_sampler is not None and self.drop_last and hasattr(self.data_sampler, "__len__"):
+            if not self._makes_batches() and len(self.data_sampler) < batch_size:
+                raise ValueError(
+                    f"the data loader would yield no batch: {len(self.dataset)} samples for {self.world_size} "
+                    f"data-parallel ranks are fewer than one batch of {batch_size} for each rank, and "
+                    "dataloader_drop_last drops them. Add samples, or set dataloader_drop_last to false."
+                )
+
+    def set_sizes(self, batch_size, accumulation_steps):
+        """Sets the samples of a batch, and the batches of a step, because a curriculum counts steps. The next batch
+        begins with the sample behind the last one; workers prepare their batches again."""
+        if self.curriculum is not None:
+            known = self.curriculum.micro_batch_size, self.curriculum.accumulation_steps
+            self.curriculum.micro_batch_size, self.curriculum.accumulation_steps = batch_size, accumulation_steps
+            if known != (batch_size, accumulation_steps):
+                self._batches_now, self.batch_size = None, batch_size
+        elif batch_size != self.batch_size:
+            done = self._start + self.batches * self.batch_size * self.world_size
+            in_loop, self._batches_now, self.batch_size = self._batches_now is not None, None, batch_size
+            self._make_loader()
+            if in_loop or done:
+                self._deal_anew(done)
 
     @property
     def position(self):
@@ -217,7 +257,8 @@ class ResumableDataLoader:
         """The position: the epoch, and the number of batches handed out in it. Batches that workers have only prepared
         do not count.
 
-        ``start`` samples of the epoch were handed out before, on other numbers of ranks or in batches of other sizes.
+        ``seed`` is that of the random numbers of workers, and ``over`` says that the last batch of the epoch was handed
+        out. ``start`` samples of the epoch were handed out before, on other numbers of ranks or in batches of other sizes.
         ``sampler`` is the state of a ``CurriculumSampler``, and ``dataset`` that of a data set that has a state.
         """
         state = {
@@ -227,12 +268,22 @@ class ResumableDataLoader:
             "start": self._start,
             "batch_size": self.batch_size,
             "world_size": self.world_size,
+            "seed": self._epoch_seed,
+            "over": self._is_over(),
         }
         if self.curriculum is not None:
             state["sampler"] = self.curriculum.state_dict()
         if self._data_has_state():
             state["dataset"] = copy.deepcopy(self.dataset.state_dict())
         return state
+
+    def _is_over(self):
+        """Whether the last batch of this epoch was handed out. False where nobody knows the length of an epoch."""
+        if self.data_sampler is None or self.curriculum is not None or not hasattr(self.data_sampler, "__len__"):
+            return False
+        left = getattr(self.data_sampler, "share_after", lambda start: len(self.data_sampler))(self._start)
+        size = 1 if self._makes_batches() else self.batch_size
+        return self.batches >= (left // size if self.drop_last else -(-left // size))
 
     def _data_has_state(self):
         """Whether the position of the data set can be saved as its own state. If workers read it in its order, each
@@ -271,6 +322,7 @@ class ResumableDataLoader:
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["sampler"])
             self.epoch, self.batches = state.get("epoch", 0), state.get("batches", 0)
+            self._epoch_seed = state.get("seed")
             return
         missing = [key for key in ("epoch", "batches") if key not in state]
         if missing:
@@ -278,7 +330,10 @@ class ResumableDataLoader:
                 f"the saved position in the data has no {', '.join(missing)}: it was not saved by this loader."
             )
         self.epoch, self.batches, self._order_state = state["epoch"], state["batches"], state.get("order")
-        self._start = state.get("start", 0)
+        self._start, self._epoch_seed = state.get("start", 0), state.get("seed")
+        if state.get("over"):
+            self._end_epoch()
+            return
         batch_size = state.get("batch_size", self.batch_size)
         world_size = state.get("world_size", self.world_size) if self.data_sampler is not None else self.world_size
         # A sampler of whole batches deals them for whole steps, and a step may have other batches now.
@@ -287,11 +342,9 @@ class ResumableDataLoader:
 
     def _deal_anew(self, samples):
         """Continues after ``samples`` of this epoch, counted over all ranks."""
-        if hasattr(self.data_sampler, "is_over"):
+        if hasattr(self.data_sampler, "share_after"):
             self._start, self.batches = samples, 0
             self.data_sampler.set_epoch(self.epoch)
-            if self.data_sampler.is_over(samples):
-                self._next_epoch()
             return
         at_once = self.batch_size * self.world_size
         self.batches = samples // at_once
@@ -302,16 +355,25 @@ class ResumableDataLoader:
             )
 
 
+    def _end_epoch(self):
+        """The loop that follows has no batch, as at the end of an epoch, and the one after it is the next epoch."""
+        if hasattr(self.data_sampler, "share_after"):
+            self.data_sampler.set_epoch(self.epoch)
+            self._start, self.batches = 0, -(-self.data_sampler.share_after(0) // self.batch_size)
+        else:
+            self.batches = len(self._batch_indices)
+
+
 class ShareSampler(DistributedSampler):
     """A ``DistributedSampler`` that can begin in the middle of an epoch, after the first ``start`` samples of its order
     on any ranks. ``len`` is always that of a whole epoch."""
 
     start = 0
 
-    def is_over(self, done):
-        """Whether ``done`` samples are the whole epoch."""
-        whole = len(self.dataset) // self.num_replicas * self.num_replicas
-        return done >= (whole if self.drop_last else len(self.dataset))
+    def share_after(self, start):
+        """The number of samples of each rank after the first ``start`` ones of the order."""
+        left = max(0, len(self.dataset) - start)
+        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
 
     def __iter__(self):
         if not self.start:

@@ -12,10 +12,46 @@ no collate function, so the finalizer keeps nothing else alive.
 workers of its parent when it frees them ("can only test a child process"). They are marked as shut down there.
 """
 
+import hashlib
 import os
+import random
 import weakref
 
+import numpy
+import torch
+
 _iterators = weakref.WeakSet()
+
+
+class SeededBatches:
+    """The ``collate_fn`` of a loader with workers, whose ``worker_init_fn`` is ``begin``. The random numbers that a data
+    set draws for a batch depend on the seed and on the number of the batch alone, so a loader that goes on in the middle
+    of an epoch draws those of a loader that was never left. torch hands batches to the workers in turn."""
+
+    def __init__(self, collate_fn, workers):
+        self.collate_fn, self.workers = collate_fn, workers
+        self.seed, self.number = "", 0
+
+    def start(self, seed, number):
+        """In the program, before workers are made: ``number`` is that of their first batch."""
+        self.seed, self.number = seed, number
+
+    def begin(self, worker):
+        """In a worker, once."""
+        self.number += worker
+        self._draw_from_batch()
+
+    def __call__(self, samples):
+        batch = self.collate_fn(samples)
+        self.number += self.workers
+        self._draw_from_batch()
+        return batch
+
+    def _draw_from_batch(self):
+        digest = hashlib.sha256(f"{self.seed} {self.number}".encode()).digest()
+        random.seed(digest)
+        torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        numpy.random.seed(numpy.frombuffer(digest, numpy.uint32))
 
 
 def end_with(iterator):

@@ -62,10 +62,7 @@ class CurriculumSampler:
             if metric.get("clustering_type") != "single_cluster":
                 chosen[name] = (metric, self._metrics[name])
         self._chosen = chosen  # the metrics that choose samples
-        if samples < self.step_samples:
-            raise ValueError(
-                f"the data set has {samples} samples, and a step takes {self.step_samples}: lower train_batch_size"
-            )
+        self.check_sizes(micro_batch_size, accumulation_steps)
         self._clusters = None
         self._place, self._identity = (
             _Place(),
@@ -73,6 +70,12 @@ class CurriculumSampler:
         )  # the identity of the clusters to which the place belongs; None: any
         self._ahead = collections.deque()  # places after micro-batches that were given out
         self._find_clusters()
+
+    def check_sizes(self, micro_batch_size, accumulation_steps):
+        """ValueError where the data set has fewer samples than a step of these sizes takes."""
+        taken = micro_batch_size * accumulation_steps * self.world_size
+        if self.samples < taken:
+            raise ValueError(f"the data set has {self.samples} samples, and a step takes {taken}: lower train_batch_size")
 
     @property
     def step_samples(self):

@@ -120,10 +120,9 @@ class TokenBatches:
         """Iterations leave out ``skip`` batches from now on."""
         self._skip = skip
 
-    def is_over(self, done):
-        """Whether this epoch has no step left after ``done`` micro-batches."""
-        left = len(self.epoch_of(self.epoch).ends) - done
-        return left < (self.ranks * self.steps if self._drop_last else 1)
+    def share_after(self, start):
+        """The number of micro-batches of each rank in the whole steps after the first ``start`` ones of this epoch."""
+        return len(self._dealt(self.epoch, start)) // self.ranks
 
     def __len__(self):
         return len(self._dealt(self.epoch, 0)) // self.ranks

@@ -71,7 +71,6 @@ PATHS = {
 }
 # Of the engine itself.
 OWN_PATHS = {
-    "get_wall_clock_timers": "progress.timers",
     "get_global_grad_norm": "_steps.norm",
     "was_step_applied": "_steps.applied",
     "get_data_parallel_rank": "parallel.data_rank",

@@ -78,12 +78,18 @@ def check_folder(engine, path, key):
 def refuse_on_all(engine, problem, kind=ValueError):
     """Raises an error of ``kind`` on all ranks with the ``problem`` of rank 0, None where there is none: all ranks call
     it."""
-    told = [problem]
+    told = told_by_rank_0(engine, problem)
+    if told is not None:
+        raise kind(f"rank 0: {told}")
+
+
+def told_by_rank_0(engine, value):
+    """The value that rank 0 gives, on all ranks: all of them call it."""
+    told = [value]
     if engine.world_size > 1:
         with suppress_logging():
             dist.broadcast_object_list(told, 0)
-    if told[0] is not None:
-        raise kind(f"rank 0: {told[0]}")
+    return told[0]
 
 
 def _several_devices(module):

@@ -11,6 +11,8 @@ A part hears of what its engine does by having a method of one of these names (`
   boundary or not. In the second one the counters of the engine are those after the step.
 - ``add_keywords(kwargs)``: of every forward; it may put more keyword arguments of the model into the dict.
 - ``see_inputs(inputs, kwargs)``: of every forward that trains, with these.
+- ``forwarded(number)``: of every forward that trains, after it, with its number. ``Backward.reached`` says the numbers
+  of those that a backward has reached.
 - ``around(phase)``: of every ``"forward"`` of the model and every ``"backward"`` of the engine; in pipelines of every
   pass of a micro-batch. It returns a context manager in which the phase runs, or None. Contexts of later parts are
   entered inside of those of earlier ones.
@@ -37,7 +39,7 @@ import pkgutil
 from deepspeed.utils.forwarding import forwarded, put
 
 HOOKS = (
-    "start", "add_keywords", "see_inputs", "around", "see_loss", "before_micro_step", "effective_tokens", "before_step",
+    "start", "add_keywords", "see_inputs", "forwarded", "around", "see_loss", "before_micro_step", "effective_tokens", "before_step",
     "after_micro_step", "after_step", "failed", "failed_step", "before_save", "after_load", "stop",
 )  # fmt: skip
 

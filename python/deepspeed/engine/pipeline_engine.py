@@ -84,8 +84,9 @@ class PipelineEngine(DeepSpeedEngine):
         self._batches.need_data("train_batch()")
         self.module.train()
         self.total_loss, self._compute_loss = None, True
-        self.progress.throughput.start()
-        self._last_line = self._last_line or (time.perf_counter(), self.global_steps)
+        self.module.micro_offset = self.micro_steps  # seeds of layers: evaluation counts no micro-batch, and a resume goes on
+        self.progress.time_samples(True)
+        self._last_line = self._last_line or (time.perf_counter(), self.global_steps, self.global_samples)
         with self._failures.guarded():
             self._user_weights.bring_home()
             began = time.perf_counter()
@@ -145,12 +146,13 @@ class PipelineEngine(DeepSpeedEngine):
     def _tell_of_batch(self):
         loss = self.agg_train_loss
         if self.progress.due:
-            now, (then, step) = time.perf_counter(), self._last_line
-            seconds = (now - then) / max(1, self.global_steps - step)
-            self._last_line = now, self.global_steps
+            now, (then, step, samples) = time.perf_counter(), self._last_line
+            seconds, per_second = (now - then) / max(1, self.global_steps - step), self.global_samples - samples
+            per_second /= max(1e-9, now - then)
+            self._last_line = now, self.global_steps, self.global_samples
             log_dist(
                 f"steps: {self.global_steps} loss: {loss.item():.4f} iter time (s): {seconds:.3f} "
-                f"samples/sec: {self.train_batch_size() / seconds:.3f}",
+                f"samples/sec: {per_second:.3f}",
                 ranks=[0],
             )
         if self.monitor.enabled and self.global_rank == 0:
@@ -172,6 +174,10 @@ class PipelineEngine(DeepSpeedEngine):
     def set_train_batch_size(self, train_batch_size):
         super().set_train_batch_size(train_batch_size)
         self.micro_batches = self.gradient_accumulation_steps()
+
+    def set_train_micro_batch_size(self, micro_batch_size):
+        super().set_train_micro_batch_size(micro_batch_size)
+        self.micro_batch_size = micro_batch_size
 
     def set_has_attention_mask(self, value):
         """Accepted: a mask in the tuple of activations is a tensor like any other."""

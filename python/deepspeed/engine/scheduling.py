@@ -19,7 +19,8 @@ def next_move(engine, lr_kwargs):
 
     Without ``lr_kwargs``, a schedule that counts samples or tokens is told how many there are. A ``step`` that needs
     one argument gets the loss of this step (the mean over the ranks of ``engine.losses``) if it is called ``metrics``,
-    as in ``ReduceLROnPlateau``, and else the samples of this step, as Megatron's ``step(increment)`` expects.
+    as in ``ReduceLROnPlateau``, and the samples of this step if it is called ``increment``, as in Megatron's
+    ``step(increment)``. Nobody knows what another argument means, such as the number of an epoch.
     """
     scheduler = engine.lr_scheduler
     if scheduler is None:
@@ -49,8 +50,14 @@ def _missing_argument(engine, scheduler, kwargs):
     ]
     if kwargs or len(needed) != 1:
         raise problem
+    if needed[0] == "increment":
+        return (engine._data.samples_of_step(),)
     if needed[0] != "metrics":
-        return (engine.train_batch_size(),)
+        raise TypeError(
+            f"{called} needs `{needed[0]}`, and an engine can give a schedule only `increment`, the samples of the step, "
+            f"or `metrics`, the loss: pass engine.step(lr_kwargs={{'{needed[0]}': value}}), or do not pass this schedule "
+            f"to deepspeed.initialize and call its step() in the script"
+        )
     loss = mean_loss(engine)
     if loss is None:
         raise TypeError(

@@ -12,6 +12,7 @@ from deepspeed._compat import TORCH2
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.layouts.names import LATEST, latest_tag
 from deepspeed.checkpoint.layouts.open_saved import open_saved
+from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_saved
 from deepspeed.checkpoint.run_state import LoadTarget, RunState
 from deepspeed.comm import mesh, mesh_views
@@ -263,7 +264,7 @@ class InferenceEngine(torch.nn.Module):
 
     def _load(self, path, saved, layers):
         if saved is None:
-            state = torch.load(path, map_location="cpu")
+            state = storage.read(path)
             self.load_module_state_dict({"module": state.get("module", state.get("model", state))})
             return
         prefixes = tuple(f"{name}.deepspeed_moe.experts.deepspeed_experts." for name in layers)

@@ -1,19 +1,25 @@
 """Metrics in CSV files, one for each name of an event."""
 
+import contextlib
 import csv
 import errno
-import glob
 import io
 import os
+import shutil
+import tempfile
 
 from deepspeed.monitor.monitor import Monitor, checked, folder_of
 
 _LONGEST_ROW = 4096
+_TABLES = ".deepspeed_tables"
 
 
 class csvMonitor(Monitor):
     """``output_path/job_name/<name of the event>.csv`` with the header ``step,<last part of the name>``; ``/`` and
-    spaces of the name become ``_``. Rows are appended whole, and at once."""
+    spaces of the name become ``_``. Rows are appended whole, and at once.
+
+    The file ``.deepspeed_tables`` beside them lists the tables that monitors have made. A resumed run takes rows of
+    later steps out of these alone: other files of the folder belong to somebody else."""
 
     def __init__(self, csv_config):
         super().__init__(csv_config)
@@ -39,24 +45,56 @@ class csvMonitor(Monitor):
             if path not in self._opened:
                 self._opened.add(path)
                 size = _drop_half_row(file, size)
-            data = ((_header(name) if size == 0 else "") + rows).encode()
-            try:
-                if file.write(data) < len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-            except OSError:
-                file.truncate(size)
-                raise
+            if size == 0:
+                self._note_table(os.path.basename(path))
+            _write_whole(file, size, ((_header(name) if size == 0 else "") + rows).encode(), path)
+
+    def _note_table(self, name):
+        if name not in self._tables():
+            path = os.path.join(self.log_dir, _TABLES)
+            with open(path, "ab", buffering=0) as file:
+                _write_whole(file, file.tell(), os.fsencode(name) + b"\n", path)
+
+    def _tables(self):
+        """Names of the tables that monitors have made. Runs before there was a list have made those of the engine."""
+        found = {name for name in os.listdir(self.log_dir) if name.startswith("Train_Samples_") and name.endswith(".csv")}
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(self.log_dir, _TABLES), "rb") as file:
+            found.update(os.fsdecode(line) for line in file.read().splitlines())
+        return found
 
     def resume(self, step):
-        """Removes the rows of later steps."""
-        for path in glob.glob(os.path.join(glob.escape(self.log_dir), "*.csv")) if self.writes else ():
-            with open(path, "rb") as file:
-                head, *rows = file.readlines() or [b""]
-            kept = [row for row in rows if row.endswith(b"\n") and _step_of(row) <= step]
-            if head.startswith(b"step,") and len(kept) < len(rows):
-                with open(f"{path}.new", "wb") as file:
-                    file.writelines([head, *kept])
-                os.replace(f"{path}.new", path)
+        """Removes the rows of later steps from the tables of monitors."""
+        for name in sorted(self._tables()) if self.writes else ():
+            path = os.path.realpath(os.path.join(self.log_dir, name))  # a link stays one
+            if os.path.isfile(path):
+                _remove_later_rows(path, step)
+
+
+def _remove_later_rows(path, step):
+    with open(path, "rb") as file:
+        head, *rows = file.readlines() or [b""]
+    kept = [row for row in rows if row.endswith(b"\n") and _step_of(row) <= step]
+    if not head.startswith(b"step,") or len(kept) == len(rows):
+        return
+    handle, made = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(path))
+    try:
+        with open(handle, "wb") as file:
+            file.writelines([head, *kept])
+        shutil.copymode(path, made)
+        os.replace(made, path)
+    except BaseException:
+        os.unlink(made)
+        raise
+
+
+def _write_whole(file, size, data, path):
+    """Appends ``data`` to a file of ``size`` bytes, or nothing where it does not fit on the disk."""
+    try:
+        if file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+    except OSError:
+        file.truncate(size)
+        raise
 
 
 def _header(name):

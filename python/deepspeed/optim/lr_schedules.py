@@ -21,6 +21,7 @@ from deepspeed.log import logger
 from deepspeed.optim.lr_parameters import WARMUP_LOG_RATE, count, curve, number, unit_of
 
 _formulas = _native._C.lr_schedules
+LARGEST_MOMENTUM = 0.999  # to which OneCycle raises it after the cycle
 
 
 def get_torch_optimizer(optimizer):
@@ -250,8 +251,9 @@ class OneCycle(_Schedule):
     ``decay_step_size`` 0 both stay. The momentum is ``betas[0]`` of groups that have ``betas``, else ``momentum``;
     ``cycle_momentum`` is switched off, with a line in the log, where a group has neither.
 
-    Rates and momenta are a number for all groups or a list with one for each; the groups have them from construction
-    on. ``min_lrs``, ``max_lrs``, ``min_moms`` and ``max_moms`` (as ``get_mom`` gives them) are those of each group,
+    Rates and momenta are a number for all groups or a list with one for each; the groups have the rates from
+    construction on. Until the first step they have the smallest momentum, ``cycle_min_mom``, as published. The decay
+    ends at a momentum of 0.999, or at ``cycle_max_mom`` where that is larger, because 1 makes no average. ``min_lrs``, ``max_lrs``, ``min_moms`` and ``max_moms`` (as ``get_mom`` gives them) are those of each group,
     ``total_size`` the iterations of the cycle and ``step_ratio`` the share of the first half: 1.0 without a second one.
     """
 
@@ -300,7 +302,10 @@ class OneCycle(_Schedule):
         self.cycle_momentum = bool(cycle_momentum) and self._has_momenta()
         self.min_moms, self.max_moms = self._with_betas(min_mom), self._with_betas(max_mom)
         self._momenta = momenta if self.cycle_momentum else None
+        self._caps = [max(largest, LARGEST_MOMENTUM) for largest in max_mom]
         self._start(rates, last_batch_iteration)
+        if self._momenta is not None and last_batch_iteration == -1:
+            self._set_momenta(self.min_moms)
 
     def _has_momenta(self):
         """Whether all groups have a momentum to cycle; a group without one gets the ``betas`` of the optimizer's
@@ -327,13 +332,17 @@ class OneCycle(_Schedule):
         number. None when momentum is not cycled."""
         if self._momenta is None:
             return None
-        return self._with_betas(self._momenta.momentum(self.last_batch_iteration))
+        momenta = self._momenta.momentum(self.last_batch_iteration)
+        return self._with_betas([min(one, cap) for one, cap in zip(momenta, self._caps)])
 
     def _move_to(self, iteration):
         super()._move_to(iteration)
         if self._momenta is not None:
-            for group, value in zip(self.optimizer.param_groups, self.get_mom()):
-                group["betas" if "betas" in group else "momentum"] = value
+            self._set_momenta(self.get_mom())
+
+    def _set_momenta(self, momenta):
+        for group, value in zip(self.optimizer.param_groups, momenta):
+            group["betas" if "betas" in group else "momentum"] = value
 
 
 class WarmupLR(_WithWarmup):

@@ -84,6 +84,12 @@ def mean(values):
     return sum(known) / len(known) if known else None
 
 
+def rate(values, walls):
+    """The rate of several steps of so many seconds: the sum of what they did over the sum of their seconds."""
+    known = [(value, wall) for value, wall in zip(values, walls) if value is not None and wall]
+    return sum(value * wall for value, wall in known) / sum(wall for _, wall in known) if known else None
+
+
 def thin(values, combine=mean):
     """At most ``POINTS`` values: each is several of the given ones, combined, where there are more."""
     size = max(1, math.ceil(len(values) / POINTS))
@@ -110,10 +116,16 @@ def path_of(points):
     return "".join(parts)
 
 
-def chart(title, steps, named, unit="", stacked=False, marks=()):
+def chart(title, steps, named, unit="", stacked=False, marks=(), walls=None):
     """A heading and the chart of ``named``: {name: a value or None for each of ``steps``}; nothing where there are no
-    values. stacked: areas, one above the other. marks: steps with a line upwards."""
-    named = {name: thin(values) for name, values in named.items() if any(value is not None for value in values)}
+    values. stacked: areas, one above the other. marks: steps with a line upwards. walls: the seconds of the steps, where
+    the values are rates."""
+    named = {name: values for name, values in named.items() if any(value is not None for value in values)}
+    if walls is not None:
+        named = {
+            name: thin(list(zip(values, walls)), lambda some: rate(*zip(*some))) for name, values in named.items()
+        }
+    named = {name: thin(values) for name, values in named.items()}
     if not named:
         return ""
     steps = thin(steps, lambda some: some[-1])
@@ -202,9 +214,9 @@ def page(run, plan=None):
         ("steps", f"{len(steps)} ({steps[0]} to {steps[-1]})" if steps else "none"),
         ("seconds of steps", sum(filter(None, wall))),
         ("seconds of a step, mean", mean(wall)),
-        ("samples per second, mean", mean(run.values("samples_per_sec"))),
-        ("tokens per second, mean", mean(run.values("tokens_per_sec"))),
-        ("share of peak flops (MFU), mean", mean(run.values("mfu"))),
+        ("samples per second, mean", rate(run.values("samples_per_sec"), wall)),
+        ("tokens per second, mean", rate(run.values("tokens_per_sec"), wall)),
+        ("share of peak flops (MFU), mean", rate(run.values("mfu"), wall)),
         ("peak of memory, GiB", max(peaks, default=None)),
         ("skipped steps", f"{len(skipped)}: {', '.join(map(str, skipped[:40]))}{' ...' * (len(skipped) > 40)}"),
         ("lines that cannot be read", run.unread or None),
@@ -219,7 +231,7 @@ def page(run, plan=None):
         chart("Learning rate", steps, {"lr": run.values("lr")}),
         chart("Gradient norm", steps, {"norm": run.values("grad_norm")}, marks=skipped),
         chart("Loss scale", steps, {"scale": run.values("loss_scale")}, marks=skipped),
-        chart("Throughput", steps, {"samples": run.values("samples_per_sec")}, "samples per second"),
+        chart("Throughput", steps, {"samples": run.values("samples_per_sec")}, "samples per second", walls=wall),
         chart("Phases of a step", steps, shares, "seconds", stacked=True),
         chart("Memory by owner", steps, in_gib, "GiB", stacked=True),
         slowest_ranks(run),
@@ -236,7 +248,7 @@ def page(run, plan=None):
 def _plan_table(run, plan, peaks):
     rows = [(f"{phase}, seconds", *both) for phase, *both in beside_plan(run, plan)]
     rows.append(("peak of memory, GiB", plan["peak_bytes"] / 2**30, max(peaks, default=None)))
-    rows.append(("share of peak flops (MFU)", plan["mfu"], mean(run.values("mfu"))))
+    rows.append(("share of peak flops (MFU)", plan["mfu"], rate(run.values("mfu"), run.values("wall"))))
     shown = [["-" if cell is None else cell for cell in row] for row in rows]
     return "<h2>Plan and run</h2>" + table(shown, ("", "planned", "measured"))
 

@@ -203,7 +203,7 @@ class ThroughputTimer:
     """Samples per second, from the start of reading a batch to the end of the step.
 
     config:           object with ``enabled`` and ``synchronized`` (wait for the device at both ends), or None: both on.
-    batch_size:       samples per step over all ranks.
+    batch_size:       samples per step over all ranks. It may change; a step counts with the number at its end.
     start_step:       steps that do not count: the first ones pay for warming up.
     steps_per_output: number of steps between two lines in the log; None: no lines.
     monitor_memory:   host memory in that line too.
@@ -229,7 +229,8 @@ class ThroughputTimer:
         self.step_elapsed_time = 0.0  # seconds since the last report
         self.step_seconds = None
         self._seconds = 0.0  # of the step under way
-        self._steps_since_report = self._counted_steps = 0
+        self._counted_steps = 0
+        self._samples = self._samples_since_report = 0  # of the counted steps
         self._start_s = None
 
     def update_epoch_count(self):
@@ -247,6 +248,10 @@ class ThroughputTimer:
         if self.enabled and self.global_step_count >= self.start_step:
             self._start_s = self._now()
             self.start_time = time.time()
+
+    def drop(self):
+        """The time since the last start does not count."""
+        self.started, self._start_s = False, None
 
     def stop(self, global_step=False, report_speed=True):
         """After a micro-step; global_step: it was the last of its step, so the step is complete. Nothing without
@@ -267,15 +272,16 @@ class ThroughputTimer:
             return
         self.step_seconds, self._seconds = self._seconds, 0.0
         self._counted_steps += 1
-        self._steps_since_report += 1
+        self._samples += self.batch_size
+        self._samples_since_report += self.batch_size
         if self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
             if report_speed:
                 self._report()
             self.step_elapsed_time = 0.0
-            self._steps_since_report = 0
+            self._samples_since_report = 0
 
     def _report(self):
-        now = self.batch_size * self._steps_since_report / (self.step_elapsed_time + TIME_EPSILON)
+        now = self._samples_since_report / (self.step_elapsed_time + TIME_EPSILON)
         device = get_accelerator()
         text = (
             f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
@@ -292,4 +298,4 @@ class ThroughputTimer:
         """Samples per second over all counted steps; -inf before the first one."""
         if self._counted_steps == 0:
             return float("-inf")
-        return self.batch_size * self._counted_steps / (self.total_elapsed_time + TIME_EPSILON)
+        return self._samples / (self.total_elapsed_time + TIME_EPSILON)

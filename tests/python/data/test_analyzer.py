@@ -99,6 +99,13 @@ def test_rows_of_any_type_and_sums(tmp_path):
         analyse(folder, workers, Texts(a=range(102)), num_threads=2, **options)
         assert opened(folder, "words", "sample_to_metric").whole().tolist() == [i % 5 for i in range(102)]
         assert opened(folder, "counts", "metric_value")[0].tolist() == [21, 21, 20, 20, 20]
+    narrow = {**options, "metric_functions": [options["metric_functions"][0], lambda batch: [60 * len(batch)]]}
+    narrow["metric_dtypes"] = [torch.int32, torch.int16]  # 102 * 60 fits; 102 * 600 does not
+    for workers, value in ((1, 60), (3, 60), (1, 600), (3, 600)):
+        narrow["metric_functions"][1] = lambda batch, value=value: [value * len(batch)]
+        folder = tmp_path / f"sums{workers}{value}"
+        analyse(folder, workers, Texts(a=range(102)), num_threads=2, **narrow)
+        assert opened(folder, "counts", "metric_value")[0].tolist() == [102 * value]
 
 
 def test_samples_in_another_order(alone, tmp_path):

@@ -1,12 +1,15 @@
 """The difficulty of each step: formulas, members, settings that give none."""
 
 import math
+import random
 
 import pytest
 
+from deepspeed.data.random_ltd import RandomLTDScheduler
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from logs import logged
 from refusals import refused
+from sampling import every_case
 
 STEPS = 20_000
 
@@ -17,7 +20,7 @@ def config(kind, low=8, high=1024, **settings):
 
 def root(steps, total, step, degree, low, high):
     level = math.floor((float(steps) / total) ** (1.0 / degree) * (high - low) + low)
-    return min(level - level % step, high)
+    return min(max(level - level % step, low), high)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,22 @@ def test_difficulties_equal_the_formula_at_each_step(kind, low, high, step, degr
     assert current == found and current == sorted(current)
     assert current[0] == low - low % step and current[-1] == high
     assert all(one % step == 0 for one in current if one != high)
+
+
+def test_no_difficulty_is_below_the_minimum():
+    for seed in range(1000 if every_case() else 60):
+        draws = random.Random(seed)
+        kind, high = draws.choice(["fixed_linear", "fixed_root"]), draws.choice([7, 64, 100, 1024])
+        low, step, total = draws.randint(1, high), draws.randint(1, high), draws.choice([1, 3, 50, 400])
+        settings = {"total_curriculum_step": total, "difficulty_step": step, "root_degree": draws.choice([1, 2, 3])}
+        schedule = CurriculumScheduler(config(kind, low, high, **settings))
+        found = [schedule.update_difficulty(i) for i in range(total + 3)]
+        assert low <= min(found) and max(found) <= high and found == sorted(found), (seed, found[:5])
+        kept = {"random_ltd_schedule": {"min_value": low, "max_value": high, "schedule_type": "fixed_linear"}}
+        kept["random_ltd_schedule"]["schedule_config"] = {"require_steps": total, "seq_per_step": step}
+        layers = {"total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0], "global_batch_size": 4}
+        tokens = [RandomLTDScheduler({**kept, **layers}).update_seq(i) for i in range(total + 3)]
+        assert low <= min(tokens) and max(tokens) <= high and tokens == sorted(tokens), (seed, tokens[:5])
 
 
 def test_discrete_difficulties():

@@ -152,7 +152,7 @@ def test_a_loop_ends_after_its_epochs_and_the_next_one_goes_on(analysed, tmp_pat
 def test_accumulation_that_changes(analysed, tmp_path):
     (made,) = loaders(analysed, tmp_path, workers=1)
     steps_of([made], 3)
-    made.set_accumulation_steps(1)
+    made.set_sizes(made.batch_size, 1)
     next(made)
     assert made.curriculum.state_dict()["curriculum_step"] == 4
     next(made)
@@ -317,9 +317,9 @@ def test_wrong_input(analysed, tmp_path):
     refused(ValueError, r"curriculum_metrics.length: min_difficulty 101 is above max_difficulty 100", made,
             min_difficulty=101)  # fmt: skip
     refused(ValueError, "no samples have length at most 5 and rarity at most", made, min_difficulty=5, max_difficulty=6)
-    few = int(((LENGTHS <= 10) & (RARITY <= 22)).sum())
+    few = int(((LENGTHS <= 13) & (RARITY <= 22)).sum())
     assert 0 < few < STEP
-    told = f"{few} samples have length at most 10 and .* a step takes 16 samples: raise min_difficulty"
+    told = f"{few} samples have length at most 13 and .* a step takes 16 samples: raise min_difficulty"
     refused(ValueError, told, made, min_difficulty=13, max_difficulty=14)
     refused(ValueError, "length.index_to_sample_path is missing: run DataAnalyzer", made, index_to_sample_path=None)
     refused(FileNotFoundError, "nowhere.idx of the metric 'length' is missing", made, index_to_sample_path="nowhere")

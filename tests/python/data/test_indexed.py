@@ -11,6 +11,7 @@ from deepspeed.data import analysis_parts
 from deepspeed.data.indexed import (
     DamagedIndex,
     MMapIndexedDatasetBuilder,
+    code,
     data_file_path,
     find_fit_int_dtype,
     index_file_path,
@@ -18,6 +19,7 @@ from deepspeed.data.indexed import (
 from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDataset
 from processes import open_files
 from refusals import refused
+from sampling import every_case
 
 ROWS = [[3, 1, 4, 1, 5], [], [9, 2], [6]]
 
@@ -137,3 +139,53 @@ def test_the_smallest_type():
     kinds = [find_fit_int_dtype(*pair) for pair in [(0, 255), (0, 256), (-1, 127), (-1, 128), (0, 2**32)]]
     assert kinds == [numpy.uint8, numpy.uint16, numpy.int8, numpy.int16, numpy.uint64]
     refused(ValueError, "no type of whole numbers", find_fit_int_dtype, -1, 2**63)
+
+
+def scattered(path, draws, dtype):
+    """Documents that lie in their file in any order, with gaps between them. Returns what the data set has."""
+    rows = [draws.integers(-9, 99, draws.integers(0, 6)).tolist() for _ in range(draws.integers(1, 6))]
+    kept = draws.permutation(len(rows))[: draws.integers(1, len(rows) + 1)].tolist()
+    size, pieces, places, at = numpy.dtype(dtype).itemsize, [], {}, 0
+    for number, row in enumerate(rows):
+        gap = int(draws.integers(0, 3))
+        places[number] = at + gap * size
+        pieces += [bytes(gap * size), numpy.array(row, dtype).tobytes()]
+        at = places[number] + len(row) * size
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code(dtype), len(kept), len(kept) + 1)
+    index += numpy.array([len(rows[i]) for i in kept], "<i4").tobytes()
+    index += numpy.array([places[i] for i in kept], "<i8").tobytes() + numpy.arange(len(kept) + 1).tobytes()
+    with open(index_file_path(path), "wb") as file:
+        file.write(index)
+    with open(data_file_path(path), "wb") as file:
+        file.write(b"".join(pieces) + bytes(int(draws.integers(0, 3)) * size))
+    return [rows[i] for i in kept]
+
+
+def test_any_data_sets_are_joined(tmp_path):
+    """Documents need not fill the file of their values, nor lie in it in order."""
+    for seed in range(1000 if every_case() else 40):
+        draws = numpy.random.default_rng(seed)
+        dtype = draws.choice([numpy.int8, numpy.int16, numpy.int32, numpy.int64])
+        parts = [str(tmp_path / f"part{number}") for number in range(draws.integers(1, 4))]
+        wanted = sum((scattered(part, draws, dtype) for part in parts), [])
+        whole = str(tmp_path / "whole")
+        with MMapIndexedDatasetBuilder(data_file_path(whole), dtype) as builder:
+            for part in parts:
+                builder.merge_file_(part)
+            builder.finalize(index_file_path(whole))
+        made = MMapIndexedDataset(whole)
+        assert [row.tolist() for row in made] == wanted and made.doc_idx.tolist() == list(range(len(wanted) + 1)), seed
+
+
+def test_sums_do_not_wrap():
+    for seed in range(1000 if every_case() else 40):
+        draws = numpy.random.default_rng(seed)
+        kind = draws.choice([numpy.int8, numpy.uint8, numpy.int16, numpy.uint16, numpy.int32, numpy.uint32, numpy.int64])
+        limits = numpy.iinfo(kind)
+        low, high = max(limits.min, -(2**40)), min(limits.max, 2**40)
+        arrays = [draws.integers(low, high, 3, endpoint=True).astype(kind) for _ in range(draws.integers(1, 6))]
+        total = analysis_parts.exact_sum(arrays)
+        assert total.tolist() == [sum(map(int, column)) for column in zip(*arrays)], seed
+        assert total.dtype == kind or numpy.iinfo(kind).bits < numpy.iinfo(total.dtype).bits, seed
+    most = numpy.array([2**63 - 1])
+    refused(OverflowError, "does not fit into 64 bits", analysis_parts.exact_sum, [most, numpy.array([1])])

@@ -90,7 +90,7 @@ def test_csv_files(tmp_path):
     assert made.enabled and made.log_dir == str(folder) and made.job_name == "run 1"
     made.write_events([("Train/Samples/lr", 0.001, 8), ("Time per step", torch.tensor(2.5), torch.tensor(8))])
     made.write_events([("Train/Samples/lr", 1e-9, 16), ("own, with comma", math.inf, 16)])
-    assert sorted(path.name for path in folder.iterdir()) == [
+    assert sorted(path.name for path in folder.glob("*.csv")) == [
         "Time_per_step.csv", "Train_Samples_lr.csv", "own,_with_comma.csv",
     ]  # fmt: skip
     assert (folder / "Train_Samples_lr.csv").read_text() == "step,lr\n8,0.001\n16,1e-09\n"
@@ -114,7 +114,11 @@ def test_a_killed_run_leaves_half_a_row_and_a_resume_goes_on_behind_whole_ones(t
     with open(path, "a") as file:
         file.write("100")
     (tmp_path / "job" / "other.csv").write_text("kept,by,others\n5000,1,2\n")
-    (tmp_path / "job" / "eval.csv").write_text("step,eval\n600,1.0\n")
+    mine = tmp_path / "job" / "eval.csv"
+    mine.write_text("step,eval\n600,1.0\n")
+    (tmp_path / "job" / "Train_loss.csv.new").write_text("a draft")
+    path.rename(tmp_path / "far.csv")
+    path.symlink_to(tmp_path / "far.csv")
     resumed = csvMonitor(section)
     resumed.resume(500)
     resumed.write_events([("Train/loss", step + 0.5, step) for step in range(501, 1001)])
@@ -122,7 +126,9 @@ def test_a_killed_run_leaves_half_a_row_and_a_resume_goes_on_behind_whole_ones(t
     assert found[0] == ["step", "loss"] and [int(step) for step, _ in found[1:]] == list(range(1, 1001))
     assert found[500] == ["500", "500.0"] and found[501] == ["501", "501.5"]
     assert (tmp_path / "job" / "other.csv").read_text() == "kept,by,others\n5000,1,2\n"
-    assert (tmp_path / "job" / "eval.csv").read_text() == "step,eval\n"
+    assert mine.read_text() == "step,eval\n600,1.0\n"  # which no monitor has made
+    assert (tmp_path / "job" / "Train_loss.csv.new").read_text() == "a draft" and path.is_symlink()
+    assert (tmp_path / "far.csv").stat().st_mode & 0o777 == mine.stat().st_mode & 0o777
     with open(path, "a") as file:
         file.write("1001,2")
     csvMonitor(section).write_events([("Train/loss", 3.0, 1001)])

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from deepspeed.runtime.lr_schedules import (
     get_lr_from_config,
 )
 from refusals import refused
+from sampling import every_case
 
 STEPS = 5000
 
@@ -187,8 +189,9 @@ def test_one_cycle(first, second, decay, stairs):
         expected = (1e-4 + (1e-2 - 1e-4) * height) / (1 + 0.25 * units)
         assert rate == pytest.approx(expected, rel=1e-12), f"rate after {k} steps"
         momentum = (0.95 - 0.15 * height) * (1 + 1e-5 * units)
-        assert betas == (pytest.approx(momentum, rel=1e-12), 0.999), f"betas after {k} steps"
-    assert trail[0] == (1e-4, (0.95, 0.999))
+        if k > 0:
+            assert betas == (pytest.approx(momentum, rel=1e-12), 0.999), f"betas after {k} steps"
+    assert trail[0] == (1e-4, (0.8, 0.999)), "the smallest momentum until the first step, as published"
     if first <= STEPS:
         assert trail[first] == (1e-2, (0.8, 0.999)), "the peak is exact, and the momentum lowest there"
     if first + second <= STEPS:
@@ -208,8 +211,8 @@ def test_one_cycle_with_lists_sets_each_group_at_construction():
         optimizer, [0.1, 0.2], [0.5, 0.8], cycle_first_step_size=4, cycle_min_mom=[0.5, 0.6], cycle_max_mom=[0.8, 0.9]
     )
     assert groups_of(schedule) == [0.1, 0.2] and schedule.optimizer is optimizer
-    assert groups_of(schedule, "betas") == [(0.8, 0.999), (0.9, 0.999)] == schedule.max_moms
-    assert schedule.min_moms == [(0.5, 0.999), (0.6, 0.999)] and schedule.min_lrs == [0.1, 0.2]
+    assert groups_of(schedule, "betas") == [(0.5, 0.999), (0.6, 0.999)] == schedule.min_moms
+    assert schedule.max_moms == [(0.8, 0.999), (0.9, 0.999)] and schedule.min_lrs == [0.1, 0.2]
     assert groups_of(walked(schedule, 4)) == [0.5, 0.8] and groups_of(schedule, "betas") == schedule.min_moms
     assert (schedule.total_size, schedule.step_ratio) == (8.0, 0.5)
     words = "cycle_min_mom has 3 values.*2 parameter groups"
@@ -241,7 +244,7 @@ def test_one_cycle_takes_betas_from_the_defaults():
     optimizer = _Rateless(betas=(0.9, 0.99))
     del optimizer.param_groups[0]["betas"]
     schedule = OneCycle(optimizer, 0.1, 0.5, cycle_min_mom=0.6, cycle_max_mom=0.7)
-    assert optimizer.param_groups[0]["betas"] == (0.7, 0.99) and schedule.min_moms == [(0.6, 0.99)]
+    assert optimizer.param_groups[0]["betas"] == (0.6, 0.99) and schedule.max_moms == [(0.7, 0.99)]
 
 
 @pytest.mark.parametrize("make", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
@@ -265,8 +268,40 @@ def test_one_cycle_on_a_momentum_optimizer():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.5)
     schedule = OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=4, cycle_min_mom=0.6, cycle_max_mom=0.9)
     momenta = trace(schedule, lambda o: o.param_groups[0]["momentum"], 8)
-    assert momenta == pytest.approx([0.9, 0.825, 0.75, 0.675, 0.6, 0.675, 0.75, 0.825, 0.9])
+    assert momenta == pytest.approx([0.6, 0.825, 0.75, 0.675, 0.6, 0.675, 0.75, 0.825, 0.9])
     assert schedule.get_mom() == [pytest.approx(0.9)]
+
+
+@pytest.mark.parametrize("make", ["adam", "sgd"])
+def test_random_cycles(make):
+    for seed in range(1000 if every_case() else 40):
+        draws = random.Random(seed)
+        first, second, decay = draws.randint(1, 20), draws.choice([1, 4, 7]), draws.choice([0, 1, 5])
+        low, high = sorted(draws.uniform(0, 0.9999) for _ in range(2))
+        rate, slower = draws.choice([0.0, 0.01, 0.5]), draws.choice([0.0, 0.3])
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = adam() if make == "adam" else torch.optim.SGD([weight], lr=0.1, momentum=0.5)
+        sizes = {"cycle_first_step_size": first, "cycle_second_step_size": second, "decay_step_size": decay}
+        moms = {"cycle_min_mom": low, "cycle_max_mom": high, "decay_mom_rate": rate}
+        schedule = OneCycle(optimizer, 1e-4, 1e-2, slower, **sizes, **moms)
+
+        def read(one):
+            group = one.param_groups[0]
+            return group["lr"], group["betas"][0] if make == "adam" else group["momentum"]
+
+        for k, (found, momentum) in enumerate(trace(schedule, read, 60)):
+            height, past = triangle(k, first, second)
+            units = past / decay if decay else 0
+            assert found == pytest.approx((1e-4 + (1e-2 - 1e-4) * height) / (1 + slower * units)), (seed, k)
+            wanted = min((high - (high - low) * height) * (1 + rate * units), max(high, 0.999)) if k else low
+            assert momentum == pytest.approx(wanted) and momentum < 1, (seed, k)
+
+
+@pytest.mark.parametrize("largest, cap", [(0.95, 0.999), (0.9995, 0.9995)])
+def test_one_cycle_keeps_momenta_below_1(largest, cap):
+    sizes = {"cycle_first_step_size": 5, "decay_step_size": 5, "cycle_max_mom": largest, "decay_mom_rate": 0.05}
+    trail = trace(OneCycle(adam(), 1e-4, 1e-3, **sizes), lambda o: o.param_groups[0]["betas"][0], 60)
+    assert max(trail) == trail[-1] == cap and trail[10] == pytest.approx(largest)
 
 
 def test_one_cycle_without_momentum():

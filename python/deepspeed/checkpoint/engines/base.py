@@ -5,7 +5,8 @@ import dataclasses
 import logging
 import os
 
-from deepspeed import _compat
+import torch
+
 from deepspeed.checkpoint.engines import ENGINES
 from deepspeed.checkpoint.read import storage, verify
 from deepspeed.checkpoint.write.file_writer import file_record, prepare
@@ -116,12 +117,15 @@ class OwnCheckpointEngine(CheckpointEngine):
     def load(self, path, map_location=None):
         """Tensors and plain data only, on the CPU or on the device ``map_location``; RefusedClass for anything else.
 
-        A function or a dict as ``map_location`` is for torch.load alone, which runs what the file asks for: only for
-        files that you trust."""
-        if callable(map_location) or isinstance(map_location, dict):
-            return _compat.load(path, map_location=map_location)
-        value = storage.read(path)
-        return value if map_location is None else storage.compact(value, map_location)
+        A function or a dict as ``map_location``, as torch.load takes them, is asked where tensors of the CPU go: files
+        are read to there."""
+        value, device = storage.read(path), map_location
+        if callable(map_location):
+            found = map_location(torch.empty(0).storage(), "cpu")
+            device = None if found is None else found.device
+        elif isinstance(map_location, dict):
+            device = map_location.get("cpu")
+        return value if device is None else storage.compact(value, device)
 
     def commit(self, info):
         logger.log(self.level, f"[{self.shown or self.name}] checkpoint {getattr(info, 'tag', info)} is ready")

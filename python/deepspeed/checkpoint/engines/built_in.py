@@ -6,7 +6,6 @@ import os
 import secrets
 import time
 
-from deepspeed import _compat
 from deepspeed.checkpoint.engines.base import OwnCheckpointEngine
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write import commit
@@ -39,10 +38,6 @@ class TorchCheckpointEngine(OwnCheckpointEngine):
     def save(self, state_dict, path):
         """Through a temporary file beside ``path``: a crash leaves no half file under that name."""
         replace_file(TorchSaveFile(state_dict), path)
-
-    def load(self, path, map_location=None):
-        """As ``torch.load`` of any object: it runs what the file asks for, so only load what you trust."""
-        return _compat.load(path, map_location=map_location)
 
 
 class PythonCheckpointEngine(TorchCheckpointEngine):

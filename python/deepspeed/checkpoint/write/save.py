@@ -195,16 +195,40 @@ def _agreed_folder(ranks, save_dir, tag, error):
 
 def checked_client_state(run):
     """The client's state without the values of the run itself that load_checkpoint gave to the client: passed on to the
-    next save, those old values would replace the current ones. TypeError for no dict, KeyError for a reserved key."""
+    next save, also as copies, those old values would replace the current ones. TypeError for no dict, KeyError for
+    another value under a key of the engine."""
     given, loaded = run.client_state, run.loaded_values
     if not isinstance(given, Mapping):
         raise TypeError(
             f"client_state is a dict of what load_checkpoint is to return, and this is {type(given).__name__}"
         )
-    found = {key: value for key, value in given.items() if not (key in loaded and loaded[key] is value)}
-    if names.RESERVED_KEY in found:
-        raise KeyError(f"client_state may not use the key {names.RESERVED_KEY!r}: it is the engine's own; rename yours")
-    return found
+    taken = {*names.ENGINE_KEYS, *names.OWN_KEYS}
+    current = {**vars(run.counters), **vars(run.ranks), "ds_config": run.ds_config}
+    for key, value in given.items():
+        if key not in taken or (key in loaded and loaded[key] is value):
+            continue
+        if key in loaded:
+            if _plain_text(loaded[key]) != _plain_text(value):
+                warning_once(
+                    f"save_checkpoint: client_state has {key!r}, which load_checkpoint returned, with another value. The "
+                    "key is the engine's own, so its current value is saved. Leave it out, or rename yours",
+                    key=f"client_state {key}",
+                )
+        elif key not in current or _plain_text(current[key]) != _plain_text(value):
+            raise KeyError(
+                f"client_state may not use the key {key!r}: it is the engine's own, and load_checkpoint would take your "
+                "value for the engine's. Rename yours"
+            )
+    return {key: value for key, value in given.items() if key not in taken}
+
+
+def _plain_text(value):
+    """Equal for a value and for its copies, those by way of JSON included."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain_text(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_text(one) for one in value]
+    return value if isinstance(value, (bool, int, float, type(None))) else str(value)
 
 
 def save_checkpoint(run, save_dir, tag=None, save_latest=True, exclude_frozen_parameters=False):

@@ -10,6 +10,7 @@ class Accumulation(Part):
     """A part of the engine. Tells the core in advance what a backward that the user runs is to do."""
 
     boundary = None  # as set by hand; None: counted
+    last_micro_batches = 1  # of the last step
     in_no_sync = False
     in_backward = True
     user_scaled = False  # engine.scale was called: the user's backward has the loss scale already
@@ -29,13 +30,31 @@ class Accumulation(Part):
         """Micro-batches that have been trained on since the last step at a boundary."""
         return max(self.engine._steps.micro_steps, self.engine._backward.micro_batches)
 
+    def micro_batches(self):
+        """Micro-batches of the step under way, which is at a boundary. Calls of ``step`` count them; where each of these
+        is a boundary, forwards that a backward has reached do. Ranks are assumed to have equally many."""
+        if hasattr(self.engine, "train_batch"):
+            return self.engine.gradient_accumulation_steps()
+        if self.engine.managed_gradient_accumulation():
+            return self.engine._steps.micro_steps + 1
+        return max(1, self.engine._backward.micro_batches)
+
+    def need_no_window(self, asked):
+        """RuntimeError if an accumulation window has begun: its gradients were divided by the sizes up to now."""
+        if self.engine._trains and (self.in_window() or self.engine.core.has_grads()):
+            raise RuntimeError(
+                f"{asked} in the middle of an accumulation window, after {max(1, self.in_window())} of "
+                f"{self.engine.gradient_accumulation_steps()} micro-batches, whose gradients count by the sizes of this "
+                "window: call it after the engine.step() that updates the weights, before the next backward"
+            )
+
     def start_window(self):
         """A new accumulation window: what was accumulated is forgotten."""
         engine = self.engine
         engine.zero_grad()
         engine.micro_steps -= engine._steps.micro_steps
-        engine._steps.micro_steps = engine._backward.micro_batches = 0
-        engine._backward.start_micro_step()
+        engine._steps.micro_steps = 0
+        engine._backward.start_window()
         engine.losses, self.user_scaled = None, False
         self.replan()
 
@@ -56,7 +75,7 @@ class Accumulation(Part):
         """True on the last micro step before the weights change."""
         if self.boundary is not None:
             return self.boundary
-        return (self.engine.micro_steps + 1) % self.engine.gradient_accumulation_steps() == 0
+        return self.engine._steps.micro_steps + 1 >= self.engine.gradient_accumulation_steps()
 
     @member
     def set_gradient_accumulation_boundary(self, is_boundary):

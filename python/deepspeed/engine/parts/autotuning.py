@@ -111,7 +111,7 @@ class Autotuning(Part):
         """All times are seconds of a step, as the engine has them: what the script does between a step and the next
         forward is not among them."""
         mean = {name: seconds / self._steps for name, seconds in self._seconds.items()}
-        flops, found = self.engine._step_log.flops, {}
+        flops, found = self.engine._operations.of_step, {}
         if self.counts_flops:
             found = (
                 {"flops": flops / mean["latency"]} if flops else {"failure": "operators of pipelines are not counted"}

@@ -18,10 +18,35 @@ class Backward(Part):
 
     seen = False  # whether engine.backward has run in this micro-step
     noticed = None  # whether the core would notice a backward that the user runs; None: there was no forward
-    micro_batches = 0  # that forward has trained on since the last step at a boundary
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self._reached = set()  # numbers of this micro-step's forwards that a backward has reached
+        self._earlier = 0  # how many there were in the earlier micro-steps since the last step at a boundary
+
+    @property
+    def reached(self):
+        """Numbers of the forwards since the last call of ``step`` that a backward has reached. Evaluation, and forwards
+        that raised or that were made again, are not among them."""
+        if self.engine.core is not None:
+            self._reached.update(self.engine.core.take_reached())
+        return self._reached
+
+    @property
+    def micro_batches(self):
+        """Forwards that a backward has reached since the last step at a boundary; a backward whose forward is not known
+        counts as one."""
+        return self._earlier + max(len(self.reached), int(self.seen))
 
     def start_micro_step(self):
         self.seen, self.noticed = False, None
+        if self.engine.core is not None:
+            self.engine.core.take_reached()
+        self._reached = set()
+
+    def start_window(self):
+        self.start_micro_step()
+        self._earlier = 0
 
     def before_micro_step(self, boundary):
         self._refuse_unseen()
@@ -29,8 +54,8 @@ class Backward(Part):
             self._join(boundary)
 
     def after_micro_step(self, boundary):
+        self._earlier = 0 if boundary else self.micro_batches
         self.start_micro_step()
-        self.micro_batches = 0 if boundary else self.micro_batches
 
     def _refuse_unseen(self):
         """A backward that the user ran is noticed at the outputs of forward. Where those hold no tensor that can be
@@ -72,8 +97,7 @@ class Backward(Part):
             inputs, kwargs = cross_engine_scaling.with_graph_hooks(engine.core, inputs, kwargs)
         try:
             engine.progress.begin("forward")
-            if engine.training:
-                engine.progress.throughput.start()
+            engine.progress.time_samples(trains and engine.training)
             with inside_hooks(engine, "forward"):
                 outputs = engine.module(*inputs, **kwargs)
         except BaseException as error:
@@ -86,9 +110,8 @@ class Backward(Part):
         if trains:
             found = [t for t in tensors_within(outputs) if t.requires_grad]
             self.noticed = bool(found or self.noticed)
-            self.micro_batches += bool(found)
             self._expect_step()
-            engine.core.forwarded(found, *engine._accumulation.user_plan())
+            run_hooks(engine, "forwarded", engine.core.forwarded(found, *engine._accumulation.user_plan()))
         return outputs
 
     def _expect_step(self):

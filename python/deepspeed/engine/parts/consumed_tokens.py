@@ -28,7 +28,7 @@ class Uncounted(AttributeError, RuntimeError):
 class ConsumedTokens(Part):
     """A part of the engine. It counts nothing unless a key of the configuration needs tokens.
 
-    Each forward in training mode is a micro-batch. Its number of tokens is the number that ``count_tokens`` was given.
+    Each forward that a backward has reached is a micro-batch. Its number of tokens is the number that ``count_tokens`` was given.
     Without that it is the number of entries other than 0 in the 2-dimensional ``attention_mask``, then the known number
     of a dynamic batch, then the number of elements of ``input_ids``, or in a pipeline of the first 2-dimensional tensor
     of whole numbers. Tokens that the model cuts off at ``curriculum_seqlen`` are not counted. The hooks
@@ -36,6 +36,8 @@ class ConsumedTokens(Part):
     """
 
     counts = needed = False  # needed: the learning rate or the end of the training depends on them
+    notes = False  # whether this rank's tokens are known to reports
+    of_rank = None  # tokens of this rank in the last step, a number or a tensor; None: not known
     consumed, of_step = 0, 0  # by all ranks, up to the last step and in the step under way
     unknown = None  # the first step with micro-batches that could not be counted, if tokens are not needed
     # ([tokens, micro-batches without a count], number of the step) of the step under way, and of the last one
@@ -44,14 +46,18 @@ class ConsumedTokens(Part):
 
     def __init__(self, engine):
         super().__init__(engine)
-        self._seen = []  # tokens of the forwards of the micro-batch under way; None if they cannot be counted
-        self._window = []  # effective tokens of the earlier micro-batches of this step
+        self._seen = []  # in a pipeline: tokens of the micro-batches of this step; None if they cannot be counted
+        self._noted = None  # tokens of the forward under way
+        self._forwards = {}  # those of the forwards since the last call of step, by their numbers
+        self._window = []  # effective tokens of the earlier micro-batches of this step; None if they cannot be counted
+        self._reported = []  # the same, where reports take them from inputs of any name
 
     def start(self):
         engine = self.engine
         by_tokens = "tokens" in getattr(engine.lr_scheduler, "units", ())
         self.needed = by_tokens or engine._config.max_train_tokens is not None
         self.counts = self.needed or engine.data_efficiency_enabled() or engine.curriculum_enabled_legacy()
+        self.notes = self.counts or engine._config.step_log_config.enabled
 
     # ---- what users ask ----------------------------------------------------------------------------------------------
     @property
@@ -95,16 +101,28 @@ class ConsumedTokens(Part):
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     def see_inputs(self, inputs, kwargs):
-        if self.counts and self.engine.module.training:
-            self._seen.append(self._tokens_in(inputs, kwargs))
+        if self.notes:
+            found = self._tokens_in(inputs, kwargs)
+            self._noted = found, _first_ids((*inputs, *kwargs.values())) if found is None else None
+
+    def forwarded(self, number):
+        if self.notes:
+            self._forwards[number] = self._noted
+
+    def _trained(self):
+        """Tokens of the forwards of this micro-step that count: those that its backward has reached. Where the backward
+        of the engine has reached none that it knows, because outputs were in an object of the script, all count."""
+        backward = self.engine._backward
+        numbers = backward.reached or (self._forwards if backward.seen else ())
+        return [self._forwards[number] for number in sorted(numbers) if number in self._forwards]
 
     def see_micro_batch(self, inputs, number):
         """Counts the tokens in the inputs of a micro-batch of a pipeline, on the first stage."""
-        if self.counts and torch.is_grad_enabled():
+        if self.notes and torch.is_grad_enabled():
             several = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
             ids = (one for one in several if _has_rows(one) and not one.is_floating_point() and one.dtype != torch.bool)
             known = self.engine._dynamic.tokens(number)
-            self._seen.append(next((one.numel() for one in ids), None) if known is None else known)
+            self._seen.append((next((one.numel() for one in ids), None) if known is None else known, None))
 
     @functools.cached_property
     def _positions(self):
@@ -125,13 +143,14 @@ class ConsumedTokens(Part):
         return ids[:, :cut].numel() if _has_rows(ids) else ids.numel()
 
     def before_micro_step(self, boundary):
-        if not self.counts:
+        if not self.notes:
             return
-        seen = self._seen if self._told is None else [self._told]
-        hook = "effective_tokens"
-        self._window += [None if tokens is None else through_hooks(self.engine, hook, tokens) for tokens in seen]
-        self._seen, self._told = [], None
-        if boundary:
+        seen = [*self._seen, *self._trained()] if self._told is None else [(self._told, None)]
+        for tokens, of_report in seen:
+            self._window.append(None if tokens is None else through_hooks(self.engine, "effective_tokens", tokens))
+            self._reported.append(of_report if tokens is None else self._window[-1])
+        self._seen, self._forwards, self._told = [], {}, None
+        if boundary and self.counts:
             self._add_up()
 
     def _add_up(self):
@@ -158,10 +177,13 @@ class ConsumedTokens(Part):
 
     def _forget(self):
         self._seen, self._told, self._window, self._sums, self.of_step = [], None, [], None, 0
+        self._forwards, self._reported = {}, []
 
     def after_micro_step(self, boundary):
         if not boundary:
             return
+        known = [tokens for tokens in self._reported if tokens is not None]
+        self.of_rank = sum(known) if known else None
         self._settle()
         self._late = self._sums
         if self.needed:
@@ -190,6 +212,12 @@ class ConsumedTokens(Part):
         self._forget()
         if self.counts and consumed is None and self.engine.global_steps:
             logger.warning("the checkpoint has no number of consumed tokens: they are counted from 0")
+
+
+def _first_ids(values):
+    """The elements of the first tensor of whole numbers with two dimensions: tokens, for reports. None without one."""
+    ids = (one for one in values if _has_rows(one) and one.dtype in (torch.int64, torch.int32))
+    return next((one.numel() for one in ids), None)
 
 
 def _has_rows(value):

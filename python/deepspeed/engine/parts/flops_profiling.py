@@ -29,7 +29,7 @@ class FlopsProfiling(Part):
         if not engine.flops_profiler_enabled() or engine.autotuning_enabled():  # an experiment measures the same steps
             return
         self._step = engine.flops_profiler_profile_step()
-        path = engine.flops_profiler_output_file()
+        path = self._path = engine._outputs.paths.get("flops_profiler.output_file")
         if path is not None:  # the report comes late, so that its file is checked now
             checks.refuse_on_all(engine, _problem(path) if engine.global_rank == 0 else None, DeepSpeedConfigError)
         factor = engine.flops_profiler_recompute_fwd_factor()
@@ -74,19 +74,23 @@ class FlopsProfiling(Part):
     def _finish(self):
         engine, profiler, self.profiler = self.engine, self.profiler, None
         self._unreached.detach()
-        passes = engine.gradient_accumulation_steps()
+        passes = engine._accumulation.last_micro_batches
         profiler.counts.divide(passes)
         profiler.phases = {phase: seconds / passes for phase, seconds in self._seconds.items()}
         profiler.take_totals()
-        if engine.global_rank == 0:
-            profiler.print_model_profile(
-                self._step,
-                engine.flops_profiler_module_depth(),
-                engine.flops_profiler_top_modules(),
-                engine.flops_profiler_detailed(),
-                engine.flops_profiler_output_file(),
-            )
-        profiler.end_profile()
+        try:
+            if engine.global_rank == 0:
+                profiler.print_model_profile(
+                    self._step,
+                    engine.flops_profiler_module_depth(),
+                    engine.flops_profiler_top_modules(),
+                    engine.flops_profiler_detailed(),
+                    self._path,
+                )
+        except OSError as error:
+            logger.warning(f"flops_profiler: the profile was not written: {error}. The training goes on")
+        finally:
+            profiler.end_profile()
 
 
 def _problem(path):

@@ -27,7 +27,8 @@ class LayerDroppingPart(Part):
 
     @member
     def get_pld_theta(self):
-        """The probability with which progressive layer dropping keeps a layer now. None if it is off."""
+        """The probability with which progressive layer dropping kept a layer in the last forward that trains, 1.0 before
+        the first one. None if it is off."""
         return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
 
     def start(self):
@@ -90,11 +91,13 @@ class LayerDroppingPart(Part):
         if self._left_out:
             self._leave_out(())
 
-    def after_step(self):
+    def before_step(self):
         if self.progressive_layer_drop is not None:
             self.progressive_layer_drop.update_state(self.engine.global_steps)
 
-    after_load = after_step
+    def after_load(self):
+        if self.progressive_layer_drop is not None:
+            self.progressive_layer_drop.update_state(max(0, self.engine.global_steps - 1))
 
     def _need_keywords(self, keywords):
         if self._takes_keywords is None:

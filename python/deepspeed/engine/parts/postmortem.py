@@ -61,10 +61,11 @@ class Postmortem(Part):
                 "postmortem.on: zenflow and super_offload update masters and states beside the training, so when a "
                 "step fails, they are not those of its weights. Leave postmortem.on out, or leave them out"
             )
+        self._dir = engine._outputs.paths["postmortem.dir"]
         self.section, self.on, self._lock = section, frozenset(section.on), threading.RLock()
         self._micro, self._before, self._losses = [], [], collections.deque(maxlen=_REMEMBERED)
         self._pipelined, self._passes = hasattr(engine, "train_batch"), []
-        checks.check_folder(engine, section.dir, "postmortem.dir")
+        checks.check_folder(engine, self._dir, "postmortem.dir")
         begin = [time.strftime("%Y%m%d-%H%M%S")]
         if engine.world_size > 1:
             with suppress_logging():
@@ -148,7 +149,7 @@ class Postmortem(Part):
     def _save(self, kind, error=None, norm=None, gradients=False):
         engine, section, limit = self.engine, self.section, self.section.max_bytes
         rank, step = engine.global_rank, engine.global_steps
-        folder = os.path.join(section.dir, f"{self._run}-step{step:08d}")
+        folder = os.path.join(self._dir, f"{self._run}-step{step:08d}")
         with self._lock:
             # A later hang does not replace the file of this step, which says where the rank was when it was missing. An
             # error replaces the file of a hang. A pipeline that has failed raises the same failure again.
@@ -166,9 +167,9 @@ class Postmortem(Part):
                 path = os.path.join(folder, f"rank{rank:05d}.pt")
                 replace_file(PreparedTorch(content), path, WriterOptions(sync=False))
                 if rank == 0 or engine.local_rank == 0:
-                    known = sorted(name for name in os.listdir(section.dir) if BUNDLE.fullmatch(name))
+                    known = sorted(name for name in os.listdir(self._dir) if BUNDLE.fullmatch(name))
                     for name in known[: -section.keep]:
-                        shutil.rmtree(os.path.join(section.dir, name), ignore_errors=True)
+                        shutil.rmtree(os.path.join(self._dir, name), ignore_errors=True)
             except Exception as failure:  # what has failed the step is told to the caller, not this
                 logger.warning("[Rank %d] postmortem: step %d (%s) is not saved: %s", rank, step, kind, failure)
                 return

@@ -1,11 +1,12 @@
 """Reports while the engine trains: a line every ``steps_per_print`` steps, and timers."""
 
 import contextlib
+import os
 
 import torch
 
 from deepspeed.checkpoint.write.ranks import Ranks
-from deepspeed.engine.members import engine_parts
+from deepspeed.engine.members import engine_parts, member
 from deepspeed.engine.memory import see_memory_usage
 from deepspeed.log import log_dist
 from deepspeed.monitor.monitor import MonitorMaster
@@ -61,13 +62,32 @@ class Progress:
         every = engine.steps_per_print()
         self.every = int(every) if every and every != float("inf") else None
         self._marks = {}  # of the phases that have begun
+        self._last_times = {}  # of the last step, see get_wall_clock_timers
         self.timers = SynchronizedWallClockTimer() if self.breakdown else NoopTimer()
         self.throughput = ThroughputTimer(
             engine._config.timers_config,
             batch_size=engine.train_batch_size(),
             steps_per_output=every,
             monitor_memory=False,
+            logging_fn=lambda text: log_dist(text, ranks=[0]),
         )
+
+    def time_samples(self, trains):
+        """Before a forward, or a batch of a pipeline. The time of a step begins where the step before has ended, so
+        reading the data is a part of it. Evaluation and checkpoints in between are not: after them it begins anew."""
+        if not trains:
+            self.throughput.drop()
+        elif not self.throughput.started:
+            self.throughput.start()
+
+    def before_save(self):
+        self.throughput.drop()
+
+    @member
+    def get_wall_clock_timers(self):
+        """Milliseconds of the last step by the name of their timer (``fwd``, ``bwd``, ``bwd_inner``, ``bwd_allreduce``,
+        ``step``, and of its last micro-step ``fwd_microstep`` and so on); {} without ``wall_clock_breakdown``."""
+        return dict(self._last_times)
 
     @property
     def due(self):
@@ -112,6 +132,10 @@ class Progress:
         engine, config = self.engine, self.engine._config.monitor_config
         if not config.enabled:
             return MonitorMaster(config)
+        tables = engine._outputs.paths.get("csv_monitor.output_path")
+        if tables is not None:  # another name than that of the configuration where another engine writes there
+            section = config.csv_monitor.model_copy(update={"job_name": os.path.basename(tables)})
+            config = config.model_copy(update={"csv_monitor": section})
         ranks = Ranks(engine.parallel, False)
         return ranks.together(lambda: MonitorMaster(config), "the metrics of this run cannot be written")
 
@@ -132,6 +156,7 @@ class Progress:
 
     def after_load(self):
         """A checkpoint with counters takes the run to another number of samples; weights alone do not."""
+        self.throughput.drop()
         if self._samples != self.engine.global_samples:
             self._samples = self.engine.global_samples
             if self._monitored():
@@ -148,7 +173,10 @@ class Progress:
 
     def after_micro_step(self, boundary):
         engine = self.engine
+        if boundary:
+            self.throughput.batch_size = engine._data.last_samples
         self.throughput.stop(global_step=boundary, report_speed=boundary)
+        self.throughput.start()
         self._stop("step")
         if boundary:
             before, self._samples = self._samples, engine.global_samples
@@ -157,9 +185,12 @@ class Progress:
                 engine.monitor.write_events([(name, value, self._samples) for name, value in figures])
             self._loss = None
         if self.breakdown:
+            if boundary:
+                known = [name for pair in _ALL for name in pair if self.timers.has_timer(name)]
+                self._last_times = {name: self.timers(name).elapsed(reset=False) for name in known}
             self.timers.log([micro for micro, _ in _ALL], memory_breakdown=engine.memory_breakdown())
             if boundary:
-                steps = engine.gradient_accumulation_steps()
+                steps = engine._accumulation.last_micro_batches
                 self.timers.log([whole for _, whole in _ALL], normalizer=steps)
         self._see_memory("after step")
         if boundary and self.due:

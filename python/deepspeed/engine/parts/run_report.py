@@ -1,6 +1,5 @@
 """The page of charts about a run, which rank 0 writes when the run ends."""
 
-import os
 import weakref
 
 from deepspeed.engine import checks
@@ -17,13 +16,12 @@ class RunReport(Part):
     _end = None
 
     def start(self):
-        engine, path = self.engine, self.engine._config.report_config.path
+        engine, path = self.engine, self.engine._outputs.paths.get("report.path")
         if path is None:
             return
         checks.check_file(engine, path, "report.path")
         if engine.global_rank == 0:
-            lines = engine._config.step_log_config.file
-            self._end = weakref.finalize(engine, _write, os.path.abspath(lines), os.path.abspath(path))
+            self._end = weakref.finalize(engine, _write, engine._outputs.paths["step_log.file"], path)
 
     def stop(self):
         if self._end is not None:

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import json
 import math
+import os
 import socket
 import time
 import weakref
@@ -24,7 +25,6 @@ from deepspeed.registry import load_target
 VERSION = 1  # of the file
 KEPT = 1000  # steps that ``step_log()`` returns
 _OTHERS = ("communication", "gathers")  # a rank waits for other ones, or at ``gathers`` its host for its own device
-_COUNTED_STEP = 2  # whose operations are counted; the first one makes buffers
 _HOST_BYTES = 64
 
 
@@ -41,7 +41,7 @@ class StepLog(Part):
         self.kept = collections.deque(maxlen=KEPT)
         self._file = self._loss = self._pending = self._all = self._names = self._leave = self._waits = None
         self._last_wait = None  # of the stream, in the last step that is finished; None on the CPU
-        self._tokens, self.flops, self._counted, self._peak = 0, None, 0, None
+        self._peak = None
         self._recent = []  # phases and waits of the stream, of the steps since the ranks have compared theirs
 
     # ---- begin and end -----------------------------------------------------------------------------------------------
@@ -64,10 +64,12 @@ class StepLog(Part):
         self._leave.atexit = False
 
     def _open(self):
-        engine, path = self.engine, self.section.file
+        engine, path = self.engine, self.engine._outputs.paths["step_log.file"]
         checks.check_file(engine, path, "step_log.file")
         if engine.global_rank == 0:
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+            if _ends_in_a_line(path):
+                self._append("\n")
         self._write(
             {
                 "kind": "run",
@@ -98,41 +100,15 @@ class StepLog(Part):
         self._finish_pending()
         return list(self.kept)
 
-    def see_inputs(self, inputs, kwargs):
-        """Of a forward that trains: numbers of tokens are those of integer inputs with a dimension for the sequence."""
-        for one in (*inputs, *kwargs.values()):
-            if isinstance(one, torch.Tensor) and one.dim() == 2 and one.dtype in (torch.int64, torch.int32):
-                self._tokens += one.numel()
-                return
-
-    def around(self, phase):
-        """Operations of one step are counted where the share of the peak that a step reaches is asked for: with a file,
-        with ``peak_tflops``, or in an experiment of the tuner."""
-        wanted = self.section.enabled and (self.section.file is not None or self.section.peak_tflops is not None)
-        wanted = wanted or self.engine._autotuning.counts_flops
-        if not wanted or self.engine.gas_boundary_ctr != _COUNTED_STEP - 1:
-            return None
-        return self._counting()
-
-    @contextlib.contextmanager
-    def _counting(self):
-        with load_target("deepspeed.profiling.op_costs:CountedOps")() as counted:
-            yield
-        self._counted += counted.flops
-
     def before_step(self):
         self._loss = self.engine.losses
 
     def after_step(self):
         engine = self.engine
-        if self._counted:
-            self.flops, self._counted = self._counted, 0
         if not self.section.enabled:
             return
         wall, phases, _ = self.times.take()
-        samples = engine._data.samples_of_step()
-        tokens, self._tokens = self._tokens * engine.parallel.dp_world_size, 0
-        norm = engine._steps.norm
+        samples, flops, norm = engine._data.last_samples, engine._operations.of_step, engine._steps.norm
         row = {
             "kind": "step",
             "step": engine.global_steps,
@@ -147,13 +123,13 @@ class StepLog(Part):
             "skipped": not engine._steps.applied,
             "memory": self._memory(),
             "samples_per_sec": samples / wall if wall > 0 else 0.0,
-            "tokens_per_sec": tokens / wall if tokens and wall > 0 else None,
-            "mfu": self.flops / wall / self._peak_flops() if self.flops and wall > 0 else None,
+            "tokens_per_sec": None,
+            "mfu": flops / wall / self._peak_flops() if flops and wall > 0 else None,
         }
         self._finish_pending()
         self._waits.end_step()
         loss = getattr(engine, "agg_train_loss", self._loss)
-        self._pending, self._loss = (row, *_copied(loss)), None
+        self._pending, self._loss = (row, _copied(loss), _copied(engine._tokens.of_rank)), None
         if engine.device.type == "cpu":
             self._finish_pending()
         if self._compares and engine.progress.due:
@@ -162,11 +138,11 @@ class StepLog(Part):
     def _finish_pending(self):
         if self._pending is None:
             return
-        (row, loss, copied), self._pending = self._pending, None
-        if copied is not None:
-            copied.synchronize()
-        value = loss.item() if loss is not None else math.nan
-        row["loss"] = value if math.isfinite(value) else None
+        (row, loss, tokens), self._pending = self._pending, None
+        value, tokens = _read(*loss), _read(*tokens)
+        row["loss"] = value if value is not None and math.isfinite(value) else None
+        if tokens and row["wall"] > 0:
+            row["tokens_per_sec"] = tokens * self.engine.parallel.dp_world_size / row["wall"]
         row["stream_wait"] = self._last_wait = self._waits.take()
         if self._compares:
             self._recent.append([*row["phases"].values(), self._last_wait or 0.0])
@@ -251,8 +227,11 @@ class StepLog(Part):
     def _write(self, row):
         if self._file is None:
             return
+        self._append(json.dumps(row, default=str) + "\n")
+
+    def _append(self, text):
         try:
-            self._file.write(json.dumps(row, default=str) + "\n")
+            self._file.write(text)
         except OSError as error:
             logger.warning(f"step_log.file: {error}. The training goes on, and no more lines are written")
             with contextlib.suppress(OSError):
@@ -260,10 +239,29 @@ class StepLog(Part):
             self._file = None
 
 
+def _ends_in_a_line(path):
+    """Whether the last line of a file has no end, because the run that wrote it was killed."""
+    try:
+        with open(path, "rb") as file:
+            if not os.path.isfile(path) or file.seek(0, os.SEEK_END) == 0:
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:
+        return False
+
+
+def _read(value, copied):
+    """The number that ``_copied`` has asked for; None for None."""
+    if copied is not None:
+        copied.synchronize()
+    return value.item() if torch.is_tensor(value) else value
+
+
 def _copied(loss):
-    """``(copy, event)``: of a device's loss a copy on the host, which is there at the event. That is over when the next
+    """``(copy, event)``: of a device's number a copy on the host, which is there at the event. That is over when the next
     step has read its norm, so that nothing waits for it."""
-    if loss is None or loss.device.type == "cpu":
+    if not torch.is_tensor(loss) or loss.device.type == "cpu":
         return loss, None
     accelerator = get_accelerator()
     copy, event = accelerator.pin_memory(torch.empty((), dtype=loss.dtype)), accelerator.Event()

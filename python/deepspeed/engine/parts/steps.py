@@ -84,4 +84,6 @@ class Steps(Part):
         engine.gas_boundary_ctr += 1
         engine.skipped_steps += 0 if applied else 1
         engine.global_steps += 1  # skipped or not: the samples were seen, and loops over global_steps end
-        engine.global_samples += engine._data.samples_of_step()
+        engine._accumulation.last_micro_batches = engine._accumulation.micro_batches()
+        engine._data.last_samples = engine._data.samples_of_step()
+        engine.global_samples += engine._data.last_samples

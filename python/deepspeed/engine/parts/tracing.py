@@ -32,6 +32,8 @@ class Tracing(Part):
             raise ValueError(f"engine.trace: steps is a whole number of at least 1, got {steps!r}")
         if self._recorder is not None:
             raise RuntimeError(f"engine.trace: {self._left} steps of another trace are still to be recorded")
+        told = self.engine._outputs.problem_with("trace.path", path) if self.engine.global_rank == 0 else None
+        checks.refuse_on_all(self.engine, told)
         checks.check_file(self.engine, path, "engine.trace: path")
         self._begin(steps, path)
 
@@ -40,7 +42,7 @@ class Tracing(Part):
         self._start_step = section.start_step
         if self._start_step is None:
             return
-        checks.check_file(self.engine, section.path, "trace.path")
+        checks.check_file(self.engine, self.engine._outputs.paths["trace.path"], "trace.path")
         self._told = weakref.finalize(self.engine, _tell_of_missing, self._start_step, self.engine.global_rank)
         self._follow_section()
 
@@ -51,7 +53,7 @@ class Tracing(Part):
             return
         self._start_step = None
         self._told.detach()
-        self._begin(section.steps, section.path)
+        self._begin(section.steps, self.engine._outputs.paths["trace.path"])
 
     def after_step(self):
         if self._recorder is not None:

@@ -1,5 +1,7 @@
 """The engine's part that builds data loaders and counts samples."""
 
+import weakref
+
 import torch
 
 from deepspeed import comm as dist
@@ -18,7 +20,12 @@ class TrainingData(Part):
     """A part of the engine."""
 
     _seed = None  # see ``agree_on_seed``
+    last_samples = 0  # of the last step, over all ranks
     _loader = _position = None  # the loader, and its position at the beginning of the accumulation window
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self._following = weakref.WeakSet()  # training loaders of the micro-batch size, which change with it
 
     def agree_on_seed(self):
         """Makes ranks with the same samples (stages of a pipeline, ranks that share weights or sequences) draw the same
@@ -129,13 +136,13 @@ class TrainingData(Part):
             data_sampler = torch.utils.data.DistributedSampler(
                 dataset, num_replicas=self.engine.dp_world_size, rank=self.engine.parallel.data_rank, shuffle=False
             )
-        config = self._curriculum(route)
+        config, micro = self._curriculum(route), self.engine.train_micro_batch_size_per_gpu()
         loader = DeepSpeedDataLoader(
             dataset=dataset,
-            batch_size=batch_size or self.engine.train_micro_batch_size_per_gpu(),
+            batch_size=micro if batch_size is None else batch_size,
             pin_memory=self.engine.data_sampling_config()["pin_memory"] if config else pin_memory,
             local_rank=self.engine.local_rank,
-            tput_timer=getattr(self.engine, "tput_timer", None),
+            tput_timer=self.engine.progress.throughput if route == ROUTE_TRAIN else None,
             collate_fn=collate_fn or self.engine.collate_fn,
             num_local_io_workers=num_local_io_workers,
             data_sampler=data_sampler,
@@ -146,6 +153,8 @@ class TrainingData(Part):
         )
         loader.seed = self._seed
         loader.phases = self.engine._step_log.phases
+        if route == ROUTE_TRAIN and loader.batch_size == micro:
+            self._following.add(loader)
         if route == ROUTE_TRAIN and self.engine._curriculum.cuts_loaders:
             loader.cut = self.engine._curriculum.cut
         return loader
@@ -174,33 +183,56 @@ class TrainingData(Part):
                 f"{self.engine.train_micro_batch_size_per_gpu()} x "
                 f"data-parallel size {self.engine.dp_world_size} = {per_micro_step}"
             )
+        self.engine._accumulation.need_no_window(f"set_train_batch_size({train_batch_size})")
+        self._check_sizes(self.engine.train_micro_batch_size_per_gpu(), train_batch_size // per_micro_step)
         self.engine._config.change(
             "set_train_batch_size()",
             train_batch_size=train_batch_size,
             gradient_accumulation_steps=train_batch_size // per_micro_step,
         )
-        if self.engine.core is not None:
-            self.engine.core.set_grad_dtype(self.engine._grad_dtype)  # what accumulates now may be another type
-        if isinstance(self.engine.training_dataloader, ResumableDataLoader):
-            self.engine.training_dataloader.set_accumulation_steps(self.engine.gradient_accumulation_steps())
+        self._sizes_have_changed()
 
     @member
     def set_train_micro_batch_size(self, micro_batch_size):
-        """Changes the micro batch; accumulation stays, the whole batch follows."""
+        """Changes the micro batch; accumulation stays, the whole batch follows. Training loaders of this engine that have
+        the size up to now give batches of the new size, from the sample on that comes next."""
+        self.engine._accumulation.need_no_window(f"set_train_micro_batch_size({micro_batch_size})")
+        self._check_sizes(micro_batch_size, self.engine.gradient_accumulation_steps())
         parts = self.engine.gradient_accumulation_steps() * self.engine.dp_world_size
         self.engine._config.change(
             "set_train_micro_batch_size()",
             train_micro_batch_size_per_gpu=micro_batch_size,
             train_batch_size=micro_batch_size * parts,
         )
+        self._sizes_have_changed()
+
+    def _check_sizes(self, micro_batch_size, accumulation_steps):
+        """Raises before anything has changed where a loader cannot give batches of these sizes."""
+        for loader in list(self._following):
+            loader.check_sizes(micro_batch_size, accumulation_steps)
+        if self.engine._dynamic.batches is not None and (
+            micro_batch_size != self.engine.train_micro_batch_size_per_gpu()
+            or accumulation_steps != self.engine.gradient_accumulation_steps()
+        ):
+            raise RuntimeError(
+                "the sizes of a batch cannot change while the engine trains on dynamic batches, which were made for the "
+                "sizes of the configuration: set train_batch_size and train_micro_batch_size_per_gpu there"
+            )
+
+    def _sizes_have_changed(self):
+        engine = self.engine
+        if engine.core is not None:
+            engine.core.set_grad_dtype(engine._grad_dtype)  # what accumulates now may be another type
+        for loader in list(self._following):
+            loader.set_sizes(engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
+        engine.progress.throughput.batch_size = engine.train_batch_size()
+        engine._accumulation.replan()
+        self.start_window()
 
     def samples_of_step(self):
-        """The samples of this step, over all ranks. If the script decides where a step ends, each forward since the
-        last step counts as a micro-batch (at least one), and every rank is assumed to have as many as this one."""
+        """The samples of the step under way, over all ranks. Reports read ``last_samples`` after it."""
         engine = self.engine
         known = engine._dynamic.samples()
         if known is not None:
             return known
-        if engine.managed_gradient_accumulation():
-            return engine.train_batch_size()
-        return max(1, engine._backward.micro_batches) * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+        return engine._accumulation.micro_batches() * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size

@@ -175,6 +175,8 @@ class Execution:
     @member
     def _exec_forward_pass(self, buffer_id, chunk=0, micro=None):
         held = self.micro_batch(buffer_id, chunk, micro)
+        if torch.is_grad_enabled():
+            self.engine._operations.see_pass(held.part, held.number, "forward", held.inputs)
         with inside_hooks(self.engine, "forward"):
             held.outputs = self.engine.module(held.inputs, chunk)
         if held.part == self.last_part:
@@ -221,6 +223,7 @@ class Execution:
     def _exec_backward_pass(self, buffer_id, chunk=0, micro=None):
         held = self.micro_batch(buffer_id, chunk, micro)
         outputs, grads = self._heads(held)
+        self.engine._operations.see_pass(held.part, held.number, "whole")
         self._run_backward(functools.partial(torch.autograd.backward, outputs, grads) if outputs else None)
         self._after_input_grads(held)
 
@@ -228,6 +231,7 @@ class Execution:
     def _exec_backward_input_pass(self, buffer_id, chunk=0, micro=None):
         held = self.micro_batch(buffer_id, chunk, micro)
         outputs, grads = self._heads(held)
+        self.engine._operations.see_pass(held.part, held.number, "inputs")
         if outputs and self.engine._stage_policy.shards_params:  # weights are here for one use, not for two
             self._run_backward(functools.partial(torch.autograd.backward, outputs, grads))
         elif outputs:
@@ -238,7 +242,9 @@ class Execution:
 
     @member
     def _exec_backward_weight_pass(self, buffer_id, chunk=0, micro=None):
-        split = self.records[buffer_id].take("split")
+        held = self.records[buffer_id]
+        self.engine._operations.see_pass(held.part, held.number, "weights")
+        split = held.take("split")
         self._run_backward(None if split is None else split.run_weights)
 
     def _heads(self, held):

@@ -32,6 +32,7 @@ import torch
 
 from deepspeed.host import cuda_toolkit
 from deepspeed.host.cpu import cpu_info
+from deepspeed.host.owned_folders import why_foreign
 from deepspeed.host.recorded_names import path_below
 from deepspeed.log import logger
 from deepspeed.ops.op_builder import toolchain
@@ -55,11 +56,23 @@ class Plan:
     nvcc_args: list = field(default_factory=list)
 
 
+def _extensions():
+    return os.path.expanduser(os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join("~", ".cache", "torch_extensions"))
+
+
 def cache_root():
     """The folder of all builds for this Python and torch."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join("~", ".cache", "torch_extensions")
-    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}"
-    return os.path.join(os.path.expanduser(root), tag)
+    return os.path.join(_extensions(), f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}")
+
+
+def _need_own(path, name):
+    """BuildError where another user may have put a file of the cache there."""
+    problem = why_foreign(path, _extensions())
+    if problem is not None:
+        raise BuildError(
+            f"the op {name} is not loaded from the cache of compiled ops, because {problem}. Modules run as part of this "
+            "program: remove that folder, or set TORCH_EXTENSIONS_DIR to a folder of your own"
+        )
 
 
 def build_and_load(plan, verbose=False):
@@ -69,6 +82,7 @@ def build_and_load(plan, verbose=False):
         BuildError: a source, the compiler, ninja or a header is missing, or the compiler refused the code.
     """
     path = _find_or_build(plan, verbose)
+    _need_own(path, plan.name)
     with _loaded_lock:
         module = _loaded.get(path)
         if module is None:
@@ -180,6 +194,7 @@ def _find_or_build(plan, verbose):
     toolchain.check_headers(plan.name)
     try:
         os.makedirs(folder, exist_ok=True)
+        _need_own(folder, plan.name)
     except OSError as error:
         raise BuildError(
             f"the op {plan.name} must be compiled, but {folder} cannot be made ({error.strerror}). Set "
