@@ -31,6 +31,8 @@ activation_checkpointing/hidden_states.py _active | contexts that are open: save
 activation_checkpointing/settings.py current | published: checkpointing.configure() is of the module
 activation_checkpointing/settings.py thread | what a thread recomputes right now
 checkpoint/engines/__init__.py ENGINES | REGISTRY
+pipe/p2p.py _grid | published: p2p.init_process_groups(grid) is of the module
+pipe/p2p.py _pending | published: p2p.wait() is of the module
 checkpoint/read/storage.py _trusted | whether the reader further up the same call trusts pickles
 checkpoint/write/background.py _folders | two engines of a process must not write into one folder
 checkpoint/write/background.py _unsettled | AT_END
@@ -210,6 +212,7 @@ TRANSPORTS_TESTED_ELSEWHERE = {
 # file of python/deepspeed, call: what may read pickles that run code. Each reads a file that the user has named.
 UNPICKLING = _rows(
     """
+pipe/p2p.py pickle.loads | published: recv_obj returns the object that a rank of the same job has pickled
 planner/child.py pickle.loads | the result of a process that this one has started, over a pipe of their own
 planner/child.py pickle.load | what the process that has started this one gives it, over a pipe of their own
 planner/world.py pickle.loads | what ranks that are planned with this one tell, over a file in a folder of their own

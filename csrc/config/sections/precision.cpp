@@ -80,6 +80,11 @@ DS_CONFIG_CHAPTER(40, kTraining, "Precision") {
           dtype("param_dtype", "Type of the parameters."),
           dtype("buffer_dtype", "Type of floating-point buffers; null leaves them as they are."),
       }));
+  c.add(text("keep_in_fp32_modules", "auto",
+             "Modules whose buffers data_types.buffer_dtype leaves as they are: patterns of names, or auto: those that a "
+             "model of transformers names.")
+            .also(kList)
+            .items(kText));
 
   c.rule("fp16.enabled and bf16.enabled exclude each other.", [](RuleContext& j) {
     if (j.on("fp16.enabled") && j.on("bf16.enabled")) {

@@ -37,8 +37,13 @@ from deepspeed.activation_checkpointing.tensors import (
 from deepspeed.config import DeepSpeedConfigAssertionError
 from deepspeed.config.getters import resolved_sections
 from deepspeed.log import log_dist, logger
-from deepspeed.utils.random_state import CudaRNGStatesTracker, get_cuda_rng_tracker
+from deepspeed.utils.random_state import MODEL_PARALLEL, CudaRNGStatesTracker, get_cuda_rng_tracker, set_device_state
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
+
+# gpt-neox reads these names.
+_CUDA_RNG_STATE_TRACKER = get_cuda_rng_tracker()
+_MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL
+_set_cuda_rng_state = set_device_state
 
 __all__ = [
     "CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "configure_from", "detach_variable",

@@ -27,6 +27,8 @@ BUILTIN_OPTIMIZERS = "Adam AdamW Adagrad Lamb OneBitAdam ZeroOneAdam OneBitLamb 
 # Attributes that are a key of the top level under its own name.
 PLAIN = BATCH_KEYS + (
     "managed_gradient_accumulation",
+    "disable_python_gc",
+    "keep_in_fp32_modules",
     "steps_per_print",
     "wall_clock_breakdown",
     "memory_breakdown",

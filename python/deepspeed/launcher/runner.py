@@ -6,7 +6,7 @@ import os
 import sys
 
 from deepspeed.host.command_line import program
-from deepspeed.launcher.arguments import check, parse_args
+from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, check, parse_args
 from deepspeed.launcher.environment import ENVIRONMENT_FILE, EXPORT_PREFIXES, missing_environment_file
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.launch import launch
@@ -32,11 +32,13 @@ from deepspeed.registry import load_target
 
 DEEPSPEED_ENVIRONMENT_NAME = ENVIRONMENT_FILE
 EXPORT_ENVS = list(EXPORT_PREFIXES)
+DLTS_HOSTFILE = DEFAULT_HOSTFILE
 AUTOTUNER = "deepspeed.autotuning.autotuner:Autotuner"
 _parse_hostfile = parse_hostfile_lines
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
+    "DLTS_HOSTFILE",
     "EXPORT_ENVS",
     "LaunchError",
     "_parse_hostfile",

@@ -14,7 +14,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import choose_config
-from deepspeed.config.config import resolve
+from deepspeed.config.config import LEFT_TO_TRAINER, resolve
 from deepspeed.config.errors import raise_if_broken
 from deepspeed.host.command_line import check_output, program
 from deepspeed.host.user_files import function_in_file
@@ -207,7 +207,9 @@ def _plan(args):
         raise ValueError(f"--world {args.world} and --nodes {args.nodes}: both are at least 1, at most {_MOST_RANKS}")
     check_output(args.png, "--png")
     config, machine = _values_of(args.config), Machine.of_jobs(args.machine)
-    raise_if_broken(resolve(config, world_size=args.world, given_as="--world")[0])
+    resolved = resolve(config, world_size=args.world, given_as="--world")[0]
+    if any(one["severity"] == "error" and one["code"] != LEFT_TO_TRAINER for one in resolved.issues()):
+        raise_if_broken(resolved)
     job = _Job(args, machine)
     if args.nodes > 1:
         machine.ranks_of_host = args.world // args.nodes

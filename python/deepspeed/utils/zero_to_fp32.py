@@ -122,6 +122,9 @@ def _tag_folder(checkpoint_dir, tag):
     return folder
 
 
+NAMES_OF_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
 # ---- what they say -------------------------------------------------------------------------------------------------
 def _real(value):
     return value.read() if isinstance(value, LazyTensor) else value
@@ -410,9 +413,29 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     ``safe_serialization``, or numbered files and an index when they are larger than ``max_shard_size``
     (None: one file).
     """
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir,
+    output_dir,
+    dtype=torch.float32,
+    max_shard_size="5GB",
+    safe_serialization=False,
+    tag=None,
+    exclude_frozen_parameters=False,
+):
+    """``convert_zero_checkpoint_to_fp32_state_dict`` with the floating-point weights in ``dtype``, a torch.dtype. Numbers
+    that are not floating point (counters, masks) stay what they are."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype is {dtype}: weights are written in a floating-point type such as torch.bfloat16")
     weights = _weights(checkpoint_dir, tag, exclude_frozen_parameters)
+    for weight in weights.values():
+        weight.dtype = dtype if weight.dtype.is_floating_point else weight.dtype
     for path in write_weight_files(weights, output_dir, max_shard_size, safe_serialization):
-        print(f"Saved fp32 state dict to {path}")
+        print(f"Saved {NAMES_OF_DTYPES.get(dtype, dtype)} state dict to {path}")
 
 
 def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):
@@ -424,8 +447,8 @@ def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):
     return model
 
 
-def main(args=None):
-    parser = argparse.ArgumentParser(description="Consolidates a ZeRO checkpoint into fp32 weights.")
+def add_arguments(parser):
+    """The command line of this script and of ``zero_to_torch``."""
     parser.add_argument("checkpoint_dir", help="the folder given to save_checkpoint, e.g. path/checkpoint-12")
     parser.add_argument("output_dir", help="where the weights go: pytorch_model.bin or model.safetensors, or shards")
     parser.add_argument("--max_shard_size", default="5GB", help="largest file, like 5GB or 500MB (default 5GB)")
@@ -433,7 +456,12 @@ def main(args=None):
     parser.add_argument("-t", "--tag", default=None, help="e.g. global_step1; by default what the file 'latest' says")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="say more")
-    args = parser.parse_args(args)
+    return parser
+
+
+def main(args=None):
+    parser = argparse.ArgumentParser(description="Consolidates a ZeRO checkpoint into fp32 weights.")
+    args = add_arguments(parser).parse_args(args)
     globals()["debug"] = int(args.debug)
     convert_zero_checkpoint_to_fp32_state_dict(
         args.checkpoint_dir,

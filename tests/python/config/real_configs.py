@@ -35,7 +35,12 @@ HF = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
     },
     "zero_optimization": {
         "stage": 3,
@@ -56,7 +61,10 @@ BATCH = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 REAL = [
     *map(private, "log name model_name job note train monitor tp pp dp id ema seed lr".split()),
-    *map(private, "dataset epochs eval_interval output_dir wandb_project tokenizer tokens model mode comment map timer".split()),
+    *map(
+        private,
+        "dataset epochs eval_interval output_dir wandb_project tokenizer tokens model mode comment map timer".split(),
+    ),
     *map(comment, ("_comment", "#", "# see the wiki", "//", "_note")),
     case("comment in a section", "_comment", **zero(_comment="two hosts")),
     case("comment in fp16", "//", fp16={"enabled": False, "//": "slow here"}),
@@ -65,7 +73,9 @@ REAL = [
     case("trainer: accumulation only", left=[*BATCH], whole={"gradient_accumulation_steps": 4}),
     case("trainer: clipping", left=["gradient_clipping"], gradient_clipping="auto"),
     case("trainer: learning rate", left=PARAMS[:1], optimizer={"type": "Adam", "params": {"lr": "auto"}}),
-    case("contiguous without a count", **checkpointing(contiguous_memory_optimization=True, partition_activations=True)),
+    case(
+        "contiguous without a count", **checkpointing(contiguous_memory_optimization=True, partition_activations=True)
+    ),
     case("contiguous alone", **checkpointing(contiguous_memory_optimization=True)),
     case("a key of Megatron", "checkpoint_in_cpu", **checkpointing(checkpoint_in_cpu=False)),
     case(
@@ -83,7 +93,7 @@ REAL = [
         },
     ),
     *(
-        case(f"optimizer.{key}", "belongs into \"optimizer.params\"", optimizer={**ADAM, key: value})
+        case(f"optimizer.{key}", 'belongs into "optimizer.params"', optimizer={**ADAM, key: value})
         for key, value in {"eps": 1e-8, "weight_decay": 0.1, "adam_w_mode": True, "lr": 1e-3}.items()
     ),
     case("optimizer: private", "name", optimizer={**ADAM, "name": "mine"}),
@@ -100,7 +110,7 @@ REAL = [
     ),
     case(
         "warmup_type cosine",
-        "is read as \"log\"",
+        'is read as "log"',
         {"scheduler.params.warmup_type": "log"},
         scheduler={"type": "WarmupLR", "params": {"warmup_type": "cosine"}},
     ),
@@ -133,6 +143,14 @@ REAL = [
         zero_optimization={"stage": 3, "stage3_param_persitance_threshold": 7},
     ),
     case("grad_hooks", "grad_hooks", **zero(grad_hooks=True)),
-    *(case(f"compile.{key}", key, compile={key: value}) for key, value in {"backend": "inductor", "disable": True}.items()),
-    case("contiguous_gradients", None, {"zero_optimization.contiguous_gradients": True}, **zero(contiguous_gradients=True)),
+    *(
+        case(f"compile.{key}", key, compile={key: value})
+        for key, value in {"backend": "inductor", "disable": True}.items()
+    ),
+    case(
+        "contiguous_gradients",
+        None,
+        {"zero_optimization.contiguous_gradients": True},
+        **zero(contiguous_gradients=True),
+    ),
 ]

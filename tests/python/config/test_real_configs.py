@@ -41,7 +41,9 @@ def test_there_are_at_least_60():
     assert len(REAL) >= 60 and len({name for name, *_ in REAL}) == len(REAL)
 
 
-@pytest.mark.parametrize("key", ["fp61", "bf61", "fp_16", "zero_optimisation", "optimiser", "gradient_cliping", "gradient_accumulation_step"])
+@pytest.mark.parametrize(
+    "key", ["fp61", "bf61", "fp_16", "zero_optimisation", "optimiser", "gradient_cliping", "gradient_accumulation_step"]
+)
 def test_typing_errors_of_keys_are_still_refused(key):
     issues = resolve({"train_batch_size": 8, key: {}}, world_size=1)[0].issues()
     assert any(issue["severity"] == "error" and "Did you mean" in issue["suggestion"] for issue in issues)

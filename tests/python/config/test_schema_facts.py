@@ -29,6 +29,10 @@ OWN_KEYS = {
     "elasticity.memory_copies",
     "elasticity.save_on_signal",
     "elasticity.snapshot_steps",
+    "disable_python_gc",  # this and the next three: of DeepSpeed 0.19.8
+    "keep_in_fp32_modules",
+    "zero_optimization.compute_grad_norm",
+    "zero_optimization.parameter_alignment",
     "zero_optimization.audit_steps",
     "zero_optimization.cpu_offload_params",  # of older releases
     "zero_optimization.stage3_param_persitance_threshold",  # a misspelling in published files

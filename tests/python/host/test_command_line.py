@@ -70,7 +70,13 @@ def test_outputs_are_tried_and_left_as_they_are(tmp_path):
 
 def test_slots_have_a_limit():
     check_slots(65536, "slots of the host a")
-    refused(ValueError, "slots of the host a is 99999999999; a host has at most", check_slots, 99999999999, "slots of the host a")
+    refused(
+        ValueError,
+        "slots of the host a is 99999999999; a host has at most",
+        check_slots,
+        99999999999,
+        "slots of the host a",
+    )
 
 
 @pytest.mark.parametrize(

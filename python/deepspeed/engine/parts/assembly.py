@@ -10,6 +10,7 @@ from deepspeed.comm.mesh_views import MICS, SAME_WEIGHTS, Purpose
 from deepspeed.engine import checks
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
+from deepspeed.engine.fp32_buffers import cast_buffers, patterns_of
 from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.by_name import is_native, rules_of
@@ -55,10 +56,9 @@ class Assembly(Part):
                         param.data = param.data.to(dtype)
                     else:
                         own.cast(dtype)
-            for one in module.modules() if buffer_dtype is not None else ():
-                for name, buffer in one._buffers.items():
-                    if buffer is not None and buffer.is_floating_point():
-                        one._buffers[name] = buffer.to(buffer_dtype)
+            if buffer_dtype is not None:
+                kept = patterns_of(module, engine._config.keep_in_fp32_modules, engine.fp16_enabled())
+                cast_buffers(module, buffer_dtype, kept)
             if not dont_change_device:
                 move_module(module, engine.device)
 
