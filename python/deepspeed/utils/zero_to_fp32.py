@@ -9,7 +9,6 @@ The weights are streamed: memory does not grow with the model. Files are read wi
 
 import argparse
 import dataclasses
-import glob
 import itertools
 import math
 import os
@@ -21,7 +20,15 @@ from deepspeed.formats.lazy_tensor import LazyTensor
 from deepspeed.formats.swapped_tensors import with_swapped
 from deepspeed.formats.torch_archive import load
 from deepspeed.formats.weight_files import StoredWeight, write_weight_files
-from deepspeed.host.recorded_names import read_tag
+from deepspeed.utils.zero_files import (  # noqa: F401 (scripts import them from here)
+    _tag_folder,
+    atoi,
+    get_checkpoint_files,
+    get_model_state_file,
+    get_model_state_files,
+    get_optim_files,
+    natural_keys,
+)
 
 debug = 0
 device = torch.device("cpu")
@@ -67,59 +74,6 @@ def _cut(tensors, offset, numel):
             pieces.append((tensor, low - first, high - low))
         first += tensor.numel()
     return pieces
-
-
-def atoi(text):
-    """An int for digits, the text itself otherwise."""
-    return int(text) if text.isdigit() else text
-
-
-def natural_keys(text):
-    """Sorts rank 10 behind rank 9: ``names.sort(key=natural_keys)``."""
-    return [atoi(part) for part in re.split(r"(\d+)", text)]
-
-
-# ---- files ---------------------------------------------------------------------------------------------------------
-def get_checkpoint_files(checkpoint_dir, glob_pattern):
-    """Paths, in natural order. FileNotFoundError if there are none."""
-    files = sorted(glob.glob(os.path.join(glob.escape(str(checkpoint_dir)), glob_pattern)), key=natural_keys)
-    if not files:
-        raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
-    return files
-
-
-def get_optim_files(checkpoint_dir):
-    """Paths of the files with optimizer states, one for each rank."""
-    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
-
-
-def get_model_state_files(checkpoint_dir):
-    """Paths of the model files."""
-    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
-
-
-def get_model_state_file(checkpoint_dir, zero_stage):
-    """Path of the model file of rank 0. FileNotFoundError without it, ValueError for an unknown stage."""
-    if not os.path.isdir(checkpoint_dir):
-        raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
-    if zero_stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_stage = {zero_stage!r}: it is 0, 1, 2 or 3")
-    path = os.path.join(checkpoint_dir, f"{'zero_pp_rank_0_' if zero_stage == 3 else ''}mp_rank_00_model_states.pt")
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"can't find model states file at '{path}'")
-    return path
-
-
-def _tag_folder(checkpoint_dir, tag):
-    if tag is None:
-        pointer = os.path.join(checkpoint_dir, "latest")
-        if not os.path.isfile(pointer):
-            raise ValueError(f"Unable to find 'latest' file at {pointer}; pass a tag")
-        tag = read_tag(checkpoint_dir, "latest")
-    folder = os.path.join(checkpoint_dir, str(tag))
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"Directory '{folder}' doesn't exist")
-    return folder
 
 
 NAMES_OF_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -427,8 +381,8 @@ def convert_zero_checkpoint_to_state_dict(
     tag=None,
     exclude_frozen_parameters=False,
 ):
-    """``convert_zero_checkpoint_to_fp32_state_dict`` with the floating-point weights in ``dtype``, a torch.dtype. Numbers
-    that are not floating point (counters, masks) stay what they are."""
+    """As ``convert_zero_checkpoint_to_fp32_state_dict``, with floating-point weights in ``dtype``, a torch.dtype. Numbers
+    that are not floating point (counters, masks) stay as they are."""
     if not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}: weights are written in a floating-point type such as torch.bfloat16")
     weights = _weights(checkpoint_dir, tag, exclude_frozen_parameters)
