@@ -37,20 +37,18 @@ function(ds_unity name batch sources out)
 endfunction()
 
 # Most of the time that a file of a room with torch takes to compile goes into the headers of torch. They are compiled once,
-# in `owner`, a library that is made by the first call, and `target` reads the result. `headers`: further ones. Targets of one
-# owner are compiled with the same flags.
-function(ds_precompile target owner headers)
+# in `owner`, a library that is made by the first call, and `target` reads the result. HEADERS: further ones. LIBS: libraries that
+# decide how they are read. Targets of one owner are compiled with the same flags.
+function(ds_precompile target owner)
+  cmake_parse_arguments(WITH "" "" "HEADERS;LIBS" ${ARGN})
   if(NOT TARGET ${owner})
     file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/${owner}.cpp CONTENT "" @ONLY)
     add_library(${owner} OBJECT ${CMAKE_BINARY_DIR}/${owner}.cpp)
-    target_link_libraries(${owner} PRIVATE ds_torch)
+    target_link_libraries(${owner} PRIVATE ds_torch ${WITH_LIBS})
     target_precompile_headers(${owner} PRIVATE <algorithm> <condition_variable> <functional> <map> <memory> <mutex>
       <optional> <string> <thread> <unordered_map> <variant> <vector> <ATen/Functions.h> <ATen/TensorOperators.h>
-      <c10/core/Event.h> <c10/core/impl/VirtualGuardImpl.h> <torch/csrc/distributed/c10d/ProcessGroup.hpp> ${headers})
+      <c10/core/Event.h> <c10/core/impl/VirtualGuardImpl.h> <torch/csrc/distributed/c10d/ProcessGroup.hpp> ${WITH_HEADERS})
     target_compile_options(${owner} PRIVATE -fpch-preprocess)  # ccache asks for it
-    if(headers)
-      ds_compile_lightly(${owner})
-    endif()
   endif()
   target_precompile_headers(${target} REUSE_FROM ${owner})
   target_compile_options(${target} PRIVATE -fpch-preprocess)
@@ -75,7 +73,7 @@ function(ds_room name)
   endforeach()
   target_link_libraries(ds_${name} PRIVATE ${ROOM_LIBS})
   if("ds_torch" IN_LIST ROOM_LIBS AND DS_UNITY)
-    ds_precompile(ds_${name} room_precompiled "")
+    ds_precompile(ds_${name} room_precompiled)
     set_target_properties(room_precompiled PROPERTIES POSITION_INDEPENDENT_CODE ON)
   endif()
   set_property(GLOBAL PROPERTY ds_uses_${name} ${name} ${ROOM_USES})
@@ -151,10 +149,11 @@ function(ds_room_executables name)
       BUILD_RPATH "${DS_LIB_DIR};${TORCH_ROOT}/lib" SKIP_BUILD_RPATH OFF)
     if("ds_torch" IN_LIST libs AND DS_UNITY)
       if(kind STREQUAL test)
-        ds_precompile(${target} test_precompiled <gtest/gtest.h>)
+        ds_precompile(${target} test_precompiled HEADERS <gtest/gtest.h> LIBS GTest::gtest)
+        ds_compile_lightly(test_precompiled)
       else()  # with the flags of rooms, whose headers it reads
         set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON)
-        ds_precompile(${target} room_precompiled "")
+        ds_precompile(${target} room_precompiled)
       endif()
     endif()
     if(kind STREQUAL test)

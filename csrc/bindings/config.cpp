@@ -5,6 +5,7 @@
 #include "bindings/registry.h"
 #include "config/render.h"
 #include "config/resolver.h"
+#include "config/secrets.h"
 #include "plan/batch_plan.h"
 
 #include <pybind11/stl.h>
@@ -105,6 +106,7 @@ py::dict layout_of(const config::Field& section) {
     one["aliases"] = aliases;
     one["fields"] = field.is_section() ? py::object(layout_of(field)) : py::object(py::none());
     one["default"] = to_python(config::default_of(field), {});
+    one["secret"] = field.is_secret;
     out[py::str(field.name)] = one;
   }
   return out;
@@ -166,6 +168,14 @@ DS_BINDINGS(m) {
            [](const PyConfig& self) { return config::non_default(self.config, config::schema(self.root)); });
 
   c.attr("LEFT_TO_TRAINER") = config::kLeftToTrainer;
+  c.def(
+      "masked",
+      [](const py::dict& given, const std::string& root) {
+        std::vector<py::object> objects;
+        return to_python(config::masked(from_python(given, objects), &config::schema(root_named(root)).root), objects);
+      },
+      "given"_a, "root"_a = "training",
+      "A copy of a configuration, or of a part of it from the top on, with \"***\" for each secret.");
   c.def("resolve_dict", &resolve_dict, "given"_a, "source"_a = "config", "root"_a = "training", "strict"_a = false,
         "sections_only"_a = false, "other_names"_a = py::dict(), "environment"_a = Variables());
   c.def("resolve_text", &resolve_text, "text"_a, "source"_a, "root"_a = "training", "strict"_a = false,

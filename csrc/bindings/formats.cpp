@@ -6,6 +6,7 @@
 
 #include "base/ranges.h"
 #include "bindings/pickle_objects.h"
+#include "bindings/fs_path.h"
 #include "bindings/registry.h"
 #include "formats/format_error.h"
 #include "formats/safetensors_header.h"
@@ -37,7 +38,7 @@ void translate_format_error(std::exception_ptr pending) {  // NOLINT(performance
   }
 }
 
-py::tuple safetensors_header(const std::string& path, const std::vector<std::string>& known, const std::string& torch) {
+py::tuple safetensors_header(const ds::bindings::FsPath& path, const std::vector<std::string>& known, const std::string& torch) {
   const CheckedFile file(path);
   const auto is_known = [&known](const Element& element) { return ds::contains(known, element.name); };
   const SafetensorsHeader header = read_safetensors_header(file, is_known, torch);
@@ -58,7 +59,7 @@ DS_BINDINGS(m) {
   py::register_exception<DamagedSafetensors>(formats, "DamagedSafetensors", PyExc_ValueError);
 
   py::class_<TorchArchive>(formats, "TorchArchive")
-      .def(py::init([](const std::string& path, const py::object& names) {
+      .def(py::init([](const ds::bindings::FsPath& path, const py::object& names) {
              return ds::bindings::refusing(names, [&] { return std::make_unique<TorchArchive>(path); });
            }),
            "path"_a, "names"_a)
@@ -70,7 +71,7 @@ DS_BINDINGS(m) {
   formats.def("safetensors_header", &safetensors_header, "path"_a, "dtypes"_a, "torch"_a);
   formats.def(
       "read_ranges",
-      [](const std::string& path, const Identity& identity,
+      [](const ds::bindings::FsPath& path, const Identity& identity,
          const std::vector<std::tuple<uint64_t, uint64_t, uintptr_t>>& ranges, int threads) {
         std::vector<ds::io::Range> wanted;
         wanted.reserve(ranges.size());

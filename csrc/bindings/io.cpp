@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bindings/fs_path.h"
 #include "bindings/registry.h"
 #include "io/file_error.h"
 #include "io/files.h"
@@ -11,6 +12,7 @@
 
 namespace py = pybind11;
 using namespace ds::io;
+using ds::bindings::FsPath;
 
 namespace {
 
@@ -36,6 +38,11 @@ std::string name_bytes(const py::object& name, const std::string& source) {
   return py::reinterpret_steal<py::bytes>(made);
 }
 
+// The text of an object, for messages: bytes of a path that are not UTF-8 are escaped.
+std::string printable(const py::object& object) {
+  return py::str(object).attr("encode")("utf-8", "backslashreplace").cast<std::string>();
+}
+
 // Of a path-like object: text or os.PathLike.
 std::string folder_bytes(const py::object& folder) {
   return py::module_::import("os").attr("fsencode")(folder).cast<std::string>();
@@ -50,8 +57,8 @@ void translate(std::exception_ptr pending) {  // NOLINT(performance-unnecessary-
   try {
     if (pending) std::rethrow_exception(pending);
   } catch (const FileError& e) {
-    const py::object error = py::module_::import("builtins").attr("OSError")(e.code(), e.what());
-    error.attr("path") = e.path();
+    const py::object error = py::module_::import("builtins").attr("OSError")(e.code(), text_of(e.what()));
+    error.attr("path") = text_of(e.path());
     error.attr("offset") = e.offset();
     error.attr("bytes") = e.bytes();
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
@@ -68,9 +75,14 @@ DS_BINDINGS(m) {
       .def(py::init<const std::string&>(), "fault"_a = "")
       .def(
           "inject", [](Files& self, const std::string& order) { self.inject(order); }, "fault"_a)
-      .def("sync_directory", &Files::sync_directory, "path"_a, Released())
-      .def("rename", &Files::rename, "source"_a, "target"_a, Released())
-      .def("exchange", &Files::exchange, "a"_a, "b"_a, Released());
+      .def(
+          "sync_directory", [](Files& self, const FsPath& path) { self.sync_directory(path); }, "path"_a, Released())
+      .def(
+          "rename", [](Files& self, const FsPath& source, const FsPath& target) { self.rename(source, target); },
+          "source"_a, "target"_a, Released())
+      .def(
+          "exchange", [](Files& self, const FsPath& a, const FsPath& b) { return self.exchange(a, b); }, "a"_a, "b"_a,
+          Released());
 
   // Offers its bytes as a buffer: memoryview, torch.frombuffer.
   py::class_<HostMemory>(io, "HostMemory", py::buffer_protocol())
@@ -94,21 +106,21 @@ DS_BINDINGS(m) {
   io.def(
       "path_below",
       [](const py::object& folder, const py::object& name, const py::object& source, const std::string& kind) {
-        const std::string said = py::str(source);
+        const std::string said = printable(source);
         return text_of(path_below(folder_bytes(folder), name_bytes(name, said), said, name_kind(kind)));
       },
       "folder"_a, "name"_a, "source"_a, "kind"_a = "path");
   io.def(
       "remove_below",
       [](const py::object& folder, const py::object& name, const py::object& source) {
-        const std::string said = py::str(source);
+        const std::string said = printable(source);
         return remove_below(folder_bytes(folder), name_bytes(name, said), said);
       },
       "folder"_a, "name"_a, "source"_a);
   io.attr("TO_THE_END") = kToTheEnd;
   io.def(
       "sum_ranges",
-      [](const std::string& path, const std::vector<std::pair<uint64_t, uint64_t>>& ranges, int threads) {
+      [](const FsPath& path, const std::vector<std::pair<uint64_t, uint64_t>>& ranges, int threads) {
         std::vector<Range> made;
         made.reserve(ranges.size());
         for (const auto& [offset, bytes] : ranges) made.push_back({offset, bytes, nullptr});

@@ -11,6 +11,7 @@
 #include "base/ranges.h"
 #include "base/sizes.h"
 #include "bindings/object_pickler.h"
+#include "bindings/fs_path.h"
 #include "bindings/registry.h"
 #include "bindings/tensor_source.h"
 #include "bindings/torch_types.h"
@@ -79,7 +80,7 @@ uint32_t checksum_of(const ByteSource& source, const py::object& digest) {
 using Options = std::tuple<size_t, int, int, bool, bool, bool, bool>;
 
 template <typename File>
-auto write_file(const File& file, io::Files& files, const std::string& path, const Options& given) {
+auto write_file(const File& file, io::Files& files, const bindings::FsPath& path, const Options& given) {
   io::StreamOptions options;
   io::Staging staging;
   std::tie(options.buffer_bytes, options.buffers, options.threads, options.direct, options.sync, staging.always,
@@ -215,7 +216,7 @@ DS_BINDINGS(m) {
       .def_readwrite("sources", &formats::PreparedFile::sources)
       .def(
           "write",
-          [](const formats::PreparedFile& self, io::Files& files, const std::string& path, const Options& options) {
+          [](const formats::PreparedFile& self, io::Files& files, const bindings::FsPath& path, const Options& options) {
             return record_tuple(write_file(self, files, path, options));
           },
           "files"_a, "path"_a, "options"_a);
@@ -262,7 +263,7 @@ DS_BINDINGS(m) {
       .def_readwrite("sources", &ArchivePart::sources)
       .def(
           "write",
-          [](const ArchivePart& self, io::Files& files, const std::string& path, const Options& options) {
+          [](const ArchivePart& self, io::Files& files, const bindings::FsPath& path, const Options& options) {
             std::vector<Run> found;
             for (const formats::WrittenRun& run : write_file(self, files, path, options)) {
               found.emplace_back(run.entry, run.offset, run.bytes, run.crc32);
@@ -272,7 +273,7 @@ DS_BINDINGS(m) {
           "files"_a, "path"_a, "options"_a);
   prepared.def(
       "complete_archive",
-      [](const std::string& path, const TorchZipFile& file, const ArchiveCuts& cuts, const std::vector<Run>& runs) {
+      [](const bindings::FsPath& path, const TorchZipFile& file, const ArchiveCuts& cuts, const std::vector<Run>& runs) {
         std::vector<formats::WrittenRun> made;
         for (const auto& [entry, offset, bytes, crc32] : runs) made.push_back({entry, offset, bytes, crc32});
         FileRecord record;

@@ -109,6 +109,7 @@ struct Field {
   ErrorKind violation = ErrorKind::kConfig;  // for a value outside choices or range
   std::string violation_words;               // with which its message begins
   bool is_required = false;
+  bool is_secret = false;  // logs, reports and files show "***" for the value
 
   // Sections only.
   std::vector<Field> fields;
@@ -221,6 +222,10 @@ struct Field {
   Field& raises(ErrorKind v, std::string words = "") {
     violation = v;
     violation_words = std::move(words);
+    return *this;
+  }
+  Field& secret() {
+    is_secret = true;
     return *this;
   }
   Field& deprecated() {

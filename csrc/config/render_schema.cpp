@@ -77,6 +77,7 @@ Value describe(const Field& field, const std::string& outer) {
   if (!field.aliases.empty()) out["x-ds-aliases"] = field.aliases;
   if (!field.environment.empty()) out["x-ds-environment"] = field.environment;
   if (field.is_deprecated) out["deprecated"] = true;
+  if (field.is_secret) out["writeOnly"] = true;
   if (!field.replaced_by.empty()) {
     out["x-ds-replaced-by"] = field.replaced_by;
     out["x-ds-value-forwarded"] = field.forwarded;

@@ -6,6 +6,7 @@
 #include "config/check.h"
 #include "config/rules.h"
 #include "config/nearest.h"
+#include "config/secrets.h"
 #include "config/text.h"
 
 namespace ds::config {
@@ -75,7 +76,9 @@ class Resolver {
     const std::string where = origin.source == Source::kEnvironment ? "environment variable " + origin.detail
                               : config_.line(path)                  ? "line " + std::to_string(config_.line(path))
                                                                     : "";
-    return path + " = " + show(value) + (where.empty() ? "" : " (" + where + ")");
+    const std::string name = path.substr(path.rfind('.') + 1);
+    const Value shown = masked(value, field_at(path), name);
+    return path + " = " + show(shown) + (where.empty() ? "" : " (" + where + ")");
   }
 
   void section(const Field& at, const Value& given, const std::string& path, Value& out) {

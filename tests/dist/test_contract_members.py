@@ -16,6 +16,9 @@ import deepspeed  # noqa: E402
 import pipe_models as models  # noqa: E402
 import surface  # noqa: E402
 from deepspeed.config import DeepSpeedConfig  # noqa: E402
+from deepspeed.config.inference import DeepSpeedInferenceConfig  # noqa: E402
+from deepspeed.monitor.monitor import MonitorMaster  # noqa: E402
+from deepspeed.profiling.flops_profiler import FlopsProfiler  # noqa: E402
 from deepspeed.utils.timer import ThroughputTimer  # noqa: E402
 from engine_models import config, loss_on, make_net  # noqa: E402
 from harness import run_ranks  # noqa: E402
@@ -90,16 +93,116 @@ def _has(one, member):
     return hasattr(one, member)
 
 
+def lists_of(kind):
+    return lambda value: type(value) is list and bool(value) and all(isinstance(one, kind) for one in value)
+
+
+# class -> member -> what it is, or what its call without arguments gives: a type, a value of its own type, or a function
+# that says yes. Of attributes and of methods without arguments each that does not only act.
+VALUES = {
+    "DeepSpeedEngine": {
+        "__call__": callable, "_config": DeepSpeedConfig, "_get_zero_param_shapes": None, "autotp_size": 0,
+        "basic_optimizer": torch.optim.Optimizer, "bfloat16_enabled": False, "config": dict,
+        "coalesce_grad_reduction": lambda made: hasattr(made, "__enter__"), "no_sync": lambda made: hasattr(made, "__exit__"),
+        "data_parallel_group": lambda group: group is not None, "device": torch.device, "dp_world_size": 1,
+        "dynamic_loss_scale": False, "eigenvalue_enabled": False, "eval": deepspeed.DeepSpeedEngine,
+        "flops_profiler": FlopsProfiler, "fp16_enabled": False, "get_global_grad_norm": lambda norm: norm > 0,
+        "get_lr": [3e-3], "get_mom": lambda moms: [tuple(one) for one in moms] == [(0.9, 0.95)], "get_pld_theta": None,
+        "get_type": ["FusedAdam"], "global_rank": 0, "global_samples": 8, "global_steps": 1,
+        "gradient_accumulation_steps": 1, "gradient_average": True, "gradient_clipping": 0.5, "is_compiled": False,
+        "is_gradient_accumulation_boundary": True, "local_rank": 0, "log_level": None, "loss_scale": 1.0,
+        "lr_scheduler": None, "micro_steps": 1, "module": torch.nn.Module, "monitor": MonitorMaster, "mp_world_size": 1,
+        "optimizer": lambda made: lists_of(dict)(made.param_groups), "optimizer_name": "adamw",
+        "random_ltd_enabled": False, "random_ltd_scheduler": None, "scheduler_name": None, "seq_parallel_group": None,
+        "skipped_steps": 0, "sparse_tensor_module_names": lambda names: list(names) == [], "steps_per_print": None,
+        "tput_timer": ThroughputTimer, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 8,
+        "training_dataloader": None, "wall_clock_breakdown": True, "was_step_applied": True, "world_size": 1,
+        "zero_gather_16bit_weights_on_model_save": False, "zero_optimization": False, "zero_optimization_stage": 0,
+        "get_wall_clock_timers": lambda times: {"fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"} <= times.keys()
+        and all(type(one) is float and one >= 0 for one in times.values()),
+    },
+    "PipelineEngine": {
+        "_INSTRUCTION_MAP": lambda made: type(made) is dict and all(map(callable, made.values())),
+        "_compute_loss": True, "fwd_outputs": lists_of(torch.Tensor), "get_additional_losses": None,
+        "grid": lambda grid: (grid.get_data_parallel_rank(), grid.get_pipe_parallel_world_size(), grid.get_stage_id())
+        == (0, 1, 0), "is_first_stage": True, "is_last_stage": True, "micro_batches": 2, "total_loss": torch.Tensor,
+    },
+    "PipelineModule": {
+        "activation_checkpoint_func": callable, "activation_checkpoint_interval": 0, "forward_funcs": lists_of(object),
+        "get_additional_losses": None, "is_checkpointable_results": [], "mpu": lambda grid: grid.get_stage_id() == 0,
+        "num_pipeline_stages": 1, "partitions": lists_of(int), "tied_modules": torch.nn.ModuleDict,
+        "tied_weight_attrs": dict, "topology": lambda made: made.get_axis_names() == ["pipe", "data"],
+    },
+    "DeepSpeedZeroOptimizer": {
+        "averaged_gradients": dict, "bit16_groups": lists_of(list), "cur_scale": 1.0,
+        "dp_process_group": lambda group: True, "dynamic_loss_scale": False, "get_lr": 3e-3, "loss_scale": 1.0,
+        "loss_scaler": lambda scaler: scaler.cur_scale == 1.0, "needs_scaler": False, "optimizer": torch.optim.Optimizer,
+        "overflow": False, "param_groups": lists_of(dict), "param_names": lambda names: {type(n) for n in names.values()} == {str},
+        "single_partition_of_fp32_groups": lists_of(torch.Tensor), "state": lambda state: len(state) > 0,
+        "state_dict": dict,
+    },
+    "DeepSpeedZeroOptimizer_Stage3": {
+        "averaged_gradients": dict, "dtype": torch.float32, "fp16_groups": lists_of(list),
+        "fp32_partitioned_groups_flat": lists_of(torch.Tensor), "module": torch.nn.Module, "overflow": False,
+        "parameter_offload": lambda made: type(made).__name__ == "DeepSpeedZeRoOffload", "state_dict": dict,
+    },
+    "DeepSpeedZeRoOffload": {
+        "backward_hooks": list, "forward_hooks": list, "get_param_coordinator": lambda made: hasattr(made, "is_invalid_trace"),
+        "module": torch.nn.Module, "param_coordinator": lambda made: hasattr(made, "is_invalid_trace"),
+    },
+    "BF16_Optimizer": {"get_grads_for_reduction": tuple, "param_groups": lists_of(dict), "state_dict": dict},
+    "InferenceEngine": {"_config": DeepSpeedInferenceConfig, "config": {}, "generate": callable, "module": torch.nn.Module},
+    "DeepSpeedConfig": {},
+    "ThroughputTimer": {"end_time": 0},
+}  # fmt: skip
+ACTIONS = {
+    "_backward_epilogue", "allreduce_gradients", "compile", "destroy", "empty_partition_cache", "zero_grad",
+    "reset_activation_shape", "allreduce_tied_weight_gradients", "refresh_fp32_params", "quantize_nontrainable_params",
+    "partition_all_parameters", "clear_hp_grads", "model_times", "_configure_train_batch_size", "print_user_config",
+}  # fmt: skip
+
+
+def wrong_values(name, one):
+    """``[(member, what it is)]`` of members that are not what ``VALUES`` says, or that it does not have."""
+    known, found = VALUES[name], []
+    asked = {member for member, kind in MEMBERS[name].items() if kind in ("attribute", "()")}
+    for member in sorted(asked - known.keys() - ACTIONS - {full.split(".")[1] for names in ABSENT_MEMBERS.values() for full in names}):
+        found.append((member, "has no row in VALUES"))
+    for member, wanted in known.items():
+        value = getattr(one, member)
+        value = value() if MEMBERS[name].get(member, "()") == "()" else value
+        if isinstance(wanted, type):
+            right = isinstance(value, wanted)
+        elif callable(wanted):
+            right = wanted(value)
+        else:
+            right = type(value) is type(wanted) and value == wanted
+        if not right:
+            found.append((member, f"is {value!r:.100}"))
+    return found
+
+
 def compares(rank, world):
     made = objects()
-    assert set(made) == set(MEMBERS)
-    return {name: problems_of(name, one) for name, one in made.items()}
+    assert set(made) == set(MEMBERS) == set(VALUES)
+    values = {name: wrong_values(name, one) for name, one in made.items()}
+    return {name: problems_of(name, one) for name, one in made.items()}, values
 
 
 @pytest.fixture(scope="module")
-def problems():
+def compared():
     (found,) = run_ranks(1, compares, init=True)
     return found
+
+
+@pytest.fixture(scope="module")
+def problems(compared):
+    return compared[0]
+
+
+@pytest.mark.parametrize("name", sorted(MEMBERS))
+def test_types_and_contents(name, compared):
+    assert not compared[1][name]
 
 
 @pytest.mark.parametrize("name", sorted(MEMBERS))

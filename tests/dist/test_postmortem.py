@@ -175,6 +175,36 @@ def test_verdicts(fault, stage, world, tmp_path):
     assert verdict.rank == world - 1 or in_all, verdict
 
 
+def caught(rank, world, folder, fault, where):
+    """The script catches an error of a micro-batch, evaluates with gradients, and goes on; a later step fails."""
+    made = settings(1, accumulate=3, postmortem={"on": ["nonfinite", "spike"], "dir": folder})
+    torch.manual_seed(rank)
+    engine = engine_of(factory(), made)
+    for step in range(GOOD + 1):
+        for micro in range(3):
+            if step == GOOD and micro == 1:
+                if where == "forward":
+                    raised(micro_step, engine, step, micro, "exception")
+                elif where == "backward":
+                    loss = micro_step(engine, step, 7, None)
+                    handle = engine.module.layers[1].bias.register_hook(lambda grad: 1 / 0)
+                    raised(engine.backward, loss)
+                    handle.remove()
+                micro_step(engine, step, 8, None)
+            engine.backward(micro_step(engine, step, micro, fault if (step, micro) == (GOOD, 2) else None))
+            engine.step()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
+@pytest.mark.parametrize("fault", ["bad batch", "operator that returns inf"])
+def test_verdicts_after_an_error_that_the_script_has_caught(fault, where, tmp_path):
+    run_ranks(1, caught, str(tmp_path), fault, where)
+    bundle = the_bundle(tmp_path)
+    assert len(bundle.first["micro_batches"]) == 3
+    verdict, (kind, tensor, module) = blame(bundle, Replay(bundle, factory)), FAULTS[fault]
+    assert verdict.verdict == kind and tensor.replace("1", "2") in verdict.tensor.replace("1", "2"), verdict
+
+
 # ---- what is saved, and when -----------------------------------------------------------------------------------------
 def folders(folder):
     return sorted(glob.glob(os.path.join(folder, "*-step*")))

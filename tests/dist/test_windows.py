@@ -3,6 +3,7 @@ between, forwards raise and are made again, and the script decides where a step 
 
 import copy
 import random
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from harness import on_ranks
+from logs import logged
 from models import Parts
 from refusals import refused
 from runs import engine_of, raised, settings, weights
@@ -189,6 +191,42 @@ def test_throughput_has_the_samples_of_each_step(rank, world):
     assert per_step == pytest.approx([2, 2, 2, 16])
     tokens = [row["tokens_per_sec"] * row["wall"] for row in engine.step_log()]
     assert tokens == pytest.approx([2 * TOKENS] * 3 + [16 * TOKENS])
+
+
+class Slow(Rows):
+    def __getitem__(self, row):
+        time.sleep(0.05)
+        return super().__getitem__(row)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@on_ranks(1, init=True)
+def test_throughput_counts_reading_and_no_evaluation(rank, world, own, tmp_path):
+    engine = engine_of(net(), settings(0, 2, optimizer="SGD"))
+    loader = engine.deepspeed_io(Slow(), num_local_io_workers=0) if own else torch.utils.data.DataLoader(Slow(), 2)
+    for number, ids in zip(range(8), loader):
+        engine.backward(engine(input_ids=ids))
+        engine.step()
+        if number == 4:
+            engine.eval()
+            engine(input_ids=ids)
+            time.sleep(1.0)
+            engine.train()
+        if number == 5:
+            engine.save_checkpoint(tmp_path)
+            time.sleep(1.0)  # the script's own work after a save
+    assert 2 / 0.3 < engine.tput_timer.avg_samples_per_sec() < 2 / 0.09, engine.tput_timer.avg_samples_per_sec()
+
+
+@on_ranks(2, init=True)
+def test_rank_0_alone_logs_the_throughput(rank, world):
+    engine = engine_of(net(), settings(0, 2, optimizer="SGD", steps_per_print=1))
+    with logged() as texts:
+        for _ in range(4):
+            engine.backward(engine(input_ids=torch.ones(2, TOKENS, dtype=torch.int64)))
+            engine.step()
+    told = [text for text in texts if "RunningAvgSamplesPerSec" in text]
+    assert len(told) == 2 * (rank == 0) and all(text.startswith("[Rank 0] ") for text in told)
 
 
 @pytest.mark.parametrize("managed", [True, False])

@@ -24,6 +24,7 @@ _REASONS = {
 # file of python/deepspeed, name: state of a module that outlives a call.
 PYTHON_STATE = _rows(
     """
+engine/parts/outputs.py _owners | two engines of a process must not write one file
 log.py _said | sentences that are printed once per process
 accelerator/real_accelerator.py _current | published: get_accelerator() and set_accelerator() are one pair
 accelerator/real_accelerator.py accelerators | REGISTRY
@@ -216,8 +217,6 @@ pipe/p2p.py pickle.loads | published: recv_obj returns the object that a rank of
 planner/child.py pickle.loads | the result of a process that this one has started, over a pipe of their own
 planner/child.py pickle.load | what the process that has started this one gives it, over a pipe of their own
 planner/world.py pickle.loads | what ranks that are planned with this one tell, over a file in a folder of their own
-_compat.py torch.load | checkpoints that a caller loads as trusted; the package's own reader is deepspeed.formats
-inference/engine.py torch.load | a checkpoint that the user names and that is no checkpoint of an engine
 formats/standalone_reader.py pickle.Unpickler | zero_to_fp32.py with trust, for files that the user says are safe
 formats/standalone_reader.py pickle._Unpickler | the reader that knows a table of names and refuses all others
 """

@@ -29,7 +29,7 @@ DS_CONFIG_CHAPTER(65, kTraining, "Monitors") {
           integer("samples_log_interval", 100, "Samples between reports.").above(0),
           text("project", nullptr, "Project of the experiment."),
           text("workspace", nullptr, "Workspace of the project."),
-          text("api_key", nullptr, "Key; better kept in COMET_API_KEY."),
+          text("api_key", nullptr, "Key; better kept in COMET_API_KEY. Logs and files show \"***\".").secret(),
           text("experiment_name", nullptr, "Name of the experiment."),
           text("experiment_key", nullptr, "Key of an experiment to go on with."),
           boolean("online", false, "Send while running; null leaves it to Comet.").or_null().fallback_to(nullptr),

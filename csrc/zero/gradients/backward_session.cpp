@@ -87,12 +87,21 @@ void BackwardSession::queue_end() {
   });
 }
 
+void BackwardSession::forget_reached() {
+  const std::lock_guard<std::mutex> lock(reached_mutex_);
+  reaching_.clear();
+}
+
 void BackwardSession::leave_root() {
   if (root_.defined()) root_.remove_hook(root_hook_);
   root_ = at::Tensor();
 }
 
 void BackwardSession::end() {
+  {
+    const std::lock_guard<std::mutex> lock(reached_mutex_);
+    reached_.merge(std::exchange(reaching_, {}));
+  }
   own_backward_ = false;
   const bool by_user = user_backward_;
   user_backward_ = false;
@@ -108,6 +117,7 @@ void BackwardSession::end() {
 }
 
 bool BackwardSession::abort() {
+  forget_reached();
   own_backward_ = false;
   if (user_backward_) store_.storage()->clock()->leave_last(Phase::kBackward);
   user_backward_ = false;
@@ -118,6 +128,7 @@ bool BackwardSession::abort() {
 
 bool BackwardSession::abort_together() {
   if (!grads_.reducing()) return abort();
+  forget_reached();
   own_backward_ = false;
   user_backward_ = false;
   leave_root();
@@ -172,7 +183,7 @@ void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs) {
     if (!session) return grad;
     {
       const std::lock_guard<std::mutex> lock(session->reached_mutex_);
-      session->reached_.insert(forward);
+      session->reaching_.insert(forward);
     }
     if (session->own_backward_) return grad;
     if (!session->user_backward_) {

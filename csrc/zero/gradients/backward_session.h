@@ -61,7 +61,8 @@ class BackwardSession {
     hook_outputs(outputs);
     return forwards_;
   }
-  // Numbers of the forwards whose outputs a backward has reached since this was called last, in order.
+  // Numbers of the forwards whose outputs a backward has reached since this was called last, in order. A backward that
+  // has raised reached none.
   std::vector<int64_t> take_reached() {
     const std::lock_guard<std::mutex> lock(reached_mutex_);
     const std::set<int64_t> taken = std::exchange(reached_, {});
@@ -82,6 +83,7 @@ class BackwardSession {
  private:
   double hook_factor() const { return user_factor_ / outer_factor_; }
   void leave_root();
+  void forget_reached();  // of a backward that has raised
   void queue_end();
 
   ParamStore& store_;
@@ -93,7 +95,8 @@ class BackwardSession {
   bool had_user_backward_ = false;  // since the last step or join
   int64_t forwards_ = 0;
   std::mutex reached_mutex_;  // hooks may come from one thread per device
-  std::set<int64_t> reached_;  // numbers of forwards, see take_reached
+  std::set<int64_t> reached_;   // numbers of forwards, see take_reached
+  std::set<int64_t> reaching_;  // the same of the backward under way
   bool own_backward_ = false;       // begin was called by our caller
   at::Tensor root_;                 // that backward ends by itself; with a hook
   unsigned root_hook_ = 0;

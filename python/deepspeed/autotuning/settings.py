@@ -17,6 +17,14 @@ MINIMISED = ("latency", "forward", "step")  # the other metrics are to be large
 _KINDS = {"boolean": bool, "integer": int, "number": (int, float), "string": str, "object": dict, "null": type(None)}
 
 
+def without_secrets(config, known):
+    """A copy of a configuration without the keys that its schema calls secret (``writeOnly``)."""
+    if not isinstance(config, dict):
+        return config
+    rows = {key: known.get("properties", {}).get(key, {}) for key in config}
+    return {key: without_secrets(value, rows[key]) for key, value in config.items() if not rows[key].get("writeOnly")}
+
+
 @functools.cache
 def schema():
     """The JSON schema of all keys, from the program ``ds_config``: this process has no torch."""
@@ -103,7 +111,8 @@ class TuningSettings:
 
     def __init__(self, args, active_resources):
         self.args = args
-        self.user_config = read_config(config_argument(args.user_args)[2])
+        # Experiments write their configurations to files. Comet finds its key in COMET_API_KEY.
+        self.user_config = without_secrets(read_config(config_argument(args.user_args)[2]), schema())
         self.section = section_of(self.user_config)
         self.arg_mappings = {
             key.strip(): str(flag).strip() for key, flag in (self.section["arg_mappings"] or {}).items()

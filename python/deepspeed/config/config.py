@@ -10,6 +10,7 @@ from deepspeed.config import elasticity, sections
 from deepspeed.config.errors import DeepSpeedConfigAssertionError, raise_if_broken
 from deepspeed.config.model import ConfigSection, layout
 from deepspeed.config.read import read
+from deepspeed.config.secrets import shown
 from deepspeed.config.world import (
     ENVIRONMENT,
     UNKNOWN,
@@ -265,7 +266,7 @@ class DeepSpeedConfig:
 
     def print_user_config(self):
         """Logs the configuration as the user gave it."""
-        logger.info("  json = %s", json.dumps(self._param_dict, indent=4, default=repr))
+        logger.info("  json = %s", json.dumps(shown(self._param_dict), indent=4, default=repr))
 
     def print(self, name):
         """Logs every attribute under the heading ``name``, then the user's configuration."""
@@ -278,7 +279,7 @@ class DeepSpeedConfig:
 
 def changed_values(config):
     """``{key: value}`` of a DeepSpeedConfig as far as it does not have its defaults; keys below sections with dots."""
-    found, values = {}, config.native.values()
+    found, values = {}, shown(config.native.values())
     for line in config._non_default.splitlines():
         path, _, text = line.partition(" = ")
         try:

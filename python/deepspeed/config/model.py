@@ -83,8 +83,14 @@ class DeepSpeedConfigModel:
 
     __hash__ = None
 
+    def _shown(self, items):
+        """Values of fields as texts about this object show them: secrets are hidden."""
+        return items
+
     def __repr__(self):
-        inside = ", ".join(f"{key}={value!r}" for key, value in self._items().items())
+        items = {key: value for key, value in self._items().items() if not isinstance(value, DeepSpeedConfigModel)}
+        items = {**self._items(), **self._shown(items)}
+        inside = ", ".join(f"{key}={value!r}" for key, value in items.items())
         return f"{type(self).__name__}({inside})"
 
 
@@ -130,6 +136,12 @@ class ConfigSection(DeepSpeedConfigModel):
         self = cls.__new__(cls)
         self._fill(values, fields)
         return self
+
+    def _shown(self, items):
+        known = layout(self.ROOT, self.PATH) if self.PATH else {}
+        hidden = {key for key in items if items[key] and known.get(key, {}).get("secret")}
+        tables = {key: _C.config.masked(value) for key, value in items.items() if type(value) is dict}
+        return {**items, **tables, **dict.fromkeys(hidden, "***")}
 
     def _fill(self, values, fields):
         aliases = {}

@@ -46,6 +46,23 @@ def _decode_base64(text):
     return data if data.lstrip()[:1] == b"{" else None
 
 
+def _not_utf8(value, at="a key at the top"):
+    """(key, text) of the first text that has half of a surrogate pair, as os.fsdecode makes it of a file name."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+            return None
+        except UnicodeEncodeError:
+            return at, value
+    inside = []
+    if isinstance(value, dict):
+        prefix = "" if at == "a key at the top" else f"{at}."
+        inside = [(item, f"{prefix}{key}") for key, item in value.items()] + [(key, at) for key in value]
+    elif isinstance(value, (list, tuple)):
+        inside = [(item, at) for item in value]
+    return next(filter(None, (_not_utf8(item, where) for item, where in inside)), None)
+
+
 def read(config, root="training", strict=None, sections_only=False):
     """Resolves ``config`` (see the module) to a native ``Config``, which collects what is wrong instead of raising.
 
@@ -62,6 +79,15 @@ def read(config, root="training", strict=None, sections_only=False):
         "environment": environment(root),
     }
     if isinstance(config, dict):
+        try:
+            odd = _not_utf8(config)
+        except RecursionError:  # a dict that holds itself, which has an error of its own
+            odd = None
+        if odd is not None:
+            raise DeepSpeedConfigError(
+                f"config: {odd[0]} is {ascii(odd[1])}, which has bytes that are not UTF-8. Configurations are JSON, whose "
+                "texts are UTF-8: rename that file or folder"
+            )
         return _C.config.resolve_dict(config, **options)
     if not isinstance(config, (str, os.PathLike)):
         raise DeepSpeedConfigError(

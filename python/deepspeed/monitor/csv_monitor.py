@@ -44,7 +44,7 @@ class csvMonitor(Monitor):
             size = file.seek(0, os.SEEK_END)
             if path not in self._opened:
                 self._opened.add(path)
-                size = _drop_half_row(file, size)
+                size = _drop_half_row(file, size) if os.path.isfile(path) else size
             if size == 0:
                 self._note_table(os.path.basename(path))
             _write_whole(file, size, ((_header(name) if size == 0 else "") + rows).encode(), path)
@@ -57,9 +57,10 @@ class csvMonitor(Monitor):
 
     def _tables(self):
         """Names of the tables that monitors have made. Runs before there was a list have made those of the engine."""
-        found = {name for name in os.listdir(self.log_dir) if name.startswith("Train_Samples_") and name.endswith(".csv")}
+        there = {name for name in os.listdir(self.log_dir) if name.endswith(".csv")}
+        found = {name for name in there if name.startswith("Train_Samples_")}
         with contextlib.suppress(FileNotFoundError), open(os.path.join(self.log_dir, _TABLES), "rb") as file:
-            found.update(os.fsdecode(line) for line in file.read().splitlines())
+            found.update(there.intersection(os.fsdecode(line) for line in file.read().splitlines()))
         return found
 
     def resume(self, step):

@@ -235,6 +235,8 @@ class ThroughputTimer:
         self.step_elapsed_time = 0.0  # seconds since the last report
         self.step_seconds = None
         self._seconds = 0.0  # of the step under way
+        self._parts, self._whole = 0, True  # of it: micro-steps that have ended; and whether all its time is known
+        self._any_whole = False  # whether there was such a step; until then the others count
         self._counted_steps = 0
         self._samples = self._samples_since_report = 0  # of the counted steps
         self._start_s = None
@@ -247,8 +249,10 @@ class ThroughputTimer:
     def _now(self):
         return device_time() if self.synchronized else time.perf_counter()
 
-    def start(self):
-        """Before a batch is read; called twice without a stop, the later call counts."""
+    def start(self, reading=True):
+        """Before a batch is read; called twice without a stop, the later call counts. Without ``reading`` the batch is
+        there already: where other steps are measured whole, this one does not count, unless its time is known already."""
+        self._whole = self._whole or (reading and self._parts == 0)
         if self.enabled:
             self.initialized = self.started = True
         if self.enabled and self.global_step_count >= self.start_step:
@@ -256,8 +260,8 @@ class ThroughputTimer:
             self.start_time = time.time()
 
     def drop(self):
-        """The time since the last start does not count."""
-        self.started, self._start_s = False, None
+        """The time since the last start does not count, since it was spent on something else than training."""
+        self.started, self._start_s, self._whole = False, None, False
 
     def stop(self, global_step=False, report_speed=True):
         """After a micro-step; global_step: it was the last of its step, so the step is complete. Nothing without
@@ -270,17 +274,26 @@ class ThroughputTimer:
         if measured:
             duration = self._now() - self._start_s
             self._start_s, self.end_time = None, time.time()
-            self.total_elapsed_time += duration
-            self.step_elapsed_time += duration
             self._seconds += duration
+        self._parts += 1
         self.global_step_count += global_step
-        if not (global_step and measured):
+        if not global_step:
             return
-        self.step_seconds, self._seconds = self._seconds, 0.0
-        self._counted_steps += 1
-        self._samples += self.batch_size
-        self._samples_since_report += self.batch_size
-        if self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
+        seconds, whole = self._seconds, measured and self._whole
+        self._seconds, self._parts, self._whole = 0.0, 0, True
+        if whole and not self._any_whole:
+            self._any_whole, self._counted_steps = True, 0
+            self.total_elapsed_time = self.step_elapsed_time = 0.0
+            self._samples = self._samples_since_report = 0
+        counts = whole or (measured and not self._any_whole)
+        self.step_seconds = seconds if counts else None
+        if counts:
+            self.total_elapsed_time += seconds
+            self.step_elapsed_time += seconds
+            self._counted_steps += 1
+            self._samples += self.batch_size
+            self._samples_since_report += self.batch_size
+        if self._counted_steps and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
             if report_speed:
                 self._report()
             self.step_elapsed_time = 0.0

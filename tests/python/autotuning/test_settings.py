@@ -162,10 +162,12 @@ def test_only_experiments_of_an_earlier_search_are_removed(overwrite, tmp_path):
     config = {MBS: [1], "zero_optimization": {"stage": 0}, "autotuning": {"overwrite": overwrite}}
     config["autotuning"] |= {"results_dir": str(tmp_path), "exps_dir": str(tmp_path)}
     (tmp_path / "thesis").write_text("mine")
+    (tmp_path / "written").write_text("mine, too")
     for expected in (2, 2 if overwrite else 0):
         tuner = by_formula(tmp_path, config, lambda config: 1.0)
         tuner.tune()
         assert len(tuner.rm.ran) == expected and (tmp_path / "thesis").read_text() == "mine"
+        assert (tmp_path / "written").read_text() == "mine, too"
 
 
 def test_the_tuner_needs_no_torch(tmp_path):

@@ -43,6 +43,28 @@ def test_the_torch_engine(tmp_path):
     refused(UnknownNameError, "checkpoint engine.*torch", ENGINES.get, "torches")
 
 
+class RunsCode:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def keep(storage, location):
+    return storage
+
+
+@pytest.mark.parametrize("name", ["torch", "python", "fast", "mock"])
+@pytest.mark.parametrize("where", [None, "cpu", {"cpu": "cpu"}, {"cuda:0": "cpu"}, keep])
+def test_no_engine_runs_what_a_file_asks_for(name, where, tmp_path):
+    engine, path = ENGINES.get(name)(SimpleNamespace(writer=None, checkpoint_serialization=True)), str(tmp_path / "x.pt")
+    torch.save({"x": RunsCode(tmp_path / "ran")}, path)
+    refused(pickle.UnpicklingError, "RunsCode|open|builtins", engine.load, path, map_location=where)
+    torch.save({"x": torch.arange(3)}, path)
+    assert engine.load(path, map_location=where)["x"].tolist() == [0, 1, 2] and not (tmp_path / "ran").exists()
+
+
 def without_addresses(content):
     """The bytes of a file of ``torch.save`` without the addresses, in decimal digits, by which a stream that is no
     archive names storages: pickled strings, whose lengths are 4 bytes in front of them."""

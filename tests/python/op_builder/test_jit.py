@@ -214,6 +214,29 @@ def test_a_file_system_without_locks(toy, monkeypatch, caplog):
     assert "cannot be locked (No locks available)" in caplog.text
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of another user")
+@pytest.mark.parametrize("what", ["folder", "module", "link"])
+def test_what_another_user_put_there_is_not_loaded(toy, what):
+    module = pathlib.Path(toy.builder().load().__file__)
+    forget()
+    if what == "link":
+        other = module.with_name("other.so")
+        module.rename(other)
+        module.symlink_to(other)
+    os.chown(module if what != "folder" else module.parent.parent, 12345, -1, follow_symlinks=False)
+    words = r"not loaded from the cache of compiled ops, because .* belongs to user 12345.*TORCH_EXTENSIONS_DIR"
+    refused(BuildError, words, toy.builder().load)
+
+
+def test_others_may_not_write_into_the_cache(toy):
+    module = pathlib.Path(toy.builder().load().__file__)
+    forget()
+    for path in (module, module.parent, module.parent.parent):
+        path.chmod(path.stat().st_mode | 0o022)
+    assert toy.builder().load().answer() == 42 and not module.stat().st_mode & 0o022
+    assert not module.parent.parent.stat().st_mode & 0o022
+
+
 def test_max_jobs(toy, monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "many")
     refused(BuildError, "MAX_JOBS is 'many'", toy.builder().load)

@@ -30,6 +30,21 @@ def step(number, **more):
     }  # fmt: skip
 
 
+def test_rates_are_sums_over_sums(tmp_path):
+    """Ten steps of ten samples take ten seconds, although half of them are fast."""
+    walls = [0.01, 1.99] * 5
+    rows = [
+        step(number + 1, wall=wall, samples=10 * number, samples_per_sec=10 / wall, tokens_per_sec=100 / wall, mfu=0.1 / wall)
+        for number, wall in enumerate(walls)
+    ]  # fmt: skip
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(map(json.dumps, [RUN, *rows])))
+    found = facts(Page(report.page(report.Run(path))))
+    assert found["samples per second, mean"] == "10" and found["tokens per second, mean"] == "100"
+    assert found["share of peak flops (MFU), mean"] == "0.1"
+    assert report.rate([None, 4.0, 8.0], [1.0, 3.0, 1.0]) == 5.0 and report.rate([None], [1.0]) is None
+
+
 def ranks(number, rank, host, phase, gap):
     low = {phase: 0.01}
     return {

@@ -173,6 +173,34 @@ def test_throughput_tells_where_it_stands(clock):
     assert timer.start_time <= timer.end_time <= time.time()
 
 
+def test_throughput_of_steps_that_are_not_known_whole(clock):
+    """They count for as long as there is no other step."""
+    timer = ThroughputTimer(batch_size=10, start_step=0)
+    for seconds in (1.0, 3.0):
+        timer.drop()
+        timer.start(reading=False)
+        clock[0] += seconds
+        timer.stop(global_step=True)
+    assert timer.avg_samples_per_sec() == pytest.approx(5.0) and timer.step_seconds == pytest.approx(3.0)
+    timer.start()
+    clock[0] += 2.0
+    timer.stop(global_step=True)
+    assert timer.avg_samples_per_sec() == pytest.approx(5.0)
+    timer.batch_size = 30
+    for reading, counts in ((False, True), (True, True)):
+        timer.start(reading=reading)
+        clock[0] += 6.0
+        timer.stop()
+        timer.start(reading=False)
+        clock[0] += 2.0
+        timer.stop(global_step=True)
+        assert (timer.step_seconds is not None) == counts
+    timer.drop()
+    timer.start(reading=False)
+    timer.stop(global_step=True)
+    assert timer.step_seconds is None and timer.avg_samples_per_sec() == pytest.approx(70 / 18)
+
+
 def test_throughput_switched_off(clock):
     timer = ThroughputTimer(SimpleNamespace(enabled=False, synchronized=True), batch_size=8)
     steps(timer, clock, 5)

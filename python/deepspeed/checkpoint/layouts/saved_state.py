@@ -164,7 +164,8 @@ class SavedState:
 
     def origin(self):
         """The origin of the state, for messages."""
-        return f"the checkpoint {self.folder}" if self.folder else "the saved optimizer"
+        shown = os.fspath(self.folder).encode("utf-8", "backslashreplace").decode() if self.folder else ""
+        return f"the checkpoint {shown}" if shown else "the saved optimizer"
 
 
 class Joined(SavedState):

@@ -97,7 +97,7 @@ class Backward(Part):
             inputs, kwargs = cross_engine_scaling.with_graph_hooks(engine.core, inputs, kwargs)
         try:
             engine.progress.begin("forward")
-            engine.progress.time_samples(trains and engine.training)
+            engine.progress.time_samples(engine.training)
             with inside_hooks(engine, "forward"):
                 outputs = engine.module(*inputs, **kwargs)
         except BaseException as error:

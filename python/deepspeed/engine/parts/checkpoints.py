@@ -14,6 +14,7 @@ from deepspeed.checkpoint.write.contents import param_shapes
 from deepspeed.checkpoint.write.save import save_checkpoint
 from deepspeed.comm import process_group as dist
 from deepspeed.comm.mesh_views import PIPELINE, ask_mpu
+from deepspeed.config.secrets import shown
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.members import engine_parts, member, run_hooks
 from deepspeed.optim.schedule_values import rehearse
@@ -105,7 +106,7 @@ class Checkpoints:
             ),
             policy=engine._stage_policy,
             config=config,
-            ds_config=engine.config,
+            ds_config=shown(engine.config),
             given_groups=engine._assembly.made_groups if engine.client_optimizer is None else [],
             resumed={
                 "learned_fires": engine.core.learned_fires() if engine.core is not None else [],

@@ -26,6 +26,7 @@ from deepspeed.checkpoint.write.file_writer import PreparedTorch, WriterOptions,
 from deepspeed.comm.stacks import stack_text
 from deepspeed.comm.timed import suppress_logging
 from deepspeed.comm.watch import flight_record, tell_when_asked
+from deepspeed.config.secrets import shown
 from deepspeed.engine import checks
 from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.engine.scheduling import mean_loss
@@ -63,6 +64,7 @@ class Postmortem(Part):
             )
         self._dir = engine._outputs.paths["postmortem.dir"]
         self.section, self.on, self._lock = section, frozenset(section.on), threading.RLock()
+        self._forwards = []  # for each of _micro the number of its forward; True: a backward has reached it
         self._micro, self._before, self._losses = [], [], collections.deque(maxlen=_REMEMBERED)
         self._pipelined, self._passes = hasattr(engine, "train_batch"), []
         checks.check_folder(engine, self._dir, "postmortem.dir")
@@ -85,7 +87,30 @@ class Postmortem(Part):
         """Of a forward that trains; of a pipeline, the pair that a stage has loaded as ``inputs``."""
         if self.on:
             state = None if self._pipelined else capture()
+            self._note_trained()
             self._micro.append({"inputs": inputs, "kwargs": kwargs, "rng": state, "more": (), "loss": None})
+            self._forwards.append(None)
+
+    def forwarded(self, number):
+        if self.on:
+            self._forwards[-1] = number
+
+    def _note_trained(self):
+        """Which of the micro-batches a backward has reached: the gradients of this step are of these alone."""
+        if not self._pipelined:
+            reached = self.engine._backward.reached
+            self._forwards = [True if number is True or number in reached else number for number in self._forwards]
+
+    def _trained(self):
+        """The micro-batches of this step that count, in a pipeline all of them; all, too, where backward reaches none that
+        the engine knows, since the script has hidden the outputs of its model."""
+        self._note_trained()
+        found = [one for one, number in zip(self._micro, self._forwards) if number is True]
+        return found if found and not self._pipelined else list(self._micro)
+
+    def before_micro_step(self, boundary):
+        if self.on:
+            self._note_trained()
 
     def around(self, phase):
         """Stages take turns between micro-batches, so the random numbers of each pass are saved by themselves."""
@@ -126,7 +151,8 @@ class Postmortem(Part):
 
     def after_step(self):
         if self.on:
-            self._before, self._micro, self._passes = self._micro, [], []
+            self._before, self._micro, self._passes = self._trained(), [], []
+            self._forwards = []
 
     def failed(self, error):
         """An error on this rank, in the engine or (``sys.excepthook``) anywhere; it is saved once."""
@@ -136,7 +162,10 @@ class Postmortem(Part):
         kind = "hang" if "hang" in self.on and _WAITED.search(str(error)) else "exception"
         if kind in self.on:
             self._save(kind, error)
-        self._micro, self._passes = [], []
+        # The script may catch the error and go on: gradients of earlier micro-batches are still there.
+        self._note_trained()
+        kept = [] if self._pipelined else [one for one, done in zip(self._micro, self._forwards) if done is True]
+        self._micro, self._forwards, self._passes = kept, [True] * len(kept), []
 
     def asked(self):
         """Another rank asks where this one is, since a collective has failed. Where this one is in none, it is the one
@@ -204,7 +233,7 @@ class Postmortem(Part):
             "norm": norm,
             "mean_loss": self._loss,
             "usual_loss": statistics.median(self._losses) if self._losses else None,
-            "micro_batches": [_plain(one) for one in self._micro],
+            "micro_batches": [_plain(one) for one in (self._trained() if error is None else self._micro)],
             "before": [_plain(one) for one in self._before],
             "passes": list(self._passes),
             "accumulation": engine.gradient_accumulation_steps(),
@@ -251,8 +280,8 @@ class Postmortem(Part):
             ],
             "stage": engine.zero_optimization_stage(),
             "reduces_each": engine._stage_policy.reduces_each_micro_step,
-            "config": engine._config.native.values(),
-            "given": _plain(engine.config),
+            "config": shown(engine._config.native.values()),
+            "given": _plain(shown(engine.config)),
             "machine": {
                 "host": platform.node(),
                 "processor": platform.machine(),

@@ -1,6 +1,7 @@
 """Reports while the engine trains: a line every ``steps_per_print`` steps, and timers."""
 
 import contextlib
+import functools
 import os
 
 import torch
@@ -69,7 +70,7 @@ class Progress:
             batch_size=engine.train_batch_size(),
             steps_per_output=every,
             monitor_memory=False,
-            logging_fn=lambda text: log_dist(text, ranks=[0]),
+            logging_fn=functools.partial(log_dist, ranks=[0]),
         )
 
     def time_samples(self, trains):
@@ -78,7 +79,7 @@ class Progress:
         if not trains:
             self.throughput.drop()
         elif not self.throughput.started:
-            self.throughput.start()
+            self.throughput.start(reading=False)
 
     def before_save(self):
         self.throughput.drop()

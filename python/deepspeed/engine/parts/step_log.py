@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import mesh_views
 from deepspeed.comm.timed import call_log, suppress_logging
 from deepspeed.config import changed_values
+from deepspeed.config.secrets import shown
 from deepspeed.engine import checks
 from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.log import log_dist, logger
@@ -76,7 +77,7 @@ class StepLog(Part):
                 "version": VERSION,
                 "world_size": engine.world_size,
                 "ranks": self._hosts(),
-                "config": engine._config.native.values(),
+                "config": shown(engine._config.native.values()),
                 "config_changed": changed_values(engine._config),
                 "start": time.time(),
             }

@@ -62,7 +62,8 @@ def _extensions():
 
 def cache_root():
     """The folder of all builds for this Python and torch."""
-    return os.path.join(_extensions(), f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}")
+    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}"
+    return os.path.join(_extensions(), tag)
 
 
 def _need_own(path, name):
