@@ -39,7 +39,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
 
     _ranks = ranks_of
     has_moe_layers = False  # whether the model has layers of deepspeed.moe
-    _destroyed = False
+    _destroyed = _taken_over = False
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
 
         model_parameters = self._experts.find(model_parameters)
         self._long_sequences.prepare()
+        model_parameters = self._assembly.take_over(model_parameters)
         self.sparse_tensor_module_names = set(self._assembly.sparse_embeddings())
         self._assembly.move_model(dont_change_device)
         checks.check_device(self)
@@ -172,6 +173,11 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         return self.core is not None and self.stepping is not None
 
     def _need_alive(self, what):
+        if self._taken_over:
+            raise RuntimeError(
+                f"{what}: a later deepspeed.initialize has made another engine of this engine's model, which ended "
+                "this one. Use the engine that it returned"
+            )
         if self._destroyed:
             raise RuntimeError(
                 f"{what}: engine.destroy() has ended this engine; make a new one with deepspeed.initialize, or call "

@@ -39,13 +39,18 @@ class Accumulation(Part):
         engine.losses, self.user_scaled = None, False
         self.replan()
 
+    def start(self):
+        self.replan()
+
     def after_micro_step(self, boundary):
         self.user_scaled = False
+        self.replan()
 
     def user_plan(self):
-        """Whether a backward that the user runs next is reduced, and the factor its gradients take."""
+        """Of a backward that the user runs next: whether it is reduced, the loss scale that it lacks, and what its
+        gradients are multiplied by besides."""
         scale = 1.0 if self.user_scaled else self.engine.stepping.loss_scale
-        return self.reduces_now(), scale * self.engine._dynamic.weight() / self.engine.gradient_accumulation_steps()
+        return self.reduces_now(), scale, self.engine._dynamic.weight() / self.engine.gradient_accumulation_steps()
 
     def replan(self):
         if self.engine._trains:

@@ -17,32 +17,19 @@ class Backward(Part):
     """A part of the engine."""
 
     seen = False  # whether engine.backward has run in this micro-step
-    noticed = None  # whether the core would notice a backward that the user runs; None: there was no forward
+    trained = False  # whether there was a forward that trains in this micro-step
     micro_batches = 0  # that forward has trained on since the last step at a boundary
 
     def start_micro_step(self):
-        self.seen, self.noticed = False, None
+        self.seen = self.trained = False
 
     def before_micro_step(self, boundary):
-        self._refuse_unseen()
         if not self.seen:
             self._join(boundary)
 
     def after_micro_step(self, boundary):
         self.start_micro_step()
         self.micro_batches = 0 if boundary else self.micro_batches
-
-    def _refuse_unseen(self):
-        """A backward that the user ran is noticed at the outputs of forward. Where those hold no tensor that can be
-        found, gradients come in without the factor that belongs to them."""
-        factor = self.engine._accumulation.user_plan()[1]
-        if self.noticed is False and not self.seen and factor != 1.0 and self.engine.core.has_grads():
-            raise RuntimeError(
-                "the model returned an object in which no tensor that needs gradients was found, so a plain "
-                f"loss.backward() could not be noticed, and its gradients lack the factor {factor:g} (loss scale over "
-                "accumulation steps). Call engine.backward(loss) instead, or return tensors, tuples, lists, dicts or "
-                "objects that hold them as attributes"
-            )
 
     def _join(self, boundary):
         """A rank without a backward in this micro-step still takes part in the reduction of the others' gradients."""
@@ -85,7 +72,7 @@ class Backward(Part):
             engine.progress.end("forward")
         if trains:
             found = [t for t in tensors_within(outputs) if t.requires_grad]
-            self.noticed = bool(found or self.noticed)
+            self.trained = True
             self.micro_batches += bool(found)
             self._expect_step()
             engine.core.forwarded(found, *engine._accumulation.user_plan())
@@ -135,7 +122,7 @@ class Backward(Part):
 
     def _run(self, loss, scale, parts, retain_graph):
         engine = self.engine
-        if self.noticed is None:  # there was no forward of the engine, which would have done so
+        if not self.trained:  # there was no forward of the engine, which would have done so
             self._expect_step()
         root = loss.float() * scale if scale != 1.0 else loss
         engine.core.begin_backward(engine._accumulation.reduces_now(), root)  # ends with the backward of `root`
