@@ -1,4 +1,4 @@
-// Writes of the user into the weights of an engine, and changes that all ranks make.
+// Writes of the user into the weights of an engine, numbers that its ranks have alike, changes that all ranks make.
 #include <Python.h>
 
 #include <torch/csrc/utils/pybind.h>
@@ -60,6 +60,12 @@ std::vector<size_t> bring_home(Engine& engine, const py::list& rows) {
 }  // namespace
 
 DS_BINDINGS(m) {
+  m.def(
+      "agree",
+      [](Engine& engine, int rank, std::vector<std::string> names, std::vector<double> numbers) {
+        engine.grads().agreement().tell(rank, std::move(names), std::move(numbers));
+      },
+      "core"_a, "rank"_a, "names"_a, "numbers"_a, "Numbers that all ranks must have alike as the next backward ends.");
   py::class_<WriteContext>(
       m, "WriteContext", "A context in which masters or shards are changed by all ranks; it closes on exceptions, too.")
       .def(py::init([](const std::shared_ptr<Engine>& engine) { return WriteContext{engine}; }), "core"_a)

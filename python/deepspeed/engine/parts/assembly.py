@@ -12,6 +12,7 @@ from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer, trainable
 from deepspeed.engine.cross_engine_scaling import others_of
 from deepspeed.engine.members import Part, engine_parts, member
+from deepspeed.engine.shared_values import SharedValues
 from deepspeed.log import logger
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.by_name import is_native, rules_of
@@ -39,7 +40,7 @@ class Assembly(Part):
     there is something to train or to gather ``core`` and ``stepping``.
     """
 
-    shard_group = whole = None
+    shard_group = whole = shared = None
     made_groups = ()  # hyperparameters of the optimizer's groups as the configuration and the caller gave them
 
     def move_model(self, dont_change_device):
@@ -106,6 +107,7 @@ class Assembly(Part):
         engine._unmanaged = [param for param in engine.module.parameters() if id(param) not in managed]
         checks.check_grad_dtype(engine)
         policy, zero = engine._stage_policy, engine.zero_optimization()
+        self.shared = SharedValues(engine.module, trained, policy.shards_params)
         if engine.load_universal_checkpoint() and policy.shards_states and not policy.shards_params:
             enable_universal_checkpoint(trained)
         if zero:
@@ -118,6 +120,7 @@ class Assembly(Part):
             self._broadcast_model()
             return
         engine.core, engine._param_names = build_core(groups, **self._core_options())
+        self.shared.share()
         self._broadcast_model()
         engine.core.refresh_master()
         if not zero:
@@ -157,6 +160,7 @@ class Assembly(Part):
             engine.stepping.release()
         engine.core.release()
         engine.core = None
+        self.shared.share()
 
     # ---- the core ----------------------------------------------------------------------------------------------------
     def _core_options(self, shard=SAME_WEIGHTS):

@@ -73,6 +73,7 @@ class Backward(Part):
         if trains:
             found = [t for t in tensors_within(outputs) if t.requires_grad]
             self.trained = True
+            engine._agreement.tell()
             self.micro_batches += bool(found)
             self._expect_step()
             engine.core.forwarded(found, *engine._accumulation.user_plan())
@@ -124,6 +125,7 @@ class Backward(Part):
         engine = self.engine
         if not self.trained:  # there was no forward of the engine, which would have done so
             self._expect_step()
+            engine._agreement.tell()
         root = loss.float() * scale if scale != 1.0 else loss
         engine.core.begin_backward(engine._accumulation.reduces_now(), root)  # ends with the backward of `root`
         cross_engine_scaling.tell_others(engine, scale / parts)

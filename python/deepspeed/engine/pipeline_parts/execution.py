@@ -262,6 +262,8 @@ class Execution:
         reduces = self.engine._accumulation.reduces_now()
         if run is None and not reduces:
             return
+        if reduces:
+            self.engine._agreement.tell()
         with inside_hooks(self.engine, "backward"):
             self.engine.core.begin_backward(reduces)
             try:

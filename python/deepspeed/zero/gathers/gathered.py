@@ -41,9 +41,11 @@ class GatheredParameters:
         return self.params
 
     def _announce(self, change):
-        """Tells load_state_dict, which may run on the modifier's rank alone, that the end of the context keeps it."""
-        if self.modifier_rank is not None:
-            for param in self.params:
+        """Copies of a parameter have its values from here on. load_state_dict, which may run on the modifier's rank
+        alone, learns that the end of the context keeps what it writes."""
+        for param in self.params:
+            param._ds_gathered = getattr(param, "_ds_gathered", 0) + change
+            if self.modifier_rank is not None:
                 param._ds_kept_later = getattr(param, "_ds_kept_later", 0) + change
 
     def __exit__(self, *exc):

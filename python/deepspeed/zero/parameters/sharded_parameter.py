@@ -198,7 +198,12 @@ class ShardedParameter(torch.nn.Parameter):
         }
 
     def __deepcopy__(self, memo):
-        """A sharded copy with a slice of its own; no rank needs another one for it."""
+        """A sharded copy with a slice of its own; no rank needs another one for it. Inside ``GatheredParameters`` a
+        plain parameter, which keeps the values."""
+        if self.__dict__.get("_ds_gathered") and not isinstance(self, ReleasedParameter):
+            copy = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+            memo[id(self)] = copy
+            return copy
         access, empty = self.ds_access, torch.empty(0, dtype=self.ds_handle.dtype, device=self.ds_handle.device)
         copy = torch.nn.Parameter(empty, self.requires_grad)
         if access.core is not None:
