@@ -37,6 +37,7 @@ void adopt_writes(Engine& engine) {
   engine.failures().guard([&] {
     engine.writes().bring_home();
     if (!engine.policy().shards_params()) return engine.writes().adopt();
+    engine.grads().agreement().meet(engine.params().everyone(), engine.params().device());
     zero::WriteScope scope(engine.states());
     engine.writes().adopt();
     scope.close();
@@ -87,7 +88,10 @@ DS_BINDINGS(m) {
       [](Engine& engine, size_t param, const at::Tensor& value) { engine.writes().bring_home(param, value); },
       Unlocked(), "core"_a, "param"_a, "value"_a, "The parameter takes the values of a tensor like it.");
   m.def(
-      "follow_moves", [](Engine& engine) { engine.params().follow_moves(); }, "core"_a,
+      "follow_moves", [](Engine& engine) {
+        engine.params().follow_moves();
+        engine.grads().follow_moves();
+      }, "core"_a,
       "After planes of parameters have moved.");
   m.def(
       "flat_params", [](Engine& engine) { return engine.params().flat_params(); }, "core"_a,

@@ -47,8 +47,13 @@ void GradReducer::begin(bool reduce) {
   make_room();
   if (!reduce) store_.need_local();
   views_.detach();
-  for (SlotState& slot : filled_)
-    if (slot != SlotState::kEmpty) slot = SlotState::kEarlier;
+  for (size_t param = 0; param < store_.size(); ++param) {
+    if (filled(param)) {
+      filled_[param] = SlotState::kEarlier;
+    } else {
+      views_.forget(param);
+    }
+  }
   grad_uses_.begin();
   next_bucket_ = 0;
   counts_.overlapped = 0;
@@ -103,6 +108,10 @@ void GradReducer::on_grad(size_t param) {
     store_.need_local();
     const bool ours = views_.shows(param) && !held.is_sparse() && held.data_ptr() == views_.slot(param).data_ptr();
     if (!ours) {
+      if (views_.shows(param)) {  // the user has taken what was there, or put this there
+        filled_[param] = SlotState::kEmpty;
+        views_.forget(param);
+      }
       bucket_of(param).slots = at::Tensor();
       absorb(param, held);
       bucket_of(param).slots = at::Tensor();
@@ -294,8 +303,7 @@ void GradReducer::end() {
   if (failed_ranks_[0] == 0.0f && agreed) return;
   const std::string dropped = " The gradients since the last step are dropped, on every rank.";
   if (failed_ranks_[0] == 0.0f)
-    fail(ErrorKind::kRuntime, "ranks do not train with the same settings: ",
-         agreement_.difference(store_.everyone(), store_.device()), ". Set the same values on every rank.", dropped);
+    agreement_.refuse(store_.everyone(), store_.device(), dropped);
   const std::array<float, 2> ranks = std::exchange(failed_ranks_, {});
   fail(ErrorKind::kRuntime, failure_text(device_.take_failure(), ranks.data(), rank_),
        dropped);
@@ -386,6 +394,7 @@ void GradReducer::clear() {
   fill(used_, 0);
   store_.alias_grad_buffer();
   views_.detach();
+  for (size_t param = 0; param < store_.size(); ++param) views_.forget(param);
   dirty_ = false;
   nonfinite_.clear();
 }

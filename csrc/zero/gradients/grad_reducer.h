@@ -73,6 +73,7 @@ class GradReducer {
   void finish();               // before a step: takes .grad as the user left it, reduces what is still local
   void join();                 // the part of a rank without a backward in the reduction of the others'
   void clear();                // forget all gradients; .grad becomes undefined
+  void follow_moves() { views_.follow_moves(); }  // after planes of gradients have moved
   void set_grad_dtype(c10::optional<at::ScalarType> type);  // see ParamStore; not while active
   bool active() const { return phase_ != Phase::kIdle; }
   bool reducing() const { return phase_ == Phase::kReducing; }

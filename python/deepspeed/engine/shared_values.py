@@ -11,7 +11,9 @@ from deepspeed.zero.parameters.sharded_parameter import is_sharded
 
 class SharedValues:
     """What shares memory with parameters of ``module`` that are trained. ``trained``: these. ``sharded``: every rank
-    will hold slices alone. Raises ValueError, with the names, where they cannot go on to share memory."""
+    will hold slices alone."""
+
+    problem = None  # why something cannot go on to share memory
 
     def __init__(self, module, trained, sharded):
         ids = set(map(id, trained))
@@ -33,11 +35,12 @@ class SharedValues:
         name, param = pair[0][2:]
         other, tensor = (rest or pair[1:])[0][2:]
         if len(pair) > 1:
-            raise ValueError(
+            self.problem = (
                 f"the parameters '{name}' and '{other}' share memory, and both are trained: an engine keeps them "
                 "apart. Make them one parameter, which is trained with the sum of both gradients "
                 f"(the module of '{other}' gets the same torch.nn.Parameter object), or give one memory of its own"
             )
+            return
         behind = tensor.data_ptr() - param.data_ptr()
         inside = behind >= 0 and _span(tensor, other)[1] <= _span(param, name)[1] and tensor.dtype == param.dtype
         if sharded or not inside or not param.is_contiguous():
@@ -48,11 +51,17 @@ class SharedValues:
                 if not inside
                 else "the parameter is not contiguous"
             )
-            raise ValueError(
+            self.problem = (
                 f"'{other}' shares memory with the parameter '{name}', which is trained, and would not follow it: "
                 f"{why}. Give it memory of its own (clone()), or compute it from the parameter in forward"
             )
+            return
         self._rows.append((param, tensor, behind // param.element_size()))
+
+    def refuse(self):
+        """Before anything is trained, raises ValueError for what would not follow; what is only run has its values."""
+        if self.problem is not None:
+            raise ValueError(self.problem)
 
     @torch.no_grad()
     def share(self):

@@ -12,6 +12,7 @@ class Accumulation(Part):
     boundary = None  # as set by hand; None: counted
     in_no_sync = False
     in_backward = True
+    told = None  # the plan that the core has
     user_scaled = False  # engine.scale was called: the user's backward has the loss scale already
 
     def reduces_now(self):
@@ -53,8 +54,10 @@ class Accumulation(Part):
         return self.reduces_now(), scale, self.engine._dynamic.weight() / self.engine.gradient_accumulation_steps()
 
     def replan(self):
-        if self.engine._trains:
-            self.engine.core.plan_user_backward(*self.user_plan())
+        """Tells the core, unless it knows from the last forward or call of this."""
+        if self.engine._trains and (plan := self.user_plan()) != self.told:
+            self.told = plan
+            self.engine.core.plan_user_backward(*plan)
 
     @member
     def is_gradient_accumulation_boundary(self):

@@ -69,6 +69,7 @@ class Agreement(Part):
 
     _rows = ()  # of the numbers that ``tell`` collects: (parameter group, key, position in its value or None)
     _names = ()
+    _told = None  # the numbers that the core has
 
     def compare_configurations(self):
         """Raises ValueError on all ranks of the engine where their configurations differ."""
@@ -97,15 +98,11 @@ class Agreement(Part):
                 found = [one for of_rank in lists for one in of_rank]
         return found
 
-    def before_micro_step(self, boundary):
-        if boundary:
-            self.tell()
-
     def tell(self):
-        """Before a backward that reduces: the hyperparameters and settings with which the next step is made. They are
-        compared when it ends (csrc/zero/gradients/agreement.h), and a difference is an error on all ranks."""
+        """Before a backward that may reduce: the hyperparameters and settings with which the next step is made. They
+        are compared when it ends (csrc/zero/gradients/agreement.h), and a difference is an error on all ranks."""
         engine = self.engine
-        if engine.parallel.dp_world_size == 1:
+        if engine.parallel.dp_world_size == 1 or not engine._trains:
             return
         groups, stepping = engine.stepping.optimizer.param_groups, engine.stepping
         numbers = [
@@ -125,7 +122,9 @@ class Agreement(Part):
             self._find_rows(groups)
             self.tell()
             return
-        _native._C.agree(engine.core, engine.global_rank, self._names, numbers)
+        if numbers != self._told:
+            self._told = numbers
+            _native._C.agree(engine.core, engine.global_rank, self._names, numbers)
 
     def _find_rows(self, groups):
         rows, known = [], hyperparameters_of(self.engine.stepping.optimizer)
@@ -136,7 +135,7 @@ class Agreement(Part):
                     rows.append((index, key, None))
                 elif isinstance(value, (tuple, list)) and all(isinstance(one, (int, float)) for one in value):
                     rows += [(index, key, position) for position in range(len(value))]
-        self._rows, self._groups = rows, len(groups)
+        self._rows, self._groups, self._told = rows, len(groups), None
         self._names = [
             "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping", "the loss scale",
             *(f"{key}{'' if at is None else f'[{at}]'} of parameter group {index}" for index, key, at in rows),

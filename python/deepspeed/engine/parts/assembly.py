@@ -259,7 +259,8 @@ class Assembly(Part):
             replicas=engine.parallel.communicator(copies, Purpose.REDUCE),
             **options,
         )
-        engine._access.attach(engine.module, engine.core, None if optimizer is not None else self.release)
+        give_up = None if optimizer is not None else self.release
+        engine._access.attach(engine.module, engine.core, give_up, checks_writes=zero.enable_sanity_checks)
         apply_z3_leaf_module_config(engine.module, zero.leaf_module)
         common = {
             "dp_process_group": group if group is not None and engine._access.access.world > 1 else None,

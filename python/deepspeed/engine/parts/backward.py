@@ -24,8 +24,15 @@ class Backward(Part):
         self.seen = self.trained = False
 
     def before_micro_step(self, boundary):
+        self.engine._agreement.tell()
+        self.engine._assembly.shared.refuse()
+        self._end_linear()
         if not self.seen:
             self._join(boundary)
+
+    def _end_linear(self):
+        if self.engine._stage_policy.shards_params:
+            self.engine.parameter_offload.end_linear()
 
     def after_micro_step(self, boundary):
         self.start_micro_step()
@@ -55,6 +62,7 @@ class Backward(Part):
         run_hooks(engine, "add_keywords", kwargs)
         trains = engine._trains and torch.is_grad_enabled()
         if trains:
+            engine._assembly.shared.refuse()
             run_hooks(engine, "see_inputs", inputs, kwargs)
             inputs, kwargs = cross_engine_scaling.with_graph_hooks(engine.core, inputs, kwargs)
         try:
@@ -67,6 +75,7 @@ class Backward(Part):
             run_hooks(engine, "failed", error)
             if engine.core is not None and engine.core.gatherer is not None:
                 engine.core.gatherer.abandon_forward()
+                engine.parameter_offload.end_linear()
             raise
         finally:
             engine.progress.end("forward")
@@ -76,7 +85,8 @@ class Backward(Part):
             engine._agreement.tell()
             self.micro_batches += bool(found)
             self._expect_step()
-            engine.core.forwarded(found, *engine._accumulation.user_plan())
+            engine._accumulation.told = plan = engine._accumulation.user_plan()
+            engine.core.forwarded(found, *plan)
         return outputs
 
     def _expect_step(self):
@@ -116,6 +126,7 @@ class Backward(Part):
             raise
         finally:
             engine.progress.end("backward")
+            self._end_linear()
         self.seen = True
         mean = loss.detach().mean()
         engine.losses = mean if engine.losses is None else engine.losses + mean

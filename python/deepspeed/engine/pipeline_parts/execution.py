@@ -115,6 +115,7 @@ class Execution:
             for kind, command in kinds
             if kind in ("RecvActivation", "RecvGrad")
         )
+        self.engine._links.channel.begin(any("Backward" in (kind or "") for kind, _ in kinds))
         for (grads, peer), count in received.items():
             self.engine._links.channel.expect(grads, peer, count)
         backwards = [command for kind, command in kinds if kind in ("BackwardPass", "BackwardWeightPass")]

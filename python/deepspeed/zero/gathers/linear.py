@@ -123,27 +123,13 @@ class LinearModuleForZeroStage3(torch.nn.Linear):
         return zero3_linear_wrap(input, self.weight, self.bias)
 
 
-_users = 0
-
-
 def _linear(input, weight, bias=None):
-    chosen = is_sharded(weight) and weight.ds_access.efficient_linear
+    chosen = is_sharded(weight) and weight.ds_access.efficient_linear and not weight.ds_handle.persistent
     return zero3_linear_wrap(input, weight, bias) if chosen else _torch_linear(input, weight, bias)
 
 
-def use_for_sharded_weights():
-    """``torch.nn.functional.linear`` keeps no view of sharded weights whose ``ds_access`` says ``efficient_linear``.
-
-    Undone when ``stop_using`` has been called as often.
-    """
-    global _users
-    _users += 1
-    torch.nn.functional.linear = _linear
-
-
-def stop_using():
-    """Undoes one ``use_for_sharded_weights``."""
-    global _users
-    _users -= 1
-    if _users == 0 and torch.nn.functional.linear is _linear:
-        torch.nn.functional.linear = _torch_linear
+def scope():
+    """While a model with hooks of this scope runs, ``torch.nn.functional.linear`` keeps no view of sharded weights
+    whose ``ds_access`` says ``efficient_linear``. At any other time it is torch's own, which TorchScript knows. A
+    weight that stays gathered may have a view."""
+    return _native._C.LinearScope(vars(torch.nn.functional), _linear)

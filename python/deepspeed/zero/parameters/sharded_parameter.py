@@ -72,6 +72,7 @@ class ShardAccess:
         self.group, self.world, self.rank = group, world, rank
         self.copies = copies if copies is not None else group  # every rank that trains the same parameters
         self.efficient_linear = False  # see zero.linear
+        self.checks_writes = False  # a write into gathered values without a modifier_rank is an error
         self.give_up = None  # see zero.model.take_over
 
     def through(self, core):
@@ -135,6 +136,19 @@ class ShardedParameter(torch.nn.Parameter):
     ds_numel, ds_persist = forwarded("ds_handle.numel", False), forwarded("ds_handle.persistent", False)
     ds_world_size = forwarded("ds_handle.parts", False)
     ds_process_group = ds_zero_param_process_group = forwarded("ds_access.group", False)
+
+    @property
+    def data(self):
+        """As of any tensor. Writes to what it gives are not counted by torch: the parameter is compared with its slices
+        before it is released."""
+        values = torch.Tensor.data.__get__(self)
+        if not isinstance(self, ReleasedParameter):
+            self.ds_handle.data_given = True
+        return values
+
+    @data.setter
+    def data(self, values):
+        torch.Tensor.data.__set__(self, values)
 
     @property
     def ds_tensor(self):
