@@ -93,7 +93,7 @@ def may_be_refused(case):
 def run_case(rank, world, case):
     """What is wrong with the case, or None."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case["dtype"]]
-    plain = seeded(make_net, case["seed"]).to(dtype)
+    plain = seeded(make_net, seed=case["seed"]).to(dtype)
     masters = [p.detach().float().clone() for p in plain.parameters()]
     config = {
         "train_micro_batch_size_per_gpu": 3,

@@ -29,7 +29,8 @@ def batch(rank=0, step=0):
 
 
 def make_engine(stage, model=None, client=sgd, **more):
-    return engine_of(model or seeded(make_net), settings(stage, optimizer=None, **more), client)
+    config = settings(stage, optimizer=None, gradient_clipping=0.0, **more)
+    return engine_of(model or seeded(make_net), config, client)
 
 
 def trained(engine, rank, steps=2):

@@ -95,6 +95,11 @@ bool ParamGatherer::written(ShardedParam& param) {
   return param.kept || param.written();
 }
 
+void ParamGatherer::forget_written(ShardedParam& param) {
+  param.know_values();
+  param.data_given = false;
+}
+
 void ParamGatherer::drop(ShardedParam& param) {
   if (!param.available()) return;
   if (options_.keeps_writes && written(param)) return;  // until the slices have taken the values
@@ -135,8 +140,10 @@ void ParamGatherer::mark_persistent() {
 void ParamGatherer::refresh_persistent() {
   std::vector<ShardedParam*> stale;
   for (const ShardedParamPtr& param : params_) {
+    if (!param->available()) continue;
     if (param->holders == 0 || !param->buffer().defined()) {
-      drop(*param);
+      live_ -= param->numel();
+      param->release();  // the slices have what was written
     } else {
       stale.push_back(param.get());
     }

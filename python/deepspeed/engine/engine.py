@@ -98,7 +98,6 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
 
         model_parameters = self._experts.find(model_parameters)
         self._long_sequences.prepare()
-        model_parameters = self._assembly.take_over(model_parameters)
         self.sparse_tensor_module_names = set(self._assembly.sparse_embeddings())
         self._assembly.move_model(dont_change_device)
         checks.check_device(self)

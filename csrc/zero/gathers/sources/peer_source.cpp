@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/error.h"
 #include "zero/gathers/shard_source.h"
+#include "zero/rank_failures.h"
 
 namespace ds::zero {
 
@@ -72,10 +72,13 @@ class Peers {
     for (int rank = 0; rank < ranks_->size() && ranks_->size() > 1; ++rank) {
       const comm::PeerMemory::Meeting theirs = memory_->meeting(rank);
       if (theirs.round <= round_ || theirs.forward > forward) continue;
-      fail(ErrorKind::kRuntime, "rank ", rank, " has written to its slices of parameters (param.ds_tensor) before ",
-           "forward ", theirs.forward, " of its engine, which this rank had begun already without a write of its own, ",
-           "so it may have read the old values. Call torch.distributed.barrier() on all ranks between the writes and ",
-           "the forward, or let every rank write to its slices");
+      throw LoneFailure(
+          ErrorKind::kRuntime,
+          "rank " + std::to_string(rank) + " has written to its slices of parameters (param.ds_tensor) before forward " +
+              std::to_string(theirs.forward) +
+              " of its engine, which this rank had begun already without a write of its own, so it may have read the "
+              "old values. Call torch.distributed.barrier() on all ranks between the writes and the forward, or let "
+              "every rank write to its slices");
     }
   }
 

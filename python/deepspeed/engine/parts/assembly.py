@@ -9,7 +9,7 @@ from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoin
 from deepspeed.comm.mesh_views import MICS, SAME_WEIGHTS, Purpose
 from deepspeed.engine import checks
 from deepspeed.engine.accessors import dtype_of
-from deepspeed.engine.build_optimizer import build_optimizer, trainable
+from deepspeed.engine.build_optimizer import build_optimizer
 from deepspeed.engine.cross_engine_scaling import others_of
 from deepspeed.engine.members import Part, engine_parts, member
 from deepspeed.engine.shared_values import SharedValues
@@ -65,32 +65,21 @@ class Assembly(Part):
             if not dont_change_device:
                 move_module(module, engine.device)
 
-    def take_over(self, model_parameters):
-        """Ends other engines that train these parameters: they would reduce and update them, too. Returns the
-        ``model_parameters``, which may be an iterator, as a list."""
-        engine, client = self.engine, self.engine.client_optimizer
-        if model_parameters is not None:
-            model_parameters = list(model_parameters)
-        if isinstance(client, torch.optim.Optimizer):
-            groups = client.param_groups
-        elif client is None and engine._config.optimizer_name is None:
-            groups = []
-        else:
-            groups = trainable(engine.module, model_parameters)
-        own = {id(p) for g in groups for p in (g["params"] if isinstance(g, dict) else [g])}
-        whole = set(map(id, engine.module.parameters()))
+    def _take_over(self, trained):
+        """Ends other engines that train these parameters: they would reduce and update them, too."""
+        engine = self.engine
+        own, whole = set(map(id, trained)), set(map(id, engine.module.parameters()))
         for other in others_of(engine):
-            trained = {id(param) for group in getattr(other, "trained_groups", ()) for param in group}
+            theirs = {id(param) for group in other.trained_groups for param in group}
             # Each engine of stage 3 gathers all parameters of its model.
             sharded = engine._stage_policy.shards_params or other._stage_policy.shards_params
-            if trained & (whole if sharded else own):
+            if theirs & (whole if sharded else own):
                 logger.warning(
                     "deepspeed.initialize: another engine trains parameters of this model, and is ended. Its next "
                     "backward or step is an error; call engine.destroy() before, to end it without this warning"
                 )
                 other.destroy()
                 other._taken_over = True
-        return model_parameters
 
     def make_optimizer(self, model_parameters):
         engine = self.engine
@@ -103,6 +92,7 @@ class Assembly(Part):
         engine.trained_groups = [list(group["params"]) for group in groups]
         trained = [param for group in engine.trained_groups for param in group]
         checks.check_trained(engine)
+        self._take_over(trained)
         managed = set(map(id, trained))
         engine._unmanaged = [param for param in engine.module.parameters() if id(param) not in managed]
         checks.check_grad_dtype(engine)

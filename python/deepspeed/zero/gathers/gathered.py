@@ -82,6 +82,8 @@ def _keep_writes(access, params):
     written = {n: param for n, param in enumerate(params) if access.gatherer.written(param.ds_handle)}
     if access.core is not None:
         for param in written.values():
+            access.gatherer.forget_written(param.ds_handle)
+        for param in written.values():
             raise RuntimeError(
                 f"parameter '{param.ds_handle.name}' {tuple(param.shape)} was written inside "
                 "deepspeed.zero.GatheredParameters without a modifier_rank, and "

@@ -31,6 +31,11 @@ def _set_up(ctx, inputs, output):
     ctx.save_for_backward(input, weight)
 
 
+def _rows(tensor):
+    """All leading dimensions as one; -1 would not do for a tensor without elements."""
+    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
+
+
 def _gradients(ctx, grad_output, product):
     """Of input, weight and bias, where they are asked for. ``product``: ``torch.matmul``, or a replacement."""
     input, weight = ctx.saved_tensors
@@ -38,11 +43,11 @@ def _gradients(ctx, grad_output, product):
     if torch.is_grad_enabled():  # create_graph: the weight is not gathered for that graph, so it keeps the values
         weight = weight.view_as(weight)
     with ctx.autocast():
-        rows = grad_output.reshape(-1, grad_output.shape[-1])
+        rows = _rows(grad_output)
         if ctx.needs_input_grad[0]:
             grad_input = product(grad_output, weight)
         if ctx.needs_input_grad[1]:
-            grad_weight = product(rows.t(), input.reshape(-1, input.shape[-1]))
+            grad_weight = product(rows.t(), _rows(input))
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
     return grad_input, grad_weight, grad_bias

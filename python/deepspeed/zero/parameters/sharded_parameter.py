@@ -241,8 +241,12 @@ class ReleasedParameter(ShardedParameter):
         kwargs = kwargs or {}
         name = operation_of(func)
         if is_data_getter(func):
+            if args[0].ds_access.gatherer.touch(args[0].ds_handle):  # inside a call of the model
+                return args[0].data
             return as_released(run_plainly(func, args, kwargs), args[0].ds_handle.name, tuple(args[0].ds_shape))
         if func == torch.Tensor.data.__set__ and args[1].numel() > 0:
+            if args[0].ds_access.gatherer.touch(args[0].ds_handle):
+                return func(*args)
             raise RuntimeError(untouchable(args[0].ds_handle.name, tuple(args[0].ds_shape), "param.data = ..."))
         given = first_of(args, kwargs)
         if needs_no_values(name, given, ReleasedParameter):
