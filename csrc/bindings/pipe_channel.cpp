@@ -77,6 +77,7 @@ DS_BINDINGS(m) {
       .def("send", &send, Unlocked(), "grads"_a, "to"_a, "tensors"_a, "packed"_a)
       // Activations that required gradients where they were sent require them here.
       .def("recv", &recv, Unlocked(), "grads"_a, "from_"_a)
+      .def("begin", &PipeChannel::begin, "trains"_a, "The batch that this stage works on from now on.")
       .def("settle", &PipeChannel::settle, Unlocked())
       .def("abort", &PipeChannel::abort, Unlocked(), "why"_a)
       .def_property_readonly("failed", &PipeChannel::failed)

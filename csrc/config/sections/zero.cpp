@@ -229,8 +229,8 @@ Field zero_section(std::string name, std::string doc) {
       boolean("override_module_apply", true, "Module.apply gathers parameters (stage 3)."),
       boolean("log_trace_cache_warnings", false, "Warn when the order of modules changes (stage 3).")
           .no_effect("a changed order costs nothing"),
-      boolean("enable_sanity_checks", false, "Check the engine's own bookkeeping.")
-          .no_effect("audit_steps checks more"),
+      boolean("enable_sanity_checks", false,
+              "A write into parameters inside `GatheredParameters` without a `modifier_rank` (stage 3) is an error."),
       boolean("save_muon_momentum_buffer_in_memory", false,
               "Keep Muon's momentum in memory where other states are on NVMe. (Elsewhere it is there anyway.)")
           .no_effect("the momentum rests where the other states do"),

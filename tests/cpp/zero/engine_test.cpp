@@ -226,7 +226,7 @@ void expect_gradients(const Model& model, int batches, double weight) {
 TEST(Engine, PlainBackwardOnOutputsTrainsToo) {
   on_two_ranks([](int rank, Model& model, Engine& engine) {
     engine.backward().register_hooks();
-    engine.backward().plan(true, 3.0);
+    engine.backward().plan(true, 1.0, 3.0);
     const at::Tensor out = model.loss(batch(rank), true);
     engine.backward().hook_outputs({out});
     (out * 2).backward();

@@ -9,7 +9,7 @@ import torch
 from deepspeed.zero.parameters.released_data import run_plainly
 
 # Every access makes a new method-wrapper: compare with ==.
-_data_setter = torch.Tensor.data.__set__
+_data_getter, _data_setter = torch.Tensor.data.__get__, torch.Tensor.data.__set__
 
 
 class OwnSlice(torch.Tensor):
@@ -56,6 +56,8 @@ class OwnSlice(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func == _data_setter:
             return args[0].take(args[1])
+        if func == _data_getter:  # torch would not count writes to .data, and the next forward asks whether there were any
+            func = torch.Tensor.detach
         return run_plainly(func, args, kwargs or {})
 
     def _plain(self):

@@ -72,6 +72,7 @@ class ShardAccess:
         self.group, self.world, self.rank = group, world, rank
         self.copies = copies if copies is not None else group  # every rank that trains the same parameters
         self.efficient_linear = False  # see zero.linear
+        self.checks_writes = False  # a write into gathered values without a modifier_rank is an error
         self.give_up = None  # see zero.model.take_over
 
     def through(self, core):
@@ -137,6 +138,19 @@ class ShardedParameter(torch.nn.Parameter):
     ds_process_group = ds_zero_param_process_group = forwarded("ds_access.group", False)
 
     @property
+    def data(self):
+        """As of any tensor. Writes to what it gives are not counted by torch: the parameter is compared with its slices
+        before it is released."""
+        values = torch.Tensor.data.__get__(self)
+        if not isinstance(self, ReleasedParameter):
+            self.ds_handle.data_given = True
+        return values
+
+    @data.setter
+    def data(self, values):
+        torch.Tensor.data.__set__(self, values)
+
+    @property
     def ds_tensor(self):
         """This rank's slice, flat: ``ceil(ds_numel / ranks)`` elements, the last rank's padded with zeros.
 
@@ -198,7 +212,12 @@ class ShardedParameter(torch.nn.Parameter):
         }
 
     def __deepcopy__(self, memo):
-        """A sharded copy with a slice of its own; no rank needs another one for it."""
+        """A sharded copy with a slice of its own; no rank needs another one for it. Inside ``GatheredParameters`` a
+        plain parameter, which keeps the values."""
+        if self.__dict__.get("_ds_gathered") and not isinstance(self, ReleasedParameter):
+            copy = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+            memo[id(self)] = copy
+            return copy
         access, empty = self.ds_access, torch.empty(0, dtype=self.ds_handle.dtype, device=self.ds_handle.device)
         copy = torch.nn.Parameter(empty, self.requires_grad)
         if access.core is not None:
@@ -222,8 +241,12 @@ class ReleasedParameter(ShardedParameter):
         kwargs = kwargs or {}
         name = operation_of(func)
         if is_data_getter(func):
+            if args[0].ds_access.gatherer.touch(args[0].ds_handle):  # inside a call of the model
+                return args[0].data
             return as_released(run_plainly(func, args, kwargs), args[0].ds_handle.name, tuple(args[0].ds_shape))
         if func == torch.Tensor.data.__set__ and args[1].numel() > 0:
+            if args[0].ds_access.gatherer.touch(args[0].ds_handle):
+                return func(*args)
             raise RuntimeError(untouchable(args[0].ds_handle.name, tuple(args[0].ds_shape), "param.data = ..."))
         given = first_of(args, kwargs)
         if needs_no_values(name, given, ReleasedParameter):
