@@ -119,17 +119,25 @@ class Backward(Part):
             self.engine.stepping.expect()
 
     @member
-    def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
+    def backward(self, loss, retain_graph=False, scale_wrt_gas=True, gradient=None):
         """Accumulates the gradients of ``loss``, a scalar, and reduces them at the accumulation boundary.
 
         Divides by the accumulation steps unless ``scale_wrt_gas`` is false, and applies the loss scale. Returns the
-        loss divided by the accumulation steps, of dynamic batches times the weight of this one.
+        loss divided by the accumulation steps, of dynamic batches times the weight of this one. ``gradient``: as for
+        ``Tensor.backward``, for a ``loss`` of any shape, which is then the sum of ``loss * gradient``.
         """
         engine = self.engine
         if not torch.is_tensor(loss):
             raise TypeError(
                 f"engine.backward needs a tensor, got {type(loss).__name__}; pass the loss itself, not loss.item()"
             )
+        if gradient is not None:
+            if not torch.is_tensor(gradient) or gradient.shape != loss.shape:
+                found = tuple(gradient.shape) if torch.is_tensor(gradient) else type(gradient).__name__
+                raise ValueError(
+                    f"engine.backward: gradient has shape {found} and the tensor {tuple(loss.shape)}; the two are equal"
+                )
+            loss = (loss * gradient.detach().to(loss.device)).sum()
         assert loss.numel() == 1, (
             f"engine.backward needs a scalar loss, got shape {tuple(loss.shape)}; reduce it first, for example with "
             "loss.mean()"
