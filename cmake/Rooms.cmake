@@ -152,7 +152,7 @@ function(ds_room_executables name)
         ds_precompile(${target} test_precompiled HEADERS <gtest/gtest.h> LIBS GTest::gtest)
         ds_compile_lightly(test_precompiled)
       else()  # with the flags of rooms, whose headers it reads
-        set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+        target_compile_options(${target} PRIVATE -fPIC)
         ds_precompile(${target} room_precompiled)
       endif()
     endif()
