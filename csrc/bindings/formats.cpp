@@ -38,7 +38,8 @@ void translate_format_error(std::exception_ptr pending) {  // NOLINT(performance
   }
 }
 
-py::tuple safetensors_header(const ds::bindings::FsPath& path, const std::vector<std::string>& known, const std::string& torch) {
+py::tuple safetensors_header(const ds::bindings::FsPath& path, const std::vector<std::string>& known,
+                             const std::string& torch) {
   const CheckedFile file(path);
   const auto is_known = [&known](const Element& element) { return ds::contains(known, element.name); };
   const SafetensorsHeader header = read_safetensors_header(file, is_known, torch);

@@ -216,9 +216,8 @@ DS_BINDINGS(m) {
       .def_readwrite("sources", &formats::PreparedFile::sources)
       .def(
           "write",
-          [](const formats::PreparedFile& self, io::Files& files, const bindings::FsPath& path, const Options& options) {
-            return record_tuple(write_file(self, files, path, options));
-          },
+          [](const formats::PreparedFile& self, io::Files& files, const bindings::FsPath& path,
+             const Options& options) { return record_tuple(write_file(self, files, path, options)); },
           "files"_a, "path"_a, "options"_a);
   py::class_<formats::TorchZipFile, formats::PreparedFile, std::shared_ptr<formats::TorchZipFile>>(prepared,
                                                                                                    "TorchZipFile")
@@ -273,7 +272,8 @@ DS_BINDINGS(m) {
           "files"_a, "path"_a, "options"_a);
   prepared.def(
       "complete_archive",
-      [](const bindings::FsPath& path, const TorchZipFile& file, const ArchiveCuts& cuts, const std::vector<Run>& runs) {
+      [](const bindings::FsPath& path, const TorchZipFile& file, const ArchiveCuts& cuts,
+         const std::vector<Run>& runs) {
         std::vector<formats::WrittenRun> made;
         for (const auto& [entry, offset, bytes, crc32] : runs) made.push_back({entry, offset, bytes, crc32});
         FileRecord record;

@@ -29,13 +29,12 @@ class Lister {
       } else if (field && !field->variants.empty() && item.value().is_object()) {
         for (const auto& param : item.value().items()) {  // of an optimizer: every one has a line of its own
           const std::string name = join_path(here, param.key());
-          rows.push_back({name, show(masked(param.value(), nullptr, param.key())),
-                          origin_of(name, here, pending), false});
+          rows.push_back(
+              {name, show(masked(param.value(), nullptr, param.key())), origin_of(name, here, pending), false});
         }
       } else {
-        rows.push_back(
-            {here, show(masked(item.value(), field, item.key())), origin_of(here, here, pending) + inert,
-             is_default(field, here, item.value())});
+        rows.push_back({here, show(masked(item.value(), field, item.key())), origin_of(here, here, pending) + inert,
+                        is_default(field, here, item.value())});
       }
     }
   }

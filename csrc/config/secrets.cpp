@@ -8,8 +8,8 @@ namespace ds::config {
 
 namespace {
 
-constexpr std::array<std::string_view, 12> kNames = {"api_key",    "apikey",      "password",   "passwd",
-                                                     "passphrase", "secret",      "token",      "credential",
+constexpr std::array<std::string_view, 12> kNames = {"api_key",     "apikey",      "password",   "passwd",
+                                                     "passphrase",  "secret",      "token",      "credential",
                                                      "credentials", "private_key", "access_key", "secret_key"};
 
 // Whether a key is called like a secret: "password", "wandb_api_key", "hub-token", but not "max_train_tokens".

@@ -7,8 +7,9 @@
 
 namespace ds::config {
 
-// A copy of `value`, which belongs to the key `name`, with "***" for each secret: of keys whose Field is a secret, and of
-// keys that no Field describes and that are called like one ("hf_token"). `field`: that of the key; null: there is none.
+// A copy of `value`, which belongs to the key `name`, with "***" for each secret: of keys whose Field is a secret, and
+// of keys that no Field describes and that are called like one ("hf_token"). `field`: that of the key; null: there is
+// none.
 Value masked(const Value& value, const Field* field, const std::string& name = "");
 
 }  // namespace ds::config

@@ -97,13 +97,14 @@ def lists_of(kind):
     return lambda value: type(value) is list and bool(value) and all(isinstance(one, kind) for one in value)
 
 
-# class -> member -> what it is, or what its call without arguments gives: a type, a value of its own type, or a function
-# that says yes. Of attributes and of methods without arguments each that does not only act.
+# class -> member -> what it is, or what its call without arguments gives: a type, a value of its own type, or a
+# function that says yes. Of attributes and of methods without arguments each that does not only act.
 VALUES = {
     "DeepSpeedEngine": {
         "__call__": callable, "_config": DeepSpeedConfig, "_get_zero_param_shapes": None, "autotp_size": 0,
         "basic_optimizer": torch.optim.Optimizer, "bfloat16_enabled": False, "config": dict,
-        "coalesce_grad_reduction": lambda made: hasattr(made, "__enter__"), "no_sync": lambda made: hasattr(made, "__exit__"),
+        "coalesce_grad_reduction": lambda made: hasattr(made, "__enter__"),
+        "no_sync": lambda made: hasattr(made, "__exit__"),
         "data_parallel_group": lambda group: group is not None, "device": torch.device, "dp_world_size": 1,
         "dynamic_loss_scale": False, "eigenvalue_enabled": False, "eval": deepspeed.DeepSpeedEngine,
         "flops_profiler": FlopsProfiler, "fp16_enabled": False, "get_global_grad_norm": lambda norm: norm > 0,
@@ -136,8 +137,10 @@ VALUES = {
     "DeepSpeedZeroOptimizer": {
         "averaged_gradients": dict, "bit16_groups": lists_of(list), "cur_scale": 1.0,
         "dp_process_group": lambda group: True, "dynamic_loss_scale": False, "get_lr": 3e-3, "loss_scale": 1.0,
-        "loss_scaler": lambda scaler: scaler.cur_scale == 1.0, "needs_scaler": False, "optimizer": torch.optim.Optimizer,
-        "overflow": False, "param_groups": lists_of(dict), "param_names": lambda names: {type(n) for n in names.values()} == {str},
+        "loss_scaler": lambda scaler: scaler.cur_scale == 1.0, "needs_scaler": False,
+        "optimizer": torch.optim.Optimizer,
+        "overflow": False, "param_groups": lists_of(dict),
+        "param_names": lambda names: {type(name) for name in names.values()} == {str},
         "single_partition_of_fp32_groups": lists_of(torch.Tensor), "state": lambda state: len(state) > 0,
         "state_dict": dict,
     },
@@ -147,11 +150,14 @@ VALUES = {
         "parameter_offload": lambda made: type(made).__name__ == "DeepSpeedZeRoOffload", "state_dict": dict,
     },
     "DeepSpeedZeRoOffload": {
-        "backward_hooks": list, "forward_hooks": list, "get_param_coordinator": lambda made: hasattr(made, "is_invalid_trace"),
+        "backward_hooks": list, "forward_hooks": list,
+        "get_param_coordinator": lambda made: hasattr(made, "is_invalid_trace"),
         "module": torch.nn.Module, "param_coordinator": lambda made: hasattr(made, "is_invalid_trace"),
     },
     "BF16_Optimizer": {"get_grads_for_reduction": tuple, "param_groups": lists_of(dict), "state_dict": dict},
-    "InferenceEngine": {"_config": DeepSpeedInferenceConfig, "config": {}, "generate": callable, "module": torch.nn.Module},
+    "InferenceEngine": {
+        "_config": DeepSpeedInferenceConfig, "config": {}, "generate": callable, "module": torch.nn.Module,
+    },
     "DeepSpeedConfig": {},
     "ThroughputTimer": {"end_time": 0},
 }  # fmt: skip
@@ -166,7 +172,8 @@ def wrong_values(name, one):
     """``[(member, what it is)]`` of members that are not what ``VALUES`` says, or that it does not have."""
     known, found = VALUES[name], []
     asked = {member for member, kind in MEMBERS[name].items() if kind in ("attribute", "()")}
-    for member in sorted(asked - known.keys() - ACTIONS - {full.split(".")[1] for names in ABSENT_MEMBERS.values() for full in names}):
+    absent = {full.split(".")[1] for names in ABSENT_MEMBERS.values() for full in names}
+    for member in sorted(asked - known.keys() - ACTIONS - absent):
         found.append((member, "has no row in VALUES"))
     for member, wanted in known.items():
         value = getattr(one, member)

@@ -1,6 +1,7 @@
 """Hooks of the parts of engines: a file adds a part, each hook runs once for each step, and the way to the core."""
 
 import contextlib
+import itertools
 import os
 import sys
 
@@ -51,15 +52,17 @@ PASSES = {0: "forward forward backward backward", 1: "forward backward forward b
 
 
 def expected(kind, accumulate, rank):
-    calls = []
-    for step in range(STEPS):
+    calls, forwards = [], itertools.count(1)
+
+    def one(step):
         inputs = [("add_keywords", ({}, step)), ("see_inputs", (2, step)), ("around", ("forward", step))]
-        inputs += [("see_loss", (2, step)), ("around", ("backward", step))]
-        if kind == "pipeline":
-            inputs = [("around", (phase, step)) for phase in PASSES[rank].split()]
+        inputs += [("forwarded", (next(forwards), step)), ("see_loss", (2, step)), ("around", ("backward", step))]
+        return [("around", (phase, step)) for phase in PASSES[rank].split()] if kind == "pipeline" else inputs
+
+    for step in range(STEPS):
         for _ in range(accumulate - 1 if kind == "plain" else 0):
-            calls += [*inputs, ("before_micro_step", (False, step)), ("after_micro_step", (False, step))]
-        calls += [*inputs, ("before_micro_step", (True, step)), ("before_step", (step,))]
+            calls += [*one(step), ("before_micro_step", (False, step)), ("after_micro_step", (False, step))]
+        calls += [*one(step), ("before_micro_step", (True, step)), ("before_step", (step,))]
         calls += [("after_micro_step", (True, step + 1)), ("after_step", (step + 1,))]
     return calls
 

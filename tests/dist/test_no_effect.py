@@ -119,9 +119,9 @@ _SCANNED = {
     "moe": {"engine/parts/expert_layers.py": "aux_loss_coeff bias_update_rate idle_steps overlap_chunks"},
     "pipeline": {"engine/pipeline_parts/links.py": "grad_partitioned pipe_partitioned"},
     "sequence_parallel": {"engine/parts/long_sequences.py": "chunk folder method offload tile_loss tile_mlp"},
-    "postmortem": {"engine/parts/postmortem.py": "dir keep max_bytes spike_factor"},
+    "postmortem": {"engine/parts/outputs.py": "dir", "engine/parts/postmortem.py": "keep max_bytes spike_factor"},
     "tensorboard": {"monitor/monitor.py": "enabled", "monitor/tensorboard.py": "job_name output_path"},
-    "trace": {"engine/parts/tracing.py": "path steps"},
+    "trace": {"engine/parts/outputs.py": "path", "engine/parts/tracing.py": "steps"},
     "wandb": {"monitor/monitor.py": "enabled", "monitor/wandb.py": "group project team"},
     "zero_optimization": {"zero/parameters/init_context.py": "override_module_apply"},
 }

@@ -65,7 +65,8 @@ def test_two_keys_on_one_path_are_refused(tmp_path, monkeypatch):
     step(engine)
     refused(ValueError, "both write", engine.trace, 1, _existing(tmp_path, engine))
     tables = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    refused(DeepSpeedConfigError, "csv_monitor.output_path", start, step_log={"file": f"{tmp_path}/job/x.csv"}, **tables)
+    log = {"file": f"{tmp_path}/job/x.csv"}
+    refused(DeepSpeedConfigError, "csv_monitor.output_path", start, step_log=log, **tables)
 
 
 def _existing(folder, engine):

@@ -201,7 +201,7 @@ def test_verdicts_after_an_error_that_the_script_has_caught(fault, where, tmp_pa
     run_ranks(1, caught, str(tmp_path), fault, where)
     bundle = the_bundle(tmp_path)
     assert len(bundle.first["micro_batches"]) == 3
-    verdict, (kind, tensor, module) = blame(bundle, Replay(bundle, factory)), FAULTS[fault]
+    verdict, (kind, tensor, _) = blame(bundle, Replay(bundle, factory)), FAULTS[fault]
     assert verdict.verdict == kind and tensor.replace("1", "2") in verdict.tensor.replace("1", "2"), verdict
 
 

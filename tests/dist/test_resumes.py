@@ -1,5 +1,5 @@
-"""Resumed runs against undisturbed ones, bit by bit: random places of the save, data that draw random numbers, evaluation
-before the save, client states that come back, and other sizes of batches."""
+"""Resumed runs against undisturbed ones, bit by bit: random places of the save, data that draw random numbers,
+evaluation before the save, client states that come back, and other sizes of batches."""
 
 import copy
 import itertools
@@ -142,7 +142,8 @@ def test_a_pipeline_that_seeds_its_layers_goes_on(rank, world, tmp_path):
     def start(seed):
         torch.manual_seed(seed)
         layers = [NoisyLayer(4, 4), NoisyLayer(4, 1)]
-        module = PipelineModule(layers, num_stages=1, loss_fn=lambda out, y: (out - y).square().mean(), seed_layers=True)
+        loss = lambda out, y: (out - y).square().mean()
+        module = PipelineModule(layers, num_stages=1, loss_fn=loss, seed_layers=True)
         return engine_of(module, settings(0, 2, 3, optimizer="SGD"))
 
     def batch():

@@ -1,5 +1,5 @@
-"""Accumulation windows, sizes and counters against plain PyTorch: random runs in which sizes change, evaluation comes in
-between, forwards raise and are made again, and the script decides where a step ends."""
+"""Accumulation windows, sizes and counters against plain PyTorch: random runs in which sizes change, evaluation comes
+in between, forwards raise and are made again, and the script decides where a step ends."""
 
 import copy
 import random
@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-import deepspeed
 from deepspeed import comm as dist
+from deepspeed.pipe import PipelineModule
 from harness import on_ranks
 from logs import logged
 from models import Parts
@@ -104,7 +104,8 @@ class Run:
         found = engine.global_steps, engine.global_samples, engine.consumed_tokens
         assert found == (self.steps, self.samples, tokens.item())
         for (name, value), param in zip(weights(engine).items(), self.plain.parameters()):
-            torch.testing.assert_close(value, param, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            told = lambda text, name=name: f"{name}: {text}"
+            torch.testing.assert_close(value, param, rtol=1e-5, atol=1e-6, msg=told)
 
     def window(self):
         parts = self.gas if not self.by_hand else self.draws.choice([1, 2, 3, 4])
@@ -175,6 +176,31 @@ def test_each_sample_comes_once_in_an_epoch_whose_batches_change(rank, world):
     assert other.batch_size == 8  # a size of its own stays
     refused(ValueError, "whole number >= 1", engine.set_train_micro_batch_size, 0)
     assert engine.train_micro_batch_size_per_gpu() == loader.batch_size == 5
+
+
+@on_ranks(1, init=True)
+def test_a_pipeline_whose_sizes_change(rank, world):
+    rows = [(torch.full((4,), float(row)), torch.zeros(1)) for row in range(24)]
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    plain = torch.nn.Sequential(*copy.deepcopy(layers))
+    module = PipelineModule(layers, num_stages=1, loss_fn=lambda out, y: (out - y).square().mean())
+    made = settings(0, 2, 2, optimizer="SGD", rate=0.001, gradient_clipping=0.0)
+    engine = engine_of(module, made, training_data=rows)
+    order = list(engine.training_dataloader.data_sampler)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.001)
+    sizes = [(2, 2, lambda: None), (2, 3, lambda: engine.set_train_batch_size(6))]
+    sizes += [(3, 3, lambda: engine.set_train_micro_batch_size(3))]
+    for micro, accumulate, change in sizes:
+        change()
+        engine.train_batch()
+        sgd.zero_grad()
+        for _ in range(accumulate):
+            ids, order = order[:micro], order[micro:]
+            (plain(torch.stack([rows[row][0] for row in ids])).square().mean() / accumulate).backward()
+        sgd.step()
+        assert engine.global_samples == 24 - len(order)
+        for value, param in zip(weights(engine).values(), plain.parameters()):
+            torch.testing.assert_close(value, param.detach())
 
 
 @on_ranks(1, init=True)

@@ -76,7 +76,7 @@ JOINED_NAMES = {
     "inference/engine.py": {"found": _CALLER},
     "launcher/memory_keeper.py": {"part": _CHECKED},
     "launcher/output.py": {"f\"{time.strftime('%Y%m%d%H%M%S')}_rank{rank}.log\"": _NUMBERED},
-    "engine/parts/outputs.py": {"tables.job_name": "the configuration says it, as it says output_path"},
+    "engine/parts/outputs.py": {"kind": "the two names", "section.job_name": "the configuration says it, as it says output_path"},
     "monitor/csv_monitor.py": {
         "name.replace('/', '_').replace(' ', '_') + '.csv'": "the program names its events, and '/' is taken out",
         "name": "a name of the folder itself, which listdir gives",

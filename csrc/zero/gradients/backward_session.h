@@ -110,11 +110,11 @@ class BackwardSession {
   std::vector<int64_t> hooked_;     // of each parameter its number among the hooks, or -1
   bool had_user_backward_ = false;  // since the last step or join
   int64_t forwards_ = 0;
-  std::mutex reached_mutex_;  // hooks may come from one thread per device
+  std::mutex reached_mutex_;    // hooks may come from one thread per device
   std::set<int64_t> reached_;   // numbers of forwards, see take_reached
   std::set<int64_t> reaching_;  // the same of the backward under way
-  bool own_backward_ = false;       // begin was called by our caller
-  at::Tensor root_;                 // that backward ends by itself; with a hook
+  bool own_backward_ = false;   // begin was called by our caller
+  at::Tensor root_;             // that backward ends by itself; with a hook
   unsigned root_hook_ = 0;
   bool user_backward_ = false;  // by a hook on an output
   bool user_reduce_ = true;

@@ -85,8 +85,8 @@ def read(config, root="training", strict=None, sections_only=False):
             odd = None
         if odd is not None:
             raise DeepSpeedConfigError(
-                f"config: {odd[0]} is {ascii(odd[1])}, which has bytes that are not UTF-8. Configurations are JSON, whose "
-                "texts are UTF-8: rename that file or folder"
+                f"config: {odd[0]} is {ascii(odd[1])}, which has bytes that are not UTF-8. Configurations are JSON, "
+                "whose texts are UTF-8: rename that file or folder"
             )
         return _C.config.resolve_dict(config, **options)
     if not isinstance(config, (str, os.PathLike)):

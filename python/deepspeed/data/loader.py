@@ -222,8 +222,8 @@ class ResumableDataLoader:
             self.curriculum.check_sizes(batch_size, accumulation_steps)
         elif batch_size != self.batch_size and self._makes_batches():
             raise ValueError(
-                f"the data_sampler ({type(self.data_sampler).__name__}) makes whole batches, so their size cannot become "
-                f"{batch_size}: make a loader with another sampler"
+                f"the data_sampler ({type(self.data_sampler).__name__}) makes whole batches, so their size cannot "
+                f"become {batch_size}: make a loader with another sampler"
             )
         elif self.data_sampler is not None and self.drop_last and hasattr(self.data_sampler, "__len__"):
             if not self._makes_batches() and len(self.data_sampler) < batch_size:
@@ -258,8 +258,8 @@ class ResumableDataLoader:
         do not count.
 
         ``seed`` is that of the random numbers of workers, and ``over`` says that the last batch of the epoch was handed
-        out. ``start`` samples of the epoch were handed out before, on other numbers of ranks or in batches of other sizes.
-        ``sampler`` is the state of a ``CurriculumSampler``, and ``dataset`` that of a data set that has a state.
+        out. ``start`` samples of the epoch were handed out before, on other numbers of ranks or in batches of other
+        sizes. ``sampler`` is the state of a ``CurriculumSampler``, and ``dataset`` that of a data set that has a state.
         """
         state = {
             "epoch": self.epoch,

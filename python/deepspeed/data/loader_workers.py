@@ -24,9 +24,9 @@ _iterators = weakref.WeakSet()
 
 
 class SeededBatches:
-    """The ``collate_fn`` of a loader with workers, whose ``worker_init_fn`` is ``begin``. The random numbers that a data
-    set draws for a batch depend on the seed and on the number of the batch alone, so a loader that goes on in the middle
-    of an epoch draws those of a loader that was never left. torch hands batches to the workers in turn."""
+    """The ``collate_fn`` of a loader with workers, whose ``worker_init_fn`` is ``begin``. The random numbers that a
+    data set draws for a batch depend on the seed and on the number of the batch alone, so a loader that goes on in the
+    middle of an epoch draws those of a loader that was never left. torch hands batches to the workers in turn."""
 
     def __init__(self, collate_fn, workers):
         self.collate_fn, self.workers = collate_fn, workers

@@ -75,7 +75,9 @@ class CurriculumSampler:
         """ValueError where the data set has fewer samples than a step of these sizes takes."""
         taken = micro_batch_size * accumulation_steps * self.world_size
         if self.samples < taken:
-            raise ValueError(f"the data set has {self.samples} samples, and a step takes {taken}: lower train_batch_size")
+            raise ValueError(
+                f"the data set has {self.samples} samples, and a step takes {taken}: lower train_batch_size"
+            )
 
     @property
     def step_samples(self):

@@ -39,8 +39,8 @@ import pkgutil
 from deepspeed.utils.forwarding import forwarded, put
 
 HOOKS = (
-    "start", "add_keywords", "see_inputs", "forwarded", "around", "see_loss", "before_micro_step", "effective_tokens", "before_step",
-    "after_micro_step", "after_step", "failed", "failed_step", "before_save", "after_load", "stop",
+    "start", "add_keywords", "see_inputs", "forwarded", "around", "see_loss", "before_micro_step", "effective_tokens",
+    "before_step", "after_micro_step", "after_step", "failed", "failed_step", "before_save", "after_load", "stop",
 )  # fmt: skip
 
 

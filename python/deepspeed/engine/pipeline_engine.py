@@ -84,7 +84,8 @@ class PipelineEngine(DeepSpeedEngine):
         self._batches.need_data("train_batch()")
         self.module.train()
         self.total_loss, self._compute_loss = None, True
-        self.module.micro_offset = self.micro_steps  # seeds of layers: evaluation counts no micro-batch, and a resume goes on
+        # Seeds of layers follow it: evaluation counts no micro-batch, and a resumed run goes on.
+        self.module.micro_offset = self.micro_steps
         self.progress.time_samples(True)
         self._last_line = self._last_line or (time.perf_counter(), self.global_steps, self.global_samples)
         with self._failures.guarded():

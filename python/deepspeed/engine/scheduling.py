@@ -54,9 +54,9 @@ def _missing_argument(engine, scheduler, kwargs):
         return (engine._data.samples_of_step(),)
     if needed[0] != "metrics":
         raise TypeError(
-            f"{called} needs `{needed[0]}`, and an engine can give a schedule only `increment`, the samples of the step, "
-            f"or `metrics`, the loss: pass engine.step(lr_kwargs={{'{needed[0]}': value}}), or do not pass this schedule "
-            f"to deepspeed.initialize and call its step() in the script"
+            f"{called} needs `{needed[0]}`, and an engine can give a schedule only `increment`, the samples of the "
+            f"step, or `metrics`, the loss: pass engine.step(lr_kwargs={{'{needed[0]}': value}}), or do not pass this "
+            "schedule to deepspeed.initialize and call its step() in the script"
         )
     loss = mean_loss(engine)
     if loss is None:

@@ -253,8 +253,9 @@ class OneCycle(_Schedule):
 
     Rates and momenta are a number for all groups or a list with one for each; the groups have the rates from
     construction on. Until the first step they have the smallest momentum, ``cycle_min_mom``, as published. The decay
-    ends at a momentum of 0.999, or at ``cycle_max_mom`` where that is larger, because 1 makes no average. ``min_lrs``, ``max_lrs``, ``min_moms`` and ``max_moms`` (as ``get_mom`` gives them) are those of each group,
-    ``total_size`` the iterations of the cycle and ``step_ratio`` the share of the first half: 1.0 without a second one.
+    ends at a momentum of 0.999, or at ``cycle_max_mom`` where that is larger, because 1 makes no average. ``min_lrs``,
+    ``max_lrs``, ``min_moms`` and ``max_moms`` (as ``get_mom`` gives them) are those of each group, ``total_size`` the
+    iterations of the cycle and ``step_ratio`` the share of the first half: 1.0 without a second one.
     """
 
     def __init__(

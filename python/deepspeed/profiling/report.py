@@ -118,8 +118,8 @@ def path_of(points):
 
 def chart(title, steps, named, unit="", stacked=False, marks=(), walls=None):
     """A heading and the chart of ``named``: {name: a value or None for each of ``steps``}; nothing where there are no
-    values. stacked: areas, one above the other. marks: steps with a line upwards. walls: the seconds of the steps, where
-    the values are rates."""
+    values. stacked: areas, one above the other. marks: steps with a line upwards. walls: the seconds of the steps,
+    where the values are rates."""
     named = {name: values for name, values in named.items() if any(value is not None for value in values)}
     if walls is not None:
         named = {

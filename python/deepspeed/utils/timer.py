@@ -251,7 +251,8 @@ class ThroughputTimer:
 
     def start(self, reading=True):
         """Before a batch is read; called twice without a stop, the later call counts. Without ``reading`` the batch is
-        there already: where other steps are measured whole, this one does not count, unless its time is known already."""
+        there already: where other steps are measured whole, this one does not count, unless its time is known
+        already."""
         self._whole = self._whole or (reading and self._parts == 0)
         if self.enabled:
             self.initialized = self.started = True

@@ -58,7 +58,8 @@ def keep(storage, location):
 @pytest.mark.parametrize("name", ["torch", "python", "fast", "mock"])
 @pytest.mark.parametrize("where", [None, "cpu", {"cpu": "cpu"}, {"cuda:0": "cpu"}, keep])
 def test_no_engine_runs_what_a_file_asks_for(name, where, tmp_path):
-    engine, path = ENGINES.get(name)(SimpleNamespace(writer=None, checkpoint_serialization=True)), str(tmp_path / "x.pt")
+    path = str(tmp_path / "x.pt")
+    engine = ENGINES.get(name)(SimpleNamespace(writer=None, checkpoint_serialization=True))
     torch.save({"x": RunsCode(tmp_path / "ran")}, path)
     refused(pickle.UnpicklingError, "RunsCode|open|builtins", engine.load, path, map_location=where)
     torch.save({"x": torch.arange(3)}, path)

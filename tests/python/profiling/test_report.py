@@ -34,9 +34,9 @@ def test_rates_are_sums_over_sums(tmp_path):
     """Ten steps of ten samples take ten seconds, although half of them are fast."""
     walls = [0.01, 1.99] * 5
     rows = [
-        step(number + 1, wall=wall, samples=10 * number, samples_per_sec=10 / wall, tokens_per_sec=100 / wall, mfu=0.1 / wall)
+        step(number + 1, wall=wall, samples_per_sec=10 / wall, tokens_per_sec=100 / wall, mfu=0.1 / wall)
         for number, wall in enumerate(walls)
-    ]  # fmt: skip
+    ]
     path = tmp_path / "run.jsonl"
     path.write_text("\n".join(map(json.dumps, [RUN, *rows])))
     found = facts(Page(report.page(report.Run(path))))

@@ -210,14 +210,14 @@ def checked_client_state(run):
         if key in loaded:
             if _plain_text(loaded[key]) != _plain_text(value):
                 warning_once(
-                    f"save_checkpoint: client_state has {key!r}, which load_checkpoint returned, with another value. The "
-                    "key is the engine's own, so its current value is saved. Leave it out, or rename yours",
+                    f"save_checkpoint: client_state has {key!r}, which load_checkpoint returned, with another value. "
+                    "The key is the engine's own, so its current value is saved. Leave it out, or rename yours",
                     key=f"client_state {key}",
                 )
         elif key not in current or _plain_text(current[key]) != _plain_text(value):
             raise KeyError(
-                f"client_state may not use the key {key!r}: it is the engine's own, and load_checkpoint would take your "
-                "value for the engine's. Rename yours"
+                f"client_state may not use the key {key!r}: it is the engine's own, and load_checkpoint would take "
+                "your value for the engine's. Rename yours"
             )
     return {key: value for key, value in given.items() if key not in taken}
 

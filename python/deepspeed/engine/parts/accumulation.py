@@ -32,8 +32,8 @@ class Accumulation(Part):
         return max(self.engine._steps.micro_steps, self.engine._backward.micro_batches)
 
     def micro_batches(self):
-        """Micro-batches of the step under way, which is at a boundary. Calls of ``step`` count them; where each of these
-        is a boundary, forwards that a backward has reached do. Ranks are assumed to have equally many."""
+        """Micro-batches of the step under way, which is at a boundary. Calls of ``step`` count them; where each of
+        these is a boundary, forwards that a backward has reached do. Ranks are assumed to have equally many."""
         if hasattr(self.engine, "train_batch"):
             return self.engine.gradient_accumulation_steps()
         if self.engine.managed_gradient_accumulation():
@@ -45,8 +45,8 @@ class Accumulation(Part):
         if self.engine._trains and (self.in_window() or self.engine.core.has_grads()):
             raise RuntimeError(
                 f"{asked} in the middle of an accumulation window, after {max(1, self.in_window())} of "
-                f"{self.engine.gradient_accumulation_steps()} micro-batches, whose gradients count by the sizes of this "
-                "window: call it after the engine.step() that updates the weights, before the next backward"
+                f"{self.engine.gradient_accumulation_steps()} micro-batches, whose gradients count by the sizes of "
+                "this window: call it after the engine.step() that updates the weights, before the next backward"
             )
 
     def start_window(self):

@@ -28,11 +28,11 @@ class Uncounted(AttributeError, RuntimeError):
 class ConsumedTokens(Part):
     """A part of the engine. It counts nothing unless a key of the configuration needs tokens.
 
-    Each forward that a backward has reached is a micro-batch. Its number of tokens is the number that ``count_tokens`` was given.
-    Without that it is the number of entries other than 0 in the 2-dimensional ``attention_mask``, then the known number
-    of a dynamic batch, then the number of elements of ``input_ids``, or in a pipeline of the first 2-dimensional tensor
-    of whole numbers. Tokens that the model cuts off at ``curriculum_seqlen`` are not counted. The hooks
-    ``effective_tokens`` of all parts may change the number. Sums over ranks are made once for each step.
+    Each forward that a backward has reached is a micro-batch. Its number of tokens is the number that ``count_tokens``
+    was given. Without that it is the number of entries other than 0 in the 2-dimensional ``attention_mask``, then the
+    known number of a dynamic batch, then the number of elements of ``input_ids``, or in a pipeline of the first
+    2-dimensional tensor of whole numbers. Tokens that the model cuts off at ``curriculum_seqlen`` are not counted. The
+    hooks ``effective_tokens`` of all parts may change the number. Sums over ranks are made once for each step.
     """
 
     counts = needed = False  # needed: the learning rate or the end of the training depends on them

@@ -27,8 +27,8 @@ class LayerDroppingPart(Part):
 
     @member
     def get_pld_theta(self):
-        """The probability with which progressive layer dropping kept a layer in the last forward that trains, 1.0 before
-        the first one. None if it is off."""
+        """The probability with which progressive layer dropping kept a layer in the last forward that trains, 1.0
+        before the first one. None if it is off."""
         return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
 
     def start(self):

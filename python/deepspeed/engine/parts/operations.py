@@ -1,8 +1,8 @@
 """The operations (flops) of each step on this rank, for the share of the peak that a step reaches.
 
-Counting slows a pass down, so each kind of pass is counted once: a forward by the shapes of its inputs and by what drops
-tokens and layers, a backward by the forwards before it. Later passes of the kind take that number. Behind ``MOST`` kinds
-a new one takes the number of the kind whose inputs have the nearest number of elements, in proportion.
+Counting slows a pass down, so each kind of pass is counted once: a forward by the shapes of its inputs and by what
+drops tokens and layers, a backward by the forwards before it. Later passes of the kind take that number. Behind
+``MOST`` kinds a new one takes the number of the kind whose inputs have the nearest number of elements, in proportion.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ MOST = 64
 
 @engine_parts.add("_operations")
 class Operations(Part):
-    """A part of the engine. It counts where a report asks for it: with ``step_log.file``, with ``peak_tflops``, or in an
-    experiment of the tuner."""
+    """A part of the engine. It counts where a report asks for it: with ``step_log.file``, with ``peak_tflops``, or in
+    an experiment of the tuner."""
 
     of_step = None  # of the last step; None where a pass was not counted, as in the first step, which makes buffers
     _wanted = False

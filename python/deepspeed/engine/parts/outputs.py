@@ -14,7 +14,7 @@ from deepspeed.engine.members import Part, engine_parts
 from deepspeed.log import logger
 
 _TABLES = "csv_monitor.output_path"  # a folder; the others are files, or belong to one engine alone
-_BUNDLES = "postmortem.dir"
+_FOLDERS = {_TABLES, "tensorboard.output_path", "postmortem.dir"}
 _owners = weakref.WeakSet()  # parts of the engines that have outputs
 
 
@@ -32,19 +32,20 @@ def outputs_of(engine):
     if engine.autotuning_enabled():
         given = {"metric_path": engine.autotuning_metric_path(), "model_info_path": engine.autotuning_model_info_path()}
         found.update({f"autotuning.{key}": path for key, path in given.items() if path})
-    tables = config.monitor_config.csv_monitor
-    if tables.enabled:
-        base = os.path.join(os.path.expanduser("~"), "csv_monitor")
-        found[_TABLES] = os.path.join(base if tables.output_path is None else tables.output_path, tables.job_name)
+    for kind in ("csv_monitor", "tensorboard"):
+        section = getattr(config.monitor_config, kind)
+        if section.enabled:
+            base = os.path.join(os.path.expanduser("~"), kind) if section.output_path is None else section.output_path
+            found[f"{kind}.output_path"] = os.path.join(base, section.job_name)
     if config.postmortem_config.on:
-        found[_BUNDLES] = config.postmortem_config.dir
+        found["postmortem.dir"] = config.postmortem_config.dir
     return {key: os.path.abspath(path) for key, path in found.items()}
 
 
 @engine_parts.add("_outputs", order=-1)
 class Outputs(Part):
-    """A part of the engine, which is made before anything is written. ``paths``: absolute, by keys of the configuration;
-    the other parts write to these."""
+    """A part of the engine, which is made before anything is written. ``paths``: absolute, by keys of the
+    configuration; the other parts write to these."""
 
     def __init__(self, engine):
         super().__init__(engine)
@@ -108,11 +109,10 @@ def _names(path):
 
 def _collide(key, path, other, taken):
     """Whether two outputs write the same file. Tables of a monitor are all files of their folder with their suffix."""
-    folders = {_TABLES, _BUNDLES}
-    if key in folders and other in folders:
+    if key in _FOLDERS and other in _FOLDERS:
         return key == other and _same(path, taken)
-    if other in folders or key in folders:
-        folder, file = (path, taken) if key in folders else (taken, path)
+    if other in _FOLDERS or key in _FOLDERS:
+        folder, file = (path, taken) if key in _FOLDERS else (taken, path)
         return _TABLES in (key, other) and file.endswith(".csv") and _same(folder, os.path.dirname(file))
     return _same(path, taken)
 

@@ -102,8 +102,8 @@ class Postmortem(Part):
             self._forwards = [True if number is True or number in reached else number for number in self._forwards]
 
     def _trained(self):
-        """The micro-batches of this step that count, in a pipeline all of them; all, too, where backward reaches none that
-        the engine knows, since the script has hidden the outputs of its model."""
+        """The micro-batches of this step that count, in a pipeline all of them; all, too, where backward reaches none
+        that the engine knows, since the script has hidden the outputs of its model."""
         self._note_trained()
         found = [one for one, number in zip(self._micro, self._forwards) if number is True]
         return found if found and not self._pipelined else list(self._micro)

@@ -133,10 +133,11 @@ class Progress:
         engine, config = self.engine, self.engine._config.monitor_config
         if not config.enabled:
             return MonitorMaster(config)
-        tables = engine._outputs.paths.get("csv_monitor.output_path")
-        if tables is not None:  # another name than that of the configuration where another engine writes there
-            section = config.csv_monitor.model_copy(update={"job_name": os.path.basename(tables)})
-            config = config.model_copy(update={"csv_monitor": section})
+        for kind in ("csv_monitor", "tensorboard"):
+            folder = engine._outputs.paths.get(f"{kind}.output_path")
+            if folder is not None:  # another name than that of the configuration where another engine writes there
+                section = getattr(config, kind).model_copy(update={"job_name": os.path.basename(folder)})
+                config = config.model_copy(update={kind: section})
         ranks = Ranks(engine.parallel, False)
         return ranks.together(lambda: MonitorMaster(config), "the metrics of this run cannot be written")
 

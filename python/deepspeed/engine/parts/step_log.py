@@ -260,8 +260,8 @@ def _read(value, copied):
 
 
 def _copied(loss):
-    """``(copy, event)``: of a device's number a copy on the host, which is there at the event. That is over when the next
-    step has read its norm, so that nothing waits for it."""
+    """``(copy, event)``: of a device's number a copy on the host, which is there at the event. That is over when the
+    next step has read its norm, so that nothing waits for it."""
     if not torch.is_tensor(loss) or loss.device.type == "cpu":
         return loss, None
     accelerator = get_accelerator()

@@ -194,8 +194,8 @@ class TrainingData(Part):
 
     @member
     def set_train_micro_batch_size(self, micro_batch_size):
-        """Changes the micro batch; accumulation stays, the whole batch follows. Training loaders of this engine that have
-        the size up to now give batches of the new size, from the sample on that comes next."""
+        """Changes the micro batch; accumulation stays, the whole batch follows. Training loaders of this engine that
+        have the size up to now give batches of the new size, from the sample on that comes next."""
         self.engine._accumulation.need_no_window(f"set_train_micro_batch_size({micro_batch_size})")
         self._check_sizes(micro_batch_size, self.engine.gradient_accumulation_steps())
         parts = self.engine.gradient_accumulation_steps() * self.engine.dp_world_size
@@ -215,8 +215,8 @@ class TrainingData(Part):
             or accumulation_steps != self.engine.gradient_accumulation_steps()
         ):
             raise RuntimeError(
-                "the sizes of a batch cannot change while the engine trains on dynamic batches, which were made for the "
-                "sizes of the configuration: set train_batch_size and train_micro_batch_size_per_gpu there"
+                "the sizes of a batch cannot change while the engine trains on dynamic batches, which were made for "
+                "the sizes of the configuration: set train_batch_size and train_micro_batch_size_per_gpu there"
             )
 
     def _sizes_have_changed(self):

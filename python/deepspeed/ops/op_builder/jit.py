@@ -71,8 +71,8 @@ def _need_own(path, name):
     problem = why_foreign(path, _extensions())
     if problem is not None:
         raise BuildError(
-            f"the op {name} is not loaded from the cache of compiled ops, because {problem}. Modules run as part of this "
-            "program: remove that folder, or set TORCH_EXTENSIONS_DIR to a folder of your own"
+            f"the op {name} is not loaded from the cache of compiled ops, because {problem}. Modules run as part of "
+            "this program: remove that folder, or set TORCH_EXTENSIONS_DIR to a folder of your own"
         )
 
 
