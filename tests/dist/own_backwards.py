@@ -20,8 +20,8 @@ OWN_ENDS = ("one backward", "a backward for each", "retained", "engine")
 
 def forward_net(net, x):
     """No matrix product, so that fp16 runs on a CPU. ``kept``: what the script finds in the module."""
-    hidden = torch.tanh(x * net.first + net.shift)
-    net.kept = hidden * net.second
+    hidden = x * net.first + net.shift
+    net.kept = hidden * hidden * net.second
     return net.kept.sum(-1), net.second
 
 
