@@ -191,7 +191,7 @@ def test_bad_items(rank, world):
 
 
 @pytest.mark.parametrize("alone", [0, 1])
-@on_ranks(2)
+@on_ranks(2, init=True)
 def test_evaluation_on_one_stage_alone(rank, world, alone):
     engine = engine_of(2, 1, models.Block)
     data = itertools.cycle(models.batches("plain", 1, MICRO_BATCHES, 0))

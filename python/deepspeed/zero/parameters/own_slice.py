@@ -18,6 +18,7 @@ def _writes(func):
     return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", *_IN_PLACE)
 
 
+_VIEWS = ("__getitem__", "narrow", "view", "view_as", "reshape", "detach", "flatten", "unsqueeze", "select")
 _IN_PLACE = tuple(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"))
 
 
@@ -70,18 +71,15 @@ class OwnSlice(torch.Tensor):
         if func == _data_setter:
             return args[0].take(args[1])
         if func == _data_getter:  # torch would not count writes to .data, and the next forward asks for these
-            func = torch.Tensor.detach
+            view = run_plainly(torch.Tensor.detach, args, {})
+            return cls.of(view, args[0]._slice_name, args[0]._keep, args[0]._before)
         written = [one for one in (args[0] if args else None, kwargs.get("out")) if isinstance(one, OwnSlice)]
         if written and (_writes(func) or "out" in kwargs) and written[-1]._before is not None:
             written[-1]._before()
         result = run_plainly(func, args, kwargs)
-        if written and type(result) is torch.Tensor and result._is_view() and result._base is written[0]._whole():
+        if written and type(result) is torch.Tensor and getattr(func, "__name__", "") in _VIEWS:
             return cls.of(result, written[0]._slice_name, before=written[0]._before)
         return result
-
-    def _whole(self):
-        with torch._C.DisableTorchFunction():
-            return self if self._base is None else self._base
 
     def _plain(self):
         return self._slice.detach().clone()
