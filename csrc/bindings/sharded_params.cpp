@@ -242,6 +242,7 @@ DS_BINDINGS(m) {
       .def("touch", &ParamGatherer::touch, Unlocked())
       .def("written", &ParamGatherer::written, Unlocked())
       .def("forget_written", &ParamGatherer::forget_written)
+      .def("before_slice_write", &ParamGatherer::before_slice_write, Unlocked())
       .def("add_unit", &ParamGatherer::add_unit)
       .def("extend_unit", &ParamGatherer::extend_unit)
       .def("release_all", &ParamGatherer::release_all, Unlocked())

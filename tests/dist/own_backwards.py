@@ -12,7 +12,7 @@ import deepspeed
 from models import Parts, seeded
 from runs import engine_of, with_fp16
 
-RATE = 0.05
+RATE = 0.02
 STAGES = [(0, 0), (1, 0), (2, 0), (3, 100000), (3, 0)]  # and up to how many elements stay gathered
 TERMS = ("output", "penalty", "input gradient", "returned", "weight gradient", "kept", "direct", "twice")
 OWN_ENDS = ("one backward", "a backward for each", "retained", "engine")
@@ -20,17 +20,17 @@ OWN_ENDS = ("one backward", "a backward for each", "retained", "engine")
 
 def forward_net(net, x):
     """No matrix product, so that fp16 runs on a CPU. ``kept``: what the script finds in the module."""
-    hidden = torch.tanh(x * net.first + net.shift)
-    net.kept = hidden * net.second
+    hidden = x * net.first + net.shift
+    net.kept = hidden * hidden * net.second
     return net.kept.sum(-1), net.second
 
 
 def make_net():
     return Parts(
         forward_net,
-        first=torch.nn.Parameter(torch.randn(5)),
-        shift=torch.nn.Parameter(torch.randn(5)),
-        second=torch.nn.Parameter(torch.randn(5)),
+        first=torch.nn.Parameter(0.5 * torch.randn(5)),
+        shift=torch.nn.Parameter(0.5 * torch.randn(5)),
+        second=torch.nn.Parameter(0.5 * torch.randn(5)),
     )
 
 
@@ -67,7 +67,7 @@ def case_of(seed):
 
 def inputs(seed, number, rank, dtype):
     generator = torch.Generator().manual_seed(1000003 * seed + 101 * number + rank)
-    return torch.randn(3, 5, generator=generator).to(dtype)
+    return torch.randn(3, 5, generator=generator).clamp(-1, 1).to(dtype)
 
 
 def backward_of(case, net, module, x, engine=None, scale=1.0):
@@ -133,7 +133,7 @@ def run_case(rank, world, case):
         for param, master in zip(plain.parameters(), masters):
             param.data.copy_(master)
         moved = max((m - b).abs().max().item() for m, b in zip(masters, before))
-        limit = 1e-5 if case["dtype"] == "fp32" else 0.03 * moved + 2e-3
+        limit = 1e-5 * max(1.0, moved) if case["dtype"] == "fp32" else 0.03 * moved + 2e-3
         for (name, param), master in zip(engine.module.named_parameters(), masters):
             off = (deepspeed.utils.safe_get_full_fp32_param(param).cpu() - master).abs().max().item()
             if off > limit:

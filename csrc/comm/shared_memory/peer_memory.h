@@ -26,6 +26,10 @@ class PeerMemory {
   virtual void come_to(const Meeting& meeting) = 0;
   virtual Meeting meeting(int rank) = 0;
   virtual void await_round(int64_t round) = 0;
+  // Whether this rank reads regions now, and up to which round it has read what was to be read in that. await_readers()
+  // returns when no other rank reads and all have come so far, and fails as await() does.
+  virtual void set_reading(bool reading, int64_t finished) = 0;
+  virtual void await_readers(int64_t finished) = 0;
 };
 using PeerMemoryPtr = std::shared_ptr<PeerMemory>;
 

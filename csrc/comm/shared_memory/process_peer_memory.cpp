@@ -23,6 +23,8 @@ struct Header {
   std::atomic<int64_t> closed;
   std::atomic<int64_t> round;
   std::atomic<int64_t> forward;
+  std::atomic<int64_t> idle;  // -1 while it reads, else 0
+  std::atomic<int64_t> finished;
 };
 constexpr int64_t kHeaderBytes = 4096;
 static_assert(sizeof(Header) <= kHeaderBytes && std::atomic<int64_t>::is_always_lock_free);
@@ -54,11 +56,20 @@ class ProcessPeerMemory : public PeerMemory {
     return {round, header(rank)->forward.load(std::memory_order_relaxed)};
   }
   void await_round(int64_t round) override { await(&Header::round, round); }
+  void set_reading(bool reading, int64_t finished) override {
+    header(rank_)->idle.store(reading ? -1 : 0, std::memory_order_release);
+    header(rank_)->finished.store(finished, std::memory_order_release);
+  }
+  void await_readers(int64_t finished) override {
+    await(&Header::finished, finished, /*but=*/rank_);
+    await(&Header::idle, 0, /*but=*/rank_);
+  }
 
  private:
-  void await(std::atomic<int64_t> Header::*count, int64_t wanted) {
+  void await(std::atomic<int64_t> Header::*count, int64_t wanted, int but = -1) {
     const auto since = Clock::now();
     for (int rank = 0; rank < segments_->size(); ++rank) {
+      if (rank == but) continue;
       for (int64_t looks = 0; (header(rank)->*count).load(std::memory_order_acquire) < wanted; ++looks) {
         if (looks < 200) {
           std::this_thread::yield();

@@ -15,6 +15,8 @@ class OwnMemory : public PeerMemory {
   void come_to(const Meeting&) override {}
   Meeting meeting(int) override { return {}; }
   void await_round(int64_t) override {}
+  void set_reading(bool, int64_t) override {}
+  void await_readers(int64_t) override {}
 
  private:
   at::Tensor bytes_;

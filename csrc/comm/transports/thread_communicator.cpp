@@ -24,6 +24,7 @@ struct SharedRegions {
   std::vector<at::Tensor> regions;
   std::vector<int64_t> versions;
   std::vector<PeerMemory::Meeting> meetings;
+  std::vector<std::pair<bool, int64_t>> reading;  // of each rank, and up to which round it has read
   bool closed = false;
 };
 
@@ -103,6 +104,7 @@ class Meeting {
       regions_->regions.resize(size_);
       regions_->versions.assign(size_, 0);
       regions_->meetings.assign(size_, {});
+      regions_->reading.assign(size_, {});
     }
     regions_->regions[rank] = at::zeros({bytes}, at::TensorOptions().dtype(at::kByte));
     return regions_;
@@ -224,6 +226,20 @@ class ThreadPeerMemory : public PeerMemory {
   void await_round(int64_t round) override {
     await([round](const SharedRegions& shared) {
       return all_of(shared.meetings, [round](const Meeting& theirs) { return theirs.round >= round; });
+    });
+  }
+  void set_reading(bool reading, int64_t finished) override {
+    std::lock_guard lock(shared_->mutex);
+    shared_->reading[rank_] = {reading, finished};
+    shared_->changed.notify_all();
+  }
+  void await_readers(int64_t finished) override {
+    await([this, finished](const SharedRegions& shared) {
+      for (size_t rank = 0; rank < shared.reading.size(); ++rank) {
+        const auto& [reading, theirs] = shared.reading[rank];
+        if ((reading || theirs < finished) && static_cast<int>(rank) != rank_) return false;
+      }
+      return true;
     });
   }
 

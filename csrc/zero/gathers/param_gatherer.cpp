@@ -167,6 +167,10 @@ void ParamGatherer::meet_writes() {
   for (ShardedParam* param : stale) param->know_values();
 }
 
+void ParamGatherer::before_slice_write() {
+  with_slices([&] { source_->before_slice_write(); });
+}
+
 void ParamGatherer::drain() {
   with_slices([&] { source_->drain(); });
 }
@@ -326,6 +330,7 @@ void ParamGatherer::begin_forward() {
 
 void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
   in_forward_ = false;
+  source_->end_forward();
   creates_graph_ = false;  // a gradient inside forward: the next backward is the one that uses its graph
   for (const UsePtr& use : running_) let_go(use->params, false);
   running_.clear();
@@ -351,6 +356,7 @@ void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
 void ParamGatherer::abandon_forward() {
   reset_uses();
   in_forward_ = false;
+  source_->end_forward();
   if (backward_.empty()) release_all();
 }
 

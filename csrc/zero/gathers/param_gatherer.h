@@ -77,6 +77,7 @@ class ParamGatherer {
   // The user has written into the gathered values, and the slices have not taken it. No communication.
   bool written(ShardedParam& param);
   void forget_written(ShardedParam& param);  // it is not kept any more
+  void before_slice_write();                 // by the user, to a slice of this rank
 
   void mark_persistent();     // by size
   void refresh_persistent();  // after the shards have changed

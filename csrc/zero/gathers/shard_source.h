@@ -53,6 +53,9 @@ class ShardSource {
   // Where nobody has, nobody waits. Fails where this rank has read slices in that forward that another one has written
   // before. By collectives each rank sends its slice when it has come as far, and nobody has to meet.
   virtual bool meet_writes(bool /*wrote*/, int64_t /*forward*/) { return false; }
+  // This rank's forward has ended; the user is about to write to slices of this rank, which waits until others' have.
+  virtual void end_forward() {}
+  virtual void before_slice_write() {}
   // The gathered values are others than the slices, as far as that can be known without the other ranks.
   virtual bool differs(const ShardedParam& param) { return param.own_part_differs(); }
   // Around a change of shards, which every rank makes: nobody reads them any more; what is there now is valid.

@@ -30,14 +30,18 @@ class Peers {
   bool meet(bool wrote, int64_t forward) {
     forward_ = forward;
     if (ranks_->size() == 1) return wrote;
+    end_reading();  // of a forward that raised
     refuse_missed(forward - 1);
     int64_t latest = round_ + (wrote ? 1 : 0);
     for (int rank = 0; rank < ranks_->size(); ++rank) latest = std::max(latest, memory_->meeting(rank).round);
-    if (latest == round_) return false;
-    round_ = latest;
-    memory_->come_to({round_, forward});
-    memory_->await_round(round_);
-    return true;
+    const bool meets = latest > round_;
+    if (meets) {
+      round_ = latest;
+      memory_->come_to({round_, forward});
+      memory_->await_round(round_);
+    }
+    memory_->set_reading(true, finished_);
+    return meets;
   }
   void publish() {
     memory_->publish();
@@ -51,6 +55,12 @@ class Peers {
     });
     return same;
   }
+  void end_reading() {
+    finished_ = round_;
+    memory_->set_reading(false, finished_);
+  }
+  void await_readers() const { memory_->await_readers(round_); }
+  void look() const { refuse_missed(forward_); }
   void copy(const ShardedParam& param, const at::Tensor& buffer) const {
     each_slice(param, buffer, [](const at::Tensor& mine, const at::Tensor& theirs) { mine.copy_(theirs); });
   }
@@ -85,7 +95,7 @@ class Peers {
   comm::CommunicatorPtr ranks_;
   comm::PeerMemoryPtr memory_;
   std::vector<at::Tensor> regions_;
-  int64_t version_ = 0, round_ = 0, forward_ = 0;
+  int64_t version_ = 0, round_ = 0, finished_ = 0, forward_ = 0;
 };
 
 class PeerSource : public ShardSource {
@@ -120,6 +130,16 @@ class PeerSource : public ShardSource {
     bool met = false;
     for (Peers& peers : peers_) met = peers.meet(wrote, forward) || met;
     return met;
+  }
+  void end_forward() override {
+    for (Peers& peers : peers_) peers.end_reading();
+  }
+  void before_slice_write() override {
+    end_forward();  // a forward that raised
+    for (Peers& peers : peers_) peers.await_readers();
+  }
+  void drain() override {
+    for (Peers& peers : peers_) peers.look();
   }
   bool differs(const ShardedParam& param) override {
     const at::Tensor values = param.gathered();

@@ -14,14 +14,17 @@ from deepspeed.engine.members import Part, engine_parts
 # reports, and how its own host reads and writes. Nothing that ranks do together depends on them.
 MAY_DIFFER = {
     "aio", "autotuning", "comet", "comms_logger", "csv_monitor", "dump_state", "flops_profiler", "log_level",
-    "memory_breakdown", "nebula", "report", "steps_per_print", "step_log.file", "step_log.peak_tflops", "tensorboard",
+    "memory_breakdown", "nebula", "report", "step_log.file", "step_log.peak_tflops", "tensorboard",
     "timers", "trace.path", "wall_clock_breakdown", "wandb", "postmortem.dir", "postmortem.keep",
     "postmortem.max_bytes", "datastates_ckpt", "checkpoint.host_cache_size", "zero_optimization.offload_param",
     "zero_optimization.offload_optimizer", "data_efficiency.data_sampling.num_workers",
     "data_efficiency.data_sampling.pin_memory",
 }  # fmt: skip
-# Within those sections these count all the same.
-ALIKE = {"zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device"}
+# Within those sections these count all the same: all ranks open monitors together, and rank 0 writes.
+ALIKE = {
+    "comet.enabled", "csv_monitor.enabled", "tensorboard.enabled", "wandb.enabled",
+    "zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device",
+}  # fmt: skip
 MISSING = "<absent>"
 MOST = 8  # differences that an error names
 

@@ -154,8 +154,10 @@ class ShardedParameter(torch.nn.Parameter):
     def ds_tensor(self):
         """This rank's slice, flat: ``ceil(ds_numel / ranks)`` elements, the last rank's padded with zeros.
 
-        It may be written to, in place or with ``ds_tensor.data = values``; see ``own_slice``. Gathers read it from then
-        on. Other ranks may read it without asking: where they gather next, all must have written (``dist.barrier()``).
+        It may be written to, in place or with ``ds_tensor.data = values``; see ``own_slice``. What all ranks write before
+        a forward of the engine is what all read in it: a rank that has written waits for the others to come there, and
+        a rank that was there already without a write gets an error. Before ``GatheredParameters`` outside of a forward
+        the script calls ``dist.barrier()``.
         Where slices rest in files (``offload_param``) each access reads a copy, and ``ds_tensor.data = values`` writes.
         """
         handle = self.ds_handle
@@ -163,11 +165,16 @@ class ShardedParameter(torch.nn.Parameter):
         known = {"status": ZeroParamStatus.AVAILABLE, "ds_numel": shard.numel(), "final_location": None}
         if handle.in_file:
             known["final_location"] = OffloadDeviceEnum.nvme
-            return OwnSlice.of(shard, handle.name, handle.set_slice, **known)
+            return OwnSlice.of(shard, handle.name, handle.set_slice, self._before_slice_write, **known)
         found = self.__dict__.get("_ds_slice")
         if found is None or not found.shows(shard):
-            found = self.__dict__["_ds_slice"] = OwnSlice.of(shard, handle.name, **known)
+            found = self.__dict__["_ds_slice"] = OwnSlice.of(
+                shard, handle.name, before=self._before_slice_write, **known
+            )
         return found
+
+    def _before_slice_write(self):
+        self.ds_access.gatherer.before_slice_write()
 
     @ds_tensor.setter
     def ds_tensor(self, values):
