@@ -250,7 +250,7 @@ DS_BINDINGS(m) {
            "grad_dtype"_a, "rank"_a, "rules"_a)
       .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), "outputs"_a, "reduce"_a,
            "loss_scale"_a, "factor"_a)
-      .def("take_reached", of(&Engine::backward, &BackwardSession::take_reached))
+      .def("take_reached", [](Engine& self) { return self.backward().reached().take(); })
       .def("step", &step, Unlocked(), "inputs"_a)
       .def("hook_input", of(&Engine::backward, &BackwardSession::hook_input), "input"_a)
       .def("set_outer_factor", of(&Engine::backward, &BackwardSession::set_outer_factor), "factor"_a)

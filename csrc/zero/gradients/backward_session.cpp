@@ -94,21 +94,13 @@ void BackwardSession::queue_end() {
   });
 }
 
-void BackwardSession::forget_reached() {
-  const std::lock_guard<std::mutex> lock(reached_mutex_);
-  reaching_.clear();
-}
-
 void BackwardSession::leave_root() {
   if (root_.defined()) root_.remove_hook(root_hook_);
   root_ = at::Tensor();
 }
 
 void BackwardSession::end() {
-  {
-    const std::lock_guard<std::mutex> lock(reached_mutex_);
-    reached_.merge(std::exchange(reaching_, {}));
-  }
+  reached_.keep();
   own_backward_ = false;
   const bool by_user = user_backward_;
   user_backward_ = at_outputs_ = false;
@@ -124,7 +116,7 @@ void BackwardSession::end() {
 }
 
 bool BackwardSession::abort() {
-  forget_reached();
+  reached_.forget();
   own_backward_ = false;
   if (user_backward_) store_.storage()->clock()->leave_last(Phase::kBackward);
   user_backward_ = at_outputs_ = false;
@@ -135,7 +127,7 @@ bool BackwardSession::abort() {
 
 bool BackwardSession::abort_together() {
   if (!grads_.reducing()) return abort();
-  forget_reached();
+  reached_.forget();
   own_backward_ = false;
   user_backward_ = at_outputs_ = false;
   leave_root();
@@ -284,16 +276,13 @@ at::Tensor BackwardSession::hook_input(const at::Tensor& input) {
   return inside;
 }
 
-void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs) {
+void BackwardSession::hook_outputs(const std::vector<at::Tensor>& outputs, int64_t forward) {
   if (user_backward_) abort_together();  // it raised half-way: its callback never ran
   gathers_end_queued_ = false;
-  const auto entered = [weak = self_(), forward = forwards_](const at::Tensor& grad) -> at::Tensor {
+  const auto entered = [weak = self_(), forward](const at::Tensor& grad) -> at::Tensor {
     const auto session = weak.lock();
     if (!session) return grad;
-    {
-      const std::lock_guard<std::mutex> lock(session->reached_mutex_);
-      session->reaching_.insert(forward);
-    }
+    session->reached_.reach(forward);
     return session->enter(grad);
   };
   std::unordered_set<const c10::TensorImpl*> seen;

@@ -13,8 +13,6 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -22,6 +20,7 @@
 #include "zero/gradients/grad_reducer.h"
 #include "zero/gathers/param_gatherer.h"
 #include "zero/rank_failures.h"
+#include "zero/gradients/reached_forwards.h"
 
 namespace ds::zero {
 
@@ -51,7 +50,7 @@ class BackwardSession {
   // A backward that the user runs on what forward returned: `outputs` get hooks that call the two above by themselves.
   // The latest plan counts. It says whether that backward reduces, the loss scale, and what gradients are multiplied by
   // besides.
-  void hook_outputs(const std::vector<at::Tensor>& outputs);
+  void hook_outputs(const std::vector<at::Tensor>& outputs, int64_t forward);
   // Of tensors that came into the model from elsewhere in the graph: what the gradients leave through, which divides
   // by what the outputs have multiplied with.
   at::Tensor hook_input(const at::Tensor& input);
@@ -63,21 +62,15 @@ class BackwardSession {
   }
   // The gradients of the next backward that come from outside have been multiplied by it. Until the next forward.
   void set_outer_factor(double factor) { outer_factor_ = factor; }
-  // Returns the number of this forward; the first one has number 1.
+  // Returns the number of this forward among reached().
   int64_t forwarded(const std::vector<at::Tensor>& outputs, bool reduce, double loss_scale, double factor) {
     outer_factor_ = 1.0;
     plan(reduce, loss_scale, factor);
-    ++forwards_;
-    hook_outputs(outputs);
-    return forwards_;
+    const int64_t forward = reached_.add();
+    hook_outputs(outputs, forward);
+    return forward;
   }
-  // Numbers of the forwards whose outputs a backward has reached since this was called last, in order. A backward that
-  // has raised reached none.
-  std::vector<int64_t> take_reached() {
-    const std::lock_guard<std::mutex> lock(reached_mutex_);
-    const std::set<int64_t> taken = std::exchange(reached_, {});
-    return {taken.begin(), taken.end()};
-  }
+  ReachedForwards& reached() { return reached_; }
 
   void finish();  // before a step: what backwards have left is reduced
   // Once for each micro-step in which begin was not called. True when there was no backward by the user either, and no
@@ -99,7 +92,6 @@ class BackwardSession {
   at::Tensor enter(const at::Tensor& grad);
   void queue_gathers_end();
   void leave_root();
-  void forget_reached();  // of a backward that has raised
   void queue_end();
 
   ParamStore& store_;
@@ -109,10 +101,7 @@ class BackwardSession {
   const std::function<std::weak_ptr<BackwardSession>()> self_;
   std::vector<int64_t> hooked_;     // of each parameter its number among the hooks, or -1
   bool had_user_backward_ = false;  // since the last step or join
-  int64_t forwards_ = 0;
-  std::mutex reached_mutex_;    // hooks may come from one thread per device
-  std::set<int64_t> reached_;   // numbers of forwards, see take_reached
-  std::set<int64_t> reaching_;  // the same of the backward under way
+  ReachedForwards reached_;
   bool own_backward_ = false;   // begin was called by our caller
   at::Tensor root_;             // that backward ends by itself; with a hook
   unsigned root_hook_ = 0;
